@@ -14,29 +14,44 @@ import numpy as np
 import pytest
 
 from mlxpool.worker.groups.collectives import NCCL, Collectives
-from mlxpool.worker.groups.peer_memory import HANDLE_BYTES, PeerMemoryError
-from mlxpool.worker.groups.peer_sums import BufferShape, Launch, Limits, PeerSums
+from mlxpool.worker.groups.peer_memory import HANDLE_BYTES, IDENTITY_BYTES, PeerMemoryError
+from mlxpool.worker.groups.peer_sums import LINE_BYTES, BufferShape, Launch, Limits, PeerSums
 from support import simt
 
 FEW = Limits(small=2**12, large=2**17)  # bytes: so that a slow machine reaches both kernels
 # One block with two chunks, and two blocks with up to five chunks of another size together.
 FEW_LAUNCHES = (Launch(10_000, 1, 1), Launch(2**17, 2, 2))
+# One block whose warps have up to two portions, and two blocks with up to five of another size.
+FEW_LINE_LAUNCHES = (Launch(10_000, 2, 1), Launch(2**17, 4, 2))
 BOUND = 240.0  # seconds
+NVLINK = "SIMULATED_NVLINK"  # environment variable: "yes" where it connects the processes
 
 
 class FakePeerMemory:
     """Implements PeerMemory in this process; a handle is the address."""
 
-    def __init__(self, *, exports: bool = True, opens: bool = True) -> None:
-        """`exports`, `opens`: whether these calls work."""
-        self.exports, self.opens = exports, opens
+    def __init__(
+        self, *, exports: bool = True, opens: bool = True, identity: int = 1, nvlink: bool = False
+    ) -> None:
+        """`exports`, `opens`: whether these calls work; `identity` 0: nor does that."""
+        self.exports, self.opens, self.number, self.nvlink = exports, opens, identity, nvlink
         self.allocated: dict[int, np.ndarray] = {}
         self.opened: list[int] = []
 
+    def identity(self) -> bytes:
+        """See PeerMemory."""
+        if not self.number:
+            raise PeerMemoryError("cuDeviceGetUuid_v2 failed: CUDA_ERROR_NOT_SUPPORTED")
+        return self.number.to_bytes(IDENTITY_BYTES, "little")
+
+    def over_nvlink(self, identity: bytes) -> bool:
+        """See PeerMemory."""
+        return self.nvlink and identity != self.identity()
+
     def allocate(self, size: int) -> int:
         """See PeerMemory."""
-        whole = np.zeros(size + 64, dtype=np.uint8)
-        address = -(-whole.ctypes.data // 64) * 64
+        whole = np.zeros(size + LINE_BYTES, dtype=np.uint8)
+        address = -(-whole.ctypes.data // LINE_BYTES) * LINE_BYTES
         self.allocated[address] = whole
         return address
 
@@ -65,9 +80,11 @@ class FakePeerMemory:
 class SimulatedRanks:
     """The sums of all ranks of a group; `memory` keeps their buffers."""
 
-    def __init__(self, ranks: int, limits: Limits, bound: float = BOUND) -> None:
+    def __init__(
+        self, ranks: int, limits: Limits, bound: float = BOUND, *, lines: bool = False
+    ) -> None:
         self.memory = FakePeerMemory()
-        shape = BufferShape(ranks, limits, FEW_LAUNCHES)
+        shape = BufferShape(ranks, limits, FEW_LINE_LAUNCHES if lines else FEW_LAUNCHES, lines)
         addresses = [self.memory.allocate(shape.size) for _ in range(ranks)]
         self.sums: Sequence[PeerSums] = [PeerSums(shape, rank, addresses) for rank in range(ranks)]
         self._addresses = addresses
@@ -84,6 +101,14 @@ class MappedPeerMemory:
     """Implements PeerMemory between processes: a handle is the path of a file without a name."""
 
     _kept: ClassVar[list[tuple[int, mmap.mmap]]] = []  # until the process ends
+
+    def identity(self) -> bytes:
+        """See PeerMemory."""
+        return os.getpid().to_bytes(IDENTITY_BYTES, "little")
+
+    def over_nvlink(self, identity: bytes) -> bool:
+        """See PeerMemory. Lines arrive whole, in simt.h."""
+        return os.environ.get(NVLINK) == "yes"
 
     def allocate(self, size: int) -> int:
         """See PeerMemory."""

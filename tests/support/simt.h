@@ -271,6 +271,13 @@ template <typename T> T __shfl_xor_sync(unsigned, T x, int mask) {
   return simt::told(x)[simt::here->number % simt::LANES ^ mask];
 }
 template <typename T> T __shfl_sync(unsigned, T x, int lane) { return simt::told(x)[lane]; }
+static inline int __any_sync(unsigned, int x) {
+  const auto found = simt::told(x);
+  for (int lane = 0; lane < simt::LANES; lane++)
+    if (found[lane]) return 1;
+  return 0;
+}
+static inline int __all_sync(unsigned mask, int x) { return !__any_sync(mask, !x); }
 template <typename T> T __shfl_up_sync(unsigned, T x, int by) {
   const int lane = simt::here->number % simt::LANES;
   return simt::told(x)[lane < by ? lane : lane - by];
@@ -407,6 +414,22 @@ static inline void store_word(void* to, unsigned long data, unsigned long tag) {
 static inline void load_word(const void* from, unsigned long& data, unsigned long& tag) {
   tag = __atomic_load_n((const unsigned long*)from + 1, __ATOMIC_ACQUIRE);
   data = ((const unsigned long*)from)[0];
+}
+// The tag of a line is written behind what the other lanes have of it, and read before that.
+static inline void store_line(void* to, bool tagged, unsigned long first, unsigned long second) {
+  unsigned long* const words = (unsigned long*)to;
+  if (!tagged) words[0] = first, words[1] = second;
+  __syncwarp();
+  if (!tagged) return;
+  words[0] = first;
+  __atomic_store_n(words + 1, second, __ATOMIC_RELEASE);
+}
+static inline bool load_line(const void* from, bool tagged, unsigned long tag, unsigned long (&words)[2]) {
+  const auto* const line = (const unsigned long*)((uintptr_t)from & ~(uintptr_t)127);
+  const unsigned long found = __atomic_load_n(line + 15, __ATOMIC_ACQUIRE);
+  words[0] = ((const unsigned long*)from)[0];
+  words[1] = tagged ? found : ((const unsigned long*)from)[1];
+  return found == tag;
 }
 static inline void release_flag(unsigned long* to, unsigned long tag) {
   __atomic_store_n(to, tag, __ATOMIC_RELEASE);

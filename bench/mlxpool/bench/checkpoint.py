@@ -32,13 +32,18 @@ def write(
     """
     config = config_of(shape, layers, quantise)
     config["vocab_size"] = vocabulary or config["vocab_size"]
+    write_settings(folder, config, dtype)
+    _write_weights(folder, config, dtype, max_shard_bytes)
+    return folder
+
+
+def write_settings(folder: Path, config: Mapping[str, Any], dtype: str) -> None:
+    """Write what a folder has beside its weights, which are of this dtype."""
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", {**config, "torch_dtype": dtype})
     last = config["vocab_size"] - 1
     _write_json(folder / "generation_config.json", {"bos_token_id": last - 1, "eos_token_id": last})
     _write_tokenizer(folder, config["vocab_size"])
-    _write_weights(folder, config, dtype, max_shard_bytes)
-    return folder
 
 
 def config_of(shape: str, layers: int = 0, quantise: str = "") -> dict[str, Any]:
@@ -73,8 +78,13 @@ def _write_weights(
         files[-1][name] = array
         free -= array.nbytes
     _save(folder, files)
-    index = {name: _file(number) for number, one in enumerate(files) for name in one}
-    _write_json(folder / "model.safetensors.index.json", {"weight_map": index})
+    index = {name: file_name(number) for number, one in enumerate(files) for name in one}
+    write_index(folder, index)
+
+
+def write_index(folder: Path, files: Mapping[str, str]) -> None:
+    """Write which file each tensor is in."""
+    _write_json(folder / "model.safetensors.index.json", {"weight_map": files})
 
 
 def _weights(config: Mapping[str, Any], dtype: Any) -> Iterator[tuple[str, Any]]:
@@ -104,12 +114,13 @@ def _save(folder: Path, files: list[dict[str, Any]]) -> None:
     import mlx.core as mx
 
     names = dict.fromkeys(files[-1])
-    mx.save_safetensors(str(folder / _file(len(files) - 1)), files[-1])
+    mx.save_safetensors(str(folder / file_name(len(files) - 1)), files[-1])
     files[-1] = names
     mx.clear_cache()
 
 
-def _file(number: int) -> str:
+def file_name(number: int) -> str:
+    """The name of a file of weights, counted from 0."""
     return f"model-{number + 1:05}.safetensors"
 
 

@@ -17,6 +17,7 @@ from mlxpool.worker.groups.messages import Ended  # noqa: E402
 from mlxpool.worker.groups.part_layers import SummedLinear  # noqa: E402
 from mlxpool.worker.groups.peer_memory import PeerMemoryError  # noqa: E402
 from mlxpool.worker.groups.peer_sums import BufferShape, Limits  # noqa: E402
+from mlxpool.worker.scheduling.scheduler import StepLimits, longest_chunk  # noqa: E402
 
 SHAPE = BufferShape(2, Limits(64, 64))
 
@@ -131,3 +132,15 @@ def test_a_lost_rank_ends_the_pass_before_its_numbers_are_used(
     with pytest.raises(RankLost, match="rank 1 did not come to a sum of rank 0 within 30 s"):
         engine.collect()
     assert engine._orders.passes == 1, "the group cannot go on: see device_works"
+
+
+@pytest.mark.parametrize(("sizes", "second"), [((1, 2048), 2048), ((), 1265)])
+def test_a_pass_of_a_group_has_the_pairs_of_all_ranks(
+    group: Collectives, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], second: int
+) -> None:
+    """So that a long prompt is read in chunks of equal length, where passes are compiled."""
+    limits = StepLimits(lines=2048, pairs=2048 * 2048, context=8192, sizes=sizes)
+    monkeypatch.setattr(ModelEngine, "limits", limits)
+    engine = object.__new__(GroupEngine)
+    engine._collectives = group
+    assert longest_chunk(2048, engine.limits.pairs) == second

@@ -11,9 +11,14 @@ import pytest
 mx = pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)
 
 from mlxpool.worker.groups import peer_exchange  # noqa: E402
-from mlxpool.worker.groups.peer_exchange import NO_HANDLE, connect  # noqa: E402
+from mlxpool.worker.groups.peer_exchange import (  # noqa: E402
+    NO_HANDLE,
+    NO_IDENTITY,
+    connect,
+)
 from mlxpool.worker.groups.peer_memory import (  # noqa: E402
     HANDLE_BYTES,
+    IDENTITY_BYTES,
     CudaPeerMemory,
     PeerMemoryError,
 )
@@ -21,7 +26,13 @@ from mlxpool.worker.groups.peer_sums import BufferShape, Limits, PeerSums  # noq
 from support import simt  # noqa: E402
 from support.peer_ranks import FakePeerMemory  # noqa: E402
 
-SHAPE = BufferShape(2, Limits(2**12, 2**14))
+LIMITS = Limits(2**12, 2**14)
+SHAPE = BufferShape.of(2, LIMITS, lines=False)
+IDENTITY = bytes(IDENTITY_BYTES - 1) + b"2"  # of the GPU of rank 1
+
+
+def shape_of(lines: bool) -> BufferShape:
+    return BufferShape.of(2, LIMITS, lines=lines)
 
 
 class Others:
@@ -29,9 +40,11 @@ class Others:
 
     rank, ranks = 0, 2
 
-    def __init__(self, handle: bytes, answers: Sequence[int] = (1, 1)) -> None:
-        """`answers`: those of rank 1; it agrees to what is asked behind them."""
-        self._handle, self._answers = handle, list(answers)
+    def __init__(
+        self, handle: bytes, answers: Sequence[int] = (1, 1), identity: bytes = IDENTITY
+    ) -> None:
+        """`answers`: those of rank 1 behind that on NVLink; it agrees to what is asked later."""
+        self._handle, self._answers, self._identity = handle, [1, *answers], identity
         self.told: list[bytes | int] = []
         self.memory: FakePeerMemory | None = None  # of rank 0
         self.held: list[tuple[int, int]] = []  # buffers that it had and mapped at each question
@@ -39,7 +52,7 @@ class Others:
     def gathered(self, own: bytes) -> list[bytes]:
         """See Agreement."""
         self.told.append(own)
-        return [own, self._handle]
+        return [own, self._identity if len(own) == IDENTITY_BYTES else self._handle]
 
     def least(self, number: int) -> int:
         """See Agreement."""
@@ -62,12 +75,28 @@ def other() -> bytes:
 
 def test_every_rank_maps_the_buffers_of_the_others(other: bytes) -> None:
     memory, others = FakePeerMemory(), Others(other)
-    sums = connect(others, lambda: memory, SHAPE, right)
+    sums = connect(others, lambda: memory, shape_of, right)
     (own,) = memory.allocated
-    assert others.told == [own.to_bytes(HANDLE_BYTES, "little"), 1, 1]
+    assert others.told == [memory.identity(), 0, own.to_bytes(HANDLE_BYTES, "little"), 1, 1]
+    assert not sums.shape.lines
     assert memory.opened == [2**40]
     assert (sums.rank, sums.lost) == (0, None)
     assert memory.allocated[own].nbytes >= SHAPE.size
+
+
+@pytest.mark.parametrize(
+    ("own", "told_there", "there", "lines"),
+    [(True, 1, IDENTITY, True), (True, 0, IDENTITY, False), (False, 1, IDENTITY, False),
+     (True, 1, NO_IDENTITY, False)],
+    ids=["everywhere", "not there", "not here", "unknown"],
+)  # fmt: skip
+def test_lines_are_written_where_nvlink_connects_all(
+    other: bytes, own: bool, told_there: int, there: bytes, lines: bool
+) -> None:
+    others, memory = Others(other, identity=there), FakePeerMemory(nvlink=own)
+    others._answers[0] = told_there
+    assert connect(others, lambda: memory, shape_of, right).shape.lines == lines
+    assert others.told[1] == int(own and there != NO_IDENTITY)
 
 
 def _no_driver() -> Any:
@@ -78,13 +107,22 @@ def _no_driver() -> Any:
     ("memory", "handle", "answers", "told", "why"),
     [
         (None, None, (), (), "not installed"),
+        (FakePeerMemory(identity=0), None, (), (), "cuDeviceGetUuid"),
         (FakePeerMemory(exports=False), None, (), (), "cuIpcGetMemHandle"),
         (FakePeerMemory(), NO_HANDLE, (), (), "rank 1 cannot share"),
         (FakePeerMemory(opens=False), None, (1,), (0,), "cuIpcOpenMemHandle"),
         (FakePeerMemory(), None, (0,), (1,), "another rank cannot map"),
         (FakePeerMemory(), None, (1, 0), (1, 1), "another rank cannot add up"),
     ],
-    ids=["no driver", "no export", "none there", "no map", "no map there", "no sums there"],
+    ids=[
+        "no driver",
+        "no identity",
+        "no export",
+        "none there",
+        "no map",
+        "no map there",
+        "no sums there",
+    ],
 )
 def test_what_fails_on_one_rank_fails_on_all(
     other: bytes,
@@ -101,12 +139,16 @@ def test_what_fails_on_one_rank_fails_on_all(
     others = Others(other if handle is None else handle, answers)
     others.memory = memory
     with pytest.raises(PeerMemoryError, match=why):
-        connect(others, _no_driver if memory is None else lambda: memory, SHAPE, right)
-    assert others.told[1:] == [*told, 1], "the other rank waits for no further answer"
-    exports = memory is not None and memory.exports
-    assert (others.told[0] != NO_HANDLE) == exports
+        connect(others, _no_driver if memory is None else lambda: memory, shape_of, right)
+    assert others.told[1] == 0 and others.told[3:] == [*told, 1], "the other rank waits for no more"
+    known = memory is not None and memory.number > 0
+    assert (others.told[0] != NO_IDENTITY) == known
+    exports = known and memory is not None and memory.exports
+    assert (others.told[2] != NO_HANDLE) == exports
     if memory is not None:
-        assert others.held[-1] == (1, 0), "unmapped, and not freed before the others have unmapped"
+        assert others.held[-1] == (int(known), 0), (
+            "unmapped, and not freed before the others have unmapped"
+        )
         assert memory.allocated == {} and memory.opened == []
 
 
@@ -124,8 +166,8 @@ def _without_compiler(sums: PeerSums) -> bool:
 def test_sums_that_fail_here_are_used_nowhere(other: bytes, trial: Any, why: str) -> None:
     others = Others(other)
     with pytest.raises(PeerMemoryError, match=why):
-        connect(others, FakePeerMemory, SHAPE, trial)
-    assert others.told[1:] == [1, 0, 1]
+        connect(others, FakePeerMemory, shape_of, trial)
+    assert others.told[3:] == [1, 0, 1]
 
 
 def test_a_rank_whose_arrays_have_no_room_says_so_to_the_others(
@@ -139,8 +181,8 @@ def test_a_rank_whose_arrays_have_no_room_says_so_to_the_others(
     monkeypatch.setattr(peer_exchange, "PeerSums", fails)
     others, memory = Others(other), FakePeerMemory()
     with pytest.raises(PeerMemoryError, match=r"do not work here: \[malloc\]"):
-        connect(others, lambda: memory, SHAPE, right)
-    assert others.told[1:] == [1, 0, 1]
+        connect(others, lambda: memory, shape_of, right)
+    assert others.told[3:] == [1, 0, 1]
     assert memory.allocated == {} and memory.opened == []
 
 
@@ -152,17 +194,18 @@ def test_a_rank_that_does_not_come_to_the_trial_is_named(
     elsewhere = memory.allocate(SHAPE.size)
     others = Others(memory.export(elsewhere))
     with simt.simulated(), pytest.raises(PeerMemoryError, match="rank 1 did not come"):
-        connect(others, lambda: memory, SHAPE)
+        connect(others, lambda: memory, shape_of)
 
 
 # ---- the driver ----------------------------------------------------------------------------------
 
 
 class Driver:
-    """Stands for libcuda: notes its calls; the one named `fails` returns an error."""
+    """Stands for libcuda and NVML: notes its calls; the one named `fails` returns an error."""
 
     def __init__(self, fails: str = "") -> None:
-        self.fails, self.calls = fails, list[str]()
+        self.fails, self.calls, self.named = fails, list[str](), list[str]()
+        self.status = 0  # of the link between two GPUs: it is there
 
     def __getattr__(self, name: str) -> Any:
         if name == "cuMissing":
@@ -175,6 +218,13 @@ class Driver:
                 return 0
             if name in ("cuMemAlloc_v2", "cuIpcOpenMemHandle_v2"):
                 arguments[0]._obj.value = 4096
+            if name == "cuDeviceGetUuid_v2":
+                ctypes.memset(arguments[0]._obj, 5, IDENTITY_BYTES)
+            if name == "nvmlDeviceGetHandleByUUID":
+                self.named.append(arguments[0].decode())
+            if name == "nvmlDeviceGetP2PStatus":
+                assert arguments[2] == 2, "NVLink"
+                arguments[3]._obj.value = self.status
             if name == "cuIpcGetMemHandle":
                 ctypes.memset(arguments[0]._obj.bytes, 7, HANDLE_BYTES)
             if name == "cuIpcOpenMemHandle_v2":
@@ -196,6 +246,41 @@ def test_the_driver_allocates_exports_and_maps() -> None:
     counts = [driver.calls.count(f"cuCtx{what}Current_v2") for what in ("Push", "Pop")]
     assert counts == [5, 5]
     assert "cuMemsetD8_v2" in driver.calls, "flags of another program would be taken for ours"
+
+
+def test_nvml_says_whether_nvlink_connects_two_gpus() -> None:
+    driver = Driver()
+    memory = CudaPeerMemory(driver, driver)  # type: ignore[arg-type]
+    assert memory.identity() == b"\5" * IDENTITY_BYTES
+    assert memory.over_nvlink(bytes(range(16)))
+    assert driver.named == [
+        "GPU-05050505-0505-0505-0505-050505050505",
+        "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f",
+    ]
+    assert driver.calls.count("nvmlInit_v2") == driver.calls.count("nvmlShutdown") == 1
+    assert not memory.over_nvlink(memory.identity()), "one GPU"
+    driver.status = 1
+    assert not memory.over_nvlink(bytes(range(16)))
+
+
+@pytest.mark.parametrize(
+    "fails", ["nvmlInit_v2", "nvmlDeviceGetHandleByUUID", "nvmlDeviceGetP2PStatus"]
+)
+def test_what_nvml_does_not_know_is_no_nvlink(fails: str) -> None:
+    driver = Driver(fails)
+    memory = CudaPeerMemory(driver, driver)  # type: ignore[arg-type]
+    assert not memory.over_nvlink(bytes(16))
+    assert driver.calls.count("nvmlShutdown") == int(fails != "nvmlInit_v2")
+
+
+def test_without_nvml_there_is_no_nvlink(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = CudaPeerMemory(Driver())  # type: ignore[arg-type]
+
+    def missing(name: str) -> Any:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    assert not memory.over_nvlink(bytes(16))
 
 
 def test_an_error_of_the_driver_has_its_name() -> None:

@@ -17,6 +17,7 @@ import pytest
 mx = pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)
 
 from mlxpool.worker.kernels import device  # noqa: E402
+from support.peer_ranks import NVLINK  # noqa: E402
 from support.peer_tokens import tokens  # noqa: E402
 from support.rank_pair import single  # noqa: E402
 from support.simt import COMPILER  # noqa: E402
@@ -25,17 +26,22 @@ from support.worker_checkpoints import write_checkpoint  # noqa: E402
 
 @pytest.mark.skipif(device.on_gpu(), reason="two ranks need two GPUs")
 @pytest.mark.skipif(COMPILER is None, reason="a C++ compiler builds the simulated GPUs")
-def test_they_draw_the_tokens_of_one_device(tmp_path: Path) -> None:
+@pytest.mark.parametrize("nvlink", ["yes", "no"])
+def test_they_draw_the_tokens_of_one_device(tmp_path: Path, nvlink: str) -> None:
     """Also where a pass begins before rank 0 has read the tokens of the last, as on a GPU."""
     folder, built = write_checkpoint(tmp_path / "model"), tmp_path / "kernels"
     command = [sys.executable, "-m", "support.peer_tokens", str(folder), str(built)]
     path = os.pathsep.join(filter(None, sys.path))
     done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, check=True
+        command,
+        env={**os.environ, "PYTHONPATH": path, NVLINK: nvlink},
+        stdout=subprocess.PIPE,
+        check=True,
     )
     shutil.rmtree(built)
     found = json.loads(done.stdout)
-    assert {"peer_sum", "peer_sum_large"} <= set(found["kernels"])
+    expected = {"peer_sum_lines"} if nvlink == "yes" else {"peer_sum", "peer_sum_large"}
+    assert {one for one in found["kernels"] if one.startswith("peer_sum")} == expected
     whole = single(folder, lookahead=False)
     assert found["tokens"] == [tokens(whole)] * 2
     whole.close()

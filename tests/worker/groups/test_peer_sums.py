@@ -16,6 +16,7 @@ mx = pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type
 from mlxpool.worker.groups.peer_sums import (  # noqa: E402
     ALIGNMENT,
     LIMITS,
+    LINE_BYTES,
     BufferShape,
     Launch,
     Limits,
@@ -26,6 +27,7 @@ from support import simt  # noqa: E402
 from support.peer_ranks import FEW, SimulatedRanks  # noqa: E402
 
 pytestmark = pytest.mark.skipif(device.on_gpu(), reason="two ranks need two GPUs")
+both_kernels = pytest.mark.parametrize("by_lines", [False, True], ids=["chunks", "lines"])
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -73,9 +75,12 @@ def summed(group: SimulatedRanks, given: Sequence[Any], residual: Any = None) ->
     ("ranks", "dtype"),
     [(2, "bfloat16"), (2, "float16"), (2, "float32"), (2, "int32"), (3, "bfloat16")],
 )
-def test_all_ranks_get_the_sum_in_the_order_of_ranks(ranks: int, dtype: str) -> None:
+@both_kernels
+def test_all_ranks_get_the_sum_in_the_order_of_ranks(
+    ranks: int, dtype: str, *, by_lines: bool
+) -> None:
     """Many sums one after another, of both kernels in turns: their epochs go on."""
-    group = SimulatedRanks(ranks, FEW)
+    group = SimulatedRanks(ranks, FEW, lines=by_lines)
     for seed, shape in enumerate(
         [(1, 64), (7, 64), (64, 64), (5,), (1, 64), (1, 1), (3, 4, 64), (2, 64), (129, 64)]
     ):
@@ -85,18 +90,20 @@ def test_all_ranks_get_the_sum_in_the_order_of_ranks(ranks: int, dtype: str) -> 
     assert [one.lost for one in group.sums] == [None] * ranks
 
 
-def test_both_kernels_ran(gpus: set[str]) -> None:
-    group = SimulatedRanks(2, FEW)
+@both_kernels
+def test_both_kernels_ran(gpus: set[str], *, by_lines: bool) -> None:
+    group = SimulatedRanks(2, FEW, lines=by_lines)
     gpus.clear()
     summed(group, parts(2, (1, 64), mx.bfloat16, 0))
     assert gpus == {"peer_sum"}
     summed(group, parts(2, (64, 64), mx.bfloat16, 0))
-    assert gpus == {"peer_sum", "peer_sum_large"}
+    assert gpus == {"peer_sum", "peer_sum_lines" if by_lines else "peer_sum_large"}
 
 
 @pytest.mark.parametrize("lines", [1, 40])
-def test_a_residual_is_added_behind_the_sum(lines: int) -> None:
-    group = SimulatedRanks(2, FEW)
+@both_kernels
+def test_a_residual_is_added_behind_the_sum(lines: int, *, by_lines: bool) -> None:
+    group = SimulatedRanks(2, FEW, lines=by_lines)
     given, residual = (
         parts(2, (lines, 64), mx.bfloat16, 3),
         parts(1, (lines, 64), mx.bfloat16, 4)[0],
@@ -106,9 +113,12 @@ def test_a_residual_is_added_behind_the_sum(lines: int) -> None:
     assert expected != bits(added(given) + residual), "it is rounded once"
 
 
-@pytest.mark.parametrize(("ranks", "lines"), [(2, 1), (2, 50), (3, 2)])
-def test_columns_are_joined_in_the_order_of_ranks(ranks: int, lines: int) -> None:
-    group = SimulatedRanks(ranks, FEW)
+@pytest.mark.parametrize(("ranks", "lines"), [(2, 1), (2, 50), (3, 2), (3, 40)])
+@both_kernels
+def test_columns_are_joined_in_the_order_of_ranks(
+    ranks: int, lines: int, *, by_lines: bool
+) -> None:
+    group = SimulatedRanks(ranks, FEW, lines=by_lines)
     given = parts(ranks, (lines, 64), mx.bfloat16, 5)
     with simt.together(ranks) as gpus:
         found = []
@@ -119,9 +129,11 @@ def test_columns_are_joined_in_the_order_of_ranks(ranks: int, lines: int) -> Non
     assert [bits(one) for one in found] == [expected] * ranks
 
 
-def test_many_sums_follow_each_other_without_the_host() -> None:
+@both_kernels
+def test_many_sums_follow_each_other_without_the_host(*, by_lines: bool) -> None:
     """A rank may be a sum ahead: what a peer has not read yet is not overwritten."""
-    group, given = SimulatedRanks(2, FEW), parts(2, (3, 64), mx.float32, 6)
+    group = SimulatedRanks(2, FEW, lines=by_lines)
+    given = parts(2, (3, 64), mx.float32, 6)
     long = parts(2, (70, 64), mx.float32, 7)
     found: list[list[Any]] = [[], []]
     with simt.together(2) as gpus:
@@ -150,11 +162,14 @@ def test_many_sums_follow_each_other_without_the_host() -> None:
         max_size=12,
     ),
     st.integers(2**24, 2**40),
+    st.booleans(),
 )
-@settings(max_examples=25, deadline=None, derandomize=True)
-def test_any_row_of_operations_is_right(operations: list[tuple[str, int]], epoch: int) -> None:
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_any_row_of_operations_is_right(
+    operations: list[tuple[str, int]], epoch: int, by_lines: bool
+) -> None:
     """Whatever follows what, from whatever epoch on: one exchange keeps the ranks in step."""
-    group = SimulatedRanks(2, FEW)
+    group = SimulatedRanks(2, FEW, lines=by_lines)
     given = [parts(2, (lines, 64), mx.bfloat16, n) for n, (_, lines) in enumerate(operations)]
     found: list[list[Any]] = [[], []]
     group.begin_at(epoch)
@@ -175,8 +190,9 @@ def test_any_row_of_operations_is_right(operations: list[tuple[str, int]], epoch
 
 
 @pytest.mark.parametrize("lines", [1, 40])
-def test_a_peer_that_never_comes_is_lost_and_nothing_hangs(lines: int) -> None:
-    group = SimulatedRanks(2, FEW, bound=0.01)
+@both_kernels
+def test_a_peer_that_never_comes_is_lost_and_nothing_hangs(lines: int, *, by_lines: bool) -> None:
+    group = SimulatedRanks(2, FEW, bound=0.01, lines=by_lines)
     given = parts(2, (lines, 64), mx.bfloat16, 8)
     with simt.together(2) as gpus, gpus.on(0):
         for _ in range(3):  # the later ones do not wait
@@ -189,10 +205,12 @@ def test_a_peer_that_never_comes_is_lost_and_nothing_hangs(lines: int) -> None:
     assert group.sums[1].lost == 0, "nothing comes of a rank that has lost another"
 
 
-def test_unlike_sums_never_match() -> None:
+@pytest.mark.parametrize("lines", [2, 40])
+@both_kernels
+def test_unlike_sums_never_match(lines: int, *, by_lines: bool) -> None:
     """Ranks that are out of step get an error, not numbers of another sum."""
-    group = SimulatedRanks(2, FEW, bound=0.01)
-    given = parts(2, (2, 64), mx.bfloat16, 9)
+    group = SimulatedRanks(2, FEW, bound=0.01, lines=by_lines)
+    given = parts(2, (lines, 64), mx.bfloat16, 9)
     with simt.together(2) as gpus:
         with gpus.on(0):
             group.sums[0].sum(given[0])
@@ -212,10 +230,14 @@ def test_what_is_too_large_or_of_another_kind_is_left_to_others() -> None:
 
 def test_buffers_have_room_for_what_peers_write() -> None:
     for ranks in (2, 3, 4, 8):
-        shape = BufferShape(ranks, limits_of(ranks))
-        assert shape.size % ALIGNMENT == 0
-        assert shape.size <= 96 * 2**20, shape
-        assert shape.large_offset >= 2 * (ranks - 1) * 2 * shape.limits.small
+        for by_lines in (False, True):
+            shape = BufferShape.of(ranks, lines=by_lines)
+            assert shape.size % ALIGNMENT == 0
+            assert shape.size <= 96 * 2**20, shape
+            assert shape.large_offset >= 2 * (ranks - 1) * 2 * shape.limits.small
+            if by_lines:
+                assert shape.large_offset % LINE_BYTES == shape.area % LINE_BYTES == 0
+                assert shape.area * 15 // 16 >= shape.limits.large, "a sixteenth are tags"
     assert limits_of(2) is LIMITS[2]
 
 

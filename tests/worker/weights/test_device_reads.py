@@ -11,7 +11,8 @@ import pytest
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
-from mlxpool.worker.weights import device_reads  # noqa: E402
+from mlxpool.worker.weights import cut_reads, device_reads  # noqa: E402
+from mlxpool.worker.weights.cuts import Cut  # noqa: E402
 from mlxpool.worker.weights.device_reads import DeviceReads  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("machine")
@@ -45,6 +46,28 @@ def test_tensors_are_read_in_pieces(file: Path, monkeypatch: pytest.MonkeyPatch)
         read = found[name]
         assert read is not None and (read.dtype, read.shape) == (array.dtype, array.shape)
         assert bool(mx.array_equal(read, array))
+
+
+@pytest.mark.parametrize("runs", [1, 2**20], ids=["alone", "with whole rows"])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_parts_are_read_in_pieces(
+    file: Path, monkeypatch: pytest.MonkeyPatch, axis: int, runs: int
+) -> None:
+    """Pieces, and what each thread reads of one, begin and end anywhere in a row."""
+    monkeypatch.setattr(device_reads, "PIECE_BYTES", SMALL_PIECE)
+    monkeypatch.setattr(cut_reads, "RUN_BYTES", runs)
+    monkeypatch.setattr(cut_reads, "BUFFER_BYTES", 2 * 200 + 1)
+    with DeviceReads(largest=600) as reads:
+        opened = reads.open_parts(file)
+        for name in ("halves", "floats", "packed"):
+            whole = tensors()[name]
+            cut = Cut(axis, 1, whole.shape[axis] - 1)
+            found = opened.read(name, whole.shape, cut)
+            assert found is not None and (found.dtype, found.shape) == (
+                whole.dtype,
+                cut.shape_of(whole.shape),
+            )
+            assert mx.array_equal(found, cut.of(whole))
 
 
 def test_what_the_file_has_not_is_none(file: Path) -> None:

@@ -3,7 +3,8 @@
 python -m mlxpool.bench.groups.deaths --faults 50 --seconds 170
 
 In a round all streams count to 90, in prefill or in decode one rank of a group gets SIGKILL or
-SIGSTOP, and the text of each stream is compared with that without a fault. Prints JSON: faults,
+SIGSTOP, and the text of each stream is compared with that without a fault. Prints a line for each
+fault as it comes, so that a run that is cut off says what it saw, and at the end JSON: faults,
 streams, those that were wrong, and for each kind the longest wait for a token since the fault, of
 the streams that were moved. With several groups a round begins when half of them are ready. Groups
 share GPUs where CUDA_VISIBLE_DEVICES names each of them several times, such as 0,1,0,1.
@@ -142,6 +143,10 @@ def _faults(options: argparse.Namespace, run_dir: Path, client: Client) -> dict[
         streams, fault = _fault(client, options.streams, int(pid), kind, moment, draw)
         faults += 1
         name = f"{kind.name} of rank {rank} in {moment}"
+        right = sum(not one.error and one.text == plain.text for one in streams)
+        resumed = sum(one.attempts > 1 for one in streams)
+        told = f"{right} of {len(streams)} streams are right, {resumed} were moved"
+        print(f"{time.monotonic() - began:.1f} s: {name}: {told}", flush=True)
         for one in streams:
             if one.error or one.text != plain.text:
                 wrong.append(f"{name}: {one.error or one.text!r}")

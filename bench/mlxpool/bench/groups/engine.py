@@ -3,8 +3,10 @@
 python -m mlxpool.bench.groups.engine --model FOLDER --streams 1 32 128 --prefill 4096
 
 Prints a line of JSON for one device, and for the group with each of `--sums`: tokens/s while so
-many rows decode, milliseconds to the first token of a long prompt, and how many greedy tokens are
-those of one device. No other process takes part, and a rank loads its part of the weights once.
+many rows decode, milliseconds to the first token of a long prompt, how many greedy tokens are those
+of one device, and what the host of each rank takes to submit a step of so many rows. With `none`
+nothing is added up, so the tokens are wrong, and what is left is the time of all but sums. No other
+process takes part, and a rank loads its part of the weights once.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import os
 import statistics
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -22,7 +25,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxpool.bench import checkpoint
+from mlxpool.bench import large_checkpoint
 from mlxpool.bench.groups.rank_processes import add_options, meeting_of, run_ranks
 from mlxpool.bench.our_engine import GREEDY, UNLIMITED_TOKENS, admit, burst, decode, enter, prompt
 from mlxpool.common.options import Options
@@ -32,11 +35,13 @@ from mlxpool.worker.engine.model_engine import ModelEngine
 from mlxpool.worker.groups.collectives import AUTO, NCCL, Collectives
 from mlxpool.worker.groups.divisions import part_of
 from mlxpool.worker.groups.group_engine import GroupEngine
+from mlxpool.worker.groups.messages import Message, Pass
 from mlxpool.worker.groups.part_layers import PartLayerBuilder
 from mlxpool.worker.groups.peer_sums import Limits
 from mlxpool.worker.groups.pipes import Inbox, Orders
 from mlxpool.worker.scheduling.kv_blocks import blocks_for
 from mlxpool.worker.scheduling.sequence import Sequence as Row
+from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.weights.inspect import inspect
 from mlxpool.worker.weights.load import LoadedModel, load
 
@@ -44,6 +49,64 @@ END = bytes(4)  # a message of no length: the engine is not used any more
 SPARE = 256  # tokens of a row's context beyond its prompt
 FIRST_STEPS = 4  # that are not timed
 BOUND = 60.0  # seconds that a GPU waits for another's part of a sum
+NONE = "none"  # nothing is added up
+
+Times = dict[int, list[float]]  # seconds of the host, by the rows of a pass
+
+
+class PartCollectives(Collectives):
+    """The operations of a group, which may be left out: then a rank has its own part in place."""
+
+    left_out = False
+
+    def all_sum(self, x: mx.array) -> mx.array:
+        """See Collectives."""
+        return x if self.left_out else super().all_sum(x)
+
+    def adds(self, size: int, dtype: mx.Dtype) -> bool:
+        """See Collectives."""
+        return not self.left_out and super().adds(size, dtype)
+
+    def joined(self, x: mx.array) -> mx.array:
+        """See Collectives."""
+        return mx.concatenate([x] * self.ranks, axis=1) if self.left_out else super().joined(x)
+
+
+class TimedGroup(GroupEngine):
+    """A GroupEngine that notes how long it takes to submit a pass."""
+
+    def __init__(self, *given: Any, **settings: Any) -> None:
+        self.times: Times = defaultdict(list)
+        super().__init__(*given, **settings)
+
+    def submit(self, spans: Sequence[Span]) -> bool:
+        """See Engine.submit."""
+        started = time.perf_counter()
+        begun = super().submit(spans)
+        self.times[len(spans)].append(time.perf_counter() - started)
+        return begun
+
+
+class TimedFollower(Follower):
+    """A Follower that notes how long it takes to submit a pass."""
+
+    def __init__(self, *given: Any) -> None:
+        self.times: Times = defaultdict(list)
+        super().__init__(*given)
+
+    def handle(self, message: Message) -> None:
+        """See Follower."""
+        started = time.perf_counter()
+        super().handle(message)
+        if isinstance(message, Pass) and not message.builds:
+            self.times[len(message.rows)].append(time.perf_counter() - started)
+
+
+def _host_ms(times: Times) -> dict[str, float]:
+    return {
+        f"x{rows}": round(1e3 * statistics.median(every), 3)
+        for rows, every in sorted(times.items())
+    }
 
 
 def main() -> int:
@@ -60,34 +123,48 @@ def main() -> int:
     parser.add_argument(
         "--limits", type=int, nargs=2, metavar="BYTES", help="of each kernel; see peer_sums.py"
     )
-    parser.add_argument("--sums", nargs="+", choices=(AUTO, NCCL), default=[AUTO, NCCL])
+    parser.add_argument("--sums", nargs="+", choices=(AUTO, NCCL, NONE), default=[AUTO, NCCL])
+    parser.add_argument("--no-single", action="store_true", help="the model fits on no one device")
     add_options(parser)
     options = parser.parse_args()
     if options.rank < 0:
         if not (options.model / "config.json").is_file():
-            checkpoint.write(options.model, options.shape, layers=options.layers)
+            large_checkpoint.write(options.model, options.shape, layers=options.layers)
         return run_ranks("mlxpool.bench.groups.engine", sys.argv[1:], options.ranks)
     return _lead(options) if options.rank == 0 else _follow(options)
 
 
 def _lead(options: argparse.Namespace) -> int:
-    whole = load(inspect(options.model))
-    engine = ModelEngine(whole, None, layout="pool", **_settings(options))
-    expected = _measure(options, engine, {"devices": 1}, [])
-    del engine, whole
-    mx.clear_cache()
+    expected = [] if options.no_single else _measure_one(options)
     _end_reading(options)  # the others join now
     collectives, loaded = _joined(options)
     for sums in options.sums:
         orders = Orders(options.pipes)
-        collectives.connect_gpus(BOUND, sums, limits=_limits(options))
-        group = GroupEngine(
+        _choose(collectives, sums, options)
+        group = TimedGroup(
             loaded, None, orders=orders, collectives=collectives, **_settings(options)
         )
-        told = {"devices": options.ranks, "sums": sums if collectives.nbytes else NCCL}
+        found = NCCL if sums == AUTO and not collectives.nbytes else sums
+        told = {"devices": options.ranks, "sums": found}
         _measure(options, group, told, expected)
+        print(json.dumps({"rank": 0, "host_ms": _host_ms(group.times)}), flush=True)
         _end_reading(options)
     return 0
+
+
+def _measure_one(options: argparse.Namespace) -> list[list[int]]:
+    """The figures of one device, and its tokens."""
+    engine = ModelEngine(load(inspect(options.model)), None, layout="pool", **_settings(options))
+    drawn = _measure(options, engine, {"devices": 1}, [])
+    del engine
+    mx.clear_cache()
+    return drawn
+
+
+def _choose(collectives: PartCollectives, sums: str, options: argparse.Namespace) -> None:
+    """What adds up from now on, on every rank."""
+    collectives.left_out = sums == NONE
+    collectives.connect_gpus(BOUND, NCCL if sums == NONE else sums, limits=_limits(options))
 
 
 def _end_reading(options: argparse.Namespace) -> None:
@@ -100,10 +177,11 @@ def _follow(options: argparse.Namespace) -> int:
     inbox.take()
     collectives, loaded = _joined(options)
     for sums in options.sums:
-        collectives.connect_gpus(BOUND, sums, limits=_limits(options))
-        follower = Follower(loaded, collectives, Progress(lambda: None))
+        _choose(collectives, sums, options)
+        follower = TimedFollower(loaded, collectives, Progress(lambda: None))
         while (message := inbox.take()) is not None:
             follower.handle(message)
+        print(json.dumps({"rank": options.rank, "host_ms": _host_ms(follower.times)}), flush=True)
         del follower
         mx.clear_cache()
     return 0
@@ -113,12 +191,17 @@ def _limits(options: argparse.Namespace) -> Limits | None:
     return Limits(*options.limits) if options.limits else None
 
 
-def _joined(options: argparse.Namespace) -> tuple[Collectives, LoadedModel]:
+def _joined(options: argparse.Namespace) -> tuple[PartCollectives, LoadedModel]:
     """The group, and this rank's part of the model."""
-    collectives = Collectives.join(meeting_of(options), NCCL)
+    collectives = PartCollectives.join(meeting_of(options), NCCL)
     part = part_of(inspect(options.model), options.rank, options.ranks)
     builder = partial(PartLayerBuilder, part, collectives)
-    return collectives, load(part.folder, cuts=part.cuts, make_builder=builder)
+    began = time.perf_counter()
+    loaded = load(part.folder, cuts=part.cuts, make_builder=builder)
+    took = round(time.perf_counter() - began, 2)
+    told = {"rank": options.rank, "load_s": took, "gb": round(loaded.weight_bytes / 1e9, 2)}
+    print(json.dumps(told), flush=True)
+    return collectives, loaded
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:

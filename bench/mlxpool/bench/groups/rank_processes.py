@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from mlxpool.worker.groups.links import Meeting
 from mlxpool.worker.process.ranks import free_ports, hosts_file
-from mlxpool.worker.system import gpus
+from mlxpool.worker.system import gpus, mlx_environment
 
 LOOK_INTERVAL = 0.05  # seconds between two looks at which processes have ended
 
@@ -35,6 +35,7 @@ def run_ranks(module: str, arguments: Sequence[str], ranks: int) -> int:
     Rank 0 gets the writing ends of pipes to the others, in their order, each of these the reading
     end of its own. Returns the exit code of rank 0, or of a rank that fails before it ends.
     """
+    mlx_environment.set_mlx_environment()
     *addresses, port = free_ports(ranks + 1)
     hosts = hosts_file(addresses)
     pipes = [os.pipe() for _ in range(ranks - 1)]

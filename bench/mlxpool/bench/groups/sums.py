@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
@@ -22,12 +23,18 @@ from mlxpool.bench.groups.rank_processes import add_options, meeting_of, run_ran
 from mlxpool.worker.groups import peer_exchange
 from mlxpool.worker.groups.collectives import NCCL, Collectives
 from mlxpool.worker.groups.peer_memory import CudaPeerMemory, PeerMemoryError
-from mlxpool.worker.groups.peer_sums import LAUNCHES, BufferShape, Launch, Limits
+from mlxpool.worker.groups.peer_sums import (
+    LAUNCHES,
+    LINE_LAUNCHES,
+    BufferShape,
+    Launch,
+    Limits,
+)
 from mlxpool.worker.kernels import device
 
 Sum = Callable[[mx.array], "mx.array | None"]
 
-WORDS, CHUNKS = "words", "chunks"  # peer_sum.cu and peer_sum_large.cu
+WORDS, CHUNKS, LINES = "words", "chunks", "lines"  # peer_sum.cu, _large.cu and _lines.cu
 MAX_WORDS, MAX_CHUNKS = 2**24, 2**25  # bytes that each of them is measured up to
 BOUND = 30.0  # seconds
 
@@ -43,8 +50,15 @@ def main() -> int:
         "--launch",
         nargs="*",
         default=sorted({f"{one.unroll}x{one.blocks}" for one in LAUNCHES}),
-        help="of the kernel for many bytes: pieces of a thread in a chunk, x thread blocks",
+        help="of chunks: pieces of a thread in a chunk, x thread blocks",
     )
+    parser.add_argument(
+        "--line-launch",
+        nargs="*",
+        default=sorted({f"{one.unroll}x{one.blocks}" for one in LINE_LAUNCHES}),
+        help="of lines: lines of each eight lanes, x thread blocks; over NVLink alone",
+    )
+    parser.add_argument("--no-words", action="store_true", help="they are slow for many bytes")
     add_options(parser)
     options = parser.parse_args()
     if options.rank < 0:
@@ -67,19 +81,28 @@ def _sums(options: argparse.Namespace, collectives: Collectives) -> Mapping[str,
     found: dict[str, Sum] = {"NCCL" if device.on_gpu() else "ring": collectives.all_sum}
     if not device.on_gpu():
         return found
-    shapes = {WORDS: BufferShape(options.ranks, Limits(MAX_WORDS, 0))}
-    for name in options.launch:
-        launch = Launch(MAX_CHUNKS, *map(int, name.split("x")))
-        shapes[f"{CHUNKS} {name}"] = BufferShape(options.ranks, Limits(0, MAX_CHUNKS), (launch,))
+    shapes = {} if options.no_words else {WORDS: BufferShape(options.ranks, Limits(MAX_WORDS, 0))}
+    for kind, names in ((CHUNKS, options.launch), (LINES, options.line_launch)):
+        for name in names:
+            launch = Launch(MAX_CHUNKS, *map(int, name.split("x")))
+            limits = Limits(0, MAX_CHUNKS)
+            shape = BufferShape(options.ranks, limits, (launch,), lines=kind == LINES)
+            shapes[f"{kind} {name}"] = shape
     for name, shape in shapes.items():
         try:
-            peers = peer_exchange.connect(collectives, CudaPeerMemory, shape)
+            peers = peer_exchange.connect(
+                collectives, CudaPeerMemory, partial(_given_shape, shape), lambda sums: True
+            )
         except PeerMemoryError as error:
             print(f"rank {options.rank}: {name}: {error}", flush=True)
             continue
         peers.set_bound(BOUND)
         found[name] = peers.sum
     return found
+
+
+def _given_shape(shape: BufferShape, lines: bool) -> BufferShape:
+    return shape
 
 
 def _part(rank: int, rows: int, width: int) -> mx.array:

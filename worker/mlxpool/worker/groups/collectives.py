@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import mlx.core as mx
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from mlxpool.worker.groups import peer_exchange
 from mlxpool.worker.groups.links import Meeting
 from mlxpool.worker.groups.peer_memory import CudaPeerMemory, PeerMemory, PeerMemoryError
-from mlxpool.worker.groups.peer_sums import BufferShape, Limits, PeerSums, limits_of
+from mlxpool.worker.groups.peer_sums import BufferShape, Limits, PeerSums
 from mlxpool.worker.kernels import device
 
 log = logging.getLogger("mlxpool.worker")
@@ -39,7 +39,7 @@ class Collectives:
         self._wait_limit = 0.0
 
     @classmethod
-    def join(cls, meeting: Meeting, sums: str = NCCL) -> Collectives:
+    def join(cls, meeting: Meeting, sums: str = NCCL) -> Self:
         """Waits without end for all ranks: NCCL between GPUs, else a ring of connections.
 
         `sums`: what adds up between CUDA GPUs, a value of device_sums. Raises RuntimeError where
@@ -74,9 +74,12 @@ class Collectives:
         if sums == NCCL:
             log.info("sums between the GPUs of the group are NCCL's", extra={"device_sums": NCCL})
             return
-        shape = BufferShape(self.ranks, limits or limits_of(self.ranks))
+
+        def shape_of(lines: bool) -> BufferShape:
+            return BufferShape.of(self.ranks, limits, lines=lines)
+
         try:
-            peers = peer_exchange.connect(self, open_memory, shape)
+            peers = peer_exchange.connect(self, open_memory, shape_of)
         except PeerMemoryError as error:
             log.warning(
                 "sums between the GPUs of the group are NCCL's, which takes several times as long"
@@ -88,7 +91,11 @@ class Collectives:
         self._peers, self._wait_limit = peers, wait_limit
         log.info(
             "sums between the GPUs of the group are computed over the memory of each other",
-            extra={"bytes": shape.size, "to": shape.limits.large or shape.limits.small},
+            extra={
+                "bytes": peers.shape.size,
+                "to": max(peers.shape.limits.large, peers.shape.limits.small),
+                "nvlink": peers.shape.lines,
+            },
         )
 
     @property

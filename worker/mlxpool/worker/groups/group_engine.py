@@ -19,6 +19,7 @@ from mlxpool.worker.groups.pipes import Orders
 from mlxpool.worker.groups.rank0_layout import Rank0Layout
 from mlxpool.worker.kernels import device
 from mlxpool.worker.prompt.text_model import TokenTable
+from mlxpool.worker.scheduling.scheduler import StepLimits
 from mlxpool.worker.weights.load import LoadedModel
 
 # Seconds that rank 0 waits after an error for the end of another rank, which then is the cause.
@@ -57,6 +58,14 @@ class GroupEngine(ModelEngine):
             orders=self._orders,
             collectives=self._collectives,
         )
+
+    @property
+    def limits(self) -> StepLimits:
+        """See Engine.limits. Each rank has a part of the heads, so a pass may have more pairs."""
+        limits = super().limits
+        if not limits.sizes:
+            return limits
+        return replace(limits, pairs=self._collectives.ranks * limits.pairs)
 
     no_drafts = "a group of devices checks no drafts"
 

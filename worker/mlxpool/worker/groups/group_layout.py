@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from mlxpool.worker.attention.in_pool.paged_layout import PagedLayout
+from mlxpool.worker.attention.in_pool.ragged_runner import GROUP_LINES
 from mlxpool.worker.attention.row_spans import PassOutput, RowSpan
 from mlxpool.worker.kernels import kernel_cache
 
@@ -17,6 +18,8 @@ class GroupLayout(PagedLayout):
     Kernels of one evaluation run beside each other where they do not depend on each other, on each
     rank in its own order, and sums of two passes would wait for those of the other.
     """
+
+    pass_lines = GROUP_LINES
 
     def _pass(self, spans: Sequence[RowSpan], ids: mx.array, wanted: Sequence[int]) -> PassOutput:
         found = super()._pass(spans, ids, wanted)

@@ -1,5 +1,7 @@
 """Connects the GPUs of a group: each rank maps the buffers of the others, and all try the sums.
 
+What the buffers are like depends on whether NVLink connects all GPUs.
+
 Every rank takes part in every step, whatever failed on it before, and all of them come to the same
 answer: kernels on some ranks would wait for ever for NCCL on others.
 """
@@ -13,14 +15,20 @@ from typing import Protocol
 import mlx.core as mx
 import numpy as np
 
-from mlxpool.worker.groups.peer_memory import HANDLE_BYTES, PeerMemory, PeerMemoryError
+from mlxpool.worker.groups.peer_memory import (
+    HANDLE_BYTES,
+    IDENTITY_BYTES,
+    PeerMemory,
+    PeerMemoryError,
+)
 from mlxpool.worker.groups.peer_sums import BufferShape, PeerSums
 from mlxpool.worker.kernels.kernel_cache import compiling
 from mlxpool.worker.transfers.shared_array import Numbers
 
 TRIAL_BOUND = 20.0  # seconds that the first sums wait for a peer, which may be compiling them
 TRIAL_WIDTH = 64  # numbers of a line of the arrays that are added up for a trial
-NO_HANDLE = bytes(HANDLE_BYTES)
+TRIAL_BYTES = 2**16  # of a large one, where one kernel adds up small ones, too
+NO_HANDLE, NO_IDENTITY = bytes(HANDLE_BYTES), bytes(IDENTITY_BYTES)
 
 
 class Agreement(Protocol):
@@ -39,21 +47,27 @@ class Agreement(Protocol):
 def connect(
     agreement: Agreement,
     open_memory: Callable[[], PeerMemory],
-    shape: BufferShape,
+    shape_of: Callable[[bool], BufferShape],
     tries: Callable[[PeerSums], bool] | None = None,
 ) -> PeerSums:
     """The sums of this rank, when all ranks have mapped the buffers of all others and tried them.
 
+    `shape_of`: the buffers, given whether NVLink connects all GPUs. `tries` replaces the trial.
     Raises PeerMemoryError, on all ranks alike, with what failed here or that it failed elsewhere.
-    `tries` replaces the trial.
     """
-    memory, own, handle, why = None, 0, NO_HANDLE, ""
+    memory, identity, own, handle, why = None, NO_IDENTITY, 0, NO_HANDLE, ""
     try:
         memory = open_memory()
-        own = memory.allocate(shape.size)
-        handle = memory.export(own)
+        identity = memory.identity()
     except PeerMemoryError as error:
         why = str(error)
+    shape = shape_of(_over_nvlink(agreement, memory, identity))
+    if identity != NO_IDENTITY and memory is not None:
+        try:
+            own = memory.allocate(shape.size)
+            handle = memory.export(own)
+        except PeerMemoryError as error:
+            why = str(error)
     addresses: list[int] = []
     try:
         handles = agreement.gathered(handle)
@@ -73,6 +87,16 @@ def connect(
         raise
     assert sums is not None, "required of all ranks"
     return sums
+
+
+def _over_nvlink(agreement: Agreement, memory: PeerMemory | None, own: bytes) -> bool:
+    """Whether it connects each GPU with all others; every rank takes part."""
+    every = agreement.gathered(own)
+    others = [one for rank, one in enumerate(every) if rank != agreement.rank]
+    linked = False
+    if memory is not None and NO_IDENTITY not in every:
+        linked = all(map(memory.over_nvlink, others))
+    return bool(agreement.least(int(linked)))
 
 
 def _require_all(agreement: Agreement, succeeded: bool, why: str, what: str) -> None:
@@ -101,7 +125,7 @@ def _tried(
 def _trial(sums: PeerSums) -> bool:
     """Sums of each kernel, with numbers that every rank knows of the others."""
     limits, right = sums.shape.limits, True
-    for size in (8 * TRIAL_WIDTH, 2 * limits.small):
+    for size in (8 * TRIAL_WIDTH, 2 * limits.small or TRIAL_BYTES):
         if not 0 < size <= max(limits.small, limits.large):
             continue
         every = [_numbers(rank, size // (2 * TRIAL_WIDTH)) for rank in range(sums.shape.ranks)]

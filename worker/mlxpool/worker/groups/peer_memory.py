@@ -1,17 +1,21 @@
 """Memory of a CUDA GPU that the GPUs of other processes on the machine write, by the driver's API.
 
-The driver's library comes with the driver, so it is there wherever MLX computes on a CUDA GPU.
+The driver's libraries come with the driver, so they are there wherever MLX computes on a CUDA GPU:
+libcuda, and NVML, which alone knows how GPUs are connected that this process does not see.
 """
 
 from __future__ import annotations
 
 import ctypes
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
 HANDLE_BYTES = 64
+IDENTITY_BYTES = 16
 _LAZY_ENABLE_PEER_ACCESS = 1
+_P2P_OVER_NVLINK = 2  # of nvmlDeviceGetP2PStatus
 _SUCCESS = 0
 
 
@@ -21,6 +25,12 @@ class PeerMemoryError(RuntimeError):
 
 class PeerMemory(Protocol):
     """Allocates memory of this process's GPU, and maps that of other processes."""
+
+    def identity(self) -> bytes:
+        """The IDENTITY_BYTES by which other processes know the GPU. Raises PeerMemoryError."""
+
+    def over_nvlink(self, identity: bytes) -> bool:
+        """Whether NVLink connects the GPU with that of this identity, as far as one can know."""
 
     def allocate(self, size: int) -> int:
         """The address of `size` new bytes, all of them 0. Raises PeerMemoryError."""
@@ -49,8 +59,13 @@ class _Handle(ctypes.Structure):
 class CudaPeerMemory:
     """Implements PeerMemory by libcuda, on the first GPU that this process sees, which is MLX's."""
 
-    def __init__(self, library: ctypes.CDLL | None = None) -> None:
-        """Raises PeerMemoryError where there is no driver or no GPU."""
+    def __init__(
+        self, library: ctypes.CDLL | None = None, management: ctypes.CDLL | None = None
+    ) -> None:
+        """Raises PeerMemoryError where there is no driver or no GPU.
+
+        `library`, `management`: replace libcuda and NVML.
+        """
         try:
             self._cuda = library or ctypes.CDLL("libcuda.so.1")
         except OSError as error:
@@ -60,6 +75,29 @@ class CudaPeerMemory:
         self._call("cuInit", 0)
         self._call("cuDeviceGet", ctypes.byref(device), 0)
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
+        self._device, self._management = device, management
+
+    def identity(self) -> bytes:
+        """See PeerMemory. It is the UUID."""
+        found = (ctypes.c_ubyte * IDENTITY_BYTES)()
+        self._call("cuDeviceGetUuid_v2", ctypes.byref(found), self._device)
+        return bytes(found)
+
+    def over_nvlink(self, identity: bytes) -> bool:
+        """See PeerMemory. A GPU that is a part of another one (MIG) has no NVLink."""
+        own = self.identity()
+        if own == identity:
+            return False
+        try:
+            nvml = self._management or ctypes.CDLL("libnvidia-ml.so.1")
+            if nvml.nvmlInit_v2() != _SUCCESS:
+                return False
+            try:
+                return _nvlink_between(nvml, own, identity)
+            finally:
+                nvml.nvmlShutdown()
+        except (OSError, AttributeError):
+            return False
 
     def allocate(self, size: int) -> int:
         """See PeerMemory."""
@@ -120,3 +158,16 @@ class CudaPeerMemory:
         text = ctypes.c_char_p()
         known = self._cuda.cuGetErrorName(ctypes.c_int(code), ctypes.byref(text)) == _SUCCESS
         return (text.value or b"").decode() if known else f"error {code}"
+
+
+def _nvlink_between(nvml: ctypes.CDLL, *identities: bytes) -> bool:
+    """Whether NVML, which is initialised, says so of two GPUs."""
+    devices = []
+    for one in identities:
+        device, name = ctypes.c_void_p(), f"GPU-{uuid.UUID(bytes=one)}".encode()
+        if nvml.nvmlDeviceGetHandleByUUID(name, ctypes.byref(device)) != _SUCCESS:
+            return False
+        devices.append(device)
+    status = ctypes.c_int(-1)
+    asked = nvml.nvmlDeviceGetP2PStatus(*devices, _P2P_OVER_NVLINK, ctypes.byref(status))
+    return bool(asked == _SUCCESS and status.value == _SUCCESS)

@@ -1,11 +1,12 @@
 """Sums over the ranks of a group by one kernel each, which writes into the memory of peers.
 
-Each rank has one buffer, allocated once, that its peers map and write. The kernels are
-cuda/peer_sum.cu, for few bytes, and cuda/peer_sum_large.cu; cuda/peer_memory.cuh says how they stay
-in step. A sum has the number of those before it, its epoch, which the GPU counts: so every rank has
-to compute the same sums in the same order. MLX runs kernels of one evaluation beside each other
-unless one reads what the other writes, and evaluations one after the other. So the sums of one
-evaluation must be a chain, each of numbers that depend on the one before, as those of a model are.
+Each rank has one buffer, allocated once, that its peers map and write. The kernel is
+cuda/peer_sum_lines.cu where NVLink connects all GPUs of the group; elsewhere it is cuda/peer_sum.cu
+for few bytes, and cuda/peer_sum_large.cu for more. cuda/peer_memory.cuh says how they stay in step.
+A sum has the number of those before it, its epoch, which the GPU counts: so every rank has to
+compute the same sums in the same order. MLX runs kernels of one evaluation beside each other unless
+one reads what the other writes, and evaluations one after the other. So the sums of one evaluation
+must be a chain, each of numbers that depend on the one before, as those of a model are.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import mlx.core as mx
 
 from mlxpool.worker.kernels.kernel_builder import (
     FLOAT_DTYPES,
+    WARP_SIZE,
     Constant,
     build_kernel,
     include_line,
@@ -26,21 +28,25 @@ from mlxpool.worker.kernels.kernel_builder import (
 from mlxpool.worker.transfers.shared_array import LEAST_NUMBERS, SharedArray
 
 PIECE_BYTES = 16  # that a thread has of x
-SMALL_THREADS, LARGE_THREADS = 128, 512  # of a thread block of each kernel
+SMALL_THREADS, LARGE_THREADS, LINE_THREADS = 128, 512, 256  # of a thread block of each kernel
 WORD_BYTES = 32  # that a piece takes with its tags
+LINE_BYTES = 128  # of which 8 are the tag
+GROUPS = 4  # of eight lanes, in a warp, each of which has a line at a time
 FLAG_BYTES = 8
 HALVES = 2  # of a buffer: a sum uses that of its epoch
 STATE_BYTES = 256  # of a buffer, before what peers write; see peer_memory.cuh
-PLACES = 512  # numbers of the array with the addresses of buffers
+PLACES = 512  # numbers of the array with the rank, the bound and the addresses of buffers
 ALIGNMENT = 2 * 2**20  # of a buffer's size: the driver exports whole pages
-WHO, BOUND_MS = range(2)  # of the numbers that the host shares
-LONGEST_BOUND = 2**31 // 1000 - 1  # seconds
+LONGEST_BOUND = 10**9  # seconds
 DTYPES = (*FLOAT_DTYPES, mx.int32)
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The most bytes of an array that each kernel adds up; larger ones are NCCL's."""
+    """The most bytes of an array that each kernel adds up; larger ones are NCCL's.
+
+    `small` is that of words, `large` that of lines or chunks.
+    """
 
     small: int
     large: int
@@ -48,10 +54,10 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How peer_sum_large adds up arrays of at most `size` bytes.
+    """How the kernel for many bytes adds up arrays of at most `size` bytes.
 
-    It has `blocks` thread blocks at most, each with chunks of `unroll` pieces for each thread. GPUs
-    release the flags of chunks one after the other, in about a microsecond each.
+    It has `blocks` thread blocks at most. Each of its threads has `unroll` pieces of a chunk, or
+    each eight lanes so many lines, an even number.
     """
 
     size: int
@@ -59,14 +65,15 @@ class Launch:
     blocks: int
 
 
-# Two H200 over NVLink, microseconds of a sum with NCCL and with our kernel: 8 KiB 37 and 9, 64 KiB
-# 39 and 21, 256 KiB 38 and 21, 1 MiB 42 and 26, 8 MiB 79 and 69, 16 MiB 114 and 86. The kernel for
-# few bytes is the slower one from 64 KiB on: its polls delay the words that they wait for.
-LIMITS: Mapping[int, Limits] = {2: Limits(2**13, 2**25)}
+# Two H200 over NVLink, microseconds of a sum with NCCL, by words, by chunks and by lines: 8 KiB 36,
+# 11, 13 and 9, 256 KiB 36, 13, 17 and 14, 1 MiB 41, 16, 18 and 15, 8 MiB 75, 66, 59 and 40, 16 MiB
+# 107, 107, 89 and 67.
+LIMITS: Mapping[int, Limits] = {2: Limits(2**18, 2**25)}
 # With more ranks each writes an array to each peer, where NCCL's rings write it about twice.
 # Only two were measured, so the others have what is far below the time of NCCL.
 OTHER_LIMITS = Limits(2**13, 2**20)
-LAUNCHES = (Launch(2**20, 8, 64), Launch(2**23, 16, 32), Launch(2**25, 8, 64))
+LAUNCHES = (Launch(2**21, 2, 64), Launch(2**25, 8, 64))
+LINE_LAUNCHES = (Launch(2**25, 2, 256),)
 
 
 def limits_of(ranks: int) -> Limits:
@@ -76,11 +83,24 @@ def limits_of(ranks: int) -> Limits:
 
 @dataclass(frozen=True, slots=True)
 class BufferShape:
-    """The places in a rank's buffer: words for small sums, numbers for large ones, their flags."""
+    """The places in a rank's buffer: words for small sums, and for large ones lines or chunks.
+
+    `lines`: 128 bytes that a warp of one GPU writes at once into the memory of another one arrive
+    whole there, as they do over NVLink.
+    """
 
     ranks: int
     limits: Limits
     launches: tuple[Launch, ...] = LAUNCHES
+    lines: bool = False
+
+    @classmethod
+    def of(cls, ranks: int, limits: Limits | None = None, *, lines: bool) -> BufferShape:
+        """The shape for so many ranks; `limits` None: those that were measured for them."""
+        limits = limits or limits_of(ranks)
+        if lines:  # for few bytes, too
+            return cls(ranks, Limits(0, max(limits.small, limits.large)), LINE_LAUNCHES, lines)
+        return cls(ranks, limits, LAUNCHES, lines)
 
     @property
     def small_pieces(self) -> int:
@@ -104,10 +124,19 @@ class BufferShape:
         return HALVES * (self.ranks - 1) * self.small_pieces * WORD_BYTES
 
     @property
+    def area(self) -> int:
+        """The bytes for the large array of one peer."""
+        if not self.lines:
+            return self.large_pieces * PIECE_BYTES + self.chunks * FLAG_BYTES
+        return max(
+            -(-self.large_pieces // pieces_of_warp(one.unroll)) * GROUPS * one.unroll * LINE_BYTES
+            for one in self.launches
+        )
+
+    @property
     def size(self) -> int:
         """The bytes of a buffer."""
-        area = self.large_pieces * PIECE_BYTES + self.chunks * FLAG_BYTES
-        whole = STATE_BYTES + self.large_offset + HALVES * (self.ranks - 1) * area
+        whole = STATE_BYTES + self.large_offset + HALVES * (self.ranks - 1) * self.area
         return -(-whole // ALIGNMENT) * ALIGNMENT
 
     def launch_of(self, size: int) -> Launch:
@@ -116,30 +145,37 @@ class BufferShape:
         return next(fitting, self.launches[-1])
 
 
+def pieces_of_warp(lines: int) -> int:
+    """The pieces of an array in so many lines of each eight lanes of a warp."""
+    return GROUPS * (7 * lines + lines // 2)
+
+
 class PeerSums:
     """The sums of one rank. Used by one thread, which computes."""
 
     def __init__(self, shape: BufferShape, rank: int, addresses: Sequence[int]) -> None:
         """`addresses`: where this process has the buffer of each rank, by rank."""
-        self.shape, self.rank = shape, rank
-        # Every thread block reads them: they have to be in memory of the device's own, as only the
-        # new output of an operation is, see docs/notes/mlx-cuda-buffers.md.
-        given = mx.array([rank, *addresses], dtype=mx.int64)
+        self.shape, self.rank, self._addresses = shape, rank, tuple(addresses)
+        self._watch = SharedArray(LEAST_NUMBERS)  # smaller ones share pages with MLX's
+        self.set_bound(LONGEST_BOUND)
+
+    def set_bound(self, seconds: float) -> None:
+        """Says how long a sum that is built from now on waits for a peer before it is lost."""
+        # Every thread block reads them, and the bound in each wait: they have to be in memory of
+        # the device's own, as only the new output of an operation is, see
+        # docs/notes/mlx-cuda-buffers.md.
+        bound = int(1e9 * min(seconds, LONGEST_BOUND))
+        given = mx.array([self.rank, bound, *self._addresses], dtype=mx.int64)
         spare = mx.zeros((PLACES - given.size,), dtype=mx.int64)
         mx.eval(given, spare)
         mx.clear_cache()
         self._places = mx.concatenate([given, spare])
         mx.eval(self._places)
-        self._watch = SharedArray(LEAST_NUMBERS)  # smaller ones share pages with MLX's
-
-    def set_bound(self, seconds: float) -> None:
-        """Says how long a sum waits for a peer before it gives it up as lost."""
-        self._watch.numbers[BOUND_MS] = int(1000 * min(seconds, LONGEST_BOUND))
 
     @property
     def lost(self) -> int | None:
         """The rank that did not come to a sum within the bound; no sum counts since then."""
-        who = int(self._watch.numbers[WHO])
+        who = int(self._watch.numbers[0])
         return who - 1 if who else None
 
     def takes(self, size: int, dtype: mx.Dtype) -> bool:
@@ -172,11 +208,17 @@ class PeerSums:
         if x.nbytes <= shape.limits.small:
             made = _small_kernel(shape, width, x.dtype, adds=adds, joins=joins)
             threads, blocks = SMALL_THREADS, -(-pieces // SMALL_THREADS)
+        elif shape.lines:
+            launch = shape.launch_of(x.nbytes)
+            made = _line_kernel(shape, launch.unroll, width, x.dtype, adds=adds, joins=joins)
+            threads = LINE_THREADS
+            each = threads // WARP_SIZE * pieces_of_warp(launch.unroll)
+            blocks = min(launch.blocks, -(-pieces // each))
         else:
             launch = shape.launch_of(x.nbytes)
             made = _large_kernel(shape, launch.unroll, width, x.dtype, adds=adds, joins=joins)
             threads = LARGE_THREADS
-            blocks = min(launch.blocks, -(-pieces // (LARGE_THREADS * launch.unroll)))
+            blocks = min(launch.blocks, -(-pieces // (threads * launch.unroll)))
         found: list[mx.array] = made(
             inputs=[x, x if residual is None else residual, self._places, self._watch.array],
             grid=(blocks * threads, 1, 1),
@@ -209,6 +251,19 @@ def _large_kernel(
     return _kernel("peer_sum_large", shape, own, width, dtype, adds=adds, joins=joins)
 
 
+@cache
+def _line_kernel(
+    shape: BufferShape, lines: int, width: int, dtype: mx.Dtype, *, adds: bool, joins: bool
+) -> Any:
+    own = {
+        "AREA": shape.area,
+        "THREADS": LINE_THREADS,
+        "LINES": lines,
+        "OFFSET": shape.large_offset,
+    }
+    return _kernel("peer_sum_lines", shape, own, width, dtype, adds=adds, joins=joins)
+
+
 def _kernel(
     name: str,
     shape: BufferShape,
@@ -227,4 +282,5 @@ def _kernel(
         {**common, **own, "ADDS": adds, "JOINS": joins},
         contiguous=True,
         header=include_line("peer_memory.cuh"),
+        bounds=(own["THREADS"], 1),
     )

@@ -130,8 +130,7 @@ def _environments(config: WorkerConfig) -> list[dict[str, str]]:
     found = gpus.visible_gpus(os.environ)
     if not found:
         return [dict(os.environ) for _ in range(ranks)]
-    number = config.slot.rpartition("/")[2]
-    replica = int(number) if number.isdigit() and not config.dials else 0
+    replica = 0 if config.dials else gpus.replica_of(config.slot)
     try:
         names = gpus.gpus_of_group(found, replica, ranks)
     except ValueError as error:

@@ -8,28 +8,88 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.weights.cuts import Cut
 from mlxpool.worker.weights.tensor_places import Place, TensorPlaces
 
-BUFFER_BYTES = 16 * 1024**2  # of whole rows
+BUFFER_BYTES = 1024**2  # of whole rows, which the processor's cache keeps
 RUN_BYTES = 64 * 1024  # that are together in the file, from which on they are read by themselves
+WORD = 4  # bytes of a number of the arrays that are read
 
-Bytes = npt.NDArray[np.uint8]
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Bytes of a file: `count` runs of `size` bytes from `begin` on, one each `step` bytes."""
+
+    begin: int
+    size: int
+    step: int
+    count: int = 1
+
+    @classmethod
+    def of(cls, place: Place, cut: Cut) -> Runs:
+        """The bytes of a part of a tensor."""
+        outer = math.prod(place.shape[: cut.axis])
+        row = (place.end - place.begin) // outer
+        each = row // place.shape[cut.axis]
+        size = (cut.end - cut.begin) * each
+        return cls(place.begin + cut.begin * each, size, row, outer)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all runs."""
+        return self.size * self.count
+
+    def read_into(self, descriptor: int, start: int, into: memoryview) -> None:
+        """Fills `into` with these bytes from byte `start` of them on, as if they were together.
+
+        Raises OSError; EOFError where the file ends before.
+        """
+        while into:
+            number, inside = divmod(start, self.size)
+            rows = 0 if inside or self.size >= RUN_BYTES else len(into) // self.size
+            if rows:
+                rows = min(rows, max(1, BUFFER_BYTES // self.step))
+                count = rows * self.size
+                self._copy_rows(descriptor, number, into[:count])
+            else:
+                count = min(len(into), self.size - inside)
+                read_into(descriptor, self.begin + number * self.step + inside, into[:count])
+            start, into = start + count, into[count:]
+
+    def _copy_rows(self, descriptor: int, number: int, into: memoryview) -> None:
+        """Fills `into` with whole runs, of rows that are read as a whole."""
+        part = np.frombuffer(into, np.uint8).reshape(-1, self.size)
+        rows = np.empty((len(part), self.step), np.uint8)
+        read = (len(part) - 1) * self.step + self.size  # behind the last run the file may end
+        start = self.begin + number * self.step
+        read_into(descriptor, start, rows.reshape(-1)[:read].data)
+        part[:] = rows[:, : self.size]
+
+
+def read_to_host(descriptor: int, runs: Runs) -> mx.array:
+    """The bytes of a file as int32 numbers, the last of which is padded.
+
+    Raises OSError; EOFError where the file ends before.
+    """
+    numbers = np.zeros(-(-runs.nbytes // WORD), np.int32)
+    runs.read_into(descriptor, 0, numbers.data.cast("B")[: runs.nbytes])
+    return mx.array(numbers)
 
 
 class CutReads:
     """The tensors of one file, of which parts are read. Used by one thread."""
 
-    def __init__(self, file: Path) -> None:
-        """Raises ModelLoadFailed where the file cannot be read."""
-        self._file, self._places = file, TensorPlaces(file)
+    def __init__(self, file: Path, read: Callable[[int, Runs], mx.array] = read_to_host) -> None:
+        """`read`: as read_to_host. Raises ModelLoadFailed where the file cannot be read."""
+        self._file, self._read, self._places = file, read, TensorPlaces(file)
 
     def read(self, name: str, shape: tuple[int, ...], cut: Cut) -> mx.array | None:
         """Reads the part of a tensor of this shape; None where the file has no such tensor.
@@ -44,33 +104,10 @@ class CutReads:
             return mx.zeros(wanted, place.dtype)
         try:
             with self._file.open("rb", buffering=0) as opened:
-                part = _read_part(opened.fileno(), place, cut)
+                numbers = self._read(opened.fileno(), Runs.of(place, cut))
         except (OSError, EOFError) as error:
             raise ModelLoadFailed(f"{self._file} cannot be read: {error}") from error
-        return mx.array(part).view(place.dtype).reshape(wanted)
-
-
-def _read_part(descriptor: int, place: Place, cut: Cut) -> Bytes:
-    """Returns the bytes of a part, in order.
-
-    The tensor is seen as `outer` rows of bytes, of which the part has [first, last) each.
-    """
-    outer = math.prod(place.shape[: cut.axis])
-    row = (place.end - place.begin) // outer
-    each = row // place.shape[cut.axis]
-    first, last = cut.begin * each, cut.end * each
-    part = np.empty((outer, last - first), np.uint8)
-    if last - first >= RUN_BYTES or outer == 1:
-        for number in range(outer):
-            read_into(descriptor, place.begin + number * row + first, part[number].data)
-        return part.reshape(-1)
-    rows = max(1, BUFFER_BYTES // row)
-    buffer = np.empty((min(rows, outer), row), np.uint8)
-    for at in range(0, outer, rows):
-        whole = buffer[: min(rows, outer - at)]
-        read_into(descriptor, place.begin + at * row, whole.reshape(-1).data)
-        part[at : at + len(whole)] = whole[:, first:last]
-    return part.reshape(-1)
+        return numbers.view(place.dtype)[: math.prod(wanted)].reshape(wanted)
 
 
 def read_into(descriptor: int, start: int, into: memoryview) -> None:

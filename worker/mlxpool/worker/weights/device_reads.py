@@ -21,13 +21,12 @@ from mlxpool.worker.kernels import device
 from mlxpool.worker.transfers import downloads
 from mlxpool.worker.transfers.downloads import write_to
 from mlxpool.worker.transfers.shared_array import SharedArray
-from mlxpool.worker.weights.cut_reads import read_into
+from mlxpool.worker.weights.cut_reads import WORD, CutReads, Runs
 from mlxpool.worker.weights.tensor_places import DTYPES, TensorPlaces
 
 PIECE_BYTES = 64 * 1024**2
 PIECES = 3  # in memory: one is read while the device copies others
 THREADS = 8  # that read parts of a piece
-WORD = 4  # bytes of a number that the kernel copies
 
 
 def supported(dtypes: set[str]) -> bool:
@@ -65,11 +64,16 @@ class DeviceReads:
         """Opens a file. Raises ModelLoadFailed where it cannot be read."""
         return OpenFile(file, self)
 
-    def read(self, stream: int, start: int, size: int) -> mx.array:
-        """Returns the bytes [start, start + size) of a file, as int32 numbers; the last is padded.
+    def open_parts(self, file: Path) -> CutReads:
+        """Opens a file of which parts are read. Raises ModelLoadFailed where it cannot be."""
+        return CutReads(file, self.read)
 
-        Raises OSError; EOFError where the file has fewer.
+    def read(self, stream: int, runs: Runs) -> mx.array:
+        """Returns bytes of a file as int32 numbers; the last is padded.
+
+        Raises OSError; EOFError where the file ends before.
         """
+        size = runs.nbytes
         into = mx.zeros((-(-size // WORD),), dtype=mx.int32)
         mx.eval(into)
         whole = self._pieces[0].numbers.nbytes
@@ -80,18 +84,20 @@ class DeviceReads:
             if copied is not None:
                 mx.eval(copied)
             piece = self._pieces[slot]
-            self._fill(piece.numbers.data.cast("B")[:count], stream, start + at)
+            self._fill(piece.numbers.data.cast("B")[:count], stream, runs, at)
             words = -(-count // WORD)
             done = write_to(piece.array[:words], into[at // WORD : at // WORD + words])
             mx.async_eval(done)  # type: ignore[no-untyped-call]
             self._copied[slot] = done
         return into
 
-    def _fill(self, piece: memoryview, stream: int, start: int) -> None:
+    def _fill(self, piece: memoryview, stream: int, runs: Runs, start: int) -> None:
         """Reads a piece by several threads, which hold no lock of Python meanwhile."""
         share = -(-len(piece) // THREADS)
         parts = [(at, piece[at : at + share]) for at in range(0, len(piece), share)]
-        for _ in self._threads.map(lambda part: read_into(stream, start + part[0], part[1]), parts):
+        for _ in self._threads.map(
+            lambda one: runs.read_into(stream, start + one[0], one[1]), parts
+        ):
             pass
 
 
@@ -114,7 +120,8 @@ class OpenFile:
             return mx.zeros(place.shape, place.dtype)
         try:
             with self._file.open("rb", buffering=0) as opened:
-                numbers = self._reads.read(opened.fileno(), place.begin, place.end - place.begin)
+                size = place.end - place.begin
+                numbers = self._reads.read(opened.fileno(), Runs(place.begin, size, size))
         except (OSError, EOFError) as error:
             raise ModelLoadFailed(f"{self._file} cannot be read: {error}") from error
         return numbers.view(place.dtype)[: math.prod(place.shape)].reshape(place.shape)

@@ -119,8 +119,8 @@ def _read_layers(
     folder: ModelFolder, dtype: mx.Dtype, cuts: Mapping[str, Cut]
 ) -> Iterator[tuple[dict[str, mx.array], int, int]]:
     """The weights of each layer, and the numbers of tensors and bytes read so far."""
-    with _opener(folder) as open_file:
-        reader = _Reader(folder, open_file, cuts)
+    with _opener(folder) as (open_file, open_parts):
+        reader = _Reader(folder, open_file, open_parts, cuts)
         for names in _layers(folder):
             reader.verify(names)
             layer: dict[str, mx.array] = {}
@@ -130,16 +130,22 @@ def _read_layers(
 
 
 @contextmanager
-def _opener(folder: ModelFolder) -> Iterator[Callable[[Path], _Tensors]]:
-    """What opens files of the folder; MLX, or on a CUDA GPU what reads faster."""
+def _opener(
+    folder: ModelFolder,
+) -> Iterator[tuple[Callable[[Path], _Tensors], Callable[[Path], CutReads]]]:
+    """What opens files of the folder, for whole tensors and for parts.
+
+    It is MLX and numpy, or on a CUDA GPU what reads faster.
+    """
     from mlxpool.worker.weights import device_reads
+    from mlxpool.worker.weights.cut_reads import CutReads
 
     tensors = folder.tensors.values()
     if not device_reads.supported({one.dtype for one in tensors}):
-        yield _open
+        yield _open, CutReads
         return
     with device_reads.DeviceReads(max(one.nbytes for one in tensors)) as reads:
-        yield reads.open
+        yield reads.open, reads.open_parts
 
 
 class _Tensors(Protocol):
@@ -167,11 +173,12 @@ class _Reader:
         self,
         folder: ModelFolder,
         open_file: Callable[[Path], _Tensors],
+        open_parts: Callable[[Path], CutReads],
         cuts: Mapping[str, Cut] = NO_CUTS,
     ) -> None:
         self._files = folder.files
         self._cuts = cuts
-        self._open = open_file
+        self._open, self._open_parts = open_file, open_parts
         self._tensors = folder.tensors
         self._derived = {name: one for one in folder.match.derived for name in one.outputs}
         self._opened: dict[Path, _OpenedFile] = {}
@@ -218,10 +225,8 @@ class _Reader:
             array = opened.tensors.pop(tensor.stored, None)
             wanted = tensor.shape
         else:
-            from mlxpool.worker.weights.cut_reads import CutReads
-
             if opened.parts is None:
-                opened.parts = CutReads(file)
+                opened.parts = self._open_parts(file)
             array = opened.parts.read(tensor.stored, tensor.shape, cut)
             wanted = cut.shape_of(tensor.shape)
         shape = None if array is None else array.shape

@@ -17,7 +17,7 @@ from mlxpool.worker.attention.in_pool.paged_runner import (
     padded_tokens,
     padded_width,
 )
-from mlxpool.worker.attention.in_pool.ragged_runner import RaggedRunner, attention_of
+from mlxpool.worker.attention.in_pool.ragged_runner import PASS_LINES, RaggedRunner, attention_of
 from mlxpool.worker.attention.layout import Layout
 from mlxpool.worker.attention.row_shape import RowShape
 from mlxpool.worker.attention.row_spans import (
@@ -50,6 +50,7 @@ class PagedLayout(Layout):
     """
 
     holds_prefixes = True
+    pass_lines: Sequence[int] = PASS_LINES  # of the compiled ragged passes
 
     def __init__(
         self,
@@ -130,8 +131,16 @@ class PagedLayout(Layout):
         if not found.supported:
             return None
         store = cast(PagedStore, self.store)
-        states = self._keeps_drawn
-        return RaggedRunner(self._model, store, self.pool, rows, found, uploads, states=states)
+        return RaggedRunner(
+            self._model,
+            store,
+            self.pool,
+            rows,
+            found,
+            uploads,
+            lines=self.pass_lines,
+            states=self._keeps_drawn,
+        )
 
     @property
     def gives_drawn(self) -> bool:

@@ -38,6 +38,8 @@ PASS_LINES = (
     1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512, 576, 640,
     704, 768, 896, 1024,
 )  # fmt: skip
+# A GPU that has a part of each product needs more lines to be busy, and is done sooner.
+GROUP_LINES = (*PASS_LINES, 1280, 1536, 1792, 2048)
 ITEM = 8  # numbers of an item of the work list
 NOT_WRITTEN = -1  # the slot of a padding line
 # Rows of block tables beyond those of a pass: of rows that have left, until theirs are needed.
@@ -167,9 +169,13 @@ class RaggedRunner:
         attention: AttentionProbe,
         uploads: Uploads,
         *,
+        lines: Sequence[int] = PASS_LINES,
         states: bool = False,
     ) -> None:
-        """`states`: passes give the states that their logits are of, too."""
+        """`lines`: numbers of lines of the passes; a pool may have chunks too short for some.
+
+        `states`: passes give the states that their logits are of, too.
+        """
         self._model, self._pool, self._rows, self._uploads = model, pool, rows, uploads
         self._states = states
         self._store = store
@@ -178,8 +184,8 @@ class RaggedRunner:
         self._work = {tiles: WorkLists(tiles) for tiles in (*self._tiles, *self._chunk_tiles)}
         entries = blocks_for(pool.shape.capacity)
         self._tables = BlockTables(rows + SPARE_TABLES, entries, uploads)
-        most = max(rows, min(PASS_LINES[-1], pool.shape.chunk))
-        self.sizes = tuple(sorted({*(n for n in PASS_LINES if n < most), most}))
+        most = max(rows, min(lines[-1], pool.shape.chunk))
+        self.sizes = tuple(sorted({*(n for n in lines if n < most), most}))
         pairs = max(tile.kv_heads for tile in self._tiles)
         self._memory = PassMemory(
             self._tables.array,

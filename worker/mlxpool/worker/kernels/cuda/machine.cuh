@@ -90,6 +90,17 @@ __device__ inline void load_word(const void* from, unsigned long& data, unsigned
   asm volatile("{ .reg .b128 w; ld.relaxed.sys.global.b128 w, [%2]; mov.b128 {%0, %1}, w; }"
                : "=l"(data), "=l"(tag) : "l"(from) : "memory");
 }
+// The 16 bytes of a lane in a line of 128, which eight lanes write and read at once. Over NVLink a line arrives
+// whole. `tagged`: this lane is the last one of a line, whose second word is the tag. Returns whether the line,
+// as far as this lane sees it, has come: it has if all lanes of it say so.
+__device__ inline void store_line(void* to, bool tagged, unsigned long first, unsigned long second) {
+  asm volatile("st.volatile.global.v2.u64 [%0], {%1, %2};" ::"l"(to), "l"(first), "l"(second) : "memory");
+}
+__device__ inline bool load_line(const void* from, bool tagged, unsigned long tag, unsigned long (&words)[2]) {
+  asm volatile("ld.volatile.global.v2.u64 {%0, %1}, [%2];"
+               : "=l"(words[0]), "=l"(words[1]) : "l"(from) : "memory");
+  return !tagged || words[1] == tag;
+}
 // A flag in the memory of any GPU: whoever sees it sees what this block wrote before its last barrier.
 __device__ inline void release_flag(unsigned long* to, unsigned long tag) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(to), "l"(tag) : "memory");
