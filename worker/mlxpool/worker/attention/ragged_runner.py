@@ -329,7 +329,7 @@ class RaggedRunner:
             return PlanShape(padded, 0, self._tiles)
         most, count = min(padded, self._rows), wanted_lines(spans, wanted)
         if checks_drafts(spans, wanted) and not hidden:
-            # Few passes are compiled: these serve those without single lines as well.
+            # Few passes are compiled: these serve those with chunks of prompts as well.
             return PlanShape(padded, self._named(padded, count), self._tiles)
         named = most if count <= most else padded
         if not hidden:

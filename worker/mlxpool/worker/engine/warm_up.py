@@ -66,8 +66,8 @@ def compiled_kinds(sizes: Many[int], rows: int, longest: int, drafts: int) -> It
     for size in sizes:
         if size > longest:
             return
-        if size > 2:
-            yield PassKind((1, size - 1))
+        if size > 1:
+            yield PassKind((1, size - 1) if size > 2 else (size,))
         # Of passes that check drafts, those that name more lines than there are rows are others.
         most = min(size, rows + drafts) - 1
         for checked in sorted({1, most}) if size > rows else (1,):

@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 Numbers: TypeAlias = npt.NDArray[np.int32]
-Bools: TypeAlias = npt.NDArray[np.bool_]
 
 TILE_ROWS = 64  # query rows of a tile of a chunk, and padding lines that an item has
 UNIT_ROWS = 8  # query rows for which a unit of partial sums has memory
@@ -34,7 +33,6 @@ PART_COST = 64  # keys that a thread block could read while it begins and ends
 # Keys of a part as shares of what each thread block would read if all ended together; and how much
 # longer than that a step may take for no further shares to be tried.
 SHARES, NEAR = (1, 1.04, 1.1, 1.25, 1 / 2, 1 / 3, 1 / 4), 1.08
-CHUNKS_SPAN = 0.5  # share of a step, by the keys of lines that decode, in which all chunks begin
 STILL_GOOD = 1.2  # longer than with its best share a step may take that keeps one
 WHOLE = 0.0  # in place of a share: no tile is divided
 STEPS_OF_PARTS = 32  # in which rows that go on decoding keep their parts, and others the share
@@ -97,7 +95,8 @@ def work_items(spans: Spans, shape: TileShape, lines: int) -> Numbers:
     An item is a tile: its first line, lines, table, the keys [low, high) that its lines see, a part
     of these keys and the count of parts, and the first unit of its partial sums, which names its
     counter, too. Items without parts fill padding lines with zeros; items without lines are unused.
-    For the order in which thread blocks begin with them see `_order`.
+    Thread blocks begin with the items of chunks, and of these and of the others with those of most
+    keys: chunks multiply for long while items of lines that decode, beside them, wait for memory.
     """
     return _items(_tiles(spans, shape), shape, lines, _best_parts)[0]
 
@@ -245,7 +244,7 @@ def _items(
     parts = parts_of(Division(keys, units, least, places, extra))
     found = np.zeros((capacity_of(lines), 8), dtype=np.int32)
     each = -(-keys // parts)
-    order = _order(each, each * parts, decodes)
+    order = np.lexsort((-each, decodes)).astype(np.int32)
     tiles[:, PARTS] = parts
     needed = np.where(parts > 1, parts * units, 0)
     tiles[:, UNIT] = np.cumsum(needed) - needed
@@ -259,24 +258,6 @@ def _items(
     for n, first in enumerate(padding):
         found[items + n, :2] = first, min(TILE_ROWS, lines - first)
     return found, order
-
-
-def _order(each: Numbers, keys: Numbers, decodes: Bools) -> Numbers:
-    """Returns the order in which tiles begin, whose parts have `each` keys.
-
-    Those of most keys begin first. Tiles of chunks multiply while those of lines that decode wait
-    for memory, so both run side by side: while the first half of the keys of the latter is read,
-    all chunks begin.
-    """
-    order = np.argsort(-each, kind="stable")
-    decoding = decodes[order]
-    if decoding.any() and not decoding.all():
-        begins = np.zeros(order.size)
-        for kind, span in ((~decoding, CHUNKS_SPAN), (decoding, 1)):
-            before = np.cumsum(keys[order[kind]]) - keys[order[kind]]
-            begins[kind] = before * (span / max(int(keys[order[kind]].sum()), 1))
-        order = order[np.argsort(begins, kind="stable")]
-    return order.astype(np.int32)
 
 
 def _time(each: Numbers, parts: Numbers, places: int) -> float:
