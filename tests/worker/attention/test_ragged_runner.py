@@ -90,7 +90,7 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_chunks_have_tiles_of_their_own_beside_rows_and_alone() -> None:
     """Passes that check drafts have those of rows, so that fewer passes are compiled."""
     passes = Passes()
-    new = passes.store.new_row
+    new: Any = passes.store.new_row
     row, chunk = RowSpan(new(), 1), RowSpan(new(), 20)
     for spans, wanted in (
         ([row, chunk], [0]),
