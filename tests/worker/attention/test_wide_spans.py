@@ -226,6 +226,24 @@ def spans_of(layout: Layout, kind: PassKind) -> tuple[list[RowSpan], list[int]]:
 @settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
+@given(rows=st.integers(0, 7), counts=st.lists(st.integers(2, 100), min_size=1, max_size=3))
+def test_passes_with_prompts_were_compiled_at_load(
+    ragged: Any, rows: int, counts: list[int]
+) -> None:
+    """Beside rows that decode and without, whether prompts end in them or not."""
+    layout, _ = ragged
+    runner = layout.ragged
+    kinds = compiled_kinds(runner.sizes, 8, runner.sizes[-1], 0)
+    known = {runner._shape(*spans_of(layout, kind)) for kind in kinds}
+    spans = [RowSpan(layout.store.new_row(), count) for count in [1] * rows + counts]
+    if sum(span.count for span in spans) <= runner.sizes[-1]:
+        for wanted in range(rows, len(spans) + 1):
+            assert runner._shape(spans, list(range(min(wanted, 8)))) in known
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     depths=st.lists(st.integers(0, 16), min_size=1, max_size=8).filter(any),
     unread=st.sampled_from([0, 1, 7, 100, 200]),

@@ -44,13 +44,13 @@ class Heads:
     sinks: bool = False
     softcap: float = 0.0
 
-    decodes: bool = True
+    chunks: bool = False
     kv: str = AUTO
 
     def tiles(self) -> TileShape:
         heads, quantised = self.group * self.pairs, self.kv == INT8
         return ragged_attention.tile_shape(
-            heads, self.pairs, self.size, decodes=self.decodes, quantised=quantised
+            heads, self.pairs, self.size, chunks=self.chunks, quantised=quantised
         )
 
     def scores(self) -> ScoreParams:
@@ -165,7 +165,7 @@ def check(batch: Batch) -> Any:
     scores, plan = batch.heads.scores(), batch.plan()
     heads = batch.heads
     found = ragged_attention.attend(
-        batch.q, batch.pools, plan, scores, heads.window, decodes=heads.decodes
+        batch.q, batch.pools, plan, scores, heads.window, chunks=heads.chunks
     )
     mx.eval(found)
     assert not mx.any(plan.arrived).item()  # reset for the next layer
@@ -244,10 +244,10 @@ def test_tiles_of_128_rows_are_right(heads: Heads, monkeypatch: pytest.MonkeyPat
 
 
 HOPPER_HEADS = [
-    Heads(64, 3, window=100, decodes=False),
-    Heads(64, 16, "float16", pairs=1, softcap=4.0, decodes=False),
-    Heads(128, 4, sinks=True, decodes=False),
-    Heads(128, 9, "float16", pairs=1, window=130, decodes=False),
+    Heads(64, 3, window=100, chunks=True),
+    Heads(64, 16, "float16", pairs=1, softcap=4.0, chunks=True),
+    Heads(128, 4, sinks=True, chunks=True),
+    Heads(128, 9, "float16", pairs=1, window=130, chunks=True),
 ]
 
 
@@ -269,7 +269,7 @@ def test_tiles_of_hopper_are_tried_once(size: int, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(kernel_cache, "architecture", lambda: "sm_90a")
     ragged_attention.hopper_tiles.cache_clear()
     assert ragged_attention.hopper_tiles(size) and not ragged_attention.hopper_tiles(80)
-    assert ragged_attention.tile_shape(8, 2, size, decodes=False).rows == 128
+    assert ragged_attention.tile_shape(8, 2, size, chunks=True).rows == 128
     assert ragged_attention.tile_shape(8, 2, size).rows < 128
     ragged_attention.hopper_tiles.cache_clear()
 

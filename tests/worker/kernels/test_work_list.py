@@ -151,10 +151,15 @@ def test_a_long_row_beside_short_ones_is_divided() -> None:
     assert items[0, PARTS] > 20 and each(items).max() <= 1.15 * (30_000 + 63 * 300) * 8 / 352
 
 
-def test_the_longest_items_are_first() -> None:
+def test_chunks_begin_first_and_the_longest_of_each_kind() -> None:
     spans = spans_of([(1, 50, 0), (40, 3_000, 0), (1, 20_000, 0), (1, 700, 300), (8, 0, 0)])
-    found = each(work_items(spans, TileShape(2, 4), 60))
-    assert (np.diff(found) <= 0).all()
+    shape = TileShape(2, 4)
+    items = work_items(spans, shape, 60)
+    decodes = items[items[:, PARTS] > 0][:, LINES] <= shape.decode_lines
+    chunks = int((~decodes).sum())
+    assert 0 < chunks < decodes.size and not decodes[:chunks].any()
+    for kind in (each(items)[:chunks], each(items)[chunks:]):
+        assert (np.diff(kind) <= 0).all()
 
 
 def test_the_fullest_step_has_an_item_for_each_line() -> None:

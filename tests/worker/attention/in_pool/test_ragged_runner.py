@@ -24,6 +24,7 @@ from mlxpool.worker.transfers.uploads import Uploads  # noqa: E402
 
 ROWS, BLOCKS, CAPACITY = 5, 60, 6 * KV_BLOCK_TOKENS
 TILES = TileShape(group=2, kv_heads=2)
+CHUNK_TILES = TileShape(group=2, kv_heads=2, rows=128)
 SHAPE = RowShape((KeyValueSpec(2, 8, 8),), mx.float32, CAPACITY, keeps_all=True)
 
 
@@ -34,7 +35,7 @@ class Passes:
         pool = KVPool(SHAPE, BLOCKS, in_place=False)
         self.store = PagedStore(pool)
         probe = AttentionProbe(mx.float32)
-        probe.shapes, probe.chunk_shapes = {TILES}, {TILES}
+        probe.shapes, probe.chunk_shapes = {TILES}, {CHUNK_TILES}
         self.uploads = Uploads()
         model: Any = None
         self.runner = RaggedRunner(model, self.store, pool, ROWS, probe, self.uploads)
@@ -84,6 +85,25 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(block_tables, "write_in_place", written)
     monkeypatch.setattr(block_tables, "_update_kernel", lambda: None)
+
+
+def test_chunks_have_tiles_of_their_own_beside_rows_and_alone() -> None:
+    """Passes that check drafts have those of rows, so that fewer passes are compiled."""
+    passes = Passes()
+    new: Any = passes.store.new_row
+    row, chunk = RowSpan(new(), 1), RowSpan(new(), 20)
+    for spans, wanted in (
+        ([row, chunk], [0]),
+        ([row, chunk], [0, 1]),
+        ([chunk], []),
+        ([chunk], [0]),
+    ):
+        shape = passes.runner._shape(spans, wanted)
+        assert shape.chunks and shape.tiles == (CHUNK_TILES,)
+    check = RowSpan(new(), 4, 4)
+    for spans, wanted in (([row], [0]), ([check], [0]), ([row, check, chunk], [0, 1])):
+        shape = passes.runner._shape(spans, wanted)
+        assert not shape.chunks and shape.tiles == (TILES,)
 
 
 @pytest.mark.usefixtures("no_device")

@@ -66,14 +66,13 @@ def compiled_kinds(sizes: Many[int], rows: int, longest: int, drafts: int) -> It
     for size in sizes:
         if size > longest:
             return
-        if size > 2:
-            yield PassKind((1, size - 1))
-            if size > rows:
-                yield PassKind((size,))
-        # Passes that name no more lines than there are rows are the same as without drafts.
-        if drafts and size > 1 and (size > rows or size == 2):
-            checked = min(size, rows + drafts) - 1
-            yield PassKind(drafts=checked, unread=size - 1 - checked)
+        if size > 1:
+            yield PassKind((1, size - 1) if size > 2 else (size,))
+        # Of passes that check drafts, those that name more lines than there are rows are others.
+        most = min(size, rows + drafts) - 1
+        for checked in sorted({1, most}) if size > rows else (1,):
+            if drafts and size > 1:
+                yield PassKind(drafts=checked, unread=size - 1 - checked)
 
 
 class WarmedEngine(RowEngine[CacheRow]):

@@ -96,15 +96,14 @@ def supports(
 
 
 def tile_shape(
-    heads: int, pairs: int, size: int, *, decodes: bool = True, quantised: bool = False
+    heads: int, pairs: int, size: int, *, chunks: bool = False, quantised: bool = False
 ) -> TileShape:
     """Returns the tiles of layers with these heads, for which a work list is made.
 
-    `decodes`: the pass has single lines of rows. Where it has none, chunks have Hopper's tiles, if
-    there are any: with 8 warps a thread block they are up to 1.6 times as fast, but decode tiles
-    beside them take up to twice as long. 8-bit keys and values have none of Hopper's.
+    `chunks`: the pass reads chunks of prompts, with single lines of rows beside them or not. They
+    have Hopper's tiles, if there are any, up to 1.6 times as fast. 8-bit keys and values have none.
     """
-    hopper = not decodes and not quantised and hopper_tiles(size)
+    hopper = chunks and not quantised and hopper_tiles(size)
     return _tile_shape(heads // pairs, pairs, size, hopper)
 
 
@@ -153,16 +152,16 @@ def attend(
     window: int = 0,
     fresh: FreshLines | None = None,
     *,
-    decodes: bool = True,
+    chunks: bool = False,
 ) -> mx.array:
     """Attends with q [T, H, D], rotated, to pools [blocks, KV, block, D] -> [T, H, D].
 
     q may be a view. Of what it sees, a line reads the last `window` keys; 0: all. Lines that see
     nothing, and the padding lines of the work list, get zeros; lines that no item has get anything.
-    With `fresh` each line is the last of a row of its own, and q is not rotated yet. `decodes`: see
+    With `fresh` each line is the last of a row of its own, and q is not rotated yet. `chunks`: see
     `tile_shape`, for which the work list was made. For four pools see rotate_and_write.
     """
-    hopper = not decodes and not is_quantised(pools) and hopper_tiles(q.shape[2])
+    hopper = chunks and not is_quantised(pools) and hopper_tiles(q.shape[2])
     return _attend(q, pools, plan, scores, window, hopper, fresh)
 
 

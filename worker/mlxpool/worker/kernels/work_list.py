@@ -95,7 +95,8 @@ def work_items(spans: Spans, shape: TileShape, lines: int) -> Numbers:
     An item is a tile: its first line, lines, table, the keys [low, high) that its lines see, a part
     of these keys and the count of parts, and the first unit of its partial sums, which names its
     counter, too. Items without parts fill padding lines with zeros; items without lines are unused.
-    Thread blocks begin with the items of most keys.
+    Thread blocks begin with the items of chunks, and of these and of the others with those of most
+    keys: chunks multiply for long while items of lines that decode, beside them, wait for memory.
     """
     return _items(_tiles(spans, shape), shape, lines, _best_parts)[0]
 
@@ -243,7 +244,7 @@ def _items(
     parts = parts_of(Division(keys, units, least, places, extra))
     found = np.zeros((capacity_of(lines), 8), dtype=np.int32)
     each = -(-keys // parts)
-    order = np.argsort(-each, kind="stable").astype(np.int32)
+    order = np.lexsort((-each, decodes)).astype(np.int32)
     tiles[:, PARTS] = parts
     needed = np.where(parts > 1, parts * units, 0)
     tiles[:, UNIT] = np.cumsum(needed) - needed

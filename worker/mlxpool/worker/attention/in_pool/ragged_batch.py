@@ -31,7 +31,7 @@ class RaggedArrays:
     slots: mx.array
     wanted: mx.array | None
     plans: Mapping[TileShape, RaggedPlan]
-    decodes: bool = True  # whether there may be single lines of rows
+    chunks: bool = False  # whether there may be chunks of prompts
 
 
 class RaggedBatch:
@@ -127,15 +127,15 @@ class RaggedBatch:
         if shape.quantised:
             q, k, v = (one.astype(shape.dtype) for one in (q, k, v))
         turns = None if rope is None else self._rotation.turns(rope)
-        decodes = self._arrays.decodes
-        plan = self._arrays.plans[tile_shape(q, v, decodes=decodes, quantised=shape.quantised)]
+        chunks = self._arrays.chunks
+        plan = self._arrays.plans[tile_shape(q, v, chunks=chunks, quantised=shape.quantised)]
         window = self._pool.shape.window(layer)
         fresh = None
         if self._arrays.wanted is None:
             fresh = FreshLines(k, v, turns)
         else:
             q = rotate_and_write(q, k, v, pools, self._arrays.slots, turns)
-        out = ragged_attention.attend(q, pools, plan, scores, window, fresh, decodes=decodes)
+        out = ragged_attention.attend(q, pools, plan, scores, window, fresh, chunks=chunks)
         return self.lines_after(layer, out)
 
     def attend_latent(
@@ -161,8 +161,8 @@ class AttentionProbe:
     def __init__(self, dtype: mx.Dtype, *, quantised: bool = False) -> None:
         """`quantised`: keys and values are stored as 8-bit integers."""
         self._dtype, self._quantised = dtype, quantised
-        self.shapes: set[TileShape] = set()  # of the tiles beside single lines of rows
-        self.chunk_shapes: set[TileShape] = set()  # of those where there are none
+        self.shapes: set[TileShape] = set()  # of the tiles of passes without chunks of prompts
+        self.chunk_shapes: set[TileShape] = set()  # of those with chunks
         self.supported = True
         self.part_sums = (1, 1)  # key heads and numbers of a head that need most memory for sums
 
@@ -208,7 +208,7 @@ class AttentionProbe:
             self.supported = False
         self.part_sums = max(self.part_sums, (pairs, v.shape[2]), key=lambda one: one[0] * one[1])
         self.shapes.add(tile_shape(q, v))
-        self.chunk_shapes.add(tile_shape(q, v, decodes=False, quantised=quantised))
+        self.chunk_shapes.add(tile_shape(q, v, chunks=True, quantised=quantised))
         return mx.zeros((q.shape[0], heads, v.shape[2]), dtype=q.dtype)
 
     def rotate_and_attend(
@@ -242,9 +242,9 @@ class AttentionProbe:
 
 
 def tile_shape(
-    q: mx.array, v: mx.array, *, decodes: bool = True, quantised: bool = False
+    q: mx.array, v: mx.array, *, chunks: bool = False, quantised: bool = False
 ) -> TileShape:
     """The tiles of queries [T, H, D] over values [T, KV, D]."""
     return ragged_attention.tile_shape(
-        q.shape[1], v.shape[1], v.shape[2], decodes=decodes, quantised=quantised
+        q.shape[1], v.shape[1], v.shape[2], chunks=chunks, quantised=quantised
     )

@@ -78,7 +78,7 @@ class PlanShape:
     lines: int
     wanted: int
     tiles: tuple[TileShape, ...]
-    decodes: bool = True  # whether there may be single lines of rows
+    chunks: bool = False  # whether there may be chunks of prompts
     drawn: int | None = None
 
     @property
@@ -108,7 +108,7 @@ class PlanShape:
             for shape, each in zip(self.tiles, items, strict=True)
         }
         named = wanted if self.wanted else None
-        return ids, RaggedArrays(positions, slots, named, plans, self.decodes)
+        return ids, RaggedArrays(positions, slots, named, plans, self.chunks)
 
 
 @dataclass(slots=True)
@@ -340,17 +340,15 @@ class RaggedRunner:
             return PlanShape(padded, 0, self._tiles)
         most, count = min(padded, self._rows), wanted_lines(spans, wanted)
         if checks_drafts(spans, wanted) and not hidden:
-            # Few passes are compiled: these serve those without single lines as well.
+            # Few passes are compiled: these serve those with chunks of prompts as well.
             return PlanShape(padded, self._named(padded, count), self._tiles)
         named = most if count <= most else padded
-        decodes = any(span.count == 1 for span in spans)
-        tiles = self._tiles if decodes else self._chunk_tiles
         if not hidden:
-            return PlanShape(padded, named, tiles, decodes)
+            return PlanShape(padded, named, self._chunk_tiles, chunks=True)
         drawn = wanted_lines(spans, logit_spans(spans, wanted))
         if drawn:  # few passes are compiled
             drawn = most if drawn <= most else named
-        return PlanShape(padded, named, tiles, decodes, drawn)
+        return PlanShape(padded, named, self._chunk_tiles, chunks=True, drawn=drawn)
 
     def _named(self, padded: int, count: int) -> int:
         """Returns how many lines a pass of `padded` lines names of which `count` are wanted.
