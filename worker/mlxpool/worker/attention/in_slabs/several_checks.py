@@ -31,8 +31,8 @@ from mlxpool.worker.attention.in_slabs.compiled_batch import CompiledRunner
 from mlxpool.worker.attention.in_slabs.slab_access import (
     WIDTH_STEP,
     SlabTokens,
-    unused_block,
     slab_tokens,
+    unused_block,
 )
 from mlxpool.worker.attention.in_slabs.slabs import Slab, SlabRow
 from mlxpool.worker.attention.row_shape import Arrays, RowShape
