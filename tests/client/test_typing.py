@@ -53,6 +53,7 @@ async def main() -> int:
 asyncio.run(main())
 """
 WRONG = """\
+import asyncio
 from mlxpool.client import AsyncClient, Client
 
 client, later = Client(), AsyncClient()
@@ -62,16 +63,20 @@ later.stream("demo", "x", stop=1)
 print(client.generate("demo", "x").texts)
 client.detokenize("demo", "x")
 client.submit("demo", "x", notfy="https://h/")
-later.submit_call("embed", "e", dimensions="8")
+asyncio.run(later.submit_call("embed", "e", dimensions="8"))
+client.submit_call("embed", "e", max_tokens=8)
+client.submit_batch(["{}"], "demo", kep=60)
 """
 FOUND = {  # line of WRONG: the error that mypy reports
-    4: 'Unexpected keyword argument "temprature" for overloaded function "generate" of "Client"',
-    5: 'No overload variant of "stream" of "Client" matches argument types "str", "str", "str"',
-    6: 'No overload variant of "stream" of "AsyncClient" matches argument types',
-    7: '"Result" has no attribute "texts"',
-    8: 'Argument 2 to "detokenize" of "Client" has incompatible type "str"',
-    9: 'Unexpected keyword argument "notfy" for "submit" of "JobMethods"',
-    10: 'Argument "dimensions" to "submit_call" of "AsyncJobMethods" has incompatible type "str"',
+    5: 'Unexpected keyword argument "temprature" for overloaded function "generate" of "Client"',
+    6: 'No overload variant of "stream" of "Client" matches argument types "str", "str", "str"',
+    7: 'No overload variant of "stream" of "AsyncClient" matches argument types',
+    8: '"Result" has no attribute "texts"',
+    9: 'Argument 2 to "detokenize" of "Client" has incompatible type "str"',
+    10: 'Unexpected keyword argument "notfy" for "submit" of "JobMethods"',
+    11: 'Argument "dimensions" to "submit_call" of "AsyncJobMethods" has incompatible type "str"',
+    12: 'Unexpected keyword argument "max_tokens" for "submit_call" of "JobMethods"',
+    13: 'Unexpected keyword argument "kep" for "submit_batch" of "JobMethods"',
 }
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Many
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -12,8 +14,10 @@ import pytest
 from mlxpool.common.errors import OutOfMemory
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.worker.compute.generations import Generation
+from mlxpool.worker.compute.loop import ComputeLoop
 from mlxpool.worker.compute.messages import (
     MAX_UNTAKEN_STEPS,
+    DiskNews,
     Drop,
     DropAll,
     HandBack,
@@ -491,3 +495,14 @@ def test_an_error_on_a_working_device_ends_the_requests_of_its_pass(
     wanted = "out_of_memory" if known else "internal"
     assert {name for name in (1, 2, 3) if codes[name] == wanted} == hit
     assert {name for name in (1, 2, 3) if codes[name] is None} == {1, 2, 3} - hit
+
+
+def test_the_disk_tier_is_told_that_nothing_runs_also_where_all_is_saved() -> None:
+    """Else its threads would go on resting between pieces of their work."""
+    told: list[bool] = []
+    disk = SimpleNamespace(may_save=False, turn=lambda now, *, busy: told.append(busy))
+    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    inbox.put(DiskNews())
+    loop: Any = SimpleNamespace(_engine=SimpleNamespace(disk=disk), _inbox=inbox, _saving=False)
+    assert isinstance(ComputeLoop._next_message(loop), DiskNews)
+    assert told == [False]

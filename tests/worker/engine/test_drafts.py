@@ -16,6 +16,7 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.common.config.schema import Counting  # noqa: E402
 from mlxpool.common.options import Options  # noqa: E402
+from mlxpool.worker.attention.in_slabs.slab_layout import SlabLayout  # noqa: E402
 from mlxpool.worker.engine import prompt_logprobs  # noqa: E402
 from mlxpool.worker.engine.counting_engine import CountingEngine  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
@@ -290,3 +291,24 @@ def test_the_time_of_a_pass_that_is_compiled_says_nothing_of_others(loaded: Load
     assert checks == [True, False]
     for seq in rows:
         engine.release(seq)
+
+
+def test_a_check_that_was_planned_and_not_begun_keeps_no_row(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fails after the engine has asked whether it will be compiled."""
+    engine = ModelEngine(loaded, layout="slabs", prefix="off", lookahead=False)
+    rows = [sequence(number, 20) for number in range(2)]
+    for seq in rows:
+        enter(engine, seq)
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("no memory is left")
+
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError):
+        patched.setattr(engine, "_inputs", fails)
+        engine.submit([Span.check(seq, (0, 0)) for seq in rows])
+    assert isinstance(engine._layout, SlabLayout) and engine._layout._planned is None
+    for seq in rows:
+        engine.release(seq)
+    assert engine.memory().kv == 0 and not engine._layout.slabs.nbytes

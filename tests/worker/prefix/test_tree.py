@@ -165,3 +165,24 @@ def test_common_prefix(left: list[int], right: list[int]) -> None:
     length = common_prefix(left, right)
     assert left[:length] == right[:length]
     assert length == min(len(left), len(right)) or left[length] != right[length]
+
+
+def test_a_tree_that_is_cleared_leaves_nothing_in_its_nodes() -> None:
+    """Others may hold nodes for a while, and these would hold the memory of their tokens."""
+    store = ListStore()
+    tree = planted(store, [1, 2, 3, 4, 5], [1, 2, 3, 6, 7])
+    nodes = list(tree.walk())
+    tree.clear()
+    assert len(nodes) == 3 and store.nbytes == 0
+    assert not any(node.pieces or node.children or node.parent for node in nodes)
+
+
+def test_a_walk_goes_on_below_a_node_that_was_joined_with_its_child() -> None:
+    """Parts of a walk may be far apart in time."""
+    tree = planted(ListStore(), [1, 2, 3, 4, 5, 6])
+    (lower,) = tree.walk()
+    upper, walk = tree.split(lower, 4), tree.walk()
+    assert next(walk) is upper
+    tree.merge_or_drop(upper)
+    assert upper.parent is None and shape(tree.root) == {(1, 2, 3, 4, 5, 6): {}}
+    assert list(walk) == [lower]

@@ -6,6 +6,7 @@ import errno
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import threading
 import time
@@ -439,6 +440,26 @@ def test_a_worker_writes_on_after_its_records_were_deleted(tmp_path: Path) -> No
         remove(tmp_path, "m")
         write_all(one, records_of(IDS))  # its first segment
         assert one.counters.dropped == 0 and len(segments(tmp_path)) == 1
+
+
+def test_a_folder_that_is_deleted_before_the_lock_is_taken_costs_a_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread rests in between; writing does not pause as it does for a full disk."""
+    prepare = ModelFolder.prepare
+
+    def prepare_and_lose(self: ModelFolder, digest: bytes) -> Path:
+        path = prepare(self, digest)
+        shutil.rmtree(self.path)
+        return path
+
+    with tier_at(tmp_path) as one:
+        with monkeypatch.context() as patched:
+            patched.setattr(ModelFolder, "prepare", prepare_and_lose)
+            write_all(one, records_of((1, 2, 3)))
+        assert one.counters.dropped == 1
+        write_all(one, records_of(IDS))
+        assert one.counters.dropped == 1 and one.counters.written_bytes > 0
 
 
 def test_the_last_segment_of_a_digest_is_deleted_for_a_new_one(tmp_path: Path) -> None:

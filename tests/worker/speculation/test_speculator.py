@@ -54,6 +54,7 @@ class SureDrafter:
         self.reads = 0.0  # seconds that are spent once for each row
         self.surely: tuple[float, ...] = ()
         self.made = 0  # steps that had drafts made
+        self.finds = True  # whether there are any
 
     def follow(self, seq: Sequence) -> bool:
         self.followed.append(seq)
@@ -72,7 +73,7 @@ class SureDrafter:
     def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
         self.made += bool(depths)
         self.clock.now += self.drafting * max(depths.values(), default=0)
-        return {seq: (7,) * count for seq, count in depths.items()}
+        return {seq: (7,) * count for seq, count in depths.items() if self.finds}
 
     def sure(self, seq: Sequence) -> tuple[float, ...]:
         return self.surely
@@ -286,6 +287,36 @@ def test_drafts_that_were_waited_for_in_vain_are_not_wanted_for_a_while() -> Non
         rests.append(count)
     assert rests == [rests[0], 2 * rests[0], 4 * rests[0]]
     assert sum(map(bool, scene.run(100))) > 80
+
+
+def test_the_time_of_drafts_that_were_made_in_vain_is_taken_from_no_later_step() -> None:
+    """The step that they were made for is not measured."""
+    scene = Scene(1, 0.95)
+    speculator, row = scene.speculator, scene.rows[0]
+    for _ in range(4):
+        speculator.step_ended(1, {}, STEP, measured=True)
+    scene.drafter.drafting, scene.drafter.finds = 0.4 * STEP, False
+    assert not speculator.drafts({row: 1}) and speculator.passes_by()
+    assert not speculator.rests
+    speculator.step_ended(1, {}, STEP, measured=True)
+    assert speculator.times.plain(1, lambda lines: 0.0) == pytest.approx(STEP)
+
+
+def test_drafts_behind_which_no_step_is_measured_cost_what_their_own_steps_took() -> None:
+    """Passes are submitted ahead; a later step that something disturbed is no cost of them."""
+    scene = Scene(1, 0.95, ahead=True)
+    speculator = scene.speculator
+    for _ in range(20):
+        speculator.step_ended(1, {}, STEP, measured=True)
+    for _ in range(60):
+        speculator.step_ended(1, {scene.rows[0]: (7,) * 4}, STEP + 0.002, measured=True)
+        speculator.pause()
+        while speculator.passes_by():
+            pass
+        speculator.step_ended(1, {}, STEP + 0.010, measured=True)
+    extra = speculator.times.with_drafts(1, 1, 4, lambda lines: STEP)
+    extra -= speculator.times.plain(1, lambda lines: STEP)
+    assert extra == pytest.approx(0.002, rel=0.3)
 
 
 def test_the_second_pass_that_begins_behind_drafts_is_a_cost_of_them() -> None:

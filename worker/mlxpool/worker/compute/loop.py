@@ -113,7 +113,10 @@ class ComputeLoop:
     def _next_message(self) -> Inbound:
         """Wait for a message; when none has come for a while, save prefixes to disk meanwhile."""
         disk = self._engine.disk
-        if disk is None or not disk.may_save:
+        if disk is None:
+            return self._inbox.get()
+        disk.turn(monotonic(), busy=False)  # its threads need not rest while nothing runs
+        if not disk.may_save:
             return self._inbox.get()
         if not self._saving:
             try:

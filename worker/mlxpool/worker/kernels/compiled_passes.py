@@ -40,4 +40,8 @@ class CompiledPasses(Generic[P, R]):
             # MLX identifies a function by its object, so each kind has an object of its own.
             self._passes[kind] = mx.compile(partial(self._function))
         self._passes.move_to_end(kind)
-        return self._passes[kind](*args, **kwargs)
+        try:
+            return self._passes[kind](*args, **kwargs)
+        except BaseException:
+            del self._passes[kind]  # the next call compiles it anew, and is the first of its kind
+            raise

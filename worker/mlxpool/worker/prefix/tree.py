@@ -104,14 +104,18 @@ class Tree(Generic[E, S]):
         return wanted
 
     def walk(self, node: Node[E, S] | None = None) -> Iterator[Node[E, S]]:
-        """Yields `node` and all nodes below it; None: all below the roots."""
+        """Yields `node` and all nodes below it; None: all below the roots.
+
+        The tree may change meanwhile: nodes that were there from the beginning to the end are
+        yielded, those that have left it since may be, with the parent None.
+        """
         roots = self._roots.values() if node is None else ()
         stack = [child for root in roots for child in root.children.values()]
         stack += [] if node is None else [node]
         while stack:
             one = stack.pop()
+            stack += one.children.values()  # before others may join it with its child
             yield one
-            stack += one.children.values()
 
     def add(
         self, parent: Node[E, S], tokens: tuple[int, ...], pieces: list[Piece[E]]
@@ -196,7 +200,7 @@ class Tree(Generic[E, S]):
             for piece in node.pieces:
                 self._store.free(piece.held)
             self._free_state(node)
-            node.parent = None
+            node.parent, node.pieces = None, []  # others may hold the node: lists of what to save
             node.children.clear()
         self._roots.clear()
 

@@ -388,8 +388,9 @@ class DiskTier(Closing):
             self._pace.rest()
             with self._folder.locked():
                 path = self._append(header, payload, size)
-        except Locked:
-            self.count_dropped()  # others write, so the disk is in order
+        except (Locked, FileNotFoundError):
+            # Others write, or have deleted the folder since it was made: the disk is in order.
+            self.count_dropped()
             return
         except OSError as error:
             self._paused_until = now + ERROR_PAUSE

@@ -271,6 +271,11 @@ class Speculator:
         """
         self._rests, self._paying = self._next_pause, set()
         self._next_pause = min(2 * self._next_pause, MAX_PAUSE)
+        # The step that follows is not measured, which these wait for.
+        self._drafting = 0.0
+        before, self._unfinished = self._unfinished, None
+        if before is not None:
+            self.times.observe(*before)
 
     def _those_that_pay(self, drafts: Drafts) -> Drafts:
         """Returns as many of each row's drafts as pay, now that their making is paid for."""

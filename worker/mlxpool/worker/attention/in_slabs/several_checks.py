@@ -28,14 +28,19 @@ from mlxpool.worker.attention.in_slabs.block_attention import (
     stored_of,
 )
 from mlxpool.worker.attention.in_slabs.compiled_batch import CompiledRunner
-from mlxpool.worker.attention.in_slabs.slab_access import NOBODY, WIDTH_STEP
+from mlxpool.worker.attention.in_slabs.slab_access import (
+    WIDTH_STEP,
+    SlabTokens,
+    slab_tokens,
+    unused_block,
+)
 from mlxpool.worker.attention.in_slabs.slabs import Slab, SlabRow
 from mlxpool.worker.attention.row_shape import Arrays, RowShape
 from mlxpool.worker.attention.row_spans import PassOutput
 from mlxpool.worker.kernels.compiled_passes import CompiledPasses
 from mlxpool.worker.kernels.score_params import ScoreParams
 from mlxpool.worker.layers.model_plan import Model
-from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
+from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS
 
 # Inputs of the passes that are compiled; between them padding costs less than another pass. Of
 # larger passes the operations take most of the time, and more rows are in more slabs, so that few
@@ -119,41 +124,22 @@ def _parts_of(
     rows: Sequence[SlabRow], counts: Sequence[int], most: int, lines: int
 ) -> list[PassPart] | None:
     """Returns what is read and written in each slab, in an order that depends on sizes alone."""
-    seen: dict[Slab, dict[int, tuple[int, int, int]]] = {}
-    writes: dict[Slab, list[tuple[int, int]]] = {}
-    line = 0
-    for number, (row, count) in enumerate(zip(rows, counts, strict=True)):
-        start, end = row.offset, row.offset + count
-        for at in range(blocks_for(end)):
-            slab, block = row.table[at]
-            begin = at * KV_BLOCK_TOKENS
-            used = min(end - begin, KV_BLOCK_TOKENS)
-            seen.setdefault(slab, {})[block] = number, start + 1 - begin, used
-        for place in range(start, end):
-            slab, inside = row.place_of(place)
-            writes.setdefault(slab, []).append((line, inside))
-            line += 1
     parts = []
-    for slab, found in seen.items():
-        part = _part(slab, found, writes.get(slab, []), most, lines)
-        if len(part.owners) > 2 * (len(found) + BLOCK_STEP):
+    for slab, found in slab_tokens(rows, counts).items():
+        part = _part(slab, found, most, lines)
+        if len(part.owners) > 2 * (len(found.blocks) + BLOCK_STEP):
             return None  # most of what would be read is of no row
         parts.append(part)
     return sorted(parts, key=lambda part: part.constants, reverse=True)
 
 
-def _part(
-    slab: Slab,
-    found: dict[int, tuple[int, int, int]],
-    writes: list[tuple[int, int]],
-    most: int,
-    lines: int,
-) -> PassPart:
+def _part(slab: Slab, found: SlabTokens, most: int, lines: int) -> PassPart:
     whole = slab.layers[0][0].shape[1] // KV_BLOCK_TOKENS
-    first = min(found) // BLOCK_STEP * BLOCK_STEP
-    last = min(whole, -(-(max(found) + 1) // BLOCK_STEP) * BLOCK_STEP)
-    nobody = NOBODY, -most, 0
-    blocks = np.array([found.get(block, nobody) for block in range(first, last)], dtype=np.int32)
+    first = min(found.blocks) // BLOCK_STEP * BLOCK_STEP
+    last = min(whole, -(-(max(found.blocks) + 1) // BLOCK_STEP) * BLOCK_STEP)
+    nobody, writes = unused_block(most), found.writes
+    every = [found.blocks.get(block, nobody) for block in range(first, last)]
+    blocks = np.array(every, dtype=np.int32)
     width = -(-int(blocks[:, 2].max()) // WIDTH_STEP) * WIDTH_STEP
     padded = [*writes, *repeat(writes[-1], lines - len(writes))] if writes else []
     of_lines, places = np.array(padded, dtype=np.int32).reshape(-1, 2).T

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mlxpool.worker.attention.in_slabs.slabs import Slab, SlabRow
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
@@ -30,6 +31,40 @@ class SlabAccess:
     places: list[int]  # [W] their token numbers in the slab
 
 
+@dataclass(frozen=True, slots=True)
+class SlabTokens:
+    """The blocks of rows in one slab, and where new tokens of these are written in it.
+
+    `blocks`: of each block the number of its row, the tokens that the row's first query sees of it
+    (0 or less: none), and those that its last one sees. `writes`: numbers of new tokens, among
+    those of all rows, and their token numbers in the slab.
+    """
+
+    blocks: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    writes: list[tuple[int, int]] = field(default_factory=list)
+
+
+def slab_tokens(rows: Sequence[SlabRow], counts: Sequence[int]) -> dict[Slab, SlabTokens]:
+    """Returns the blocks in which a pass over `counts` new tokens of `rows` reads and writes.
+
+    The rows have blocks for these.
+    """
+    found: dict[Slab, SlabTokens] = defaultdict(SlabTokens)
+    line = 0
+    for number, (row, count) in enumerate(zip(rows, counts, strict=True)):
+        end = row.offset + count
+        for at in range(blocks_for(end)):
+            slab, block = row.table[at]
+            begin = at * KV_BLOCK_TOKENS
+            fill, used = min(row.offset + 1 - begin, KV_BLOCK_TOKENS), end - begin
+            found[slab].blocks[block] = number, fill, min(used, KV_BLOCK_TOKENS)
+        for token in range(row.offset, end):
+            slab, place = row.place_of(token)
+            found[slab].writes.append((line, place))
+            line += 1
+    return found
+
+
 def slab_accesses(
     rows: Sequence[SlabRow], counts: Sequence[int] | None = None
 ) -> list[tuple[Slab, SlabAccess]]:
@@ -38,24 +73,19 @@ def slab_accesses(
     The rows have blocks for these. None: one token each.
     """
     each = [1] * len(rows) if counts is None else counts
-    seen: dict[Slab, dict[int, tuple[int, int, int]]] = {}
-    writes: dict[Slab, list[tuple[int, int]]] = {}
-    line = 0
-    for number, (row, count) in enumerate(zip(rows, each, strict=True)):
-        end = row.offset + count
-        for at in range(blocks_for(end)):
-            slab, block = row.table[at]
-            begin = at * KV_BLOCK_TOKENS
-            fill, used = min(row.offset + 1 - begin, KV_BLOCK_TOKENS), end - begin
-            seen.setdefault(slab, {})[block] = number, fill, min(used, KV_BLOCK_TOKENS)
-        for token in range(row.offset, end):
-            slab, place = row.place_of(token)
-            writes.setdefault(slab, []).append((line, place))
-            line += 1
-    nobody = NOBODY, -max(each), 0
+    nobody = unused_block(max(each))
     return [
-        (slab, _slab_access(found, writes.get(slab, []), nobody)) for slab, found in seen.items()
+        (slab, _slab_access(found.blocks, found.writes, nobody))
+        for slab, found in slab_tokens(rows, each).items()
     ]
+
+
+def unused_block(queries: int) -> tuple[int, int, int]:
+    """Returns what SlabTokens.blocks would have of a block of no row.
+
+    None of so many queries of a row sees any token of it.
+    """
+    return NOBODY, -queries, 0
 
 
 def _slab_access(

@@ -86,7 +86,7 @@ class SlabLayout(Layout):
     def is_new(self, spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:
         """See Layout."""
         new = super().is_new(spans, wanted)
-        if not wanted or spans[wanted[-1]].lines == 1:  # as in most steps
+        if not self._compiles or not wanted or spans[wanted[-1]].lines == 1:  # as in most steps
             return new
         plan = self._plan(spans, wanted)
         self._planned = spans, plan
@@ -160,4 +160,5 @@ class SlabLayout(Layout):
 
     def invalidate(self) -> None:
         """See Layout."""
+        self._planned = None  # of a pass that was not begun: it refers to rows and slabs
         self.slabs.invalidate()
