@@ -6,9 +6,10 @@ priority share the places with them. Of models that answer calls, such as `embed
 than there is room for answers. The store finds the jobs, one of each owner in turn.
 
 A suspect is a job that may have ended the broker, see `retries.ALONE_STARTS`. While the core has
-one of which no id is on the disk, it gets no other job of the model, and it gets a suspect only
-while every other job of the model that it has has one: so the next end of the broker counts against
-the suspect alone.
+one of which no id is on the disk, it gets no other job of the model and no other suspect, and it
+gets a suspect only while every other job that it has has one: so the next end of the broker counts
+against the suspect alone. A suspect that has waited for SUSPECT_WAIT does not wait for jobs of
+other models: they are counted against at most until they are suspects, too.
 """
 
 from __future__ import annotations
@@ -145,6 +146,8 @@ class Feeder:
                 below_starts=ALONE_STARTS,
                 max_bytes=FEED_BYTES,
             )
+        if any(one.suspects or one.reads_suspect for one in self.groups.values()):
+            return None  # the end of the broker would count against two, and one may be innocent
         if backlog.suspects_due <= now and not due and self._alone(name, view, now, waited=waited):
             return FeedNext(
                 name, priority, SUSPECTS, "", frozenset(held), ALONE_STARTS, max_bytes=FEED_BYTES
@@ -169,13 +172,14 @@ class Feeder:
     def _alone(self, name: str, view: PoolView, now: float, *, waited: bool) -> bool:
         """Whether the next end of the broker would count against a suspect of this model alone.
 
-        One that has not `waited` for long enough also lets all others go first that are due, jobs
-        and streams. One that has is given to the core also where streams have all workers.
+        One that has not `waited` for long enough also lets all others of the model go first that
+        are due, jobs and streams, and waits for those of other models that are started. One that
+        has is given to the core also where streams have all workers.
         """
         busy = any(
             one.unproven or one.feeding or (one.due <= now and not waited)
             for one in self._of_model(name)
-        )
+        ) or (not waited and any(one.unproven or one.feeding for one in self.groups.values()))
         model = view.model_of(name)
         if model is None or busy:
             return False
@@ -235,7 +239,9 @@ class Feeder:
         backlog.unproven -= 1
         if suspect:
             backlog.suspects -= 1
-            backlog.others_until = now + max(MIN_OTHERS_TURN, now - backlog.planned_at)
+            others_until = now + max(MIN_OTHERS_TURN, now - backlog.planned_at)
+            for one in self._of_model(group[0]):  # a suspect of any priority would hold them up
+                one.others_until = others_until
 
     def has_due(self, group: Group, now: float) -> bool:
         """Whether jobs of the group wait in the store and may be run."""
