@@ -631,6 +631,37 @@ def test_an_innocent_job_of_another_model_is_not_dead_with_the_one_that_ends_the
     story.assert_state("innocent", JobState.DONE)
 
 
+def test_a_suspect_for_which_there_is_no_place_does_not_hold_up_urgent_jobs_for_ever() -> None:
+    """Streams of a higher priority have all places; a suspect of another model is behind it."""
+    story = JobStory()
+    story.submit("bad")
+    story.submit("worse", model="other", prompt="another")
+    story.settle()
+    for _ in range(ALONE_STARTS):
+        story.ready_worker()
+        story.ready_worker("other")
+        story.pass_time(0.3)
+        story = story.restart()
+    streams = [story.generate(priority=1) for _ in range(4)]
+    worker, bad = story.ready_worker(sequences=2), story.job("bad").id
+    while bad not in story.manager.runs.active:
+        story.pass_time(1.0)
+    story.submit("urgent", prompt="at once", priority=2)
+    story.submit("beside", model="other", prompt="something else")
+    story.settle()
+    story.ready_worker("other")
+    begin, urgent = story.now, story.job("urgent").id
+    while urgent not in story.manager.runs.active:
+        assert story.now < begin + 2 * SUSPECT_WAIT, "it was held up"
+        story.pass_time(1.0)
+    assert bad in story.manager.runs.active and bad not in worker.runs
+    story.pass_time(2 * SUSPECT_WAIT)
+    active = story.manager.runs.active
+    assert story.job("beside").id in active, "the model of a suspect that waits goes on"
+    assert story.job("worse").id not in active
+    assert set(streams) & worker.runs.keys()
+
+
 def test_a_suspect_waits_until_jobs_of_other_models_have_ids_but_not_for_ever() -> None:
     story = blamed_story()
     story.submit("slow", model="other", prompt="another")
