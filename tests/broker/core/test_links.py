@@ -197,6 +197,21 @@ def test_streams_that_have_a_place_are_the_first_of_a_lost_link(story: Story) ->
     assert len(story.core.state.requests.keys() & set(waiting)) == MAX_ENDED + 2
 
 
+def test_the_stream_with_a_place_is_the_first_of_a_small_link_beside_a_large_one(
+    story: Story,
+) -> None:
+    worker = story.ready_worker(sequences=4)
+    for _ in range(3):
+        story.generate(link=2)
+    running, waiting = plain_streams(story, 2)
+    assert len(worker.runs) == 4 and running in worker.runs
+    story.core.state.links[1].ids = dict.fromkeys([waiting, running])
+    story.do(ev.LinkLost(1))
+    story.do(ev.Wake())
+    assert [*story.core.state.tombstones] == [running, waiting]
+    assert len(story.core.state.requests) == 3
+
+
 def test_a_client_that_comes_back_keeps_the_streams_that_have_not_ended(story: Story) -> None:
     """One that it sends again on its new link goes on there; one that had ended begins anew."""
     worker, first = story.running(sequences=1, durable=False)

@@ -13,6 +13,7 @@ from mlxpool.broker.jobs import events as ev
 from mlxpool.broker.jobs.active import UNREAD_DELAY
 from mlxpool.broker.jobs.feeding import MIN_OTHERS_TURN, SUSPECT_WAIT
 from mlxpool.broker.jobs.policy import JobPolicy
+from mlxpool.broker.jobs.retries import ALONE_STARTS, MAX_STARTS
 from mlxpool.broker.store.records import JobState, JobView
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.common.protocol.kept.job_messages import Fetch, JobName
@@ -574,6 +575,103 @@ def test_jobs_that_have_to_run_alone_and_have_waited_take_turns_with_the_others(
     assert [*begun] == bad
     for first, second in itertools.pairwise(begun.values()):
         assert second - first >= MIN_OTHERS_TURN
+
+
+def test_suspects_of_several_priorities_leave_the_others_a_turn_together() -> None:
+    """Else those of one priority would run in the turn that those of the other one leave."""
+    keys = [f"bad {number}" for number in range(8)]
+    story = JobStory()
+    for number, key in enumerate(keys):
+        story.submit(key, priority=number % 2)
+    story.settle()
+    for _ in range(3):
+        story.ready_worker(sequences=8)
+        story.pass_time(0.3)
+        story = story.restart()
+    for number in range(300):
+        story.submit(f"good {number}", prompt=f"other {number}")
+    story.settle()
+    worker, bad = story.ready_worker(sequences=2), {story.job(key).id for key in keys}
+    goods, begun, steps = 0, set[bytes](), 0
+    while len(begun) < len(keys):
+        steps += 1
+        assert steps < 500, "they were held up"
+        story.pass_time(0.5)
+        running = list(worker.runs)
+        for id in running:
+            if id in bad and steps % 4:
+                continue  # it takes 2 s until the first token
+            if id in bad:
+                assert goods, "two of them one after the other, while others were due"
+                goods = 0
+                begun.add(id)
+            else:
+                goods += 1
+            worker.end(id, count=1)
+        worker.credit()
+
+
+def test_an_innocent_job_of_another_model_is_not_dead_with_the_one_that_ends_the_broker() -> None:
+    """Both were started before each end; from the third on only one of them is at a time."""
+    story = JobStory()
+    story.submit("bad")
+    story.submit("innocent", model="other", prompt="another")
+    story.settle()
+    for _ in range(MAX_STARTS + 1):
+        story.ready_worker()
+        story.ready_worker("other")
+        story.pass_time(0.3)
+        if story.job("bad").state is JobState.WAITING:
+            assert story.job("innocent").starts <= ALONE_STARTS
+            story = story.restart()
+    story.assert_state("bad", JobState.DEAD)
+    innocent = story.job("innocent").id
+    story.workers["other/0"].end(innocent, count=1)
+    story.pass_time(0.3)
+    story.assert_state("innocent", JobState.DONE)
+
+
+def test_a_suspect_for_which_there_is_no_place_does_not_hold_up_urgent_jobs_for_ever() -> None:
+    """Streams of a higher priority have all places; a suspect of another model is behind it."""
+    story = JobStory()
+    story.submit("bad")
+    story.submit("worse", model="other", prompt="another")
+    story.settle()
+    for _ in range(ALONE_STARTS):
+        story.ready_worker()
+        story.ready_worker("other")
+        story.pass_time(0.3)
+        story = story.restart()
+    streams = [story.generate(priority=1) for _ in range(4)]
+    worker, bad = story.ready_worker(sequences=2), story.job("bad").id
+    while bad not in story.manager.runs.active:
+        story.pass_time(1.0)
+    story.submit("urgent", prompt="at once", priority=2)
+    story.submit("beside", model="other", prompt="something else")
+    story.settle()
+    story.ready_worker("other")
+    begin, urgent = story.now, story.job("urgent").id
+    while urgent not in story.manager.runs.active:
+        assert story.now < begin + 2 * SUSPECT_WAIT, "it was held up"
+        story.pass_time(1.0)
+    assert bad in story.manager.runs.active and bad not in worker.runs
+    story.pass_time(2 * SUSPECT_WAIT)
+    active = story.manager.runs.active
+    assert story.job("beside").id in active, "the model of a suspect that waits goes on"
+    assert story.job("worse").id not in active
+    assert set(streams) & worker.runs.keys()
+
+
+def test_a_suspect_waits_until_jobs_of_other_models_have_ids_but_not_for_ever() -> None:
+    story = blamed_story()
+    story.submit("slow", model="other", prompt="another")
+    story.settle()
+    story.ready_worker("other")
+    worker, bad = story.ready_worker(), story.job("bad").id
+    story.pass_time(SUSPECT_WAIT - 2)
+    assert bad not in worker.runs
+    story.pass_time(4.0)
+    assert bad in worker.runs
 
 
 def test_streams_do_not_wait_for_a_job_that_has_to_run_alone() -> None:

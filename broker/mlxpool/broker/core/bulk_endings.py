@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from itertools import chain
 
@@ -48,7 +48,7 @@ class BulkEndings:
 
     def begin(
         self,
-        streams: Iterable[bytes],
+        streams: Collection[bytes],
         calls: Iterable[bytes],
         ends: Callable[[Request], bool],
         now: float,
@@ -61,16 +61,23 @@ class BulkEndings:
         Those that have a place in a worker are the first. When all of a `link` have had their turn,
         the link's own timer is due: it may be forgotten.
         """
-        running = (request.id for request in self.running() if ends(request))
+        running = (request.id for request in self.running(streams) if ends(request))
         work = deque(chain(running, streams))
         self._bulks.append(Bulk(work, deque(calls), ends, link, error))
         self._state.timers.set(TIMER, now)
 
-    def running(self) -> list[Request]:
-        """The requests that workers have, in the order of their arrival."""
+    def running(self, streams: Collection[bytes]) -> list[Request]:
+        """The requests that workers have, in the order of their arrival.
+
+        All of those with the ids `streams` are among them, others may be: the fewer of the two are
+        looked at, so that thousands of links with a stream each cost as little as one with all.
+        """
         requests, workers = self._state.requests, self._state.workers.values()
-        leased = (requests.get(id) for worker in workers for id, _ in worker.leases)
-        return sorted({r for r in leased if r is not None and r.run.epoch}, key=lambda r: r.arrival)
+        ids: Iterable[bytes] = streams
+        if len(streams) > sum(len(worker.leases) for worker in workers):
+            ids = (id for worker in workers for id, _ in worker.leases)
+        known = map(requests.get, ids)
+        return sorted({r for r in known if r is not None and r.run.epoch}, key=lambda r: r.arrival)
 
     def end_some(self, now: float) -> None:
         """End the next MAX_ENDED."""

@@ -123,7 +123,7 @@ class Endings:
 
         A durable one goes on when its client sends it again, as after `client_grace`.
         """
-        running = [request for request in self._bulk.running() if _is_on(number, request)]
+        running = [r for r in self._bulk.running(link.ids) if _is_on(number, r)]
         wanted = {
             name
             for name in {request.model for request in running}
@@ -136,7 +136,8 @@ class Endings:
             def stalled(request: Request) -> bool:
                 return _is_on(number, request) and request.model in wanted
 
-            self._bulk.begin((), (), stalled, now, link=number)
+            ids = [request.id for request in running]
+            self._bulk.begin(ids, (), stalled, now, link=number)
 
     # ---- time --------------------------------------------------------------------------------
 

@@ -6,9 +6,11 @@ priority share the places with them. Of models that answer calls, such as `embed
 than there is room for answers. The store finds the jobs, one of each owner in turn.
 
 A suspect is a job that may have ended the broker, see `retries.ALONE_STARTS`. While the core has
-one of which no id is on the disk, it gets no other job of the model, and it gets a suspect only
-while every other job of the model that it has has one: so the next end of the broker counts against
-the suspect alone.
+one of which no id is on the disk, it gets no other job of the model and no other suspect, and it
+gets a suspect only while every other job that it has has one: so the next end of the broker counts
+against the suspect alone. It holds up other jobs for SUSPECT_WAIT at most: streams of a higher
+priority may have all places. Then, as where it waited for so long itself, other jobs run beside it,
+and the next end counts against them, too, but not further than until they are suspects.
 """
 
 from __future__ import annotations
@@ -55,7 +57,18 @@ class Backlog:
     reads_suspect: bool = False  # the FeedNext under way is for one
     others_until: float = 0.0  # no suspect goes before other jobs that are due until then
     planned_at: float = -math.inf  # the last FeedNext
+    suspect_at: float = -math.inf  # the last one for a suspect
     calls: tuple[str, int] = ("", 0)  # a model and how many of its calls are read at most
+
+    def holds_up(self, now: float) -> bool:
+        """Whether other jobs of the model wait for a suspect of this group."""
+        started = self.suspects and now < self.suspect_at + SUSPECT_WAIT
+        return self.reads_suspect or bool(started)
+
+    def suspects_have_turn(self, now: float) -> bool:
+        """Whether its suspects have waited for long enough, and it is not the turn of others."""
+        over = now - max(self.suspects_due + SUSPECT_WAIT, self.others_until)
+        return 0 <= over < math.inf and over // SUSPECT_WAIT % 2 == 0
 
 
 @dataclass(eq=False, slots=True)
@@ -99,6 +112,8 @@ class Feeder:
                 backlog.feeding, backlog.due_since = True, math.inf
                 backlog.planned_at = now
                 backlog.reads_suspect = bool(plan.min_starts)
+                if backlog.reads_suspect:
+                    backlog.suspect_at = now
                 model = view.model_of(plan.model)
                 if model is not None and view.may_answer(model):
                     backlog.calls = model, plan.count
@@ -131,9 +146,10 @@ class Feeder:
             count = 0 if count * LEAST_SHARE < room else count
         if count > 0 and view.may_answer(model):
             count = min(count, self._call_room(model))
-        if any(one.suspects or one.reads_suspect for one in self._of_model(name)):
+        if any(one.holds_up(now) for one in self._of_model(name)):
             return None
-        waited = self._suspects_waited(name, now)
+        another = any(one.suspects or one.reads_suspect for one in self.groups.values())
+        waited = not another and self._suspects_waited(name, now)
         due = backlog.due <= now and not waited
         if due and count > 0:
             return FeedNext(
@@ -145,7 +161,9 @@ class Feeder:
                 below_starts=ALONE_STARTS,
                 max_bytes=FEED_BYTES,
             )
-        if backlog.suspects_due <= now and not due and self._alone(name, view, now, waited=waited):
+        if another or due or backlog.suspects_due > now:
+            return None  # of two suspects that are started one may be innocent
+        if self._alone(name, view, now, waited=waited):
             return FeedNext(
                 name, priority, SUSPECTS, "", frozenset(held), ALONE_STARTS, max_bytes=FEED_BYTES
             )
@@ -158,10 +176,11 @@ class Feeder:
         """Whether suspects of this model have waited for long enough.
 
         Nothing else of it is read then until one of them was, so that a model which always has
-        other jobs does not hold them up for ever.
+        other jobs does not hold them up for ever. Where that takes longer than SUSPECT_WAIT,
+        because started jobs wait for a place, the others have as long, and so on.
         """
         return any(
-            one.suspects_due + SUSPECT_WAIT <= now and one.others_until <= now
+            one.suspects_have_turn(now)
             for (other, priority), one in self.groups.items()
             if other == name and priority != IDLE
         )
@@ -169,13 +188,14 @@ class Feeder:
     def _alone(self, name: str, view: PoolView, now: float, *, waited: bool) -> bool:
         """Whether the next end of the broker would count against a suspect of this model alone.
 
-        One that has not `waited` for long enough also lets all others go first that are due, jobs
-        and streams. One that has is given to the core also where streams have all workers.
+        One that has not `waited` for long enough also lets all others of the model go first that
+        are due, jobs and streams, and waits for those of other models that are started. One that
+        has is given to the core also where streams have all workers.
         """
         busy = any(
             one.unproven or one.feeding or (one.due <= now and not waited)
             for one in self._of_model(name)
-        )
+        ) or (not waited and any(one.unproven or one.feeding for one in self.groups.values()))
         model = view.model_of(name)
         if model is None or busy:
             return False
@@ -235,7 +255,10 @@ class Feeder:
         backlog.unproven -= 1
         if suspect:
             backlog.suspects -= 1
-            backlog.others_until = now + max(MIN_OTHERS_TURN, now - backlog.planned_at)
+            held_up = min(SUSPECT_WAIT, now - backlog.suspect_at)
+            others_until = now + max(MIN_OTHERS_TURN, held_up)
+            for one in self._of_model(group[0]):  # a suspect of any priority would hold them up
+                one.others_until = others_until
 
     def has_due(self, group: Group, now: float) -> bool:
         """Whether jobs of the group wait in the store and may be run."""
