@@ -234,13 +234,14 @@ def test_a_client_that_leaves_before_it_was_told_the_id(
     try:
         assert submitted.wait(60)
         with pool.client() as client:
-            (row,) = client.jobs(state="running") or client.jobs(state="waiting")
+            (row,) = until(lambda: client.jobs(state="running"), "it runs")
             connection.close()
             until(lambda: nobody_waits(url), "the gateway knows that the client is gone")
             told.set()
             until(lambda: client.job(row["job"])["state"] == "gone", "the job is released")
     finally:
         told.set()
+        connection.close()
 
 
 def test_a_client_that_leaves_while_it_waits_for_the_answer(pool: Pool, url: str) -> None:
