@@ -115,8 +115,8 @@ def frequencies_of(rope: Rope) -> npt.NDArray[np.float32]:
     return np.exp(-steps * math.log(rope.base)).astype(np.float32)
 
 
-class RotateThenAttend:
-    """Base of the ForwardBatch classes that rotate first and attend afterwards."""
+class WithoutImages:
+    """The part of ForwardBatch about images, for passes over texts alone."""
 
     image_layers = 0
     sees_images: mx.array | None = None
@@ -132,6 +132,10 @@ class RotateThenAttend:
     def add_images(self, layer: int, x: mx.array) -> mx.array:
         """See ForwardBatch."""
         return x
+
+
+class RotateThenAttend(WithoutImages):
+    """Base of the ForwardBatch classes that rotate first and attend afterwards."""
 
     def rope(self, x: mx.array, rope: Rope) -> mx.array:
         """See ForwardBatch."""

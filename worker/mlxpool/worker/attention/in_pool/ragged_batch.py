@@ -8,7 +8,12 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlxpool.worker.attention.in_pool.kv_pool import KVPool
-from mlxpool.worker.attention.rotary import RotaryEmbedding, split_lines, split_queries_keys
+from mlxpool.worker.attention.rotary import (
+    RotaryEmbedding,
+    WithoutImages,
+    split_lines,
+    split_queries_keys,
+)
 from mlxpool.worker.kernels import ragged_attention, row_ops
 from mlxpool.worker.kernels.block_write import rotate_and_write
 from mlxpool.worker.kernels.ragged_attention import FreshLines, RaggedPlan
@@ -34,7 +39,7 @@ class RaggedArrays:
     chunks: bool = False  # whether there may be chunks of prompts
 
 
-class RaggedBatch:
+class RaggedBatch(WithoutImages):
     """A ForwardBatch whose arrays belong to one compiled pass."""
 
     logits = True
@@ -43,21 +48,6 @@ class RaggedBatch:
         self._pool, self._arrays = pool, arrays
         self._last = len(pool.arrays) - 1
         self._rotation = RotaryEmbedding(arrays.positions)
-
-    image_layers = 0
-    sees_images: mx.array | None = None
-
-    def attend_images(self, layer: int, q: mx.array, scores: ScoreParams) -> mx.array:
-        """See ForwardBatch. Passes with images are not compiled."""
-        raise NotImplementedError
-
-    def with_images(self, x: mx.array) -> mx.array:
-        """See ForwardBatch. Passes with images are not compiled."""
-        return x
-
-    def add_images(self, layer: int, x: mx.array) -> mx.array:
-        """See ForwardBatch."""
-        return x
 
     def logit_rows(self, x: mx.array) -> mx.array:
         """See ForwardBatch.logit_rows."""
@@ -153,7 +143,7 @@ class RaggedBatch:
         raise NotImplementedError("a pool of blocks has no states, see RowShape")
 
 
-class AttentionProbe:
+class AttentionProbe(WithoutImages):
     """A ForwardBatch that computes nothing and notes which attention a model asks for."""
 
     logits = True
@@ -165,21 +155,6 @@ class AttentionProbe:
         self.chunk_shapes: set[TileShape] = set()  # of those with chunks
         self.supported = True
         self.part_sums = (1, 1)  # key heads and numbers of a head that need most memory for sums
-
-    image_layers = 0
-    sees_images: mx.array | None = None
-
-    def attend_images(self, layer: int, q: mx.array, scores: ScoreParams) -> mx.array:
-        """See ForwardBatch. Passes with images are not compiled."""
-        raise NotImplementedError
-
-    def with_images(self, x: mx.array) -> mx.array:
-        """See ForwardBatch."""
-        return x
-
-    def add_images(self, layer: int, x: mx.array) -> mx.array:
-        """See ForwardBatch."""
-        return x
 
     def logit_rows(self, x: mx.array) -> mx.array:
         """See ForwardBatch.logit_rows."""
