@@ -11,17 +11,10 @@ from itertools import accumulate
 import mlx.core as mx
 import numpy as np
 
-from mlxpool.worker.attention.dot_product import apply_softcap
-from mlxpool.worker.attention.in_slabs.block_attention import (
-    MASKED_SCORE,
-    SlabPart,
-    attended,
-    combined,
-    require_no_sinks,
-    stored_of,
-)
+from mlxpool.worker.attention.in_slabs.block_attention import MASKED_SCORE, SlabPart, stored_of
+from mlxpool.worker.attention.in_slabs.padded_rows import PaddedRows
 from mlxpool.worker.attention.in_slabs.slab_access import SlabAccess, slab_accesses
-from mlxpool.worker.attention.in_slabs.slabs import Slab, SlabRow
+from mlxpool.worker.attention.in_slabs.slabs import SlabRow
 from mlxpool.worker.kernels.score_params import ScoreParams
 
 
@@ -29,7 +22,7 @@ class CheckReader:
     """Writes and reads `counts` new tokens of R rows, which have blocks for them."""
 
     def __init__(self, rows: Sequence[SlabRow], counts: Sequence[int]) -> None:
-        self._shape, self._rows, self._lines = rows[0].shape, len(rows), max(counts)
+        self._shape, self._lines = rows[0].shape, max(counts)
         starts = [0, *accumulate(counts)]
         padded = [
             start + min(line, count - 1)
@@ -38,14 +31,13 @@ class CheckReader:
         ]
         kept = [at * self._lines + line for at, n in enumerate(counts) for line in range(n)]
         alike = len(set(counts)) == 1
-        self._padded, self._kept = (
-            None if alike else mx.array(one, dtype=mx.int32) for one in (padded, kept)
-        )
+        place, line = (None if alike else mx.array(x, dtype=mx.int32) for x in (padded, kept))
         found = slab_accesses(rows, counts)
         self._parts = [(slab, self._part(access)) for slab, access in found]
         owners = np.array([owner for _, access in found for owner in access.owner])
         member = np.where(owners[None] == np.arange(len(rows))[:, None], 0.0, MASKED_SCORE)
-        self._member = mx.array(member.astype(np.float32))  # [R, B]
+        of_rows = mx.array(member.astype(np.float32))  # [R, B]
+        self._padded = PaddedRows(self._shape, len(rows), self._lines, place, line, of_rows)
 
     def _part(self, access: SlabAccess) -> SlabPart:
         """The mask is [B, L, 1, width]: which tokens the L queries of the row see."""
@@ -75,26 +67,5 @@ class CheckReader:
 
         `before`: see RowShape.held_after; None: q.
         """
-        require_no_sinks(scores)
-        _, heads, size = q.shape
-        pairs = self._pairs(layer)
-        rows, lines, each = self._rows, self._lines, heads // pairs
-        q = (q if self._padded is None else q[self._padded]) * scores.scale
-        q = q.reshape(rows, lines, pairs, each, size).transpose(2, 0, 1, 3, 4)
-        q = q.reshape(pairs, rows, lines * each, size)
-        before = q if before is None else before
-        parts: list[tuple[mx.array, mx.array]] = []
-        for slab, part in self._parts:
-            held = self._shape.held_after(slab.layers[layer], parts[-1][0] if parts else before)
-            keys, values = self._shape.read(part.blocks(held))
-            found = apply_softcap(q[:, part.owner] @ keys.swapaxes(-1, -2), scores.softcap)
-            found = found.reshape(pairs, -1, lines, each, part.width) + part.mask
-            parts.append(attended(found.reshape(pairs, -1, lines * each, part.width), values))
-        out = combined(parts, self._member).reshape(pairs, lines, each, rows, -1)
-        out = out.transpose(3, 1, 0, 2, 4).reshape(rows * lines, heads, -1)
-        return out if self._kept is None else out[self._kept]
-
-    def _pairs(self, layer: int) -> int:
-        """Returns the heads of keys in a layer."""
-        slab: Slab = self._parts[0][0]
-        return int(slab.layers[layer][0].shape[0])
+        parts = [(part, slab.layers[layer]) for slab, part in self._parts]
+        return self._padded.attend(parts, q, scores, before)

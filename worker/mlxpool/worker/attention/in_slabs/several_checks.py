@@ -18,16 +18,9 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from mlxpool.worker.attention.dot_product import apply_softcap
-from mlxpool.worker.attention.in_slabs.block_attention import (
-    MASKED_SCORE,
-    SlabPart,
-    attended,
-    combined,
-    require_no_sinks,
-    stored_of,
-)
+from mlxpool.worker.attention.in_slabs.block_attention import MASKED_SCORE, SlabPart, stored_of
 from mlxpool.worker.attention.in_slabs.compiled_batch import CompiledRunner
+from mlxpool.worker.attention.in_slabs.padded_rows import PaddedRows
 from mlxpool.worker.attention.in_slabs.slab_access import (
     WIDTH_STEP,
     SlabTokens,
@@ -165,20 +158,20 @@ class RowsReader:
         parts: Sequence[tuple[PartConstants, Sequence[mx.array]]],
         slabs: Sequence[list[Arrays]],
     ) -> None:
-        self._shape, self._rows, self._lines = shape, rows, lines
-        self._padded, self._kept, self._slabs = padded, kept, slabs
+        self._shape, self._slabs = shape, slabs
         further = mx.arange(lines)[:, None, None]
         self._parts: list[SlabPart] = []
-        self._chosen: list[mx.array] = []  # the row whose queries each block has
+        owners: list[mx.array] = []
         for (first, last, width, writes), (owner, fill, written, places) in parts:
             seen = mx.arange(width) < fill[:, None, None, None] + further
             mask = mx.where(seen, 0.0, MASKED_SCORE)  # [B, L, 1, width]
             put = places if writes else None
-            self._parts.append(SlabPart(first, last, width, None, owner, mask, written, put))
-            self._chosen.append(mx.maximum(owner, 0))
-        owners = [part.owner for part in self._parts]
+            asked = mx.maximum(owner, 0)  # blocks of no row have any queries, see `member`
+            self._parts.append(SlabPart(first, last, width, None, asked, mask, written, put))
+            owners.append(owner)
         every = owners[0] if len(owners) == 1 else mx.concatenate(owners)
-        self._member = mx.where(every == mx.arange(rows)[:, None], 0.0, MASKED_SCORE)  # [R, B]
+        member = mx.where(every == mx.arange(rows)[:, None], 0.0, MASKED_SCORE)  # [R, B]
+        self._padded = PaddedRows(shape, rows, lines, padded, kept, member)
 
     def write(self, layer: int, k: mx.array, v: mx.array) -> None:
         """Writes k [T, KV, D] and v [T, KV, V]."""
@@ -188,22 +181,8 @@ class RowsReader:
 
     def read(self, layer: int, q: mx.array, scores: ScoreParams) -> mx.array:
         """q [T, H, D] -> [T, H, V]; each query sees its row's tokens up to its own."""
-        require_no_sinks(scores)
-        _, heads, size = q.shape
-        rows, lines = self._rows, self._lines
-        pairs = self._slabs[0][layer][0].shape[0]
-        each = heads // pairs
-        asked = (q * scores.scale)[self._padded].reshape(rows, lines, pairs, each, size)
-        asked = asked.transpose(2, 0, 1, 3, 4).reshape(pairs, rows, lines * each, size)
-        outs: list[tuple[mx.array, mx.array]] = []
-        for part, layers, chosen in zip(self._parts, self._slabs, self._chosen, strict=True):
-            held = self._shape.held_after(layers[layer], outs[-1][0] if outs else asked)
-            keys, values = self._shape.read(part.blocks(held))
-            found = apply_softcap(asked[:, chosen] @ keys.swapaxes(-1, -2), scores.softcap)
-            found = found.reshape(pairs, -1, lines, each, part.width) + part.mask
-            outs.append(attended(found.reshape(pairs, -1, lines * each, part.width), values))
-        out = combined(outs, self._member).reshape(pairs, lines, each, rows, -1)
-        return out.transpose(3, 1, 0, 2, 4).reshape(rows * lines, heads, -1)[self._kept]
+        stored = [layers[layer] for layers in self._slabs]
+        return self._padded.attend(list(zip(self._parts, stored, strict=True)), q, scores)
 
 
 class SeveralChecksRunner(CompiledRunner):
