@@ -31,13 +31,13 @@ class CheckReader:
         ]
         kept = [at * self._lines + line for at, n in enumerate(counts) for line in range(n)]
         alike = len(set(counts)) == 1
-        place, line = (None if alike else mx.array(x, dtype=mx.int32) for x in (padded, kept))
+        inputs, places = (None if alike else mx.array(x, dtype=mx.int32) for x in (padded, kept))
         found = slab_accesses(rows, counts)
         self._parts = [(slab, self._part(access)) for slab, access in found]
         owners = np.array([owner for _, access in found for owner in access.owner])
         member = np.where(owners[None] == np.arange(len(rows))[:, None], 0.0, MASKED_SCORE)
         of_rows = mx.array(member.astype(np.float32))  # [R, B]
-        self._padded = PaddedRows(self._shape, len(rows), self._lines, place, line, of_rows)
+        self._padded = PaddedRows(self._shape, len(rows), self._lines, inputs, places, of_rows)
 
     def _part(self, access: SlabAccess) -> SlabPart:
         """The mask is [B, L, 1, width]: which tokens the L queries of the row see."""
