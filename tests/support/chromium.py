@@ -99,8 +99,12 @@ class Chromium(Closing):
         found.send_keys(text)
 
     def console_messages(self) -> list[str]:
-        """The console's messages since the last call."""
-        return [entry["message"] for entry in self._log("browser")]
+        """The console's messages since the last call.
+
+        Without those of answers with status 503, which a busy machine gives: the page asks again.
+        """
+        found = [entry["message"] for entry in self._log("browser")]
+        return [message for message in found if "status of 503" not in message]
 
     def events(self) -> list[dict[str, Any]]:
         """The DevTools events since the last call, each with `method` and `params`."""
