@@ -14,6 +14,7 @@ from mlxpool.worker.kernels.work_list import (
     EXTRA_ITEMS,
     FIRST_LINE,
     HIGH,
+    KEPT_SHARES,
     LINES,
     LOW,
     MIN_DECODE_KEYS,
@@ -141,8 +142,19 @@ def test_steps_with_chunks_keep_the_share_of_their_parts(monkeypatch: pytest.Mon
     for more in range(STEPS_OF_PARTS):
         lists.items(spans_of([(512, more, 0), (1, 900 + more, 0)]), 576)
     assert len(searches) == 1
-    long = lists.items(spans_of([(2, 10, 0), (1, 60_000, 0)]), 8)
+    mixed = spans_of([(2, 10, 0), (1, 60_000, 0)])
+    long = lists.items(mixed, 8)
     assert long[0, PARTS] > 20
+    prompt = [spans_of([(512, start, 0)]) for start in range(0, 2048, 512)]
+    for _ in range(3):
+        count = len(searches)
+        for chunk in (*prompt, mixed):
+            found = lists.items(chunk, 512)
+    assert len(searches) == count > 2, "steps that were searched before have the share found then"
+    assert (found == work_items(mixed, TileShape(4, 8), 512)).all()
+    for keys in range(1000, 1000 + 2 * KEPT_SHARES):
+        lists.items(spans_of([(2, 10, 0), (1, 60 * keys, 0)]), 8)
+    assert len(lists._shares) <= KEPT_SHARES
 
 
 def test_a_long_row_beside_short_ones_is_divided() -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 Numbers: TypeAlias = npt.NDArray[np.int32]
+StepKey: TypeAlias = tuple[bytes, bytes, int]  # see Division.key
 
 TILE_ROWS = 64  # query rows of a tile of a chunk, and padding lines that an item has
 UNIT_ROWS = 8  # query rows for which a unit of partial sums has memory
@@ -35,6 +36,7 @@ PART_COST = 64  # keys that a thread block could read while it begins and ends
 SHARES, NEAR = (1, 1.04, 1.1, 1.25, 1 / 2, 1 / 3, 1 / 4), 1.08
 STILL_GOOD = 1.2  # longer than with its best share a step may take that keeps one
 WHOLE = 0.0  # in place of a share: no tile is divided
+KEPT_SHARES = 64  # of steps with chunks, which come again when the next prompt is read alone
 STEPS_OF_PARTS = 32  # in which rows that go on decoding keep their parts, and others the share
 # The columns of an item.
 FIRST_LINE, LINES, TABLE, LOW, HIGH, PART, PARTS, UNIT = range(8)
@@ -105,7 +107,8 @@ class WorkLists:
     """Makes the work lists of steps of one TileShape.
 
     Most of the time goes into the choice of the parts. While the same rows decode, the tiles keep
-    their parts for some steps; steps with chunks keep the share that their parts have.
+    their parts for some steps; steps with chunks keep the share that their parts have, and get that
+    of an equal step that was chosen before.
     """
 
     def __init__(self, shape: TileShape) -> None:
@@ -115,6 +118,7 @@ class WorkLists:
         self._uses = 0
         self._share: Share | None = None
         self._share_uses = 0
+        self._shares: dict[StepKey, Share] = {}  # chosen for steps with chunks, the oldest first
 
     def items(self, spans: Spans, lines: int) -> Numbers:
         """Returns a work list as `work_items` does; it is valid until the next call."""
@@ -146,13 +150,21 @@ class WorkLists:
         return self._tiles.size
 
     def _parts(self, step: Division) -> Numbers:
-        """Returns the parts of a step by the share of the steps before, while that is good."""
+        """Returns the parts of a step by the share of an equal step, or of those before, while that
+        is good.
+        """
+        key = step.key
+        if (known := self._shares.get(key)) is not None:
+            return step.parts(known.of_ideal * step.ideal)
         if self._share is not None and self._share_uses < STEPS_OF_PARTS:
             parts = step.parts(self._share.of_ideal * step.ideal)
             if step.fits(parts) and step.ratio(parts) <= STILL_GOOD * self._share.ratio:
                 self._share_uses += 1
                 return parts
         self._share, self._share_uses = step.best_share(), 0
+        if len(self._shares) == KEPT_SHARES:
+            del self._shares[next(iter(self._shares))]
+        self._shares[key] = self._share
         return step.parts(self._share.of_ideal * step.ideal)
 
 
@@ -177,6 +189,11 @@ class Division:
     least: Numbers
     places: int
     extra: int
+
+    @property
+    def key(self) -> StepKey:
+        """What decides about the parts; `least` follows from `units`."""
+        return self.keys.tobytes(), self.units.tobytes(), self.extra
 
     @property
     def ideal(self) -> float:
