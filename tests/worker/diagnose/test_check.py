@@ -423,6 +423,22 @@ def test_what_cannot_be_divided_is_told() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "why"),
+    [({"devices": 2}, "devices is 2"), ({"deterministic": True}, "deterministic is true")],
+)
+def test_a_head_whose_drafts_nobody_checks_is_refused_before_weights_are_read(
+    settings: dict[str, Any], why: str
+) -> None:
+    config = ModelConfig(path="builtin:demo", speculation="mtp", **settings)
+    (problem,) = check("m", config)["problems"]
+    assert f"but {why}" in problem and problem.endswith(
+        'leave speculation out, or set it to "auto"'
+    )
+    with pytest.raises(ModelLoadFailed, match=why):
+        open_source(config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
     [
         ({"devices": 2}, "devices is 2"),
         ({"deterministic": True}, "deterministic is true"),

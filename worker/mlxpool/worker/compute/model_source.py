@@ -204,24 +204,27 @@ def uses_head(config: ModelConfig) -> bool:
 
 def require_head(config: ModelConfig, folder: ModelFolder) -> None:
     """Raises ModelLoadFailed where the model's own head is to draft and cannot."""
-    if config.speculation != MTP or folder.plan.predicts:
+    why = why_no_drafts(folder, config)
+    if config.speculation != MTP or (folder.plan.predicts and not why):
         return
-    kind, head = f"model_type {folder.model_type!r}", folder.plan.prediction
-    if config.devices > 1:
-        why = f"devices is {config.devices}, and a group of devices checks no drafts"
-    elif folder.uses_mlx_lm:
-        why = f"mlx-lm's code computes {kind}, and checks no drafts"
+    do = (
+        'leave speculation out, or set it to "auto"'
+        if why
+        else 'set speculation to "ngram" or "auto"'
+    )
+    head = folder.plan.prediction
+    if none := _why_none_of_any(folder, config):
+        why = none
     elif head is None:
+        kind = f"model_type {folder.model_type!r}"
         why = f"{kind} has no head that predicts further tokens (MTP), or config.json has none"
     else:
         why = (
             f"{folder.path} has no tensors {head.tensors!r} of a head that predicts further tokens"
-            " (MTP); most conversions leave them out: name a folder that has them, as the released"
-            " checkpoint does"
+            " (MTP); most conversions leave them out"
         )
-    raise ModelLoadFailed(
-        f'speculation is {MTP!r}, but {why}; or set speculation to "ngram" or "auto"'
-    )
+        do = f"name a folder that has them, as the released checkpoint does, or {do}"
+    raise ModelLoadFailed(f"speculation is {MTP!r}, but {why}: {do}")
 
 
 def _require_settings(config: ModelConfig, folder: ModelFolder) -> None:
@@ -313,16 +316,22 @@ def _folder(
 
 def why_no_drafts(folder: ModelFolder, config: ModelConfig) -> str:
     """Returns why no step checks drafts, where files or settings tell; empty: they do not."""
+    recurrent = any(isinstance(cache, RecurrentSpec) for cache in folder.plan.caches)
+    if why := _why_none_of_any(folder, config):
+        return why
+    if recurrent and not folder.plan.predicts:
+        return "its layers have recurrent states, and rows with these cannot give up wrong drafts"
+    return ""
+
+
+def _why_none_of_any(folder: ModelFolder, config: ModelConfig) -> str:
+    """Returns why no step checks drafts even of the model's own head; empty: files do not tell."""
     if folder.uses_mlx_lm:
         return "mlx-lm's code computes this model, and checks no drafts"
     if config.devices > 1:
         return f"devices is {config.devices}, and a group of devices checks no drafts"
     if config.deterministic:
         return "deterministic is true: log-probabilities of drafts differ in their last bits"
-    plan = folder.plan
-    recurrent = any(isinstance(cache, RecurrentSpec) for cache in plan.caches)
-    if recurrent and not plan.predicts:
-        return "its layers have recurrent states, and rows with these cannot give up wrong drafts"
     return ""
 
 
