@@ -50,6 +50,8 @@ def test_an_empty_folder_and_an_unknown_model(
 ) -> None:
     assert run("ls", "--prefix-dir", str(tmp_path)) == 0
     assert capsys.readouterr().out == f"{tmp_path} has no prefixes\n"
+    assert run("ls", "--prefix-dir", str(tmp_path / "mistyped")) == 0
+    assert "mistyped does not exist" in capsys.readouterr().out
     assert run("rm", "m", "--prefix-dir", str(tmp_path)) != 0
     assert "has no prefixes of 'm'" in capsys.readouterr().err
     assert run("verify", "m", "--prefix-dir", str(tmp_path)) != 0
@@ -82,6 +84,12 @@ def test_rm_deletes_a_model_or_a_digest(prefixes: Path, capsys: pytest.CaptureFi
         ("m", DIGEST.hex()[:32]),
         ("org/other", DIGEST.hex()[:32]),
     ]
+    assert run("rm", "m", "--digest", "0000", "--prefix-dir", str(prefixes)) == 2
+    error = capsys.readouterr().err
+    assert "whose digest begins with '0000'" in error and DIGEST.hex()[:32] in error
+    assert len(survey(prefixes)) == 2
+    assert run("verify", "m", "--prefix-dir", str(prefixes)) == 0
+    assert capsys.readouterr().out.startswith("4 records in 1 segment, ")
     assert run("rm", "m", "--prefix-dir", str(prefixes)) == 0
     assert [one.model for one in survey(prefixes)] == ["org/other"]
 

@@ -20,13 +20,21 @@ def loaded(tmp_path: Path, model: str, path: str = "/models/m") -> None:
 @pytest.mark.parametrize(
     ("model", "path", "fault"),
     [
-        ('prefix_disk = "1MiB"', "/m", "it is 1048576 bytes, must be 0 or at least 16777216"),
-        ('prefix_cache = "off"', "/m", "it needs prefix_cache = \"tree\", which is 'off'"),
-        ('prefix_cache = "single"', "/m", "it needs prefix_cache = \"tree\", which is 'single'"),
-        ("devices = 2", "/m", "it is not built for models on several devices, devices is 2"),
-        ('task = "embed"', "/m", "the model keeps no prefixes"),
-        ("", "builtin:counting", "the model keeps no prefixes"),
-        ("", "builtin:demo-embed", "the model keeps no prefixes"),
+        (
+            'prefix_disk = "1MiB"',
+            "/m",
+            "on disk, or at least 16777216",
+        ),
+        ('prefix_cache = "off"', "/m", "needs prefix_cache = \"tree\", which is 'off': set"),
+        ('prefix_cache = "single"', "/m", "needs prefix_cache = \"tree\", which is 'single'"),
+        ("devices = 2", "/m", "is not built for models on several devices, devices is 2"),
+        (
+            'task = "embed"',
+            "/m",
+            "a model with task = 'embed' keeps no prefixes: leave",
+        ),
+        ("", "builtin:counting", "builtin:counting keeps no prefixes"),
+        ("", "builtin:demo-embed", "builtin:demo-embed keeps no prefixes"),
     ],
 )
 def test_what_keeps_no_prefixes_is_refused_by_name(
@@ -35,7 +43,7 @@ def test_what_keeps_no_prefixes_is_refused_by_name(
     more = "" if "prefix_disk" in model else '\nprefix_disk = "20GB"'
     with pytest.raises(ConfigError) as error:
         loaded(tmp_path, model + more, path)
-    assert str(error.value).startswith("models.m.prefix_disk: ") and fault in str(error.value)
+    assert str(error.value).startswith("models.m.prefix_disk ") and fault in str(error.value)
 
 
 def test_prefixes_on_disk_are_off_and_shared_by_default(tmp_path: Path) -> None:

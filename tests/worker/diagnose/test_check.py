@@ -401,6 +401,59 @@ def test_prefixes_on_disk_are_told_or_refused(good: Path) -> None:
         assert "prefix_disk is 1073741824 bytes, but" in problem and "keeps no prefixes" in problem
 
 
+@pytest.mark.parametrize("path", ["builtin:counting", "builtin:demo-embed"])
+def test_every_setting_that_such_a_model_has_not_is_told(path: str) -> None:
+    settings: dict[str, Any] = {"devices": 2, "kv": "int8", "speculation": "mtp"}
+    found = check("m", ModelConfig(path=path, prefix_disk=2**30, **settings))["problems"]
+    named = ("devices is 2", "kv = 'int8'", "prefix_disk is", "speculation is 'mtp'")
+    assert all(any(name in problem for problem in found) for name in named), found
+    assert len(found) == len(named)
+    with pytest.raises(ModelLoadFailed, match=r"speculation is 'mtp', but .* checks no drafts"):
+        open_source(ModelConfig(path=path, speculation="mtp"))
+
+
+def test_what_cannot_be_divided_is_told() -> None:
+    def found(devices: int) -> list[str]:
+        return list(check("m", ModelConfig(path="builtin:demo", devices=devices))["problems"])
+
+    assert found(2) == []
+    (problem,) = found(3)
+    assert "devices is 3, but" in problem and "set devices to a divisor of" in problem
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [({"devices": 2}, "devices is 2"), ({"deterministic": True}, "deterministic is true")],
+)
+def test_a_head_whose_drafts_nobody_checks_is_refused_before_weights_are_read(
+    settings: dict[str, Any], why: str
+) -> None:
+    config = ModelConfig(path="builtin:demo", speculation="mtp", **settings)
+    (problem,) = check("m", config)["problems"]
+    assert f"but {why}" in problem and problem.endswith(
+        'leave speculation out, or set it to "auto"'
+    )
+    with pytest.raises(ModelLoadFailed, match=why):
+        open_source(config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"devices": 2}, "devices is 2"),
+        ({"deterministic": True}, "deterministic is true"),
+        ({"path": "builtin:counting"}, "the counting model checks none"),
+        ({"path": "builtin:demo-embed"}, "a model of texts checks none"),
+        ({}, ""),
+    ],
+)
+def test_auto_without_drafts_is_a_note(settings: dict[str, Any], why: str) -> None:
+    found = check("m", ModelConfig(**{"path": "builtin:demo", "speculation": "auto", **settings}))
+    assert not found["problems"]
+    notes = [note for note in found["notes"] if "no drafts are made" in note]
+    assert len(notes) == bool(why) and all(why in note for note in notes)
+
+
 def test_memory_is_weights_and_keys_and_values(good: Path) -> None:
     need = reckoned(good)
     weights = sum(array.nbytes for array in random_weights(config()).values())

@@ -104,9 +104,6 @@ def config(**fields: Any) -> ModelConfig:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"speculation": "draft", "draft": ""}, "no draft model is set"),
-        ({"speculation": "off"}, "speculation is 'off'"),
-        ({"speculation": "ngram"}, "speculation is 'ngram'"),
         ({"speculation": "auto", "deterministic": True}, "deterministic is true"),
         ({"speculation": "auto", "devices": 2}, "devices is 2"),
         ({"speculation": "draft", "devices": 2}, "devices is 2"),

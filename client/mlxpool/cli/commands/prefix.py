@@ -106,7 +106,7 @@ def verify(options: argparse.Namespace) -> int:
         print(json_text({"prefix_dir": str(root), **total, "faults": faults}))
     else:
         lines = [
-            f"{total['records']:,} records in {total['segments']:,} segments,"
+            f"{_counted(total['records'], 'record')} in {_counted(total['segments'], 'segment')},"
             f" {size(total['bytes'])}: {total['bad']:,} bad, {size(total['torn'])} torn"
         ]
         lines += [f"  - {fault}" for fault in faults[:MAX_SHOWN]]
@@ -127,9 +127,15 @@ def rm(options: argparse.Namespace) -> int:
     return SOUND
 
 
+def _counted(number: int, noun: str) -> str:
+    """A number and its noun, as `1 segment`."""
+    return f"{number:,} {noun if number == 1 else f'{noun}s'}"
+
+
 def _rows(root: Path, found: Sequence[Contents]) -> Iterator[str]:
     if not found:
-        yield escape_line(f"{root} has no prefixes")
+        what = "has no prefixes" if root.exists() else "does not exist: no prefixes were kept there"
+        yield escape_line(f"{root} {what}")
         return
     rows = [("MODEL", "DIGEST", "LAYOUT", "DEVICE", "RECORDS", "TOKENS", "SIZE", "USED")]
     for one in found:

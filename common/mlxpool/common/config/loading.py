@@ -172,7 +172,9 @@ def _model(name: str, table: Mapping[str, Any]) -> ModelConfig:
             f" {where}.sequences, or no prompt is read while all run; 0 chooses it"
         )
     if fault := _prefix_fault(built):
-        raise ConfigError(f"{where}.prefix_disk: {fault}")
+        raise ConfigError(f"{where}.prefix_disk {fault}")
+    if fault := _draft_fault(built):
+        raise ConfigError(f"{where}.{fault}")
     if not built.pin:
         return built
     if "keep_alive" in table and built.keep_alive >= 0:
@@ -193,13 +195,38 @@ def _prefix_fault(model: ModelConfig) -> str:
     if not model.prefix_disk:
         return ""
     if model.prefix_disk < MIN_PREFIX_DISK:
-        return f"it is {model.prefix_disk} bytes, must be 0 or at least {MIN_PREFIX_DISK}"
+        return (
+            f"is {model.prefix_disk} bytes, must be 0, which keeps nothing on disk, or at least"
+            f" {MIN_PREFIX_DISK} (16 MiB)"
+        )
     if model.prefix_cache != "tree":
-        return f'it needs prefix_cache = "tree", which is {model.prefix_cache!r}'
+        return (
+            f'needs prefix_cache = "tree", which is {model.prefix_cache!r}: set that, or leave'
+            " prefix_disk out"
+        )
     if model.devices > 1:
-        return f"it is not built for models on several devices, devices is {model.devices}"
+        return (
+            f"is not built for models on several devices, devices is {model.devices}: leave one of"
+            " them out"
+        )
     if model.task or model.path in WITHOUT_PREFIXES:
-        return "the model keeps no prefixes: it generates no text"
+        what = f"a model with task = {model.task!r}" if model.task else model.path
+        return f"is set, but {what} keeps no prefixes: leave prefix_disk out"
+    return ""
+
+
+def _draft_fault(model: ModelConfig) -> str:
+    """Why `speculation` and `draft` contradict each other; "" if they do not."""
+    if model.draft and model.speculation not in ("draft", "auto"):
+        return (
+            f"draft is {model.draft!r}, but speculation is {model.speculation!r}: set that to"
+            " 'draft' or 'auto', or leave draft out"
+        )
+    if model.speculation == "draft" and not model.draft:
+        return (
+            "speculation is 'draft', but no draft model is set: name one that has the tokenizer"
+            " of this model, draft = \"PATH\", or set speculation to 'ngram'"
+        )
     return ""
 
 

@@ -37,7 +37,10 @@ def make_speculator(setting: str, engine: Engine, model: str) -> Speculator | No
     checks none; and where the head that is to draft is not there.
     """
     draft = engine.draft
-    if setting == OFF or (setting == AUTO and engine.no_drafts and draft is None):
+    if setting == OFF:
+        return None
+    if setting == AUTO and engine.no_drafts and draft is None:
+        log.info("no drafts are made", extra={"why": engine.no_drafts})
         return None
     if engine.no_drafts:
         named = "" if draft is None else " and draft"
@@ -68,13 +71,15 @@ def make_drafter(setting: str, engine: Engine, clock: Callable[[], float]) -> Dr
     With "auto" it is the best for each row of n-grams, the model's own head and the draft model,
     as far as the engine has these. N-grams take no time, so they are the first.
     """
-    drafters: list[Drafter] = []
+    found: dict[str, Drafter] = {}
     if setting not in (MTP, DRAFT):
-        drafters.append(NgramDrafter())
+        found["n-grams"] = NgramDrafter()
     if setting in (MTP, AUTO) and engine.predictor is not None:
-        drafters.append(MtpDrafter(engine.predictor))
+        found["the model's own head"] = MtpDrafter(engine.predictor)
     if setting in (DRAFT, AUTO) and engine.draft is not None:
-        drafters.append(ModelDrafter(engine.draft, engine.vocab_size, clock))
+        found["the draft model"] = ModelDrafter(engine.draft, engine.vocab_size, clock)
+    log.info("drafts are made", extra={"of": ", ".join(found)})
+    drafters = list(found.values())
     return drafters[0] if len(drafters) == 1 else BestDrafter(drafters)
 
 

@@ -25,7 +25,7 @@ from mlxpool.worker.groups.links import GroupLinks, StartGroup
 from mlxpool.worker.prompt.text_model import Opened, TextSource, TokenTable
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.scheduling.memory_estimate import dequantises_at_load
-from mlxpool.worker.speculation.drafter import AUTO, DRAFT, MTP, NGRAM, OFF
+from mlxpool.worker.speculation.drafter import AUTO, MTP, NGRAM, OFF
 from mlxpool.worker.system.heap import release_free_memory
 from mlxpool.worker.weights.files import ModelFiles
 from mlxpool.worker.weights.inspect import ModelFolder, inspect
@@ -39,6 +39,7 @@ NO_BACK_END = (
 )
 
 COUNTS = "the counting model answers with numbers"
+THE_COUNTING_MODEL, A_MODEL_OF_TEXTS = "the counting model", "a model of texts"
 WITH_MLX_LM = "mlx-lm's code computes this model, and draws its tokens"
 
 # Seconds that the compute thread may keep Python's lock while the main thread waits. On a GPU
@@ -95,11 +96,7 @@ def open_source(
     if config.path != COUNTING:
         files = open_files(locate(config))
         if is_encoder(files, config.task):
-            require_one_device(config, "a model of texts")
-            require_no_kv(config.kv, "a model of texts")
-            require_no_disk(config, "a model of texts")
-            require_no_drafts(config)
-            require_no_draft(config, "a model of texts")
+            require_plain(config, A_MODEL_OF_TEXTS)
             return _encoder(files, config)
     return open_generator(config, counting, start_group)
 
@@ -113,10 +110,7 @@ def open_generator(
     require_batch(config)
     require_context(config)
     if config.path == COUNTING:
-        require_one_device(config, "the counting model")
-        require_no_kv(config.kv, "the counting model")
-        require_no_disk(config, "the counting model")
-        require_no_draft(config, "the counting model")
+        require_plain(config, THE_COUNTING_MODEL)
         engine = counting(config.counting, config.context)
         engine.chunk = min(config.batch or engine.chunk, engine.context)
         return _counting(engine, config.sequences)
@@ -141,13 +135,32 @@ def require_no_disk(config: ModelConfig, what: str) -> None:
         )
 
 
-def require_no_drafts(config: ModelConfig) -> None:
-    """Raises ModelLoadFailed where a model that generates nothing is to check drafts."""
+def require_no_drafts(config: ModelConfig, what: str) -> None:
+    """Raises ModelLoadFailed where what checks no drafts is to check them, or to have a model."""
+    if config.draft:
+        raise ModelLoadFailed(
+            f"draft is {config.draft!r}, but {what} checks no drafts: leave draft out"
+        )
     if config.speculation not in (OFF, AUTO):
         raise ModelLoadFailed(
-            f"speculation is {config.speculation!r}, but a model of texts generates no tokens:"
-            " leave speculation out"
+            f"speculation is {config.speculation!r}, but {what} checks no drafts: leave"
+            " speculation out"
         )
+
+
+def require_unset_kv(config: ModelConfig, what: str) -> None:
+    """Raises ModelLoadFailed where what stores no keys and values is to store them otherwise."""
+    require_no_kv(config.kv, what)
+
+
+# Each raises ModelLoadFailed for one setting that the counting model and models of texts have not.
+PLAIN_CHECKS = (require_one_device, require_unset_kv, require_no_disk, require_no_drafts)
+
+
+def require_plain(config: ModelConfig, what: str) -> None:
+    """Raises ModelLoadFailed for the first setting that such a model, `what`, does not have."""
+    for require in PLAIN_CHECKS:
+        require(config, what)
 
 
 def require_batch(config: ModelConfig) -> None:
@@ -191,24 +204,27 @@ def uses_head(config: ModelConfig) -> bool:
 
 def require_head(config: ModelConfig, folder: ModelFolder) -> None:
     """Raises ModelLoadFailed where the model's own head is to draft and cannot."""
-    if config.speculation != MTP or folder.plan.predicts:
+    why = why_no_drafts(folder, config)
+    if config.speculation != MTP or (folder.plan.predicts and not why):
         return
-    kind, head = f"model_type {folder.model_type!r}", folder.plan.prediction
-    if config.devices > 1:
-        why = f"devices is {config.devices}, and a group of devices checks no drafts"
-    elif folder.uses_mlx_lm:
-        why = f"mlx-lm's code computes {kind}, and checks no drafts"
+    do = (
+        'leave speculation out, or set it to "auto"'
+        if why
+        else 'set speculation to "ngram" or "auto"'
+    )
+    head = folder.plan.prediction
+    if none := _why_none_of_any(folder, config):
+        why = none
     elif head is None:
+        kind = f"model_type {folder.model_type!r}"
         why = f"{kind} has no head that predicts further tokens (MTP), or config.json has none"
     else:
         why = (
             f"{folder.path} has no tensors {head.tensors!r} of a head that predicts further tokens"
-            " (MTP); most conversions leave them out: name a folder that has them, as the released"
-            " checkpoint does"
+            " (MTP); most conversions leave them out"
         )
-    raise ModelLoadFailed(
-        f'speculation is {MTP!r}, but {why}; or set speculation to "ngram" or "auto"'
-    )
+        do = f"name a folder that has them, as the released checkpoint does, or {do}"
+    raise ModelLoadFailed(f"speculation is {MTP!r}, but {why}: {do}")
 
 
 def _require_settings(config: ModelConfig, folder: ModelFolder) -> None:
@@ -300,16 +316,22 @@ def _folder(
 
 def why_no_drafts(folder: ModelFolder, config: ModelConfig) -> str:
     """Returns why no step checks drafts, where files or settings tell; empty: they do not."""
+    recurrent = any(isinstance(cache, RecurrentSpec) for cache in folder.plan.caches)
+    if why := _why_none_of_any(folder, config):
+        return why
+    if recurrent and not folder.plan.predicts:
+        return "its layers have recurrent states, and rows with these cannot give up wrong drafts"
+    return ""
+
+
+def _why_none_of_any(folder: ModelFolder, config: ModelConfig) -> str:
+    """Returns why no step checks drafts even of the model's own head; empty: files do not tell."""
     if folder.uses_mlx_lm:
         return "mlx-lm's code computes this model, and checks no drafts"
     if config.devices > 1:
         return f"devices is {config.devices}, and a group of devices checks no drafts"
     if config.deterministic:
         return "deterministic is true: log-probabilities of drafts differ in their last bits"
-    plan = folder.plan
-    recurrent = any(isinstance(cache, RecurrentSpec) for cache in plan.caches)
-    if recurrent and not plan.predicts:
-        return "its layers have recurrent states, and rows with these cannot give up wrong drafts"
     return ""
 
 
@@ -326,32 +348,15 @@ def require_ngrams(config: ModelConfig, folder: ModelFolder) -> None:
 def draft_of(folder: ModelFolder, config: ModelConfig) -> ModelFolder | None:
     """Returns the checked draft model of the settings; None: there is none.
 
-    Raises ModelLoadFailed where one is set that is not used, or is missing.
+    Raises ModelLoadFailed where the model checks no drafts, or the draft model does not suit it.
     """
     if not config.draft:
-        if config.speculation == DRAFT:
-            raise ModelLoadFailed(
-                f"speculation is {DRAFT!r}, but no draft model is set: name one that has the"
-                ' tokenizer of this model, draft = "PATH", or set speculation to "ngram"'
-            )
         return None
-    unused = f"draft is {config.draft!r}, but"
-    if config.speculation not in (DRAFT, AUTO):
-        raise ModelLoadFailed(
-            f"{unused} speculation is {config.speculation!r}: set it to {DRAFT!r} or {AUTO!r}, or"
-            " leave draft out"
-        )
     if why := why_no_drafts(folder, config):
-        raise ModelLoadFailed(f"{unused} {why}: leave draft and speculation out")
-    return inspect_draft(config.draft, folder)
-
-
-def require_no_draft(config: ModelConfig, what: str) -> None:
-    """Raises ModelLoadFailed where a draft model is set for what checks no drafts."""
-    if config.draft:
         raise ModelLoadFailed(
-            f"draft is {config.draft!r}, but {what} checks no drafts: leave draft out"
+            f"draft is {config.draft!r}, but {why}: leave draft and speculation out"
         )
+    return inspect_draft(config.draft, folder)
 
 
 def require_group_settings(config: ModelConfig) -> None:

@@ -21,16 +21,18 @@ from mlxpool.common.config.schema import ModelConfig
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.caches.stored import INT8
 from mlxpool.worker.compute.model_source import (
+    A_MODEL_OF_TEXTS,
     NO_BACK_END,
+    PLAIN_CHECKS,
+    THE_COUNTING_MODEL,
     draft_of,
     require_batch,
     require_context,
     require_group_settings,
     require_head,
     require_ngrams,
-    require_no_disk,
-    require_no_draft,
     uses_head,
+    why_no_drafts,
 )
 from mlxpool.worker.diagnose.problems import Problems, find_problems
 from mlxpool.worker.encoders.folder import EncoderFolder, inspect_encoder, is_encoder
@@ -48,15 +50,16 @@ from mlxpool.worker.engine.kv_setting import (
     kernels_read_int8,
     no_int8_kernels,
     require_kv,
-    require_no_kv,
     resume_note,
 )
+from mlxpool.worker.groups.divisions import part_of
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS
 from mlxpool.worker.scheduling.memory_estimate import (
     MemoryEstimate,
     estimate_draft,
     estimate_memory,
 )
+from mlxpool.worker.speculation.drafter import AUTO
 from mlxpool.worker.system import parent_death
 from mlxpool.worker.weights.files import ModelFiles
 from mlxpool.worker.weights.inspect import ModelFolder
@@ -81,9 +84,7 @@ def check(
     problems = Problems()
     if config.path == COUNTING:
         report["model"] = describe_counting(CountingEngine(config.counting, config.context))
-        problems.attempt(require_no_kv, config.kv, "the counting model")
-        problems.attempt(require_no_disk, config, "the counting model")
-        problems.attempt(require_no_draft, config, "the counting model")
+        _check_plain(report, problems, config, THE_COUNTING_MODEL)
         report["problems"] = list(problems.found)
         return report
     location = problems.attempt(locate, config)
@@ -106,8 +107,7 @@ def check(
         if config.deterministic:
             problems.attempt(require_deterministic, folder)
         problems.attempt(require_kv, config.kv, folder)
-        if note := resume_note(config.kv, deterministic=config.deterministic):
-            report["notes"].append(note)
+        report["notes"] += _notes_of_settings(folder, config)
         draft = problems.attempt(draft_of, folder, config)
         problems.attempt(require_head, config, folder)
         problems.attempt(require_ngrams, config, folder)
@@ -115,10 +115,33 @@ def check(
         problems.attempt(require_context, config)
         if config.devices > 1:
             problems.attempt(require_group_settings, config)
+            problems.attempt(part_of, folder, 0, config.devices)
         if machine:
             report.update(_machine(folder, config, memory_limit, draft))
     report["problems"] = list(problems.found)
     return report
+
+
+def _notes_of_settings(folder: ModelFolder, config: ModelConfig) -> list[str]:
+    """What settings do not do, or do otherwise than expected, without being wrong."""
+    notes = []
+    if note := resume_note(config.kv, deterministic=config.deterministic):
+        notes.append(note)
+    if config.speculation == AUTO and (why := why_no_drafts(folder, config)):
+        notes.append(f"speculation is {AUTO!r}, but no drafts are made: {why}")
+    return notes
+
+
+def _check_plain(
+    report: dict[str, Any], problems: Problems, config: ModelConfig, what: str
+) -> None:
+    """Adds the settings that a model does not have because it keeps no cache of tokens."""
+    for require in PLAIN_CHECKS:
+        problems.attempt(require, config, what)
+    if config.speculation == AUTO:
+        report["notes"].append(
+            f"speculation is {AUTO!r}, but no drafts are made: {what} checks none"
+        )
 
 
 def _encodes(location: Path | ModelFiles, task: str) -> bool:
@@ -140,9 +163,7 @@ def _check_encoder(
 ) -> dict[str, Any]:
     """The report on an encoder model; only its first problem is found."""
     files = open_files(location)
-    problems.attempt(require_no_kv, config.kv, "a model of texts")
-    problems.attempt(require_no_disk, config, "a model of texts")
-    problems.attempt(require_no_draft, config, "a model of texts")
+    _check_plain(report, problems, config, A_MODEL_OF_TEXTS)
     found = problems.attempt(inspect_encoder, files, config.task, config.context)
     if found is not None:
         tokenizer = tokenizer_kind(read_json(files / "tokenizer.json"))

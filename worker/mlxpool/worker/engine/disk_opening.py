@@ -19,7 +19,7 @@ from mlxpool.worker.engine.disk_prefixes import DiskPrefixes
 from mlxpool.worker.kernels import device
 from mlxpool.worker.prefix.cache import PrefixCache
 from mlxpool.worker.prefix.tree_cache import TreeCache
-from mlxpool.worker.prefix_disk.folder import DiskSettings, ModelFolder, UnsafeFolder
+from mlxpool.worker.prefix_disk.folder import UNWRITTEN, DiskSettings, ModelFolder, UnsafeFolder
 from mlxpool.worker.prefix_disk.keys import BLOCK_TOKENS
 from mlxpool.worker.prefix_disk.tier import DiskTier
 
@@ -64,7 +64,7 @@ def open_disk(
     except UnsafeFolder as error:
         raise ModelLoadFailed(f"prefix_disk: {error}") from None
     except OSError as error:  # a full or read-only disk: what is there can still be read
-        log.warning("the prefix cache cannot be written to disk", extra={"why": str(error)})
+        log.warning(UNWRITTEN, extra={"why": str(error), "do": folder.advice})
     tier = DiskTier(
         folder,
         digest,

@@ -1,7 +1,7 @@
 """Matrix products of few tokens with a large weight, which take as long as reading the weight.
 
 MLX's products are as fast on the GPU, but each costs its host some 20 us, and some of them prevent
-the reuse of a CUDA graph (docs/benchmarks.md).
+the reuse of a CUDA graph (docs/notes/engine-steps-on-a-gpu.md).
 """
 
 from __future__ import annotations

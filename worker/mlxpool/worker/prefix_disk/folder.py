@@ -26,6 +26,7 @@ FOLDER_MODE = 0o700
 LOCK_WAIT = 10.0
 LOCK_INTERVAL = 0.01  # seconds
 DIGEST_CHARACTERS = 32  # of a digest, in the name of its folder
+UNWRITTEN = "the prefix cache cannot be written to disk"  # logged, and named by docs/operate.md
 
 
 class UnsafeFolder(OSError):
@@ -72,6 +73,14 @@ class ModelFolder:
             path.mkdir(mode=FOLDER_MODE, parents=path is self.root, exist_ok=True)
             check_owner(path, 0o022 if path is self.root else 0o077)
         return folder
+
+    @property
+    def advice(self) -> str:
+        """What an operator does where the folder cannot be written."""
+        return (
+            f"requests go on, and writing is tried again: make room in {self.path} and have it"
+            " writable, or name another folder as prefix_dir"
+        )
 
     def segments_of(self, digest: bytes) -> Path:
         """Returns the folder of the segments of a digest."""

@@ -119,17 +119,24 @@ def _digest_of(path: Path) -> bytes:
 def remove(root: Path, model: str, digest: str = "") -> int:
     """Deletes the segments of a model, all or those whose digest begins so; returns their bytes.
 
-    Raises ValueError for a model that has no folder, and OSError.
+    Raises ValueError for a model that has no folder, for a digest that none has, and OSError.
     """
     known = models_in(root)
     if model not in known:
         raise ValueError(f"{root} has no prefixes of {model!r:.80}; `mlxpool prefix ls` lists them")
     freed, folder = 0, ModelFolder(root, model, 0)
     with folder.locked():
-        for one in folder.files():
-            if one.path.parent.name.startswith(digest):
-                one.path.unlink(missing_ok=True)
-                freed += one.size
-                with contextlib.suppress(OSError):
-                    one.path.parent.rmdir()
+        files = folder.files()
+        chosen = [one for one in files if one.path.parent.name.startswith(digest)]
+        if digest and not chosen:
+            there = sorted({one.path.parent.name for one in files})
+            raise ValueError(
+                f"{root} has no prefixes of {model!r:.80} whose digest begins with {digest!r:.80};"
+                f" it has {', '.join(there) or 'none'}"
+            )
+        for one in chosen:
+            one.path.unlink(missing_ok=True)
+            freed += one.size
+            with contextlib.suppress(OSError):
+                one.path.parent.rmdir()
     return freed

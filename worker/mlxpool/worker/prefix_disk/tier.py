@@ -23,7 +23,7 @@ import numpy as np
 from mlxpool.common.closing import Closing
 from mlxpool.worker.prefix_disk import records
 from mlxpool.worker.prefix_disk.contents import NewRecord, payload_of
-from mlxpool.worker.prefix_disk.folder import Locked, ModelFolder
+from mlxpool.worker.prefix_disk.folder import UNWRITTEN, Locked, ModelFolder
 from mlxpool.worker.prefix_disk.index import Index
 from mlxpool.worker.prefix_disk.keys import packed
 from mlxpool.worker.prefix_disk.pacing import Pace
@@ -395,7 +395,7 @@ class DiskTier(Closing):
         except OSError as error:
             self._paused_until = now + ERROR_PAUSE
             self.count_dropped()
-            self._fault = _logged(error, self._fault, "the prefix cache cannot be written to disk")
+            self._fault = _logged(error, self._fault, UNWRITTEN, self._folder.advice)
             return
         self._fault = None
         self._unseen[record.kind, record.key] = path
@@ -430,11 +430,11 @@ class DiskTier(Closing):
         return writer.path
 
 
-def _logged(error: OSError, last: Fault | None, message: str) -> Fault:
+def _logged(error: OSError, last: Fault | None, message: str, advice: str = "") -> Fault:
     """Logs an error unless it is of the kind of the last one; returns its kind."""
     fault = type(error), error.errno
     if fault != last:
-        log.warning(message, extra={"why": str(error)})
+        log.warning(message, extra={"why": str(error), **({"do": advice} if advice else {})})
     return fault
 
 
