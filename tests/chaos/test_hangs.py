@@ -13,10 +13,14 @@ from typing import Any
 import pytest
 
 from chaos.cpu_starvation import busy_process, starve
-from chaos.harness import LIMITS, SHORT_LOADS, Chaos, model
+from chaos.engine_faults import install_fault
+from chaos.harness import LIMITS, SHORT_LOADS, WEIGHTS_LIMITS, Chaos, model
+from support.counting_checker import expected_ids
+from support.pool import Pool
 
 Patch = pytest.MonkeyPatch
 
+COUNTING = ("mlxpool.worker.engine.counting_engine", "CountingEngine")
 PHASES = ("load", "prefill", "decode")
 HANGS: dict[str, dict[str, Any]] = {
     f"{name}-{phase}": {"fault": name, "fault_in": phase, "fault_at": 3, "fault_times": 1}
@@ -89,6 +93,38 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chaos]:
 def test_slow_is_not_hung(slow: Chaos, phase: str) -> None:
     slow.assert_all_done([stream for stream in slow.streams if stream.model == phase])
     assert slow.causes(phase) == []
+
+
+# Has the counting model compile something in the pass behind the tenth token, for longer than
+# twice the limit of a step.
+COMPILES = """\
+import time
+
+def arm(engine):
+    submit = engine.submit
+
+    def report_compiles(self, tell):
+        self.tell_compiles = tell
+
+    def submit_slowly(self, spans):
+        fresh = any(len(span.sequence.ids) == 9 for span in spans)
+        if fresh:
+            self.tell_compiles()
+            time.sleep(4)
+        submit(self, spans)
+        return fresh
+
+    engine.report_compiles, engine.submit = report_compiles, submit_slowly
+"""
+
+
+def test_what_compiles_for_long_while_a_pass_is_built_is_not_hung(tmp_path: Path) -> None:
+    environment = install_fault(tmp_path, COMPILES, COUNTING)
+    with Pool(tmp_path, WEIGHTS_LIMITS + model(), environment=environment) as pool:
+        with pool.client() as client:
+            found = client.generate("m", "hello", max_tokens=12, seed=7)
+        assert list(found.ids) == expected_ids("hello", 7, 12) and found.attempts == 1
+        assert pool.worker("m/0")["restarts"] == 0
 
 
 @pytest.mark.long

@@ -15,8 +15,13 @@ def test_the_shares_of_a_charge() -> None:
 
 
 @pytest.mark.parametrize(
-    ("charge", "group", "bound"),
-    [(0.0, 8, 0), (0.125, 8, 2), (0.9, 3, 1), (1.0, 100, 1), (0.01, 100, 25), (0.5, 2, 1)],
+    ("charge", "bound"),
+    [(0.0, 0), (0.125, 2), (0.9, 1), (1.0, 1), (0.01, 25), (0.5, 1), (1 / 8 + 1 / 2, 1)],
 )
-def test_the_batch_bound_follows_from_the_charge(charge: float, group: int, bound: int) -> None:
-    assert blame.batch_bound(charge, group) == bound
+def test_the_batch_bound_follows_from_the_charge(charge: float, bound: int) -> None:
+    assert blame.batch_bound(charge) == bound
+
+
+def test_the_batch_bound_is_a_quarter_of_those_that_were_charged() -> None:
+    for group in range(2, 200):
+        assert blame.batch_bound(1 / group) == max(1, group // 4)

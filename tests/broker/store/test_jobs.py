@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from mlxpool.broker.jobs.retries import ALONE_STARTS
 from mlxpool.broker.store.operations import (
     Cancel,
     Defer,
@@ -38,10 +40,14 @@ from mlxpool.broker.store.records import (
     UnknownName,
 )
 from mlxpool.broker.store.sql import changing, endings
+from mlxpool.broker.store.sql.running import due_sql, next_due_sql, owners_sql
+from mlxpool.broker.store.sql.schema import OFTEN_STARTED
 from mlxpool.broker.store.sql.sql_store import KEY_LIFE
+from mlxpool.broker.store.sqlite_store import SqliteOpener
 from support.job_store import (
     BEGIN,
     FOREVER,
+    MAX_BYTES,
     OpenedStore,
     chunk,
     finish,
@@ -199,6 +205,35 @@ def test_running_and_suspect_jobs_are_passed_over(store: OpenedStore) -> None:
     assert feed(store, count=2, held=held) == [140, 141]
     assert feed(store, count=3, held=held, below_starts=1) == [142, 143, 144]
     assert feed(store, count=9, min_starts=1) == [140, 141, 142, 143, 144]
+
+
+def test_jobs_that_were_started_often_are_found_among_all_that_are_due(store: OpenedStore) -> None:
+    assert OFTEN_STARTED <= ALONE_STARTS
+    for number in range(200):
+        store.submitted(number, owner="ab"[number % 2])
+    store.submitted(200, owner="c", delay=5.0)
+    others = frozenset(job_id(number) for number in range(200) if number not in (150, 171))
+    for starts in range(ALONE_STARTS):
+        assert feed(store, count=9, min_starts=ALONE_STARTS) == [], starts
+        assert feed(store, count=9, held=others) == [150, 171]
+    fed = store.one(FeedNext("m", 0, 9, min_starts=ALONE_STARTS))
+    assert {each.job.id for each in fed.jobs} == {job_id(150), job_id(171)}
+    assert fed.next_due is None  # the one that comes later was never started
+    assert feed(store, count=9, min_starts=ALONE_STARTS, held=others) == [150, 171]
+    assert len(feed(store, count=300, below_starts=1)) == 198
+
+
+def test_a_search_for_jobs_that_were_started_often_reads_no_others(tmp_path: Path) -> None:
+    """Each query is answered by their index; others by that of all waiting jobs."""
+    with SqliteOpener(tmp_path, MAX_BYTES) as opener:
+        opener.open().close()
+        with opener.open() as store:  # the order of indices is that of the file
+            for starts, index in ((ALONE_STARTS, "job_suspect"), (0, "job_waiting")):
+                asked = FeedNext("m", 0, 1, min_starts=starts)
+                for sql in (owners_sql(asked), due_sql(asked), next_due_sql(asked)):
+                    values = [0] * sql.count("?")
+                    plan = store.database.execute(f"EXPLAIN QUERY PLAN {sql}", *values)
+                    assert index in str(plan) and "TEMP B-TREE" not in str(plan), plan
 
 
 def test_what_is_fed_is_bounded_in_bytes(store: OpenedStore) -> None:

@@ -41,8 +41,15 @@ def indices(database: Database) -> set[str]:
     return {name for (name,) in found if not name.startswith("sqlite_")}
 
 
+def back_to_version_4(database: Database) -> None:
+    """Take away what the step from version 4 on adds."""
+    database.change("DROP INDEX job_suspect")
+    database.write_version(4)
+
+
 def back_to_version_3(database: Database) -> None:
-    """Take away what the step from version 3 on adds."""
+    """Take away what the steps from version 3 on add."""
+    back_to_version_4(database)
     database.change("ALTER TABLE job DROP COLUMN retried")
     database.change("ALTER TABLE batch DROP COLUMN deleted")
     database.write_version(3)

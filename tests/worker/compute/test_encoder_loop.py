@@ -50,6 +50,9 @@ class FakeEncoder:
         self.error: Callable[[], Exception] = lambda: ValueError("the pass is bad")
         self.works = True
 
+    def report_compiles(self, tell: Callable[[], None]) -> None:
+        self.tell_compiles = tell
+
     def encode(self, inputs: Sequence[EncoderInput], threads: int = 1) -> npt.NDArray[np.float32]:
         self.passes.append([one.ids[0] for one in inputs])
         if any(POISON in one.ids for one in inputs):
@@ -233,6 +236,23 @@ def test_the_first_pass_may_take_as_long_as_a_new_shape() -> None:
     harness.ask(1, (1,) * 9, (2,) * 9)
     harness.run()
     assert seen == [(True, False), (False, True)]
+
+
+def test_a_pass_of_which_the_encoder_says_that_it_compiles_may_take_as_long() -> None:
+    harness = Harness()
+    seen: list[bool] = []
+    encode = harness.encoder.encode
+
+    def noted(inputs: Sequence[EncoderInput], threads: int = 1) -> npt.NDArray[np.float32]:
+        if len(seen) == 1:
+            harness.encoder.tell_compiles()
+        seen.append(harness.progress.block.read().fresh)
+        return encode(inputs)
+
+    harness.encoder.encode = noted  # type: ignore[method-assign]
+    harness.ask(1, *[(number,) * 9 for number in range(3)])
+    harness.run()
+    assert seen == [True, True, False]
 
 
 def test_an_empty_table_has_no_pass() -> None:

@@ -43,7 +43,8 @@ class Scene:
     ) -> ProgressReading:
         """Runs a pass of so many prompt tokens, 0 for a decode step; returns what it showed."""
         self.progress.awaits(ID if tokens else None, tokens, rows)
-        self.progress.compiles(fresh=fresh)
+        if fresh:
+            self.progress.compiles()
         self.clock.now += seconds
         inside = self.look()
         self.progress.ended(fresh=fresh)
@@ -90,7 +91,6 @@ def test_the_next_pass_in_flight_is_shown_with_a_start_of_its_own() -> None:
     """Its time runs from the end of the pass before it."""
     scene = Scene()
     scene.progress.awaits(None, 0, 2)
-    scene.progress.compiles(fresh=False)
     scene.clock.now += 0.5
     scene.progress.ended(fresh=False)
     scene.progress.awaits(ID, 100, 1)
@@ -100,6 +100,20 @@ def test_the_next_pass_in_flight_is_shown_with_a_start_of_its_own() -> None:
     scene.progress.ended(fresh=False)
     assert (scene.look().usual_step_ns, scene.look().usual_token_ns) == (5 * 10**8, 2 * 10**7)
     assert scene.look().count == 2
+
+
+def test_drafts_that_compile_are_shown_until_the_next_pass_is_awaited() -> None:
+    """Then the time of that pass begins: it is not that of the drafts."""
+    scene = Scene()
+    scene.pass_over(0, 0.5)
+    scene.progress.drafts()
+    scene.progress.compiles()
+    scene.clock.now += 70.0
+    assert (scene.look().fresh, scene.look().count) == (True, 1)
+    scene.progress.awaits(None, 0, 1)
+    assert (scene.look().fresh, scene.look().count) == (False, 2)
+    scene.progress.ended(fresh=False)
+    assert scene.look().count == 3
 
 
 def test_usual_times_ignore_fresh_passes() -> None:
@@ -128,7 +142,7 @@ def test_a_short_chunk_says_little_of_the_usual_time_of_a_token() -> None:
 def test_a_pass_that_failed_is_neither_counted_nor_shown() -> None:
     scene = Scene()
     scene.progress.awaits(ID, 4, 1)
-    scene.progress.compiles(fresh=True)
+    scene.progress.compiles()
     scene.clock.now += 3.0
     scene.progress.failed()
     look = scene.look()

@@ -15,6 +15,7 @@ import pytest
 
 from mlxpool.common.config.schema import Counting
 from mlxpool.common.options import Options
+from mlxpool.common.progress import Block
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.common.protocol.resume import Facts
 from mlxpool.common.protocol.token_ids import unpack_ids
@@ -94,6 +95,41 @@ class PipelinedEngine(CountingEngine):
 
     def device_works(self) -> bool:
         return self.works
+
+
+class CompilingEngine(PipelinedEngine):
+    """Compiles something in the passes of the numbers `compiles`, before `submit` returns.
+
+    `looks` has what others see meanwhile and while each pass is awaited: the call, the number of
+    the pass, whether something is compiled.
+    """
+
+    compiles: tuple[int, ...] = ()
+    block: Block
+
+    def __init__(self, ahead: int, *, shares: bool = False) -> None:
+        super().__init__(ahead, shares=shares)
+        self.looks: list[tuple[str, int, bool]] = []
+        self._ended = 0
+
+    def report_compiles(self, tell: Callable[[], None]) -> None:
+        self._tell = tell
+
+    def _look(self, call: str, number: int) -> None:
+        self.looks.append((call, number, self.block.read().fresh))
+
+    def submit(self, spans: Many[Span]) -> bool:
+        number = len(self.passes)
+        if fresh := number in self.compiles:
+            self._tell()
+        self._look("submit", number)
+        super().submit(spans)
+        return fresh
+
+    def collect(self) -> StepResult:
+        self._look("collect", self._ended)
+        self._ended += 1
+        return super().collect()
 
 
 class DraftingEngine(PipelinedEngine):
@@ -219,6 +255,61 @@ def test_a_step_is_submitted_while_the_one_before_is_computed() -> None:
     scene.run()
     assert scene.complete(1)
     assert len(scene.engine.passes) == 6  # none for a token after the last
+
+
+def looks(ahead: int, *compiles: int) -> list[tuple[str, int, bool]]:
+    """What others see in a stream of four tokens whose passes of these numbers compile."""
+    scene = Scene(ahead, engine=CompilingEngine)
+    assert isinstance(scene.engine, CompilingEngine)
+    scene.engine.compiles, scene.engine.block = compiles, scene.progress.block
+    scene.admit(1, count=4)
+    scene.run()
+    assert scene.complete(1, 4)
+    return scene.engine.looks
+
+
+def test_a_pass_that_compiles_is_shown_before_it_is_built() -> None:
+    assert looks(0, 1) == [
+        ("submit", 0, False),
+        ("collect", 0, False),
+        ("submit", 1, True),
+        ("collect", 1, True),
+        ("submit", 2, False),
+        ("collect", 2, False),
+        ("submit", 3, False),
+        ("collect", 3, False),
+    ]
+
+
+def test_a_pass_that_compiles_behind_another_is_shown_until_it_ends() -> None:
+    """While it is built nobody waits for the other: that one's time is over when it is built."""
+    assert looks(1, 1) == [
+        ("submit", 0, False),
+        ("submit", 1, True),
+        ("collect", 0, True),
+        ("submit", 2, True),  # the second is awaited now
+        ("collect", 1, True),
+        ("submit", 3, False),
+        ("collect", 2, False),
+        ("collect", 3, False),
+    ]
+
+
+def test_a_pass_beside_which_another_was_compiled_is_no_measure() -> None:
+    scene = Scene(ahead=1, engine=CompilingEngine)
+    assert isinstance(scene.engine, CompilingEngine)
+    scene.engine.compiles, scene.engine.block = (1,), scene.progress.block
+    ended: list[bool] = []
+    end = scene.progress.ended
+
+    def noted(*, fresh: bool) -> None:
+        ended.append(fresh)
+        end(fresh=fresh)
+
+    scene.progress.ended = noted  # type: ignore[method-assign]
+    scene.admit(1, count=4)
+    scene.run()
+    assert ended == [True, True, False, False]
 
 
 def test_the_progress_shows_the_oldest_step_in_flight() -> None:

@@ -64,6 +64,23 @@ def test_a_model_with_the_tokenizer_of_the_demo_may_draft_for_it(draft: str) -> 
     assert engine.max_rows == 1 and engine.context == folder.context <= 1024
 
 
+def test_a_draft_model_tells_what_it_compiles_and_each_pass(draft: str) -> None:
+    """The compute thread shows both: a draft may follow a long text, which is read first."""
+    folder = inspect_draft(draft, inspect(DEMO_FOLDER))
+    engine = load_draft(folder, lambda tensors, size: None, rows=1, limit=0)
+    seen: list[str] = []
+    engine.report(lambda: seen.append("compiles"), lambda: seen.append("moved"))
+    seq = Sequence(b"s" * 16, 1, tuple(range(100)), Options(), 0, 9, phase=Phase.RUNNING)
+    engine.admit(seq)
+    engine.read([Span(seq, 0, 40, 0)])
+    engine.read([Span(seq, 40, 40, 0)])
+    assert seen == ["compiles", "moved", "moved"]
+    seen.clear()
+    assert len(engine.propose([Span(seq, 80, 20, 1)], 3)[seq]) == 3
+    assert seen.count("moved") == 3
+    engine.close()
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

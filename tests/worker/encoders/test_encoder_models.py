@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -68,6 +69,26 @@ def test_equals_the_plain_computation(name: str, tmp_path: Path) -> None:
     if encoder.task == "embed":
         lengths = np.linalg.norm(found, axis=1) * np.linalg.norm(wanted, axis=1)
         assert ((found * wanted).sum(1) / lengths).min() >= MIN_COSINE
+
+
+def test_a_pass_of_a_new_size_is_told_before_it_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CASES["embeddinggemma"]
+    _, engine, _ = opened(write(tmp_path / "model", case), case)
+    seen: list[str] = []
+    engine.report_compiles(lambda: seen.append("told"))
+    build = engine._rows
+
+    def built(texts: Any) -> Any:
+        seen.append("built")
+        return build(texts)
+
+    monkeypatch.setattr(engine, "_rows", built)
+    for lengths, new in (((4,), True), ((6,), False), ((4, 4), True), ((9,), True), ((9,), False)):
+        seen.clear()
+        engine.encode([EncoderInput((1,) * length) for length in lengths])
+        assert seen == (["told", "built"] if new else ["built"]), lengths
 
 
 def test_a_text_alone_has_the_vector_that_it_has_among_others(tmp_path: Path) -> None:

@@ -293,6 +293,98 @@ def test_the_time_of_a_pass_that_is_compiled_says_nothing_of_others(loaded: Load
         engine.release(seq)
 
 
+def test_what_compiles_in_a_pass_is_told_before_it_is_built(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a kind of pass that is new, of new constants of a known one, and of checks of drafts."""
+    engine = ModelEngine(loaded, layout="slabs", prefix="off", lookahead=False)
+    rows = [sequence(0, 62), sequence(1, 62)]
+    seen: list[str] = []
+    for seq in rows:
+        enter(engine, seq)
+    engine.report_compiles(lambda: seen.append("told"))
+    build, compile = engine._layout.step, mx.compile
+
+    def built(*args: Any) -> Any:
+        seen.append("built")
+        return build(*args)
+
+    def compiled(function: Any) -> Any:
+        seen.append("compiled")
+        return compile(function)
+
+    monkeypatch.setattr(engine._layout, "step", built)
+    monkeypatch.setattr(mx, "compile", compiled)
+
+    def step(spans: list[Span]) -> tuple[bool, list[str]]:
+        seen.clear()
+        fresh = engine.submit(spans)
+        found = [*dict.fromkeys(seen)]
+        for one in engine.collect().drawn:
+            one.sequence.ids.append(one.token)
+        return fresh, found
+
+    new, known = (True, ["told", "built", "compiled"]), (False, ["built"])
+    longer = (True, ["built", "told", "compiled"])  # another 64 tokens
+    assert [step(decode_spans(rows)) for _ in range(5)] == [new, known, known, longer, known]
+    assert [step([Span.check(seq, (0, 0)) for seq in rows]) for _ in range(2)] == [new, known]
+    for seq in rows:
+        engine.release(seq)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nothing_compiles_in_a_pass_that_was_not_told(
+    loaded: LoadedModel, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = ModelEngine(loaded, layout=layout, prefix="off", lookahead=False)
+    rows, seen = [sequence(0, 60), sequence(1, 250)], list[str]()
+    for seq in rows:
+        engine.admit(seq)
+    compile = mx.compile
+
+    def compiled(function: Any) -> Any:
+        seen.append("compiled")
+        return compile(function)
+
+    engine.report_compiles(lambda: seen.append("told"))
+    monkeypatch.setattr(mx, "compile", compiled)
+    told = []
+    for number in range(12):
+        seen.clear()
+        if number < 2:
+            spans = [Span(seq, 0, seq.length, 1) for seq in rows[number : number + 1]]
+        else:
+            spans = decode_spans(rows)
+        fresh = engine.submit(spans)
+        assert fresh == ("told" in seen) and seen[:1] != ["compiled"]
+        told.append(fresh)
+        for one in engine.collect().drawn:
+            one.sequence.ids.append(one.token)
+    assert told[:3] == [True, True, True] and told.count(True) < 6
+    for seq in rows:
+        engine.release(seq)
+
+
+def test_the_pass_in_flight_waits_for_one_that_compiles(loaded: LoadedModel) -> None:
+    """So the time of neither says anything of others."""
+    engine = ModelEngine(loaded, layout="slabs", prefix="off", lookahead=True)
+    rows = [sequence(0, 30), sequence(1, 40)]
+    for seq in rows:
+        enter(engine, seq)
+    for fresh in (True, False):
+        assert engine.submit(decode_spans(rows)) == fresh
+        for one in engine.collect().drawn:
+            one.sequence.ids.append(one.token)
+    assert not engine.submit(decode_spans(rows))
+    assert [flight.fresh for flight in engine._flights] == [False]
+    assert engine.submit([Span(rows[0], rows[0].submitted, 1, 1)])
+    assert [flight.fresh for flight in engine._flights] == [True, True]
+    while engine.in_flight:
+        engine.collect()
+    for seq in rows:
+        engine.release(seq)
+
+
 def test_a_check_that_was_planned_and_not_begun_keeps_no_row(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

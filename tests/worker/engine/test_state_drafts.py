@@ -119,6 +119,26 @@ def test_one_row_checks_in_compiled_passes(loaded: LoadedModel) -> None:
     assert seq.ids == other.ids[: len(seq.ids)]
 
 
+def test_a_chain_of_drafts_is_told_before_it_is_compiled(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, seq, seen = engine_of(loaded), sequence(6, 30), list[str]()
+    head, compile = head_of(engine), mx.compile
+    enter(engine, seq)
+    decode(engine, [seq], 1)
+    engine.report_compiles(lambda: seen.append("told"))
+
+    def compiled(function: Any) -> Any:
+        seen.append("compiled")
+        return compile(function)
+
+    monkeypatch.setattr(mx, "compile", compiled)
+    for depth in (2, 3, 2):
+        head.drafts({seq: depth})
+    assert seen == ["told", "compiled"] * 2
+    engine.release(seq)
+
+
 def test_a_sequence_whose_state_is_not_known_has_no_drafts(loaded: LoadedModel) -> None:
     """Forced tokens were appended, or nothing was computed yet."""
     engine = engine_of(loaded)

@@ -27,7 +27,8 @@ from mlxpool.worker.diagnose.check import check  # noqa: E402
 from mlxpool.worker.engine.description import quantisation  # noqa: E402
 from mlxpool.worker.mlx_lm.engine import MlxLmEngine, load  # noqa: E402
 from mlxpool.worker.sampling import sampler  # noqa: E402
-from mlxpool.worker.scheduling.sequence import Sequence, SequenceFailed  # noqa: E402
+from mlxpool.worker.scheduling.sequence import Phase, Sequence, SequenceFailed  # noqa: E402
+from mlxpool.worker.scheduling.spans import Span  # noqa: E402
 from mlxpool.worker.weights import mlx_lm_models  # noqa: E402
 from mlxpool.worker.weights.inspect import ModelFolder, inspect  # noqa: E402
 
@@ -117,6 +118,36 @@ def test_chunks_give_mlx_lms_tokens(case: str, budget: int, checked: dict[str, C
     enter(engine, seq, budget)
     decode(engine, [seq], STEPS)
     assert seq.ids == one.ids[2]
+
+
+def test_a_pass_of_a_new_size_is_told_before_it_is_built(
+    checked: dict[str, Checked], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a chunk, of a decode step and of several rows; chunks and rows of about a size are one."""
+    engine, seen = checked["phi3"].engine(), list[str]()
+    engine.report_compiles(lambda: seen.append("told"))
+    build = engine._computed
+
+    def built(span: Span) -> Any:
+        seen.append("built")
+        return build(span)
+
+    monkeypatch.setattr(engine, "_computed", built)
+    rows = [sequence(prompt_of(size)) for size in (45, 40, 21)]
+    fresh = []
+    for seq in rows:
+        engine.admit(seq)
+        seq.phase = Phase.RUNNING
+        seen.clear()
+        fresh.append(engine.submit([Span(seq, 0, seq.length, 1)]))
+        assert seen == (["told", "built"] if fresh[-1] else ["built"])
+        seq.ids += [one.token for one in engine.collect().drawn]
+    assert fresh == [True, False, True]
+    for some, new in ((rows[:1], True), (rows[:1], False), (rows[:2], True), (rows, False)):
+        spans = [Span(seq, seq.submitted, 1, 1) for seq in some]
+        assert engine.submit(spans) == new
+        for one in engine.collect().drawn:
+            one.sequence.ids.append(one.token)
 
 
 @every

@@ -41,6 +41,8 @@ class CountingDraft:
         self.sure = 3.0
         self.fails = False
 
+    def report(self, compiles: Callable[[], None], moved: Callable[[], None]) -> None: ...
+
     def admit(self, seq: Sequence) -> None:
         assert seq not in self.rows and len(self.rows) < self.max_rows
         self.rows[seq] = []

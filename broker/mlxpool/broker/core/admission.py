@@ -14,6 +14,7 @@ from mlxpool.broker.core.outbox import Outbox
 from mlxpool.broker.core.state import JOBS_LINK, QUEUE_RETRY_MS, State
 from mlxpool.broker.core.worker_pool import WorkerPool
 from mlxpool.broker.models.model import Model
+from mlxpool.broker.requests import blame
 from mlxpool.broker.requests.fair_queue import prompt_tokens
 from mlxpool.broker.requests.quotas import milliseconds
 from mlxpool.broker.requests.request import Reader, Request, Run, Tombstone
@@ -133,7 +134,8 @@ class Admission:
             self._outbox.send(JOBS_LINK, Failed.of(error), event.id, event.attempt)
 
     def _start_stream(self, event: ev.StartJob, message: Generate, now: float) -> None:
-        run = Run(event.seed, charge=event.charge)
+        bound = blame.batch_bound(event.charge)
+        run = Run(event.seed, charge=event.charge, batch_bound=bound)
         about = (event.owner, event.id, event.attempt, event.digest, message, event.seed)
         self._accept(ev.ClientGenerate(JOBS_LINK, *about), message, run, now)
 
@@ -158,7 +160,7 @@ class Admission:
         state.owned[request.owner] += 1
         state.tombstones.pop(request.id, None)
         state.requests[request.id] = request
-        if message.resume_ids:
+        if message.resume_ids or run.batch_bound:  # a worker had it before
             model.queue.add_resumed(request)
         else:
             model.queue.add(request)

@@ -76,7 +76,7 @@ class Failover:
             run, share = request.run, shares.get(request.id, 0.0)
             if share:
                 run.charge += share
-                run.batch_bound = blame.batch_bound(run.charge, len(lost))
+                run.batch_bound = blame.batch_bound(run.charge)
             cleared = bool(shares) and not share  # another request was named
             run.resumes_without_progress += int(counts and not cleared)
             if request.reader.link == JOBS_LINK and cause not in exit_causes.COMMANDED:

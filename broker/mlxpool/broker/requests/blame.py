@@ -20,11 +20,15 @@ def shares(ids: Sequence[bytes], in_prefill: bytes | None) -> dict[bytes, float]
     return {id: 1 / len(ids) for id in ids}
 
 
-def batch_bound(charge: float, group: int) -> int:
-    """How many may run together with a request of this charge that was one of `group`; 0: any."""
+def batch_bound(charge: float) -> int:
+    """How many may run together with a request of this charge; 0: any.
+
+    That is a quarter of those among which its charge was divided, and one for a second charge. It
+    follows from the charge alone, which is what a job keeps of the brokers before this one.
+    """
     if charge <= 0:
         return 0
-    return 1 if charge >= ALONE_CHARGE else max(1, group // 4)
+    return 1 if charge >= ALONE_CHARGE else max(1, round(1 / charge) // 4)
 
 
 def max_resumes(charge: float) -> int:

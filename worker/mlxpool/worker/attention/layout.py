@@ -29,6 +29,7 @@ from mlxpool.worker.attention.row_spans import (
     singles_first,
     wanted_lines,
 )
+from mlxpool.worker.kernels.compiled_passes import CompileNotice
 from mlxpool.worker.layers.model_plan import Model
 from mlxpool.worker.transfers.uploads import Upload, upload_copy
 
@@ -49,7 +50,6 @@ class Layout:
     holds_prefixes = False  # whether entries of the prefix cache share its memory
     blocks = 0  # in all, where it holds prefixes
     reads_int8 = False  # whether kernels of a GPU read keys and values as integers
-    compiled = False  # whether the newest pass was compiled though `is_new` did not say so
 
     def __init__(
         self,
@@ -72,6 +72,7 @@ class Layout:
         self._deterministic = deterministic
         self._most_drafts = 0  # that the rows of a pass check together
         self._seen: set[Hashable] = set()  # kinds of passes that were computed
+        self.notice = CompileNotice()  # of passes that are compiled though `is_new` did not say so
         self.store = RowStore(partial(RowCache, shape), cache_kinds(shape))
 
     @property

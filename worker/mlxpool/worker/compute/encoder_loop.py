@@ -53,6 +53,7 @@ class EncoderLoop:
     ) -> None:
         """`post` sends a message to the main thread; `delta_queue` has the fence of messages."""
         self._encoder = encoder
+        encoder.report_compiles(progress.compiles)
         self._inbox = inbox
         self._delta_queue = delta_queue
         self._progress = progress
@@ -108,7 +109,8 @@ class EncoderLoop:
         self._progress.running = len(calls)
         self._progress.waiting = len(self._calls) - len(calls)
         self._progress.awaits(request, tokens, len(inputs))
-        self._progress.compiles(fresh=not self._has_computed)  # nobody knows yet how long one takes
+        if not self._has_computed:
+            self._progress.compiles()  # nobody knows yet how long one takes
         try:
             rows = self._encoder.encode([one.input for one in inputs], self._cpu_threads.parts)
         except Exception as error:

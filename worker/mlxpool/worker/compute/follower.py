@@ -56,6 +56,19 @@ class FollowerLayout(GroupLayout):
         return GivenStore(self.pool)
 
 
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A pass that was begun: over `rows` rows, of whose prompts it reads `tokens`.
+
+    `fresh`: it compiles something. The evaluation of `done` ends it.
+    """
+
+    rows: int
+    tokens: int
+    fresh: bool
+    done: list[mx.array] = field(default_factory=list)
+
+
 @dataclass(slots=True)
 class _Pool:
     """The layout and its rows, by the numbers that rank 0 has for them."""
@@ -75,7 +88,7 @@ class Follower:
         self._loaded, self._collectives, self._progress = loaded, collectives, progress
         self._uploads = Uploads() if downloads.works() else None
         self._pool: _Pool | None = None
-        self._flights: deque[tuple[list[mx.array], bool]] = deque()  # with whether it was fresh
+        self._flights: deque[_Flight] = deque()
         self._jobs: list[KernelJob] = []
         self._passes = 0
 
@@ -133,14 +146,18 @@ class Follower:
                 f"rank {self._collectives.rank} has the layout {layout.name!r}, rank 0 has"
                 f" {message.layout!r}: the devices of a group must be alike"
             )
+        layout.notice.tell = self._progress.compiles
         self._pool = _Pool(layout)
 
     def _compute(self, message: Pass) -> None:
-        pool, progress = self._required_pool(), self._progress
+        pool, fresh = self._required_pool(), message.fresh
+        reads = any(count > 1 for count in message.counts) or not message.wanted
+        flight = _Flight(len(message.rows), len(message.ids) * reads, fresh)
         if not message.builds:
-            reads = any(count > 1 for count in message.counts) or not message.wanted
-            progress.awaits(None, len(message.ids) * reads, len(message.rows))
-            progress.compiles(fresh=message.fresh)
+            if not self._flights:
+                self._await(flight)
+            elif fresh:
+                self._progress.compiles()
         spans = _spans(pool, message)
         if self._uploads is not None:
             self._uploads.begin()
@@ -153,16 +170,24 @@ class Follower:
             self._jobs += jobs
             return
         found = pool.layout.step(spans, message.ids, drawn, message.wanted)
-        done = [one for one in found if one is not None]
-        mx.async_eval(*done)  # type: ignore[no-untyped-call]
-        self._flights.append((done, message.fresh))
+        flight.done.extend(one for one in found if one is not None)
+        mx.async_eval(*flight.done)  # type: ignore[no-untyped-call]
+        self._flights.append(flight)
+
+    def _await(self, flight: _Flight) -> None:
+        """Shows that the end of a pass is awaited from now on."""
+        self._progress.awaits(None, flight.tokens, flight.rows)
+        if flight.fresh:
+            self._progress.compiles()
 
     def _wait(self) -> None:
-        done, fresh = self._flights.popleft()
-        mx.eval(*done)
+        flight = self._flights.popleft()
+        mx.eval(*flight.done)
         self._collectives.check()
-        self._progress.ended(fresh=fresh)
-        if not self._flights:
+        self._progress.ended(fresh=flight.fresh)
+        if self._flights:
+            self._await(self._flights[0])
+        else:
             self._progress.enter("idle")
         self._passes += 1
         if not device.on_gpu() and self._passes % CLEAR_INTERVAL == 0:

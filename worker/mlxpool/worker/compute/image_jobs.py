@@ -75,7 +75,7 @@ def _no_room(images: int, encoded: EncodedImages[Any]) -> TooLarge:
 def perform(job: ImageJob, engine: Engine, progress: Progress) -> None:
     """Encodes the image. Until it ends, the broker's time limit is `fresh_limit`."""
     progress.awaits(job.sequence.id, job.count, 0)
-    progress.compiles(fresh=True)
+    progress.compiles()
     try:
         engine.encode(job.image, job.pinned)
     except BaseException:

@@ -45,6 +45,7 @@ class Progress:
         self._clock = clock
         self._units = 0  # tokens of the awaited pass; 0: it is a decode step
         self._started = 0.0
+        self._compiling = False  # whether `compiles` was called since a pass ended
         # Moving sums of seconds, and of tokens or steps: short chunks, of which a token takes
         # longer, say little of the time that a long one takes.
         self._usual = {"prefill": (0.0, 0.0), "decode": (0.0, 0.0)}
@@ -81,6 +82,9 @@ class Progress:
         self.block.write_request(request)
         self.block.write("tokens", tokens)
         self._units = tokens
+        if self._compiling:  # drafts, which are made now
+            self._end_compiling()
+            self.moved()
         self.enter("prefill" if tokens else "decode")
         self._started = self._clock()
 
@@ -93,9 +97,19 @@ class Progress:
         if self.phase == "idle":
             self.enter("decode")
 
-    def compiles(self, *, fresh: bool) -> None:
-        """Whether the awaited pass has a shape that is new, and so may take longer."""
-        self.block.write("fresh", fresh)
+    def compiles(self) -> None:
+        """Something is compiled, which may take longer, until the awaited pass ends.
+
+        It is that pass, or one that is built while that one is computed. Where none is awaited it
+        is one that computes drafts, until the next pass is awaited.
+        """
+        if not self._compiling:
+            self._compiling = True
+            self.block.write("fresh", 1)
+
+    def _end_compiling(self) -> None:
+        self._compiling = False
+        self.block.write("fresh", 0)
 
     def ended(self, *, fresh: bool) -> None:
         """The awaited pass has ended."""
@@ -110,7 +124,8 @@ class Progress:
 
     def failed(self) -> None:
         """No pass is awaited any more; one that failed is not counted."""
-        self.block.write("fresh", 0)
+        if self._compiling:
+            self._end_compiling()
         self.prefilling_request = None
         self.block.write_request(None)
         self.block.write("tokens", 0)

@@ -49,7 +49,8 @@ class StepInFlight:
 
     `request` is the id of the request whose prompt it reads; None: it reads several or none.
     `tokens` counts the inputs of a step that reads prompts; 0: it is a decode step of `rows` rows.
-    `drafts` are those that it checks.
+    `drafts` are those that it checks. `fresh`: it compiles something, or a step that was built
+    while it was awaited does, so that its time is no measure.
     """
 
     step: Step
@@ -65,11 +66,6 @@ class StepInFlight:
         request = chunks[0].sequence.id if len(chunks) == 1 else None
         tokens = sum(span.count for span in step.spans) if chunks else 0
         return cls(step, request, tokens, len(step.spans), drafts)
-
-    @property
-    def shown(self) -> tuple[bytes | None, int, int]:
-        """What the progress shows while the step is awaited."""
-        return self.request, self.tokens, self.rows
 
 
 class Steps:
@@ -90,6 +86,9 @@ class Steps:
         self._engine = engine
         self._generations = generations
         self._progress = progress
+        engine.report_compiles(progress.compiles)
+        if engine.draft is not None:
+            engine.draft.report(progress.compiles, progress.moved)
         self._flights: deque[StepInFlight] = deque()
         self._constrained = ConstrainedRows(engine, generations)
         self._drafting = DraftingRows(
@@ -169,7 +168,7 @@ class Steps:
             return [self._generations.fail(job.sequence, as_pool_error(error))]
         self._drafting.pause()
         if self._flights:
-            self._progress.awaits(*self._flights[0].shown)
+            self._await_first()
         return []
 
     def _run(self, live: list[Sequence]) -> list[Delta]:
@@ -216,11 +215,10 @@ class Steps:
         for span in step.chunks:
             generation = self._generations.of(span.sequence)
             generation.prefill_at = generation.prefill_at or now
-        flight = StepInFlight.of(step, drafts)
-        if not self._flights:
-            self._progress.awaits(flight.request, flight.tokens, flight.rows)
         constrained = self._generations.constrained(step.spans)
-        self._flights.append(flight)
+        self._flights.append(StepInFlight.of(step, drafts))
+        if len(self._flights) == 1:
+            self._await_first()
         try:
             if constrained:
                 fresh = self._engine.forward(step.spans, self._take_ahead)
@@ -228,10 +226,17 @@ class Steps:
                 fresh = self._engine.submit(step.spans)
         except Exception as error:
             return self._failed(error)
-        self._flights[-1] = replace(flight, fresh=fresh)
-        if len(self._flights) == 1:
-            self._progress.compiles(fresh=fresh)
+        if fresh:  # and the one that is awaited took as long as this one was built
+            for place in {0, len(self._flights) - 1}:
+                self._flights[place] = replace(self._flights[place], fresh=True)
         return self._draw(constrained, drafts) if constrained else []
+
+    def _await_first(self) -> None:
+        """The oldest step in flight is awaited from now on."""
+        flight = self._flights[0]
+        self._progress.awaits(flight.request, flight.tokens, flight.rows)
+        if flight.fresh:
+            self._progress.compiles()
 
     def _take_ahead(self) -> None:
         """Has constraints take the tokens of the pass before, if the device has drawn them by now.
@@ -273,7 +278,7 @@ class Steps:
         self._flights.popleft()
         self._progress.ended(fresh=flight.fresh)
         if self._flights:
-            self._progress.awaits(*self._flights[0].shown)
+            self._await_first()
         deltas: list[Delta] = []
         for one in found.prompts:
             if self._is_live(one.sequence):

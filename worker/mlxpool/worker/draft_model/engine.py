@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 
 import mlx.core as mx
 
 from mlxpool.worker.attention.row_spans import Ids
 from mlxpool.worker.draft_model.draws import DraftDraws
+from mlxpool.worker.engine.engine import StepResult
 from mlxpool.worker.engine.layout_engine import NO_TOKEN
 from mlxpool.worker.engine.model_engine import ModelEngine
 from mlxpool.worker.engine.pass_spans import PassSpans
@@ -49,6 +50,18 @@ class DraftModelEngine(ModelEngine):
         self.max_rows = rows
         self._embedding_rows = loaded.folder.plan.embedding_rows
         self._draws = DraftDraws(self.vocab_size, self._upload)
+        self._moved: Callable[[], None] = lambda: None
+
+    def report(self, compiles: Callable[[], None], moved: Callable[[], None]) -> None:
+        """See DraftEngine."""
+        self.report_compiles(compiles)
+        self._moved = moved
+
+    def collect(self) -> StepResult:
+        """See Engine.collect."""
+        found = super().collect()
+        self._moved()
+        return found
 
     @property
     def held_bytes(self) -> int:

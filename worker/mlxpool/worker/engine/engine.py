@@ -169,6 +169,12 @@ class Engine(Protocol):
         Those of `pinned` images are not given up for them. It takes no row and waits for the end.
         """
 
+    def report_compiles(self, tell: Callable[[], None]) -> None:
+        """Has `tell` called by this thread before a pass that compiles something is built.
+
+        Such a pass may take longer. Drafts of the model's own head are reported as well.
+        """
+
     def submit(self, spans: Many[Span]) -> bool:
         """Starts one pass over the spans; the device may still compute the one before.
 

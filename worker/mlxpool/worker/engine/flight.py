@@ -26,12 +26,13 @@ from mlxpool.worker.transfers.downloads import Download
 class Flight:
     """A pass that was submitted at `began`; `rows` has the first row of each sequence that draws.
 
-    `fresh`: it compiles something. `done`: arrays whose evaluation ends it. `download` has the
-    sampled arrays and hidden states on the host then; None: they are read where they are.
-    `reads`: it reads prompts. `checks`: the spans with drafts. `hidden` [H, d]: states of the spans
-    `embedded`, which have the number of their first row. `undrawn`: the spans that have not drawn
-    yet, and their logits. `states` [H, d]: as `hidden`, but they stay on the device, for the
-    log-probabilities of prompts. `load`: what it computes; None: see its spans.
+    `fresh`: it compiles something, or one that was built while it was in flight does. `done`:
+    arrays whose evaluation ends it. `download` has the sampled arrays and hidden states on the host
+    then; None: they are read where they are. `reads`: it reads prompts. `checks`: the spans with
+    drafts. `hidden` [H, d]: states of the spans `embedded`, which have the number of their first
+    row. `undrawn`: the spans that have not drawn yet, and their logits. `states` [H, d]: as
+    `hidden`, but they stay on the device, for the log-probabilities of prompts. `load`: what it
+    computes; None: see its spans.
     """
 
     spans: tuple[Span, ...]

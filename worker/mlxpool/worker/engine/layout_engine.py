@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -157,6 +158,12 @@ class LayoutEngine(WarmedEngine):
         own = RowShape((cache,), shape.dtype, shape.capacity, shape.chunk)
         self._head_block_bytes = KV_BLOCK_TOKENS * own.token_bytes
         return Predictions(cast(PredictingModel, self._model).prediction, own)
+
+    def report_compiles(self, tell: Callable[[], None]) -> None:
+        """See Engine.report_compiles."""
+        self._layout.notice.tell = tell
+        if self._predictions is not None:
+            self._predictions.notice.tell = tell
 
     def expect_drafts(self, most: int) -> None:
         """See Engine.expect_drafts."""

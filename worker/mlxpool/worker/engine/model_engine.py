@@ -8,7 +8,7 @@ waits for nothing, so no pass is submitted ahead.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
@@ -120,9 +120,11 @@ class ModelEngine(LayoutEngine):
             self._free_states(wants, rows)
             keep = [span for span in wants.chunks if self._at_restore_point(span)]
             reads = any(not span.sequence.reads_run for span in wants.chunks)
-            fresh = self._layout.is_new(rows, wants.wanted)
+            notice = self._layout.notice
+            notice.given = False
+            if self._layout.is_new(rows, wants.wanted):
+                notice()
             found = self._layout.step(rows, *self._inputs(wants), wants.wanted)
-            fresh = fresh or self._layout.compiled
             head: Many[mx.array] = ()  # what its head keeps of the pass
             asking, sampled = wants.asking, None
             if isinstance(self._predictions, Predictions) and found.states is not None:
@@ -141,7 +143,10 @@ class ModelEngine(LayoutEngine):
             built()
             mx.async_eval(*done, *head)  # type: ignore[no-untyped-call]
             self._submitted(spans, keep)
+            fresh = notice.given
         self._spans_before, self._rows_before = wants, rows
+        if fresh:  # the passes in flight are awaited only when this one is compiled
+            self._flights = deque(replace(one, fresh=True) for one in self._flights)
         self._flights.append(
             Flight(
                 tuple(spans),

@@ -160,9 +160,11 @@ class WarmedEngine(RowEngine[CacheRow]):
         self._finish_warm_up()
 
     def _remake_layout(self, blocks: int | None = None) -> None:
+        tell = self._layout.notice.tell
         self._layout.close()
         mx.clear_cache()
         self._layout, self._prefix = self._make_layout(blocks)
+        self._layout.notice.tell = tell
         self._layout.expect_drafts(self._most_drafts)
         self.blocks.capacity = self._capacity()
 

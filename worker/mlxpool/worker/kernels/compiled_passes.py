@@ -15,6 +15,25 @@ R = TypeVar("R")
 MAX_PASSES = 16  # of a model; each takes 0.7 to 1.5 MB for six layers and eight rows
 
 
+class CompileNotice:
+    """Tells that a pass compiles something, before it does. `given`: whether it told so.
+
+    The notices of a pass are told apart from those of another one by who begins passes: it sets
+    `given` to False. `tell` may be replaced.
+    """
+
+    __slots__ = ("given", "tell")
+
+    def __init__(self, tell: Callable[[], None] = lambda: None) -> None:
+        self.given = False
+        self.tell = tell
+
+    def __call__(self) -> None:
+        """Something is compiled from now on."""
+        self.given = True
+        self.tell()
+
+
 class CompiledPasses(Generic[P, R]):
     """A function that MLX compiles once for each kind of arguments.
 
@@ -22,10 +41,16 @@ class CompiledPasses(Generic[P, R]):
     just before another is compiled, which gets its memory: the process does not grow.
     """
 
-    def __init__(self, function: Callable[P, R], *, max_passes: int = MAX_PASSES) -> None:
-        self._function, self._max_passes = function, max_passes
+    def __init__(
+        self,
+        function: Callable[P, R],
+        notice: Callable[[], None] = lambda: None,
+        *,
+        max_passes: int = MAX_PASSES,
+    ) -> None:
+        """`notice` is called before the function is compiled."""
+        self._function, self._notice, self._max_passes = function, notice, max_passes
         self._passes: OrderedDict[Hashable, Callable[P, R]] = OrderedDict()
-        self.compiled = False  # whether the newest call was the first of its kind
 
     def __contains__(self, kind: Hashable) -> bool:
         """Whether the function is compiled for this kind."""
@@ -33,8 +58,8 @@ class CompiledPasses(Generic[P, R]):
 
     def __call__(self, kind: Hashable, *args: P.args, **kwargs: P.kwargs) -> R:
         """Calls the function; `kind` are the constants and shapes for which it is compiled."""
-        self.compiled = kind not in self._passes
-        if self.compiled:
+        if kind not in self._passes:
+            self._notice()
             if len(self._passes) == self._max_passes:
                 self._passes.popitem(last=False)
             # MLX identifies a function by its object, so each kind has an object of its own.

@@ -125,6 +125,8 @@ class MlxLmEngine(RowEngine[MlxLmRow]):
             by_owner=by_owner,
         )
         self._step_target = step_target
+        self._tell_compiles: Callable[[], None] = lambda: None
+        self._seen: set[tuple[int, int]] = set()  # sizes of spans and draws that were computed
         self._model = model
         self._new_row = partial(MlxLmRow, partial(make_prompt_cache, model))
         kinds = cache_kinds_of(class_name(cache) for cache in flatten(self._new_row().caches))
@@ -156,10 +158,29 @@ class MlxLmEngine(RowEngine[MlxLmRow]):
             prompts=1,
         )
 
+    def report_compiles(self, tell: Callable[[], None]) -> None:
+        """See Engine.report_compiles."""
+        self._tell_compiles = tell
+
+    def _is_new(self, spans: Many[Span]) -> bool:
+        """Returns whether a span, or so many draws, are the first of their size.
+
+        Sizes are powers of two: kernels are compiled for few of them.
+        """
+        counts, draws = {span.count for span in spans}, sum([span.draws for span in spans])
+        kinds = {((count - 1).bit_length(), 0) for count in counts}
+        kinds.add((0, draws.bit_length()))
+        new = not kinds <= self._seen
+        self._seen |= kinds
+        return new
+
     def submit(self, spans: Many[Span]) -> bool:
         """See Engine.submit. Computes span by span; waits for every chunk."""
         began = monotonic()
         require_plain(spans, "an engine of mlx-lm's code")
+        fresh = self._is_new(spans)
+        if fresh:
+            self._tell_compiles()
         with self._discard_on_failure(spans):
             keep = [span for span in spans if self._at_restore_point(span)]
             logits = [self._computed(span) for span in spans]
@@ -170,8 +191,8 @@ class MlxLmEngine(RowEngine[MlxLmRow]):
         every = tuple(array for span in spans for array in self._rows[span.sequence].arrays())
         order = {seq: row for row, seq in enumerate(rows)}
         done = every if sampled is None else (*every, *sampled.arrays())
-        self._flights.append(Flight(tuple(spans), order, sampled, done, began, fresh=False))
-        return False
+        self._flights.append(Flight(tuple(spans), order, sampled, done, began, fresh))
+        return fresh
 
     def collect(self) -> StepResult:
         """See Engine.collect."""

@@ -53,6 +53,12 @@ class DraftEngine(Protocol):
     def max_lines(self) -> int:
         """The most inputs of a pass."""
 
+    def report(self, compiles: Callable[[], None], moved: Callable[[], None]) -> None:
+        """Has this thread call `compiles` before a pass that compiles something is built.
+
+        And `moved` behind each pass.
+        """
+
     def admit(self, seq: Sequence) -> None:
         """Gives a sequence an empty row."""
 

@@ -31,6 +31,7 @@ from mlxpool.broker.store.records import (
 )
 from mlxpool.broker.store.sql import contents, endings, rows
 from mlxpool.broker.store.sql.database import Database
+from mlxpool.broker.store.sql.schema import OFTEN_STARTED
 from mlxpool.common.protocol.token_ids import count_of
 
 PAGE = 64  # rows that are read of an owner's jobs at once
@@ -76,12 +77,43 @@ def _turns(
             again.append((owner, waiting))
 
 
+def _waiting(asked: FeedNext) -> str:
+    """The condition of waiting jobs of a model and a priority that may be asked for.
+
+    An index has those that were started often, see schema.SUSPECTS.
+    """
+    condition = "state = 'waiting' AND model = ? AND priority = ?"
+    if asked.min_starts < OFTEN_STARTED:
+        return condition
+    return f"{condition} AND starts >= {OFTEN_STARTED}"
+
+
+def owners_sql(asked: FeedNext) -> str:
+    """The query of the next owner with waiting jobs."""
+    return f"SELECT owner FROM job WHERE {_waiting(asked)} AND owner > ? ORDER BY owner LIMIT 1"
+
+
+def due_sql(asked: FeedNext) -> str:
+    """The query of a page of an owner's jobs that are due, the earliest first."""
+    return (
+        f"SELECT seq, id, due FROM job WHERE {_waiting(asked)}"
+        " AND owner = ? AND due <= ? AND (due, seq) > (?, ?)"
+        " AND (deadline IS NULL OR deadline > ?) AND starts >= ? AND starts < ?"
+        f" ORDER BY due, seq LIMIT {PAGE}"
+    )
+
+
+def next_due_sql(asked: FeedNext) -> str:
+    """The query of the time at which the next of an owner's jobs is due."""
+    return (
+        f"SELECT due FROM job WHERE {_waiting(asked)}"
+        " AND owner = ? AND due > ? AND starts >= ? ORDER BY due LIMIT 1"
+    )
+
+
 def _owners(database: Database, asked: FeedNext) -> Iterator[str]:
     """Owners with waiting jobs, from the first behind `after_owner` once around."""
-    sql = (
-        "SELECT owner FROM job WHERE state = 'waiting' AND model = ? AND priority = ?"
-        " AND owner > ? ORDER BY owner LIMIT 1"
-    )
+    sql = owners_sql(asked)
     around = False
     owner = asked.after_owner
     while True:
@@ -98,39 +130,21 @@ def _owners(database: Database, asked: FeedNext) -> Iterator[str]:
 def _due(database: Database, asked: FeedNext, owner: str, now: float) -> Iterator[int]:
     """Numbers of an owner's jobs that may be fed, the earliest due first."""
     last = (float("-inf"), 0)
+    sql, starts = due_sql(asked), (asked.min_starts, asked.below_starts)
     while True:
-        page = database.execute(
-            "SELECT seq, id, due, starts FROM job WHERE state = 'waiting' AND model = ?"
-            " AND priority = ? AND owner = ? AND due <= ? AND (due, seq) > (?, ?)"
-            " AND (deadline IS NULL OR deadline > ?)"
-            f" ORDER BY due, seq LIMIT {PAGE}",
-            asked.model,
-            asked.priority,
-            owner,
-            now,
-            *last,
-            now,
-        )
-        for seq, id, due, starts in page:
+        page = database.execute(sql, asked.model, asked.priority, owner, now, *last, now, *starts)
+        for seq, id, due in page:
             last = (due, seq)
-            if id not in asked.held and asked.min_starts <= starts < asked.below_starts:
+            if id not in asked.held:
                 yield seq
         if len(page) < PAGE:
             return
 
 
 def _next_due(database: Database, asked: FeedNext, owners: list[str], now: float) -> float | None:
-    found = []
+    found, sql = [], next_due_sql(asked)
     for owner in owners:
-        row = database.one(
-            "SELECT due FROM job WHERE state = 'waiting' AND model = ? AND priority = ?"
-            " AND owner = ? AND due > ? AND starts >= ? ORDER BY due LIMIT 1",
-            asked.model,
-            asked.priority,
-            owner,
-            now,
-            asked.min_starts,
-        )
+        row = database.one(sql, asked.model, asked.priority, owner, now, asked.min_starts)
         if row is not None:
             found.append(row[0])
     return min(found, default=None)

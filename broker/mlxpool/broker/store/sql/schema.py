@@ -9,7 +9,7 @@ from mlxpool.broker.store.errors import StoreUnusable
 from mlxpool.broker.store.sql import older_notices
 from mlxpool.broker.store.sql.database import Database
 
-VERSION = 4
+VERSION = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,13 @@ FAILURE = """CREATE TABLE failure (
         job {integer} NOT NULL, number {integer} NOT NULL, at {real} NOT NULL, cause TEXT NOT NULL,
         stacks TEXT NOT NULL, PRIMARY KEY (job, number)
     ) {clustered}"""
+
+# Jobs that were started so often without a durable id. There are few, and each turn that looks for
+# them would read all other jobs. A query has to have the same number in its text. It is made behind
+# job_waiting: of indices that serve a query alike SQLite takes the newest.
+OFTEN_STARTED = 3
+SUSPECTS = f"""CREATE INDEX job_suspect ON job (model, priority, owner, due, seq)
+        WHERE state = 'waiting' AND starts >= {OFTEN_STARTED}"""
 
 # Notices of ends that are not delivered. They end with `body`, what is posted.
 OUTBOX = (
@@ -96,6 +103,7 @@ TABLES = (
     ) {strict}""",
     """CREATE INDEX job_waiting ON job (model, priority, owner, due, seq)
         WHERE state = 'waiting'""",
+    SUSPECTS,
     """CREATE INDEX job_deadline ON job (deadline)
         WHERE state = 'waiting' AND deadline IS NOT NULL""",
     "CREATE INDEX job_forget ON job (forget) WHERE forget IS NOT NULL",
@@ -204,6 +212,7 @@ STEPS: Steps = {
         "ALTER TABLE job ADD COLUMN retried {blob}",
         "ALTER TABLE batch ADD COLUMN deleted {integer} NOT NULL DEFAULT 0",
     ),
+    4: (SUSPECTS,),
 }
 
 

@@ -89,7 +89,9 @@ class PagedLayout(Layout):
         self.compiles_chunks = reads and not exact and shape.dtype in HALF_DTYPES
         self._upload = uploads or upload_copy
         makes_tables()  # tried here because nothing can be tried while a pass is traced
-        self.runner = PagedRunner(model, self.pool, self._upload, keeps_states=keeps_states)
+        self.runner = PagedRunner(
+            model, self.pool, self._upload, notice=self.notice, keeps_states=keeps_states
+        )
         self.ragged = None
         if self.compiles_chunks and uploads is not None:
             self.ragged = self._ragged_runner(rows, uploads)

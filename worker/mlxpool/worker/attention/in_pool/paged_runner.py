@@ -43,16 +43,20 @@ class PagedRunner:
         pool: KVPool,
         upload: Upload = upload_copy,
         *,
+        notice: Callable[[], None] = lambda: None,
         keeps_states: bool = False,
     ) -> None:
-        """`keeps_states`: passes over decode rows give the states of their inputs."""
+        """`notice` is called before a pass is compiled.
+
+        `keeps_states`: passes over decode rows give the states of their inputs.
+        """
         self._keeps_states = keeps_states
         self._model, self._pool, self._upload = model, pool, upload
         self._heads = min(arrays[0].shape[1] for arrays in pool.arrays)
         self._padding_row = BlockRow(0, table=[pool.spare])
         # Tokens of the largest pass over several rows: it needs no more memory than a chunk does.
         self.max_width = max(MIN_BATCH_WIDTH, pool.shape.chunk)
-        self._pass = CompiledPasses(self._one_pass, max_passes=MAX_COMPILED_PASSES)
+        self._pass = CompiledPasses(self._one_pass, notice, max_passes=MAX_COMPILED_PASSES)
         self.gathers = False  # whether chunk passes copy the blocks of a row for each token
 
     def decode(self, rows: Sequence[PagedRow], ids: mx.array) -> PassOutput:

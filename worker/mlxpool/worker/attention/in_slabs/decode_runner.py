@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
@@ -27,17 +27,13 @@ class SlabDecodeRunner(CompiledRunner):
         model: Model,
         shape: RowShape,
         *,
+        notice: Callable[[], None] = lambda: None,
         states: bool = False,
         max_passes: int = MAX_PASSES,
     ) -> None:
-        """`states`: see CompiledRunner."""
+        """`notice` is called before a pass is compiled. `states`: see CompiledRunner."""
         super().__init__(model, shape, states=states)
-        self._pass = CompiledPasses(self._one_pass, max_passes=max_passes)
-
-    @property
-    def compiled(self) -> bool:
-        """Whether the newest pass was compiled when it was asked for."""
-        return self._pass.compiled
+        self._pass = CompiledPasses(self._one_pass, notice, max_passes=max_passes)
 
     def __call__(self, rows: Sequence[SlabRow], ids: mx.array) -> PassOutput:
         """Computes a pass over one token `ids` [R] for each row; advances the rows."""

@@ -61,7 +61,7 @@ class SlabLayout(Layout):
         self.store = RowStore(partial(SlabRow, self.slabs), cache_kinds(shape))
         # At worst the last slab has one block in use.
         self.spare = (SLAB_BLOCKS - 1) * KV_BLOCK_TOKENS * shape.token_bytes
-        self._decode_runner = SlabDecodeRunner(model, shape, states=keeps_drawn)
+        self._decode_runner = SlabDecodeRunner(model, shape, notice=self.notice, states=keeps_drawn)
         self._check_runner = SlabCheckRunner(model, shape, states=keeps_drawn)
         self._several_runner = SeveralChecksRunner(model, shape, states=keeps_drawn)
         self._planned: tuple[Sequence[RowSpan], CheckPlan | None] | None = None  # of `is_new`
@@ -103,10 +103,7 @@ class SlabLayout(Layout):
             return None
         if is_plain_decode(spans, wanted):
             rows = [cast(SlabRow, span.row) for span in spans]
-            found = self._decode_runner(rows, ids)
-            self.compiled = self._decode_runner.compiled
-            return found
-        self.compiled = False
+            return self._decode_runner(rows, ids)
         planned, self._planned = self._planned, None
         same = planned is not None and planned[0] is spans
         plan = planned[1] if planned is not None and same else self._plan(spans, wanted)

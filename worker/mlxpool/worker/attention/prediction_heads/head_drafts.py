@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxpool.worker.kernels import device
-from mlxpool.worker.kernels.compiled_passes import CompiledPasses
+from mlxpool.worker.kernels.compiled_passes import CompiledPasses, CompileNotice
 from mlxpool.worker.layers.model_plan import Prediction
 from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.scheduling.spans import Span
@@ -32,6 +32,7 @@ class HeadDrafts(ABC):
 
     def __init__(self) -> None:
         self._failures = 0  # of passes, one after the other
+        self.notice = CompileNotice()  # of passes that are compiled
 
     @property
     def failed(self) -> bool:
@@ -113,7 +114,7 @@ class StateDrafts(HeadDrafts):
         self._head = head
         self._states: dict[Sequence, _States] = {}
         self._newest: tuple[Many[Span], mx.array] | None = None  # not in `_states` yet
-        self._chain = CompiledPasses(self._drafted, max_passes=MAX_COMPILED)
+        self._chain = CompiledPasses(self._drafted, self.notice, max_passes=MAX_COMPILED)
 
     @property
     def nbytes(self) -> int:

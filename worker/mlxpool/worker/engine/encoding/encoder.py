@@ -54,6 +54,12 @@ class Encoder(Protocol):
     def divides(self) -> bool:
         """Whether `encode` can divide a pass among threads, each with one BLAS thread."""
 
+    def report_compiles(self, tell: Callable[[], None]) -> None:
+        """Has `tell` called by this thread before a pass of a new size is built.
+
+        Such a pass may compile something, and take longer.
+        """
+
     def encode(self, inputs: Sequence[EncoderInput], threads: int = 1) -> npt.NDArray[np.float32]:
         """Computes one pass, in any order of lengths; a row of the result is that of its input.
 

@@ -79,15 +79,26 @@ class EncoderEngine:
             for one in encoder.vectors.dense
         ]
         self._passes = 0
+        self._tell_compiles: Callable[[], None] = lambda: None
+        self._seen: set[tuple[int, int]] = set()  # sizes of passes that were computed
         # Causal models have functions that MLX compiles, which threads must not share.
         self.divides = on_linux_cpu() and loaded.dtype == mx.float32 and not self._plan.causal
         self._threads: ThreadPoolExecutor | None = None
+
+    def report_compiles(self, tell: Callable[[], None]) -> None:
+        """See Encoder.report_compiles."""
+        self._tell_compiles = tell
 
     def encode(self, inputs: Sequence[EncoderInput], threads: int = 1) -> npt.NDArray[np.float32]:
         """See Encoder.encode."""
         order = sorted(range(len(inputs)), key=lambda index: len(inputs[index].ids))
         texts = [inputs[index] for index in order]
-        shares = list(shares_of([len(one.ids) for one in texts], threads if self.divides else 1))
+        lengths = [len(one.ids) for one in texts]
+        size = sum(lengths).bit_length(), lengths[-1].bit_length()
+        if size not in self._seen:
+            self._seen.add(size)
+            self._tell_compiles()
+        shares = list(shares_of(lengths, threads if self.divides else 1))
         if len(shares) == 1:
             found = self._rows(texts)
         else:
