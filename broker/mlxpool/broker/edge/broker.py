@@ -314,9 +314,10 @@ class Broker:
             self.close()
 
     def _has_ended(self) -> bool:
-        """Whether it was told to stop, and every process that it started has ended."""
-        gateway_ended = self.gateway is None or self.gateway.ended
-        return self.lifecycle.stopping and not self.supervisor.children and gateway_ended
+        """Whether it was told to stop, and all streams and all processes that it started ended."""
+        if not self.lifecycle.stopping or self.core.ends_more or self.supervisor.children:
+            return False
+        return self.gateway is None or self.gateway.ended
 
     def _start(self) -> None:
         """Start the catalogue, the gateway and the workers of pinned models."""
