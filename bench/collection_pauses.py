@@ -109,7 +109,7 @@ def main() -> int:
             rows.append(
                 (way, str(found["full"]), *(f"{found[key]:,.2f}" for key in list(found)[1:]))
             )
-    head = ("the collector", "full collections", "longest of them, ms")
+    head: tuple[str, ...] = ("the collector", "full collections", "longest of them, ms")
     head = (
         *head,
         "first arrivals, longest, ms",

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 from mlxpool.broker.core import actions as act
+from mlxpool.broker.core import dispatcher
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.bulk_endings import MAX_ENDED
 from mlxpool.broker.core.delivery import Delivery
 from mlxpool.broker.requests.request import Request
+from mlxpool.broker.workers import placement
 from mlxpool.broker.workers.worker_states import WorkerState
 from mlxpool.common.errors import PoolError
 from mlxpool.common.protocol.token_ids import pack_ids
@@ -233,11 +235,9 @@ def test_waiting_streams_are_compared_once_with_the_workers_of_a_model(
     story: Story, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Thousands may wait while each report of a worker has others assigned."""
-    from mlxpool.broker.core import dispatcher
-
     worker = story.ready_worker(sequences=0, digest="new")
     compared: list[bytes] = []
-    fits = dispatcher.fits_facts
+    fits = placement.fits_facts
 
     def counted(one: object, request: Request) -> bool:
         compared.append(request.id)

@@ -55,7 +55,8 @@ def test_an_idle_pool_collects_no_more_often_than_the_interval(
     collections = FullCollections(lambda: False)
     collections.start(100.0)
     made: list[float] = []
-    monkeypatch.setattr(full_collections.gc, "collect", lambda: made.append(now))
+    monkeypatch.setattr(gc, "collect", lambda: made.append(now))
+    now = 100.0
     for step in range(4 * 60):
         now = 100.0 + step
         collections.on_turn(now)
@@ -71,7 +72,7 @@ def test_memory_is_bounded_though_streams_are_always_live(monkeypatch: pytest.Mo
     young, middle, full = gc.get_threshold()
     cycles = [old_cycle()]
     # As many as take a full collection at the latest: it also waits until a quarter is new.
-    held = [[] for _ in range(young)]
+    held: list[list[int]] = [[] for _ in range(young)]
     for _ in range(40 * middle * full):
         held += [[] for _ in range(young)]
         collections.on_turn(100.0 + INTERVAL)
