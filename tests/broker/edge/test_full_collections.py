@@ -56,7 +56,7 @@ def test_an_idle_pool_collects_no_more_often_than_the_interval(
     collections.start(100.0)
     made: list[float] = []
     monkeypatch.setattr(gc, "collect", lambda: made.append(now))
-    now = 100.0
+    now: float = 100.0
     for step in range(4 * 60):
         now = 100.0 + step
         collections.on_turn(now)
