@@ -5,7 +5,9 @@
 The broker's core in this process, without sockets and workers: it handles what follows from the end
 of the client's connection, from its silence and from the revocation of its key, event by event, and
 the log lines of the requests are made and thrown away. Half of all requests that wait are those of
-another connection, in turn with the client's. An event is not interrupted, so the longest one is
+another connection, in turn with the client's. The same for all streams of a model that is
+unavailable after its worker ended, and for those of the pool when the time of a drain is over, and
+when the broker ends. An event is not interrupted, so the longest one is
 what workers and other clients wait for. Times are of the processor. The same program runs on other
 checkouts of the broker.
 """
@@ -32,18 +34,21 @@ CLIENT, OTHER = 1, 2  # links
 OWNERS = {CLIENT: "key:client", OTHER: "key:other"}
 GRACE = 10.0  # seconds: `client_grace`
 DURABLE = {"its connection ends": False, "it is silent": True, "its key is revoked": True}
+ALL = ("its model fails", "the pool is drained", "the broker ends")  # cases that leave no stream
 
 
 class Broker:
     """A core with one worker, at a time that stands still."""
 
-    def __init__(self, places: int, streams: int) -> None:
+    def __init__(self, places: int, streams: int, *, shared: bool) -> None:
+        """`shared`: another connection has as many streams."""
         config = PoolConfig(
             run_dir=Path("/nowhere"),
             models={"m": ModelConfig(path="builtin:counting")},
             queue_limit=10**6,
             queue_bytes=1 << 40,
             client_grace=GRACE,
+            restart_limit=1,
         )
         self.core = Core(config, boot=1)
         self.now = 1000.0
@@ -56,7 +61,7 @@ class Broker:
         )
         self.do(ev.WorkerHello("m/0", hello))
         self.do(ev.WorkerCredit(self.core.state.last_epoch, Credit(places, 0)))
-        self._count = streams
+        self._count, self._shared = streams, shared
 
     def do(self, event: ev.Event) -> None:
         began = time.thread_time()
@@ -68,11 +73,11 @@ class Broker:
         self.events += 1
 
     def generate(self, *, durable: bool, one_owner: bool) -> None:
-        """Both connections send as many requests, in turn."""
+        """All connections send as many requests, in turn."""
         body = {"model": "m", "prompt": "x", "durable": durable, "options": {"max_tokens": 9}}
         message = Generate.parse(body, ())
-        for number in range(2 * self._count):
-            link = OTHER if number % 2 else CLIENT
+        for number in range((1 + self._shared) * self._count):
+            link = OTHER if self._shared and number % 2 else CLIENT
             owner = OWNERS[CLIENT if one_owner else link]
             id = number.to_bytes(16, "big")
             self.do(ev.ClientGenerate(link, owner, id, 1, b"", message, number))
@@ -90,12 +95,16 @@ class Broker:
             self.do(ev.LinkLost(CLIENT))
         elif case == "its key is revoked":
             self.do(ev.Revoked(OWNERS[CLIENT]))
+        elif case == "its model fails":
+            self.do(ev.WorkerExited("m/0", "killed by SIGSEGV", own=True))
+        elif case == "the pool is drained":
+            self.do(ev.StartDrain(None, None, 0.0))
+        elif case == "the broker ends":
+            self.do(ev.Shutdown())
         self._wake()
-        left = len(self.core.state.requests)
-        if left != self._count:
-            raise SystemExit(
-                f"{left} streams are left, those of the other client are {self._count}"
-            )
+        left, others = len(self.core.state.requests), self._count * self._shared
+        if left != others:
+            raise SystemExit(f"{left} streams are left, those of the other client are {others}")
 
     def _wake(self) -> None:
         while self.core.next_wake() <= self.now:
@@ -103,9 +112,10 @@ class Broker:
 
 
 def measured(places: int, counts: list[int]) -> Iterator[tuple[str, int, Broker]]:
-    for case, durable in DURABLE.items():
+    for case in (*DURABLE, *ALL):
         for streams in counts:
-            broker = Broker(places, streams)
+            broker = Broker(places, streams, shared=case not in ALL)
+            durable = DURABLE.get(case, True)
             broker.generate(durable=durable, one_owner=case != "its key is revoked")
             broker.end(case)
             yield case, streams, broker

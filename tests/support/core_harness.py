@@ -7,6 +7,7 @@ A fake worker's token at position i is i, so that a client can tell what it shou
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -467,6 +468,15 @@ class Story:
         stream.ids += ids
         stream.text += text
         stream.frames += 1
+
+
+def wake_until_idle(story: Story) -> list[int]:
+    """Wake the core for what is due now; returns how many streams each event ended."""
+    left = [len(story.core.state.requests)]
+    while story.core.next_wake() <= story.now:
+        story.do(ev.Wake())
+        left.append(len(story.core.state.requests))
+    return [before - after for before, after in itertools.pairwise(left)]
 
 
 def body_of(action: act.ToClient | act.ToWorker) -> dict[str, Any]:

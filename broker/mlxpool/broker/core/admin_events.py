@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mlxpool.broker.core import events as ev
-from mlxpool.broker.core.calls import Calls
+from mlxpool.broker.core.bulk_endings import BulkEndings
 from mlxpool.broker.core.delivery import Delivery
 from mlxpool.broker.core.drain import Drainer
 from mlxpool.broker.core.failover import Failover
@@ -22,16 +22,16 @@ class AdminEvents:
         state: State,
         pool: WorkerPool,
         delivery: Delivery,
-        calls: Calls,
         failover: Failover,
         drainer: Drainer,
+        bulk: BulkEndings,
     ) -> None:
         self._state = state
         self._pool = pool
         self._delivery = delivery
-        self._calls = calls
         self._failover = failover
         self._drainer = drainer
+        self._bulk = bulk
 
     # ---- operators ---------------------------------------------------------------------------
 
@@ -76,17 +76,26 @@ class AdminEvents:
             self._drainer.drain_worker(event.slot, 0.0, now)
 
     def on_shutdown(self, event: ev.Shutdown, now: float) -> None:
-        self._state.phase = PoolPhase.CLOSING
+        """End every stream and call, then stop the workers. Nothing is admitted any more."""
+        state = self._state
+        state.phase = PoolPhase.CLOSING
         error = Draining(
             f"{BROKER_ENDS}; send the request again",
             retry_after_ms=None if event.final else BROKER_RETRY_MS,
         )
-        for request in list(self._state.requests.values()):
-            self._delivery.fail(request, error, now)
+        self._bulk.begin(
+            state.requests,
+            state.calls,
+            lambda _: True,
+            now,
+            error=lambda _: error,
+            then=self._stop_workers,
+        )
+        self._bulk.end_some(now)
+
+    def _stop_workers(self, now: float) -> None:
         for model in self._state.registry.models.values():
-            for worker in model.workers:
-                self._calls.worker_lost(worker, BROKER_ENDS, {})
-            self._failover.give_up(model, lambda _: error, now)
+            self._pool.give_up(model)
             self._pool.unload(model, BROKER_ENDS)
 
     # ---- settings ----------------------------------------------------------------------------

@@ -226,7 +226,7 @@ class Admission:
         self._pool.cancel_run(request)
         self._state.detach(request)
         if request.state is RequestState.QUEUED:
-            model.queue.resize(message.size - request.message.size)
+            model.queue.sent_again(request, message.size - request.message.size)
             request.message = message
         else:
             request.move("requeue")

@@ -10,27 +10,30 @@ from itertools import chain
 from mlxpool.broker.core.calls import Calls
 from mlxpool.broker.core.delivery import Delivery
 from mlxpool.broker.core.state import State
+from mlxpool.broker.requests.call import Call
 from mlxpool.broker.requests.request import Request
 from mlxpool.common.errors import PoolError
 
-MAX_ENDED = 64  # streams and calls that one event ends, of all bulks together
+MAX_ENDED = 64  # streams and calls of bulks that one event ends, of all bulks together
 MAX_LOOKED_AT = 4096  # ids that one event looks at: most of a bulk may be none that ends
 TIMER = "endings"  # key of the timer that is due while some are left
 
 
 @dataclass(eq=False, slots=True)
 class Bulk:
-    """Streams and calls that end with one error; None: they are cancelled.
+    """Streams and calls that end together, some in each event.
 
-    `ends` says when the turn of a stream comes whether it ends: it may be another client's by then.
-    `link`: the one on which all of them are or were; None: there is no such link.
+    `ends` and `ends_call` say when the turn of a stream or of a call comes whether it ends: it may
+    be another client's by then. `error` makes the error of one; None: they are cancelled. `then` is
+    called when all have had their turn.
     """
 
     streams: deque[bytes]
     calls: deque[bytes]
     ends: Callable[[Request], bool]
-    link: int | None
-    error: PoolError | None
+    ends_call: Callable[[Call], bool]
+    error: Callable[[Request | Call], PoolError] | None
+    then: Callable[[float], None]
 
 
 class BulkEndings:
@@ -45,6 +48,15 @@ class BulkEndings:
         self._delivery = delivery
         self._calls = calls
         self._bulks: deque[Bulk] = deque()
+        self._may_end = MAX_ENDED  # in the current event
+
+    def __len__(self) -> int:
+        """How many bulks have streams or calls whose turn has not come."""
+        return len(self._bulks)
+
+    def open(self) -> None:
+        """Begin an event: it may end MAX_ENDED."""
+        self._may_end = MAX_ENDED
 
     def begin(
         self,
@@ -53,17 +65,17 @@ class BulkEndings:
         ends: Callable[[Request], bool],
         now: float,
         *,
-        link: int | None = None,
-        error: PoolError | None = None,
+        ends_call: Callable[[Call], bool] = lambda call: True,
+        error: Callable[[Request | Call], PoolError] | None = None,
+        then: Callable[[float], None] = lambda now: None,
     ) -> None:
-        """End these from the next `Wake` on, by their ids: of the streams only those that `ends`.
+        """End these from the next `Wake` on, by their ids; see Bulk.
 
-        Those that have a place in a worker are the first. When all of a `link` have had their turn,
-        the link's own timer is due: it may be forgotten.
+        Streams that have a place in a worker are the first, calls the last.
         """
         running = (request.id for request in self.running(streams) if ends(request))
         work = deque(chain(running, streams))
-        self._bulks.append(Bulk(work, deque(calls), ends, link, error))
+        self._bulks.append(Bulk(work, deque(calls), ends, ends_call, error, then))
         self._state.timers.set(TIMER, now)
 
     def running(self, streams: Collection[bytes]) -> list[Request]:
@@ -80,19 +92,21 @@ class BulkEndings:
         return sorted({r for r in known if r is not None and r.run.epoch}, key=lambda r: r.arrival)
 
     def end_some(self, now: float) -> None:
-        """End the next MAX_ENDED."""
-        ended = 0
+        """End the next ones, as many as the event may still end."""
+        # Before any ends: an exception costs one stream, and the others end in later events.
+        self._state.timers.set(TIMER, now)
         for _ in range(MAX_LOOKED_AT):
-            if not self._bulks or ended == MAX_ENDED:
+            if not self._bulks or not self._may_end:
                 break
-            bulk = self._bulks.popleft()
-            ended += self._end_next(bulk, now)
+            bulk = self._bulks[0]
+            self._may_end -= self._end_next(bulk, now)
+            self._bulks.popleft()
             if bulk.streams or bulk.calls:
                 self._bulks.append(bulk)
-            elif bulk.link in self._state.links:
-                self._state.timers.set(("link", bulk.link), now)
-        if self._bulks:
-            self._state.timers.set(TIMER, now)
+            else:
+                bulk.then(now)
+        if not self._bulks:
+            self._state.timers.clear(TIMER)
 
     def _end_next(self, bulk: Bulk, now: float) -> bool:
         """End the next stream or call of a bulk, if it is still there; returns whether it was."""
@@ -103,12 +117,13 @@ class BulkEndings:
             if bulk.error is None:
                 self._delivery.cancel(request, now)
             else:
-                self._delivery.fail(request, bulk.error, now)
+                self._delivery.fail(request, bulk.error(request), now)
             return True
         if bulk.calls:
             call = self._state.calls.get(bulk.calls.popleft())
-            if call is None or bulk.link not in (None, call.link):
+            if call is None or not bulk.ends_call(call):
                 return False
-            self._calls.cancel(call, now, bulk.error)
+            error = None if bulk.error is None else bulk.error(call)
+            self._calls.cancel(call, now, error)
             return True
         return False

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.actions import JobSetBack
 from mlxpool.broker.core.outbox import Outbox
-from mlxpool.broker.core.state import JOBS_LINK, QUEUE_RETRY_MS, State
+from mlxpool.broker.core.state import JOBS_LINK, QUEUE_RETRY_MS, PoolPhase, State
 from mlxpool.broker.core.worker_pool import WorkerPool
 from mlxpool.broker.models import listing
 from mlxpool.broker.models.model import Model
@@ -173,6 +173,8 @@ class Calls:
 
     def forward(self, model: Model) -> None:
         """Give waiting calls to the workers that have the fewest, as far as they take more."""
+        if self._state.phase is PoolPhase.CLOSING:
+            return  # all of them are about to end
         serving = [worker for worker in model.workers if worker.serves]
         while model.calls and serving:
             worker = min(serving, key=lambda one: len(one.calls))
@@ -262,12 +264,6 @@ class Calls:
         """The charge of a job has to outlive this broker, and its history has the loss."""
         where = exit_causes.ended(worker.slot, cause)
         self._outbox.add(JobSetBack(call.id, call.attempt, worker.slot, call.charge, where))
-
-    def give_up(self, model: Model, why: Callable[[str], PoolError]) -> None:
-        """Fail the calls that wait for a model. `why` makes the error for a name of it."""
-        for call in model.calls:
-            self._answer(call, Failed.of(why(call.message.model)))
-        model.calls.clear()
 
     def _answer(self, call: Call, answer: Content | None) -> None:
         """The one place where a call ends; None: nobody waits for an answer."""

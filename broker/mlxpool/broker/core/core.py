@@ -60,24 +60,24 @@ class Core:
         self.ended = ended = EndedRequests(state)
         self.pool = pool = WorkerPool(state, outbox)
         delivery = Delivery(state, outbox, pool, ended)
-        dispatcher = Dispatcher(state, outbox, pool, delivery)
         self._calls = calls = Calls(state, outbox, pool)
+        self._bulk = bulk = BulkEndings(state, delivery, calls)
+        dispatcher = Dispatcher(state, outbox, pool, delivery, bulk)
         self.admission = admission = Admission(
             state, outbox, pool, ended, delivery, dispatcher, calls
         )
-        failover = Failover(state, outbox, pool, ended, delivery, dispatcher, calls)
-        self._drainer = drainer = Drainer(state, outbox, pool, delivery, dispatcher, failover)
+        failover = Failover(state, outbox, pool, ended, delivery, dispatcher, calls, bulk)
+        self._drainer = drainer = Drainer(state, outbox, pool, dispatcher, failover, bulk)
         self._scaling = ReplicaScaling(state, outbox, pool, drainer)
         ingest = TokenIngest(state, pool, delivery, failover, dispatcher)
         workers = WorkerEvents(state, outbox, pool, dispatcher, calls, failover)
-        bulk = BulkEndings(state, delivery, calls)
         self._endings = endings = Endings(state, outbox, ended, delivery, calls, bulk)
         self._sweeps = {  # by the keys of their timers
             "tombstones": ended.expire_tombstones,
             "quarantine": ended.expire_quarantine,
             bulk_endings.TIMER: bulk.end_some,
         }
-        admin_events = AdminEvents(state, pool, delivery, calls, failover, drainer)
+        admin_events = AdminEvents(state, pool, delivery, failover, drainer, bulk)
         self._handlers: dict[type, Handler] = {
             ev.ClientGenerate: admission.on_generate,
             ev.StartJob: admission.on_start_job,
@@ -122,8 +122,14 @@ class Core:
     def handle(self, event: ev.Event, now: float) -> list[Action]:
         """Everything that follows from one event, in order."""
         self.outbox.open()
+        self._bulk.open()
         self._handlers[type(event)](event, now)
         return self.outbox.close()
+
+    @property
+    def ends_more(self) -> bool:
+        """Whether streams or calls are about to end, in the next events."""
+        return len(self._bulk) > 0
 
     def next_wake(self) -> float:
         """When `Wake` is due at the latest; infinity if nothing waits for a time."""

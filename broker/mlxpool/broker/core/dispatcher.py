@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from itertools import takewhile
 
+from mlxpool.broker.core.bulk_endings import BulkEndings
 from mlxpool.broker.core.delivery import Delivery
 from mlxpool.broker.core.outbox import Outbox
-from mlxpool.broker.core.state import State
+from mlxpool.broker.core.state import PoolPhase, State
 from mlxpool.broker.core.worker_pool import WorkerPool
 from mlxpool.broker.models.model import Model
+from mlxpool.broker.requests.call import Call
 from mlxpool.broker.requests.request import Request
+from mlxpool.broker.requests.request_states import RequestState
 from mlxpool.broker.routing.route_choice import MAX_PASSED
 from mlxpool.broker.workers.placement import (
     choose_pair,
@@ -30,16 +34,28 @@ from mlxpool.common.protocol.to_worker import Work
 class Dispatcher:
     """No work goes to a worker that is not READY, and never more than it has credit for."""
 
-    def __init__(self, state: State, outbox: Outbox, pool: WorkerPool, delivery: Delivery) -> None:
+    def __init__(
+        self,
+        state: State,
+        outbox: Outbox,
+        pool: WorkerPool,
+        delivery: Delivery,
+        bulk: BulkEndings,
+    ) -> None:
         self._state = state
         self._outbox = outbox
         self._pool = pool
         self._delivery = delivery
+        self._bulk = bulk
 
     def dispatch(self, model: Model, now: float) -> None:
         """Assign the model's waiting requests: first the resumed ones, then the fresh ones."""
+        if self._state.phase is PoolPhase.CLOSING:
+            return  # all of them are about to end
         workers = model.workers
-        for request in list(model.queue.resumed):
+        resumed = model.queue.resumed
+        waiting = list(resumed) if resumed and any(w.credit() for w in workers) else []
+        for request in waiting:
             if not any(worker.credit() for worker in workers):
                 break
             workers = self._assign_resumed(request, workers, now)
@@ -77,21 +93,27 @@ class Dispatcher:
         return [worker for worker in workers if worker is not reserved]
 
     def _fail_incompatible(self, model: Model, now: float) -> None:
-        """Fail streams that began with other weights than the model has now: none can resume."""
+        """Fail streams that began with other weights than the model has now: none can resume.
+
+        Each is compared once with the workers that are ready: thousands may wait for these.
+        """
         if not model.queue.resumed or not model.stable:
             return
-        ready = [worker for worker in model.workers if worker.state is WorkerState.READY]
-        for request in list(model.queue.resumed):
-            if any(fits_facts(worker, request) for worker in ready):
-                continue
-            facts, worker = request.run.facts or Facts(), ready[0]
-            error = ModelUnavailable(
-                f"the stream began with model digest {facts.digest}, context"
-                f" {facts.context}; {request.message.model!r} is now {worker.digest},"
-                f" {worker.context}; send a new request",
-                details={"digest": facts.digest, "context": facts.context},
-            )
-            self._delivery.fail(request, error, now)
+        ready = _ready(model)
+        unchecked = model.queue.unchecked_resumed(tuple(worker.epoch for worker in ready))
+        ids = [request.id for request in unchecked if _is_incompatible(request, ready)]
+        if ids:
+            ends, error = partial(self._still_incompatible, model), partial(_changed, model)
+            self._bulk.begin(ids, (), ends, now, error=error)
+            self._bulk.end_some(now)
+
+    def _still_incompatible(self, model: Model, request: Request) -> bool:
+        """Whether a stream that waits fits none of the ready workers when its turn to end comes."""
+        ready = _ready(model)
+        if not ready:
+            model.queue.forget_checks()  # the next one that is ready decides
+        waits = request.model == model.name and request.state is RequestState.QUEUED
+        return bool(ready) and waits and _is_incompatible(request, ready)
 
     def _assign(self, request: Request, worker: Worker, now: float) -> None:
         state, run = self._state, request.run
@@ -117,6 +139,26 @@ class Dispatcher:
         self._delivery.set_timer(request)
         left_ms = max(0, math.ceil((request.deadline - now) * 1000))
         self._outbox.tell(worker, work_of(request, left_ms), request.id, run.number)
+
+
+def _ready(model: Model) -> list[Worker]:
+    return [worker for worker in model.workers if worker.state is WorkerState.READY]
+
+
+def _is_incompatible(request: Request, ready: Sequence[Worker]) -> bool:
+    return not any(fits_facts(worker, request) for worker in ready)
+
+
+def _changed(model: Model, request: Request | Call) -> ModelUnavailable:
+    """The error of a stream that can be resumed by none of the workers that are ready."""
+    assert isinstance(request, Request)
+    facts, worker = request.run.facts or Facts(), _ready(model)[0]
+    return ModelUnavailable(
+        f"the stream began with model digest {facts.digest}, context"
+        f" {facts.context}; {request.message.model!r} is now {worker.digest},"
+        f" {worker.context}; send a new request",
+        details={"digest": facts.digest, "context": facts.context},
+    )
 
 
 def _cache_aware(model: Model) -> bool:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from mlxpool.broker.core import events as ev
-from mlxpool.broker.core.delivery import Delivery
+from mlxpool.broker.core.bulk_endings import BulkEndings
 from mlxpool.broker.core.dispatcher import Dispatcher
 from mlxpool.broker.core.failover import Failover
 from mlxpool.broker.core.outbox import Outbox
@@ -22,16 +25,16 @@ class Drainer:
         state: State,
         outbox: Outbox,
         pool: WorkerPool,
-        delivery: Delivery,
         dispatcher: Dispatcher,
         failover: Failover,
+        bulk: BulkEndings,
     ) -> None:
         self._state = state
         self._outbox = outbox
         self._pool = pool
-        self._delivery = delivery
         self._dispatcher = dispatcher
         self._failover = failover
+        self._bulk = bulk
 
     def on_drain(self, event: ev.StartDrain, now: float) -> None:
         if event.slot is not None:
@@ -87,19 +90,31 @@ class Drainer:
         """The grace of a model, or of the pool (""), is over: what still waits or runs fails."""
         models = self._state.registry.models
         if not name and not self._state.admits:
-            self._fail_requests(None, now)
-            for model in models.values():
-                self._failover.give_up(model, lambda _: _error(), now)
+            self._fail(list(models.values()), self._give_up_all, now)
         elif name in models and not models[name].admits:
-            self._fail_requests(name, now)
-            self._failover.give_up(models[name], lambda _: _error(), now)
-            self._pool.unload(models[name], exit_causes.DRAINED)
+            self._fail([models[name]], partial(self._unload_drained, models[name]), now)
 
-    def _fail_requests(self, model: str | None, now: float) -> None:
-        for request in list(self._state.requests.values()):
-            if model in (None, request.model):
-                self._delivery.fail(request, _error(), now)
+    def _fail(self, models: list[Model], then: Callable[[float], None], now: float) -> None:
+        """Fail the requests of these models and the calls that wait for them, then do the rest."""
+        state, names = self._state, {model.name for model in models}
+        error = Draining("the pool is being drained; send the request again later")
+        self._bulk.begin(
+            [request.id for request in state.requests.values() if request.model in names],
+            [call.id for model in models for call in model.calls],
+            lambda request: request.model in names,
+            now,
+            ends_call=lambda call: call.model in names and not call.epoch,
+            error=lambda _: error,
+            then=then,
+        )
+        self._bulk.end_some(now)
 
+    def _give_up_all(self, now: float) -> None:
+        for model in self._state.registry.models.values():
+            self._pool.give_up(model)
 
-def _error() -> Draining:
-    return Draining("the pool is being drained; send the request again later")
+    def _unload_drained(self, model: Model, now: float) -> None:
+        """Stop the workers of a model, unless it was opened again in the meantime."""
+        if not model.admits:
+            self._pool.give_up(model)
+            self._pool.unload(model, exit_causes.DRAINED)

@@ -67,7 +67,12 @@ class Endings:
         error = Unauthorized(f"{owner} was revoked: nothing of it is served any more")
         calls = [call.id for call in state.calls.values() if call.message.owner == owner]
         self._bulk.begin(
-            state.requests, calls, lambda request: request.owner == owner, now, error=error
+            state.requests,
+            calls,
+            lambda request: request.owner == owner,
+            now,
+            ends_call=lambda call: call.message.owner == owner,
+            error=lambda _: error,
         )
         self._bulk.end_some(now)
 
@@ -86,7 +91,7 @@ class Endings:
             def plain(request: Request) -> bool:
                 return _is_on(event.link, request) and not request.message.durable
 
-            self._bulk.begin(link.ids, (), plain, now, link=event.link)
+            self._bulk.begin(link.ids, (), plain, now, then=partial(self._look_again, event.link))
 
     def on_link_timer(self, number: int, now: float) -> None:
         """Cancel what a link has that was silent for `client_grace`, and forget the link.
@@ -106,12 +111,24 @@ class Endings:
             return
         if link.ids or link.calls:
             self._detach(number, link)
-            self._bulk.begin(link.ids, link.calls, partial(_is_on, number), now, link=number)
-            # The bulk has the timer come sooner, when nothing is left.
+            self._bulk.begin(
+                link.ids,
+                link.calls,
+                partial(_is_on, number),
+                now,
+                ends_call=lambda call: call.link == number,
+                then=partial(self._look_again, number),
+            )
+            # The timer comes sooner, when nothing is left.
             following = now + max(STALL_INTERVAL, self._state.config.client_grace)
             self._state.timers.set(("link", number), following)
         else:
             del self._state.links[number]
+
+    def _look_again(self, number: int, now: float) -> None:
+        """What was to end of a link has ended: its timer is due, it may be forgotten."""
+        if number in self._state.links:
+            self._state.timers.set(("link", number), now)
 
     def _detach(self, number: int, link: Link) -> None:
         """It gets no terminal, and a new number: a client that wakes up sees that and retries."""
@@ -137,7 +154,7 @@ class Endings:
                 return _is_on(number, request) and request.model in wanted
 
             ids = [request.id for request in running]
-            self._bulk.begin(ids, (), stalled, now, link=number)
+            self._bulk.begin(ids, (), stalled, now, then=partial(self._look_again, number))
 
     # ---- time --------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.actions import JobSetBack
+from mlxpool.broker.core.bulk_endings import BulkEndings
 from mlxpool.broker.core.calls import Calls
 from mlxpool.broker.core.delivery import Delivery
 from mlxpool.broker.core.dispatcher import Dispatcher
@@ -16,6 +17,7 @@ from mlxpool.broker.core.worker_pool import WorkerPool
 from mlxpool.broker.models.model import Model
 from mlxpool.broker.requests import blame
 from mlxpool.broker.requests.request import Request
+from mlxpool.broker.requests.request_states import RequestState
 from mlxpool.broker.workers import exit_causes
 from mlxpool.broker.workers.worker import Worker
 from mlxpool.common.errors import Poisoned, PoolError, WorkerLost
@@ -33,6 +35,7 @@ class Failover:
         delivery: Delivery,
         dispatcher: Dispatcher,
         calls: Calls,
+        bulk: BulkEndings,
     ) -> None:
         self._state = state
         self._outbox = outbox
@@ -41,6 +44,7 @@ class Failover:
         self._delivery = delivery
         self._dispatcher = dispatcher
         self._calls = calls
+        self._bulk = bulk
 
     def condemn(self, worker: Worker, cause: str, now: float, *, own: bool = False) -> None:
         """Fence a worker and move what it runs. `own`: what it did is to blame."""
@@ -157,8 +161,17 @@ class Failover:
             self._dispatcher.dispatch(model, now)
 
     def give_up(self, model: Model, why: Callable[[str], PoolError], now: float) -> None:
-        """Fail everything that waits for a model. `why` makes the error for a name of it."""
+        """Fail everything that waits for a model. `why` makes the error for a name of it.
+
+        What a worker takes before its turn comes goes on.
+        """
         self._pool.give_up(model)
-        for request in list(model.queue):
-            self._delivery.fail(request, why(request.message.model), now)
-        self._calls.give_up(model, why)
+        self._bulk.begin(
+            [request.id for request in model.queue],
+            [call.id for call in model.calls],
+            lambda request: request.model == model.name and request.state is RequestState.QUEUED,
+            now,
+            ends_call=lambda call: call.model == model.name and not call.epoch,
+            error=lambda each: why(each.message.model),
+        )
+        self._bulk.end_some(now)

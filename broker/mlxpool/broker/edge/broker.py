@@ -22,6 +22,7 @@ from mlxpool.broker.core.core import Core
 from mlxpool.broker.edge.client_ingress import ClientIngress
 from mlxpool.broker.edge.endpoints import Endpoints, IdlePeers
 from mlxpool.broker.edge.executor import Actions, Executor
+from mlxpool.broker.edge.full_collections import FullCollections
 from mlxpool.broker.edge.http_gateway import HttpGateway
 from mlxpool.broker.edge.job_service import JobService
 from mlxpool.broker.edge.lifecycle import Lifecycle, Signals, lock, raise_descriptor_limit
@@ -82,6 +83,9 @@ class Broker:
         self.executor = Executor(self.core, self.counters, History("broker"))
         self.perform = self.executor.perform
         self.lag = LoopLag()
+        self.collections = FullCollections(
+            lambda: bool(self.state.requests or self.state.calls or self.core.ends_more)
+        )
         self.loop = Loop(self.lag, lambda late, now: self.perform(ev.Late(late), now))
         self.gateway = self._make_gateway()
         self.lifecycle = Lifecycle(self.perform, self.notifier, self.gateway, self._end_readings)
@@ -268,6 +272,7 @@ class Broker:
         add_task(self.admin.send_updates, self.admin.subscriptions.next_wake)
         add_task(self.idle_peers.sweep, self.idle_peers.next_wake)
         add_task(self._notify, self.notifier.next_wake)
+        add_task(self.collections.on_turn)
 
     def _wake_core(self, now: float) -> None:
         if self.core.next_wake() <= now:
@@ -314,9 +319,10 @@ class Broker:
             self.close()
 
     def _has_ended(self) -> bool:
-        """Whether it was told to stop, and every process that it started has ended."""
-        gateway_ended = self.gateway is None or self.gateway.ended
-        return self.lifecycle.stopping and not self.supervisor.children and gateway_ended
+        """Whether it was told to stop, and all streams and all processes that it started ended."""
+        if not self.lifecycle.stopping or self.core.ends_more or self.supervisor.children:
+            return False
+        return self.gateway is None or self.gateway.ended
 
     def _start(self) -> None:
         """Start the catalogue, the gateway and the workers of pinned models."""
@@ -331,6 +337,7 @@ class Broker:
         for name, model in config.models.items():
             if model.pin:
                 self.perform(ev.LoadModel(self.state.registry.model(name).name), time.monotonic())
+        self.collections.start(time.monotonic())
 
     def close(self) -> None:
         """Free everything: child processes, threads, sockets, the lock."""

@@ -83,10 +83,6 @@ class CallQueue:
             del self._of_owner[call.message.owner]
         self._left(call)
 
-    def clear(self) -> None:
-        self._of_owner.clear()
-        self._count = self.bytes = 0
-
     def _left(self, call: Call) -> None:
         self._count -= 1
         self.bytes -= call.size

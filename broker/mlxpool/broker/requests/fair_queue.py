@@ -45,11 +45,13 @@ class Lane:
     def __init__(self) -> None:
         self.owners: OrderedDict[str, OrderedDict[bytes, Request]] = OrderedDict()
         self.deficits: dict[str, int] = {}
+        self.count = 0  # requests of all owners
         self.texts = 0  # requests without images
 
     def add(self, request: Request) -> None:
         self.owners.setdefault(request.owner, OrderedDict())[request.id] = request
         self.deficits.setdefault(request.owner, 0)
+        self.count += 1
         self.texts += not request.message.prompt.images
 
     def head(self, *, without_images: bool = False) -> Request | None:
@@ -82,6 +84,7 @@ class Lane:
     def drop(self, request: Request) -> None:
         waiting = self.owners[request.owner]
         del waiting[request.id]
+        self.count -= 1
         self.texts -= not request.message.prompt.images
         if not waiting:  # an owner without waiting requests keeps no deficit
             del self.owners[request.owner], self.deficits[request.owner]
@@ -106,6 +109,8 @@ class Queue:
     def __init__(self) -> None:
         self.lanes = tuple(Lane() for _ in range(MAX_PRIORITY + 1))
         self.resumed: list[Request] = []  # a worker had them before
+        self.unchecked: dict[bytes, Request] = {}  # of the resumed, see `unchecked_resumed`
+        self._epochs: tuple[int, ...] = ()  # of the workers that the others were compared with
         self.count = 0  # fresh and resumed
         self.bytes = 0  # of prompts
 
@@ -128,11 +133,24 @@ class Queue:
     def add_resumed(self, request: Request) -> None:
         """Queue a request that was at work before: none that came later goes first."""
         insort(self.resumed, request, key=_turn)
+        self.unchecked[request.id] = request
         self._count(request, 1)
 
-    def resize(self, more_bytes: int) -> None:
+    def sent_again(self, request: Request, more_bytes: int) -> None:
         """A request in the queue was sent again and holds so many more bytes."""
         self.bytes += more_bytes
+        if self._place_among_resumed(request) is not None:
+            self.unchecked[request.id] = request  # it may have come with facts
+
+    def unchecked_resumed(self, epochs: tuple[int, ...]) -> list[Request]:
+        """The resumed requests that nobody has compared with the workers of these epochs.
+
+        The next call with the same epochs returns only those that were added since.
+        """
+        found = list(self.unchecked.values()) if epochs == self._epochs else list(self.resumed)
+        self._epochs = epochs
+        self.unchecked.clear()
+        return found
 
     def head(self, *, without_images: bool = False) -> Request | None:
         """The next of the fresh ones, or of those without images: the highest priority first."""
@@ -157,6 +175,7 @@ class Queue:
         """Remove a request that is given to a worker."""
         if (place := self._place_among_resumed(request)) is not None:
             del self.resumed[place]
+            self.unchecked.pop(request.id, None)
         else:
             self.lanes[request.message.priority].take(request)
         self._count(request, -1)
@@ -165,6 +184,7 @@ class Queue:
         """Remove a request that ends."""
         if (place := self._place_among_resumed(request)) is not None:
             del self.resumed[place]
+            self.unchecked.pop(request.id, None)
         else:
             self.lanes[request.message.priority].drop(request)
         self._count(request, -1)
@@ -175,16 +195,16 @@ class Queue:
         found = place < len(self.resumed) and self.resumed[place] is request
         return place if found else None
 
+    def forget_checks(self) -> None:
+        """Have `unchecked_resumed` return all resumed requests at its next call."""
+        self._epochs = ()
+
     def position(self, request: Request) -> int:
         """How many wait that may go first: an upper bound, for shares decide."""
         if (place := self._place_among_resumed(request)) is not None:
             return place
-        lengths = [
-            len(waiting)
-            for lane in self.lanes[request.message.priority :]
-            for waiting in lane.owners.values()
-        ]
-        return len(self.resumed) + sum(lengths) - 1
+        lanes = self.lanes[request.message.priority :]
+        return len(self.resumed) + sum(lane.count for lane in lanes) - 1
 
     def waiting_since(self) -> float:
         """When the wait of the request began that waits longest; infinity: none waits."""

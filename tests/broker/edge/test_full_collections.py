@@ -1,0 +1,89 @@
+"""Full collections are rare while streams are live, and find what reference counts do not free."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from mlxpool.broker.edge import full_collections
+from mlxpool.broker.edge.full_collections import INTERVAL, FullCollections
+
+
+@pytest.fixture
+def collector() -> Iterator[None]:
+    """The collector of this process is as before."""
+    before = gc.get_threshold()
+    yield
+    gc.unfreeze()
+    gc.set_threshold(*before)
+
+
+class Cyclic:
+    """Only a collection frees it."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def old_cycle() -> weakref.ref[Cyclic]:
+    """A cycle that is free, in the oldest generation, where only full collections look."""
+    cycle = Cyclic()
+    gc.collect()
+    return weakref.ref(cycle)
+
+
+@pytest.mark.usefixtures("collector")
+def test_cycles_are_freed_when_no_stream_is_live() -> None:
+    live = [1]
+    collections = FullCollections(lambda: bool(live))
+    collections.start(100.0)
+    cycle = old_cycle()
+    collections.on_turn(100.0 + 2 * INTERVAL)
+    assert cycle() is not None, "a stream would wait for it"
+    live.clear()
+    collections.on_turn(100.0 + 2 * INTERVAL)
+    assert cycle() is None
+
+
+@pytest.mark.usefixtures("collector")
+def test_an_idle_pool_collects_no_more_often_than_the_interval(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    collections = FullCollections(lambda: False)
+    collections.start(100.0)
+    made: list[float] = []
+    monkeypatch.setattr(gc, "collect", lambda: made.append(now))
+    now: float = 100.0
+    for step in range(4 * 60):
+        now = 100.0 + step
+        collections.on_turn(now)
+    assert made == [100.0 + n * INTERVAL for n in (1, 2, 3)]
+
+
+@pytest.mark.usefixtures("collector")
+def test_memory_is_bounded_though_streams_are_always_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cycles that grow old while the pool is busy are found by Python itself, only later."""
+    monkeypatch.setattr(full_collections, "MIDDLE_COLLECTIONS", 3)
+    collections = FullCollections(lambda: True)
+    collections.start(100.0)
+    young, middle, full = gc.get_threshold()
+    cycles = [old_cycle()]
+    # As many as take a full collection at the latest: it also waits until a quarter is new.
+    held: list[list[int]] = [[] for _ in range(young)]
+    for _ in range(40 * middle * full):
+        held += [[] for _ in range(young)]
+        collections.on_turn(100.0 + INTERVAL)
+        if cycles[0]() is None:
+            break
+    assert cycles[0]() is None
+
+
+@pytest.mark.usefixtures("collector")
+def test_what_is_there_at_the_start_is_not_looked_at_again() -> None:
+    kept = Cyclic()
+    FullCollections(lambda: False).start(100.0)
+    assert gc.get_freeze_count() > 0
+    assert not any(one is kept for one in gc.get_objects())
