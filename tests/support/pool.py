@@ -17,7 +17,7 @@ import psutil
 
 from mlxpool.cli.admin import ask
 from mlxpool.cli.main import UNREACHABLE
-from mlxpool.client import Client
+from mlxpool.client import AsyncClient, Client
 from mlxpool.client.connection import Connection
 from mlxpool.common.closing import Closing
 from mlxpool.common.errors import BrokerLost
@@ -151,6 +151,10 @@ class Pool(Closing):
         """A client that waits for a busy broker, unless the options say otherwise."""
         return Client(self.run_dir, **{"connect_timeout": PATIENCE, **options})
 
+    def async_client(self, **options: Any) -> AsyncClient:
+        """See `client`."""
+        return AsyncClient(self.run_dir, **{"connect_timeout": PATIENCE, **options})
+
     def ask(self, kind: str, **body: Any) -> dict[str, Any]:
         """Run an admin command, with retries for a broker that gets no processor time."""
         end = time.monotonic() + PATIENCE
@@ -186,10 +190,16 @@ class Pool(Closing):
         return dict(until(check, f"{slot} has {wanted}; is {self.worker(slot)}"))
 
     def kill_worker(self, slot: str, number: int = signal.SIGKILL) -> int:
-        """Send a signal to the worker of a slot; returns its pid."""
-        pid = int(self.worker(slot)["pid"])
-        os.kill(pid, number)
-        return pid
+        """Send a signal to the worker of a slot, once it has one; returns its pid."""
+
+        def killed() -> int:
+            pid = int(self.worker(slot).get("pid") or 0)
+            try:
+                return pid if pid and os.kill(pid, number) is None else 0
+            except ProcessLookupError:  # it has just ended, and the next one will be started
+                return 0
+
+        return int(until(killed, f"{slot} has a process"))
 
     def cli(
         self, *arguments: str, stdin: str | None = None, timeout: float = PATIENCE
