@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from chaos.engine_faults import FOLLOWER, install_fault
 from mlxpool.client import Client
 from support.pool import Pool, until
-from support.process_faults import FOLLOWER, install_fault
 from support.worker_checkpoints import write_checkpoint
 
 mx = pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)

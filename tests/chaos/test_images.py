@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from chaos.engine_faults import install_fault
 from chaos.harness import WEIGHTS_LIMITS
 from mlxpool.client import Client
 from support import seeing_models as seeing
 from support.pool import Pool
-from support.process_faults import install_fault
 
 pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from chaos.engine_faults import install_fault
 from chaos.harness import WEIGHTS_LIMITS
 from mlxpool.client import Result
 from support.draft_models import write_draft
 from support.pool import Pool, until
 from support.predicting_models import write_predicting
-from support.process_faults import install_fault
 
 pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)
 

@@ -11,10 +11,10 @@ from typing import Any
 import jsonschema
 import pytest
 
+from chaos.engine_faults import install_fault
 from chaos.harness import WEIGHTS_LIMITS
 from mlxpool.client import Client, Result
 from support.pool import Pool, until
-from support.process_faults import install_fault
 
 pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)
 

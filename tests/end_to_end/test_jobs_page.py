@@ -11,7 +11,6 @@ import pytest
 
 from mlxpool.common.errors import DuplicateId, UnknownModel
 from support.chromium import Chromium
-from support.patient_pages import patient_pages
 from support.pool import PATIENCE, Pool, until
 
 TOKEN = "operators-only-" + 2 * "0123456789abcdef"
@@ -39,11 +38,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     token.write_text(TOKEN)
     config = CONFIG.format(token=f'metrics_admin_token = "{token}"')
     state = ("--state-dir", str(folder / "jobs"))
-    environment = patient_pages(folder)
-    with (
-        Pool(folder, config, arguments=state, environment=environment) as running,
-        running.client() as client,
-    ):
+    with Pool(folder, config, arguments=state) as running, running.client() as client:
         client.submit("m", "the first", key="report-7", max_tokens=400, seed=7)
         client.submit("m", "hostile", key=HOSTILE, max_tokens=3, seed=7)
         client.submit("bad", "poison", key="poison", max_tokens=5)
@@ -183,8 +178,7 @@ def test_without_an_operators_token_there_are_counts_only(
     browser: Chromium, tmp_path: Path
 ) -> None:
     state = ("--state-dir", str(tmp_path / "jobs"))
-    environment = patient_pages(tmp_path)
-    with Pool(tmp_path, CONFIG.format(token=""), arguments=state, environment=environment) as pool:
+    with Pool(tmp_path, CONFIG.format(token=""), arguments=state) as pool:
         browser.open(f"{pool.ask('ps')['broker']['metrics']}/")
         browser.wait_for_text("#jobs-note", "0 waiting")
         browser.wait_for_text("#jobs-hint", "mlxpool jobs --all-owners")

@@ -15,7 +15,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from support.doc_blocks import blocks
 from support.gateway_thread import GatewayThread
-from support.patient_pages import patient_pages
 from support.pool import PATIENCE, Pool, until
 from support.prometheus_process import Prometheus
 
@@ -32,8 +31,7 @@ SECRET = "do not tell anybody"
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    folder = tmp_path_factory.mktemp("pool")
-    with Pool(folder, CONFIG, environment=patient_pages(folder)) as running:
+    with Pool(tmp_path_factory.mktemp("pool"), CONFIG) as running:
         yield running
 
 
@@ -160,8 +158,7 @@ def test_a_real_prometheus_scrapes_a_running_pool(pool: Pool, tmp_path: Path) ->
 
 
 def test_a_scrape_while_the_broker_drains(tmp_path: Path) -> None:
-    environment = patient_pages(tmp_path)
-    with Pool(tmp_path, CONFIG, environment=environment) as pool, pool.client() as client:
+    with Pool(tmp_path, CONFIG) as pool, pool.client() as client:
         base = url(pool)
         with client.stream("slow", "hello", max_tokens=10_000) as stream:
             reading = iter(stream)  # cancels when it is deleted

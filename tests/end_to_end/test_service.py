@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from support.notify_socket import NotifySocket
-from support.patient_pages import patient_pages
 from support.pool import PATIENCE, Pool, until
 
 WATCHDOG = 0.2  # seconds
@@ -25,7 +24,6 @@ metrics = "127.0.0.1:0"
 
 def service(tmp_path: Path, manager: NotifySocket) -> Pool:
     environment = {
-        **patient_pages(tmp_path),
         "NOTIFY_SOCKET": manager.address,
         "WATCHDOG_USEC": str(int(WATCHDOG * 1e6)),
     }
@@ -85,11 +83,7 @@ def test_a_broker_without_writable_executable_memory(tmp_path: Path) -> None:
     prefix = (sys.executable, "-c", TIGHT)
     if b"no such" in subprocess.run([*prefix, "/bin/true"], capture_output=True).stderr:
         pytest.skip("this kernel cannot forbid it: Linux 6.3 or newer can")
-    environment = patient_pages(tmp_path)
-    with (
-        Pool(tmp_path, CONFIG, prefix=prefix, environment=environment) as pool,
-        pool.client() as client,
-    ):
+    with Pool(tmp_path, CONFIG, prefix=prefix) as pool, pool.client() as client:
         assert client.generate("counting", "hello", max_tokens=3).reason == "length"
         with urllib.request.urlopen(pool.ask("ps")["broker"]["metrics"], timeout=PATIENCE) as page:
             assert page.status == 200

@@ -19,7 +19,6 @@ from support import snapshots
 from support.chromium import Chromium
 from support.core_harness import Story
 from support.free_ports import free_port
-from support.patient_pages import patient_pages
 from support.pool import PATIENCE, Pool, until
 from support.web_loop import Loop
 
@@ -46,8 +45,7 @@ FIGURE = "#cards .figure"  # of the first card: tokens a second
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    folder = tmp_path_factory.mktemp("pool")
-    with Pool(folder, CONFIG.format(port=0), environment=patient_pages(folder)) as running:
+    with Pool(tmp_path_factory.mktemp("pool"), CONFIG.format(port=0)) as running:
         yield running
 
 
@@ -242,12 +240,7 @@ def test_an_operator_cancels_a_request(browser: Chromium, tmp_path: Path) -> Non
     token.chmod(0o600)
     setting = f'metrics_admin_token = "{token}"'
     config = CONFIG.format(port=0).replace("[models.slow]", f"{setting}\n[models.slow]")
-    environment = patient_pages(tmp_path)
-    with (
-        Pool(tmp_path, config, environment=environment) as pool,
-        reader(pool, "slow"),
-        reader(pool, "slow"),
-    ):
+    with Pool(tmp_path, config) as pool, reader(pool, "slow"), reader(pool, "slow"):
         browser.open(url(pool))
         until(lambda: len(browser.texts("#live tbody tr")) == 2, "both requests")
         first = browser.text("#live tbody td.name")
@@ -289,8 +282,7 @@ def test_a_token_that_others_can_read_ends_the_start(tmp_path: Path) -> None:
 
 
 def test_a_broker_that_is_killed_and_restarted(browser: Chromium, tmp_path: Path) -> None:
-    environment = patient_pages(tmp_path)
-    with Pool(tmp_path, CONFIG.format(port=free_port()), environment=environment) as pool:
+    with Pool(tmp_path, CONFIG.format(port=free_port())) as pool:
         browser.open(url(pool))
         browser.wait_for_text("#state", "ready")
         assert not browser.text(ALARM)

@@ -1,4 +1,4 @@
-"""Faults inside a class of a process, which its interpreter's start puts there."""
+"""Faults inside a class of a worker process, which its interpreter's start puts there."""
 
 from __future__ import annotations
 
