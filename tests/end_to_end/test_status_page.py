@@ -132,7 +132,8 @@ def test_names_with_html_and_line_breaks_are_escaped(page: Chromium, pool: Pool)
 
 def test_the_page_loads_only_from_its_broker_and_little(page: Chromium, pool: Pool) -> None:
     until(lambda: "as of" in page.text("#told"), "first figures")
-    paths, loaded = {}, {}
+    paths: dict[str, str] = {}
+    loaded: dict[str, int] = {}
     for message in page.events():
         params = message["params"]
         if message["method"] == "Network.requestWillBeSent":

@@ -195,10 +195,12 @@ class Pool(Closing):
 
         def killed() -> int:
             pid = int(self.worker(slot).get("pid") or 0)
-            try:
-                return pid if pid and os.kill(pid, number) is None else 0
-            except ProcessLookupError:  # it has just ended, and the next one will be started
-                return 0
+            if pid:
+                try:
+                    os.kill(pid, number)
+                except ProcessLookupError:  # it has just ended, and the next one will be started
+                    return 0
+            return pid
 
         return int(until(killed, f"{slot} has a process"))
 
