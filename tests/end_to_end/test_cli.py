@@ -118,7 +118,7 @@ def test_exit_codes(pool: Pool, tmp_path: Path) -> None:
     assert cli(pool, "run", "no-such-model", "x").returncode == 1
     assert cli(pool, "run", "counting", "x", "--temperature", "-1").returncode == 2
     assert cli(pool, "run", "counting", "x", "--no-such-flag").returncode == 2
-    nobody = cli(pool, "--run-dir", str(tmp_path), "ps")
+    nobody = pool.cli("--run-dir", str(tmp_path), "ps")
     assert nobody.returncode == 3 and str(tmp_path) in nobody.stderr
     open_to_all = tmp_path / "open"
     open_to_all.mkdir(mode=0o755)

@@ -1,15 +1,17 @@
-"""The `mlxpool` command in the process of a test: a process of its own takes 0.3 s of a processor.
+"""Programs in the process of a test: a process of its own takes 0.3 to 1 s of a processor.
 
-Tests of the command's process itself start one: see Pool.cli.
+Tests of the process itself start one: see Pool.cli.
 """
 
 from __future__ import annotations
 
 import os
+import runpy
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from subprocess import CompletedProcess
 from typing import IO
 from unittest.mock import patch
@@ -27,7 +29,28 @@ def is_server(arguments: Sequence[str]) -> bool:
 def run_here(
     arguments: Sequence[str], environment: Mapping[str, str], stdin: str | None = None
 ) -> CompletedProcess[str]:
-    """Run a command with files in place of its standard streams; used by one thread at a time."""
+    """Run the `mlxpool` command."""
+    return _captured(lambda: main([*arguments]), arguments, environment, stdin)
+
+
+def run_script_here(path: Path, *arguments: str) -> CompletedProcess[str]:
+    """Run a Python file as a program."""
+    with patch.object(sys, "argv", [str(path), *arguments]):
+        return _captured(lambda: _script(path), sys.argv, os.environ.copy())
+
+
+def _script(path: Path) -> int:
+    runpy.run_path(str(path), run_name="__main__")
+    return OK  # of a program that does not say how it ends
+
+
+def _captured(
+    work: Callable[[], int],
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    stdin: str | None = None,
+) -> CompletedProcess[str]:
+    """Run it with files in place of the standard streams; used by one thread at a time."""
     with ExitStack() as stack:
         given, out, err = (_stream(stack) for _ in range(3))
         given.write(stdin or "")
@@ -36,7 +59,7 @@ def run_here(
             stack.enter_context(patch.object(sys, name, stream))
         stack.enter_context(patch.dict(os.environ, environment, clear=True))
         try:
-            code = main([*arguments])
+            code = work()
         except SystemExit as end:
             code = _exit_code(end)
         return CompletedProcess([*arguments], code, _text(out), _text(err))
