@@ -4,8 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # The MLX back end: cpu on Linux, nothing more on a Mac; `make demo EXTRA=cuda13` on an NVIDIA GPU.
 EXTRA ?= $(if $(filter Linux,$(shell uname -s)),cpu,)
-# Files of tests that run at once; half as many again as cores, for most tests wait for processes.
-JOBS ?= $(shell $(PYTHON) -c 'import os; n = os.cpu_count() or 1; print(n + (n + 1) // 2)')
+# Files of tests that run at once; twice as many as cores, for most tests wait for processes.
+JOBS ?= $(shell $(PYTHON) -c 'import os; print(2 * (os.cpu_count() or 1))')
 COMMA := ,
 SECONDS_RECORD := .pytest_cache/seconds.xml  # of each test of the last `make test`
 SERVES := $(VENV)/.serves-$(EXTRA)

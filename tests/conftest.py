@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -20,6 +21,9 @@ os.environ.setdefault("MLX_ENABLE_TF32", "0")
 settings.load_profile(os.environ.get("MLXPOOL_HYPOTHESIS", "fixed"))
 # Nor on the settings of whoever runs the tests.
 os.environ.setdefault("MLXPOOL_CONFIG", os.devnull)
+# Nor on the speed of the machine: processes that tests start wait for a busy broker.
+PATIENT = str(Path(__file__).parent / "support" / "patient")
+os.environ["PYTHONPATH"] = os.pathsep.join([PATIENT, *filter(None, [os.environ.get("PYTHONPATH")])])
 # Nor on how they were started: a shell's background command ignores Ctrl-C, and so do its children.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -13,6 +13,7 @@ import pytest
 
 import mlxpool.client
 from mlxpool.common.version import VERSION
+from support.pool import PATIENCE
 
 ROOT = Path(__file__).parents[1]
 CALLS = (
@@ -88,7 +89,7 @@ def imported(module: str) -> set[str]:
     """Top-level packages in a fresh interpreter that has imported a module."""
     code = f"import sys, {module}; print(*{{name.partition('.')[0] for name in sys.modules}})"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=True
     )
     return set(done.stdout.split())
 

@@ -17,7 +17,7 @@ from mlxpool.common.errors import PoolError
 
 def main() -> int:
     run_dir, work = sys.argv[1], json.loads(sys.argv[2])
-    client = Client(run_dir, connect_timeout=60)
+    client = Client(run_dir, connect_timeout=200)
     begun = threading.Barrier(work["streams"] + 1)
     outcomes: list[str] = []
     threads = [

@@ -12,7 +12,7 @@ from mlxpool.client import Client
 
 
 def main() -> None:
-    with Client(sys.argv[1], connect_timeout=60, broker_grace=60) as client:
+    with Client(sys.argv[1], connect_timeout=200, broker_grace=200) as client:
         for number in range(int(sys.argv[3])):
             key = f"{sys.argv[2]}-{number}"
             client.submit("m", key, key=key, max_tokens=count_of(key), seed=SEED)

@@ -63,7 +63,7 @@ prefix_cache = "off"
 pin = true
 """
 PROMPTS = ("one", "a longer prompt, of more tokens")
-TOKENS = 240  # so many that a stream is mostly at work when a fault comes
+TOKENS = 120  # so many that a stream is mostly at work when a fault comes
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,9 @@ def hung(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chaos]:
 @pytest.mark.parametrize("name", HANGS)
 def test_every_hang_is_found(hung: Chaos, name: str) -> None:
     hung.assert_all_done([stream for stream in hung.streams if stream.model == name])
-    assert hung.causes(name)[0].startswith(f"hung in {name.partition('-')[2]} for ")
+    # On a busy machine a worker may have been ended while it started, before its fault.
+    hangs = f"hung in {name.partition('-')[2]} for "
+    assert any(cause.startswith(hangs) for cause in hung.causes(name)), hung.causes(name)
     last = Path(hung.pool.worker(f"{name}/0")["last_dump"])
     # On a busy machine the next worker may have been suspected while it started.
     stacks = [file.read_text() for file in last.parent.glob(f"{name}-0.*{last.suffix}")]

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from mlxpool.client import AsyncClient, Client
+from mlxpool.client import Client
 from mlxpool.common.errors import BadRequest, ContextExceeded, PoolError
 from support.pool import PATIENCE, Pool, gone, until
 from support.slow_tokenizer import PANICS, SLOW, split_texts
@@ -122,7 +122,7 @@ TOKENIZES = """\
 import sys
 from mlxpool.client import AsyncClient, Client
 
-Client(sys.argv[1]).tokenize("m", ("x" * 20 + " ") * 10**5)
+Client(sys.argv[1], connect_timeout=200).tokenize("m", ("x" * 20 + " ") * 10**5)
 """
 
 
@@ -143,7 +143,7 @@ def test_the_call_of_a_killed_client_is_not_prepared_to_its_end(patient_pool: Po
 
 def test_a_caller_that_waits_no_longer_frees_the_lane(patient_pool: Pool) -> None:
     async def ask() -> None:
-        async with AsyncClient(patient_pool.run_dir) as client:
+        async with patient_pool.async_client() as client:
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(1):
                     await client.tokenize("m", SLOW * 100)

@@ -602,7 +602,7 @@ def test_what_cannot_be_sent_is_a_bad_request(
         client.generate("m", **given)
 
     async def ask() -> None:
-        async with AsyncClient(broker.run_dir) as other:
+        async with AsyncClient(broker.run_dir, connect_timeout=PATIENCE) as other:
             with pytest.raises(BadRequest, match=words):
                 await other.generate("m", **given)
 
@@ -621,7 +621,7 @@ def test_a_call_that_cannot_be_sent_is_a_bad_request(
         client.tokenize(value, "x")
 
     async def ask() -> None:
-        async with AsyncClient(broker.run_dir) as other:
+        async with AsyncClient(broker.run_dir, connect_timeout=PATIENCE) as other:
             with pytest.raises(BadRequest):
                 await other.tokenize("m", value)
             with pytest.raises(BadRequest):
@@ -632,7 +632,9 @@ def test_a_call_that_cannot_be_sent_is_a_bad_request(
 
 def test_a_call_that_nobody_waits_for_is_cancelled(broker: FakeBroker) -> None:
     async def ask() -> None:
-        async with AsyncClient(broker.run_dir, pace=NO_RESEND_PACE) as client:
+        async with AsyncClient(
+            broker.run_dir, connect_timeout=PATIENCE, pace=NO_RESEND_PACE
+        ) as client:
             task = asyncio.ensure_future(client.tokenize("m", "text"))
             asked = await asyncio.to_thread(broker.receive, kinds.TOKENIZE)
             task.cancel()
@@ -652,7 +654,10 @@ def test_a_call_that_the_broker_has_dropped_with_its_link_is_sent_again(broker: 
     """As after a stop of the client for `client_grace`, before any other `pong`."""
     broker.open()
     pace = replace(NO_RESEND_PACE, ping=NEVER)
-    with Client(broker.run_dir, pace=pace) as client, ThreadPoolExecutor() as pool:
+    with (
+        Client(broker.run_dir, connect_timeout=PATIENCE, pace=pace) as client,
+        ThreadPoolExecutor() as pool,
+    ):
         models = pool.submit(client.models)
         asked = broker.receive(kinds.MODELS, pongs=False)
         broker.say(kinds.MODELS, asked.header.id, {"models": []}, attempt=0)

@@ -71,11 +71,11 @@ import asyncio
 import mlxpool
 from mlxpool.client import AsyncClient, Client
 print(mlxpool.__version__)
-with Client(sys.argv[1]) as client:
+with Client(sys.argv[1], connect_timeout=200) as client:
     with client.stream("counting", "hello", max_tokens=5, seed=7) as stream:
         print("".join(delta.text for delta in stream))
 async def main():
-    async with AsyncClient(sys.argv[1]) as client:
+    async with AsyncClient(sys.argv[1], connect_timeout=200) as client:
         print((await client.generate("counting", "hello", max_tokens=5, seed=7)).text)
 asyncio.run(main())
 others = {"mlx", "numpy", "tokenizers", "psutil", "starlette", "rich"} & {

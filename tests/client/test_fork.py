@@ -53,7 +53,7 @@ AFTER
 
 main()
 """
-SYNC = "client = Client(run_dir)"
+SYNC = "client = Client(run_dir, connect_timeout=200)"
 USED = f"{SYNC}; client.models()"
 STREAM = (
     f"{SYNC}; stream = client.stream('counting', 'hello', seed=7, max_tokens=3);"
@@ -63,7 +63,7 @@ ENDLESS = f"{SYNC}; stream = client.stream('counting', 'hello', max_tokens=10**5
 CHOICES = ENDLESS.replace("10**5", "10**5, n=2")
 AFTER = "ids = list(client.generate('counting', 'hello', seed=7, max_tokens=3).ids); client.close()"
 AFTER_STREAM = "ids = list(stream.read().ids); client.close()"
-ASYNC = "loop = asyncio.new_event_loop(); client = AsyncClient(run_dir)"
+ASYNC = "loop = asyncio.new_event_loop(); client = AsyncClient(run_dir, connect_timeout=200)"
 ASYNC_USED = f"{ASYNC}; loop.run_until_complete(client.models())"
 ASYNC_AFTER = (
     "ids = list(loop.run_until_complete(client.generate('counting', 'hello', seed=7, max_tokens=3))"
@@ -149,6 +149,7 @@ def test_the_result_of_a_stream_that_had_ended_before_can_be_read_in_a_fork(pool
 
 
 def test_a_fork_makes_a_client_of_its_own(pool: Pool, tmp_path: Path) -> None:
-    done = "lambda: Client(run_dir).generate('counting', 'hello', seed=7, max_tokens=3).ids"
+    generate = "generate('counting', 'hello', seed=7, max_tokens=3).ids"
+    done = f"lambda: Client(run_dir, connect_timeout=200).{generate}"
     found = ran(pool, USED, done, AFTER)
     assert found["child"]["done"] == repr(tuple(expected_ids("hello", 7, 3)))

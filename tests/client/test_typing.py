@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from mlxpool.common.version import VERSION
+from support.pool import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("bench", "broker", "cli", "client", "common", "gateway", "worker")
@@ -85,7 +86,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The Python of an environment with our wheel alone."""
     folder = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=100)
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=2 * PATIENCE)
     (wheel,) = folder.glob("mlxpool-*.whl")
     venv.create(folder / "venv", symlinks=True)
     paths = sysconfig.get_paths("venv", {"base": str(folder / "venv")})
@@ -98,7 +99,7 @@ def checked(python: Path, program: str, folder: Path) -> list[str]:
     (folder / "program.py").write_text(program)
     flags = ["--strict", "--no-error-summary", "--config-file=", "--cache-dir=/dev/null"]
     mypy = [sys.executable, "-m", "mypy", *flags, f"--python-executable={python}", "program.py"]
-    done = subprocess.run(mypy, cwd=folder, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(mypy, cwd=folder, capture_output=True, text=True, timeout=2 * PATIENCE)
     assert done.returncode in (0, 1), done.stderr
     return done.stdout.splitlines()
 

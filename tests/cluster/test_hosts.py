@@ -20,7 +20,7 @@ from mlxpool.common.transport import keys
 from support.counting_checker import expected_ids
 from support.free_ports import free_port
 from support.local_cluster import LocalCluster
-from support.pool import gone, until
+from support.pool import PATIENCE, gone, until
 
 SETTINGS = """
 [models.m]
@@ -59,7 +59,12 @@ class HostedPool:
 
     def client(self) -> Client:
         status = self.host.status()
-        return Client(endpoint=status["endpoint"], server_key=status["server_key"], key=self.key)
+        return Client(
+            endpoint=status["endpoint"],
+            server_key=status["server_key"],
+            key=self.key,
+            connect_timeout=PATIENCE,
+        )
 
     def broker_pid(self) -> int:
         return int((self.folder / "run" / "lock").read_text())

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from mlxpool.cluster import tied_process
-from support.pool import gone, until
+from support.pool import PATIENCE, gone, until
 
 PROGRAM = "import signal,sys,time; signal.signal(15, {handler}); print('up', flush=True); {rest}"
 WAITS = PROGRAM.format(handler="lambda *_: sys.exit(7)", rest="time.sleep(600)")
@@ -39,7 +39,7 @@ def close(process: subprocess.Popen[bytes]) -> int:
     assert process.stdin is not None and process.stdout is not None
     process.stdin.close()
     process.stdout.close()
-    return process.wait(60)
+    return process.wait(PATIENCE)
 
 
 @pytest.mark.parametrize(("code", "exit_code"), [(WAITS, 7), (STUBBORN, 128 + signal.SIGKILL)])

@@ -70,7 +70,9 @@ def test_a_key_on_the_list_is_served(secure: SecurePool) -> None:
 def test_the_async_client_connects_with_keys(secure: SecurePool) -> None:
     async def ask() -> list[int]:
         endpoint, key = secure.endpoint("front"), secure.keys.path("alice")
-        async with AsyncClient(endpoint=endpoint, server_key=secure.server_key, key=key) as client:
+        async with AsyncClient(
+            endpoint=endpoint, server_key=secure.server_key, key=key, connect_timeout=PATIENCE
+        ) as client:
             return list((await client.generate("counting", "hello", seed=3, max_tokens=5)).ids)
 
     assert asyncio.run(ask()) == expected_ids("hello", 3, 5)
@@ -177,7 +179,7 @@ def test_a_revoked_key_is_disconnected_at_once(secure: SecurePool, bystander: By
         next(pieces)
         raw = peer(secure, "alice", "front")
         raw.send_multipart(frames.encode(Header(kinds.PING)))
-        assert raw.poll(60_000)
+        assert raw.poll(int(PATIENCE * 1000))
         raw.recv_multipart()
         secure.write("bob", "hand", "chief")
         secure.reload()
@@ -204,7 +206,7 @@ def test_a_plain_client_may_hear_nothing_of_its_revoked_key(
     handshake = Handshake(raw, secure.endpoint("front"))
     body = {"model": "counting", "prompt": "mine", "options": {"max_tokens": 10**6}}
     raw.send_multipart(frames.encode(Header(kinds.GENERATE, ident, 0, 1), body))
-    assert raw.poll(60_000)
+    assert raw.poll(int(PATIENCE * 1000))
     secure.write("bob", "hand", "chief")
     secure.reload()
     until(lambda: handshake.succeeded() or handshake.refusal, "the new handshake is refused")
@@ -228,7 +230,7 @@ def test_frames_of_a_revoked_key_are_dropped_on_an_open_connection(
     """Frames that arrived before the disconnect and are read after it are dropped as well."""
     raw = peer(secure, "alice", "front")
     raw.send_multipart(frames.encode(Header(kinds.PING)))
-    assert raw.poll(60_000)
+    assert raw.poll(int(PATIENCE * 1000))
     accepted = secure.ask("stats")["requests"]["accepted"]
     secure.write("bob", "hand", "chief")
     words = 'event="key revoked" key=alice'
@@ -296,7 +298,7 @@ def test_a_worker_cannot_take_the_slot_of_a_local_one(
         raw.send_multipart(frames.encode(Header(kinds.DELTAS, None, epoch), {"rows": []}))
     got: list[str] = []
     # `who` answers the frame without an epoch; nothing welcomes it.
-    while raw.poll(60_000 if len(got) < 4 else 200):
+    while raw.poll(int(PATIENCE * 1000) if len(got) < 4 else 200):
         answer = frames.decode(raw.recv_multipart(), max_body=frames.MAX_BACK_BODY)
         got.append(answer.kind)
         if answer.kind == kinds.STOP:
@@ -313,7 +315,7 @@ def test_a_worker_that_forges_rows_affects_only_itself(
     raw = peer(secure, "hand", "back")
     hello = {"slot": "", "model": "other", "pid": 1, "digest": "x", "context": 100}
     raw.send_multipart(frames.encode(Header(kinds.HELLO), hello))
-    assert raw.poll(60_000)
+    assert raw.poll(int(PATIENCE * 1000))
     welcome = frames.decode(raw.recv_multipart(), max_body=frames.MAX_BACK_BODY)
     assert welcome.kind == kinds.WELCOME
     victim = bystander.stream.id
@@ -348,7 +350,7 @@ def test_a_remote_operator_gets_the_same_answers(secure: SecurePool) -> None:
 def test_admin_commands_on_the_front_are_refused(secure: SecurePool, bystander: Bystander) -> None:
     raw = peer(secure, "alice", "front")
     raw.send_multipart(frames.encode(Header("stop", bytes(16))))
-    assert raw.poll(60_000)
+    assert raw.poll(int(PATIENCE * 1000))
     answer = frames.decode(raw.recv_multipart())
     assert (answer.kind, answer.body["code"]) == (kinds.ERROR, "bad_request")
     assert "'stop' is an operator's command" in answer.body["message"]
@@ -371,7 +373,7 @@ def test_an_oversized_frame_is_refused_before_it_is_read(
     assert raised.value.code == "too_large"
     raw = peer(secure, "alice", "front")
     raw.send_multipart([*generate("x")[:1], b"\x90" * (frames.MAX_BODY + 1)])
-    assert raw.poll(60_000)
+    assert raw.poll(int(PATIENCE * 1000))
     assert frames.decode(raw.recv_multipart()).body["code"] == "too_large"
     raw.close(linger=0)
 

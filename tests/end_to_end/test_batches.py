@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from mlxpool.client import AsyncClient, Client, LineResult
+from mlxpool.client import Client, LineResult
 from mlxpool.common.errors import BadRequest, DuplicateId, Gone, UnknownJob
 from support.counting_checker import expected_ids, text_of
-from support.pool import Pool, until
+from support.pool import PATIENCE, Pool, until
 
 CONFIG = """\
 [pool]
@@ -83,12 +83,12 @@ def test_a_file_becomes_jobs_and_their_results(pool: Pool, tmp_path: Path) -> No
 
 def test_two_readers_follow_a_batch_in_asyncio(pool: Pool) -> None:
     async def follow(key: str) -> list[dict[str, Any]]:
-        async with AsyncClient(pool.run_dir) as client:
+        async with pool.async_client() as client:
             batch = await client.batch(key)
             return [row async for row in batch.progress()]
 
     async def work() -> None:
-        async with AsyncClient(pool.run_dir) as client:
+        async with pool.async_client() as client:
             batch = await client.submit_batch(prompts(300, "a"), "m", **OPTIONS)
             first, second = await asyncio.gather(follow(batch.key), follow(batch.key))
             assert first[-1]["done"] == second[-1]["done"] == 300
@@ -148,7 +148,8 @@ from mlxpool.client import Client
 def stop(sent):
     if sent >= int(sys.argv[3]):
         os.kill(os.getpid(), 9)
-Client(sys.argv[1]).submit_batch(sys.argv[2], "m", key="up", on_sent=stop, max_tokens=4, seed=7)
+client = Client(sys.argv[1], connect_timeout=200)
+client.submit_batch(sys.argv[2], "m", key="up", on_sent=stop, max_tokens=4, seed=7)
 """
 
 
@@ -193,7 +194,7 @@ def test_everything_is_killed_and_no_line_is_lost_or_doubled(tmp_path: Path) -> 
             pool.kill()
             pool.start()
 
-        with Client(pool.run_dir, broker_grace=60) as client:
+        with pool.client(broker_grace=PATIENCE) as client:
             batch = client.submit_batch(path, "m", key="killed", on_sent=kill_broker, **OPTIONS)
             for share in (0.2, 0.5, 0.7):
                 wait_for_done(client, batch.key, share * count)

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlxpool.client import AsyncClient, Client, DecisionList, LineResult, Vectors
+from mlxpool.client import Client, DecisionList, LineResult, Vectors
 from mlxpool.common.errors import BadRequest, ContextExceeded, DuplicateId, UnknownJob
-from support.pool import Pool, until
+from support.pool import PATIENCE, Pool, until
 from worker.encoders.checkpoints import CASES, MAX_TOKENS, write
 
 CONFIG = """\
@@ -140,7 +140,7 @@ def test_what_cannot_be_a_job_is_refused_by_name(client: Client) -> None:
 
 def test_calls_wait_run_and_end_in_asyncio(pool: Pool) -> None:
     async def work() -> None:
-        async with AsyncClient(pool.run_dir) as client:
+        async with pool.async_client() as client:
             job = await client.submit_call("embed", "embed", inputs="a dog")
             async with client.fetch(job) as stream:
                 assert Vectors.of(await stream.read()).rows == 1
@@ -234,7 +234,7 @@ def test_workers_and_brokers_die_and_no_line_is_lost_doubled_or_mixed(
 ) -> None:
     """The feed of ends has each line once, and each vector is that of its text."""
     count = 600
-    with make_pool(tmp_path, folders) as pool, Client(pool.run_dir, broker_grace=60) as client:
+    with make_pool(tmp_path, folders) as pool, pool.client(broker_grace=PATIENCE) as client:
         batch = client.submit_batch(lines(count), "embed", key="killed")
         for number, share in enumerate((0.1, 0.3, 0.5, 0.7)):
             until(lambda: client.batch("killed").row["done"] >= share * count, "lines are done")  # noqa: B023

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mlxpool.client import AsyncClient, Choices, Client
+from mlxpool.client import Choices, Client
 from mlxpool.common.errors import BadRequest, Internal, QueueFull
 from support.counting_checker import expected_ids, text_of
 from support.numpy_llama import demo_logprobs
@@ -119,7 +119,7 @@ def test_the_async_client_has_them_together_and_one_by_one(pool: Pool) -> None:
     ask: dict[str, Any] = {"n": 3, "max_tokens": 6, "seed": 7}
 
     async def run() -> None:
-        async with AsyncClient(pool.run_dir) as client:
+        async with pool.async_client() as client:
             choices: Choices = await client.generate("counting", "hello", **ask)
             assert [one.text for one in choices] == expected
             texts = ["", "", ""]
@@ -173,7 +173,7 @@ def test_others_go_past_choices_that_wait_for_their_worker(pool: Pool, client: C
     with client.stream("demo", "one " + WORDS, n=12, **ask) as stream:
         deltas = iter(stream)
         next(deltas)
-        assert live(pool) == 12
+        until(lambda: live(pool) == 12, "all are live")
         assert client.generate("demo", "another text", max_tokens=2).usage["completion_tokens"]
         until(lambda: rows_of(pool, "demo") == [0, 8], "the choices are on one replica")
     until(lambda: live(pool) == 0, "all are cancelled")

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,15 +31,22 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
         yield running
 
 
+def cli(pool: Pool, *arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own."""
+    return pool.cli(*arguments, process=True, **more)
+
+
 def test_run_prints_the_text(pool: Pool) -> None:
-    done = pool.cli("run", "counting", "hello", "--seed", "7", "--max-tokens", "5")
+    done = cli(pool, "run", "counting", "hello", "--seed", "7", "--max-tokens", "5")
     assert done.returncode == 0
     assert done.stdout == text_of(expected_ids("hello", 7, 5)) + "\n"
     assert "5 tokens" in done.stderr and "length" in done.stderr
 
 
 def test_run_reads_standard_input(pool: Pool) -> None:
-    done = pool.cli("run", "counting", "--seed", "7", "--max-tokens", "5", "--quiet", stdin="hello")
+    done = cli(
+        pool, "run", "counting", "--seed", "7", "--max-tokens", "5", "--quiet", stdin="hello"
+    )
     assert (done.stdout, done.stderr) == (text_of(expected_ids("hello", 7, 5)) + "\n", "")
 
 
@@ -107,29 +115,29 @@ def test_load_and_unload(pool: Pool) -> None:
 
 
 def test_exit_codes(pool: Pool, tmp_path: Path) -> None:
-    assert pool.cli("run", "no-such-model", "x").returncode == 1
-    assert pool.cli("run", "counting", "x", "--temperature", "-1").returncode == 2
-    assert pool.cli("run", "counting", "x", "--no-such-flag").returncode == 2
+    assert cli(pool, "run", "no-such-model", "x").returncode == 1
+    assert cli(pool, "run", "counting", "x", "--temperature", "-1").returncode == 2
+    assert cli(pool, "run", "counting", "x", "--no-such-flag").returncode == 2
     nobody = pool.cli("--run-dir", str(tmp_path), "ps")
     assert nobody.returncode == 3 and str(tmp_path) in nobody.stderr
     open_to_all = tmp_path / "open"
     open_to_all.mkdir(mode=0o755)
-    refused = pool.cli("--run-dir", str(open_to_all), "serve")
+    refused = cli(pool, "--run-dir", str(open_to_all), "serve")
     assert refused.returncode == 2 and "has the mode 0755" in refused.stderr
-    assert pool.cli("serve", "--config", str(tmp_path / "none.toml")).returncode == 2
+    assert cli(pool, "serve", "--config", str(tmp_path / "none.toml")).returncode == 2
 
 
 def test_an_error_as_json(pool: Pool) -> None:
-    done = pool.cli("run", "no-such-model", "x", "--json")
+    done = cli(pool, "run", "no-such-model", "x", "--json")
     assert json.loads(done.stdout)["error"]["code"] == "unknown_model"
 
 
 def test_version_and_help(pool: Pool) -> None:
     for words in ("--version", "-V", "version"):
-        assert pool.cli(words).stdout == f"mlxpool {version('mlxpool')}\n"
+        assert cli(pool, words).stdout == f"mlxpool {version('mlxpool')}\n"
     module = [sys.executable, "-m", "mlxpool", "version"]
-    assert subprocess.check_output(module, text=True) == pool.cli("version").stdout
-    text = pool.cli("--help").stdout
+    assert subprocess.check_output(module, text=True) == cli(pool, "version").stdout
+    text = cli(pool, "--help").stdout
     for command in ("serve", "run", "ps", "stats", "models", "cancel", "exit codes"):
         assert command in text
 

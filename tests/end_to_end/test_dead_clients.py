@@ -25,7 +25,7 @@ import sys
 from pathlib import Path
 from mlxpool.client import Client
 
-with Client(run_dir=Path(sys.argv[1])) as client:
+with Client(run_dir=Path(sys.argv[1]), connect_timeout=200) as client:
     durable = sys.argv[2] == "durable"
     client.generate("reading", "x" * 100_000, max_tokens=5, durable=durable)
 """

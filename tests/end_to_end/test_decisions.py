@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from mlxpool.client import AsyncClient, Client, Decision
+from mlxpool.client import Client, Decision
 from mlxpool.client.connection import Connection
 from mlxpool.common.errors import BadRequest, ContextExceeded, DeadlineExceeded, UnknownModel
 from support.gateway_thread import GatewayThread
@@ -128,7 +128,7 @@ def test_calls_survive_the_end_of_every_worker(pool: Pool, client: Client) -> No
     expected = client.decide_all("demo", TEXT, MANY)
 
     async def storm() -> list[list[Decision]]:
-        async with AsyncClient(pool.run_dir) as many:
+        async with pool.async_client() as many:
             asked = [asyncio.create_task(many.decide_all("demo", TEXT, MANY)) for _ in range(4)]
             for slot in ("demo/0", "demo/1"):
                 await asyncio.sleep(0.2)
@@ -144,7 +144,7 @@ def test_a_deadline_and_a_cancelled_task_end_a_call(pool: Pool, client: Client) 
         client.decide_all("demo", TEXT * 4, MANY, deadline_ms=1)
 
     async def cancelled() -> None:
-        async with AsyncClient(pool.run_dir) as many:
+        async with pool.async_client() as many:
             task = asyncio.create_task(many.decide_all("demo", TEXT * 4, MANY))
             connection = many._connection
             assert isinstance(connection, Connection)

@@ -84,7 +84,7 @@ def test_a_bad_network(tmp_path: Path, fault: Callable[[Relay, Client], None]) -
     with (
         Pool(tmp_path, CONFIG) as pool,
         Relay(("ipc", str(pool.run_dir / "front.ipc"))) as relay,
-        Client(endpoint=relay.endpoint, broker_grace=PATIENCE) as client,
+        Client(endpoint=relay.endpoint, connect_timeout=PATIENCE, broker_grace=PATIENCE) as client,
     ):
         streams = {seed: started(client, seed) for seed in range(3)}
         fault(relay, client)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlxpool.client import AsyncClient, Client
+from mlxpool.client import Client
 from mlxpool.common.errors import BadRequest, ContextExceeded, TooLarge
 from mlxpool.worker.encoders.folder import inspect_encoder
 from mlxpool.worker.encoders.text import EncoderText
@@ -140,7 +140,7 @@ def test_an_answer_over_the_bound_is_refused(client: Client) -> None:
 
 def test_asyncio_and_threads_share_passes(pool: Pool) -> None:
     async def ask() -> list[np.ndarray]:
-        async with AsyncClient(pool.run_dir) as client:
+        async with pool.async_client() as client:
             found = await asyncio.gather(*(client.embed("embed", TEXTS[n]) for n in range(100)))
             return [np.asarray(one)[0] for one in found]
 
@@ -153,7 +153,7 @@ def test_a_kill_of_every_worker_loses_no_call(pool: Pool, client: Client) -> Non
     expected = np.asarray(client.embed("embed", TEXTS))
 
     async def storm() -> list[np.ndarray]:
-        async with AsyncClient(pool.run_dir) as many:
+        async with pool.async_client() as many:
             asked = [asyncio.create_task(many.embed("embed", TEXTS)) for _ in range(8)]
             for slot in ("embed/0", "embed/1", "embed/0"):
                 await asyncio.sleep(0.2)

@@ -30,13 +30,13 @@ import functools
 
 from mlxpool.client import Client, PoolError
 
-made_at_import = Client()
+made_at_import = Client(connect_timeout=200)
 made_at_import.models()
 
 
 @functools.cache
 def client():
-    return Client()
+    return Client(connect_timeout=200)
 
 
 def app(environ, start_response):
@@ -64,14 +64,14 @@ app.conf.broker_transport_options = {
     "data_folder_out": f"{folder}/queue",
     "control_folder": f"{folder}/control",
 }
-made_at_import = Client()
+made_at_import = Client(connect_timeout=200)
 own = None
 
 
 @worker_process_init.connect
 def connect(**_):
     global own
-    own = Client()
+    own = Client(connect_timeout=200)
 
 
 @app.task
@@ -87,7 +87,7 @@ import json
 from tasks import generate, made_at_import
 
 waiting = [generate.delay("own"), generate.delay("made_at_import")]
-print(json.dumps([str(one.get(timeout=50, propagate=False)) for one in waiting]))
+print(json.dumps([str(one.get(timeout=200, propagate=False)) for one in waiting]))
 made_at_import.close()
 """
 

@@ -14,7 +14,7 @@ import pytest
 from support.counting_checker import expected_ids, text_of
 from support.gateway_thread import GatewayThread
 from support.openapi_answers import faults, unknown_members
-from support.pool import Pool
+from support.pool import PATIENCE, Pool
 from support.scripted_gateway import Served
 
 pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)
@@ -69,7 +69,7 @@ def told(seed: int, count: int) -> str:
 def test_an_answer_with_all_its_members(gateway: GatewayThread) -> None:
     body = {"model": "counting", "messages": HI, "max_tokens": 5, "seed": 7}
     headers = {"x-request-id": "mine", "anthropic-version": "2023-06-01"}
-    found = httpx.post(f"{gateway.url}/v1/messages", json=body, headers=headers)
+    found = httpx.post(f"{gateway.url}/v1/messages", json=body, headers=headers, timeout=PATIENCE)
     answer = found.json()
     assert not faults(answer, "AnthropicMessage")
     assert not [*unknown_members(answer, {"$ref": "#/components/schemas/AnthropicMessage"})]
@@ -293,9 +293,9 @@ def test_errors_have_the_types_of_the_interface(
         client.messages.create(model="nobody", max_tokens=1, messages=HI)
     body: Any = caught.value.body
     assert body["error"]["type"] == "not_found_error"
-    found = httpx.get(f"{gateway.url}/v1/messages")
+    found = httpx.get(f"{gateway.url}/v1/messages", timeout=PATIENCE)
     assert found.status_code == 405 and not faults(found.json(), "AnthropicError")
-    found = httpx.post(f"{gateway.url}/v1/messages", content="{")
+    found = httpx.post(f"{gateway.url}/v1/messages", content="{", timeout=PATIENCE)
     assert found.status_code in (400, 415) and not faults(found.json(), "AnthropicError")
 
 

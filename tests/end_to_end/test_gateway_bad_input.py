@@ -121,7 +121,9 @@ def test_without_keys_other_host_names_are_refused(pool: Pool, http: httpx.Clien
             "[::2]",
             ":",
         ):
-            refused(httpx.get(url, headers={"host": host}), 403, "host_not_allowed")
+            refused(
+                httpx.get(url, headers={"host": host}, timeout=PATIENCE), 403, "host_not_allowed"
+            )
         for host in ("localhost", "localhost:80", "127.0.0.1", "[::1]:80", "[::1]"):
             assert httpx.get(url, headers={"host": host}, timeout=PATIENCE).status_code == 200
     assert http.get("/v1/models", headers={"host": "elsewhere.example"}).status_code == 200

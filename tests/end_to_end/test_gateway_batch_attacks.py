@@ -127,7 +127,7 @@ def test_a_broker_that_is_killed_while_a_batch_is_made(
         until(lambda: making.done() or written(native) != before, "its lines are written")
         pool.kill()
         pool.start()
-        batch = making.result(60)
+        batch = making.result(PATIENCE)
     assert len(written(native)) == len(before) + 1
     check(client, over(client, batch.id), count, padding)
 
@@ -200,7 +200,7 @@ def test_a_file_that_is_deleted_while_its_batch_is_made(
         until(lambda: making.done() or written(native) != before, "its lines are written")
         client.files.delete(file)
         try:
-            batch = making.result(60)
+            batch = making.result(PATIENCE)
         except openai.NotFoundError as error:
             assert error.code == "file_not_found" and error.param == "input_file_id"
             until(lambda: written(native) == before, "its lines are deleted")
@@ -230,7 +230,9 @@ def test_a_client_that_leaves_while_its_batch_is_made(
     until(lambda: written(native) != before, "its lines are written")
     connection.close()
     metric = 'mlxpool_gateway_requests_in_flight{route="/v1/batches"} 0.0'
-    until(lambda: metric in httpx.get(f"{url}/metrics").text, "nobody waits for it")
+    until(
+        lambda: metric in httpx.get(f"{url}/metrics", timeout=PATIENCE).text, "nobody waits for it"
+    )
     made = [batch.id for batch in client.batches.list()]
     if made == listed:
         until(lambda: written(native) == before, "its lines are deleted")

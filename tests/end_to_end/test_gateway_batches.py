@@ -19,7 +19,7 @@ from support.gateway_thread import GatewayThread
 from support.http_owners import ALICE, BOB, keys_file, openai_client
 from support.openai_batches import COMPLETIONS, begin, over, results, sent
 from support.openapi_answers import faults, unknown_members
-from support.pool import Pool, until
+from support.pool import PATIENCE, Pool, until
 
 CONFIG = """
 [pool]
@@ -72,7 +72,7 @@ def test_a_file_is_kept_listed_read_and_deleted(client: openai.OpenAI, url: str)
     assert client.files.content(made.id).read() == data
     assert client.files.retrieve(made.id) == made
     assert made.id in [one.id for one in client.files.list(purpose="batch", limit=1)]
-    answer = httpx.get(f"{url}/v1/files/{made.id}").json()
+    answer = httpx.get(f"{url}/v1/files/{made.id}", timeout=PATIENCE).json()
     assert not faults(answer, "File")
     assert not [*unknown_members(answer, {"$ref": "#/components/schemas/File"})]
     assert client.files.delete(made.id).deleted
@@ -91,7 +91,7 @@ def test_every_line_is_answered(client: openai.OpenAI, endpoint: str, url: str) 
     batch = over(client, batch.id)
     assert (batch.status, batch.error_file_id) == ("completed", None)
     assert (batch.request_counts.completed, batch.request_counts.failed) == (30, 0)
-    answer = httpx.get(f"{url}/v1/batches/{batch.id}").json()
+    answer = httpx.get(f"{url}/v1/batches/{batch.id}", timeout=PATIENCE).json()
     assert not faults(answer, "Batch")
     assert not [*unknown_members(answer, {"$ref": "#/components/schemas/Batch"})]
     client.files.delete(file)  # the results do not need it
@@ -276,9 +276,9 @@ def test_a_form_that_is_none(url: str) -> None:
 def test_a_file_over_the_bound(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upload, "MAX_FILE", 300_000)
     files = {"file": ("a", b"x" * 300_001)}
-    answer = httpx.post(f"{url}/v1/files", data={"purpose": "batch"}, files=files)
+    answer = httpx.post(f"{url}/v1/files", data={"purpose": "batch"}, files=files, timeout=PATIENCE)
     assert answer.status_code == 413 and "300000 bytes" in answer.json()["error"]["message"]
-    left = httpx.get(f"{url}/v1/files").json()["data"]
+    left = httpx.get(f"{url}/v1/files", timeout=PATIENCE).json()["data"]
     assert not [one for one in left if one["bytes"] > 262_144 and one["filename"] == "a"]
 
 

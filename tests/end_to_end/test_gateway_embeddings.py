@@ -195,7 +195,7 @@ def test_ollamas_client_embeds(gateway: GatewayThread, client: Client) -> None:
 
 def test_a_client_that_disconnects_cancels_its_calls(pool: Pool, gateway: GatewayThread) -> None:
     async def leave() -> None:
-        async with httpx.AsyncClient(base_url=gateway.url) as http:
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=PATIENCE) as http:
             body = {"model": "embed", "input": TEXTS}
             task = asyncio.create_task(http.post("/v1/embeddings", json=body))
             await asyncio.sleep(0.01)

@@ -22,7 +22,7 @@ from support.counting_checker import expected_ids, text_of
 from support.gateway_thread import GatewayThread
 from support.http_owners import ALICE, BOB, keys_file, openai_client
 from support.openapi_answers import faults, unknown_members
-from support.pool import Pool, until
+from support.pool import PATIENCE, Pool, until
 
 CONFIG = """
 [pool]
@@ -81,7 +81,7 @@ def test_in_the_background_and_read_later(client: openai.OpenAI, url: str) -> No
     assert whole.status == "incomplete" and whole.metadata == {"run": "a"}
     assert whole.output_text == told("system: Count.\nuser: later\n", 20)
     assert (whole.created_at, whole.usage.output_tokens) == (made.created_at, 20)
-    answer = httpx.get(f"{url}/v1/responses/{made.id}").json()
+    answer = httpx.get(f"{url}/v1/responses/{made.id}", timeout=PATIENCE).json()
     assert not faults(answer, "Response") and answer["store"] is True
     assert not [*unknown_members(answer, {"$ref": "#/components/schemas/Response"})]
 
@@ -113,7 +113,7 @@ def test_a_response_that_failed_and_went_on_loses_and_doubles_no_event(
     again = list(client.responses.retrieve(id, stream=True))
     assert [event.model_dump() for event in again] == [event.model_dump() for event in first]
     assert not list(client.responses.retrieve(id, stream=True, starting_after=failed))
-    httpx.post(f"{url}/v1/jobs/{id}/retry").raise_for_status()
+    httpx.post(f"{url}/v1/jobs/{id}/retry", timeout=PATIENCE).raise_for_status()
     rest: list[Any] = list(client.responses.retrieve(id, stream=True, starting_after=failed))
     numbers = [event.sequence_number for event in rest]
     assert numbers == list(range(failed + 1, failed + 1 + len(rest)))
@@ -202,10 +202,13 @@ def test_the_same_key_is_the_same_response(url: str) -> None:
     body = {"model": "slow", "input": "once", "max_output_tokens": 3, "background": True, "seed": 1}
     headers = {"Idempotency-Key": "order 7"}
     one, two = (
-        httpx.post(f"{url}/v1/responses", json=body, headers=headers).json() for _ in range(2)
+        httpx.post(f"{url}/v1/responses", json=body, headers=headers, timeout=PATIENCE).json()
+        for _ in range(2)
     )
     assert one["id"] == two["id"] and one["created_at"] == two["created_at"]
-    other = httpx.post(f"{url}/v1/responses", json={**body, "input": "another"}, headers=headers)
+    other = httpx.post(
+        f"{url}/v1/responses", json={**body, "input": "another"}, headers=headers, timeout=PATIENCE
+    )
     assert other.status_code == 409 and other.json()["error"]["code"] == "duplicate_id"
 
 
@@ -232,7 +235,7 @@ def test_a_client_that_leaves_before_it_was_told_the_id(
         "POST", "/v1/responses", json.dumps(body), {"content-type": "application/json"}
     )
     try:
-        assert submitted.wait(60)
+        assert submitted.wait(PATIENCE)
         with pool.client() as client:
             (row,) = until(lambda: client.jobs(state="running"), "it runs")
             connection.close()
@@ -268,7 +271,7 @@ def is_in(client: Client, job: bytes, state: str) -> bool:
 def nobody_waits(url: str) -> bool:
     """Whether the gateway serves no request for a response now."""
     metric = 'mlxpool_gateway_requests_in_flight{route="/v1/responses"} 0.0'
-    return metric in httpx.get(f"{url}/metrics").text
+    return metric in httpx.get(f"{url}/metrics", timeout=PATIENCE).text
 
 
 def test_what_is_refused(client: openai.OpenAI, url: str) -> None:
@@ -277,9 +280,9 @@ def test_what_is_refused(client: openai.OpenAI, url: str) -> None:
     with pytest.raises(openai.NotFoundError, match="there is no response 'resp_x'"):
         client.responses.create(model="slow", input="x", previous_response_id="resp_x")
     for query in ("starting_after=3", "stream=1", "stream=true&starting_after=x", "bogus=1"):
-        answer = httpx.get(f"{url}/v1/responses/resp_x?{query}")
+        answer = httpx.get(f"{url}/v1/responses/resp_x?{query}", timeout=PATIENCE)
         assert answer.status_code == 400, query
-    assert httpx.put(f"{url}/v1/responses/resp_x").status_code == 405
+    assert httpx.put(f"{url}/v1/responses/resp_x", timeout=PATIENCE).status_code == 405
 
 
 def test_a_key_sees_its_own_responses_alone(pool: Pool, tmp_path: Path) -> None:

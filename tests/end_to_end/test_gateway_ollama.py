@@ -191,15 +191,15 @@ def test_truncate_shift_and_num_keep(gateway: GatewayThread, path: str) -> None:
     options = {"num_ctx": 20, "num_keep": 2, "seed": 3, "num_predict": 50}
     body = {"model": "counting", **prompt, "options": options, "stream": False}
     url = f"{gateway.url}/api/{path}"
-    assert httpx.post(url, json=body).status_code == 400
-    found = httpx.post(url, json={**body, "truncate": True, "shift": True}).json()
+    assert httpx.post(url, json=body, timeout=PATIENCE).status_code == 400
+    found = httpx.post(url, json={**body, "truncate": True, "shift": True}, timeout=PATIENCE).json()
     whole = found["response"] if path == "generate" else found["message"]["content"]
     given = f"user: {text}\n"
     assert whole == text_of(expected_ids(given[:2] + given[-17:], 3, 50))
     assert (found["prompt_eval_count"], found["eval_count"]) == (19, 50)
-    short = httpx.post(url, json={**body, "truncate": True}).json()
+    short = httpx.post(url, json={**body, "truncate": True}, timeout=PATIENCE).json()
     assert (short["eval_count"], short["done_reason"]) == (1, "length")
-    wrong = httpx.post(url, json={**body, "truncate": "yes"})
+    wrong = httpx.post(url, json={**body, "truncate": "yes"}, timeout=PATIENCE)
     assert wrong.status_code == 400 and "'truncate' must be true or false" in wrong.text
 
 
@@ -214,17 +214,19 @@ def test_paths_that_are_not_built_answer_501(client: ollama.Client, gateway: Gat
         with pytest.raises(ollama.ResponseError, match="is not supported by mlxpool") as caught:
             call()
         assert caught.value.status_code == 501
-    assert httpx.get(f"{gateway.url}/api/version").json() == {"version": version("mlxpool")}
-    assert httpx.get(gateway.url).status_code == 200
+    assert httpx.get(f"{gateway.url}/api/version", timeout=PATIENCE).json() == {
+        "version": version("mlxpool")
+    }
+    assert httpx.get(gateway.url, timeout=PATIENCE).status_code == 200
 
 
 def test_curl_needs_no_content_type_and_a_page_in_a_browser_does(gateway: GatewayThread) -> None:
     body = '{"model": "counting", "prompt": "x", "stream": false, "options": {"num_predict": 1}}'
     headers = {"content-type": "application/x-www-form-urlencoded"}
     url = f"{gateway.url}/api/generate"
-    assert httpx.post(url, content=body, headers=headers).status_code == 200
+    assert httpx.post(url, content=body, headers=headers, timeout=PATIENCE).status_code == 200
     headers["origin"] = "http://elsewhere"
-    assert httpx.post(url, content=body, headers=headers).status_code == 415
+    assert httpx.post(url, content=body, headers=headers, timeout=PATIENCE).status_code == 415
 
 
 # ---- loading and unloading -----------------------------------------------------------------------
@@ -404,7 +406,7 @@ def test_tags_and_show_are_complete(client: ollama.Client) -> None:
 
 def test_a_verbose_show_has_more(gateway: GatewayThread) -> None:
     body = {"name": "counting", "verbose": True}  # `name` is the older form of `model`
-    shown = httpx.post(f"{gateway.url}/api/show", json=body).json()
+    shown = httpx.post(f"{gateway.url}/api/show", json=body, timeout=PATIENCE).json()
     assert shown["model_info"]["mlxpool.tokenizer"] == "bytes"
 
 

@@ -226,6 +226,7 @@ def test_a_full_queue_answers_with_retry_after(pool: Pool, client: openai.OpenAI
     next(iter(streams[0]))
     streams += [client.completions.create(**endless, stream=True) for _ in range(2)]
     try:
+        until(lambda: pool.ask("stats")["queued"] == 2, "both are queued")
         with pytest.raises(openai.RateLimitError) as caught:
             client.completions.create(**endless)
         assert caught.value.code == "queue_full"

@@ -126,7 +126,7 @@ def test_lines_of_requests_that_fail(
         next(it.iter_lines())
     left = line_of(caplog, "e-4")
     assert (left["status"], left["error"]) == (200, "client_disconnected")
-    with httpx.Client() as hasty, pytest.raises(httpx.ReadTimeout):
+    with httpx.Client(timeout=PATIENCE) as hasty, pytest.raises(httpx.ReadTimeout):
         hasty.post(
             f"{gateway.url}/v1/completions",
             json={**ENDLESS, "stream": False},

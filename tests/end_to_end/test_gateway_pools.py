@@ -41,6 +41,10 @@ def two(tmp_path: Path) -> Iterator[tuple[Pool, Pool]]:
         yield first, second
 
 
+def get(url: str, **query: Any) -> httpx.Response:
+    return httpx.get(url, params=query, timeout=PATIENCE)
+
+
 def complete(url: str, model: str) -> httpx.Response:
     body = {"model": model, "prompt": "hello", "max_tokens": 4, "seed": 1}
     return httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE)
@@ -50,8 +54,8 @@ def test_models_of_both_are_served_and_a_dead_pool_is_left_out(
     two: tuple[Pool, Pool], tmp_path: Path
 ) -> None:
     brokers = tuple(Broker(sockets.ipc(pool.run_dir, "front")) for pool in two)
-    with GatewayThread(tmp_path, remote=brokers, broker_grace=2.0) as gateway:
-        names = {row["id"] for row in httpx.get(f"{gateway.url}/v1/models").json()["data"]}
+    with GatewayThread(tmp_path, remote=brokers, broker_grace=5.0) as gateway:
+        names = {row["id"] for row in get(f"{gateway.url}/v1/models").json()["data"]}
         assert {"first", "second", "shared"} <= names
         for name in ("first", "second"):
             assert complete(gateway.url, name).status_code == 200
@@ -69,7 +73,7 @@ def test_models_of_both_are_served_and_a_dead_pool_is_left_out(
         until(left_out, "the model of the dead pool is gone")
         for _ in range(4):
             assert complete(gateway.url, "shared").status_code == 200
-        assert httpx.get(f"{gateway.url}/health").status_code == 200
+        assert get(f"{gateway.url}/health").status_code == 200
         two[1].start()
         until(lambda: complete(gateway.url, "second").status_code == 200, "it is asked again")
 
@@ -195,14 +199,11 @@ def test_responses_and_jobs_are_kept_where_their_model_is(
             httpx.post(f"{both}/v1/jobs", json=keyed, timeout=PATIENCE).json() for _ in range(2)
         )
         assert one["id"] == two["id"]
-        assert httpx.get(f"{both}/v1/jobs/k{number}").json()["id"] == one["id"]
-        assert httpx.get(f"{both}/v1/jobs/{one['id']}").json()["key"] == f"k{number}"
-    assert httpx.get(f"{both}/v1/jobs").status_code == 501  # the first pool keeps nothing
-    assert httpx.get(f"{both}/v1/jobs", params={"pool": 4}).status_code == 400
-    keys = [
-        {row["key"] for row in httpx.get(f"{both}/v1/jobs", params={"pool": n}).json()["data"]}
-        for n in (2, 3)
-    ]
+        assert get(f"{both}/v1/jobs/k{number}").json()["id"] == one["id"]
+        assert get(f"{both}/v1/jobs/{one['id']}").json()["key"] == f"k{number}"
+    assert get(f"{both}/v1/jobs").status_code == 501  # the first pool keeps nothing
+    assert get(f"{both}/v1/jobs", pool=4).status_code == 400
+    keys = [{row["key"] for row in get(f"{both}/v1/jobs", pool=n).json()["data"]} for n in (2, 3)]
     assert not keys[0] & keys[1] and {f"k{number}" for number in range(6)} <= keys[0] | keys[1]
     headers = {"Idempotency-Key": "once"}
     same = {client.responses.create(model="shared", input="y", extra_headers=headers, **given).id

@@ -17,7 +17,7 @@ from support.counting_checker import expected_ids, text_of
 from support.gateway_thread import GatewayThread
 from support.http_owners import openai_client
 from support.openapi_answers import faults, unknown_members
-from support.pool import Pool
+from support.pool import PATIENCE, Pool
 from support.scripted_gateway import Served
 
 pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)
@@ -68,7 +68,9 @@ def told(line: str, seed: int, count: int) -> str:
 def test_an_answer_with_all_its_members(gateway: GatewayThread) -> None:
     body = {"model": "counting", "input": "hi", "max_output_tokens": 5, "seed": 7}
     more = {"metadata": {"run": "a"}, "instructions": "Count.", "user": "u", "temperature": 0.5}
-    answer = httpx.post(f"{gateway.url}/v1/responses", json={**body, **more}).json()
+    answer = httpx.post(
+        f"{gateway.url}/v1/responses", json={**body, **more}, timeout=PATIENCE
+    ).json()
     assert not faults(answer, "Response")
     assert not [*unknown_members(answer, {"$ref": "#/components/schemas/Response"})]
     prompt = "system: Count.\nuser: hi\n"

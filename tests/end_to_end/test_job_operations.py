@@ -282,7 +282,7 @@ def test_a_notice_is_signed_and_outlives_the_broker(tmp_path: Path) -> None:
     def serve(connection: socket.socket, request: bytes) -> None:
         connection.sendall(OK if well.is_set() else b"HTTP/1.1 503 Later\r\n\r\n")
 
-    with receiver(serve) as (port, refused):
+    with receiver(serve) as (port, requests):
         url = f"http://127.0.0.1:{port}"
         settings = f'job_notify_hosts = ["{url}"]\njob_notify_secret = "{secret}"'
         with make_pool(tmp_path, settings) as pool:
@@ -295,7 +295,7 @@ def test_a_notice_is_signed_and_outlives_the_broker(tmp_path: Path) -> None:
 
             def refused_once() -> dict[str, Any] | None:
                 found = pool.ask("notices")["notices"]
-                return found[0] if found and found[0]["tries"] == 1 else None
+                return found[0] if found and found[0]["tries"] else None
 
             waiting = until(refused_once, "it was refused")
             assert waiting["cause"] == "HTTP 503" and waiting["given_up"] is None
@@ -306,8 +306,8 @@ def test_a_notice_is_signed_and_outlives_the_broker(tmp_path: Path) -> None:
             until(lambda: not pool.ask("notices")["notices"], "it is delivered")
             with pool.client() as client:
                 assert client.job("told")["job"] == job.id
-    assert len(refused) == 2
-    for request in refused:
+    assert len(requests) >= 2  # on a busy machine it is refused more than once
+    for request in requests:
         head, _, body = request.partition(b"\r\n\r\n")
         fields = dict(line.split(": ", 1) for line in head.decode().split("\r\n")[1:])
         signed = f"{fields['webhook-id']}.{fields['webhook-timestamp']}.".encode() + body

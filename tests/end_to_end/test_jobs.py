@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mlxpool.client import AsyncClient, Client
+from mlxpool.client import Client
 from mlxpool.common.errors import (
     BadRequest,
     Draining,
@@ -75,7 +75,8 @@ def test_a_job_is_read_by_whoever_comes(pool: Pool) -> None:
 def test_a_client_that_dies_after_submit_loses_nothing(pool: Pool) -> None:
     program = (
         "import os, sys; from mlxpool.client import Client\n"
-        "c = Client(sys.argv[1]); c.submit('m', 'left', key='left', max_tokens=40, seed=7)\n"
+        "c = Client(sys.argv[1], connect_timeout=200)\n"
+        "c.submit('m', 'left', key='left', max_tokens=40, seed=7)\n"
         "os.kill(os.getpid(), 9)"
     )
     died = subprocess.run([sys.executable, "-c", program, str(pool.run_dir)], check=False)
@@ -86,7 +87,7 @@ def test_a_client_that_dies_after_submit_loses_nothing(pool: Pool) -> None:
 
 def test_many_readers_of_one_job_have_the_same(pool: Pool) -> None:
     async def read() -> list[tuple[int, ...]]:
-        async with AsyncClient(pool.run_dir) as client:
+        async with pool.async_client() as client:
             job = await client.submit("m", "many", key="many", max_tokens=50, seed=7)
             streams = [client.fetch(job) for _ in range(8)]
             results = await asyncio.gather(*(stream.read() for stream in streams))
@@ -212,7 +213,7 @@ def test_all_die_at_once_and_the_jobs_are_done_once(tmp_path: Path) -> None:
     with make_pool(tmp_path) as pool:
         program = (
             "import sys; from mlxpool.client import Client\n"
-            "c = Client(sys.argv[1])\n"
+            "c = Client(sys.argv[1], connect_timeout=200)\n"
             "for key in sys.argv[2:]:\n"
             "    c.submit('m', key, key=key, max_tokens=100, seed=7)\n"
             "print('submitted', flush=True); c.fetch(sys.argv[2]).read()"

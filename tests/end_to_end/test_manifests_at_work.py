@@ -69,7 +69,9 @@ def test_requests_pass_through_gateway_broker_and_worker(
             assert json.loads(done.stdout.splitlines()[-1])["reason"] == "length"
             until(lambda: answers(f"{url}/health"), "the gateway is ready")
             body = {"model": "demo", "prompt": "def", "max_tokens": 4}
-            assert httpx.post(f"{url}/v1/completions", json=body).status_code == 401
+            assert (
+                httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE).status_code == 401
+            )
             bearer = {"authorization": f"Bearer {BEARER}"}
             answer = httpx.post(
                 f"{url}/v1/completions", json=body, headers=bearer, timeout=PATIENCE

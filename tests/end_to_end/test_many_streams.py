@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mlxpool.client import AsyncClient, Result
+from mlxpool.client import Result
 from mlxpool.common.errors import DeadlineExceeded
 from mlxpool.common.options import GenerateOptions
 from support.pool import Pool
@@ -41,11 +40,11 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
         yield running
 
 
-def all_of(run_dir: Path, model: str, asked: list[dict[str, Any]]) -> list[Result]:
+def all_of(pool: Pool, model: str, asked: list[dict[str, Any]]) -> list[Result]:
     """Run all requests concurrently."""
 
     async def together() -> list[Result]:
-        async with AsyncClient(run_dir) as client:
+        async with pool.async_client() as client:
             return await asyncio.gather(*(client.generate(model, **one) for one in asked))
 
     return asyncio.run(together())
@@ -57,8 +56,8 @@ def test_a_request_gives_the_same_alone_and_in_a_batch(pool: Pool) -> None:
         {"prompt": prompt, "seed": n, "max_tokens": 40, "temperature": n % 2, "ignore_eos": True}
         for n, prompt in enumerate(PROMPTS)
     ]
-    together = all_of(pool.run_dir, "exact", asked)
-    alone = [all_of(pool.run_dir, "exact", [one])[0] for one in asked]
+    together = all_of(pool, "exact", asked)
+    alone = [all_of(pool, "exact", [one])[0] for one in asked]
     assert [one.ids for one in together] == [one.ids for one in alone]
     assert [one.text for one in together] == [one.text for one in alone]
     assert {len(one.ids) for one in together} == {40}
@@ -68,14 +67,14 @@ def test_a_context_of_16_serves_many(pool: Pool) -> None:
     asked = [
         {"prompt": "abcdefghij"[: n + 1], "ignore_eos": True, "temperature": 0} for n in range(10)
     ]
-    found = all_of(pool.run_dir, "tiny", asked)
+    found = all_of(pool, "tiny", asked)
     assert [len(one.ids) for one in found] == [15 - n for n in range(10)]
     assert {one.reason for one in found} == {"length"}
 
 
 def test_a_deadline_ends_one_stream_of_many(pool: Pool) -> None:
     async def both() -> list[Any]:
-        async with AsyncClient(pool.run_dir) as client:
+        async with pool.async_client() as client:
             await client.generate("long", "warm", max_tokens=1)
             asked: tuple[GenerateOptions, ...] = (
                 {"deadline_ms": 150, "ignore_eos": True},

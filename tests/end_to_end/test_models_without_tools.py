@@ -83,9 +83,9 @@ def test_tools_that_must_not_be_called_are_no_reason(openais: openai.OpenAI, mod
 @pytest.mark.parametrize("model", WITHOUT)
 def test_in_ollamas_interface(url: str, model: str) -> None:
     body = {"model": model, "messages": HI, "tools": TOOLS}
-    refused = httpx.post(f"{url}/api/chat", json=body)
+    refused = httpx.post(f"{url}/api/chat", json=body, timeout=PATIENCE)
     assert refused.status_code == 400 and "does not support tools" in refused.json()["error"]
-    shown = httpx.post(f"{url}/api/show", json={"model": model}).json()
+    shown = httpx.post(f"{url}/api/show", json={"model": model}, timeout=PATIENCE).json()
     assert "tools" not in shown["capabilities"]
 
 

@@ -20,7 +20,6 @@ import openai
 import pytest
 from openai.types.webhooks import BatchCompletedWebhookEvent, BatchFailedWebhookEvent
 
-from mlxpool.client import AsyncClient
 from mlxpool.common.errors import BadRequest
 from support.gateway_thread import GatewayThread
 from support.http_owners import openai_client
@@ -117,7 +116,7 @@ def test_both_clients_name_who_is_told_of_a_batch(running: tuple[Pool, Hooks]) -
             client.submit_batch([{**LINES[0], "notify": {"url": hooks.url}}], "m")
 
     async def ask() -> None:
-        async with AsyncClient(pool.run_dir) as client:
+        async with pool.async_client() as client:
             await client.submit_batch(LINES, "m", key="a", notify=f"{hooks.url}/a", max_tokens=2)
 
     asyncio.run(ask())
@@ -143,10 +142,11 @@ def test_the_command_line_names_who_is_told_and_shows_it(running: tuple[Pool, Ho
     assert "NOTICE" in pool.cli("jobs", "--batches").stdout.splitlines()[0]
     released = pool.cli("release", "--batch", "cli", "--connect-timeout", "60")
     assert released.returncode == 0 and "was not delivered yet" in released.stderr
+    refused = len(hooks.at("/cli"))  # more than once on a busy machine
     hooks.refusing.clear()
-    until(lambda: len(hooks.at("/cli")) == 2, "it is told after the release")
-    (first, second) = [(headers["webhook-id"], body) for headers, body in hooks.at("/cli")]
-    assert first == second and json.loads(second[1])["data"]["state"] == "done"
+    until(lambda: len(hooks.at("/cli")) > refused, "it is told after the release")
+    ((_, told),) = {(headers["webhook-id"], body) for headers, body in hooks.at("/cli")}
+    assert json.loads(told)["data"]["state"] == "done"
 
 
 def begin(client: openai.OpenAI, lines: list[dict[str, Any]], **more: Any) -> Any:

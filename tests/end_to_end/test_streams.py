@@ -11,7 +11,6 @@ from typing import Any
 import psutil
 import pytest
 
-from mlxpool.client import AsyncClient
 from mlxpool.common.errors import (
     BadRequest,
     BrokerLost,
@@ -208,7 +207,7 @@ def test_a_context_of_its_own(pool: Pool) -> None:
 
 def test_an_async_stream_has_the_same_options(pool: Pool) -> None:
     async def read() -> tuple[list[int], Any]:
-        async with AsyncClient(pool.run_dir) as client:
+        async with pool.async_client() as client:
             options: dict[str, Any] = {"truncate": True, "shift": True, "num_keep": 2}
             stream = client.stream("small", "x" * 99, seed=1, num_ctx=10, max_tokens=50, **options)
             return list((await stream.read()).ids), stream.facts
@@ -376,7 +375,7 @@ def test_unknown_models_and_options_are_named(pool: Pool) -> None:
 
 def test_the_async_client_gets_the_same_streams(pool: Pool) -> None:
     async def use() -> None:
-        async with AsyncClient(pool.run_dir) as client:
+        async with pool.async_client() as client:
             stream = client.stream("counting", "hello", seed=7, max_tokens=40)
             ids = [token async for delta in stream for token in delta.ids]
             assert ids == expected_ids("hello", 7, 40)

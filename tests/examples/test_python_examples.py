@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from support.commands import run_script_here
 from support.counting_checker import expected_ids, text_of
 from support.free_ports import free_port
 from support.gateway_thread import GatewayThread
@@ -246,12 +247,7 @@ class Stack:
 
 
 def retrieval(pool: Pool, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(EXAMPLES / "retrieval.py"), *arguments, "--run-dir", pool.run_dir],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return run_script_here(EXAMPLES / "retrieval.py", *arguments, "--run-dir", str(pool.run_dir))
 
 
 def test_retrieval_finds_the_function_that_is_described(pool: Pool, tmp_path: Path) -> None:
@@ -283,6 +279,11 @@ def url(pool: Pool) -> Iterator[str]:
 
 
 def example(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return run_script_here(EXAMPLES / name, *arguments)
+
+
+def example_process(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run an example as users do."""
     return subprocess.run(
         [sys.executable, str(EXAMPLES / name), *arguments],
         capture_output=True,
@@ -359,7 +360,7 @@ def test_thinking_shows_thoughts_and_answer(url: str) -> None:
 
 @pytest.mark.parametrize("name", ["tools.py", "strict_tools.py", "thinking.py"])
 def test_without_a_gateway(name: str) -> None:
-    done = example(name, "--url", f"http://127.0.0.1:{free_port()}")
+    done = example_process(name, "--url", f"http://127.0.0.1:{free_port()}")
     assert done.returncode == 1 and "no gateway answers at" in done.stderr
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import socket
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -23,13 +25,15 @@ def free_port() -> int:
 def free_ports(count: int) -> list[int]:
     """So many ports on which nobody listens; each is given once in a process.
 
-    The kernel gives none of them to a socket that asks for any port, so they stay free until the
-    server starts. Where its range leaves no room below it, they are of its range.
+    The kernel gives none of them to a socket that asks for any port, and the other processes of a
+    run of the tests give others, so they stay free until the server starts. Where the kernel's
+    range leaves no room below it, they are of its range.
     """
     limit = _limit()
     if limit - LOWEST < MIN_CHOICE:
         return _of_the_kernel(count)
-    candidates = [port for port in range(LOWEST, limit) if port not in _given]
+    first, step = _share(os.environ)
+    candidates = [port for port in range(LOWEST + first, limit, step) if port not in _given]
     random.SystemRandom().shuffle(candidates)
     found: list[int] = []
     while len(found) < count:
@@ -38,6 +42,12 @@ def free_ports(count: int) -> list[int]:
             found.append(port)
     _given.update(found)
     return found
+
+
+def _share(environment: Mapping[str, str]) -> tuple[int, int]:
+    """Which of the processes of a run of the tests this is, and how many there are."""
+    name = environment.get("PYTEST_XDIST_WORKER", "gw0")
+    return int(name.removeprefix("gw")), int(environment.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 
 
 def _limit() -> int:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,10 +17,11 @@ import psutil
 
 from mlxpool.cli.admin import ask
 from mlxpool.cli.main import UNREACHABLE
-from mlxpool.client import Client
+from mlxpool.client import AsyncClient, Client
 from mlxpool.client.connection import Connection
 from mlxpool.common.closing import Closing
 from mlxpool.common.errors import BrokerLost
+from support.commands import is_server, run_here
 
 # Seconds. No test measures time, so this only bounds a failure; a busy machine is ten times slower.
 PATIENCE = 200.0
@@ -151,6 +152,10 @@ class Pool(Closing):
         """A client that waits for a busy broker, unless the options say otherwise."""
         return Client(self.run_dir, **{"connect_timeout": PATIENCE, **options})
 
+    def async_client(self, **options: Any) -> AsyncClient:
+        """See `client`."""
+        return AsyncClient(self.run_dir, **{"connect_timeout": PATIENCE, **options})
+
     def ask(self, kind: str, **body: Any) -> dict[str, Any]:
         """Run an admin command, with retries for a broker that gets no processor time."""
         end = time.monotonic() + PATIENCE
@@ -186,32 +191,49 @@ class Pool(Closing):
         return dict(until(check, f"{slot} has {wanted}; is {self.worker(slot)}"))
 
     def kill_worker(self, slot: str, number: int = signal.SIGKILL) -> int:
-        """Send a signal to the worker of a slot; returns its pid."""
-        pid = int(self.worker(slot)["pid"])
-        os.kill(pid, number)
-        return pid
+        """Send a signal to the worker of a slot, once it has one; returns its pid."""
+
+        def killed() -> int:
+            pid = int(self.worker(slot).get("pid") or 0)
+            if pid:
+                try:
+                    os.kill(pid, number)
+                except ProcessLookupError:  # it has just ended, and the next one will be started
+                    return 0
+            return pid
+
+        return int(until(killed, f"{slot} has a process"))
 
     def cli(
-        self, *arguments: str, stdin: str | None = None, timeout: float = PATIENCE
+        self, *arguments: str, stdin: str | None = None, process: bool = False
     ) -> subprocess.CompletedProcess[str]:
-        """Run the `mlxpool` command against this pool.
+        """Run the `mlxpool` command against this pool: here, or in a `process` of its own.
 
         Runs it again when it gave up a broker that runs, and so gets no processor time.
         """
         end = time.monotonic() + PATIENCE
         while True:
-            done = subprocess.run(
-                [*self.command(), *arguments],
-                capture_output=True,
-                text=True,
-                input=stdin,
-                timeout=timeout,
-                env=self.environment,
-            )
+            if process or is_server(arguments):
+                done = self._cli_process(arguments, stdin)
+            else:
+                given = ("--run-dir", str(self.run_dir), *arguments)
+                done = run_here(given, self.environment, stdin)
             given_up = done.returncode == UNREACHABLE and "does not answer" in done.stderr
             runs = self.process is not None and self.process.poll() is None
             if not (given_up and runs) or time.monotonic() > end:
                 return done
+
+    def _cli_process(
+        self, arguments: Sequence[str], stdin: str | None
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*self.command(), *arguments],
+            capture_output=True,
+            text=True,
+            input=stdin,
+            timeout=PATIENCE,
+            env=self.environment,
+        )
 
     def cli_json(self, *arguments: str) -> Any:
         """Run the command with --json; returns its parsed output."""

@@ -181,16 +181,25 @@ def pool(run_dir: Path, folder: Path, plan: Plan) -> Iterator[None]:
         yield
 
 
+def _held_port() -> socket.socket:
+    """A socket with a port of loopback: the kernel gives it to no other, the server may bind it."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
+
+
 @contextmanager
 def _server(run_dir: Path, folder: Path, streams: int) -> Iterator[str]:
     """Run mlx_lm.server on loopback meanwhile; yields its HOST:PORT."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     command = [sys.executable, "-m", "mlx_lm", "server", "--model", str(folder)]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--decode-concurrency", str(streams)]
-    address = f"127.0.0.1:{port}"
-    with started([*command, "--log-level", "ERROR"], run_dir / "server.log") as process:
+    command += ["--host", "127.0.0.1", "--decode-concurrency", str(streams)]
+    with ExitStack() as stack:
+        held = stack.enter_context(_held_port())
+        port = held.getsockname()[1]
+        address = f"127.0.0.1:{port}"
+        command += ["--port", str(port), "--log-level", "ERROR"]
+        process = stack.enter_context(started(command, run_dir / "server.log"))
         end = time.monotonic() + START_TIMEOUT
         while time.monotonic() < end and process.poll() is None:
             with contextlib.suppress(OSError):

@@ -110,7 +110,10 @@ def test_requests_that_fail_are_counted_and_named(tmp_path: Path) -> None:
         (["--running", "x", "--model", "y"], "not allowed with argument", 2),
     ],
 )
-def test_bad_input_is_one_line(words: list[str], says: str, code: int) -> None:
+def test_bad_input_is_one_line(
+    words: list[str], says: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TESTS_PATIENCE", "1")
     done = bench(*words)
     assert done.returncode == code
     assert says in done.stderr.splitlines()[-1]

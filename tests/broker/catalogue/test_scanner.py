@@ -14,7 +14,7 @@ import pytest
 from mlxpool.broker.catalogue.scanner import Scanner
 from mlxpool.common.config.schema import ModelConfig, PoolConfig
 from support.model_inspection import model_folder, program
-from support.pool import until
+from support.pool import PATIENCE, until
 
 
 @dataclass
@@ -56,7 +56,7 @@ def start() -> Iterator[Start]:
     yield begin
     for scanner in started:
         scanner.close()
-        scanner.join(60)
+        scanner.join(PATIENCE)
         assert not scanner.is_alive()
 
 
@@ -64,7 +64,7 @@ def scan(scanner: Scanner, reports: Reports) -> None:
     """One more scan."""
     reports.scanned.clear()
     number = scanner.request_scan()
-    assert reports.scanned.wait(60)
+    assert reports.scanned.wait(PATIENCE)
     assert scanner.done == number
 
 
@@ -162,7 +162,7 @@ def test_close_ends_a_process_that_hangs(start: Start, tmp_path: Path) -> None:
     scanner.request_scan()
     until(lambda: scanner.inspecting, "the process was started")
     scanner.close()
-    scanner.join(60)
+    scanner.join(PATIENCE)
     assert not scanner.is_alive()
 
 

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 import pytest
 
 from mlxpool.broker.http.connections import MAX_CONNECTIONS, MAX_SECONDS, Connections, Stage
+from support.pool import PATIENCE
 
 
 class Guest:
@@ -16,7 +17,7 @@ class Guest:
 
     def __init__(self) -> None:
         self.inner, self.outer = socket.socketpair()
-        self.outer.settimeout(60)
+        self.outer.settimeout(PATIENCE)
         self.outer.setblocking(False)
 
     @property

@@ -12,6 +12,7 @@ from mlxpool.broker.security.keyring import Keyring
 from mlxpool.broker.security.zap import ZapHandler
 from mlxpool.common.config.schema import KeyConfig
 from mlxpool.common.transport import keys
+from support.pool import PATIENCE
 
 ALICE = keys.make("alice", "client").public
 RAW = z85.decode(ALICE)
@@ -77,9 +78,9 @@ def test_it_answers_over_its_socket_and_goes_on_after_nonsense(zap: ZapHandler) 
         (request(b"client", b"CURVE", bytes(32)), b"400"),
     ):
         asker.send_multipart(sent)
-        assert zap.socket.poll(60_000)
+        assert zap.socket.poll(int(PATIENCE * 1000))
         zap.serve(1.0)
-        assert asker.poll(60_000)
+        assert asker.poll(int(PATIENCE * 1000))
         assert asker.recv_multipart()[2] == status
     zap.serve(1.0)  # nothing waits: it does not either
     asker.close(linger=0)

@@ -172,6 +172,30 @@ def test_a_stopped_rank_is_the_cause_of_what_others_wait_for() -> None:
     assert verdict.cause == "rank 1: stopped by a signal (SIGSTOP) for 10.0 s"
 
 
+def test_a_rank_that_is_stopped_between_two_passes_is_the_cause_too() -> None:
+    """It has no limit there, and rank 0 waits for it in the next pass."""
+    rests = ProgressReading("idle", orders=7)
+    first = ProgressReading("decode", count=3, orders=8)
+    verdict = judge(group(10, first, Sample(rests, stopped=True)), CONFIG, welcomed=True)
+    assert verdict.hung and not verdict.own and not verdict.dump
+    assert verdict.cause == "rank 1: stopped by a signal (SIGSTOP) for 10.0 s"
+    idle = group(10, ProgressReading("idle"), Sample(rests, stopped=True))
+    assert not judge(idle, CONFIG, welcomed=True).suspect, "nobody waits for it"
+
+
+def test_a_rank_that_is_stopped_after_the_others_hang_is_not_the_cause() -> None:
+    hangs = ProgressReading("decode", count=3)
+    looks = [
+        (100.0 + n, Sample(hangs, others=(Sample(ProgressReading("idle", count=min(n, 8))),)))
+        for n in range(10)
+    ]
+    rests = Sample(ProgressReading("idle", count=8), stopped=True)
+    looks.append((110.0, Sample(hangs, others=(rests,))))
+    verdict = judge(watched(looks), CONFIG, welcomed=True)
+    assert verdict.hung and verdict.own
+    assert verdict.cause == "hung in decode for 10.0 s"
+
+
 @pytest.mark.parametrize(
     ("done", "cause"),
     [

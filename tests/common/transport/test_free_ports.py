@@ -19,12 +19,20 @@ def test_each_port_is_free_and_given_once() -> None:
 
 def test_a_port_in_use_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
     limit = free_ports._limit()
-    first = next(port for port in range(free_ports.LOWEST, limit) if free_ports._is_free(port))
+    first = free_ports.free_port()
     monkeypatch.setattr(free_ports, "_given", set(range(free_ports.LOWEST, limit)) - {first})
     assert free_ports.free_port() == first
     with socket.create_server(("127.0.0.1", first)), pytest.raises(IndexError):
         free_ports._given.discard(first)
         free_ports.free_port()
+
+
+def test_processes_of_a_run_give_different_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "3")
+    for number in range(3):
+        monkeypatch.setenv("PYTEST_XDIST_WORKER", f"gw{number}")
+        found = free_ports.free_ports(20)
+        assert {(port - free_ports.LOWEST) % 3 for port in found} == {number}
 
 
 @pytest.mark.parametrize("low", [1024, 32_768])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from support.constrained_answers import Answer, Answers, demo
-from support.pool import until
+from support.pool import PATIENCE, until
 from support.worker_checkpoints import QWEN3_NEXT, write_checkpoint
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
@@ -54,7 +54,7 @@ class Gate:
             self._made += 1
             if self._made == self._number:
                 self.reached.set()
-                assert self.opened.wait(60)
+                assert self.opened.wait(PATIENCE)
                 if self.fails:
                     raise BadRequest("format: too complex")
         return self._true(constraint)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from support.engine_steps import decode, read
-from support.pool import until
+from support.pool import PATIENCE, until
 from support.worker_checkpoints import GLM, QWEN3_NEXT, write_checkpoint
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
@@ -384,7 +384,7 @@ def test_a_disk_that_does_not_answer_is_given_up(
     monkeypatch.setattr(disk._tier, "_read_chosen", stuck)
     seq, began = sequence(prompt), time.monotonic()
     disk.begin(seq, began)
-    assert asked.wait(60) and seq.restoring
+    assert asked.wait(PATIENCE) and seq.restoring
     now = time.monotonic()
     disk.turn(began + disk_prefixes.READ_LIMIT - 0.1, busy=False)
     assert seq.restoring

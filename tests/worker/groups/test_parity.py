@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -115,6 +116,12 @@ def engines(
         whole = single(folder, kv=kv)
         yield group, whole
         whole.close()
+
+
+def test_a_rank_that_has_joined_leaves_no_variables_to_processes_it_starts(pair: RankPair) -> None:
+    """A program with MLX would take them for its own, and wait for ranks that are not there."""
+    assert pair.collectives.ranks == 2
+    assert not {"MLX_RANK", "MLX_WORLD_SIZE", "MLX_HOSTFILE", "NCCL_PORT"} & os.environ.keys()
 
 
 def sequence(number: int, size: int, **options: Any) -> Sequence:

@@ -41,7 +41,7 @@ from support.disk_records import (
     wanted,
     write_all,
 )
-from support.pool import until
+from support.pool import PATIENCE, until
 
 IDS = tuple(range(5, 905))  # three blocks and a part
 
@@ -519,9 +519,9 @@ def test_a_look_at_the_folder_rests_until_a_sequence_waits_for_it(
         monkeypatch.setattr(pacing, "REST", 1e12)
         one.busy = True
         stored(tmp_path, records_of(IDS))
-        assert rested.wait(60)
+        assert rested.wait(PATIENCE)
         rested.clear()
-        assert rested.wait(60), "it rests on"
+        assert rested.wait(PATIENCE), "it rests on"
         assert len(one.index) < 4
         assert check_tokens(read_all(one, wanted([*IDS, 1])), IDS) == len(IDS)
 
@@ -545,7 +545,7 @@ def test_a_record_that_is_written_during_a_look_stays_known(
 
     monkeypatch.setattr(ModelFolder, "each", each)
     with tier_at(tmp_path) as one:
-        assert listed.wait(60)
+        assert listed.wait(PATIENCE)
         write_all(one, [record])  # to a segment that the look has not seen
         monkeypatch.setattr(one, "_open", lambda path: None)  # and that no look will open
         may_go_on.set()

@@ -19,6 +19,7 @@ from mlxpool.worker.process.prepare import Preparer, admit_of, began_at, job_of
 from mlxpool.worker.prompt.text_model import Opened
 from mlxpool.worker.scheduling.context_policy import MAX_SHIFTED_IDS, ContextShift
 from support.context_window import window
+from support.pool import PATIENCE
 
 TEXT = CountingText()
 OPENED = Opened("digest", 32, 300, TEXT)
@@ -306,7 +307,7 @@ def test_the_preparer_answers_in_order_and_survives_errors() -> None:
     preparer.answer(CallKey(1), ID, Tokenize(b"\xff"))
     preparer.answer(CallKey(2), ID, Detokenize(pack_ids([1, 2])))
     preparer.answer(CallKey(3), ID, Detokenize(b"abc"))
-    good, bad, ids, wrong, text, odd = (results.get(timeout=30) for _ in range(6))
+    good, bad, ids, wrong, text, odd = (results.get(timeout=PATIENCE) for _ in range(6))
     assert isinstance(good, Prepared) and good.admit is not None
     assert isinstance(bad, Prepared) and bad.error is not None and bad.error.code == "bad_request"
     assert isinstance(ids, Answer) and unpack_ids(ids.content.packed[0]) == [97, 98]

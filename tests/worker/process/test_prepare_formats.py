@@ -94,7 +94,7 @@ def test_the_vocabulary_is_loaded_before_the_worker_is_ready(
 
     def load(*arguments: Any) -> Any:
         loads.append(1)
-        assert gate.wait(60)
+        assert gate.wait(PATIENCE)
         return load_vocabulary(*arguments)
 
     monkeypatch.setattr(formats, "load_vocabulary", load)
@@ -103,7 +103,7 @@ def test_the_vocabulary_is_loaded_before_the_worker_is_ready(
     made.load()
     assert not made.is_loaded(ready.set) and not ready.is_set()
     gate.set()
-    assert ready.wait(60) and made.is_loaded(ready.clear) and ready.is_set()
+    assert ready.wait(PATIENCE) and made.is_loaded(ready.clear) and ready.is_set()
     assert loads == [1]
 
 
@@ -120,7 +120,7 @@ def test_a_vocabulary_that_cannot_be_loaded_ends_requests_with_a_format_alone(
     made, ready, found = Formats(opened), threading.Event(), queue.SimpleQueue[Any]()
     made.load()
     while not made.is_loaded(ready.set):
-        assert ready.wait(60)
+        assert ready.wait(PATIENCE)
 
     def make(result: Any, constraint: Any = None) -> Any:
         return result

@@ -118,14 +118,27 @@ def judge(watch: Watch, config: PoolConfig, *, welcomed: bool, memory_limit: int
         return Verdict(1.0, 0.5, cause, own=True, dump=False)
     verdicts = [_of_process(watch, config, welcomed=welcomed)]
     verdicts += [_of_process(other, config, welcomed=False) for other in watch.others]
-    # A process that was stopped makes the others of its group wait.
-    stopped = [rank for rank, one in enumerate(verdicts) if one.suspect and not one.own]
-    candidates = stopped or range(len(verdicts))
-    rank = max(candidates, key=lambda one: verdicts[one].age / verdicts[one].limit)
+    rank = max(range(len(verdicts)), key=lambda one: verdicts[one].age / verdicts[one].limit)
     verdict = verdicts[rank]
-    if not stopped:
+    stopped = _stopped_rank(watch, verdict)
+    if stopped:
+        cause = exit_causes.stopped_by_signal(verdict.age)
+        rank, verdict = stopped, replace(verdict, cause=cause, own=False, dump=False)
+    elif verdict.own:
         rank = _rank_behind(watch) or rank
     return replace(verdict, cause=exit_causes.of_rank(rank, verdict.cause)) if rank else verdict
+
+
+def _stopped_rank(watch: Watch, verdict: Verdict) -> int:
+    """The rank behind the first that a signal has stopped for as long as others wait; 0: none.
+
+    It may have no limit itself: it owes nothing where it was stopped between two passes.
+    """
+    if verdict.suspect:
+        for rank, other in enumerate(watch.others, 1):
+            if other.sample.stopped and other.still >= verdict.limit:
+                return rank
+    return 0
 
 
 def _rank_behind(watch: Watch) -> int:

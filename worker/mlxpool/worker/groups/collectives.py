@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Self
 
 import mlx.core as mx
@@ -20,6 +21,24 @@ log = logging.getLogger("mlxpool.worker")
 
 LOOPBACK = "127.0.0.1"
 AUTO, NCCL = "auto", "nccl"  # values of device_sums
+
+
+@contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    """Sets variables meanwhile, which MLX reads when a group begins.
+
+    A process that is started later would take them for those of its own group.
+    """
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 class RankLost(RuntimeError):
@@ -45,14 +64,17 @@ class Collectives:
         `sums`: what adds up between CUDA GPUs, a value of device_sums. Raises RuntimeError where
         the back end cannot begin.
         """
-        os.environ["MLX_RANK"] = str(meeting.rank)
-        os.environ["MLX_WORLD_SIZE"] = str(meeting.ranks)
-        os.environ["MLX_HOSTFILE"] = meeting.hosts
-        os.environ["NCCL_HOST_IP"] = LOOPBACK
-        os.environ["NCCL_PORT"] = str(meeting.port)
         backend = "nccl" if device.on_gpu() else "ring"
-        found = cls(mx.distributed.init(strict=True, backend=backend))
-        mx.eval(found.all_sum(mx.zeros((1,))))  # connections are made before the first is needed
+        with _environment(
+            MLX_RANK=str(meeting.rank),
+            MLX_WORLD_SIZE=str(meeting.ranks),
+            MLX_HOSTFILE=meeting.hosts,
+            NCCL_HOST_IP=LOOPBACK,
+            NCCL_PORT=str(meeting.port),
+        ):
+            found = cls(mx.distributed.init(strict=True, backend=backend))
+            # Connections are made before the first is needed.
+            mx.eval(found.all_sum(mx.zeros((1,))))
         if backend == "nccl":
             found.connect_gpus(meeting.wait_limit, sums)
         return found

@@ -1,0 +1,62 @@
+"""Processes that tests start wait longer for a broker that a busy machine delays.
+
+Users are told after 2 or 5 seconds that a broker does not answer. Python imports this module where
+its folder is on the path (tests/conftest.py), and each module below is changed when it is imported.
+A test in which no broker answers sets TESTS_PATIENCE, in seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+
+PATIENCE = float(os.environ.get("TESTS_PATIENCE", 60))
+
+
+def _commands(module: ModuleType) -> None:
+    module.ask.__kwdefaults__["timeout"] = PATIENCE
+    module.ANSWER_TIMEOUT = PATIENCE  # type: ignore[attr-defined]
+
+
+def _clients(module: ModuleType) -> None:
+    module.CONNECT_GRACE = PATIENCE  # type: ignore[attr-defined]
+
+
+def _pages(module: ModuleType) -> None:
+    module.MAX_WAIT = PATIENCE  # type: ignore[attr-defined]
+
+
+CHANGED: dict[str, Callable[[ModuleType], None]] = {
+    "mlxpool.broker.http.latest_snapshot": _pages,
+    "mlxpool.cli.admin": _commands,
+    "mlxpool.client.retry": _clients,
+}
+
+
+class Finder:
+    """Finds the modules above as Python does, and changes them behind their code."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """See importlib.abc.MetaPathFinder."""
+        change = CHANGED.get(name)
+        if change is None:
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is None or spec.loader is None:
+            return None
+        run = spec.loader.exec_module
+
+        def run_and_change(module: ModuleType) -> None:
+            run(module)
+            change(module)
+
+        spec.loader.exec_module = run_and_change  # type: ignore[method-assign]
+        return spec
+
+
+sys.meta_path.insert(0, Finder())

@@ -1,0 +1,61 @@
+"""No test gives up sooner than a machine that is ten times slower needs."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+# Of httpx, which gives up after 5 s where it is not told how long it may wait.
+REQUESTS = frozenset({"get", "post", "put", "patch", "delete", "head", "options"})
+HTTPX = REQUESTS | {"request", "stream", "Client", "AsyncClient"}
+
+
+def unbounded(source: str) -> Iterator[int]:
+    """The lines of the calls of httpx without `timeout`."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            module, name = node.func.value, node.func.attr
+            of_httpx = isinstance(module, ast.Name) and module.id == "httpx" and name in HTTPX
+            if of_httpx and not {keyword.arg for keyword in node.keywords} & {"timeout", None}:
+                yield node.lineno
+
+
+@pytest.mark.parametrize("name", sorted(HTTPX))
+def test_a_call_without_its_time_is_found(name: str) -> None:
+    assert list(unbounded(f"import httpx\nhttpx.{name}(url)")) == [2]
+    assert not list(unbounded(f"import httpx\nhttpx.{name}(url, timeout=PATIENCE)"))
+
+
+def test_every_request_over_http_says_how_long_it_may_take() -> None:
+    found = [
+        f"{path.relative_to(TESTS)}:{line}"
+        for path in sorted(TESTS.rglob("*.py"))
+        if "httpx" in (text := path.read_text("utf-8"))
+        for line in unbounded(text)
+    ]
+    assert not found, "give timeout=PATIENCE"
+
+
+NUMBERS = """
+import inspect
+from mlxpool.broker.http import latest_snapshot, loop_queue
+from mlxpool.cli import admin
+from mlxpool.client import AsyncClient, Client
+
+defaults = [inspect.signature(kind).parameters["connect_timeout"].default
+            for kind in (AsyncClient, Client)]
+asked = inspect.signature(admin.ask).parameters["timeout"].default
+print(*defaults, asked, latest_snapshot.LatestSnapshot().max_wait, loop_queue.LoopQueue().max_wait)
+"""
+
+
+def test_processes_that_tests_start_wait_for_a_busy_broker() -> None:
+    """See support/patient/sitecustomize.py."""
+    done = subprocess.run([sys.executable, "-c", NUMBERS], capture_output=True, text=True)
+    assert done.stdout.split() == ["60.0"] * 5, done.stderr
