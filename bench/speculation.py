@@ -2,16 +2,20 @@
 
     python bench/speculation.py [--model FOLDER] [--speculation auto] [--draft MODEL]
         [--streams 1 8 32 128] [--tokens 128] [--rounds 5] [--loads edits completions ...]
-        [--processor] [--json FILE]
+        [--processor] [--turns STEPS] [--json FILE]
 
-Batches of requests run on one engine in this process, with the steps and generations of a worker's
+Batches of requests run on an engine in this process, with the steps and generations of a worker's
 compute thread, without its other threads: with drafts and without, in turn. Whose drafts these are
-says `--speculation`, as the setting of that name: ngram, mtp, draft or auto. All prompts are read
+says `--speculation`, as the setting of that name: ngram, mtp, draft or auto; with off no batch has
+drafts, which shows how far two equal batches differ. All prompts are read
 before the time is taken, and every request has as many tokens. A pair is two batches that follow
 each other; its ratio is the time without drafts divided by that with them, so above 1 drafts are
 faster. The first pair is not counted. On a CPU that others use as well, `--processor` takes the
-processor time. Also: drafts that were right, tokens that a step gave, time of the search for drafts
-in a step, and whether both ways gave the same ids.
+processor time, with one BLAS thread. With `--turns` each way has an engine of its own, that without
+drafts as a worker with `speculation = "off"` has it, and the batches of a pair take turns of so
+many steps, so that what others do to the machine for longer than that slows both. Also: drafts
+that were right, tokens that a step gave, time of the search for drafts in a step, and whether both
+ways gave the same ids.
 
 Four loads, of real text that every installation has:
 
@@ -33,7 +37,7 @@ import statistics
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -56,7 +60,7 @@ from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.prompt.detokenizer import Detokenizer  # noqa: E402
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer  # noqa: E402
 from mlxpool.worker.scheduling.sequence import Sequence  # noqa: E402
-from mlxpool.worker.speculation.drafter import AUTO, DRAFT, MTP  # noqa: E402
+from mlxpool.worker.speculation.drafter import AUTO, DRAFT, MTP, NGRAM, OFF  # noqa: E402
 from mlxpool.worker.speculation.speculator import Speculator, drafts_in_memory  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import load  # noqa: E402
@@ -165,18 +169,45 @@ class Searched:
         return timed
 
 
+class Pauses:
+    """A clock that stands still while other batches have their turns."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._left = 0.0  # seconds that it stood still
+        self._stopped = clock()
+
+    def __call__(self) -> float:
+        return self._clock() - self._left
+
+    def stop(self) -> None:
+        self._stopped = self._clock()
+
+    def go_on(self) -> None:
+        self._left += self._clock() - self._stopped
+
+
+@dataclass(slots=True)
+class Way:
+    """How batches are computed: with these drafts, or without. Each has a clock of its own."""
+
+    engine: ModelEngine
+    speculator: Speculator | None
+    clock: Pauses
+    searched: Searched
+
+
 def run_batch(
-    engine: ModelEngine,
-    speculator: Speculator | None,
-    searched: Searched,
-    given: list[tuple[int, ...]],
-    options: Options,
-    tokens: int,
-    clock: Callable[[], float],
-) -> Timed:
-    """Runs a batch of requests to its end. The time begins when all prompts are read."""
+    way: Way, given: list[tuple[int, ...]], options: Options, tokens: int, turn: int
+) -> Generator[None, None, Timed]:
+    """Runs a batch of requests to its end. The time begins when all prompts are read.
+
+    It yields after that, and then each `turn` steps if that is not 0.
+    """
+    engine, clock = way.engine, way.clock
+    clock.go_on()
     generations = Generations(engine)
-    steps = Steps(engine, generations, Progress(lambda: None), speculator)
+    steps = Steps(engine, generations, Progress(lambda: None), way.speculator)
     rows = []
     for number, prompt in enumerate(given):
         row = Sequence(number.to_bytes(16, "big"), 1, prompt, options, number, tokens)
@@ -194,15 +225,38 @@ def run_batch(
 
     while any(not row.ids for row in rows):
         step()
-    made, count, before, began = sum(len(row.ids) for row in rows), 0, searched.seconds, clock()
+    clock.stop()
+    yield
+    clock.go_on()
+    made, count = sum(len(row.ids) for row in rows), 0
+    before, began = way.searched.seconds, clock()
     while len(generations):
+        if turn and count and not count % turn:
+            clock.stop()
+            yield
+            clock.go_on()
         step()
         count += 1
     took = clock() - began
     while steps.in_flight:
         steps.collect()
     done = sum(len(row.ids) for row in rows) - made
-    return Timed(took, count, searched.seconds - before, done, [row.ids for row in rows])
+    clock.stop()
+    return Timed(took, count, way.searched.seconds - before, done, [row.ids for row in rows])
+
+
+def run_in_turns(batches: list[Generator[None, None, Timed]]) -> list[Timed]:
+    """Returns what batches took that have turns, the first one first."""
+    found: dict[int, Timed] = {}
+    while len(found) < len(batches):
+        for number, one in enumerate(batches):
+            if number in found:
+                continue
+            try:
+                next(one)
+            except StopIteration as end:
+                found[number] = end.value
+    return [found[number] for number in range(len(batches))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,27 +276,35 @@ class Result:
 
 
 def measure(
-    engine: ModelEngine, text: ChatTokenizer, load: str, streams: int, arguments: Any
+    engines: list[ModelEngine], text: ChatTokenizer, load: str, streams: int, arguments: Any
 ) -> Result:
-    """Returns the pairs, without the first one."""
-    clock = time.process_time if arguments.processor else time.perf_counter
+    """Returns the pairs, without the first one. The last engine computes those with drafts."""
+    seconds = time.process_time if arguments.processor else time.perf_counter
     temperature = 1.0 if load == "sampled" else 0.0
     options = Options.parse({"temperature": temperature, "ignore_eos": True})
+    engine, clock = engines[-1], Pauses(seconds)
     if engine.no_drafts:
         raise SystemExit(f"{arguments.model}: {engine.no_drafts}")
-    ahead = engine.limits.ahead > 0
-    drafter = make_drafter(arguments.speculation, engine, clock)
-    most = drafts_in_memory(engine.vocab_size)
-    speculator = Speculator(drafter, engine.cost.seconds, clock, ahead=ahead, most_drafts=most)
-    searched, nothing = Searched(speculator), Searched(None)
+    speculator = None
+    if arguments.speculation != OFF:
+        drafter = make_drafter(arguments.speculation, engine, clock)
+        most, ahead = drafts_in_memory(engine.vocab_size), engine.limits.ahead > 0
+        speculator = Speculator(drafter, engine.cost.seconds, clock, ahead=ahead, most_drafts=most)
+    off = Way(engines[0], None, Pauses(seconds), Searched(None))
+    on = Way(engine, speculator, clock, Searched(speculator))
     plain: list[Timed] = []
     drafted: list[Timed] = []
     for number in range(arguments.rounds + 1):
         given = prompts(load, text, streams, seed=number)
-        ways = [(plain, None, nothing), (drafted, speculator, searched)]
-        for found, way, search in ways if number % 2 else ways[::-1]:
-            found.append(run_batch(engine, way, search, given, options, arguments.tokens, clock))
-        if not number:
+        ways = [(plain, off), (drafted, on)]
+        ordered = ways if number % 2 else ways[::-1]
+        batches = [
+            run_batch(way, given, options, arguments.tokens, arguments.turns) for _, way in ordered
+        ]
+        took = run_in_turns(batches) if arguments.turns else [run_in_turns([b])[0] for b in batches]
+        for (found, _), one in zip(ordered, took, strict=True):
+            found.append(one)
+        if not number and speculator is not None:
             speculator.drafted = speculator.accepted = 0
     pairs = list(zip(plain, drafted, strict=True))[1:]
     every = [
@@ -257,7 +319,7 @@ def measure(
         [one.tokens / one.seconds for one, _ in pairs],
         [two.tokens / two.seconds for _, two in pairs],
         [one.seconds / two.seconds for one, two in pairs],
-        speculator.accepted / max(1, speculator.drafted),
+        speculator.accepted / max(1, speculator.drafted) if speculator is not None else 0.0,
         sum(two.tokens for _, two in pairs) / steps / streams,
         sum(two.search for _, two in pairs) / steps * 1e6,
         sum(every),
@@ -285,19 +347,21 @@ def shown(one: Result) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else "")
     parser.add_argument("--model", type=Path, default=DEMO_FOLDER)
-    parser.add_argument(
-        "--speculation", choices=("ngram", MTP, DRAFT, AUTO), default=AUTO, help="whose drafts"
-    )
+    parser.add_argument("--speculation", choices=(OFF, NGRAM, MTP, DRAFT, AUTO), default=AUTO)
     parser.add_argument("--draft", default="", help="the draft model, as the setting of this name")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--tokens", type=int, default=128, help="that each request generates")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
     parser.add_argument("--processor", action="store_true", help="processor time, not the clock's")
+    parser.add_argument(
+        "--turns", type=int, default=0, help="steps of a batch before the other of its pair goes on"
+    )
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     arguments = parser.parse_args()
     if preload() and "blas" not in os.environ.get("LD_PRELOAD", ""):  # as workers have it
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **preload()})
+        alone = {"OPENBLAS_NUM_THREADS": "1"} if arguments.processor else {}  # none that waits
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **preload(), **alone})
     folder = inspect(arguments.model, predicts=arguments.speculation in (MTP, AUTO))
     if arguments.speculation == MTP and not folder.plan.predicts:
         raise SystemExit(f"{arguments.model} has no head that predicts further tokens (MTP)")
@@ -308,14 +372,20 @@ def main() -> None:
     if arguments.draft:
         found_draft = inspect_draft(arguments.draft, folder)
         draft = load_draft(found_draft, lambda tensors, size: None, rows=most, limit=0)
-    engine = ModelEngine(load(folder), text, prefix="off", max_sequences=most, draft=draft)
-    engine.expect_drafts(drafts_in_memory(engine.vocab_size))
-    engine.warm_up()
+    opened = [(folder, draft)]
+    if arguments.turns:  # the engine without drafts is as a worker with `off` has it
+        opened.insert(0, (inspect(arguments.model, predicts=False), None))
+    engines = []
+    for each, drafts in opened:
+        engine = ModelEngine(load(each), text, prefix="off", max_sequences=most, draft=drafts)
+        engine.expect_drafts(drafts_in_memory(engine.vocab_size))
+        engine.warm_up()
+        engines.append(engine)
     print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
     found = []
     for name in arguments.loads:
         for streams in arguments.streams:
-            one = measure(engine, text, name, streams, arguments)
+            one = measure(engines, text, name, streams, arguments)
             print(shown(one), flush=True)
             found.append(asdict(one))
     if arguments.json:

@@ -18,7 +18,12 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
 from mlxpool.worker.attention.layout_choice import make_layout  # noqa: E402
-from mlxpool.worker.attention.prediction_heads.head_drafts import MAX_FAILURES, StateDrafts  # noqa: E402
+from mlxpool.worker.attention.prediction_heads.head_drafts import (  # noqa: E402
+    HOST_ROWS,
+    MAX_FAILURES,
+    StateDrafts,
+)
+from mlxpool.worker.attention.prediction_heads.host_head import HostHead  # noqa: E402
 from mlxpool.worker.attention.row_batch import RowBatch  # noqa: E402
 from mlxpool.worker.attention.row_cache import RowCache  # noqa: E402
 from mlxpool.worker.attention.row_shape import RowShape  # noqa: E402
@@ -270,6 +275,43 @@ def test_blocks_of_a_pool_give_no_states_without_our_kernels(loaded: LoadedModel
         make_speculator("mtp", engine, "some")
     found = make_speculator("auto", engine, "some")
     assert found is not None and found.drafter.name == "ngram"
+
+
+def test_the_host_drafts_as_mlx_does_for_the_demo() -> None:
+    """Few rows are drafted by NumPy, more of them by compiled passes; both give the same drafts."""
+    folder = inspect(DEMO_FOLDER, predicts=True)
+    text = ChatTokenizer.from_folder(folder)
+    engine = ModelEngine(load(folder), text, layout="slabs", prefix="off", lookahead=False)
+    head, rows = head_of(engine), []
+    assert head._host_head is not None
+    for number, prompt in enumerate(("def add(", "class Stack:\n", "import os\n", "for line in")):
+        seq = replace(sequence(number), prompt=tuple(text.encode(prompt)), ids=[])
+        enter(engine, seq)
+        rows.append(seq)
+    assert len(rows) == 2 * HOST_ROWS
+    decode(engine, rows, 1)
+    same = []
+    for _ in range(12):
+        compiled = head.drafts(dict.fromkeys(rows, 3))
+        alone: dict[Sequence, tuple[int, ...]] = {}
+        for seq in rows:
+            alone |= head.drafts({seq: 3})
+        pairs = head.drafts(dict.fromkeys(rows[:HOST_ROWS], 3))
+        assert pairs == {seq: alone[seq] for seq in rows[:HOST_ROWS]}
+        assert {len(some) for some in alone.values()} == {3}
+        same += [compiled[seq] == alone[seq] for seq in rows]
+        decode(engine, rows, 1)
+    assert (4, 3) in head._chain and (1, 3) not in head._chain
+    assert sum(same) > 0.9 * len(same)  # sums of another order may change the likeliest of two
+
+
+def test_a_head_whose_weights_are_others_is_left_to_mlx(loaded: LoadedModel) -> None:
+    """In another type, of another layer, or with the whole vocabulary as its output."""
+    whole = cast(PredictingModel, loaded.model).prediction
+    assert HostHead.of(whole) is None
+    demo = inspect(DEMO_FOLDER, predicts=True)
+    narrow = cast(PredictingModel, load(demo, dtype=mx.bfloat16).model).prediction
+    assert HostHead.of(narrow) is None
 
 
 def test_the_head_of_the_demo_is_right_mostly() -> None:

@@ -126,7 +126,7 @@ class HeadModel:
         self.drafted: mx.array | None = None  # [N] the token of each logit; None: its number
         if spec.drafted:
             self.drafted = _token_numbers(builder.tensor(names.drafted), spec.vocab_size)
-            self.output = _part_of(self.embed, self.drafted)
+            self.output = PartOfVocabulary(self.embed, self.drafted)
 
     def __call__(self, tokens: mx.array, states: mx.array, batch: ForwardBatch | None) -> mx.array:
         """See model_plan.Prediction."""
@@ -290,13 +290,18 @@ def _token_numbers(stored: mx.array, vocabulary: int) -> mx.array:
     return tokens
 
 
-def _part_of(embed: Embedding, tokens: mx.array) -> OutputLayer:
-    """An output head [E, d] -> [E, N] over the embeddings of some tokens [N]."""
-    import mlx.core as mx
+class PartOfVocabulary:
+    """An output head [E, d] -> [E, N] over the embeddings `rows` [N, d] of some tokens [N]."""
 
-    columns = mx.contiguous(embed(tokens).T)
-    mx.eval(columns)
-    return lambda x: cast("mx.array", x) @ columns
+    def __init__(self, embed: Embedding, tokens: mx.array) -> None:
+        import mlx.core as mx
+
+        self.rows = mx.contiguous(embed(tokens))
+        self._columns = self.rows.T
+        mx.eval(self.rows, self._columns)
+
+    def __call__(self, x: LinearInput) -> mx.array:
+        return cast("mx.array", x) @ self._columns
 
 
 def soft_capped(x: mx.array, cap: float) -> mx.array:

@@ -186,8 +186,18 @@ class FeedLayer:
     def build(self, builder: LayerBuilder, name: str, layer: int) -> DecoderLayerFunction:
         """See DecoderLayer. What it returns uses no batch."""
         norm = builder.rms_norm(f"{name}.post_attention_layernorm", self.eps)
-        feed = self.feed.build(builder, f"{name}.mlp")
-        return lambda x, batch: _residual(norm, feed, x)
+        return Feed(norm, self.feed.build(builder, f"{name}.mlp"))
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """The built FeedLayer."""
+
+    norm: Norm
+    feed: LayerFunction
+
+    def __call__(self, x: Residual, batch: ForwardBatch) -> Residual:
+        return _residual(self.norm, self.feed, x)
 
 
 def _residual(

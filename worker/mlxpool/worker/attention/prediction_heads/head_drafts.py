@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from mlxpool.worker.attention.prediction_heads.host_head import HostHead
 from mlxpool.worker.kernels import device
 from mlxpool.worker.kernels.compiled_passes import CompiledPasses, CompileNotice
 from mlxpool.worker.layers.model_plan import Prediction
@@ -25,6 +26,7 @@ log = logging.getLogger("mlxpool.worker")
 MAX_FAILURES = 3  # of the head's passes, after which it gives no more drafts
 MAX_COMPILED = 24  # chains of drafts: of each depth for 1, 2, 4, … rows
 MAX_AHEAD = 8  # rows up to which chains are compiled at load
+HOST_ROWS = 2  # up to which NumPy drafts faster than a compiled chain, one row after the other
 
 
 class HeadDrafts(ABC):
@@ -107,11 +109,13 @@ class StateDrafts(HeadDrafts):
     """Drafts of a head without a cache: of the newest state of a row, and the token behind it.
 
     All drafts of all rows are one compiled pass, for the deepest depth and a power of two of rows.
+    On a CPU those of few rows are computed without it, see host_head.py.
     """
 
     def __init__(self, head: Prediction) -> None:
         super().__init__()
         self._head = head
+        self._host_head = HostHead.of(head)
         self._states: dict[Sequence, _States] = {}
         self._newest: tuple[Many[Span], mx.array] | None = None  # not in `_states` yet
         self._chain = CompiledPasses(self._drafted, self.notice, max_passes=MAX_COMPILED)
@@ -158,6 +162,11 @@ class StateDrafts(HeadDrafts):
         return known is not None and known.start <= newest < known.end
 
     def _computed(self, depths: Mapping[Sequence, int]) -> dict[Sequence, tuple[int, ...]]:
+        if self._host_head is not None and len(depths) <= HOST_ROWS:
+            return {
+                seq: self._drafted_by_host(self._host_head, seq, depth)
+                for seq, depth in depths.items()
+            }
         rows, deepest = [*depths], max(depths.values())
         padded = 1 << (len(rows) - 1).bit_length()
         chosen = [rows[min(number, len(rows) - 1)] for number in range(padded)]
@@ -167,10 +176,15 @@ class StateDrafts(HeadDrafts):
         lists: Any = drawn.tolist()
         return {seq: tuple(lists[row][: depths[seq]]) for row, seq in enumerate(rows)}
 
+    def _drafted_by_host(self, head: HostHead, seq: Sequence, depth: int) -> tuple[int, ...]:
+        known, length = self._states[seq], seq.length
+        state = np.array(known.array, copy=False)[known.line + length - 2 - known.start]
+        return head.drafts(seq.token_range(length - 1, length)[0], state, depth)
+
     def compile_ahead(self, seq: Sequence, rows: int, depth: int) -> None:
         """See HeadDrafts. Else the first steps with drafts would be measured with it."""
         state = self._gathered([seq])
-        padded = 1
+        padded = 1 if self._host_head is None else 2 * HOST_ROWS
         while padded <= min(rows, MAX_AHEAD):
             tokens, states = mx.zeros(padded, dtype=mx.int32), mx.repeat(state, padded, axis=0)
             for each in range(1, depth + 1):
