@@ -31,6 +31,9 @@ def main() -> int:
     from mlxpool.common import logs
 
     logs.set_up(json_lines=config.log_format == "json", level=logs.LEVELS[config.log_level])
+    from mlxpool.worker.system import load_clock
+
+    load_clock.LOAD.begin(load_clock.process_age())
     if config.rank:
         return serve_rank(config)
     sys.setswitchinterval(SWITCH_INTERVAL)

@@ -33,6 +33,8 @@ from mlxpool.worker.groups.messages import (
 from mlxpool.worker.kernels import device, kernel_cache
 from mlxpool.worker.kernels.kernel_cache import KernelJob
 from mlxpool.worker.prefix.shared_blocks import BlockRow
+from mlxpool.worker.system import load_clock
+from mlxpool.worker.system.load_clock import LOAD
 from mlxpool.worker.transfers import downloads
 from mlxpool.worker.transfers.uploads import Uploads
 from mlxpool.worker.weights.load import LoadedModel
@@ -83,7 +85,9 @@ class Follower:
         """Do what rank 0 says. Any exception means that this rank cannot go on."""
         if self._jobs and not (isinstance(message, Pass) and message.builds):
             jobs, self._jobs = self._jobs, []
+            LOAD.enter("kernels")
             kernel_cache.compile_together(jobs, self._progress.moved)
+            LOAD.enter("warm_up")
         match message:
             case Pass():
                 self._compute(message)
@@ -106,6 +110,7 @@ class Follower:
                 mx.set_cache_limit(cache)
                 mx.clear_cache()
                 device.trim_heap()
+                load_clock.log_end(rank=self._collectives.rank)
 
     def _required_pool(self) -> _Pool:
         assert self._pool is not None, "a pool is made before it is used"

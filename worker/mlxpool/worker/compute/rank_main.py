@@ -17,6 +17,7 @@ from mlxpool.worker.groups.links import Meeting
 from mlxpool.worker.groups.loading import load_part
 from mlxpool.worker.groups.pipes import Inbox
 from mlxpool.worker.kernels import device
+from mlxpool.worker.system.load_clock import LOAD
 from mlxpool.worker.weights.inspect import inspect
 from mlxpool.worker.weights.locate import locate, open_files
 
@@ -47,7 +48,9 @@ def run(config: WorkerConfig) -> int:
 
 def _load(config: WorkerConfig, progress: Progress) -> Follower:
     model = config.model
+    LOAD.enter("check")
     folder = inspect(open_files(locate(model)), model.engine)
+    LOAD.enter("device")
     device.log_device()
     device.keep_large_arrays_off_heap()
     part = part_of(folder, config.rank, model.devices)
@@ -56,4 +59,5 @@ def _load(config: WorkerConfig, progress: Progress) -> Follower:
         config.rank, model.devices, config.hosts_fd, config.group_port, config.wait_limit
     )
     found = load_part(part, model, meeting, lambda tensors, size: progress.moved())
+    LOAD.enter("warm_up")
     return Follower(found.loaded, found.collectives, progress)
