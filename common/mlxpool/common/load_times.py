@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 
 # In the order in which they begin; a load lacks those that its model does not need.
 LOAD_PHASES = (
@@ -27,7 +26,7 @@ LOAD_PHASES = (
 class LoadTimes:
     """Seconds of each phase that has begun, by its name; `now` is the one that lasts, or ""."""
 
-    seconds: Mapping[str, float] = MappingProxyType({})
+    seconds: Mapping[str, float] = field(default_factory=dict)
     now: str = ""
 
     @property

@@ -24,8 +24,8 @@ from mlxpool.worker.weights.locate import locate, open_files
 log = logging.getLogger("mlxpool.worker")
 
 
-def run(config: WorkerConfig) -> int:
-    """Serve until rank 0 ends. Returns the exit code."""
+def run(config: WorkerConfig, inbox: Inbox) -> int:
+    """Load, then serve until rank 0 ends; `Begin` has come. Returns the exit code."""
     block = Block.open(config.block_fd) if config.block_fd >= 0 else Block.private()
     progress = Progress(lambda: None, block=block)
     progress.compute_begins()
@@ -34,7 +34,7 @@ def run(config: WorkerConfig) -> int:
     try:
         follower = _load(config, progress)
         progress.enter("idle")
-        inbox, done = Inbox(config.plan_fd), 0
+        block.write("orders", done := 1)  # `Begin`
         while (message := inbox.take()) is not None:
             follower.handle(message)
             done += 1

@@ -14,6 +14,15 @@ import msgpack
 
 
 @dataclass(frozen=True, slots=True)
+class Begin:
+    """The model can be divided: load your part.
+
+    The first message. A rank's process starts, and imports what it needs, while rank 0 checks the
+    model; nothing that fails there may end the group before rank 0 has told the broker why.
+    """
+
+
+@dataclass(frozen=True, slots=True)
 class MakePool:
     """Make a pool of `blocks` blocks for `rows` rows, in place of the one before.
 
@@ -91,8 +100,17 @@ class Settle:
     cache: int
 
 
-Message: TypeAlias = MakePool | CopyBlock | Pass | Ended | Head | CompileAhead | Settle
-_KINDS: Sequence[type[Message]] = (MakePool, CopyBlock, Pass, Ended, Head, CompileAhead, Settle)
+Message: TypeAlias = Begin | MakePool | CopyBlock | Pass | Ended | Head | CompileAhead | Settle
+_KINDS: Sequence[type[Message]] = (
+    Begin,
+    MakePool,
+    CopyBlock,
+    Pass,
+    Ended,
+    Head,
+    CompileAhead,
+    Settle,
+)
 _NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
 
 
