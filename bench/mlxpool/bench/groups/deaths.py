@@ -290,14 +290,16 @@ class Rounds:
 
     def _round(self, kind: Kind, text: str) -> Outcome | None:
         """One round with a fault; None: no group was ready when it was to come."""
+        before = {one["slot"]: one["tokens"] for one in self._groups.ready()}
         streams, threads = self._started()
         if kind.moment == DECODE:
             self._wait(
                 lambda: all(one.times or one.error for one in streams), "all streams have begun"
             )
         time.sleep(self._draw.uniform(0.0, 0.01))
-        # The one with the fewest faults among those that have most streams to lose.
-        ready = sorted(self._groups.ready(), key=lambda one: -int(bool(one["running"])))
+        # The one that has made most tokens since; before the first tokens, that with fewest faults.
+        made = [(one["tokens"] - before.get(one["slot"], 0), one) for one in self._groups.ready()]
+        ready = [one for _, one in sorted(made, key=lambda pair: -pair[0])]
         if not ready:
             self._ended(threads)
             return None

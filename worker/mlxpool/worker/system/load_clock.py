@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import psutil
 
 from mlxpool.common.load_times import LOAD_PHASES, LoadTimes
+
+STARTED = 19  # of the fields of /proc/self/stat behind the name, see proc(5)
 
 log = logging.getLogger("mlxpool.worker")
 
@@ -57,8 +62,16 @@ class LoadClock:
 
 
 def process_age() -> float:
-    """Seconds since the start of this process."""
-    return time.time() - psutil.Process().create_time()
+    """Seconds since the start of this process.
+
+    On Linux by the kernel's clock since the boot: the time of the boot itself, which psutil adds,
+    is known to a second.
+    """
+    if sys.platform != "linux":
+        return time.time() - psutil.Process().create_time()
+    fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    started = int(fields[STARTED]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
 
 
 LOAD = LoadClock()
