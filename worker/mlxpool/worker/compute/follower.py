@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import mlx.core as mx
@@ -21,6 +21,7 @@ from mlxpool.worker.engine.model_engine import CLEAR_INTERVAL
 from mlxpool.worker.groups.collectives import Collectives
 from mlxpool.worker.groups.group_layout import GroupLayout
 from mlxpool.worker.groups.messages import (
+    Again,
     CompileAhead,
     CopyBlock,
     Ended,
@@ -80,6 +81,7 @@ class Follower:
         self._flights: deque[tuple[list[mx.array], bool]] = deque()  # with whether it was fresh
         self._jobs: list[KernelJob] = []
         self._passes = 0
+        self._before: tuple[list[RowSpan], Pass] | None = None  # the newest pass
 
     def handle(self, message: Message) -> None:
         """Do what rank 0 says. Any exception means that this rank cannot go on."""
@@ -90,7 +92,11 @@ class Follower:
             LOAD.enter("warm_up")
         match message:
             case Pass():
-                self._compute(message)
+                spans = _spans(self._required_pool(), message)
+                self._before = None if message.builds else (spans, message)
+                self._compute(spans, message)
+            case Again():
+                self._repeat(message)
             case Ended():
                 self._wait()
             case CopyBlock(source, target):
@@ -119,7 +125,7 @@ class Follower:
     def _make_pool(self, message: MakePool) -> None:
         if self._pool is not None:
             self._pool.layout.close()
-            self._pool = None
+            self._pool = self._before = None
             mx.clear_cache()
         caches = self._loaded.folder.plan.caches
         context, chunk = message.context, message.chunk
@@ -140,13 +146,19 @@ class Follower:
             )
         self._pool = _Pool(layout)
 
-    def _compute(self, message: Pass) -> None:
+    def _repeat(self, message: Again) -> None:
+        assert self._before is not None, "a pass is computed before it is repeated"
+        spans, before = self._before
+        _change_rows(self._required_pool(), message)
+        # The layout knows the spans by their list.
+        self._compute(spans, replace(before, ids=message.ids, drawn=message.drawn, fresh=False))
+
+    def _compute(self, spans: list[RowSpan], message: Pass) -> None:
         pool, progress = self._required_pool(), self._progress
         if not message.builds:
             reads = any(count > 1 for count in message.counts) or not message.wanted
             progress.awaits(None, len(message.ids) * reads, len(message.rows))
             progress.compiles(fresh=message.fresh)
-        spans = _spans(pool, message)
         if self._uploads is not None:
             self._uploads.begin()
         drawn = None
@@ -175,8 +187,8 @@ class Follower:
             device.trim_heap()
 
 
-def _spans(pool: _Pool, message: Pass) -> list[RowSpan]:
-    """Returns the spans of a pass, whose rows have the blocks that it says."""
+def _change_rows(pool: _Pool, message: Pass | Again) -> None:
+    """Rows get the blocks that a pass says, and those that left give up theirs."""
     for number in message.left:
         row = pool.rows.pop(number, None)
         if row is not None:
@@ -186,8 +198,15 @@ def _spans(pool: _Pool, message: Pass) -> list[RowSpan]:
             row = pool.layout.store.new_row()
             pool.rows[number] = row
         row = pool.rows[number]
+        if first < len(row.table):  # what passes know of their rows is no longer true
+            pool.layout.store.changes += 1
         row.table[first:] = blocks
         row.changed = min(row.changed, first)
+
+
+def _spans(pool: _Pool, message: Pass) -> list[RowSpan]:
+    """Returns the spans of a pass, whose rows have the blocks that it says."""
+    _change_rows(pool, message)
     hidden = set(message.hidden)
     spans = []
     lists = message.rows, message.offsets, message.counts, message.lines

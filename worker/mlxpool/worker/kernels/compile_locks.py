@@ -1,4 +1,4 @@
-"""Locks by which the processes of a machine compile each kernel once, whichever of them is first."""
+"""Locks by which the processes of a machine compile each kernel once, whoever is first."""
 
 from __future__ import annotations
 

@@ -141,6 +141,24 @@ def compile_together(jobs: Iterable[KernelJob], on_progress: Callable[[], None])
     compiler = _compiler()
     if compiler is None:
         return
+    missing = _missing(jobs)
+    with ThreadPoolExecutor(max(1, min(len(missing), os.cpu_count() or 1))) as pool:
+
+        def compiled(paths: Sequence[Path], *, wait: bool) -> Iterator[bool]:
+            one = partial(_compile_in_process, compiler, wait=wait)
+            for done in pool.map(one, paths, [missing[path] for path in paths]):
+                on_progress()
+                yield done
+
+        paths = list(missing)
+        done = compiled(paths, wait=False)
+        left = [path for path, here in zip(paths, done, strict=True) if not here]
+        for _ in compiled(left, wait=True):
+            pass
+
+
+def _missing(jobs: Iterable[KernelJob]) -> dict[Path, tuple[str, str]]:
+    """Returns the files that have to be made for these kernels, with their names and codes."""
     missing: dict[Path, tuple[str, str]] = {}
     for job in jobs:
         with contextlib.suppress(OSError, KeyError):
@@ -148,29 +166,28 @@ def compile_together(jobs: Iterable[KernelJob], on_progress: Callable[[], None])
             path = cache_folder() / f"{module_name(job.text, code)}.ptx"
             if not _is_intact(path):
                 missing[path] = NAMESPACE + kernel_name(job.text), code
+    return missing
 
-    def compile_one(path: Path, *, wait: bool) -> bool:
-        """Returns whether it is done; if not, another process is at it."""
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with compile_lock(path, wait=wait) as held:
-                if not (held or wait):
-                    return False
-                if not _is_intact(path):
-                    found = nvrtc.in_process(compiler, *missing[path])
-                    if _texts() in build_key():  # else another edition was installed meanwhile
-                        _write(path, *found)
-        except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-            log.info("a kernel is compiled when it is needed: %s", error)
-        return True
 
-    with ThreadPoolExecutor(max(1, min(len(missing), os.cpu_count() or 1))) as pool:
-        left = []  # that others compile
-        for path, done in zip(missing, pool.map(partial(compile_one, wait=False), missing)):
-            left += [] if done else [path]
-            on_progress()
-        for _ in pool.map(partial(compile_one, wait=True), left):
-            on_progress()
+def _compile_in_process(
+    compiler: nvrtc.Compiler, path: Path, names: tuple[str, str], *, wait: bool
+) -> bool:
+    """Compiles one kernel to `path`, unless another process does it meanwhile.
+
+    Returns False without `wait` while one does.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with compile_lock(path, wait=wait) as held:
+            if not (held or wait):
+                return False
+            if not _is_intact(path):
+                found = nvrtc.in_process(compiler, *names)
+                if _texts() in build_key():  # else another edition was installed meanwhile
+                    _write(path, *found)
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        log.info("a kernel is compiled when it is needed: %s", error)
+    return True
 
 
 def with_disk_cache(text: KernelText, made: Callable[..., Any]) -> Callable[..., Any]:
