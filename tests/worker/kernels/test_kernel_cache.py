@@ -19,8 +19,8 @@ import pytest
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.worker.kernels import kernel_builder, kernel_cache, nvrtc, row_ops  # noqa: E402
-from mlxpool.worker.kernels.compile_locks import compile_lock  # noqa: E402
 from mlxpool.worker.kernels.kernel_cache import KernelText  # noqa: E402
+from mlxpool.worker.system.compile_locks import compile_lock  # noqa: E402
 from support import simt  # noqa: E402
 
 ON_GPU = mx.cuda.is_available()

@@ -28,7 +28,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlxpool.worker.kernels import nvrtc
-from mlxpool.worker.kernels.compile_locks import compile_lock
+from mlxpool.worker.system.compile_locks import compile_lock
 
 log = logging.getLogger("mlxpool.worker")
 
