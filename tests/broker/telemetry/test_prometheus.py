@@ -25,7 +25,7 @@ DISK = (
     "dropped_total",
     "bytes",
 )
-BEAT = {
+BEAT: dict[str, Any] = {
     "load_phase": "",
     "load_ms": {"weights": 1250, "kernels": 40},
     "memory": {
