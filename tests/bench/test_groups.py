@@ -10,7 +10,7 @@ import pytest
 
 mx = pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)
 
-from mlxpool.bench.groups.deaths import KINDS, Watched  # noqa: E402
+from mlxpool.bench.groups.deaths import KINDS, Outcome, Watched, summary  # noqa: E402
 from mlxpool.bench.groups.engine import _agreement  # noqa: E402
 from mlxpool.bench.groups.rank_processes import run_ranks  # noqa: E402
 from mlxpool.worker.kernels import device  # noqa: E402
@@ -26,6 +26,35 @@ def test_the_wait_of_a_stream_is_the_longest_since_the_fault() -> None:
 
 def test_faults_vary_signal_moment_and_rank() -> None:
     assert len(set(KINDS)) == 8
+
+
+def test_an_outcome_tells_moved_streams_from_wrong_ones() -> None:
+    kind = KINDS[0]
+    whole = Watched(0, times=[1.0, 1.1], text="1, 2.", attempts=1)
+    moved = Watched(1, times=[1.0, 2.5, 2.6], text="1, 2.", attempts=2)
+    lost = Watched(2, times=[1.0], text="1,", attempts=2)
+    refused = Watched(3, error="Busy: no place")
+    found = Outcome.of(kind, "bench/1", [whole, moved, lost, refused], "1, 2.", 1.5)
+    assert (found.streams, found.moved, found.waits) == (4, 1, (1.0,))
+    assert found.wrong == (f"{kind}: '1,'", f"{kind}: Busy: no place")
+    assert str(found) == (
+        "SIGKILL of rank 1 in prefill of bench/1: 2 of 4 streams are right, 1 were moved,"
+        " longest wait 1.00 s"
+    )
+
+
+def test_a_summary_of_the_faults_so_far_counts_those_that_met_no_stream() -> None:
+    met = Outcome(KINDS[0], "bench/0", 8, (), 2, (0.25, 0.5))
+    missed = Outcome(KINDS[1], "bench/1", 8, (), 0, ())
+    found = summary([met, missed, met])
+    assert (found["faults"], found["met_no_stream"], found["streams"], found["moved"]) == (
+        3,
+        1,
+        24,
+        4,
+    )
+    assert found["longest_wait_s"] == {str(KINDS[0]): {"number": 4, "p50": 0.5, "max": 0.5}}
+    assert summary([])["faults"] == 0
 
 
 def test_tokens_agree_up_to_the_first_that_differs() -> None:

@@ -27,7 +27,7 @@ import os, time
 def arm(kind):
     compute = kind._compute
 
-    def hanging(self, message):
+    def hanging(self, spans, message):
         path = os.environ["HANG_FILE"]
         try:
             wanted = open(path).read()
@@ -38,7 +38,7 @@ def arm(kind):
             os.remove(path)
             self._progress.awaits(None, len(message.ids) * chunk, len(message.rows))
             time.sleep(10**6)
-        compute(self, message)
+        compute(self, spans, message)
 
     kind._compute = hanging
 """

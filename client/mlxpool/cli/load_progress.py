@@ -25,7 +25,17 @@ SHOW_INTERVAL = 0.5  # seconds between two questions of `LoadProgress`
 WAIT_INTERVAL = 0.1  # seconds between two questions of `wait_for`
 SLOW_START = 3.0  # seconds without a loaded weight that need a reason
 SLOW_START_REASON = "MLX itself is loaded; that takes longest the first time on a machine"
-WARM_UP_REASON = "kernels are compiled; later starts find them on the disk"
+KERNELS_REASON = "kernels are compiled; later starts find them on the disk"
+# By the phase of the load, of those that take seconds.
+REASONS = {
+    "ranks": "the processes of its other devices start",
+    "links": "its devices are connected",
+    "engine": KERNELS_REASON,
+    "memory": "the memory of a pass is measured",
+    "kernels": KERNELS_REASON,
+    "warm_up": "a pass of each kind is computed",
+    "preparers": "the processes that tokenise requests start",
+}
 FAILED = frozenset({"failed", "broken"})  # states of a model
 
 
@@ -50,10 +60,11 @@ def progress_text(answer: Mapping[str, Any], name: str) -> str:
     if newest["state"] != "loading":
         return f"starting a worker for {name}, {since}"
     loaded = newest.get("load_progress") or 0.0
+    reason = REASONS.get(newest.get("load_phase") or "", "")
     if loaded >= 1:
-        return f"warming {name} up, {since} ({WARM_UP_REASON})"
+        return f"warming {name} up, {since} ({reason or KERNELS_REASON})"
     if not loaded:
-        reason = f" ({SLOW_START_REASON})" if seconds >= SLOW_START else ""
+        reason = f" ({reason or SLOW_START_REASON})" if seconds >= SLOW_START else ""
         return f"loading {name}, {since}{reason}"
     return f"loading {name}{_loaded_share(newest, model)}, {since}"
 

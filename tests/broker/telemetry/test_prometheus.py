@@ -25,7 +25,9 @@ DISK = (
     "dropped_total",
     "bytes",
 )
-BEAT = {
+BEAT: dict[str, Any] = {
+    "load_phase": "",
+    "load_ms": {"weights": 1250, "kernels": 40},
     "memory": {
         "weights": 600,
         "kv": 160,
@@ -83,6 +85,14 @@ def busy(story: Story) -> None:
     story.generate()
     story.generate(name="nowhere")
     worker.beat(**BEAT)
+
+
+def test_the_phases_of_a_load_are_seconds(story: Story) -> None:
+    busy(story)
+    metrics, labels = read(story), {"model": "m", "worker": "m/0"}
+    name = "mlxpool_worker_load_seconds"
+    assert value(metrics, name, **labels, phase="weights") == 1.25
+    assert value(metrics, name, **labels, phase="kernels") == 0.04
 
 
 def test_every_family_of_the_table_is_there_in_its_kind(story: Story) -> None:

@@ -10,6 +10,8 @@ import pytest
 from mlxpool.common.progress import Block
 from mlxpool.worker.groups.links import GroupLinks, Meeting
 from mlxpool.worker.groups.messages import (
+    Again,
+    Begin,
     CompileAhead,
     CopyBlock,
     Ended,
@@ -37,10 +39,13 @@ PASS = Pass(
     fresh=True,
     builds=False,
 )
+AGAIN = Again(ids=[5, -2], tables=[[9, 3, [12]]], left=[3], drawn=2)  # type: ignore[list-item]
 MESSAGES: list[Message] = [
+    Begin(),
     MakePool(24, 8, 512, 128, "pool", "int8"),
     CopyBlock(3, 17),
     PASS,
+    AGAIN,
     Ended(),
     Head(12, 4096),
     CompileAhead(4, 256),
@@ -70,7 +75,7 @@ def test_messages_arrive_whole_and_in_order(pipe: tuple[int, int]) -> None:
     for message in MESSAGES:
         orders.send(message)
     assert [inbox.take() for _ in MESSAGES] == MESSAGES
-    assert orders.passes == 1
+    assert orders.passes == 2  # a pass, and one more of it
     os.close(writer)
     assert inbox.take() is None
     inbox.close()

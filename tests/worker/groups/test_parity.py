@@ -16,7 +16,9 @@ from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker.engine.engine import Engine  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.groups.group_engine import GroupEngine  # noqa: E402
+from mlxpool.worker.groups.messages import Again, Message, Pass  # noqa: E402
 from mlxpool.worker.kernels import device  # noqa: E402
+from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS  # noqa: E402
 from mlxpool.worker.scheduling.sequence import Sequence  # noqa: E402
 from mlxpool.worker.scheduling.spans import Span  # noqa: E402
 from support.engine_steps import decode, drain, enter  # noqa: E402
@@ -58,6 +60,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt_oss": GPT_OSS,
     "glm4_moe_lite": GLM,
     "llama, a pass ahead": {},
+    "llama, rows of several blocks": {"max_position_embeddings": 1024},
     "llama, int8 keys and values": {},
     "gpt_oss, int8 keys and values": GPT_OSS,
 }
@@ -110,10 +113,11 @@ def engines(
     write_checkpoint(folder, weights=weights_of(request.param, changes), **changes)
     ahead = "a pass ahead" in request.param
     kv = "int8" if "int8" in request.param else "auto"
-    with pair.engine(folder, lookahead=ahead, kv=kv) as group:
+    context = 512 if "several blocks" in request.param else 128
+    with pair.engine(folder, lookahead=ahead, kv=kv, context=context) as group:
         if ahead:  # as on a GPU: a pass begins before rank 0 has read the tokens of the last
             group.warm_up()
-        whole = single(folder, kv=kv)
+        whole = single(folder, kv=kv, context=context)
         yield group, whole
         whole.close()
 
@@ -153,6 +157,42 @@ def test_it_draws_the_tokens_of_one_device(engines: tuple[GroupEngine, ModelEngi
     found = tokens(group)
     assert [len(ids) for ids in found] == [4, 10, 10]
     assert found == tokens(whole)
+
+
+def test_rows_that_only_decode_are_sent_once(
+    engines: tuple[GroupEngine, ModelEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes that follow say what has changed: ids, and the blocks that rows begin."""
+    sent, long = _sent(engines[0], monkeypatch), engines[0].context > KV_BLOCK_TOKENS
+    found = []
+    for engine in engines:
+        sizes = (240, 250) if long else (12, 30)
+        rows = [sequence(number, size, temperature=0.0) for number, size in enumerate(sizes)]
+        for row in rows:
+            enter(engine, row)
+        decode(engine, rows, 36)
+        for row in rows:
+            engine.release(row)
+        drain(engine)
+        found.append([row.ids for row in rows])
+    assert found[0] == found[1]
+    passes = [one for one in sent if isinstance(one, Pass | Again)]
+    again = [one for one in passes if isinstance(one, Again)]
+    assert 30 <= len(again) < len(passes)
+    assert sum(bool(one.tables) for one in again) == (2 if long else 0)
+
+
+def _sent(group: GroupEngine, monkeypatch: pytest.MonkeyPatch) -> list[Message]:
+    """What rank 0 tells the other from now on."""
+    sent: list[Message] = []
+    send = group._orders.send
+
+    def kept(message: Message) -> None:
+        sent.append(message)
+        send(message)
+
+    monkeypatch.setattr(group._orders, "send", kept)
+    return sent
 
 
 def test_a_prompt_is_found_in_the_prefix_cache(engines: tuple[GroupEngine, ModelEngine]) -> None:

@@ -8,6 +8,8 @@ import logging
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.worker.kernels import kernel_builder, kernel_cache, nvrtc, row_ops  # noqa: E402
 from mlxpool.worker.kernels.kernel_cache import KernelText  # noqa: E402
+from mlxpool.worker.system.compile_locks import compile_lock  # noqa: E402
 from support import simt  # noqa: E402
 
 ON_GPU = mx.cuda.is_available()
@@ -278,6 +281,42 @@ def test_a_kernel_that_does_not_compile_is_left_to_its_first_call(
         kernel_cache.compile_together([job], lambda: None)
     assert "a kernel is compiled when it is needed: no memory" in caplog.text
     assert not list(tmp_path.glob("*.ptx"))
+
+
+def test_what_another_process_compiles_is_awaited_and_not_compiled_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The other one holds the lock until this one has passed the kernel by."""
+    monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(kernel_cache, "_compiler", Compiled)
+    kernel_cache.build_key.cache_clear()
+    job = kernel_cache.KernelJob(TEXT, KINDS, OUTPUTS)
+    other = kernel_cache.KernelJob(replace(TEXT, name="mlxpool_other"), KINDS, OUTPUTS)
+    code = kernel_cache.kernel_code(TEXT, KINDS, OUTPUTS)
+    path = tmp_path / f"{kernel_cache.module_name(TEXT, code)}.ptx"
+    compiled: list[str] = []
+
+    def in_process(compiler: Any, kernel: str, code: str) -> tuple[bytes, str, str]:
+        compiled.append(kernel)
+        return b"machine code", kernel, "_Zmangled"
+
+    monkeypatch.setattr(nvrtc, "in_process", in_process)
+    with ExitStack() as theirs:
+        assert theirs.enter_context(compile_lock(path, wait=False))
+        moves: list[int] = []
+
+        def moved() -> None:
+            moves.append(1)
+            if len(moves) == 2:  # both were looked at
+                kernel_cache._write(path, b"theirs", "kernel", "_Zmangled")
+                theirs.close()
+
+        kernel_cache.compile_together([job, other], moved)
+    assert len(moves) == 3
+    assert compiled == ["mlx::core::cu::custom_kernel_mlxpool_other"]
+    assert path.read_bytes() == b"theirs"
+    assert not list(tmp_path.glob("*.lock"))
+    kernel_cache.build_key.cache_clear()
 
 
 def test_nvidias_compiler_compiles_a_kernel_and_reports_errors(

@@ -31,6 +31,9 @@ def main() -> int:
     from mlxpool.common import logs
 
     logs.set_up(json_lines=config.log_format == "json", level=logs.LEVELS[config.log_level])
+    from mlxpool.worker.system import load_clock
+
+    load_clock.LOAD.begin(load_clock.process_age())
     if config.rank:
         return serve_rank(config)
     sys.setswitchinterval(SWITCH_INTERVAL)
@@ -42,17 +45,30 @@ def main() -> int:
 def serve_rank(config: WorkerConfig) -> int:
     """Run a rank of a group that another process leads. Returns its exit code."""
     parent_death.watch_stdin(lambda: os._exit(0))
-    from mlxpool.worker.compute import rank_main
+    from mlxpool.worker.groups.pipes import Inbox
 
-    return rank_main.run(config)
+    inbox = Inbox(config.plan_fd)
+    try:
+        from mlxpool.worker.compute import rank_main
+    finally:
+        begin = inbox.take()  # an error ends the group, so it waits as long, see messages.Begin
+    return 0 if begin is None else rank_main.run(config, inbox)
 
 
 def build(config: WorkerConfig) -> Edge:
     """Compose the parts of a worker, with faults where the counting model's settings ask for one.
 
-    Its imports take long: a worker has to be bound to its parent before.
+    Its imports take long: a worker has to be bound to its parent before, and other ranks of a group
+    start before, for theirs.
     """
     from mlxpool.common.progress import Block
+
+    block = Block.open(config.block_fd) if config.block_fd >= 0 else Block.private()
+    start_group = None
+    if config.model.devices > 1:
+        from mlxpool.worker.process.ranks import StartedGroup
+
+        start_group = StartedGroup(config, block)
     from mlxpool.common.trace import History
     from mlxpool.common.transport.keys import Credentials
     from mlxpool.common.transport.waker import Waker
@@ -66,19 +82,16 @@ def build(config: WorkerConfig) -> Edge:
     from mlxpool.worker.process.link import Link
     from mlxpool.worker.process.preparations import service_of
     from mlxpool.worker.process.preparers import preparer_of
-    from mlxpool.worker.process.ranks import start_ranks
     from mlxpool.worker.testing.faults import faults_of
     from mlxpool.worker.testing.faulty_engine import begin_with, open_source
     from mlxpool.worker.testing.faulty_link import FaultyLink, FaultyPreparer
 
     history = History(f"worker-{config.slot}")
     mailbox = Mailbox(Waker())
-    block = Block.open(config.block_fd) if config.block_fd >= 0 else Block.private()
     progress = Progress(mailbox.waker.wake, block=block)
     credentials = Credentials.of(config.server_key, config.key)
     faults = faults_of(config, history)
     if not faults.site:
-        start_group = partial(start_ranks, config, block)
         opener = partial(model_source.open_source, start_group=start_group)
         compute = Compute(config, progress, mailbox.post, opener)
     else:

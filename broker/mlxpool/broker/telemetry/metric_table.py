@@ -155,6 +155,12 @@ def _worker_states(snapshot: Snapshot) -> Rows:
     )
 
 
+def _load_phases(snapshot: Snapshot) -> Rows:
+    for worker in snapshot.workers:
+        for phase, seconds in worker.load_phases.items():
+            yield (worker.model, worker.slot, phase), seconds
+
+
 def _memory(snapshot: Snapshot) -> Rows:
     for worker in snapshot.workers:
         memory = worker.memory
@@ -306,6 +312,8 @@ WORKERS = (
     Family("mlxpool_workers", GAUGE, "Workers", ("model", "state"), _worker_states, WORKER_STATES),
     Family("mlxpool_worker_restarts_total", COUNTER, "Ends that nobody asked for",
            _WORKER, _worker(lambda worker: worker.restarts)),
+    Family("mlxpool_worker_load_seconds", GAUGE, "What each phase of its load took",
+           ("model", "worker", "phase"), _load_phases),
     Family("mlxpool_worker_memory_bytes", GAUGE, "What a worker holds, by its own word",
            ("model", "worker", "kind"), _memory),
     Family("mlxpool_worker_memory_limit_bytes", GAUGE, "What a worker may hold",

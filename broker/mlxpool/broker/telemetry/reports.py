@@ -105,6 +105,8 @@ def worker_row(worker: WorkerSnapshot) -> dict[str, Any]:
         "remote": worker.remote,
         "host": worker.host,
         "load_s": None if worker.load_s is None else round(worker.load_s, 3),
+        "load_phase": beat.load.now or None,
+        "load_phases": beat.load.shown,
         "context": worker.context,
         "load_progress": None if beat.load_progress is None else round(beat.load_progress, 3),
         "layout": beat.layout or None,

@@ -138,6 +138,11 @@ class WorkerSnapshot:
         return "" if self.beat is None else (self.beat.phase or "boot")[:MAX_PHASE_CHARS]
 
     @property
+    def load_phases(self) -> dict[str, float]:
+        """Seconds of each phase of its load that has begun, see LOAD_PHASES."""
+        return {} if self.beat is None else self.beat.load.shown
+
+    @property
     def memory(self) -> dict[str, int]:
         """Bytes, by kind; empty without a beat."""
         return {} if self.beat is None else _integers(self.beat.memory)

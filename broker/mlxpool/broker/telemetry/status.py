@@ -186,6 +186,12 @@ def _model(model: ModelSnapshot, rate: float, recent: Sequence[float | None]) ->
     }
 
 
+def _shown_phase(worker: WorkerSnapshot) -> str:
+    """Its phase; of a load also which of its own it is in."""
+    part = "" if worker.beat is None else worker.beat.load.now
+    return f"load: {part}" if part and worker.phase == "load" else worker.phase
+
+
 def _load_progress(worker: WorkerSnapshot) -> float | None:
     """The share of the weights that a worker has loaded so far; None: it loads none now."""
     if worker.beat is None or worker.state not in ("starting", "loading"):
@@ -202,7 +208,7 @@ def _worker(worker: WorkerSnapshot, recent_restarts: int) -> dict[str, Any]:
         "slot": worker.slot,
         "model": worker.model,
         "state": worker.shown_state,
-        "phase": worker.phase,
+        "phase": _shown_phase(worker),
         "running": worker.running,
         "uptime_s": round(worker.uptime, 1),
         "load_progress": _load_progress(worker),

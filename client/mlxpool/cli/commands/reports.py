@@ -116,13 +116,19 @@ def _rank_rows(worker: Mapping[str, Any]) -> list[Cells]:
     ]
 
 
+def _phase(worker: Mapping[str, Any]) -> str:
+    """The phase; of a load also which of its own it is in."""
+    phase, part = worker.get("phase") or "-", worker.get("load_phase")
+    return f"{phase}: {part}" if part and phase == "load" else phase
+
+
 def _worker_row(worker: Mapping[str, Any]) -> Cells:
     memory = worker.get("memory") or {}
     return (
         worker["slot"],
         str(worker.get("pid") or "-"),
         "suspect" if worker.get("suspect") else worker["state"],
-        worker.get("phase") or "-",
+        _phase(worker),
         duration(worker.get("phase_age_ms", 0) / 1000),
         str(worker.get("running", 0)),
         str(worker.get("waiting", 0)),

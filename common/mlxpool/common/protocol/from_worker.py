@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from mlxpool.common.checks import is_number, mapping, natural
 from mlxpool.common.errors import BadRequest
+from mlxpool.common.load_times import LoadTimes
 from mlxpool.common.protocol.decisions import DECISIONS
 from mlxpool.common.protocol.encoder_calls import VECTORS
 from mlxpool.common.protocol.frames import Content
@@ -100,6 +101,7 @@ class Beat(Content):
 
     `phase` None: the worker did not say. `prefill` is the request whose prompt it reads.
     `load_progress` is the share of the weights that is loaded, 0 to 1; None: it did not say.
+    `load` is what the phases of its load took, also after its end.
     """
 
     kind: ClassVar[str] = "beat"
@@ -116,6 +118,7 @@ class Beat(Content):
     look: ProgressSample | None = None
     load_progress: float | None = None
     speculation: Mapping[str, Any] = field(default_factory=dict)
+    load: LoadTimes = field(default_factory=LoadTimes)
 
     def body(self) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -131,6 +134,8 @@ class Beat(Content):
             "memory": self.memory,
             "prefix": self.prefix,
             "speculation": self.speculation,
+            "load_phase": self.load.now,
+            "load_ms": self.load.milliseconds,
         }
         if (look := self.look) is not None:
             body["look"] = [look.tokens, look.fresh, look.usual_token_ns, look.usual_step_ns]
@@ -156,6 +161,7 @@ class Beat(Content):
             ProgressSample.parse(body["look"]) if "look" in body else None,
             float(loaded) if is_number(loaded) and 0 <= loaded <= 1 else None,
             mapping(body.get("speculation")),
+            LoadTimes.parse(body.get("load_phase"), body.get("load_ms")),
         )
 
 

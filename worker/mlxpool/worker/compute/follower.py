@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import mlx.core as mx
@@ -21,6 +21,7 @@ from mlxpool.worker.engine.model_engine import CLEAR_INTERVAL
 from mlxpool.worker.groups.collectives import Collectives
 from mlxpool.worker.groups.group_layout import GroupLayout
 from mlxpool.worker.groups.messages import (
+    Again,
     CompileAhead,
     CopyBlock,
     Ended,
@@ -33,6 +34,8 @@ from mlxpool.worker.groups.messages import (
 from mlxpool.worker.kernels import device, kernel_cache
 from mlxpool.worker.kernels.kernel_cache import KernelJob
 from mlxpool.worker.prefix.shared_blocks import BlockRow
+from mlxpool.worker.system import load_clock
+from mlxpool.worker.system.load_clock import LOAD
 from mlxpool.worker.transfers import downloads
 from mlxpool.worker.transfers.uploads import Uploads
 from mlxpool.worker.weights.load import LoadedModel
@@ -91,15 +94,22 @@ class Follower:
         self._flights: deque[_Flight] = deque()
         self._jobs: list[KernelJob] = []
         self._passes = 0
+        self._before: tuple[list[RowSpan], Pass] | None = None  # the newest pass
 
     def handle(self, message: Message) -> None:
         """Do what rank 0 says. Any exception means that this rank cannot go on."""
         if self._jobs and not (isinstance(message, Pass) and message.builds):
             jobs, self._jobs = self._jobs, []
+            LOAD.enter("kernels")
             kernel_cache.compile_together(jobs, self._progress.moved)
+            LOAD.enter("warm_up")
         match message:
             case Pass():
-                self._compute(message)
+                spans = _spans(self._required_pool(), message)
+                self._before = None if message.builds else (spans, message)
+                self._compute(spans, message)
+            case Again():
+                self._repeat(message)
             case Ended():
                 self._wait()
             case CopyBlock(source, target):
@@ -119,6 +129,7 @@ class Follower:
                 mx.set_cache_limit(cache)
                 mx.clear_cache()
                 device.trim_heap()
+                load_clock.log_end(rank=self._collectives.rank)
 
     def _required_pool(self) -> _Pool:
         assert self._pool is not None, "a pool is made before it is used"
@@ -127,7 +138,7 @@ class Follower:
     def _make_pool(self, message: MakePool) -> None:
         if self._pool is not None:
             self._pool.layout.close()
-            self._pool = None
+            self._pool = self._before = None
             mx.clear_cache()
         caches = self._loaded.folder.plan.caches
         context, chunk = message.context, message.chunk
@@ -149,7 +160,14 @@ class Follower:
         layout.notice.tell = self._progress.compiles
         self._pool = _Pool(layout)
 
-    def _compute(self, message: Pass) -> None:
+    def _repeat(self, message: Again) -> None:
+        assert self._before is not None, "a pass is computed before it is repeated"
+        spans, before = self._before
+        _change_rows(self._required_pool(), message)
+        # The layout knows the spans by their list.
+        self._compute(spans, replace(before, ids=message.ids, drawn=message.drawn, fresh=False))
+
+    def _compute(self, spans: list[RowSpan], message: Pass) -> None:
         pool, fresh = self._required_pool(), message.fresh
         reads = any(count > 1 for count in message.counts) or not message.wanted
         flight = _Flight(len(message.rows), len(message.ids) * reads, fresh)
@@ -158,7 +176,6 @@ class Follower:
                 self._await(flight)
             elif fresh:
                 self._progress.compiles()
-        spans = _spans(pool, message)
         if self._uploads is not None:
             self._uploads.begin()
         drawn = None
@@ -195,8 +212,8 @@ class Follower:
             device.trim_heap()
 
 
-def _spans(pool: _Pool, message: Pass) -> list[RowSpan]:
-    """Returns the spans of a pass, whose rows have the blocks that it says."""
+def _change_rows(pool: _Pool, message: Pass | Again) -> None:
+    """Rows get the blocks that a pass says, and those that left give up theirs."""
     for number in message.left:
         row = pool.rows.pop(number, None)
         if row is not None:
@@ -206,8 +223,15 @@ def _spans(pool: _Pool, message: Pass) -> list[RowSpan]:
             row = pool.layout.store.new_row()
             pool.rows[number] = row
         row = pool.rows[number]
+        if first < len(row.table):  # what passes know of their rows is no longer true
+            pool.layout.store.changes += 1
         row.table[first:] = blocks
         row.changed = min(row.changed, first)
+
+
+def _spans(pool: _Pool, message: Pass) -> list[RowSpan]:
+    """Returns the spans of a pass, whose rows have the blocks that it says."""
+    _change_rows(pool, message)
     hidden = set(message.hidden)
     spans = []
     lists = message.rows, message.offsets, message.counts, message.lines

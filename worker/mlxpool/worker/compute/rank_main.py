@@ -17,14 +17,15 @@ from mlxpool.worker.groups.links import Meeting
 from mlxpool.worker.groups.loading import load_part
 from mlxpool.worker.groups.pipes import Inbox
 from mlxpool.worker.kernels import device
+from mlxpool.worker.system.load_clock import LOAD
 from mlxpool.worker.weights.inspect import inspect
 from mlxpool.worker.weights.locate import locate, open_files
 
 log = logging.getLogger("mlxpool.worker")
 
 
-def run(config: WorkerConfig) -> int:
-    """Serve until rank 0 ends. Returns the exit code."""
+def run(config: WorkerConfig, inbox: Inbox) -> int:
+    """Load, then serve until rank 0 ends; `Begin` has come. Returns the exit code."""
     block = Block.open(config.block_fd) if config.block_fd >= 0 else Block.private()
     progress = Progress(lambda: None, block=block)
     progress.compute_begins()
@@ -33,7 +34,7 @@ def run(config: WorkerConfig) -> int:
     try:
         follower = _load(config, progress)
         progress.enter("idle")
-        inbox, done = Inbox(config.plan_fd), 0
+        block.write("orders", done := 1)  # `Begin`
         while (message := inbox.take()) is not None:
             follower.handle(message)
             done += 1
@@ -47,7 +48,9 @@ def run(config: WorkerConfig) -> int:
 
 def _load(config: WorkerConfig, progress: Progress) -> Follower:
     model = config.model
+    LOAD.enter("check")
     folder = inspect(open_files(locate(model)), model.engine)
+    LOAD.enter("device")
     device.log_device()
     device.keep_large_arrays_off_heap()
     part = part_of(folder, config.rank, model.devices)
@@ -56,4 +59,5 @@ def _load(config: WorkerConfig, progress: Progress) -> Follower:
         config.rank, model.devices, config.hosts_fd, config.group_port, config.wait_limit
     )
     found = load_part(part, model, meeting, lambda tensors, size: progress.moved())
+    LOAD.enter("warm_up")
     return Follower(found.loaded, found.collectives, progress)

@@ -31,6 +31,7 @@ from mlxpool.worker.compute.model_source import EncoderSource, ModelSource
 from mlxpool.worker.compute.progress import Progress
 from mlxpool.worker.compute.steps import DeviceLost
 from mlxpool.worker.prefix_disk.folder import DiskSettings
+from mlxpool.worker.system import load_clock
 from mlxpool.worker.system.cpu_threads import CpuThreads, process_cpu_threads
 
 log = logging.getLogger("mlxpool.worker")
@@ -86,13 +87,16 @@ class Compute(threading.Thread):
 
     def _load(self) -> ComputeLoop | EncoderLoop:
         self.progress.enter("load")
+        load_clock.LOAD.enter("check")
         source = self._open_source(self.config.model)
         self._post(source.opened)
+        load_clock.LOAD.enter("device")
         if isinstance(source, EncoderSource):
             return self._load_encoder(source)
         engine = source.load(partial(self._loaded_so_far, source.weight_bytes))
         speculator = make_speculator(self.config.model.speculation, engine, self.config.name)
         self.progress.loaded = 1.0
+        load_clock.LOAD.enter("warm_up")
         engine.warm_up(self.progress.moved)
         self.progress.layout = engine.layout
         model = self.config.model
@@ -112,18 +116,21 @@ class Compute(threading.Thread):
             self._begin,
             speculator,
         )
+        load_clock.LOAD.enter("preparers")
         self._post(Loaded(source.max_sequences))
         return loop
 
     def _load_encoder(self, source: EncoderSource) -> EncoderLoop:
         encoder = source.load(partial(self._loaded_so_far, source.weight_bytes))
         self.progress.loaded = 1.0
+        load_clock.LOAD.enter("warm_up")
         encoder.warm_up(self.progress.moved)
         self.progress.layout = encoder_loop.LAYOUT
         cpu_threads = self._cpu_threads if encoder.yields_cores else CpuThreads(None, 1)
         loop = EncoderLoop(
             encoder, self.inbox, self.delta_queue, self.progress, cpu_threads, self._post
         )
+        load_clock.LOAD.enter("preparers")
         self._post(Loaded(ENCODER_SEQUENCES))
         return loop
 

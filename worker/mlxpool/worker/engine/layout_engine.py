@@ -37,6 +37,7 @@ from mlxpool.worker.scheduling.sequence import (
 from mlxpool.worker.scheduling.step_cost import StepTarget
 from mlxpool.worker.speculation.model_drafter import DraftEngine
 from mlxpool.worker.speculation.mtp import Predictor
+from mlxpool.worker.system.load_clock import LOAD
 from mlxpool.worker.transfers import downloads
 from mlxpool.worker.transfers.downloads import Downloads
 from mlxpool.worker.transfers.uploads import Uploads, upload_copy
@@ -83,6 +84,7 @@ class LayoutEngine(WarmedEngine):
         left. `draft`: the draft model, for whose memory room is left; it is warmed up and closed
         with this engine.
         """
+        LOAD.enter("engine")
         folder = loaded.folder
         super().__init__(
             folder,

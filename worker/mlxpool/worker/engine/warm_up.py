@@ -32,6 +32,7 @@ from mlxpool.worker.scheduling.sequence import Phase, Sequence
 from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.scheduling.step_cost import StepTarget
 from mlxpool.worker.speculation.mtp import FIRST_CHANCES
+from mlxpool.worker.system.load_clock import LOAD
 from mlxpool.worker.transfers.downloads import Download
 from mlxpool.worker.transfers.shared_array import SETS
 from mlxpool.worker.transfers.uploads import Uploads, upload_copy, upload_table
@@ -120,6 +121,7 @@ class WarmedEngine(RowEngine[CacheRow]):
 
     def warm_up(self, on_progress: Callable[[], None] = lambda: None) -> None:
         """See Engine.warm_up. Also measures the memory of a prefill chunk and of draws."""
+        LOAD.enter("memory")
         sizes = [
             min(n, self.context - 3)
             for n in (GPU_WARM_UP_CHUNKS if device.on_gpu() else CPU_WARM_UP_CHUNKS)
@@ -148,7 +150,9 @@ class WarmedEngine(RowEngine[CacheRow]):
             self._remake_layout()
             self._require_min_blocks()
         if device.on_gpu():
+            LOAD.enter("kernels")
             self._compile_kernels(on_progress)
+        LOAD.enter("warm_up")
         self._warm_up_passes(on_progress)
         self._layout.compile_ahead(self._max_sequences, self.context, on_progress)
         if self._predictions is not None:

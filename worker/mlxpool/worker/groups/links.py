@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 from mlxpool.common.config.schema import WAIT_LIMIT
 from mlxpool.worker.groups.pipes import Orders
+from mlxpool.worker.system.load_clock import LOAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class GroupLinks:
         MLX holds the interpreter's lock while a rank joins, so that the main thread of rank 0
         could say nothing to the broker until the last rank has come.
         """
+        LOAD.enter("ranks")
         waiting = self.meeting.ranks - 1
         while waiting:
             if not (ready := os.read(self.ready, waiting)):

@@ -15,6 +15,7 @@ from mlxpool.worker.groups.links import Meeting
 from mlxpool.worker.groups.part_layers import PartLayerBuilder
 from mlxpool.worker.kernels import device
 from mlxpool.worker.scheduling.memory_estimate import dequantises_at_load
+from mlxpool.worker.system.load_clock import LOAD
 from mlxpool.worker.weights.load import LoadedModel, OnProgress, load
 
 
@@ -31,6 +32,7 @@ def load_part(
     part: Part, config: ModelConfig, meeting: Meeting, on_progress: OnProgress
 ) -> LoadedPart:
     """Waits for all ranks, then loads. Raises ModelLoadFailed, RuntimeError."""
+    LOAD.enter("links")
     collectives = Collectives.join(meeting, config.device_sums)
     limit = rank_limit(config.memory_limit, part.ranks) - collectives.nbytes
     loaded = load(

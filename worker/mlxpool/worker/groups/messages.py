@@ -14,6 +14,15 @@ import msgpack
 
 
 @dataclass(frozen=True, slots=True)
+class Begin:
+    """The model can be divided: load your part.
+
+    The first message. A rank's process starts, and imports what it needs, while rank 0 checks the
+    model; nothing that fails there may end the group before rank 0 has told the broker why.
+    """
+
+
+@dataclass(frozen=True, slots=True)
 class MakePool:
     """Make a pool of `blocks` blocks for `rows` rows, in place of the one before.
 
@@ -64,6 +73,19 @@ class Pass:
 
 
 @dataclass(frozen=True, slots=True)
+class Again:
+    """Compute the newest pass once more, each of whose rows has one token more.
+
+    All its spans were single inputs. The fields are those of Pass.
+    """
+
+    ids: Sequence[int]
+    tables: Sequence[tuple[int, int, Sequence[int]]]
+    left: Sequence[int]
+    drawn: int
+
+
+@dataclass(frozen=True, slots=True)
 class Ended:
     """The oldest pass that was not ended yet has ended on rank 0."""
 
@@ -91,8 +113,20 @@ class Settle:
     cache: int
 
 
-Message: TypeAlias = MakePool | CopyBlock | Pass | Ended | Head | CompileAhead | Settle
-_KINDS: Sequence[type[Message]] = (MakePool, CopyBlock, Pass, Ended, Head, CompileAhead, Settle)
+Message: TypeAlias = (
+    Begin | MakePool | CopyBlock | Pass | Again | Ended | Head | CompileAhead | Settle
+)
+_KINDS: Sequence[type[Message]] = (
+    Begin,
+    MakePool,
+    CopyBlock,
+    Pass,
+    Again,
+    Ended,
+    Head,
+    CompileAhead,
+    Settle,
+)
 _NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
 
 
@@ -103,8 +137,8 @@ def encoded(message: Message) -> bytes:
 
 
 def _fields(message: Message) -> Sequence[Any]:
-    if isinstance(message, Pass):  # the one of every step, without a copy of each number
-        return [getattr(message, name) for name in Pass.__slots__]
+    if isinstance(message, Pass | Again):  # those of every step, without a copy of each number
+        return [getattr(message, name) for name in message.__slots__]
     return astuple(message)
 
 

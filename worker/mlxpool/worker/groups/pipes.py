@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import BinaryIO
 
 from mlxpool.common.progress import Block
-from mlxpool.worker.groups.messages import Message, Pass, decoded, encoded
+from mlxpool.worker.groups.messages import Again, Message, Pass, decoded, encoded
 
 LENGTH_BYTES = 4
 
@@ -28,7 +28,7 @@ class Orders:
         """Sends a message; waits where a rank does not read. Raises OSError for one that ended."""
         data = encoded(message)
         framed = len(data).to_bytes(LENGTH_BYTES, "little") + data
-        if isinstance(message, Pass) and not message.builds:
+        if isinstance(message, Again) or (isinstance(message, Pass) and not message.builds):
             self.passes += 1
         for descriptor in self._descriptors:
             rest = memoryview(framed)

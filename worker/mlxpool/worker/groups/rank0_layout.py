@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 import mlx.core as mx
+import numpy as np
 
 from mlxpool.worker.attention.in_pool.kv_pool import KVPool, PagedRow, PagedStore
 from mlxpool.worker.attention.row_shape import RowShape
 from mlxpool.worker.attention.row_spans import Ids, PassOutput, RowSpan
 from mlxpool.worker.groups.collectives import Collectives
 from mlxpool.worker.groups.group_layout import GroupLayout
-from mlxpool.worker.groups.messages import CompileAhead, CopyBlock, MakePool, Pass
+from mlxpool.worker.groups.messages import Again, CompileAhead, CopyBlock, MakePool, Pass
 from mlxpool.worker.groups.pipes import Orders
 from mlxpool.worker.kernels import kernel_cache
 from mlxpool.worker.layers.model_plan import Model
@@ -78,6 +79,8 @@ class Rank0Layout(GroupLayout):
         """For all but the last two see PagedLayout."""
         self._orders, self._collectives = orders, collectives
         self._fresh = True  # whether the next pass may compile something
+        # The newest pass, if all its spans were single inputs: spans, wanted ones, rows' ends.
+        self._sent: tuple[Sequence[RowSpan], list[int], list[int]] | None = None
         super().__init__(
             shape,
             model,
@@ -131,25 +134,41 @@ class Rank0Layout(GroupLayout):
             if row.changed < len(row.table)
         ]
         left, store.left = store.left, []
-        self._orders.send(
-            Pass(
-                [row.number for row in rows],
-                [row.offset for row in rows],
-                [span.count for span in spans],
-                [span.lines for span in spans],
-                [number for number, span in enumerate(spans) if span.hidden],
-                tables,
-                left,
-                [int(one) for one in ids],  # of whatever kind of numbers
-                [int(one) for one in wanted],
-                drawn,
-                self._fresh,
-                kernel_cache.is_collecting(),
+        given = np.asarray(ids).tolist()  # of whatever kind of numbers
+        asked, offsets = np.asarray(wanted, dtype=np.int64).tolist(), [row.offset for row in rows]
+        if self._repeats(spans, asked, offsets):
+            self._orders.send(Again(given, tables, left, drawn))
+        else:
+            counts = [span.count for span in spans]
+            self._orders.send(
+                Pass(
+                    [row.number for row in rows],
+                    offsets,
+                    counts,
+                    [span.lines for span in spans],
+                    [number for number, span in enumerate(spans) if span.hidden],
+                    tables,
+                    left,
+                    given,
+                    asked,
+                    drawn,
+                    self._fresh,
+                    kernel_cache.is_collecting(),
+                )
             )
-        )
+            single = len(given) == len(rows) and not kernel_cache.is_collecting()
+            self._sent = (spans, asked, offsets) if single else None
+        if self._sent is not None:
+            self._sent = spans, asked, [offset + 1 for offset in offsets]
         if self.ragged is None:  # else its block tables read the changes, too
             for row in rows:
                 row.changed = len(row.table)
+
+    def _repeats(self, spans: Sequence[RowSpan], wanted: list[int], offsets: list[int]) -> bool:
+        """Whether a pass is the one before once more. The same object `spans`: the same spans."""
+        if self._sent is None or self._fresh or kernel_cache.is_collecting():
+            return False
+        return self._sent[0] is spans and self._sent[1:] == (wanted, offsets)
 
     def compile_ahead(self, rows: int, context: int, on_progress: Callable[[], None]) -> None:
         """See Layout."""

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlxpool.worker.kernels import nvrtc
+from mlxpool.worker.system.compile_locks import compile_lock
 
 log = logging.getLogger("mlxpool.worker")
 
@@ -133,11 +135,30 @@ def compiling() -> Iterator[None]:
 def compile_together(jobs: Iterable[KernelJob], on_progress: Callable[[], None]) -> None:
     """Compiles kernels to disk in as many processes as there are cores; NVRTC uses one core.
 
+    What another worker or rank compiles at this moment is left to it, and awaited at the end.
     Calls `on_progress` after each. What fails here is compiled again before its first call.
     """
     compiler = _compiler()
     if compiler is None:
         return
+    missing = _missing(jobs)
+    with ThreadPoolExecutor(max(1, min(len(missing), os.cpu_count() or 1))) as pool:
+
+        def compiled(paths: Sequence[Path], *, wait: bool) -> Iterator[bool]:
+            one = partial(_compile_in_process, compiler, wait=wait)
+            for done in pool.map(one, paths, [missing[path] for path in paths]):
+                on_progress()
+                yield done
+
+        paths = list(missing)
+        done = compiled(paths, wait=False)
+        left = [path for path, here in zip(paths, done, strict=True) if not here]
+        for _ in compiled(left, wait=True):
+            pass
+
+
+def _missing(jobs: Iterable[KernelJob]) -> dict[Path, tuple[str, str]]:
+    """Returns the files that have to be made for these kernels, with their names and codes."""
     missing: dict[Path, tuple[str, str]] = {}
     for job in jobs:
         with contextlib.suppress(OSError, KeyError):
@@ -145,19 +166,28 @@ def compile_together(jobs: Iterable[KernelJob], on_progress: Callable[[], None])
             path = cache_folder() / f"{module_name(job.text, code)}.ptx"
             if not _is_intact(path):
                 missing[path] = NAMESPACE + kernel_name(job.text), code
+    return missing
 
-    def compile_one(path: Path) -> None:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            found = nvrtc.in_process(compiler, *missing[path])
-            if _texts() in build_key():  # else another edition was installed meanwhile
-                _write(path, *found)
-        except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-            log.info("a kernel is compiled when it is needed: %s", error)
 
-    with ThreadPoolExecutor(max(1, min(len(missing), os.cpu_count() or 1))) as pool:
-        for _ in pool.map(compile_one, missing):
-            on_progress()
+def _compile_in_process(
+    compiler: nvrtc.Compiler, path: Path, names: tuple[str, str], *, wait: bool
+) -> bool:
+    """Compiles one kernel to `path`, unless another process does it meanwhile.
+
+    Returns False without `wait` while one does.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with compile_lock(path, wait=wait) as held:
+            if not (held or wait):
+                return False
+            if not _is_intact(path):
+                found = nvrtc.in_process(compiler, *names)
+                if _texts() in build_key():  # else another edition was installed meanwhile
+                    _write(path, *found)
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        log.info("a kernel is compiled when it is needed: %s", error)
+    return True
 
 
 def with_disk_cache(text: KernelText, made: Callable[..., Any]) -> Callable[..., Any]:
@@ -212,12 +242,15 @@ def _compile_to_disk(
         path.parent.mkdir(parents=True, exist_ok=True)
         if not os.access(path.parent, os.W_OK):
             raise PermissionError(f"{path.parent} cannot be written to")
-        found = compiler.machine_code(NAMESPACE + kernel_name(text), code)
-        if (
-            _texts() not in build_key()
-        ):  # the files were read just now, for the name of the old ones
-            raise RuntimeError("another edition of mlxpool was installed while this one runs")
-        _write(path, *found)
+        with compile_lock(path, wait=True):
+            if _is_intact(path):  # another process has compiled it meanwhile
+                return
+            found = compiler.machine_code(NAMESPACE + kernel_name(text), code)
+            if (
+                _texts() not in build_key()
+            ):  # the files were read just now, for the name of the old ones
+                raise RuntimeError("another edition of mlxpool was installed while this one runs")
+            _write(path, *found)
     except Exception as error:  # MLX compiles the kernel itself
         log.info("MLX compiles our kernel %s by itself: %s", text.name, error)
 

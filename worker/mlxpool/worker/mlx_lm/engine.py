@@ -39,6 +39,7 @@ from mlxpool.worker.scheduling.scheduler import StepLimits, pair_budget
 from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.scheduling.spans import Span, require_plain
 from mlxpool.worker.scheduling.step_cost import SLOW_STEP_TARGET
+from mlxpool.worker.system.load_clock import LOAD
 from mlxpool.worker.weights.inspect import ModelFolder
 from mlxpool.worker.weights.load import OnProgress
 from mlxpool.worker.weights.mlx_lm_models import cache_kinds_of, features_of
@@ -64,6 +65,7 @@ def load(folder: ModelFolder, on_progress: OnProgress = lambda tensors, size: No
 
     Raises ModelLoadFailed with mlx-lm's message.
     """
+    LOAD.enter("weights")
     with open_file_limit_kept():
         from mlx_lm.utils import load_model
     from mlx.utils import tree_flatten

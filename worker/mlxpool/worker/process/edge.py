@@ -53,6 +53,7 @@ from mlxpool.worker.process.prepare import Preparer
 from mlxpool.worker.process.prepare_inputs import InputPreparer
 from mlxpool.worker.process.runs import Runs
 from mlxpool.worker.prompt.text_model import Opened
+from mlxpool.worker.system import load_clock
 
 log = logging.getLogger("mlxpool.worker")
 
@@ -108,6 +109,7 @@ class Heartbeat:
             },
             prefix=progress.prefix,
             speculation=progress.speculation,
+            load=load_clock.LOAD.times,
             look=self._sample() if self._with_sample else None,
         )
 
@@ -314,6 +316,7 @@ class Edge:
         assert self._preparer is not None
         self._serves = True
         if self._preparer.is_ready(partial(self.mailbox.post, loaded)):
+            load_clock.log_end()
             self.runs.loaded(loaded.max_sequences)
 
     def _opened(self, opened: Opened | OpenedEncoder) -> None:

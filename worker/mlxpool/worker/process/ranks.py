@@ -24,6 +24,7 @@ from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.common.progress import Block
 from mlxpool.common.transport import listening
 from mlxpool.worker.groups.links import GroupLinks, Meeting
+from mlxpool.worker.groups.messages import Begin
 from mlxpool.worker.groups.pipes import Orders
 from mlxpool.worker.system import gpus
 
@@ -84,6 +85,30 @@ def _end_as(rank: int, code: int) -> NoReturn:
     if code < 0:
         os.kill(os.getpid(), -code if -code in _FAULTS else signal.SIGKILL)
     os._exit(1)
+
+
+class StartedGroup:
+    """The other ranks of rank 0, whose processes start at once: their imports take seconds.
+
+    An instance is the `start_group` of the model's source: called when the model is checked, it
+    has the ranks load their parts. Before that they wait, and end with this process.
+    """
+
+    def __init__(self, config: WorkerConfig, block: Block) -> None:
+        self._links: GroupLinks | None = None
+        self._error: ModelLoadFailed | None = None
+        try:
+            self._links = start_ranks(config, block)
+        except ModelLoadFailed as error:  # what is wrong with the model comes first
+            self._error = error
+
+    def __call__(self) -> GroupLinks:
+        """Returns the links to the ranks. Raises ModelLoadFailed where they did not start."""
+        if self._links is None:
+            assert self._error is not None
+            raise self._error
+        self._links.orders.send(Begin())
+        return self._links
 
 
 def start_ranks(config: WorkerConfig, block: Block) -> GroupLinks:

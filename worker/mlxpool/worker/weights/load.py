@@ -19,6 +19,7 @@ from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.layers.derived_weights import DerivedWeights
 from mlxpool.worker.layers.model_plan import Model
 from mlxpool.worker.layers.quantisation import FLOAT_DTYPES, GLOBAL_SCALES
+from mlxpool.worker.system.load_clock import LOAD
 from mlxpool.worker.weights.cuts import Cut
 from mlxpool.worker.weights.inspect import ModelFolder, dequantised_growth
 from mlxpool.worker.weights.safetensors_header import Tensor
@@ -69,6 +70,7 @@ def load(
     """
     from mlxpool.worker.layers.builder import WeightLayerBuilder
 
+    LOAD.enter("weights")
     dtype = dtype or device_dtype(folder)
     weights: dict[str, mx.array] = {}
     for layer, tensors, size in _read_layers(folder, dtype, cuts):

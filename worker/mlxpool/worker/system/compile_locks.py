@@ -1,0 +1,47 @@
+"""Locks by which the processes of a machine compile each kernel once, whoever is first."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+LONGEST_WAIT = 20.0  # seconds; then the kernel is compiled here as well. A kernel takes 1 to 5
+LOOK_INTERVAL = 0.02  # seconds between two tries
+
+
+@contextmanager
+def compile_lock(path: Path, *, wait: bool) -> Iterator[bool]:
+    """Holds the lock of a compiled kernel's file; yields whether this process has it.
+
+    `wait`: until another process lets it go, at most LONGEST_WAIT, and then without the lock. The
+    kernel frees the lock of a process that ends. Its file is beside `path` while it is held.
+    Raises OSError where no file can be made there.
+    """
+    file = path.with_suffix(".lock")
+    end = time.monotonic() + LONGEST_WAIT
+    while (held := _locked(file)) is None and wait and time.monotonic() < end:
+        time.sleep(LOOK_INTERVAL)
+    try:
+        yield held is not None
+    finally:
+        if held is not None:
+            file.unlink(missing_ok=True)
+            os.close(held)
+
+
+def _locked(file: Path) -> int | None:
+    """A descriptor of the file, which has the lock; None: another process has it."""
+    descriptor = os.open(file, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # The holder before removes the file: the lock of a file without a name is no lock.
+        if os.path.samestat(os.fstat(descriptor), os.stat(file)):
+            return descriptor
+    except OSError:
+        pass
+    os.close(descriptor)
+    return None
