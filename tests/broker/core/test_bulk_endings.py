@@ -103,6 +103,23 @@ def test_a_drained_model_that_is_opened_again_keeps_its_workers(story: Story) ->
     story.assert_conserved()
 
 
+def test_a_model_that_is_opened_and_drained_again_has_the_time_of_its_second_drain(
+    story: Story,
+) -> None:
+    worker = story.ready_worker(sequences=2)
+    streams(story)
+    story.do(ev.StartDrain(None, "m", 0))
+    story.do(ev.Wake())
+    story.do(ev.LoadModel("m"))
+    later = story.generate(link=2)
+    story.do(ev.StartDrain(None, "m", 2))
+    wake_until_idle(story)
+    assert list(story.core.state.requests) == [later] and not worker.stopped
+    story.later(2)
+    story.assert_ended(later, "draining")
+    assert worker.stopped
+
+
 def test_the_end_of_the_broker_in_the_middle_of_a_drain_ends_each_stream_once(
     story: Story,
 ) -> None:

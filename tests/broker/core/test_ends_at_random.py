@@ -6,6 +6,7 @@ The harness refuses a second terminal, what comes after one, and work for a work
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -29,7 +30,7 @@ class Pool:
             restart_limit=self.dice.choice((1, 2, 5)),
             queue_limit=200,
         )
-        self.sent: dict[bytes, tuple[int, dict[str, object]]] = {}  # attempt and what was sent
+        self.sent: dict[bytes, tuple[int, dict[str, Any]]] = {}  # attempt and what was sent
         self.links = list(range(1, LINKS + 1))  # those of clients now
         self.calls: list[bytes] = []
         self.answered: list[bytes] = []
@@ -46,7 +47,7 @@ class Pool:
         ]
 
     def step(self) -> None:
-        (happens,) = self.dice.choices(list(EVENTS), EVENTS.values())
+        (happens,) = self.dice.choices(list(EVENTS), list(EVENTS.values()))
         happens(self)
         known = self.story.core.state.links
         for place, number in enumerate(self.links):
@@ -57,7 +58,7 @@ class Pool:
 
     def send(self) -> None:
         for _ in range(self.dice.randint(1, 6)):
-            sent = {
+            sent: dict[str, Any] = {
                 "name": self.dice.choice(MODELS),
                 "durable": self.dice.random() < 0.7,
                 "priority": self.dice.choice((0, 1, 2)),
