@@ -103,6 +103,23 @@ def test_a_drained_model_that_is_opened_again_keeps_its_workers(story: Story) ->
     story.assert_conserved()
 
 
+def test_a_model_that_is_opened_and_drained_again_has_the_time_of_its_second_drain(
+    story: Story,
+) -> None:
+    worker = story.ready_worker(sequences=2)
+    streams(story)
+    story.do(ev.StartDrain(None, "m", 0))
+    story.do(ev.Wake())
+    story.do(ev.LoadModel("m"))
+    later = story.generate(link=2)
+    story.do(ev.StartDrain(None, "m", 2))
+    wake_until_idle(story)
+    assert list(story.core.state.requests) == [later] and not worker.stopped
+    story.later(2)
+    story.assert_ended(later, "draining")
+    assert worker.stopped
+
+
 def test_the_end_of_the_broker_in_the_middle_of_a_drain_ends_each_stream_once(
     story: Story,
 ) -> None:
@@ -169,6 +186,20 @@ def test_a_worker_that_dies_while_the_broker_ends_disturbs_no_end(story: Story) 
     story.assert_idle()
 
 
+def test_workers_that_are_killed_while_the_broker_ends_change_no_error(story: Story) -> None:
+    """With the second signal, workers end before the turn of all streams that they have."""
+    worker = story.ready_worker(sequences=MANY)
+    ids = [story.generate(durable=False) for _ in range(MANY)]
+    assert len(worker.runs) == MANY
+    story.do(ev.Shutdown())
+    worker.die("killed by SIGKILL", own=False)
+    wake_until_idle(story)
+    for each in ids:
+        story.assert_ended(each, "draining")
+    story.assert_conserved()
+    story.assert_idle()
+
+
 def test_a_stream_whose_end_raises_costs_no_other_its_end(
     story: Story, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,6 +217,54 @@ def test_a_stream_whose_end_raises_costs_no_other_its_end(
     wake_until_idle(story)
     assert list(story.core.state.requests) == [broken]
     assert not story.core.ends_more
+
+
+def test_a_stream_that_is_sent_again_after_its_end_is_not_of_the_bulk_that_ended_it(
+    story: Story,
+) -> None:
+    """The one that ran is the first to end; its model is opened before its place in the queue."""
+    worker = story.ready_worker(sequences=1)
+    streams(story)
+    running = story.generate(priority=2)
+    first = next(iter(worker.runs))
+    worker.end(first)
+    worker.credit(1)
+    assert list(worker.runs)[-1] == running
+    story.do(ev.StartDrain(None, "m", 0))
+    story.do(ev.Wake())
+    story.assert_ended(running, "draining")
+    story.do(ev.LoadModel("m"))
+    story.generate(running, link=2, attempt=2, priority=2)
+    wake_until_idle(story)
+    assert list(story.core.state.requests) == [running], "accepted after the model was opened"
+    story.assert_conserved()
+
+
+def test_a_timer_that_raises_costs_no_other_timer_of_the_same_wake(
+    story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a bulk that is not over, for instance: the broker would never end."""
+    story.ready_worker(sequences=1)
+    late = story.generate(deadline_ms=1000)
+    ids = streams(story)
+    story.do(ev.Shutdown())
+    fail = Delivery.fail
+
+    def raising(self: Delivery, request: Request, error: PoolError, now: float) -> None:
+        if request.id == broken:
+            raise RuntimeError("a bug")
+        fail(self, request, error, now)
+
+    broken = ids[-1]
+    story.core.state.timers.set(broken, story.now - 1)
+    story.core.state.requests[broken].deadline = story.now - 1
+    monkeypatch.setattr(Delivery, "fail", raising)
+    with pytest.raises(RuntimeError):
+        story.do(ev.Wake())
+    broken = b""
+    wake_until_idle(story)
+    assert not story.core.ends_more and not story.core.state.requests
+    story.assert_ended(late, "draining")
 
 
 # ---- streams of other weights --------------------------------------------------------------------
@@ -248,3 +327,19 @@ def test_waiting_streams_are_compared_once_with_the_workers_of_a_model(
     for _ in range(10):
         worker.credit()
     assert compared == waiting
+
+
+def test_no_stream_of_other_weights_ends_while_a_worker_comes_that_may_have_them(
+    story: Story,
+) -> None:
+    old = resumed(story, "old")
+    story.ready_worker(sequences=1, digest="new")
+    left = len(story.core.state.requests)
+    assert 0 < left < MANY
+    model = story.core.state.registry.models["m"]
+    second = story.core.state.registry.remote_slot("far", "m")
+    story.core.pool.add_remote("far", "m", 1, story.now)
+    assert second.worker is not None and not model.stable
+    wake_until_idle(story)
+    assert len(story.core.state.requests) == left, "the one that comes may have their weights"
+    assert not story.core.ends_more and old

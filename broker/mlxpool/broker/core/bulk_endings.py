@@ -23,13 +23,15 @@ TIMER = "endings"  # key of the timer that is due while some are left
 class Bulk:
     """Streams and calls that end together, some in each event.
 
-    `ends` and `ends_call` say when the turn of a stream or of a call comes whether it ends: it may
-    be another client's by then. `error` makes the error of one; None: they are cancelled. `then` is
-    called when all have had their turn.
+    `newest` is the number of the newest request that may be one of them: a later one may have the
+    id of one that has ended. `ends` and `ends_call` say when the turn of a stream or of a call
+    comes whether it ends: it may be another client's by then. `error` makes the error of one; None:
+    they are cancelled. `then` is called when all have had their turn.
     """
 
     streams: deque[bytes]
     calls: deque[bytes]
+    newest: int
     ends: Callable[[Request], bool]
     ends_call: Callable[[Call], bool]
     error: Callable[[Request | Call], PoolError] | None
@@ -74,8 +76,8 @@ class BulkEndings:
         Streams that have a place in a worker are the first, calls the last.
         """
         running = (request.id for request in self.running(streams) if ends(request))
-        work = deque(chain(running, streams))
-        self._bulks.append(Bulk(work, deque(calls), ends, ends_call, error, then))
+        work, newest = deque(chain(running, streams)), self._state.last_arrival
+        self._bulks.append(Bulk(work, deque(calls), newest, ends, ends_call, error, then))
         self._state.timers.set(TIMER, now)
 
     def running(self, streams: Collection[bytes]) -> list[Request]:
@@ -112,7 +114,7 @@ class BulkEndings:
         """End the next stream or call of a bulk, if it is still there; returns whether it was."""
         if bulk.streams:
             request = self._state.requests.get(bulk.streams.popleft())
-            if request is None or not bulk.ends(request):
+            if request is None or request.arrival > bulk.newest or not bulk.ends(request):
                 return False
             if bulk.error is None:
                 self._delivery.cancel(request, now)

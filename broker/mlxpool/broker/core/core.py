@@ -7,7 +7,8 @@ accepted = done + failed + cancelled + live.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping
 
 from mlxpool.broker.core import bulk_endings
 from mlxpool.broker.core import events as ev
@@ -136,22 +137,32 @@ class Core:
         return self.state.timers.next()
 
     def _on_wake(self, event: ev.Wake, now: float) -> None:
-        for key in self.state.timers.due(now, MAX_DUE):  # a request's id is a key, too
-            match key:
-                case ("call", bytes(id)):
-                    self._calls.on_timer(id, now)
-                case bytes():
-                    self._endings.on_request_timer(key, now)
-                case ("link", int(number)):
-                    self._endings.on_link_timer(number, now)
-                case ("drain", str(slot), int(epoch)):
-                    self._drainer.on_worker_timer(slot, epoch, now)
-                case ("drained", str(name)):
-                    self._drainer.on_timer(name, now)
-                case ("idle" | "restart" | "replicas" as what, str(name)):
-                    self._on_model_timer(what, name, now)
-                case str(sweep):
-                    self._sweeps[sweep](now)
+        timers = self.state.timers
+        due = deque(timers.due(now, MAX_DUE))
+        try:
+            while due:
+                self._on_timer(due.popleft(), now)
+        finally:
+            for key in due:  # an exception costs one timer, the next `Wake` handles the others
+                if key not in timers:
+                    timers.set(key, now)
+
+    def _on_timer(self, key: Hashable, now: float) -> None:
+        match key:
+            case ("call", bytes(id)):
+                self._calls.on_timer(id, now)
+            case bytes():  # a request's id
+                self._endings.on_request_timer(key, now)
+            case ("link", int(number)):
+                self._endings.on_link_timer(number, now)
+            case ("drain", str(slot), int(epoch)):
+                self._drainer.on_worker_timer(slot, epoch, now)
+            case ("drained", str(name)):
+                self._drainer.on_timer(name, now)
+            case ("idle" | "restart" | "replicas" as what, str(name)):
+                self._on_model_timer(what, name, now)
+            case str(sweep):
+                self._sweeps[sweep](now)
 
     def _on_model_timer(self, what: str, name: str, now: float) -> None:
         if what == "replicas":

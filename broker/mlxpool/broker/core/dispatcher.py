@@ -108,12 +108,12 @@ class Dispatcher:
             self._bulk.end_some(now)
 
     def _still_incompatible(self, model: Model, request: Request) -> bool:
-        """Whether a stream that waits fits none of the ready workers when its turn to end comes."""
-        ready = _ready(model)
-        if not ready:
+        """Whether a stream that waits can be resumed by no worker when its turn to end comes."""
+        if not model.stable:
             model.queue.forget_checks()  # the next one that is ready decides
+            return False
         waits = request.model == model.name and request.state is RequestState.QUEUED
-        return bool(ready) and waits and _is_incompatible(request, ready)
+        return waits and _is_incompatible(request, _ready(model))
 
     def _assign(self, request: Request, worker: Worker, now: float) -> None:
         state, run = self._state, request.run

@@ -114,7 +114,10 @@ class Drainer:
             self._pool.give_up(model)
 
     def _unload_drained(self, model: Model, now: float) -> None:
-        """Stop the workers of a model, unless it was opened again in the meantime."""
-        if not model.admits:
+        """Stop the workers of a model, unless it was opened again in the meantime.
+
+        Where it is drained again since then, that drain stops them when its own time is over.
+        """
+        if not model.admits and ("drained", model.name) not in self._state.timers:
             self._pool.give_up(model)
             self._pool.unload(model, exit_causes.DRAINED)

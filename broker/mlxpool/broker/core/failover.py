@@ -12,7 +12,7 @@ from mlxpool.broker.core.delivery import Delivery
 from mlxpool.broker.core.dispatcher import Dispatcher
 from mlxpool.broker.core.ended_requests import EndedRequests
 from mlxpool.broker.core.outbox import Outbox
-from mlxpool.broker.core.state import JOBS_LINK, State
+from mlxpool.broker.core.state import JOBS_LINK, PoolPhase, State
 from mlxpool.broker.core.worker_pool import WorkerPool
 from mlxpool.broker.models.model import Model
 from mlxpool.broker.requests import blame
@@ -126,6 +126,8 @@ class Failover:
         if run.charge >= blame.POISON_CHARGE:
             self._ended.quarantine(request.digest, now)
             fail(request, Poisoned(f"{where}; this request ended two workers"), now)
+        elif self._state.phase is PoolPhase.CLOSING:
+            self._requeue(request)  # it is about to end with all others
         elif not request.message.durable:
             fail(request, WorkerLost(f"{where}; send the request again", details=details), now)
         elif run.resumes_without_progress > blame.max_resumes(run.charge):
