@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mlxpool.common.config.schema import Counting
+from mlxpool.common.errors import BadRequest
 from mlxpool.common.options import Options
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.common.protocol.resume import Facts
@@ -19,6 +20,7 @@ from mlxpool.worker.compute.messages import Admit
 from mlxpool.worker.compute.progress import Progress
 from mlxpool.worker.compute.steps import DeviceLost, Steps
 from mlxpool.worker.engine.counting_engine import CountingEngine, piece, token_at
+from mlxpool.worker.engine.engine import StepResult
 from mlxpool.worker.media.encoded import EncodedImages
 from mlxpool.worker.media.image import PreparedImage
 from mlxpool.worker.media.spans import (
@@ -325,3 +327,53 @@ def test_the_time_of_an_image_is_not_that_of_a_step() -> None:
     run.finish()
     assert engine.images == [A, B] and len(engine.speculator.seconds) >= 30
     assert max(engine.speculator.seconds) == pytest.approx(0.01)
+
+
+class AheadEngine(SeeingEngine):
+    """Has a step ahead, and notes what others see while an image and each step are computed."""
+
+    damaged = b""
+    progress: Progress
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looks: list[tuple[str, str, int]] = []
+
+    @property
+    def limits(self) -> StepLimits:
+        return replace(super().limits, ahead=1)
+
+    def _look(self, call: str) -> None:
+        look = self.progress.block.read()
+        self.looks.append((call, look.phase, look.tokens))
+
+    def encode(self, image: PreparedImage, pinned: Collection[ImageKey]) -> None:
+        self._look("encode")
+        if image.key == self.damaged:
+            raise BadRequest("the image is damaged")
+        super().encode(image, pinned)
+
+    def collect(self) -> StepResult:
+        self._look("collect")
+        return super().collect()
+
+
+@pytest.mark.parametrize("damaged", [b"", A])
+def test_the_step_in_flight_is_awaited_again_behind_an_image(damaged: bytes) -> None:
+    """Also behind one that failed: the step is not shown, and not measured, as an image."""
+    engine = AheadEngine()
+    engine.damaged = damaged
+    run = Run(engine)
+    engine.progress = run.steps._progress
+    run.add(3, name=b"decodes", ids=40)
+    for _ in range(5):
+        run.step()
+    assert run.steps.in_flight == 1
+    run.add(A, 2, name=b"x")
+    usual = engine.progress.block.read().usual_step_ns
+    engine.looks.clear()
+    run.step()
+    assert engine.looks == [("encode", "prefill", SLOTS), ("collect", "decode", 0)]
+    assert engine.progress.block.read().usual_step_ns == usual
+    run.finish()
+    assert run.ends[b"x"] == ("bad_request" if damaged else "length")

@@ -161,3 +161,30 @@ def test_the_block_holds_both_thread_ids() -> None:
     look = scene.look()
     assert look.edge_tid == threading.get_native_id() != look.compute_tid != 0
     assert look.edge_ns == 100 * 10**9
+
+
+def test_drafts_that_compile_are_not_shown_by_an_idle_worker() -> None:
+    """No step followed them. The next drafts compile nothing, and have the shorter limit."""
+    scene = Scene()
+    scene.progress.drafts()
+    scene.progress.compiles()
+    scene.progress.enter("idle")
+    assert not scene.look().fresh
+    scene.progress.drafts()
+    assert (scene.look().phase, scene.look().fresh) == ("decode", False)
+
+
+@pytest.mark.parametrize("tokens", [0, 40])
+def test_a_pass_while_which_something_compiles_is_no_measure(tokens: int) -> None:
+    """Also where whoever awaits it does not know of it: a rank, or an encoder's loop."""
+    scene = Scene()
+    scene.pass_over(tokens, 0.5)
+    before, step_ms = scene.look(), scene.progress.step_ms
+    scene.progress.awaits(None, tokens, 1)
+    scene.progress.compiles()
+    scene.clock.now += 90.0
+    scene.progress.ended(fresh=False)
+    after = scene.look()
+    assert after.usual_token_ns == before.usual_token_ns
+    assert after.usual_step_ns == before.usual_step_ns
+    assert (scene.progress.step_ms, after.count) == (step_ms, 2)

@@ -106,9 +106,9 @@ def test_one_pass_reads_as_many_prompts_as_the_engine_allows(
     awaited: list[tuple[bytes | None, int]] = []
     awaits = harness.progress.awaits
 
-    def seen(request: bytes | None, tokens: int, rows: int) -> None:
+    def seen(request: bytes | None, tokens: int, rows: int, *, measured: bool = True) -> None:
         awaited.append((request, tokens))
-        awaits(request, tokens, rows)
+        awaits(request, tokens, rows, measured=measured)
 
     harness.progress.awaits = seen  # type: ignore[method-assign]
     entering(harness, {1: "a" * 11, 2: "b" * 21, 3: "c", 4: "d" * 31, 5: "e" * 41})

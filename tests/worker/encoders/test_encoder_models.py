@@ -71,6 +71,27 @@ def test_equals_the_plain_computation(name: str, tmp_path: Path) -> None:
         assert ((found * wanted).sum(1) / lengths).min() >= MIN_COSINE
 
 
+def test_a_size_whose_pass_failed_is_new_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CASES["embeddinggemma"]
+    _, engine, _ = opened(write(tmp_path / "model", case), case)
+    told: list[int] = []
+    engine.report_compiles(lambda: told.append(1))
+    text = [EncoderInput((1,) * 4)]
+
+    def fails(texts: Any) -> Any:
+        raise MemoryError("no room for the pass")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_rows", fails)
+        with pytest.raises(MemoryError):
+            engine.encode(text)
+    for count in (2, 2):
+        engine.encode(text)
+        assert len(told) == count
+
+
 def test_a_pass_of_a_new_size_is_told_before_it_is_built(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

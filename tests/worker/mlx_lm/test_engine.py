@@ -120,6 +120,28 @@ def test_chunks_give_mlx_lms_tokens(case: str, budget: int, checked: dict[str, C
     assert seq.ids == one.ids[2]
 
 
+def test_a_size_whose_pass_failed_is_new_still(
+    checked: dict[str, Checked], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, seq = checked["phi3"].engine(), sequence(prompt_of(21))
+    engine.admit(seq)
+    seq.phase = Phase.RUNNING
+
+    def fails(span: Span) -> Any:
+        raise MemoryError("no room for the pass")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_computed", fails)
+        with pytest.raises(MemoryError):
+            engine.submit([Span(seq, 0, seq.length, 1)])
+    engine.release(seq)
+    again = sequence(prompt_of(21))
+    engine.admit(again)
+    again.phase = Phase.RUNNING
+    assert engine.submit([Span(again, 0, again.length, 1)])
+    engine.collect()
+
+
 def test_a_pass_of_a_new_size_is_told_before_it_is_built(
     checked: dict[str, Checked], monkeypatch: pytest.MonkeyPatch
 ) -> None:

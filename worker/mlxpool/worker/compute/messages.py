@@ -224,8 +224,8 @@ class DeltaQueue:
     """The bounded queue of deltas from the compute thread to the main thread.
 
     Messages carry the current fence. When the deltas of MAX_UNTAKEN_STEPS steps wait, `put` blocks
-    in the phase `blocked`. The compute thread calls all methods but `acknowledge`,
-    which the main thread calls.
+    in the phase `blocked`. The compute thread calls all methods but `acknowledge`, which the main
+    thread calls.
     """
 
     def __init__(self, post: Callable[[Outbound], None], progress: Progress) -> None:
@@ -239,8 +239,8 @@ class DeltaQueue:
         if not deltas:
             return
         if not self._slots.acquire(blocking=False):
-            self._progress.enter("blocked")
-            self._slots.acquire()
+            with self._progress.blocked():
+                self._slots.acquire()
         self._post(StepDeltas(tuple(deltas), self.fence))
 
     def handed_back(self) -> None:

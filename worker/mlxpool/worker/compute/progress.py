@@ -8,7 +8,8 @@ few microseconds.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from time import monotonic
 
 from mlxpool.common.progress import PHASES, Block
@@ -45,6 +46,7 @@ class Progress:
         self._clock = clock
         self._units = 0  # tokens of the awaited pass; 0: it is a decode step
         self._started = 0.0
+        self._measured = True  # whether the time since then is that of the awaited pass
         self._compiling = False  # whether `compiles` was called since a pass ended
         # Moving sums of seconds, and of tokens or steps: short chunks, of which a token takes
         # longer, say little of the time that a long one takes.
@@ -58,7 +60,12 @@ class Progress:
         self.block.write("compute_tid", threading.get_native_id())
 
     def enter(self, phase: str) -> None:
-        """Change the phase; the main thread sends a heartbeat at once."""
+        """Change the phase; the main thread sends a heartbeat at once.
+
+        What was compiled for drafts that no step has checked ends with the phase "idle".
+        """
+        if phase == "idle" and self._compiling:
+            self._end_compiling()
         if phase != self.phase:
             self.phase, self.since = phase, self._clock()
             self._write_phase()
@@ -72,11 +79,14 @@ class Progress:
         self.count += 1
         self.block.write("count", self.count)
 
-    def awaits(self, request: bytes | None, tokens: int, rows: int) -> None:
+    def awaits(
+        self, request: bytes | None, tokens: int, rows: int, *, measured: bool = True
+    ) -> None:
         """The thread waits for a pass from now on.
 
         It reads `tokens`, of which some are the prompt's of `request` (None: of several requests),
-        or 0 in a decode step of `rows` rows.
+        or 0 in a decode step of `rows` rows. Without `measured` it was computed before, too, while
+        the thread did something else, so that its time is no measure.
         """
         self.prefilling_request = request
         self.block.write_request(request)
@@ -86,7 +96,19 @@ class Progress:
             self._end_compiling()
             self.moved()
         self.enter("prefill" if tokens else "decode")
-        self._started = self._clock()
+        self._started, self._measured = self._clock(), measured
+
+    @contextmanager
+    def blocked(self) -> Iterator[None]:
+        """The thread waits for another one in here, and then for the pass that it awaits, if any.
+
+        The phase is "blocked" meanwhile, in which a worker may rest, and then the one before.
+        """
+        phase = self.phase
+        self.enter("blocked")
+        self._measured = False
+        yield
+        self.enter(phase)
 
     def drafts(self) -> None:
         """Drafts of the next step are made from now on; passes may compute them.
@@ -101,7 +123,7 @@ class Progress:
         """Something is compiled, which may take longer, until the awaited pass ends.
 
         It is that pass, or one that is built while that one is computed. Where none is awaited it
-        is one that computes drafts, until the next pass is awaited.
+        is one that computes drafts, until the next pass is awaited or the worker is idle.
         """
         if not self._compiling:
             self._compiling = True
@@ -112,11 +134,17 @@ class Progress:
         self.block.write("fresh", 0)
 
     def ended(self, *, fresh: bool) -> None:
-        """The awaited pass has ended."""
+        """The awaited pass has ended.
+
+        Its time is no measure if it is `fresh`. Nor is it if `compiles` was called since it is
+        awaited, unless it is the first one: some measure is better than none.
+        """
         seconds = self._clock() - self._started
+        known = self._usual["prefill" if self._units else "decode"][1] > 0
+        measured = self._measured and not fresh and not (known and self._compiling)
         self.failed()
         self.moved()
-        if fresh:
+        if not measured:
             return
         if not self._units:
             self.step_ms = round(seconds * 1000, 3)

@@ -165,11 +165,13 @@ class Steps:
         except Exception as error:
             log.warning("an image could not be encoded", exc_info=error)
             self._require_device(error, job.sequence.id)
-            return [self._generations.fail(job.sequence, as_pool_error(error))]
+            deltas = [self._generations.fail(job.sequence, as_pool_error(error))]
+        else:
+            deltas = []
         self._drafting.pause()
         if self._flights:
-            self._await_first()
-        return []
+            self._await_first(measured=False)
+        return deltas
 
     def _run(self, live: list[Sequence]) -> list[Delta]:
         self._constrained.release()
@@ -231,10 +233,10 @@ class Steps:
                 self._flights[place] = replace(self._flights[place], fresh=True)
         return self._draw(constrained, drafts) if constrained else []
 
-    def _await_first(self) -> None:
-        """The oldest step in flight is awaited from now on."""
+    def _await_first(self, *, measured: bool = True) -> None:
+        """The oldest step in flight is awaited from now on; `measured`: see Progress.awaits."""
         flight = self._flights[0]
-        self._progress.awaits(flight.request, flight.tokens, flight.rows)
+        self._progress.awaits(flight.request, flight.tokens, flight.rows, measured=measured)
         if flight.fresh:
             self._progress.compiles()
 

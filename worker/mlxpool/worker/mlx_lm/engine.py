@@ -164,23 +164,12 @@ class MlxLmEngine(RowEngine[MlxLmRow]):
         """See Engine.report_compiles."""
         self._tell_compiles = tell
 
-    def _is_new(self, spans: Many[Span]) -> bool:
-        """Returns whether a span, or so many draws, are the first of their size.
-
-        Sizes are powers of two: kernels are compiled for few of them.
-        """
-        counts, draws = {span.count for span in spans}, sum([span.draws for span in spans])
-        kinds = {((count - 1).bit_length(), 0) for count in counts}
-        kinds.add((0, draws.bit_length()))
-        new = not kinds <= self._seen
-        self._seen |= kinds
-        return new
-
     def submit(self, spans: Many[Span]) -> bool:
         """See Engine.submit. Computes span by span; waits for every chunk."""
         began = monotonic()
         require_plain(spans, "an engine of mlx-lm's code")
-        fresh = self._is_new(spans)
+        kinds = _kinds_of(spans)
+        fresh = not kinds <= self._seen
         if fresh:
             self._tell_compiles()
         with self._discard_on_failure(spans):
@@ -193,6 +182,7 @@ class MlxLmEngine(RowEngine[MlxLmRow]):
         every = tuple(array for span in spans for array in self._rows[span.sequence].arrays())
         order = {seq: row for row, seq in enumerate(rows)}
         done = every if sampled is None else (*every, *sampled.arrays())
+        self._seen |= kinds
         self._flights.append(Flight(tuple(spans), order, sampled, done, began, fresh))
         return fresh
 
@@ -280,3 +270,13 @@ class MlxLmEngine(RowEngine[MlxLmRow]):
         on_progress()
         del self._rows[seq]
         return size, taken, peak
+
+
+def _kinds_of(spans: Many[Span]) -> set[tuple[int, int]]:
+    """Returns the sizes of spans, and that of so many draws.
+
+    Sizes are powers of two: kernels are compiled for few of them.
+    """
+    kinds = {((span.count - 1).bit_length(), 0) for span in spans}
+    kinds.add((0, sum([span.draws for span in spans]).bit_length()))
+    return kinds

@@ -96,7 +96,6 @@ class EncoderEngine:
         lengths = [len(one.ids) for one in texts]
         size = sum(lengths).bit_length(), lengths[-1].bit_length()
         if size not in self._seen:
-            self._seen.add(size)
             self._tell_compiles()
         shares = list(shares_of(lengths, threads if self.divides else 1))
         if len(shares) == 1:
@@ -106,6 +105,7 @@ class EncoderEngine:
             rows = [pool.submit(self._rows, texts[share]) for share in shares]
             wait(rows)  # also where one fails: nothing computes when an error is seen
             found = np.concatenate([one.result() for one in rows])
+        self._seen.add(size)
         self._passes += 1
         if self._passes % CLEAR_INTERVAL == 0:
             mx.clear_cache()
