@@ -68,9 +68,11 @@ class TimedProgress(Progress):
         self.durations: dict[str, list[float]] = {"prefill": [], "decode": []}
         self._awaited_from = 0.0
 
-    def awaits(self, request: bytes | None, tokens: int, rows: int) -> None:
+    def awaits(
+        self, request: bytes | None, tokens: int, rows: int, *, measured: bool = True
+    ) -> None:
         """See Progress."""
-        super().awaits(request, tokens, rows)
+        super().awaits(request, tokens, rows, measured=measured)
         self._awaited_from = time.perf_counter()
 
     def ended(self, *, fresh: bool) -> None:
