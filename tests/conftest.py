@@ -21,14 +21,22 @@ os.environ.setdefault("MLX_ENABLE_TF32", "0")
 settings.load_profile(os.environ.get("MLXPOOL_HYPOTHESIS", "fixed"))
 # Nor on the settings of whoever runs the tests.
 os.environ.setdefault("MLXPOOL_CONFIG", os.devnull)
-# Nor on the speed of the machine: processes that tests start wait for a busy broker.
 PATIENT = str(Path(__file__).parent / "support" / "patient")
-os.environ["PYTHONPATH"] = os.pathsep.join([PATIENT, *filter(None, [os.environ.get("PYTHONPATH")])])
 # Nor on how they were started: a shell's background command ignores Ctrl-C, and so do its children.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 STARTED = pytest.StashKey[float]()
 COMPUTING = "worker"  # the folder whose files compute most of the time; the others mostly wait
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Has the processes that tests start wait for a busy broker, see support/patient.
+
+    Not the processes that run tests: there the defaults of users hold.
+    """
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        given = filter(None, [os.environ.get("PYTHONPATH")])
+        os.environ["PYTHONPATH"] = os.pathsep.join([PATIENT, *given])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

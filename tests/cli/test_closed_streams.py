@@ -26,7 +26,10 @@ def run_in_shell(folder: Path, arguments: str, closed: str) -> subprocess.Comple
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 @pytest.mark.parametrize("arguments", ["ps", "run counting x", "run counting", "chat m"])
-def test_without_a_broker(tmp_path: Path, arguments: str, closed: str) -> None:
+def test_without_a_broker(
+    tmp_path: Path, arguments: str, closed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TESTS_PATIENCE", "1")
     done = run_in_shell(tmp_path, arguments, closed)
     assert done.returncode == UNREACHABLE
     assert "Traceback" not in done.stderr

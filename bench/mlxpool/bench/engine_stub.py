@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 from mlxpool.worker.scheduling.block_manager import BlockManager
@@ -16,6 +17,9 @@ class EngineStub:
         self.cost = StepCost()
         self.blocks = BlockManager(cast(Any, self), capacity=1 << 30)
         self.spent = 0.0  # processor seconds in place of a model's
+
+    def report_compiles(self, tell: Callable[[], None]) -> None:
+        """See Engine.report_compiles: nothing is compiled."""
 
     def mask_memory(self, lines: int) -> None:
         """See Engine.mask_memory: the device addresses no memory of the host."""
