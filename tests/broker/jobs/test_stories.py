@@ -456,13 +456,18 @@ def test_a_charge_and_the_stacks_of_a_lost_worker_are_stored_at_once() -> None:
     assert len(causes) == 3 and causes[-1] == dead.cause
 
 
-def test_a_charged_job_runs_alone_in_the_next_broker_as_well() -> None:
-    """Its next end of a worker is its own, and others lose nothing by it."""
+def charged_in_the_next_broker(sequences: int) -> tuple[JobStory, JobView]:
+    """A broker that has restarted with a job "a" that is charged with the end of a worker."""
     story = JobStory()
-    worker, job = started(story, sequences=3)
+    worker, job = started(story, sequences=sequences)
     worker.die("killed by SIGSEGV", own=True)
     story.settle()
-    story = story.restart()
+    return story.restart(), job
+
+
+def test_a_charged_job_runs_alone_in_the_next_broker_as_well() -> None:
+    """Its next end of a worker is its own, and others lose nothing by it."""
+    story, job = charged_in_the_next_broker(sequences=3)
     for key in ("b", "c"):
         story.submit(key)
     story.settle()
@@ -482,11 +487,7 @@ def test_a_charged_job_runs_alone_in_the_next_broker_as_well() -> None:
 
 def test_a_charged_job_gets_a_worker_that_others_keep_busy() -> None:
     """It waits until the worker has ended what it runs, which gets nothing new meanwhile."""
-    story = JobStory()
-    worker, job = started(story, sequences=3)
-    worker.die("killed by SIGSEGV", own=True)
-    story.settle()
-    story = story.restart()
+    story, job = charged_in_the_next_broker(sequences=3)
     worker = story.ready_worker(sequences=3)
     first = story.generate()
     assert list(worker.runs) == [first]

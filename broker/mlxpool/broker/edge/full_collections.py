@@ -1,4 +1,4 @@
-"""Makes full collections of Python's garbage collector rare, and has them when no stream is live.
+"""Makes full collections of Python's garbage collector rare; runs them while no stream is live.
 
 A full collection looks at each container of the process: with thousands of live streams the loop
 stands still for tens of milliseconds. Reference counts free a stream that ends. Only cycles wait
@@ -25,7 +25,10 @@ class FullCollections:
         self._next_at = 0.0
 
     def start(self, now: float) -> None:
-        """Everything is set up: what is there now stays, and no collection looks at it again."""
+        """Set the thresholds, once the broker is set up.
+
+        What exists by now lives as long as the process: no collection looks at it again.
+        """
         young, middle, _ = gc.get_threshold()
         gc.set_threshold(young, middle, MIDDLE_COLLECTIONS)
         gc.collect()
@@ -33,7 +36,10 @@ class FullCollections:
         self._next_at = now + INTERVAL
 
     def on_turn(self, now: float) -> None:
-        """Collect if that is due and nobody waits; a pool that is idle is not woken for it."""
+        """Run a full collection if it is due and no stream is live.
+
+        The loop calls this in turns that it has anyway: an idle broker is not woken for it.
+        """
         if now >= self._next_at and not self._busy():
             gc.collect()
             self._next_at = now + INTERVAL

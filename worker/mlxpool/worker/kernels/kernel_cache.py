@@ -246,9 +246,8 @@ def _compile_to_disk(
             if _is_intact(path):  # another process has compiled it meanwhile
                 return
             found = compiler.machine_code(NAMESPACE + kernel_name(text), code)
-            if (
-                _texts() not in build_key()
-            ):  # the files were read just now, for the name of the old ones
+            # The files were read just now, for the name of the old ones.
+            if _texts() not in build_key():
                 raise RuntimeError("another edition of mlxpool was installed while this one runs")
             _write(path, *found)
     except Exception as error:  # MLX compiles the kernel itself

@@ -34,14 +34,28 @@ def compile_lock(path: Path, *, wait: bool) -> Iterator[bool]:
 
 
 def _locked(file: Path) -> int | None:
-    """A descriptor of the file, which has the lock; None: another process has it."""
+    """Returns a descriptor of the file, which has the lock; None: another process has it.
+
+    A file system without locks, as some of networks are, refuses none: there each process compiles.
+    """
     descriptor = os.open(file, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # The holder before removes the file: the lock of a file without a name is no lock.
-        if os.path.samestat(os.fstat(descriptor), os.stat(file)):
-            return descriptor
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
     except OSError:
-        pass
+        return descriptor
+    # The holder before removes the file: the lock of a file without a name is no lock.
+    if _has_name(descriptor, file):
+        return descriptor
     os.close(descriptor)
     return None
+
+
+def _has_name(descriptor: int, file: Path) -> bool:
+    """Returns whether an open file still has this name."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(file))
+    except FileNotFoundError:
+        return False
