@@ -41,7 +41,7 @@ class LoadTimes:
 
     @classmethod
     def parse(cls, phase: object, milliseconds: object) -> LoadTimes:
-        """Read leniently: phases of other names, and what is no number, count as absent."""
+        """Reads a beat's fields; phases of other names, and what is no number, count as absent."""
         given = milliseconds if isinstance(milliseconds, dict) else {}
         found = {name: given[name] for name in LOAD_PHASES if type(given.get(name)) is int}
         return cls(

@@ -95,7 +95,7 @@ class Drainer:
             self._fail([models[name]], partial(self._unload_drained, models[name]), now)
 
     def _fail(self, models: list[Model], then: Callable[[float], None], now: float) -> None:
-        """Fail the requests of these models and the calls that wait for them, then do the rest."""
+        """Fail the requests and the waiting calls of these models, then call `then`."""
         state, names = self._state, {model.name for model in models}
         error = Draining("the pool is being drained; send the request again later")
         self._bulk.begin(

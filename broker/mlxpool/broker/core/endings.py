@@ -126,7 +126,7 @@ class Endings:
             del self._state.links[number]
 
     def _look_again(self, number: int, now: float) -> None:
-        """What was to end of a link has ended: its timer is due, it may be forgotten."""
+        """Make a link's timer due when its streams and calls have ended: it may be forgotten."""
         if number in self._state.links:
             self._state.timers.set(("link", number), now)
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 INTERVAL = 60.0  # seconds between two full collections at least
 # Collections of the middle generation before a full one that comes by itself; Python's own is 10.
-# With 700 and 10 below it, 350,000 more containers than before are there when Python looks at all:
-# the bound of what cycles hold in a broker that always has live streams.
+# With the thresholds 700 and 10 of the younger generations, Python looks at all containers when
+# 350,000 are new: the bound of what cycles hold in a broker that always has live streams.
 MIDDLE_COLLECTIONS = 50
 
 

@@ -130,7 +130,7 @@ def judge(watch: Watch, config: PoolConfig, *, welcomed: bool, memory_limit: int
 
 
 def _stopped_rank(watch: Watch, verdict: Verdict) -> int:
-    """The rank behind the first that a signal has stopped for as long as others wait; 0: none.
+    """Returns the first rank above 0 that was stopped by a signal while the others wait; 0: none.
 
     It may have no limit itself: it owes nothing where it was stopped between two passes.
     """

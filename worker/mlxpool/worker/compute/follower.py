@@ -213,7 +213,7 @@ class Follower:
 
 
 def _change_rows(pool: _Pool, message: Pass | Again) -> None:
-    """Rows get the blocks that a pass says, and those that left give up theirs."""
+    """Gives rows the blocks that a message names, and frees the blocks of rows that have left."""
     for number in message.left:
         row = pool.rows.pop(number, None)
         if row is not None:

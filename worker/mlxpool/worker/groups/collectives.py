@@ -25,7 +25,7 @@ AUTO, NCCL = "auto", "nccl"  # values of device_sums
 
 @contextmanager
 def _environment(**variables: str) -> Iterator[None]:
-    """Sets variables meanwhile, which MLX reads when a group begins.
+    """Sets environment variables that MLX reads when it joins a group, and restores them.
 
     A process that is started later would take them for those of its own group.
     """

@@ -165,7 +165,7 @@ class Rank0Layout(GroupLayout):
                 row.changed = len(row.table)
 
     def _repeats(self, spans: Sequence[RowSpan], wanted: list[int], offsets: list[int]) -> bool:
-        """Whether a pass is the one before once more. The same object `spans`: the same spans."""
+        """Returns whether a pass repeats the one before: the same object `spans`, one token on."""
         if self._sent is None or self._fresh or kernel_cache.is_collecting():
             return False
         return self._sent[0] is spans and self._sent[1:] == (wanted, offsets)

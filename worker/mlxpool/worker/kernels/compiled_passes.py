@@ -29,7 +29,7 @@ class CompileNotice:
         self.tell = tell
 
     def __call__(self) -> None:
-        """Something is compiled from now on."""
+        """Tells that something is compiled from now on."""
         self.given = True
         self.tell()
 

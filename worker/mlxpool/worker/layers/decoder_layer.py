@@ -191,7 +191,7 @@ class FeedLayer:
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """The built FeedLayer."""
+    """A FeedLayer with its weights: x + feed(norm(x)), x [T, d]."""
 
     norm: Norm
     feed: LayerFunction

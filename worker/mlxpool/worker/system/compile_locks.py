@@ -1,4 +1,4 @@
-"""Locks by which the processes of a machine compile each kernel once, whoever is first."""
+"""Locks between the processes of a machine, so that one of them compiles each kernel."""
 
 from __future__ import annotations
 

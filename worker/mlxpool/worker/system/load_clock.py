@@ -31,12 +31,12 @@ class LoadClock:
         self._now, self._since = "", 0.0
 
     def begin(self, age: float) -> None:
-        """The process runs our code now, `age` seconds after its start."""
+        """Begins to measure in a process that was started `age` seconds ago, in the imports."""
         self._ended = {"start": max(0.0, age)}
         self._now, self._since = "imports", self._clock()
 
     def enter(self, phase: str) -> None:
-        """Another phase begins, one of LOAD_PHASES."""
+        """Ends the phase that lasts and begins another one of LOAD_PHASES."""
         assert phase in LOAD_PHASES, phase
         if self._now:
             self._end_phase(phase)

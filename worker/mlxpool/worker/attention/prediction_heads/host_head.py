@@ -111,13 +111,13 @@ def _floats(array: mx.array) -> Floats | None:
 
 
 def _product(matrix: Floats, x: Floats) -> Floats:
-    """matrix [n, d], x [d] -> [n], in this thread."""
+    """Returns the product [n] of a matrix [n, d] and x [d], computed by this thread."""
     found: Floats = np.einsum("ij,j->i", matrix, x)
     return found
 
 
 def _silu(x: Floats) -> Floats:
-    """x * sigmoid(x), for any x without an overflow."""
+    """Returns x * sigmoid(x), without an overflow for any x."""
     half = x * np.float32(0.5)
     found: Floats = half + half * np.tanh(half)
     return found
