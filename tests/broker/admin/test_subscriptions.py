@@ -61,6 +61,18 @@ def test_all_subscribers_get_the_figures_of_the_same_moment(
     assert told(peers) == [(1, 11.0), (2, 11.0)]
 
 
+def test_a_first_update_is_not_followed_at_once_by_that_of_all(
+    subscriptions: Subscriptions, peers: FakePeers
+) -> None:
+    subscriptions.renew(1, ID, 10.0)
+    subscriptions.renew(2, ID, 10.75)
+    subscriptions.renew(3, ID, 11.0)
+    subscriptions.send_due(11.0)
+    assert told(peers) == [(1, 10.0), (2, 10.75), (3, 11.0), (1, 11.0)]
+    subscriptions.send_due(12.0)
+    assert told(peers) == [(1, 12.0), (2, 12.0), (3, 12.0)]
+
+
 def test_a_repeated_watch_prolongs_the_subscription_without_an_update(
     subscriptions: Subscriptions, peers: FakePeers
 ) -> None:

@@ -16,16 +16,18 @@ from mlxpool.common.protocol import admin, frames
 from mlxpool.common.protocol.frames import Header
 
 INTERVAL = 1.0  # seconds between two updates
+LEAST_INTERVAL = INTERVAL / 2  # from the first update of a connection to one that all get
 LEASE = 5.0  # seconds for which one request is answered
 MAX_SUBSCRIBERS = 64
 
 
 @dataclass(eq=False, slots=True)
 class Subscription:
-    """One connection; `id` is that of its newest request."""
+    """One connection; `id` is that of its newest request, `since` the time of its first."""
 
     id: bytes | None
     until: float
+    since: float
 
 
 class Subscriptions:
@@ -51,18 +53,20 @@ class Subscriptions:
 
     def renew(self, number: int, request_id: bytes | None, now: float) -> None:
         """Begin or prolong a subscription; a new one gets its first update at once."""
-        known = number in self._by_number
-        self._by_number[number] = Subscription(request_id, now + LEASE)
         self._due = min(self._due, now + INTERVAL)
-        if not known:
-            self._send(number, self._figures(now))
+        known = self._by_number.get(number)
+        if known is not None:
+            known.id, known.until = request_id, now + LEASE
+            return
+        self._by_number[number] = Subscription(request_id, now + LEASE, now)
+        self._send(number, self._figures(now))
 
     def next_wake(self) -> float:
         """When an update or the end of a lease is due; infinity without subscribers."""
         return self._due
 
     def send_due(self, now: float) -> None:
-        """Send the update that is due to all."""
+        """Send the update that is due to all but those who have just had their first."""
         if now < self._due:
             return
         for number in [n for n, one in self._by_number.items() if one.until <= now]:
@@ -73,8 +77,9 @@ class Subscriptions:
             return
         self._due = now + INTERVAL
         figures = self._figures(now)
-        for number in list(self._by_number):
-            self._send(number, figures)
+        for number, one in list(self._by_number.items()):
+            if now - one.since >= LEAST_INTERVAL:
+                self._send(number, figures)
 
     def _send(self, number: int, figures: Mapping[str, Any]) -> None:
         """A connection with a backlog is skipped: old updates are not worth queueing."""
