@@ -106,6 +106,18 @@ def test_chunks_have_tiles_of_their_own_beside_rows_and_alone() -> None:
         assert not shape.chunks and shape.tiles == (TILES,)
 
 
+def test_a_shape_whose_pass_failed_is_new_again() -> None:
+    """Shapes that were evaluated stay known; rows that decode on are not asked about."""
+    runner, new = Passes().runner, Passes().store.new_row
+    row: Any = new()
+    known, other = [RowSpan(row, 1)], [RowSpan(row, 20)]
+    assert [runner.is_new(known, [0]), runner.is_new(known, [0])] == [True, False]
+    runner.kinds.evaluated()
+    assert [runner.is_new(other, [0]), runner.is_new(other, [0])] == [True, False]
+    runner.kinds.failed()
+    assert [runner.is_new(known, [0]), runner.is_new(other, [0])] == [False, True]
+
+
 @pytest.mark.usefixtures("no_device")
 @pytest.mark.parametrize("seed", range(6))
 def test_passes_over_the_same_rows(seed: int) -> None:

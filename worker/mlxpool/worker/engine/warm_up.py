@@ -155,6 +155,7 @@ class WarmedEngine(RowEngine[CacheRow]):
         LOAD.enter("warm_up")
         self._warm_up_passes(on_progress)
         self._layout.compile_ahead(self._max_sequences, self.context, on_progress)
+        self._layout.evaluated()
         if self._predictions is not None:
             self._warm_up_head(self._predictions)
             on_progress()

@@ -95,6 +95,9 @@ class PagedLayout(Layout):
         self.ragged = None
         if self.compiles_chunks and uploads is not None:
             self.ragged = self._ragged_runner(rows, uploads)
+        self._compiling.append(self.runner.passes)
+        if self.ragged is not None:
+            self._compiling.append(self.ragged.kinds)
         self.reads_int8 = self.ragged is not None
         if self.reads_int8:
             self.read_bytes = 0
@@ -275,6 +278,7 @@ class PagedLayout(Layout):
 
     def invalidate(self) -> None:
         """See Layout."""
+        super().invalidate()
         self.pool.pending.clear()  # writes that were not started
         if self.shares_arrays:
             self.pool.renew()

@@ -25,6 +25,7 @@ from mlxpool.worker.attention.row_spans import (
 )
 from mlxpool.worker.decode_pass import choice
 from mlxpool.worker.kernels import ragged_attention
+from mlxpool.worker.kernels.compiled_passes import ComputedKinds
 from mlxpool.worker.kernels.ragged_attention import RaggedPlan
 from mlxpool.worker.kernels.sampling import known_tokens
 from mlxpool.worker.kernels.work_list import HIGH, Spans, TileShape, WorkLists, capacity_of
@@ -200,7 +201,7 @@ class RaggedRunner:
         self._none = mx.zeros((rows,), dtype=mx.int32)
         mx.eval(self._none, self._memory.arrived, self._memory.partial)
         self._passes: dict[PlanShape, Callable[[mx.array, mx.array], list[mx.array]]] = {}
-        self._computed: set[PlanShape] = set()
+        self.kinds = ComputedKinds()
         self._decoding: DecodingRows | None = None  # of the newest pass, if it was such a pass
         self.drafts = 0  # that the rows of a pass check together, at most; 0: not known
 
@@ -212,10 +213,7 @@ class RaggedRunner:
         """Returns whether a pass over these spans, which follows, is the first of its kind."""
         if self.decodes(spans):
             return False
-        shape = self._shape(spans, wanted)
-        new = shape not in self._computed
-        self._computed.add(shape)
-        return new
+        return self.kinds.is_new(self._shape(spans, wanted))
 
     def step(
         self,
