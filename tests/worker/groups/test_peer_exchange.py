@@ -248,6 +248,18 @@ def test_the_driver_allocates_exports_and_maps() -> None:
     assert "cuMemsetD8_v2" in driver.calls, "flags of another program would be taken for ours"
 
 
+@pytest.mark.parametrize("fails", ["cuMemsetD8_v2", "cuCtxSynchronize"])
+def test_memory_that_cannot_be_cleared_is_freed(fails: str) -> None:
+    driver = Driver()
+    memory = CudaPeerMemory(driver)  # type: ignore[arg-type]
+    driver.fails = fails
+    with pytest.raises(PeerMemoryError, match=fails):
+        memory.allocate(2**21)
+    assert driver.calls.count("cuMemFree_v2") == 1
+    counts = [driver.calls.count(f"cuCtx{what}Current_v2") for what in ("Push", "Pop")]
+    assert counts == [1, 1]
+
+
 def test_nvml_says_whether_nvlink_connects_two_gpus() -> None:
     driver = Driver()
     memory = CudaPeerMemory(driver, driver)  # type: ignore[arg-type]
