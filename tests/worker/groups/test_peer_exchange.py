@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -310,3 +311,19 @@ def test_a_machine_without_a_driver_has_no_peer_memory(monkeypatch: pytest.Monke
     monkeypatch.setattr(ctypes, "CDLL", missing)
     with pytest.raises(PeerMemoryError, match=r"not installed: libcuda\.so\.1"):
         CudaPeerMemory()
+
+
+def test_a_link_that_the_driver_does_not_know_is_none() -> None:
+    """The other ranks wait for the answer, whatever fails here."""
+
+    def fails(identity: bytes) -> bool:
+        raise PeerMemoryError("cuDeviceGetUuid_v2 failed")
+
+    identities = [bytes([rank + 1]) * IDENTITY_BYTES for rank in range(2)]
+    asked: list[int] = []
+    agreement: Any = SimpleNamespace(
+        rank=0, ranks=2, gathered=lambda own: identities, least=lambda one: asked.append(one) or one
+    )
+    memory: Any = SimpleNamespace(over_nvlink=fails)
+    assert not peer_exchange._over_nvlink(agreement, memory, identities[0])
+    assert asked == [0]

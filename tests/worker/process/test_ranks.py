@@ -12,6 +12,7 @@ import pytest
 from mlxpool.common.config.schema import ModelConfig, WorkerConfig
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.common.progress import Block
+from mlxpool.worker.groups.links import LOOPBACK
 from mlxpool.worker.process import ranks
 
 
@@ -67,16 +68,16 @@ def test_ports_are_kept_until_the_ranks_listen_there() -> None:
         assert len(set(ports)) == 5 and min(ports) > 0
         for port in ports:
             with socket.socket() as other, pytest.raises(OSError, match="in use"):
-                other.bind((ranks.LOOPBACK, port))
+                other.bind((LOOPBACK, port))
         with socket.socket() as of_ring, socket.socket() as peer:
             of_ring.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             of_ring.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            of_ring.bind((ranks.LOOPBACK, ports[0]))
+            of_ring.bind((LOOPBACK, ports[0]))
             of_ring.listen(0)
-            peer.connect((ranks.LOOPBACK, ports[0]))
+            peer.connect((LOOPBACK, ports[0]))
         with socket.socket() as of_nccl:  # which binds all addresses
             of_nccl.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             of_nccl.bind(("", ports[1]))
             of_nccl.listen(1)
     with socket.socket() as other:
-        other.bind((ranks.LOOPBACK, ports[2]))
+        other.bind((LOOPBACK, ports[2]))
