@@ -321,9 +321,12 @@ def test_a_link_that_the_driver_does_not_know_is_none() -> None:
 
     identities = [bytes([rank + 1]) * IDENTITY_BYTES for rank in range(2)]
     asked: list[int] = []
-    agreement: Any = SimpleNamespace(
-        rank=0, ranks=2, gathered=lambda own: identities, least=lambda one: asked.append(one) or one
-    )
+
+    def least(number: int) -> int:
+        asked.append(number)
+        return number
+
+    agreement: Any = SimpleNamespace(rank=0, ranks=2, gathered=lambda own: identities, least=least)
     memory: Any = SimpleNamespace(over_nvlink=fails)
     assert not peer_exchange._over_nvlink(agreement, memory, identities[0])
     assert asked == [0]
