@@ -7,6 +7,7 @@ memory have the layouts of in_slabs/ and in_pool/; layout_choice.py says which o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -111,6 +112,13 @@ class Layout:
         """Says that the rows of a pass check `most` drafts together at most; 0: none."""
         self._most_drafts = most
 
+    def whole_passes(self) -> AbstractContextManager[None]:
+        """Passes inside are begun by their evaluation alone: all their memory is used together.
+
+        Elsewhere the device may begin a pass, and free what it has used, while the pass is built.
+        """
+        return nullcontext()
+
     def is_new(self, spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:
         """Returns whether a pass over these spans that wants some of them is the first.
 
@@ -132,11 +140,11 @@ class Layout:
         drawn: mx.array | None,
         wanted: Sequence[int],
     ) -> PassOutput:
-        """Builds one pass over inputs `ids` [T] and advances the rows; computes nothing yet.
+        """Builds one pass over inputs `ids` [T] and advances the rows.
 
-        A negative id -1 - r stands for element r of `drawn`. `wanted` are the numbers of spans that
-        give something, see RowSpan: first those of one token's logits, then of several, then
-        those of hidden states.
+        It computes nothing yet, or begins the pass, see `whole_passes`. A negative id -1 - r stands
+        for element r of `drawn`. `wanted` are the numbers of spans that give something, see
+        RowSpan: first those of one token's logits, then of several, then those of hidden states.
         """
         inputs = self._upload(np.array(ids, dtype=np.int32))
         if drawn is not None:

@@ -180,7 +180,8 @@ class WarmedEngine(RowEngine[CacheRow]):
         mx.clear_cache()
         mx.reset_peak_memory()
         before = mx.get_active_memory()
-        self.step([Span(seq, 0, size, draws=0)])
+        with self._layout.whole_passes():
+            self.step([Span(seq, 0, size, draws=0)])
         peak = mx.get_peak_memory() - before
         self._drop_rows([seq])
         return size, peak

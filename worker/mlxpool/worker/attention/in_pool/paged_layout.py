@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any, cast
 
@@ -161,6 +162,18 @@ class PagedLayout(Layout):
         """See Layout."""
         if self.ragged is not None:
             self.ragged.drafts = most
+
+    @contextmanager
+    def whole_passes(self) -> Iterator[None]:
+        """See Layout."""
+        if self.ragged is None:
+            yield
+            return
+        self.ragged.begins_parts = False
+        try:
+            yield
+        finally:
+            self.ragged.begins_parts = True
 
     def is_new(self, spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:
         """See Layout."""
