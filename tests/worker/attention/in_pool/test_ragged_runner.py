@@ -133,7 +133,8 @@ def test_a_pass_is_begun_in_parts_while_no_row_decodes(monkeypatch: pytest.Monke
     monkeypatch.setattr(ragged_runner, "begin", begun.append)
     passes = Passes()
     passes.parts = [mx.zeros((1,)), mx.ones((1,))]
-    row, layout = passes.store.new_row(), PagedLayout.__new__(PagedLayout)
+    row: Any = passes.store.new_row()
+    layout = PagedLayout.__new__(PagedLayout)
     layout.ragged = passes.runner
 
     def step(drawn: Any) -> None:
