@@ -19,6 +19,7 @@ from support.worker_checkpoints import GLM, QWEN3_NEXT, config, random_weights, 
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
+from mlxpool.worker.attention.in_pool import ragged_batch, ragged_runner  # noqa: E402
 from mlxpool.worker.attention.in_pool.paged_layout import PagedLayout  # noqa: E402
 from mlxpool.worker.attention.layout import Layout  # noqa: E402
 from mlxpool.worker.attention.layout_choice import choose_layout, make_layout  # noqa: E402
@@ -206,12 +207,27 @@ def ragged(
         yield layout, exact
 
 
-def test_ragged_passes_give_what_reading_one_by_one_gives(ragged: Any) -> None:
-    """In bfloat16, against float32; more lines than rows give something in some passes."""
+def test_ragged_passes_give_what_reading_one_by_one_gives(
+    ragged: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16, against float32; more lines than rows give something in some passes.
+
+    Passes over chunks begin with the attention of the first of two layers.
+    """
     layout, exact = ragged
+    monkeypatch.setattr(ragged_batch, "ends_part", lambda layer: layer == 0)
+    begun: list[int] = []
+    begin = ragged_runner.begin
+
+    def noted(parts: Sequence[Any]) -> None:
+        begun.append(len(parts))
+        begin(parts)
+
+    monkeypatch.setattr(ragged_runner, "begin", noted)
     compare(layout, OneByOne(exact, 5), MIXED, 5e-2, begin=layout._upload.begin)
     kinds = {(shape.wanted > 8, shape.drawn) for shape in layout.ragged._passes}
     assert {(False, None), (True, None), (False, 8), (True, 8), (True, 0)} <= kinds
+    assert begun.count(1) >= 4 and set(begun) <= {0, 1}
 
 
 def spans_of(layout: Layout, kind: PassKind) -> tuple[list[RowSpan], list[int]]:

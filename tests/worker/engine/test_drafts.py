@@ -16,9 +16,11 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.common.config.schema import Counting  # noqa: E402
 from mlxpool.common.options import Options  # noqa: E402
+from mlxpool.worker.attention.in_slabs.check_runner import COMPILED_AFTER  # noqa: E402
 from mlxpool.worker.attention.in_slabs.slab_layout import SlabLayout  # noqa: E402
 from mlxpool.worker.engine import prompt_logprobs  # noqa: E402
 from mlxpool.worker.engine.counting_engine import CountingEngine  # noqa: E402
+from mlxpool.worker.engine.flight import Flight  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.sampling import sampler  # noqa: E402
 from mlxpool.worker.sampling.batch import (  # noqa: E402
@@ -361,6 +363,83 @@ def test_nothing_compiles_in_a_pass_that_was_not_told(
         for one in engine.collect().drawn:
             one.sequence.ids.append(one.token)
     assert told[:3] == [True, True, True] and told.count(True) < 6
+    for seq in rows:
+        engine.release(seq)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("fails_in", ["submit", "collect"])
+def test_a_pass_that_failed_has_compiled_nothing(
+    loaded: LoadedModel, layout: str, fails_in: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one of its kind is told, and one of a kind that was evaluated before is not."""
+    engine = ModelEngine(loaded, layout=layout, prefix="off", lookahead=False)
+    known, new = sequence(0, 40), sequence(1, 40)
+    told: list[str] = []
+    engine.report_compiles(lambda: told.append("told"))
+
+    def decodes(*rows: Sequence) -> bool:
+        told.clear()
+        fresh = engine.submit(decode_spans(list(rows)))
+        for one in engine.collect().drawn:
+            one.sequence.ids.append(one.token)
+        assert fresh == bool(told)
+        return fresh
+
+    def again(*rows: Sequence) -> None:
+        for seq in rows:
+            engine.release(seq)
+            seq.return_to_waiting()
+            enter(engine, seq)
+
+    for seq in (known, new):
+        enter(engine, seq)
+    assert [decodes(known), decodes(known)] == [True, False]
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("no memory is left")
+
+    with monkeypatch.context() as patch:
+        if fails_in == "submit":
+            patch.setattr(engine, "_results", fails)
+        else:
+            patch.setattr(Flight, "wait", fails)
+        with pytest.raises(RuntimeError):
+            decodes(known, new)
+    again(known, new)
+    assert [decodes(known, new), decodes(known, new), decodes(known)] == [True, False, False]
+    for seq in (known, new):
+        engine.release(seq)
+
+
+@pytest.mark.parametrize("checking", [1, 2])
+def test_a_check_whose_pass_failed_has_compiled_nothing(
+    loaded: LoadedModel, checking: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one row, whose passes are compiled when they come again, and of several."""
+    engine = ModelEngine(loaded, layout="slabs", prefix="off", lookahead=False)
+    rows = [sequence(number, 40) for number in range(checking)]
+    layout = engine._layout
+    assert isinstance(layout, SlabLayout)
+    runner = layout._check_runner if checking == 1 else layout._several_runner
+    for seq in rows:
+        enter(engine, seq)
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("no memory is left")
+
+    for _ in range(COMPILED_AFTER + 1):
+        engine.submit([Span.check(seq, (0, 0)) for seq in rows])
+        if runner.passes._passes:
+            break
+        engine.collect()
+        for seq in rows:
+            engine.rewind(seq, 39)
+    assert len(runner.passes._passes) == 1
+    monkeypatch.setattr(Flight, "wait", fails)
+    with pytest.raises(RuntimeError):
+        engine.collect()
+    assert not runner.passes._passes
     for seq in rows:
         engine.release(seq)
 

@@ -19,6 +19,7 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker.engine.engine import StepResult  # noqa: E402
+from mlxpool.worker.engine.flight import Flight  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer  # noqa: E402
 from mlxpool.worker.sampling import sampler  # noqa: E402
@@ -147,10 +148,11 @@ def test_a_pass_takes_its_inputs_from_the_pass_in_flight(
         assert seq.ids == alone(loaded, text, seq)[: len(seq.ids)]
 
 
-@pytest.mark.parametrize("at", ["submit", "collect"])
+@pytest.mark.parametrize("at", ["submit", "collect", "read"])
 def test_a_failed_pass_loses_all_rows_in_flight(
     loaded: LoadedModel, text: ChatTokenizer, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
+    """Also where it has ended, and the host has no memory for its tokens."""
     engine = ModelEngine(loaded, text, lookahead=True, layout="rows")
     rows = [sequence(number, 20, 8) for number in range(3)]
     for seq in rows:
@@ -163,12 +165,16 @@ def test_a_failed_pass_loses_all_rows_in_flight(
     calls: dict[str, Callable[[], object]] = {
         "submit": lambda: engine.submit(decode_spans(rows[1:2])),
         "collect": lambda: engine.collect(),
+        "read": lambda: engine.collect(),
     }
-    if at == "collect":
+    if at != "submit":
         engine.submit(decode_spans(rows[1:2]))
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="malloc"):
-        patch.setattr(mx, "eval", fails)
-        patch.setattr(mx, "async_eval", fails)
+        if at == "read":
+            patch.setattr(Flight, "result", fails)
+        else:
+            patch.setattr(mx, "eval", fails)
+            patch.setattr(mx, "async_eval", fails)
         calls[at]()
     assert engine.in_flight == 0
     assert [engine.lost(seq) for seq in rows] == [True, True, False]

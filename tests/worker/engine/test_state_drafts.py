@@ -31,6 +31,7 @@ from mlxpool.worker.attention.row_spans import RowSpan  # noqa: E402
 from mlxpool.worker.compute.drafting_rows import make_speculator  # noqa: E402
 from mlxpool.worker.engine import layout_engine  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
+from mlxpool.worker.kernels.compiled_passes import CompiledPasses  # noqa: E402
 from mlxpool.worker.layers.model_plan import PredictingModel  # noqa: E402
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer  # noqa: E402
 from mlxpool.worker.scheduling.sequence import Sequence  # noqa: E402
@@ -144,6 +145,23 @@ def test_a_chain_of_drafts_is_told_before_it_is_compiled(
     engine.release(seq)
 
 
+def test_a_chain_whose_evaluation_failed_is_told_again(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, seq, told = engine_of(loaded), sequence(6, 30), list[str]()
+    head, call = head_of(engine), CompiledPasses.__call__
+    enter(engine, seq)
+    decode(engine, [seq], 1)
+    head.notice.tell = lambda: told.append("told")
+    with monkeypatch.context() as patch:  # a string has no `tolist`
+        patch.setattr(CompiledPasses, "__call__", lambda *given: str(call(*given)))
+        assert head.drafts({seq: 2}) == {}
+    decode(engine, [seq], 1)  # the states of the head were dropped
+    assert [len(head.drafts({seq: 2})[seq]) for _ in range(2)] == [2, 2]
+    assert told == ["told", "told"]
+    engine.release(seq)
+
+
 def test_a_sequence_whose_state_is_not_known_has_no_drafts(loaded: LoadedModel) -> None:
     """Forced tokens were appended, or nothing was computed yet."""
     engine = engine_of(loaded)
@@ -159,21 +177,22 @@ def test_a_sequence_whose_state_is_not_known_has_no_drafts(loaded: LoadedModel) 
     assert head.drafts({seq: 2})[seq] == wanted(loaded, seq, 2)
 
 
-def test_a_failed_pass_costs_drafts_and_nothing_else(loaded: LoadedModel) -> None:
+def test_a_failed_pass_costs_drafts_and_nothing_else(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After some of them there are none any more."""
     engine = engine_of(loaded)
     head, seq = head_of(engine), sequence(6)
     enter(engine, seq)
     decode(engine, [seq], 2)
-    whole = head._chain
 
     def fails(*_: Any) -> None:
         raise RuntimeError("the device has no memory left")
 
     for failures in range(1, MAX_FAILURES + 1):
-        head._chain = cast(Any, fails)
-        assert head.drafts({seq: 2}) == {} and head.nbytes == 0
-        head._chain = whole
+        with monkeypatch.context() as patch:
+            patch.setattr(CompiledPasses, "__call__", fails)
+            assert head.drafts({seq: 2}) == {} and head.nbytes == 0
         decode(engine, [seq], 1)
         assert head.ready(seq) == (failures < MAX_FAILURES)
     assert len(seq.ids) == 2 + MAX_FAILURES

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import socket
+from collections import deque
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -9,14 +12,17 @@ import pytest
 
 mx = pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)
 
+from mlxpool.common.errors import OutOfMemory  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.groups import collectives, peer_exchange  # noqa: E402
 from mlxpool.worker.groups.collectives import AUTO, NCCL, Collectives, RankLost  # noqa: E402
 from mlxpool.worker.groups.group_engine import GroupEngine  # noqa: E402
+from mlxpool.worker.groups.links import LOOPBACK, Meeting  # noqa: E402
 from mlxpool.worker.groups.messages import Ended  # noqa: E402
 from mlxpool.worker.groups.part_layers import SummedLinear  # noqa: E402
 from mlxpool.worker.groups.peer_memory import PeerMemoryError  # noqa: E402
 from mlxpool.worker.groups.peer_sums import BufferShape, Limits  # noqa: E402
+from mlxpool.worker.process.ranks import hosts_file  # noqa: E402
 from mlxpool.worker.scheduling.scheduler import StepLimits, longest_chunk  # noqa: E402
 
 SHAPE = BufferShape(2, Limits(64, 64))
@@ -134,6 +140,36 @@ def test_a_lost_rank_ends_the_pass_before_its_numbers_are_used(
     assert engine._orders.passes == 1, "the group cannot go on: see device_works"
 
 
+@pytest.mark.parametrize("sent", [0, 1])
+def test_passes_in_flight_end_on_all_ranks_when_a_pass_fails_before_it_is_sent(
+    monkeypatch: pytest.MonkeyPatch, sent: int
+) -> None:
+    """As where no block is left. When it was sent, the group cannot go on."""
+    engine, told = object.__new__(GroupEngine), list[Any]()
+    engine._flights = deque(cast(Any, ["a pass", "a pass"]))
+    engine._orders = cast(Any, SimpleNamespace(send=told.append, passes=2, broken=False))
+
+    def start(self: GroupEngine, spans: Any, *, at_once: bool, built: Any) -> bool:
+        self._flights.clear()  # as `_discard_on_failure` does
+        self._orders.passes += sent
+        raise OutOfMemory("no block is free")
+
+    monkeypatch.setattr(ModelEngine, "_start", start)
+    with pytest.raises(OutOfMemory):
+        engine.submit([])
+    assert told == ([] if sent else [Ended(), Ended()])
+    assert engine._orders.passes == (3 if sent else 0)
+
+
+def test_a_rank_that_got_no_message_ends_the_group() -> None:
+    """Whatever the message was: with no pass in flight, no request is to blame."""
+    engine = object.__new__(GroupEngine)
+    engine._orders = cast(Any, SimpleNamespace(passes=0, broken=True))
+    assert not engine.device_works()
+    engine._orders.broken = False
+    assert engine.device_works()
+
+
 @pytest.mark.parametrize(("sizes", "second"), [((1, 2048), 2048), ((), 1265)])
 def test_a_pass_of_a_group_has_the_pairs_of_all_ranks(
     group: Collectives, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], second: int
@@ -144,3 +180,23 @@ def test_a_pass_of_a_group_has_the_pairs_of_all_ranks(
     engine = object.__new__(GroupEngine)
     engine._collectives = group
     assert longest_chunk(2048, engine.limits.pairs) == second
+
+
+def test_a_rank_whose_port_is_taken_names_it() -> None:
+    """Another program listens there, without the options with which MLX's sockets share ports."""
+    with socket.create_server((LOOPBACK, 0), reuse_port=False) as taken:
+        port = taken.getsockname()[1]
+        hosts = hosts_file([port, 1])
+        try:
+            with pytest.raises(RuntimeError) as caught:
+                Collectives.join(Meeting.of(0, 2, hosts, 0))
+        finally:
+            os.close(hosts)
+    said = str(caught.value)
+    assert "rank 0 of 2 cannot join its group: " in said and "Couldn't bind" in said
+    assert f"it listens on 127.0.0.1:{port} and connects to 127.0.0.1:1" in said
+
+
+def test_the_place_where_gpus_meet_is_named() -> None:
+    places = [Meeting(rank, 2, "", 4567).nccl_places for rank in range(2)]
+    assert places == ["it listens on 127.0.0.1:4567", "it connects to 127.0.0.1:4567"]

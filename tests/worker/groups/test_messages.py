@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 
 import pytest
 
 from mlxpool.common.progress import Block
+from mlxpool.worker.groups import pipes
 from mlxpool.worker.groups.links import GroupLinks, Meeting
 from mlxpool.worker.groups.messages import (
     Again,
@@ -23,7 +25,7 @@ from mlxpool.worker.groups.messages import (
     decoded,
     encoded,
 )
-from mlxpool.worker.groups.pipes import Inbox, Orders
+from mlxpool.worker.groups.pipes import LENGTH_BYTES, Inbox, Orders
 
 PASS = Pass(
     rows=[3, 9],
@@ -88,10 +90,29 @@ def test_a_pass_that_is_only_built_is_not_awaited(pipe: tuple[int, int]) -> None
     assert (orders.passes, block.read().orders) == (0, 1)
 
 
-def test_a_rank_that_has_ended_is_noticed(pipe: tuple[int, int]) -> None:
+def test_a_rank_that_has_ended_is_noticed(
+    pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of whatever message: no pass need be in flight. The rank's end is awaited first."""
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
     os.close(pipe[0])
+    orders = Orders([pipe[1]])
+    assert not orders.broken
     with pytest.raises(BrokenPipeError):
-        Orders([pipe[1]]).send(Ended())
+        orders.send(CopyBlock(3, 17))
+    assert orders.broken and orders.passes == 0 and waited == [pipes.BLAME_TIME]
+
+
+@pytest.mark.parametrize("size", [1, LENGTH_BYTES, LENGTH_BYTES + 1])
+def test_a_message_that_was_cut_off_is_the_end_of_rank_0(pipe: tuple[int, int], size: int) -> None:
+    """It was killed while it wrote."""
+    data = encoded(PASS)
+    inbox = Inbox(pipe[0])
+    os.write(pipe[1], (len(data).to_bytes(LENGTH_BYTES, "little") + data)[:size])
+    os.close(pipe[1])
+    assert inbox.take() is None
+    inbox.close()
 
 
 def test_rank_0_waits_until_all_others_are_about_to_join(pipe: tuple[int, int]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -248,6 +249,18 @@ def test_the_driver_allocates_exports_and_maps() -> None:
     assert "cuMemsetD8_v2" in driver.calls, "flags of another program would be taken for ours"
 
 
+@pytest.mark.parametrize("fails", ["cuMemsetD8_v2", "cuCtxSynchronize"])
+def test_memory_that_cannot_be_cleared_is_freed(fails: str) -> None:
+    driver = Driver()
+    memory = CudaPeerMemory(driver)  # type: ignore[arg-type]
+    driver.fails = fails
+    with pytest.raises(PeerMemoryError, match=fails):
+        memory.allocate(2**21)
+    assert driver.calls.count("cuMemFree_v2") == 1
+    counts = [driver.calls.count(f"cuCtx{what}Current_v2") for what in ("Push", "Pop")]
+    assert counts == [1, 1]
+
+
 def test_nvml_says_whether_nvlink_connects_two_gpus() -> None:
     driver = Driver()
     memory = CudaPeerMemory(driver, driver)  # type: ignore[arg-type]
@@ -298,3 +311,22 @@ def test_a_machine_without_a_driver_has_no_peer_memory(monkeypatch: pytest.Monke
     monkeypatch.setattr(ctypes, "CDLL", missing)
     with pytest.raises(PeerMemoryError, match=r"not installed: libcuda\.so\.1"):
         CudaPeerMemory()
+
+
+def test_a_link_that_the_driver_does_not_know_is_none() -> None:
+    """The other ranks wait for the answer, whatever fails here."""
+
+    def fails(identity: bytes) -> bool:
+        raise PeerMemoryError("cuDeviceGetUuid_v2 failed")
+
+    identities = [bytes([rank + 1]) * IDENTITY_BYTES for rank in range(2)]
+    asked: list[int] = []
+
+    def least(number: int) -> int:
+        asked.append(number)
+        return number
+
+    agreement: Any = SimpleNamespace(rank=0, ranks=2, gathered=lambda own: identities, least=least)
+    memory: Any = SimpleNamespace(over_nvlink=fails)
+    assert not peer_exchange._over_nvlink(agreement, memory, identities[0])
+    assert asked == [0]

@@ -8,7 +8,7 @@ import pytest
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.worker.kernels.compiled_passes import CompiledPasses  # noqa: E402
+from mlxpool.worker.kernels.compiled_passes import CompiledPasses, ComputedKinds  # noqa: E402
 
 
 def test_the_kind_that_was_used_longest_ago_is_compiled_again() -> None:
@@ -49,3 +49,31 @@ def test_a_call_that_failed_has_compiled_nothing() -> None:
     fails = False
     assert passes("kind", mx.ones(1)).item() == 2.0
     assert len(notices) == 2
+
+
+def test_a_call_whose_evaluation_failed_has_compiled_nothing() -> None:
+    """What was evaluated before stays compiled, and what was freed meanwhile is not looked for."""
+    notices: list[None] = []
+    passes = CompiledPasses(lambda x: 2 * x, lambda: notices.append(None), max_passes=2)
+    mx.eval(passes("old", mx.ones(1)))
+    passes.evaluated()
+    for kind in ("freed", "new"):
+        passes("old", mx.ones(1))
+        passes(kind, mx.ones(1))
+    passes.failed()
+    assert "old" in passes and "freed" not in passes and "new" not in passes
+    mx.eval(passes("new", mx.ones(1)))
+    assert len(notices) == 4
+    passes.evaluated()
+    passes.failed()
+    assert "new" in passes
+
+
+def test_a_kind_is_new_until_a_pass_of_it_was_evaluated() -> None:
+    """Only a failure tells: passes that begin while the first is in flight are not new."""
+    kinds = ComputedKinds()
+    assert [kinds.is_new(kind) for kind in ("a", "a", "b")] == [True, False, True]
+    kinds.evaluated()
+    assert [kinds.is_new(kind) for kind in ("a", "c", "c")] == [False, True, False]
+    kinds.failed()
+    assert [kinds.is_new(kind) for kind in ("a", "b", "c")] == [False, False, True]

@@ -120,20 +120,24 @@ def test_chunks_give_mlx_lms_tokens(case: str, budget: int, checked: dict[str, C
     assert seq.ids == one.ids[2]
 
 
+@pytest.mark.parametrize("fails_in", ["submit", "collect"])
 def test_a_size_whose_pass_failed_is_new_still(
-    checked: dict[str, Checked], monkeypatch: pytest.MonkeyPatch
+    checked: dict[str, Checked], fails_in: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, seq = checked["phi3"].engine(), sequence(prompt_of(21))
     engine.admit(seq)
     seq.phase = Phase.RUNNING
 
-    def fails(span: Span) -> Any:
+    def fails(*_: Any) -> Any:
         raise MemoryError("no room for the pass")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_computed", fails)
+        if fails_in == "submit":
+            patch.setattr(engine, "_computed", fails)
         with pytest.raises(MemoryError):
             engine.submit([Span(seq, 0, seq.length, 1)])
+            patch.setattr(mx, "eval", fails)
+            engine.collect()
     engine.release(seq)
     again = sequence(prompt_of(21))
     engine.admit(again)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+from contextlib import ExitStack
 
 import pytest
 
 from mlxpool.common.config.schema import ModelConfig, WorkerConfig
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.common.progress import Block
+from mlxpool.worker.groups.links import LOOPBACK
 from mlxpool.worker.process import ranks
 
 
@@ -58,6 +61,23 @@ def test_the_file_of_addresses_is_read_by_its_descriptor() -> None:
         os.close(descriptor)
 
 
-def test_ports_are_different_and_free() -> None:
-    ports = ranks.free_ports(5)
-    assert len(set(ports)) == 5 and min(ports) > 0
+def test_ports_are_kept_until_the_ranks_listen_there() -> None:
+    """Nobody else gets one meanwhile, and MLX's sockets, which have both options, do."""
+    with ExitStack() as kept:
+        ports = ranks.keep_ports(5, kept)
+        assert len(set(ports)) == 5 and min(ports) > 0
+        for port in ports:
+            with socket.socket() as other, pytest.raises(OSError, match="in use"):
+                other.bind((LOOPBACK, port))
+        with socket.socket() as of_ring, socket.socket() as peer:
+            of_ring.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            of_ring.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            of_ring.bind((LOOPBACK, ports[0]))
+            of_ring.listen(0)
+            peer.connect((LOOPBACK, ports[0]))
+        with socket.socket() as of_nccl:  # which binds all addresses
+            of_nccl.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            of_nccl.bind(("", ports[1]))
+            of_nccl.listen(1)
+    with socket.socket() as other:
+        other.bind((LOOPBACK, ports[2]))

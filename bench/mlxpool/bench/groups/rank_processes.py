@@ -8,9 +8,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from mlxpool.worker.groups.links import Meeting
-from mlxpool.worker.process.ranks import free_ports, hosts_file
+from mlxpool.worker.process.ranks import hosts_file, keep_ports
 from mlxpool.worker.system import gpus, mlx_environment
 
 LOOK_INTERVAL = 0.05  # seconds between two looks at which processes have ended
@@ -36,7 +37,8 @@ def run_ranks(module: str, arguments: Sequence[str], ranks: int) -> int:
     end of its own. Returns the exit code of rank 0, or of a rank that fails before it ends.
     """
     mlx_environment.set_mlx_environment()
-    *addresses, port = free_ports(ranks + 1)
+    ports = ExitStack()
+    *addresses, port = keep_ports(ranks + 1, ports)
     hosts = hosts_file(addresses)
     pipes = [os.pipe() for _ in range(ranks - 1)]
     visible = gpus.visible_gpus(os.environ)
@@ -59,6 +61,7 @@ def run_ranks(module: str, arguments: Sequence[str], ranks: int) -> int:
             os.close(descriptor)
         return _end_of(processes)
     finally:
+        ports.close()
         for process in processes:
             process.kill()
             process.wait()

@@ -1,4 +1,4 @@
-"""Sockets that listen for HTTP."""
+"""Sockets that listen for HTTP, and ports that are kept for sockets of other programs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,24 @@ def listen(host: str, port: int) -> socket.socket:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((host, port))
         bound.listen(BACKLOG)
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
+def reserve(host: str) -> socket.socket:
+    """A socket that is bound to a free port of an IPv4 address and does not listen. Raises OSError.
+
+    Until it is closed the kernel gives the port to no socket that asks for any port, neither to
+    listen nor to connect, and refuses it to sockets without SO_REUSEADDR. One with that option can
+    listen there: under Linux a bound socket with the option is in the way of a socket without it
+    alone.
+    """
+    bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, 0))
     except OSError:
         bound.close()
         raise

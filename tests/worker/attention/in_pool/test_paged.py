@@ -421,7 +421,7 @@ def test_a_pass_is_as_wide_as_its_longest_row(tmp_path: Path) -> None:
     layout.compiles_chunks = True
     layout.runner.max_width = 128
     layout.runner.compile_ahead(3, 4000, lambda: None)
-    warmed = set(layout.runner._pass._passes)
+    warmed = set(layout.runner.passes._passes)
     rows = [greedy(tuple(n * n % 251 for n in range(size))) for size in (30, 3000, 20)]
 
     def last_chunks() -> list[Span]:
@@ -447,7 +447,7 @@ def test_a_pass_is_as_wide_as_its_longest_row(tmp_path: Path) -> None:
     assert size == (0 if layout.runner.gathers else 3)
     engine.submit(spans)
     assert [one.sequence for one in drain(engine)] == rows
-    assert layout.runner.gathers or set(layout.runner._pass._passes) == warmed
+    assert layout.runner.gathers or set(layout.runner.passes._passes) == warmed
     for seq in rows:
         assert len(seq.ids) == 1 and seq.ids == answer(slow, seq)
 

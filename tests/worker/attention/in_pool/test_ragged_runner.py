@@ -10,13 +10,16 @@ import pytest
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.worker.attention.in_pool import block_tables  # noqa: E402
+from mlxpool.worker.attention.in_pool import block_tables, ragged_runner  # noqa: E402
 from mlxpool.worker.attention.in_pool.kv_pool import KVPool, PagedStore  # noqa: E402
-from mlxpool.worker.attention.in_pool.ragged_batch import AttentionProbe  # noqa: E402
-from mlxpool.worker.attention.in_pool.ragged_runner import PlanShape, RaggedRunner  # noqa: E402
+from mlxpool.worker.attention.in_pool.paged_layout import PagedLayout  # noqa: E402
+from mlxpool.worker.attention.in_pool.plan_shape import PlanShape  # noqa: E402
+from mlxpool.worker.attention.in_pool.ragged_batch import AttentionProbe, ends_part  # noqa: E402
+from mlxpool.worker.attention.in_pool.ragged_runner import RaggedRunner  # noqa: E402
 from mlxpool.worker.attention.row_shape import RowShape  # noqa: E402
 from mlxpool.worker.attention.row_spans import RowSpan  # noqa: E402
 from mlxpool.worker.caches.specs import KeyValueSpec  # noqa: E402
+from mlxpool.worker.kernels import kernel_cache  # noqa: E402
 from mlxpool.worker.kernels.work_list import TileShape  # noqa: E402
 from mlxpool.worker.prefix.shared_blocks import BlockRun  # noqa: E402
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS  # noqa: E402
@@ -40,14 +43,15 @@ class Passes:
         model: Any = None
         self.runner = RaggedRunner(model, self.store, pool, ROWS, probe, self.uploads)
         self.numbers: list[list[int]] = []
+        self.parts: list[Any] = []  # of each pass
         self.runner._compiled = self._compiled  # type: ignore[method-assign]
         self.rows: list[Any] = []  # of the store
         self.kept: list[BlockRun] = []
 
     def _compiled(self, shape: PlanShape) -> Any:
-        def note(plan: Any, drawn: Any) -> list[Any]:
+        def note(plan: Any, drawn: Any) -> tuple[list[Any], list[Any]]:
             self.numbers.append(np.array(plan).tolist())
-            return [mx.zeros((shape.lines, 4))]
+            return [mx.zeros((shape.lines, 4))], self.parts
 
         return note
 
@@ -104,6 +108,49 @@ def test_chunks_have_tiles_of_their_own_beside_rows_and_alone() -> None:
     for spans, wanted in (([row], [0]), ([check], [0]), ([row, check, chunk], [0, 1])):
         shape = passes.runner._shape(spans, wanted)
         assert not shape.chunks and shape.tiles == (TILES,)
+
+
+def test_a_shape_whose_pass_failed_is_new_again() -> None:
+    """Shapes that were evaluated stay known; rows that decode on are not asked about."""
+    runner, new = Passes().runner, Passes().store.new_row
+    row: Any = new()
+    known, other = [RowSpan(row, 1)], [RowSpan(row, 20)]
+    assert [runner.is_new(known, [0]), runner.is_new(known, [0])] == [True, False]
+    runner.kinds.evaluated()
+    assert [runner.is_new(other, [0]), runner.is_new(other, [0])] == [True, False]
+    runner.kinds.failed()
+    assert [runner.is_new(known, [0]), runner.is_new(other, [0])] == [False, True]
+
+
+def test_parts_of_a_pass_grow_by_two_layers() -> None:
+    assert [layer for layer in range(80) if ends_part(layer)] == [1, 4, 9, 16, 25, 36, 49, 64]
+
+
+@pytest.mark.usefixtures("no_device")
+def test_a_pass_is_begun_in_parts_while_no_row_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not where tokens are in flight, its memory is measured, or its kernels are only listed."""
+    begun: list[Any] = []
+    monkeypatch.setattr(ragged_runner, "begin", begun.append)
+    passes = Passes()
+    passes.parts = [mx.zeros((1,)), mx.ones((1,))]
+    row: Any = passes.store.new_row()
+    layout = PagedLayout.__new__(PagedLayout)
+    layout.ragged = passes.runner
+
+    def step(drawn: Any) -> None:
+        passes.uploads.begin()
+        passes.runner.step([RowSpan(row, 20)], [7] * 20, drawn, [])
+
+    step(None)
+    assert begun == [passes.parts]
+    step(mx.zeros((ROWS,), dtype=mx.int32))
+    with layout.whole_passes():
+        step(None)
+    with kernel_cache.collecting():
+        step(None)
+    assert begun == [passes.parts]
+    step(None)
+    assert begun == [passes.parts] * 2
 
 
 @pytest.mark.usefixtures("no_device")

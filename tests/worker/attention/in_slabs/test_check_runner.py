@@ -59,7 +59,7 @@ def test_a_kind_is_compiled_when_it_has_come_often() -> None:
             assert runner.serves(row, count) == due
             if due:
                 mx.eval(runner(row, inputs(count)).logits)
-    assert len(runner._pass._passes) == 2
+    assert len(runner.passes._passes) == 2
     assert not runner.serves(row, 2) and runner.serves(row, 4)  # the oldest was dropped
 
 

@@ -77,7 +77,7 @@ def test_passes_come_again_with_other_drafts_and_rows() -> None:
     alike = [4, 4, 1, 1, 1, 1, 1, 1], [3, 3, 1, 1, 1, 1, 3], [1, 1, 1, 1, 1, 1, 3, 4]
     assert [compute(counts) for counts in alike] == [True, False, False]
     assert compute([2] * 8) and compute([6] * 8)
-    assert len(runner._pass._passes) == 2
+    assert len(runner.passes._passes) == 2
     assert compute([*alike[0]])  # the oldest was dropped
 
 

@@ -202,8 +202,8 @@ def test_few_compiled_passes_are_kept_and_give_the_same_logits() -> None:
         ids = mx.array([tokens % 50])
         got = batch([row], ids).logits
         assert mx.allclose(got, alone(model, other, ids), rtol=1e-4, atol=1e-5).item()
-        kinds |= set(batch._pass._passes)
-        assert len(batch._pass._passes) <= 2
+        kinds |= set(batch.passes._passes)
+        assert len(batch.passes._passes) <= 2
     assert len(kinds) > 2
 
 

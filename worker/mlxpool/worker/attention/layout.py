@@ -6,7 +6,8 @@ memory have the layouts of in_slabs/ and in_pool/; layout_choice.py says which o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -29,7 +30,7 @@ from mlxpool.worker.attention.row_spans import (
     singles_first,
     wanted_lines,
 )
-from mlxpool.worker.kernels.compiled_passes import CompileNotice
+from mlxpool.worker.kernels.compiled_passes import CompiledPasses, CompileNotice, ComputedKinds
 from mlxpool.worker.layers.model_plan import Model
 from mlxpool.worker.transfers.uploads import Upload, upload_copy
 
@@ -71,7 +72,9 @@ class Layout:
         self.read_bytes = shape.dequantised_bytes(shape.capacity)
         self._deterministic = deterministic
         self._most_drafts = 0  # that the rows of a pass check together
-        self._seen: set[Hashable] = set()  # kinds of passes that were computed
+        self._kinds = ComputedKinds()
+        # All that know what is compiled; subclasses add theirs.
+        self._compiling: list[ComputedKinds | CompiledPasses[Any, Any]] = [self._kinds]
         self.notice = CompileNotice()  # of passes that are compiled though `is_new` did not say so
         self.store = RowStore(partial(RowCache, shape), cache_kinds(shape))
 
@@ -109,13 +112,26 @@ class Layout:
         """Says that the rows of a pass check `most` drafts together at most; 0: none."""
         self._most_drafts = most
 
+    def whole_passes(self) -> AbstractContextManager[None]:
+        """Passes inside are begun by their evaluation alone: all their memory is used together.
+
+        Elsewhere the device may begin a pass, and free what it has used, while the pass is built.
+        """
+        return nullcontext()
+
     def is_new(self, spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:
-        """Returns whether a pass over these spans that wants some of them is the first."""
+        """Returns whether a pass over these spans that wants some of them is the first.
+
+        The pass follows. Where it, or one in flight, fails, `invalidate` is called.
+        """
         lines = sum(span.count for span in spans)
         kind = (1 << (lines - 1).bit_length(), len(spans) == lines and lines)
-        new = kind not in self._seen
-        self._seen.add(kind)
-        return new
+        return self._kinds.is_new(kind)
+
+    def evaluated(self) -> None:
+        """Notes that all passes that were built are evaluated: what they compile is compiled."""
+        for one in self._compiling:
+            one.evaluated()
 
     def step(
         self,
@@ -124,11 +140,11 @@ class Layout:
         drawn: mx.array | None,
         wanted: Sequence[int],
     ) -> PassOutput:
-        """Builds one pass over inputs `ids` [T] and advances the rows; computes nothing yet.
+        """Builds one pass over inputs `ids` [T] and advances the rows.
 
-        A negative id -1 - r stands for element r of `drawn`. `wanted` are the numbers of spans that
-        give something, see RowSpan: first those of one token's logits, then of several, then
-        those of hidden states.
+        It computes nothing yet, or begins the pass, see `whole_passes`. A negative id -1 - r stands
+        for element r of `drawn`. `wanted` are the numbers of spans that give something, see
+        RowSpan: first those of one token's logits, then of several, then those of hidden states.
         """
         inputs = self._upload(np.array(ids, dtype=np.int32))
         if drawn is not None:
@@ -191,7 +207,12 @@ class Layout:
         """Computes passes for `rows` rows of `context` tokens that have no place in `sizes`."""
 
     def invalidate(self) -> None:
-        """Discards the arrays that a failed pass may have damaged."""
+        """Discards the arrays that a failed pass may have damaged.
+
+        Kinds of passes of which none was evaluated are new again: see ComputedKinds.
+        """
+        for one in self._compiling:
+            one.failed()
 
     def close(self) -> None:
         """Frees the memory; the layout is not used afterwards."""

@@ -387,6 +387,7 @@ def _load_group(
 
     links.wait_until_ready(lambda: on_progress(0, 0))
     found = load_part(part, config, links.meeting, on_progress)
+    links.ports.close()
     prefix = default_prefix_bytes(part, settings["context"], config.sequences, config.kv)
     settings = {
         **settings,

@@ -82,7 +82,7 @@ def launch(
 ) -> mx.array:
     """Returns hidden states [lines, hidden] behind the last norm.
 
-    `plan` are the numbers of a pass of single lines, see ragged_runner.PlanShape; ids below zero
+    `plan` are the numbers of a pass of single lines, see plan_shape.PlanShape; ids below zero
     stand for elements of `drawn`. An evaluation has one launch at most: MLX computes at the same
     time what does not depend on each other, and launches share their memory. All `blocks` thread
     blocks must be resident at a time. Where they are not, the states are not numbers if the kernel

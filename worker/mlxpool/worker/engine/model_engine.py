@@ -112,8 +112,8 @@ class ModelEngine(LayoutEngine):
         began = monotonic()
         newest = self._flights[-1] if self._flights else None
         assert newest is None or newest.undrawn is None, "`draw` comes before the next pass"
-        wants = PassSpans.of(spans, rewinds=self._rows_go_back, before=self._spans_before)
         with self._discard_on_failure(spans):
+            wants = PassSpans.of(spans, rewinds=self._rows_go_back, before=self._spans_before)
             if self._uploads is not None:
                 self._uploads.begin()
             rows = self._row_spans(wants)
@@ -230,23 +230,26 @@ class ModelEngine(LayoutEngine):
 
     def collect(self) -> StepResult:
         """See Engine.collect."""
-        assert self._flights[0].undrawn is None, "`draw` comes before `collect`"
-        with self._discard_on_failure():
-            self._flights[0].wait()
+        flight = self._flights[0]
+        assert flight.undrawn is None, "`draw` comes before `collect`"
+        with self._discard_on_failure(flight.spans):  # also where its numbers cannot be read
+            flight.wait()
             finished = monotonic()
-            prompts, failed = self._prompt_logprobs(self._flights[0])
-        flight = self._flights.popleft()
-        self._collected(flight, finished)
-        if prompts:
-            self._last_end = monotonic()  # the next pass has waited until now
-        self._clear_buffers(after_chunk=flight.reads)
-        for seq in flight.rows:
-            seq.awaited -= 1
-        found = flight.result()
-        if prompts or failed:
-            found = replace(found, prompts=tuple(prompts), failed=[*found.failed, *failed])
-        if flight.checks:
-            self._rewind(flight.checks, found)
+            prompts, failed = self._prompt_logprobs(flight)
+            self._flights.popleft()
+            if not self._flights:
+                self._layout.evaluated()
+            self._collected(flight, finished)
+            if prompts:
+                self._last_end = monotonic()  # the next pass has waited until now
+            self._clear_buffers(after_chunk=flight.reads)
+            for seq in flight.rows:
+                seq.awaited -= 1
+            found = flight.result()
+            if prompts or failed:
+                found = replace(found, prompts=tuple(prompts), failed=[*found.failed, *failed])
+            if flight.checks:
+                self._rewind(flight.checks, found)
         return found
 
     def _prompt_logprobs(self, flight: Flight) -> tuple[list[PromptLogprobs], list[SequenceFailed]]:

@@ -155,6 +155,7 @@ class WarmedEngine(RowEngine[CacheRow]):
         LOAD.enter("warm_up")
         self._warm_up_passes(on_progress)
         self._layout.compile_ahead(self._max_sequences, self.context, on_progress)
+        self._layout.evaluated()
         if self._predictions is not None:
             self._warm_up_head(self._predictions)
             on_progress()
@@ -179,7 +180,8 @@ class WarmedEngine(RowEngine[CacheRow]):
         mx.clear_cache()
         mx.reset_peak_memory()
         before = mx.get_active_memory()
-        self.step([Span(seq, 0, size, draws=0)])
+        with self._layout.whole_passes():
+            self.step([Span(seq, 0, size, draws=0)])
         peak = mx.get_peak_memory() - before
         self._drop_rows([seq])
         return size, peak

@@ -12,14 +12,13 @@ import mlx.core as mx
 import numpy as np
 
 from mlxpool.worker.groups import peer_exchange
-from mlxpool.worker.groups.links import Meeting
+from mlxpool.worker.groups.links import LOOPBACK, Meeting
 from mlxpool.worker.groups.peer_memory import CudaPeerMemory, PeerMemory, PeerMemoryError
 from mlxpool.worker.groups.peer_sums import BufferShape, Limits, PeerSums
 from mlxpool.worker.kernels import device
 
 log = logging.getLogger("mlxpool.worker")
 
-LOOPBACK = "127.0.0.1"
 AUTO, NCCL = "auto", "nccl"  # values of device_sums
 
 
@@ -61,8 +60,8 @@ class Collectives:
     def join(cls, meeting: Meeting, sums: str = NCCL) -> Self:
         """Waits without end for all ranks: NCCL between GPUs, else a ring of connections.
 
-        `sums`: what adds up between CUDA GPUs, a value of device_sums. Raises RuntimeError where
-        the back end cannot begin.
+        `sums`: what adds up between CUDA GPUs, a value of device_sums. Raises RuntimeError, which
+        names the addresses, where the back end cannot begin.
         """
         backend = "nccl" if device.on_gpu() else "ring"
         with _environment(
@@ -72,9 +71,17 @@ class Collectives:
             NCCL_HOST_IP=LOOPBACK,
             NCCL_PORT=str(meeting.port),
         ):
-            found = cls(mx.distributed.init(strict=True, backend=backend))
-            # Connections are made before the first is needed.
-            mx.eval(found.all_sum(mx.zeros((1,))))
+            try:
+                found = cls(mx.distributed.init(strict=True, backend=backend))
+                # Connections are made before the first is needed.
+                mx.eval(found.all_sum(mx.zeros((1,))))
+            except RuntimeError as error:
+                places = meeting.nccl_places if backend == "nccl" else meeting.ring_places
+                raise RuntimeError(
+                    f"rank {meeting.rank} of {meeting.ranks} cannot join its group: {error};"
+                    f" {places}. If another program has such a port, start the worker again, with"
+                    " other ports"
+                ) from error
         if backend == "nccl":
             found.connect_gpus(meeting.wait_limit, sums)
         return found

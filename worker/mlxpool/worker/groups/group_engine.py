@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from collections.abc import Sequence as Many
 from dataclasses import replace
 from typing import Any
 
@@ -15,15 +17,14 @@ from mlxpool.worker.engine.engine import MemoryUse, StepResult
 from mlxpool.worker.engine.model_engine import ModelEngine
 from mlxpool.worker.groups.collectives import Collectives
 from mlxpool.worker.groups.messages import Ended, Head, Settle
-from mlxpool.worker.groups.pipes import Orders
+from mlxpool.worker.groups.pipes import BLAME_TIME, Orders
 from mlxpool.worker.groups.rank0_layout import Rank0Layout
 from mlxpool.worker.kernels import device
 from mlxpool.worker.prompt.text_model import TokenTable
 from mlxpool.worker.scheduling.scheduler import StepLimits
+from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.weights.load import LoadedModel
 
-# Seconds that rank 0 waits after an error for the end of another rank, which then is the cause.
-BLAME_TIME = 2.0
 # Fields of MemoryUse that each rank has as many bytes of.
 _OF_EACH_RANK = ("weights", "kv", "kv_free", "prefix", "active", "cache", "peak", "limit")
 
@@ -69,12 +70,31 @@ class GroupEngine(ModelEngine):
 
     no_drafts = "a group of devices checks no drafts"
 
+    def _start(
+        self, spans: Many[Span], *, at_once: bool, built: Callable[[], None] = lambda: None
+    ) -> bool:
+        """See ModelEngine. A pass that fails before it is sent leaves the ranks in step.
+
+        Those in flight are discarded here, and end on the other ranks as they ended on this one.
+        """
+        in_flight = self.in_flight
+        try:
+            return super()._start(spans, at_once=at_once, built=built)
+        except Exception:
+            if self._orders.passes == in_flight:
+                for _ in range(in_flight):
+                    self._end_pass()
+            raise
+
+    def _end_pass(self) -> None:
+        self._orders.send(Ended())
+        self._orders.passes -= 1
+
     def collect(self) -> StepResult:
         """See Engine.collect. Raises RankLost before any number of a sum without a rank is used."""
         found = super().collect()
         self._collectives.check()
-        self._orders.send(Ended())
-        self._orders.passes -= 1
+        self._end_pass()
         return found
 
     def _logits_of(self, hidden: mx.array) -> mx.array:
@@ -89,8 +109,11 @@ class GroupEngine(ModelEngine):
     def device_works(self) -> bool:
         """See Engine.device_works.
 
-        When a pass has failed, the ranks are no longer in step, and the group has to end.
+        When a pass has failed, or a rank did not get a message, the ranks are no longer in step,
+        and the group has to end: its streams go on in another one.
         """
+        if self._orders.broken:
+            return False
         if not self._orders.passes:
             return super().device_works()
         time.sleep(BLAME_TIME)  # the end of another rank ends this process meanwhile

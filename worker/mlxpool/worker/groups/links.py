@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from mlxpool.common.config.schema import WAIT_LIMIT
 from mlxpool.worker.groups.pipes import Orders
 from mlxpool.worker.system.load_clock import LOAD
+
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +38,33 @@ class Meeting:
         """The meeting whose file of addresses this process has open as descriptor `hosts`."""
         return cls(rank, ranks, f"/dev/fd/{hosts}", port, wait_limit)
 
+    @property
+    def ring_places(self) -> str:
+        """Where this rank listens in a ring of connections, and to which address it connects."""
+        with open(self.hosts, encoding="ascii") as file:
+            addresses = [address for (address,) in json.load(file)]
+        behind = (self.rank + 1) % self.ranks
+        return f"it listens on {addresses[self.rank]} and connects to {addresses[behind]}"
+
+    @property
+    def nccl_places(self) -> str:
+        """Where this rank gives the identity of the group to the others, or gets it."""
+        does = "listens on" if self.rank == 0 else "connects to"
+        return f"it {does} {LOOPBACK}:{self.port}"
+
 
 @dataclass(frozen=True, slots=True)
 class GroupLinks:
     """Where the ranks meet, and the pipes to the others.
 
     `ready` is the descriptor of a pipe into which each of them writes a byte before it joins.
+    `ports` are kept for the group until they are listened on, and closed when all have joined.
     """
 
     meeting: Meeting
     orders: Orders
     ready: int
+    ports: ExitStack = field(default_factory=ExitStack)
 
     def wait_until_ready(self, on_progress: Callable[[], None]) -> None:
         """Waits until all ranks are about to join; a rank that ends before ends this process.

@@ -95,7 +95,8 @@ def _over_nvlink(agreement: Agreement, memory: PeerMemory | None, own: bytes) ->
     others = [one for rank, one in enumerate(every) if rank != agreement.rank]
     linked = False
     if memory is not None and NO_IDENTITY not in every:
-        linked = all(map(memory.over_nvlink, others))
+        with suppress(PeerMemoryError):
+            linked = all(map(memory.over_nvlink, others))
     return bool(agreement.least(int(linked)))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 HANDLE_BYTES = 64
@@ -104,8 +104,13 @@ class CudaPeerMemory:
         address = ctypes.c_uint64()
         with self._current():
             self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
-            self._call("cuMemsetD8_v2", address, ctypes.c_ubyte(0), ctypes.c_size_t(size))
-            self._call("cuCtxSynchronize")
+            try:
+                self._call("cuMemsetD8_v2", address, ctypes.c_ubyte(0), ctypes.c_size_t(size))
+                self._call("cuCtxSynchronize")
+            except PeerMemoryError:
+                with suppress(PeerMemoryError):
+                    self._call("cuMemFree_v2", address)
+                raise
         return address.value
 
     def export(self, address: int) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable
 from typing import BinaryIO
 
@@ -10,6 +11,9 @@ from mlxpool.common.progress import Block
 from mlxpool.worker.groups.messages import Again, Message, Pass, decoded, encoded
 
 LENGTH_BYTES = 4
+# Seconds that rank 0 waits after an error for the end of another rank, which then is the cause: its
+# pipe is closed before its memory is freed, and it is awaited longer.
+BLAME_TIME = 2.0
 
 
 class Orders:
@@ -23,17 +27,27 @@ class Orders:
         self._block = block or Block.private()
         self._sent = 0
         self.passes = 0  # that were sent and have not ended
+        self.broken = False  # whether a message did not reach all ranks
 
     def send(self, message: Message) -> None:
-        """Sends a message; waits where a rank does not read. Raises OSError for one that ended."""
+        """Sends a message; waits where a rank does not read.
+
+        Raises OSError for a rank that ended, whose end ends this process before, if it is seen in
+        BLAME_TIME. The ranks are no longer in step then: see `broken`.
+        """
         data = encoded(message)
         framed = len(data).to_bytes(LENGTH_BYTES, "little") + data
         if isinstance(message, Again) or (isinstance(message, Pass) and not message.builds):
             self.passes += 1
-        for descriptor in self._descriptors:
-            rest = memoryview(framed)
-            while rest:
-                rest = rest[os.write(descriptor, rest) :]
+        try:
+            for descriptor in self._descriptors:
+                rest = memoryview(framed)
+                while rest:
+                    rest = rest[os.write(descriptor, rest) :]
+        except OSError:
+            self.broken = True
+            time.sleep(BLAME_TIME)
+            raise
         self._sent += 1
         self._block.write("orders", self._sent)
 
@@ -45,10 +59,13 @@ class Inbox:
         self._stream: BinaryIO = os.fdopen(descriptor, "rb")
 
     def take(self) -> Message | None:
-        """Waits for the next message; None: rank 0 has ended."""
+        """Waits for the next message; None: rank 0 has ended, perhaps while it sent one."""
         head = self._stream.read(LENGTH_BYTES)
-        data = self._stream.read(int.from_bytes(head, "little"))
-        return decoded(data) if data else None
+        if len(head) < LENGTH_BYTES:
+            return None
+        size = int.from_bytes(head, "little")
+        data = self._stream.read(size)
+        return decoded(data) if data and len(data) == size else None
 
     def close(self) -> None:
         """Closes this end of the pipe."""

@@ -34,11 +34,43 @@ class CompileNotice:
         self.tell()
 
 
+class ComputedKinds:
+    """The kinds of passes that were computed once, so that further ones compile nothing.
+
+    A kind counts from the beginning of its first pass on. What a pass compiles may be missing until
+    the pass was evaluated, so a failure makes the kinds of passes that were not evaluated new.
+    """
+
+    __slots__ = ("_begun", "_kinds")
+
+    def __init__(self) -> None:
+        self._kinds: set[Hashable] = set()
+        self._begun: list[Hashable] = []  # kinds whose first pass may not be evaluated yet
+
+    def is_new(self, kind: Hashable) -> bool:
+        """Returns whether a pass of this kind, which begins now, is the first."""
+        if kind in self._kinds:
+            return False
+        self._kinds.add(kind)
+        self._begun.append(kind)
+        return True
+
+    def evaluated(self) -> None:
+        """Notes that every pass that has begun was evaluated."""
+        self._begun.clear()
+
+    def failed(self) -> None:
+        """Forgets the kinds of passes that began since `evaluated` was called: one has failed."""
+        self._kinds.difference_update(self._begun)
+        self._begun.clear()
+
+
 class CompiledPasses(Generic[P, R]):
     """A function that MLX compiles once for each kind of arguments.
 
     MLX itself never frees one; here the least recently used is freed when there are `max_passes`,
-    just before another is compiled, which gets its memory: the process does not grow.
+    just before another is compiled, which gets its memory: the process does not grow. The call that
+    compiles only builds what is evaluated later; see ComputedKinds.
     """
 
     def __init__(
@@ -51,6 +83,7 @@ class CompiledPasses(Generic[P, R]):
         """`notice` is called before the function is compiled."""
         self._function, self._notice, self._max_passes = function, notice, max_passes
         self._passes: OrderedDict[Hashable, Callable[P, R]] = OrderedDict()
+        self._begun: set[Hashable] = set()  # kinds whose first call may not be evaluated yet
 
     def __contains__(self, kind: Hashable) -> bool:
         """Whether the function is compiled for this kind."""
@@ -61,12 +94,24 @@ class CompiledPasses(Generic[P, R]):
         if kind not in self._passes:
             self._notice()
             if len(self._passes) == self._max_passes:
-                self._passes.popitem(last=False)
+                self._begun.discard(self._passes.popitem(last=False)[0])
             # MLX identifies a function by its object, so each kind has an object of its own.
             self._passes[kind] = mx.compile(partial(self._function))
+            self._begun.add(kind)
         self._passes.move_to_end(kind)
         try:
             return self._passes[kind](*args, **kwargs)
         except BaseException:
             del self._passes[kind]  # the next call compiles it anew, and is the first of its kind
+            self._begun.discard(kind)
             raise
+
+    def evaluated(self) -> None:
+        """Notes that what every call has returned was evaluated."""
+        self._begun.clear()
+
+    def failed(self) -> None:
+        """Frees what was compiled since `evaluated` was called: an evaluation has failed."""
+        for kind in self._begun:
+            del self._passes[kind]
+        self._begun.clear()

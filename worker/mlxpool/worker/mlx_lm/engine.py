@@ -23,6 +23,7 @@ from mlxpool.worker.engine.engine import StepResult
 from mlxpool.worker.engine.flight import Flight
 from mlxpool.worker.engine.row_engine import RowEngine
 from mlxpool.worker.kernels import device
+from mlxpool.worker.kernels.compiled_passes import ComputedKinds
 from mlxpool.worker.mlx_lm.rows import MlxLmRow, class_name, flatten
 from mlxpool.worker.prefix.modes import make_prefix_cache
 from mlxpool.worker.prompt.text_model import TokenTable
@@ -128,7 +129,7 @@ class MlxLmEngine(RowEngine[MlxLmRow]):
         )
         self._step_target = step_target
         self._tell_compiles: Callable[[], None] = lambda: None
-        self._seen: set[tuple[int, int]] = set()  # sizes of spans and draws that were computed
+        self._kinds = ComputedKinds()  # sizes of spans and draws
         self._model = model
         self._new_row = partial(MlxLmRow, partial(make_prompt_cache, model))
         kinds = cache_kinds_of(class_name(cache) for cache in flatten(self._new_row().caches))
@@ -168,8 +169,7 @@ class MlxLmEngine(RowEngine[MlxLmRow]):
         """See Engine.submit. Computes span by span; waits for every chunk."""
         began = monotonic()
         require_plain(spans, "an engine of mlx-lm's code")
-        kinds = _kinds_of(spans)
-        fresh = not kinds <= self._seen
+        fresh = any([self._kinds.is_new(kind) for kind in _kinds_of(spans)])  # notes all of them
         if fresh:
             self._tell_compiles()
         with self._discard_on_failure(spans):
@@ -182,7 +182,6 @@ class MlxLmEngine(RowEngine[MlxLmRow]):
         every = tuple(array for span in spans for array in self._rows[span.sequence].arrays())
         order = {seq: row for row, seq in enumerate(rows)}
         done = every if sampled is None else (*every, *sampled.arrays())
-        self._seen |= kinds
         self._flights.append(Flight(tuple(spans), order, sampled, done, began, fresh))
         return fresh
 
@@ -191,11 +190,12 @@ class MlxLmEngine(RowEngine[MlxLmRow]):
         flight = self._flights[0]
         with self._discard_on_failure(flight.spans):
             mx.eval(*flight.done)
-        self._flights.popleft()
-        self._collected(flight, monotonic())
-        for seq in flight.rows:
-            seq.awaited -= 1
-        return flight.result()
+            self._flights.popleft()
+            self._kinds.evaluated()  # no pass is submitted ahead
+            self._collected(flight, monotonic())
+            for seq in flight.rows:
+                seq.awaited -= 1
+            return flight.result()
 
     def forward(self, spans: Many[Span], built: Callable[[], None] = lambda: None) -> bool:
         """See Engine.forward."""
@@ -233,6 +233,7 @@ class MlxLmEngine(RowEngine[MlxLmRow]):
             yield
         except Exception:
             self._flights.clear()
+            self._kinds.failed()
             for span in spans:
                 if span.sequence in self._rows:
                     self._rows[span.sequence].release()

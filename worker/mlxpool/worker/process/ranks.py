@@ -23,14 +23,13 @@ from mlxpool.common.config.schema import WORKER_VARIABLE, WorkerConfig
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.common.progress import Block
 from mlxpool.common.transport import listening
-from mlxpool.worker.groups.links import GroupLinks, Meeting
+from mlxpool.worker.groups.links import LOOPBACK, GroupLinks, Meeting
 from mlxpool.worker.groups.messages import Begin
 from mlxpool.worker.groups.pipes import Orders
 from mlxpool.worker.system import gpus
 
 log = logging.getLogger("mlxpool.worker")
 
-LOOPBACK = "127.0.0.1"
 # Signals that a process brings on itself; the others come from outside.
 _FAULTS = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 
@@ -119,8 +118,9 @@ def start_ranks(config: WorkerConfig, block: Block) -> GroupLinks:
     ranks = config.model.devices
     own, *others = _environments(config)
     os.environ.update(own)
+    ports = ExitStack()
     try:
-        *addresses, meeting_port = free_ports(ranks + 1)
+        *addresses, meeting_port = keep_ports(ranks + 1, ports)
         hosts = hosts_file(addresses)
         ready, tells_ready = os.pipe()
         common = replace(
@@ -139,9 +139,10 @@ def start_ranks(config: WorkerConfig, block: Block) -> GroupLinks:
         ]
         os.close(tells_ready)
     except OSError as error:
+        ports.close()
         raise ModelLoadFailed(f"a rank of {config.name!r} cannot be started: {error}") from error
     meeting = Meeting.of(0, ranks, hosts, meeting_port, config.wait_limit)
-    return GroupLinks(meeting, Orders(writers, block), ready)
+    return GroupLinks(meeting, Orders(writers, block), ready, ports)
 
 
 def _environments(config: WorkerConfig) -> list[dict[str, str]]:
@@ -166,11 +167,13 @@ def _environments(config: WorkerConfig) -> list[dict[str, str]]:
     return [{**os.environ, gpus.VISIBLE: name} for name in names]
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports of this machine on which nobody listens."""
-    with ExitStack() as bound:
-        sockets = [bound.enter_context(listening.listen(LOOPBACK, 0)) for _ in range(count)]
-        return [int(one.getsockname()[1]) for one in sockets]
+def keep_ports(count: int, kept: ExitStack) -> list[int]:
+    """Free ports of this machine, which nobody but MLX gets until `kept` is closed.
+
+    Ranks listen there seconds later. MLX's sockets have SO_REUSEADDR, so these are not in the way.
+    """
+    sockets = [kept.enter_context(listening.reserve(LOOPBACK)) for _ in range(count)]
+    return [int(one.getsockname()[1]) for one in sockets]
 
 
 def hosts_file(ports: Sequence[int]) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any, cast
 
@@ -95,6 +96,9 @@ class PagedLayout(Layout):
         self.ragged = None
         if self.compiles_chunks and uploads is not None:
             self.ragged = self._ragged_runner(rows, uploads)
+        self._compiling.append(self.runner.passes)
+        if self.ragged is not None:
+            self._compiling.append(self.ragged.kinds)
         self.reads_int8 = self.ragged is not None
         if self.reads_int8:
             self.read_bytes = 0
@@ -158,6 +162,18 @@ class PagedLayout(Layout):
         """See Layout."""
         if self.ragged is not None:
             self.ragged.drafts = most
+
+    @contextmanager
+    def whole_passes(self) -> Iterator[None]:
+        """See Layout."""
+        if self.ragged is None:
+            yield
+            return
+        self.ragged.begins_parts = False
+        try:
+            yield
+        finally:
+            self.ragged.begins_parts = True
 
     def is_new(self, spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:
         """See Layout."""
@@ -275,6 +291,7 @@ class PagedLayout(Layout):
 
     def invalidate(self) -> None:
         """See Layout."""
+        super().invalidate()
         self.pool.pending.clear()  # writes that were not started
         if self.shares_arrays:
             self.pool.renew()

@@ -56,7 +56,7 @@ class PagedRunner:
         self._padding_row = BlockRow(0, table=[pool.spare])
         # Tokens of the largest pass over several rows: it needs no more memory than a chunk does.
         self.max_width = max(MIN_BATCH_WIDTH, pool.shape.chunk)
-        self._pass = CompiledPasses(self._one_pass, notice, max_passes=MAX_COMPILED_PASSES)
+        self.passes = CompiledPasses(self._one_pass, notice, max_passes=MAX_COMPILED_PASSES)
         self.gathers = False  # whether chunk passes copy the blocks of a row for each token
 
     def decode(self, rows: Sequence[PagedRow], ids: mx.array) -> PassOutput:
@@ -180,7 +180,7 @@ class PagedRunner:
         same = (lines, width, longest, self._pool.blocks, kind, len(wanted))
         packed = _packed_places(rows, at, lines, width, self._pool.spare, wanted)
         places = self._upload(np.frombuffer(packed, dtype=np.int32))
-        found, written = self._pass(same, ids, places, width, longest, kind, self._pool.arrays)
+        found, written = self.passes(same, ids, places, width, longest, kind, self._pool.arrays)
         if not self._pool.in_place:
             self._pool.arrays = written
         return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isqrt
 
 import mlx.core as mx
 
@@ -39,13 +40,27 @@ class RaggedArrays:
     chunks: bool = False  # whether there may be chunks of prompts
 
 
+def ends_part(layer: int) -> bool:
+    """Returns whether a part of a pass ends with the attention of this layer: of 1, 4, 9, 16 ...
+
+    A part has two layers more than the one before, so while the device computes a part the host can
+    build the next one, and long passes have few parts.
+    """
+    return layer > 0 and isqrt(layer) ** 2 == layer
+
+
 class RaggedBatch(WithoutImages):
-    """A ForwardBatch whose arrays belong to one compiled pass."""
+    """A ForwardBatch whose arrays belong to one compiled pass.
+
+    Where there may be chunks of prompts, `parts` gets the arrays with which parts of the pass end,
+    in order.
+    """
 
     logits = True
 
     def __init__(self, pool: KVPool, arrays: RaggedArrays) -> None:
         self._pool, self._arrays = pool, arrays
+        self.parts: list[mx.array] = []
         self._last = len(pool.arrays) - 1
         self._rotation = RotaryEmbedding(arrays.positions)
 
@@ -126,6 +141,8 @@ class RaggedBatch(WithoutImages):
         else:
             q = rotate_and_write(q, k, v, pools, self._arrays.slots, turns)
         out = ragged_attention.attend(q, pools, plan, scores, window, fresh, chunks=chunks)
+        if chunks and layer < self._last and ends_part(layer):
+            self.parts.append(out)
         return self.lines_after(layer, out)
 
     def attend_latent(

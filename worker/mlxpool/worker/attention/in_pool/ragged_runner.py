@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import cast
+from typing import TypeAlias, cast
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 
 from mlxpool.worker.attention.in_pool.block_tables import BlockTables
 from mlxpool.worker.attention.in_pool.kv_pool import KVPool, PagedRow, PagedStore
-from mlxpool.worker.attention.in_pool.ragged_batch import AttentionProbe, RaggedArrays, RaggedBatch
+from mlxpool.worker.attention.in_pool.plan_shape import ITEM, Int32s, PassMemory, PlanShape
+from mlxpool.worker.attention.in_pool.ragged_batch import AttentionProbe, RaggedBatch
 from mlxpool.worker.attention.rotary import frequencies_of
 from mlxpool.worker.attention.row_spans import (
     Ids,
@@ -24,10 +24,10 @@ from mlxpool.worker.attention.row_spans import (
     wanted_lines,
 )
 from mlxpool.worker.decode_pass import choice
-from mlxpool.worker.kernels import ragged_attention
-from mlxpool.worker.kernels.ragged_attention import RaggedPlan
+from mlxpool.worker.kernels import kernel_cache, ragged_attention
+from mlxpool.worker.kernels.compiled_passes import ComputedKinds
 from mlxpool.worker.kernels.sampling import known_tokens
-from mlxpool.worker.kernels.work_list import HIGH, Spans, TileShape, WorkLists, capacity_of
+from mlxpool.worker.kernels.work_list import HIGH, Spans, WorkLists, capacity_of
 from mlxpool.worker.layers.model_plan import Model
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 from mlxpool.worker.transfers.uploads import Uploads
@@ -40,12 +40,12 @@ PASS_LINES = (
 )  # fmt: skip
 # A GPU that has a part of each product needs more lines to be busy, and is done sooner.
 GROUP_LINES = (*PASS_LINES, 1280, 1536, 1792, 2048)
-ITEM = 8  # numbers of an item of the work list
 NOT_WRITTEN = -1  # the slot of a padding line
 # Rows of block tables beyond those of a pass: of rows that have left, until theirs are needed.
 SPARE_TABLES = 2
 
-Int32s = npt.NDArray[np.int32]
+# Takes the numbers of a pass and the tokens in flight; returns what it gives, and its parts.
+OnePass: TypeAlias = Callable[[mx.array, mx.array], tuple[list[mx.array], list[mx.array]]]
 
 
 def attention_of(model: Model, dtype: mx.Dtype, *, quantised: bool = False) -> AttentionProbe:
@@ -56,59 +56,6 @@ def attention_of(model: Model, dtype: mx.Dtype, *, quantised: bool = False) -> A
     probe = AttentionProbe(dtype, quantised=quantised)
     model(mx.zeros((1,), dtype=mx.int32), probe)
     return probe
-
-
-@dataclass(frozen=True, slots=True)
-class PassMemory:
-    """Arrays on the device that all passes use: block tables, and memory for sums of parts."""
-
-    tables: mx.array
-    arrived: mx.array
-    partial: mx.array
-
-
-@dataclass(frozen=True, slots=True)
-class PlanShape:
-    """The places of a pass's numbers in one int32 array, which is sent to the device at once.
-
-    `wanted`: lines that go on behind the last layer, which the array names; 0: every line does, in
-    order. They get logits; with `drawn` they give hidden states, and the first `drawn` get logits.
-    """
-
-    lines: int
-    wanted: int
-    tiles: tuple[TileShape, ...]
-    chunks: bool = False  # whether there may be chunks of prompts
-    drawn: int | None = None
-
-    @property
-    def size(self) -> int:
-        """The numbers of the array."""
-        return 5 * self.lines + self.wanted + len(self.tiles) * capacity_of(self.lines) * ITEM
-
-    @property
-    def single(self) -> bool:
-        """Whether there are only single lines of rows, each with logits."""
-        return not self.wanted and self.drawn is None
-
-    def of_lines(self, numbers: Int32s) -> Int32s:
-        """Returns the part that has the numbers [5, lines] of lines, as a view."""
-        return numbers[: 5 * self.lines].reshape(5, -1)
-
-    def arrays(self, plan: mx.array, memory: PassMemory) -> tuple[mx.array, RaggedArrays]:
-        """Returns the ids [T], negative ones for tokens in flight, and the arrays of the pass."""
-        sizes = [self.lines] * 5 + [self.wanted]
-        sizes += [capacity_of(self.lines) * ITEM] * len(self.tiles)
-        ids, positions, slots, begins, ends, wanted, *items = mx.split(
-            plan, np.cumsum(sizes)[:-1].tolist()
-        )
-        same = memory.arrived, memory.partial
-        plans = {
-            shape: RaggedPlan(begins, ends, memory.tables, each.reshape(-1, ITEM), *same)
-            for shape, each in zip(self.tiles, items, strict=True)
-        }
-        named = wanted if self.wanted else None
-        return ids, RaggedArrays(positions, slots, named, plans, self.chunks)
 
 
 @dataclass(slots=True)
@@ -199,10 +146,11 @@ class RaggedRunner:
         )
         self._none = mx.zeros((rows,), dtype=mx.int32)
         mx.eval(self._none, self._memory.arrived, self._memory.partial)
-        self._passes: dict[PlanShape, Callable[[mx.array, mx.array], list[mx.array]]] = {}
-        self._computed: set[PlanShape] = set()
+        self._passes: dict[PlanShape, OnePass] = {}
+        self.kinds = ComputedKinds()
         self._decoding: DecodingRows | None = None  # of the newest pass, if it was such a pass
         self.drafts = 0  # that the rows of a pass check together, at most; 0: not known
+        self.begins_parts = True  # whether passes may begin while they are built
 
     def decodes(self, spans: Sequence[RowSpan]) -> bool:
         """Returns whether the newest pass was of these very spans, all of them single lines."""
@@ -212,10 +160,7 @@ class RaggedRunner:
         """Returns whether a pass over these spans, which follows, is the first of its kind."""
         if self.decodes(spans):
             return False
-        shape = self._shape(spans, wanted)
-        new = shape not in self._computed
-        self._computed.add(shape)
-        return new
+        return self.kinds.is_new(self._shape(spans, wanted))
 
     def step(
         self,
@@ -314,9 +259,10 @@ class RaggedRunner:
     def _outputs(
         self, shape: PlanShape, plan: mx.array, written: mx.array | None, drawn: mx.array | None
     ) -> list[mx.array]:
-        """Returns what `_one_pass` does.
+        """Returns what a pass gives.
 
-        `plan` is the host's memory; the pass depends on `written`, a 0.
+        `plan` is the host's memory; the pass depends on `written`, a 0. A pass over chunks, with no
+        token in flight, is begun: there may be nothing else that the device computes meanwhile.
         """
         if self._one_kernel is not None and shape.single and choice.serves(shape.lines):
             plan = plan if written is None else plan + written
@@ -324,9 +270,12 @@ class RaggedRunner:
             states = self._one_kernel(plan, drawn, shape.lines)
             return [self._model.logits_of(states), *([states] if self._states else ())]
         plan = plan + (0 if written is None else written)
-        return self._compiled(shape)(plan, self._padded(drawn))
+        found, parts = self._compiled(shape)(plan, self._padded(drawn))
+        if drawn is None and self.begins_parts and not kernel_cache.is_collecting():
+            begin(parts)
+        return found
 
-    def _compiled(self, shape: PlanShape) -> Callable[[mx.array, mx.array], list[mx.array]]:
+    def _compiled(self, shape: PlanShape) -> OnePass:
         if shape not in self._passes:
             self._passes[shape] = mx.compile(partial(self._one_pass, shape))
         return self._passes[shape]
@@ -432,19 +381,31 @@ class RaggedRunner:
             numbers[at : at + items.size] = items
             at += items.size
 
-    def _one_pass(self, shape: PlanShape, plan: mx.array, drawn: mx.array) -> list[mx.array]:
+    def _one_pass(
+        self, shape: PlanShape, plan: mx.array, drawn: mx.array
+    ) -> tuple[list[mx.array], list[mx.array]]:
         """Returns logits [wanted, vocabulary], and the states [wanted, d] that they are of where
-        these are kept; or hidden states [wanted, d] and any logits.
+        these are kept; or hidden states [wanted, d] and any logits. Behind them the ends of parts.
         """
         ids, arrays = shape.arrays(plan, self._memory)
         ids, batch = known_tokens(ids, drawn), RaggedBatch(self._pool, arrays)
         if shape.drawn is None and not self._states:
-            return [self._model(ids, batch)]
+            return [self._model(ids, batch)], batch.parts
         states = self._model.hidden_states(ids, batch)
         if shape.drawn is None:
-            return [self._model.logits_of(states), states]
+            return [self._model.logits_of(states), states], batch.parts
         logits = [self._model.logits_of(states[: shape.drawn])] if shape.drawn else []
-        return [states.astype(mx.float32), *logits]
+        return [states.astype(mx.float32), *logits], batch.parts
+
+
+def begin(parts: Sequence[mx.array]) -> None:
+    """Hands parts of a pass to the device, one after the other.
+
+    MLX hands over a graph of a hundred kernels at a time, for which the host of a small model takes
+    as long as the device then takes to compute it.
+    """
+    for part in parts:
+        mx.async_eval(part)  # type: ignore[no-untyped-call]
 
 
 def _drawn(found: Sequence[mx.array]) -> mx.array | None:

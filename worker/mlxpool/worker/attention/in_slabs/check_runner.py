@@ -54,7 +54,7 @@ class SlabCheckRunner(CompiledRunner):
     ) -> None:
         """`states`: see CompiledRunner."""
         super().__init__(model, shape, states=states)
-        self._pass = CompiledPasses(self._one_pass, max_passes=max_passes)
+        self.passes = CompiledPasses(self._one_pass, max_passes=max_passes)
         self._asked: Counter[Kind] = Counter()  # passes of kinds that are not compiled
 
     def serves(self, row: SlabRow, lines: int) -> bool:
@@ -62,7 +62,7 @@ class SlabCheckRunner(CompiledRunner):
         kind = self._kind(row, lines)
         if kind is None:
             return False
-        if kind in self._pass or self._asked[kind] >= COMPILED_AFTER:
+        if kind in self.passes or self._asked[kind] >= COMPILED_AFTER:
             return True
         self._asked[kind] += 1
         return False
@@ -70,7 +70,7 @@ class SlabCheckRunner(CompiledRunner):
     def compiles(self, row: SlabRow, lines: int) -> bool:
         """Returns whether such a pass would be compiled now."""
         kind = self._kind(row, lines)
-        return kind is not None and kind not in self._pass and self._asked[kind] >= COMPILED_AFTER
+        return kind is not None and kind not in self.passes and self._asked[kind] >= COMPILED_AFTER
 
     def __call__(self, row: SlabRow, ids: mx.array) -> PassOutput:
         """Computes a pass over inputs `ids` [L] of a row that it `serves`; advances the row."""
@@ -83,7 +83,7 @@ class SlabCheckRunner(CompiledRunner):
             ids = ids[mx.array(numbers)]
         positions = mx.array(numbers + np.int32(row.offset))
         slab, _ = row.table[0]
-        given, layers = self._pass(kind, ids, positions, first, blocks, slab.layers)
+        given, layers = self.passes(kind, ids, positions, first, blocks, slab.layers)
         self._keep([slab], [layers])
         self._asked.pop(kind, None)
         row.advance(count)

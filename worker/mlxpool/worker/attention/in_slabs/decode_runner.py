@@ -33,7 +33,7 @@ class SlabDecodeRunner(CompiledRunner):
     ) -> None:
         """`notice` is called before a pass is compiled. `states`: see CompiledRunner."""
         super().__init__(model, shape, states=states)
-        self._pass = CompiledPasses(self._one_pass, notice, max_passes=max_passes)
+        self.passes = CompiledPasses(self._one_pass, notice, max_passes=max_passes)
 
     def __call__(self, rows: Sequence[SlabRow], ids: mx.array) -> PassOutput:
         """Computes a pass over one token `ids` [R] for each row; advances the rows."""
@@ -42,7 +42,7 @@ class SlabDecodeRunner(CompiledRunner):
         step = DecodeStep.of(rows)
         positions = mx.array([row.offset for row in rows], dtype=mx.int32)
         layers = [slab.layers for slab in step.slabs]
-        given, written = self._pass(
+        given, written = self.passes(
             step.kind, ids, positions, step.simple, step.constants, step.arrays, layers
         )
         self._keep(step.slabs, written)

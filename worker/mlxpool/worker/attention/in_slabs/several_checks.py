@@ -193,11 +193,11 @@ class SeveralChecksRunner(CompiledRunner):
     ) -> None:
         """`states`: see CompiledRunner."""
         super().__init__(model, shape, states=states)
-        self._pass = CompiledPasses(self._one_pass, max_passes=max_passes)
+        self.passes = CompiledPasses(self._one_pass, max_passes=max_passes)
 
     def compiles(self, plan: CheckPlan) -> bool:
         """Returns whether the pass would be compiled now."""
-        return plan.kind not in self._pass
+        return plan.kind not in self.passes
 
     def __call__(self, plan: CheckPlan, ids: mx.array) -> PassOutput:
         """Computes a pass over inputs `ids`; advances the rows.
@@ -226,7 +226,7 @@ class SeveralChecksRunner(CompiledRunner):
         ]
         numbers_of = [[mx.array(one) for one in part.numbers] for part in plan.parts]
         slabs = [part.slab.layers for part in plan.parts]
-        given, layers = self._pass(
+        given, layers = self.passes(
             plan.kind, ids[mx.array(plan.order)], arrays, plan.kind, numbers_of, slabs
         )
         self._keep([part.slab for part in plan.parts], layers)

@@ -64,6 +64,8 @@ class SlabLayout(Layout):
         self._decode_runner = SlabDecodeRunner(model, shape, notice=self.notice, states=keeps_drawn)
         self._check_runner = SlabCheckRunner(model, shape, states=keeps_drawn)
         self._several_runner = SeveralChecksRunner(model, shape, states=keeps_drawn)
+        runners = self._decode_runner, self._check_runner, self._several_runner
+        self._compiling += [runner.passes for runner in runners]
         self._planned: tuple[Sequence[RowSpan], CheckPlan | None] | None = None  # of `is_new`
         self._compiles = not deterministic and not keeps_states
         read = max(shape.capacity, SLAB_BLOCKS * KV_BLOCK_TOKENS)
@@ -157,5 +159,6 @@ class SlabLayout(Layout):
 
     def invalidate(self) -> None:
         """See Layout."""
+        super().invalidate()
         self._planned = None  # of a pass that was not begun: it refers to rows and slabs
         self.slabs.invalidate()

@@ -174,6 +174,7 @@ class StateDrafts(HeadDrafts):
         tokens = mx.array(np.array(newest, np.int32))
         drawn = self._chain((padded, deepest), tokens, self._gathered(chosen), deepest)
         lists: Any = drawn.tolist()
+        self._chain.evaluated()
         return {seq: tuple(lists[row][: depths[seq]]) for row, seq in enumerate(rows)}
 
     def _drafted_by_host(self, head: HostHead, seq: Sequence, depth: int) -> tuple[int, ...]:
@@ -189,6 +190,7 @@ class StateDrafts(HeadDrafts):
             tokens, states = mx.zeros(padded, dtype=mx.int32), mx.repeat(state, padded, axis=0)
             for each in range(1, depth + 1):
                 mx.eval(self._chain((padded, each), tokens, states, each))
+                self._chain.evaluated()
             padded *= 2
 
     def _gathered(self, rows: Many[Sequence]) -> mx.array:
@@ -225,3 +227,4 @@ class StateDrafts(HeadDrafts):
         """See HeadDrafts."""
         self._newest = None
         self._states.clear()
+        self._chain.failed()  # a chain was not evaluated only if that has failed

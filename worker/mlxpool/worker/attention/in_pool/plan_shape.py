@@ -1,0 +1,70 @@
+"""The numbers of a ragged pass: their places in one array, and the arrays that it makes of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from mlxpool.worker.attention.in_pool.ragged_batch import RaggedArrays
+from mlxpool.worker.kernels.ragged_attention import RaggedPlan
+from mlxpool.worker.kernels.work_list import TileShape, capacity_of
+
+ITEM = 8  # numbers of an item of the work list
+
+Int32s = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class PassMemory:
+    """Arrays on the device that all passes use: block tables, and memory for sums of parts."""
+
+    tables: mx.array
+    arrived: mx.array
+    partial: mx.array
+
+
+@dataclass(frozen=True, slots=True)
+class PlanShape:
+    """The places of a pass's numbers in one int32 array, which is sent to the device at once.
+
+    `wanted`: lines that go on behind the last layer, which the array names; 0: every line does, in
+    order. They get logits; with `drawn` they give hidden states, and the first `drawn` get logits.
+    """
+
+    lines: int
+    wanted: int
+    tiles: tuple[TileShape, ...]
+    chunks: bool = False  # whether there may be chunks of prompts
+    drawn: int | None = None
+
+    @property
+    def size(self) -> int:
+        """The numbers of the array."""
+        return 5 * self.lines + self.wanted + len(self.tiles) * capacity_of(self.lines) * ITEM
+
+    @property
+    def single(self) -> bool:
+        """Whether there are only single lines of rows, each with logits."""
+        return not self.wanted and self.drawn is None
+
+    def of_lines(self, numbers: Int32s) -> Int32s:
+        """Returns the part that has the numbers [5, lines] of lines, as a view."""
+        return numbers[: 5 * self.lines].reshape(5, -1)
+
+    def arrays(self, plan: mx.array, memory: PassMemory) -> tuple[mx.array, RaggedArrays]:
+        """Returns the ids [T], negative ones for tokens in flight, and the arrays of the pass."""
+        sizes = [self.lines] * 5 + [self.wanted]
+        sizes += [capacity_of(self.lines) * ITEM] * len(self.tiles)
+        ids, positions, slots, begins, ends, wanted, *items = mx.split(
+            plan, np.cumsum(sizes)[:-1].tolist()
+        )
+        same = memory.arrived, memory.partial
+        plans = {
+            shape: RaggedPlan(begins, ends, memory.tables, each.reshape(-1, ITEM), *same)
+            for shape, each in zip(self.tiles, items, strict=True)
+        }
+        named = wanted if self.wanted else None
+        return ids, RaggedArrays(positions, slots, named, plans, self.chunks)
