@@ -291,6 +291,7 @@ static inline void __threadfence() {}
 // The clock is fast: what waits for it ends soon, and what waits for other threads never needs so long.
 static inline long long clock64() { return simt::ticks += 1 << 18; }
 static inline void __trap() { _longjmp(simt::done, 4); }
+struct alignas(8) float2 { float x, y; };
 template <typename T> T __ldcg(const T* from) { return *from; }
 
 // ---- machine.cuh ---------------------------------------------------------------------------------

@@ -73,7 +73,7 @@
     auto least = [&](int row) -> float { return -1e30f; };
     const bool PARTED = count > 1;
     const int QUERIES = asked, WHOLE = DECODE_ROWS * (SIZE + 2);
-    constexpr int NUMBERS = SIZE;
+    constexpr int NUMBERS = SIZE, MOST_PAIRS = (GROUP * SIZE / 2 + THREADS - 1) / THREADS;
     const long mine = (long)head * UNITS + unit;
     float* const parts = (float*)sums + mine * UNIT_ROWS * (SIZE + 2);
     auto to = [&](int i) -> N* { return output + i; };

@@ -149,6 +149,7 @@ wait_copies<0>();
 
 const long mine = (long)row * gridDim.y + blockIdx.y;
 constexpr int QUERIES = EACH, NUMBERS = RANK, WHOLE = QUERIES * (NUMBERS + 2);
+constexpr int MOST_PAIRS = (QUERIES * NUMBERS / 2 + THREADS - 1) / THREADS;
 float* const parts = (float*)partial + mine * count * WHOLE;  // see part_sums.cuh
 auto least = [](int) -> float { return MASKED; };
 auto sunk = [](int, float) -> float { return 0; };

@@ -222,6 +222,7 @@ auto to = [&](int i) -> N* {
 };
 const long mine = (long)blockIdx.x * HEADS + head;
 constexpr int QUERIES = ASKED, NUMBERS = SIZE, WHOLE = QUERIES * (NUMBERS + 2);
+constexpr int MOST_PAIRS = (QUERIES * NUMBERS / 2 + THREADS - 1) / THREADS;
 float* const parts = (float*)partial + mine * count * WHOLE;  // see part_sums.cuh
 #pragma unroll 1
 for (int i = threadIdx.x; i < ASKED * SIZE; i += THREADS) {

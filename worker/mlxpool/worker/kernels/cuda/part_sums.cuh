@@ -2,7 +2,7 @@
 // decode_pass.cu. Its THREADS, of which `thread` is the number of one, share `before`, and `sync` waits for
 // them. A part of a row has stored NUMBERS sums for each of QUERIES, then the greatest score of each, then
 // the total of each. The part that finishes last adds up all parts and resets the counter. `to` returns the
-// address of a result; null: unused.
+// address of a result; null: unused. A thread has MOST_PAIRS pairs of sums of a part at most.
 if (PARTED) {
   __threadfence();
   sync();
@@ -10,23 +10,43 @@ if (PARTED) {
   sync();
   if (before == count - 1) {
     __threadfence();
+    // A thread adds up some pairs of numbers at a time: their loads wait for memory together.
+    constexpr int PAIRS = MOST_PAIRS > 4 ? 4 : MOST_PAIRS;
+    const int all_numbers = QUERIES * NUMBERS;
     #pragma unroll 1
-    for (int i = thread; i < QUERIES * NUMBERS; i += THREADS) {
-      const int g = i / NUMBERS;
-      N* const place = to(i);
-      if (!place) break;
-      float top = least(g);
-      #pragma unroll 8
-      for (int p = 0; p < count; p++)
-        top = fmaxf(top, __ldcg(parts + p * WHOLE + QUERIES * NUMBERS + g));
-      float numbers = 0, all = 0;
-      #pragma unroll 8
-      for (int p = 0; p < count; p++) {
-        const float weight = exp2f(__ldcg(parts + p * WHOLE + QUERIES * NUMBERS + g) - top);
-        numbers += weight * __ldcg(parts + p * WHOLE + i);
-        all += weight * __ldcg(parts + p * WHOLE + QUERIES * NUMBERS + QUERIES + g);
+    for (int from = 2 * thread; from < all_numbers; from += 2 * PAIRS * THREADS) {
+      int at[PAIRS], g[PAIRS];
+      float top[PAIRS], all[PAIRS], left[PAIRS], right[PAIRS];
+      #pragma unroll
+      for (int n = 0; n < PAIRS; n++) {
+        at[n] = min(from + 2 * n * THREADS, all_numbers - 2);
+        g[n] = at[n] / NUMBERS;
+        top[n] = least(g[n]);
+        all[n] = left[n] = right[n] = 0;
       }
-      down(numbers / (all + sunk(g, top)), place);
+      #pragma unroll 2
+      for (int p = 0; p < count; p++) {
+        const float* const of_part = parts + p * WHOLE;
+        #pragma unroll
+        for (int n = 0; n < PAIRS; n++) {
+          const float2 two = __ldcg((const float2*)(of_part + at[n]));
+          const float most = __ldcg(of_part + all_numbers + g[n]);
+          const float total = __ldcg(of_part + all_numbers + QUERIES + g[n]);
+          const float higher = fmaxf(top[n], most), shrink = exp2f(top[n] - higher), weight = exp2f(most - higher);
+          left[n] = left[n] * shrink + two.x * weight;
+          right[n] = right[n] * shrink + two.y * weight;
+          all[n] = all[n] * shrink + total * weight;
+          top[n] = higher;
+        }
+      }
+      #pragma unroll
+      for (int n = 0; n < PAIRS; n++) {
+        N* const place = from + 2 * n * THREADS < all_numbers ? to(at[n]) : nullptr;
+        if (!place) continue;
+        const float sum = all[n] + sunk(g[n], top[n]);
+        down(left[n] / sum, place);
+        down(right[n] / sum, place + 1);
+      }
     }
     if (thread == 0) ((int*)arrived)[mine] = 0;
   }

@@ -79,7 +79,8 @@ auto output_at = [&](int row) -> N* {
 };
 const bool PARTED = count > 1;
 const int QUERIES = asked, WHOLE = (decodes ? DECODE_UNITS : TILE_UNITS) * UNIT_ROWS * (SIZE + 2);
-constexpr int NUMBERS = SIZE;  // these names are part_sums.cuh's
+// These names are part_sums.cuh's.
+constexpr int NUMBERS = SIZE, MOST_PAIRS = ((FRESH ? DECODE_UNITS : TILE_UNITS) * UNIT_ROWS * SIZE / 2 + THREADS - 1) / THREADS;
 const long mine = (long)head * UNITS + unit;
 float* const parts = (float*)partial + mine * UNIT_ROWS * (SIZE + 2);
 auto to = [&](int i) -> N* { return output_at(i / SIZE) + i % SIZE; };
