@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from mlxpool.worker.compute.model_source import open_source  # noqa: E402
 from mlxpool.worker.diagnose.check import check  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.kernels import device  # noqa: E402
+from mlxpool.worker.kernels.compiled_passes import ComputedKinds  # noqa: E402
 from mlxpool.worker.prefix import tree_cache  # noqa: E402
 from mlxpool.worker.scheduling.sequence import Sequence  # noqa: E402
 from mlxpool.worker.scheduling.spans import Span  # noqa: E402
@@ -248,7 +250,9 @@ def test_a_model_of_images_has_memory_for_rows_that_operations_read(
     models: dict[str, LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kernels read a pool's integers, but not in passes with images."""
-    monkeypatch.setattr(PagedLayout, "_ragged_runner", lambda *_: "of ragged passes")
+    monkeypatch.setattr(
+        PagedLayout, "_ragged_runner", lambda *_: SimpleNamespace(kinds=ComputedKinds())
+    )
     shape = RowShape((KeyValueSpec(2, 64, 64),) * 2, mx.bfloat16, 3000, keeps_all=True, kv="int8")
     model, found = models["llama"].model, {}
     for images in (False, True):

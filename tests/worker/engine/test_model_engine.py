@@ -398,6 +398,44 @@ def test_capacity_is_what_the_limit_leaves(
     assert ModelEngine(loaded, text, blocks=7).blocks.capacity == 7
 
 
+@pytest.mark.parametrize(("seconds", "lines", "prefill"), [(0.019, 1024, 2048), (0.021, 1024, 0)])
+def test_passes_of_a_small_model_in_which_nothing_decodes_are_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, lines: int, prefill: int
+) -> None:
+    """They take twice `seconds`, and requests that arrive wait for 40 ms at most."""
+    made: list[bool] = []
+
+    def new_layout(
+        self: ModelEngine, name: str, shape: RowShape, blocks: int, **settings: Any
+    ) -> PagedLayout:
+        made.append(self._long_passes)
+        return ShortContexts(shape, self._model, blocks, long=self._long_passes)
+
+    class ShortContexts(PagedLayout):
+        """A pool on the CPU, which says that it has compiled passes."""
+
+        def __init__(self, shape: RowShape, model: Any, blocks: int, *, long: bool) -> None:
+            super().__init__(shape, model, blocks, rows=4, deterministic=False, in_place=False)
+            self.sizes_compiled = (64, 2048 if long else 1024)
+
+        @property
+        def sizes(self) -> tuple[int, ...]:
+            return self.sizes_compiled
+
+    monkeypatch.setattr(ModelEngine, "_new_layout", new_layout)
+    monkeypatch.setattr(ModelEngine, "_chunk_seconds", lambda self, size: seconds)
+    monkeypatch.setattr(StepTarget, "of_device", lambda **_: StepTarget(0.008, 0.040))
+    loaded = load(inspect(write_checkpoint(tmp_path, max_position_embeddings=4096)))
+    engine = ModelEngine(loaded, layout="pool", batch=2048, max_sequences=4, limit=2**28)
+    assert (engine.chunk, engine.limits.lines, engine.limits.prefill_lines) == (1024, 1024, 0)
+    engine._choose_long_passes(1024)
+    found = engine.limits
+    assert (found.lines, found.prefill_lines, engine.chunk) == (lines, prefill, prefill or lines)
+    assert found.of_prefill.pairs == (2 if prefill else 1) * found.pairs
+    assert made == ([False, True] if prefill else [False])
+    engine.close()
+
+
 def test_a_pool_leaves_the_activation_memory_of_a_step(
     loaded: LoadedModel, text: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -224,6 +224,18 @@ def test_a_chunk_inside_a_prompt_fills_a_compiled_size(
     assert chunk.count == count
 
 
+@pytest.mark.parametrize(
+    ("rows", "start", "count"), [(0, 0, 2048), (0, 2048, 2048), (1, 0, 1023), (1, 4096, 1023)]
+)
+def test_a_pass_in_which_nothing_decodes_has_bounds_of_its_own(
+    rows: int, start: int, count: int
+) -> None:
+    limits = replace(LIMITS, lines=1024, prefill_lines=2048, prefill_pairs=2 * AREA)
+    live = [*(decoding() for _ in range(rows)), sequence(10_000, start)]
+    (chunk,) = plan(live, limits).chunks
+    assert chunk.count == count
+
+
 def test_a_chunk_is_not_cut_to_nothing() -> None:
     live = [*(decoding() for _ in range(60)), sequence(5000)]
     limits = replace(LIMITS, lines=100, sizes=(60, 200))

@@ -46,11 +46,12 @@ def make_layout(
     images: bool = False,
     keeps_states: bool = False,
     keeps_drawn: bool = False,
+    long_passes: bool = False,
 ) -> Layout:
     """Makes the layout of this name for `rows` rows at most; a pool has `blocks` blocks.
 
     `uploads` give the passes of a pool their numbers; None: MLX copies them. `images`: the model
-    reads images. `keeps_states`, `keeps_drawn`: see Layout.
+    reads images. `keeps_states`, `keeps_drawn`: see Layout. `long_passes`: see PagedLayout.
     """
     if name == "pool":
         return PagedLayout(
@@ -64,6 +65,7 @@ def make_layout(
             images=images,
             keeps_states=keeps_states,
             keeps_drawn=keeps_drawn,
+            long_passes=long_passes,
         )
     kind = SlabLayout if name == "slabs" else Layout
     return kind(

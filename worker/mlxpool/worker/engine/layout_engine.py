@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.attention.dot_product import pairs_in_memory
+from mlxpool.worker.attention.in_pool.ragged_runner import PASS_LINES
 from mlxpool.worker.attention.layout import Layout
 from mlxpool.worker.attention.layout_choice import choose_layout, make_layout
 from mlxpool.worker.attention.prediction_heads.head_drafts import HeadDrafts, StateDrafts
@@ -129,9 +130,7 @@ class LayoutEngine(WarmedEngine):
             self._predictions = None  # no pass gives the states that it reads
         if shape.quantised and device.on_gpu() and not self._layout.reads_int8:
             raise ModelLoadFailed(no_int8_kernels(folder, cuda=device.on_cuda()))
-        if self._layout.sizes:  # attention of compiled passes keeps no scores
-            self.chunk = min(self.chunk, self._layout.sizes[-1])
-            self._pairs = self.chunk**2
+        self._bound_passes()
         self._spare = self._layout.spare + self._head_state_bytes()
         self.blocks.capacity = self._capacity()
         self._lookahead = device.on_gpu() if lookahead is None else lookahead
@@ -146,6 +145,12 @@ class LayoutEngine(WarmedEngine):
             (self._slot_token,) = folder.vision.plan.tokens
         self._draws = TokenDraws(self.vocab_size, self._upload)
         self._mask_tables: list[MaskTable] = []  # that are allocated, and nobody has
+
+    def _bound_passes(self) -> None:
+        """See WarmedEngine."""
+        if self._layout.sizes:  # attention of compiled passes keeps no scores
+            self.chunk = min(self.batch, self.context, self._layout.sizes[-1])
+            self._pairs = self.chunk**2
 
     def _make_predictions(self, shape: RowShape) -> HeadDrafts | None:
         """Makes the drafts of the model's own head; None where it is not loaded or not served."""
@@ -243,6 +248,7 @@ class LayoutEngine(WarmedEngine):
             images=self._loaded.folder.vision is not None,
             keeps_states=isinstance(self._predictions, Predictions),
             keeps_drawn=isinstance(self._predictions, StateDrafts),
+            long_passes=self._long_passes,
         )
 
     @property
@@ -268,15 +274,18 @@ class LayoutEngine(WarmedEngine):
     @property
     def limits(self) -> StepLimits:
         """See Engine.limits."""
+        pairs = pair_budget(self.batch)
         return StepLimits(
-            lines=self.chunk,
-            pairs=pair_budget(self.batch),
+            lines=min(self.chunk, PASS_LINES[-1]) if self._long_passes else self.chunk,
+            pairs=pairs,
             context=self.context,
             seconds=self._step_seconds,
             ahead=int(self._lookahead),
             sizes=self._layout.sizes,
             run_lines=matmul_tiled.MAX_TOKENS if self._layout.sizes else 0,
             drafts=MAX_STATE_DRAFTS if self._layout.store.stateful else 0,
+            prefill_lines=self.chunk if self._long_passes else 0,
+            prefill_pairs=2 * pairs if self._long_passes else 0,
         )
 
     def blocks_in_use(self) -> int:

@@ -112,8 +112,8 @@ class ModelEngine(LayoutEngine):
         began = monotonic()
         newest = self._flights[-1] if self._flights else None
         assert newest is None or newest.undrawn is None, "`draw` comes before the next pass"
+        wants = PassSpans.of(spans, rewinds=self._rows_go_back, before=self._spans_before)
         with self._discard_on_failure(spans):
-            wants = PassSpans.of(spans, rewinds=self._rows_go_back, before=self._spans_before)
             if self._uploads is not None:
                 self._uploads.begin()
             rows = self._row_spans(wants)

@@ -90,11 +90,16 @@ class WarmedEngine(RowEngine[CacheRow]):
     _target: StepTarget
     _step_seconds: float
     _dtype: mx.Dtype  # of logits
+    _long_passes = False  # whether passes in which nothing decodes have twice the lines
     _most_drafts = 0  # that the rows of a pass check together; 0: no drafts are checked
 
     @abstractmethod
     def _make_layout(self, blocks: int | None = None) -> tuple[Layout, PrefixCache[CacheRow]]:
         """Makes the layout and its prefix cache."""
+
+    @abstractmethod
+    def _bound_passes(self) -> None:
+        """Bounds the inputs of a pass by those of the longest that the layout compiles."""
 
     @abstractmethod
     def _inputs(self, wants: PassSpans) -> tuple[Ids, mx.array | None]:
@@ -135,6 +140,7 @@ class WarmedEngine(RowEngine[CacheRow]):
             self.draft.warm_up(on_progress)
         small, large = map(self._measure_chunk, sizes)
         on_progress()
+        self._choose_long_passes(sizes[-1])
         one_pass = activation_bytes(small, large, self.chunk, self._pairs)
         # In place of a pass that has ended.
         one_pass = max(one_pass, logit_bytes(self.vocab_size, self.chunk))
@@ -185,6 +191,29 @@ class WarmedEngine(RowEngine[CacheRow]):
         peak = mx.get_peak_memory() - before
         self._drop_rows([seq])
         return size, peak
+
+    def _choose_long_passes(self, size: int) -> None:
+        """Makes a layout of long passes where they end soon enough for requests that arrive.
+
+        They are twice as long as those of `size` inputs, the longest so far, which the host takes
+        as long to build for a small model as the device to compute.
+        """
+        longest = self._layout.sizes[-1:] == (size,) and min(self.batch, self.context) > size
+        if not longest or self._fixed_blocks is not None:
+            return
+        if 2 * self._chunk_seconds(size) <= self._target.most:
+            self._long_passes = True
+            self._remake_layout(blocks_for(size + 3))
+            self._bound_passes()
+
+    def _chunk_seconds(self, size: int) -> float:
+        """Returns the time of a chunk of `size` tokens, for which the pass is compiled."""
+        (seq,) = self._dummy_rows(1, size + 1)
+        began = monotonic()
+        self.step([Span(seq, 0, size, draws=0)])
+        taken = monotonic() - began
+        self._drop_rows([seq])
+        return taken
 
     def _most_logits(self) -> int:
         """Returns how many lines of logits a pass with drafts has, with those of padding."""

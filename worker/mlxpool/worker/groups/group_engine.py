@@ -75,14 +75,14 @@ class GroupEngine(ModelEngine):
     ) -> bool:
         """See ModelEngine. A pass that fails before it is sent leaves the ranks in step.
 
-        Those in flight are discarded here, and end on the other ranks as they ended on this one.
+        Those in flight that are discarded here end on the other ranks as they ended on this one.
         """
         in_flight = self.in_flight
         try:
             return super()._start(spans, at_once=at_once, built=built)
         except Exception:
             if self._orders.passes == in_flight:
-                for _ in range(in_flight):
+                for _ in range(in_flight - self.in_flight):
                     self._end_pass()
             raise
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from mlxpool.worker.attention.in_pool.paged_layout import PagedLayout
-from mlxpool.worker.attention.in_pool.ragged_runner import GROUP_LINES
+from mlxpool.worker.attention.in_pool.ragged_runner import LONG_PASS_LINES
 from mlxpool.worker.attention.row_spans import PassOutput, RowSpan
 from mlxpool.worker.kernels import kernel_cache
 
@@ -19,7 +19,7 @@ class GroupLayout(PagedLayout):
     rank in its own order, and sums of two passes would wait for those of the other.
     """
 
-    pass_lines = GROUP_LINES
+    pass_lines = LONG_PASS_LINES
 
     def _pass(self, spans: Sequence[RowSpan], ids: mx.array, wanted: Sequence[int]) -> PassOutput:
         found = super()._pass(spans, ids, wanted)

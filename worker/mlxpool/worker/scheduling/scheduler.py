@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 from math import isqrt
+from typing import Self
 
 from mlxpool.worker.media.spans import touches_images
 from mlxpool.worker.scheduling.sequence import Phase, Sequence
@@ -38,7 +39,8 @@ class StepLimits:
     `ahead` passes may be in flight while it is submitted. `sizes` are the numbers of lines for
     which passes are compiled; none: any. `run_lines` are the inputs of decode steps up to which
     several of one sequence are read together (0: no bound). `drafts` may be checked of a sequence
-    (0: no bound).
+    (0: no bound). A pass in which nothing decodes has `prefill_lines` and `prefill_pairs`
+    in place of `lines` and `pairs` (0: the same).
     """
 
     lines: int
@@ -50,6 +52,14 @@ class StepLimits:
     sizes: tuple[int, ...] = ()
     run_lines: int = 0
     drafts: int = 0
+    prefill_lines: int = 0
+    prefill_pairs: int = 0
+
+    @property
+    def of_prefill(self) -> Self:
+        """The bounds of a pass in which nothing decodes."""
+        lines, pairs = self.prefill_lines or self.lines, self.prefill_pairs or self.pairs
+        return replace(self, lines=lines, pairs=pairs)
 
 
 def schedule(
@@ -173,6 +183,8 @@ def _chunks(
     prompts: Many[Sequence], rows: Many[Span], limits: StepLimits, predict: Predict, clip: Clip
 ) -> list[Span]:
     """Returns chunks of the first prompts, until a bound of the pass is reached."""
+    if not rows:
+        limits = limits.of_prefill
     load = Load.of(rows)
     bound = limits.seconds and predict(load) + limits.seconds
     lines, pairs = limits.lines - _inputs(rows), limits.pairs

@@ -18,7 +18,12 @@ from mlxpool.worker.attention.in_pool.paged_runner import (
     padded_tokens,
     padded_width,
 )
-from mlxpool.worker.attention.in_pool.ragged_runner import PASS_LINES, RaggedRunner, attention_of
+from mlxpool.worker.attention.in_pool.ragged_runner import (
+    LONG_PASS_LINES,
+    PASS_LINES,
+    RaggedRunner,
+    attention_of,
+)
 from mlxpool.worker.attention.layout import Layout
 from mlxpool.worker.attention.row_shape import RowShape
 from mlxpool.worker.attention.row_spans import (
@@ -66,11 +71,13 @@ class PagedLayout(Layout):
         images: bool = False,
         keeps_states: bool = False,
         keeps_drawn: bool = False,
+        long_passes: bool = False,
     ) -> None:
         """`rows`: the most rows of a pass. `uploads` None: MLX copies the numbers of a pass.
 
         `images`: passes may have spans that are not plain, see RowSpan. `keeps_states`,
-        `keeps_drawn`: see Layout; ragged passes alone keep what is drawn of.
+        `keeps_drawn`: see Layout; ragged passes alone keep what is drawn of. `long_passes`: ragged
+        passes have up to 2,048 lines.
         """
         super().__init__(
             shape,
@@ -88,6 +95,8 @@ class PagedLayout(Layout):
         # No compiled pass over chunks gives the states of all inputs.
         exact = deterministic or keeps_states
         self.compiles_chunks = reads and not exact and shape.dtype in HALF_DTYPES
+        if long_passes:
+            self.pass_lines = LONG_PASS_LINES
         self._upload = uploads or upload_copy
         makes_tables()  # tried here because nothing can be tried while a pass is traced
         self.runner = PagedRunner(

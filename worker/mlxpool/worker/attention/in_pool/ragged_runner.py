@@ -38,8 +38,9 @@ PASS_LINES = (
     1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512, 576, 640,
     704, 768, 896, 1024,
 )  # fmt: skip
-# A GPU that has a part of each product needs more lines to be busy, and is done sooner.
-GROUP_LINES = (*PASS_LINES, 1280, 1536, 1792, 2048)
+# Where a pass is short, because the model is small or each GPU has a part of each product, the host
+# hardly keeps up with passes of 1,024 lines.
+LONG_PASS_LINES = (*PASS_LINES, 1280, 1536, 1792, 2048)
 NOT_WRITTEN = -1  # the slot of a padding line
 # Rows of block tables beyond those of a pass: of rows that have left, until theirs are needed.
 SPARE_TABLES = 2
