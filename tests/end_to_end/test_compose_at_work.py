@@ -117,5 +117,6 @@ def test_a_request_over_http_and_one_over_zeromq(keys: Path, tmp_path: Path) -> 
                 endpoint=f"tcp://127.0.0.1:{ports['7200']}",
                 server_key=str(keys / "app" / "broker.pub"),
                 key=str(keys / "app" / "app.key"),
+                connect_timeout=PATIENCE,
             ) as client:
                 assert client.generate("demo", "def", max_tokens=4).reason == "length"

@@ -10,6 +10,7 @@ import pytest
 
 from mlxpool.client import Client, Stream
 from mlxpool.common.errors import BrokerLost
+from mlxpool.common.options import GenerateOptions
 from support.counting_checker import expected_ids, text_of
 from support.pool import PATIENCE, Pool, reconnects, until
 from support.relay import Relay
@@ -20,12 +21,14 @@ path = "builtin:counting"
 sequences = 4
 counting.step_us = 10000
 """
-COUNT = 300
+# More than a window: a stream goes on to its end only while it is read, so that no fault is late.
+COUNT, WINDOW = 300, 64
 
 
 def started(client: Client, seed: int) -> Stream:
     """A stream that has received its first ids."""
-    stream = client.stream("slow", "hello", seed=seed, max_tokens=COUNT, batch=seed % 2 == 0)
+    options: GenerateOptions = {"max_tokens": COUNT, "window": WINDOW, "batch": seed % 2 == 0}
+    stream = client.stream("slow", "hello", seed=seed, **options)
     until(lambda: stream._open.state.ids, "the first ids")
     return stream
 

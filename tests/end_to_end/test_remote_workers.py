@@ -10,11 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from mlxpool.common.options import GenerateOptions
 from support.counting_checker import expected_ids
 from support.pool import Pool, until
 from support.secure_pool import COUNTING_MODEL, RemoteWorker, SecurePool
 
-STEPS, STEP_US = 300, 10_000  # so many that a stream runs when its fault comes
+# More than a window: a stream goes on to its end only while it is read, so that no fault is late.
+STEPS, STEP_US = 300, 10_000
+LONG: GenerateOptions = {"seed": 5, "max_tokens": STEPS, "window": 64}
 
 
 def workers(pool: Pool) -> dict[int, str]:
@@ -35,7 +38,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecurePool]:
     """A broker for tests that restore its state."""
     with broker(tmp_path_factory.mktemp("shared")) as secure:
         yield secure
-        assert not workers(secure)
+        until(lambda: not workers(secure), "each test has ended its workers")
 
 
 def dialled(secure: SecurePool, folder: Path, name: str = "counting", *more: str) -> RemoteWorker:
@@ -62,7 +65,7 @@ def test_a_stream_outlives_a_remote_worker(tmp_path: Path, number: signal.Signal
         secure.dial("alice") as client,
     ):
         until(lambda: len(workers(secure)) == 2, "both workers are ready")
-        stream = client.stream("counting", "hello", seed=5, max_tokens=STEPS)
+        stream = client.stream("counting", "hello", **LONG)
         deltas = iter(stream)
         ids = list(next(deltas).ids)
         victim = until(lambda: busy(secure), "one of them is at work")
@@ -182,7 +185,7 @@ def test_a_revoked_worker_is_disconnected_and_its_stream_resumed(tmp_path: Path)
             dialled(secure, tmp_path / "one") as cut,
             secure.dial("alice") as client,
         ):
-            stream = client.stream("counting", "hello", seed=5, max_tokens=STEPS)
+            stream = client.stream("counting", "hello", **LONG)
             deltas = iter(stream)
             ids = list(next(deltas).ids)
             secure.write("alice", "other", "chief")
@@ -213,7 +216,7 @@ def test_workers_wait_for_the_next_broker(tmp_path: Path) -> None:
             pool.client() as client,
         ):
             before = until(lambda: workers(pool), "it is ready")
-            stream = client.stream("counting", "hello", seed=5, max_tokens=STEPS)
+            stream = client.stream("counting", "hello", **LONG)
             deltas = iter(stream)
             ids = list(next(deltas).ids)
             pool.kill()

@@ -88,12 +88,12 @@ def test_what_cannot_be_is_a_bad_request(
 def test_a_format_that_takes_for_ever_ends_alone(client: Client) -> None:
     """Others with formats of their own go on while it is tried."""
 
-    def ask(schema: dict[str, Any]) -> Any:
-        return client.generate("demo", PROMPT, format=schema, max_tokens=80)
+    def ask(schema: dict[str, Any], seed: int = 0) -> Any:
+        return client.generate("demo", PROMPT, format=schema, seed=seed, max_tokens=80)
 
     with ThreadPoolExecutor(4) as threads:
         bomb = threads.submit(ask, BOMB)
-        others = [threads.submit(ask, FORMAT) for _ in range(3)]
+        others = [threads.submit(ask, FORMAT, seed) for seed in range(3)]
         for one in others:
             jsonschema.validate(json.loads(one.result().text), SCHEMA)
         with pytest.raises(BadRequest, match="format: it was not compiled with 1 s"):
