@@ -69,8 +69,7 @@ def test_two_replicas_cut_a_stream_alike(tmp_path: Path, monkeypatch: Patch) -> 
         chaos.pool.ask("load", model="m")
         for slot in ("m/0", "m/1"):
             chaos.pool.in_state(slot, state="ready")
-        # Their window ends before they do: none is over before the kill.
-        streams = chaos.start(150, 4, **SHIFT, window=64)
+        streams = chaos.start(150, 4, **SHIFT)
         chaos.reach(streams, 40)
         chaos.signal_worker("m/0", signal.SIGKILL)
         chaos.assert_all_done()

@@ -73,8 +73,7 @@ def test_streams_that_may_go_on_with_other_ids_have_no_gap(pool: Pool, client: C
     def read(prompt: str) -> tuple[Result, list[int], str]:
         ids: list[int] = []
         text = ""
-        # A worker computes no further than the window while its readers wait.
-        asked: GenerateOptions = {**ASKED, "max_tokens": 600, "window": 128}
+        asked: GenerateOptions = {**ASKED, "max_tokens": 600}
         with client.stream("rounded", prompt, **asked) as stream:
             for delta in stream:
                 assert delta.pos == len(ids)
@@ -86,7 +85,8 @@ def test_streams_that_may_go_on_with_other_ids_have_no_gap(pool: Pool, client: C
 
     with ThreadPoolExecutor(len(prompts)) as threads:
         found = list(threads.map(read, prompts))
-    assert [result.attempts for result, _, _ in found] == [2] * len(prompts)
+    # A worker computes on while its readers wait, so some of the streams may have been over.
+    assert max(result.attempts for result, _, _ in found) == 2
     for result, ids, text in found:
         assert result.reason == "length"
         assert ids == list(result.ids) and len(ids) == 600 == result.usage["completion_tokens"]

@@ -149,7 +149,7 @@ class Deployed:
 
     def complete(self) -> None:
         """A request of the program through the gateway."""
-        body = {"model": "demo", "prompt": "def", "max_tokens": 4}
+        body = {"model": "demo", "prompt": "def", "max_tokens": 4, "ignore_eos": True}
         url = "http://mlxpool-http.mlxpool.svc:11434/v1/completions"
         answer = self.fetch("program", url, body)
         assert answer is not None

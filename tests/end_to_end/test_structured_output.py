@@ -109,5 +109,7 @@ def test_thoughts_come_before_an_answer_with_a_format(client: Client) -> None:
     assert whole.reason == "stop" and whole.complete is True
     thoughts, mark, answer = whole.text.partition("</think>")
     assert thoughts and mark and answer in ("yes", "no")
-    cut = client.generate("demo-chat", messages=messages, think=True, format=format, max_tokens=2)
+    cut = client.generate(
+        "demo-chat", messages=messages, think=True, format=format, seed=1, max_tokens=2
+    )
     assert cut.reason == "length" and cut.complete is False
