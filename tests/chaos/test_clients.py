@@ -92,7 +92,7 @@ def test_a_client_that_never_reads(tmp_path: Path, monkeypatch: Patch) -> None:
         (bystander,) = chaos.start(500)
         with process(chaos, count=20_000, read=False):
             until(
-                lambda: chaos.pool.ask("stats")["failures"].get("slow_consumer") == 3,
+                lambda: chaos.pool.ask("stats")["failures"].get("slow_consumer", 0) >= 3,
                 "its streams are ended as too slow",
             )
         chaos.assert_all_done([bystander])

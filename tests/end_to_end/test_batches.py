@@ -198,7 +198,7 @@ def test_everything_is_killed_and_no_line_is_lost_or_doubled(tmp_path: Path) -> 
             batch = client.submit_batch(path, "m", key="killed", on_sent=kill_broker, **OPTIONS)
             for share in (0.2, 0.5, 0.7):
                 wait_for_done(client, batch.key, share * count)
-                pool.kill_worker("m/0")
+                pool.kill_worker("m/0", over=lambda: is_over(client, batch.key))
                 kill_broker(0)
             assert batch.wait()["done"] == count
             results = []
@@ -208,6 +208,10 @@ def test_everything_is_killed_and_no_line_is_lost_or_doubled(tmp_path: Path) -> 
                     kill_broker(0)
             check(results, count)
         assert pool.ask("stats")["internal_errors"] == 0
+
+
+def is_over(client: Client, key: str) -> bool:
+    return bool(client.batch(key).row["state"] == "done")
 
 
 def wait_for_done(client: Client, key: str, count: float) -> None:

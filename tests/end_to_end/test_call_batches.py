@@ -238,7 +238,9 @@ def test_workers_and_brokers_die_and_no_line_is_lost_doubled_or_mixed(
         batch = client.submit_batch(lines(count), "embed", key="killed")
         for number, share in enumerate((0.1, 0.3, 0.5, 0.7)):
             until(lambda: client.batch("killed").row["done"] >= share * count, "lines are done")  # noqa: B023
-            pool.kill_worker(f"embed/{number % 2}")
+            pool.kill_worker(
+                f"embed/{number % 2}", over=lambda: client.batch("killed").row["state"] == "done"
+            )
             if number % 2:
                 pool.kill()
                 pool.start()

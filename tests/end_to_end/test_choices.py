@@ -174,7 +174,8 @@ def test_others_go_past_choices_that_wait_for_their_worker(pool: Pool, client: C
         deltas = iter(stream)
         next(deltas)
         until(lambda: live(pool) == 12, "all are live")
-        assert client.generate("demo", "another text", max_tokens=2).usage["completion_tokens"]
+        another = client.generate("demo", "another text", max_tokens=2, ignore_eos=True)
+        assert another.usage["completion_tokens"] == 2
         until(lambda: rows_of(pool, "demo") == [0, 8], "the choices are on one replica")
     until(lambda: live(pool) == 0, "all are cancelled")
 
@@ -223,7 +224,10 @@ def test_choices_report_the_prompt_once(client: Client) -> None:
     ask: dict[str, Any] = {"n": 4, "max_tokens": 4, "echo": True, "prompt_logprobs": 1}
     choices = client.generate("demo", "once " + WORDS, **ask)
     size = choices.usage["prompt_tokens"]
-    assert [one.usage["cached_tokens"] for one in choices] == [0, *[size - 1] * 3]
+    cached, *others = [one.usage["cached_tokens"] for one in choices]
+    assert cached == 0  # it reports the prompt, and reads it
+    first, *rest = sorted(others)  # one of them may have read it before
+    assert (first < 20 or first == size - 1) and rest == [size - 1] * 2
     assert len(choices.prompt) == size
     for one in choices:
         assert one.prompt == choices.prompt and one.text.startswith("once " + WORDS)

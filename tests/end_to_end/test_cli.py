@@ -161,8 +161,13 @@ def test_models_from_a_folder_and_from_flags(tmp_path: Path) -> None:
     (tmp_path / "models" / "mine" / "config.json").write_text("{}")
     arguments = ("--models-dir", str(tmp_path / "models"), "--model", f"other={tmp_path}")
     with Pool(tmp_path, arguments=arguments) as pool:
-        names = {m["name"] for m in pool.cli_json("models")["models"]}
-    assert names == {"demo", "demo-chat", "demo-embed", "counting", "mine", "other"}
+        wanted = {"demo", "demo-chat", "demo-embed", "counting", "mine", "other"}
+
+        def names() -> set[str]:
+            return {m["name"] for m in pool.cli_json("models")["models"]}
+
+        until(lambda: wanted <= names(), "all are found")  # an answer waits only so long for them
+        assert names() == wanted
 
 
 def test_stop_ends_the_broker(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def test_a_request_over_http_and_one_over_zeromq(keys: Path, tmp_path: Path) -> 
             bearer = (keys / "gateway" / "http.keys").read_text().strip()
             answer = httpx.post(
                 f"{url}/v1/completions",
-                json={"model": "demo", "prompt": "def", "max_tokens": 4},
+                json={"model": "demo", "prompt": "def", "max_tokens": 4, "ignore_eos": True},
                 headers={"authorization": f"Bearer {bearer}"},
                 timeout=PATIENCE,
             )
@@ -117,5 +117,7 @@ def test_a_request_over_http_and_one_over_zeromq(keys: Path, tmp_path: Path) -> 
                 endpoint=f"tcp://127.0.0.1:{ports['7200']}",
                 server_key=str(keys / "app" / "broker.pub"),
                 key=str(keys / "app" / "app.key"),
+                connect_timeout=PATIENCE,
             ) as client:
-                assert client.generate("demo", "def", max_tokens=4).reason == "length"
+                found = client.generate("demo", "def", max_tokens=4, ignore_eos=True)
+                assert found.reason == "length"

@@ -15,12 +15,16 @@ from support.pool import PATIENCE, Pool, reconnects, until
 from support.relay import Relay
 
 CONFIG = """
+[pool]
+drain_grace = 0.0
 [models.slow]
 path = "builtin:counting"
 sequences = 4
-counting.step_us = 10000
+counting.step_us = {step}
 """
 COUNT = 300
+# Microseconds a token: streams cannot end before their fault, and end soon after it.
+BEFORE, AFTER = 200_000, 1000
 
 
 def started(client: Client, seed: int) -> Stream:
@@ -46,10 +50,12 @@ def whole(stream: Stream, seed: int) -> None:
 
 
 def test_a_killed_broker_that_comes_back(tmp_path: Path) -> None:
-    with Pool(tmp_path, CONFIG) as pool, pool.client(broker_grace=PATIENCE) as client:
+    config = CONFIG.format(step=BEFORE)
+    with Pool(tmp_path, config) as pool, pool.client(broker_grace=PATIENCE) as client:
         streams = {seed: started(client, seed) for seed in range(3)}
-        for attempt in (1, 2):
+        for attempt, step in ((1, BEFORE), (2, AFTER)):
             pool.kill()
+            pool.config.write_text(CONFIG.format(step=step))
             pool.start()
             for stream in streams.values():
                 until(partial(taken_over, stream, attempt), "the new broker has taken it over")
@@ -59,7 +65,8 @@ def test_a_killed_broker_that_comes_back(tmp_path: Path) -> None:
 
 
 def test_a_stream_that_is_not_durable_ends_with_its_broker(tmp_path: Path) -> None:
-    with Pool(tmp_path, CONFIG) as pool, pool.client(broker_grace=PATIENCE) as client:
+    config = CONFIG.format(step=BEFORE)
+    with Pool(tmp_path, config) as pool, pool.client(broker_grace=PATIENCE) as client:
         stream = client.stream("slow", "hello", seed=1, durable=False)
         until(lambda: stream._open.state.ids, "the first ids")
         pool.kill()
@@ -82,12 +89,14 @@ def freeze(relay: Relay, client: Client) -> None:
 @pytest.mark.parametrize("fault", [cut, freeze])
 def test_a_bad_network(tmp_path: Path, fault: Callable[[Relay, Client], None]) -> None:
     with (
-        Pool(tmp_path, CONFIG) as pool,
+        Pool(tmp_path, CONFIG.format(step=BEFORE)) as pool,
         Relay(("ipc", str(pool.run_dir / "front.ipc"))) as relay,
         Client(endpoint=relay.endpoint, connect_timeout=PATIENCE, broker_grace=PATIENCE) as client,
     ):
         streams = {seed: started(client, seed) for seed in range(3)}
         fault(relay, client)
+        pool.config.write_text(CONFIG.format(step=AFTER))
+        pool.ask("reload")
         for seed, stream in streams.items():
             whole(stream, seed)
             assert stream._open.state.attempt > 1

@@ -246,7 +246,7 @@ def lines_files(native: Client, size: int) -> list[str]:
 
 def test_a_form_that_is_none(url: str) -> None:
     def post(**more: Any) -> httpx.Response:
-        return httpx.post(f"{url}/v1/files", **more)
+        return httpx.post(f"{url}/v1/files", timeout=PATIENCE, **more)
 
     file = {"file": ("a.jsonl", b"{}")}
     assert post(json={"purpose": "batch"}).status_code == 415

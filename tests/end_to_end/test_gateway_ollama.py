@@ -278,7 +278,7 @@ def test_an_empty_request_with_keep_alive_0_unloads(client: ollama.Client) -> No
 
 def test_keep_alive_0_unloads_after_the_answer(client: ollama.Client) -> None:
     answer = client.generate(
-        "bare", "x", raw=True, options={"num_predict": 3}, keep_alive=0, stream=True
+        "bare", "x", raw=True, options={"num_predict": 3, "seed": 7}, keep_alive=0, stream=True
     )
     assert list(answer)[-1].eval_count == 3
     until(lambda: loaded(client, "bare") is None, "it is unloaded")
@@ -430,7 +430,7 @@ def test_context_continues_a_conversation(client: ollama.Client) -> None:
 
 def test_context_of_a_model_without_a_template_and_of_raw(client: ollama.Client) -> None:
     until(lambda: info(client, "bare"), "the model was looked at")
-    options = {"num_predict": 2}
+    options = {"num_predict": 2, "seed": 7}  # with which it does not end before
     first = client.generate("bare", "hello", options=options)
     assert first.context is not None and len(first.context) == 5 + 2
     second = client.generate("bare", "again", options=options, context=first.context)

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 import psutil
@@ -258,19 +259,23 @@ def _begun(client: Client, key: str) -> str:
 def test_a_stopped_broker_puts_its_jobs_back_and_counts_no_start(tmp_path: Path) -> None:
     with make_pool(tmp_path) as pool:
         stops = 0
+        numbers = count()
+        key = f"stop{next(numbers)}"
         while stops < 3:
             with pool.client() as client:
-                client.submit("m", "stop", key="stop", max_tokens=400, seed=7)
-                state = until(partial(_begun, client, "stop"), "it runs")
+                client.submit("m", key, key=key, max_tokens=400, seed=7)
+                state = until(partial(_begun, client, key), "it runs")
             if state == "done":  # on a busy machine, before the last stop
-                break
+                if stops:
+                    break
+                key = f"stop{next(numbers)}"  # or before the first: then another one is stopped
+                continue
             pool.stop()
             pool.start()
             stops += 1
-        assert stops
         with pool.client() as client:
-            assert list(client.fetch("stop").read().ids) == wanted("stop", 400)
-            assert client.job("stop")["attempts"] == 0
+            assert list(client.fetch(key).read().ids) == wanted(key, 400)
+            assert client.job(key)["attempts"] == 0
 
 
 def test_readers_hear_of_the_end_of_the_broker(tmp_path: Path) -> None:
@@ -317,5 +322,5 @@ def test_a_failed_job_is_dead_with_its_cause_and_can_be_retried(tmp_path: Path) 
         row = client.job("long")
         assert row["state"] == "dead" and "context" in row["cause"]
         assert [one["key"] for one in client.jobs(state="dead")] == ["long"]
-        assert client.retry("long")["state"] == "waiting"
+        assert client.retry("long")["state"] in ("waiting", "running")
         until(lambda: client.job("long")["state"] == "dead", "it fails again")

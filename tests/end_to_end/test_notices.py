@@ -65,11 +65,19 @@ class Hooks:
                 found.append((dict(line.split(": ", 1) for line in lines), body))
         return found
 
-    def one(self, path: str) -> dict[str, Any]:
-        """The only notice that was posted to a path."""
+    def only(self, path: str) -> tuple[dict[str, str], bytes]:
+        """Headers and body of the only notice to a path, as it was posted first.
+
+        A busy machine posts it again, where it was answered too late.
+        """
         until(lambda: self.at(path), f"a notice to {path}")
-        ((_, body),) = self.at(path)
-        return dict(json.loads(body))
+        found = self.at(path)
+        assert len({(headers["webhook-id"], body) for headers, body in found}) == 1
+        return found[0]
+
+    def one(self, path: str) -> dict[str, Any]:
+        """The body of the only notice to a path."""
+        return dict(json.loads(self.only(path)[1]))
 
 
 @contextmanager
@@ -165,8 +173,7 @@ def test_openais_client_reads_the_notice_of_its_batch(running: tuple[Pool, Hooks
     pool, hooks = running
     with GatewayThread(pool.run_dir) as gateway, openai_client(gateway.url) as client:
         batch = begin(client, [line("x"), line("y")], extra_body={"notify": f"{hooks.url}/http"})
-        until(lambda: hooks.at("/http"), "it is told")
-        ((headers, body),) = hooks.at("/http")
+        headers, body = hooks.only("/http")
         text = body.decode()
         event = client.webhooks.unwrap(text, headers, secret=secret_text(b"a"))
         assert isinstance(event, BatchCompletedWebhookEvent)
@@ -225,6 +232,8 @@ def test_a_notice_outlives_brokers_and_is_signed_with_the_secret_of_its_try(
         third.write_text(secret_text(b"c"))
         pool.config.write_text(pool.config.read_text().replace(str(other), str(third)))
         pool.ask("reload")
+        # A try that was signed before the reload may come after it.
+        until(lambda: "c" in signers(hooks.at("/b")), "it is tried with the third secret")
         hooks.refusing.clear()
         until(lambda: not pool.ask("notices")["notices"], "it is delivered")
         with pool.client() as client:

@@ -28,6 +28,7 @@ def config(path: Path, *, more: str = "", budget: str = "64MiB") -> str:
     return (
         f'[pool]\nprefix_dir = "{path}"\ndrain_grace = 1\n'
         "restart_delay = 0\nrestart_limit = 1000\npoison_life = 0\n"
+        "stop_grace = 60\n"  # a busy disk may take longer than 5 s for what is saved at the end
         f'[models.demo]\n{SETTINGS}prefix_disk = "{budget}"\n{more}'
     )
 

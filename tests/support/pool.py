@@ -9,12 +9,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Self
+from unittest.mock import patch
 
 import psutil
 
+from mlxpool.cli import admin
 from mlxpool.cli.admin import ask
 from mlxpool.cli.main import UNREACHABLE
 from mlxpool.client import AsyncClient, Client
@@ -25,6 +28,9 @@ from support.commands import is_server, run_here
 
 # Seconds. No test measures time, so this only bounds a failure; a busy machine is ten times slower.
 PATIENCE = 200.0
+# Admin commands that may be asked again. All others are sent once: the broker may have performed
+# what it did not answer in time, and a second drain is an error.
+QUESTIONS = frozenset({"batches", "job", "jobs", "models", "notices", "ps", "requests", "stats"})
 
 
 def reconnects(client: Client) -> int:
@@ -56,6 +62,19 @@ def gone(process: psutil.Process) -> bool:
 def with_path(folder: Path) -> str:
     """A PYTHONPATH that begins with this folder, for its `sitecustomize.py`."""
     return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+@contextmanager
+def patient_commands() -> Iterator[None]:
+    """Commands in this process wait for a busy broker meanwhile, as support/patient has others do.
+
+    A command that gave up after 2 s may have been performed all the same: run again it would fail.
+    """
+    with (
+        patch.dict(ask.__kwdefaults__, {"timeout": PATIENCE}),
+        patch.object(admin, "ANSWER_TIMEOUT", PATIENCE),
+    ):
+        yield
 
 
 class Pool(Closing):
@@ -157,11 +176,12 @@ class Pool(Closing):
         return AsyncClient(self.run_dir, **{"connect_timeout": PATIENCE, **options})
 
     def ask(self, kind: str, **body: Any) -> dict[str, Any]:
-        """Run an admin command, with retries for a broker that gets no processor time."""
+        """Run an admin command; waits for a broker that gets no processor time."""
         end = time.monotonic() + PATIENCE
+        timeout = admin.ANSWER_TIMEOUT if kind in QUESTIONS else PATIENCE
         while True:
             try:
-                return ask(self.run_dir, kind, body)
+                return ask(self.run_dir, kind, body, timeout=timeout)
             except BrokerLost:
                 assert self.process is not None and time.monotonic() < end
                 if self.process.poll() is not None:
@@ -190,38 +210,58 @@ class Pool(Closing):
 
         return dict(until(check, f"{slot} has {wanted}; is {self.worker(slot)}"))
 
-    def kill_worker(self, slot: str, number: int = signal.SIGKILL) -> int:
-        """Send a signal to the worker of a slot, once it has one; returns its pid."""
+    def kill_worker(
+        self,
+        slot: str,
+        number: int = signal.SIGKILL,
+        *,
+        over: Callable[[], bool] = lambda: False,
+    ) -> int | None:
+        """Send a signal to the worker of a slot, once it has one; returns its pid.
 
-        def killed() -> int:
+        None if its work is `over` before: a broker that has nothing left to do starts no worker.
+        """
+        found: list[int | None] = []
+
+        def killed() -> bool:
             pid = int(self.worker(slot).get("pid") or 0)
             if pid:
                 try:
                     os.kill(pid, number)
+                    found.append(pid)
                 except ProcessLookupError:  # it has just ended, and the next one will be started
-                    return 0
-            return pid
+                    return False
+            elif over():
+                found.append(None)
+            return bool(found)
 
-        return int(until(killed, f"{slot} has a process"))
+        until(killed, f"{slot} has a process")
+        return found[0]
 
     def cli(
         self, *arguments: str, stdin: str | None = None, process: bool = False
     ) -> subprocess.CompletedProcess[str]:
         """Run the `mlxpool` command against this pool: here, or in a `process` of its own.
 
-        Runs it again when it gave up a broker that runs, and so gets no processor time.
+        It waits for this pool's broker while that gets no processor time, and is run again when it
+        gave up a broker that runs.
         """
         end = time.monotonic() + PATIENCE
+        elsewhere = not {"--endpoint", "--run-dir"}.isdisjoint(arguments)
         while True:
+            asks_ours = self._runs() and not elsewhere
             if process or is_server(arguments):
                 done = self._cli_process(arguments, stdin)
             else:
                 given = ("--run-dir", str(self.run_dir), *arguments)
-                done = run_here(given, self.environment, stdin)
+                with patient_commands() if asks_ours else nullcontext():
+                    done = run_here(given, self.environment, stdin)
             given_up = done.returncode == UNREACHABLE and "does not answer" in done.stderr
-            runs = self.process is not None and self.process.poll() is None
-            if not (given_up and runs) or time.monotonic() > end:
+            if not (given_up and self._runs()) or time.monotonic() > end:
                 return done
+
+    def _runs(self) -> bool:
+        return self.process is not None and self.process.poll() is None
 
     def _cli_process(
         self, arguments: Sequence[str], stdin: str | None

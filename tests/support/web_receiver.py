@@ -18,7 +18,7 @@ Serve = Callable[[socket.socket, bytes], None]
 def receiver(
     serve: Serve, context: ssl.SSLContext | None = None
 ) -> Iterator[tuple[int, list[bytes]]]:
-    """A server on the loopback; `serve` answers each request, whose bytes are collected."""
+    """A server on the loopback; `serve` answers each whole request, whose bytes are collected."""
     requests: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -37,7 +37,7 @@ def receiver(
                         request = read_request(c)
                         requests.append(request)
                         serve(c, request)
-                except OSError:
+                except (OSError, EOFError):  # such as a broker that is killed in the middle
                     continue
 
         thread = threading.Thread(target=run, daemon=True)
@@ -48,16 +48,24 @@ def receiver(
 
 
 def read_request(connection: socket.socket) -> bytes:
-    """The head and the body of a request."""
+    """The head and the body of a request. Raises EOFError if its sender leaves before its end."""
     data = b""
     while b"\r\n\r\n" not in data:
-        data += connection.recv(65536) or b"\r\n\r\n"
+        data += received(connection)
     head, _, body = data.partition(b"\r\n\r\n")
     lengths = [line for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:")]
     length = int(lengths[0].partition(b":")[2]) if lengths else 0
     while len(body) < length:
-        body += connection.recv(65536)
+        body += received(connection)
     return head + b"\r\n\r\n" + body
+
+
+def received(connection: socket.socket) -> bytes:
+    """What has arrived next, at least one byte. Raises EOFError at the end of the connection."""
+    data = connection.recv(65536)
+    if not data:
+        raise EOFError("the sender has closed the connection")
+    return data
 
 
 def answering(answer: bytes) -> Serve:

@@ -21,7 +21,7 @@ from mlxpool.common.closing import Closing
 from mlxpool.common.config.bounds import ConfigError
 from mlxpool.common.web_targets import Allowed
 
-CLOSE_TIMEOUT = 2.0  # seconds for the end of the thread, which waits for nothing
+CLOSE_TIMEOUT = 10.0  # seconds for the end of the thread, which waits for nothing
 
 log = logging.getLogger("mlxpool.broker")
 
