@@ -180,10 +180,11 @@ def test_refusals_are_logged_without_the_token_and_not_in_a_flood(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    now = 100.0
-    monkeypatch.setattr(operator_route, "monotonic", lambda: now)
+    clock = [100.0]
+    monkeypatch.setattr(operator_route, "monotonic", lambda: clock[0])
     with caplog.at_level(logging.WARNING, "mlxpool.broker"):
-        for now in (100.0, 100.1, 100.2, 100.9, 100.0 + operator_route.LOG_INTERVAL):
+        for later in (0.0, 0.1, 0.2, 0.9, operator_route.LOG_INTERVAL):
+            clock[0] = 100.0 + later
             post(server, changed={"Authorization": "Bearer secret-guess"})
     lines = [vars(record) for record in caplog.records if record.message == "cancel refused"]
     assert [(line["address"], line["untold"]) for line in lines] == [

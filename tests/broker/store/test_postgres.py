@@ -64,7 +64,7 @@ def end_sessions(server: PostgresServer) -> None:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy server may end the session of a closed connection late, and has its lock until then."""
+    """A busy server may end a closed connection's session late, and has its lock until then."""
     monkeypatch.setattr(postgres_store_module, "LOCK_WAIT", PATIENCE)
 
 
