@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +19,8 @@ settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.register_profile("random", deadline=None, max_examples=1000)
 # On a GPU float32 means float32 here; by itself MLX multiplies with 10 bits of fraction there.
 os.environ.setdefault("MLX_ENABLE_TF32", "0")
-settings.load_profile(os.environ.get("MLXPOOL_HYPOTHESIS", "fixed"))
+PROFILE = os.environ.get("MLXPOOL_HYPOTHESIS", "fixed")
+settings.load_profile(PROFILE)
 # Nor on the settings of whoever runs the tests.
 os.environ.setdefault("MLXPOOL_CONFIG", os.devnull)
 PATIENT = str(Path(__file__).parent / "support" / "patient")
@@ -62,6 +64,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def seed_mlx() -> None:
+    """Each test has the same random arrays; by itself MLX takes its seed from the clock."""
+    mlx = sys.modules.get("mlx.core")
+    if mlx is not None and PROFILE == "fixed":
+        mlx.random.seed(0)
+
+
 def processor_seconds() -> float:
     """Of this process, and of those that it has waited for."""
     spent = os.times()
@@ -71,6 +80,7 @@ def processor_seconds() -> float:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
     item.stash[STARTED] = processor_seconds()
+    seed_mlx()
     yield
 
 

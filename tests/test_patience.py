@@ -44,18 +44,22 @@ def test_every_request_over_http_says_how_long_it_may_take() -> None:
 
 NUMBERS = """
 import inspect
-from mlxpool.broker.http import latest_snapshot, loop_queue
-from mlxpool.cli import admin
+from mlxpool.broker.http import connections, latest_snapshot, loop_queue
+from mlxpool.cli import admin, request_flags
 from mlxpool.client import AsyncClient, Client
+from mlxpool.client.retry import Pace
 
 defaults = [inspect.signature(kind).parameters["connect_timeout"].default
             for kind in (AsyncClient, Client)]
 asked = inspect.signature(admin.ask).parameters["timeout"].default
-print(*defaults, asked, latest_snapshot.LatestSnapshot().max_wait, loop_queue.LoopQueue().max_wait)
+graces = [request_flags.IPC_GRACE, request_flags.TCP_GRACE, Pace().overdue, Pace().connect_grace]
+waits = [latest_snapshot.LatestSnapshot().max_wait, loop_queue.LoopQueue().max_wait]
+print(*defaults, asked, *graces, *waits, connections.Connections().max_seconds)
 """
 
 
 def test_processes_that_tests_start_wait_for_a_busy_broker() -> None:
     """See support/patient/sitecustomize.py."""
     done = subprocess.run([sys.executable, "-c", NUMBERS], capture_output=True, text=True)
-    assert done.stdout.split() == ["60.0"] * 5, done.stderr
+    *waits, of_connections = done.stdout.split()
+    assert waits == ["60.0"] * 9 and float(of_connections) > 60, done.stderr

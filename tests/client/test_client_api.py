@@ -359,15 +359,17 @@ def test_a_client_that_was_never_used() -> None:
 
 
 def test_closing_ends_open_streams_and_the_thread(broker: FakeBroker) -> None:
+    before = set(threading.enumerate())
     client = Client(broker.run_dir, connect_timeout=PATIENCE, pace=NO_RESEND_PACE)
     stream = client.stream("m", "a")
     broker.open().accept()
+    assert [thread.name for thread in set(threading.enumerate()) - before] == ["mlxpool"]
     client.close()
     assert broker.receive(kinds.CANCEL).header.id == stream.id
     with pytest.raises(BrokerLost, match="was closed before"):
         stream.read()
     stream.close()
-    assert "mlxpool" not in [thread.name for thread in threading.enumerate()]
+    assert set(threading.enumerate()) <= before
     with pytest.raises(BrokerLost, match="the client is closed"):
         client.stream("m", "a")
     client.close()

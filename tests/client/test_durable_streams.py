@@ -258,6 +258,9 @@ def test_a_resume_that_is_too_large_ends_the_stream(
 
 def test_the_client_ends_a_stream_after_its_deadline(broker: FakeBroker) -> None:
     with client_of(broker, overdue=0.05) as client:
+        connected = client.stream("m", "a")
+        broker.done(broker.accept(), 0)
+        assert connected.read().reason == "stop"
         stream = client.stream("m", "a", deadline_ms=30)
         broker.accept()
         with pytest.raises(BrokerLost, match=r"deadline passed .* at ipc://"):

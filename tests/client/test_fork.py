@@ -36,7 +36,7 @@ def in_child(act):
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
-        signal.alarm(30)
+        signal.alarm(200)
         os.write(writing, json.dumps(told(act) | {"pid": os.getpid()}).encode())
         leave(7)
     os.close(writing)

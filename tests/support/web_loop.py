@@ -16,17 +16,31 @@ class Loop(Closing):
     def __init__(self, server: HttpServer, snapshot: Snapshot) -> None:
         self.server, self.snapshot = server, snapshot
         self.left = 0
-        self.turning = True
         self.over = False
+        self._turning = True
+        self._turn = threading.Lock()  # held while a snapshot is handed over
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
+
+    @property
+    def turning(self) -> bool:
+        return self._turning
+
+    @turning.setter
+    def turning(self, on: bool) -> None:
+        """After it is set to false no snapshot is handed over any more."""
+        with self._turn:
+            self._turning = on
 
     def _run(self) -> None:
         waker = self.server.latest.waker
         while not self.over:
-            if select([waker], [], [], 0.01)[0] and self.turning:
-                self.left += 1
-                self.server.latest.put(self.snapshot)
+            if not select([waker], [], [], 0.01)[0]:
+                continue
+            with self._turn:
+                if self._turning:
+                    self.left += 1
+                    self.server.latest.put(self.snapshot)
 
     def close(self) -> None:
         self.over = True

@@ -19,6 +19,8 @@ def collector() -> Iterator[None]:
     yield
     gc.unfreeze()
     gc.set_threshold(*before)
+    gc.collect()
+    gc.freeze()  # as tests/conftest.py has left it
 
 
 class Cyclic:

@@ -67,10 +67,11 @@ def test_a_turn_waits_until_the_first_task_is_due(loop: Loop, pipes: list[tuple[
 def test_a_late_turn_is_reported_before_anything_is_handled(
     loop: Loop, late: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "LATE", 0.02)
     seen: list[int] = []
     loop.add_task(lambda now: seen.append(len(late)), time.monotonic)
     loop.turn()
+    late.clear()  # of a busy machine: the first turn may have been late, too
+    monkeypatch.setattr(module, "LATE", 0.02)
     time.sleep(0.1)
     loop.turn()
     assert seen[-1] == 1 and late[-1] > 0.05

@@ -36,6 +36,7 @@ def server() -> Iterator[HttpServer]:
     """Asks the loop for nothing by itself, and waits for it as long as a busy machine needs."""
     with HttpServer("127.0.0.1:0", history_interval=3600.0) as running:
         running.latest.max_wait = PATIENCE
+        running.connections.max_seconds = PATIENCE
         yield running
 
 

@@ -63,15 +63,18 @@ def end_sessions(server: PostgresServer) -> None:
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits long for a lock that another has."""
-    monkeypatch.setattr(postgres_store_module, "LOCK_WAIT", 0.1)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy server may end a closed connection's session late, and has its lock until then."""
+    monkeypatch.setattr(postgres_store_module, "LOCK_WAIT", PATIENCE)
 
 
-def test_two_brokers_on_one_database_are_refused(postgres: PostgresServer) -> None:
+def test_two_brokers_on_one_database_are_refused(
+    postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     url = postgres.new_url()
     with PostgresOpener(url, MAX_BYTES).open():
-        with pytest.raises(StoreInUse, match="another broker"):
+        with monkeypatch.context() as impatient, pytest.raises(StoreInUse, match="another broker"):
+            impatient.setattr(postgres_store_module, "LOCK_WAIT", 0.1)
             PostgresOpener(url, MAX_BYTES).open()
         other = postgres.new_url()  # another schema is another store
         PostgresOpener(other, MAX_BYTES).open().close()

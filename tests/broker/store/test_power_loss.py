@@ -133,8 +133,10 @@ def test_nothing_acknowledged_is_lost(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mutant", ["normal", "off", "early", "parent"])
 def test_a_store_that_breaks_a_rule_is_caught(tmp_path: Path, mutant: str) -> None:
     records = run_workload(tmp_path, "--jobs", "30", "--mutant", mutant)
-    bad, what = lost_in_images(tmp_path, records, images=12, seed=1)
-    assert bad > 0 and what
+    # Where the log is cut, and what it has there, differs from run to run, so some
+    # images have lost something, and others have not.
+    found = (lost_in_images(tmp_path, records, images=12, seed=seed) for seed in range(1, 9))
+    assert any(bad and what for bad, what in found)
 
 
 @pytest.mark.long

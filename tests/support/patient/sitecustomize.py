@@ -23,15 +23,31 @@ def _commands(module: ModuleType) -> None:
 
 def _clients(module: ModuleType) -> None:
     module.CONNECT_GRACE = PATIENCE  # type: ignore[attr-defined]
+    # Of a class that has its defaults already: a deadline is the broker's to tell, however late.
+    defaults = module.Pace.__init__.__defaults__
+    names = list(module.Pace.__dataclass_fields__)[-len(defaults) :]
+    given = dict(zip(names, defaults, strict=True))
+    given.update(overdue=PATIENCE, connect_grace=PATIENCE)
+    module.Pace.__init__.__defaults__ = tuple(given.values())
+
+
+def _requests(module: ModuleType) -> None:
+    module.IPC_GRACE = module.TCP_GRACE = PATIENCE  # type: ignore[attr-defined]
 
 
 def _pages(module: ModuleType) -> None:
     module.MAX_WAIT = PATIENCE  # type: ignore[attr-defined]
 
 
+def _page_connections(module: ModuleType) -> None:
+    module.MAX_SECONDS = 2 * PATIENCE  # type: ignore[attr-defined]
+
+
 CHANGED: dict[str, Callable[[ModuleType], None]] = {
+    "mlxpool.broker.http.connections": _page_connections,
     "mlxpool.broker.http.latest_snapshot": _pages,
     "mlxpool.cli.admin": _commands,
+    "mlxpool.cli.request_flags": _requests,
     "mlxpool.client.retry": _clients,
 }
 

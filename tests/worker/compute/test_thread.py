@@ -58,11 +58,23 @@ def test_a_failed_row_ends_its_own_request_only() -> None:
 
 
 def entering(harness: ComputeHarness, prompts: dict[int, str], count: int = 5) -> None:
-    """Admit all of them while another prompt is read."""
+    """Admit all of them while another prompt is read, which takes until all are admitted."""
+    reading, admitted = threading.Event(), threading.Event()
+    awaits = harness.progress.awaits
+
+    def held(request: bytes | None, tokens: int, rows: int, *, measured: bool = True) -> None:
+        awaits(request, tokens, rows, measured=measured)
+        reading.set()
+        assert admitted.wait(PATIENCE)
+
+    harness.progress.awaits = held  # type: ignore[method-assign]
     harness.admit(99, prompt="y" * 2001, count=1)
-    until(lambda: harness.progress.prefilling_request is not None, "prefill has begun")
+    assert reading.wait(PATIENCE)
+    assert harness.progress.prefilling_request == bytes([99] * 16)
+    harness.progress.awaits = awaits  # type: ignore[method-assign]
     for name, prompt in prompts.items():
         harness.admit(name, prompt=prompt, count=count)
+    admitted.set()
 
 
 class Reserving(CountingEngine):

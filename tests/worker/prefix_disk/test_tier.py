@@ -658,7 +658,7 @@ def test_damaged_folders_give_right_records_or_none(
 
 
 def _write_until_killed(path: Path, number: int) -> None:
-    with tier_at(path, budget=2**23) as one:
+    with tier_at(path, budget=2**32) as one:  # nothing is deleted, however long they write
         for count in range(10_000):
             base = number * 1_000_000 + count * 1000
             write_all(one, records_of(tuple(range(base, base + 700)), states=[700]))

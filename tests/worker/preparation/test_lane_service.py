@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import queue
 import shutil
@@ -130,12 +131,19 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 def servers() -> list[psutil.Process]:
     """The fork servers of this process."""
-    found = psutil.Process().children()
-    return [one for one in found if fork_server.__name__ in " ".join(one.cmdline())]
+    return [one for one in psutil.Process().children() if fork_server.__name__ in words(one)]
+
+
+def words(process: psutil.Process) -> str:
+    """The command line of a process; "" if it has ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
 
 
 def lanes_of(server: psutil.Process) -> list[psutil.Process]:
-    return [one for one in server.children() if one.status() != psutil.STATUS_ZOMBIE]
+    return [one for one in server.children() if not gone(one)]
 
 
 def idle_lane(lanes: Lanes) -> psutil.Process:
@@ -518,6 +526,7 @@ def test_closing_leaves_no_process_and_no_descriptor(make: Make) -> None:
     assert first.text() == "ok"  # what Python opens once is open now
     earlier = servers()
     idle_lane(first)
+    gc.collect()  # what other tests left open
     before = psutil.Process().num_fds()
     second = make(split=SLOW_PATTERN)
     second.submit("hang", Encode(SLOW))
@@ -525,7 +534,7 @@ def test_closing_leaves_no_process_and_no_descriptor(make: Make) -> None:
     started = [each for each in servers() if each not in earlier]
     started += [lane for server in started for lane in lanes_of(server)]
     second.service.close()
-    until(lambda: psutil.Process().num_fds() == before, "descriptors are closed")
+    until(lambda: psutil.Process().num_fds() <= before, "descriptors are closed")
     until(lambda: all(gone(one) for one in started), "its processes have ended")
 
 
@@ -536,11 +545,16 @@ def test_lanes_inherit_no_descriptor_and_have_a_lower_priority(
     lanes = make()
     assert lanes.text() == "ok"
     (server,) = servers()
-    lane = idle_lane(lanes)
-    assert server.nice() == lane.nice() == min(os.nice(0) + fork_server.NICENESS, 19)
     assert "LD_PRELOAD" not in server.environ()
-    assert server.num_fds() == 4  # the three of every process, and its socket once more
-    assert lane.num_fds() == 4  # the three, and its own socket
+
+    def at_rest() -> bool:
+        lane = idle_lane(lanes)
+        with contextlib.suppress(psutil.Error):  # it took long, on a busy machine, and is replaced
+            assert server.nice() == lane.nice() == min(os.nice(0) + fork_server.NICENESS, 19)
+            return server.num_fds() == lane.num_fds() == 4
+        return False
+
+    until(at_rest, "both have the three descriptors of every process, and a socket")
 
 
 @linux

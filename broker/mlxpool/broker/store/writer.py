@@ -238,8 +238,8 @@ class StoreWriter(threading.Thread):
         for operation in operations if self._open else ():
             index = next(i for i, open_one in enumerate(self._open) if open_one is operation)
             del self._open[index]
+        self._inbox.done(operations)  # first: whoever has a result may use its room
         self._results.extend(zip(operations, results, strict=True))
-        self._inbox.done(operations)
         if operations:
             self._wake()
 
