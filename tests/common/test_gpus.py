@@ -68,7 +68,28 @@ def test_a_group_needs_a_gpu_for_each_rank_or_none_at_all() -> None:
         check_enough(("0", "1"), 3)
 
 
-def test_the_environment_changes_only_where_a_process_would_see_other_gpus() -> None:
-    assert environment_of((), ()) == environment_of(("0",), ("0",)) == {}
-    assert environment_of(("1",), ("0", "1")) == {"CUDA_VISIBLE_DEVICES": "1"}
-    assert environment_of(("1", "0"), ("0", "1")) == {"CUDA_VISIBLE_DEVICES": "1,0"}
+@pytest.mark.parametrize(
+    ("gpus", "named", "told"),
+    [
+        ("", "", None),
+        ("", "-1", None),
+        ("", None, None),
+        ("0", " 0", None),
+        ("1", "1,-1,0", None),
+        ("0,1", "0,1", None),
+        ("1", "0,1", "1"),
+        ("1,0", "0,1", "1,0"),
+        ("0", "0,0", "0"),
+        ("0", None, "0"),  # of two that the driver has
+        ("0,1", None, None),
+    ],
+)
+def test_the_environment_changes_only_where_a_process_would_see_other_gpus(
+    tmp_path: Path, gpus: str, named: str | None, told: str | None
+) -> None:
+    for name in ("nvidia0", "nvidia1"):
+        (tmp_path / name).touch()
+    before = {} if named is None else {"CUDA_VISIBLE_DEVICES": named}
+    given = gpus.split(",") if gpus else ()
+    after = {} if told is None else {"CUDA_VISIBLE_DEVICES": told}
+    assert environment_of(given, before, tmp_path) == after

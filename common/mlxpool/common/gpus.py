@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"  # the names of GPUs that a process may use, in their order
@@ -22,17 +23,18 @@ def visible_gpus(environment: Mapping[str, str], files: Path = DRIVER_FILES) -> 
 
     None without a driver. `files` is the folder of the driver's files, one for each GPU.
     """
+    return tuple(dict.fromkeys(_names(environment, files)))
+
+
+def _names(environment: Mapping[str, str], files: Path) -> list[str]:
+    """As `visible_gpus`, but with those that are named several times."""
     named = environment.get(VISIBLE)
     if named is None:
         found = [file for file in files.glob("nvidia[0-9]*") if file.name[6:].isdigit()]
-        return tuple(str(number) for number in range(len(found)))
-    names: dict[str, None] = {}
-    for name in (one.strip() for one in named.split(",")):
-        if _ENDS_THE_LIST.fullmatch(name):
-            break
-        if name:
-            names[name] = None
-    return tuple(names)
+        return [str(number) for number in range(len(found))]
+    names = (name.strip() for name in named.split(","))
+    until_end = takewhile(lambda name: not _ENDS_THE_LIST.fullmatch(name), names)
+    return [name for name in until_end if name]
 
 
 def chosen_gpus(visible: Sequence[str], gpu_ids: Sequence[str]) -> tuple[str, ...]:
@@ -68,9 +70,16 @@ def check_enough(gpus: Sequence[str], devices: int) -> None:
         )
 
 
-def environment_of(gpus: Sequence[str], visible: Sequence[str]) -> dict[str, str]:
-    """The variable with which a process sees these GPUs; none if it sees them without it."""
-    return {} if tuple(gpus) == tuple(visible) else {VISIBLE: ",".join(gpus)}
+def environment_of(
+    gpus: Sequence[str], environment: Mapping[str, str], files: Path = DRIVER_FILES
+) -> dict[str, str]:
+    """The variable with which a process sees these GPUs, and no others.
+
+    None if it sees them in its `environment` without that, or if there are none.
+    """
+    if not gpus or list(gpus) == _names(environment, files):
+        return {}
+    return {VISIBLE: ",".join(gpus)}
 
 
 def _shown(names: Sequence[str]) -> str:

@@ -112,11 +112,13 @@ class Supervisor:
         as its settings ask for.
         """
         for_child: list[int] = []
-        visible = visible_gpus(os.environ)
-        gpus = chosen_gpus(visible, model.gpu_ids)
-        given = self.places.take(slot, gpus, model.devices) if self.dial is None else ()
-        # A worker that dials has its machine for itself, and chooses among all that it may have.
-        for_gpus = environment_of(given if self.dial is None else gpus, visible)
+        gpus = chosen_gpus(visible_gpus(os.environ), model.gpu_ids)
+        given: tuple[str, ...] = ()
+        if self.dial is None:
+            given = gpus = self.places.take(slot, gpus, model.devices)
+        elif not model.gpu_ids:  # a worker that dials chooses among all GPUs of its machine
+            gpus = ()
+        for_gpus = environment_of(gpus, os.environ)
         try:
             child = self._start(slot, name, model, for_gpus, for_child)
             child.gpus = given
