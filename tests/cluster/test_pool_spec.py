@@ -60,6 +60,10 @@ def test_a_fingerprint_changes_with_what_a_worker_is_started_with(tmp_path: Path
             "[models.m]\npath = '/m'\ndevices = 4\ngpus = 2",
             ["gpus = 2 and devices = 4", "leave gpus out, or set it to 4"],
         ),
+        (
+            "[models.m]\npath = '/m'\ngpu_ids = [0, 1]",
+            ["model 'm' has gpu_ids = [0, 1], but Ray chooses", "leave gpu_ids out"],
+        ),
         ("[models.m]\npath = '/m'\nreplica = 2", ["did you mean 'replicas'?"]),
         (
             f"{MODELS}[keys.ray-w1]\nrole = 'worker'\npublic = '{'k' * 40}'",

@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from mlxpool.broker.core import events as ev
 from mlxpool.broker.http.server import HttpServer
 from mlxpool.common.errors import PoolError
 from support import snapshots
 from support.chromium import Chromium
 from support.core_harness import Story
+from support.core_harness import model as counting
 from support.free_ports import free_port
 from support.pool import PATIENCE, Pool, until
 from support.web_loop import Loop
@@ -207,6 +209,17 @@ def test_the_charts_show_the_time_that_a_new_pool_has(browser: Chromium, tmp_pat
                     " (text) => text.textContent)"
                 )
                 assert oldest in marks, marks
+
+
+def test_the_gpus_of_a_worker_are_beside_its_name(browser: Chromium) -> None:
+    story = Story({"m": counting(), "n": counting()})
+    for name, gpus in (("m", ("0", "GPU-8f3c2d1e-77")), ("n", ())):
+        story.do(ev.Spawned(story.ready_worker(name).slot, 1, gpus))
+    with HttpServer("127.0.0.1:0") as server, Loop(server, snapshots.of(story)):
+        browser.open(server.url)
+        browser.wait_for_text("#told", "as of")
+        names = browser.texts("#workers tbody td.name")
+    assert names == ["m/0 on GPU 0, GPU-8f3c2d1e", "n/0"]
 
 
 @pytest.mark.parametrize(("width", "first"), [(400, "models"), (1280, "cards")])

@@ -103,7 +103,16 @@ def check_name(name: str) -> str:
 
 
 def model_spec(name: str, config: ModelConfig) -> ModelSpec:
-    """What the cluster has to know of a model. Raises ConfigError: fewer GPUs than devices."""
+    """What the cluster has to know of a model.
+
+    Raises ConfigError for fewer GPUs than devices, and for gpu_ids.
+    """
+    if config.gpu_ids:
+        raise ConfigError(
+            f"model {name!r} has gpu_ids = [{', '.join(config.gpu_ids)}], but Ray chooses the GPUs"
+            " of each worker, on whichever machine it is: leave gpu_ids out, and set gpus to their"
+            " number"
+        )
     if 0 < config.gpus < config.devices:
         raise ConfigError(
             f"model {name!r} has gpus = {config.gpus} and devices = {config.devices}: each device"

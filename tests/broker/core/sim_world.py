@@ -18,6 +18,7 @@ from broker.core.sim_actors import DIGEST, PACE, Client, Worker
 from mlxpool.broker.core import actions as act
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.core import Core
+from mlxpool.broker.workers.gpu_places import GpuPlaces
 from mlxpool.client.retry import SilenceTimer
 from mlxpool.common.config.schema import ModelConfig, PoolConfig
 from mlxpool.common.protocol.deltas import Delta
@@ -26,6 +27,7 @@ from support import core_events as make
 from support import kinds
 
 LOOK = 1.0  # seconds between two looks of the supervisor
+GPUS = ("0", "1")  # as many as the model has workers
 CONFIG = PoolConfig(
     run_dir=Path("/nowhere"),
     client_grace=6.0,
@@ -72,6 +74,7 @@ class World:
         self.numbers = itertools.count(1)
         self.links: dict[int, tuple[Client, Conn]] = {}
         self.workers: dict[str, Worker] = {}
+        self.places = GpuPlaces()
         self.clients: list[Client] = []
         self.conns: dict[int, Conn] = {}
         self.works: Counter[bytes] = Counter()  # times it was given to a worker since its newest id
@@ -92,6 +95,7 @@ class World:
     def start_broker(self) -> None:
         self.boot += 1
         self.core = Core(CONFIG, 1000 + self.boot)
+        self.places = GpuPlaces()
         self.core_frozen, self.wake_at = 0.0, 1e9
         self.after(LOOK, self.look, self.boot)
 
@@ -218,7 +222,10 @@ class World:
         worker.send = lambda kind, body: self.from_worker(worker, kind, body)
         worker.conn = Conn()
         self.workers[action.slot] = worker
-        self.do(ev.Spawned(action.slot, 1))
+        gpus = self.places.take(action.slot, GPUS, 1)
+        assert self.places.held().keys() == self.workers.keys()
+        assert len(set(self.places.held().values())) == len(self.workers), "a GPU was free"
+        self.do(ev.Spawned(action.slot, 1, gpus))
         self.after(0.05 + 0.2 * self.rng.random(), self.hello, worker)
 
     def hello(self, worker: Worker) -> None:
@@ -347,6 +354,7 @@ class World:
         if not self.frozen(self.exited, worker, event):
             worker.conn.alive = False
             del self.workers[worker.slot]
+            self.places.release(worker.slot)
             self.do(event)
 
 

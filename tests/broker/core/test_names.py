@@ -54,6 +54,7 @@ def test_two_names_for_one_folder_share_a_worker() -> None:
     [
         {"context": 64},
         {"devices": 2},
+        {"gpu_ids": ("1",)},
         {"memory_limit": 10**9},
         {"sequences": 2},
         {"prefix_cache": "off"},

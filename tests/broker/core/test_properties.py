@@ -12,9 +12,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from mlxpool.broker.core import actions as act
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.requests.request import Request
 from mlxpool.broker.requests.request_states import RequestState
+from mlxpool.broker.workers.gpu_places import GpuPlaces
 from mlxpool.broker.workers.worker import Worker
 from mlxpool.broker.workers.worker_states import FENCED, WorkerState
 from mlxpool.common.progress import ProgressReading
@@ -27,6 +29,7 @@ IDS = [request_id(n) for n in range(101, 107)]  # calls have lower ones
 LINKS = (1, 2, 3)
 MEMORY = 10  # room for two workers of three
 NOT_DURABLE = IDS[5]
+GPUS = ("0", "1")
 
 ids = st.sampled_from(IDS)
 links = st.sampled_from(LINKS)
@@ -34,11 +37,35 @@ replicas = st.integers(0, 1)
 phases = st.sampled_from(["idle", "load", "prefill", "decode", "blocked"])
 
 
+class PlacedStory(Story):
+    """A Story whose workers hold GPUs as a supervisor gives them, until they exit or fail to start.
+
+    GpuPlaces raises if the core starts the worker of a slot whose process has not ended.
+    """
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        self.places = GpuPlaces()
+        super().__init__(*given, **options)
+
+    def do(self, event: ev.Event) -> list[act.Action]:
+        over = isinstance(event, ev.WorkerExited | ev.SpawnFailed)
+        if over and (slot := getattr(event, "slot", "")) in self.places.held():
+            self.places.release(slot)
+        actions = super().do(event)
+        for action in actions:
+            if isinstance(action, act.StartWorker):
+                self.places.take(action.slot, GPUS, 1)
+        slots = self.core.state.registry.slots.values()
+        local = {slot.name for slot in slots if slot.worker and not slot.worker.remote}
+        assert self.places.held().keys() == local
+        return actions
+
+
 class Pool(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         models = {"m": model(replicas=2, keep_alive=20.0), "other": model(keep_alive=-1)}
-        self.story = Story(
+        self.story = PlacedStory(
             models,
             needs={"m": 4, "other": 4},
             memory=MEMORY,

@@ -1,4 +1,4 @@
-"""The four tables of states: an event that is not in them raises and changes nothing."""
+"""The five tables of states: an event that is not in them raises and changes nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from mlxpool.broker.requests import request_states as requests
 from mlxpool.broker.requests.request_states import RequestState
 from mlxpool.broker.store import operations as op
 from mlxpool.broker.store.records import Scope
+from mlxpool.broker.workers import gpu_places
 from mlxpool.broker.workers import worker_states as workers
+from mlxpool.broker.workers.gpu_places import Place, PlaceState
 from mlxpool.broker.workers.worker import Worker
 from mlxpool.broker.workers.worker_states import WorkerState
 from mlxpool.common.config.schema import ModelConfig
@@ -32,6 +34,7 @@ TABLES: list[tuple[type[Enum], Mapping[Any, Mapping[str, Any]], Enum, set[Enum]]
     (WorkerState, workers.TRANSITIONS, WorkerState.STARTING, {WorkerState.LOST}),
     (ModelState, model_states.TRANSITIONS, ModelState.COLD, set()),
     (JobPhase, job_states.TRANSITIONS, JobPhase.WAITING, set()),
+    (PlaceState, gpu_places.TRANSITIONS, PlaceState.UNPLACED, set()),
 ]
 
 
@@ -114,6 +117,21 @@ def test_illegal_moves_of_a_worker(state: WorkerState, event: str, _: None) -> N
     with pytest.raises(ValueError, match=f"is {state.value}: no '{event}' there"):
         worker.move(event)
     assert worker.state is state
+
+
+@pytest.mark.parametrize(("state", "event", "after"), cases(gpu_places.TRANSITIONS, True))
+def test_legal_moves_of_a_place(state: PlaceState, event: str, after: PlaceState) -> None:
+    place = Place("m/0", state)
+    place.move(event)
+    assert place.state is after
+
+
+@pytest.mark.parametrize(("state", "event", "_"), cases(gpu_places.TRANSITIONS, False))
+def test_illegal_moves_of_a_place(state: PlaceState, event: str, _: None) -> None:
+    place = Place("m/0", state, ("0",))
+    with pytest.raises(ValueError, match=f"is {state.value}: no '{event}' there"):
+        place.move(event)
+    assert (place.state, place.gpus) == (state, ("0",))
 
 
 def new_model(state: ModelState) -> Model:

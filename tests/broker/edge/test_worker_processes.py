@@ -17,6 +17,7 @@ from mlxpool.broker.workers.exit_causes import WorkerExit
 from mlxpool.broker.workers.liveness import Sample
 from mlxpool.broker.workers.worker import Worker
 from mlxpool.common.config.schema import ModelConfig, PoolConfig
+from mlxpool.common.gpus import GpusUnavailable
 from mlxpool.common.progress import ProgressReading
 from support.fake_peers import FakePeers
 
@@ -28,6 +29,7 @@ class FakeChild:
     slot: str = SLOT
     pid: int = 77
     exit_descriptor: int = 7
+    gpus: tuple[str, ...] = ("1",)
 
 
 class FakeSupervisor:
@@ -36,7 +38,7 @@ class FakeSupervisor:
     def __init__(self) -> None:
         self.running: dict[str, FakeChild] = {}
         self.by_itself = True
-        self.error: OSError | None = None
+        self.error: OSError | GpusUnavailable | None = None
         self.stopped: list[tuple[str, bool]] = []
 
     @property
@@ -105,7 +107,7 @@ class Workers:
         self.processes.start(SLOT, "m", 0.0)
         self.sessions.open(SLOT, NUMBER)
         self.sessions.welcome(NUMBER, EPOCH)
-        assert self.events == [ev.Spawned(SLOT, 77)]
+        assert self.events == [ev.Spawned(SLOT, 77, ("1",))]
         self.events.clear()
 
     def exit(self, now: float) -> bool:
@@ -164,9 +166,12 @@ def test_a_worker_without_a_session_is_reported_at_once(workers: Workers) -> Non
 
 
 def test_a_start_that_fails_is_reported(workers: Workers) -> None:
-    workers.supervisor.error = OSError("no room")
-    workers.processes.start("m/1", "m", 0.0)
-    assert workers.events == [ev.SpawnFailed("m/1", "cannot start the worker of 'm': no room")]
+    errors: list[OSError | GpusUnavailable] = [OSError("no room"), GpusUnavailable("no GPU")]
+    for number, error in enumerate(errors):
+        workers.supervisor.error = error
+        workers.processes.start("m/1", "m", 0.0)
+        why = f"cannot start the worker of 'm': {error}"
+        assert workers.events[number:] == [ev.SpawnFailed("m/1", why)]
 
 
 def test_the_worker_of_another_supervisor_is_not_stopped_by_ours(workers: Workers) -> None:

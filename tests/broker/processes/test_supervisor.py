@@ -9,10 +9,11 @@ import signal
 import stat
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from mlxpool.broker.processes.supervisor import (
     KEPT_DUMPS,
     SAVE_SHARE,
     Child,
+    DialSettings,
     Supervisor,
     rank_wait_limit,
 )
@@ -31,6 +33,7 @@ from mlxpool.common.config.schema import (
     PoolConfig,
     WorkerConfig,
 )
+from mlxpool.common.gpus import GpusUnavailable
 from mlxpool.common.progress import PHASES, ProgressReading
 from support.pool import PATIENCE, until
 
@@ -55,14 +58,16 @@ class Nursery:
         self.supervisor = Supervisor(self.config, "ipc:///back", portable=portable)
         self.patch = patch
 
-    def start(self, code: str = SLEEP, slot: str = "m/0") -> Child:
+    def start(
+        self, code: str = SLEEP, slot: str = "m/0", model: ModelConfig | None = None
+    ) -> Child:
         """Start and wait until it says that it is up."""
         program = self.folder / "python"
         program.write_text(f'#!/bin/sh\nexec "{PYTHON}" -c "{code}"\n')
         program.chmod(program.stat().st_mode | stat.S_IXUSR)
         self.patch.setattr("sys.executable", str(program))
         before = self.said(slot).count("up\n")
-        child = self.supervisor.start(slot, "m", self.config.models["m"])
+        child = self.supervisor.start(slot, "m", model or self.config.models["m"])
         end = time.monotonic() + PATIENCE
         while self.said(slot).count("up\n") == before and child.process.poll() is None:
             assert time.monotonic() < end, "it never came up"
@@ -414,3 +419,99 @@ def test_a_rank_waits_longer_than_the_broker_lets_it_stand_still(config: PoolCon
     """So the broker ends the group first, and says which rank is to blame."""
     assert rank_wait_limit(PoolConfig()) == WAIT_LIMIT
     assert rank_wait_limit(config) > 2 * 1000.0
+
+
+# ---- GPUs ----------------------------------------------------------------------------------------
+
+SHOW_GPUS = (
+    "import os, sys; print(os.environ.get('CUDA_VISIBLE_DEVICES'), flush=True);"
+    " print('up', flush=True); sys.stdin.read()"
+)
+
+
+def seen_by(nursery: Nursery, slot: str, **settings: Any) -> tuple[tuple[str, ...], str]:
+    """The GPUs that the next worker of a slot is given, and what it sees of the machine's."""
+    child = nursery.start(SHOW_GPUS, slot, ModelConfig(path="builtin:counting", **settings))
+    return child.gpus, nursery.said(slot).splitlines()[-2]
+
+
+def end(nursery: Nursery, slot: str) -> None:
+    nursery.supervisor.children[slot].process.kill()
+    assert gone(nursery.supervisor.children[slot])
+    nursery.supervisor.reap(slot)
+
+
+def test_workers_of_all_models_share_the_gpus(nursery: Nursery) -> None:
+    nursery.patch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,1,2")
+    assert seen_by(nursery, "a/0") == (("GPU-a",), "GPU-a")
+    assert seen_by(nursery, "b/0") == (("1",), "1")
+    assert seen_by(nursery, "big/0", devices=2) == (("GPU-a", "2"), "GPU-a,2")
+    assert seen_by(nursery, "c/0", gpu_ids=("2",)) == (("2",), "2")
+    end(nursery, "b/0")
+    assert seen_by(nursery, "d/0") == (("1",), "1"), "the only one without a worker"
+    assert seen_by(nursery, "b/0") == (("1",), "1"), "the fewest workers, and it was its own"
+    assert nursery.supervisor.places.held().keys() == nursery.supervisor.children.keys()
+
+
+def test_a_restarted_worker_has_its_gpu_again(nursery: Nursery) -> None:
+    nursery.patch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    for slot in ("a/0", "b/0"):
+        seen_by(nursery, slot)
+    for slot in ("a/0", "b/0"):
+        end(nursery, slot)
+    assert nursery.supervisor.places.held() == {}
+    assert seen_by(nursery, "b/0") == (("1",), "1")
+    assert seen_by(nursery, "a/0") == (("0",), "0")
+
+
+@pytest.mark.parametrize("visible", ["", "5", "-1"])
+def test_where_there_is_no_choice_the_environment_stays(nursery: Nursery, visible: str) -> None:
+    nursery.patch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    gpus = ("5",) if visible == "5" else ()
+    for slot in ("a/0", "b/0"):
+        assert seen_by(nursery, slot) == (gpus, visible)
+
+
+def test_a_worker_that_cannot_have_its_gpus_is_not_started(nursery: Nursery) -> None:
+    nursery.patch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    before = set(os.listdir("/dev/fd"))
+    for model, words in (
+        (ModelConfig(gpu_ids=("0", "7")), "gpu_ids has 7, but .* are 0, 1"),
+        (ModelConfig(devices=3), "devices is 3, .* there are 2"),
+    ):
+        with pytest.raises(GpusUnavailable, match=words):
+            nursery.supervisor.start("m/0", "m", model)
+    assert not nursery.supervisor.children and not nursery.supervisor.places.held()
+    assert len(os.listdir("/dev/fd")) == len(before)
+
+
+def test_a_start_that_fails_gives_its_gpu_back(nursery: Nursery) -> None:
+    nursery.patch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    nursery.patch.setattr("sys.executable", str(nursery.folder / "nothing"))
+    for _ in range(2):
+        with pytest.raises(OSError):
+            nursery.supervisor.start("m/0", "m", nursery.config.models["m"])
+    assert nursery.supervisor.places.held() == {}
+
+
+@pytest.mark.parametrize(("gpu_ids", "seen"), [((), "0,1,0"), (("2", "0"), None), (("1",), "1")])
+def test_a_worker_that_dials_chooses_for_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_ids: tuple[str, ...], seen: str | None
+) -> None:
+    """Among what gpu_ids leaves of its machine's GPUs, and its supervisor gives it no place."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,0")
+    config = PoolConfig(run_dir=tmp_path)
+    (tmp_path / "logs").mkdir()
+    supervisor = Supervisor(config, "ipc:///back", dial=DialSettings())
+    model = ModelConfig(path="builtin:counting", gpu_ids=gpu_ids)
+    told: list[str | None] = []
+
+    def start(command: object, env: Mapping[str, str], **options: object) -> object:
+        told.append(env.get("CUDA_VISIBLE_DEVICES"))
+        raise OSError("no process is needed")
+
+    monkeypatch.setattr("subprocess.Popen", start)
+    with pytest.raises(OSError if seen else GpusUnavailable):
+        supervisor.start("m/1", "m", model)
+    assert told == ([seen] if seen else [])
+    assert supervisor.places.held() == {}

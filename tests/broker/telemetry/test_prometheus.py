@@ -10,6 +10,7 @@ import pytest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from mlxpool.broker.core import events as ev
 from mlxpool.broker.telemetry.metric_table import FAMILIES, HISTOGRAM, WORKER_STATES
 from mlxpool.broker.telemetry.prometheus import PrometheusWriter
 from mlxpool.broker.workers.worker_states import WorkerState
@@ -75,8 +76,9 @@ def value(metrics: dict[str, Metric], name: str, **labels: str) -> float:
 
 
 def busy(story: Story) -> None:
-    """One request done, one failed, one running, one refused; a beat."""
+    """One request done, one failed, one running, one refused; a beat, and two GPUs."""
     worker = story.ready_worker()
+    story.do(ev.Spawned(worker.slot, 1, ("0", "GPU-a")))
     for end in (worker.end, worker.fail):
         request = story.generate()
         story.later(0.25)
@@ -93,6 +95,13 @@ def test_the_phases_of_a_load_are_seconds(story: Story) -> None:
     name = "mlxpool_worker_load_seconds"
     assert value(metrics, name, **labels, phase="weights") == 1.25
     assert value(metrics, name, **labels, phase="kernels") == 0.04
+
+
+def test_each_gpu_of_a_worker_has_a_series(story: Story) -> None:
+    busy(story)
+    metrics, labels = read(story), {"model": "m", "worker": "m/0"}
+    for gpu in ("0", "GPU-a"):
+        assert value(metrics, "mlxpool_worker_gpu_info", **labels, gpu=gpu) == 1
 
 
 def test_every_family_of_the_table_is_there_in_its_kind(story: Story) -> None:

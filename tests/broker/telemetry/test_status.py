@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+from mlxpool.broker.core import events as ev
 from mlxpool.broker.http.status_page import PAGE
 from mlxpool.broker.telemetry.history import MAX_COLUMNS, MAX_POINTS, POINT_INTERVAL, RecentHistory
 from mlxpool.broker.telemetry.snapshot import MAX_LIVE
@@ -20,6 +21,7 @@ MEMORY = {"weights": 600, "kv": 100, "prefix": 20, "compute": 30, "rss": 900, "l
 
 def test_the_status_of_a_pool_at_work(story: Story) -> None:
     worker, request = story.running(sequences=1)
+    story.do(ev.Spawned(worker.slot, 1, ("0", "GPU-8f3c2d1e-0000")))
     story.generate()
     past = RecentHistory()
     past.record(snapshots.of(story), START)
@@ -43,6 +45,7 @@ def test_the_status_of_a_pool_at_work(story: Story) -> None:
         "decode",
         1,
     )
+    assert row["gpus"] == ["0", "GPU-8f3c2d1e"], "the beginning of a name is enough"
     parts = {"weights": 600, "kv": 100, "prefix": 20, "compute": 30}
     assert row["memory"] == {**parts, "process": 150}
     assert row["taken"] == sum(row["memory"].values()) == 900

@@ -30,3 +30,38 @@ def test_the_ranks_of_a_group_are_below_their_worker(
     worker = next(number for number, line in enumerate(lines) if line.startswith("big/0"))
     assert lines[worker + 1].split()[:4] == ["rank", "1", shown, "-"]
     assert "decode" in lines[worker + 1] and "3.0 GB" in lines[worker + 1]
+
+
+def shown(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    *workers: dict[str, Any],
+    columns: int = 200,
+) -> list[list[str]]:
+    """The words of the table's lines, the head first."""
+    answer: dict[str, Any] = {"broker": BROKER, "workers": workers, "models": []}
+    monkeypatch.setattr(reports, "ask", lambda target, what: answer)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert reports.ps(argparse.Namespace(json=False, admin_target=None)) == 0
+    return [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+
+
+def test_the_gpu_of_each_worker_and_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    group = {**GROUP, "gpus": ["2", "GPU-8f3c"]}
+    small = {"slot": "small/0", "pid": 13, "state": "ready", "phase": "idle", "gpus": ["0"]}
+    ended = {"slot": "old/0", "pid": None, "state": "none", "phase": None}
+    head, first, rank, other, last = shown(monkeypatch, capsys, group, small, ended)
+    assert head[:4] == ["SLOT", "PID", "GPU", "STATE"]
+    assert first[:4] == ["big/0", "11", "2", "ready"]
+    assert rank[:4] == ["rank", "1", "12", "GPU-8f3c"]
+    assert other[:4] == ["small/0", "13", "0", "ready"]
+    assert last[:4] == ["old/0", "-", "-", "none"]
+
+
+def test_where_no_worker_was_given_a_gpu_there_is_no_such_column(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    head, *_ = shown(monkeypatch, capsys, {**GROUP, "gpus": []})
+    assert head[:3] == ["SLOT", "PID", "STATE"]

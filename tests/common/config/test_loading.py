@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pwd
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, asdict
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,19 @@ def test_a_model_of_the_file(file: Path) -> None:
     assert config.models["demo"] == BUILTIN["demo"]
 
 
+def test_gpus_are_named_by_number_and_by_name(file: Path) -> None:
+    text = '[models.a]\npath = "/a"\ngpu_ids = {}\n'
+    for given, ids in (
+        ("[]", ()),
+        ("[3, 0]", ("3", "0")),
+        ("1", ("1",)),
+        ('["GPU-8f3c", "MIG-GPU-8f3c/1/0", "2"]', ("GPU-8f3c", "MIG-GPU-8f3c/1/0", "2")),
+    ):
+        model = loaded(file, text.format(given)).models["a"]
+        assert model == ModelConfig(path="/a", gpu_ids=ids)
+        assert ModelConfig.from_table(json.loads(json.dumps(asdict(model)))) == model
+
+
 def test_a_built_in_model_can_be_set_otherwise(file: Path) -> None:
     config = loaded(file, '[models.demo]\npath = "builtin:demo"\ncontext = 128\n')
     assert config.models["demo"].context == 128
@@ -159,6 +173,23 @@ def test_models_by_flag(file: Path) -> None:
             ["models.a.replicas: unknown key 'mni'", "did you mean 'min'?"],
         ),
         ('[models.a]\npath = "/a"\ngpus = 65', ["models.a.gpus is 65, must be from -1 to 64"]),
+        (
+            '[models.a]\npath = "/a"\ngpu_ids = [0, -1]',
+            ["models.a.gpu_ids has '-1'", "from 0 to 9999", "GPU- or MIG-", "such as [0, 1]"],
+        ),
+        ('[models.a]\npath = "/a"\ngpu_ids = "0,1"', ["models.a.gpu_ids has '0,1'"]),
+        ('[models.a]\npath = "/a"\ngpu_ids = ["00"]', ["models.a.gpu_ids has '00'"]),
+        ('[models.a]\npath = "/a"\ngpu_ids = ["cuda:0"]', ["has 'cuda:0', which is neither"]),
+        ('[models.a]\npath = "/a"\ngpu_ids = [1, "1"]', ["has '1' 2 times: name a GPU once"]),
+        (
+            '[models.a]\npath = "/a"\ngpu_ids = [true]',
+            ["models.a.gpu_ids must be a list of numbers or strings, got [True]"],
+        ),
+        ('[models.a]\npath = "/a"\ngpu_ids = { a = 1 }', ["must be a list of numbers or"]),
+        (
+            '[models.a]\npath = "/a"\ndevices = 4\ngpu_ids = [2, 3]',
+            ["gpu_ids names 2 GPUs (2, 3), but devices is 4", "name at least 4", "at most 2"],
+        ),
         ('[models.a]\npath = "/a"\nprefix_cache = "all"', ["'all'", "single"]),
         (
             '[models.a]\npath = "/a"\ndeterministic = 1',

@@ -82,6 +82,32 @@ def test_an_unsupported_setting(tmp_path: Path) -> None:
     assert check("m", replace(spec, deterministic=False))["problems"] == []
 
 
+@pytest.mark.parametrize(
+    ("visible", "settings", "words"),
+    [
+        ("0,1", {"gpu_ids": ("2",)}, ["gpu_ids has 2", "may use are 0, 1"]),
+        ("", {"gpu_ids": ("0",)}, ["gpu_ids is 0", "there is no GPU"]),
+        ("0,1,2", {"devices": 4}, ["devices is 4", "there are 3", "at most 3"]),
+    ],
+)
+def test_gpus_that_this_machine_does_not_have(
+    monkeypatch: pytest.MonkeyPatch, visible: str, settings: dict[str, Any], words: list[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    spec = ModelConfig(path="builtin:counting", **settings)
+    report = check("m", spec, machine=True)
+    (why,) = report["machine"]["why"]
+    assert not report["machine"]["fits"] and all(word in why for word in words), why
+    assert list(lines(report))[-2:] == ["it cannot run on this machine:", f"  - {why}"]
+    assert "machine" not in check("m", spec), "what is wrong here may be right elsewhere"
+
+
+def test_gpus_that_this_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    spec = ModelConfig(path="builtin:counting", gpu_ids=("1",))
+    assert "machine" not in check("m", spec, machine=True)
+
+
 # ---- what it is ----------------------------------------------------------------------------------
 
 

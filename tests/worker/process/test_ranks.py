@@ -6,6 +6,7 @@ import json
 import os
 import socket
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 
@@ -20,22 +21,30 @@ def config(slot: str = "big/0", devices: int = 2) -> WorkerConfig:
     return WorkerConfig("", slot, "", "big", ModelConfig(devices=devices))
 
 
-def test_each_rank_sees_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("slot", ["big/0", "big/1"])
+def test_each_rank_sees_one_gpu(monkeypatch: pytest.MonkeyPatch, slot: str) -> None:
+    """Of those that the worker sees, which its broker has chosen for it."""
     monkeypatch.setattr("sys.platform", "linux")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    shown = [one["CUDA_VISIBLE_DEVICES"] for one in ranks._environments(config())]
-    assert shown == ["4", "5"]
-    shown = [one["CUDA_VISIBLE_DEVICES"] for one in ranks._environments(config("big/1"))]
-    assert shown == ["6", "7"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5")
+    shown = [one["CUDA_VISIBLE_DEVICES"] for one in ranks._environments(config(slot))]
+    assert shown == ["7", "5"]
+
+
+def test_a_group_that_dials_has_the_first_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-a,6")
+    dialling = replace(config(f"big/{os.getpid()}"), dials=True)
+    shown = [one["CUDA_VISIBLE_DEVICES"] for one in ranks._environments(dialling)]
+    assert shown == ["4", "GPU-a"]
 
 
 def test_too_few_gpus_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     with pytest.raises(ModelLoadFailed) as caught:
-        ranks._environments(config("big/1"))
+        ranks._environments(config(devices=4))
     said = str(caught.value)
-    assert "model 'big' has devices = 2" in said and "GPUs 2 to 3" in said and "are 3" in said
+    assert "model 'big'" in said and "devices is 4" in said and "there are 3" in said
 
 
 def test_without_gpus_nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:

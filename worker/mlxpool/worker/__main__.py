@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from mlxpool.common.config.schema import WORKER_VARIABLE, WorkerConfig
-from mlxpool.worker.system import gpus, mlx_environment, parent_death, stack_dumps
+from mlxpool.worker.system import mlx_environment, parent_death, stack_dumps
 
 if TYPE_CHECKING:
     from mlxpool.worker.process.edge import Edge
@@ -24,8 +24,6 @@ def main() -> int:
         return 2
     config = WorkerConfig.from_environment(settings)
     mlx_environment.set_mlx_environment()
-    if config.model.devices == 1 and not config.dials:
-        os.environ.update(gpus.own_gpu(gpus.visible_gpus(os.environ), gpus.replica_of(config.slot)))
     stack_dumps.dump_on_signal(config.dump_fd)
     parent_death.die_with_parent()
     from mlxpool.common import logs

@@ -8,8 +8,8 @@ once. A round begins as soon as two groups are ready (one, where there is only o
 loads again, others get faults. Prints a line for each load and each fault as it comes, and after
 `--faults` or `--seconds`, or at SIGTERM, the summary as JSON: faults by kind, streams, those that
 were wrong, and the longest waits of moved streams for a token since the fault. `--seconds` counts
-from the start of the program; a round that has begun ends first. Groups share GPUs where
-CUDA_VISIBLE_DEVICES names each of them several times, such as 0,1,0,1.
+from the start of the program; a round that has begun ends first. Where there are fewer GPUs than
+ranks, groups share them.
 """
 
 from __future__ import annotations

@@ -10,9 +10,10 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 
+from mlxpool.common.gpus import VISIBLE, check_enough, visible_gpus
 from mlxpool.worker.groups.links import Meeting
 from mlxpool.worker.process.ranks import hosts_file, keep_ports
-from mlxpool.worker.system import gpus, mlx_environment
+from mlxpool.worker.system import mlx_environment
 
 LOOK_INTERVAL = 0.05  # seconds between two looks at which processes have ended
 
@@ -41,7 +42,8 @@ def run_ranks(module: str, arguments: Sequence[str], ranks: int) -> int:
     *addresses, port = keep_ports(ranks + 1, ports)
     hosts = hosts_file(addresses)
     pipes = [os.pipe() for _ in range(ranks - 1)]
-    visible = gpus.visible_gpus(os.environ)
+    visible = visible_gpus(os.environ)
+    check_enough(visible, ranks)
     processes = []
     try:
         for rank in range(ranks):
@@ -49,7 +51,7 @@ def run_ranks(module: str, arguments: Sequence[str], ranks: int) -> int:
             given = [f"--rank={rank}", f"--ranks={ranks}", f"--hosts={hosts}", f"--port={port}"]
             environment = dict(os.environ)
             if visible:
-                environment[gpus.VISIBLE] = gpus.gpus_of_group(visible, 0, ranks)[rank]
+                environment[VISIBLE] = visible[rank]
             processes.append(
                 subprocess.Popen(
                     [sys.executable, "-m", module, *arguments, *given, "--pipes", *map(str, ends)],

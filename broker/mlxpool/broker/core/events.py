@@ -161,10 +161,11 @@ class Revoked(Event):
 
 @dataclass(frozen=True, slots=True)
 class Spawned(Event):
-    """The process of a slot was started."""
+    """The process of a slot was started, and was given `gpus`, one for each rank."""
 
     slot: str
     pid: int
+    gpus: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

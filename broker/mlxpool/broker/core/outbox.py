@@ -79,4 +79,5 @@ class Outbox:
     def note_worker(self, level: str, event: str, worker: Worker, **fields: object) -> None:
         """A log line about a worker."""
         known = {"model": worker.model, "worker": worker.slot, "epoch": worker.epoch}
-        self.actions.append(Note(level, event, {**known, "pid": worker.pid, **fields}))
+        gpus = {"gpus": ",".join(worker.gpus)} if worker.gpus else {}
+        self.actions.append(Note(level, event, {**known, "pid": worker.pid, **gpus, **fields}))

@@ -95,7 +95,7 @@ class WorkerEvents:
     def on_spawned(self, event: ev.Spawned, now: float) -> None:
         worker = self._state.registry.slots[event.slot].worker
         if worker is not None:
-            worker.pid = event.pid
+            worker.pid, worker.gpus = event.pid, event.gpus
 
     def on_spawn_failed(self, event: ev.SpawnFailed, now: float) -> None:
         worker = self._state.registry.slots[event.slot].worker

@@ -19,6 +19,7 @@ from mlxpool.broker.transport.worker_sessions import WorkerSessions
 from mlxpool.broker.workers.exit_causes import WorkerExit
 from mlxpool.broker.workers.liveness import Sample
 from mlxpool.common.config.schema import ModelConfig
+from mlxpool.common.gpus import GpusUnavailable
 
 log = logging.getLogger("mlxpool.broker")
 
@@ -36,6 +37,9 @@ class Child(Protocol):
 
     @property
     def exit_descriptor(self) -> int: ...
+
+    @property
+    def gpus(self) -> tuple[str, ...]: ...
 
 
 class Supervisor(Protocol):
@@ -99,14 +103,14 @@ class WorkerProcesses:
     def start(self, slot: str, model: str, now: float) -> None:
         try:
             child = self._supervisor.start(slot, model, self._state.registry.models[model].config)
-        except OSError as error:
+        except (OSError, GpusUnavailable) as error:
             why = f"cannot start the worker of {model!r}: {error}"
             log.error("worker not started", extra={"slot": slot, "why": str(error)})
             self._perform(ev.SpawnFailed(slot, why), now)
             return
         handle = partial(self.on_exit, child)
         self._sources.add_source(child.exit_descriptor, handle, Priority.WORKER_EXITS)
-        self._perform(ev.Spawned(slot, child.pid), now)
+        self._perform(ev.Spawned(slot, child.pid, child.gpus), now)
 
     def stop(self, slot: str, now: float, *, at_once: bool) -> None:
         if not self._stop_remote(slot, now):

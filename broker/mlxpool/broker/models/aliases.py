@@ -15,6 +15,7 @@ SHARED_SETTINGS = (  # that a worker is started with: names that share one must 
     "context",
     "devices",
     "device_sums",
+    "gpu_ids",
     "memory_limit",
     "sequences",
     "batch",

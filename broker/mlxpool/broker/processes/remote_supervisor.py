@@ -24,6 +24,7 @@ from mlxpool.broker.workers.worker import restart_delay
 from mlxpool.common.config.loading import check_run_dir
 from mlxpool.common.config.schema import ModelConfig, PoolConfig
 from mlxpool.common.exit_codes import AGAIN, ALONE, REFUSED, STOPPED
+from mlxpool.common.gpus import GpusUnavailable
 from mlxpool.common.transport.waker import Waker
 
 log = logging.getLogger("mlxpool.worker")
@@ -33,7 +34,10 @@ FINAL_EXIT_CODES = {STOPPED: 0, REFUSED: 1, ALONE: 3}  # of the worker -> ours
 
 
 class RemoteSupervisor:
-    """`run` it; it ends with its worker, or at SIGTERM or SIGINT."""
+    """`run` it; it ends with its worker, or at SIGTERM or SIGINT.
+
+    `run` raises GpusUnavailable where gpu_ids names a GPU that this machine does not show.
+    """
 
     def __init__(
         self, config: PoolConfig, endpoint: str, name: str, model: ModelConfig, dial: DialSettings
@@ -85,7 +89,10 @@ class RemoteSupervisor:
         return None
 
     def _start(self, now: float) -> None:
-        self._supervisor.start(self._slot, self._name, self._model)
+        try:
+            self._supervisor.start(self._slot, self._name, self._model)
+        except GpusUnavailable as error:
+            raise GpusUnavailable(f"cannot start the worker of {self._name!r}: {error}") from None
         self._started_at, self._watch = now, Watch()
 
     def _wait(self, child: Child | None, now: float) -> bool:

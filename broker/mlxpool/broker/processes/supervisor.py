@@ -10,6 +10,7 @@ import secrets
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -17,8 +18,10 @@ from mlxpool.broker.host import os_process
 from mlxpool.broker.processes.blas import preload
 from mlxpool.broker.processes.records import ProcessRecords, file_stem, kill_group
 from mlxpool.broker.workers.exit_causes import WorkerExit, exit_of
+from mlxpool.broker.workers.gpu_places import GpuPlaces
 from mlxpool.broker.workers.liveness import Sample
 from mlxpool.common.config.schema import WORKER_VARIABLE, ModelConfig, PoolConfig, WorkerConfig
+from mlxpool.common.gpus import chosen_gpus, environment_of, visible_gpus
 from mlxpool.common.progress import Block
 
 KILL_INTERVAL = 1.0  # seconds between SIGKILLs to a process that the kernel has not ended yet
@@ -43,6 +46,7 @@ class Child:
     dumped: bool = False  # it was asked for its stacks
     used_token: str = ""  # opened the newest connection; valid until `welcome` has surely arrived
     rank_blocks: tuple[Block, ...] = ()  # of a group: those of the ranks behind the first
+    gpus: tuple[str, ...] = ()  # that it was given, one for each rank
 
     @property
     def pid(self) -> int:
@@ -94,6 +98,7 @@ class Supervisor:
         self.dial = dial
         self.portable = portable or not hasattr(os, "pidfd_open")
         self.children: dict[str, Child] = {}  # by slot
+        self.places = GpuPlaces()  # invariant: one is held for each of `children`
         self.records = ProcessRecords(config.run_dir / "workers")
         self._started: dict[str, int] = {}  # slot -> workers it has had
         self._observe_at = 0.0
@@ -101,16 +106,41 @@ class Supervisor:
     # ---- start ---------------------------------------------------------------------------------
 
     def start(self, slot: str, name: str, model: ModelConfig) -> Child:
-        """Start the worker of a slot. Raises OSError when it or its files cannot be made."""
+        """Start the worker of a slot.
+
+        Raises OSError when it or its files cannot be made, GpusUnavailable when there are no GPUs
+        as its settings ask for.
+        """
         for_child: list[int] = []
+        gpus = chosen_gpus(visible_gpus(os.environ), model.gpu_ids)
+        given: tuple[str, ...] = ()
+        if self.dial is None:
+            given = gpus = self.places.take(slot, gpus, model.devices)
+        elif not model.gpu_ids:  # a worker that dials chooses among all GPUs of its machine
+            gpus = ()
+        for_gpus = environment_of(gpus, os.environ)
         try:
-            return self._start(slot, name, model, for_child)
+            child = self._start(slot, name, model, for_gpus, for_child)
+            child.gpus = given
+            return child
         finally:
+            if self.dial is None and slot not in self.children:
+                self.places.release(slot)
             for descriptor in for_child:
                 os.close(descriptor)
 
-    def _start(self, slot: str, name: str, model: ModelConfig, for_child: list[int]) -> Child:
-        """`for_child` collects the descriptors that only the child needs."""
+    def _start(
+        self,
+        slot: str,
+        name: str,
+        model: ModelConfig,
+        for_gpus: Mapping[str, str],
+        for_child: list[int],
+    ) -> Child:
+        """`for_gpus`: the variable of its environment that says which GPUs it may use, if any.
+
+        `for_child` collects the descriptors that only the child needs.
+        """
         for_child.append(log := self._open_log(slot))
         number = self._started.get(slot, 0)
         dump_path = self._dump_path(slot, number)
@@ -146,7 +176,7 @@ class Supervisor:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=_environment(settings),
+                env={**_environment(settings), **for_gpus},
                 pass_fds=(held_by_child, block_fd, dump, *rank_fds),
                 start_new_session=True,
             )
@@ -291,6 +321,8 @@ class Supervisor:
         child = self.children.pop(slot)
         kill_group(child.process.pid)  # not yet waited for, so the group is still its own
         code = child.process.wait()
+        if self.dial is None:
+            self.places.release(slot)
         os.close(child.exit_descriptor)
         if child.process.stdin is not None:
             child.process.stdin.close()

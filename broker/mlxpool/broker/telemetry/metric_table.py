@@ -169,6 +169,12 @@ def _memory(snapshot: Snapshot) -> Rows:
                 yield (worker.model, worker.slot, kind), memory[kind]
 
 
+def _gpus(snapshot: Snapshot) -> Rows:
+    for worker in snapshot.workers:
+        for gpu in worker.gpus:
+            yield (worker.model, worker.slot, gpu), 1
+
+
 def _kv_usage(snapshot: Snapshot) -> Rows:
     for worker in snapshot.workers:
         memory = worker.memory
@@ -314,6 +320,8 @@ WORKERS = (
            _WORKER, _worker(lambda worker: worker.restarts)),
     Family("mlxpool_worker_load_seconds", GAUGE, "What each phase of its load took",
            ("model", "worker", "phase"), _load_phases),
+    Family("mlxpool_worker_gpu_info", GAUGE, "A GPU that the broker gave a worker; always 1",
+           ("model", "worker", "gpu"), _gpus),
     Family("mlxpool_worker_memory_bytes", GAUGE, "What a worker holds, by its own word",
            ("model", "worker", "kind"), _memory),
     Family("mlxpool_worker_memory_limit_bytes", GAUGE, "What a worker may hold",

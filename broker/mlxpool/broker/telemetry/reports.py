@@ -104,6 +104,7 @@ def worker_row(worker: WorkerSnapshot) -> dict[str, Any]:
         "uptime_s": round(worker.uptime, 3),
         "remote": worker.remote,
         "host": worker.host,
+        "gpus": list(worker.gpus),
         "load_s": None if worker.load_s is None else round(worker.load_s, 3),
         "load_phase": beat.load.now or None,
         "load_phases": beat.load.shown,

@@ -127,6 +127,7 @@ class WorkerSnapshot:
     context: int | None = None
     beat: Beat | None = None  # the last one, or an empty one; None: there is no worker
     ranks: tuple[RankSnapshot, ...] = ()  # of a group on this machine: those behind the first
+    gpus: tuple[str, ...] = ()  # that the broker gave it, one for each rank
 
     @property
     def shown_state(self) -> str:
@@ -326,6 +327,7 @@ def _worker(slot: Slot, now: float) -> WorkerSnapshot:
         context=None if hello is None else hello.context,
         beat=worker.beat,
         ranks=tuple(_rank(watch) for watch in worker.watch.others),
+        gpus=worker.gpus,
     )
 
 

@@ -30,6 +30,7 @@ from mlxpool.broker.telemetry.snapshot import (
 MINUTES = round(MAX_POINTS * POINT_INTERVAL / 60)
 LEVELS = tuple(Level)
 ID_DIGITS = 12  # of a request's id that are shown
+GPU_CHARS = 12  # of a GPU's name that are shown
 MAX_ROWS = 40  # of models and of workers: the page stays small however large the pool is
 FAULTY = ("failed", "broken", "suspect", "condemned")
 INACTIVE = ("cold", "drained", "none")
@@ -207,6 +208,7 @@ def _worker(worker: WorkerSnapshot, recent_restarts: int) -> dict[str, Any]:
     return {
         "slot": worker.slot,
         "model": worker.model,
+        "gpus": [gpu[:GPU_CHARS] for gpu in worker.gpus],
         "state": worker.shown_state,
         "phase": _shown_phase(worker),
         "running": worker.running,

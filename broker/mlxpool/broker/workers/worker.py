@@ -26,6 +26,7 @@ class Worker:
     slot: str
     model: str
     pid: int = 0
+    gpus: tuple[str, ...] = ()  # that the broker gave it, one for each rank
     epoch: int = 0
     state: WorkerState = WorkerState.STARTING
     started_at: float = 0.0

@@ -32,6 +32,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 PS = (
     Column("SLOT", 0, "text"),
     Column("PID", 6),
+    Column("GPU", 5, "text"),  # left out where no worker was given one
     Column("STATE", 0),
     Column("PHASE", 5),
     Column("FOR", 8),
@@ -62,10 +63,15 @@ def ps(options: argparse.Namespace) -> int:
         broker["run_dir"],
         *([f"status page {broker['metrics']}"] if broker.get("metrics") else []),
     )
-    rows = [row for worker in workers for row in (_worker_row(worker), *_rank_rows(worker))]
+    columns = [one for one in PS if one.name != "GPU" or any(w.get("gpus") for w in workers)]
+    rows = [
+        tuple(cells.get(column.name, "-") for column in columns)
+        for worker in workers
+        for cells in (_worker_cells(worker), *_rank_cells(worker))
+    ]
     dumps = [f"{w['slot']}: stacks in {w['last_dump']}" for w in workers if w.get("last_dump")]
     print_table(
-        PS,
+        columns,
         rows,
         above=[
             *joined(parts, width),
@@ -73,7 +79,7 @@ def ps(options: argparse.Namespace) -> int:
             *joined(jobs_line(answer.get("jobs")), width),
         ],
         errors=[f"{m['name']}: {m['error']}" for m in answer["models"] if m.get("error")],
-        notes=[*_last_exits(rows), *dumps],
+        notes=[*_last_exits(columns, rows), *dumps],
     )
     return 0
 
@@ -92,27 +98,28 @@ def _gateway(gateway: Mapping[str, Any] | None) -> Sequence[str]:
     )
 
 
-def _last_exits(rows: Sequence[Cells]) -> list[str]:
+def _last_exits(columns: Sequence[Column], rows: Sequence[Cells]) -> list[str]:
     """Lines with the last exits for which the table has no room."""
-    if "LAST EXIT" not in fitted(PS, rows, width_of(sys.stdout)).left_out:
+    if "LAST EXIT" not in fitted(columns, rows, width_of(sys.stdout)).left_out:
         return []
     return [f"{row[0]}: last exit: {row[-1]}" for row in rows if row[-1] != "-"]
 
 
-def _rank_rows(worker: Mapping[str, Any]) -> list[Cells]:
-    """Rows of the ranks behind the first of a group; what only a whole worker has is left out."""
+def _rank_cells(worker: Mapping[str, Any]) -> list[Mapping[str, str]]:
+    """Cells of the ranks behind the first of a group, by column; without what only a whole worker
+    has.
+    """
+    gpus = dict(enumerate(worker.get("gpus") or ()))
     return [
-        tuple(cells.get(column.name, "-") for column in PS)
+        {
+            "SLOT": f"  rank {rank['rank']}",
+            "PID": str(rank["pid"] or "-"),
+            "GPU": gpus.get(rank["rank"], "-"),
+            "PHASE": rank["phase"],
+            "FOR": duration(rank["progress_age_ms"] / 1000),
+            "RSS": size(rank["rss"]),
+        }
         for rank in worker.get("ranks", ())
-        for cells in (
-            {
-                "SLOT": f"  rank {rank['rank']}",
-                "PID": str(rank["pid"] or "-"),
-                "PHASE": rank["phase"],
-                "FOR": duration(rank["progress_age_ms"] / 1000),
-                "RSS": size(rank["rss"]),
-            },
-        )
     ]
 
 
@@ -122,20 +129,22 @@ def _phase(worker: Mapping[str, Any]) -> str:
     return f"{phase}: {part}" if part and phase == "load" else phase
 
 
-def _worker_row(worker: Mapping[str, Any]) -> Cells:
+def _worker_cells(worker: Mapping[str, Any]) -> Mapping[str, str]:
+    """The cells of a worker's row, by column; that of a group has the GPU of its first rank."""
     memory = worker.get("memory") or {}
-    return (
-        worker["slot"],
-        str(worker.get("pid") or "-"),
-        "suspect" if worker.get("suspect") else worker["state"],
-        _phase(worker),
-        duration(worker.get("phase_age_ms", 0) / 1000),
-        str(worker.get("running", 0)),
-        str(worker.get("waiting", 0)),
-        *(size(memory.get(key)) for key in MEMORY),
-        str(worker.get("restarts", 0)),
-        worker.get("last_exit") or "-",
-    )
+    return {
+        "SLOT": worker["slot"],
+        "PID": str(worker.get("pid") or "-"),
+        "GPU": next(iter(worker.get("gpus") or ()), "-"),
+        "STATE": "suspect" if worker.get("suspect") else worker["state"],
+        "PHASE": _phase(worker),
+        "FOR": duration(worker.get("phase_age_ms", 0) / 1000),
+        "RUN": str(worker.get("running", 0)),
+        "WAIT": str(worker.get("waiting", 0)),
+        **{key.upper(): size(memory.get(key)) for key in MEMORY},
+        "RESTARTS": str(worker.get("restarts", 0)),
+        "LAST EXIT": worker.get("last_exit") or "-",
+    }
 
 
 # ---- models --------------------------------------------------------------------------------------

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+from mlxpool.common.gpus import GPU_ID
 
 
 class ConfigError(ValueError):
@@ -60,6 +62,7 @@ class Unit(Enum):
 
     BYTES = "bytes"  # an integer; also text such as "4GB"
     SECONDS = "seconds"  # a float; also text such as "5m"
+    IDS = "ids"  # a list of strings; also of integers, and a single one of either
     FLAG = "flag"  # a boolean; also the text "true" or "false", which the environment gives
 
 
@@ -130,10 +133,9 @@ def _declaration(hint: Any) -> Declaration:
 
 
 def _convert(setting: Declaration, value: Any, where: str) -> Any:
-    if setting.unit is Unit.SECONDS:
-        return seconds(value, where)
-    if setting.unit is Unit.BYTES:
-        return size(value, where)
+    read = _READERS.get(setting.unit)
+    if read is not None:
+        return read(value, where)
     if setting.unit is Unit.FLAG:
         value = {"true": True, "false": False}.get(value, value)
     if setting.type is int:
@@ -161,6 +163,13 @@ def _int(value: Any, where: str) -> int:
     return value
 
 
+def _ids(value: Any, where: str) -> tuple[str, ...]:
+    items = value if isinstance(value, list | tuple) else [value]
+    if not all(isinstance(one, int | str) and not isinstance(one, bool) for one in items):
+        raise ConfigError(f"{where} must be a list of numbers or strings, got {value!r}")
+    return tuple(map(str, items))
+
+
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 _BYTES = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -183,6 +192,13 @@ def size(value: Any, where: str) -> int:
     if not match or not isinstance(value, str) or match[2].upper() not in _BYTES:
         raise ConfigError(f'{where} must be a size such as "4GB", got {value!r}')
     return int(float(match[1]) * _BYTES[match[2].upper()])
+
+
+_READERS: Mapping[Unit | None, Callable[[Any, str], Any]] = {
+    Unit.SECONDS: seconds,
+    Unit.BYTES: size,
+    Unit.IDS: _ids,
+}
 
 
 def host_port(text: str, where: str = "pool.metrics") -> tuple[str, int]:
@@ -233,6 +249,19 @@ def check_host_port(value: str, where: str) -> None:
     """Raises ConfigError unless the text is empty or HOST:PORT."""
     if value:
         host_port(value, where)
+
+
+def check_gpu_ids(ids: Sequence[str], where: str) -> None:
+    """Raises ConfigError for what names no GPU, and for one that is named twice."""
+    for one in ids:
+        if not GPU_ID.fullmatch(one):
+            raise ConfigError(
+                f"{where} has {one!r:.80}, which is neither a number of a GPU from 0 to 9999 nor a"
+                " name that begins with GPU- or MIG-: write them as CUDA_VISIBLE_DEVICES has them,"
+                ' such as [0, 1] or ["GPU-8f3c…"]'
+            )
+        if ids.count(one) > 1:
+            raise ConfigError(f"{where} has {one!r:.80} {ids.count(one)} times: name a GPU once")
 
 
 def check_folder(path: Path, where: str) -> None:

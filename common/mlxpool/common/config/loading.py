@@ -173,6 +173,12 @@ def _model(name: str, table: Mapping[str, Any]) -> ModelConfig:
         )
     if fault := _prefix_fault(built):
         raise ConfigError(f"{where}.prefix_disk {fault}")
+    if 0 < len(built.gpu_ids) < built.devices:
+        raise ConfigError(
+            f"{where}.gpu_ids names {len(built.gpu_ids)} GPUs ({', '.join(built.gpu_ids)}), but"
+            f" devices is {built.devices}, and each of them is a GPU of its own: name at least"
+            f" {built.devices}, or set devices to at most {len(built.gpu_ids)}"
+        )
     if fault := _draft_fault(built):
         raise ConfigError(f"{where}.{fault}")
     if not built.pin:

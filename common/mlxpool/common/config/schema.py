@@ -12,13 +12,21 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from mlxpool.common.config.bounds import OneOf, Unit, Within, check_folder, check_host_port
+from mlxpool.common.config.bounds import (
+    OneOf,
+    Unit,
+    Within,
+    check_folder,
+    check_gpu_ids,
+    check_host_port,
+)
 from mlxpool.common.paths import default_prefix_dir, default_run_dir
 from mlxpool.common.transport.keys import PEERS
 
 Bytes = Annotated[int, Unit.BYTES]
 Seconds = Annotated[float, Unit.SECONDS]
 Flag = Annotated[bool, Unit.FLAG]
+GpuIds = Annotated[tuple[str, ...], Unit.IDS]
 
 MAX_COUNT = 2**31 - 1
 FAULTS = (  # that the `counting` model can inject
@@ -111,6 +119,9 @@ class ModelConfig:
     # That a worker takes of its machine, for `mlxpool ray`; -1: one a device where the cluster has
     # any.
     gpus: Annotated[int, Within(-1, 64)] = -1
+    # The GPUs of this machine that its workers may have, by number or name, as
+    # CUDA_VISIBLE_DEVICES has them; (): all that the pool may use.
+    gpu_ids: Annotated[GpuIds, check_gpu_ids] = ()
     # How a worker is chosen among them. cache_aware: by the time that a request costs there, what
     # its prefix cache saves included. least_loaded: the one with most free sequences.
     routing: Annotated[str, OneOf(ROUTINGS)] = CACHE_AWARE
@@ -161,7 +172,11 @@ class ModelConfig:
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> ModelConfig:
         """Undo `asdict`."""
-        inner = {"counting": Counting(**table["counting"]), "scaling": Scaling(**table["scaling"])}
+        inner = {
+            "counting": Counting(**table["counting"]),
+            "scaling": Scaling(**table["scaling"]),
+            "gpu_ids": tuple(table["gpu_ids"]),
+        }
         return cls(**{**table, **inner})
 
 

@@ -11,7 +11,7 @@ import logging
 import os
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 from mlxpool.common import logs
 from mlxpool.common.config.schema import ModelConfig
 from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.common.gpus import GpusUnavailable, check_enough, chosen_gpus, visible_gpus
 from mlxpool.worker.caches.stored import INT8
 from mlxpool.worker.compute.model_source import (
     A_MODEL_OF_TEXTS,
@@ -79,6 +80,23 @@ def check(
 
     `memory_limit` is the pool's, in bytes; 0: the usual share of the machine's memory.
     """
+    report = _check(name, config, machine=machine, memory_limit=memory_limit)
+    if machine and (why := gpu_problem(config, visible_gpus(os.environ))):
+        found = report.setdefault("machine", {"fits": True, "why": []})
+        found.update(fits=False, why=[*found["why"], why])
+    return report
+
+
+def gpu_problem(config: ModelConfig, visible: Sequence[str]) -> str:
+    """Why a worker cannot have the GPUs that it needs of those `visible`; "" if it can."""
+    try:
+        check_enough(chosen_gpus(visible, config.gpu_ids), config.devices)
+    except GpusUnavailable as error:
+        return str(error)
+    return ""
+
+
+def _check(name: str, config: ModelConfig, *, machine: bool, memory_limit: int) -> dict[str, Any]:
     report: dict[str, Any] = {"name": name, "path": config.path, "problems": [], "notes": []}
     report["model"] = None
     problems = Problems()

@@ -21,12 +21,12 @@ from typing import NoReturn
 
 from mlxpool.common.config.schema import WORKER_VARIABLE, WorkerConfig
 from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.common.gpus import VISIBLE, GpusUnavailable, check_enough, visible_gpus
 from mlxpool.common.progress import Block
 from mlxpool.common.transport import listening
 from mlxpool.worker.groups.links import LOOPBACK, GroupLinks, Meeting
 from mlxpool.worker.groups.messages import Begin
 from mlxpool.worker.groups.pipes import Orders
-from mlxpool.worker.system import gpus
 
 log = logging.getLogger("mlxpool.worker")
 
@@ -146,25 +146,25 @@ def start_ranks(config: WorkerConfig, block: Block) -> GroupLinks:
 
 
 def _environments(config: WorkerConfig) -> list[dict[str, str]]:
-    """The environment of each rank; with GPUs each of them sees its own."""
+    """The environment of each rank; with GPUs each of them sees one, in the order of ranks.
+
+    A worker that its broker started sees the GPUs that this gave it, one that dials all of its
+    machine, or those that gpu_ids names. Raises ModelLoadFailed.
+    """
     ranks = config.model.devices
     if sys.platform != "linux":
         raise ModelLoadFailed(
             f"model {config.name!r} has devices = {ranks}, which is built for Linux alone: other"
             " systems have one device; leave devices out"
         )
-    found = gpus.visible_gpus(os.environ)
+    found = visible_gpus(os.environ)
     if not found:
         return [dict(os.environ) for _ in range(ranks)]
-    replica = 0 if config.dials else gpus.replica_of(config.slot)
     try:
-        names = gpus.gpus_of_group(found, replica, ranks)
-    except ValueError as error:
-        raise ModelLoadFailed(
-            f"model {config.name!r} has devices = {ranks}: {error}; set fewer devices or replicas,"
-            f" or {gpus.VISIBLE}"
-        ) from error
-    return [{**os.environ, gpus.VISIBLE: name} for name in names]
+        check_enough(found, ranks)
+    except GpusUnavailable as error:
+        raise ModelLoadFailed(f"model {config.name!r} cannot be divided: {error}") from error
+    return [{**os.environ, VISIBLE: name} for name in found[:ranks]]
 
 
 def keep_ports(count: int, kept: ExitStack) -> list[int]:

@@ -90,7 +90,7 @@ const MODELS = new Table("models", "name", [
   ["Errors", "number", number((row) => row.failed, (row) => row.failed_level)],
 ]);
 const WORKERS = new Table("workers", "slot", [
-  ["Worker", "name", text((row) => row.slot)],
+  ["Worker", "name", text((row) => row.slot + (row.gpus.length ? ` on GPU ${row.gpus.join(", ")}` : ""))],
   ["State", "mood", stateOf],
   ["Phase", "", text(phaseOf)],
   ["Running", "number", number((row) => row.running)],

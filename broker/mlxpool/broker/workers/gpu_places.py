@@ -1,0 +1,99 @@
+"""Which GPUs the workers of this broker have. Pure.
+
+A worker takes its GPUs before its process starts, and releases them after that was collected: until
+then it may hold their memory.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from mlxpool.common.gpus import check_enough
+
+
+class PlaceState(Enum):
+    """The state of a slot's place, which are the GPUs of its worker."""
+
+    UNPLACED = "unplaced"  # it has had no worker
+    HELD = "held"  # its worker has these GPUs
+    LEFT = "left"  # its last worker had these GPUs, and the next one has them again if it can
+
+
+_UNPLACED, _HELD, _LEFT = PlaceState.UNPLACED, PlaceState.HELD, PlaceState.LEFT
+
+TRANSITIONS: dict[PlaceState, dict[str, PlaceState]] = {
+    _UNPLACED: {"take": _HELD},
+    _HELD: {"release": _LEFT},
+    _LEFT: {"take": _HELD},
+}
+
+
+@dataclass(eq=False, slots=True)
+class Place:
+    """The GPUs of a slot, one for each rank, in the order of ranks."""
+
+    slot: str
+    state: PlaceState = PlaceState.UNPLACED
+    gpus: tuple[str, ...] = ()
+
+    def move(self, event: str) -> None:
+        """Change state. Raises ValueError, and changes nothing, for an illegal event."""
+        following = TRANSITIONS[self.state].get(event)
+        if following is None:
+            raise ValueError(f"the place of {self.slot} is {self.state.value}: no {event!r} there")
+        self.state = following
+
+
+class GpuPlaces:
+    """The places of all slots.
+
+    Invariant: while one of the GPUs that a worker may have has no worker, it gets none that has
+    one; the ranks of a group have different GPUs.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[str, Place] = {}
+
+    def take(self, slot: str, gpus: Sequence[str], count: int) -> tuple[str, ...]:
+        """Give the worker of a slot `count` of `gpus`, which it may have; none of none.
+
+        Raises GpusUnavailable where they are fewer, and ValueError if the slot holds a place.
+        """
+        check_enough(gpus, count)
+        place = self._places.get(slot) or Place(slot)
+        place.move("take")
+        place.gpus = choose(gpus, self._workers_by_gpu(place), place.gpus, count)
+        self._places[slot] = place
+        return place.gpus
+
+    def release(self, slot: str) -> None:
+        """The worker of a slot has ended. Raises ValueError if it holds no place."""
+        (self._places.get(slot) or Place(slot)).move("release")
+
+    def held(self) -> Mapping[str, tuple[str, ...]]:
+        """The GPUs of the slots that hold a place."""
+        return {place.slot: place.gpus for place in self._places.values() if place.state is _HELD}
+
+    def _workers_by_gpu(self, asking: Place) -> Counter[str]:
+        """How many other workers, or ranks of groups, each GPU has."""
+        held = (gpus for slot, gpus in self.held().items() if slot != asking.slot)
+        return Counter(gpu for gpus in held for gpu in gpus)
+
+
+def choose(
+    gpus: Sequence[str], workers: Mapping[str, int], before: Collection[str], count: int
+) -> tuple[str, ...]:
+    """The `count` GPUs of `gpus` that have the fewest workers, in the order of `gpus`.
+
+    Of those with equally many, the ones that the slot had `before` come first, then the order of
+    `gpus` decides.
+    """
+
+    def rank(index: int) -> tuple[int, bool, int]:
+        gpu = gpus[index]
+        return workers.get(gpu, 0), gpu not in before, index
+
+    return tuple(gpus[index] for index in sorted(sorted(range(len(gpus)), key=rank)[:count]))
