@@ -85,7 +85,7 @@ def test_tables_fit_the_terminal(
 def test_a_pipe_gets_every_column(pool: Pool) -> None:
     assert pool.cli("ps").stdout.splitlines()[1].split() == [
         "SLOT", "PID", "STATE", "PHASE", "FOR", "RUN", "WAIT", "WEIGHTS", "KV", "PREFIX", "COMPUTE",
-        "TOTAL", "RSS", "RESTARTS", "LAST", "EXIT",
+        "TOTAL", "RSS", "DRAFTS", "RESTARTS", "LAST", "EXIT",
     ]  # fmt: skip
 
 

@@ -72,3 +72,8 @@ def jobs_line(jobs: Mapping[str, Any] | None) -> Sequence[str]:
     parts += [f"{refused} refused"] if refused else []
     store = [] if jobs["store"] == "ok" else [f"store {jobs['store']}"]
     return (f"jobs {parts[0]}", *parts[1:], f"{size(jobs['bytes'])} kept", *store)
+
+
+def share(value: float | None) -> str:
+    """A share of 0 to 1 in percent; "-" for None."""
+    return "-" if value is None else f"{value:.0%}"

@@ -9,7 +9,12 @@ from collections.abc import Iterator
 import pytest
 
 from mlxpool.broker.edge import full_collections
-from mlxpool.broker.edge.full_collections import INTERVAL, FullCollections
+from mlxpool.broker.edge.full_collections import (
+    GROWTH_INTERVAL,
+    INTERVAL,
+    LOOK_INTERVAL,
+    FullCollections,
+)
 
 
 @pytest.fixture
@@ -40,7 +45,7 @@ def old_cycle() -> weakref.ref[Cyclic]:
 @pytest.mark.usefixtures("collector")
 def test_cycles_are_freed_when_no_stream_is_live() -> None:
     live = [1]
-    collections = FullCollections(lambda: bool(live))
+    collections = FullCollections(lambda: bool(live), lambda: 0)
     collections.start(100.0)
     cycle = old_cycle()
     collections.on_turn(100.0 + 2 * INTERVAL)
@@ -54,7 +59,7 @@ def test_cycles_are_freed_when_no_stream_is_live() -> None:
 def test_an_idle_pool_collects_no_more_often_than_the_interval(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    collections = FullCollections(lambda: False)
+    collections = FullCollections(lambda: False, lambda: 0)
     collections.start(100.0)
     made: list[float] = []
     monkeypatch.setattr(gc, "collect", lambda: made.append(now))
@@ -69,7 +74,7 @@ def test_an_idle_pool_collects_no_more_often_than_the_interval(
 def test_memory_is_bounded_though_streams_are_always_live(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cycles that grow old while the pool is busy are found by Python itself, only later."""
     monkeypatch.setattr(full_collections, "MIDDLE_COLLECTIONS", 3)
-    collections = FullCollections(lambda: True)
+    collections = FullCollections(lambda: True, lambda: 0)
     collections.start(100.0)
     young, middle, full = gc.get_threshold()
     cycles = [old_cycle()]
@@ -86,6 +91,56 @@ def test_memory_is_bounded_though_streams_are_always_live(monkeypatch: pytest.Mo
 @pytest.mark.usefixtures("collector")
 def test_what_is_there_at_the_start_is_not_looked_at_again() -> None:
     kept = Cyclic()
-    FullCollections(lambda: False).start(100.0)
+    FullCollections(lambda: False, lambda: 0).start(100.0)
     assert gc.get_freeze_count() > 0
     assert not any(one is kept for one in gc.get_objects())
+
+
+@pytest.mark.usefixtures("collector")
+def test_a_process_that_grows_though_streams_are_live_is_collected() -> None:
+    """A few cycles may hold large buffers: Python counts containers only."""
+    memory = 200 * 2**20
+    collections = FullCollections(lambda: True, lambda: memory)
+    collections.start(100.0)
+    cycle = old_cycle()
+    memory += 99 * 2**20
+    collections.on_turn(100.0 + GROWTH_INTERVAL)
+    assert cycle() is not None, "a stream would wait for it"
+    memory += 2 * 2**20
+    collections.on_turn(100.0 + GROWTH_INTERVAL + LOOK_INTERVAL / 2)
+    assert cycle() is not None, "the memory is looked at once a second"
+    collections.on_turn(100.0 + GROWTH_INTERVAL + LOOK_INTERVAL)
+    assert cycle() is None
+
+
+@pytest.mark.usefixtures("collector")
+def test_a_process_that_needs_more_and_more_has_few_full_collections(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it grows by is needed, so that a collection frees nothing."""
+    memory, made = 40 * 2**20, list[int]()
+    collections = FullCollections(lambda: True, lambda: memory)
+    collections.start(100.0)
+    monkeypatch.setattr(gc, "collect", lambda: made.append(memory >> 20))
+    for second in range(1000):  # to 10 times as much
+        memory += 2**20
+        collections.on_turn(101.0 + second)
+    assert made == [105, 170, 256, 385, 578, 868]
+    for second in range(1000):
+        collections.on_turn(2000.0 + second / 10)
+    assert len(made) == 6
+
+
+@pytest.mark.usefixtures("collector")
+def test_growth_alone_makes_no_collection_within_ten_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory, made = 40 * 2**20, list[float]()
+    collections = FullCollections(lambda: True, lambda: memory)
+    collections.start(100.0)
+    now: float = 100.0
+    monkeypatch.setattr(gc, "collect", lambda: made.append(now))
+    for step in range(1, 40):
+        now, memory = 100.0 + step, 2 * memory
+        collections.on_turn(now)
+    assert made == [110.0, 120.0, 130.0]

@@ -456,52 +456,6 @@ def test_a_charge_and_the_stacks_of_a_lost_worker_are_stored_at_once() -> None:
     assert len(causes) == 3 and causes[-1] == dead.cause
 
 
-def charged_in_the_next_broker(sequences: int) -> tuple[JobStory, JobView]:
-    """A broker that has restarted with a job "a" that is charged with the end of a worker."""
-    story = JobStory()
-    worker, job = started(story, sequences=sequences)
-    worker.die("killed by SIGSEGV", own=True)
-    story.settle()
-    return story.restart(), job
-
-
-def test_a_charged_job_runs_alone_in_the_next_broker_as_well() -> None:
-    """Its next end of a worker is its own, and others lose nothing by it."""
-    story, job = charged_in_the_next_broker(sequences=3)
-    for key in ("b", "c"):
-        story.submit(key)
-    story.settle()
-    worker = story.ready_worker(sequences=3)
-    story.pass_time(0.5)
-    assert list(worker.runs) == [job.id]
-    worker.die("killed by SIGSEGV", own=True)
-    story.settle()
-    assert "ended two workers" in story.assert_state("a", JobState.DEAD).cause
-    others = [story.assert_state(key, JobState.WAITING) for key in ("b", "c")]
-    assert [other.charge for other in others] == [0.0, 0.0]
-    story.pass_time(10.0)
-    worker = story.ready_worker(sequences=3)
-    story.pass_time(0.5)
-    assert set(worker.runs) == {other.id for other in others}
-
-
-def test_a_charged_job_gets_a_worker_that_others_keep_busy() -> None:
-    """It waits until the worker has ended what it runs, which gets nothing new meanwhile."""
-    story, job = charged_in_the_next_broker(sequences=3)
-    worker = story.ready_worker(sequences=3)
-    first = story.generate()
-    assert list(worker.runs) == [first]
-    story.pass_time(0.5)
-    second = story.generate()
-    assert list(worker.runs) == [first], "nothing new while the charged one waits"
-    worker.end(first)
-    worker.credit()
-    assert list(worker.runs) == [job.id]
-    worker.end(job.id)
-    worker.credit()
-    assert list(worker.runs) == [second]
-
-
 def test_a_commanded_end_of_a_worker_is_no_failure_of_its_jobs() -> None:
     story = JobStory()
     worker, job = started(story)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxpool.broker.requests.fair_queue import MAX_COST, OPEN_ENDED_TOKENS, Queue, cost
-from mlxpool.broker.requests.request import Request
+from mlxpool.broker.requests.request import IDLE_RANK, RANKS, Request, rank_of
 from support.core_requests import new_request
 
 
@@ -190,3 +190,24 @@ def test_none_of_many_is_looked_for_among_the_others() -> None:
             remove(waiting.pop(4))
     assert [queue.position(each) for each in resumed] == list(range(7))
     assert [each.arrival for each in queue.in_turn()] == [each.arrival for each in fresh]
+
+
+def test_only_requests_of_a_higher_rank_outrank() -> None:
+    idle, job, stream = (
+        rank_of(0, kept=True, idle=True),
+        rank_of(0, kept=True, idle=False),
+        rank_of(0, kept=False, idle=False),
+    )
+    highest = rank_of(2, kept=False, idle=False)
+    assert IDLE_RANK == idle < job < stream < rank_of(1, kept=True, idle=False)
+    assert highest == RANKS - 1
+    mine, other = request(1), request(2, "b")
+    mine.rank, other.rank = job, job
+    queue = filled(mine, other)
+    assert not queue.outranks(mine), "as high is not higher"
+    queue.drop(other)
+    other.rank = stream
+    queue.add_resumed(other)
+    assert queue.outranks(mine) and not queue.outranks(other)
+    queue.take(other)
+    assert not queue.outranks(mine) and queue.ranked[job] == 1

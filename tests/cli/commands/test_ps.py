@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import Any
 
 import pytest
 
+from mlxpool.cli import style
 from mlxpool.cli.commands import reports
 
 BROKER = {"pid": 7, "state": "serving", "uptime_s": 61.0, "run_dir": "/run/x"}
@@ -65,3 +67,36 @@ def test_where_no_worker_was_given_a_gpu_there_is_no_such_column(
 ) -> None:
     head, *_ = shown(monkeypatch, capsys, {**GROUP, "gpus": []})
     assert head[:3] == ["SLOT", "PID", "STATE"]
+
+
+@pytest.mark.parametrize(("acceptance", "cell"), [(0.517, "52%"), (0.0, "0%"), (None, "-")])
+def test_the_share_of_right_drafts_has_a_column(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    acceptance: float | None,
+    cell: str,
+) -> None:
+    answer = {"broker": BROKER, "workers": [{**GROUP, "ranks": [], "acceptance": acceptance}]}
+    monkeypatch.setattr(reports, "ask", lambda target, what: {**answer, "models": []})
+    monkeypatch.setenv("COLUMNS", "200")
+    assert reports.ps(argparse.Namespace(json=False, admin_target=None)) == 0
+    head, row = capsys.readouterr().out.splitlines()[-2:]
+    cells = (re.split(" {2,}", line) for line in (head, row))
+    assert dict(zip(*cells, strict=True))["DRAFTS"] == cell
+
+
+def test_80_columns_keep_what_matters_more_than_drafts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    memory = dict.fromkeys(reports.MEMORY, 12 * 10**9)
+    worker = {**GROUP, "ranks": [], "memory": memory, "acceptance": 0.5, "phase_age_ms": 1200}
+    monkeypatch.setattr(
+        reports, "ask", lambda target, what: {"broker": BROKER, "workers": [worker], "models": []}
+    )
+    monkeypatch.setattr(reports, "width_of", lambda stream: 80)
+    monkeypatch.setattr(style, "width_of", lambda stream: 80)
+    assert reports.ps(argparse.Namespace(json=False, admin_target=None)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    head = next(line for line in lines if line.startswith("SLOT"))
+    assert {"STATE", "RUN", "WAIT", "TOTAL", "RESTARTS"} <= set(head.split())
+    assert max(map(len, lines)) <= 80

@@ -105,7 +105,7 @@ def test_a_slot_without_a_worker_and_a_model_without_slots() -> None:
         Row("n", state="cold", waiting=1),
     ]
     assert cells(shown[0])[0] == "m/0"
-    assert cells(shown[1]) == ("n", "cold", "0", "1", "-", "-", "-", "-", "0", "-")
+    assert cells(shown[1]) == ("n", "cold", "0", "1", "-", "-", "-", "-", "-", "0", "-")
 
 
 def test_two_replicas_have_the_queue_of_their_model() -> None:
@@ -121,10 +121,29 @@ def test_cells() -> None:
     assert (line["KV%"], line["MEM"], line["RUN"], line["UP"]) == ("25", "5.0 MB", "2", "3.0 s")
 
 
+def drafting(at: float, drafted: int, accepted: int, pid: int = 5) -> dict[str, Any]:
+    counts = {"checks": 1, "drafted": drafted, "accepted": accepted}
+    return snapshot(at, [worker(pid=pid, speculation=counts)], [model()])
+
+
+def test_the_acceptance_of_drafts_is_that_of_the_last_minute() -> None:
+    def shown(*history: dict[str, Any]) -> str:
+        names = [column.name for column in COLUMNS]
+        return dict(zip(names, cells(rows(history)[0]), strict=True))["DRAFTS"]
+
+    begin, later = drafting(1.0, 100, 90), drafting(2.0, 300, 140)
+    assert shown(begin) == "90%"
+    assert shown(begin, later) == "25%"
+    assert shown(begin, drafting(2.0, 100, 90)) == "-", "none were checked meanwhile"
+    assert shown(begin, drafting(2.0, 8, 1, pid=6)) == "12%", "another worker counts from 0"
+    assert shown(snapshot(1.0, [worker(speculation={})], [model()])) == "-"
+    assert rows([later])[0].as_json()["acceptance"] == pytest.approx(140 / 300)
+
+
 @pytest.mark.parametrize("order", SORT_ORDERS, ids=lambda order: order.name)
 def test_every_column_sorts(order: top_view.SortOrder) -> None:
-    low = Row("a", "a/0", "loading", 0, 0, 1.0, 0.1, 0.1, 1, 0, 1.0)
-    high = Row("b", "b/0", "ready", 9, 9, 9.0, 9.0, 0.9, 9, 9, 9.0)
+    low = Row("a", "a/0", "loading", 0, 0, 1.0, 0.1, 0.1, 1, 0.1, 0, 1.0)
+    high = Row("b", "b/0", "ready", 9, 9, 9.0, 9.0, 0.9, 9, 0.9, 9, 9.0)
     nothing = Row("c", "c/0", "starting")
     wanted = [high, low, nothing] if order.descending else [low, high, nothing]
     assert ordered([nothing, low, high], order) == wanted

@@ -17,7 +17,7 @@ from mlxpool.broker.models.model import Model
 from mlxpool.broker.requests import blame
 from mlxpool.broker.requests.fair_queue import prompt_tokens
 from mlxpool.broker.requests.quotas import milliseconds
-from mlxpool.broker.requests.request import Reader, Request, Run, Tombstone
+from mlxpool.broker.requests.request import Reader, Request, Run, Tombstone, rank_of
 from mlxpool.broker.requests.request_states import RequestState
 from mlxpool.common.errors import BadRequest, DuplicateId, OverQuota, PoolError, QueueFull
 from mlxpool.common.protocol import to_client
@@ -63,7 +63,8 @@ class Admission:
                 raise event.message
             if live is None:
                 run = Run(_seed(event.message, event.entropy))
-                self._accept(event, event.message, run, now)
+                rank = rank_of(event.message.priority, kept=False, idle=False)
+                self._accept(event, event.message, run, rank, now)
             else:
                 self._take_over(live, event, event.message, now)
         except PoolError as error:
@@ -137,11 +138,14 @@ class Admission:
         bound = blame.batch_bound(event.charge)
         run = Run(event.seed, charge=event.charge, batch_bound=bound)
         about = (event.owner, event.id, event.attempt, event.digest, message, event.seed)
-        self._accept(ev.ClientGenerate(JOBS_LINK, *about), message, run, now)
+        rank = rank_of(message.priority, kept=True, idle=event.idle)
+        self._accept(ev.ClientGenerate(JOBS_LINK, *about), message, run, rank, now)
 
     # ---- first sendings ----------------------------------------------------------------------
 
-    def _accept(self, event: ev.ClientGenerate, message: Generate, run: Run, now: float) -> None:
+    def _accept(
+        self, event: ev.ClientGenerate, message: Generate, run: Run, rank: int, now: float
+    ) -> None:
         """Accept a request that is not live. Raises PoolError if it is refused."""
         state = self._state
         model = state.registry.model(message.model)
@@ -155,7 +159,7 @@ class Admission:
         self._ended.check_quarantine(event.digest)
         state.registry.check_available(model, now, message.model)
         state.last_arrival += 1
-        request = self._new_request(event, message, model.name, run, now)
+        request = self._new_request(event, message, model.name, run, rank, now)
         state.counters.accept(request)
         state.owned[request.owner] += 1
         state.tombstones.pop(request.id, None)
@@ -167,7 +171,13 @@ class Admission:
         self._queued(request, now)
 
     def _new_request(
-        self, event: ev.ClientGenerate, message: Generate, model: str, run: Run, now: float
+        self,
+        event: ev.ClientGenerate,
+        message: Generate,
+        model: str,
+        run: Run,
+        rank: int,
+        now: float,
     ) -> Request:
         _set_ids(run, message)
         return Request(
@@ -182,6 +192,7 @@ class Admission:
             deadline=self._deadline(message, now),
             queue_deadline=now + _seconds(message.queue_ms),
             first_token_deadline=now + _seconds(message.first_token_ms),
+            rank=rank,
             arrival=self._state.last_arrival,
         )
 
@@ -312,7 +323,7 @@ def _check_queue(state: State, model: Model, message: Generate) -> None:
     factor, queue = _bound_factor(message), model.queue
     limit, most = factor * state.config.queue_limit, factor * state.config.queue_bytes
     # Those for which a worker has room now will not wait.
-    room = 0 if queue else max((worker.credit() for worker in model.workers), default=0)
+    room = 0 if queue else max((worker.room() for worker in model.workers), default=0)
     places = max(1, _places(message) - room)
     if len(queue) + places > limit or queue.bytes + places * message.size > most:
         more = f"; {places} more do not fit" if places > 1 else ""

@@ -10,9 +10,10 @@ from itertools import takewhile
 from mlxpool.broker.core.bulk_endings import BulkEndings
 from mlxpool.broker.core.delivery import Delivery
 from mlxpool.broker.core.outbox import Outbox
-from mlxpool.broker.core.state import PoolPhase, State
+from mlxpool.broker.core.state import JOBS_LINK, PoolPhase, State
 from mlxpool.broker.core.worker_pool import WorkerPool
 from mlxpool.broker.models.model import Model
+from mlxpool.broker.requests import blame
 from mlxpool.broker.requests.call import Call
 from mlxpool.broker.requests.request import Request
 from mlxpool.broker.requests.request_states import RequestState
@@ -49,18 +50,28 @@ class Dispatcher:
         self._bulk = bulk
 
     def dispatch(self, model: Model, now: float) -> None:
-        """Assign the model's waiting requests: first the resumed ones, then the fresh ones."""
+        """Assign the model's waiting requests: first the resumed ones, then the fresh ones.
+
+        Charged jobs that let others go first get what these leave.
+        """
         if self._state.phase is PoolPhase.CLOSING:
             return  # all of them are about to end
         workers = model.workers
         resumed = model.queue.resumed
         waiting = list(resumed) if resumed and any(w.credit() for w in workers) else []
+        last: list[Request] = []
         for request in waiting:
             if not any(worker.credit() for worker in workers):
                 break
-            workers = self._assign_resumed(request, workers, now)
+            if _gives_way(request, model, now):
+                last.append(request)
+            else:
+                workers = self._assign_resumed(request, workers, now)
         while (pair := self._choose_fresh(model, workers)) is not None:
             self._assign(*pair, now)
+        for request in last:
+            if (pair := _choose(model, [request], workers)) is not None:
+                self._assign(*pair, now)
         self._fail_incompatible(model, now)
         self._pool.update_idle_timer(model, now)
 
@@ -139,6 +150,20 @@ class Dispatcher:
         self._delivery.set_timer(request)
         left_ms = max(0, math.ceil((request.deadline - now) * 1000))
         self._outbox.tell(worker, work_of(request, left_ms), request.id, run.number)
+
+
+def _gives_way(request: Request, model: Model, now: float) -> bool:
+    """Whether a charged job lets requests of a higher rank have all workers, for now.
+
+    It needs a worker for itself and few others, so it would hold up all that the worker has room
+    for. When it has waited for long enough, a worker is reserved for it as for a charged stream.
+    """
+    return (
+        request.run.batch_bound > 0
+        and request.reader.link == JOBS_LINK
+        and now < request.waiting_since + blame.max_wait(request.rank)
+        and model.queue.outranks(request)
+    )
 
 
 def _ready(model: Model) -> list[Worker]:

@@ -52,6 +52,7 @@ class StartJob(Event):
     `message` has the ids that the store holds, the deadline and the window, or is a call. `charge`
     is the job's share in the ends of workers, see blame. `alone`: it may have ended the broker, so
     the manager starts no other job of the model meanwhile; a call is computed without others.
+    `idle`: its priority is that of idle jobs.
     """
 
     id: bytes
@@ -62,6 +63,7 @@ class StartJob(Event):
     seed: int
     charge: float = 0.0
     alone: bool = False
+    idle: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from mlxpool.broker.edge.reload_target import ReloadTarget
 from mlxpool.broker.edge.reporting import Reporter
 from mlxpool.broker.edge.worker_ingress import WorkerIngress
 from mlxpool.broker.edge.worker_processes import WorkerProcesses
-from mlxpool.broker.host.os_process import memory_limit_bytes
+from mlxpool.broker.host.os_process import memory_limit_bytes, resident_bytes
 from mlxpool.broker.jobs import events as job_events
 from mlxpool.broker.processes.gateway_process import GatewayProcess
 from mlxpool.broker.processes.remote_workers import RemoteWorkers
@@ -84,7 +84,8 @@ class Broker:
         self.perform = self.executor.perform
         self.lag = LoopLag()
         self.collections = FullCollections(
-            lambda: bool(self.state.requests or self.state.calls or self.core.ends_more)
+            lambda: bool(self.state.requests or self.state.calls or self.core.ends_more),
+            partial(resident_bytes, os.getpid()),
         )
         self.loop = Loop(self.lag, lambda late, now: self.perform(ev.Late(late), now))
         self.gateway = self._make_gateway()

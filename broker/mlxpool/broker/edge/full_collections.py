@@ -3,26 +3,46 @@
 A full collection looks at each container of the process: with thousands of live streams the loop
 stands still for tens of milliseconds. Reference counts free a stream that ends. Only cycles wait
 for a collection, and those of young objects, which stay as they are, find nearly all of them.
+
+Python counts containers and not what they hold, so a few cycles with large buffers would take
+memory without bound. So a process that has grown much since its last full collection has one
+although streams are live.
 """
 
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable
+
+from mlxpool.broker.host.os_process import trim_heap
 
 INTERVAL = 60.0  # seconds between two full collections at least
 # Collections of the middle generation before a full one that comes by itself; Python's own is 10.
 # With the thresholds 700 and 10 of the younger generations, Python looks at all containers when
-# 350,000 are new: the bound of what cycles hold in a broker that always has live streams.
+# 350,000 are new: the bound of the number of cycles in a broker that always has live streams.
 MIDDLE_COLLECTIONS = 50
+# The bound of their bytes. A process that grows by what it needs has few such collections: each
+# next one comes at 1.5 times as much.
+MAX_GROWTH = 0.5  # of the memory behind the last full collection
+MIN_GROWTH = 64 * 1024 * 1024  # bytes that it may grow in any case
+LOOK_INTERVAL = 1.0  # seconds between two looks at the memory
+GROWTH_INTERVAL = 10.0  # seconds between two full collections for growth at least
 
 
 class FullCollections:
-    """Used by the broker's thread. `busy` says whether a stream or a call is live."""
+    """Used by the broker's thread."""
 
-    def __init__(self, busy: Callable[[], bool]) -> None:
+    def __init__(self, busy: Callable[[], bool], resident: Callable[[], int]) -> None:
+        """`busy` says whether a stream or a call is live.
+
+        `resident` returns the bytes of memory of this process; 0: unknown.
+        """
         self._busy = busy
+        self._resident = resident
         self._next_at = 0.0
+        self._look_at = math.inf
+        self._max_bytes = math.inf  # from here on a full collection is due though streams are live
 
     def start(self, now: float) -> None:
         """Set the thresholds, once the broker is set up.
@@ -31,15 +51,27 @@ class FullCollections:
         """
         young, middle, _ = gc.get_threshold()
         gc.set_threshold(young, middle, MIDDLE_COLLECTIONS)
-        gc.collect()
+        self._collect(now)
         gc.freeze()
-        self._next_at = now + INTERVAL
 
     def on_turn(self, now: float) -> None:
-        """Run a full collection if it is due and no stream is live.
+        """Run a full collection if it is due and no stream is live, or if the process has grown.
 
-        The loop calls this in turns that it has anyway: an idle broker is not woken for it.
+        The loop calls this at the end of turns that it has anyway: an idle broker is not woken for
+        it.
         """
-        if now >= self._next_at and not self._busy():
-            gc.collect()
-            self._next_at = now + INTERVAL
+        if (now >= self._next_at and not self._busy()) or self._has_grown(now):
+            self._collect(now)
+
+    def _has_grown(self, now: float) -> bool:
+        if now < self._look_at:
+            return False
+        self._look_at = now + LOOK_INTERVAL
+        return self._resident() > self._max_bytes
+
+    def _collect(self, now: float) -> None:
+        gc.collect()
+        trim_heap()  # else what is free counts as needed, and each bound is above the one before
+        self._next_at, self._look_at = now + INTERVAL, now + GROWTH_INTERVAL
+        left = self._resident()
+        self._max_bytes = left + max(MIN_GROWTH, MAX_GROWTH * left)

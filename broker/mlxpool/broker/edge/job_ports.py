@@ -67,7 +67,11 @@ class CoreView:
         if self._state.registry.answers_calls(model):
             serving = [worker for worker in known.workers if worker.serves]
             return sum(CALL_PLACES - len(worker.calls) for worker in serving) - len(known.calls)
-        return sum(worker.credit() for worker in known.workers) - len(known.queue)
+        return sum(worker.room() for worker in known.workers) - len(known.queue)
+
+    def is_outranked(self, id: bytes) -> bool:
+        request = self._state.requests.get(id)
+        return request is not None and self._state.model_of(request).queue.outranks(request)
 
     def loads_freely(self, model: str) -> bool:
         registry = self._state.registry

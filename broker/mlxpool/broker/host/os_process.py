@@ -6,6 +6,8 @@ it returns the value for `unknown`.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import sys
 from pathlib import Path
@@ -46,6 +48,13 @@ def resident_bytes(pid: int) -> int:
         return int(psutil.Process(pid).memory_info().rss)
     except psutil.Error:
         return 0
+
+
+def trim_heap() -> None:
+    """Return free memory of the C library of this process to the operating system, if it can."""
+    if LINUX:
+        with contextlib.suppress(AttributeError, OSError):  # another C library
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def start_time(pid: int) -> float | None:

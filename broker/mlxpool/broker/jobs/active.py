@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from mlxpool.broker.jobs.feeding import Group
 from mlxpool.broker.jobs.job_states import TRANSITIONS, JobPhase
 from mlxpool.broker.jobs.retries import ALONE_STARTS
-from mlxpool.broker.store.operations import Operation
+from mlxpool.broker.store.operations import Finish, NewGeneration, Operation, Progress
 from mlxpool.broker.store.records import MAX_CHUNK, Chunk, FedJob, JobView
 from mlxpool.common.protocol.deltas import Delta, size_of
 from mlxpool.common.protocol.packing import pack
@@ -55,7 +55,7 @@ class ActiveJob:
     leaving: bool = False  # its run is over and its outcome is not on the disk
     write_at: float = math.inf  # when its steps are written; infinity: it has none, or they are
     answer_bound: int = 0  # bytes that its answer may have, while its run or its end has them
-    yield_at: int = 0  # ids at which an idle job gives its place back; 0: nobody waits for it
+    yield_at: int = 0  # ids at which it gives its place back; 0: nobody waits to whom it gives way
 
     @classmethod
     def of(cls, fed: FedJob, attempt: int, model: str, now: float) -> ActiveJob:
@@ -134,6 +134,17 @@ class ActiveJob:
             borders.append((count_of(ids), characters))
         packed = pack(logprobs) if logprobs else b""
         return Chunk(self.durable, bytes(ids), "".join(texts), tuple(borders), packed)
+
+    def next_operation(self, chunk: Chunk | None, *, patient: bool) -> Operation | None:
+        """What has to be written next; the last ids go together with a Finish."""
+        outcome, gen = self.outcome, self.job.gen
+        if isinstance(outcome, NewGeneration):
+            return outcome
+        if isinstance(outcome, Finish) and (chunk is None or len(chunk.borders) == len(self.steps)):
+            return replace(outcome, chunk=chunk, facts=self.facts, patient=patient)
+        if chunk is not None:
+            return Progress(self.id, gen, chunk, self.facts)
+        return outcome
 
     def drop_steps(self) -> None:
         """Forget what is not on the disk: the store cannot hold it."""

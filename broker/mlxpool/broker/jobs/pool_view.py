@@ -49,6 +49,10 @@ class PoolView(Protocol):
         """How many more they could be given now, without what waits in its queue already."""
         ...
 
+    def is_outranked(self, id: bytes) -> bool:
+        """Whether requests of a higher rank (`rank_of`) wait for the model of a job that runs."""
+        ...
+
     def loads_freely(self, model: str) -> bool:
         """Whether a worker of it can be started without the end of another model's."""
         ...

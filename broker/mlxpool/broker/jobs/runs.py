@@ -57,6 +57,7 @@ from mlxpool.common.protocol.to_client import Done, Failed
 WINDOW = 4096  # ids of a run that may wait for the disk
 RETRY_INTERVAL = 1.0  # seconds until an operation that the store refused is given to it again
 IDLE_IDS = 64  # that an idle job may still compute when others wait
+CHARGED_IDS = 256  # the same of one that is charged with the end of a worker, and not idle
 
 
 class Runs:
@@ -149,6 +150,7 @@ class Runs:
                 job.seed,
                 job.charge,
                 alone=active.suspect,
+                idle=job.priority == IDLE,
             )
         )
 
@@ -169,17 +171,25 @@ class Runs:
             active.take(row)
             if active.steps and active.writing is None:  # else when that is written
                 active.plan_write(now, read=self._readers.reads(row.id))
-            if active.job.priority == IDLE:
+            if active.job.priority == IDLE or active.job.charge:
                 self._give_way(active, now)
         if unfit:
             raise ValueError(f"output of jobs does not follow, so they run again: {unfit}")
 
     def _give_way(self, active: ActiveJob, now: float) -> None:
-        """Defer an idle job that has computed IDLE_IDS since others began to wait."""
-        if self._view.free(active.model) >= 0:
+        """Defer an idle or a charged job that has computed so many ids since others began to wait.
+
+        A charged one has its worker to itself and few others: it gives way to a higher rank.
+        """
+        if active.job.charge:
+            wanted = self._view.is_outranked(active.id)
+        else:
+            wanted = self._view.free(active.model) < 0
+        if not wanted:
             active.yield_at = 0
         elif not active.yield_at:
-            active.yield_at = active.taken + IDLE_IDS
+            ids = IDLE_IDS if active.job.priority == IDLE else CHARGED_IDS
+            active.yield_at = active.taken + ids
         elif active.taken >= active.yield_at:
             self._give_back(active, now)
 
@@ -304,7 +314,7 @@ class Runs:
             active.write_at = math.inf  # `_written` goes on
             return
         chunk = active.chunk()
-        operation = _next_operation(active, chunk, patient=self._is_patient(active, now))
+        operation = active.next_operation(chunk, patient=self._is_patient(active, now))
         active.write_at = math.inf
         if operation is None:
             return
@@ -398,18 +408,6 @@ class Runs:
             self._came_back(job, now + delay)
         else:
             self._notices.came(job.notify, now)
-
-
-def _next_operation(active: ActiveJob, chunk: Chunk | None, *, patient: bool) -> Operation | None:
-    """What has to be written next; the last ids go together with a Finish."""
-    outcome, gen = active.outcome, active.job.gen
-    if isinstance(outcome, NewGeneration):
-        return outcome
-    if isinstance(outcome, Finish) and (chunk is None or len(chunk.borders) == len(active.steps)):
-        return replace(outcome, chunk=chunk, facts=active.facts, patient=patient)
-    if chunk is not None:
-        return Progress(active.id, gen, chunk, active.facts)
-    return outcome
 
 
 EVENTS = {

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mlxpool.broker.requests.request import IDLE_RANK
+
 ALONE_CHARGE = 1.0  # from this charge on a request runs alone
 POISON_CHARGE = 2.0  # at this charge a request is refused
 MAX_RESUMES = 2  # in a row without a new token
 MAX_RESUMES_ALONE = 4  # the same of a request that runs alone: its worker's next end decides
+MAX_WAIT = (
+    30.0  # seconds for which the run of a charged job lets requests of a higher rank go first
+)
+MAX_WAIT_IDLE = 300.0  # the same of an idle job: each turn of it empties a worker
 
 
 def shares(ids: Sequence[bytes], in_prefill: bytes | None) -> dict[bytes, float]:
@@ -29,6 +35,11 @@ def batch_bound(charge: float) -> int:
     if charge <= 0:
         return 0
     return 1 if charge >= ALONE_CHARGE else max(1, round(1 / charge) // 4)
+
+
+def max_wait(rank: int) -> float:
+    """Seconds for which a charged job of this rank (see `rank_of`) lets others go first."""
+    return MAX_WAIT_IDLE if rank == IDLE_RANK else MAX_WAIT
 
 
 def max_resumes(charge: float) -> int:

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
-from mlxpool.broker.requests.request import Request
+from mlxpool.broker.requests.request import RANKS, Request
 from mlxpool.broker.routing.route_choice import MAX_REQUESTS
 from mlxpool.common.protocol.from_client import MAX_PRIORITY, Generate
 from mlxpool.common.protocol.images import TOKENS_PER_IMAGE
@@ -112,6 +112,7 @@ class Queue:
         self.unchecked: dict[bytes, Request] = {}  # of the resumed, see `unchecked_resumed`
         self._epochs: tuple[int, ...] = ()  # of the workers that the others were compared with
         self.count = 0  # fresh and resumed
+        self.ranked = [0] * RANKS  # how many of each rank
         self.bytes = 0  # of prompts
 
     def __len__(self) -> int:
@@ -206,6 +207,10 @@ class Queue:
         lanes = self.lanes[request.message.priority :]
         return len(self.resumed) + sum(lane.count for lane in lanes) - 1
 
+    def outranks(self, request: Request) -> bool:
+        """Whether requests of a higher rank wait, for this one, which may run."""
+        return any(self.ranked[request.rank + 1 :])
+
     def waiting_since(self) -> float:
         """When the wait of the request began that waits longest; infinity: none waits."""
         eldest = (_first(waiting) for lane in self.lanes for waiting in lane.owners.values())
@@ -213,4 +218,5 @@ class Queue:
 
     def _count(self, request: Request, sign: int) -> None:
         self.count += sign
+        self.ranked[request.rank] += sign
         self.bytes += sign * request.message.size

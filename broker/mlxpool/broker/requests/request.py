@@ -7,10 +7,21 @@ from dataclasses import dataclass, field
 
 from mlxpool.broker.requests.request_states import TERMINAL, TRANSITIONS, RequestState
 from mlxpool.broker.routing.prompt_pieces import PromptPieces
-from mlxpool.common.protocol.from_client import Generate
+from mlxpool.common.protocol.from_client import MAX_PRIORITY, Generate
 from mlxpool.common.protocol.resume import Facts
 from mlxpool.common.protocol.to_client import StreamDelta
 from mlxpool.common.protocol.token_ids import count_of
+
+IDLE_RANK = 0  # of an idle job
+RANKS = 2 * (MAX_PRIORITY + 1) + 1
+
+
+def rank_of(priority: int, *, kept: bool, idle: bool) -> int:
+    """The rank by which a charged job lets others go first, below RANKS: the higher go first.
+
+    An idle job has the lowest one. Within a priority a job (`kept`) is below streams of clients.
+    """
+    return IDLE_RANK if idle else 1 + 2 * priority + (not kept)
 
 
 @dataclass(eq=False, slots=True)
@@ -93,6 +104,7 @@ class Request:
     queue_deadline: float  # infinity once it was given to a worker
     first_token_deadline: float  # infinity once it has a token
     arrival: int = 0  # its number in the order of arrival
+    rank: int = IDLE_RANK  # see rank_of
     passed: int = 0  # later requests of its owner that a worker was given before it
     pieces: PromptPieces | None = None  # of its prompt, once a worker was chosen among several
     state: RequestState = RequestState.QUEUED

@@ -113,7 +113,8 @@ def worker_row(worker: WorkerSnapshot) -> dict[str, Any]:
         "layout": beat.layout or None,
         "memory": beat.memory,
         "prefix": beat.prefix,
-        "speculation": beat.speculation,
+        "speculation": worker.speculation,
+        "acceptance": None if worker.acceptance is None else round(worker.acceptance, 3),
         "ranks": [
             {
                 "rank": rank,

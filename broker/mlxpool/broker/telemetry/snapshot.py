@@ -159,6 +159,12 @@ class WorkerSnapshot:
         return {} if self.beat is None else _integers(self.beat.speculation)
 
     @property
+    def acceptance(self) -> float | None:
+        """The share of the checked drafts that were right, 0 to 1; None: none were checked."""
+        drafted = self.speculation.get("drafted", 0)
+        return self.speculation.get("accepted", 0) / drafted if drafted > 0 else None
+
+    @property
     def memory_used(self) -> int:
         """Bytes. The resident set lacks device memory, `total` lacks memory outside MLX."""
         memory = self.memory

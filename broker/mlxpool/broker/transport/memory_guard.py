@@ -11,7 +11,6 @@ requests again.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import math
 import os
@@ -59,7 +58,7 @@ class MemoryGuard:
         if now < self._trim_until:
             # The memory of ended connections is not counted, and not kept when it is freed later:
             # a busy machine may need longer than SETTLE_TIME.
-            _trim_heap()
+            os_process.trim_heap()
         used = os_process.resident_bytes(os.getpid()) - self._floor
         if self._strikes < 2 and (
             used < MAX_UNEXPLAINED or used - self._explained() < MAX_UNEXPLAINED
@@ -120,10 +119,3 @@ def busy_descriptors(front: Peers, state: State, since: float = -math.inf) -> se
         if (link.ids or link.calls) and link.heard_at > since
         if (peer := front.by_number.get(number)) is not None
     }
-
-
-def _trim_heap() -> None:
-    """Return free memory of the C library to the operating system, where it can."""
-    if os_process.LINUX:
-        with contextlib.suppress(AttributeError, OSError):  # another C library
-            ctypes.CDLL(None).malloc_trim(0)

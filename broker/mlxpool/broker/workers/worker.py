@@ -95,6 +95,12 @@ class Worker:
             return 0
         return max(0, self.sequences - (self.works_sent - self.works_seen))
 
+    def room(self) -> int:
+        """How many more requests may run in it now, beside those that bound their company."""
+        bound = min(self.batch_bounds.values(), default=None)
+        credit = self.credit()
+        return credit if bound is None else max(0, min(credit, bound - len(self.leases)))
+
     def end_lease(self, key: RunKey, cached: int | None = None) -> None:
         """The worker has confirmed the end of a run, or handed it back.
 

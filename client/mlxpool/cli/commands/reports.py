@@ -12,7 +12,7 @@ from typing import Any
 
 from mlxpool.cli.admin import ask
 from mlxpool.cli.columns import Column, fitted, joined
-from mlxpool.cli.formatting import duration, jobs_line, size
+from mlxpool.cli.formatting import duration, jobs_line, share, size
 from mlxpool.cli.json_text import json_text
 from mlxpool.cli.style import Cells, print_table, width_of
 
@@ -44,6 +44,7 @@ PS = (
     Column("COMPUTE", 13),
     Column("TOTAL", 3),
     Column("RSS", 9),
+    Column("DRAFTS", 9),
     Column("RESTARTS", 4),
     Column("LAST EXIT", 7),
 )
@@ -142,6 +143,7 @@ def _worker_cells(worker: Mapping[str, Any]) -> Mapping[str, str]:
         "RUN": str(worker.get("running", 0)),
         "WAIT": str(worker.get("waiting", 0)),
         **{key.upper(): size(memory.get(key)) for key in MEMORY},
+        "DRAFTS": share(worker.get("acceptance")),
         "RESTARTS": str(worker.get("restarts", 0)),
         "LAST EXIT": worker.get("last_exit") or "-",
     }

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlxpool.cli.columns import Column
-from mlxpool.cli.formatting import duration, jobs_line, milliseconds, size
+from mlxpool.cli.formatting import duration, jobs_line, milliseconds, share, size
 
 Snapshot = Mapping[str, Any]
 
@@ -26,6 +26,7 @@ COLUMNS = (
     Column("TTFT", 5, right=True),
     Column("KV%", 6, right=True),
     Column("MEM", 4, right=True),
+    Column("DRAFTS", 9, right=True),
     Column("RESTARTS", 8, right=True),
     Column("UP", 7, right=True),
 )
@@ -44,6 +45,7 @@ class Row:
     first_token: float | None = None  # seconds; the median of its model
     kv: float | None = None  # 0 to 1: keys and values, of the memory that weights leave
     memory: int | None = None  # bytes: weights, keys and values, prefixes, what steps need
+    acceptance: float | None = None  # 0 to 1: of the checked drafts, those that were right
     restarts: int = 0
     up: float | None = None  # seconds
 
@@ -70,6 +72,7 @@ SORT_ORDERS = (
     SortOrder("f", "ttft", lambda row: row.first_token or 0.0),
     SortOrder("k", "kv", lambda row: row.kv or 0.0),
     SortOrder("b", "memory", lambda row: row.memory or 0),
+    SortOrder("d", "drafts", lambda row: row.acceptance or 0.0),
     SortOrder("x", "restarts", lambda row: row.restarts),
     SortOrder("u", "up", lambda row: row.up or 0.0),
 )
@@ -83,12 +86,15 @@ def rows(history: Sequence[Snapshot]) -> list[Row]:
     tokens_before = {_incarnation(worker): worker.get("tokens", 0) for worker in before["workers"]}
     seconds = now["broker"]["uptime_s"] - before["broker"]["uptime_s"]
     medians = _medians(history[0], now)
+    began = {_incarnation(worker): worker for worker in history[0]["workers"]}
     found = []
     for worker in now["workers"]:
         model = models.pop(worker["model"], None) or _model(now, worker["model"])
         grown = worker.get("tokens", 0) - tokens_before.get(_incarnation(worker), 0)
         rate = grown / seconds if seconds > 0 and worker.get("pid") else None
-        found.append(_row(worker, model, rate, medians.get(worker["model"])))
+        earlier = began.get(_incarnation(worker)) if history[0] is not now else None
+        drafts = _acceptance(earlier or {}, worker)
+        found.append(_row(worker, model, rate, medians.get(worker["model"]), drafts))
     for name, model in models.items():
         found.append(
             Row(name, state=model["state"], waiting=model["waiting"], first_token=medians.get(name))
@@ -113,6 +119,7 @@ def cells(row: Row) -> tuple[str, ...]:
         "-" if row.first_token is None else milliseconds(row.first_token),
         _figure(None if row.kv is None else 100 * row.kv, "{:.0f}"),
         size(row.memory),
+        share(row.acceptance),
         str(row.restarts),
         "-" if row.up is None else duration(row.up),
     )
@@ -187,6 +194,7 @@ def _row(
     model: Mapping[str, Any],
     rate: float | None,
     first_token: float | None,
+    acceptance: float | None,
 ) -> Row:
     memory = worker.get("memory") or {}
     available = memory.get("limit", 0) - memory.get("weights", 0)
@@ -201,9 +209,17 @@ def _row(
         first_token=first_token,
         kv=used / available if available > 0 and used is not None else None,
         memory=memory.get("total", memory.get("active")),
+        acceptance=acceptance,
         restarts=worker.get("restarts", 0),
         up=worker.get("uptime_s"),
     )
+
+
+def _acceptance(before: Mapping[str, Any], now: Mapping[str, Any]) -> float | None:
+    """The share of the drafts checked between two rows of a worker that were right; None: none."""
+    old, new = (row.get("speculation") or {} for row in (before, now))
+    drafted, accepted = (new.get(key, 0) - old.get(key, 0) for key in ("drafted", "accepted"))
+    return accepted / drafted if drafted > 0 else None
 
 
 def _figure(value: float | None, form: str) -> str:
