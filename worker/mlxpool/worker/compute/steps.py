@@ -303,6 +303,7 @@ class Steps:
         end. Sequences that lost their rows wait for another. Raises DeviceLost.
         """
         log.warning("a step failed", exc_info=error)
+        self._discard_passes()
         flights = [*self._flights]
         self._flights.clear()
         self._constrained.give_back()
@@ -328,6 +329,17 @@ class Steps:
                 self._generations.release(one)
                 one.return_to_waiting()
         return deltas
+
+    def _discard_passes(self) -> None:
+        """Has the engine end the passes that a failure has left in flight: their steps end with it.
+
+        Otherwise the next step would get the tokens of one of them in place of its own.
+        """
+        try:
+            while self._engine.in_flight:
+                self._engine.collect()
+        except Exception as error:  # which loses the others as well
+            log.warning("a pass in flight failed", exc_info=error)
 
     def _commit(self, drawn: list[SampledToken], drafts: Drafts) -> list[Delta]:
         """Append the drawn tokens of live sequences; an error ends the request of its token."""
