@@ -398,11 +398,17 @@ def test_capacity_is_what_the_limit_leaves(
     assert ModelEngine(loaded, text, blocks=7).blocks.capacity == 7
 
 
-@pytest.mark.parametrize(("seconds", "lines", "prefill"), [(0.019, 1024, 2048), (0.021, 1024, 0)])
+@pytest.mark.parametrize(
+    ("seconds", "mebibytes", "prefill"),
+    [(0.019, 10, 2048), (0.021, 10, 0), (0.019, 100, 0), (0.019, 300, 0)],
+)
 def test_passes_of_a_small_model_in_which_nothing_decodes_are_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, lines: int, prefill: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, mebibytes: int, prefill: int
 ) -> None:
-    """They take twice `seconds`, and requests that arrive wait for 40 ms at most."""
+    """They take twice `seconds`, and requests that arrive wait for 40 ms at most.
+
+    They take twice the `mebibytes` of others, of 256, and must leave most of the blocks.
+    """
     made: list[bool] = []
 
     def new_layout(
@@ -428,9 +434,9 @@ def test_passes_of_a_small_model_in_which_nothing_decodes_are_long(
     loaded = load(inspect(write_checkpoint(tmp_path, max_position_embeddings=4096)))
     engine = ModelEngine(loaded, layout="pool", batch=2048, max_sequences=4, limit=2**28)
     assert (engine.chunk, engine.limits.lines, engine.limits.prefill_lines) == (1024, 1024, 0)
-    engine._choose_long_passes(1024)
+    engine._choose_long_passes((256, mebibytes * 2**18), (1024, mebibytes * 2**20))
     found = engine.limits
-    assert (found.lines, found.prefill_lines, engine.chunk) == (lines, prefill, prefill or lines)
+    assert (found.lines, found.prefill_lines, engine.chunk) == (1024, prefill, prefill or 1024)
     assert found.of_prefill.pairs == (2 if prefill else 1) * found.pairs
     assert made == ([False, True] if prefill else [False])
     engine.close()
