@@ -442,6 +442,29 @@ def test_passes_of_a_small_model_in_which_nothing_decodes_are_long(
     engine.close()
 
 
+@pytest.mark.parametrize("blocks", [2, 3, 5])
+def test_passes_that_are_longer_than_a_small_pool_are_not_computed_at_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocks: int
+) -> None:
+    """Two rows of a pass may have a block each that is nearly empty."""
+    sizes, lines = (1, 2, 4, 255, 256, 512, 1024), set[int]()
+    monkeypatch.setattr(PagedLayout, "sizes", property(lambda _: sizes))
+    loaded = load(inspect(write_checkpoint(tmp_path, max_position_embeddings=4096)))
+    engine = ModelEngine(loaded, layout="pool", batch=1024, max_sequences=4, blocks=blocks)
+    engine.expect_drafts(2)
+    step = PagedLayout.step
+
+    def noting(self: PagedLayout, spans: Any, *given: Any) -> Any:
+        lines.add(sum(span.count for span in spans))
+        return step(self, spans, *given)
+
+    monkeypatch.setattr(PagedLayout, "step", noting)
+    engine.warm_up()
+    assert {size for size in sizes if size <= (blocks - 1) * 256} <= lines
+    assert max(lines) <= blocks * 256
+    engine.close()
+
+
 def test_a_pool_leaves_the_activation_memory_of_a_step(
     loaded: LoadedModel, text: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

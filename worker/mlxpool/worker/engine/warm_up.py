@@ -27,7 +27,7 @@ from mlxpool.worker.prefix.cache import PrefixCache
 from mlxpool.worker.sampling import sampler
 from mlxpool.worker.sampling.batch import ALL_OPTIONS, SamplerOutput, SamplingBatch, TokenMasks
 from mlxpool.worker.sampling.row_masks import NO_MASKS, Mask, RowMasks
-from mlxpool.worker.scheduling.kv_blocks import activation_bytes, blocks_for
+from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, activation_bytes, blocks_for
 from mlxpool.worker.scheduling.sequence import Phase, Sequence
 from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.scheduling.step_cost import StepTarget
@@ -287,6 +287,8 @@ class WarmedEngine(RowEngine[CacheRow]):
         for count in self._decode_sizes(rows):
             yield PassKind((1,) * count)
         longest = min(self.context - 1, self.chunk)
+        if self._layout.sizes:  # in a pool, of which each row may leave a part of a block unused
+            longest = min(longest, (self._layout.blocks - 1) * KV_BLOCK_TOKENS)
         yield from compiled_kinds(self._layout.sizes, rows, longest, self._most_drafts)
 
     def _warm_up_head(self, head: HeadDrafts) -> None:
