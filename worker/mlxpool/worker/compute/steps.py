@@ -227,6 +227,7 @@ class Steps:
             else:
                 fresh = self._engine.submit(step.spans)
         except Exception as error:
+            self._discard_passes()
             return self._failed(error)
         if fresh:  # and the one that is awaited took as long as this one was built
             for place in {0, len(self._flights) - 1}:
@@ -303,7 +304,6 @@ class Steps:
         end. Sequences that lost their rows wait for another. Raises DeviceLost.
         """
         log.warning("a step failed", exc_info=error)
-        self._discard_passes()
         flights = [*self._flights]
         self._flights.clear()
         self._constrained.give_back()
@@ -331,9 +331,9 @@ class Steps:
         return deltas
 
     def _discard_passes(self) -> None:
-        """Has the engine end the passes that a failure has left in flight: their steps end with it.
+        """Has the engine end the passes in flight that it did not lose: a new one was refused.
 
-        Otherwise the next step would get the tokens of one of them in place of its own.
+        Their steps end with that one, and the next step must not get the tokens of one of them.
         """
         try:
             while self._engine.in_flight:
