@@ -16,7 +16,7 @@ from support.worker_checkpoints import EOS, config, random_weights, write_checkp
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
+from mlxpool.common.errors import ModelLoadFailed, OutOfMemory  # noqa: E402
 from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker.attention.in_pool.kv_pool import PagedRow  # noqa: E402
 from mlxpool.worker.attention.in_pool.paged_layout import PagedLayout  # noqa: E402
@@ -27,12 +27,14 @@ from mlxpool.worker.attention.row_shape import RowShape  # noqa: E402
 from mlxpool.worker.caches.specs import KeyValueSpec  # noqa: E402
 from mlxpool.worker.engine import model_engine as engine_module  # noqa: E402
 from mlxpool.worker.engine.engine import Engine, StepResult  # noqa: E402
+from mlxpool.worker.engine.flight import Flight  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.engine.row_engine import HEAP_GROWTH  # noqa: E402
 from mlxpool.worker.kernels import device  # noqa: E402
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer  # noqa: E402
 from mlxpool.worker.scheduling.kv_blocks import blocks_for  # noqa: E402
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence, SequenceFailed  # noqa: E402
+from mlxpool.worker.scheduling.spans import Span  # noqa: E402
 from mlxpool.worker.scheduling.step_cost import StepTarget  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
@@ -718,6 +720,32 @@ def test_with_separate_rows_a_failed_step_damages_its_own_rows_only(
     assert engine.lost(hit) and not engine.lost(beside)
     decode(engine, [beside], 27)
     assert beside.ids == ids_of(ModelEngine(loaded, text), sequence(prompt_of(90)))
+
+
+@pytest.mark.parametrize(
+    ("error", "waits"), [(OutOfMemory("no block is left"), 1), (RuntimeError("no device"), 0)]
+)
+def test_a_pass_without_blocks_waits_for_those_that_it_discards(
+    loaded: LoadedModel,
+    text: ChatTokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    waits: int,
+) -> None:
+    """The next passes write their numbers where these read theirs; a lost device ends none."""
+    engine = ModelEngine(loaded, text, layout="pool", lookahead=True)
+    seq, waited = sequence(prompt_of(20)), list[Flight]()
+    enter(engine, seq)
+    engine.submit([Span(seq, seq.submitted, 1, draws=1)])
+
+    def fails(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(Flight, "wait", lambda flight: waited.append(flight))
+    monkeypatch.setattr(engine._layout, "step", fails)
+    with pytest.raises(type(error)):
+        engine.submit([Span(seq, seq.submitted, 1, draws=1)])
+    assert (len(waited), engine.in_flight, engine.lost(seq)) == (waits, 0, True)
 
 
 def test_a_row_refuses_more_than_its_capacity() -> None:
