@@ -23,6 +23,8 @@ from mlxpool.common.gpus import (
         ("0,1,0,1", ("0", "1")),  # a GPU is one, however often it is named
         ("1,-1,0", ("1",)),  # as CUDA reads it
         ("-1", ()),
+        ("NoDevFiles", ()),  # Slurm's, where a job has none
+        ("0,none,1", ("0",)),
         ("", ()),
         (" , ", ()),
     ],

@@ -11,7 +11,6 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"  # the names of GPUs that a process may use, in
 DRIVER_FILES = Path("/dev")
 # What gpu_ids may have: a number, or a name or the beginning of one, as `nvidia-smi -L` prints it.
 GPU_ID = re.compile(r"0|[1-9]\d{0,3}|(?:GPU|MIG)-[0-9A-Za-z/-]{1,100}")
-_ENDS_THE_LIST = re.compile(r"-\d+")  # CUDA ignores it, and what follows it
 
 
 class GpusUnavailable(ValueError):
@@ -32,9 +31,8 @@ def _names(environment: Mapping[str, str], files: Path) -> list[str]:
     if named is None:
         found = [file for file in files.glob("nvidia[0-9]*") if file.name[6:].isdigit()]
         return [str(number) for number in range(len(found))]
-    names = (name.strip() for name in named.split(","))
-    until_end = takewhile(lambda name: not _ENDS_THE_LIST.fullmatch(name), names)
-    return [name for name in until_end if name]
+    # CUDA ignores what names no GPU, such as -1 or Slurm's NoDevFiles, and all that follows it.
+    return list(takewhile(GPU_ID.fullmatch, (name.strip() for name in named.split(","))))
 
 
 def chosen_gpus(visible: Sequence[str], gpu_ids: Sequence[str]) -> tuple[str, ...]:

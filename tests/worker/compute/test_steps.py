@@ -479,6 +479,28 @@ def test_a_decode_step_that_fails_ends_its_rows_and_no_other(ahead: int, at: str
     assert starts.count(0) == 2, "it was read again from its beginning"
 
 
+def test_a_pass_in_flight_ends_with_the_step_of_one_that_is_refused() -> None:
+    """It is not lost, and the steps that follow get their own tokens."""
+
+    class RefusingEngine(PipelinedEngine):
+        def submit(self, spans: Many[Span]) -> bool:
+            if self.fails(tuple(spans)):
+                raise ValueError("a span that cannot be computed")
+            return super().submit(spans)
+
+    scene = Scene(ahead=1, engine=RefusingEngine)
+    scene.admit(1, count=20)
+    while len(scene.ids[1]) < 3:
+        scene.step()
+    scene.admit(2, "bad" * 4)
+    scene.engine.fails = once(reads(2))
+    while not scene.generations.sequences()[-1].read_alone:
+        scene.step()
+    assert len(scene.engine.flights) == scene.steps.in_flight == 0
+    scene.run()
+    assert scene.complete(1, 20) and scene.complete(2)
+
+
 @AHEAD
 def test_rows_that_a_failed_pass_lost_are_read_again(ahead: int) -> None:
     """They were not in the pass; their streams go on with the right tokens."""

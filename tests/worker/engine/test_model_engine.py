@@ -16,7 +16,7 @@ from support.worker_checkpoints import EOS, config, random_weights, write_checkp
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
+from mlxpool.common.errors import ModelLoadFailed, OutOfMemory  # noqa: E402
 from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker.attention.in_pool.kv_pool import PagedRow  # noqa: E402
 from mlxpool.worker.attention.in_pool.paged_layout import PagedLayout  # noqa: E402
@@ -27,12 +27,14 @@ from mlxpool.worker.attention.row_shape import RowShape  # noqa: E402
 from mlxpool.worker.caches.specs import KeyValueSpec  # noqa: E402
 from mlxpool.worker.engine import model_engine as engine_module  # noqa: E402
 from mlxpool.worker.engine.engine import Engine, StepResult  # noqa: E402
+from mlxpool.worker.engine.flight import Flight  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.engine.row_engine import HEAP_GROWTH  # noqa: E402
 from mlxpool.worker.kernels import device  # noqa: E402
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer  # noqa: E402
 from mlxpool.worker.scheduling.kv_blocks import blocks_for  # noqa: E402
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence, SequenceFailed  # noqa: E402
+from mlxpool.worker.scheduling.spans import Span  # noqa: E402
 from mlxpool.worker.scheduling.step_cost import StepTarget  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
@@ -398,11 +400,17 @@ def test_capacity_is_what_the_limit_leaves(
     assert ModelEngine(loaded, text, blocks=7).blocks.capacity == 7
 
 
-@pytest.mark.parametrize(("seconds", "lines", "prefill"), [(0.019, 1024, 2048), (0.021, 1024, 0)])
+@pytest.mark.parametrize(
+    ("seconds", "mebibytes", "prefill"),
+    [(0.019, 10, 2048), (0.021, 10, 0), (0.019, 100, 0), (0.019, 300, 0)],
+)
 def test_passes_of_a_small_model_in_which_nothing_decodes_are_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, lines: int, prefill: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, mebibytes: int, prefill: int
 ) -> None:
-    """They take twice `seconds`, and requests that arrive wait for 40 ms at most."""
+    """They take twice `seconds`, and requests that arrive wait for 40 ms at most.
+
+    They take twice the `mebibytes` of others, of 256, and must leave most of the blocks.
+    """
     made: list[bool] = []
 
     def new_layout(
@@ -428,11 +436,34 @@ def test_passes_of_a_small_model_in_which_nothing_decodes_are_long(
     loaded = load(inspect(write_checkpoint(tmp_path, max_position_embeddings=4096)))
     engine = ModelEngine(loaded, layout="pool", batch=2048, max_sequences=4, limit=2**28)
     assert (engine.chunk, engine.limits.lines, engine.limits.prefill_lines) == (1024, 1024, 0)
-    engine._choose_long_passes(1024)
+    engine._choose_long_passes((256, mebibytes * 2**18), (1024, mebibytes * 2**20))
     found = engine.limits
-    assert (found.lines, found.prefill_lines, engine.chunk) == (lines, prefill, prefill or lines)
+    assert (found.lines, found.prefill_lines, engine.chunk) == (1024, prefill, prefill or 1024)
     assert found.of_prefill.pairs == (2 if prefill else 1) * found.pairs
     assert made == ([False, True] if prefill else [False])
+    engine.close()
+
+
+@pytest.mark.parametrize("blocks", [2, 3, 5])
+def test_passes_that_are_longer_than_a_small_pool_are_not_computed_at_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocks: int
+) -> None:
+    """Two rows of a pass may have a block each that is nearly empty."""
+    sizes, lines = (1, 2, 4, 255, 256, 512, 1024), set[int]()
+    monkeypatch.setattr(PagedLayout, "sizes", property(lambda _: sizes))
+    loaded = load(inspect(write_checkpoint(tmp_path, max_position_embeddings=4096)))
+    engine = ModelEngine(loaded, layout="pool", batch=1024, max_sequences=4, blocks=blocks)
+    engine.expect_drafts(2)
+    step = PagedLayout.step
+
+    def noting(self: PagedLayout, spans: Any, *given: Any) -> Any:
+        lines.add(sum(span.count for span in spans))
+        return step(self, spans, *given)
+
+    monkeypatch.setattr(PagedLayout, "step", noting)
+    engine.warm_up()
+    assert {size for size in sizes if size <= (blocks - 1) * 256} <= lines
+    assert max(lines) <= blocks * 256
     engine.close()
 
 
@@ -689,6 +720,32 @@ def test_with_separate_rows_a_failed_step_damages_its_own_rows_only(
     assert engine.lost(hit) and not engine.lost(beside)
     decode(engine, [beside], 27)
     assert beside.ids == ids_of(ModelEngine(loaded, text), sequence(prompt_of(90)))
+
+
+@pytest.mark.parametrize(
+    ("error", "waits"), [(OutOfMemory("no block is left"), 1), (RuntimeError("no device"), 0)]
+)
+def test_a_pass_without_blocks_waits_for_those_that_it_discards(
+    loaded: LoadedModel,
+    text: ChatTokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    waits: int,
+) -> None:
+    """The next passes write their numbers where these read theirs; a lost device ends none."""
+    engine = ModelEngine(loaded, text, layout="pool", lookahead=True)
+    seq, waited = sequence(prompt_of(20)), list[Flight]()
+    enter(engine, seq)
+    engine.submit([Span(seq, seq.submitted, 1, draws=1)])
+
+    def fails(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(Flight, "wait", lambda flight: waited.append(flight))
+    monkeypatch.setattr(engine._layout, "step", fails)
+    with pytest.raises(type(error)):
+        engine.submit([Span(seq, seq.submitted, 1, draws=1)])
+    assert (len(waited), engine.in_flight, engine.lost(seq)) == (waits, 0, True)
 
 
 def test_a_row_refuses_more_than_its_capacity() -> None:

@@ -227,6 +227,7 @@ class Steps:
             else:
                 fresh = self._engine.submit(step.spans)
         except Exception as error:
+            self._discard_passes()
             return self._failed(error)
         if fresh:  # and the one that is awaited took as long as this one was built
             for place in {0, len(self._flights) - 1}:
@@ -328,6 +329,17 @@ class Steps:
                 self._generations.release(one)
                 one.return_to_waiting()
         return deltas
+
+    def _discard_passes(self) -> None:
+        """Has the engine end the passes in flight that it did not lose: a new one was refused.
+
+        Their steps end with that one, and the next step must not get the tokens of one of them.
+        """
+        try:
+            while self._engine.in_flight:
+                self._engine.collect()
+        except Exception as error:  # which loses the others as well
+            log.warning("a pass in flight failed", exc_info=error)
 
     def _commit(self, drawn: list[SampledToken], drafts: Drafts) -> list[Delta]:
         """Append the drawn tokens of live sequences; an error ends the request of its token."""

@@ -209,16 +209,19 @@ class LayoutEngine(WarmedEngine):
         """
         name, shape, prefix = self._layout_request
         if blocks is None:
-            prefixes = 0 if prefix == "off" else self._prefix_bytes // self._block_bytes
-            most = self._max_sequences * blocks_for(self.context) + prefixes
-            blocks = (
-                self._fixed_blocks
-                if self._fixed_blocks is not None
-                else min(most, self._blocks_in_budget())
-            )
+            blocks = self._pool_blocks()
         layout = self._new_layout(name, shape, max(blocks, MIN_BLOCKS))
         budget, by_owner = self._prefix_bytes, self._by_owner
         return layout, make_prefix_cache(prefix, layout.store, budget, by_owner=by_owner)
+
+    def _pool_blocks(self) -> int:
+        """See WarmedEngine."""
+        if self._fixed_blocks is not None:
+            return self._fixed_blocks
+        _, _, prefix = self._layout_request
+        prefixes = 0 if prefix == "off" else self._prefix_bytes // self._block_bytes
+        most = self._max_sequences * blocks_for(self.context) + prefixes
+        return min(most, self._blocks_in_budget())
 
     @property
     def _store(self) -> Any:

@@ -8,6 +8,7 @@ waits for nothing, so no pass is submitted ahead.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Many
@@ -20,6 +21,7 @@ from typing import cast
 import mlx.core as mx
 import numpy as np
 
+from mlxpool.common.errors import PoolError
 from mlxpool.worker.attention.prediction_heads.head_drafts import StateDrafts
 from mlxpool.worker.attention.prediction_heads.prediction_rows import Predictions
 from mlxpool.worker.attention.row_cache import RowCache
@@ -46,6 +48,8 @@ from mlxpool.worker.scheduling.sequence import (
 from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.transfers.downloads import Download
 from mlxpool.worker.transfers.uploads import SharedTable
+
+log = logging.getLogger("mlxpool.worker")
 
 CLEAR_INTERVAL = 256  # passes after which freed buffers are given back
 
@@ -340,7 +344,9 @@ class ModelEngine(LayoutEngine):
         """
         try:
             yield
-        except Exception:
+        except Exception as error:
+            if isinstance(error, PoolError):  # the device works
+                self._await_flights()
             every = chain(spans, *(flight.spans for flight in self._flights))
             hit = {span.sequence for span in every} & self._rows.keys()
             self._flights.clear()
@@ -354,6 +360,15 @@ class ModelEngine(LayoutEngine):
                 self._prefix.clear()
             self._layout.invalidate()
             raise
+
+    def _await_flights(self) -> None:
+        """Waits for passes that are discarded, which read what the next ones write for theirs."""
+        for flight in self._flights:
+            try:
+                flight.wait()
+            except Exception as error:
+                log.warning("a pass in flight failed", exc_info=error)
+                return
 
     def _clear_buffers(self, *, after_chunk: bool) -> None:
         """Frees MLX's cached buffers and the C heap periodically on a CPU: some 4 ms.

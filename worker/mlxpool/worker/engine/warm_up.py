@@ -27,7 +27,7 @@ from mlxpool.worker.prefix.cache import PrefixCache
 from mlxpool.worker.sampling import sampler
 from mlxpool.worker.sampling.batch import ALL_OPTIONS, SamplerOutput, SamplingBatch, TokenMasks
 from mlxpool.worker.sampling.row_masks import NO_MASKS, Mask, RowMasks
-from mlxpool.worker.scheduling.kv_blocks import activation_bytes, blocks_for
+from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, activation_bytes, blocks_for
 from mlxpool.worker.scheduling.sequence import Phase, Sequence
 from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.scheduling.step_cost import StepTarget
@@ -42,6 +42,7 @@ GPU_WARM_UP_CHUNKS = (256, 1024)  # the same
 WARM_UP_PASSES = 2  # of each size; the first compiles
 UNLIMITED_TOKENS = 10**9
 MASK_TABLES = 2  # for the next draw, and for rows that read forced tokens before they draw
+LONG_PASSES_LEAVE = 7 / 8  # of the blocks, at least: otherwise passes stay short
 DECODE_STEPS = 12  # of one row, whose time decides about the time of all passes
 
 
@@ -98,6 +99,10 @@ class WarmedEngine(RowEngine[CacheRow]):
         """Makes the layout and its prefix cache."""
 
     @abstractmethod
+    def _pool_blocks(self) -> int:
+        """Returns how many blocks a pool has: enough for all rows and prefixes, if they fit."""
+
+    @abstractmethod
     def _bound_passes(self) -> None:
         """Bounds the inputs of a pass by those of the longest that the layout compiles."""
 
@@ -140,12 +145,8 @@ class WarmedEngine(RowEngine[CacheRow]):
             self.draft.warm_up(on_progress)
         small, large = map(self._measure_chunk, sizes)
         on_progress()
-        self._choose_long_passes(sizes[-1])
-        one_pass = activation_bytes(small, large, self.chunk, self._pairs)
-        # In place of a pass that has ended.
-        one_pass = max(one_pass, logit_bytes(self.vocab_size, self.chunk))
-        if self._most_drafts:
-            one_pass = max(one_pass, self._draw_bytes(self._most_logits()))
+        self._choose_long_passes(small, large)
+        one_pass = self._pass_bytes(small, large, self.chunk, self._pairs)
         self._activation_bytes = (1 + self._lookahead) * one_pass + self._layout.read_bytes
         if self._image_encoder is not None:  # it may run beside a pass in flight
             taken, self._largest_image = self._image_encoder.measure()
@@ -192,19 +193,48 @@ class WarmedEngine(RowEngine[CacheRow]):
         self._drop_rows([seq])
         return size, peak
 
-    def _choose_long_passes(self, size: int) -> None:
+    def _pass_bytes(
+        self, small: tuple[int, int], large: tuple[int, int], lines: int, pairs: int
+    ) -> int:
+        """Returns the bytes of a pass of so many inputs and query-key pairs at most.
+
+        `small` and `large` are what `_measure_chunk` has returned.
+        """
+        one_pass = activation_bytes(small, large, lines, pairs)
+        # In place of a pass that has ended.
+        one_pass = max(one_pass, logit_bytes(self.vocab_size, lines))
+        if self._most_drafts:
+            one_pass = max(one_pass, self._draw_bytes(self._most_logits()))
+        return one_pass
+
+    def _choose_long_passes(self, small: tuple[int, int], large: tuple[int, int]) -> None:
         """Makes a layout of long passes where they end soon enough for requests that arrive.
 
-        They are twice as long as those of `size` inputs, the longest so far, which the host takes
-        as long to build for a small model as the device to compute.
+        They are twice as long as those of the `large` chunk, the longest so far, which the host
+        takes as long to build for a small model as the device to compute. Their memory must leave
+        nearly as many blocks as there are without them.
         """
-        longest = self._layout.sizes[-1:] == (size,) and min(self.batch, self.context) > size
-        if not longest or self._fixed_blocks is not None:
+        size, most = large[0], min(self.batch, self.context)
+        if self._layout.sizes[-1:] != (size,) or most <= size or self._fixed_blocks is not None:
             return
-        if 2 * self._chunk_seconds(size) <= self._target.most:
+        if 2 * self._chunk_seconds(size) > self._target.most:
+            return
+        short, long = (
+            self._blocks_beside((1 + self._lookahead) * self._pass_bytes(small, large, n, n * n))
+            for n in (size, min(most, 2 * size))
+        )
+        if long and long >= LONG_PASSES_LEAVE * short:
             self._long_passes = True
             self._remake_layout(blocks_for(size + 3))
             self._bound_passes()
+
+    def _blocks_beside(self, step: int) -> int:
+        """Returns the blocks that a pool would have if a step took so many bytes."""
+        before, self._activation_bytes = self._activation_bytes, step + self._layout.read_bytes
+        try:
+            return self._pool_blocks()
+        finally:
+            self._activation_bytes = before
 
     def _chunk_seconds(self, size: int) -> float:
         """Returns the time of a chunk of `size` tokens, for which the pass is compiled."""
@@ -257,6 +287,8 @@ class WarmedEngine(RowEngine[CacheRow]):
         for count in self._decode_sizes(rows):
             yield PassKind((1,) * count)
         longest = min(self.context - 1, self.chunk)
+        if self._layout.sizes:  # in a pool, of which each row may leave a part of a block unused
+            longest = min(longest, (self._layout.blocks - 1) * KV_BLOCK_TOKENS)
         yield from compiled_kinds(self._layout.sizes, rows, longest, self._most_drafts)
 
     def _warm_up_head(self, head: HeadDrafts) -> None:
