@@ -217,6 +217,8 @@ class WarmedEngine(RowEngine[CacheRow]):
         size, most = large[0], min(self.batch, self.context)
         if self._layout.sizes[-1:] != (size,) or most <= size or self._fixed_blocks is not None:
             return
+        if self._image_encoder is not None:  # passes with images are not compiled, and keep scores
+            return
         if 2 * self._chunk_seconds(size) > self._target.most:
             return
         short, long = (
