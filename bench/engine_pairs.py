@@ -178,7 +178,8 @@ def measure(
     for side in (beside, ours):
         side.begin(case, FIRST_STEPS if case.streams else 1)
         first[side] = side.end()[0]
-    steps = steps_of(case, max(first.values()), burst)
+    # A row has room for so many tokens in all rounds.
+    steps = max(1, min(steps_of(case, max(first.values()), burst), (SPARE - FIRST_STEPS) // rounds))
     for number in range(rounds):
         if time.monotonic() > until:
             break
