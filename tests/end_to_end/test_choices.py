@@ -71,7 +71,7 @@ def test_a_prompt_is_read_once_on_one_of_two_replicas(client: Client, n: int, ex
     assert first < 20 and {*others} == {size - 1}
     assert choices.usage == {
         "prompt_tokens": size,
-        "cached_tokens": cached[0],
+        "cached_tokens": first,
         "completion_tokens": sum(len(one.ids) for one in choices),
         "total_tokens": size + sum(len(one.ids) for one in choices),
     }

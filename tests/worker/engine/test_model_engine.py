@@ -432,6 +432,7 @@ def test_passes_of_a_small_model_in_which_nothing_decodes_are_long(
 
     monkeypatch.setattr(ModelEngine, "_new_layout", new_layout)
     monkeypatch.setattr(ModelEngine, "_chunk_seconds", lambda self, size: seconds)
+    monkeypatch.setattr(device, "non_mlx_bytes", lambda: 0)  # of this process's other tests
     monkeypatch.setattr(StepTarget, "of_device", lambda **_: StepTarget(0.008, 0.040))
     loaded = load(inspect(write_checkpoint(tmp_path, max_position_embeddings=4096)))
     engine = ModelEngine(loaded, layout="pool", batch=2048, max_sequences=4, limit=2**28)
