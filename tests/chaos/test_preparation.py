@@ -120,7 +120,7 @@ def test_a_worker_that_drains_answers_the_calls_it_has(pool: Pool) -> None:
         assert completes(client)
         after = pool.worker("m/0")
         assert after["pid"] != first["pid"]
-        assert after["restarts"] == first["restarts"]
+        assert after["restarts"] == first["restarts"], after["last_exit"]
 
 
 TOKENIZES = """\

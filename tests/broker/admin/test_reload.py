@@ -17,6 +17,7 @@ from mlxpool.broker.metrics.counters import Counters
 from mlxpool.common.config.bounds import ConfigError
 from mlxpool.common.config.schema import BUILTIN, KeyConfig, ModelConfig, PoolConfig
 from mlxpool.common.errors import BadRequest
+from mlxpool.common.gpus import VISIBLE
 
 ALICE = "a" * 40
 POOL = PoolConfig(
@@ -200,6 +201,27 @@ def test_settings_that_lose_the_brokers_key_change_nothing(
     assert reload.settings.config is before and not reload.events and not reload.target.used
     assert "have no secret_key any more" in str(reload.outcome())
     assert "not reloaded: nothing has changed" in caplog.text
+
+
+def test_gpus_that_a_changed_model_cannot_have_change_nothing(
+    reload_of: Callable[..., Reload], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VISIBLE, "0,1")
+
+    def with_gpus(*gpus: str, devices: int = 1, replicas: int = 1) -> PoolConfig:
+        model = ModelConfig(path="m", gpu_ids=gpus, devices=devices, replicas=replicas)
+        return replace(POOL, models={**POOL.models, "m": model})
+
+    for after, told in (
+        (with_gpus("1", "9"), "models.m: gpu_ids has 9, but the GPUs that it may use are 0, 1"),
+        (with_gpus("1", devices=2), "models.m: devices is 2"),
+    ):
+        reload = reload_of(POOL, after)
+        assert reload.settings.config is POOL and not reload.events
+        assert told in str(reload.outcome())
+    unchanged = replace(with_gpus("9"), queue_limit=7)  # since the broker was started
+    for before, after in ((with_gpus("9"), unchanged), (POOL, with_gpus("9", replicas=0))):
+        assert reload_of(before, after).settings.config == after
 
 
 def test_a_secret_of_notices_that_cannot_be_read_changes_nothing(

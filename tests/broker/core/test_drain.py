@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.models import listing
 from mlxpool.broker.requests.request_states import RequestState
@@ -59,6 +61,26 @@ def test_after_its_grace_it_hands_back_what_it_runs() -> None:
     assert worker.stopped
     other.end(request)
     assert body_of(story.assert_ended(request, "stop"))["attempts"] == 2
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["comes back", "is late"])
+def test_a_worker_that_is_fenced_while_it_leaves_has_not_failed(story: Story, late: bool) -> None:
+    worker, request = story.running()
+    drain(story, grace=5)
+    if late:  # it hands nothing back
+        story.later(5.1)
+        story.hear()
+        story.later(story.core.state.config.stop_grace + 0.1)
+        story.hear()
+    else:
+        worker.hello()
+    worker.assert_is(WorkerState.CONDEMNED)
+    worker.die("killed by SIGKILL")
+    slot = story.core.state.registry.slots["m/0"]
+    assert (slot.restarts, slot.last_exit, story.model().failures) == (0, "drained", 0)
+    assert story.started() == ["m/0"], "the stream goes on at once"
+    story.ready_worker().end(request)
+    story.assert_ended(request, "stop")
 
 
 def test_a_request_that_is_not_durable_survives_a_drain(story: Story) -> None:

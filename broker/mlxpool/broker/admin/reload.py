@@ -7,8 +7,9 @@ force and applied on the broker's thread. A file with an error changes nothing.
 from __future__ import annotations
 
 import logging
+import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -24,6 +25,7 @@ from mlxpool.common import api_keys
 from mlxpool.common.config.bounds import ConfigError
 from mlxpool.common.config.schema import ModelConfig, PoolConfig
 from mlxpool.common.errors import BadRequest
+from mlxpool.common.gpus import GpusUnavailable, check_enough, chosen_gpus, visible_gpus
 from mlxpool.common.transport.waker import Waker
 
 log = logging.getLogger("mlxpool.broker")
@@ -76,6 +78,22 @@ def without_local_workers(config: PoolConfig) -> PoolConfig:
     """
     models = {name: replace(model, replicas=0) for name, model in config.models.items()}
     return replace(config, models=models, models_dir=None)
+
+
+def require_gpus(old: PoolConfig, new: PoolConfig, visible: Sequence[str]) -> None:
+    """Raises ConfigError if workers of new or changed models cannot have their GPUs.
+
+    Workers that dial in are on other machines. A model that has not changed keeps its workers.
+    """
+    problems = []
+    for name, model in new.models.items():
+        if model.replicas and model != old.models.get(name):
+            try:
+                check_enough(chosen_gpus(visible, model.gpu_ids), model.devices)
+            except GpusUnavailable as error:
+                problems.append(f"models.{name}: {error}")
+    if problems:
+        raise ConfigError(*problems)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +232,7 @@ class Reloader:
                 raise ConfigError(NO_KEY)
             if not before.local_workers:
                 config = without_local_workers(config)
+            require_gpus(before, config, visible_gpus(os.environ))
             if before.http and before.http_keys is not None:
                 api_keys.read_keys(before.http_keys)  # which the gateway reads again
             if before.state_dir and config.job_notify_secret is not None:

@@ -275,7 +275,8 @@ class WorkerPool:
             self._exited_remote(slot, worker, stopped=was is WorkerState.STOPPING)
             return worker
         model = self._state.registry.models[slot.model]
-        commanded = was in LEAVING
+        # Also one that was fenced because it did not leave in time, or came back while it left.
+        commanded = was in LEAVING or worker.cause in exit_causes.COMMANDED
         if worker.proven:
             model.failures = 0
         elif not commanded and not worker.ended_by_charged_request:
