@@ -402,7 +402,7 @@ def test_capacity_is_what_the_limit_leaves(
 
 @pytest.mark.parametrize(
     ("seconds", "mebibytes", "prefill"),
-    [(0.019, 10, 2048), (0.021, 10, 0), (0.019, 100, 0), (0.019, 300, 0)],
+    [(0.019, 10, 2048), (0.021, 10, 0), (0.019, 110, 0), (0.019, 300, 0)],
 )
 def test_passes_of_a_small_model_in_which_nothing_decodes_are_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, mebibytes: int, prefill: int
