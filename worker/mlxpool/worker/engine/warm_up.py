@@ -147,6 +147,8 @@ class WarmedEngine(RowEngine[CacheRow]):
         on_progress()
         self._choose_long_passes(small, large)
         one_pass = self._pass_bytes(small, large, self.chunk, self._pairs)
+        if self._most_drafts:
+            one_pass = max(one_pass, self._draw_bytes(self._most_logits()))
         self._activation_bytes = (1 + self._lookahead) * one_pass + self._layout.read_bytes
         if self._image_encoder is not None:  # it may run beside a pass in flight
             taken, self._largest_image = self._image_encoder.measure()
@@ -198,21 +200,19 @@ class WarmedEngine(RowEngine[CacheRow]):
     ) -> int:
         """Returns the bytes of a pass of so many inputs and query-key pairs at most.
 
-        `small` and `large` are what `_measure_chunk` has returned.
+        `small` and `large` are what `_measure_chunk` has returned: inputs and bytes of a chunk.
         """
         one_pass = activation_bytes(small, large, lines, pairs)
         # In place of a pass that has ended.
-        one_pass = max(one_pass, logit_bytes(self.vocab_size, lines))
-        if self._most_drafts:
-            one_pass = max(one_pass, self._draw_bytes(self._most_logits()))
-        return one_pass
+        return max(one_pass, logit_bytes(self.vocab_size, lines))
 
     def _choose_long_passes(self, small: tuple[int, int], large: tuple[int, int]) -> None:
-        """Makes a layout of long passes where they end soon enough for requests that arrive.
+        """Makes a layout of long passes, if they pay and are allowed.
 
-        They are twice as long as those of the `large` chunk, the longest so far, which the host
-        takes as long to build for a small model as the device to compute. Their memory must leave
-        nearly as many blocks as there are without them.
+        They have twice the inputs of the `large` chunk, which is the longest of the layout. They
+        pay for small models, of which the host takes as long to build a pass as the device to
+        compute it. They are allowed if they end within the step target's upper bound, so that
+        requests that arrive are not delayed, and leave LONG_PASSES_LEAVE of the blocks.
         """
         size, most = large[0], min(self.batch, self.context)
         if self._layout.sizes[-1:] != (size,) or most <= size or self._fixed_blocks is not None:
