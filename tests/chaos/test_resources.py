@@ -12,7 +12,7 @@ import zmq
 
 from chaos.cpu_starvation import busy_process, starve
 from chaos.harness import LIMITS, Chaos, model
-from mlxpool.common.errors import Unauthorized
+from mlxpool.common.errors import BrokerLost, Unauthorized
 from mlxpool.common.transport import sockets
 from support.pool import PATIENCE, Pool, until, with_path
 
@@ -55,13 +55,13 @@ def descriptors_were_short(chaos: Chaos) -> bool:
     """Whether the front was shut, or idle connections were ended as often as that takes else.
 
     A crowd that gets little processor time comes so slowly that ending the idle ones is enough.
-    Before the front is shut, operators may get no descriptor either.
+    Before the front is shut, operators may get no descriptor either, or one after their patience.
     """
     if chaos.pool.log().count("idle connections ended") >= MANY_ENDS:
         return True
     try:
         return bool(chaos.pool.ask("ps")["broker"]["front_shut"])
-    except Unauthorized:
+    except (Unauthorized, BrokerLost):
         return False
 
 

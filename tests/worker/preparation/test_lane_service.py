@@ -150,8 +150,10 @@ def idle_lane(lanes: Lanes) -> psutil.Process:
     """The lane that waits for a short job; one that took long, on a busy machine, is replaced."""
     assert lanes.text() == "ok"
     (server,) = servers()
-    until(lambda: lanes.text() == "ok" and bool(lanes_of(server)), "a lane waits")
-    return lanes_of(server)[0]
+    waiting: list[psutil.Process] = until(
+        lambda: lanes_of(server) if lanes.text() == "ok" else [], "a lane waits"
+    )
+    return waiting[0]
 
 
 # ---- results -------------------------------------------------------------------------------------
