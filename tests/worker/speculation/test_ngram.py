@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from mlxpool.common.options import Options
 from mlxpool.worker.scheduling.sequence import Sequence
-from mlxpool.worker.speculation.ngram import CLASSES, MAX_INDEXED, NgramDrafter
-from mlxpool.worker.speculation.ngram_index import NGRAM
+from mlxpool.worker.speculation.ngram import CLASSES, MAX_TAKEN, NgramDrafter
+from mlxpool.worker.speculation.stream_tokens import NGRAM
 
 
 def sequence(prompt: Many[int], ids: Many[int] = (), max_tokens: int = 500) -> Sequence:
@@ -86,7 +86,7 @@ def test_tokens_in_flight_have_to_be_right_for_drafts_behind_them() -> None:
 
 def test_a_long_prompt_is_taken_in_parts() -> None:
     drafter = NgramDrafter()
-    seq = sequence([*range(2 * MAX_INDEXED), 10, 11, 12])
+    seq = sequence([*range(2 * MAX_TAKEN), 10, 11, 12])
     assert [drafter.follow(seq) for _ in range(3)] == [False, False, True]
     assert proposed(drafter, seq) == (13, 14, 15, 16)
 

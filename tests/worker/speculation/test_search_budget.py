@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from mlxpool.worker.speculation.search_budget import (
@@ -29,12 +31,12 @@ def test_a_share_of_steps_is_saved_up_to_a_bound() -> None:
 def test_the_share_shrinks_where_nothing_is_found_and_is_whole_again_when_something_is() -> None:
     budget, shares = SearchBudget(), []
     for _ in range(10):
-        budget.spend(FRUITLESS / 2, overhead=0.0, found=False)
+        budget.spend(FRUITLESS / 2, overhead=0.0, rows=1, found=False)
         shares.append(budget.share / SHARE)
     assert shares[:4] == [1, 0.5, 0.5, 0.25] and budget.share == LEAST_SHARE
-    budget.spend(1e-6, overhead=0.0, found=True)
+    budget.spend(1e-6, overhead=0.0, rows=1, found=True)
     assert budget.share == SHARE
-    budget.spend(FRUITLESS / 2, overhead=0.0, found=False)
+    budget.spend(FRUITLESS / 2, overhead=0.0, rows=1, found=False)
     assert budget.share == SHARE
 
 
@@ -46,16 +48,25 @@ def test_a_search_begins_when_what_precedes_it_is_a_small_part_of_what_is_saved(
     budget, steps, spent = SearchBudget(), 0, 0.0
     for _ in range(50):
         budget.earn(STEP)
-        steps += 1 + budget.rest(STEP)
+        steps += 1 + budget.rest(STEP, 1)
         assert budget.saved >= WORTH * overhead - SHARE * STEP or not spent
         search = max(overhead, budget.saved)
-        budget.spend(search, overhead=overhead, found=True)
+        budget.spend(search, overhead=overhead, rows=8, found=True)
         spent += search
     assert spent <= SHARE * STEP * steps + overhead
 
 
+def test_a_search_begins_when_it_can_look_at_all_rows() -> None:
+    budget = SearchBudget()
+    budget.spend(50e-6, overhead=10e-6, rows=10, found=True)
+    few, many = replace(budget), replace(budget)
+    assert 10 < few.rest(STEP, 10) < many.rest(STEP, 100) < MAX_REST
+    assert few.saved == pytest.approx(50e-6, abs=2 * SHARE * STEP)
+    assert many.saved == pytest.approx(410e-6, abs=2 * SHARE * STEP)
+
+
 def test_rests_have_a_bound() -> None:
     budget = SearchBudget()
-    budget.spend(100.0, overhead=1.0, found=False)
-    assert budget.rest(STEP) == MAX_REST
-    assert budget.rest(0.0) == 0
+    budget.spend(100.0, overhead=1.0, rows=1, found=False)
+    assert budget.rest(STEP, 1) == MAX_REST
+    assert budget.rest(0.0, 1) == 0

@@ -17,6 +17,7 @@ from mlxpool.worker.scheduling.step_cost import Load
 from mlxpool.worker.speculation.drafter import Drafts
 from mlxpool.worker.speculation.speculator import (
     MAX_DRAFTS,
+    MAX_STEP_DRAFTS,
     PLAIN_INTERVAL,
     TRIAL_DRAFTS,
     TRIAL_INTERVAL,
@@ -25,6 +26,7 @@ from mlxpool.worker.speculation.speculator import (
     candidates_of,
     drafts_in_memory,
 )
+from mlxpool.worker.speculation.step_times import StepTimes
 
 LIMITS = StepLimits(lines=512, pairs=2**20, context=1000)
 STEP = 0.010  # seconds
@@ -175,6 +177,21 @@ def test_drafts_end_when_they_turn_out_to_cost_more_than_they_give() -> None:
     assert 8 <= sum(map(bool, later)) <= 10 and max(later) <= TRIAL_DRAFTS[0]
     scene.cost = lambda checked, drafts: 0.0
     assert sum(map(bool, scene.run(20 * TRIAL_INTERVAL))) > 10 * TRIAL_INTERVAL
+
+
+@pytest.mark.parametrize("bubble", [0.5, 1.0, 1.3])
+@pytest.mark.parametrize("rows", [1, 2, 8, 32])
+def test_short_steps_that_are_submitted_ahead_try_drafts(rows: int, bubble: float) -> None:
+    """They lose as long as a plain step takes, or longer, and more drafts cost nothing more.
+
+    So few drafts would not pay, and of few it would not be seen that many do.
+    """
+    scene = Scene(rows, 0.9, lambda checked, drafts: bubble * STEP, ahead=True)
+    scene.speculator.times = StepTimes(bubble=2 * STEP)
+    scene.run(4 * TRIAL_INTERVAL)
+    found = scene.run(2 * PLAIN_INTERVAL)
+    assert sum(map(bool, found)) > 1.5 * PLAIN_INTERVAL
+    assert max(found) >= min(MAX_DRAFTS * rows, MAX_STEP_DRAFTS) / 2
 
 
 def test_trials_that_cost_much_take_a_small_share_of_the_time() -> None:

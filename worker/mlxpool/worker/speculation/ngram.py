@@ -9,9 +9,9 @@ from math import prod
 
 from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.speculation.drafter import Drafts
-from mlxpool.worker.speculation.ngram_index import NGRAM, NOWHERE, NgramIndex
+from mlxpool.worker.speculation.stream_tokens import NGRAM, NOWHERE, StreamTokens
 
-MAX_INDEXED = 4096  # tokens that a call of `follow` takes at once
+MAX_TAKEN = 8192  # tokens that a call of `follow` takes
 MAX_LEARNED = 64  # of these, tokens from which it learns
 # Weights of the newest draft in the average of a stream, a wrong and a right one: wrong drafts cost
 # more than right ones that were not checked.
@@ -28,9 +28,9 @@ _CLASS_OF = tuple(
 
 @dataclass(slots=True)
 class _Stream:
-    """What is known of one sequence: `place` is that of the next draft in the index."""
+    """What is known of one sequence: `place` is that of the next draft in its tokens."""
 
-    index: NgramIndex
+    tokens: StreamTokens
     chances: list[float]
     place: int = NOWHERE
     length: int = 0  # tokens of the match before the place
@@ -53,43 +53,42 @@ class NgramDrafter:
         """See Drafter."""
         stream = self._streams.get(seq)
         if stream is None:
-            index = NgramIndex(len(seq.prompt) + seq.max_tokens)
-            stream = self._streams[seq] = _Stream(index, [*self.chances_of_all])
-        index, prompt = stream.index, len(seq.prompt)
-        begin, size = len(index), prompt + len(seq.ids)
-        end = min(size, begin + MAX_INDEXED)
+            stream = self._streams[seq] = _Stream(StreamTokens(), [*self.chances_of_all])
+        tokens, prompt = stream.tokens, len(seq.prompt)
+        begin, size = len(tokens), prompt + len(seq.ids)
+        end = min(size, begin + MAX_TAKEN)
         bulk = min(end, max(prompt, end - MAX_LEARNED))
         if bulk > begin:
-            index.extend(seq.prompt[begin:bulk])
-            index.extend(seq.ids[max(0, begin - prompt) : max(0, bulk - prompt)])
+            tokens.extend(seq.prompt[begin:bulk])
+            tokens.extend(seq.ids[max(0, begin - prompt) : max(0, bulk - prompt)])
             stream.place, stream.known = NOWHERE, False
             begin = bulk
         if end < size:
             return False
         if not stream.known:
-            stream.place, stream.length = index.longest_match()
+            stream.place, stream.length = tokens.longest_match()
             stream.known = True
         if begin < end:
             self._take(stream, seq.ids[begin - prompt : end - prompt])
         return True
 
-    def _take(self, stream: _Stream, tokens: Many[int]) -> None:
+    def _take(self, stream: _Stream, ids: Many[int]) -> None:
         """Appends tokens of the answer and learns whether they are as was proposed."""
-        index, chances, every = stream.index, stream.chances, self.chances_of_all
+        tokens, chances, every = stream.tokens, stream.chances, self.chances_of_all
         place, length = stream.place, stream.length
-        for token in tokens:
+        for token in ids:
             right = False
             if place != NOWHERE:
                 kind = _CLASS_OF[min(length, _LONGEST)]
-                right = index.tokens[place] == token
+                right = tokens[place] == token
                 chances[kind] += NEW_STREAM[right] * (right - chances[kind])
                 every[kind] += NEW_MODEL * (right - every[kind])
-            index.append(token)
+            tokens.append(token)
             if right:
                 place, length = place + 1, length + 1
                 if length >= NGRAM:
                     continue
-            found, matched = index.longest_match()
+            found, matched = tokens.longest_match()
             if found != NOWHERE:
                 place, length = found, matched
             elif not right:
@@ -103,10 +102,10 @@ class NgramDrafter:
         if stream is None or stream.place == NOWHERE:
             return ()
         first, awaited = stream.length, seq.awaited
-        found = [
-            stream.chances[_CLASS_OF[min(length, _LONGEST)]]
-            for length in range(first, first + awaited + most)
-        ]
+        count = awaited + most
+        shorter = _CLASS_OF[first : min(first + count, _LONGEST)]
+        found = [stream.chances[kind] for kind in shorter]
+        found += [stream.chances[-1]] * (count - len(found))
         if awaited and most > 0:
             found[awaited] *= prod(found[:awaited])
         return tuple(found[awaited:])
@@ -124,7 +123,7 @@ class NgramDrafter:
         found = {}
         for seq, count in depths.items():
             stream = self._streams[seq]
-            found[seq] = stream.index.copied(stream.place, count)
+            found[seq] = stream.tokens.copied(stream.place, count)
         return found
 
     def sure(self, seq: Sequence) -> tuple[float, ...]:

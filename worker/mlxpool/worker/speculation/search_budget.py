@@ -27,6 +27,7 @@ class SearchBudget:
     share: float = SHARE
     _fruitless: float = 0.0  # seconds since the share was changed
     _overhead: float = 0.0  # of the newest search, before it looks at rows
+    _each: float = 0.0  # of the newest search, for each row
 
     @property
     def spent(self) -> bool:
@@ -37,10 +38,15 @@ class SearchBudget:
         """Adds the share of a step that took so long."""
         self.saved = min(MAX_SAVED, self.saved + self.share * seconds)
 
-    def spend(self, seconds: float, *, overhead: float, found: bool) -> None:
-        """Takes a search from the budget; `overhead` of its seconds were before it saw a row."""
+    def spend(self, seconds: float, *, overhead: float, rows: int, found: bool) -> None:
+        """Takes a search from the budget, which looked at so many rows.
+
+        `overhead` of its seconds were before it saw the first.
+        """
         self.saved -= seconds
         self._overhead = overhead
+        if rows:
+            self._each = (seconds - overhead) / rows
         if found:
             self.share, self._fruitless = SHARE, 0.0
             return
@@ -48,13 +54,15 @@ class SearchBudget:
         if self._fruitless >= FRUITLESS:
             self.share, self._fruitless = max(LEAST_SHARE, self.share / 2), 0.0
 
-    def rest(self, seconds: float) -> int:
+    def rest(self, seconds: float, rows: int) -> int:
         """Returns how many steps, of `seconds` each, pass until the next search is worth it.
 
-        Their share is saved already then.
+        It can look at `rows` then: where steps are short, drafts may pay only if most rows have
+        some in the same step. The share of these steps is saved already.
         """
         earned = self.share * seconds
-        lacking = min(WORTH * self._overhead, MAX_SAVED) - self.saved
+        worth = max(WORTH * self._overhead, self._overhead + rows * self._each)
+        lacking = min(worth, MAX_SAVED) - self.saved
         if earned <= 0 or lacking <= earned:
             return 0
         steps = min(MAX_REST, ceil(lacking / earned))

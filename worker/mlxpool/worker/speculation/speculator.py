@@ -21,8 +21,10 @@ from mlxpool.worker.speculation.search_budget import SearchBudget
 from mlxpool.worker.speculation.step_times import StepTimes
 
 MAX_DRAFTS = 15  # of a row in one step: with its newest token 16 inputs
-FEW_ROWS = 3  # up to which a row has so many; elsewhere rows are padded to the one with the most
-MAX_DRAFTS_OF_MANY = 3  # of each of more rows
+# Where passes are not submitted ahead rows are padded to the one with the most drafts: up to
+# FEW_ROWS of them have MAX_DRAFTS, each of more has MAX_DRAFTS_OF_MANY.
+FEW_ROWS = 3
+MAX_DRAFTS_OF_MANY = 3
 MAX_STEP_DRAFTS = 256  # of all rows
 MAX_LOGIT_BYTES = 128 * 1024 * 1024  # of the drafts of a step, in float32
 SHARE_BESIDE = 0.03  # of a step in which other rows have drafts: one more costs it little
@@ -31,7 +33,9 @@ PLAIN_STEPS_AHEAD = 4  # of these, where passes are submitted ahead; elsewhere o
 FIRST_TRIAL = 32  # steps, after which drafts are tried once though they are not expected to pay
 TRIAL_INTERVAL = 256  # the same later: measured costs that forbid drafts are doubted once
 MAX_TRIAL_INTERVAL = 2**15  # the same, where trials were refused
-TRIAL_SHARE = 0.005  # of the time of these steps: so much the trial may be predicted to cost
+TRIAL_SHARE = 0.005  # of the time of the steps before: so much a trial may be predicted to cost
+FIRST_TRIAL_COST = 2.0  # steps: so much may the first trial where passes are submitted ahead
+MAX_TRIAL_COST = 4.0  # the same of any, however long it is since the last one
 TRIAL_DRAFTS = (4, 2)  # of a trial: so many if they cost no more, else fewer
 FIRST_DRAFTS = 2  # of the first steps, for each row; later ones may have twice as many as before
 BUBBLE = 0.001  # seconds that a step with drafts is taken to lose where passes are submitted ahead
@@ -124,12 +128,14 @@ class Speculator:
         now, share = self.clock(), self._budget.saved
         if first:
             share = max(share, SHARE_BESIDE * self._seconds)
+        before = self._next
         ready += self._look(others, now + share)
         most = min(self._most_drafts, (lines - rows) // 2)
         found = self._chosen(rows, most, ready) if ready and most > 0 else {}
         if not first:  # with drafts it is in the time of their steps
             pays = bool(found) and self._without > 0  # it is no trial
-            self._budget.spend(self.clock() - began, overhead=now - began, found=pays)
+            seconds, looked = self.clock() - began, self._next - before
+            self._budget.spend(seconds, overhead=now - began, rows=looked, found=pays)
         self._paying = set(found)
         return found
 
@@ -166,7 +172,7 @@ class Speculator:
             self.drafter.forget(seq)
 
     def _chosen(self, rows: int, most: int, ready: Many[Candidate]) -> dict[Sequence, int]:
-        each = MAX_DRAFTS if rows <= FEW_ROWS else MAX_DRAFTS_OF_MANY
+        each = MAX_DRAFTS if self._ahead or rows <= FEW_ROWS else MAX_DRAFTS_OF_MANY
         each = max(1, min(each, MAX_STEP_DRAFTS // len(ready)))
         chances = [
             self.drafter.chances(one.sequence, min(each, one.room)) if one.room > 0 else ()
@@ -201,7 +207,7 @@ class Speculator:
                 self._trial_after = TRIAL_INTERVAL
             found = self._worth_reading(ready, found, plain)
         elif self._without >= (self._trial_after if times.measured else FIRST_TRIAL):
-            found = self._tried(ready, chances, min(most, TRIAL_DRAFTS[0]), plain, guessed, seconds)
+            found = self._tried(ready, chances, most, plain, guessed, seconds)
         return {one.sequence: depth for one, depth in zip(ready, found, strict=True) if depth}
 
     def _tried(
@@ -215,13 +221,18 @@ class Speculator:
     ) -> list[int]:
         """Returns the drafts of each row in a trial, which shows what they cost; all 0 for none.
 
-        It is chosen by what is guessed, and bounded by what was measured.
+        It is chosen by what is guessed, and bounded by what was measured. Where passes are
+        submitted ahead, most of a trial is one wait, whatever its size: as many drafts as first
+        steps may have come before fewer, of which it would not be seen that many pay.
         """
+        first = self._ahead and not self.times.measured
+        least = FIRST_TRIAL_COST if first else TRIAL_SHARE * TRIAL_INTERVAL
+        allowed = min(MAX_TRIAL_COST, max(least, TRIAL_SHARE * self._without))
         self._without = 0
-        for size in TRIAL_DRAFTS:
+        for size in (FIRST_DRAFTS * self._rows, *TRIAL_DRAFTS) if self._ahead else TRIAL_DRAFTS:
             found = choose_depths(chances, self._rows, min(most, size), plain, guessed)
             more = seconds(sum(map(bool, found)), sum(found), max(found)) - plain
-            if more + self._reading(ready, found) <= TRIAL_SHARE * TRIAL_INTERVAL * plain:
+            if more + self._reading(ready, found) <= allowed * plain:
                 return found
         # A step that something disturbed must not forbid drafts for ever; a cost that is real is
         # measured again, ever more rarely.
@@ -323,7 +334,7 @@ class Speculator:
             self._with_drafts = 0
         self._was_plain = plain
         if plain and not self._paying and self._without > PLAIN_STEPS_AHEAD and not self._rests:
-            self._rests = self._budget.rest(seconds)
+            self._rests = self._budget.rest(seconds, rows)
             self._without += self._rests
 
     def _observe(self, rows: int, drafts: Drafts, seconds: float, *, measured: bool) -> None:
