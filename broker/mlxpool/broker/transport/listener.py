@@ -1,5 +1,8 @@
 """Keeps file descriptors free: libzmq aborts the process when accepting on ipc finds none.
 
+libzmq's thread accepts while the broker's thread waits for a processor, so a crowd that needs more
+descriptors than are left, and comes in that time, ends the broker all the same.
+
 When descriptors become short, connections without live streams are ended, the newest first, so that
 newcomers wait. When that does not suffice, the front's endpoints are unbound until there are enough
 again: libzmq closes all their connections then, and clients redial and send their requests again.
@@ -32,8 +35,11 @@ COUNT_INTERVAL = 1.0  # seconds between two counts while nobody connects
 
 
 def backlog_of(limit: int) -> int:
-    """Connections the kernel may queue: far fewer than the descriptors left when unbound."""
-    return max(8, min(sockets.BACKLOG, limit // 16))
+    """Connections the kernel may queue: libzmq's thread accepts so many each time that it runs.
+
+    It runs several times while the broker's thread waits for a processor.
+    """
+    return max(3, min(sockets.BACKLOG, limit // 100))
 
 
 class Listener:
