@@ -136,6 +136,19 @@ def test_a_reload_is_applied(reload_of: Callable[..., Reload]) -> None:
     }  # fmt: skip
 
 
+def test_a_model_is_loaded_that_is_pinned_from_now_on(reload_of: Callable[..., Reload]) -> None:
+    """One that was pinned before is not: an operator may have unloaded it."""
+    cold = ModelConfig(path="builtin:counting")
+    pinned = replace(cold, pin=True)
+    more = replace(pinned, replicas=2)
+    before, after, later = (
+        replace(POOL, models={**POOL.models, "extra": extra}) for extra in (cold, pinned, more)
+    )
+    kinds = [type(event) for event in reload_of(before, after).events]
+    assert kinds == [ev.Reload, ev.ModelChanged, ev.LoadModel]
+    assert [type(event) for event in reload_of(after, later).events] == kinds[:2]
+
+
 @pytest.mark.parametrize(
     ("fault", "told"),
     [

@@ -106,6 +106,7 @@ class Change:
     added: tuple[str, ...]  # models
     gone: tuple[str, ...]
     changed: tuple[str, ...]
+    pinned: tuple[str, ...]  # models of which workers are to start: their `pin` is new
     keys: tuple[str, ...]  # names of keys that were added, removed or changed
 
     def body(self) -> dict[str, Any]:
@@ -131,6 +132,11 @@ def compare(old: PoolConfig, new: PoolConfig) -> Change:
         added=tuple(name for name in new.models if name not in old.models),
         gone=tuple(name for name in old.models if name not in new.models),
         changed=tuple(n for n in new.models if n in both and old.models[n] != new.models[n]),
+        pinned=tuple(
+            name
+            for name, model in new.models.items()
+            if model.pin and not (name in both and old.models[name].pin)
+        ),
         keys=tuple(
             name
             for name in sorted(old.keys.keys() | new.keys.keys())
@@ -279,9 +285,8 @@ class Reloader:
             self._perform(self._model_event(name, new, change), now)
         if config.local_workers:
             self._target.use_models(config.models)
-        for name in change.added:
-            if config.models[name].pin:
-                self._perform(ev.LoadModel(self._target.model_of(name)), now)
+        for name in change.pinned:
+            self._perform(ev.LoadModel(self._target.model_of(name)), now)
         shown = {k: getattr(change, k) for k in ("limits", "added", "gone", "changed", "keys")}
         log.info("reloaded", extra={k: v for k, v in shown.items() if v})
         self._outcome = change
