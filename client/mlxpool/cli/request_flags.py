@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from mlxpool.client import Client
 
 BROKER_GRACE = 10.0  # seconds; shorter than the client's own, for a person waits
-# Seconds until a broker that takes no connection counts as gone. libzmq's own thread takes it, so
-# a busy broker is no later than this; over tcp it takes four round trips.
+# Seconds until a broker that completes no handshake counts as gone: a command says so within one
+# second. The broker's thread answers between two turns of its loop, over tcp in four round trips.
 IPC_GRACE, TCP_GRACE = 0.5, 0.75
 TICK = 0.05  # seconds between two looks whether that time is over
 
