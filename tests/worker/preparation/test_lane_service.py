@@ -493,8 +493,7 @@ def test_a_job_whose_lanes_are_killed_is_tried_twice(make: Make) -> None:
     lanes = make(split=SLOW_PATTERN)
     lanes.submit("victim", Encode(LONG))
     for _ in range(lane_service.MAX_TRIES):
-        until(lambda: bool(busy_lanes()), "a lane is at work")
-        (lane,) = busy_lanes()
+        (lane,) = until(busy_lanes, "a lane is at work")
         lane.kill()
         until(lambda: gone(lane), "it has ended")  # noqa: B023
     key, error = lanes.next()
@@ -575,8 +574,8 @@ def test_a_short_chat_that_takes_long_is_the_last_of_its_lane(make: Make) -> Non
 def test_long_work_runs_in_the_idle_class(make: Make) -> None:
     lanes = make(split=SLOW_PATTERN)
     lanes.submit("long", Encode(LONG))
-    until(lambda: bool(busy_lanes()), "a lane is at work")
-    assert os.sched_getscheduler(busy_lanes()[0].pid) == os.SCHED_IDLE
+    lane = until(busy_lanes, "a lane is at work")[0]
+    assert os.sched_getscheduler(lane.pid) == os.SCHED_IDLE
 
 
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "in an endless template"])
