@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Many
+from itertools import accumulate
+from operator import itemgetter, mul
 
 MIN_GAIN = 1.08  # tokens a second with drafts divided by those without: below it there are none
 
@@ -25,36 +27,26 @@ def choose_depths(
     them gives less than `least_gain` times the tokens a second of one without.
     """
     every = sorted(
-        ((chance, row) for row, some in enumerate(chances) for chance in _together(some)),
-        key=lambda one: -one[0],  # stable: the drafts of a row stay in order
+        (
+            (chance, row, depth)
+            for row, some in enumerate(chances)
+            for depth, chance in enumerate(accumulate(some, mul), start=1)
+        ),
+        key=itemgetter(0),
+        reverse=True,  # stable: the drafts of a row stay in order
     )[:most]
     best, depths = least_gain * rows / plain, [0] * len(chances)
-    reached, gained, chosen = [0] * len(chances), 0.0, 0
-    checked = deepest = 0
-    for number, (chance, row) in enumerate(every, start=1):
+    gained, checked, deepest, chosen = 0.0, 0, 0, 0
+    for number, (chance, _, depth) in enumerate(every, start=1):
         gained += chance
-        checked += not reached[row]
-        reached[row] += 1
-        deepest = max(deepest, reached[row])
-        if _between(number) and _between(number + checked) and number < len(every):
+        checked += depth == 1
+        deepest = max(deepest, depth)
+        lines = number + checked
+        if number & (number - 1) and lines & (lines - 1) and number < len(every):
             continue  # only powers of two, of drafts or of inputs, and all
         rate = (rows + gained) / seconds(checked, number, deepest)
         if rate > best:
             best, chosen = rate, number
-    for _, row in every[:chosen]:
+    for _, row, _ in every[:chosen]:
         depths[row] += 1
     return depths
-
-
-def _between(number: int) -> bool:
-    """Whether a number is no power of two."""
-    return bool(number & (number - 1))
-
-
-def _together(chances: Many[float]) -> list[float]:
-    """Returns how likely all drafts up to each one are right."""
-    product, found = 1.0, []
-    for chance in chances:
-        product *= chance
-        found.append(product)
-    return found
