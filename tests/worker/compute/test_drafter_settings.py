@@ -19,6 +19,7 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.common.config.schema import Counting  # noqa: E402
 from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
+from mlxpool.worker.compute import drafting_rows  # noqa: E402
 from mlxpool.worker.compute.drafting_rows import make_drafter, make_speculator  # noqa: E402
 from mlxpool.worker.draft_model.engine import DraftModelEngine  # noqa: E402
 from mlxpool.worker.engine.counting_engine import CountingEngine  # noqa: E402
@@ -80,6 +81,18 @@ def test_a_drafter_that_is_not_there_is_refused_by_name(
 ) -> None:
     with pytest.raises(ModelLoadFailed, match=f"'{setting}', but models.demo {words}.*'auto'"):
         make_speculator(setting, drafting(loaded), "demo")
+
+
+def test_a_vocabulary_that_n_grams_cannot_have_is_refused_by_name(
+    predicting: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With "auto" the model's own head drafts."""
+    monkeypatch.setattr(drafting_rows, "MAX_TOKENS", 100)
+    made = drafting(predicting)
+    words = f"'ngram', but the vocabulary of models.demo has {made.vocab_size} tokens, above 100"
+    with pytest.raises(ModelLoadFailed, match=words):
+        make_speculator("ngram", made, "demo")
+    assert make_drafter("auto", made, monotonic).name == "mtp"
 
 
 def test_auto_has_the_best_of_what_is_there(

@@ -72,6 +72,13 @@ def test_right_drafts_raise_the_chances_and_wrong_ones_lower_them() -> None:
     assert drafter.chances(other, 1)[0] > drafter.chances_of_all[-1] > 0.5
 
 
+def test_each_draft_has_the_chance_of_the_match_before_it() -> None:
+    drafter, seq = NgramDrafter(), sequence([*range(100, 140)])
+    followed(drafter, seq, range(110, 126))
+    of_16, of_17, of_18 = drafter.chances(seq, 3)
+    assert of_16 > dict(CLASSES)[9] and of_16 != of_17 == of_18 == dict(CLASSES)[17]
+
+
 def test_tokens_in_flight_have_to_be_right_for_drafts_behind_them() -> None:
     drafter, seq = NgramDrafter(), sequence([*range(100, 140), 110, 111, 112])
     assert drafter.follow(seq)

@@ -65,6 +65,13 @@ def test_a_search_begins_when_it_can_look_at_all_rows() -> None:
     assert many.saved == pytest.approx(410e-6, abs=2 * SHARE * STEP)
 
 
+def test_a_search_of_many_rows_begins_when_no_more_can_be_saved() -> None:
+    budget = SearchBudget()
+    budget.spend(10e-3, overhead=0.0, rows=10, found=True)
+    steps = budget.rest(0.1, 1000)
+    assert 10 <= steps <= 15 and budget.saved == pytest.approx(MAX_SAVED, abs=SHARE * 0.1)
+
+
 def test_rests_have_a_bound() -> None:
     budget = SearchBudget()
     budget.spend(100.0, overhead=1.0, rows=1, found=False)

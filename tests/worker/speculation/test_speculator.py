@@ -16,6 +16,7 @@ from mlxpool.worker.scheduling.sequence import Phase, SampledToken, Sequence
 from mlxpool.worker.scheduling.step_cost import Load
 from mlxpool.worker.speculation.drafter import Drafts
 from mlxpool.worker.speculation.speculator import (
+    FIRST_TRIAL,
     MAX_DRAFTS,
     MAX_STEP_DRAFTS,
     PLAIN_INTERVAL,
@@ -108,10 +109,11 @@ class Scene:
         self.rows = [sequence() for _ in range(rows)]
         self.speculator = Speculator(self.drafter, self._predict, self.clock, ahead=ahead)
         self.cost, self.scan = cost, scan
+        self.line = 1e-6  # seconds that a line of a step is predicted to take
         self.depths: list[int] = []  # drafts of each step
 
     def _predict(self, load: Load) -> float:
-        return STEP + 1e-6 * load.lines
+        return STEP + self.line * load.lines
 
     def run(self, steps: int) -> list[int]:
         """Returns how many drafts each step had."""
@@ -179,19 +181,63 @@ def test_drafts_end_when_they_turn_out_to_cost_more_than_they_give() -> None:
     assert sum(map(bool, scene.run(20 * TRIAL_INTERVAL))) > 10 * TRIAL_INTERVAL
 
 
-@pytest.mark.parametrize("bubble", [0.5, 1.0, 1.3])
+@pytest.mark.parametrize(
+    ("chance", "bubble"), [(0.9, 0.5), (0.9, 1.3), (0.7, 0.5), (0.7, 1.0), (0.65, 1.0)]
+)
 @pytest.mark.parametrize("rows", [1, 2, 8, 32])
-def test_short_steps_that_are_submitted_ahead_try_drafts(rows: int, bubble: float) -> None:
+def test_short_steps_that_are_submitted_ahead_try_drafts(
+    rows: int, chance: float, bubble: float
+) -> None:
     """They lose as long as a plain step takes, or longer, and more drafts cost nothing more.
 
     So few drafts would not pay, and of few it would not be seen that many do.
     """
-    scene = Scene(rows, 0.9, lambda checked, drafts: bubble * STEP, ahead=True)
+    scene = Scene(rows, chance, lambda checked, drafts: bubble * STEP, ahead=True)
     scene.speculator.times = StepTimes(bubble=2 * STEP)
     scene.run(4 * TRIAL_INTERVAL)
     found = scene.run(2 * PLAIN_INTERVAL)
     assert sum(map(bool, found)) > 1.5 * PLAIN_INTERVAL
-    assert max(found) >= min(MAX_DRAFTS * rows, MAX_STEP_DRAFTS) / 2
+    if chance > 0.8:
+        assert max(found) >= min(MAX_DRAFTS * rows, MAX_STEP_DRAFTS) / 2
+
+
+@pytest.mark.parametrize(
+    ("chance", "line", "soon", "later"),
+    [(0.7, 0.3, True, True), (0.85, 0.5, False, True), (0.85, 0.9, False, False)],
+)
+def test_a_trial_that_costs_more_waits_longer(
+    chance: float, line: float, soon: bool, later: bool
+) -> None:
+    """Two drafts are taken for 1.1 and 1.5 steps; of those for 2.3 no chance makes up for it."""
+    scene = Scene(1, chance, lambda checked, drafts: 5 * STEP)
+    scene.line = line * STEP
+    assert any(scene.run(2 * FIRST_TRIAL)) == soon
+    assert any(scene.run(8 * TRIAL_INTERVAL)) == later
+
+
+def test_where_steps_wait_for_drafts_a_search_looks_at_all_rows() -> None:
+    """The time suffices for one row in each step, and drafts of one of many rows do not pay."""
+    scene = Scene(16, 0.9, lambda checked, drafts: STEP, follow=0.01 * STEP, ahead=True)
+    scene.run(4 * TRIAL_INTERVAL)
+    assert sum(map(bool, scene.run(2 * PLAIN_INTERVAL))) > PLAIN_INTERVAL
+
+
+def test_a_long_search_beside_drafts_is_paid_for() -> None:
+    """Rows that pay are beside one whose search takes as long as ten steps."""
+    scene = Scene(2, 0.95)
+    scene.run(50)
+    slow = sequence()
+    scene.rows.append(slow)
+    follow = scene.drafter.follow
+
+    def slowly(seq: Sequence) -> bool:
+        scene.clock.now += 10 * STEP if seq is slow else 0.0
+        return follow(seq) and seq is not slow
+
+    scene.drafter.follow = slowly  # type: ignore[method-assign]
+    scene.drafter.followed.clear()
+    scene.run(500)
+    assert 1 <= sum(seq is slow for seq in scene.drafter.followed) <= 2
 
 
 def test_trials_that_cost_much_take_a_small_share_of_the_time() -> None:

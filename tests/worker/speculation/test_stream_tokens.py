@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxpool.worker.speculation.stream_tokens import (
+    LONGEST_RUN,
     MAX_MATCH,
-    MAX_PLACES,
+    MAX_TOKENS,
     NGRAM,
     NOWHERE,
     StreamTokens,
 )
 
-# Those of the second kind are found in the bytes of others, too, where none of them begins.
 FEW = st.lists(st.integers(0, 2), max_size=60)
-SHIFTED = st.lists(st.sampled_from([0, 1, 256, 65536, 2**24, 257, 2**32 - 1]), max_size=20)
-PARTS = st.lists(FEW | SHIFTED, max_size=4)
+# Of each width that CPython has for characters, and surrogates.
+WIDE = st.lists(st.sampled_from([0, 255, 256, 0xD800, 0xDC00, 0xFFFF, MAX_TOKENS - 1]), max_size=20)
+PARTS = st.lists(FEW | WIDE, max_size=4)
 
 
 def matched(tokens: list[int], place: int) -> int:
@@ -29,8 +31,10 @@ def matched(tokens: list[int], place: int) -> int:
 def longest(tokens: list[int]) -> tuple[int, int]:
     """What `longest_match` should find."""
     places = [at for at in range(NGRAM, len(tokens)) if matched(tokens, at) >= NGRAM]
-    best = max(places, key=lambda at: (matched(tokens, at), at), default=NOWHERE)
-    return (best, matched(tokens, best)) if places else (NOWHERE, 0)
+    if not places:
+        return NOWHERE, 0
+    best = max(places, key=lambda at: (min(matched(tokens, at), LONGEST_RUN), at))
+    return best, matched(tokens, best)
 
 
 @given(parts=PARTS, one_by_one=st.lists(st.booleans(), min_size=4))
@@ -49,6 +53,12 @@ def test_the_longest_match_is_that_of_a_whole_search(
     assert [stream[at] for at in range(len(stream))] == every
 
 
+def test_the_newest_of_equal_matches_is_found() -> None:
+    stream = StreamTokens()
+    stream.extend([7] * (MAX_MATCH + 8))
+    assert stream.longest_match() == (MAX_MATCH + 7, MAX_MATCH)
+
+
 def test_a_match_is_found_anywhere_in_a_long_stream() -> None:
     """Also behind thousands of shorter ones."""
     stream = StreamTokens()
@@ -57,17 +67,15 @@ def test_a_match_is_found_anywhere_in_a_long_stream() -> None:
     assert stream.longest_match() == (900 + len(wanted), MAX_MATCH)
 
 
-def test_bytes_that_begin_within_a_token_are_no_match() -> None:
-    """As many as are looked at: then the search ends, so that nobody can make it long."""
+@pytest.mark.parametrize("token", [-1, MAX_TOKENS])
+def test_what_is_no_token_is_refused(token: int) -> None:
     stream = StreamTokens()
-    stream.extend([1] * (MAX_PLACES - 1) + [256] * NGRAM)
-    assert stream.longest_match() == (NOWHERE, 0)
-    stream = StreamTokens()
-    stream.extend([256] * NGRAM + [1] * 10 + [256] * NGRAM)
-    assert stream.longest_match() == (NGRAM, NGRAM)
-    stream = StreamTokens()
-    stream.extend([256] * NGRAM + [1] * 2 * MAX_PLACES + [256] * NGRAM)
-    assert stream.longest_match() == (NOWHERE, 0)
+    stream.extend([1, 2])
+    with pytest.raises((ValueError, OverflowError)):
+        stream.append(token)
+    with pytest.raises((ValueError, OverflowError)):
+        stream.extend([3, token])
+    assert len(stream) == 2
 
 
 def test_copied_tokens_repeat_what_is_shorter_than_they() -> None:

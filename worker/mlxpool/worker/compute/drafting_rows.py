@@ -17,11 +17,12 @@ from mlxpool.worker.scheduling.scheduler import NO_DRAFTS, StepLimits
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence
 from mlxpool.worker.scheduling.spans import Step
 from mlxpool.worker.speculation.best_drafter import BestDrafter
-from mlxpool.worker.speculation.drafter import AUTO, DRAFT, MTP, OFF, Drafter, Drafts
+from mlxpool.worker.speculation.drafter import AUTO, DRAFT, MTP, NGRAM, OFF, Drafter, Drafts
 from mlxpool.worker.speculation.model_drafter import ModelDrafter
 from mlxpool.worker.speculation.mtp import MtpDrafter
 from mlxpool.worker.speculation.ngram import NgramDrafter
 from mlxpool.worker.speculation.speculator import Speculator, candidates_of, drafts_in_memory
+from mlxpool.worker.speculation.stream_tokens import MAX_TOKENS
 
 log = logging.getLogger("mlxpool.worker")
 
@@ -58,6 +59,12 @@ def make_speculator(setting: str, engine: Engine, model: str) -> Speculator | No
             f"speculation is {DRAFT!r}, but models.{model} has no draft model; set draft, or set"
             f" speculation to {AUTO!r}"
         )
+    if setting == NGRAM and engine.vocab_size > MAX_TOKENS:
+        raise ModelLoadFailed(
+            f"speculation is {NGRAM!r}, but the vocabulary of models.{model} has"
+            f" {engine.vocab_size} tokens, above {MAX_TOKENS}; leave speculation out, or set it to"
+            f" {AUTO!r}"
+        )
     ahead = engine.limits.ahead > 0
     drafter = make_drafter(setting, engine, monotonic)
     most = drafts_in_memory(engine.vocab_size)
@@ -72,7 +79,7 @@ def make_drafter(setting: str, engine: Engine, clock: Callable[[], float]) -> Dr
     as far as the engine has these. N-grams take no time, so they are the first.
     """
     found: dict[str, Drafter] = {}
-    if setting not in (MTP, DRAFT):
+    if setting not in (MTP, DRAFT) and engine.vocab_size <= MAX_TOKENS:
         found["n-grams"] = NgramDrafter()
     if setting in (MTP, AUTO) and engine.predictor is not None:
         found["the model's own head"] = MtpDrafter(engine.predictor)

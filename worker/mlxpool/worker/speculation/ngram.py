@@ -11,8 +11,8 @@ from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.speculation.drafter import Drafts
 from mlxpool.worker.speculation.stream_tokens import NGRAM, NOWHERE, StreamTokens
 
-MAX_TAKEN = 8192  # tokens that a call of `follow` takes
-MAX_LEARNED = 64  # of these, tokens from which it learns
+MAX_TAKEN = 32768  # tokens that a call of `follow` takes
+MAX_LEARNED = 8  # of these, tokens from which it learns: each of them may take a search
 # Weights of the newest draft in the average of a stream, a wrong and a right one: wrong drafts cost
 # more than right ones that were not checked.
 NEW_STREAM = (0.3, 0.15)

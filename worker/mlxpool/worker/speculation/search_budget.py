@@ -9,8 +9,8 @@ SHARE = 0.01  # of the time of steps, at first and while drafts are found
 LEAST_SHARE = SHARE / 4  # the same where none was found for long
 FRUITLESS = 0.005  # seconds of search without drafts, after which the share is half of it
 MAX_SAVED = 0.005  # seconds that are kept for later steps
-# Times the part of a search that looks at no row, that are saved before one begins: so most of
-# what is spent is spent on rows.
+# Times the part of a search that looks at no row, that are saved at least before one begins: so
+# most of what is spent is spent on rows.
 WORTH = 4
 MAX_REST = 1024  # steps without a search, one after the other
 
@@ -57,8 +57,8 @@ class SearchBudget:
     def rest(self, seconds: float, rows: int) -> int:
         """Returns how many steps, of `seconds` each, pass until the next search is worth it.
 
-        It can look at `rows` then: where steps are short, drafts may pay only if most rows have
-        some in the same step. The share of these steps is saved already.
+        It can look at `rows` of them then, as far as MAX_SAVED and MAX_REST allow. The share of
+        these steps is saved already.
         """
         earned = self.share * seconds
         worth = max(WORTH * self._overhead, self._overhead + rows * self._each)

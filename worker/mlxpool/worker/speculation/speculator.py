@@ -38,6 +38,7 @@ FIRST_TRIAL_COST = 2.0  # steps: so much may the first trial where passes are su
 MAX_TRIAL_COST = 4.0  # the same of any, however long it is since the last one
 TRIAL_DRAFTS = (4, 2)  # of a trial: so many if they cost no more, else fewer
 FIRST_DRAFTS = 2  # of the first steps, for each row; later ones may have twice as many as before
+FIRST_DRAFTS_AHEAD = 4  # the same where passes are submitted ahead: most of the cost is one wait
 BUBBLE = 0.001  # seconds that a step with drafts is taken to lose where passes are submitted ahead
 READING_SHARE = 0.25  # of a step, that each later token of a row that is read for drafts may cost
 MAX_PAUSE = 512  # steps without drafts, because none that was made did pay, or a wait was in vain
@@ -79,6 +80,7 @@ class Speculator:
         self._predict = predict
         self.clock = clock
         self._ahead = ahead
+        self._first_drafts = FIRST_DRAFTS_AHEAD if ahead else FIRST_DRAFTS
         self._paying: set[Sequence] = set()  # rows with drafts in the newest step
         self._followed: set[Sequence] = set()
         self._next = 0  # the row that is looked at next, among those that do not pay
@@ -87,7 +89,7 @@ class Speculator:
         self._seconds = 0.0  # of the newest step
         self._with_drafts = 0  # steps since the last ones without
         self._without = 0  # steps since the last one with drafts
-        self._trial_after = TRIAL_INTERVAL  # steps without drafts until costs are doubted
+        self._trial_after = FIRST_TRIAL  # steps without drafts until costs are doubted
         self._was_plain = False  # whether the newest step had no drafts
         self._next_pause = 1  # steps without drafts, when of those that are made none pays
         self._unfinished: tuple[int, int, int, float] | None = None  # see `_observe`
@@ -126,10 +128,12 @@ class Speculator:
         ready = [one for one in first if self._follow(one.sequence)]
         others = [one for one in candidates if one.sequence not in self._paying]
         now, share = self.clock(), self._budget.saved
-        if first:
+        if first and share >= 0:
             share = max(share, SHARE_BESIDE * self._seconds)
         before = self._next
         ready += self._look(others, now + share)
+        if first:
+            self._budget.saved -= max(0.0, self.clock() - now - max(0.0, share))
         most = min(self._most_drafts, (lines - rows) // 2)
         found = self._chosen(rows, most, ready) if ready and most > 0 else {}
         if not first:  # with drafts it is in the time of their steps
@@ -200,13 +204,13 @@ class Speculator:
         plain = times.plain(rows, predict)
         if plain <= 0:
             return {}
-        most = min(most, max(*TRIAL_DRAFTS, FIRST_DRAFTS * rows, 2 * times.known_drafts))
+        most = min(most, max(*TRIAL_DRAFTS, self._first_drafts * rows, 2 * times.known_drafts))
         found = choose_depths(chances, rows, most, plain, seconds)
         if any(found):
             if times.measured:
                 self._trial_after = TRIAL_INTERVAL
             found = self._worth_reading(ready, found, plain)
-        elif self._without >= (self._trial_after if times.measured else FIRST_TRIAL):
+        elif self._without >= self._trial_after:
             found = self._tried(ready, chances, most, plain, guessed, seconds)
         return {one.sequence: depth for one, depth in zip(ready, found, strict=True) if depth}
 
@@ -228,16 +232,20 @@ class Speculator:
         first = self._ahead and not self.times.measured
         least = FIRST_TRIAL_COST if first else TRIAL_SHARE * TRIAL_INTERVAL
         allowed = min(MAX_TRIAL_COST, max(least, TRIAL_SHARE * self._without))
-        self._without = 0
-        for size in (FIRST_DRAFTS * self._rows, *TRIAL_DRAFTS) if self._ahead else TRIAL_DRAFTS:
+        many = self._first_drafts * self._rows
+        for size in (many, *TRIAL_DRAFTS) if self._ahead else TRIAL_DRAFTS:
             found = choose_depths(chances, self._rows, min(most, size), plain, guessed)
+            if not any(found):
+                return found  # nor would fewer pay
+            self._without = 0
             more = seconds(sum(map(bool, found)), sum(found), max(found)) - plain
             if more + self._reading(ready, found) <= allowed * plain:
+                self._trial_after = TRIAL_INTERVAL
                 return found
         # A step that something disturbed must not forbid drafts for ever; a cost that is real is
         # measured again, ever more rarely.
         self.times.forget_oldest()
-        self._trial_after = min(2 * self._trial_after, MAX_TRIAL_INTERVAL)
+        self._trial_after = max(TRIAL_INTERVAL, min(2 * self._trial_after, MAX_TRIAL_INTERVAL))
         return [0] * len(ready)
 
     def _reading(self, ready: Many[Candidate], depths: Many[int]) -> float:
@@ -334,7 +342,8 @@ class Speculator:
             self._with_drafts = 0
         self._was_plain = plain
         if plain and not self._paying and self._without > PLAIN_STEPS_AHEAD and not self._rests:
-            self._rests = self._budget.rest(seconds, rows)
+            # Drafts of few rows do not make up for a wait of all: one search looks at all rows.
+            self._rests = self._budget.rest(seconds, rows if self._ahead else 1)
             self._without += self._rests
 
     def _observe(self, rows: int, drafts: Drafts, seconds: float, *, measured: bool) -> None:
