@@ -61,7 +61,7 @@ from mlxpool.worker.prompt.detokenizer import Detokenizer  # noqa: E402
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer  # noqa: E402
 from mlxpool.worker.scheduling.sequence import Sequence  # noqa: E402
 from mlxpool.worker.speculation.drafter import AUTO, DRAFT, MTP, NGRAM, OFF  # noqa: E402
-from mlxpool.worker.speculation.speculator import Speculator, drafts_in_memory  # noqa: E402
+from mlxpool.worker.speculation.speculator import Speculator, max_drafts_of_step  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import load  # noqa: E402
 from mlxpool.worker.weights.locate import DEMO_FOLDER  # noqa: E402
@@ -288,7 +288,7 @@ def measure(
     speculator = None
     if arguments.speculation != OFF:
         drafter = make_drafter(arguments.speculation, engine, clock)
-        most, ahead = drafts_in_memory(engine.vocab_size), engine.limits.ahead > 0
+        most, ahead = max_drafts_of_step(engine.vocab_size), engine.limits.ahead > 0
         speculator = Speculator(drafter, engine.cost.seconds, clock, ahead=ahead, most_drafts=most)
     off = Way(engines[0], None, Pauses(seconds), Searched(None))
     on = Way(engine, speculator, clock, Searched(speculator))
@@ -378,7 +378,7 @@ def main() -> None:
     engines = []
     for each, drafts in opened:
         engine = ModelEngine(load(each), text, prefix="off", max_sequences=most, draft=drafts)
-        engine.expect_drafts(drafts_in_memory(engine.vocab_size))
+        engine.expect_drafts(max_drafts_of_step(engine.vocab_size))
         engine.warm_up()
         engines.append(engine)
     print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")

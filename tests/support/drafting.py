@@ -38,13 +38,13 @@ class OracleDrafter:
     def seconds(self, rows: int, depth: int) -> float:
         return 0.0
 
-    def reading(self, seq: Sequence, depth: int) -> float:
+    def reading_seconds(self, seq: Sequence, depth: int) -> float:
         return 0.0
 
     def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
         return {seq: self._drafts(seq, count) for seq, count in depths.items()}
 
-    def sure(self, seq: Sequence) -> tuple[float, ...]:
+    def sharper_chances(self, seq: Sequence) -> tuple[float, ...]:
         return ()
 
     def reset(self) -> None:
@@ -75,7 +75,7 @@ class EagerSpeculator(Speculator):
         self.waits = False  # whether no row checks drafts now
 
     @property
-    def rests(self) -> bool:
+    def skips_next(self) -> bool:
         return False
 
     def depths(

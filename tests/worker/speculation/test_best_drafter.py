@@ -40,7 +40,7 @@ class KnownDrafter:
     def seconds(self, rows: int, depth: int) -> float:
         return self.takes * rows * depth
 
-    def reading(self, seq: Sequence, depth: int) -> float:
+    def reading_seconds(self, seq: Sequence, depth: int) -> float:
         return self.takes
 
     def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
@@ -49,7 +49,7 @@ class KnownDrafter:
             raise RuntimeError("it fails")
         return {seq: (self.token,) * count for seq, count in depths.items()}
 
-    def sure(self, seq: Sequence) -> tuple[float, ...]:
+    def sharper_chances(self, seq: Sequence) -> tuple[float, ...]:
         return (0.3, 0.2) if self.takes else ()
 
     def forget(self, seq: Sequence) -> None:
@@ -87,11 +87,11 @@ def test_each_row_has_drafts_of_the_one_that_goes_furthest() -> None:
     assert chosen(drafter, other) == (0.7, 0.7, 0.7)
     assert chosen(drafter, none) == ()
     assert drafter.seconds(3, 4) == drafter.seconds(1, 4) == model.seconds(1, 4) == 2.0
-    assert [drafter.reading(seq, 1) for seq in (one, two, other, none)] == [0, 0, 0.5, 0]
+    assert [drafter.reading_seconds(seq, 1) for seq in (one, two, other, none)] == [0, 0, 0.5, 0]
     found = drafter.drafts({one: 3, two: 1, other: 2})
     assert found == {one: (1, 1, 1), two: (2,), other: (3, 3)}
     assert (free.asked, head.asked, model.asked) == ([{one: 3}], [{two: 1}], [{other: 2}])
-    assert [drafter.sure(seq) for seq in (one, two, other)] == [(), (), (0.3, 0.2)]
+    assert [drafter.sharper_chances(seq) for seq in (one, two, other)] == [(), (), (0.3, 0.2)]
     model.known[other] = (0.1,)
     assert chosen(drafter, other) == (0.6, 0.1) and drafter.seconds(3, 4) == 0.0
 
@@ -102,7 +102,7 @@ def test_of_equal_drafts_those_of_the_first_are_taken() -> None:
     seq = sequence()
     free.known = head.known = model.known = {seq: (0.5, 0.5)}
     assert chosen(drafter, seq, 2) == (0.5, 0.5)
-    assert drafter.seconds(1, 2) == drafter.reading(seq, 2) == 0.0
+    assert drafter.seconds(1, 2) == drafter.reading_seconds(seq, 2) == 0.0
     assert drafter.drafts({seq: 1}) == {seq: (1,)} and not head.asked and not model.asked
 
 

@@ -155,7 +155,7 @@ def test_long_prompts_are_read_in_passes_of_bounded_size_and_only_their_end() ->
     assert all(sum(counts) <= scene.engine.max_lines for counts in reads)
     assert scene.engine.passes[-2:] == [[1, 1], [1, 1]]
     assert scene.inputs(one) == [*range(284, 301)]  # half of the context
-    assert scene.drafter.reading(one, 3) == 0.0
+    assert scene.drafter.reading_seconds(one, 3) == 0.0
     assert UNREAD_TOKENS < 10
 
 
@@ -166,7 +166,7 @@ def test_a_full_row_begins_again_with_the_newest_tokens() -> None:
         assert found == tuple(range(seq.length + 100, seq.length + 104))
         seq.ids += [*found, found[-1] + 1]
         assert len(scene.inputs(seq)) <= scene.engine.context
-    assert scene.drafter.reading(seq, 40) > 0
+    assert scene.drafter.reading_seconds(seq, 40) > 0
 
 
 def test_rows_that_were_given_up_are_read_again() -> None:
@@ -208,12 +208,12 @@ def test_right_drafts_raise_the_chances_and_wrong_ones_lower_them() -> None:
         scene.drafter.follow(seq)
     assert scene.drafter.chances(seq, 1)[0] < 0.1
     scene.drafts(seq, depth=2)
-    surely = scene.drafter.sure(seq)
+    surely = scene.drafter.sharper_chances(seq)
     assert len(surely) == 2 and max(surely) < 0.1
     scene.engine.sure = 9.0  # another class, of which nothing was learned
     seq.ids.append(5)
     scene.drafts(seq, depth=2)
-    assert min(scene.drafter.sure(seq)) > max(surely)
+    assert min(scene.drafter.sharper_chances(seq)) > max(surely)
 
 
 def test_a_stream_without_drafts_tries_them_again_ever_more_rarely() -> None:
@@ -231,7 +231,7 @@ def test_a_stream_without_drafts_tries_them_again_ever_more_rarely() -> None:
         seq.ids.append(5)
         scene.drafter.follow(seq)
         assert scene.drafter.chances(seq, 9) == (FIRST_RATE,) * PROBE_DRAFTS
-        assert scene.drafter.reading(seq, 2) > 25 * scene.engine.seconds(1, 10)
+        assert scene.drafter.reading_seconds(seq, 2) > 25 * scene.engine.seconds(1, 10)
         scene.drafts(seq, depth=2)
         seq.ids.append(5)
         scene.drafter.follow(seq)

@@ -106,8 +106,8 @@ def test_wrong_drafts_do_not_forbid_further_ones_for_ever() -> None:
 def test_the_passes_of_the_head_count_as_part_of_the_step() -> None:
     drafter, seq = MtpDrafter(Counting()), sequence()
     assert proposed(drafter, seq, 2) == (4, 5)
-    assert drafter.seconds(1, 2) == drafter.reading(seq, 2) == 0.0
-    assert drafter.sure(seq) == ()
+    assert drafter.seconds(1, 2) == drafter.reading_seconds(seq, 2) == 0.0
+    assert drafter.sharper_chances(seq) == ()
 
 
 def test_nothing_is_known_of_a_sequence_after_a_reset() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mlxpool.common.options import Options
 from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.speculation.ngram import CLASSES, MAX_TAKEN, NgramDrafter
-from mlxpool.worker.speculation.stream_tokens import NGRAM
+from mlxpool.worker.speculation.ngram_search import MIN_MATCH
 
 
 def sequence(prompt: Many[int], ids: Many[int] = (), max_tokens: int = 500) -> Sequence:
@@ -133,8 +133,8 @@ def test_drafts_stand_behind_the_same_tokens(
             text = "".join(map(str, stream))
             assert "".join(map(str, drafts))[:1] in text
         else:
-            newest = stream[-NGRAM:]
-            earlier = [stream[n : n + NGRAM] for n in range(len(stream) - NGRAM)]
+            newest = stream[-MIN_MATCH:]
+            earlier = [stream[n : n + MIN_MATCH] for n in range(len(stream) - MIN_MATCH)]
             assert newest not in earlier
     drafter.forget(seq)
     drafter.forget(seq)

@@ -11,8 +11,8 @@ from mlxpool.worker.speculation.search_budget import (
     LEAST_SHARE,
     MAX_REST,
     MAX_SAVED,
+    MIN_OVERHEADS,
     SHARE,
-    WORTH,
     SearchBudget,
 )
 
@@ -48,8 +48,8 @@ def test_a_search_begins_when_what_precedes_it_is_a_small_part_of_what_is_saved(
     budget, steps, spent = SearchBudget(), 0, 0.0
     for _ in range(50):
         budget.earn(STEP)
-        steps += 1 + budget.rest(STEP, 1)
-        assert budget.saved >= WORTH * overhead - SHARE * STEP or not spent
+        steps += 1 + budget.steps_until_search(STEP, 1)
+        assert budget.saved >= MIN_OVERHEADS * overhead - SHARE * STEP or not spent
         search = max(overhead, budget.saved)
         budget.spend(search, overhead=overhead, rows=8, found=True)
         spent += search
@@ -60,7 +60,7 @@ def test_a_search_begins_when_it_can_look_at_all_rows() -> None:
     budget = SearchBudget()
     budget.spend(50e-6, overhead=10e-6, rows=10, found=True)
     few, many = replace(budget), replace(budget)
-    assert 10 < few.rest(STEP, 10) < many.rest(STEP, 100) < MAX_REST
+    assert 10 < few.steps_until_search(STEP, 10) < many.steps_until_search(STEP, 100) < MAX_REST
     assert few.saved == pytest.approx(50e-6, abs=2 * SHARE * STEP)
     assert many.saved == pytest.approx(410e-6, abs=2 * SHARE * STEP)
 
@@ -68,12 +68,12 @@ def test_a_search_begins_when_it_can_look_at_all_rows() -> None:
 def test_a_search_of_many_rows_begins_when_no_more_can_be_saved() -> None:
     budget = SearchBudget()
     budget.spend(10e-3, overhead=0.0, rows=10, found=True)
-    steps = budget.rest(0.1, 1000)
+    steps = budget.steps_until_search(0.1, 1000)
     assert 10 <= steps <= 15 and budget.saved == pytest.approx(MAX_SAVED, abs=SHARE * 0.1)
 
 
 def test_rests_have_a_bound() -> None:
     budget = SearchBudget()
     budget.spend(100.0, overhead=1.0, rows=1, found=False)
-    assert budget.rest(STEP, 1) == MAX_REST
-    assert budget.rest(0.0, 1) == 0
+    assert budget.steps_until_search(STEP, 1) == MAX_REST
+    assert budget.steps_until_search(0.0, 1) == 0

@@ -25,7 +25,7 @@ from mlxpool.worker.speculation.speculator import (
     Candidate,
     Speculator,
     candidates_of,
-    drafts_in_memory,
+    max_drafts_of_step,
 )
 from mlxpool.worker.speculation.step_times import StepTimes
 
@@ -70,7 +70,7 @@ class SureDrafter:
     def seconds(self, rows: int, depth: int) -> float:
         return self.drafting * depth if self.predicts else 0.0
 
-    def reading(self, seq: Sequence, depth: int) -> float:
+    def reading_seconds(self, seq: Sequence, depth: int) -> float:
         return self.reads
 
     def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
@@ -78,7 +78,7 @@ class SureDrafter:
         self.clock.now += self.drafting * max(depths.values(), default=0)
         return {seq: (7,) * count for seq, count in depths.items() if self.finds}
 
-    def sure(self, seq: Sequence) -> tuple[float, ...]:
+    def sharper_chances(self, seq: Sequence) -> tuple[float, ...]:
         return self.surely
 
     def reset(self) -> None:
@@ -120,7 +120,7 @@ class Scene:
         begin = len(self.depths)
         for _ in range(steps):
             chosen = {}
-            if not self.speculator.rests:
+            if not self.speculator.skips_next:
                 began = self.clock()
                 candidates = [Candidate(one, 50) for one in self.rows]
                 self.clock.now += self.scan
@@ -131,7 +131,7 @@ class Scene:
             seconds = STEP + (self.cost(len(drafts), count) if count else 0.0)
             self.clock.now += seconds
             whole = self.clock.now - began
-            if not self.speculator.passes_by():
+            if not self.speculator.skip_step():
                 self.speculator.step_ended(len(self.rows), drafts, whole, measured=True)
             self.depths.append(count)
         return self.depths[begin:]
@@ -152,9 +152,9 @@ def test_right_drafts_that_cost_little_are_checked_in_nearly_every_step() -> Non
 
 
 def test_the_logits_of_all_drafts_have_a_bound() -> None:
-    assert drafts_in_memory(4096) == 256
-    assert drafts_in_memory(152_000) * 152_000 * 4 <= 128 * 2**20 < 221 * 152_000 * 4
-    assert drafts_in_memory(10**9) == 1
+    assert max_drafts_of_step(4096) == 256
+    assert max_drafts_of_step(152_000) * 152_000 * 4 <= 128 * 2**20 < 221 * 152_000 * 4
+    assert max_drafts_of_step(10**9) == 1
     scene = Scene(4, 0.95)
     scene.speculator = Speculator(scene.drafter, scene._predict, scene.clock, most_drafts=7)
     assert max(scene.run(200)) == 7
@@ -327,7 +327,7 @@ def test_most_steps_pass_by_where_no_draft_pays() -> None:
         before = len(scene.drafter.followed)
         scene.run(1)
         looked += len(scene.drafter.followed) > before
-        passed += scene.speculator.rests
+        passed += scene.speculator.skips_next
     assert passed > 3000 and 100 < looked < 1000
     spent = scene.clock.now - 100.0 - 4000 * STEP
     assert spent < 0.005 * 4000 * STEP
@@ -339,12 +339,12 @@ def test_drafts_that_were_waited_for_in_vain_are_not_wanted_for_a_while() -> Non
     """The passes in flight were collected, and what they drew was not as proposed."""
     scene = Scene(1, 0.95, ahead=True)
     scene.run(20)
-    assert not scene.speculator.rests
+    assert not scene.speculator.skips_next
     rests = []
     for _ in range(3):
         scene.speculator.pause()
         count = 0
-        while scene.speculator.rests:
+        while scene.speculator.skips_next:
             scene.run(1)
             count += 1
         rests.append(count)
@@ -359,8 +359,8 @@ def test_the_time_of_drafts_that_were_made_in_vain_is_taken_from_no_later_step()
     for _ in range(4):
         speculator.step_ended(1, {}, STEP, measured=True)
     scene.drafter.drafting, scene.drafter.finds = 0.4 * STEP, False
-    assert not speculator.drafts({row: 1}) and speculator.passes_by()
-    assert not speculator.rests
+    assert not speculator.drafts({row: 1}) and speculator.skip_step()
+    assert not speculator.skips_next
     speculator.step_ended(1, {}, STEP, measured=True)
     assert speculator.times.plain(1, lambda lines: 0.0) == pytest.approx(STEP)
 
@@ -374,7 +374,7 @@ def test_drafts_behind_which_no_step_is_measured_cost_what_their_own_steps_took(
     for _ in range(60):
         speculator.step_ended(1, {scene.rows[0]: (7,) * 4}, STEP + 0.002, measured=True)
         speculator.pause()
-        while speculator.passes_by():
+        while speculator.skip_step():
             pass
         speculator.step_ended(1, {}, STEP + 0.010, measured=True)
     extra = speculator.times.with_drafts(1, 1, 4, lambda lines: STEP)
@@ -418,9 +418,9 @@ def test_drafts_are_counted() -> None:
     speculator = Scene(1, 0.5).speculator
     one, other, beside = sequence(), sequence(), sequence()
     drawn = [SampledToken(beside, 1), *[SampledToken(one, 7)] * 3, SampledToken(other, 4)]
-    speculator.checked({one: (7, 7, 7), other: (7,)}, drawn)
+    speculator.count_checked({one: (7, 7, 7), other: (7,)}, drawn)
     assert (speculator.checks, speculator.drafted, speculator.accepted) == (2, 4, 2)
-    speculator.checked({one: (7, 7)}, [])  # it was cancelled meanwhile
+    speculator.count_checked({one: (7, 7)}, [])  # it was cancelled meanwhile
     assert (speculator.checks, speculator.drafted, speculator.accepted) == (3, 6, 2)
 
 
@@ -471,4 +471,4 @@ def test_prompts_are_indexed_while_they_are_read_as_far_as_the_time_suffices() -
     scene.speculator.step_ended(1, {}, 0.35, measured=False)
     scene.speculator.read([sequence() for _ in range(9)])
     assert len(scene.drafter.followed) == 2
-    assert scene.speculator.rests
+    assert scene.speculator.skips_next

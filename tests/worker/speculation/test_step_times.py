@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from mlxpool.worker.speculation.step_times import DOUBT, StepTimes
+from mlxpool.worker.speculation.step_times import UNMEASURED_EXTRA, StepTimes
 
 
 def predict(lines: int) -> float:
@@ -17,7 +17,7 @@ def test_before_any_measure_it_is_what_the_cost_model_says() -> None:
     times = StepTimes(bubble=0.002)
     assert times.plain(4, predict) == pytest.approx(0.014)
     assert times.guessed(4, 6, predict) == pytest.approx(0.014 + 0.002 + 0.006)
-    doubted = 0.014 * (1 + DOUBT) + 0.002 + 0.006
+    doubted = 0.014 * (1 + UNMEASURED_EXTRA) + 0.002 + 0.006
     assert times.with_drafts(4, 2, 6, predict) == pytest.approx(doubted)
 
 

@@ -21,8 +21,8 @@ from mlxpool.worker.speculation.drafter import AUTO, DRAFT, MTP, NGRAM, OFF, Dra
 from mlxpool.worker.speculation.model_drafter import ModelDrafter
 from mlxpool.worker.speculation.mtp import MtpDrafter
 from mlxpool.worker.speculation.ngram import NgramDrafter
-from mlxpool.worker.speculation.speculator import Speculator, candidates_of, drafts_in_memory
-from mlxpool.worker.speculation.stream_tokens import MAX_TOKENS
+from mlxpool.worker.speculation.ngram_search import MAX_TOKENS
+from mlxpool.worker.speculation.speculator import Speculator, candidates_of, max_drafts_of_step
 
 log = logging.getLogger("mlxpool.worker")
 
@@ -67,7 +67,7 @@ def make_speculator(setting: str, engine: Engine, model: str) -> Speculator | No
         )
     ahead = engine.limits.ahead > 0
     drafter = make_drafter(setting, engine, monotonic)
-    most = drafts_in_memory(engine.vocab_size)
+    most = max_drafts_of_step(engine.vocab_size)
     engine.expect_drafts(most)
     return Speculator(drafter, engine.cost.seconds, monotonic, ahead=ahead, most_drafts=most)
 
@@ -147,7 +147,7 @@ class DraftingRows:
     def depths(self, live: Many[Sequence], limits: StepLimits) -> dict[Sequence, int]:
         """Returns how many drafts sequences should check, by the tokens that are known."""
         speculator = self._speculator
-        if speculator is None or speculator.rests:
+        if speculator is None or speculator.skips_next:
             return {}
         began = speculator.clock()
         rows, candidates = candidates_of(live, limits, self._engine.blocks.given, self._may_check)
@@ -190,11 +190,11 @@ class DraftingRows:
         if self._speculator is None:
             return
         now = self._speculator.clock()
-        if self._speculator.passes_by():
+        if self._speculator.skip_step():
             self._ended, self._waited = now, False
             return
         if drafts:
-            self._speculator.checked(drafts, drawn)
+            self._speculator.count_checked(drafts, drawn)
         if self._ended:
             alone = step.rows == len(step.spans) and not fresh
             measured = alone and (bool(drafts) or not self._waited)

@@ -8,10 +8,11 @@ from collections.abc import Sequence as Many
 from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.speculation.drafter import AUTO, Drafter, Drafts
 
-# Of a drafter, one after the other; then the others draft alone. Fewer than those of all together
-# after which there are no more drafts, see compute/drafting_rows.py.
+# Consecutive failures after which a drafter is no longer used. Fewer than MAX_FAILURES of
+# compute/drafting_rows.py, after which nothing drafts any more.
 MAX_FAILURES = 2
-COMPARED = 6  # drafts of each drafter at most, of which the right ones that are expected count
+# Drafters are compared by how many of so many drafts are expected to be right.
+COMPARED = 6
 
 
 class BestDrafter:
@@ -63,9 +64,11 @@ class BestDrafter:
         every = zip(self._drafters, self._counts, strict=True)
         return sum(one.seconds(min(rows, count), depth) for one, count in every if count)
 
-    def reading(self, seq: Sequence, depth: int) -> float:
+    def reading_seconds(self, seq: Sequence, depth: int) -> float:
         """See Drafter."""
-        return self._drafters[self._chosen[seq]].reading(seq, depth) if seq in self._chosen else 0.0
+        if seq not in self._chosen:
+            return 0.0
+        return self._drafters[self._chosen[seq]].reading_seconds(seq, depth)
 
     def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
         """See Drafter."""
@@ -74,17 +77,17 @@ class BestDrafter:
             own = {seq: depth for seq, depth in depths.items() if self._chosen[seq] == number}
             if not own:
                 continue
-            self._failures[number] += 1
+            self._failures[number] += 1  # which stays where `drafts` raises
             found.update(one.drafts(own))
             self._failures[number] = 0
         return found
 
-    def sure(self, seq: Sequence) -> tuple[float, ...]:
+    def sharper_chances(self, seq: Sequence) -> tuple[float, ...]:
         """See Drafter."""
-        return self._drafters[self._chosen[seq]].sure(seq)
+        return self._drafters[self._chosen[seq]].sharper_chances(seq)
 
     def reset(self) -> None:
-        """See Drafter."""
+        """See Drafter. Failures stay counted."""
         self._ready.clear()
         self._chosen.clear()
         self._counts = [0] * len(self._drafters)

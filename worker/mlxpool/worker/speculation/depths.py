@@ -18,13 +18,13 @@ def choose_depths(
     seconds: Callable[[int, int, int], float],
     least_gain: float = MIN_GAIN,
 ) -> list[int]:
-    """Returns the number of drafts to check of each row that has some.
+    """Returns the number of drafts to check of each row that can have some.
 
-    `chances` of each such row: how likely each draft is right if those before it are. `rows`: all
-    rows of the step, with those that have none. `most`: drafts of all together. `plain`: seconds of
-    the step without drafts; `seconds`: of a step with drafts, for the rows that have some, all
-    drafts together, and the most of a row. All are 0 where drafts do not pay: where a step with
-    them gives less than `least_gain` times the tokens a second of one without.
+    `chances`: of each such row, how likely each draft is right if those before it are. `rows`: all
+    rows of the step, those without drafts too. `most`: drafts of all rows together. `plain`:
+    seconds of the step without drafts. `seconds(checking, drafts, deepest)`: seconds of a step in
+    which `checking` rows have `drafts` together, and one of them `deepest`. All numbers are 0 where
+    the step would give less than `least_gain` times the tokens a second of one without drafts.
     """
     every = sorted(
         (
@@ -41,9 +41,9 @@ def choose_depths(
         gained += chance
         checked += depth == 1
         deepest = max(deepest, depth)
-        lines = number + checked
+        lines = number + checked  # inputs of the rows that check
         if number & (number - 1) and lines & (lines - 1) and number < len(every):
-            continue  # only powers of two, of drafts or of inputs, and all
+            continue  # to save time: rated are powers of two, of drafts or of inputs, and all
         rate = (rows + gained) / seconds(checked, number, deepest)
         if rate > best:
             best, chosen = rate, number

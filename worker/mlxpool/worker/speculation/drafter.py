@@ -18,19 +18,19 @@ class Drafter(Protocol):
 
     @property
     def name(self) -> str:
-        """The value of the setting `speculation` that has it draft."""
+        """Its value in the setting `speculation`."""
 
     def follow(self, seq: Sequence) -> bool:
         """Takes the tokens that a sequence got since the last call, and learns from them.
 
-        Returns whether it has all of them: a call does a bounded amount of work.
+        Returns whether it can draft now: not while it lags behind, for a call does a bounded amount
+        of work, nor while it lacks what it drafts from.
         """
 
     def chances(self, seq: Sequence, most: int) -> tuple[float, ...]:
         """Returns how likely each of the next drafts is right, if those before it are.
 
-        They are at most `most`, and none where nothing can be proposed behind the tokens that
-        `follow` took.
+        At most `most` of them; none where nothing can be proposed behind the newest token.
         """
 
     def seconds(self, rows: int, depth: int) -> float:
@@ -39,8 +39,8 @@ class Drafter(Protocol):
         It is 0 where that is counted as part of the step that checks them.
         """
 
-    def reading(self, seq: Sequence, depth: int) -> float:
-        """Predicts the seconds that are spent once before a sequence can have `depth` drafts."""
+    def reading_seconds(self, seq: Sequence, depth: int) -> float:
+        """Predicts the seconds to read what it lacks of a sequence, before `depth` drafts."""
 
     def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
         """Returns the next drafts of sequences: so many of each, at most as `chances` has.
@@ -48,7 +48,7 @@ class Drafter(Protocol):
         Fewer where no more can be proposed; a sequence without one is left out.
         """
 
-    def sure(self, seq: Sequence) -> tuple[float, ...]:
+    def sharper_chances(self, seq: Sequence) -> tuple[float, ...]:
         """Returns how likely each of the drafts is that `drafts` returned, if those before it are.
 
         Empty where they are as `chances` said.

@@ -19,9 +19,9 @@ from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.speculation.drafter import DRAFT, Drafts
 
 # Weights of the newest draft in the average of a stream, and in that of all streams.
-NEW_STREAM = 0.08
-NEW_MODEL = 0.02  # or more while all streams had few
-FEW = 8  # drafts as which what is assumed at first counts
+STREAM_WEIGHT = 0.08
+ALL_WEIGHT = 0.02  # or more while all streams had few
+PRIOR_DRAFTS = 8  # drafts as which what is assumed at first counts
 NEW_SECONDS = 0.1  # of the newest passes in the average of their seconds
 # The averages have a class for each range of the distance between the two largest logits of a
 # draft: the lower bound of all but the first, and the chance that is assumed at first. The last
@@ -34,7 +34,8 @@ FIRST_RATE = 0.75  # of all classes together: so much that they are tried
 # each time that the first of these is wrong.
 FIRST_PROBE, LONGEST_PROBE = 128, 8192
 PROBE_DRAFTS = 2
-PROBE_READING = 25.0  # how much more what is read for a probe counts: few are followed by others
+# Reading for a probe counts so many times: few probes are followed by other drafts.
+PROBE_READING = 25.0
 UNREAD_TOKENS = 8  # that the first pass for drafts reads in any case
 
 
@@ -117,7 +118,7 @@ class _Stream:
     known: int = 0
     idle: int = 0  # tokens since it had drafts
     next_probe: int = FIRST_PROBE  # so many of them, until it has some again
-    before: float | None = None  # in a probe: the rate before it
+    rate_before_probe: float | None = None  # in a probe: the rate before it
 
 
 @dataclass(slots=True)
@@ -146,8 +147,8 @@ class ModelDrafter:
         if stream.proposed:
             right = self._learn(stream, new)
             row.ids += new
-            # The row has the drafts but the last; those from the first wrong one on are dropped.
-            # The newest token is read with the next drafts in any case.
+            # The row has read every draft but the last. It keeps the right ones; the newest token
+            # at least is read again, with the next drafts.
             kept = min(stream.known + min(right, len(stream.proposed) - 1), row.length - 1)
             if self.engine.holds(row) and kept < row.submitted:
                 self.engine.rewind(row, kept)
@@ -155,8 +156,8 @@ class ModelDrafter:
         elif new:
             row.ids += new
             stream.idle += len(new)
-            if stream.idle >= stream.next_probe and stream.before is None:
-                stream.before, stream.rate = stream.rate, max(stream.rate, FIRST_RATE)
+            if stream.idle >= stream.next_probe and stream.rate_before_probe is None:
+                stream.rate_before_probe, stream.rate = stream.rate, max(stream.rate, FIRST_RATE)
         return True
 
     def _learn(self, stream: _Stream, new: Many[int]) -> int:
@@ -165,19 +166,22 @@ class ModelDrafter:
         for (token, kind), found in zip(stream.proposed, new, strict=False):
             right = token == found
             self._learned += 1
-            new_of_all = max(NEW_MODEL, 1 / (FEW + self._learned))
-            for some, weight in ((stream.chances, NEW_STREAM), (self.chances_of_all, NEW_MODEL)):
+            new_of_all = max(ALL_WEIGHT, 1 / (PRIOR_DRAFTS + self._learned))
+            for some, weight in (
+                (stream.chances, STREAM_WEIGHT),
+                (self.chances_of_all, ALL_WEIGHT),
+            ):
                 some[kind] += weight * (right - some[kind])
-            stream.rate += NEW_STREAM * (right - stream.rate)
+            stream.rate += STREAM_WEIGHT * (right - stream.rate)
             self.rate_of_all += new_of_all * (right - self.rate_of_all)
             if not right:
                 break
             count += 1
-        if new and stream.before is not None:
+        if new and stream.rate_before_probe is not None:
             if not count:
-                stream.rate = stream.before
+                stream.rate = stream.rate_before_probe
                 stream.next_probe = min(2 * stream.next_probe, LONGEST_PROBE)
-            stream.before = None
+            stream.rate_before_probe = None
         stream.idle = 0
         return count
 
@@ -187,9 +191,11 @@ class ModelDrafter:
         if stream is None:
             return ()
         most = min(most, self.engine.context // 2)
-        return (stream.rate,) * (most if stream.before is None else min(most, PROBE_DRAFTS))
+        return (stream.rate,) * (
+            most if stream.rate_before_probe is None else min(most, PROBE_DRAFTS)
+        )
 
-    def sure(self, seq: Sequence) -> tuple[float, ...]:
+    def sharper_chances(self, seq: Sequence) -> tuple[float, ...]:
         """See Drafter."""
         stream = self._streams[seq]
         return tuple(stream.chances[kind] for _, kind in stream.proposed)
@@ -199,7 +205,7 @@ class ModelDrafter:
         ratio = self._ratios.get(rows.bit_length(), 1.0)
         return depth * self.engine.seconds(rows, rows) * ratio
 
-    def reading(self, seq: Sequence, depth: int) -> float:
+    def reading_seconds(self, seq: Sequence, depth: int) -> float:
         """See Drafter."""
         stream = self._streams.get(seq)
         if stream is None:
@@ -213,7 +219,7 @@ class ModelDrafter:
         if unread <= UNREAD_TOKENS:
             return 0.0
         seconds = self.engine.seconds(1, unread)
-        return seconds if stream.before is None else PROBE_READING * seconds
+        return seconds if stream.rate_before_probe is None else PROBE_READING * seconds
 
     def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
         """See Drafter."""
@@ -231,7 +237,7 @@ class ModelDrafter:
         for seq, row in rows.items():
             stream = self._streams[seq]
             stream.known = lengths[row]
-            stream.proposed = self._checked(drawn.get(row, ()))
+            stream.proposed = self._classified(drawn.get(row, ()))
             tokens = tuple(token for token, _ in stream.proposed[: depths[seq]])
             if tokens:
                 found[seq] = tokens
@@ -239,14 +245,14 @@ class ModelDrafter:
                 self.engine.release(row)
         return found
 
-    def _checked(self, drawn: Many[SampledToken]) -> tuple[tuple[int, int], ...]:
+    def _classified(self, drawn: Many[SampledToken]) -> tuple[tuple[int, int], ...]:
         """Returns drafts with their classes, up to one that the model has no row for."""
         found = []
         for one in drawn:
             if one.token >= self.vocab_size:
                 break
-            sure = one.logprob
-            kind = UNKNOWN if sure is None else bisect_right(BOUNDS, sure.logprob)
+            gap = one.logprob
+            kind = UNKNOWN if gap is None else bisect_right(BOUNDS, gap.logprob)
             found.append((one.token, kind))
         return tuple(found)
 

@@ -12,16 +12,17 @@ from mlxpool.worker.speculation.drafter import MTP, Drafts
 # How likely a draft is right if those before it are, as is assumed at first, by its depth: one head
 # is used for all of them, and was trained for the first.
 FIRST_CHANCES = (0.75, 0.6, 0.5, 0.45)
-NEW_STREAM = 0.12  # weight of the newest draft in the average of a stream, or more of the first
-NEW_MODEL = 0.02  # the same of the averages of all streams
-FEW = 8  # drafts as which what is assumed at first counts in these
+# Weight of the newest draft in the average of a stream; of the first ones 1 / n, which is more.
+STREAM_WEIGHT = 0.12
+ALL_WEIGHT = 0.02  # the same of the averages of all streams
+PRIOR_DRAFTS = 8  # drafts as which what is assumed at first counts in these
 # Drafts of a stream as which the average of all streams counts beside its own: one step with wrong
 # drafts of 32 streams tells it of all of them.
-PRIOR = 2
+ALL_COUNT_AS = 2
 MOST_SEEN = 8  # drafts that count of a stream at most
-# Shares for each token of a stream that has no drafts: so much less its own drafts count, and so
-# much the averages of all go back to what was assumed at first. Wrong drafts do not forbid further
-# ones for ever; a step checks such drafts for one token in some fifty to a hundred.
+# For each token of a stream without drafts its own drafts count by this share less, and the
+# averages of all go back by this share to what was assumed at first: wrong drafts do not forbid
+# further ones for ever, and such a stream checks some again after fifty to a hundred tokens.
 RETURN_STREAM = 1 / 64
 RETURN_MODEL = 1 / 2**15
 
@@ -42,7 +43,7 @@ class Predictor(Protocol):
 
 @dataclass(slots=True)
 class _Average:
-    """How many drafts of one depth were right, as a share, and as how many these count."""
+    """The share of the drafts of one depth that were right, and as how many of them it counts."""
 
     share: float
     seen: float
@@ -69,13 +70,13 @@ class _Stream:
         """Returns how likely a draft of each depth is right, if those before it are."""
         every = zip(self.own, self.others, strict=True)
         return [
-            (own.share * own.seen + others.share * PRIOR) / (own.seen + PRIOR)
+            (own.share * own.seen + others.share * ALL_COUNT_AS) / (own.seen + ALL_COUNT_AS)
             for own, others in every
         ]
 
 
 def _first_averages() -> list[_Average]:
-    return [_Average(share, FEW) for share in FIRST_CHANCES]
+    return [_Average(share, PRIOR_DRAFTS) for share in FIRST_CHANCES]
 
 
 @dataclass(slots=True)
@@ -110,8 +111,8 @@ class MtpDrafter:
         pairs = zip(stream.drafts, tokens, strict=False)
         for own, others, (draft, token) in zip(stream.own, stream.others, pairs, strict=False):
             right = draft == token
-            own.learn(right=right, least=NEW_STREAM, most=MOST_SEEN)
-            others.learn(right=right, least=NEW_MODEL, most=1 / NEW_MODEL)
+            own.learn(right=right, least=STREAM_WEIGHT, most=MOST_SEEN)
+            others.learn(right=right, least=ALL_WEIGHT, most=1 / ALL_WEIGHT)
             if not right:
                 return
 
@@ -133,7 +134,7 @@ class MtpDrafter:
         """See Drafter. The passes of the head count as part of the step."""
         return 0.0
 
-    def reading(self, seq: Sequence, depth: int) -> float:
+    def reading_seconds(self, seq: Sequence, depth: int) -> float:
         """See Drafter. What waits for the head is bounded."""
         return 0.0
 
@@ -145,7 +146,7 @@ class MtpDrafter:
             stream.count, stream.drafts = len(seq.ids), found.get(seq, ())
         return found
 
-    def sure(self, seq: Sequence) -> tuple[float, ...]:
+    def sharper_chances(self, seq: Sequence) -> tuple[float, ...]:
         """See Drafter."""
         return ()
 

@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 from math import prod
 
 from mlxpool.worker.scheduling.sequence import Sequence
-from mlxpool.worker.speculation.drafter import Drafts
-from mlxpool.worker.speculation.stream_tokens import NGRAM, NOWHERE, StreamTokens
+from mlxpool.worker.speculation.drafter import NGRAM, Drafts
+from mlxpool.worker.speculation.ngram_search import MIN_MATCH, NOWHERE, StreamTokens
 
 MAX_TAKEN = 32768  # tokens that a call of `follow` takes
 MAX_LEARNED = 8  # of these, tokens from which it learns: each of them may take a search
-# Weights of the newest draft in the average of a stream, a wrong and a right one: wrong drafts cost
-# more than right ones that were not checked.
-NEW_STREAM = (0.3, 0.15)
-NEW_MODEL = 0.03  # the same of the averages of all streams, with which a new one begins
-# The averages have a class for each range of tokens that a match has; its first length, and the
-# chance that is assumed at first. A match of 0 goes on behind a token that was another.
+# Weights of the newest draft in the average of a stream, if it is wrong and if it is right: wrong
+# drafts cost more than right ones that were not checked, so an average falls faster than it rises.
+STREAM_WEIGHT = (0.3, 0.15)
+ALL_WEIGHT = 0.03  # the same of the averages of all streams, with which a new one begins
+# There is one average for each range of the length of a match: the shortest length, and the chance
+# that is assumed at first. The length is 0 where a match was continued over a wrong token.
 CLASSES = ((0, 0.2), (3, 0.25), (5, 0.45), (9, 0.7), (17, 0.85))
 _LONGEST = CLASSES[-1][0]
 _CLASS_OF = tuple(
@@ -34,18 +34,18 @@ class _Stream:
     chances: list[float]
     place: int = NOWHERE
     length: int = 0  # tokens of the match before the place
-    known: bool = False  # whether `place` was looked for behind the newest token
+    known: bool = False  # False behind tokens that were taken in bulk, until `place` is searched
 
 
 @dataclass(slots=True)
 class NgramDrafter:
     """The Drafter of n-grams.
 
-    A match is followed token by token while it is right. Behind a token that was another, the
-    longest match is looked for again; where there is none, it goes on behind that token.
+    A match is followed token by token while it is right. After a wrong token the longest match is
+    searched again; where there is none, that one token is skipped and the old match continued.
     """
 
-    name: str = "ngram"
+    name: str = NGRAM
     chances_of_all: list[float] = field(default_factory=lambda: [one for _, one in CLASSES])
     _streams: dict[Sequence, _Stream] = field(default_factory=dict)
 
@@ -81,23 +81,23 @@ class NgramDrafter:
             if place != NOWHERE:
                 kind = _CLASS_OF[min(length, _LONGEST)]
                 right = tokens[place] == token
-                chances[kind] += NEW_STREAM[right] * (right - chances[kind])
-                every[kind] += NEW_MODEL * (right - every[kind])
+                chances[kind] += STREAM_WEIGHT[right] * (right - chances[kind])
+                every[kind] += ALL_WEIGHT * (right - every[kind])
             tokens.append(token)
             if right:
                 place, length = place + 1, length + 1
-                if length >= NGRAM:
+                if length >= MIN_MATCH:
                     continue
             found, matched = tokens.longest_match()
             if found != NOWHERE:
                 place, length = found, matched
             elif not right:
-                place = place + 1 if place != NOWHERE and length >= NGRAM else NOWHERE
+                place = place + 1 if place != NOWHERE and length >= MIN_MATCH else NOWHERE
                 length = 0
         stream.place, stream.length = place, length
 
     def chances(self, seq: Sequence, most: int) -> tuple[float, ...]:
-        """See Drafter. Tokens in flight have to be as proposed, too, for a draft behind them."""
+        """See Drafter. The first one includes that the tokens in flight are as proposed."""
         stream = self._streams.get(seq)
         if stream is None or stream.place == NOWHERE:
             return ()
@@ -114,7 +114,7 @@ class NgramDrafter:
         """See Drafter."""
         return 0.0
 
-    def reading(self, seq: Sequence, depth: int) -> float:
+    def reading_seconds(self, seq: Sequence, depth: int) -> float:
         """See Drafter."""
         return 0.0
 
@@ -126,7 +126,7 @@ class NgramDrafter:
             found[seq] = stream.tokens.copied(stream.place, count)
         return found
 
-    def sure(self, seq: Sequence) -> tuple[float, ...]:
+    def sharper_chances(self, seq: Sequence) -> tuple[float, ...]:
         """See Drafter."""
         return ()
 

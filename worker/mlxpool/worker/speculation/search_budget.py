@@ -1,4 +1,4 @@
-"""How much of the host's time is spent on the search for drafts of rows that have none. Pure."""
+"""How much of the host's time is spent on the search for drafts of rows without any. Pure."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ SHARE = 0.01  # of the time of steps, at first and while drafts are found
 LEAST_SHARE = SHARE / 4  # the same where none was found for long
 FRUITLESS = 0.005  # seconds of search without drafts, after which the share is half of it
 MAX_SAVED = 0.005  # seconds that are kept for later steps
-# Times the part of a search that looks at no row, that are saved at least before one begins: so
-# most of what is spent is spent on rows.
-WORTH = 4
+# A search begins when so many times its overhead are saved at least, so that most of what is spent
+# is spent on rows.
+MIN_OVERHEADS = 4
 MAX_REST = 1024  # steps without a search, one after the other
 
 
@@ -54,14 +54,14 @@ class SearchBudget:
         if self._fruitless >= FRUITLESS:
             self.share, self._fruitless = max(LEAST_SHARE, self.share / 2), 0.0
 
-    def rest(self, seconds: float, rows: int) -> int:
+    def steps_until_search(self, seconds: float, rows: int) -> int:
         """Returns how many steps, of `seconds` each, pass until the next search is worth it.
 
-        It can look at `rows` of them then, as far as MAX_SAVED and MAX_REST allow. The share of
-        these steps is saved already.
+        It can look at `rows` then, as far as MAX_SAVED and MAX_REST allow. The share of these steps
+        is credited now: `earn` is not called for them.
         """
         earned = self.share * seconds
-        worth = max(WORTH * self._overhead, self._overhead + rows * self._each)
+        worth = max(MIN_OVERHEADS * self._overhead, self._overhead + rows * self._each)
         lacking = min(worth, MAX_SAVED) - self.saved
         if earned <= 0 or lacking <= earned:
             return 0

@@ -28,19 +28,24 @@ MAX_DRAFTS_OF_MANY = 3
 MAX_STEP_DRAFTS = 256  # of all rows
 MAX_LOGIT_BYTES = 128 * 1024 * 1024  # of the drafts of a step, in float32
 SHARE_BESIDE = 0.03  # of a step in which other rows have drafts: one more costs it little
-PLAIN_INTERVAL = 64  # steps with drafts, after which some without show what they cost now
+PLAIN_INTERVAL = 64  # steps with drafts between measurements of steps without
 PLAIN_STEPS_AHEAD = 4  # of these, where passes are submitted ahead; elsewhere one
 FIRST_TRIAL = 32  # steps, after which drafts are tried once though they are not expected to pay
-TRIAL_INTERVAL = 256  # the same later: measured costs that forbid drafts are doubted once
+TRIAL_INTERVAL = 256  # steps without drafts between later trials
 MAX_TRIAL_INTERVAL = 2**15  # the same, where trials were refused
-TRIAL_SHARE = 0.005  # of the time of the steps before: so much a trial may be predicted to cost
-FIRST_TRIAL_COST = 2.0  # steps: so much may the first trial where passes are submitted ahead
-MAX_TRIAL_COST = 4.0  # the same of any, however long it is since the last one
+# A trial may be predicted to cost this share of the steps since the last one, of TRIAL_INTERVAL at
+# least; the first one FIRST_TRIAL_COST plain steps where passes are submitted ahead, and none more
+# than MAX_TRIAL_COST.
+TRIAL_SHARE = 0.005
+FIRST_TRIAL_COST = 2.0
+MAX_TRIAL_COST = 4.0
 TRIAL_DRAFTS = (4, 2)  # of a trial: so many if they cost no more, else fewer
 FIRST_DRAFTS = 2  # of the first steps, for each row; later ones may have twice as many as before
 FIRST_DRAFTS_AHEAD = 4  # the same where passes are submitted ahead: most of the cost is one wait
 BUBBLE = 0.001  # seconds that a step with drafts is taken to lose where passes are submitted ahead
-READING_SHARE = 0.25  # of a step, that each later token of a row that is read for drafts may cost
+# To read a row for drafts may cost this share of a plain step for each token that its answer is
+# expected to go on for.
+READING_SHARE = 0.25
 MAX_PAUSE = 512  # steps without drafts, because none that was made did pay, or a wait was in vain
 LEAST_REMAINING = 16  # tokens that an answer is expected to go on for, or as many as it has
 
@@ -69,7 +74,7 @@ class Speculator:
         most_drafts: int = MAX_STEP_DRAFTS,
     ) -> None:
         """`predict`: seconds of a pass. `clock`: seconds, of steps as well. `ahead`: passes without
-        drafts are submitted ahead. `most_drafts`: of all rows in a step, see `drafts_in_memory`.
+        drafts are submitted ahead. `most_drafts`: of all rows in a step, see `max_drafts_of_step`.
         """
         self.drafter = drafter
         self._most_drafts = most_drafts
@@ -85,7 +90,7 @@ class Speculator:
         self._followed: set[Sequence] = set()
         self._next = 0  # the row that is looked at next, among those that do not pay
         self._budget = SearchBudget()  # of the search among these
-        self._rests = 0  # further steps without drafts, of which nothing is measured
+        self._skips = 0  # further steps without drafts, of which nothing is measured
         self._seconds = 0.0  # of the newest step
         self._with_drafts = 0  # steps since the last ones without
         self._without = 0  # steps since the last one with drafts
@@ -93,29 +98,31 @@ class Speculator:
         self._was_plain = False  # whether the newest step had no drafts
         self._next_pause = 1  # steps without drafts, when of those that are made none pays
         self._unfinished: tuple[int, int, int, float] | None = None  # see `_observe`
-        self._drafting = 0.0  # seconds of `drafts` since the newest step that the drafter predicts
+        # Seconds since the newest step of making drafts, if the drafter predicts them: they are
+        # taken from the time of the step, for they count apart.
+        self._drafting = 0.0
         self._rows = self._keys = 0  # of the step for which `depths` were chosen
         self._chances: dict[Sequence, tuple[float, ...]] = {}  # of its rows
 
     @property
-    def rests(self) -> bool:
+    def skips_next(self) -> bool:
         """Whether the next step has no drafts in any case."""
-        return self._rests > 0 or (self._budget.spent and not self._paying)
+        return self._skips > 0 or (self._budget.spent and not self._paying)
 
-    def passes_by(self) -> bool:
+    def skip_step(self) -> bool:
         """Counts a step that has ended, if nothing is wanted of it but that; else returns False.
 
         Most steps are such where drafts do not pay, so they cost no more than this.
         """
-        if not self._rests:
+        if not self._skips:
             return False
-        self._rests -= 1
+        self._skips -= 1
         return True
 
     def depths(
         self, rows: int, lines: int, candidates: Many[Candidate], began: float
     ) -> dict[Sequence, int]:
-        """Returns how many drafts sequences check in the next step; none: those left out.
+        """Returns how many drafts sequences check in the next step; those left out check none.
 
         `rows`: the sequences that decode in it; it has at most `lines` inputs, half of which are
         left to prompts. The tokens that the candidates have so far are taken into account. `began`:
@@ -127,17 +134,17 @@ class Speculator:
             return {}
         ready = [one for one in first if self._follow(one.sequence)]
         others = [one for one in candidates if one.sequence not in self._paying]
-        now, share = self.clock(), self._budget.saved
-        if first and share >= 0:
-            share = max(share, SHARE_BESIDE * self._seconds)
+        now, allowed = self.clock(), self._budget.saved
+        if first and allowed >= 0:
+            allowed = max(allowed, SHARE_BESIDE * self._seconds)
         before = self._next
-        ready += self._look(others, now + share)
+        ready += self._look(others, now + allowed)
         if first:
-            self._budget.saved -= max(0.0, self.clock() - now - max(0.0, share))
+            self._budget.saved -= max(0.0, self.clock() - now - max(0.0, allowed))
         most = min(self._most_drafts, (lines - rows) // 2)
         found = self._chosen(rows, most, ready) if ready and most > 0 else {}
-        if not first:  # with drafts it is in the time of their steps
-            pays = bool(found) and self._without > 0  # it is no trial
+        if not first:  # else the search is part of the time of steps with drafts
+            pays = bool(found) and self._without > 0  # which is 0 in a trial
             seconds, looked = self.clock() - began, self._next - before
             self._budget.spend(seconds, overhead=now - began, rows=looked, found=pays)
         self._paying = set(found)
@@ -250,7 +257,7 @@ class Speculator:
 
     def _reading(self, ready: Many[Candidate], depths: Many[int]) -> float:
         """Returns the seconds that are spent once before rows can have so many drafts."""
-        reading = self.drafter.reading
+        reading = self.drafter.reading_seconds
         every = zip(ready, depths, strict=True)
         return sum(reading(one.sequence, depth) for one, depth in every if depth)
 
@@ -263,15 +270,15 @@ class Speculator:
         found = []
         for one, depth in zip(ready, depths, strict=True):
             left = min(one.room, max(LEAST_REMAINING, len(one.sequence.ids)))
-            pays = self.drafter.reading(one.sequence, depth) <= READING_SHARE * left * plain
+            pays = self.drafter.reading_seconds(one.sequence, depth) <= READING_SHARE * left * plain
             found.append(depth if pays else 0)
         return found
 
     def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
         """Returns the drafts of these sequences: as many as `depths` gave them at most.
 
-        Where the drafter knows more of them now, only those that pay are left. Where none is, no
-        more are made for a while, twice as long as the last time.
+        Those that do not pay, by what the drafter knows of them now, are dropped. If none is left,
+        drafts pause.
         """
         began = self.clock()
         found = self._those_that_pay(self.drafter.drafts(depths))
@@ -284,21 +291,21 @@ class Speculator:
         return found
 
     def pause(self) -> None:
-        """Has the next steps have no drafts: those for which one was held up turned out not to pay.
+        """Has the next steps have no drafts: some were made, or passes waited for, in vain.
 
-        Each time they are twice as many; half as many when some were checked.
+        These steps are 1, then 2, 4, up to MAX_PAUSE; half as many each time that some are checked.
         """
-        self._rests, self._paying = self._next_pause, set()
+        self._skips, self._paying = self._next_pause, set()
         self._next_pause = min(2 * self._next_pause, MAX_PAUSE)
-        # The step that follows is not measured, which these wait for.
         self._drafting = 0.0
+        # The next step, of which these wait to know what it takes more, is not measured.
         before, self._unfinished = self._unfinished, None
         if before is not None:
             self.times.observe(*before)
 
     def _those_that_pay(self, drafts: Drafts) -> Drafts:
         """Returns as many of each row's drafts as pay, now that their making is paid for."""
-        sure = [self.drafter.sure(seq)[: len(some)] for seq, some in drafts.items()]
+        sure = [self.drafter.sharper_chances(seq)[: len(some)] for seq, some in drafts.items()]
         if not any(sure) or not self.times.measured:
             return drafts
         chances = [
@@ -318,7 +325,7 @@ class Speculator:
         every = zip(drafts.items(), depths, strict=True)
         return {seq: some[:depth] for (seq, some), depth in every if depth}
 
-    def checked(self, drafts: Drafts, drawn: Iterable[SampledToken]) -> None:
+    def count_checked(self, drafts: Drafts, drawn: Iterable[SampledToken]) -> None:
         """Counts the drafts of a step that drew these tokens."""
         self.checks += len(drafts)
         self.drafted += sum(map(len, drafts.values()))
@@ -327,9 +334,10 @@ class Speculator:
         self.accepted += tokens - left
 
     def step_ended(self, rows: int, drafts: Drafts, seconds: float, *, measured: bool) -> None:
-        """Takes into account what a step took. `measured`: that is the time of such a step.
+        """Takes into account what a step took.
 
-        Other steps read prompts or compiled something, or others ended before they began.
+        `measured`: its time is that of steps of its kind. It read no prompt and compiled nothing,
+        and if it has no drafts, no passes in flight were waited for before it.
         """
         seconds, self._drafting = max(0.0, seconds - self._drafting), 0.0
         self._budget.earn(seconds)
@@ -341,10 +349,10 @@ class Speculator:
         if self._without >= (PLAIN_STEPS_AHEAD if self._ahead else 1):
             self._with_drafts = 0
         self._was_plain = plain
-        if plain and not self._paying and self._without > PLAIN_STEPS_AHEAD and not self._rests:
+        if plain and not self._paying and self._without > PLAIN_STEPS_AHEAD and not self._skips:
             # Drafts of few rows do not make up for a wait of all: one search looks at all rows.
-            self._rests = self._budget.rest(seconds, rows if self._ahead else 1)
-            self._without += self._rests
+            self._skips = self._budget.steps_until_search(seconds, rows if self._ahead else 1)
+            self._without += self._skips
 
     def _observe(self, rows: int, drafts: Drafts, seconds: float, *, measured: bool) -> None:
         """Has the times learn from a step.
@@ -370,7 +378,7 @@ class Speculator:
             self.times.observe(rows, 0, 0, seconds)
 
 
-def drafts_in_memory(vocabulary: int) -> int:
+def max_drafts_of_step(vocabulary: int) -> int:
     """Returns how many drafts the rows of a step check together, so that logits have a bound."""
     return min(MAX_STEP_DRAFTS, max(1, MAX_LOGIT_BYTES // (4 * vocabulary)))
 

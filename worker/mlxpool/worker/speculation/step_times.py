@@ -2,7 +2,8 @@
 
 The seconds are those of a whole step on the clock, between the ends of two steps: forward pass,
 draw, search of drafts, texts, and where passes are otherwise submitted ahead the wait for each
-other of host and device. Steps that read prompts are not among them.
+other of host and device. Passes of a draft model count apart (Speculator.step_ended). Steps that
+read prompts are not among them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ FIT_INTERVAL = 8  # new ones, at least, between two fits
 NEWEST = 0.15  # weight of the newest step in an average
 MAX_CHANGE = 0.25  # of an average by one step: others use the machine as well
 FIRST_STEPS = 4  # whose times an average takes as they are
-DOUBT = 0.5  # of a plain step, that one with drafts is assumed to take more, until one was measured
+# Until a step with drafts was measured, one is assumed to take this share of a plain step more than
+# is guessed.
+UNMEASURED_EXTRA = 0.5
 KINDS = 64  # of steps with drafts whose times are kept
 KNOWN_STEPS = 3  # of a kind; then its own average says what such a step takes, and no fit
 
@@ -30,8 +33,8 @@ class StepTimes:
     """Seconds of steps of `rows` decode rows, `checked` of which check `drafts` tokens together."""
 
     def __init__(self, bubble: float = 0.0) -> None:
-        """`bubble`: seconds that a step with drafts loses, until it was measured; at most those of
-        a plain step, for it is that host and device wait for each other once.
+        """`bubble`: seconds that a step with drafts is assumed to lose until one was measured,
+        because host and device wait for each other; a plain step at most.
         """
         self._bubble = bubble
         self._plain: dict[int, tuple[float, int]] = {}  # average and number of steps, by rows
@@ -68,7 +71,9 @@ class StepTimes:
             del self._kinds[next(iter(self._kinds))]
 
     def forget_oldest(self) -> None:
-        """Forgets the older half of the measured steps with drafts, and of one step that one."""
+        """Forgets the older half of the measured steps with drafts, the only one if there is one,
+        and the averages of all kinds.
+        """
         for _ in range((len(self._extra) + 1) // 2):
             self._extra.popleft()
         self._kinds.clear()
@@ -98,9 +103,9 @@ class StepTimes:
         Before one was, it is `guessed` with a share of a plain step more, so that drafts with small
         chances do not begin.
         """
-        if self._weights is None:
-            return self.guessed(rows, drafts, predict) + DOUBT * self.plain(rows, predict)
         plain = self.plain(rows, predict)
+        if self._weights is None:
+            return self.guessed(rows, drafts, predict) + UNMEASURED_EXTRA * plain
         ratio, count = self._kinds.get(_kind(rows, checked, drafts), (0.0, 0))
         if count >= KNOWN_STEPS:
             return plain * max(1.0, ratio)
@@ -116,7 +121,7 @@ class StepTimes:
         """Returns the measured seconds, or those between the nearest numbers of rows.
 
         They are at most those of more rows: where most steps have drafts few plain ones are
-        measured, and one that something disturbed would have drafts seem to cost nothing.
+        measured, and a slow one that something disturbed would make drafts look free.
         """
         sizes = self._sizes
         if not sizes:

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxpool.worker.speculation.stream_tokens import (
+from mlxpool.worker.speculation.ngram_search import (
     LONGEST_RUN,
     MAX_MATCH,
     MAX_TOKENS,
-    NGRAM,
+    MIN_MATCH,
     NOWHERE,
     StreamTokens,
 )
@@ -30,7 +30,7 @@ def matched(tokens: list[int], place: int) -> int:
 
 def longest(tokens: list[int]) -> tuple[int, int]:
     """What `longest_match` should find."""
-    places = [at for at in range(NGRAM, len(tokens)) if matched(tokens, at) >= NGRAM]
+    places = [at for at in range(MIN_MATCH, len(tokens)) if matched(tokens, at) >= MIN_MATCH]
     if not places:
         return NOWHERE, 0
     best = max(places, key=lambda at: (min(matched(tokens, at), LONGEST_RUN), at))

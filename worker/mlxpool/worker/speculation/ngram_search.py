@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Sequence
 from sys import byteorder, maxunicode
 
-NGRAM = 3  # tokens that must be the same before a draft is proposed
+MIN_MATCH = 3  # tokens that must be the same before a draft is proposed
 LONGEST_RUN = 8  # tokens that are searched for: among places with so many the newest is taken
 MAX_MATCH = 32  # tokens up to which a match is measured
 MAX_TOKENS = maxunicode + 1  # of a vocabulary
@@ -51,14 +51,14 @@ class StreamTokens:
     def longest_match(self) -> tuple[int, int]:
         """Returns the place behind the longest earlier run that ends as the stream does.
 
-        With it the length of the match, from NGRAM to MAX_MATCH; (NOWHERE, 0) if there is none. Of
-        matches of the same length, and of those from LONGEST_RUN on, it is the newest. All places
-        are searched once at most: behind one that matches, only those before it that match longer.
+        With it the length of the match, from MIN_MATCH to MAX_MATCH; (NOWHERE, 0) if there is none.
+        Of matches of the same length, and of those from LONGEST_RUN on, it is the newest. After a
+        match, only places before it are searched, for a longer run: each place is seen once.
         """
         text = self._text
         size = len(text)
         best, length = NOWHERE, 0
-        run, end = NGRAM, size - 1  # the run has to end before
+        run, end = MIN_MATCH, size - 1  # the run has to end before
         while run <= LONGEST_RUN and run < size:
             found = text.rfind(text[size - run :], 0, end)
             if found < 0:
