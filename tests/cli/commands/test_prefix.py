@@ -50,6 +50,11 @@ def test_an_empty_folder_and_an_unknown_model(
 ) -> None:
     assert run("ls", "--prefix-dir", str(tmp_path)) == 0
     assert capsys.readouterr().out == f"{tmp_path} has no prefixes\n"
+    missing = tmp_path / "missing"
+    for verb in ("ls", "verify"):
+        assert run(verb, "--prefix-dir", str(missing)) == 0
+        said = capsys.readouterr().out
+        assert said == f"{missing} does not exist: no prefixes were kept there\n"
     assert run("ls", "--prefix-dir", str(tmp_path / "mistyped")) == 0
     assert "mistyped does not exist" in capsys.readouterr().out
     assert run("rm", "m", "--prefix-dir", str(tmp_path)) != 0

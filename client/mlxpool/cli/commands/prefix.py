@@ -104,6 +104,8 @@ def verify(options: argparse.Namespace) -> int:
     faults = [fault for one in found for fault in one.faults]
     if options.json:
         print(json_text({"prefix_dir": str(root), **total, "faults": faults}))
+    elif not found:
+        print(escape_line(_nothing_in(root)))
     else:
         lines = [
             f"{_counted(total['records'], 'record')} in {_counted(total['segments'], 'segment')},"
@@ -132,10 +134,14 @@ def _counted(number: int, noun: str) -> str:
     return f"{number:,} {noun if number == 1 else f'{noun}s'}"
 
 
+def _nothing_in(root: Path) -> str:
+    what = "has no prefixes" if root.exists() else "does not exist: no prefixes were kept there"
+    return f"{root} {what}"
+
+
 def _rows(root: Path, found: Sequence[Contents]) -> Iterator[str]:
     if not found:
-        what = "has no prefixes" if root.exists() else "does not exist: no prefixes were kept there"
-        yield escape_line(f"{root} {what}")
+        yield escape_line(_nothing_in(root))
         return
     rows = [("MODEL", "DIGEST", "LAYOUT", "DEVICE", "RECORDS", "TOKENS", "SIZE", "USED")]
     for one in found:
