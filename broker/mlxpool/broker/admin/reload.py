@@ -287,7 +287,8 @@ class Reloader:
             self._target.use_models(config.models)
         for name in change.pinned:
             self._perform(ev.LoadModel(self._target.model_of(name)), now)
-        shown = {k: getattr(change, k) for k in ("limits", "added", "gone", "changed", "keys")}
+        told = ("limits", "added", "gone", "changed", "pinned", "keys")
+        shown = {name: getattr(change, name) for name in told}
         log.info("reloaded", extra={k: v for k, v in shown.items() if v})
         self._outcome = change
 
