@@ -16,6 +16,7 @@ pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.common.config.schema import ModelConfig
 from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker.compute import model_source
 from mlxpool.worker.compute.model_source import ModelSource, open_source
 from mlxpool.worker.diagnose.check import check
 
@@ -109,6 +110,18 @@ def test_a_model_that_checks_no_drafts_is_refused_before_its_weights_are_read(
         open_source(asking(path, **changes))
     problems = check("some", asking(path, **changes))["problems"]
     assert any(re.search(words, one) for one in problems), problems
+
+
+def test_a_vocabulary_that_n_grams_cannot_have_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_source, "MAX_TOKENS", 100)
+    path = write_checkpoint(tmp_path)
+    words = "speculation is 'ngram', but the vocabulary has .* tokens, above the 100 of n-grams;"
+    with pytest.raises(ModelLoadFailed, match=words):
+        open_source(asking(path, "ngram"))
+    assert any(re.search(words, one) for one in check("some", asking(path, "ngram"))["problems"])
+    open_source(asking(path, "auto"))
 
 
 def test_n_grams_draft_where_the_files_do_not_forbid_it(tmp_path: Path) -> None:

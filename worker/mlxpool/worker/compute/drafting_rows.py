@@ -17,7 +17,7 @@ from mlxpool.worker.scheduling.scheduler import NO_DRAFTS, StepLimits
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence
 from mlxpool.worker.scheduling.spans import Step
 from mlxpool.worker.speculation.best_drafter import BestDrafter
-from mlxpool.worker.speculation.drafter import AUTO, DRAFT, MTP, NGRAM, OFF, Drafter, Drafts
+from mlxpool.worker.speculation.drafter import AUTO, DRAFT, MTP, OFF, Drafter, Drafts
 from mlxpool.worker.speculation.model_drafter import ModelDrafter
 from mlxpool.worker.speculation.mtp import MtpDrafter
 from mlxpool.worker.speculation.ngram import NgramDrafter
@@ -59,12 +59,6 @@ def make_speculator(setting: str, engine: Engine, model: str) -> Speculator | No
             f"speculation is {DRAFT!r}, but models.{model} has no draft model; set draft, or set"
             f" speculation to {AUTO!r}"
         )
-    if setting == NGRAM and engine.vocab_size > MAX_TOKENS:
-        raise ModelLoadFailed(
-            f"speculation is {NGRAM!r}, but the vocabulary of models.{model} has"
-            f" {engine.vocab_size} tokens, above {MAX_TOKENS}; leave speculation out, or set it to"
-            f" {AUTO!r}"
-        )
     ahead = engine.limits.ahead > 0
     drafter = make_drafter(setting, engine, monotonic)
     most = max_drafts_of_step(engine.vocab_size)
@@ -76,7 +70,8 @@ def make_drafter(setting: str, engine: Engine, clock: Callable[[], float]) -> Dr
     """Returns what proposes drafts: that of the setting, which the engine must have.
 
     With "auto" it is the best for each row of n-grams, the model's own head and the draft model,
-    as far as the engine has these. N-grams take no time, so they are the first.
+    as far as the engine has these. N-grams take no time, so they are the first; a vocabulary that
+    they cannot have leaves the others.
     """
     found: dict[str, Drafter] = {}
     if setting not in (MTP, DRAFT) and engine.vocab_size <= MAX_TOKENS:

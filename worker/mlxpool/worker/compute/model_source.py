@@ -26,6 +26,7 @@ from mlxpool.worker.prompt.text_model import Opened, TextSource, TokenTable
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.scheduling.memory_estimate import dequantises_at_load
 from mlxpool.worker.speculation.drafter import AUTO, MTP, NGRAM, OFF
+from mlxpool.worker.speculation.ngram_search import MAX_TOKENS
 from mlxpool.worker.system.heap import release_free_memory
 from mlxpool.worker.weights.files import ModelFiles
 from mlxpool.worker.weights.inspect import ModelFolder, inspect
@@ -339,7 +340,10 @@ def require_ngrams(config: ModelConfig, folder: ModelFolder) -> None:
     """Raises ModelLoadFailed where drafts of n-grams are asked for and none can be checked."""
     if config.speculation != NGRAM:
         return
-    if why := why_no_drafts(folder, config):
+    why, size = why_no_drafts(folder, config), folder.plan.vocab_size
+    if not why and size > MAX_TOKENS:
+        why = f"the vocabulary has {size:,} tokens, above the {MAX_TOKENS:,} of n-grams"
+    if why:
         raise ModelLoadFailed(
             f"speculation is {NGRAM!r}, but {why}; leave speculation out, or set it to {AUTO!r}"
         )

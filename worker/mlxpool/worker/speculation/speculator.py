@@ -110,9 +110,9 @@ class Speculator:
         return self._skips > 0 or (self._budget.spent and not self._paying)
 
     def skip_step(self) -> bool:
-        """Counts a step that has ended, if nothing is wanted of it but that; else returns False.
+        """Counts a step that has ended as one of those that are skipped; False: none is left.
 
-        Most steps are such where drafts do not pay, so they cost no more than this.
+        Where drafts do not pay most steps are skipped: they cost no more than this call.
         """
         if not self._skips:
             return False
