@@ -75,6 +75,8 @@ def forget_kernels() -> None:
     """Clears the caches of built kernels and of their trials."""
     from mlxpool.worker import kernels
     from mlxpool.worker.attention.in_pool import block_tables, kernel_trials
+    from mlxpool.worker.decode_pass import addresses, trial
+    from mlxpool.worker.decode_pass import kernel as pass_kernel
     from mlxpool.worker.groups import peer_sums
     from mlxpool.worker.kernels.recurrent import gated_delta
     from mlxpool.worker.layers import delta_rule
@@ -82,6 +84,7 @@ def forget_kernels() -> None:
 
     modules = [value for value in vars(kernels).values() if hasattr(value, "__file__")]
     others = [gated_delta, delta_rule, kernel_trials, block_tables, peer_sums, downloads]
+    others += [addresses, pass_kernel, trial]
     for module in [*modules, *others]:
         for one in vars(module).values():
             if hasattr(one, "cache_clear"):

@@ -24,10 +24,11 @@ from mlxpool.worker.kernels import device  # noqa: E402
 from mlxpool.worker.layers import builder  # noqa: E402
 from mlxpool.worker.layers.layer_types import Rope  # noqa: E402
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence  # noqa: E402
+from mlxpool.worker.scheduling.spans import Span  # noqa: E402
 from mlxpool.worker.weights.inspect import ModelFolder, inspect  # noqa: E402
 from mlxpool.worker.weights.load import load  # noqa: E402
 from support import simt  # noqa: E402
-from support.engine_steps import decode, enter  # noqa: E402
+from support.engine_steps import decode, decode_spans, enter, step  # noqa: E402
 from support.logprob_errors import assert_near  # noqa: E402
 
 ON_GPU = mx.cuda.is_available()
@@ -95,6 +96,40 @@ def test_an_engine_draws_the_same_tokens(
     assert "decode_pass" in called and not called & {"ragged_attention", "rms_norm"}
     assert "one kernel computes a decode pass" in caplog.text
     assert_near(ours, plain)
+
+
+def test_an_engine_checks_drafts_by_it(
+    tmp_path: Path, called: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines of drafts follow each other in their rows, beside rows without, in any order."""
+    folder = model_folder(tmp_path)
+    plain = ModelEngine(load(folder), layout="rows", lookahead=False)
+    monkeypatch.setattr(builder, "on_gpu", lambda: True)  # as a GPU has them
+    engine = ModelEngine(load(folder, dtype=mx.bfloat16), layout="pool", lookahead=True, blocks=30)
+    options = Options(temperature=0.0, logprobs=True, top_logprobs=4)
+    answers = []
+    for prompt in PROMPTS:
+        seq = Sequence(b"", 1, prompt, options, 11, 9)
+        enter(plain, seq)
+        answers.append(decode(plain, [seq], 6))
+        plain.release(seq)
+    rows = [Sequence(b"", 1, prompt, options, 11, 9) for prompt in PROMPTS]
+    for seq in rows:
+        enter(engine, seq)
+    called.clear()
+    right = [tuple(one.token for one in answer) for answer in answers]
+    wrong = (right[0][3] + 1) % folder.plan.vocab_size
+    first = step(engine, [Span.check(rows[0], (*right[0][:3], wrong, 7)), *decode_spans(rows[1:])])
+    found = [[one for one in first if one.sequence is seq] for seq in rows]
+    assert [len(one) for one in found] == [4, 1]
+    for seq, tokens in zip(rows, found, strict=True):
+        seq.ids += [one.token for one in tokens]
+    second = step(engine, [*decode_spans(rows[:1]), Span.check(rows[1], right[1][1:4])])
+    for tokens, seq in zip(found, rows, strict=True):
+        tokens += [one for one in second if one.sequence is seq]
+    assert [[one.token for one in tokens] for tokens in found] == [list(o[:5]) for o in right]
+    assert_near(found, [answer[:5] for answer in answers])
+    assert "decode_pass" in called and not called & {"ragged_attention", "rms_norm"}
 
 
 KINDS: dict[str, tuple[dict[str, Any], str]] = {

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -73,8 +73,8 @@ def numbers(array: Any) -> Any:
 class Rows:
     """Rows that decode in a pool of blocks that lie anywhere; what no row uses is NaN.
 
-    `lengths`: the keys of each row with the one that the pass writes. A row sees those from
-    `begins` on.
+    `lengths`: the keys of each row with those that the pass writes, which are `counts` lines of
+    it, one each by default. A row sees those from `begins` on.
     """
 
     shape: PassShape
@@ -82,9 +82,16 @@ class Rows:
     begins: list[int]
     windows: list[int]
     seed: int = 0
+    counts: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         shape, rng = self.shape, np.random.default_rng(self.seed)
+        self.counts = self.counts or [1] * len(self.lengths)
+        # Of each line its row, and the keys that it sees with its own.
+        self.line_rows = np.repeat(np.arange(len(self.lengths), dtype=np.int32), self.counts)
+        every = zip(self.lengths, self.counts, strict=True)
+        ends = [end for length, n in every for end in range(length - n + 1, length + 1)]
+        self.line_ends = np.array(ends, dtype=np.int32)
         self.rng = rng
         counts = [-(-length // BLOCK) for length in self.lengths]
         self.across = max(counts)
@@ -97,7 +104,7 @@ class Rows:
         size = (shape.layers, 2, sum(counts) + 1, shape.kv_heads, BLOCK, shape.size)
         pools = np.full(size, np.nan, dtype=np.float32)
         for row, length in enumerate(self.lengths):
-            for token in range(length - 1):
+            for token in range(length - self.counts[row]):
                 where = self.tables[row, token // BLOCK], token % BLOCK
                 pools[:, :, where[0], :, where[1]] = rng.normal(size=(*size[:2], size[3], size[5]))
         self.pools = [
@@ -107,7 +114,7 @@ class Rows:
         self.weights = self._weights()
         half = shape.rope.dims // 2
         self.turns = (shape.rope.base ** (-np.arange(half) / half)).astype(np.float32)
-        self.ids = [int(one) for one in rng.integers(VOCABULARY, size=len(counts))]
+        self.ids = [int(one) for one in rng.integers(VOCABULARY, size=len(ends))]
         tables = mx.array(self.tables.reshape(-1))
         self.memory = PassMemory(self.pools, self.windows, tables, self.turns)
         self.kernel = DecodePass(self.weights, self.memory, BLOCKS)
@@ -141,26 +148,28 @@ class Rows:
 
     def plan(self, lines: int, ids: list[int]) -> Any:
         """Returns the numbers of a pass of so many lines, padding included."""
-        rows = len(self.lengths)
-        ends = np.array(self.lengths, dtype=np.int32)
-        begins = np.array(self.begins, dtype=np.int32)
-        first = np.arange(rows, dtype=np.int32)
-        spans = Spans(first, np.ones_like(first), first * self.across, ends, begins)
+        used, ends, rows = len(self.line_ends), self.line_ends, self.line_rows
+        begins = np.array(self.begins, dtype=np.int32)[rows]
+        first = np.arange(used, dtype=np.int32)
+        spans = Spans(first, np.ones_like(first), rows * self.across, ends, begins)
         items = work_items(spans, TileShape(self.shape.group, self.shape.kv_heads), lines)
         of_lines = np.zeros((5, lines), dtype=np.int32)
-        of_lines[0, :rows], of_lines[1, :rows] = ids, ends - 1
+        of_lines[0, :used], of_lines[1, :used] = ids, ends - 1
+        blocks = self.tables[rows, (ends - 1) // BLOCK]
+        of_lines[2, :used], of_lines[2, used:] = blocks * BLOCK + (ends - 1) % BLOCK, -1
         return mx.array(np.concatenate([of_lines.reshape(-1), items.reshape(-1)]))
 
     def run(self, lines: int) -> Any:
-        """Returns what the kernel makes of the rows [R, hidden]; the first row's id is drawn."""
+        """Returns what the kernel makes of the lines [T, hidden]; the first line's id is drawn."""
         drawn = mx.array([0, self.ids[0]], dtype=mx.int32)
-        found = self.kernel(self.plan(lines, [-2, *self.ids[1:]]), drawn, lines)
+        follow = len(self.line_ends) > len(self.lengths)
+        found = self.kernel(self.plan(lines, [-2, *self.ids[1:]]), drawn, lines, follow=follow)
         mx.eval(found)
         assert found.shape == (lines, self.shape.hidden)
-        return numbers(found)[: len(self.lengths)]
+        return numbers(found)[: len(self.line_ends)]
 
     def expected(self) -> Any:
-        """Returns hidden states [R, hidden] in float64; `self.known` gets keys and values."""
+        """Returns hidden states [T, hidden] in float64; `self.known` gets keys and values."""
         shape, weights = self.shape, self.weights
         self.known = [[numbers(pool) for pool in layer] for layer in self.pools]
         x = numbers(weights.embedding)[self.ids]
@@ -181,18 +190,18 @@ class Rows:
             q = normed(q, layer.query_norm, shape.head_eps)
             k = normed(k, layer.key_norm, shape.head_eps)
         out = np.zeros((len(x), heads, shape.size))
-        for row, length in enumerate(self.lengths):
+        for line, (row, length) in enumerate(zip(self.line_rows, self.line_ends, strict=True)):
             at = np.arange(length)
             blocks, places = self.tables[row, at // BLOCK], at % BLOCK
-            known[0][blocks[-1], :, places[-1]] = self._turned(k[row], length - 1)
-            known[1][blocks[-1], :, places[-1]] = v[row]
+            known[0][blocks[-1], :, places[-1]] = self._turned(k[line], length - 1)
+            known[1][blocks[-1], :, places[-1]] = v[line]
             low = max(self.begins[row], length - window if window else 0)
-            queries = self._turned(q[row], length - 1)
+            queries = self._turned(q[line], length - 1)
             for head in range(heads):
                 keys, values = (pool[blocks, head // shape.group, places][low:] for pool in known)
                 scores = keys @ queries[head] * shape.scale
                 shares = np.exp(scores - scores.max())
-                out[row, head] = shares @ values / shares.sum()
+                out[line, head] = shares @ values / shares.sum()
         return out.reshape(len(x), -1) @ numbers(layer.out).T
 
     def _turned(self, x: Any, position: int) -> Any:
@@ -242,6 +251,15 @@ def test_random_rows_begins_and_windows(seed: int) -> None:
         begins = [int(rng.integers(length)) * int(rng.integers(2)) for length in lengths]
         windows = [int(rng.integers(2)) * int(rng.integers(1, 200)) for _ in range(SHAPE.layers)]
         check(Rows(SHAPE, lengths, begins, windows, seed), lines)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_lines_that_follow_each_other_in_a_row(name: str) -> None:
+    """A row's lines see those before them, also behind the end of a block and inside a window."""
+    shape = SHAPES[name]
+    lengths, counts = [4, BLOCK + 2, 2 * BLOCK + 40, 9], [4, 3, 1, 2]
+    check(Rows(shape, lengths, [0] * 4, [3] * shape.layers, counts=counts), 12)
+    check(Rows(shape, lengths, [0, 0, 77, 0], [0] * shape.layers, 1, counts), 10)
 
 
 def test_a_barrier_counts_on_from_launch_to_launch() -> None:

@@ -51,6 +51,8 @@ class Layout:
     holds_prefixes = False  # whether entries of the prefix cache share its memory
     blocks = 0  # in all, where it holds prefixes
     reads_int8 = False  # whether kernels of a GPU read keys and values as integers
+    # Up to so many inputs, passes that check drafts and do nothing else are compiled by themselves.
+    follow_lines = 0
 
     def __init__(
         self,

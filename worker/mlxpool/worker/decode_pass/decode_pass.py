@@ -45,13 +45,25 @@ class DecodePass:
         """
         self._shape, self._blocks = weights.shape, blocks
         self._arrays = _arrays(weights, memory)
+        self._writes_first = {each: mx.array([each], dtype=mx.int32) for each in (False, True)}
+        mx.eval(*self._writes_first.values())
 
     def __call__(
-        self, plan: mx.array, drawn: mx.array, lines: int, *, gives_up: bool = False
+        self,
+        plan: mx.array,
+        drawn: mx.array,
+        lines: int,
+        *,
+        follow: bool = False,
+        gives_up: bool = False,
     ) -> mx.array:
-        """Returns hidden states [lines, hidden] of at most MAX_LINES lines, see `kernel.launch`."""
+        """Returns hidden states [lines, hidden] of at most MAX_LINES lines, see `kernel.launch`.
+
+        `follow`: lines may follow each other in a row, as those of drafts do.
+        """
+        arrays, first = self._arrays, self._writes_first[follow]
         return kernel.launch(
-            self._shape, plan, drawn, lines, self._arrays, self._blocks, gives_up=gives_up
+            self._shape, plan, drawn, lines, arrays, self._blocks, first, gives_up=gives_up
         )
 
 

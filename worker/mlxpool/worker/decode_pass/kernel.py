@@ -25,6 +25,7 @@ DECODE_KEYS = 16  # that a warp multiplies at a time
 # meanwhile.
 AHEAD_STEPS = 2
 FILES = {
+    "LINES_OF_HEADS": "decode_pass_lines.cuh",
     "ATTENTION": "decode_pass_attention.cuh",
     "STORED_NUMBERS": "stored_numbers.cuh",
     "DECODE_TILES": "decode_tiles.cuh",
@@ -34,6 +35,7 @@ FILES = {
 INPUTS = (
     "plan", "drawn", "embedding", "layers", "turns", "tables", "state", "numbers", "cosines",
     "sines", "residual", "normed", "attended", "gates", "partial", "sums", "arrived",
+    "writes_first",
 )  # fmt: skip
 
 
@@ -77,13 +79,15 @@ def launch(
     lines: int,
     arrays: PassArrays,
     blocks: int,
+    writes_first: mx.array,
     *,
     gives_up: bool = False,
 ) -> mx.array:
     """Returns hidden states [lines, hidden] behind the last norm.
 
-    `plan` are the numbers of a pass of single lines, see plan_shape.PlanShape; ids below zero
-    stand for elements of `drawn`. An evaluation has one launch at most: MLX computes at the same
+    `plan` are the numbers of a pass each of whose lines has logits, see plan_shape.PlanShape; ids
+    below zero stand for elements of `drawn`. `writes_first` [1]: 0 where each line is of another
+    row, else 1. An evaluation has one launch at most: MLX computes at the same
     time what does not depend on each other, and launches share their memory. All `blocks` thread
     blocks must be resident at a time. Where they are not, the states are not numbers if the kernel
     `gives_up`; else the device fails.
@@ -91,7 +95,7 @@ def launch(
     sets = next(n for n in SETS if 8 * n >= lines)
     threads = teams_of(shape) * TEAM_THREADS
     found: list[mx.array] = _kernel(shape, sets, gives_up)(
-        inputs=[plan, drawn, *arrays.inputs()],
+        inputs=[plan, drawn, *arrays.inputs(), writes_first],
         grid=(blocks * threads, 1, 1),
         threadgroup=(threads, 1, 1),
         output_shapes=[(lines, shape.hidden)],

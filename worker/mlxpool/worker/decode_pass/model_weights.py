@@ -101,8 +101,8 @@ def weights_of(model: Model, dtype: mx.Dtype) -> PassWeights | str:
     """Returns the weights of a model that the kernel serves, or why it does not serve it."""
     if not isinstance(model, DecoderModel) or type(model.embed) is not Embedding:
         return "the model is of another kind, or its embedding is quantised"
-    if model.prediction is not None or model.spec.embed_scale != 1.0:
-        return "its embedding is scaled, or it has a second head"
+    if model.spec.embed_scale != 1.0:
+        return "its embedding is scaled"
     found = [one for one in map(_layer, model.layers) if one is not None]
     norm = _rms_norm(model.norm)
     if len(found) < len(model.layers) or not found or norm is None:

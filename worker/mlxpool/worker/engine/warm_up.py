@@ -59,11 +59,14 @@ class PassKind:
     unread: int = 0
 
 
-def compiled_kinds(sizes: Many[int], rows: int, longest: int, drafts: int) -> Iterator[PassKind]:
+def compiled_kinds(
+    sizes: Many[int], rows: int, longest: int, drafts: int, alone: int = 0
+) -> Iterator[PassKind]:
     """Yields the spans of each pass that is compiled, besides those of decode steps alone.
 
     Passes are compiled for `sizes` of lines, of which those up to `longest` are computed. They have
-    `rows` rows at most, which check `drafts` drafts together at most.
+    `rows` rows at most, which check `drafts` drafts together at most. With up to `alone` lines those
+    that check drafts and do nothing else are others.
     """
     for size in sizes:
         if size > longest:
@@ -75,6 +78,8 @@ def compiled_kinds(sizes: Many[int], rows: int, longest: int, drafts: int) -> It
         for checked in sorted({1, most}) if size > rows else (1,):
             if drafts and size > 1:
                 yield PassKind(drafts=checked, unread=size - 1 - checked)
+        if drafts and 2 < size <= min(alone, rows + drafts):
+            yield PassKind(drafts=size - 1)
 
 
 class WarmedEngine(RowEngine[CacheRow]):
@@ -291,7 +296,8 @@ class WarmedEngine(RowEngine[CacheRow]):
         longest = min(self.context - 1, self.chunk)
         if self._layout.sizes:  # in a pool, of which each row may leave a part of a block unused
             longest = min(longest, (self._layout.blocks - 1) * KV_BLOCK_TOKENS)
-        yield from compiled_kinds(self._layout.sizes, rows, longest, self._most_drafts)
+        drafts, alone = self._most_drafts, self._layout.follow_lines
+        yield from compiled_kinds(self._layout.sizes, rows, longest, drafts, alone)
 
     def _warm_up_head(self, head: HeadDrafts) -> None:
         """Has the model's head draft for one row, and the row check it."""

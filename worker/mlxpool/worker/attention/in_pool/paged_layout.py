@@ -167,6 +167,11 @@ class PagedLayout(Layout):
         """See Layout."""
         return () if self.ragged is None else self.ragged.sizes
 
+    @property
+    def follow_lines(self) -> int:  # type: ignore[override]
+        """See Layout."""
+        return 0 if self.ragged is None else self.ragged.follow_lines
+
     def expect_drafts(self, most: int) -> None:
         """See Layout."""
         if self.ragged is not None:

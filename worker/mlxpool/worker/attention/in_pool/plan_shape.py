@@ -32,6 +32,7 @@ class PlanShape:
 
     `wanted`: lines that go on behind the last layer, which the array names; 0: every line does, in
     order. They get logits; with `drawn` they give hidden states, and the first `drawn` get logits.
+    `follow`: lines may follow each other in a row, and one kernel computes the pass.
     """
 
     lines: int
@@ -39,6 +40,7 @@ class PlanShape:
     tiles: tuple[TileShape, ...]
     chunks: bool = False  # whether there may be chunks of prompts
     drawn: int | None = None
+    follow: bool = False
 
     @property
     def size(self) -> int:
@@ -48,7 +50,7 @@ class PlanShape:
     @property
     def single(self) -> bool:
         """Whether there are only single lines of rows, each with logits."""
-        return not self.wanted and self.drawn is None
+        return not self.wanted and self.drawn is None and not self.follow
 
     def of_lines(self, numbers: Int32s) -> Int32s:
         """Returns the part that has the numbers [5, lines] of lines, as a view."""

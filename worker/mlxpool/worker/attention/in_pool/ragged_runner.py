@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import TypeAlias, cast
 
 import mlx.core as mx
@@ -24,6 +25,7 @@ from mlxpool.worker.attention.row_spans import (
     wanted_lines,
 )
 from mlxpool.worker.decode_pass import choice
+from mlxpool.worker.decode_pass.kernel import MAX_LINES
 from mlxpool.worker.kernels import kernel_cache, ragged_attention
 from mlxpool.worker.kernels.compiled_passes import ComputedKinds
 from mlxpool.worker.kernels.sampling import known_tokens
@@ -153,6 +155,14 @@ class RaggedRunner:
         self.drafts = 0  # that the rows of a pass check together, at most; 0: not known
         self.begins_parts = True  # whether passes may begin while they are built
 
+    @property
+    def follow_lines(self) -> int:
+        """The most lines of a pass that checks drafts and nothing else and is one kernel; 0: none.
+
+        Such passes are a kind of their own.
+        """
+        return 0 if self._one_kernel is None else min(MAX_LINES, self.sizes[-1])
+
     def decodes(self, spans: Sequence[RowSpan]) -> bool:
         """Returns whether the newest pass was of these very spans, all of them single lines."""
         return self._decoding is not None and self._decoding.spans is spans
@@ -174,6 +184,9 @@ class RaggedRunner:
         if self._decoding is not None and self._decoding.spans is spans:
             return self._decode_again(self._decoding, ids, drawn)
         shape = self._shape(spans, wanted)
+        if shape.follow:
+            spans, ids = in_order(spans, ids, wanted)
+            wanted = range(len(spans))
         rows = [cast(PagedRow, span.row) for span in spans]
         ends = [row.offset + span.count for row, span in zip(rows, spans, strict=True)]
         for number in self._store.short(rows, ends):
@@ -184,7 +197,7 @@ class RaggedRunner:
         for span in spans:
             span.row.advance(span.count)
         if shape.drawn is None:
-            count = wanted_lines(spans, wanted) if shape.wanted else len(wanted)
+            count = len(wanted) if shape.single else wanted_lines(spans, wanted)
             return PassOutput(found[0][:count] if wanted else found[0], drawn=_drawn(found))
         count = wanted_lines(spans, logit_spans(spans, wanted))
         states = found[0][count : wanted_lines(spans, wanted)]
@@ -265,10 +278,11 @@ class RaggedRunner:
         `plan` is the host's memory; the pass depends on `written`, a 0. A pass over chunks, with no
         token in flight, is begun: there may be nothing else that the device computes meanwhile.
         """
-        if self._one_kernel is not None and shape.single and choice.serves(shape.lines):
+        single = shape.single and choice.serves(shape.lines)
+        if self._one_kernel is not None and (single or shape.follow):
             plan = plan if written is None else plan + written
             drawn = self._none if drawn is None else drawn
-            states = self._one_kernel(plan, drawn, shape.lines)
+            states = self._one_kernel(plan, drawn, shape.lines, follow=shape.follow)
             return [self._model.logits_of(states), *([states] if self._states else ())]
         plan = plan + (0 if written is None else written)
         found, parts = self._compiled(shape)(plan, self._padded(drawn))
@@ -289,6 +303,8 @@ class RaggedRunner:
         if len(wanted) == lines and not hidden:  # only single lines of rows, each with logits
             return PlanShape(padded, 0, self._tiles)
         most, count = min(padded, self._rows), wanted_lines(spans, wanted)
+        if count == lines <= self.follow_lines and not hidden:
+            return PlanShape(padded, 0, self._tiles, follow=True)
         if checks_drafts(spans, wanted) and not hidden:
             # Few passes are compiled: these serve those with chunks of prompts as well.
             return PlanShape(padded, self._named(padded, count), self._tiles)
@@ -347,6 +363,9 @@ class RaggedRunner:
         if used > len(rows):
             lines = np.repeat(lines, counts)
             offsets = np.repeat(offsets - first, counts) + np.arange(used, dtype=np.int32)
+        if shape.follow:  # each line by itself
+            first, ones = np.arange(used, dtype=np.int32), np.ones((used,), dtype=np.int32)
+            seen = Spans(first, ones, lines * self._tables.entries, offsets + 1, 0 * ones)
         self._write_lines(numbers, shape, ids, offsets, lines)
         if shape.wanted:
             named = behind[list(wanted)] - 1
@@ -397,6 +416,17 @@ class RaggedRunner:
             return [self._model.logits_of(states), states], batch.parts
         logits = [self._model.logits_of(states[: shape.drawn])] if shape.drawn else []
         return [states.astype(mx.float32), *logits], batch.parts
+
+
+def in_order(
+    spans: Sequence[RowSpan], ids: Ids, order: Sequence[int]
+) -> tuple[Sequence[RowSpan], Ids]:
+    """Returns spans and their ids in the order of these numbers, which are all of them."""
+    if all(number == place for place, number in enumerate(order)):
+        return spans, ids
+    behind = [*accumulate(span.count for span in spans)]
+    every = [ids[behind[number] - spans[number].count : behind[number]] for number in order]
+    return [spans[number] for number in order], np.concatenate(every)
 
 
 def begin(parts: Sequence[mx.array]) -> None:

@@ -5,7 +5,8 @@
 // is a loop over tiles. A product in SPLITS parts leaves these to the phase behind it, in `partial`
 // [SPLITS, LINES, OUT]. All sums are in the order of matmul_tiled.cu, ragged_attention.cu and rms_norm.cu.
 // While a block waits it begins to read the weight that it multiplies next: AHEAD steps, for more would delay
-// the numbers for which others wait.
+// the numbers for which others wait. Where lines may follow each other in a row, `writes_first` is not 0, and keys
+// and values of all lines are written before any line attends, which is one phase more.
 constexpr int ALL_THREADS = TEAMS * 128, ALL_WARPS = ALL_THREADS / 32;
 constexpr int QUERIES_WIDTH = HEADS * GROUP * SIZE, QKV = (GROUP + 2) * HEADS * SIZE, HALF = TURNED / 2;
 constexpr int ITEM = 8;  // numbers; five of each line come before the items, see ragged_runner.PlanShape
@@ -212,6 +213,13 @@ for (int number = 0; number < LAYERS * PRODUCTS; number++) {
   if (!barrier.wait<GIVES_UP>()) return give_up();
   if (kind == TO_GATES) continue;
   if (kind == TO_LINES) {
+    #include LINES_OF_HEADS
+    const bool writes = writes_first[0] != 0;
+    if (writes) {
+      write_lines();
+      barrier.arrive();
+      if (!barrier.wait<GIVES_UP>()) return give_up();
+    }
     #include ATTENTION
   } else {
     const N* const gain = kind == TO_OUTPUT ? layer.feed_norm : layer_table[number / PRODUCTS + 1].norm;

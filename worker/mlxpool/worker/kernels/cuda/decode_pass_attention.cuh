@@ -1,19 +1,14 @@
 // The attention of a layer, a part of decode_pass.cu. Each of TEAMS teams of four warps has an item of the work list, which is a
-// row and a part of its keys, and one key head; see ragged_attention.cu, whose tiles these are.
+// line and a part of its keys, and one key head; see ragged_attention.cu, whose tiles these are.
 {
-  constexpr int THREADS = 128, WARPS = 4;
   constexpr float LOG2E = 1.4426950408889634f, RATE = SCALE * LOG2E;
   constexpr bool FRESH = true, decodes = true;
+  const bool STORES = !writes;  // the key and value of a line
   constexpr int TEAM_BYTES = WARPS * DECODE_STAGES * 2 * 16 * (SIZE * 2 + 16);  // of shared memory
   const float NONE = __uint_as_float(0xff800000);  // -infinity
-  const int team = threadIdx.x / THREADS, thread = threadIdx.x % THREADS;
-  const int lane = thread & 31, warp = thread >> 5, row = lane >> 2, quarter = lane & 3;
+  const int row = lane >> 2, quarter = lane & 3;
   uint4* const space = (uint4*)(ring + team * TEAM_BYTES);
   int& before = befores[team];
-  N* const fresh = fresh_lines + team * (GROUP + 2) * SIZE;
-  N* const keys = layer.keys;
-  N* const values = layer.values;
-  auto sync = [&] { sync_team<THREADS>(1 + team); };
   #pragma unroll 1
   for (int n = team * gridDim.x + blockIdx.x;; n += TEAMS * gridDim.x) {
     const Item item = item_of(n, layer);
@@ -26,36 +21,7 @@
         ((uint4*)(output + (long)(i / PIECES) * QUERIES_WIDTH))[i % PIECES] = uint4{0, 0, 0, 0};
       continue;
     }
-    // The line's queries, key and value, summed up and rounded as products are.
-    for (int i = thread; i < (GROUP + 2) * SIZE / 8; i += THREADS) {
-      const int kind = i / (SIZE / 8), piece = i % (SIZE / 8);
-      const int source = kind < GROUP ? head * GROUP + kind : (GROUP + kind - GROUP) * HEADS + head;
-      const int column = source * SIZE + piece * 8;
-      float sum[8];
-      sum_parts(sum, QKV_SPLITS, first_line, column, QKV);
-      #pragma unroll
-      for (int e = 0; e < 8; e++) {
-        if (BIASED) sum[e] += up(layer.bias[column + e]);
-        down(sum[e], fresh + i * 8 + e);
-      }
-    }
-    sync();
-    if (HEAD_NORMS) {
-      for (int one = warp; one <= GROUP; one += WARPS) {
-        const N* const gain = one < GROUP ? layer.query_norm : layer.key_norm;
-        float squares = 0;
-        for (int d = lane; d < SIZE; d += 32) squares += up(fresh[one * SIZE + d]) * up(fresh[one * SIZE + d]);
-        #pragma unroll
-        for (int o = 16; o > 0; o >>= 1) squares += __shfl_xor_sync(0xffffffff, squares, o);
-        const float factor = rsqrtf(squares / SIZE + HEAD_EPS);
-        for (int d = lane; d < SIZE; d += 32) {
-          N rounded;
-          down(up(fresh[one * SIZE + d]) * factor, &rounded);
-          down(up(rounded) * up(gain[d]), fresh + one * SIZE + d);
-        }
-      }
-      sync();
-    }
+    sum_line(first_line, head, 0);
     // These names are those of decode_tiles.cuh and the files behind it.
     const int asked = GROUP, lines = 1, table_at = item.table, part = item.part, unit = item.unit;
     const int low = item.low, high_key = item.high, first = item.first, last = item.last;

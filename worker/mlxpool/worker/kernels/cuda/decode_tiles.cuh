@@ -36,7 +36,7 @@ if (decodes) {
     return rotated<N, TURNED, TRADITIONAL>(numbers, stride, d, (const float*)cosines + turned_at,
                                            (const float*)sines + turned_at);
   };
-  if (FRESH && first < last && last == high_key) {
+  if (FRESH && STORES && first < last && last == high_key) {
     auto key = [&](int d) -> N {
       N rounded;
       down(turned(k_from + first_line * k_line + head * k_head, k_number, d), &rounded);

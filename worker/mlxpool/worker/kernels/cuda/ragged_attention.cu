@@ -9,6 +9,7 @@ constexpr int THREADS = WARPS * 32;
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float RATE = CAP > 0 ? 1.f : SCALE * LOG2E;  // of the numbers that `scored` returns
 const float NONE = __uint_as_float(0xff800000);  // -infinity
+constexpr bool STORES = true;  // the fresh key and value of a line
 extern __shared__ uint4 space[];
 __shared__ int before;  // see part_sums.cuh
 const int thread = threadIdx.x;
