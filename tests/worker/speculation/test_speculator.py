@@ -266,7 +266,7 @@ def test_drafts_that_take_longer_to_make_are_fewer(drafting: float, depths: tupl
     depth = statistics.mode(scene.run(50))
     assert depth in depths
     if depth:
-        extra = scene.speculator.times.with_drafts(1, 1, depth, lambda lines: STEP) - STEP
+        extra = scene.speculator.times.with_drafts(1, 1, depth, lambda lines: STEP, STEP) - STEP
         assert extra == pytest.approx(1e-4 * depth, rel=0.5)
 
 
@@ -277,7 +277,7 @@ def test_the_time_of_drafts_that_none_predicts_is_part_of_the_step() -> None:
     scene.run(100)
     depth = statistics.mode(scene.run(50))
     assert depth in (1, 2, 3, 4)
-    extra = scene.speculator.times.with_drafts(1, 1, depth, lambda lines: STEP) - STEP
+    extra = scene.speculator.times.with_drafts(1, 1, depth, lambda lines: STEP, STEP) - STEP
     assert extra == pytest.approx(0.003 * depth, rel=0.5)
     scene.drafter.drafting = 0.02
     scene.run(200)
@@ -377,7 +377,7 @@ def test_drafts_behind_which_no_step_is_measured_cost_what_their_own_steps_took(
         while speculator.skip_step():
             pass
         speculator.step_ended(1, {}, STEP + 0.010, measured=True)
-    extra = speculator.times.with_drafts(1, 1, 4, lambda lines: STEP)
+    extra = speculator.times.with_drafts(1, 1, 4, lambda lines: STEP, STEP)
     extra -= speculator.times.plain(1, lambda lines: STEP)
     assert extra == pytest.approx(0.002, rel=0.3)
 
@@ -394,7 +394,7 @@ def test_the_second_pass_that_begins_behind_drafts_is_a_cost_of_them() -> None:
             scene.speculator.step_ended(2, {}, STEP + 0.004, measured=True)
             for _ in range(20):
                 scene.speculator.step_ended(2, {}, STEP, measured=True)
-        extra = scene.speculator.times.with_drafts(2, 2, 8, lambda lines: STEP)
+        extra = scene.speculator.times.with_drafts(2, 2, 8, lambda lines: STEP, STEP)
         extra -= scene.speculator.times.plain(2, lambda lines: STEP)
         assert extra == pytest.approx(0.006 if ahead else 0.002, rel=0.3)
 

@@ -100,15 +100,20 @@ class TokenDraws:
         masks: RowMasks,
     ) -> SamplerOutput:
         """Draws the tokens of some spans, whose options are in `batch`, of their logits."""
+        found = self._masks(spans, masks)
+        positions: Many[int] = ()
+        if batch.any_random:
+            firsts = [(_position(span) - span.draws + 1, span.draws) for span in spans]
+            positions = [number for first, n in firsts for number in range(first, first + n)]
+        if not batch.any_penalties:
+            return sampler.sample_batch(logits, batch, positions, (), None, (), found)
         lines = [(span, line) for span in spans for line in range(span.draws)]
-        positions = [_position(span) - span.draws + 1 + line for span, line in lines]
         awaited = [s.end - s.sequence.length if not s.drafts else 0 for s, _ in lines]
         histories = [
             [*penalty_history(span.sequence, between + line), *span.drafts[:line]]
             for (span, line), between in zip(lines, awaited, strict=True)
         ]
         pending = self._pending([span.sequence for span, _ in lines], before)
-        found = self._masks(spans, masks)
         return sampler.sample_batch(logits, batch, positions, histories, pending, awaited, found)
 
     def _batch(self, rows: list[Sequence]) -> SamplingBatch:

@@ -65,8 +65,8 @@ def compiled_kinds(
     """Yields the spans of each pass that is compiled, besides those of decode steps alone.
 
     Passes are compiled for `sizes` of lines, of which those up to `longest` are computed. They have
-    `rows` rows at most, which check `drafts` drafts together at most. With up to `alone` lines those
-    that check drafts and do nothing else are others.
+    `rows` rows at most, which check `drafts` drafts together at most. With up to `alone` lines
+    those that check drafts and do nothing else are others.
     """
     for size in sizes:
         if size > longest:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
+from sys import byteorder
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
 
 from mlxpool.worker.kernels.kernel_builder import FLOAT_DTYPES, Constant, build_kernel, kernel_works
 
-INPUTS = ("logits", "heats", "top_ks", "top_ps", "min_ps", "seeds", "positions")
+INPUTS = ("logits", "options", "positions")
+OPTIONS = 6  # numbers of a row in `options`
 THREADS = 1024
 KNOWN_THREADS = 256
 
@@ -22,24 +27,19 @@ def supports(size: int, dtype: mx.Dtype) -> bool:
 
 def sample_tokens(
     logits: mx.array,
-    heats: mx.array,
-    top_ks: mx.array,
-    top_ps: mx.array,
-    min_ps: mx.array,
-    seeds: mx.array,
+    options: mx.array,
     positions: mx.array,
     masks: mx.array | None = None,
 ) -> mx.array:
     """Returns tokens [R] int32 of logits [R, V], -1 where logits are not numbers.
 
-    `heats` [R] are temperatures, 0: the likeliest token; `top_ks` [R] int32, 0: off; `top_ps` [R],
-    1 or more: off; `min_ps` [R]; `seeds` [R, 2] uint32, the upper half first; `positions` [R] int32
-    of the tokens in their completions. `masks`: see TokenMasks.numbers.
+    `options` [R, OPTIONS] int32, see `packed_options`; `positions` [R] int32 of the tokens in their
+    completions. `masks`: see TokenMasks.numbers.
     """
     rows, size = logits.shape
     found: list[mx.array] = _kernel(size, logits.dtype, masks is not None)(
         inputs=[
-            *(logits, heats, top_ks, top_ps, min_ps, seeds, positions),
+            *(logits, options, positions),
             *(() if masks is None else (masks,)),
         ],
         grid=(rows * THREADS, 1, 1),
@@ -48,6 +48,26 @@ def sample_tokens(
         output_dtypes=[mx.int32],
     )
     return found[0]
+
+
+def packed_options(
+    heats: Sequence[float],
+    top_ks: Sequence[int],
+    top_ps: Sequence[float],
+    min_ps: Sequence[float],
+    seeds: Sequence[int],
+) -> npt.NDArray[np.int32]:
+    """Returns the options of R rows as one array [R, OPTIONS], which is sent to the device at once.
+
+    `heats` are temperatures, 0: the likeliest token; `top_ks` 0: off; `top_ps` 1 or more: off.
+    Floats are stored as the bits of float32; a seed as its upper and its lower half.
+    """
+    found = np.empty((len(seeds), OPTIONS), dtype=np.int32)
+    found[:, :3].view(np.float32)[:] = np.array((heats, top_ps, min_ps), dtype=np.float32).T
+    found[:, 3] = top_ks
+    halves = np.array(seeds, dtype=np.uint64).view(np.uint32).reshape(-1, 2)
+    found[:, 4:].view(np.uint32)[:] = halves[:, ::-1] if byteorder == "little" else halves
+    return found
 
 
 def known_tokens(ids: mx.array, drawn: mx.array) -> mx.array:
@@ -70,15 +90,18 @@ def _known_kernel() -> Any:
 
 @cache
 def _kernel(size: int, dtype: mx.Dtype, masked: bool) -> Any:
-    constants: dict[str, Constant] = {"SIZE": size, "THREADS": THREADS, "N": dtype}
+    constants: dict[str, Constant] = {
+        "SIZE": size,
+        "THREADS": THREADS,
+        "OPTIONS": OPTIONS,
+        "N": dtype,
+    }
     inputs, header = ((*INPUTS, "masks"), "#define MASKED\n") if masked else (INPUTS, "")
     return build_kernel("sampling", inputs, ["token"], constants, contiguous=True, header=header)
 
 
 def _is_right(size: int, dtype: mx.Dtype) -> bool:
     logits = mx.random.normal((2, size), key=mx.random.key(7)).astype(dtype)
-    zeros = mx.zeros((2,), dtype=mx.int32)
-    none = zeros.astype(mx.float32)
-    seeds = mx.zeros((2, 2), dtype=mx.uint32)
-    tokens = sample_tokens(logits, none, zeros, none + 2, none, seeds, zeros)
+    options = mx.array(packed_options([0, 0], [0, 0], [2, 2], [0, 0], [0, 0]))
+    tokens = sample_tokens(logits, options, mx.zeros((2,), dtype=mx.int32))
     return bool(mx.array_equal(tokens, mx.argmax(logits, axis=-1).astype(mx.int32)).item())

@@ -16,12 +16,13 @@ import numpy as np
 
 from mlxpool.common.options import Options
 from mlxpool.worker.constraints.mask_table import ANY, only
+from mlxpool.worker.kernels.sampling import packed_options
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence, SequenceFailed, TokenLogprob
 from mlxpool.worker.transfers.uploads import Upload, upload_copy
 
 NO_TOKEN = -1  # sampled from logits that are not numbers
 MIN_TEMPERATURE = 1e-7
-_WORD = 0xFFFFFFFF
+_SEED = 2**64 - 1
 NO_TOP_P = 2.0  # a top-p that keeps all tokens, however sums are rounded
 # Every option that needs arrays or a kernel of its own, each in use: engines warm up with them.
 ALL_OPTIONS = Options(
@@ -196,14 +197,13 @@ class SamplingBatch:
         return self.upload(np.array(padded, dtype=np.int32))
 
     @cached_property
-    def kernel_inputs(self) -> tuple[mx.array, mx.array, mx.array, mx.array, mx.array]:
-        """Temperatures, top-k, top-p, min-p [R] and seeds [R, 2], see kernels/sampling.py."""
-        top_ps = [one.top_p if has_top_p(one) else NO_TOP_P for one in self.options]
-        floats = [_heat(one) for one in self.options], top_ps, [one.min_p for one in self.options]
-        heats, top_p, min_p = self.upload(np.array(floats, dtype=np.float32))
-        halves = [(seed >> 32 & _WORD, seed & _WORD) for seed in self.seeds]
-        seeds = self.upload(np.array(halves, dtype=np.uint32))
-        return heats, self.upload(np.array(self.top_ks, dtype=np.int32)), top_p, min_p, seeds
+    def kernel_options(self) -> mx.array:
+        """[R, OPTIONS] of kernels/sampling.py."""
+        options = self.options
+        heats, min_ps = [_heat(one) for one in options], [one.min_p for one in options]
+        top_ps = [one.top_p if has_top_p(one) else NO_TOP_P for one in options]
+        seeds = [seed & _SEED for seed in self.seeds]
+        return self.upload(packed_options(heats, self.top_ks, top_ps, min_ps, seeds))
 
     @cached_property
     def zero_positions(self) -> mx.array:

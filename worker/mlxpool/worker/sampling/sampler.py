@@ -99,7 +99,7 @@ def _by_kernel(
     if batch.any_random:
         places = batch.upload(np.array(positions, dtype=np.int32))
     allowed = None if masks is None else masks.numbers
-    tokens = kernel.sample_tokens(adjusted, *batch.kernel_inputs, places, allowed)
+    tokens = kernel.sample_tokens(adjusted, batch.kernel_options, places, allowed)
     return _with_logprobs(logits.astype(mx.float32), tokens, batch)
 
 

@@ -9,6 +9,7 @@ SHARE = 0.01  # of the time of steps, at first and while drafts are found
 LEAST_SHARE = SHARE / 4  # the same where none was found for long
 FRUITLESS = 0.005  # seconds of search without drafts, after which the share is half of it
 MAX_SAVED = 0.005  # seconds that are kept for later steps
+GAIN_SHARE = 0.25  # of the time that drafts have gained, which is spent on the search for more
 # A search begins when so many times its overhead are saved at least, so that most of what is spent
 # is spent on rows.
 MIN_OVERHEADS = 4
@@ -17,7 +18,7 @@ MAX_REST = 1024  # steps without a search, one after the other
 
 @dataclass(slots=True)
 class SearchBudget:
-    """Seconds `saved` that may be spent on searches: a share of the time of steps.
+    """Seconds `saved` that may be spent on searches: a share of the time of steps and of the gain.
 
     The share becomes smaller where nothing is found, down to LEAST_SHARE, and is whole again when
     something is.
@@ -37,6 +38,10 @@ class SearchBudget:
     def earn(self, seconds: float) -> None:
         """Adds the share of a step that took so long."""
         self.saved = min(MAX_SAVED, self.saved + self.share * seconds)
+
+    def credit(self, gained: float) -> None:
+        """Adds a share of the seconds that a step with drafts gained; nothing if it lost some."""
+        self.saved = min(MAX_SAVED, self.saved + GAIN_SHARE * max(0.0, gained))
 
     def spend(self, seconds: float, *, overhead: float, rows: int, found: bool) -> None:
         """Takes a search from the budget, which looked at so many rows.

@@ -81,6 +81,7 @@ class Speculator:
         self.checks = 0  # decode steps of rows with drafts
         self.drafted = 0  # tokens that they checked
         self.accepted = 0  # of these, tokens that were right
+        self._right = 0  # the same of the newest step with drafts
         self.times = StepTimes(BUBBLE if ahead else 0.0)
         self._predict = predict
         self.clock = clock
@@ -203,7 +204,8 @@ class Speculator:
         drafting = self.drafter.seconds
 
         def seconds(checked: int, drafts: int, deepest: int) -> float:
-            return times.with_drafts(rows, checked, drafts, predict) + drafting(checked, deepest)
+            made = drafting(checked, deepest)
+            return times.with_drafts(rows, checked, drafts, predict, plain) + made
 
         def guessed(checked: int, drafts: int, deepest: int) -> float:
             return times.guessed(rows, drafts, predict) + drafting(checked, deepest)
@@ -318,7 +320,7 @@ class Speculator:
             return self._predict(Load(lines, self._keys, 0, lines))
 
         def seconds(checked: int, drafts: int, deepest: int) -> float:
-            return times.with_drafts(rows, checked, drafts, predict)
+            return times.with_drafts(rows, checked, drafts, predict, plain)
 
         most, plain = sum(map(len, chances)), times.plain(rows, predict)
         depths = choose_depths(chances, rows, most, plain, seconds, least_gain=1.0)
@@ -331,7 +333,8 @@ class Speculator:
         self.drafted += sum(map(len, drafts.values()))
         tokens = sum(one.sequence in drafts for one in drawn)
         left = len({one.sequence for one in drawn if one.sequence in drafts})
-        self.accepted += tokens - left
+        self._right = tokens - left
+        self.accepted += self._right
 
     def step_ended(self, rows: int, drafts: Drafts, seconds: float, *, measured: bool) -> None:
         """Takes into account what a step took.
@@ -339,8 +342,12 @@ class Speculator:
         `measured`: its time is that of steps of its kind. It read no prompt and compiled nothing,
         and if it has no drafts, no passes in flight were waited for before it.
         """
+        took = seconds
         seconds, self._drafting = max(0.0, seconds - self._drafting), 0.0
         self._budget.earn(seconds)
+        if drafts and measured:
+            plain = self.times.plain(rows, lambda lines: took)
+            self._budget.credit((rows + self._right) / rows * plain - took)
         self._seconds = seconds
         plain = not drafts
         self._observe(rows, drafts, seconds, measured=measured)

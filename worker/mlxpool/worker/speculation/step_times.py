@@ -97,13 +97,14 @@ class StepTimes:
         found = self._plain_seconds(rows)
         return predict(rows) if found is None else found
 
-    def with_drafts(self, rows: int, checked: int, drafts: int, predict: Predict) -> float:
-        """Returns the seconds of a step with drafts: as measured.
+    def with_drafts(
+        self, rows: int, checked: int, drafts: int, predict: Predict, plain: float
+    ) -> float:
+        """Returns the seconds of a step with drafts, as measured. `plain`: those without.
 
         Before one was, it is `guessed` with a share of a plain step more, so that drafts with small
         chances do not begin.
         """
-        plain = self.plain(rows, predict)
         if self._weights is None:
             return self.guessed(rows, drafts, predict) + UNMEASURED_EXTRA * plain
         ratio, count = self._kinds.get(_kind(rows, checked, drafts), (0.0, 0))

@@ -397,7 +397,9 @@ class RaggedRunner:
         """Writes the work list of each shape of tiles."""
         at = 5 * shape.lines + shape.wanted
         for tiles in shape.tiles:
-            items = self._work[tiles].items(seen, shape.lines).reshape(-1)
+            lists = self._work[tiles]
+            made = lists.items_once if shape.follow else lists.items
+            items = made(seen, shape.lines).reshape(-1)
             numbers[at : at + items.size] = items
             at += items.size
 

@@ -14,6 +14,8 @@ __shared__ Big mass_above;
 
 const int row = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
 const N* const numbers = (const N*)logits + (long)row * SIZE;
+// Temperature, top-p and min-p as bits of floats, top-k, and the halves of the seed.
+const int* const option = (const int*)options + row * OPTIONS;
 // Integers in the order of the floats, and back.
 auto ordered = [](float x) -> unsigned {
   unsigned bits = __float_as_uint(x);
@@ -83,7 +85,7 @@ sweep([&](float x, int i) {
 const Big own = ranked(own_most, own_place);
 broken = __syncthreads_or(broken);
 const Big best = greatest(own);
-const float top = plain(best >> 32), heat = heats[row];
+const float top = plain(best >> 32), heat = __int_as_float(option[0]);
 if (broken || !isfinite(top) || heat == 0) {
   if (threadIdx.x == 0) token[row] = broken || !isfinite(top) ? -1 : (int)~(unsigned)best;
   return;
@@ -120,7 +122,7 @@ auto scaled = [&](unsigned key) -> float { return (plain(key) - top) / heat; };
 auto mass = [&](unsigned key) -> Big { return (Big)(expf(scaled(key)) * MASS); };
 
 unsigned least = 0;  // the least key that is kept
-const int k = top_ks[row];
+const int k = option[3];
 if (k > 0) {
   // k threads have a number not below `least`, so the row has k of them.
   const unsigned seen = own >> 32;
@@ -135,7 +137,7 @@ if (k > 0) {
     if (total(found) >= k) least |= bit;
   }
 }
-const float p = top_ps[row];
+const float p = __int_as_float(option[1]);
 if (p < 1) {
   Big found = 0, above = 0;
   const unsigned bound = least;
@@ -191,9 +193,9 @@ if (p < 1) {
   least = max(bound, high);
   if (whole) listed = false;
 }
-const float min_p = min_ps[row];
+const float min_p = __int_as_float(option[2]);
 // The key of the noise is SplitMix64 of the position in the stream of the seed.
-Big z = ((Big)seeds[2 * row] << 32 | seeds[2 * row + 1])
+Big z = ((Big)(unsigned)option[4] << 32 | (unsigned)option[5])
         + 0x9E3779B97F4A7C15ull * (Big)(positions[row] + 1);
 z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
 z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
