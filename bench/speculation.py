@@ -2,7 +2,7 @@
 
     python bench/speculation.py [--model FOLDER] [--speculation auto] [--draft MODEL]
         [--streams 1 8 32 128] [--tokens 128] [--rounds 5] [--loads edits completions ...]
-        [--processor] [--turns STEPS] [--json FILE]
+        [--processor] [--turns STEPS] [--acceptance CHANCE] [--json FILE]
 
 Batches of requests run on an engine in this process, with the steps and generations of a worker's
 compute thread, without its other threads: with drafts and without, in turn. Whose drafts these are
@@ -13,7 +13,9 @@ each other; its ratio is the time without drafts divided by that with them, so a
 faster. The first pair is not counted. On a CPU that others use as well, `--processor` takes the
 processor time, with one BLAS thread. With `--turns` each way has an engine of its own, that without
 drafts as a worker with `speculation = "off"` has it, and the batches of a pair take turns of so
-many steps, so that what others do to the machine for longer than that slows both. Also: drafts
+many steps, so that what others do to the machine for longer than that slows both. With
+`--acceptance` drafts are the tokens that the request had without drafts, each right with this
+chance: so a model with random weights shows what a trained one of its shape gains. Also: drafts
 that were right, tokens that a step gave, time of the search for drafts in a step, and whether both
 ways gave the same ids.
 
@@ -37,7 +39,7 @@ import statistics
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -60,7 +62,15 @@ from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.prompt.detokenizer import Detokenizer  # noqa: E402
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer  # noqa: E402
 from mlxpool.worker.scheduling.sequence import Sequence  # noqa: E402
-from mlxpool.worker.speculation.drafter import AUTO, DRAFT, MTP, NGRAM, OFF  # noqa: E402
+from mlxpool.worker.speculation.drafter import (  # noqa: E402
+    AUTO,
+    DRAFT,
+    MTP,
+    NGRAM,
+    OFF,
+    Drafter,
+    Drafts,
+)
 from mlxpool.worker.speculation.speculator import Speculator, max_drafts_of_step  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import load  # noqa: E402
@@ -148,6 +158,54 @@ class Timed:
     search: float
     tokens: int
     ids: list[list[int]]
+
+
+class KnownAnswers:
+    """A Drafter of answers that are known, each of whose tokens it drafts right with a chance."""
+
+    name = "known answers"
+
+    def __init__(self, chance: float) -> None:
+        self._chance = chance
+        self._answers: dict[tuple[int, ...], list[int]] = {}
+
+    def know(self, prompts: list[tuple[int, ...]], answers: list[list[int]]) -> None:
+        """Takes the answers to some prompts."""
+        self._answers = dict(zip(prompts, answers, strict=True))
+
+    def follow(self, seq: Sequence) -> bool:
+        return True
+
+    def chances(self, seq: Sequence, most: int) -> tuple[float, ...]:
+        left = len(self._answers[seq.prompt]) - len(seq.ids) - seq.awaited
+        return (self._chance,) * max(0, min(most, left))
+
+    def seconds(self, rows: int, depth: int) -> float:
+        return 0.0
+
+    def reading_seconds(self, seq: Sequence, depth: int) -> float:
+        return 0.0
+
+    def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
+        return {seq: self._drafts_of(seq, depth) for seq, depth in depths.items()}
+
+    def _drafts_of(self, seq: Sequence, depth: int) -> tuple[int, ...]:
+        begin, answer = len(seq.ids), self._answers[seq.prompt]
+        draw = random.Random(hash((seq.prompt, begin)))
+        wrong = (draw.random() >= self._chance for _ in range(depth))
+        return tuple(
+            int(not token) if miss else token
+            for token, miss in zip(answer[begin : begin + depth], wrong, strict=False)
+        )
+
+    def sharper_chances(self, seq: Sequence) -> tuple[float, ...]:
+        return ()
+
+    def reset(self) -> None:
+        pass
+
+    def forget(self, seq: Sequence) -> None:
+        pass
 
 
 class Searched:
@@ -286,8 +344,11 @@ def measure(
     if engine.no_drafts:
         raise SystemExit(f"{arguments.model}: {engine.no_drafts}")
     speculator = None
+    known = KnownAnswers(arguments.acceptance)
     if arguments.speculation != OFF:
-        drafter = make_drafter(arguments.speculation, engine, clock)
+        drafter: Drafter = known
+        if not arguments.acceptance:
+            drafter = make_drafter(arguments.speculation, engine, clock)
         most, ahead = max_drafts_of_step(engine.vocab_size), engine.limits.ahead > 0
         speculator = Speculator(drafter, engine.cost.seconds, clock, ahead=ahead, most_drafts=most)
     off = Way(engines[0], None, Pauses(seconds), Searched(None))
@@ -296,6 +357,9 @@ def measure(
     drafted: list[Timed] = []
     for number in range(arguments.rounds + 1):
         given = prompts(load, text, streams, seed=number)
+        if arguments.acceptance:
+            (first,) = run_in_turns([run_batch(off, given, options, arguments.tokens, 0)])
+            known.know(given, first.ids)
         ways = [(plain, off), (drafted, on)]
         ordered = ways if number % 2 else ways[::-1]
         batches = [
@@ -356,6 +420,9 @@ def main() -> None:
     parser.add_argument("--processor", action="store_true", help="processor time, not the clock's")
     parser.add_argument(
         "--turns", type=int, default=0, help="steps of a batch before the other of its pair goes on"
+    )
+    parser.add_argument(
+        "--acceptance", type=float, default=0.0, help="drafts are known, and right with this chance"
     )
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     arguments = parser.parse_args()

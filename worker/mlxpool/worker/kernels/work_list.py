@@ -37,6 +37,7 @@ SHARES, NEAR = (1, 1.04, 1.1, 1.25, 1 / 2, 1 / 3, 1 / 4), 1.08
 STILL_GOOD = 1.2  # longer than with its best share a step may take that keeps one
 WHOLE = 0.0  # in place of a share: no tile is divided
 KEPT_SHARES = 64  # of steps with chunks, which come again when the next prompt is read alone
+WHOLE_KEYS = 1024  # of a tile that is not divided in a list for one pass
 STEPS_OF_PARTS = 32  # in which rows that go on decoding keep their parts, and others the share
 # The columns of an item.
 FIRST_LINE, LINES, TABLE, LOW, HIGH, PART, PARTS, UNIT = range(8)
@@ -135,11 +136,21 @@ class WorkLists:
         return self._kept
 
     def items_once(self, spans: Spans, lines: int) -> Numbers:
-        """Returns a work list of single lines for one pass, in a third of the time of `items`.
+        """Returns a work list of single lines for one pass.
 
-        Its parts are near the best ones, for no others are tried.
+        What it takes to choose the best parts is more than they save in one pass. Tiles of up to
+        WHOLE_KEYS keys have no parts, others some that are near the best.
         """
-        return _items(_tiles(spans, self._shape), self._shape, lines, _near_parts)[0]
+        keys = spans.ends - spans.begins
+        if keys.size and int(keys.max()) > WHOLE_KEYS:
+            return _items(_tiles(spans, self._shape), self._shape, lines, _near_parts)[0]
+        found = np.zeros((capacity_of(lines), 8), dtype=np.int32)
+        used = found[: keys.size]
+        used[:, FIRST_LINE], used[:, TABLE] = spans.first_lines, spans.tables
+        used[:, LOW], used[:, HIGH] = spans.begins, spans.ends
+        used[:, LINES] = used[:, PARTS] = 1
+        _add_padding(found[keys.size :], keys.size, lines)
+        return found
 
     def repeats(self) -> bool:
         """Counts one more use of the newest list, for the same rows with a key more.
@@ -254,8 +265,6 @@ def _best_parts(step: Division) -> Numbers:
 
 
 def _near_parts(step: Division) -> Numbers:
-    if not step.keys.size or int(step.keys.max()) <= MIN_DECODE_KEYS:
-        return step.parts(WHOLE)
     parts = step.parts(SHARES[1] * step.ideal)
     return parts if step.fits(parts) else _best_parts(step)
 
@@ -268,8 +277,7 @@ def _items(
     decodes = tiles[:, LINES] <= shape.decode_lines
     units = np.where(decodes, shape.decode_rows, shape.rows) // UNIT_ROWS
     used = int(tiles[-1, FIRST_LINE] + tiles[-1, LINES]) if count else 0
-    padding = range(used, lines, TILE_ROWS)
-    extra = capacity_of(lines) - count - len(padding)
+    extra = capacity_of(lines) - count - len(range(used, lines, TILE_ROWS))
     least = np.where(decodes, MIN_DECODE_KEYS, MIN_CHUNK_KEYS)
     places = max(shape.blocks // shape.kv_heads, 1)
     parts = parts_of(Division(keys, units, least, places, extra))
@@ -286,9 +294,14 @@ def _items(
     found[:items] = tiles[order]
     if items > count:
         found[:items, PART] = np.arange(items) - np.repeat(np.cumsum(parts) - parts, parts)
-    for n, first in enumerate(padding):
-        found[items + n, :2] = first, min(TILE_ROWS, lines - first)
+    _add_padding(found[items:], used, lines)
     return found, order
+
+
+def _add_padding(items: Numbers, used: int, lines: int) -> None:
+    """Writes the items of the lines [used, lines), which are padding."""
+    for number, first in enumerate(range(used, lines, TILE_ROWS)):
+        items[number, :2] = first, min(TILE_ROWS, lines - first)
 
 
 def _time(each: Numbers, parts: Numbers, places: int) -> float:

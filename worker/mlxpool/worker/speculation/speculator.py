@@ -29,7 +29,11 @@ MAX_STEP_DRAFTS = 256  # of all rows
 MAX_LOGIT_BYTES = 128 * 1024 * 1024  # of the drafts of a step, in float32
 SHARE_BESIDE = 0.03  # of a step in which other rows have drafts: one more costs it little
 PLAIN_INTERVAL = 64  # steps with drafts between measurements of steps without
-PLAIN_STEPS_AHEAD = 4  # of these, where passes are submitted ahead; elsewhere one
+# Where passes are submitted ahead, so many steps behind one with drafts are slower than others: the
+# host has run other code, and the device has waited. What they take more is a cost of the drafts.
+# Those behind them show what steps without drafts take.
+SETTLING_STEPS = 4
+PLAIN_STEPS_AHEAD = 8  # steps in a row without drafts for that measurement; elsewhere one
 FIRST_TRIAL = 32  # steps, after which drafts are tried once though they are not expected to pay
 TRIAL_INTERVAL = 256  # steps without drafts between later trials
 MAX_TRIAL_INTERVAL = 2**15  # the same, where trials were refused
@@ -96,7 +100,7 @@ class Speculator:
         self._with_drafts = 0  # steps since the last ones without
         self._without = 0  # steps since the last one with drafts
         self._trial_after = FIRST_TRIAL  # steps without drafts until costs are doubted
-        self._was_plain = False  # whether the newest step had no drafts
+        self._plain_run = 0  # steps since the last one with drafts that were not skipped
         self._next_pause = 1  # steps without drafts, when of those that are made none pays
         self._unfinished: tuple[int, int, int, float] | None = None  # see `_observe`
         # Seconds since the newest step of making drafts, if the drafter predicts them: they are
@@ -346,33 +350,32 @@ class Speculator:
         seconds, self._drafting = max(0.0, seconds - self._drafting), 0.0
         self._budget.earn(seconds)
         if drafts and measured:
-            plain = self.times.plain(rows, lambda lines: took)
-            self._budget.credit((rows + self._right) / rows * plain - took)
+            usual = self.times.plain(rows, lambda lines: took)
+            self._budget.credit((rows + self._right) / rows * usual - took)
         self._seconds = seconds
         plain = not drafts
         self._observe(rows, drafts, seconds, measured=measured)
         self._without = self._without + 1 if plain else 0
         self._with_drafts += 1
-        if self._without >= (PLAIN_STEPS_AHEAD if self._ahead else 1):
+        self._plain_run = self._plain_run + 1 if plain else 0
+        if self._plain_run >= (PLAIN_STEPS_AHEAD if self._ahead else 1):
             self._with_drafts = 0
-        self._was_plain = plain
-        if plain and not self._paying and self._without > PLAIN_STEPS_AHEAD and not self._skips:
+        if plain and not self._paying and self._without > SETTLING_STEPS and not self._skips:
             # Drafts of few rows do not make up for a wait of all: one search looks at all rows.
             self._skips = self._budget.steps_until_search(seconds, rows if self._ahead else 1)
             self._without += self._skips
 
     def _observe(self, rows: int, drafts: Drafts, seconds: float, *, measured: bool) -> None:
-        """Has the times learn from a step.
-
-        Where passes are submitted ahead, the first step behind one with drafts begins two passes.
-        What it takes more than others is a cost of the drafts.
-        """
-        before, self._unfinished = self._unfinished, None
+        """Has the times learn from a step; see SETTLING_STEPS."""
+        settled = not self._ahead or self._plain_run >= SETTLING_STEPS
+        before = self._unfinished
         if before is not None:
-            more = 0.0
             if not drafts and measured:
                 more = max(0.0, seconds - self.times.plain(rows, lambda lines: seconds))
-            self.times.observe(*before[:3], before[3] + more)
+                before = self._unfinished = *before[:3], before[3] + more
+            if drafts or settled:
+                self._unfinished = None
+                self.times.observe(*before)
         if not measured:
             return
         if drafts:
@@ -381,7 +384,7 @@ class Speculator:
                 self._unfinished = step
             else:
                 self.times.observe(*step)
-        elif self._was_plain or not self._ahead:
+        elif settled:
             self.times.observe(rows, 0, 0, seconds)
 
 

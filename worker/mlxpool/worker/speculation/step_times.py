@@ -20,6 +20,7 @@ FIT_INTERVAL = 8  # new ones, at least, between two fits
 NEWEST = 0.15  # weight of the newest step in an average
 MAX_CHANGE = 0.25  # of an average by one step: others use the machine as well
 FIRST_STEPS = 4  # whose times an average takes as they are
+PLAIN_STEPS = 9  # the newest ones without drafts, of whose times the median is taken
 # Until a step with drafts was measured, one is assumed to take this share of a plain step more than
 # is guessed.
 UNMEASURED_EXTRA = 0.5
@@ -37,7 +38,10 @@ class StepTimes:
         because host and device wait for each other; a plain step at most.
         """
         self._bubble = bubble
-        self._plain: dict[int, tuple[float, int]] = {}  # average and number of steps, by rows
+        # Of steps without drafts, by rows: the newest times, and their median. Slow ones among them
+        # would make drafts look good for as long as few others are measured.
+        self._newest: dict[int, deque[float]] = {}
+        self._plain: dict[int, float] = {}
         self._sizes: list[int] = []  # the keys of _plain, in order
         self._extra: deque[tuple[list[float], float]] = deque(maxlen=OBSERVATIONS)
         self._weights: list[float] | None = None
@@ -50,10 +54,12 @@ class StepTimes:
     def observe(self, rows: int, checked: int, drafts: int, seconds: float) -> None:
         """Takes a measured step into account."""
         if not drafts:
-            known, count = self._plain.get(rows, (0.0, 0))
-            if not count:
+            newest = self._newest.get(rows)
+            if newest is None:
+                newest = self._newest[rows] = deque(maxlen=PLAIN_STEPS)
                 insort(self._sizes, rows)
-            self._plain[rows] = _average(known, count, seconds), count + 1
+            newest.append(seconds)
+            self._plain[rows] = sorted(newest)[(len(newest) - 1) // 2]
             return
         plain = self._plain_seconds(rows)
         if plain is None:
@@ -128,14 +134,14 @@ class StepTimes:
         if not sizes:
             return None
         at = bisect_left(sizes, rows)
-        more = min((self._plain[size][0] for size in sizes[at:]), default=inf)
+        more = min((self._plain[size] for size in sizes[at:]), default=inf)
         if at == len(sizes):
-            return self._plain[sizes[-1]][0]
+            return self._plain[sizes[-1]]
         if at == 0 or sizes[at] == rows:
             return more
         low, high = sizes[at - 1], sizes[at]
         share = (rows - low) / (high - low)
-        between = self._plain[low][0] * (1 - share) + self._plain[high][0] * share
+        between = self._plain[low] * (1 - share) + self._plain[high] * share
         return min(more, between)
 
     def _extra_seconds(self, checked: int, drafts: int) -> float:
