@@ -14,8 +14,8 @@ faster. The first pair is not counted. On a CPU that others use as well, `--proc
 processor time, with one BLAS thread. With `--turns` each way has an engine of its own, that without
 drafts as a worker with `speculation = "off"` has it, and the batches of a pair take turns of so
 many steps, so that what others do to the machine for longer than that slows both. With
-`--acceptance` drafts are the tokens that the request had without drafts, each right with this
-chance: so a model with random weights shows what a trained one of its shape gains. Also: drafts
+`--acceptance` each draft counts as right with this chance, whatever the model draws. So a model
+with random weights shows what one of its shape gains by drafts as good as these. Also: drafts
 that were right, tokens that a step gave, time of the search for drafts in a step, and whether both
 ways gave the same ids.
 
@@ -40,10 +40,12 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Sequence as Many
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from mlxpool.worker.system.mlx_environment import set_mlx_environment
 
@@ -58,10 +60,12 @@ from mlxpool.worker.compute.messages import Admit  # noqa: E402
 from mlxpool.worker.compute.progress import Progress  # noqa: E402
 from mlxpool.worker.compute.steps import Steps  # noqa: E402
 from mlxpool.worker.draft_model.opening import inspect_draft, load_draft  # noqa: E402
+from mlxpool.worker.engine import flight  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.prompt.detokenizer import Detokenizer  # noqa: E402
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer  # noqa: E402
-from mlxpool.worker.scheduling.sequence import Sequence  # noqa: E402
+from mlxpool.worker.sampling.batch import SampledNumbers  # noqa: E402
+from mlxpool.worker.scheduling.sequence import SampledToken, Sequence  # noqa: E402
 from mlxpool.worker.speculation.drafter import (  # noqa: E402
     AUTO,
     DRAFT,
@@ -160,25 +164,20 @@ class Timed:
     ids: list[list[int]]
 
 
-class KnownAnswers:
-    """A Drafter of answers that are known, each of whose tokens it drafts right with a chance."""
+class GivenAcceptance:
+    """A Drafter whose drafts count as right with a chance, whatever the model draws."""
 
-    name = "known answers"
+    name = "given acceptance"
 
     def __init__(self, chance: float) -> None:
         self._chance = chance
-        self._answers: dict[tuple[int, ...], list[int]] = {}
-
-    def know(self, prompts: list[tuple[int, ...]], answers: list[list[int]]) -> None:
-        """Takes the answers to some prompts."""
-        self._answers = dict(zip(prompts, answers, strict=True))
+        self._draw = random.Random(0)
 
     def follow(self, seq: Sequence) -> bool:
         return True
 
     def chances(self, seq: Sequence, most: int) -> tuple[float, ...]:
-        left = len(self._answers[seq.prompt]) - len(seq.ids) - seq.awaited
-        return (self._chance,) * max(0, min(most, left))
+        return (self._chance,) * most
 
     def seconds(self, rows: int, depth: int) -> float:
         return 0.0
@@ -187,16 +186,7 @@ class KnownAnswers:
         return 0.0
 
     def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
-        return {seq: self._drafts_of(seq, depth) for seq, depth in depths.items()}
-
-    def _drafts_of(self, seq: Sequence, depth: int) -> tuple[int, ...]:
-        begin, answer = len(seq.ids), self._answers[seq.prompt]
-        draw = random.Random(hash((seq.prompt, begin)))
-        wrong = (draw.random() >= self._chance for _ in range(depth))
-        return tuple(
-            int(not token) if miss else token
-            for token, miss in zip(answer[begin : begin + depth], wrong, strict=False)
-        )
+        return {seq: (1,) * depth for seq, depth in depths.items()}
 
     def sharper_chances(self, seq: Sequence) -> tuple[float, ...]:
         return ()
@@ -206,6 +196,15 @@ class KnownAnswers:
 
     def forget(self, seq: Sequence) -> None:
         pass
+
+    def accepted(
+        self, sampled: SampledNumbers, seq: Sequence, row: int, drafts: Many[int]
+    ) -> list[SampledToken]:
+        """Takes the place of `accepted_tokens`."""
+        wrong = (n for n in range(len(drafts)) if self._draw.random() >= self._chance)
+        right = next(wrong, len(drafts))
+        tokens = [*drafts[:right], sampled.tokens[row + right]]
+        return [SampledToken(seq, token, None) for token in tokens]
 
 
 class Searched:
@@ -344,10 +343,12 @@ def measure(
     if engine.no_drafts:
         raise SystemExit(f"{arguments.model}: {engine.no_drafts}")
     speculator = None
-    known = KnownAnswers(arguments.acceptance)
     if arguments.speculation != OFF:
-        drafter: Drafter = known
-        if not arguments.acceptance:
+        drafter: Drafter
+        if arguments.acceptance:
+            drafter = given_acceptance = GivenAcceptance(arguments.acceptance)
+            mock.patch.object(flight, "accepted_tokens", given_acceptance.accepted).start()
+        else:
             drafter = make_drafter(arguments.speculation, engine, clock)
         most, ahead = max_drafts_of_step(engine.vocab_size), engine.limits.ahead > 0
         speculator = Speculator(drafter, engine.cost.seconds, clock, ahead=ahead, most_drafts=most)
@@ -357,9 +358,6 @@ def measure(
     drafted: list[Timed] = []
     for number in range(arguments.rounds + 1):
         given = prompts(load, text, streams, seed=number)
-        if arguments.acceptance:
-            (first,) = run_in_turns([run_batch(off, given, options, arguments.tokens, 0)])
-            known.know(given, first.ids)
         ways = [(plain, off), (drafted, on)]
         ordered = ways if number % 2 else ways[::-1]
         batches = [
@@ -422,7 +420,7 @@ def main() -> None:
         "--turns", type=int, default=0, help="steps of a batch before the other of its pair goes on"
     )
     parser.add_argument(
-        "--acceptance", type=float, default=0.0, help="drafts are known, and right with this chance"
+        "--acceptance", type=float, default=0.0, help="drafts count as right with this chance"
     )
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     arguments = parser.parse_args()

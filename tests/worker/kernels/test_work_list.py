@@ -26,6 +26,7 @@ from mlxpool.worker.kernels.work_list import (
     TILE_ROWS,
     UNIT,
     UNIT_ROWS,
+    WHOLE_KEYS,
     Division,
     Numbers,
     Share,
@@ -210,3 +211,26 @@ def single_lines(ends: Any) -> Spans:
     count = ends.shape[0]
     numbers = np.arange(count, dtype=np.int32)
     return Spans(numbers, np.ones_like(numbers), numbers * 9, ends, np.zeros_like(numbers))
+
+
+@pytest.mark.parametrize("longest", [40, WHOLE_KEYS, 50_000])
+def test_a_list_for_one_pass_has_the_lines_of_another(longest: int) -> None:
+    """Only its parts are others: none where rows are short, else nearly the best ones."""
+    shape = TileShape(4, 2)
+    ends = np.array([7, longest, longest, 1, longest - 3], dtype=np.int32)
+    spans = single_lines(ends)
+    spans.tables[2] = spans.tables[1]  # a line that follows another in its row
+    found, other = WorkLists(shape).items_once(spans, 150), work_items(spans, shape, 150)
+    assert found.shape == other.shape
+    for column in (LINES, TABLE, LOW, HIGH):
+        mine, theirs = (
+            {(one[FIRST_LINE], one[column]) for one in items.tolist()} for items in (found, other)
+        )
+        assert mine == theirs
+    used = found[found[:, PARTS] > 0]
+    assert (used[:, PARTS].max() > 1) == (longest > WHOLE_KEYS)
+    for line in range(5):
+        parts = used[used[:, FIRST_LINE] == line]
+        assert sorted(parts[:, PART]) == [*range(parts[0, PARTS])]
+    if longest > WHOLE_KEYS:
+        assert each(used).max() <= 1.3 * each(other[other[:, PARTS] > 0]).max()

@@ -15,6 +15,7 @@ from mlxpool.worker.scheduling.scheduler import StepLimits
 from mlxpool.worker.scheduling.sequence import Phase, SampledToken, Sequence
 from mlxpool.worker.scheduling.step_cost import Load
 from mlxpool.worker.speculation.drafter import Drafts
+from mlxpool.worker.speculation.search_budget import GAIN_SHARE, SHARE
 from mlxpool.worker.speculation.speculator import (
     FIRST_TRIAL,
     MAX_DRAFTS,
@@ -120,12 +121,11 @@ class Scene:
         begin = len(self.depths)
         for _ in range(steps):
             chosen = {}
+            began = self.clock.now
             if not self.speculator.skips_next:
-                began = self.clock()
                 candidates = [Candidate(one, 50) for one in self.rows]
                 self.clock.now += self.scan
                 chosen = self.speculator.depths(len(self.rows), 512, candidates, began)
-            began = self.clock.now
             drafts = self.speculator.drafts(chosen)
             count = sum(map(len, drafts.values()))
             seconds = STEP + (self.cost(len(drafts), count) if count else 0.0)
@@ -220,6 +220,28 @@ def test_where_steps_wait_for_drafts_a_search_looks_at_all_rows() -> None:
     scene = Scene(16, 0.9, lambda checked, drafts: STEP, follow=0.01 * STEP, ahead=True)
     scene.run(4 * TRIAL_INTERVAL)
     assert sum(map(bool, scene.run(2 * PLAIN_INTERVAL))) > PLAIN_INTERVAL
+
+
+def test_a_search_is_no_part_of_what_a_step_takes_without_drafts() -> None:
+    """Rows are followed in vain; each search takes as long as a step."""
+    scene = Scene(2, 0.0, follow=STEP / 2, ahead=True)
+    scene.run(2000)
+    assert scene.drafter.followed
+    assert scene.speculator.times.plain(2, lambda lines: 0.0) == pytest.approx(STEP, rel=0.01)
+
+
+def test_a_share_of_what_drafts_gain_is_saved_for_searches() -> None:
+    scene = Scene(1, 0.95, ahead=True)
+    speculator, (row,) = scene.speculator, scene.rows
+    step = 1e-4
+    for _ in range(20):
+        speculator.step_ended(1, {}, step, measured=True)
+    for right, gained in ((4, 3 * step), (0, 0.0)):  # in the time of two steps
+        saved, drafts = speculator._budget.saved, {row: (7,) * 4}
+        speculator.count_checked(drafts, [SampledToken(row, 7, None)] * (1 + right))
+        speculator.step_ended(1, drafts, 2 * step, measured=True)
+        more = speculator._budget.saved - saved
+        assert more == pytest.approx(GAIN_SHARE * gained + SHARE * 2 * step)
 
 
 def test_a_long_search_beside_drafts_is_paid_for() -> None:
@@ -373,6 +395,7 @@ def test_drafts_behind_which_no_step_is_measured_cost_what_their_own_steps_took(
         speculator.step_ended(1, {}, STEP, measured=True)
     for _ in range(60):
         speculator.step_ended(1, {scene.rows[0]: (7,) * 4}, STEP + 0.002, measured=True)
+        speculator._next_pause = 1  # after long ones that step would show what plain ones take
         speculator.pause()
         while speculator.skip_step():
             pass

@@ -96,7 +96,9 @@ class Speculator:
         self._next = 0  # the row that is looked at next, among those that do not pay
         self._budget = SearchBudget()  # of the search among these
         self._skips = 0  # further steps without drafts, of which nothing is measured
+        self._skipped = 0  # of these, steps that have ended, one after the other
         self._seconds = 0.0  # of the newest step
+        self._searched = 0.0  # seconds of it for rows without drafts, where none has some
         self._with_drafts = 0  # steps since the last ones without
         self._without = 0  # steps since the last one with drafts
         self._trial_after = FIRST_TRIAL  # steps without drafts until costs are doubted
@@ -115,14 +117,20 @@ class Speculator:
         return self._skips > 0 or (self._budget.spent and not self._paying)
 
     def skip_step(self) -> bool:
-        """Counts a step that has ended as one of those that are skipped; False: none is left.
+        """Counts a step that has ended as one of those that are skipped; False: it is not skipped.
 
-        Where drafts do not pay most steps are skipped: they cost no more than this call.
+        Where drafts do not pay most steps are skipped: they cost no more than this call. The last
+        of many is not, for it shows what a step takes without drafts and without a search.
         """
         if not self._skips:
+            self._skipped = 0
             return False
         self._skips -= 1
-        return True
+        self._skipped += 1
+        if self._skips or self._skipped <= SETTLING_STEPS:
+            return True
+        self._plain_run, self._skipped = self._plain_run + self._skipped - 1, 0
+        return False
 
     def depths(
         self, rows: int, lines: int, candidates: Many[Candidate], began: float
@@ -152,6 +160,7 @@ class Speculator:
             pays = bool(found) and self._without > 0  # which is 0 in a trial
             seconds, looked = self.clock() - began, self._next - before
             self._budget.spend(seconds, overhead=now - began, rows=looked, found=pays)
+            self._searched += seconds
         self._paying = set(found)
         return found
 
@@ -354,7 +363,9 @@ class Speculator:
             self._budget.credit((rows + self._right) / rows * usual - took)
         self._seconds = seconds
         plain = not drafts
-        self._observe(rows, drafts, seconds, measured=measured)
+        searched, self._searched = self._searched, 0.0
+        without = max(0.0, seconds - searched) if plain else seconds
+        self._observe(rows, drafts, without, measured=measured)
         self._without = self._without + 1 if plain else 0
         self._with_drafts += 1
         self._plain_run = self._plain_run + 1 if plain else 0
