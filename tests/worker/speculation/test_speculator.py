@@ -21,6 +21,7 @@ from mlxpool.worker.speculation.speculator import (
     MAX_DRAFTS,
     MAX_STEP_DRAFTS,
     PLAIN_INTERVAL,
+    SETTLING_STEPS,
     TRIAL_DRAFTS,
     TRIAL_INTERVAL,
     Candidate,
@@ -220,6 +221,16 @@ def test_where_steps_wait_for_drafts_a_search_looks_at_all_rows() -> None:
     scene = Scene(16, 0.9, lambda checked, drafts: STEP, follow=0.01 * STEP, ahead=True)
     scene.run(4 * TRIAL_INTERVAL)
     assert sum(map(bool, scene.run(2 * PLAIN_INTERVAL))) > PLAIN_INTERVAL
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_steps_without_drafts_are_measured_before_the_first_ones(rows: int) -> None:
+    """Where passes are submitted ahead; else nothing would be known of what drafts cost."""
+    scene = Scene(rows, 0.8, lambda checked, drafts: 0.8 * STEP, ahead=True)
+    found = scene.run(60)
+    assert not any(found[:SETTLING_STEPS]) and max(found[:12]) >= 8
+    assert scene.speculator.times.known_drafts == max(found)
+    assert sum(map(bool, found)) > 40
 
 
 def test_a_search_is_no_part_of_what_a_step_takes_without_drafts() -> None:

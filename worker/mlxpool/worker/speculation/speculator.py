@@ -45,7 +45,10 @@ FIRST_TRIAL_COST = 2.0
 MAX_TRIAL_COST = 4.0
 TRIAL_DRAFTS = (4, 2)  # of a trial: so many if they cost no more, else fewer
 FIRST_DRAFTS = 2  # of the first steps, for each row; later ones may have twice as many as before
-FIRST_DRAFTS_AHEAD = 4  # the same where passes are submitted ahead: most of the cost is one wait
+# The same where passes are submitted ahead, for most of the cost is one wait: as many as a row may
+# have, where that is not more than FIRST_STEP_DRAFTS together.
+FIRST_DRAFTS_AHEAD = 4
+FIRST_STEP_DRAFTS = 8 * MAX_DRAFTS
 BUBBLE = 0.001  # seconds that a step with drafts is taken to lose where passes are submitted ahead
 # To read a row for drafts may cost this share of a plain step for each token that its answer is
 # expected to go on for.
@@ -90,7 +93,6 @@ class Speculator:
         self._predict = predict
         self.clock = clock
         self._ahead = ahead
-        self._first_drafts = FIRST_DRAFTS_AHEAD if ahead else FIRST_DRAFTS
         self._paying: set[Sequence] = set()  # rows with drafts in the newest step
         self._followed: set[Sequence] = set()
         self._next = 0  # the row that is looked at next, among those that do not pay
@@ -102,6 +104,7 @@ class Speculator:
         self._with_drafts = 0  # steps since the last ones without
         self._without = 0  # steps since the last one with drafts
         self._trial_after = FIRST_TRIAL  # steps without drafts until costs are doubted
+        self._look_after = 0  # the same until it is looked again whether a trial can be made
         self._plain_run = 0  # steps since the last one with drafts that were not skipped
         self._next_pause = 1  # steps without drafts, when of those that are made none pays
         self._unfinished: tuple[int, int, int, float] | None = None  # see `_observe`
@@ -224,17 +227,24 @@ class Speculator:
             return times.guessed(rows, drafts, predict) + drafting(checked, deepest)
 
         plain = times.plain(rows, predict)
-        if plain <= 0:
+        if plain <= 0 or (self._ahead and not times.knows_plain):
             return {}
-        most = min(most, max(*TRIAL_DRAFTS, self._first_drafts * rows, 2 * times.known_drafts))
+        most = min(most, max(*TRIAL_DRAFTS, self._first_drafts(rows), 2 * times.known_drafts))
         found = choose_depths(chances, rows, most, plain, seconds)
         if any(found):
+            self._look_after = 0
             if times.measured:
                 self._trial_after = TRIAL_INTERVAL
             found = self._worth_reading(ready, found, plain)
-        elif self._without >= self._trial_after:
+        elif self._without >= max(self._trial_after, self._look_after):
             found = self._tried(ready, chances, most, plain, guessed, seconds)
         return {one.sequence: depth for one, depth in zip(ready, found, strict=True) if depth}
+
+    def _first_drafts(self, rows: int) -> int:
+        """Returns how many drafts a step may have in all, before one with more was measured."""
+        if not self._ahead:
+            return FIRST_DRAFTS * rows
+        return max(FIRST_DRAFTS_AHEAD * rows, min(MAX_DRAFTS * rows, FIRST_STEP_DRAFTS))
 
     def _tried(
         self,
@@ -254,11 +264,12 @@ class Speculator:
         first = self._ahead and not self.times.measured
         least = FIRST_TRIAL_COST if first else TRIAL_SHARE * TRIAL_INTERVAL
         allowed = min(MAX_TRIAL_COST, max(least, TRIAL_SHARE * self._without))
-        many = self._first_drafts * self._rows
+        many = self._first_drafts(self._rows)
         for size in (many, *TRIAL_DRAFTS) if self._ahead else TRIAL_DRAFTS:
             found = choose_depths(chances, self._rows, min(most, size), plain, guessed)
-            if not any(found):
-                return found  # nor would fewer pay
+            if not any(found):  # nor would fewer pay
+                self._look_after = self._without + FIRST_TRIAL
+                return found
             self._without = 0
             more = seconds(sum(map(bool, found)), sum(found), max(found)) - plain
             if more + self._reading(ready, found) <= allowed * plain:

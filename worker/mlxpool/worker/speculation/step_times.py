@@ -94,6 +94,11 @@ class StepTimes:
         return self._weights is not None
 
     @property
+    def knows_plain(self) -> bool:
+        """Whether a step without drafts was measured, with which those with drafts are compared."""
+        return bool(self._sizes)
+
+    @property
     def known_drafts(self) -> int:
         """The most drafts of a step that was measured; 0: none was. The fit says less of more."""
         return self._most
