@@ -31,6 +31,7 @@ from mlxpool.worker.attention.row_spans import RowSpan  # noqa: E402
 from mlxpool.worker.compute.drafting_rows import make_speculator  # noqa: E402
 from mlxpool.worker.engine import layout_engine  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
+from mlxpool.worker.kernels import device  # noqa: E402
 from mlxpool.worker.kernels.compiled_passes import CompiledPasses  # noqa: E402
 from mlxpool.worker.layers.model_plan import PredictingModel  # noqa: E402
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer  # noqa: E402
@@ -143,6 +144,29 @@ def test_a_chain_of_drafts_is_told_before_it_is_compiled(
         head.drafts({seq: depth})
     assert seen == ["told", "compiled"] * 2
     engine.release(seq)
+
+
+@pytest.mark.parametrize("count", [1, 5, 6])
+def test_on_a_gpu_all_chains_are_compiled_at_load(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """Of any rows and depth; the drafts are the same, however many rows have some."""
+    engine = engine_of(loaded, max_sequences=6)
+    head, rows = head_of(engine), [sequence(number, 20 + number) for number in range(count)]
+    for seq in rows:
+        enter(engine, seq)
+        decode(engine, [seq], 1)
+    monkeypatch.setattr(device, "on_gpu", lambda: True)
+    head._host_head = None
+    assert head.ready(rows[0])
+    head.compile_ahead(rows[0], 6, 3)
+    seen: list[str] = []
+    head.notice.tell = lambda: seen.append("told")
+    for depths in ({seq: 1 + n % 3 for n, seq in enumerate(rows)}, {rows[-1]: 1}):
+        found = head.drafts(depths)
+        for seq, depth in depths.items():
+            assert found[seq] == wanted(loaded, seq, depth)
+    assert not seen
 
 
 def test_a_chain_whose_evaluation_failed_is_told_again(

@@ -25,7 +25,7 @@ log = logging.getLogger("mlxpool.worker")
 
 MAX_FAILURES = 3  # of the head's passes, after which it gives no more drafts
 MAX_COMPILED = 24  # chains of drafts: of each depth for 1, 2, 4, … rows
-MAX_AHEAD = 8  # rows up to which chains are compiled at load
+MAX_AHEAD = 8  # rows up to which chains are compiled at load on a CPU
 HOST_ROWS = 2  # up to which NumPy drafts faster than a compiled chain, one row after the other
 
 
@@ -109,7 +109,9 @@ class StateDrafts(HeadDrafts):
     """Drafts of a head without a cache: of the newest state of a row, and the token behind it.
 
     All drafts of all rows are one compiled pass, for the deepest depth and a power of two of rows.
-    On a CPU those of few rows are computed without it, see host_head.py.
+    On a CPU those of few rows are computed without it, see host_head.py. On a GPU, where a pass of
+    a new kind is compiled for some 0.15 s, all passes have the greatest depth, and those of all
+    rows are compiled at load.
     """
 
     def __init__(self, head: Prediction) -> None:
@@ -118,6 +120,7 @@ class StateDrafts(HeadDrafts):
         self._host_head = HostHead.of(head)
         self._states: dict[Sequence, _States] = {}
         self._newest: tuple[Many[Span], mx.array] | None = None  # not in `_states` yet
+        self._depth = 0  # of all passes at least
         self._chain = CompiledPasses(self._drafted, self.notice, max_passes=MAX_COMPILED)
 
     @property
@@ -167,7 +170,7 @@ class StateDrafts(HeadDrafts):
                 seq: self._drafted_by_host(self._host_head, seq, depth)
                 for seq, depth in depths.items()
             }
-        rows, deepest = [*depths], max(depths.values())
+        rows, deepest = [*depths], max(self._depth, *depths.values())
         padded = 1 << (len(rows) - 1).bit_length()
         chosen = [rows[min(number, len(rows) - 1)] for number in range(padded)]
         newest = [seq.token_range(seq.length - 1, seq.length)[0] for seq in chosen]
@@ -184,14 +187,16 @@ class StateDrafts(HeadDrafts):
 
     def compile_ahead(self, seq: Sequence, rows: int, depth: int) -> None:
         """See HeadDrafts. Else the first steps with drafts would be measured with it."""
-        state = self._gathered([seq])
-        padded = 1 if self._host_head is None else 2 * HOST_ROWS
-        while padded <= min(rows, MAX_AHEAD):
+        state, on_gpu = self._gathered([seq]), device.on_gpu()
+        self._depth = depth if on_gpu else 0
+        least = 0 if self._host_head is None else HOST_ROWS.bit_length()
+        most = (rows - 1).bit_length() if on_gpu else min(rows, MAX_AHEAD).bit_length() - 1
+        for bits in range(least, most + 1):
+            padded = 1 << bits
             tokens, states = mx.zeros(padded, dtype=mx.int32), mx.repeat(state, padded, axis=0)
-            for each in range(1, depth + 1):
+            for each in (depth,) if on_gpu else range(1, depth + 1):
                 mx.eval(self._chain((padded, each), tokens, states, each))
                 self._chain.evaluated()
-            padded *= 2
 
     def _gathered(self, rows: Many[Sequence]) -> mx.array:
         """Returns the newest known states [R, d] of rows."""
