@@ -29,10 +29,12 @@ from mlxpool.worker.attention.row_cache import RowCache  # noqa: E402
 from mlxpool.worker.attention.row_shape import RowShape  # noqa: E402
 from mlxpool.worker.attention.row_spans import RowSpan  # noqa: E402
 from mlxpool.worker.compute.drafting_rows import make_speculator  # noqa: E402
+from mlxpool.worker.decode_pass import choice  # noqa: E402
 from mlxpool.worker.engine import layout_engine  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.kernels import device  # noqa: E402
 from mlxpool.worker.kernels.compiled_passes import CompiledPasses  # noqa: E402
+from mlxpool.worker.layers import builder  # noqa: E402
 from mlxpool.worker.layers.model_plan import PredictingModel  # noqa: E402
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer  # noqa: E402
 from mlxpool.worker.scheduling.sequence import Sequence  # noqa: E402
@@ -260,18 +262,27 @@ def test_the_warm_up_has_the_head_draft(loaded: LoadedModel, context: int) -> No
     assert engine.kv_use()[1] == 0
 
 
-@pytest.fixture
-def pooled(tmp_path: Path) -> Iterator[ModelEngine]:
-    """An engine with passes of our kernels over blocks of a pool, simulated without a GPU."""
+@pytest.fixture(params=["many kernels", "one kernel"])
+def pooled(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[ModelEngine]:
+    """An engine with passes of our kernels over blocks of a pool, simulated without a GPU.
+
+    Those in which rows decode or check drafts are many kernels or one.
+    """
     path = write_predicting(tmp_path, "llama", right=True, **SIZES_OF_KERNELS)
     with ExitStack() as stack:
         if not mx.cuda.is_available():
             stack.enter_context(simt.simulated())
             patch = stack.enter_context(pytest.MonkeyPatch.context())
             patch.setattr(layout_engine, "make_layout", _as_on_a_gpu)
+            if request.param == "one kernel":
+                patch.setattr(builder, "on_gpu", lambda: True)
+                patch.setattr(choice, "MIN_MULTIPROCESSORS", 2)
+                patch.setattr(device, "multiprocessors", lambda: 2)
         loaded = load(inspect(path, predicts=True), dtype=mx.bfloat16)
         engine = engine_of(loaded, "pool", lookahead=True, max_sequences=4, blocks=12)
         assert engine._layout.sizes, "there are no compiled passes"
+        if not mx.cuda.is_available():
+            assert bool(engine._layout.follow_lines) == (request.param == "one kernel")
         yield engine
         engine.close()
 

@@ -1,4 +1,4 @@
-"""Decides whether passes over single lines are one kernel, or have a kernel for each operation."""
+"""Decides whether passes of decoding rows are one kernel, or have a kernel for each operation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Computes passes over single lines of rows by the kernel of a whole pass."""
+"""Computes passes each of whose lines has logits by the kernel of a whole pass."""
 
 from __future__ import annotations
 

@@ -68,18 +68,21 @@ def compiled_kinds(
     `rows` rows at most, which check `drafts` drafts together at most. With up to `alone` lines
     those that check drafts and do nothing else are others.
     """
+    before = 0
     for size in sizes:
         if size > longest:
             return
         if size > 1:
             yield PassKind((1, size - 1) if size > 2 else (size,))
         # Of passes that check drafts, those that name more lines than there are rows are others.
-        most = min(size, rows + drafts) - 1
-        for checked in sorted({1, most}) if size > rows else (1,):
+        drawing = min(size, rows + drafts)
+        beside = drawing - 1 if drawing == size <= alone else drawing
+        for checked in sorted({1, max(1, beside - 1)}) if size > rows else (1,):
             if drafts and size > 1:
                 yield PassKind(drafts=checked, unread=size - 1 - checked)
-        if drafts and 2 < size <= min(alone, rows + drafts):
-            yield PassKind(drafts=size - 1)
+        if drafts and max(2, before) < drawing and size <= alone:
+            yield PassKind(drafts=drawing - 1)
+        before = size
 
 
 class WarmedEngine(RowEngine[CacheRow]):

@@ -1,4 +1,4 @@
-// All layers of a pass over single lines of rows, in one launch: hidden states [LINES, HIDDEN] behind the
+// All layers of a pass over lines of rows, each with logits, in one launch: hidden states [LINES, HIDDEN] behind the
 // last norm. The launch has as many thread blocks as the GPU has multiprocessors, which are all resident and
 // wait for each other between the phases of a layer: product of queries, keys and values; attention; product
 // of its output; sum and norm; gated products; product of these; sum and norm of the next layer. A phase
