@@ -17,7 +17,7 @@ many steps, so that what others do to the machine for longer than that slows bot
 `--acceptance` each draft counts as right with this chance, whatever the model draws. So a model
 with random weights shows what one of its shape gains by drafts as good as these. Also: drafts
 that were right, tokens that a step gave, time of the search for drafts in a step, and whether both
-ways gave the same ids.
+ways gave the same ids, as they do without `--acceptance`.
 
 Four loads, of real text that every installation has:
 
@@ -203,7 +203,7 @@ class GivenAcceptance:
         """Takes the place of `accepted_tokens`."""
         wrong = (n for n in range(len(drafts)) if self._draw.random() >= self._chance)
         right = next(wrong, len(drafts))
-        tokens = [*drafts[:right], sampled.tokens[row + right]]
+        tokens = [*drafts[:right], max(0, sampled.tokens[row + right])]
         return [SampledToken(seq, token, None) for token in tokens]
 
 

@@ -233,6 +233,26 @@ def test_steps_without_drafts_are_measured_before_the_first_ones(rows: int) -> N
     assert sum(map(bool, found)) > 40
 
 
+def test_a_slow_first_step_of_many_drafts_does_not_forbid_fewer_for_ever() -> None:
+    """Four drafts are not likely enough for eight rows, 120 are; their first step is slow."""
+    checks = itertools.count()
+
+    def cost(checked: int, drafts: int) -> float:
+        return 0.2 * STEP if next(checks) else 3 * STEP
+
+    scene = Scene(8, 0.7, cost, ahead=True)
+    found = scene.run(40 * TRIAL_INTERVAL)
+    assert sum(map(bool, found[-500:])) > 400
+
+
+def test_looks_that_were_in_vain_do_not_put_later_trials_off() -> None:
+    scene = Scene(1, 0.05, lambda checked, drafts: 5 * STEP, ahead=True)
+    scene.run(20_000)
+    scene.drafter.chance = 0.7
+    found = scene.run(40 * TRIAL_INTERVAL)
+    assert sum(map(bool, found)) >= 3
+
+
 def test_a_search_is_no_part_of_what_a_step_takes_without_drafts() -> None:
     """Rows are followed in vain; each search takes as long as a step."""
     scene = Scene(2, 0.0, follow=STEP / 2, ahead=True)

@@ -24,7 +24,7 @@ STORED_AS_THEY_ARE = 2  # arrays of a layer: keys and values, without scales
 
 
 def serves(lines: int) -> bool:
-    """Returns whether a DecodePass computes passes of so many single lines with logits."""
+    """Returns whether a DecodePass computes passes of so many lines, each with logits."""
     return lines <= MAX_LINES
 
 
@@ -36,7 +36,7 @@ def decode_pass_of(
     tables: mx.array,
     turns_of: Callable[[Rope], npt.NDArray[np.float32]],
 ) -> DecodePass | None:
-    """Returns the kernel for passes over single lines; None: they have a kernel for each operation.
+    """Returns the kernel for passes of decoding rows; None: they have one for each operation.
 
     It is decided here for a model, and in `serves` for a pass; the log tells which and why. `dtype`
     is that of `pools`; `turns_of` gives the angular frequencies of a rotation; see PassMemory.

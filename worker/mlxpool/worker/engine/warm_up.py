@@ -311,7 +311,8 @@ class WarmedEngine(RowEngine[CacheRow]):
             found = self.step([Span.check(seq, drafts.get(seq, (0,)))])
             seq.ids += [one.token for one in found.drawn]
             if self._most_drafts and head.ready(seq):
-                head.compile_ahead(seq, self._most_rows(), len(FIRST_CHANCES))
+                most = min(self._most_rows(), self._most_drafts)
+                head.compile_ahead(seq, most, len(FIRST_CHANCES))
         self._drop_rows([seq])
 
     def _most_rows(self) -> int:

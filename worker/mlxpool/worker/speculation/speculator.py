@@ -34,6 +34,7 @@ PLAIN_INTERVAL = 64  # steps with drafts between measurements of steps without
 # Those behind them show what steps without drafts take.
 SETTLING_STEPS = 4
 PLAIN_STEPS_AHEAD = 8  # steps in a row without drafts for that measurement; elsewhere one
+NEGLIGIBLE = 0.02  # of a step without drafts: the search in it changes its time little
 FIRST_TRIAL = 32  # steps, after which drafts are tried once though they are not expected to pay
 TRIAL_INTERVAL = 256  # steps without drafts between later trials
 MAX_TRIAL_INTERVAL = 2**15  # the same, where trials were refused
@@ -99,13 +100,14 @@ class Speculator:
         self._budget = SearchBudget()  # of the search among these
         self._skips = 0  # further steps without drafts, of which nothing is measured
         self._skipped = 0  # of these, steps that have ended, one after the other
+        self._counted = False  # whether the next step that ends is the last of these
         self._seconds = 0.0  # of the newest step
         self._searched = 0.0  # seconds of it for rows without drafts, where none has some
         self._with_drafts = 0  # steps since the last ones without
         self._without = 0  # steps since the last one with drafts
         self._trial_after = FIRST_TRIAL  # steps without drafts until costs are doubted
         self._look_after = 0  # the same until it is looked again whether a trial can be made
-        self._plain_run = 0  # steps since the last one with drafts that were not skipped
+        self._plain_run = 0  # steps since the last one with drafts
         self._next_pause = 1  # steps without drafts, when of those that are made none pays
         self._unfinished: tuple[int, int, int, float] | None = None  # see `_observe`
         # Seconds since the newest step of making drafts, if the drafter predicts them: they are
@@ -123,7 +125,7 @@ class Speculator:
         """Counts a step that has ended as one of those that are skipped; False: it is not skipped.
 
         Where drafts do not pay most steps are skipped: they cost no more than this call. The last
-        of many is not, for it shows what a step takes without drafts and without a search.
+        of more than SETTLING_STEPS is not: it shows what a step takes without drafts or search.
         """
         if not self._skips:
             self._skipped = 0
@@ -131,8 +133,10 @@ class Speculator:
         self._skips -= 1
         self._skipped += 1
         if self._skips or self._skipped <= SETTLING_STEPS:
+            self._searched = 0.0
             return True
         self._plain_run, self._skipped = self._plain_run + self._skipped - 1, 0
+        self._counted = True
         return False
 
     def depths(
@@ -145,6 +149,7 @@ class Speculator:
         when the candidates were asked for.
         """
         self._forget_ended(rows)
+        self._searched = 0.0
         first = [one for one in candidates if one.sequence in self._paying]
         if first and self._with_drafts >= PLAIN_INTERVAL:
             return {}
@@ -163,7 +168,7 @@ class Speculator:
             pays = bool(found) and self._without > 0  # which is 0 in a trial
             seconds, looked = self.clock() - began, self._next - before
             self._budget.spend(seconds, overhead=now - began, rows=looked, found=pays)
-            self._searched += seconds
+            self._searched = seconds
         self._paying = set(found)
         return found
 
@@ -264,13 +269,15 @@ class Speculator:
         first = self._ahead and not self.times.measured
         least = FIRST_TRIAL_COST if first else TRIAL_SHARE * TRIAL_INTERVAL
         allowed = min(MAX_TRIAL_COST, max(least, TRIAL_SHARE * self._without))
-        many = self._first_drafts(self._rows)
+        many, refused = self._first_drafts(self._rows), False
         for size in (many, *TRIAL_DRAFTS) if self._ahead else TRIAL_DRAFTS:
             found = choose_depths(chances, self._rows, min(most, size), plain, guessed)
             if not any(found):  # nor would fewer pay
+                if refused:
+                    break
                 self._look_after = self._without + FIRST_TRIAL
                 return found
-            self._without = 0
+            self._without, self._look_after, refused = 0, 0, True
             more = seconds(sum(map(bool, found)), sum(found), max(found)) - plain
             if more + self._reading(ready, found) <= allowed * plain:
                 self._trial_after = TRIAL_INTERVAL
@@ -321,7 +328,7 @@ class Speculator:
 
         These steps are 1, then 2, 4, up to MAX_PAUSE; half as many each time that some are checked.
         """
-        self._skips, self._paying = self._next_pause, set()
+        self._skips, self._paying, self._searched = self._next_pause, set(), 0.0
         self._next_pause = min(2 * self._next_pause, MAX_PAUSE)
         self._drafting = 0.0
         # The next step, of which these wait to know what it takes more, is not measured.
@@ -368,16 +375,21 @@ class Speculator:
         """
         took = seconds
         seconds, self._drafting = max(0.0, seconds - self._drafting), 0.0
-        self._budget.earn(seconds)
+        counted, self._counted = self._counted, False
+        if not counted:
+            self._budget.earn(seconds)
         if drafts and measured:
             usual = self.times.plain(rows, lambda lines: took)
             self._budget.credit((rows + self._right) / rows * usual - took)
         self._seconds = seconds
         plain = not drafts
         searched, self._searched = self._searched, 0.0
-        without = max(0.0, seconds - searched) if plain else seconds
-        self._observe(rows, drafts, without, measured=measured)
-        self._without = self._without + 1 if plain else 0
+        if plain and not self._ahead:
+            seconds = max(0.0, seconds - searched)
+        elif plain and searched > NEGLIGIBLE * seconds and self.times.knows_plain:
+            measured = False  # how much of the search the device has hidden is not known
+        self._observe(rows, drafts, seconds, measured=measured)
+        self._without = self._without + (not counted) if plain else 0
         self._with_drafts += 1
         self._plain_run = self._plain_run + 1 if plain else 0
         if self._plain_run >= (PLAIN_STEPS_AHEAD if self._ahead else 1):
@@ -392,7 +404,7 @@ class Speculator:
         settled = not self._ahead or self._plain_run >= SETTLING_STEPS
         before = self._unfinished
         if before is not None:
-            if not drafts and measured:
+            if not drafts and measured and not settled:
                 more = max(0.0, seconds - self.times.plain(rows, lambda lines: seconds))
                 before = self._unfinished = *before[:3], before[3] + more
             if drafts or settled:

@@ -161,7 +161,9 @@ class RaggedRunner:
 
         Such passes are a kind of their own.
         """
-        return 0 if self._one_kernel is None else min(MAX_LINES, self.sizes[-1])
+        if self._one_kernel is None:
+            return 0
+        return max((size for size in self.sizes if size <= MAX_LINES), default=0)
 
     def decodes(self, spans: Sequence[RowSpan]) -> bool:
         """Returns whether the newest pass was of these very spans, all of them single lines."""

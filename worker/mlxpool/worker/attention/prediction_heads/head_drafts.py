@@ -24,7 +24,7 @@ from mlxpool.worker.scheduling.spans import Span
 log = logging.getLogger("mlxpool.worker")
 
 MAX_FAILURES = 3  # of the head's passes, after which it gives no more drafts
-MAX_COMPILED = 24  # chains of drafts: of each depth for 1, 2, 4, … rows
+MAX_COMPILED = 24  # chains of drafts: for 1, 2, 4, … rows, on a CPU of each depth
 MAX_AHEAD = 8  # rows up to which chains are compiled at load on a CPU
 HOST_ROWS = 2  # up to which NumPy drafts faster than a compiled chain, one row after the other
 

@@ -9,7 +9,7 @@
 // and values of all lines are written before any line attends, which is one phase more.
 constexpr int ALL_THREADS = TEAMS * 128, ALL_WARPS = ALL_THREADS / 32;
 constexpr int QUERIES_WIDTH = HEADS * GROUP * SIZE, QKV = (GROUP + 2) * HEADS * SIZE, HALF = TURNED / 2;
-constexpr int ITEM = 8;  // numbers; five of each line come before the items, see ragged_runner.PlanShape
+constexpr int ITEM = 8;  // numbers; five of each line come before the items, see plan_shape.PlanShape
 const int LINES = (plan_shape[0] - EXTRA_ITEMS * ITEM) / (5 + ITEM);
 struct Layer {  // behind the last one only `norm` is set
   const N *norm, *qkv, *bias, *query_norm, *key_norm, *out, *feed_norm, *gate_up, *down;
