@@ -85,7 +85,7 @@ sweep([&](float x, int i) {
 const Big own = ranked(own_most, own_place);
 broken = __syncthreads_or(broken);
 const Big best = greatest(own);
-const float top = plain(best >> 32), heat = __int_as_float(option[0]);
+const float top = plain(best >> 32), heat = __uint_as_float((unsigned)option[0]);
 if (broken || !isfinite(top) || heat == 0) {
   if (threadIdx.x == 0) token[row] = broken || !isfinite(top) ? -1 : (int)~(unsigned)best;
   return;
@@ -137,7 +137,7 @@ if (k > 0) {
     if (total(found) >= k) least |= bit;
   }
 }
-const float p = __int_as_float(option[1]);
+const float p = __uint_as_float((unsigned)option[1]);
 if (p < 1) {
   Big found = 0, above = 0;
   const unsigned bound = least;
@@ -193,7 +193,7 @@ if (p < 1) {
   least = max(bound, high);
   if (whole) listed = false;
 }
-const float min_p = __int_as_float(option[2]);
+const float min_p = __uint_as_float((unsigned)option[2]);
 // The key of the noise is SplitMix64 of the position in the stream of the seed.
 Big z = ((Big)(unsigned)option[4] << 32 | (unsigned)option[5])
         + 0x9E3779B97F4A7C15ull * (Big)(positions[row] + 1);
