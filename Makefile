@@ -7,7 +7,9 @@ EXTRA ?= $(if $(filter Linux,$(shell uname -s)),cpu,)
 # Files of tests that run at once; twice as many as cores, for most tests wait for processes.
 JOBS ?= $(shell $(PYTHON) -c 'import os; print(2 * (os.cpu_count() or 1))')
 COMMA := ,
-SECONDS_RECORD := .pytest_cache/seconds.xml  # of each test of the last `make test`
+# The seconds of each test of the last `make test`, and of the last `make test-all`.
+SECONDS_RECORD := .pytest_cache/seconds.xml
+ALL_SECONDS_RECORD := .pytest_cache/seconds-all.xml
 SERVES := $(VENV)/.serves-$(EXTRA)
 READY := $(VENV)/.ready-$(EXTRA)
 # What draws the diagrams of the site in the reader's browser; mkdocs.yml names the same version.
@@ -21,7 +23,7 @@ PIP := PIP_CONSTRAINT=$(CURDIR)/$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CURDIR)/$(
 LOCK := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --all-extras \
 	--no-annotate --no-emit-index-url --custom-compile-command 'make lock' --output-file $(CONSTRAINTS) pyproject.toml
 
-.PHONY: all demo test test-ray slowest chaos soak check format-check lint types imports conflicts format pages docs demo-model bench lock upgrade licences images audit clean
+.PHONY: all demo test test-all test-ray slowest budget steady chaos soak check format-check lint types imports conflicts format pages docs demo-model bench lock upgrade licences images audit clean
 
 all: check test
 
@@ -45,12 +47,22 @@ demo: $(SERVES)           ## a broker, a worker and a completion on the embedded
 # A file stays together, for its tests may share a pool. Folders follow each other by name, so that
 # the last files are short ones of one process. The processes that tests start read bytecode that
 # the first of them has written, whatever the environment says.
-test: $(READY)            ## the whole test suite, JOBS files of it at once
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(JOBS) --dist loadfile \
-		--no-loadscope-reorder --junitxml=$(SECONDS_RECORD)
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-slowest: $(READY)         ## where the time of the last `make test` went: files and tests
-	@$(BIN)/python tests/support/slowest.py $(SECONDS_RECORD)
+test: $(READY)            ## tests of every function, in nine minutes of two cores, JOBS files at once
+	$(PYTEST) --junitxml=$(SECONDS_RECORD)
+
+test-all: $(READY)        ## all tests: before a change of many files is called done
+	$(PYTEST) --full --junitxml=$(ALL_SECONDS_RECORD)
+
+slowest: $(READY)         ## where the time of the last `make test` went: folders, files, tests
+	@PYTHONPATH=tests $(BIN)/python -m support.slowest $(SECONDS_RECORD)
+
+budget: $(READY)          ## fails if the last `make test` used more processor time than tests/tiers.toml allows
+	@PYTHONPATH=tests $(BIN)/python -m support.slowest $(SECONDS_RECORD) --budget
+
+steady: $(READY)          ## `make test` ten times in a row beside three busy processes
+	$(BIN)/python tests/support/steady.py
 
 chaos: $(READY)           ## the chaos suite with its long parts, and 10,000 streams under faults
 	$(BIN)/python -m pytest tests/chaos -m ''

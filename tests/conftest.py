@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from support import tiers
+from support.closing_lines import LEFT_OUT, ClosingLines
 from support.slowest import PROCESSOR
 
 # The gate depends on nobody's luck: each run tries the same cases. `make soak` looks for new ones.
@@ -31,20 +33,50 @@ STARTED = pytest.StashKey[float]()
 COMPUTING = "worker"  # the folder whose files compute most of the time; the others mostly wait
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Has the processes that tests start wait for a busy broker, see support/patient.
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--full",
+        action="store_true",
+        help="run all tests, as `make test-all` does (tests/tiers.toml)",
+    )
 
-    Not the processes that run tests: there the defaults of users hold.
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves files that `make test` has no test of unread."""
+    left_out = tiers.tiers().leaves_out(tiers.relative(collection_path))
+    return True if left_out and not runs_whole(collection_path, config) else None
+
+
+def runs_whole(path: Path, config: pytest.Config) -> bool:
+    """Returns whether all tests of a file run: with --full, or if the command line names it."""
+    named = (Path(str(one).partition("::")[0]) for one in config.args)
+    return bool(config.getoption("full")) or any(
+        config.invocation_params.dir / one == path for one in named
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Sets what the processes of a run of tests share.
+
+    Processes that tests start wait for a busy broker, see support/patient; those that run tests do
+    not: there the defaults of users hold.
     """
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(ClosingLines(tiers.tiers()))
+    if config.getoption("full"):
+        os.environ[tiers.EVERYTHING] = "1"
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         given = filter(None, [os.environ.get("PYTHONPATH")])
         os.environ["PYTHONPATH"] = os.pathsep.join([PATIENT, *given])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mixes files that compute with files that wait, so that processes beside each other use all
+    """Selects the tests of `make test`, see tests/tiers.toml.
+
+    Then mixes files that compute with files that wait, so that processes beside each other use all
     cores; without such processes the files stay in the order of their names.
     """
+    select(config, items)
     if not hasattr(config, "workerinput"):
         return
     files = list(dict.fromkeys(item.path for item in items))
@@ -56,6 +88,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for number, path in enumerate(group)
     }
     items.sort(key=lambda item: (place[item.path], str(item.path)))
+
+
+def select(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselects the cases that only `make test-all` runs."""
+    kept = tiers.tiers().kept([(tiers.relative(one.path), one.name) for one in items])
+    kept = [run or runs_whole(one.path, config) for run, one in zip(kept, items, strict=True)]
+    left = [one for run, one in zip(kept, items, strict=True) if not run]
+    if hasattr(config, "workerinput"):
+        config.workeroutput[LEFT_OUT] = len(left)
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = [one for run, one in zip(kept, items, strict=True) if run]
 
 
 def pytest_collection_finish() -> None:

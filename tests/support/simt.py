@@ -6,6 +6,7 @@ which; it says nothing about speed. Where NVIDIA's compiler is installed it must
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -16,6 +17,7 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -47,6 +49,7 @@ WHY = {
     4: "the kernel has ended the program",
 }
 TOGETHER = "GridBarrier"  # in the text of a kernel whose thread blocks wait for each other
+KEPT_DAYS = 14  # of a library that no run uses, see `_remove_old`
 resident = True  # whether all thread blocks of such a kernel are resident at a time
 
 
@@ -253,7 +256,9 @@ def _built(text: KernelText, dtypes: tuple[Any, ...], rank: int) -> Any:
     """Each GPU has a library of its own: its threads and blocks are static variables of it."""
     code = _code(text, dtypes)
     library = _folder() / f"{hashlib.sha256(code.encode()).hexdigest()[:20]}.so"
-    if not library.exists():  # another process of this run may have built it
+    if library.exists():  # built by another process or an earlier run
+        library.touch()
+    else:
         source = library.with_suffix(f".{os.getpid()}.cpp")
         source.write_text(code)
         _compile("-shared", f"-I{_folder()}", str(source), to=library, what=text.name)
@@ -282,12 +287,14 @@ def _compile(*arguments: str, to: Path, what: str) -> None:
 
 @functools.cache
 def _folder() -> Path:
-    """The folder of what is built, for all processes of a run of tests, with simt.h precompiled.
+    """Returns the folder of what is built, with simt.h precompiled.
 
-    Without `use_folder` it is one of this process, which is removed at its end.
+    It is in the user's cache folder, for all later runs: its name has the compiler, its flags and
+    the text of simt.h, the names of libraries have the text of their kernel. A cache folder that
+    others may write to, or that cannot be made, is not used: then the folder is of this process,
+    which removes it at its end.
     """
-    folder = _chosen[0] if _chosen else _own_folder()
-    folder.mkdir(exist_ok=True)
+    folder = _kept_folder() or _own_folder()
     header = folder / "simt.h"
     if not header.exists():
         shutil.copyfile(HERE / "simt.h", part := folder / f"simt.{os.getpid()}.h")
@@ -304,13 +311,42 @@ def _own_folder() -> Path:
     return Path(folder.name)
 
 
-_chosen: list[Path] = []
+def _kept_folder() -> Path | None:
+    try:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # a user without a home
+        return None
+    kept = home / "mlxpool-tests" / "simulated-kernels"
+    folder = kept / _compiler_key()
+    try:
+        for one in (kept.parent, kept, folder):
+            one.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = one.stat()
+            if found.st_uid != os.getuid() or found.st_mode & 0o022:
+                return None
+    except OSError:
+        return None
+    _remove_old(kept)
+    return folder
 
 
-def use_folder(folder: Path) -> None:
-    """What is built is kept in this folder, which other processes may use at the same time."""
-    _chosen[:] = [folder]
-    _folder.cache_clear()
+def _compiler_key() -> str:
+    version = subprocess.run([str(COMPILER), "--version"], capture_output=True, check=True).stdout
+    parts = (version, " ".join(FLAGS).encode(), (HERE / "simt.h").read_bytes())
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
+
+
+def _remove_old(kept: Path) -> None:
+    """Removes libraries that no run has used for KEPT_DAYS, and folders without libraries."""
+    oldest = time.time() - KEPT_DAYS * 86400
+    for folder in kept.iterdir():
+        for library in folder.glob("*.so"):
+            with contextlib.suppress(FileNotFoundError):  # another process has removed it
+                if library.stat().st_mtime < oldest:
+                    library.unlink()
+        with contextlib.suppress(FileNotFoundError):
+            if folder.stat().st_mtime < oldest and not any(folder.glob("*.so")):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _code(text: KernelText, dtypes: Sequence[Any]) -> str:

@@ -1,21 +1,28 @@
-"""Prints where the time of a run of the tests went: `make slowest`.
+"""Prints where the time of a run of the tests went: `make slowest`, and `make budget`.
 
 The record is the file that pytest's --junitxml writes: the seconds of each test, set-up and end
 included. tests/conftest.py adds the processor time of the test and of the processes that it has
 waited for. A test with much more time than processor time waits for something.
+
+The budget of `make test` is in processor seconds of the machine of REFERENCE_S, by folder
+(tests/tiers.toml). A fixed loop is timed here to compare machines.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
+from support.tiers import tiers
+
 PROCESSOR = "processor_s"  # the name of the property
+REFERENCE_S = 0.035  # processor seconds of `_fixed_work` on the machine of the budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,20 +71,80 @@ def table(title: str, rows: Iterable[tuple[str, Spent]], count: int) -> str:
     return "\n".join(lines)
 
 
+def by_folder(files: Mapping[str, Spent], folders: Iterable[str]) -> dict[str, Spent]:
+    """Returns the sums of the innermost of the given folders that has each file, "" for others."""
+    sums: dict[str, Spent] = {folder: Spent(tests=0) for folder in (*folders, "")}
+    for file, spent in files.items():
+        inside = (folder for folder in sums if f"{folder}/" in f"{file}/" and folder)
+        sums[max(inside, key=len, default="")] += spent
+    return sums
+
+
+def folder_of(key: str) -> str:
+    """Returns the folder of a key of the budget; "." is that of all tests."""
+    return "tests" if key == "." else f"tests/{key}"
+
+
+def _fixed_work() -> float:
+    """Returns the processor seconds of a fixed loop."""
+    began = time.process_time()
+    numbers: dict[int, str] = {}
+    for i in range(400_000):
+        numbers[i * 7919 % 65_536] = str(i)
+    return time.process_time() - began
+
+
+def machine_factor() -> float:
+    """Returns how much longer this machine's processor takes than that of the budget."""
+    return min(_fixed_work() for _ in range(7)) / REFERENCE_S
+
+
+def over_budget(files: Mapping[str, Spent], budget: Mapping[str, float], factor: float) -> str:
+    """Returns the table of folders, and where the sum is above the budget a line that says so."""
+    folders = by_folder(files, [folder_of(one) for one in budget])
+    allowed = {folder_of(one): seconds * factor for one, seconds in budget.items()}
+    lines = [f"{'budget':>9} {'processor':>9} {'tests':>6}  folder (this machine: {factor:.2f})"]
+    lines += [
+        f"{allowed.get(name, 0):9.1f} {spent.processor:9.1f} {spent.tests:6}  {name or 'others'}"
+        for name, spent in folders.items()
+    ]
+    total, most = sum(one.processor for one in folders.values()), sum(allowed.values())
+    lines.append(f"{most:9.1f} {total:9.1f} {'':6}  all")
+    return "\n".join(lines)
+
+
+def total_of(files: Mapping[str, Spent]) -> float:
+    """Returns the processor seconds of all tests."""
+    return sum(one.processor for one in files.values())
+
+
 def main() -> int:
+    """Prints the tables; with --budget, only that of folders, and returns 1 if it is exceeded."""
     parser = argparse.ArgumentParser(description="where the time of the last `make test` went")
     parser.add_argument("record", type=Path)
     parser.add_argument("--count", type=int, default=40, help="rows of each table")
+    parser.add_argument("--budget", action="store_true", help="fail where the budget is exceeded")
     given = parser.parse_args()
     if not given.record.is_file():
         print(f"{given.record} does not exist; run `make test` first", file=sys.stderr)
         return 1
     tests = read(given.record)
     files = by_file(tests)
+    budget, factor = tiers().budget, machine_factor()
+    print(over_budget(files, budget, factor))
+    if given.budget:
+        spent, most = total_of(files), factor * sum(budget.values())
+        if spent > most:
+            print(
+                f"`make test` used {spent:.0f} s of processor time, more than its budget of "
+                f"{most:.0f} s: make tests cheaper, or leave cases to `make test-all` in "
+                "tests/tiers.toml",
+                file=sys.stderr,
+            )
+        return int(spent > most)
     print(table("file", files.items(), given.count))
     named = ((f"{file}::{name}", spent) for (file, name), spent in tests.items())
     print(table("test", named, given.count))
-    print(table("all", [("", sum(files.values(), Spent(tests=0)))], 1))
     return 0
 
 

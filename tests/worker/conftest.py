@@ -79,17 +79,6 @@ def no_engine_outlives_its_test(on_cuda: bool) -> Iterator[None]:
         mx.clear_cache()
 
 
-@pytest.fixture(scope="session", autouse=True)
-def simulated_kernels_are_built_once(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Shares what is built for the simulated GPU among the processes of a run."""
-    try:
-        from support import simt  # it needs MLX
-    except ImportError:
-        return
-    own = tmp_path_factory.getbasetemp()  # of this process, in that of the run
-    simt.use_folder((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "simt")
-
-
 @pytest.fixture
 def machine(on_cuda: bool) -> Iterator[None]:
     """Runs CUDA kernels: on the GPU, or simulated where there is none."""

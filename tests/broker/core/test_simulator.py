@@ -1,4 +1,4 @@
-"""Ten thousand short simulated runs of a pool, each with other faults."""
+"""Short simulated runs of a pool, each with other faults."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from broker.core.simulator import FAULTS, Run, run_seed, run_seeds
 from mlxpool.broker.core import dispatcher
 from mlxpool.broker.requests.request import Request
 from mlxpool.common.protocol.to_worker import Work
+from support.tiers import everything
 
-SEEDS = 10_000
+SEEDS = 10_000 if everything() else 500
 
 
 @pytest.mark.timeout(900)
@@ -27,7 +28,8 @@ def test_no_seed_breaks_an_invariant() -> None:
     # It proves nothing if little happens in it.
     assert faults > SEEDS
     assert ends["done"] > SEEDS
-    assert min(ends["cancelled"], ends["worker_lost"], ends["poisoned"]) > 0
+    assert min(ends["cancelled"], ends["worker_lost"]) > 0
+    assert ends["poisoned"] > 0 or not everything()  # some runs of 1,000
     assert ends["done"] > 0.8 * ends.total()
 
 

@@ -1,0 +1,57 @@
+"""The closing lines of `make test`: how long it took, and what `make test-all` runs besides."""
+
+from __future__ import annotations
+
+import resource
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from support.tiers import Tiers
+
+if TYPE_CHECKING:
+    from _pytest.terminal import TerminalReporter
+
+LEFT_OUT = "mlxpool_left_out"  # the key of a process's output: cases that it has deselected
+
+
+class ClosingLines:
+    """A plugin of the process that prints the summary."""
+
+    def __init__(self, tiers: Tiers) -> None:
+        self._tiers = tiers
+        self._started = time.monotonic()
+        self._left_out = 0
+
+    def pytest_deselected(self, items: list[pytest.Item]) -> None:
+        """Counts cases where one process runs all tests."""
+        self._left_out += len(items)
+
+    def pytest_testnodedown(self, node: Any, error: object) -> None:
+        """Takes the count of a process of xdist; each of them has collected all tests."""
+        self._left_out = max(self._left_out, getattr(node, "workeroutput", {}).get(LEFT_OUT, 0))
+
+    def pytest_terminal_summary(
+        self, terminalreporter: TerminalReporter, config: pytest.Config
+    ) -> None:
+        """Prints the lines."""
+        took = _minutes(time.monotonic() - self._started)
+        terminalreporter.write_line(
+            f"took {took}, {_minutes(_processor_seconds())} of processor time"
+        )
+        if not config.getoption("full"):
+            terminalreporter.write_line(
+                f"`make test-all` runs besides: {self._left_out:,} cases of these files, and "
+                f"{sum('::' not in key for key in self._tiers.full)} other files (tests/tiers.toml)"
+            )
+
+
+def _processor_seconds() -> float:
+    """Returns the processor time of this process and of all that have ended below it."""
+    usages = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(one.ru_utime + one.ru_stime for one in usages)
+
+
+def _minutes(seconds: float) -> str:
+    return f"{int(seconds) // 60} min {int(seconds) % 60} s"

@@ -1,0 +1,59 @@
+"""Runs `make test` several times beside busy processes, and counts the runs that pass.
+
+A test that depends on the machine's speed fails here: each busy process takes a share of the
+processors. Usage: steady.py [--runs N] [--busy N] [-- WORDS OF make]
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+BUSY = "while True: pass"
+FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+
+
+@contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    """Has this many processes compute without end while the context is entered."""
+    started = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for one in started:
+            one.kill()
+            one.wait()
+
+
+def main() -> int:
+    """Prints a line a run; returns 1 if any run failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=10)
+    parser.add_argument("--busy", type=int, default=3, help="processes that compute beside it")
+    parser.add_argument("words", nargs="*", default=["test"], help="what make gets; test")
+    given = parser.parse_args()
+    passed = 0
+    with busy_processes(given.busy):
+        for number in range(1, given.runs + 1):
+            began = time.monotonic()
+            run = subprocess.run(
+                ["make", *given.words], capture_output=True, text=True, check=False
+            )
+            passed += run.returncode == 0
+            failed = ", ".join(FAILED.findall(run.stdout)) or f"make ended with {run.returncode}"
+            print(
+                f"run {number}: {time.monotonic() - began:.0f} s, "
+                f"{'passed' if run.returncode == 0 else failed}",
+                flush=True,
+            )
+    print(f"{passed} of {given.runs} runs passed beside {given.busy} busy processes")
+    return int(passed < given.runs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
