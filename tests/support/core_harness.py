@@ -8,6 +8,7 @@ A fake worker's token at position i is i, so that a client can tell what it shou
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -370,9 +371,16 @@ class Story:
         return ended
 
     def assert_conserved(self) -> None:
+        """What was accepted has ended or is live, in all and by model."""
         counters = self.core.state.counters
         ended = counters.done + counters.failed + counters.cancelled
         assert counters.accepted == ended + len(self.core.state.requests)
+        live = Counter(request.model for request in self.core.state.requests.values())
+        for name, figures in counters.models.items():
+            assert figures.accepted == figures.outcomes.total() + live[name], name
+        for key in ("accepted", "resumed", "tokens", "prompt_tokens"):
+            by_model = sum(getattr(figures, key) for figures in counters.models.values())
+            assert by_model == getattr(counters, key), key
 
     def assert_idle(self) -> None:
         """Nothing is left of anybody but tombstones."""

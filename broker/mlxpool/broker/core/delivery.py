@@ -170,7 +170,8 @@ def _log_fields(request: Request, outcome: str, cached: object, now: float) -> M
     first = run.first_token_at
     return {
         "id": request.id.hex(),
-        "model": request.message.model,
+        "model": request.model,
+        "asked_for": request.other_name,
         "owner": request.owner,
         "worker": run.slot,
         "epoch": run.epoch,

@@ -135,7 +135,7 @@ class Dispatcher:
         run.lease(worker.epoch, worker.slot, state.last_run)
         if not run.assigned_at:
             run.assigned_at = now
-            state.counters.of(request.message.model).assigned(request, now)
+            state.counters.of(request.model).assigned(request, now)
         request.queue_deadline = math.inf
         worker.works_sent += 1
         worker.leases.add((request.id, run.number))

@@ -156,7 +156,7 @@ class TokenIngest:
         if row.end is None:
             touched[row.id] = request
             return
-        self._state.counters.of(request.message.model).tokens_came(request, now)
+        self._state.counters.of(request.model).tokens_came(request, now)
         if "code" in row.end:
             self._delivery.fail_with(request, Failed(row.end), now)
         else:

@@ -1,6 +1,7 @@
 """What the core counts over all models. Pure.
 
-The conservation law: accepted = done + failed + cancelled + live.
+The conservation law: accepted = done + failed + cancelled + live. Each request counts under the
+name under which its model runs, whatever name it asked for, so sums over `models` are the totals.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ class Counters:
     models: dict[str, Figures] = field(default_factory=dict)
 
     def of(self, model: str) -> Figures:
-        """Those of one model, which is kept for ever: only for names that exist."""
+        """Those of one model, by the name under which it runs.
+
+        They are kept for ever: only for models that exist.
+        """
         figures = self.models.get(model)
         if figures is None:
             figures = self.models[model] = Figures()
@@ -44,17 +48,17 @@ class Counters:
 
     def accept(self, request: Request) -> None:
         self.accepted += 1
-        self.of(request.message.model).accepted += 1
+        self.of(request.model).accepted += 1
 
     def resume(self, request: Request) -> None:
         """It is queued again with the ids it has."""
         self.resumed += 1
-        self.of(request.message.model).resumed += 1
+        self.of(request.model).resumed += 1
 
     def end(self, request: Request, outcome: str, now: float) -> None:
         """Count an ended request once; `outcome` is its reason or its error's code."""
         run = request.run
-        self.of(request.message.model).ended(request, outcome, now)
+        self.of(request.model).ended(request, outcome, now)
         if request.state is RequestState.DONE:
             self.done += 1
         elif request.state is RequestState.FAILED:

@@ -117,6 +117,11 @@ class Request:
         self.state = following
 
     @property
+    def other_name(self) -> str | None:
+        """The name that was asked for, if its model runs under another one."""
+        return self.message.model if self.message.model != self.model else None
+
+    @property
     def live(self) -> bool:
         return self.state not in TERMINAL
 

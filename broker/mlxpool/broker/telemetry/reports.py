@@ -136,7 +136,8 @@ def live_requests(requests: Iterable[Request], now: float) -> list[dict[str, Any
     return [
         {
             "id": request.id.hex(),
-            "model": request.message.model,
+            "model": request.model,
+            "asked_for": request.other_name,
             "state": request.state.value,
             "owner": request.owner,
             "tokens": request.run.taken,

@@ -235,7 +235,10 @@ def take(
         broker,
         state.counters.copy(),
         _sizes(state),
-        tuple(_model(state, model, now) for model in registry.models.values()),
+        (
+            *(_model(state, model, now) for model in registry.models.values()),
+            *_joined_models(state),
+        ),
         tuple(_worker(slot, now) for slot in slots if slot.worker or slot.last_exit),
         lag,
         registry.memory,
@@ -266,7 +269,7 @@ def _sizes(state: State) -> dict[str, int]:
 def _live(request: Request, now: float) -> LiveRequest:
     return LiveRequest(
         request.id,
-        request.message.model,
+        request.model,
         request.state.value,
         request.run.slot,
         request.run.taken,
@@ -278,6 +281,20 @@ def _listing(registry: Registry, now: float) -> Iterable[Mapping[str, Any]]:
     known = registry.names.known
     rows = model_listing.rows(registry, now)
     return ({"path": known[row["name"]].config.path, **row} for row in rows)
+
+
+def _joined_models(state: State) -> Iterable[ModelSnapshot]:
+    """Models that were asked for before they became names of others.
+
+    They have nothing now but what was counted: without them sums over models would go down.
+    """
+    registry = state.registry
+    for name, figures in state.counters.models.items():
+        if name not in registry.models:
+            kv = registry.names.known[name].config.kv
+            yield ModelSnapshot(
+                name, "cold", False, True, 0, 0, 0.0, 0, {}, 0, *_counted(figures), kv
+            )
 
 
 def _model(state: State, model: Model, now: float) -> ModelSnapshot:
@@ -294,17 +311,20 @@ def _model(state: State, model: Model, now: float) -> ModelSnapshot:
         sum(len(worker.leases) for worker in model.workers),
         Counter(worker.state.shown for worker in model.workers),
         model.replicas_wanted,
-        {name: value for name, value in vars(figures).items() if type(value) is int},
-        dict(figures.outcomes),
-        _histograms(figures) if figures.accepted else {},
+        *_counted(figures),
         model.config.kv,
     )
 
 
-def _histograms(figures: Figures) -> dict[str, Frozen]:
-    return {
-        name: value.frozen() for name, value in vars(figures).items() if type(value) is Histogram
-    }
+def _counted(figures: Figures) -> tuple[dict[str, int], dict[str, int], dict[str, Frozen]]:
+    """`counts`, `outcomes` and `histograms` of a ModelSnapshot."""
+    values = vars(figures).items()
+    histograms = {name: value.frozen() for name, value in values if type(value) is Histogram}
+    return (
+        {name: value for name, value in values if type(value) is int},
+        dict(figures.outcomes),
+        histograms if figures.accepted else {},
+    )
 
 
 def _worker(slot: Slot, now: float) -> WorkerSnapshot:
