@@ -29,6 +29,8 @@ from mlxpool.common.errors import BrokerLost
 
 START_TIMEOUT = 60.0  # seconds
 CONFIG = """
+[pool]
+state_dir = ""
 [models.bench]
 path = "builtin:counting"
 sequences = {streams}

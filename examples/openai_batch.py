@@ -4,8 +4,8 @@
 
 A line of REQUESTS is one of OpenAI's batches: custom_id, method, url and body. Lines that have no
 answer are written to ANSWERS with their error, behind the others. The batch goes on when this
-program is interrupted; `--batch ID`, in place of REQUESTS, waits for it again. Needs a pool with
-`--state-dir`, and `pip install openai`.
+program is interrupted; `--batch ID`, in place of REQUESTS, waits for it again. Needs a pool that
+keeps jobs, as it does by default, and `pip install openai`.
 
 Exit code 0: every line is answered; 1: some are not, or the batch failed; 130: interrupted.
 """

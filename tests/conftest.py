@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,10 +60,14 @@ def pytest_configure(config: pytest.Config) -> None:
     """Sets what the processes of a run of tests share.
 
     Processes that tests start wait for a busy broker, see support/patient; those that run tests do
-    not: there the defaults of users hold.
+    not: there the defaults of users hold. Pools that keep jobs by default do so in a temporary
+    folder, that of the first process for those that it starts.
     """
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(ClosingLines(tiers.tiers()))
+        states = tempfile.TemporaryDirectory(prefix="mlxpool-states-")
+        config.add_cleanup(states.cleanup)
+        os.environ["XDG_STATE_HOME"] = states.name
     if config.getoption("full"):
         os.environ[tiers.EVERYTHING] = "1"
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):

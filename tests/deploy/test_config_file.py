@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ FILE = Path(__file__).parents[2] / "deploy" / "mlxpool.toml"
 SHOWN_AS_COMMENT = {
     "run_dir",
     "prefix_dir",
+    "state_dir",
     "models_dir",
     "secret_key",
     "http_keys",
@@ -55,7 +56,8 @@ def test_a_key_section_is_a_comment() -> None:
 
 
 def test_every_value_is_the_default() -> None:
-    assert load(FILE) == PoolConfig(models=BUILTIN)
+    assert load(FILE) == load(None)
+    assert replace(load(FILE), state_dir="") == PoolConfig(models=BUILTIN)
 
 
 def test_every_setting_has_a_comment() -> None:

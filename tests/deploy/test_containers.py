@@ -19,6 +19,7 @@ from dockerfile_parse import DockerfileParser
 from packaging.requirements import Requirement
 
 from mlxpool.cli.command_table import COMMAND_MODULES
+from mlxpool.common.config.loading import load
 from support.command_lines import parsed
 from support.pool import PATIENCE
 
@@ -34,7 +35,7 @@ KNOWN = {
 SERVICE = {
     "restart", "read_only", "tmpfs", "cap_drop", "security_opt", "networks", "logging", "image",
     "build", "ports", "volumes", "healthcheck", "stop_grace_period", "command", "depends_on",
-    "entrypoint",
+    "entrypoint", "environment",
 }  # fmt: skip
 
 
@@ -252,8 +253,10 @@ def test_a_service_has_few_privileges(name: str) -> None:
     assert service["security_opt"] == ["no-new-privileges:true"]
     assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
     writable = [volume for volume in service["volumes"] if not volume.endswith(":ro")]
+    state = ["broker-state:/var/lib/mlxpool"] if name == "broker" else []
     assert all(
-        name == "keys" and volume.split(":")[0] in compose()["volumes"] for volume in writable
+        volume in state or (name == "keys" and volume.split(":")[0] in compose()["volumes"])
+        for volume in writable
     )
 
 
@@ -275,11 +278,36 @@ def mounted(name: str) -> dict[str, str]:
 
 def test_each_service_has_its_own_keys_only() -> None:
     made = {volume: inside for inside, volume in mounted("keys").items()}
-    assert set(made) == set(compose()["volumes"])
+    assert {*made, "broker-state"} == set(compose()["volumes"])
     for name in SERVICES:
-        assert {made[volume] for volume in mounted(name).values()} == {f"/keys/{name}"}
+        keys = [volume for volume in mounted(name).values() if volume != "broker-state"]
+        assert {made[volume] for volume in keys} == {f"/keys/{name}"}
     folders = re.findall(r"(/keys/\w+)", DOCKERFILE.read_text("utf-8"))
     assert sorted(folders) == sorted(made.values()), "a volume gets the owner of its folder"
+
+
+def test_the_broker_keeps_jobs_in_a_volume_of_its_image_and_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    service = services()["broker"]
+    (folder,) = (inside for inside, volume in mounted("broker").items() if volume == "broker-state")
+    for name, value in service["environment"].items():
+        monkeypatch.setenv(name, value)
+    config = load(COMPOSE.parent / "k8s" / "base" / "mlxpool.toml")
+    assert Path(config.state_dir).is_relative_to(folder)
+    made = next(v for n, v in stages()["base"] if n == "RUN" and "useradd" in v)
+    assert f"install -d -o 10001 -g 10001 /run/mlxpool {folder} " in " ".join(made.split()) + " "
+    assert "--name-owners" in services()["gateway"]["command"], "else jobs over HTTP are refused"
+
+
+def test_an_image_alone_keeps_jobs_where_its_user_may_write(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (text,) = (v for n, v in stages()["base"] if n == "ENV")
+    for name, value in (pair.split("=", 1) for pair in text.split()):
+        if name != "PATH":
+            monkeypatch.setenv(name, value)
+    assert load(None).state_dir == "/var/lib/mlxpool/jobs/run-mlxpool-pool"
 
 
 def test_services_start_in_their_order() -> None:

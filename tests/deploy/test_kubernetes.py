@@ -342,6 +342,11 @@ def test_a_pod_of_a_group_has_a_gpu_for_each_rank() -> None:
     assert rest == CONFIG.read_text(), "the base has other settings"
 
 
+@pytest.mark.parametrize("place", ["base", "overlays/groups", "overlays/inference"])
+def test_a_broker_without_a_disk_keeps_no_jobs(place: str) -> None:
+    assert load(FOLDER / place / "mlxpool.toml").state_dir == ""
+
+
 def test_a_broker_that_keeps_jobs_has_a_volume_of_its_own_for_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -14,6 +14,7 @@ from mlxpool.broker.edge.http_gateway import ABORT_GRACE
 from mlxpool.broker.edge.loop import LATE
 from mlxpool.cli.target import ENDPOINT_VARIABLES, KEY_VARIABLE, SERVER_KEY_VARIABLE
 from mlxpool.common.config.schema import PoolConfig
+from mlxpool.common.paths import default_state_dir
 from mlxpool.gateway.settings import Settings
 from support.command_lines import parsed
 from support.pool import PATIENCE
@@ -46,6 +47,19 @@ def settings(unit: str) -> dict[str, list[str]]:
 def one(unit: str, key: str) -> str:
     (value,) = settings(unit)[key]
     return value
+
+
+@pytest.mark.parametrize("unit", BROKERS)
+def test_a_broker_keeps_jobs_in_the_folder_that_systemd_makes_for_it(
+    unit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert one(unit, "StateDirectory") == "mlxpool"
+    monkeypatch.setenv("STATE_DIRECTORY", "/var/lib/mlxpool")
+    run_dir = parsed(shlex.split(one(unit, "ExecStart"))[1:]).run_dir
+    assert default_state_dir(run_dir) == Path("/var/lib/mlxpool/jobs/run-mlxpool")
+    assert "# Jobs are kept in it: /var/lib/mlxpool/jobs/run-mlxpool." in (FOLDER / unit).read_text(
+        "utf-8"
+    )
 
 
 def analyze(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -173,6 +173,7 @@ def test_a_page_does_what_it_says(name: str, tmp_path: Path) -> None:
         ports = ports_of_pages()
         environment = {k: v for k, v in os.environ.items() if not k.startswith("MLXPOOL_")}
         environment |= {"XDG_RUNTIME_DIR": short, "HOME": str(tmp_path), "XDG_CONFIG_HOME": short}
+        environment["XDG_STATE_HOME"] = str(tmp_path / "states")
         environment[program_stubs.ROOT_VARIABLE] = short
         environment["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it asks the network for prices
         wanted = [Command(text, None, 0) for text in page.before]

@@ -92,11 +92,14 @@ def test_a_request_over_http_and_one_over_zeromq(keys: Path, tmp_path: Path) -> 
         for port, free in ports.items():
             text = text.replace(f":{port}", f":{free}")
         text = text.replace("0.0.0.0", "127.0.0.1").replace("tcp://broker:", "tcp://127.0.0.1:")
+        text = text.replace("/var/lib/mlxpool/", f"{tmp_path}/state/")
         return text.replace("/keys/", f"{keys}/{service}/")
 
     def service(name: str) -> Any:
         words = [here(word, name) for word in SERVICES[name]["command"]]
-        return running(words, tmp_path / f"{name}.log")
+        given = SERVICES[name].get("environment", {})
+        variables = {key: here(value, name) for key, value in given.items()}
+        return running(words, tmp_path / f"{name}.log", variables=variables)
 
     made = keys / "broker" / "mlxpool.toml"
     made.write_text(here(made.read_text(), "broker"))
@@ -121,3 +124,5 @@ def test_a_request_over_http_and_one_over_zeromq(keys: Path, tmp_path: Path) -> 
             ) as client:
                 found = client.generate("demo", "def", max_tokens=4, ignore_eos=True)
                 assert found.reason == "length"
+                job = client.submit("demo", "def", max_tokens=4, ignore_eos=True)
+                assert client.fetch(job).read().ids == found.ids

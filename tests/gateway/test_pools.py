@@ -171,7 +171,7 @@ def test_what_is_kept_goes_to_a_pool_that_keeps_and_has_the_model() -> None:
         assert await chosen(found, "m") is idle
         await found.get("m", keeps=True)
         assert found.client is busy
-        with pytest.raises(JobsOff, match="'only' is in pools that have no state_dir"):
+        with pytest.raises(JobsOff, match="'only' is in pools without jobs"):
             await found.get("only", keeps=True)
         with pytest.raises(UnknownModel):
             await found.get("none", keeps=True)

@@ -57,13 +57,18 @@ def admitting(settings: str, roles: Mapping[str, str], public: Mapping[str, str]
 
 
 @contextmanager
-def running(words: Sequence[str], log: Path, prefix: Sequence[str] = ()) -> Iterator[None]:
+def running(
+    words: Sequence[str],
+    log: Path,
+    prefix: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
+) -> Iterator[None]:
     """Run `mlxpool` with these arguments meanwhile, with a run directory of its own.
 
-    `prefix`: a command that becomes `mlxpool`, such as `ip netns exec NAME`.
+    `prefix`: a command that becomes `mlxpool`, such as `ip netns exec NAME`. `variables` are set.
     """
     with TemporaryDirectory(prefix="mlxpool-") as folder, log.open("wb") as out:
-        environment = {**os.environ, "MLXPOOL_RUN_DIR": f"{folder}/pool"}
+        environment = {**os.environ, "MLXPOOL_RUN_DIR": f"{folder}/pool", **(variables or {})}
         command = [*prefix, *MLXPOOL, *words]
         process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
         try:

@@ -90,8 +90,12 @@ class Pool(Closing):
         prefix: tuple[str, ...] = (),
         log_path: Path | None = None,
         verb: str = "serve",
+        jobs_by_default: bool = False,
     ) -> None:
-        """`prefix`: words before the broker's command, such as a shell that sets a limit."""
+        """`prefix`: words before the broker's command, such as a shell that sets a limit.
+
+        It keeps jobs if its config or the arguments have a state_dir, or with `jobs_by_default`.
+        """
         self.tmp_path = tmp_path
         self._folder = tempfile.TemporaryDirectory(prefix="mlxpool-")
         self.run_dir = Path(self._folder.name)
@@ -102,6 +106,7 @@ class Pool(Closing):
         self.log_path = log_path or tmp_path / "broker.log"
         self.environment = {**os.environ, **(environment or {})}
         self.arguments = arguments
+        self.jobs_by_default = jobs_by_default
         self.process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -119,12 +124,18 @@ class Pool(Closing):
                     "--config",
                     str(self.config),
                     *self.arguments,
+                    *self._without_jobs(),
                 ],
                 stdout=log,
                 stderr=log,
                 env=self.environment,
             )
         until(self._answers, f"the broker answers; it said:\n{self.log()}")
+
+    def _without_jobs(self) -> tuple[str, ...]:
+        """The flag with which a pool has no store, unless it is wanted: it takes time to start."""
+        wanted = "--state-dir" in self.arguments or "state_dir" in self.config.read_text()
+        return () if wanted or self.jobs_by_default else ("--state-dir", "")
 
     def command(self) -> list[str]:
         return [sys.executable, "-m", "mlxpool.cli.main", "--run-dir", str(self.run_dir)]

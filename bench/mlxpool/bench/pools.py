@@ -75,10 +75,15 @@ def _wait_until_it_answers(process: subprocess.Popen[bytes], run_dir: Path, log:
 def serving(
     run_dir: Path, settings: str, environment: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a broker with this TOML meanwhile; entered when it answers."""
+    """Run a broker with this TOML meanwhile; entered when it answers.
+
+    It keeps no jobs unless the TOML says where.
+    """
     file = run_dir / "mlxpool.toml"
     file.write_text(settings, encoding="utf-8")
     command = [sys.executable, "-m", "mlxpool.cli.main", "--run-dir", str(run_dir), "serve"]
+    if "state_dir" not in settings:
+        command += ["--state-dir", ""]
     log = run_dir / "broker.log"
     with started([*command, "--config", str(file)], log, environment) as process:
         _wait_until_it_answers(process, run_dir, log)

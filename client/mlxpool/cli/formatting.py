@@ -64,6 +64,8 @@ def jobs_line(jobs: Mapping[str, Any] | None) -> Sequence[str]:
     """The parts of the line about jobs in `ps` and `top`; none where the broker keeps none."""
     if jobs is None:
         return ()
+    if jobs["store"] == "unusable":
+        return (f"no jobs are kept: {jobs['why']}",)
     shown = ("waiting", "running", "done", "dead")
     parts = [f"{jobs[state]} {state}" for state in shown]
     batches = jobs.get("batches", 0)

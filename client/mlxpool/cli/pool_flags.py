@@ -49,8 +49,8 @@ def add_endpoints(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--state-dir",
         metavar="DIR",
-        help="keep jobs there, so that they outlive the broker (default: `state_dir` of the"
-        " settings, else there are no jobs)",
+        help="keep jobs there, so that they outlive the broker; '': keep none (default: `state_dir`"
+        " of the settings, else a folder of yours)",
     )
     parser.add_argument("--log-format", choices=("text", "json"))
 

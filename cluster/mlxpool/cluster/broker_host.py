@@ -19,6 +19,7 @@ from mlxpool.cluster.plan import Changes, NodeView, WorkerView, changes, choose_
 from mlxpool.cluster.pool_spec import ModelSpec, PoolSpec
 from mlxpool.cluster.worker_table import WorkerRecord, WorkerTable, replace_text
 from mlxpool.common.config.loading import check_run_dir
+from mlxpool.common.paths import expanded
 
 log = logging.getLogger("mlxpool.cluster")
 
@@ -74,7 +75,7 @@ def store_fault(spec: PoolSpec, folder: Path, pool_id: str) -> str:
             " on another. Start Ray there with the resource, or end the pool with `mlxpool ray"
             " down` and begin a new one here with `up`"
         )
-    state = Path(spec.state_dir).expanduser()
+    state = expanded(spec.state_dir)
     if spec.state_dir and "://" not in spec.state_dir and not any(state.glob("jobs-*.db")):
         return (
             f"there is no store of jobs in {state}, where the pool {spec.name!r} had one: is its"

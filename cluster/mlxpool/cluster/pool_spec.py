@@ -15,6 +15,7 @@ from mlxpool.cluster.worker_table import KEY_PREFIX
 from mlxpool.common.config import loading
 from mlxpool.common.config.bounds import ConfigError
 from mlxpool.common.config.schema import BUILTIN_PREFIX, ModelConfig
+from mlxpool.common.paths import expanded, home
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
 MADE = ("run_dir", "front", "back", "admin", "secret_key", "local_workers")  # settings of [pool]
@@ -42,15 +43,16 @@ class PoolSpec:
     name: str
     settings: str  # the text of the TOML file
     models: tuple[ModelSpec, ...]
-    state_dir: str = ""  # of its jobs, see the setting
+    state_dir: str = ""  # of its jobs, if the file has the setting
     folder: str = ""  # on the broker's machine; "": ~/.mlxpool/ray/NAME
     front_port: int = FRONT_PORT
     back_port: int = BACK_PORT
 
     def folder_path(self) -> Path:
         """The folder of the pool on the machine of the broker, which calls this."""
-        home = Path.home() / ".mlxpool" / "ray" / self.name
-        return Path(self.folder).expanduser() if self.folder else home
+        if self.folder:
+            return expanded(self.folder)
+        return home() / ".mlxpool" / "ray" / self.name
 
 
 def read(path: Path, name: str, folder: str, front_port: int, back_port: int) -> PoolSpec:
@@ -85,7 +87,7 @@ def read(path: Path, name: str, folder: str, front_port: int, back_port: int) ->
         check_name(name),
         text,
         tuple(model_spec(name, config.models[name]) for name in named),
-        config.state_dir,
+        table.get("pool", {}).get("state_dir", ""),  # the default is that of the broker's machine
         folder,
         front_port,
         back_port,

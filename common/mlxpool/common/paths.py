@@ -6,6 +6,23 @@ import os
 from pathlib import Path
 
 
+def home() -> Path:
+    """The user's home folder; "/" for a user id that has none, as containers may run with."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return Path("/")
+
+
+def expanded(path: str | Path) -> Path:
+    """A path whose leading ~ is the home folder; ~NAME of an unknown user stays as it is."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        first, *rest = Path(path).parts
+        return home().joinpath(*rest) if first == "~" else Path(path)
+
+
 def default_run_dir() -> Path:
     """$MLXPOOL_RUN_DIR, else $XDG_RUNTIME_DIR/mlxpool, else ~/.mlxpool/run."""
     named = os.environ.get("MLXPOOL_RUN_DIR")
@@ -14,7 +31,7 @@ def default_run_dir() -> Path:
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime and os.access(runtime, os.W_OK):
         return Path(runtime) / "mlxpool"
-    return Path.home() / ".mlxpool" / "run"
+    return home() / ".mlxpool" / "run"
 
 
 def default_prefix_dir() -> Path:
@@ -25,14 +42,28 @@ def default_prefix_dir() -> Path:
     given = os.environ.get("CACHE_DIRECTORY", "").partition(":")[0]
     if given:
         return Path(given) / "prefixes"
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "mlxpool" / "prefixes"
+    caches = os.environ.get("XDG_CACHE_HOME") or home() / ".cache"
+    return Path(caches) / "mlxpool" / "prefixes"
+
+
+def default_state_dir(run_dir: Path) -> Path:
+    """The folder of the jobs of a pool: jobs/NAME in mlxpool's folder of the user's state.
+
+    That is $STATE_DIRECTORY, which systemd sets, else $XDG_STATE_HOME/mlxpool, else
+    ~/.local/state/mlxpool. NAME is the path of the run directory, so each pool of a user has its
+    own: `run-user-1000-mlxpool` for /run/user/1000/mlxpool. In names "-" is "_-", and "_" is "__".
+    """
+    given = os.environ.get("STATE_DIRECTORY", "").partition(":")[0]
+    states = os.environ.get("XDG_STATE_HOME") or home() / ".local" / "state"
+    state = Path(given) if given else Path(states) / "mlxpool"
+    place = os.path.realpath(run_dir).strip("/")
+    return state / "jobs" / place.replace("_", "__").replace("-", "_-").replace("/", "-")
 
 
 def default_config_files() -> tuple[Path, ...]:
     """The files that are looked for when none is named: the user's, then the machine's."""
-    home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
-    return Path(home) / "mlxpool" / "mlxpool.toml", Path("/etc/mlxpool/mlxpool.toml")
+    configs = os.environ.get("XDG_CONFIG_HOME") or home() / ".config"
+    return Path(configs) / "mlxpool" / "mlxpool.toml", Path("/etc/mlxpool/mlxpool.toml")
 
 
 def config_file(flag: Path | None = None) -> Path | None:
@@ -59,4 +90,4 @@ def run_dir_of(flag: Path | None = None) -> Path:
         named = tomllib.loads(file.read_text("utf-8")).get("pool", {}).get("run_dir")
     except (OSError, ValueError, AttributeError):
         return default_run_dir()  # `mlxpool config check` reports the error
-    return Path(named).expanduser() if isinstance(named, str) else default_run_dir()
+    return expanded(named) if isinstance(named, str) else default_run_dir()

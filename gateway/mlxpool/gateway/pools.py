@@ -169,9 +169,7 @@ class Pools:
             await self._lists()
             best = _best(among, name, key)
         if best is None and keeps and _best(self._pools, name) is not None:
-            raise JobsOff(
-                f"the model {name!r:.80} is in pools that have no state_dir, which keep nothing"
-            )
+            raise JobsOff(f"the model {name!r:.80} is in pools without jobs, which keep nothing")
         if best is None:
             raise UnknownModel(
                 f"none of {len(self._pools)} pools has the model {name!r:.80}; GET /v1/models lists"
@@ -195,7 +193,7 @@ class Pools:
         if found:
             return found
         if all(pool.keeps is False for pool in self._pools):
-            raise JobsOff(f"none of {len(self._pools)} pools has a state_dir: nothing is kept")
+            raise JobsOff(f"none of {len(self._pools)} pools keeps jobs: nothing is kept")
         raise BrokerLost("no pool that keeps jobs and files answers now; try again")
 
     async def take_keeper(self) -> None:
@@ -301,4 +299,4 @@ def _not_here(errors: Sequence[BaseException | None]) -> PoolError:
         for error in errors:
             if isinstance(error, kind):
                 return error
-    return JobsOff("no pool has a state_dir: nothing is kept")
+    return JobsOff("no pool keeps jobs: nothing is kept")

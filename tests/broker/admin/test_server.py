@@ -11,6 +11,7 @@ from mlxpool.broker.admin.commands import Commands, Controls
 from mlxpool.broker.admin.server import AdminServer
 from mlxpool.broker.admin.subscriptions import MAX_SUBSCRIBERS
 from mlxpool.broker.core import events as ev
+from mlxpool.broker.edge.job_service import refuse_questions
 from mlxpool.broker.transport.peers import Peer
 from mlxpool.common.errors import BadRequest, PoolError
 from mlxpool.common.protocol import frames
@@ -49,7 +50,7 @@ class Admin:
             self._figures,
             lambda answer, now: answer(now),
             lambda answer, now: self.waiting.append(answer),
-            None,
+            refuse_questions("none are kept"),
             story.core.state.counters,
         )
 

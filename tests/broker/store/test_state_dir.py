@@ -149,6 +149,7 @@ def test_the_reserve_is_held_when_the_disk_has_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with StateDir(tmp_path / "state", RESERVE) as folder:
+        assert folder.hold_reserve()
         assert (tmp_path / "state" / "reserve").stat().st_size == RESERVE
         assert folder.free_reserve() and not folder.free_reserve()
         monkeypatch.setattr(StateDir, "free_bytes", lambda self: 2 * RESERVE - 1)
@@ -183,7 +184,7 @@ def test_the_newest_database_is_the_one(tmp_path: Path) -> None:
         (tmp_path / "jobs-11.db-wal").write_bytes(b"left over")
         assert folder.replace(made) == folder.database() == tmp_path / "jobs-11.db"
         left = {path.name for path in tmp_path.iterdir()}
-        assert left == {"jobs-11.db", "jobs-x.db", "lock", "reserve"}
+        assert left == {"jobs-11.db", "jobs-x.db", "lock"}
 
 
 def test_a_damaged_database_is_told_and_left_alone(tmp_path: Path) -> None:
@@ -264,9 +265,26 @@ def test_the_log_is_copied_into_the_database_and_pages_are_given_back(
         assert (tmp_path / "jobs-1.db").stat().st_size < before
 
 
+def test_a_store_has_no_reserve_until_it_has_something_to_write(tmp_path: Path) -> None:
+    reserve = tmp_path / "reserve"
+    for start in range(2):
+        with open_folder(tmp_path) as folder, folder.open() as store:
+            store.begin(BOOT + start, BEGIN)
+            store.transaction([ReadJob(job_id(1))], BEGIN + sqlite_store.RESERVE_PAUSE)
+            store.tend()
+            assert not reserve.exists()
+    with open_folder(tmp_path) as folder:
+        with_job(folder)
+        assert reserve.exists()
+        assert folder.folder.free_reserve()
+        with folder.open():
+            assert reserve.exists(), "what is there may have to be written on a full disk"
+
+
 def test_a_reserve_that_was_used_is_taken_again_when_a_while_has_passed(tmp_path: Path) -> None:
     with open_folder(tmp_path) as folder, folder.open() as store:
         store.begin(BOOT, BEGIN)
+        store.transaction([submit(0)], BEGIN)
         assert store.free_reserve()
         store.transaction([submit(1)], BEGIN + 1)
         store.tend()

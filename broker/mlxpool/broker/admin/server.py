@@ -12,11 +12,10 @@ from mlxpool.broker.admin.subscriptions import Subscriptions
 from mlxpool.broker.core.events import AnswerLater
 from mlxpool.broker.metrics.counters import Counters
 from mlxpool.broker.transport.peers import Peers
-from mlxpool.common.errors import Internal, JobsOff, PoolError
+from mlxpool.common.errors import Internal, PoolError
 from mlxpool.common.protocol import admin, frames, from_client
 from mlxpool.common.protocol.frames import Content, Header, Message, encoded
 from mlxpool.common.protocol.kept import job_operations
-from mlxpool.common.protocol.kept.job_messages import JOBS_OFF
 from mlxpool.common.protocol.to_client import Failed
 
 log = logging.getLogger("mlxpool.broker")
@@ -35,13 +34,13 @@ class AdminServer:
         figures: Callable[[float], Mapping[str, Any]],
         after_scan: AnswerLater,
         after_reload: AnswerLater,
-        ask_jobs: AskJobs | None,
+        ask_jobs: AskJobs,
         counters: Counters,
     ) -> None:
         """`after_scan` calls its argument when the models on the disk are known.
 
         `after_reload` reads the settings anew, and calls its argument when they are in force.
-        `ask_jobs` asks about jobs, None: there are none.
+        `ask_jobs` asks about jobs; it raises JobsOff where none are kept.
         """
         self.peers = peers
         self.subscriptions = Subscriptions(peers, figures)
@@ -94,8 +93,6 @@ class AdminServer:
                 self._send(number, encoded(Failed.of(error), id))
 
         try:
-            if self._ask_jobs is None:
-                raise JobsOff(JOBS_OFF)
             if kind in job_operations.CHANGING:
                 log.info("operator", extra={"command": kind, **_named(message.body)})
             self._ask_jobs(kind, message.body, answer, now)

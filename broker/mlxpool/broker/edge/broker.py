@@ -24,7 +24,11 @@ from mlxpool.broker.edge.endpoints import Endpoints, IdlePeers
 from mlxpool.broker.edge.executor import Actions, Executor
 from mlxpool.broker.edge.full_collections import FullCollections
 from mlxpool.broker.edge.http_gateway import HttpGateway
-from mlxpool.broker.edge.job_service import JobService
+from mlxpool.broker.edge.job_service import (
+    JobService,
+    refuse_questions,
+    why_without_jobs,
+)
 from mlxpool.broker.edge.lifecycle import Lifecycle, Signals, lock, raise_descriptor_limit
 from mlxpool.broker.edge.loop import Loop, LoopLag, Priority
 from mlxpool.broker.edge.page_cancels import PageCancels
@@ -35,9 +39,11 @@ from mlxpool.broker.edge.worker_ingress import WorkerIngress
 from mlxpool.broker.edge.worker_processes import WorkerProcesses
 from mlxpool.broker.host.os_process import memory_limit_bytes, resident_bytes
 from mlxpool.broker.jobs import events as job_events
+from mlxpool.broker.jobs.figures import JobFigures
 from mlxpool.broker.processes.gateway_process import GatewayProcess
 from mlxpool.broker.processes.remote_workers import RemoteWorkers
 from mlxpool.broker.processes.supervisor import Supervisor
+from mlxpool.broker.store.errors import StoreError
 from mlxpool.broker.store.records import MAX_STACKS
 from mlxpool.broker.telemetry.reports import top
 from mlxpool.broker.transport.memory_guard import MemoryGuard, busy_descriptors
@@ -45,6 +51,7 @@ from mlxpool.broker.transport.worker_sessions import WorkerSessions
 from mlxpool.common.config.loading import check_run_dir
 from mlxpool.common.config.schema import BUILTIN_PREFIX, PoolConfig
 from mlxpool.common.protocol.frames import EXACT_BITS
+from mlxpool.common.protocol.kept.job_messages import JOBS_OFF
 from mlxpool.common.trace import History
 
 if TYPE_CHECKING:
@@ -140,6 +147,7 @@ class Broker:
 
     def _build_clients(self) -> None:
         front = self.endpoints.front
+        self.no_jobs = ""  # why none are kept, though the settings name a place for them
         self.jobs = self._make_jobs()
         self.client_ingress = ClientIngress(
             front,
@@ -150,6 +158,7 @@ class Broker:
             is_live=lambda id: id in self.state.requests,
             after_scan=self.catalogue.after_scan,
             jobs=self.jobs,
+            jobs_off=self._jobs_off,
         )
         self.guard = MemoryGuard(self.endpoints.listener, front, self.state)
         self.endpoints.listener.busy = partial(busy_descriptors, front, self.state)
@@ -172,17 +181,37 @@ class Broker:
             self.jobs.handle(job_events.Closing(final), now)
 
     def _make_jobs(self) -> JobService | None:
-        if not self._current().state_dir:
+        """The jobs, if the pool keeps any. Raises StoreError, see `why_without_jobs`."""
+        config = self._current()
+        if not config.state_dir:
             return None
-        return JobService(
-            self.core,
-            self.boot,
-            self._current,
-            self.endpoints.front,
-            self.perform,
-            on_fenced=lambda now: self.lifecycle.end_at_once(now),
-            stacks=lambda slot: self.supervisor.stacks(slot, MAX_STACKS),
-        )
+        try:
+            return JobService(
+                self.core,
+                self.boot,
+                self._current,
+                self.endpoints.front,
+                self.perform,
+                on_fenced=lambda now: self.lifecycle.end_at_once(now),
+                stacks=lambda slot: self.supervisor.stacks(slot, MAX_STACKS),
+            )
+        except StoreError as error:
+            why = why_without_jobs(config, error)
+            if why is None:
+                raise
+        self.no_jobs = why
+        log.warning("no jobs are kept, streams go on", extra={"why": why})
+        return None
+
+    @property
+    def _jobs_off(self) -> str:
+        """What is answered to who asks about jobs where none are kept."""
+        return f"this pool keeps no jobs: {self.no_jobs}" if self.no_jobs else JOBS_OFF
+
+    def _job_figures(self) -> JobFigures | None:
+        if self.jobs is not None:
+            return self.jobs.figures()
+        return JobFigures.none(self.no_jobs) if self.no_jobs else None
 
     def _build_operations(self, reread: Callable[[], PoolConfig] | None) -> None:
         self.reporter = reporter = Reporter(
@@ -198,7 +227,7 @@ class Broker:
             endpoints=self.endpoints.bound,
             metrics_url=None if self.http is None else self.http.url,
             gateway=self.gateway,
-            jobs=None if self.jobs is None else self.jobs.figures,
+            jobs=self._job_figures,
         )
         target = ReloadTarget(
             self.state.registry,
@@ -219,19 +248,20 @@ class Broker:
             drain_grace=lambda: self.settings.config.drain_grace,
         )
         commands = Commands(self.core, controls, self.perform)
+        ask_jobs = refuse_questions(self._jobs_off) if self.jobs is None else self.jobs.ask
         self.page_cancels = None
         if self.http is not None and self.http.cancels is not None:
             self.page_cancels = PageCancels(self.http.cancels, self.state, commands)
         self.page_jobs = None
         if self.http is not None and self.http.jobs is not None:
-            self.page_jobs = PageJobs(self.http.jobs, self.jobs)
+            self.page_jobs = PageJobs(self.http.jobs, ask_jobs)
         self.admin = AdminServer(
             self.endpoints.admin,
             commands,
             lambda now: top(reporter.snapshot(now)),
             self.catalogue.after_scan,
             self.reloader.after_reload,
-            None if self.jobs is None else self.jobs.ask,
+            ask_jobs,
             self.counters,
         )
         self.signals = Signals(self.lifecycle, self.supervisor.kill_all, self.reloader.begin)

@@ -22,7 +22,6 @@ from mlxpool.common.errors import BadRequest, JobsOff, OverQuota, PoolError, Una
 from mlxpool.common.protocol import frames, from_client, owners
 from mlxpool.common.protocol.frames import EXACT_BITS, Header, Message, encoded
 from mlxpool.common.protocol.kept import kept_questions
-from mlxpool.common.protocol.kept.job_messages import JOBS_OFF
 from mlxpool.common.protocol.to_client import Failed
 
 MAX_MESSAGES = 256  # read from the socket before the others are read
@@ -51,8 +50,10 @@ class ClientIngress:
         is_live: Callable[[bytes], bool],
         after_scan: AnswerLater,
         jobs: JobService | None,
+        jobs_off: str,
     ) -> None:
-        """`is_live`: whether a request with this id is live. `jobs` is None where they are off.
+        """`is_live`: whether a request with this id is live. `jobs` is None where none are
+        kept, and `jobs_off` says why.
 
         `after_scan` calls its argument when the models on the disk are known.
         """
@@ -64,6 +65,7 @@ class ClientIngress:
         self._is_live = is_live
         self._after_scan = after_scan
         self._jobs = jobs
+        self._jobs_off = jobs_off
         self._bytes = Rates()  # that each owner sends
 
     def read(self, now: float) -> None:
@@ -113,7 +115,7 @@ class ClientIngress:
         if self._jobs is not None:
             self._jobs.handle(question, now)
         else:
-            error = Failed.of(JobsOff(JOBS_OFF))
+            error = Failed.of(JobsOff(self._jobs_off))
             self._peers.send(link, encoded(error, question.id, self._boot, question.attempt))
 
     def _handle(self, event: ev.Event, now: float) -> None:

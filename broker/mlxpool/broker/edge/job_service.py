@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from mlxpool.broker.admin.server import AskJobs
 from mlxpool.broker.core import actions as core_actions
 from mlxpool.broker.core import events as core_events
 from mlxpool.broker.core.core import Core
@@ -27,6 +28,7 @@ from mlxpool.broker.jobs.policy import JobPolicy
 from mlxpool.broker.notices.posting import Outcome
 from mlxpool.broker.notices.sender import NoticeSender, Posting, PostingRules
 from mlxpool.broker.notices.signing import read_secrets
+from mlxpool.broker.store.errors import StoreError, StoreUnwritable
 from mlxpool.broker.store.opening import opener
 from mlxpool.broker.store.operations import Operation
 from mlxpool.broker.store.records import Result
@@ -34,7 +36,8 @@ from mlxpool.broker.store.writer import HealthState, StoreWriter
 from mlxpool.broker.transport.peers import Peers
 from mlxpool.common.closing import Closing
 from mlxpool.common.config.schema import PoolConfig
-from mlxpool.common.errors import Internal, PoolError
+from mlxpool.common.errors import Internal, JobsOff, PoolError
+from mlxpool.common.paths import default_state_dir
 from mlxpool.common.protocol import frames
 from mlxpool.common.protocol.frames import Content, Header, encoded
 from mlxpool.common.protocol.from_client import Ack
@@ -78,11 +81,11 @@ class JobService(Closing):
         if config.job_notify_secret is not None:
             read_secrets(config.job_notify_secret)  # a wrong one is told at the start
         self.waker = Waker()
-        self._writer = StoreWriter(
-            opener(config.state_dir, config.state_bytes, config.job_key_life),
-            boot,
-            self.waker.wake,
-        )
+        try:
+            self._writer = _opened_store(config, boot, self.waker.wake)
+        except BaseException:
+            self.waker.close()
+            raise
         self._sender = NoticeSender(lambda: _posting_rules(settings()), self.waker.wake)
         self._manager = JobManager(boot, CoreView(core), lambda: _policy(settings()))
         self._counters = core.state.counters
@@ -243,6 +246,37 @@ class JobService(Closing):
         if not self._writer.close(CLOSE_TIMEOUT):
             log.warning("the store of jobs was not closed in time")
         self.waker.close()
+
+
+def _opened_store(config: PoolConfig, boot: int, wake: Callable[[], None]) -> StoreWriter:
+    """The store's thread, which is not started yet. Raises StoreError."""
+    opened = opener(config.state_dir, config.state_bytes, config.job_key_life)
+    try:
+        return StoreWriter(opened, boot, wake)
+    except BaseException:
+        opened.close()
+        raise
+
+
+def why_without_jobs(config: PoolConfig, error: StoreError) -> str | None:
+    """Why a pool serves streams without jobs; None if it must not start with this error.
+
+    It starts where nobody has chosen the folder, and where the folder cannot be written. Any other
+    fault of a store that the settings name would leave its jobs behind without a word.
+    """
+    by_default = config.state_dir == str(default_state_dir(config.run_dir))
+    if not by_default and not isinstance(error, StoreUnwritable):
+        return None
+    return f'{error}; set state_dir in [pool] to a folder that can be written, or to ""'
+
+
+def refuse_questions(why: str) -> AskJobs:
+    """What answers operators' questions where no jobs are kept. Raises JobsOff."""
+
+    def ask(kind: str, body: Mapping[str, Any], answer: Answer, now: float) -> None:
+        raise JobsOff(why)
+
+    return ask
 
 
 def _policy(config: PoolConfig) -> JobPolicy:

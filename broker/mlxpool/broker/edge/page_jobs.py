@@ -5,10 +5,8 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from mlxpool.broker.edge.job_service import JobService
-from mlxpool.common.errors import JobsOff
+from mlxpool.broker.admin.server import AskJobs
 from mlxpool.common.protocol.frames import Content
-from mlxpool.common.protocol.kept.job_messages import JOBS_OFF
 from mlxpool.common.protocol.to_client import Failed
 
 if TYPE_CHECKING:
@@ -19,19 +17,16 @@ if TYPE_CHECKING:
 class PageJobs:
     """Owned by the broker's thread. `waker` is readable when `serve` is due."""
 
-    def __init__(self, queue: LoopQueue[Question], jobs: JobService | None) -> None:
+    def __init__(self, queue: LoopQueue[Question], ask: AskJobs) -> None:
         self.waker = queue.waker
         self._queue = queue
-        self._jobs = jobs
+        self._ask = ask
 
     def serve(self, now: float) -> None:
         """Begin with what waits in the queue."""
         self._queue.begin(self._begin, now)
 
     def _begin(self, asked: Question, future: Future[Fate], now: float) -> None:
-        if self._jobs is None:
-            raise JobsOff(JOBS_OFF)
-
         def answer(content: Content) -> None:
             if isinstance(content, Failed):
                 future.set_exception(content.error())
@@ -39,4 +34,4 @@ class PageJobs:
                 future.set_result(content.body() or {})
 
         kind, body = asked
-        self._jobs.ask(kind, body, answer, now)
+        self._ask(kind, body, answer, now)

@@ -36,11 +36,11 @@ class Reporter:
         endpoints: Mapping[str, list[str]],
         metrics_url: str | None,
         gateway: HttpGateway | None,
-        jobs: Callable[[], JobFigures] | None,
+        jobs: Callable[[], JobFigures | None],
     ) -> None:
         """`endpoints` are those of back and admin beside the run directory's.
 
-        `jobs` is None where there are none.
+        `jobs` returns None where the settings want none.
         """
         self._pool = pool
         self._lifecycle = lifecycle
@@ -60,9 +60,8 @@ class Reporter:
         """With `listing` also the rows of models that `ps` shows."""
         broker, lag = self._broker(now), self._lag.worst(now)
         gateway = None if self._gateway is None else self._gateway.info(now)
-        jobs = None if self._jobs is None else self._jobs()
         return snapshot.take(
-            self._pool, broker, lag, now, listing=listing, gateway=gateway, jobs=jobs
+            self._pool, broker, lag, now, listing=listing, gateway=gateway, jobs=self._jobs()
         )
 
     def status(self) -> str:

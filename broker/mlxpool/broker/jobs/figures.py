@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from mlxpool.broker.store.records import JobState, StoreFigures
 
+UNUSABLE = "unusable"  # nothing is kept until the broker is started anew; see JobFigures.why
 REFUSING = "refusing"  # new jobs, for want of room; those that run go on
 
 
@@ -28,12 +29,17 @@ class JobFigures:
     max_bytes: int  # that it may take
     notices: int = 0  # that were not delivered yet
     notices_given_up: int = 0
-    store: str = (
-        "ok"  # opening | ok | refusing: no room for new jobs | full | failed | fenced | closed
-    )
+    store: str = "ok"  # opening | ok | refusing | full | failed | fenced | closed | unusable
     batches: int = 0  # that have not ended
     room: int = 0  # bytes that new jobs may take; 0: they are refused
     refused: Mapping[str, int] = field(default_factory=dict)  # submissions, by error code
+
+    why: str = ""  # no jobs are kept, if the store is unusable
+
+    @classmethod
+    def none(cls, why: str) -> JobFigures:
+        """Of a pool that keeps no jobs though its settings have a place for them."""
+        return cls(0, 0, 0, 0, 0, 0, 0, 0, 0, store=UNUSABLE, why=why)
 
     @classmethod
     def of(

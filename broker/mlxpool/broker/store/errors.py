@@ -11,6 +11,10 @@ class StoreUnusable(StoreError):
     """The store cannot be opened as it is: nothing was changed."""
 
 
+class StoreUnwritable(StoreUnusable):
+    """The folder of the store cannot be made, or this user cannot write in it."""
+
+
 class StoreInUse(StoreUnusable):
     """Another broker has the store."""
 

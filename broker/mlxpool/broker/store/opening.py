@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from mlxpool.broker.store.errors import StoreUnusable
 from mlxpool.broker.store.sql.sql_store import KEY_LIFE, Opener
 from mlxpool.broker.store.sqlite_store import SqliteOpener
+from mlxpool.common.paths import expanded
 
 POSTGRES = ("postgresql://", "postgres://")
 
@@ -22,7 +21,7 @@ def opener(place: str, max_bytes: int, key_life: float = KEY_LIFE) -> Opener:
             f"state_dir is a URL of {scheme!r:.40}; it may be a folder, or postgresql://…"
         )
     if not marked:
-        return SqliteOpener(Path(place).expanduser(), max_bytes, key_life)
+        return SqliteOpener(expanded(place), max_bytes, key_life)
     try:
         from mlxpool.broker.store.postgres_store import PostgresOpener
     except ImportError as error:

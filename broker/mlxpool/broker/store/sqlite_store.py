@@ -12,6 +12,7 @@ import math
 import os
 import sqlite3
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from mlxpool.broker.store.errors import (
     StoreInUse,
     StoreUnusable,
 )
+from mlxpool.broker.store.operations import Operation
+from mlxpool.broker.store.records import Result
 from mlxpool.broker.store.sql import schema
 from mlxpool.broker.store.sql.database import Database, Row
 from mlxpool.broker.store.sql.sql_store import KEY_LIFE, Opener, SqlStore
@@ -210,9 +213,15 @@ class SqliteStore(SqlStore):
             if schema.bring_up_to_date(database, schema.SQLITE, copy=self.copy_before):
                 sync(folder.path)
             super().__init__(database, max_bytes, key_life)
+            # Until there are jobs to write on a full disk, nothing is held for that.
+            self._holds_reserve = self._has_contents()
         except BaseException:
             database.close()
             raise
+
+    def _has_contents(self) -> bool:
+        tables = ("job", "batch", "file")
+        return any(self._sqlite.number(f"SELECT EXISTS (SELECT 1 FROM {one})") for one in tables)
 
     def begin(self, boot: int, now: float) -> None:
         super().begin(boot, now)
@@ -239,13 +248,24 @@ class SqliteStore(SqlStore):
             raise
         sync(folder)
 
+    def transaction(self, operations: Sequence[Operation], now: float) -> list[Result]:
+        if not self._holds_reserve and any(operation.admits for operation in operations):
+            self._holds_reserve = True
+            self._folder.hold_reserve()
+        return super().transaction(operations, now)
+
+    def hold_reserve(self) -> None:
+        """Take the reserve if the store has anything, and the disk room."""
+        if self._holds_reserve:
+            self._folder.hold_reserve()
+
     def room(self) -> int:
         return min(super().room(), self._folder.free_bytes() - 2 * LOG_BYTES)
 
     def tend(self) -> None:
         """Copy the log into the database when it is long, give pages back, hold the reserve."""
         database = self._sqlite
-        if self.wall_seen >= self._hold_reserve_at:
+        if self._holds_reserve and self.wall_seen >= self._hold_reserve_at:
             held = self._folder.hold_reserve()
             self._hold_reserve_at = math.inf if held else self.wall_seen + RESERVE_PAUSE
         if not database.log_is_long(LOG_BYTES):
@@ -253,7 +273,7 @@ class SqliteStore(SqlStore):
         if database.number("PRAGMA freelist_count") > FREE_PAGES:
             database.give_back(FREE_PAGES)
         database.copy_log()
-        self._folder.hold_reserve()
+        self.hold_reserve()
 
     def free_reserve(self) -> bool:
         self._hold_reserve_at = self.wall_seen + RESERVE_PAUSE
@@ -263,7 +283,7 @@ class SqliteStore(SqlStore):
 class SqliteOpener(Opener):
     """Has a folder locked for the life of the broker, and opens the store in it.
 
-    Raises StoreInUse and StoreUnusable, see StateDir.
+    Raises StoreInUse, StoreUnwritable and StoreUnusable, see StateDir.
     """
 
     def __init__(
@@ -283,10 +303,12 @@ class SqliteOpener(Opener):
         """
         try:
             try:
-                return self._open()
+                store = self._open()
             except OutOfSpace:
                 self.folder.free_reserve()
                 return self._open()
+            store.hold_reserve()
+            return store
         except StoreUnusable:
             raise
         except OutOfSpace as error:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from mlxpool.broker.store.errors import StoreInUse, StoreUnusable
+from mlxpool.broker.store.errors import StoreInUse, StoreUnusable, StoreUnwritable
 from mlxpool.common.closing import Closing
 from mlxpool.common.folder_lock import FolderLocked, lock_folder
 
@@ -30,7 +30,8 @@ _DATABASE = re.compile(r"jobs-(\d+)\.db")
 class StateDir(Closing):
     """Creates the folder if it is not there, and locks it for the life of this object.
 
-    Raises StoreInUse if another broker has it, StoreUnusable for a network file system.
+    Raises StoreInUse if another broker has it, StoreUnwritable if it cannot be written, and
+    StoreUnusable for a network file system.
     """
 
     def __init__(self, path: Path, reserve_bytes: int = RESERVE_BYTES) -> None:
@@ -39,7 +40,6 @@ class StateDir(Closing):
         create(path)
         check_file_system(path)
         self._lock = _lock(path)
-        self.hold_reserve()
 
     # ---- databases -----------------------------------------------------------------------------
 
@@ -113,7 +113,7 @@ class StateDir(Closing):
 def create(path: Path) -> None:
     """Make the folder for this user alone, so that it survives the loss of power.
 
-    Raises StoreUnusable if it cannot be made, is no folder or belongs to another user.
+    Raises StoreUnwritable if it cannot be made, is no folder or belongs to another user.
     """
     try:
         if not path.exists():
@@ -122,11 +122,11 @@ def create(path: Path) -> None:
         sync(path.parent)
         owner = path.stat().st_uid
     except OSError as error:
-        raise StoreUnusable(f"the folder of the store of jobs cannot be made: {error}") from None
+        raise StoreUnwritable(f"the folder of the store of jobs cannot be made: {error}") from None
     if not path.is_dir():
-        raise StoreUnusable(f"state_dir {path} is no folder; give one, or a path to make it at")
+        raise StoreUnwritable(f"state_dir {path} is no folder; give one, or a path to make it at")
     if owner != os.geteuid():
-        raise StoreUnusable(f"{path} belongs to uid {owner}, this is uid {os.geteuid()}")
+        raise StoreUnwritable(f"{path} belongs to uid {owner}, this is uid {os.geteuid()}")
 
 
 def make_private(path: Path) -> None:
@@ -183,7 +183,9 @@ def _lock(path: Path) -> int:
             " give another state_dir"
         ) from None
     except OSError as error:
-        raise StoreUnusable(f"the folder of the store of jobs cannot be locked: {error}") from None
+        raise StoreUnwritable(
+            f"the folder of the store of jobs cannot be locked: {error}"
+        ) from None
 
 
 def _allocate(path: Path, size: int) -> None:

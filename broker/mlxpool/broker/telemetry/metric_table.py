@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from mlxpool.broker.jobs.figures import REFUSING, JobFigures
+from mlxpool.broker.jobs.figures import REFUSING, UNUSABLE, JobFigures
 from mlxpool.broker.metrics.histograms import OTHER, Frozen
 from mlxpool.broker.telemetry.snapshot import (
     GatewayInfo,
@@ -121,24 +121,20 @@ def _gateway(value: Callable[[GatewayInfo], float]) -> Callable[[Snapshot], Rows
     )
 
 
-def _jobs(value: Callable[[JobFigures], float]) -> Callable[[Snapshot], Rows]:
-    """One value, where the broker keeps jobs."""
-    return lambda snapshot: [] if snapshot.jobs is None else [((), float(value(snapshot.jobs)))]
+def _jobs(value: Callable[[JobFigures], Value]) -> Callable[[Snapshot], Rows]:
+    """What there is of jobs, where the broker keeps any."""
+
+    def rows(snapshot: Snapshot) -> Rows:
+        if snapshot.jobs is not None and snapshot.jobs.store != UNUSABLE:
+            yield (), value(snapshot.jobs)
+
+    return rows
 
 
-def _job_notices(snapshot: Snapshot) -> Rows:
+def _job_store_up(snapshot: Snapshot) -> Rows:
+    """Also of a store that the settings name and that cannot be used."""
     if snapshot.jobs is not None:
-        yield (), [snapshot.jobs.notices, snapshot.jobs.notices_given_up]
-
-
-def _job_refusals(snapshot: Snapshot) -> Rows:
-    if snapshot.jobs is not None:
-        yield (), [snapshot.jobs.refused.get(code, 0) for code in CODES]
-
-
-def _job_states(snapshot: Snapshot) -> Rows:
-    if snapshot.jobs is not None:
-        yield (), [int(getattr(snapshot.jobs, state)) for state in JOB_STATES]
+        yield (), int(snapshot.jobs.store in ("ok", REFUSING))
 
 
 def _model_states(snapshot: Snapshot) -> Rows:
@@ -243,11 +239,12 @@ BROKER = (
            (), _gateway(lambda gateway: gateway.state == "ready")),
     Family("mlxpool_gateway_restarts_total", COUNTER, "Ends of it that nobody asked for",
            (), _gateway(lambda gateway: gateway.restarts)),
-    Family("mlxpool_jobs", GAUGE, "Jobs in the store", ("state",), _job_states, JOB_STATES),
+    Family("mlxpool_jobs", GAUGE, "Jobs in the store", ("state",),
+           _jobs(lambda j: [int(getattr(j, state)) for state in JOB_STATES]), JOB_STATES),
     Family("mlxpool_batches", GAUGE, "Batches that have not ended", (), _jobs(lambda j: j.batches)),
     Family("mlxpool_job_readers", GAUGE, "Readers of jobs", (), _jobs(lambda j: j.readers)),
     Family("mlxpool_job_store_up", GAUGE, "1 while the store of jobs takes writes",
-           (), _jobs(lambda j: j.store in ("ok", REFUSING))),
+           (), _job_store_up),
     Family("mlxpool_job_store_bytes", GAUGE, "What the store of jobs takes on the disk",
            (), _jobs(lambda j: j.bytes)),
     Family("mlxpool_job_store_max_bytes", GAUGE, "What it may take",
@@ -256,10 +253,10 @@ BROKER = (
            (), _jobs(lambda j: j.room)),
     Family("mlxpool_job_notices", GAUGE,
            "Notices of ended jobs and batches that were not delivered",
-           ("state",), _job_notices, NOTICE_STATES),
+           ("state",), _jobs(lambda j: [j.notices, j.notices_given_up]), NOTICE_STATES),
     Family("mlxpool_job_submissions_refused_total", COUNTER,
            "Jobs, batches and parts of files that were not taken",
-           ("error",), _job_refusals, CODES),
+           ("error",), _jobs(lambda j: [j.refused.get(code, 0) for code in CODES]), CODES),
     Family("process_resident_memory_bytes", GAUGE, "Memory of the broker",
            (), _process(lambda p: p.resident)),
     Family("process_cpu_seconds_total", COUNTER, "Processor time of the broker",

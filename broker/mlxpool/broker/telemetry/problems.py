@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
 
-from mlxpool.broker.jobs.figures import REFUSING
+from mlxpool.broker.jobs.figures import REFUSING, UNUSABLE
 from mlxpool.broker.models.listing import Fault
 from mlxpool.broker.telemetry.history import RecentEvents
 from mlxpool.broker.telemetry.snapshot import GATEWAY, Snapshot, WorkerSnapshot
@@ -98,6 +98,9 @@ def _broker(snapshot: Snapshot) -> Iterator[Problem]:
         what = "new jobs are refused: their store has no room"
         why = "release results, free the disk, or raise state_bytes; jobs that run go on"
         yield Problem(Level.BAD, what, (why,))
+    elif snapshot.jobs is not None and snapshot.jobs.store == UNUSABLE:
+        why = snapshot.jobs.why
+        yield Problem(Level.WARNING, "no jobs are kept: their store cannot be used", (why,))
     elif snapshot.jobs is not None and snapshot.jobs.store != "ok":
         what = f"the store of jobs is {snapshot.jobs.store}"
         why = "no job is accepted or goes on until it is ok; streams are not affected"

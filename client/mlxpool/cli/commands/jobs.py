@@ -65,7 +65,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
             parents=[submitting],
             help="have a text completed, whoever is there to read it",
             description="Submits a completion as a job, prints its key when it is on the disk, and"
-            " ends; with --batch a file of many. The pool needs `state_dir`. The file of your own"
+            " ends; with --batch a file of many. The file of your own"
             f" key is ${KEY_VARIABLE}.",
         )
     )

@@ -57,7 +57,7 @@ class JobMethods(Closing):
         of the reading: `queue_ms`, `first_token_ms`, `window`, `batch`, `durable`. A job has no
         deadline unless `deadline_ms` gives one; `priority=-1` is for what may wait until nothing
         else does. `note` is up to 64 KiB of the program's own that `submitted` returns. Raises
-        JobsOff for a pool without `state_dir`, DuplicateId for a key of another request, Gone for
+        JobsOff for a pool that keeps none, DuplicateId for a key of another request, Gone for
         one whose result was deleted, StoreFull, and what `stream` raises.
         """
         question = jobs.submit(model, prompt, messages, tokens, images, options)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from mlxpool.common.gpus import GPU_ID
+from mlxpool.common.paths import expanded
 
 
 class ConfigError(ValueError):
@@ -152,7 +153,7 @@ def _convert(setting: Declaration, value: Any, where: str) -> Any:
     if not isinstance(value, str | Path):
         raise ConfigError(f"{where} must be a string, got {value!r}")
     is_path = setting.type is Path or Path in get_args(setting.type)
-    return Path(value).expanduser().absolute() if is_path else str(value)
+    return expanded(value).absolute() if is_path else str(value)
 
 
 def _int(value: Any, where: str) -> int:

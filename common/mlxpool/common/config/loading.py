@@ -36,6 +36,7 @@ from mlxpool.common.config.schema import (
     PoolConfig,
     Scaling,
 )
+from mlxpool.common.paths import default_state_dir, expanded
 from mlxpool.common.transport import endpoints
 from mlxpool.common.transport.keys import NAME, PUBLIC
 from mlxpool.common.web_targets import Allowed, Target
@@ -72,8 +73,12 @@ def load(
 
 
 def _pool(table: Mapping[str, Any], flags: Mapping[str, Any]) -> PoolConfig:
-    given = {key: value for key, value in flags.items() if value is not None}
-    return _build(PoolConfig, {**table, **_environment(), **given}, "pool")
+    by_flag = {key: value for key, value in flags.items() if value is not None}
+    given = {**table, **_environment(), **by_flag}
+    config = _build(PoolConfig, given, "pool")
+    if "state_dir" in given:
+        return config
+    return replace(config, state_dir=str(default_state_dir(config.run_dir)))
 
 
 def _models(table: Mapping[str, Any], folders: Mapping[str, str]) -> dict[str, ModelConfig]:
@@ -193,7 +198,7 @@ def _model(name: str, table: Mapping[str, Any]) -> ModelConfig:
 
 def _expanded(path: str) -> str:
     """A path or reference whose leading ~ is the home folder."""
-    return str(Path(path).expanduser()) if path.startswith("~") else path
+    return str(expanded(path)) if path.startswith("~") else path
 
 
 def _prefix_fault(model: ModelConfig) -> str:

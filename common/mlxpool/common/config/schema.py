@@ -221,6 +221,7 @@ class PoolConfig:
     # batches included.
     quota_file_bytes: Annotated[Bytes, Within(0, 2**50)] = 0
     # A folder, or the URL of a PostgreSQL database, in which jobs are kept; "": there are no jobs.
+    # Where it is not set, `load` has paths.default_state_dir.
     state_dir: str = ""
     # That jobs may take there; above four fifths of it new ones are refused.
     state_bytes: Annotated[Bytes, Within(16 * 1024 * 1024, 2**50)] = 8 * 1024 * 1024 * 1024

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import zmq
 
+from mlxpool.common.paths import expanded, home
+
 ROLES = ("client", "worker", "admin", "server")
 PEERS = ROLES[:-1]  # roles that an allow-list can name
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -36,7 +38,7 @@ class KeyPair:
 
 def default_folder() -> Path:
     """The folder to which `mlxpool keygen` writes keys."""
-    return Path.home() / ".mlxpool" / "keys"
+    return home() / ".mlxpool" / "keys"
 
 
 def make(name: str, role: str) -> KeyPair:
@@ -133,7 +135,7 @@ def public_of(text: str) -> str:
     if PUBLIC.fullmatch(text):
         return text
     try:
-        with Path(text).expanduser().open() as file:
+        with expanded(text).open() as file:
             found = file.read(MAX_FILE).strip()
     except (OSError, ValueError):
         raise BadKey(
@@ -168,4 +170,4 @@ class Credentials:
             raise BadKey(
                 f"the key {key} needs the broker's public key beside it; give it with --server-key"
             )
-        return cls(public_of(str(server_key)), read(Path(key).expanduser()))
+        return cls(public_of(str(server_key)), read(expanded(key)))

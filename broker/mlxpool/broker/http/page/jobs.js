@@ -148,6 +148,11 @@ const changeJob = async (kind, button) => {
 const countJobs = ({ jobs, cancels }) => {
   $("jobs-sheet").hidden = !jobs;
   if (!jobs) return;
+  if (jobs.why) {
+    say($("jobs-note"), `none are kept: ${jobs.why}`);
+    $("jobs-form").hidden = $("jobs-hint").hidden = true;
+    return;
+  }
   const counts = JOB_STATES.map((state) => `${count(jobs[state])} ${state}`);
   const kept = `${size(jobs.bytes).join(" ")} of ${size(jobs.max_bytes).join(" ")}`;
   const reasons = Object.entries(jobs.refused).sort((a, b) => b[1] - a[1]).map(([code, times]) => `${count(times)} ${code}`);

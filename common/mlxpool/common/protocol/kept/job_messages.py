@@ -35,8 +35,8 @@ MAX_NOTE = 64 * 1024  # bytes that a client keeps with a job
 # Keys of a `generate` that are about its stream, which a job does not have.
 NOT_OF_JOBS = ("resume", "queue_ms", "first_token_ms", "window", "batch", "durable", "choice")
 JOBS_OFF = (
-    "this pool keeps no jobs: start its broker with `mlxpool serve --state-dir DIR`, or set"
-    " state_dir in [pool]"
+    'this pool keeps no jobs, for its state_dir is "": leave it out of [pool], or start its broker'
+    " with `mlxpool serve --state-dir DIR`"
 )
 MAX_NUMBER = 2**62  # of an end_seq
 
