@@ -23,7 +23,7 @@ PIP := PIP_CONSTRAINT=$(CURDIR)/$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CURDIR)/$(
 LOCK := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --all-extras \
 	--no-annotate --no-emit-index-url --custom-compile-command 'make lock' --output-file $(CONSTRAINTS) pyproject.toml
 
-.PHONY: all demo test test-all test-ray slowest budget steady chaos soak check format-check lint types imports conflicts format pages docs demo-model bench lock upgrade licences images audit clean
+.PHONY: all demo test test-all test-ray slowest budget steady chaos soak check format-check lint types imports conflicts format pages figures docs demo-model bench lock upgrade licences images audit clean
 
 all: check test
 
@@ -100,9 +100,12 @@ format: $(READY)          ## put the code in form
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
-pages: $(READY)           ## make the pages of docs/ that come from the code again
+pages: figures            ## make the pages of docs/ that come from the code again
 	$(BIN)/python docs/make_pages.py
 	$(BIN)/python docs/make_architecture.py
+
+figures: $(READY)         ## write the measured figures of all pages again, from bench/figures/
+	$(BIN)/python bench/update_docs.py
 
 $(MERMAID_FILE):
 	@mkdir -p $(@D)

@@ -124,6 +124,7 @@ def measured(options: argparse.Namespace) -> Figures:
         f" --questions {options.questions} --rounds {options.rounds}",
         about="Short questions of three choices, through a broker and a worker, one client.",
         machine=report.machine(),
+        date=report.today(),
         versions=report.versions(),
         lines=lines,
     )

@@ -259,6 +259,7 @@ def measured(options: argparse.Namespace, folder: Path) -> Figures:
         about=about,
         versions=versions,
         machine=report.machine(),
+        date=report.today(),
         lines=[
             Measurement("embedding", name, "texts/s", {OURS: sides[name], OTHER: sides[OTHER]})
             for name in ("engine", "pool")

@@ -189,7 +189,13 @@ def run(options: argparse.Namespace) -> int:
             lines.append(line)
             _print_progress(pages.short(line))
     figures = Figures(
-        options.kind, about, pages.machine(), pages.versions(), _command(), tuple(lines)
+        options.kind,
+        about,
+        pages.machine(),
+        pages.versions(),
+        _command(),
+        tuple(lines),
+        pages.today(),
     )
     if options.out is not None:
         _save(figures, options.out)

@@ -70,6 +70,8 @@ class Figures:
     versions: str
     command: str
     lines: Sequence[Measurement] = field(default_factory=tuple)
+    date: str = ""  # on which it was measured, as 2026-11-28
+    commit: str = ""  # of mlxpool
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "lines": [line.as_json() for line in self.lines]}

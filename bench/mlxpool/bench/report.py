@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import platform
@@ -62,11 +63,28 @@ def markdown(figures: Figures) -> str:
     """The command, its conditions, and a table for each group."""
     parts = [
         f"```sh\n{figures.command}\n```",
-        f"{figures.about}\n{figures.versions}; {figures.machine}.\n"
+        f"{figures.about}\n{_conditions(figures)}.\n"
         "Median (minimum - maximum); a ratio is that of one round, above 1 is better.",
         *map(_table_of, grouped(figures.lines)),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _conditions(figures: Figures) -> str:
+    commit = f"commit {figures.commit}" if figures.commit else ""
+    day = day_of(figures.date) if figures.date else ""
+    return "; ".join(filter(None, (day, commit, figures.versions, figures.machine)))
+
+
+def day_of(date: str) -> str:
+    """`28 November 2026` for 2026-11-28. Raises ValueError for a text that is no date."""
+    found = datetime.date.fromisoformat(date)
+    return f"{found.day} {found:%B %Y}"
+
+
+def today() -> str:
+    """The date of a run that ends now, for its figures."""
+    return datetime.date.today().isoformat()
 
 
 def grouped(lines: Sequence[Measurement]) -> Iterator[list[Measurement]]:
