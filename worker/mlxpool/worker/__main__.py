@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from mlxpool.common.config.schema import WORKER_VARIABLE, WorkerConfig
-from mlxpool.worker.system import mlx_environment, parent_death, stack_dumps
+from mlxpool.worker.system import kernel_folder, mlx_environment, parent_death, stack_dumps
 
 if TYPE_CHECKING:
     from mlxpool.worker.process.edge import Edge
@@ -32,8 +32,15 @@ def main() -> int:
     from mlxpool.worker.system import load_clock
 
     load_clock.LOAD.begin(load_clock.process_age())
-    if config.rank:
-        return serve_rank(config)
+    fresh = kernel_folder.use_private_folder() if kernel_folder.needed() else None
+    try:
+        return serve_rank(config) if config.rank else serve(config)
+    finally:
+        kernel_folder.remove(fresh)
+
+
+def serve(config: WorkerConfig) -> int:
+    """Run a worker that answers its broker. Returns its exit code."""
     sys.setswitchinterval(SWITCH_INTERVAL)
     edge = build(config)
     parent_death.watch_stdin(edge.orphaned)
