@@ -24,6 +24,7 @@ from typing import Any
 
 from mlxpool.bench import report
 from mlxpool.broker.processes.blas import preload
+from mlxpool.common.process import private_temp
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
@@ -213,6 +214,7 @@ def main() -> None:
     parser.add_argument("--random", action="store_true")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    private_temp.use()
     if preload() and "blas" not in os.environ.get("LD_PRELOAD", ""):
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **preload()})
     from mlxpool.worker.weights.locate import DEMO_FOLDER as DEMO

@@ -30,6 +30,7 @@ from mlxpool.bench.formats import FORMAT
 from mlxpool.bench.shapes import SHAPES
 from mlxpool.bench.step_parts import StepParts
 from mlxpool.common.options import Options
+from mlxpool.common.process import private_temp
 from mlxpool.common.protocol.resume import Facts
 from mlxpool.worker.compute.generations import Generation, Generations
 from mlxpool.worker.compute.messages import Admit
@@ -260,6 +261,7 @@ def main() -> int:
     parser.add_argument("--parts", action="store_true", help="print the parts of a step as well")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    private_temp.use()
     with tempfile.TemporaryDirectory() as folder:
         if options.shape:
             options.model = checkpoint.write(Path(folder) / options.shape, options.shape)

@@ -43,7 +43,7 @@ def serving(run_dir: Path, config: str) -> Iterator[int]:
     """Run a broker and a gateway for it; yields the gateway's port."""
     file = run_dir / "mlxpool.toml"
     file.write_text(config)
-    command = [sys.executable, "-m", "mlxpool.cli.main", "--run-dir", str(run_dir)]
+    command = [sys.executable, "-P", "-m", "mlxpool.cli.main", "--run-dir", str(run_dir)]
     with (run_dir / "log").open("wb") as log:
         broker = subprocess.Popen([*command, "serve", "--config", str(file)], stderr=log)
         gateway = subprocess.Popen(

@@ -22,6 +22,7 @@ from typing import Any
 
 from mlxpool.bench import report
 from mlxpool.broker.processes.blas import preload
+from mlxpool.common.process import private_temp
 
 LENGTHS = (5, 40, 128, 200, 256, 300, 700, 1500)
 COMPARED_LOGPROBS = 3  # of each token
@@ -110,6 +111,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--side", choices=("kernels", "plain"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    private_temp.use()
     if preload() and "blas" not in os.environ.get("LD_PRELOAD", ""):
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **preload()})
     if arguments.side:

@@ -30,6 +30,7 @@ import numpy as np
 
 from mlxpool.bench import report
 from mlxpool.common.config.schema import ModelConfig
+from mlxpool.common.process import private_temp
 from mlxpool.worker.attention.layout import Layout
 from mlxpool.worker.attention.layout_choice import choose_layout, make_layout
 from mlxpool.worker.attention.row_shape import RowShape
@@ -218,6 +219,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=20_000)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    private_temp.use()
     loaded = load_model(arguments.folder)
     every = find_texts(arguments.text)
     share = max(1, arguments.tokens // max(1, len(arguments.text)))

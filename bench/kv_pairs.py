@@ -26,6 +26,7 @@ import mlx.core as mx
 from mlxpool.bench import checkpoint
 from mlxpool.bench.our_engine import GREEDY, OurEngine, burst, decode
 from mlxpool.bench.shapes import SHAPES
+from mlxpool.common.process import private_temp
 from mlxpool.worker.caches.stored import AUTO, INT8
 
 WARM_UP_STEPS = 4
@@ -80,6 +81,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    private_temp.use()
     with tempfile.TemporaryDirectory(prefix="mlxpool-bench-") as folder:
         checkpoint.write(Path(folder), arguments.shape)
         ours = OurEngine(Path(folder), spare=WARM_UP_STEPS + arguments.steps + 16)

@@ -32,6 +32,7 @@ from mlxpool.bench import checkpoint, report
 from mlxpool.bench.engine_stub import EngineStub
 from mlxpool.bench.formats import FORMAT
 from mlxpool.common.options import Options
+from mlxpool.common.process import private_temp
 from mlxpool.common.protocol.resume import Facts
 from mlxpool.worker.__main__ import SWITCH_INTERVAL
 from mlxpool.worker.compute.generations import Generation, Generations
@@ -187,6 +188,7 @@ def main() -> int:
     parser.add_argument("--done", action="store_true", help="passes are done when they are begun")
     parser.add_argument("--forward-ms", type=float, default=0.0, help="of handing a pass over")
     options = parser.parse_args()
+    private_temp.use()
     sys.setswitchinterval(SWITCH_INTERVAL)
     masks.MAX_WAIT = 10.0  # however busy the machine is, each step has all rows
     with tempfile.TemporaryDirectory() as folder:

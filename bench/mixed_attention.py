@@ -22,6 +22,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxpool.bench import report
+from mlxpool.common.process import private_temp
 from mlxpool.worker.kernels import ragged_attention
 from mlxpool.worker.kernels.ragged_attention import RaggedPlan
 from mlxpool.worker.kernels.score_params import ScoreParams
@@ -107,6 +108,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each (5)")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
+    private_temp.use()
     if not mx.cuda.is_available():
         print("there is no CUDA GPU, for which these kernels are written", file=sys.stderr)
         return 2

@@ -30,6 +30,7 @@ import numpy as np
 from mlxpool.bench import checkpoint, report
 from mlxpool.bench.shapes import SHAPES
 from mlxpool.broker.processes.blas import preload
+from mlxpool.common.process import private_temp
 from mlxpool.worker.compute.progress import Progress
 
 SHAPE = "small"
@@ -304,6 +305,7 @@ def main() -> None:
     parser.add_argument("--only", choices=("cancel",), help="leave the rest out")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    private_temp.use()
     if preload() and "blas" not in os.environ.get("LD_PRELOAD", ""):
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **preload()})
     from mlxpool.worker.__main__ import SWITCH_INTERVAL

@@ -37,6 +37,7 @@ from mlxpool.bench import checkpoint, report
 from mlxpool.bench.pools import interrupt_at_signals, restart_with_openblas, serving
 from mlxpool.bench.shapes import SHAPES
 from mlxpool.client import Client
+from mlxpool.common.process import private_temp
 
 MODEL = "m"
 GOAL_RESTART, GOAL_GAPS = 0.05, 1.05
@@ -325,6 +326,7 @@ def main() -> int:
     parser.add_argument("--only", choices=("restarts", "gaps", "steps", "returns", "cost"))
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
+    private_temp.use()
     restart_with_openblas(sys.argv)
     interrupt_at_signals()
     shape = SHAPES[options.shape]

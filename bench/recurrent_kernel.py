@@ -29,6 +29,7 @@ os.environ.setdefault("MLX_ENABLE_TF32", "0")  # else MLX multiplies with 10 bit
 import mlx.core as mx
 
 from mlxpool.bench import report
+from mlxpool.common.process import private_temp
 from mlxpool.worker.kernels.recurrent import gated_delta
 from mlxpool.worker.kernels.recurrent.gated_delta import DeltaNetShape, DeltaNetWeights
 from mlxpool.worker.kernels.recurrent.span_states import NO_SOURCE, PlanLine, SpanStates
@@ -221,6 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5, help="of which the median is shown (5)")
     parser.add_argument("--json", type=Path, help="write the table to this file")
     options = parser.parse_args(arguments)
+    private_temp.use()
     if not mx.cuda.is_available():
         print("there is no CUDA GPU, for which the kernel is written", file=sys.stderr)
         return 2

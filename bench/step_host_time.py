@@ -40,6 +40,7 @@ from mlxpool.bench.pools import serving
 from mlxpool.cli.admin import ask
 from mlxpool.common.config.schema import ModelConfig, WorkerConfig
 from mlxpool.common.options import Options
+from mlxpool.common.process import private_temp
 from mlxpool.common.protocol import frames, from_worker, to_worker
 from mlxpool.common.protocol.deltas import Deltas, unpack_deltas
 from mlxpool.common.protocol.prompts import TextPrompt
@@ -398,6 +399,7 @@ def main() -> int:
     parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--broker", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    private_temp.use()
     if options.rows < 1:
         parser.error(f"--rows is {options.rows}, must be at least 1")
     if options.steps < MIN_STEPS:

@@ -34,6 +34,7 @@ from mlxpool.bench import report
 from mlxpool.bench.measurement import OURS, Figures, Measurement, in_turn
 from mlxpool.bench.pools import restart_with_openblas, serving
 from mlxpool.client import Client
+from mlxpool.common.process import private_temp
 from mlxpool.worker.encoders.folder import inspect_encoder
 from mlxpool.worker.encoders.inputs import EncoderInput
 from mlxpool.worker.encoders.text import EncoderText
@@ -282,6 +283,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32, help="texts that the other embeds at once")
     parser.add_argument("--out", type=Path, help="a folder for texts.json")
     options = parser.parse_args()
+    private_temp.use()
     restart_with_openblas(sys.argv)
     with tempfile.TemporaryDirectory(prefix="mlxpool-") as folder:
         figures = measured(options, Path(folder))

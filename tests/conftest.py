@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from mlxpool.common.process import private_temp
 from support import tiers
 from support.closing_lines import LEFT_OUT, ClosingLines
 from support.slowest import PROCESSOR
@@ -26,6 +27,10 @@ PROFILE = os.environ.get("MLXPOOL_HYPOTHESIS", "fixed")
 settings.load_profile(PROFILE)
 # Nor on the settings of whoever runs the tests.
 os.environ.setdefault("MLXPOOL_CONFIG", os.devnull)
+# Processes of a pool and these share the kernels that MLX compiles. What tests make stays in the
+# temporary folder, whose name is short enough for sockets.
+tempfile.tempdir = os.environ.setdefault("MLXPOOL_TESTS_TMPDIR", tempfile.gettempdir())
+private_temp.use()
 PATIENT = str(Path(__file__).parent / "support" / "patient")
 # Nor on how they were started: a shell's background command ignores Ctrl-C, and so do its children.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

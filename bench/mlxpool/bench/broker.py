@@ -144,7 +144,7 @@ def through_relay(flood: Flood, *, delays: bool = False) -> Cost:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mlxpool-")))
         front, back = f"ipc://{folder}/front", f"ipc://{folder}/back"
-        python = [sys.executable, "-m"]
+        python = [sys.executable, "-P", "-m"]
         command = [*python, "mlxpool.bench.traffic.relay", front, back]
         relay = stack.enter_context(started(command, folder / "relay.log"))
         counters = stack.enter_context(_counters(front, 1))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlxpool.bench import runners
+from mlxpool.common.process import private_temp
 
 if TYPE_CHECKING:
     from mlxpool.bench.measurement import Figures, Measurement
@@ -176,7 +177,8 @@ def run(options: argparse.Namespace) -> int:
     _check(options)
     from mlxpool.bench.pools import restart_with_openblas
 
-    restart_with_openblas(["-m", "mlxpool.cli.main", *sys.argv[1:]])
+    restart_with_openblas(["-P", "-m", "mlxpool.cli.main", *sys.argv[1:]])
+    private_temp.use()
     from mlxpool.bench import report as pages
     from mlxpool.bench.measurement import Figures
     from mlxpool.bench.pools import interrupt_at_signals
@@ -211,6 +213,7 @@ def checkpoint(options: argparse.Namespace) -> int:
 
     if options.folder.exists():
         raise ValueError(f"{options.folder} is there already; name a folder that is not")
+    private_temp.use()
     write(options.folder, options.shape, layers=options.layers, quantise=options.quantise)
     size = sum(file.stat().st_size for file in options.folder.iterdir())
     told = {"folder": str(options.folder), "bytes": size}

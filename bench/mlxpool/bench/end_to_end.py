@@ -192,7 +192,7 @@ def _held_port() -> socket.socket:
 @contextmanager
 def _server(run_dir: Path, folder: Path, streams: int) -> Iterator[str]:
     """Run mlx_lm.server on loopback meanwhile; yields its HOST:PORT."""
-    command = [sys.executable, "-m", "mlx_lm", "server", "--model", str(folder)]
+    command = [sys.executable, "-P", "-m", "mlx_lm", "server", "--model", str(folder)]
     command += ["--host", "127.0.0.1", "--decode-concurrency", str(streams)]
     with ExitStack() as stack:
         held = stack.enter_context(_held_port())

@@ -90,7 +90,7 @@ class MlxLmProcess:
 
     def __init__(self, folder: Path) -> None:
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "mlxpool.bench.mlx_lm", str(folder)],
+            [sys.executable, "-P", "-m", "mlxpool.bench.mlx_lm", str(folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -81,7 +81,7 @@ def serving(
     """
     file = run_dir / "mlxpool.toml"
     file.write_text(settings, encoding="utf-8")
-    command = [sys.executable, "-m", "mlxpool.cli.main", "--run-dir", str(run_dir), "serve"]
+    command = [sys.executable, "-P", "-m", "mlxpool.cli.main", "--run-dir", str(run_dir), "serve"]
     if "state_dir" not in settings:
         command += ["--state-dir", ""]
     log = run_dir / "broker.log"

@@ -23,6 +23,7 @@ from mlxpool.cli.style import ERROR, paint_of
 from mlxpool.common.errors import BadRequest, BrokerLost, Internal, PoolError
 from mlxpool.common.escapes import escape_line
 from mlxpool.common.paths import run_dir_of
+from mlxpool.common.process import core_dumps
 from mlxpool.common.version import VERSION
 
 OK, FAILED, USAGE, UNREACHABLE = 0, 1, 2, 3
@@ -87,6 +88,7 @@ def _command(arguments: Sequence[str]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     _open_missing_streams()
+    core_dumps.turn_off()
     try:
         options = _parsed(arguments)
     except OSError as error:  # of the help, such as a full disk

@@ -7,6 +7,7 @@ import signal
 import sys
 
 from mlxpool.common.config.schema import GATEWAY_VARIABLE, GatewayConfig
+from mlxpool.common.process import core_dumps
 
 
 def main() -> int:
@@ -19,9 +20,12 @@ def main() -> int:
         print(f"{words} `mlxpool gateway` for a pool that runs", file=sys.stderr)
         return 2
     config = GatewayConfig.from_environment(text)
+    core_dumps.turn_off()
     from mlxpool.common import logs
+    from mlxpool.common.process import private_temp
 
     logs.set_up(json_lines=config.log_format == "json", level=logs.LEVELS[config.log_level])
+    private_temp.use()
     from mlxpool.gateway import supervised
 
     return supervised.run(config)

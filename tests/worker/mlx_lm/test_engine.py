@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -368,6 +369,17 @@ def test_caches_that_cannot_be_copied_are_not_kept(
         enter(engine, seq := sequence(prompt_of(20)))
         engine.release(seq)
         assert seq.cached == 0
+
+
+def test_code_of_a_models_folder_is_never_run(checked: dict[str, Checked]) -> None:
+    """Not even where mlx-lm would run it."""
+    folder = checked["phi3"].folder
+    with_code = replace(folder, config={**folder.config, "model_file": "model.py"})
+    with (
+        patch("mlx_lm.utils.load_model", side_effect=AssertionError("it may run the code")),
+        pytest.raises(ModelLoadFailed, match=r"model_file in config.json .*'model.py'.* never run"),
+    ):
+        load(with_code)
 
 
 def test_the_description_without_loading(checked: dict[str, Checked]) -> None:

@@ -8,7 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from mlxpool.common.config.schema import WORKER_VARIABLE, WorkerConfig
-from mlxpool.worker.system import kernel_folder, mlx_environment, parent_death, stack_dumps
+from mlxpool.common.process import core_dumps
+from mlxpool.worker.system import mlx_environment, parent_death, stack_dumps
 
 if TYPE_CHECKING:
     from mlxpool.worker.process.edge import Edge
@@ -23,24 +24,18 @@ def main() -> int:
         print("a worker is started by its broker: use `mlxpool serve`", file=sys.stderr)
         return 2
     config = WorkerConfig.from_environment(settings)
-    mlx_environment.set_mlx_environment()
+    core_dumps.turn_off()
     stack_dumps.dump_on_signal(config.dump_fd)
     parent_death.die_with_parent()
     from mlxpool.common import logs
 
     logs.set_up(json_lines=config.log_format == "json", level=logs.LEVELS[config.log_level])
+    mlx_environment.set_mlx_environment()
     from mlxpool.worker.system import load_clock
 
     load_clock.LOAD.begin(load_clock.process_age())
-    fresh = kernel_folder.use_private_folder() if kernel_folder.needed() else None
-    try:
-        return serve_rank(config) if config.rank else serve(config)
-    finally:
-        kernel_folder.remove(fresh)
-
-
-def serve(config: WorkerConfig) -> int:
-    """Run a worker that answers its broker. Returns its exit code."""
+    if config.rank:
+        return serve_rank(config)
     sys.setswitchinterval(SWITCH_INTERVAL)
     edge = build(config)
     parent_death.watch_stdin(edge.orphaned)

@@ -143,7 +143,7 @@ def _measured(options: argparse.Namespace, run_dir: Path) -> tuple[dict[str, Any
 
 def _mixed(run_dir: Path, flags: Sequence[str]) -> dict[str, dict[str, float]]:
     """What `mlxpool bench load` says: its first figures, by rate and by name."""
-    command = [sys.executable, "-m", "mlxpool.cli.main", "bench", "load", "--json"]
+    command = [sys.executable, "-P", "-m", "mlxpool.cli.main", "bench", "load", "--json"]
     which = ["--run-dir", str(run_dir), "--running", MODEL, "--rounds", "1", *flags]
     done = subprocess.run([*command, *which], stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, dict[str, float]] = defaultdict(dict)

@@ -54,7 +54,16 @@ def run_ranks(module: str, arguments: Sequence[str], ranks: int) -> int:
                 environment[VISIBLE] = visible[rank]
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, "-m", module, *arguments, *given, "--pipes", *map(str, ends)],
+                    [
+                        sys.executable,
+                        "-P",
+                        "-m",
+                        module,
+                        *arguments,
+                        *given,
+                        "--pipes",
+                        *map(str, ends),
+                    ],
                     env=environment,
                     pass_fds=(hosts, *ends),
                 )

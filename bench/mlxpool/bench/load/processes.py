@@ -47,7 +47,7 @@ def _samples(job: Job, child: subprocess.Popen[str]) -> Sequence[Sample]:
 def _started(job: Job) -> Iterator[subprocess.Popen[str]]:
     """Run a sender meanwhile; it is killed if it has not ended by itself."""
     child = subprocess.Popen(
-        [sys.executable, "-m", "mlxpool.bench.load.sender"],
+        [sys.executable, "-P", "-m", "mlxpool.bench.load.sender"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -89,7 +89,7 @@ def run(job: Job, processes: int) -> list[Arrivals]:
 
 def _child(job: Job, share: Sequence[int]) -> subprocess.Popen[str]:
     child = subprocess.Popen(
-        [sys.executable, "-m", __spec__.name if __spec__ else "mlxpool.bench.traffic.swarm"],
+        [sys.executable, "-P", "-m", __spec__.name if __spec__ else "mlxpool.bench.traffic.swarm"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

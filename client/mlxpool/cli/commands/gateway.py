@@ -68,10 +68,12 @@ def run(options: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C."""
     # Here and not above: only this command needs the gateway and its packages.
     from mlxpool.common import logs
+    from mlxpool.common.process import private_temp
     from mlxpool.gateway import server
     from mlxpool.gateway.settings import Broker, Settings
 
     logs.set_up(json_lines=options.log_format == "json")
+    private_temp.use()
     targets = targets_of(options, "front")
     settings = Settings(
         run_dir=targets[0].run_dir,

@@ -34,9 +34,10 @@ def run(options: argparse.Namespace) -> int:
     # Here and not above: only this command needs the broker's code.
     from mlxpool.broker.edge.broker import Broker
     from mlxpool.common import logs
+    from mlxpool.common.process import private_temp
 
     settings = settings_of(options)
     logs.set_up(json_lines=settings.log_format == "json", level=logs.LEVELS[settings.log_level])
-
+    private_temp.use()  # for the processes that it starts
     Broker(settings, lambda: settings_of(options)).run()
     return 0

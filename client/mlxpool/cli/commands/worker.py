@@ -44,6 +44,7 @@ def run(options: argparse.Namespace) -> int:
     from mlxpool.broker.processes.supervisor import DialSettings
     from mlxpool.common import logs
     from mlxpool.common.config.loading import check_run_dir
+    from mlxpool.common.process import private_temp
 
     target = target_of(options, "back")
     target.credentials()  # raises here for a bad key, and not in every worker
@@ -57,6 +58,7 @@ def run(options: argparse.Namespace) -> int:
     if options.orphan_grace < 0:
         raise ValueError(f"--orphan-grace must be 0 or more, got {options.orphan_grace:g}")
     logs.set_up(json_lines=config.log_format == "json", level=logs.LEVELS[config.log_level])
+    private_temp.use()  # for the worker that it starts
     dial = DialSettings(target.server_key or "", target.key or "", options.orphan_grace)
     check_run_dir(config.run_dir)
     # A folder of its own: a broker in the run directory deletes the files that it does not know.

@@ -20,6 +20,7 @@ from mlxpool.common import logs
 from mlxpool.common.config.schema import ModelConfig
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.common.gpus import GpusUnavailable, check_enough, chosen_gpus, visible_gpus
+from mlxpool.common.process import core_dumps, private_temp
 from mlxpool.worker.caches.stored import INT8
 from mlxpool.worker.compute.model_source import (
     A_MODEL_OF_TEXTS,
@@ -313,6 +314,8 @@ def bound_memory(size: int) -> None:
 def main(arguments: list[str]) -> int:
     """Answers every line of standard input; `--background` lowers priority and bounds memory."""
     logs.set_up(json_lines=False, level=logging.WARNING)
+    core_dumps.turn_off()
+    private_temp.use()
     if "--background" in arguments:
         os.nice(NICENESS)
         bound_memory(MAX_BACKGROUND_BYTES)

@@ -46,6 +46,7 @@ from mlxpool.worker.weights.load import OnProgress
 from mlxpool.worker.weights.mlx_lm_models import cache_kinds_of, features_of
 
 TENSORS_PER_REPORT = 16  # tensors that are read between two progress reports
+CODE_FIELD = "model_file"  # of config.json
 # Tokens of the chunks that are measured at load.
 WARM_UP_CHUNKS = (KV_BLOCK_TOKENS, 2 * KV_BLOCK_TOKENS)
 
@@ -64,8 +65,14 @@ def open_file_limit_kept() -> Iterator[None]:
 def load(folder: ModelFolder, on_progress: OnProgress = lambda tensors, size: None) -> Any:
     """Loads mlx-lm's model with its weights, in float32 on the CPU.
 
-    Raises ModelLoadFailed with mlx-lm's message.
+    Raises ModelLoadFailed with mlx-lm's message, and for a model that is code of its own.
     """
+    if CODE_FIELD in folder.config:  # some versions of mlx-lm run it
+        raise ModelLoadFailed(
+            f"{folder.path}: {CODE_FIELD} in config.json names Python code of the folder,"
+            f" {folder.config[CODE_FIELD]!r:.80}, which is never run: remove it to load the model"
+            f" with mlx-lm's own code for model_type {folder.model_type!r}"
+        )
     LOAD.enter("weights")
     with open_file_limit_kept():
         from mlx_lm.utils import load_model

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
+from mlxpool.common.process import private_temp
+
 # MLX ends a CUDA graph at this many megabytes of inputs, arrays that a kernel writes in place
 # included. With a pool of many gigabytes every layer would be a graph of its own, and MLX waits for
 # the device once ten are unfinished: the host would learn the tokens of a pass when the next one is
@@ -14,6 +16,10 @@ GRAPH_MEGABYTES = 10**9
 
 
 def set_mlx_environment() -> None:
-    """Sets what the user has not set. Called before MLX is imported; Metal keeps its defaults."""
+    """Sets what the user has not set, and a temporary folder of this user alone, see private_temp.
+
+    Called before MLX is imported; Metal keeps its defaults. Raises OSError without such a folder.
+    """
+    private_temp.use()
     if sys.platform == "linux":
         os.environ.setdefault("MLX_MAX_MB_PER_BUFFER", str(GRAPH_MEGABYTES))

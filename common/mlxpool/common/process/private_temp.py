@@ -1,0 +1,175 @@
+"""The temporary folder of the processes of a pool, which their user alone may reach.
+
+MLX writes the kernels that it compiles to its temporary folder and loads them from there by names
+that everybody can compute, whoever has written them. On a CPU they are shared objects, whose code
+runs as the user of the process. So a process that computes, or starts one that does, first sets
+TMPDIR to a folder that no other user could or can write to. It is the same folder at each start:
+a kernel is compiled once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import logging
+import os
+import shlex
+import shutil
+import stat
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from mlxpool.common.paths import default_prefix_dir
+
+TEMPORARY = "TMPDIR"
+KERNELS = "MLX_PTX_CACHE_DIR"  # names MLX's folder of compiled GPU kernels; else it is in TMPDIR
+INHERITED = "MLXPOOL_FRESH_TMPDIR"  # what a process has made for itself and its children
+FOLDER_MODE = 0o700
+OTHERS_WRITE = 0o022
+OTHERS = 0o077
+
+log = logging.getLogger("mlxpool.private_temp")
+_kept_open: list[int] = []  # descriptors of folders, whose locks keep cleaners of /tmp away
+
+
+class UnsafeFolder(OSError):
+    """Another user may have put something into the folder, or may put it there."""
+
+
+def use() -> Path:
+    """Sets TMPDIR to a folder of this user alone, and returns it.
+
+    That is the first of these which is safe, or can be made so: what TMPDIR names, if it is open to
+    nobody else already; `tmp-…` in the user's folder of caches; `mlxpool-UID` in the temporary
+    folder; and a fresh folder, which is removed when this process ends: the log then says what is
+    wrong with the others. A folder of GPU kernels that MLX_PTX_CACHE_DIR names is closed to other
+    readers; if it is not safe, the variable is removed, so that MLX takes TMPDIR.
+
+    Called before MLX is used, and before other threads run. Raises OSError if no folder can be
+    made.
+    """
+    folder = _inherited() or _chosen()
+    os.environ[TEMPORARY] = str(folder)
+    if named := os.environ.get(KERNELS):
+        try:
+            make_private(Path(named))
+        except OSError as error:
+            log.warning("compiled GPU kernels are kept in %s instead: %s", folder, error)
+            del os.environ[KERNELS]
+    return folder
+
+
+def _inherited() -> Path | None:
+    """What TMPDIR names, if it is safe; or was made by the process that started this one."""
+    named = os.environ.get(TEMPORARY)
+    if not named:
+        return None
+    folder = Path(named)
+    try:
+        _require_own(folder)
+        if os.lstat(folder).st_mode & OTHERS:
+            return None
+        if os.environ.get(INHERITED) != named:
+            _require_safe_path(folder.resolve())
+    except OSError:
+        return None
+    return folder
+
+
+def _chosen() -> Path:
+    wrong = []
+    for folder in _candidates():
+        try:
+            make_private(folder)
+            if folder.parent == _shared_folder():
+                _lock(folder)
+            return folder
+        except OSError as error:
+            wrong.append(str(error))
+    fresh = Path(tempfile.mkdtemp(prefix="mlxpool-", dir=_shared_folder()))
+    _lock(fresh)
+    os.environ[INHERITED] = str(fresh)
+    atexit.register(_remove, fresh, os.getpid())
+    log.warning("compiled kernels are not kept, the next start compiles them: %s", "; ".join(wrong))
+    return fresh
+
+
+def _candidates() -> Iterator[Path]:
+    with contextlib.suppress(RuntimeError):  # the user has no home folder
+        yield default_prefix_dir().with_name(f"tmp-{os.uname().machine}-{_c_library()}")
+    yield _shared_folder() / f"mlxpool-{os.getuid()}"
+
+
+def _c_library() -> str:
+    """The C library's name: machines that differ in it may share a home folder, no kernels."""
+    try:
+        return (os.confstr("CS_GNU_LIBC_VERSION") or sys.platform).replace(" ", "-")
+    except ValueError:
+        return sys.platform
+
+
+def _shared_folder() -> Path:
+    return Path(os.environ.get(TEMPORARY) or "/tmp")
+
+
+def _lock(folder: Path) -> None:
+    """Locks a folder in the temporary folder for as long as this process lives.
+
+    systemd-tmpfiles removes old folders, whose names another user could then take; not locked ones.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    _kept_open.append(descriptor)
+
+
+def _remove(fresh: Path, owner: int) -> None:
+    if os.getpid() == owner:  # not in a child that was forked
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def make_private(folder: Path) -> None:
+    """Makes the folder with FOLDER_MODE, or takes other users' rights to read it away.
+
+    Raises UnsafeFolder where it is not this user's or others may write to it or to a folder above,
+    and OSError where it cannot be made.
+    """
+    missing = [one for one in (folder, *folder.parents) if not os.path.lexists(one)]
+    for one in reversed(missing):
+        one.mkdir(mode=FOLDER_MODE, exist_ok=True)
+    _require_own(folder)
+    mode = stat.S_IMODE(os.lstat(folder).st_mode)
+    if mode & OTHERS_WRITE:
+        raise UnsafeFolder(
+            f"{folder} has the mode {mode:04o}, with which other users may have put code there:"
+            f" rm -r {shlex.quote(str(folder))}"
+        )
+    _require_safe_path(folder.resolve())
+    if mode != FOLDER_MODE:
+        folder.chmod(FOLDER_MODE)
+
+
+def _require_own(folder: Path) -> None:
+    """Raises UnsafeFolder for what is no folder, or another user's."""
+    status = os.lstat(folder)
+    if not stat.S_ISDIR(status.st_mode):
+        raise UnsafeFolder(f"{folder} is no folder")
+    if status.st_uid != os.getuid():
+        raise UnsafeFolder(
+            f"{folder} belongs to the user {status.st_uid}, and this process runs as {os.getuid()}"
+        )
+
+
+def _require_safe_path(folder: Path) -> None:
+    """Raises UnsafeFolder where another user can rename one of the folders on the path."""
+    for above in folder.parents:
+        status = os.stat(above)
+        foreign = status.st_uid not in (0, os.getuid())
+        shared = status.st_mode & OTHERS_WRITE and not status.st_mode & stat.S_ISVTX
+        if foreign or shared:
+            raise UnsafeFolder(
+                f"{folder} can be replaced by other users: {above} belongs to the user"
+                f" {status.st_uid} and has the mode {stat.S_IMODE(status.st_mode):04o}"
+            )

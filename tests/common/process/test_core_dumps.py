@@ -1,0 +1,56 @@
+"""Processes that hold keys leave no core dump."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mlxpool.common.process import core_dumps
+from support.pool import Pool
+
+
+def crash(folder: Path, program: str) -> list[str]:
+    """Has a process abort that may write a core of any size; returns the files in its folder."""
+    lifted = (
+        "import os, resource; from mlxpool.common.process import core_dumps\n"
+        "hard = resource.getrlimit(resource.RLIMIT_CORE)[1]\n"
+        f"resource.setrlimit(resource.RLIMIT_CORE, (hard, hard)); {program}; os.abort()"
+    )
+    ended = subprocess.run([sys.executable, "-c", lifted], cwd=folder, env={**os.environ})
+    assert ended.returncode == -signal.SIGABRT
+    return os.listdir(folder)
+
+
+def test_a_crash_leaves_no_file(tmp_path: Path) -> None:
+    (before := tmp_path / "before").mkdir()
+    (after := tmp_path / "after").mkdir()
+    if not crash(before, "pass"):
+        pytest.skip("no process leaves a core dump in its folder here")
+    assert crash(after, "core_dumps.turn_off()") == []
+
+
+def test_a_hard_limit_of_nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (0, 0))
+    monkeypatch.setattr(resource, "setrlimit", lambda *given: pytest.fail("only root may"))
+    core_dumps.turn_off()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_broker_gateway_and_workers_have_the_limit(tmp_path: Path) -> None:
+    with Pool(tmp_path, arguments=("--http", "127.0.0.1:0")) as pool, pool.client() as client:
+        client.generate("counting", "hello", max_tokens=1)
+        pids = [pool.process.pid]
+        for children in Path(f"/proc/{pool.process.pid}/task").glob("*/children"):
+            pids += map(int, children.read_text().split())
+        limits = [Path(f"/proc/{pid}/limits").read_text() for pid in pids]
+    assert len(limits) >= 3
+    for text in limits:
+        found = re.search(r"Max core file size\s+(\d+)\s+(\d+)", text)
+        assert found and max(map(int, found.groups())) <= core_dumps.LIMIT
