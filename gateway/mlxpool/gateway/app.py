@@ -64,7 +64,12 @@ class Gateway:
         self.drain = Drain()
         self.metrics = Metrics(version("mlxpool"), (route.shown_path for route in ROUTES))
         limit = ConcurrencyLimit(settings.per_key)
-        access = AccessControl(self.keys, limit, names_owners=settings.names_owners)
+        access = AccessControl(
+            self.keys,
+            limit,
+            names_owners=settings.names_owners,
+            cors_origins=settings.cors_origins,
+        )
         self.surroundings = Surroundings(access, self.drain, self.metrics, settings.access_log)
         self.app = Starlette(lifespan=self._lifespan, middleware=self._middleware())
         self.app.router.redirect_slashes = False

@@ -12,7 +12,7 @@ import hmac
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from starlette.requests import Request
 
 from mlxpool.common.api_keys import digest, read_keys
 from mlxpool.common.config.bounds import LOOPBACK
+from mlxpool.common.cross_site import foreign_page
 from mlxpool.gateway.errors import HttpError
 
 log = logging.getLogger("mlxpool.gateway")
@@ -110,12 +111,35 @@ class AccessControl:
     """
 
     def __init__(
-        self, keys: ApiKeys, limit: ConcurrencyLimit, *, names_owners: bool = False
+        self,
+        keys: ApiKeys,
+        limit: ConcurrencyLimit,
+        *,
+        names_owners: bool = False,
+        cors_origins: Collection[str] = (),
     ) -> None:
-        """`names_owners`: the pool is asked on behalf of the key's owner."""
+        """`names_owners`: the pool is asked on behalf of the key's owner.
+
+        `cors_origins`: whose pages in browsers may use the gateway.
+        """
         self._keys = keys
         self._limit = limit
         self._names_owners = names_owners
+        self._cors_origins = cors_origins
+
+    def check_origin(self, request: Request) -> None:
+        """Raises HttpError for a request of a page of another origin, unless it only reads."""
+        of = request.headers
+        found = foreign_page(
+            request.method,
+            of.get("host", ""),
+            of.getlist("origin"),
+            of.getlist("sec-fetch-site"),
+            self._cors_origins,
+        )
+        if found is not None:
+            message = f"{found} may not use the gateway: --cors-origin names whose pages may"
+            raise HttpError(403, message, "origin_not_allowed", retry=False)
 
     @contextlib.contextmanager
     def admitted(self, request: Request) -> Iterator[Owner]:

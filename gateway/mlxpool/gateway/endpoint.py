@@ -151,13 +151,15 @@ class Endpoint:
 
     async def _handle(self, request: Request, response: ResponseWriter) -> bool:
         around = self._surroundings
+        if "transfer-encoding" in request.headers and "content-length" in request.headers:
+            # First, and closing: what a proxy took for the body could be read as a second request.
+            message = "Transfer-Encoding and Content-Length are both there; send one of them"
+            raise HttpError(400, message, "bad_request", retry=False, close=True)
+        around.access.check_origin(request)
         if self._methods is not None and request.method not in self._methods:
             path, methods = request.url.path, " and ".join(self._methods)
             message = f"{path} takes {methods}, not {request.method}"
             raise HttpError(405, message, "method_not_allowed", retry=False)
-        if "transfer-encoding" in request.headers and "content-length" in request.headers:
-            message = "Transfer-Encoding and Content-Length are both there; send one of them"
-            raise HttpError(400, message, "bad_request", retry=False, close=True)
         if self._in_drain:
             return await self._admitted(request, response)
         around.drain.check_open()

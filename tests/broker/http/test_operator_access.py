@@ -71,6 +71,9 @@ def test_the_page_of_this_server_may_with_the_token(file: Path, host: str) -> No
         ({"Origin": "https://127.0.0.1:9464"}, 403, "the origin"),
         ({"Origin": "null"}, 403, "the origin 'null'"),
         ({"Origin": None}, 403, "the origin ''"),
+        # A browser says that it was another page, though the origin looks right.
+        ({"Sec-Fetch-Site": "cross-site"}, 403, "Sec-Fetch-Site: 'cross-site'"),
+        ({"Sec-Fetch-Site": "same-site"}, 403, "may change nothing"),
         # No token, a wrong one, one in another form.
         ({"Authorization": None}, 401, "missing or wrong"),
         ({"Authorization": ""}, 401, "missing or wrong"),

@@ -46,6 +46,7 @@ def test_a_hard_limit_of_nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_broker_gateway_and_workers_have_the_limit(tmp_path: Path) -> None:
     with Pool(tmp_path, arguments=("--http", "127.0.0.1:0")) as pool, pool.client() as client:
         client.generate("counting", "hello", max_tokens=1)
+        assert pool.process is not None
         pids = [pool.process.pid]
         for children in Path(f"/proc/{pool.process.pid}/task").glob("*/children"):
             pids += map(int, children.read_text().split())

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -95,7 +96,7 @@ def test_where_no_folder_is_safe_a_fresh_one_is_made_and_inherited(
     taken = without_home / f"mlxpool-{os.getuid()}"
     taken.mkdir()
     taken.chmod(0o777)
-    ended: list[tuple[object, ...]] = []
+    ended: list[tuple[Any, Path, int]] = []
     monkeypatch.setattr("atexit.register", lambda *given: ended.append(given))
     with caplog.at_level(logging.WARNING):
         fresh = private_temp.use()
@@ -105,7 +106,6 @@ def test_where_no_folder_is_safe_a_fresh_one_is_made_and_inherited(
     assert private_temp.use() == fresh
     os.close(*private_temp._kept_open)
     ((remove, folder, owner),) = ended
-    assert callable(remove)
     remove(folder, owner + 1)
     assert fresh.exists(), "a forked child leaves it"
     remove(folder, owner)

@@ -23,6 +23,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from mlxpool.common.config.bounds import ConfigError
+from mlxpool.common.cross_site import foreign_page
 from mlxpool.common.regular_files import open_regular
 
 MIN_TOKEN, MAX_TOKEN = 32, 256  # characters
@@ -70,6 +71,15 @@ def host_refusal(host: str) -> Refusal | None:
     )
 
 
+def page_refusal(method: str, headers: Message) -> Refusal | None:
+    """Why a request is refused that a page of another origin sent; None: none did."""
+    told = {
+        name: list(map(str, headers.get_all(name, ()))) for name in ("Origin", "Sec-Fetch-Site")
+    }
+    found = foreign_page(method, str(headers.get("Host", "")), *told.values())
+    return None if found is None else Refusal(HTTPStatus.FORBIDDEN, f"{found} may change nothing")
+
+
 def refusal(headers: Message, token: bytes) -> Refusal | None:
     """Why a request with these headers is refused; None: it may change the pool."""
     host, origin, authorization = (
@@ -79,6 +89,8 @@ def refusal(headers: Message, token: bytes) -> Refusal | None:
         return refused
     if origin.lower() != f"http://{host}".lower():
         return Refusal(HTTPStatus.FORBIDDEN, f"the origin {origin!r:.80} is not http://{host}")
+    if refused := page_refusal("POST", headers):
+        return refused
     scheme, _, given = authorization.partition(" ")
     if scheme.lower() != "bearer" or not hmac.compare_digest(_digest(given.strip()), token):
         return Refusal(HTTPStatus.UNAUTHORIZED, "the operators' token is missing or wrong")

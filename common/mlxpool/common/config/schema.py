@@ -218,8 +218,8 @@ class PoolConfig:
     # Jobs that one peer may have in the store, ended ones included.
     quota_jobs: Annotated[int, Within(0, 10**9)] = 0
     # Bytes that the files of one peer may have in the store, 512 for each file and the lines of
-    # batches included.
-    quota_file_bytes: Annotated[Bytes, Within(0, 2**50)] = 0
+    # batches included; 0: no limit. By default a quarter of `state_bytes`.
+    quota_file_bytes: Annotated[Bytes, Within(0, 2**50)] = 2 * 1024 * 1024 * 1024
     # A folder, or the URL of a PostgreSQL database, in which jobs are kept; "": there are no jobs.
     # Where it is not set, `load` has paths.default_state_dir.
     state_dir: str = ""
