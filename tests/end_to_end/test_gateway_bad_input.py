@@ -47,6 +47,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("keys") / "keys"
+    file.touch(0o600)
     file.write_text(f"# who may ask\n{KEY}\n\n")
     return file
 
@@ -378,6 +379,7 @@ def serving(pool: Pool, log: Path, *arguments: str) -> Iterator[tuple[subprocess
 
 def test_the_command_serves_rereads_its_keys_and_ends(pool: Pool, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
+    keys.touch(0o600)
     keys.write_text(KEY)
     with serving(pool, tmp_path / "log", "--keys", str(keys)) as (process, url):
         headers = {"authorization": f"Bearer {OTHER}"}

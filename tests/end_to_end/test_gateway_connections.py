@@ -76,11 +76,30 @@ def test_the_time_for_headers_does_not_concern_the_body(tmp_path: Path) -> None:
         assert connection.recv(4096).startswith(b"HTTP/1.1 408 ")
 
 
-def test_a_body_with_two_lengths_is_refused_and_its_connection_closed(tmp_path: Path) -> None:
-    with GatewayThread(tmp_path) as gateway, contextlib.ExitStack() as stack:
+PREFLIGHT = b"OPTIONS / HTTP/1.1\r\norigin: https://a.example\r\naccess-control-request-method: GET"
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        b"POST /v1/completions HTTP/1.1",
+        b"POST / HTTP/1.1",  # which takes no POST
+        b"DELETE /v1/models HTTP/1.1",
+        b"PURGE /nowhere HTTP/1.1",
+        b"GET /health HTTP/1.1",
+        PREFLIGHT,
+    ],
+)
+def test_a_body_with_two_lengths_is_refused_and_its_connection_closed(
+    tmp_path: Path, asked: bytes
+) -> None:
+    with (
+        GatewayThread(tmp_path, cors_origins=("https://a.example",)) as gateway,
+        contextlib.ExitStack() as stack,
+    ):
         connection = connect(gateway.url, stack)
         lines = b"transfer-encoding: chunked\r\ncontent-length: 4\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
-        start = head(gateway.url).replace(b"GET / ", b"POST /v1/completions ")
+        start = head(gateway.url).replace(b"GET / HTTP/1.1", asked)
         connection.sendall(start + lines + head(gateway.url) + b"\r\n")
         said = b""
         with contextlib.suppress(ConnectionResetError):

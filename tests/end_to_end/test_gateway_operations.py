@@ -48,7 +48,8 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 @pytest.fixture(scope="module")
 def gateway(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayThread]:
     keys = tmp_path_factory.mktemp("keys") / "keys"
-    keys.write_text(f"alice {KEY}\n")
+    keys.touch(0o600)
+    keys.write_text(f"alice {KEY} operator\n")
     with GatewayThread(pool.run_dir, keys=keys, cors_origins=(ORIGIN,)) as running:
         yield running
 
@@ -118,6 +119,8 @@ def test_lines_of_requests_that_fail(
     assert (unknown["status"], unknown["error"], unknown["model"]) == (404, "model_not_found", None)
     lost = ask("e-2", "GET", "/nowhere/x")
     assert (lost["route"], lost["path"], lost["status"]) == ("other", "/nowhere/x", 404)
+    slip = ask("e-2a", "GET", f"/v1/chat/{KEY}/Ab+/cd")
+    assert slip["path"] == "/v1/chat/…/…/cd", "a client has put its key there"
     denied = ask("e-3", "GET", "/v1/models", headers={"authorization": "Bearer nobody"})
     assert (denied["status"], denied["key"]) == (401, None)
     with http.stream(

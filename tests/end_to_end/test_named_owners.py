@@ -110,6 +110,7 @@ def test_a_gateway_over_tcp_names_owners_if_both_sides_say_so(
     secure: SecurePool, tmp_path: Path
 ) -> None:
     keys = tmp_path / "keys"
+    keys.touch(0o600)
     keys.write_text(f"carol {ALICE}\n")
     asked: dict[str, Any] = {"model": "counting", "prompt": "x", "max_tokens": 1}
     headers = {"authorization": f"Bearer {ALICE}"}

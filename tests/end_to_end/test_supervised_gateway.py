@@ -260,6 +260,7 @@ def test_a_stopped_gateway_of_an_earlier_broker_does_not_keep_the_address(tmp_pa
 
 def test_a_reload_reads_the_bearer_keys_again(tmp_path: Path) -> None:
     keys = tmp_path / "http.keys"
+    keys.touch(0o600)
     keys.write_text(f"{KEY}\n")
     with Pool(tmp_path, settings("0.0.0.0:0", f'http_keys = "{keys}"')) as pool:
         url = pool.gateway(state="ready")["url"].replace("0.0.0.0", "127.0.0.1")
@@ -320,6 +321,7 @@ def test_a_file_of_keys_that_is_unusable_at_a_restart_is_one_line(
     tmp_path: Path, text: str | None
 ) -> None:
     keys = tmp_path / "keys"
+    keys.touch(0o600)
     if text is not None:
         keys.write_text(text)
     config = GatewayConfig(str(tmp_path), -1, -1, "0.0.0.0", 0, keys=str(keys))

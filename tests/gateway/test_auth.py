@@ -21,6 +21,7 @@ def named(keys: ApiKeys, key: str) -> str | None:
 
 def test_a_key_has_the_name_of_its_line_or_digits_of_its_digest(tmp_path: Path) -> None:
     file = tmp_path / "keys"
+    file.touch(0o600)
     file.write_text(f"# comment\n\nalice@example.com {KEY}\n{OTHER}\n")
     keys = ApiKeys(file)
     assert named(keys, KEY) == "alice@example.com"
@@ -42,6 +43,7 @@ def test_a_key_has_the_name_of_its_line_or_digits_of_its_digest(tmp_path: Path) 
 )
 def test_a_line_that_is_none(tmp_path: Path, line: str, words: str) -> None:
     file = tmp_path / "keys"
+    file.touch(0o600)
     file.write_text(line)
     with pytest.raises(ValueError, match=words) as caught:
         ApiKeys(file)
@@ -80,3 +82,23 @@ def test_a_trusted_proxy(proxy: str) -> None:
 def test_what_is_no_trusted_proxy(proxy: str) -> None:
     with pytest.raises(ValueError, match="is no address of a proxy"):
         Settings(trusted_proxies=(proxy,))
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o666, 0o644])
+def test_keys_that_others_can_reach_are_refused(tmp_path: Path, mode: int) -> None:
+    file = tmp_path / "keys"
+    file.write_text(KEY)
+    file.chmod(mode)
+    with pytest.raises(ValueError, match=rf"{file} can be read or written .* \(mode 0{mode:o}\)"):
+        ApiKeys(file)
+
+
+def test_an_operator_is_named_in_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.touch(0o600)
+    file.write_text(f"prometheus {KEY} operator\nalice {OTHER}\n")
+    keys = ApiKeys(file)
+    operators = [keys.owner(f"Bearer {key}") for key in (KEY, OTHER)]
+    assert [one and one.operator for one in operators] == [True, False]
+    nobody = ApiKeys().owner(None)
+    assert nobody is not None and nobody.operator, "without keys everybody is"

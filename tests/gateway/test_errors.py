@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlxpool.common.errors import ContextExceeded, DeadlineExceeded
+from mlxpool.common.errors import ContextExceeded, DeadlineExceeded, ModelLoadFailed, OverQuota
 from mlxpool.gateway.anthropic.bodies import error_body
 from mlxpool.gateway.errors import HttpError, from_pool_error
 
@@ -62,3 +62,30 @@ def test_the_types_of_anthropics_errors(status: int, kind: str) -> None:
     error = HttpError(status, "no", "code", request_id="r")
     told = {"type": kind, "message": "no"}
     assert error_body(error) == {"type": "error", "error": told, "request_id": "r"}
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("/srv/models/demo/config.json: no JSON", "…/config.json: no JSON"),
+        ("cannot read '/srv/a model/x y.bin'", "cannot read '…/x y.bin'"),
+        ("~/models/demo cannot be read", "…/demo cannot be read"),
+        ("path=/home/pool/demo", "path=…/demo"),
+    ],
+)
+def test_clients_are_told_no_folders_of_the_server(said: str, told: str) -> None:
+    for error in (ModelLoadFailed(said), OverQuota(said, retry_after_ms=10)):
+        assert from_pool_error(error).message == told
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "delete files (DELETE /v1/files/ID)",
+        "use /api/chat or /v1/messages",
+        "https://hooks.example.org/a/b was refused",
+        "see docs/models.md and/or 3/4",
+    ],
+)
+def test_what_is_no_folder_stays(said: str) -> None:
+    assert from_pool_error(ModelLoadFailed(said)).message == said

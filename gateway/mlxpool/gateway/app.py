@@ -64,13 +64,14 @@ class Gateway:
         self.drain = Drain()
         self.metrics = Metrics(version("mlxpool"), (route.shown_path for route in ROUTES))
         limit = ConcurrencyLimit(settings.per_key)
-        access = AccessControl(
+        self._loop: asyncio.AbstractEventLoop | None = None  # while it serves
+        self.access = AccessControl(
             self.keys,
             limit,
             names_owners=settings.names_owners,
             cors_origins=settings.cors_origins,
         )
-        self.surroundings = Surroundings(access, self.drain, self.metrics, settings.access_log)
+        self.surroundings = Surroundings(self.access, self.drain, self.metrics, settings.access_log)
         self.app = Starlette(lifespan=self._lifespan, middleware=self._middleware())
         self.app.router.redirect_slashes = False
         self.app.router.default = Endpoint(
@@ -79,6 +80,7 @@ class Gateway:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        self._loop = asyncio.get_running_loop()
         async with contextlib.AsyncExitStack() as stack:
             clients = [
                 await stack.enter_async_context(self._client(broker))
@@ -99,6 +101,12 @@ class Gateway:
             key=None if broker.endpoint.startswith("ipc:") else self.settings.key,
             broker_grace=self.settings.broker_grace,
         )
+
+    def reload_keys(self) -> None:
+        """Read the keys again, and end the requests of those that are gone. From any thread."""
+        self.keys.reload()
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self.access.end_revoked)
 
     async def finish(self) -> None:
         """Refuse new requests, and wait for the running ones as long as the settings say."""
@@ -167,6 +175,7 @@ class Gateway:
             answer if spec.body is None else answer_body,
             spec.interface,
             public=spec.public,
+            operator=spec.operator,
             in_drain=spec.in_drain,
         )
 

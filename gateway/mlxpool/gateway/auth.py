@@ -6,6 +6,7 @@ SIGHUP.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import contextvars
 import hmac
@@ -34,9 +35,10 @@ class Owner:
 
     digest: bytes
     name: str | None
+    operator: bool = False  # may read the metrics
 
 
-NOBODY = Owner(b"", None)
+NOBODY = Owner(b"", None, operator=True)
 # The name of the owner on whose behalf the pool is asked in this task; "": of the gateway itself.
 current_owner: contextvars.ContextVar[str] = contextvars.ContextVar("current_owner", default="")
 
@@ -47,7 +49,7 @@ class ApiKeys:
     def __init__(self, file: Path | None = None) -> None:
         """Raises ValueError for a file that cannot be used, naming it and the line."""
         self._file = file
-        self._names = {} if file is None else read_keys(file)
+        self._keys = {} if file is None else read_keys(file)
 
     @property
     def required(self) -> bool:
@@ -58,11 +60,11 @@ class ApiKeys:
         if self._file is None:
             return
         try:
-            self._names = read_keys(self._file)
+            self._keys = read_keys(self._file)
         except ValueError as error:
             log.error("the keys stay as they were: %s", error)
         else:
-            log.info("%s has %d keys", self._file, len(self._names))
+            log.info("%s has %d keys", self._file, len(self._keys))
 
     def owner(self, authorization: str | None) -> Owner | None:
         """Whose key is in this header; None if the key is unknown.
@@ -73,10 +75,25 @@ class ApiKeys:
             return NOBODY
         scheme, _, key = (authorization or "").partition(" ")
         given = digest(key.strip())
-        known = [hmac.compare_digest(given, each) for each in self._names]
+        known = [hmac.compare_digest(given, each) for each in self._keys]
         if not any(known) or scheme.lower() != "bearer":
             return None
-        return Owner(given, self._names[given])
+        return Owner(given, self._keys[given].name, self._keys[given].operator)
+
+    def is_known(self, owner: Owner) -> bool:
+        """Whether the key of an owner is there, under the same name."""
+        if self._file is None:
+            return True
+        key = self._keys.get(owner.digest)
+        return key is not None and key.name == owner.name
+
+
+class KeyRevoked(HttpError):
+    """The key of a running request was taken away, which ends the request."""
+
+    def __init__(self) -> None:
+        message = "the key of this request was taken away"
+        super().__init__(401, message, "invalid_api_key", retry=False, close=True)
 
 
 class ConcurrencyLimit:
@@ -125,6 +142,8 @@ class AccessControl:
         self._keys = keys
         self._limit = limit
         self._names_owners = names_owners
+        self._running: dict[asyncio.Task[object], Owner] = {}
+        self._revoked: set[asyncio.Task[object]] = set()
         self._cors_origins = cors_origins
 
     def check_origin(self, request: Request) -> None:
@@ -143,21 +162,52 @@ class AccessControl:
 
     @contextlib.contextmanager
     def admitted(self, request: Request) -> Iterator[Owner]:
-        """To be entered for as long as the request takes. Raises HttpError."""
+        """To be entered for as long as the request takes. Raises HttpError.
+
+        Raises KeyRevoked inside of it when `end_revoked` finds that the key was taken away.
+        """
         host = HOST.fullmatch(request.headers.get("host", ""))
         if not self._keys.required and (host is None or host[1].lower() not in LOOPBACK):
             message = f"without keys it is asked as {' or '.join(LOOPBACK)} only; see --keys"
             raise HttpError(403, message, "host_not_allowed", retry=False)
+        if len(request.headers.getlist("authorization")) > 1:
+            message = "the header Authorization is there more than once; send one"
+            raise HttpError(400, message, "bad_request", retry=False)
         owner = self._keys.owner(_authorization(request))
         if owner is None:
             message = "a known key is wanted: Authorization: Bearer KEY, or x-api-key: KEY"
             raise HttpError(401, message, "invalid_api_key", retry=False)
-        with self._limit.request(owner.digest):
+        with self._limit.request(owner.digest), self._revocable(owner):
             before = current_owner.set(owner.name or "" if self._names_owners else "")
             try:
                 yield owner
             finally:
                 current_owner.reset(before)
+
+    @contextlib.contextmanager
+    def _revocable(self, owner: Owner) -> Iterator[None]:
+        task = asyncio.current_task()
+        assert task is not None
+        self._running[task] = owner
+        try:
+            yield
+        except asyncio.CancelledError:
+            if task not in self._revoked:
+                raise
+            task.uncancel()
+            raise KeyRevoked from None
+        finally:
+            del self._running[task]
+            self._revoked.discard(task)
+
+    def end_revoked(self) -> None:
+        """Ends the requests whose keys are no longer known. Called on the loop."""
+        for task, owner in self._running.items():
+            if task not in self._revoked and not self._keys.is_known(owner):
+                self._revoked.add(task)
+                task.cancel()
+        if self._revoked:
+            log.info("requests of revoked keys end", extra={"requests": len(self._revoked)})
 
 
 def _authorization(request: Request) -> str | None:

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlxpool.common.errors import PoolError
 from mlxpool.gateway import errors
-from mlxpool.gateway.auth import AccessControl
+from mlxpool.gateway.auth import AccessControl, KeyRevoked
 from mlxpool.gateway.errors import HttpError
 from mlxpool.gateway.http import ResponseWriter
 from mlxpool.gateway.operations.drain import Drain
@@ -34,6 +34,7 @@ from mlxpool.gateway.operations.exchange import (
     UNPARSABLE,
     Exchange,
     request_id,
+    shown_path,
 )
 from mlxpool.gateway.operations.metrics import Metrics
 from mlxpool.gateway.route_spec import OPENAI, Interface
@@ -69,7 +70,7 @@ class Surroundings:
             route=route,
             started=time.monotonic(),
             client=client and client[0],
-            path=scope["path"][:MAX_LOGGED_PATH] if route == OTHER_ROUTE else None,
+            path=shown_path(scope["path"][:MAX_LOGGED_PATH]) if route == OTHER_ROUTE else None,
         )
 
     def unparsable(self, client: str | None) -> Exchange:
@@ -109,6 +110,7 @@ class Endpoint:
         interface: Interface = OPENAI,
         *,
         public: bool = False,
+        operator: bool = False,
         in_drain: bool = False,
     ) -> None:
         """`handler` returns whether the client disconnected before the end of the response.
@@ -121,6 +123,7 @@ class Endpoint:
         self._handler = handler
         self._interface = interface
         self._public = public
+        self._operator = operator
         self._in_drain = in_drain
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -134,6 +137,8 @@ class Endpoint:
         try:
             if await self._handle(request, response):
                 _note_disconnect(response)
+        except KeyRevoked as error:
+            await self._end(response, error)
         except HttpError as error:
             await self._fail(response, error)
         except PoolError as error:
@@ -141,20 +146,18 @@ class Endpoint:
         except ClientDisconnect:  # before the body was complete
             _note_disconnect(response)
         except asyncio.CancelledError:  # the drain's time, or uvicorn's, has passed
-            await self._abort(response)
+            ending = HttpError(503, ENDING, "draining", retry_after=1.0, close=True)
+            await self._end(response, ending)
         except Exception as error:
             if response.started and isinstance(error, OSError):
                 return _note_disconnect(response)  # while the response was written
-            log.exception("a request to %s failed", request.url.path)
+            log.exception("a request to %s failed", self._route)
             failure = HttpError(500, "the gateway failed", "internal", retry=False)
             await self._fail(response, failure)
 
     async def _handle(self, request: Request, response: ResponseWriter) -> bool:
         around = self._surroundings
-        if "transfer-encoding" in request.headers and "content-length" in request.headers:
-            # First, and closing: what a proxy took for the body could be read as a second request.
-            message = "Transfer-Encoding and Content-Length are both there; send one of them"
-            raise HttpError(400, message, "bad_request", retry=False, close=True)
+        check_length(request.headers)
         around.access.check_origin(request)
         if self._methods is not None and request.method not in self._methods:
             path, methods = request.url.path, " and ".join(self._methods)
@@ -171,11 +174,15 @@ class Endpoint:
             return await self._handler(request, response)
         with self._surroundings.access.admitted(request) as owner:
             response.exchange.key = owner.name
+            if self._operator and not owner.operator:
+                message = f"{self._route} is for operators: the line of the key in the file of keys"
+                raise HttpError(
+                    403, f"{message} has to end with `operator`", "operator_only", retry=False
+                )
             return await self._handler(request, response)
 
-    async def _abort(self, response: ResponseWriter) -> None:
-        """Answer with an error, or end the open stream with one: the gateway is shutting down."""
-        error = HttpError(503, ENDING, "draining", retry_after=1.0, close=True)
+    async def _end(self, response: ResponseWriter, error: HttpError) -> None:
+        """Answer with an error, or end the open stream with it; the work is cancelled."""
         with contextlib.suppress(TimeoutError):  # the client does not read
             async with asyncio.timeout(ABORT_TIME):
                 await self._fail(response, error)
@@ -208,6 +215,16 @@ def _note_disconnect(response: ResponseWriter) -> None:
         exchange.status = DISCONNECTED
 
 
+def check_length(headers: Headers) -> None:
+    """Raises HttpError for two lengths of a body, and the connection is closed.
+
+    Checked before all else: what a proxy takes for the body would else be the next request.
+    """
+    if "transfer-encoding" in headers and "content-length" in headers:
+        message = "Transfer-Encoding and Content-Length are both there; send one of them"
+        raise HttpError(400, message, "bad_request", retry=False, close=True)
+
+
 def is_preflight(scope: Scope) -> bool:
     """Whether a browser asks if a page may send a request."""
     if scope["type"] != "http" or scope["method"] != "OPTIONS":
@@ -235,4 +252,10 @@ class PreflightRecords:
             await send(message)
 
         with self._surroundings.observed(exchange):
+            try:
+                check_length(Headers(scope=scope))
+            except HttpError as error:
+                response = ResponseWriter(send, exchange)
+                body = response.identified(error).openai_body()
+                return await response.json(body, error.status, error.headers())
             await self._app(scope, receive, noted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,6 +44,11 @@ STATUS: Mapping[str, tuple[int, str]] = {
     "draining": (503, "draining"),
 }
 ERROR_TYPES = {401: "authentication_error", 404: INVALID, 429: "rate_limit_error"}
+# The folders of an absolute path that is no path of this interface and no part of a URL; in quotes
+# they may have spaces.
+FOLDERS = re.compile(
+    r"""(?<![\w:/.~-])~?/(?!v1/|api/)(?:(?<=['"]/)[^'"]*/|(?:[^\s/:;,'"()\[\]]+/)+)"""
+)
 LOADING_RETRY_AFTER = 1.0  # seconds until a request for a model that is loading is sent again
 # Part of the body may still be unread, so the connection cannot carry another request.
 CLOSING_STATUSES = (408, 413)
@@ -119,6 +125,14 @@ def unsupported_parameter(param: str, advice: str) -> HttpError:
     return bad_request(f"{param!r} is not supported: {advice}", param, "unsupported_parameter")
 
 
+def without_folders(message: str) -> str:
+    """A message of the pool in which files are named without their folders.
+
+    Where files of the server are concerns its operator, who reads its log.
+    """
+    return FOLDERS.sub("…/", message)
+
+
 def from_pool_error(
     error: PoolError, *, started: bool = False, prompt_field: str | None = None
 ) -> HttpError:
@@ -127,12 +141,13 @@ def from_pool_error(
     `started`: a model has produced output, so a retry would repeat work and is not suggested.
     `prompt_field`: the field of the request that has its prompt.
     """
+    message = without_folders(error.message)
     status, code = STATUS.get(error.code, (429 if error.retry_after_ms is not None else 500, ""))
     progress = (error.details or {}).get("load_progress")
     if is_number(progress):  # the deadline came before the model was loaded
         return HttpError(
             503,
-            error.message,
+            message,
             "model_loading",
             retry_after=LOADING_RETRY_AFTER,
             load_progress=float(progress),
@@ -140,7 +155,7 @@ def from_pool_error(
     after = None if error.retry_after_ms is None else error.retry_after_ms / 1000
     return HttpError(
         status,
-        error.message,
+        message,
         code or error.code,
         {"unknown_model": "model", "context_exceeded": prompt_field}.get(error.code),
         retry_after=1.0 if after is None and status == 429 else after,

@@ -100,7 +100,8 @@ class RouteSpec:
     """A method and a path. `answer` names the schema of the response.
 
     `stream`: the content type of a streamed response, whose events or lines have the schema
-    `event`. `public`: needs no key. `in_drain`: is answered while the gateway drains.
+    `event`. `public`: needs no key; `operator`: that of an
+    operator. `in_drain`: is answered while the gateway drains.
     `reads_body`: the method reads it itself, as a form. `watched`: the work ends when its client
     is gone, as that of all streams and of requests with a JSON body does.
     """
@@ -117,6 +118,7 @@ class RouteSpec:
     stream: str | None = None
     event: str = ""
     public: bool = False
+    operator: bool = False
     in_drain: bool = False
     reads_body: bool = False
     watched: bool = False

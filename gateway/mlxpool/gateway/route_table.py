@@ -234,7 +234,7 @@ ROUTES: tuple[RouteSpec, ...] = (
         lambda to, call: to.operations.metrics(
             call.request.headers.get("accept", ""), call.response
         ),
-        "", content_type="text/plain", in_drain=True,
+        "", content_type="text/plain", in_drain=True, operator=True,
     ),
     of_operations.get(
         "/openapi.json", "This document.", lambda to: to.operations.openapi, "Document", public=True

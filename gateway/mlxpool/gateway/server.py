@@ -117,7 +117,7 @@ def run(settings: Settings, ready: Callable[[str], None]) -> None:
     gateway = Gateway(settings)
     bound = listen(settings)
     sys.setswitchinterval(THREAD_SWITCH_INTERVAL)
-    signal.signal(signal.SIGHUP, lambda *_: gateway.keys.reload())
+    signal.signal(signal.SIGHUP, lambda *_: gateway.reload_keys())
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     ready(listening.url_of(bound))
     server = make_server(gateway)

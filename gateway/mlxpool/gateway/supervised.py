@@ -100,7 +100,7 @@ def run(config: GatewayConfig) -> int:
     except ValueError as error:
         log.error("the gateway cannot start: %s", error)
         return UNUSABLE
-    signal.signal(signal.SIGHUP, lambda *_: gateway.keys.reload())
+    signal.signal(signal.SIGHUP, lambda *_: gateway.reload_keys())
     sys.setswitchinterval(THREAD_SWITCH_INTERVAL)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     with listening.inherited(config.listen_fd) as bound:

@@ -173,6 +173,7 @@ def test_bearer_keys_that_cannot_be_used_change_nothing_and_their_line_is_named(
 ) -> None:
     """The gateway would keep its keys, and say so in the log alone."""
     keys = tmp_path / "keys"
+    keys.touch(0o600)
     keys.write_text("# of programs\nshort\n")
     before = replace(POOL, http="127.0.0.1:0", http_keys=keys)
     reload = reload_of(before, replace(before, queue_limit=7))

@@ -94,6 +94,14 @@ def test_each_check_refuses_by_itself(
     assert TOKEN[:8] not in refused.why
 
 
+def test_two_tokens_are_refused(file: Path) -> None:
+    """One of them may be what a proxy has checked, and the other what this server reads."""
+    asked = headers()
+    asked["Authorization"] = "Bearer other"
+    refused = refusal(asked, read_token(file))
+    assert refused is not None and "more than once" in refused.why
+
+
 def test_only_loopback_addresses_are_loopback() -> None:
     assert all(map(is_loopback, ("127.0.0.1", "127.1.2.3", "::1", "localhost")))
     assert not any(map(is_loopback, ("", "0.0.0.0", "::", "10.0.0.1", "localhost.example", "1")))

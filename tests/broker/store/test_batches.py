@@ -194,11 +194,11 @@ def test_lines_that_the_deadline_cut_off_count_as_expired(store: OpenedStore) ->
 
 def test_lines_become_jobs_some_at_a_time(store: OpenedStore) -> None:
     new_batch(store, b"one\n\ntwo\r\nthree", deadline=100.0)
-    first = lines(store, count=2)
+    first = lines(store, count=1)
     assert first.lines == ((0, 0, b"one"),)
-    assert (first.next_line, first.end, first.last, first.deadline_left) == (2, 5, False, 100.0)
+    assert (first.next_line, first.end, first.last, first.deadline_left) == (1, 4, False, 100.0)
     batch = add(store, first)
-    assert (batch.state, batch.next_line, batch.next_start) == (BatchState.OPEN, 2, 5)
+    assert (batch.state, batch.next_line, batch.next_start) == (BatchState.OPEN, 1, 4)
     second = lines(store, count=9)
     assert second.lines == ((2, 5, b"two\r"), (3, 10, b"three"))
     assert second.last
@@ -477,3 +477,20 @@ def test_outcomes_come_in_the_order_of_lines_and_in_pages(store: OpenedStore) ->
     assert found[5].ids == b""  # it runs
     assert [outcome.cause for outcome in found] == ["", "not JSON", "", "x", "not JSON", "", ""]
     assert [outcome.label for outcome in found] == [f"l{line}" for line in range(7)]
+
+
+def test_millions_of_empty_lines_are_few_portions(store: OpenedStore) -> None:
+    """A portion takes a commit, and a commit some milliseconds of the store's thread."""
+    empty = 1_000_000
+    new_batch(store, b"\n" * empty + b"one\n \t\r\n\ntwo\n" + b" \n" * empty)
+    found, portions = [], 0
+    while True:
+        some = lines(store)
+        assert isinstance(some, Lines)
+        found += [(number, data) for number, _, data in some.lines]
+        portions += 1
+        add(store, some)
+        if some.last:
+            break
+    assert found == [(empty, b"one"), (empty + 3, b"two")]
+    assert portions <= 3 * empty // PART + 3

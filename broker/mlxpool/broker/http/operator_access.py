@@ -91,6 +91,8 @@ def refusal(headers: Message, token: bytes) -> Refusal | None:
         return Refusal(HTTPStatus.FORBIDDEN, f"the origin {origin!r:.80} is not http://{host}")
     if refused := page_refusal("POST", headers):
         return refused
+    if len(headers.get_all("Authorization", ())) > 1:
+        return Refusal(HTTPStatus.UNAUTHORIZED, "the header Authorization is there more than once")
     scheme, _, given = authorization.partition(" ")
     if scheme.lower() != "bearer" or not hmac.compare_digest(_digest(given.strip()), token):
         return Refusal(HTTPStatus.UNAUTHORIZED, "the operators' token is missing or wrong")

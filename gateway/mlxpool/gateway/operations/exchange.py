@@ -18,6 +18,9 @@ DISCONNECTED = 499  # status of a request whose client disconnected before the r
 REQUEST_ID = "x-request-id"
 # Ids of proxies and tracing systems: UUIDs, ULIDs, AWS's `Root=1-…;…`, Google's `TRACE/SPAN;o=1`.
 SANE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:;=/+@-]{0,127}")
+# A part of a path that can be no key, and none of its parts: a key has 16 characters or more, and
+# may have a slash.
+SHOWN_PART = re.compile(r"[a-z_]{1,15}(\.[a-z]{1,5})?|v\d{1,2}|")
 
 
 @dataclass(eq=False, slots=True)
@@ -76,6 +79,12 @@ class Exchange:
 def milliseconds(seconds: float) -> float:
     """For a log: with one decimal."""
     return round(seconds * 1000, 1)
+
+
+def shown_path(path: str) -> str:
+    """A path as logs show it: a client may have put its key there, so odd parts are `…`."""
+    parts = path.split("/")
+    return "/".join(part if SHOWN_PART.fullmatch(part) else "…" for part in parts)
 
 
 def request_id(given: str | None, made: str) -> str:

@@ -154,3 +154,12 @@ def test_slices_are_short() -> None:
         for some in found:
             assert 1 <= len(some) <= input_lines.SLICE_LINES
             assert len(some) == 1 or sum(map(len, some)) <= input_lines.SLICE_BYTES
+
+
+def test_empty_lines_are_bounded_as_others_are() -> None:
+    reader, made = read([b"", b" ", line(), *[b"\r"] * (MAX_LINES - 2)])
+    assert not reader.faults and len(made) == 1 and not reader.given_up
+    reader, _ = read([*[b""] * MAX_LINES, b""])
+    (fault,) = reader.faults
+    assert fault.code == "too_many_lines" and reader.given_up
+    assert fault.message == f"the file has more than {MAX_LINES} empty lines: delete them"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from mlxpool.broker.store.batch_operations import (
     AddLines,
     CancelBatch,
@@ -106,6 +108,7 @@ def cancel_batch(database: Database, asked: CancelBatch, now: float) -> Result:
     return BatchChanged(_again(database, batch.id), ended)
 
 
+EMPTY_LINES = re.compile(rb"(?:[ \t\r\v\f]*+\n)++")
 OUTCOMES = {True: Outcomes.DONE, False: Outcomes.OTHERS}  # by whether a line is done
 
 
@@ -266,21 +269,25 @@ def read_lines(database: Database, asked: ReadLines, now: float) -> Result:
     data = _next_bytes(database, batch, asked.max_bytes)
     at_end = start + len(data) >= batch.file_size
     found: list[tuple[int, int, bytes]] = []
-    at, counted = 0, 0
+    at = counted = skipped = 0
     while counted < asked.count and at < len(data):
+        if empty := EMPTY_LINES.match(data, at):  # millions of them are one portion
+            skipped += data.count(b"\n", at, empty.end())
+            at = empty.end()
+            continue
         end = data.find(b"\n", at)
         if end < 0 and not at_end:
             break
         line = data[at : len(data) if end < 0 else end]
         if line.strip():
-            found.append((number + counted, start + at, line[: MAX_LINE + 1]))
+            found.append((number + skipped + counted, start + at, line[: MAX_LINE + 1]))
         at = len(data) if end < 0 else end + 1
         counted += 1
-    if not counted and data:  # one line that is longer than what was read
+    if not counted and not skipped and data:  # one line that is longer than what was read
         found, counted = [(number, start, data + b" " * (MAX_LINE + 1 - len(data)))], 1
         at = _line_end(database, batch, start + len(data)) - start
     last = start + at >= batch.file_size
-    return Lines(batch, tuple(found), number + counted, start + at, last, left)
+    return Lines(batch, tuple(found), number + skipped + counted, start + at, last, left)
 
 
 def _next_bytes(database: Database, batch: BatchView, max_bytes: int) -> bytes:

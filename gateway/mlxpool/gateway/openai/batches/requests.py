@@ -83,6 +83,7 @@ class LineReader:
 
     endpoint: str
     total: int = 0  # lines that are not empty
+    empty: int = 0
     faults: list[LineFault] = field(default_factory=list)
     _number: int = 0  # of the last line, from 1
     _labels: set[str] = field(default_factory=set)
@@ -92,13 +93,16 @@ class LineReader:
         found: list[tuple[int, dict[str, Any]]] = []
         for data in lines:
             self._number += 1
-            if not data.strip():
-                continue
-            self.total += 1
-            if self.total > MAX_LINES:
-                message = f"the file has more than {MAX_LINES} lines: divide it"
+            empty = not data.strip()
+            self.total += not empty
+            self.empty += empty
+            if max(self.total, self.empty) > MAX_LINES:
+                which = "lines: divide it" if self.total > MAX_LINES else "empty lines: delete them"
+                message = f"the file has more than {MAX_LINES} {which}"
                 self._fault(LineFault(self._number, "too_many_lines", message))
                 return found
+            if empty:
+                continue
             try:
                 line = parsed_line(data, self.endpoint)
                 self._check_label(line["custom_id"])
@@ -138,4 +142,4 @@ class LineReader:
     @property
     def given_up(self) -> bool:
         """Whether so many lines have faults that no more are looked for."""
-        return len(self.faults) >= MAX_FAULTS or self.total > MAX_LINES
+        return len(self.faults) >= MAX_FAULTS or max(self.total, self.empty) > MAX_LINES
