@@ -267,6 +267,49 @@ def test_collected_kernels_are_compiled_together(
     kernel_cache.build_key.cache_clear()
 
 
+def test_a_kernel_that_many_layers_call_is_hashed_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(kernel_cache, "_compiler", Compiled)
+    compiled: list[str] = []
+
+    def in_process(compiler: Any, kernel: str, code: str) -> tuple[bytes, str, str]:
+        compiled.append(kernel)
+        return b"machine code", kernel, "_Zmangled"
+
+    monkeypatch.setattr(nvrtc, "in_process", in_process)
+    hashed: list[bytes] = []
+    hash_of = kernel_cache.string_hash
+    monkeypatch.setattr(
+        kernel_cache, "string_hash", lambda text: (hashed.append(text), hash_of(text))[1]
+    )
+    read: list[Path] = []
+    intact = kernel_cache._is_intact
+    monkeypatch.setattr(
+        kernel_cache, "_is_intact", lambda path: (read.append(path), intact(path))[1]
+    )
+    kernel_cache._module.cache_clear()
+    kernel_cache._compile_to_disk.cache_clear()
+    kernel_cache.build_key.cache_clear()
+    inputs = [mx.zeros((2,) if dimensions else (), dtype=dtype) for dtype, dimensions in KINDS]
+    texts = [replace(TEXT, name=name) for name in ("mlxpool_add", "mlxpool_other")]
+    calls = [kernel_cache.with_disk_cache(text, lambda **given: given) for text in texts]
+    with kernel_cache.collecting() as jobs:
+        for _ in range(100):  # layers
+            for call in calls:
+                call(inputs=inputs, output_dtypes=OUTPUTS)
+    kernel_cache.compile_together(jobs, lambda: None)
+    assert len(hashed) == len(set(hashed)) == len(compiled) == 2
+    assert len(read) == 4  # for the list of what is missing, and before each was compiled
+    for call in calls:
+        call(inputs=inputs, output_dtypes=OUTPUTS)
+    assert len(hashed) == 2 and len(compiled) == 2
+    kernel_cache._module.cache_clear()
+    kernel_cache._compile_to_disk.cache_clear()
+    kernel_cache.build_key.cache_clear()
+
+
 def test_a_kernel_that_does_not_compile_is_left_to_its_first_call(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

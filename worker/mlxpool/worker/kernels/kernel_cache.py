@@ -158,12 +158,15 @@ def compile_together(jobs: Iterable[KernelJob], on_progress: Callable[[], None])
 
 
 def _missing(jobs: Iterable[KernelJob]) -> dict[Path, tuple[str, str]]:
-    """Returns the files that have to be made for these kernels, with their names and codes."""
+    """Returns the files that have to be made for these kernels, with their names and codes.
+
+    Passes call each kernel in each layer; its code is made and hashed once.
+    """
     missing: dict[Path, tuple[str, str]] = {}
-    for job in jobs:
+    for job in dict.fromkeys(jobs):
         with contextlib.suppress(OSError, KeyError):
-            code = kernel_code(job.text, job.inputs, job.outputs)
-            path = cache_folder() / f"{module_name(job.text, code)}.ptx"
+            file, code = _module(job)
+            path = cache_folder() / file
             if not _is_intact(path):
                 missing[path] = NAMESPACE + kernel_name(job.text), code
     return missing
@@ -190,15 +193,27 @@ def _compile_in_process(
     return True
 
 
+@functools.cache
+def _module(job: KernelJob) -> tuple[str, str]:
+    """Returns the name of a kernel's file and its code. Raises KeyError for a dtype not in TYPES.
+
+    It takes 0.1 ms, so it is remembered: a kernel is looked for when it is listed, and when it is
+    called.
+    """
+    code = kernel_code(job.text, job.inputs, job.outputs)
+    return f"{module_name(job.text, code)}.ptx", code
+
+
 def with_disk_cache(text: KernelText, made: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a kernel of mx.fast.cuda_kernel: compiles it to disk before its first call."""
 
     def call(*, inputs: Sequence[mx.array], output_dtypes: Sequence[mx.Dtype], **more: Any) -> Any:
         kinds = tuple((x.dtype, x.ndim > 0) for x in inputs)
+        job = KernelJob(text, kinds, tuple(output_dtypes))
         if _collected is None:
-            _compile_to_disk(text, kinds, tuple(output_dtypes))
+            _compile_to_disk(job)
         else:
-            _collected.append(KernelJob(text, kinds, tuple(output_dtypes)))
+            _collected.append(job)
         return made(inputs=inputs, output_dtypes=output_dtypes, **more)
 
     return call
@@ -228,15 +243,13 @@ def _mlx() -> str:
 
 
 @functools.cache
-def _compile_to_disk(
-    text: KernelText, inputs: tuple[InputKind, ...], outputs: tuple[mx.Dtype, ...]
-) -> None:
+def _compile_to_disk(job: KernelJob) -> None:
     compiler = _compiler()
     if compiler is None:
         return
     try:
-        code = kernel_code(text, inputs, outputs)
-        path = cache_folder() / f"{module_name(text, code)}.ptx"
+        file, code = _module(job)
+        path = cache_folder() / file
         if _is_intact(path):
             return
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -245,13 +258,13 @@ def _compile_to_disk(
         with compile_lock(path, wait=True):
             if _is_intact(path):  # another process has compiled it meanwhile
                 return
-            found = compiler.machine_code(NAMESPACE + kernel_name(text), code)
+            found = compiler.machine_code(NAMESPACE + kernel_name(job.text), code)
             # The files were read just now, for the name of the old ones.
             if _texts() not in build_key():
                 raise RuntimeError("another edition of mlxpool was installed while this one runs")
             _write(path, *found)
     except Exception as error:  # MLX compiles the kernel itself
-        log.info("MLX compiles our kernel %s by itself: %s", text.name, error)
+        log.info("MLX compiles our kernel %s by itself: %s", job.text.name, error)
 
 
 def _is_intact(path: Path) -> bool:
