@@ -60,7 +60,9 @@ MODELS: dict[str, tuple[dict[str, Any], bool, set[str]]] = {
         SIZES,
         True,
         # Products of so many dequantised lines do not compute the gate.
-        RAGGED | {"matmul_4bit", "matmul_small", "matmul_tiled", "dequantise", "swiglu"},
+        RAGGED
+        | {"matmul_4bit", "matmul_small", "matmul_tiled", "swiglu"}
+        | {"dequantise", "dequantise_rows"},
     ),
     "llama, int8 keys and values": (
         SIZES,
@@ -92,10 +94,10 @@ def rounded(array: np.ndarray) -> Any:
 
 
 def quantised(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Quantises the linear layers to 4 bits in groups of 64."""
+    """Quantises the linear layers and the embedding to 4 bits in groups of 64."""
     stored = {}
     for name, array in weights.items():
-        if not name.endswith("proj.weight"):
+        if not name.endswith(("proj.weight", "embed_tokens.weight")):
             stored[name] = array
             continue
         parts = mx.quantize(mx.array(array), group_size=64, bits=4)

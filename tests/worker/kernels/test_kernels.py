@@ -551,6 +551,10 @@ def test_the_dequantise_kernel_equals_mlx(bits: int, group: int, dtype: str) -> 
     expected = _exact(weight, scales, biases, group, bits)
     assert dequantise.supports(bits, group, kind)
     found = dequantise.unpack(weight, scales, biases, bits, group, kind)
+    assert dequantise.supports_rows(bits, group, kind)
+    ids = mx.array([5, 0, weight.shape[0] - 1, 5, 2], dtype=mx.int32)
+    rows = dequantise.unpack_rows(weight, scales, biases, ids, bits, group, kind)
+    assert mx.array_equal(rows, found[ids]).item()
     assert np.allclose(_numbers(found), expected, 0.01, 0.01)
 
 

@@ -128,11 +128,23 @@ class QuantisedWeight:
 
     def rows(self, tokens: mx.array, dtype: mx.Dtype) -> mx.array:
         """tokens [T] -> [T, in]: these rows of the weight, dequantised."""
+        if self._has_rows_kernel(tokens, dtype):
+            assert self.biases is not None
+            bits, group = self.layout.bits, self.layout.group_size
+            packed = self.weight, self.scales, self.biases
+            return dequantise.unpack_rows(*packed, tokens, bits, group, dtype)
         biases = None if self.biases is None else self.biases[tokens]
         row = QuantisedWeight(
             self.weight[tokens], self.scales[tokens], biases, self.factor, self.layout
         )
         return row.dequantised(dtype)
+
+    def _has_rows_kernel(self, tokens: mx.array, dtype: mx.Dtype) -> bool:
+        """Whether our own kernel takes rows of this weight, of which `biases` are a part."""
+        layout = self.layout
+        plain = self.weight.ndim == 2 and self.factor is None and self.biases is not None
+        some = tokens.ndim == 1 and tokens.dtype == mx.int32
+        return plain and some and dequantise.supports_rows(layout.bits, layout.group_size, dtype)
 
     def dequantised(self, dtype: mx.Dtype | None = None) -> mx.array:
         """The dense weight [..., out, in]; without a `dtype` in one that loses nothing."""
