@@ -52,7 +52,7 @@ LATENT: dict[str, Any] = {
     "first_k_dense_replace": 2,  # a CPU has no experts in bfloat16
 }
 COMMON = {"paged_attention", "block_copy", "sampling", "rms_norm", "block_write", "host_write"}
-COMMON |= {"rope_tables", "take_rows"}
+COMMON |= {"rope_tables", "take_rows", "take_numbers", "column_sums"}
 RAGGED = COMMON | {"ragged_attention", "rotate_and_write", "table_update", "known_tokens"}
 MODELS: dict[str, tuple[dict[str, Any], bool, set[str]]] = {
     "llama": (SIZES, False, RAGGED | {"matmul_small", "matmul_tiled"}),

@@ -28,6 +28,7 @@ from mlxpool.worker.kernels import (  # noqa: E402
     matmul_small,
     matmul_tiled,
     paged_attention,
+    row_columns,
     row_ops,
     sampling,
 )
@@ -625,6 +626,59 @@ def test_the_sampling_kernel_samples_the_same_tokens(
         assert fast[3::4] == free[3::4]
     differing = [row for row in range(len(rows)) if fast[row] != slow[row]]
     assert len(differing) <= 1, [(row, rows[row], fast[row], slow[row]) for row in differing]
+
+
+@runs
+@pytest.mark.parametrize(("rows", "size", "width"), cases([(3, 700, 1500)], [(128, 128_256, 300)]))
+def test_values_are_added_to_columns_and_taken_of_them(rows: int, size: int, width: int) -> None:
+    assert row_columns.works()
+    random_ = np.random.default_rng(size)
+    ids = random_.integers(-1, size + 1, (rows, width), dtype=np.int32)
+    values = random_.integers(-9, 9, ids.shape).astype(np.float32)
+    expected = np.zeros((2, rows, size), dtype=np.float32)
+    for row, line in enumerate(ids):
+        for given, column in zip(values[row], line, strict=True):
+            if 0 <= column < size:
+                expected[:, row, column] += 1, given
+    counts = row_columns.column_sums(mx.array(ids), mx.ones((1, 1)), size)
+    assert np.array_equal(np.array(counts), expected[0])
+    sums = row_columns.column_sums(mx.array(ids), mx.array(values), size)
+    assert np.array_equal(np.array(sums), expected[1])
+    some = ids[:, :9].clip(0, size - 1)
+    taken = row_columns.take_columns(sums, mx.array(some))
+    assert np.array_equal(np.array(taken), np.take_along_axis(expected[1], some, axis=1))
+
+
+@runs
+def test_the_kernels_of_columns_do_not_change_draws() -> None:
+    """Penalties with padding, a token in flight and none, biases, and log-probabilities."""
+    size = 300
+    given: tuple[dict[str, Any], ...] = (
+        {"repeat_penalty": 1.3, "frequency_penalty": 0.5},
+        {"logit_bias": {"7": 5.0, "299": 4.0, "900": 9.0}, "logprobs": True, "top_logprobs": 3},
+        {"presence_penalty": 0.7, "logit_bias": {"2": -6.0}, "repeat_last_n": 5},
+        {},
+    )
+    options = [Options.parse({"temperature": 0.0, **one}) for one in given]
+    batch = SamplingBatch(options, [0] * 4, size, scored=[(), (1, 299), (), (4,)])
+    logits = mx.random.normal((4, size), key=mx.random.key(3))
+    histories = [[7, 7, 250], (), [*range(20)], ()]
+    pending = mx.array([7, -1, 299, -1], dtype=mx.int32)
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        for works in (True, False):
+            patch.setattr(row_columns, "works", lambda works=works: works)
+            drawn = sampler.sample_batch(logits, batch, (), histories, pending, [1, 0, 1, 0])
+            nothing = sampler._counts(batch, [()] * 4, None, (), size)
+            found.append([sampler._counts(batch, histories, pending, [1, 0, 1, 0], size), nothing])
+            found[-1] += [
+                sampler._processed_logits(logits, batch, histories, pending, [1, 0, 1, 0])
+            ]
+            found[-1] += drawn.arrays()
+    with_them, without = found
+    assert len(with_them) == 8
+    for one, other in zip(with_them, without, strict=True):
+        assert np.array_equal(np.array(one), np.array(other))
 
 
 @runs

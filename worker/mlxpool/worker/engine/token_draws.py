@@ -130,7 +130,8 @@ class TokenDraws:
         if before is None or before.sampled is None:
             return None
         places = self._upload(np.array([before.rows.get(seq, -1) for seq in rows], dtype=np.int32))
-        return mx.where(places >= 0, before.sampled.tokens[mx.maximum(places, 0)], NO_TOKEN)
+        found = sampler.columns(before.sampled.tokens[None], mx.maximum(places, 0)[None])[0]
+        return mx.where(places >= 0, found, NO_TOKEN)
 
     def _masks(self, spans: Many[Span], masks: RowMasks) -> TokenMasks | None:
         """Returns which tokens may be drawn; None: every token may."""

@@ -190,6 +190,20 @@ class SamplingBatch:
         return rows, ids, self.upload(np.array(biases, dtype=np.float32))
 
     @cached_property
+    def bias_columns(self) -> tuple[mx.array, mx.array]:
+        """Tokens [R, b] of each row and the biases [R, b] that are added to their logits.
+
+        Behind those of a row with fewer tokens is NO_TOKEN.
+        """
+        width = max(len(one.logit_bias) for one in self.options)
+        ids = np.full((len(self.options), width), NO_TOKEN, dtype=np.int32)
+        biases = np.zeros(ids.shape, dtype=np.float32)
+        for row, one in enumerate(self.options):
+            count = len(one.logit_bias)
+            ids[row, :count], biases[row, :count] = [*one.logit_bias], [*one.logit_bias.values()]
+        return self.upload(ids), self.upload(biases)
+
+    @cached_property
     def scored_ids(self) -> mx.array:
         """[R, s] the tokens that rows ask for, token 0 behind those of a row with fewer."""
         width = max(map(len, self.scored))

@@ -14,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxpool.common.options import Options
+from mlxpool.worker.kernels import row_columns
 from mlxpool.worker.kernels import sampling as kernel
 from mlxpool.worker.sampling.batch import (
     NO_TOKEN,
@@ -114,7 +115,9 @@ def _processed_logits(
     adjusted = logits
     if batch.biases or batch.any_penalties:
         adjusted = logits.astype(mx.float32)
-    if batch.biases:
+    if batch.biases and row_columns.works():
+        adjusted = adjusted + row_columns.column_sums(*batch.bias_columns, logits.shape[-1])
+    elif batch.biases:
         lines, ids, biases = batch.bias_arrays
         adjusted = adjusted.at[lines, ids].add(biases)
     if batch.any_penalties:
@@ -144,16 +147,18 @@ def _counts(
 ) -> mx.array:
     """Returns [R, V] how often each token is in the penalty window of each row.
 
-    Column V, which is dropped, counts padding.
+    The padding is token V, which is not counted.
     """
     unread = awaited or [int(pending is not None)] * len(histories)
     windows = list(map(_window, batch.options, histories, unread))
-    width = max(map(len, windows))
+    width = max(1, *map(len, windows))
     padded = [window + [size] * (width - len(window)) for window in windows]
     tokens = batch.upload(np.array(padded, dtype=np.int32).reshape(len(windows), width))
     if pending is not None:
         newest = mx.where(batch.penalised_rows & (pending >= 0), pending, size)
         tokens = mx.concatenate([tokens, newest[:, None]], axis=1)
+    if row_columns.works():
+        return row_columns.column_sums(tokens, mx.ones((1, 1)), size)
     lines = mx.arange(len(windows))[:, None]
     counts = mx.zeros((len(windows), size + 1), dtype=mx.float32)
     return counts.at[lines, tokens].add(1.0)[:, :size]
@@ -256,11 +261,16 @@ def log_probabilities(
     """
     near = raw - mx.max(raw, axis=-1, keepdims=True)  # keeps digits of large logits
     logprobs = near - mx.logsumexp(near, axis=-1, keepdims=True)
-    rows = mx.arange(logprobs.shape[0], dtype=mx.int32) * logprobs.shape[1]
-    flat = logprobs.reshape(-1)  # MLX compiles a kernel for each kind of index along an axis
-    chosen = flat[rows + mx.maximum(tokens, 0)]
+    chosen = columns(logprobs, mx.maximum(tokens, 0)[:, None])[:, 0]
     if k == 0:
         return SamplerOutput(tokens, chosen)
     ids = mx.argpartition(-logprobs, k - 1, axis=-1)[:, :k].astype(mx.int32)
-    found = None if scored is None else flat[rows[:, None] + scored]
-    return SamplerOutput(tokens, chosen, ids, flat[rows[:, None] + ids], found)
+    found = None if scored is None else columns(logprobs, scored)
+    return SamplerOutput(tokens, chosen, ids, columns(logprobs, ids), found)
+
+
+def columns(numbers: mx.array, ids: mx.array) -> mx.array:
+    """Returns numbers[r, ids[r, j]] [R, k] of numbers [R, V] and int32 ids [R, k]."""
+    if row_columns.works():
+        return row_columns.take_columns(numbers, ids)
+    return mx.take_along_axis(numbers, ids, axis=-1)
