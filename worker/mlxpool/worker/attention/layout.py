@@ -105,6 +105,13 @@ class Layout:
         """The numbers of lines for which passes are compiled; none: passes of any number."""
         return ()
 
+    def decode_width(self, rows: int) -> int:
+        """Returns how many lines a pass has in which so many rows decode, with those of padding.
+
+        Passes of the same width compile nothing anew.
+        """
+        return rows
+
     @property
     def gives_drawn(self) -> bool:
         """Whether passes give the states that their logits are of, see PassOutput."""
@@ -127,8 +134,8 @@ class Layout:
         The pass follows. Where it, or one in flight, fails, `invalidate` is called.
         """
         lines = sum(span.count for span in spans)
-        kind = (1 << (lines - 1).bit_length(), len(spans) == lines and lines)
-        return self._kinds.is_new(kind)
+        decoding = self.decode_width(lines) if len(spans) == lines else 0
+        return self._kinds.is_new((1 << (lines - 1).bit_length(), decoding))
 
     def evaluated(self) -> None:
         """Notes that all passes that were built are evaluated: what they compile is compiled."""

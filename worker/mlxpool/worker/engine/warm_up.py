@@ -342,9 +342,17 @@ class WarmedEngine(RowEngine[CacheRow]):
         return np.full((draws, -(-self.vocab_size // 32)), 2**32 - 1, dtype=np.uint32)
 
     def _compile_kernels(self, on_progress: Callable[[], None]) -> None:
-        """Compiles our kernels of all compiled passes together; computes none of the passes."""
+        """Compiles our kernels of all compiled passes together; computes none of the passes.
+
+        What was built of a pass stays compiled, so that the warm-up does not build it again.
+        """
         with kernel_cache.collecting() as jobs:
-            for kind in self._kinds_of_passes() if self._layout.sizes else ():
+            if self._uploads is not None:
+                self._uploads.begin()
+            self._layout.compile_ahead(self._max_sequences, self.context, on_progress)
+            # Elsewhere a pass replaces the arrays of rows, which nothing may compute here.
+            in_place = self._layout.holds_prefixes and not self._layout.shares_arrays
+            for kind in self._kinds_of_passes() if in_place else ():
                 spans = self._dummy_spans(kind)
                 if self._uploads is not None:
                     self._uploads.begin()
@@ -376,8 +384,10 @@ class WarmedEngine(RowEngine[CacheRow]):
         return min(end - begin for begin, end in pairwise(ends))
 
     def _decode_sizes(self, rows: int) -> list[int]:
-        """Returns the numbers of rows for which decode passes are warmed."""
-        return [size for size in self._layout.sizes if size <= rows] or list(range(1, rows + 1))
+        """Returns the numbers of rows for which decode passes are warmed, one for each width."""
+        sizes = [size for size in self._layout.sizes if size <= rows]
+        widths = {self._layout.decode_width(count): count for count in range(1, rows + 1)}
+        return sizes or list(widths.values())
 
     def _warm_up(
         self, kind: PassKind, on_progress: Callable[[], None], options: Options | None = None

@@ -167,6 +167,10 @@ class PagedLayout(Layout):
         """See Layout."""
         return () if self.ragged is None else self.ragged.sizes
 
+    def decode_width(self, rows: int) -> int:
+        """See Layout."""
+        return rows if self._deterministic else padded_width(rows)
+
     @property
     def follow_lines(self) -> int:  # type: ignore[override]
         """See Layout."""

@@ -13,7 +13,7 @@ from mlxpool.worker.attention.in_pool.kv_pool import KVPool, PagedRow
 from mlxpool.worker.attention.in_pool.paged_batch import PagedBatch
 from mlxpool.worker.attention.row_shape import Arrays
 from mlxpool.worker.attention.row_spans import PassOutput
-from mlxpool.worker.kernels import paged_attention
+from mlxpool.worker.kernels import kernel_cache, paged_attention
 from mlxpool.worker.kernels.compiled_passes import CompiledPasses
 from mlxpool.worker.kernels.paged_attention import parts_for
 from mlxpool.worker.layers.model_plan import Model
@@ -151,9 +151,11 @@ class PagedRunner:
                 seen.add(kind)
 
     def _warm(self, lines: int, longest: int, last: Sequence[int] | None = None) -> None:
-        """Computes a pass of padding tokens only."""
+        """Computes a pass of padding tokens only; while kernels are collected, it is only built."""
         nothing = mx.zeros((0,), dtype=mx.int32)
-        mx.eval(*self._computed([], [], lines, nothing, longest, last))
+        found = self._computed([], [], lines, nothing, longest, last)
+        if not kernel_cache.is_collecting():
+            mx.eval(*found)
 
     def _computed(
         self,

@@ -1,0 +1,52 @@
+"""A GPU whose kernels give zeros: for tests of what is listed, compiled and built at load."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlxpool.worker.attention import layout_choice
+from mlxpool.worker.kernels import device
+from support import simt
+
+
+@contextmanager
+def built_kernels() -> Iterator[list[str]]:
+    """Replaces CUDA kernels by ones that give zeros and are right in every trial.
+
+    Yields the names of the kernels that were called, one for each call. MLX compiles passes, and
+    reports a CUDA GPU.
+    """
+    called: list[str] = []
+
+    def made(name: str, **_: Any) -> Callable[..., list[Any]]:
+        def call(
+            *,
+            output_shapes: Sequence[tuple[int, ...]],
+            output_dtypes: Sequence[Any],
+            **_: Any,
+        ) -> list[Any]:
+            called.append(name.removeprefix("mlxpool_"))
+            each = zip(output_shapes, output_dtypes, strict=True)
+            return [mx.zeros(shape, dtype=dtype) for shape, dtype in each]
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mx.fast, "cuda_kernel", made)
+        patch.setattr(mx.cuda, "is_available", lambda: True)
+        patch.setattr(device, "on_gpu", lambda: True)
+        patch.setattr(layout_choice, "writes_in_place", lambda shape, on_gpu: True)
+        for name, module in list(sys.modules.items()):
+            if name.startswith("mlxpool.worker") and hasattr(module, "kernel_works"):
+                patch.setattr(module, "kernel_works", lambda what, trial: True)
+        simt.forget_kernels()
+        try:
+            yield called
+        finally:
+            simt.forget_kernels()

@@ -1,0 +1,117 @@
+"""What a load builds and lists before it computes: each pass once, with all its kernels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.worker_checkpoints import GLM, write_checkpoint
+
+mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
+
+from mlxpool.worker.attention.in_pool.paged_layout import PagedLayout  # noqa: E402
+from mlxpool.worker.attention.in_pool.paged_runner import padded_width  # noqa: E402
+from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
+from mlxpool.worker.kernels import kernel_cache  # noqa: E402
+from mlxpool.worker.kernels.kernel_cache import KernelJob  # noqa: E402
+from mlxpool.worker.weights.inspect import inspect  # noqa: E402
+from mlxpool.worker.weights.load import load  # noqa: E402
+from support.built_kernels import built_kernels  # noqa: E402
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "head_dim": 64,
+    "vocab_size": 288,
+    "max_position_embeddings": 1024,
+}
+LATENT: dict[str, Any] = {
+    **GLM,
+    **SIZES,
+    "head_dim": None,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 128,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "first_k_dense_replace": 2,  # a CPU has no experts in bfloat16
+}
+
+
+class Counted:
+    """A model that counts how often it is called, which is how often a pass of it is built."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.calls = 0
+
+    def __call__(self, *given: Any) -> Any:
+        self.calls += 1
+        return self._model(*given)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def engine_of(tmp_path: Path, sizes: dict[str, Any], rows: int) -> ModelEngine:
+    loaded = load(inspect(write_checkpoint(tmp_path, **sizes)), dtype=mx.bfloat16)
+    object.__setattr__(loaded, "model", Counted(loaded.model))
+    return ModelEngine(loaded, layout="pool", context=300, max_sequences=rows, blocks=30)
+
+
+@pytest.mark.parametrize("sizes", [SIZES, LATENT], ids=["ragged", "latent"])
+def test_each_pass_is_built_once_and_stays_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, Any]
+) -> None:
+    """Also where passes have no fixed sizes; all their kernels are listed."""
+    given: list[list[KernelJob]] = []
+    monkeypatch.setattr(kernel_cache, "compile_together", lambda jobs, _: given.append([*jobs]))
+    with built_kernels():
+        engine = engine_of(tmp_path, sizes, 9)
+        model: Any = engine._model
+        free = engine.blocks.available
+        before = model.calls
+        engine._compile_kernels(lambda: None)
+        built = model.calls - before
+        engine._compile_kernels(lambda: None)
+        assert model.calls == before + built  # passes of all kinds, and none of them anew
+        assert engine.blocks.available == free and not engine._rows
+        layout = engine._layout
+        assert isinstance(layout, PagedLayout)
+        kinds = list(engine._kinds_of_passes())
+    if layout.ragged is None:
+        assert built == len(layout.runner.passes._passes) > len(kinds)
+    else:
+        assert built == len(layout.ragged._passes) == len(kinds)
+    names = {job.text.name.removeprefix("mlxpool_") for job in given[0]}
+    assert {"latent_attention" if sizes is LATENT else "ragged_attention", "sampling"} <= names
+    assert [job.text.name for job in given[1]] != [] and {*given[1]} <= {*given[0]}
+
+
+def test_decode_passes_are_warmed_once_for_each_width(tmp_path: Path) -> None:
+    """And a pass of another number of rows is not taken for one that compiles something."""
+    with built_kernels():
+        engine = engine_of(tmp_path, SIZES, 100)
+        layout = engine._layout
+        assert isinstance(layout, PagedLayout)
+        layout.ragged = None  # as for models whose attention ragged passes do not have
+        assert layout.sizes == ()
+        assert engine._decode_sizes(100) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 100]
+        assert {padded_width(rows) for rows in engine._decode_sizes(100)} == {
+            padded_width(rows) for rows in range(1, 101)
+        }
+        new = []
+        for rows in (6, 5, 6, 7):
+            spans: list[Any] = [Span() for _ in range(rows)]
+            new.append(layout.is_new(spans, range(rows)))
+        assert new == [True, False, False, True]
+
+
+class Span:
+    """A row that decodes."""
+
+    count = 1
