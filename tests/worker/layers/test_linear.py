@@ -10,7 +10,7 @@ from mlxpool.worker.layers.quantisation import QuantLayout
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.worker.layers import builder  # noqa: E402
+from mlxpool.worker.layers import builder, linear  # noqa: E402
 from mlxpool.worker.layers.builder import WeightLayerBuilder  # noqa: E402
 from mlxpool.worker.layers.linear import SORT_CHOICES, SwitchGLU, SwitchLinear  # noqa: E402
 
@@ -104,6 +104,25 @@ def test_rows_of_sorted_experts_are_contiguous(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(mx, "gather_mm", seen)
     mlp(draw(40, WIDTH, seed=3), choices(40))
     assert strides == [(True, WIDTH), (True, INNER)]
+
+
+def test_few_sorted_choices_are_single_products_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays, layouts, dense = stored("plain")
+    monkeypatch.setattr(linear, "on_cuda", lambda: True)
+    monkeypatch.setattr(linear, "SINGLE_CHOICES", 40 * CHOSEN)
+    mlp = WeightLayerBuilder(dict(arrays), layouts, mx.float32).switch_glu("mlp")
+    product, flags = mx.gather_mm, []
+
+    def seen(*given: Any, **named: Any) -> Any:
+        flags.append(named["sorted_indices"])
+        return product(*given, **named)
+
+    monkeypatch.setattr(mx, "gather_mm", seen)
+    for tokens in (5, 40, 41):
+        x, chosen = draw(tokens, WIDTH, seed=3), choices(tokens)
+        expected = one_by_one(dense, arrays, x, chosen)
+        assert mx.allclose(mlp(x, chosen), expected, rtol=1e-4, atol=1e-5).item()
+    assert flags == [False] * 4 + [True] * 2
 
 
 def test_another_activation_and_single_layers() -> None:

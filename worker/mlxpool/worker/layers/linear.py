@@ -8,6 +8,7 @@ from typing import TypeAlias
 import mlx.core as mx
 
 from mlxpool.worker.kernels import matmul_small, row_ops
+from mlxpool.worker.kernels.device import on_cuda
 from mlxpool.worker.kernels.matmul_small import FusedOps
 from mlxpool.worker.layers.layer_types import Activation, LinearInput, PendingNorm
 from mlxpool.worker.layers.layer_types import Linear as AnyLinear
@@ -277,6 +278,10 @@ def tiled_matmul(x: mx.array, weight: mx.array) -> mx.array:
 
 
 SORT_CHOICES = 64  # choices (tokens times k) from which on sorting them by expert pays
+# Sorted choices up to which a CUDA GPU computes a product for each, which finds the expert of the
+# choice before in its cache: MLX's grouped product takes as long for a few rows of an expert as for
+# 256.
+SINGLE_CHOICES = 256
 
 Weight: TypeAlias = "mx.array | QuantisedWeight"
 
@@ -302,7 +307,8 @@ class SwitchLinear:
             out = self.weight.gathered_product(x, experts, is_sorted)
         else:
             weight = self.weight.swapaxes(-1, -2)
-            out = mx.gather_mm(x, weight, rhs_indices=experts, sorted_indices=is_sorted)
+            grouped = is_sorted and not (on_cuda() and experts.size <= SINGLE_CHOICES)
+            out = mx.gather_mm(x, weight, rhs_indices=experts, sorted_indices=grouped)
         return out if self.bias is None else out + self.bias[experts][..., None, :]
 
 
