@@ -278,6 +278,29 @@ static inline int __any_sync(unsigned, int x) {
   return 0;
 }
 static inline int __all_sync(unsigned mask, int x) { return !__any_sync(mask, !x); }
+static inline unsigned __ballot_sync(unsigned, int x) {
+  const auto found = simt::told(x);
+  unsigned bits = 0;
+  for (int lane = 0; lane < simt::LANES; lane++) bits |= (unsigned)(found[lane] != 0) << lane;
+  return bits;
+}
+static inline unsigned __match_any_sync(unsigned, int x) {
+  const auto found = simt::told(x);
+  unsigned bits = 0;
+  for (int lane = 0; lane < simt::LANES; lane++) bits |= (unsigned)(found[lane] == x) << lane;
+  return bits;
+}
+static inline unsigned __reduce_max_sync(unsigned, unsigned x) {
+  const auto found = simt::told(x);
+  for (int lane = 0; lane < simt::LANES; lane++) x = found[lane] > x ? found[lane] : x;
+  return x;
+}
+static inline unsigned __reduce_min_sync(unsigned, unsigned x) {
+  const auto found = simt::told(x);
+  for (int lane = 0; lane < simt::LANES; lane++) x = found[lane] < x ? found[lane] : x;
+  return x;
+}
+static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 template <typename T> T __shfl_up_sync(unsigned, T x, int by) {
   const int lane = simt::here->number % simt::LANES;
   return simt::told(x)[lane < by ? lane : lane - by];

@@ -47,9 +47,9 @@ LATENT: dict[str, Any] = {
     "qk_rope_head_dim": 64,
     "qk_nope_head_dim": 32,
     "v_head_dim": 32,
-    "moe_intermediate_size": 32,
+    "moe_intermediate_size": 64,
     "n_routed_experts": 4,
-    "first_k_dense_replace": 2,  # a CPU has no experts in bfloat16
+    "first_k_dense_replace": 1,
 }
 COMMON = {"paged_attention", "block_copy", "sampling", "rms_norm", "block_write", "host_write"}
 COMMON |= {"rope_tables", "take_rows", "take_numbers", "column_sums"}
@@ -73,7 +73,9 @@ MODELS: dict[str, tuple[dict[str, Any], bool, set[str]]] = {
     "glm": (
         LATENT,
         False,
-        (COMMON - {"paged_attention"}) | {"latent_attention", "matmul_small", "matmul_tiled"},
+        (COMMON - {"paged_attention"})
+        | {"latent_attention", "matmul_small", "matmul_tiled"}
+        | {"expert_routing", "expert_product", "expert_sum"},
     ),
 }
 PROMPTS = [tuple((7 * n + n * n + salt) % 256 for n in range(40)) for salt in (0, 0, 3)]

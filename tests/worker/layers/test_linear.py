@@ -10,9 +10,9 @@ from mlxpool.worker.layers.quantisation import QuantLayout
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.worker.layers import builder, linear  # noqa: E402
+from mlxpool.worker.layers import builder, experts  # noqa: E402
 from mlxpool.worker.layers.builder import WeightLayerBuilder  # noqa: E402
-from mlxpool.worker.layers.linear import SORT_CHOICES, SwitchGLU, SwitchLinear  # noqa: E402
+from mlxpool.worker.layers.experts import SORT_CHOICES, SwitchGLU, SwitchLinear  # noqa: E402
 
 EXPERTS, WIDTH, INNER, CHOSEN = 6, 64, 32, 3
 LAYOUTS: dict[str, list[QuantLayout | None]] = {
@@ -108,8 +108,8 @@ def test_rows_of_sorted_experts_are_contiguous(monkeypatch: pytest.MonkeyPatch) 
 
 def test_few_sorted_choices_are_single_products_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     arrays, layouts, dense = stored("plain")
-    monkeypatch.setattr(linear, "on_cuda", lambda: True)
-    monkeypatch.setattr(linear, "SINGLE_CHOICES", 40 * CHOSEN)
+    monkeypatch.setattr(experts, "on_cuda", lambda: True)
+    monkeypatch.setattr(experts, "SINGLE_CHOICES", 40 * CHOSEN)
     mlp = WeightLayerBuilder(dict(arrays), layouts, mx.float32).switch_glu("mlp")
     product, flags = mx.gather_mm, []
 

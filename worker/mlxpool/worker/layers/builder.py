@@ -11,6 +11,7 @@ import mlx.core as mx
 from mlxpool.worker.kernels import cpu_exp
 from mlxpool.worker.kernels.device import on_gpu
 from mlxpool.worker.layers.derived_weights import MODULE_TENSORS
+from mlxpool.worker.layers.experts import SwitchGLU, SwitchLinear
 from mlxpool.worker.layers.layer_types import Activation
 from mlxpool.worker.layers.layer_types import Linear as AnyLinear
 from mlxpool.worker.layers.linear import (
@@ -22,8 +23,6 @@ from mlxpool.worker.layers.linear import (
     QuantisedEmbedding,
     QuantisedLinear,
     RMSNorm,
-    SwitchGLU,
-    SwitchLinear,
 )
 from mlxpool.worker.layers.quantisation import GLOBAL_SCALES, QuantLayout
 from mlxpool.worker.layers.quantised_weight import QuantisedWeight, concatenated
@@ -107,7 +106,8 @@ class WeightLayerBuilder:
         else:
             gate_up = (SwitchLinear(weight, self._concatenated_bias(names)),)
         down = self.switch_linear(f"{name}.down_proj")
-        return SwitchGLU(gate_up, down, activation or self.swiglu, self._batch_invariant)
+        swiglu = activation is None
+        return SwitchGLU(gate_up, down, activation or self.swiglu, self._batch_invariant, swiglu)
 
     def swiglu(self, gate: mx.array, up: mx.array) -> mx.array:
         if on_gpu():

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
+from mlxpool.worker.kernels.routing_params import RoutingParams
 from mlxpool.worker.kernels.score_params import ScoreParams
 
 if TYPE_CHECKING:
@@ -221,6 +222,24 @@ class SwitchLayer(Protocol):
     def __call__(self, x: mx.array, experts: mx.array) -> mx.array: ...
 
 
+class SwitchGLU(SwitchLayer, Protocol):
+    """Gated feed-forwards, one for each expert."""
+
+    def routed_sum(
+        self,
+        x: mx.array,
+        router: Linear,
+        routing: RoutingParams,
+        added: mx.array | None = None,
+        shared: LayerFunction | None = None,
+    ) -> mx.array | None:
+        """x [T, in] -> [T, out]: the weighted sum of the experts that the logits router(x) choose.
+
+        `added` [E]: see RoutingParams. What the expert `shared` makes of x is added.
+        None where no kernel computes it.
+        """
+
+
 class LayerBuilder(Protocol):
     """Builds layers of named weights; nothing else knows whether a weight is quantised."""
 
@@ -247,4 +266,4 @@ class LayerBuilder(Protocol):
 
     def switch_linear(self, name: str) -> SwitchLayer: ...
 
-    def switch_glu(self, name: str, activation: Activation | None = None) -> SwitchLayer: ...
+    def switch_glu(self, name: str, activation: Activation | None = None) -> SwitchGLU: ...

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker.kernels.routing_params import RoutingParams
 from mlxpool.worker.layers.config_fields import MAX_MODULES, flag, integer, number, require
 from mlxpool.worker.layers.decoder_layer import WeightShapes, linear_shapes
 from mlxpool.worker.layers.derived_weights import DerivedWeights, StoredTensors, stacked_experts
@@ -94,6 +95,11 @@ class SoftmaxMoE:
         return _WithShared(self, builder, name, routed) if self.shared_width else routed
 
     @property
+    def routing(self) -> RoutingParams:
+        """How tokens choose experts."""
+        return RoutingParams(self.count, self.chosen, sigmoid=False, normed=self.normed)
+
+    @property
     def shared(self) -> GatedMLP:
         """The shared expert."""
         return GatedMLP(self.hidden, self.shared_width)
@@ -107,8 +113,10 @@ class _RoutedExperts:
         self.whole_sum = builder.whole_sum
 
     def __call__(self, x: mx.array) -> mx.array:
-        chosen, weights = _softmax_route(self.gate(x), self.spec.chosen, self.spec.normed)
-        out = (self.experts(x, chosen) * weights[..., None]).sum(axis=-2).astype(x.dtype)
+        out = self.experts.routed_sum(x, self.gate, self.spec.routing)
+        if out is None:
+            chosen, weights = _softmax_route(self.gate(x), self.spec.chosen, self.spec.normed)
+            out = (self.experts(x, chosen) * weights[..., None]).sum(axis=-2).astype(x.dtype)
         return self.whole_sum(out)
 
 
@@ -202,6 +210,19 @@ class SigmoidMoE:
         return _SigmoidMoE(self, builder, name)
 
     @property
+    def routing(self) -> RoutingParams:
+        """How tokens choose experts."""
+        return RoutingParams(
+            self.count,
+            self.chosen,
+            sigmoid=True,
+            normed=self.normed,
+            factor=self.factor,
+            groups=self.groups,
+            chosen_groups=self.chosen_groups,
+        )
+
+    @property
     def _shared(self) -> GatedMLP:
         return GatedMLP(self.hidden, self.width * self.shared)
 
@@ -220,9 +241,13 @@ class _SigmoidMoE:
         self.whole_sum = builder.whole_sum
 
     def __call__(self, x: mx.array) -> mx.array:
-        chosen, weights = _sigmoid_route(self.gate(x), self.correction, self.spec)
-        out = (self.experts(x, chosen) * weights[..., None]).sum(axis=-2).astype(x.dtype)
-        return self.whole_sum(out if self.shared is None else out + self.shared(x))
+        spec = self.spec
+        whole = self.experts.routed_sum(x, self.gate, spec.routing, self.correction, self.shared)
+        if whole is None:
+            chosen, weights = _sigmoid_route(self.gate(x), self.correction, spec)
+            out = (self.experts(x, chosen) * weights[..., None]).sum(axis=-2).astype(x.dtype)
+            whole = out if self.shared is None else out + self.shared(x)
+        return self.whole_sum(whole)
 
 
 def _sigmoid_route(

@@ -1,0 +1,250 @@
+"""The choice of experts, their products and their sum, against float64; see test_kernels.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
+
+from mlxpool.worker.kernels import expert_products, expert_routing  # noqa: E402
+from mlxpool.worker.kernels.routing_params import RoutingParams  # noqa: E402
+from support import simt  # noqa: E402
+
+ON_GPU = mx.cuda.is_available()
+GLM = RoutingParams(64, 4, sigmoid=True, normed=True, factor=1.8)
+QWEN = RoutingParams(128, 8, sigmoid=False, normed=True)
+GPT_OSS = RoutingParams(32, 4, sigmoid=False, normed=True)
+ROUTINGS = {
+    "GLM": GLM,
+    "qwen3_moe": QWEN,
+    "gpt_oss": GPT_OSS,
+    "qwen3_next": RoutingParams(512, 10, sigmoid=False, normed=True),
+    "not normed": RoutingParams(40, 6, sigmoid=False, normed=False),
+    "groups": RoutingParams(
+        64, 8, sigmoid=True, normed=True, factor=2.5, groups=8, chosen_groups=4
+    ),
+    "one choice": RoutingParams(8, 1, sigmoid=True, normed=True),
+    "all": RoutingParams(8, 8, sigmoid=False, normed=True),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def machine() -> Iterator[None]:
+    """A GPU, or a simulated one."""
+    with nullcontext() if ON_GPU else simt.simulated():
+        yield
+
+
+@dataclass
+class Plan:
+    """The parts of a plan of T tokens."""
+
+    weights: Any  # [T, k]
+    experts: Any  # [T, k]
+    order: Any  # choices by expert, and those of a shared expert
+    items: Any  # expert, lines and first position of each
+
+    @classmethod
+    def of(cls, words: Any, tokens: int, routing: RoutingParams, shared: bool) -> Plan:
+        found, choices = np.array(words), tokens * routing.chosen
+        lines = expert_routing.item_lines(tokens, routing)
+        assert len(found) == expert_routing.plan_words(tokens, lines, routing, shared)
+        assert found[0] <= expert_routing.max_items(tokens, lines, routing, shared)
+        weights, experts, order = np.split(found[4:], [choices, 2 * choices])
+        begin = 4 + 3 * choices + shared * tokens
+        items = found[begin + begin % 2 :].reshape(-1, 2)[: found[0]]
+        return cls(
+            weights.view(np.float32).reshape(tokens, -1),
+            experts.reshape(tokens, -1),
+            order[: choices + shared * tokens],
+            np.stack([items[:, 0] & 0xFFFF, items[:, 0] >> 16, items[:, 1]], axis=1),
+        )
+
+    def check_work(self, tokens: int, routing: RoutingParams, shared: bool) -> None:
+        """Every choice is in one item of its expert, in ascending order of choices."""
+        flat, lines = self.experts.reshape(-1), expert_routing.item_lines(tokens, routing)
+        expected = list(np.argsort(flat, kind="stable"))
+        if shared:
+            expected += list(len(flat) + np.arange(tokens))
+        assert self.order.tolist() == expected
+        whose = np.append(flat, np.full(tokens, routing.count))
+        at = 0
+        for expert, count, first in self.items.tolist():
+            assert first == at and 0 < count <= lines
+            assert (whose[self.order[first : first + count]] == expert).all()
+            at += count
+        assert at == len(expected)
+        full = [count for _, count, _ in self.items.tolist()]
+        assert sum(count < lines for count in full) <= len(np.unique(flat)) + shared
+
+
+def expected_choice(logits: Any, added: Any, routing: RoutingParams) -> tuple[Any, Any]:
+    """Returns the experts [T, k] in descending order, and their weights, in float64."""
+    if routing.sigmoid:
+        scores = 1 / (1 + np.exp(-logits))
+        ranked = scores + (0 if added is None else added)
+        if routing.chosen_groups < routing.groups:
+            grouped = ranked.reshape(len(logits), routing.groups, -1)
+            two = np.sort(grouped, axis=-1)[..., -2:].sum(-1)
+            best = np.argsort(-two, axis=-1, kind="stable")[:, : routing.chosen_groups]
+            keep = np.zeros(two.shape, bool)
+            np.put_along_axis(keep, best, True, axis=1)
+            ranked = np.where(keep[..., None], grouped, 0).reshape(ranked.shape)
+    else:
+        ranked = logits + (0 if added is None else added)
+        powers = np.exp(ranked - ranked.max(-1, keepdims=True))
+        scores = powers / powers.sum(-1, keepdims=True)
+    chosen = np.argsort(-ranked, axis=-1, kind="stable")[:, : routing.chosen]
+    weights = np.take_along_axis(scores, chosen, axis=-1)
+    if routing.normed and (routing.chosen > 1 or not routing.sigmoid):
+        weights = weights / weights.sum(-1, keepdims=True)
+    return chosen, weights * routing.factor
+
+
+def distinct_logits(tokens: int, routing: RoutingParams, seed: int = 0) -> Any:
+    """Returns logits [T, E] of which no two of a token are close."""
+    rng = np.random.default_rng(seed)
+    steps = np.arange(routing.count) * (6 / routing.count) - 3
+    return np.stack([rng.permutation(steps) for _ in range(tokens)]).astype(np.float32)
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_plan_of_logits_equals_float64(name: str, shared: bool) -> None:
+    routing = ROUTINGS[name]
+    for tokens in (1, 7, 8, 9, 64, 300):
+        logits = distinct_logits(tokens, routing, tokens)
+        added = np.random.default_rng(9).normal(size=routing.count).astype(np.float32) / 4
+        for more in (None, added):
+            ours = None if more is None else mx.array(more)
+            words = expert_routing.plan_logits(mx.array(logits), ours, routing, shared=shared)
+            plan = Plan.of(words, tokens, routing, shared)
+            experts, weights = expected_choice(logits.astype(np.float64), more, routing)
+            assert (plan.experts == experts).mean() > 0.999  # of all but near-ties
+            assert np.allclose(plan.weights, weights, 1e-3, 1e-4)
+            plan.check_work(tokens, routing, shared)
+
+
+@pytest.mark.parametrize("name", ["GLM", "gpt_oss", "all"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_plan_of_tokens_equals_float64(name: str, dtype: str) -> None:
+    routing, kind, size = ROUTINGS[name], getattr(mx, dtype), 192
+    mx.random.seed(3)
+    gate = (mx.random.normal((routing.count, size)) * size**-0.5).astype(kind)
+    for tokens in (1, 11, 40):
+        x = (4 * mx.random.normal((tokens, size))).astype(kind)
+        assert expert_routing.multiplies(x, gate)
+        words = expert_routing.plan_tokens(x, gate, None, routing, shared=False)
+        plan = Plan.of(words, tokens, routing, False)
+        plan.check_work(tokens, routing, False)
+        logits = numbers(x) @ numbers(gate).T
+        experts, weights = expected_choice(logits, None, routing)
+        assert (plan.experts == experts).mean() > 0.98
+        assert np.allclose(plan.weights, weights, 1e-3, 1e-3)
+
+
+def test_equal_logits_choose_the_lower_expert_and_no_numbers_choose_some() -> None:
+    for routing in (GLM, QWEN, ROUTINGS["groups"]):
+        logits = np.zeros((3, routing.count), np.float32)
+        logits[1, 5] = 1
+        logits[2] = np.nan
+        words = expert_routing.plan_logits(mx.array(logits), None, routing, shared=False)
+        plan = Plan.of(words, 3, routing, False)
+        assert plan.experts[0].tolist() == list(range(routing.chosen))
+        others = [one for one in range(routing.chosen) if one != 5]
+        assert plan.experts[1].tolist() == [5, *others][: routing.chosen]
+        assert len(set(plan.experts[2].tolist())) == routing.chosen
+        assert np.isnan(plan.weights[2]).all() and np.isfinite(plan.weights[:2]).all()
+        plan.check_work(3, routing, False)
+
+
+@pytest.mark.parametrize("tokens", [1, 130, 300])
+def test_all_tokens_can_have_the_same_experts(tokens: int) -> None:
+    logits = np.tile(distinct_logits(1, GLM), (tokens, 1))
+    words = expert_routing.plan_logits(mx.array(logits), None, GLM, shared=True)
+    plan = Plan.of(words, tokens, GLM, True)
+    assert len(np.unique(plan.experts)) == GLM.chosen
+    plan.check_work(tokens, GLM, True)
+
+
+def test_the_lines_of_items() -> None:
+    lines = [expert_routing.item_lines(tokens, GLM) for tokens in (1, 8, 32, 128, 512, 2048)]
+    assert lines == [8, 8, 8, 32, 64, 128]
+    assert not expert_routing.supports(20_000, GLM)
+    assert not expert_routing.supports(1, RoutingParams(600, 4, sigmoid=True, normed=True))
+    assert expert_routing.supports(1, GLM) and expert_products.supports(128, 64, mx.bfloat16)
+    assert not expert_products.supports(100, 64, mx.bfloat16)
+    assert not expert_products.supports(128, 64, mx.float32)
+
+
+def numbers(array: Any) -> Any:
+    return np.array(array.astype(mx.float32)).astype(np.float64)
+
+
+@dataclass
+class Experts:
+    """Random experts of a size, and a shared one."""
+
+    routing: RoutingParams
+    hidden: int
+    width: int
+    kind: Any
+
+    def __post_init__(self) -> None:
+        mx.random.seed(5)
+        count, hidden, width = self.routing.count, self.hidden, self.width
+
+        def weight(*shape: int) -> Any:
+            return (mx.random.normal(shape) * shape[-1] ** -0.5).astype(self.kind)
+
+        self.gate_up, self.down = weight(count, 2 * width, hidden), weight(count, hidden, width)
+        self.shared = weight(2 * width, hidden), weight(hidden, width)
+
+    def one(self, x: Any, gate_up: Any, down: Any) -> Any:
+        gate, up = np.split(x @ numbers(gate_up).T, 2, axis=-1)
+        return (gate / (1 + np.exp(-gate)) * up) @ numbers(down).T
+
+    def expected(self, x: Any, plan: Plan, shared: bool) -> Any:
+        out = np.zeros((len(x), self.hidden))
+        for expert in np.unique(plan.experts):
+            token, choice = np.nonzero(plan.experts == expert)
+            made = self.one(x[token], self.gate_up[int(expert)], self.down[int(expert)])
+            out[token] += made * plan.weights[token, choice][:, None]
+        return out + (self.one(x, *self.shared) if shared else 0)
+
+
+PRODUCTS = [
+    (RoutingParams(8, 3, sigmoid=False, normed=True), 192, 128, "bfloat16"),
+    (RoutingParams(5, 2, sigmoid=False, normed=False), 128, 192, "float16"),
+]
+
+
+@pytest.mark.parametrize(("routing", "hidden", "width", "dtype"), PRODUCTS)
+@pytest.mark.parametrize("skewed", [False, True])
+def test_the_mixture_equals_float64(
+    routing: RoutingParams, hidden: int, width: int, dtype: str, skewed: bool
+) -> None:
+    """All tokens at the same experts, and evenly; with a shared expert, and something beside."""
+    experts = Experts(routing, hidden, width, getattr(mx, dtype))
+    for tokens in (1, 4, 9, 33, 300) if not skewed else (2, 150):
+        x = mx.random.normal((tokens, hidden)).astype(experts.kind)
+        logits = distinct_logits(1 if skewed else tokens, routing, tokens)
+        given = mx.array(np.tile(logits, (tokens, 1)) if skewed else logits)
+        for shared in (False, True):
+            words = expert_routing.plan_logits(given, None, routing, shared=shared)
+            plan = Plan.of(words, tokens, routing, shared)
+            beside = None if shared else x * 2
+            found = expert_products.mixture(
+                x, words, routing, experts.gate_up, experts.down,
+                experts.shared if shared else None, beside,
+            )  # fmt: skip
+            expected = experts.expected(numbers(x), plan, shared)
+            if beside is not None:
+                expected += numbers(beside)
+            assert np.abs(numbers(found) - expected).max() < 0.05, (tokens, shared)

@@ -1,0 +1,224 @@
+// Chooses the experts of each line, weighs them, and lists the work of the experts' products.
+// A thread block has LINES lines: their logits, which it computes where MULTIPLIES, and a warp for each
+// line that takes its best experts in turn; of equal ones the lower. The block that finishes last sorts
+// all choices by expert, in ascending order, and divides those of an expert into items of `item_lines` lines.
+// The words of `plan`, see expert_routing.py: the number of items; weights (float32) and experts of all
+// choices; choices by expert, SHARED also a choice of each line; items, of two words: expert and
+// count << 16, and the first of its sorted choices.
+constexpr int LINES = 8, WARPS = 16, THREADS = 32 * WARPS, EACH = (EXPERTS + 31) / 32;
+constexpr int TILES = (EXPERTS + 15) / 16, PARTS = TILES < WARPS ? WARPS / TILES : 1;
+constexpr float TINY = 1e-20f;  // added to a sum of sigmoids, against a division by zero
+constexpr float NONE = -3e38f;  // less than any number
+const int all = x_shape[0], choices = all * CHOSEN, first = blockIdx.x * LINES;
+const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+extern __shared__ uint4 space[];
+float* const scores = (float*)space;  // [LINES][EXPERTS]
+int* const made = (int*)plan;
+float* const weights = (float*)made + 4;
+int* const experts = made + 4 + choices;
+int* const sorted = experts + choices;
+if (MULTIPLIES) {
+  float* const parts = scores + LINES * EXPERTS;  // [PARTS][LINES][EXPERTS]
+  const int in = x_shape[1], line = lane >> 2, quarter = lane & 3;
+  const N* const numbers = (const N*)x + (long)min(first + line, all - 1) * in + quarter * 8;
+  #pragma unroll 1
+  for (int job = warp; job < TILES * PARTS; job += WARPS) {
+    const int row = job / PARTS * 16 + line, part = job % PARTS;
+    const N* const low = (const N*)gate + (long)min(row, EXPERTS - 1) * in + quarter * 8;
+    const N* const high = (const N*)gate + (long)min(row + 8, EXPERTS - 1) * in + quarter * 8;
+    const int end = in / 32 * (part + 1) / PARTS;
+    float sum[4] = {};
+    #pragma unroll 4
+    for (int step = in / 32 * part / PARTS; step < end; step++) {
+      const uint4 one = *(const uint4*)(low + step * 32), other = *(const uint4*)(high + step * 32);
+      const uint4 b = *(const uint4*)(numbers + step * 32);
+      const unsigned left[4] = {one.x, other.x, one.y, other.y};
+      const unsigned right[4] = {one.z, other.z, one.w, other.w};
+      mma(sum, left, b.x, b.y, N());
+      mma(sum, right, b.z, b.w, N());
+    }
+    #pragma unroll
+    for (int i = 0; i < 4; i++)
+      if (row + i / 2 * 8 < EXPERTS)
+        parts[(part * LINES + quarter * 2 + i % 2) * EXPERTS + row + i / 2 * 8] = sum[i];
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < LINES * EXPERTS; i += THREADS) {
+    float sum = 0;
+    #pragma unroll
+    for (int part = 0; part < PARTS; part++) sum += parts[part * LINES * EXPERTS + i];
+    scores[i] = sum;
+  }
+} else {
+  for (int i = threadIdx.x; i < LINES * EXPERTS; i += THREADS)
+    if (first + i / EXPERTS < all) scores[i] = up(x[(long)first * EXPERTS + i]);
+}
+__syncthreads();
+if (warp < LINES && first + warp < all) {
+  float* const mine = scores + warp * EXPERTS;
+  // A number's place in the order of floats, above 0; 0 is an expert that cannot be chosen (again).
+  auto key_of = [](float x) -> unsigned {
+    const unsigned bits = __float_as_uint(x + 0.f);
+    return max(bits >> 31 ? ~bits : bits | 1u << 31, 1u);
+  };
+  unsigned key[EACH];
+  float total = 0;
+  if (SIGMOID) {
+    auto ranked = [&](int expert) -> float {
+      return mine[expert] + (ADDED ? up(added[expert]) : 0.f);
+    };
+    #pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      const int expert = i * 32 + lane;
+      if (expert < EXPERTS) mine[expert] = 1 / (1 + expf(-mine[expert]));
+    }
+    __syncwarp();
+    unsigned usable = ~0u;  // groups, by bits
+    if (CHOSEN_GROUPS < GROUPS) {
+      constexpr int SIZE = EXPERTS / GROUPS;
+      float best = NONE, second = NONE;
+      for (int i = 0; lane < GROUPS && i < SIZE; i++) {
+        const float one = ranked(lane * SIZE + i);
+        second = fmaxf(second, fminf(best, one));
+        best = fmaxf(best, one);
+      }
+      const unsigned own = lane < GROUPS ? key_of(best + second) : 0;
+      int better = 0;
+      for (int other = 0; other < GROUPS; other++) {
+        const unsigned its = __shfl_sync(0xffffffff, own, other);
+        better += its > own || (its == own && other < lane);
+      }
+      usable = __ballot_sync(0xffffffff, lane < GROUPS && better < CHOSEN_GROUPS);
+    }
+    #pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      const int expert = i * 32 + lane;
+      key[i] = 0;
+      if (expert < EXPERTS)
+        key[i] = key_of(usable >> expert / (EXPERTS / GROUPS) & 1 ? ranked(expert) : 0.f);
+    }
+  } else {
+    float most = NONE, own[EACH];
+    #pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      const int expert = i * 32 + lane;
+      own[i] = expert < EXPERTS ? mine[expert] + (ADDED ? up(added[expert]) : 0.f) : NONE;
+      key[i] = expert < EXPERTS ? key_of(own[i]) : 0;
+      most = fmaxf(most, own[i]);
+    }
+    #pragma unroll
+    for (int other = 1; other < 32; other *= 2)
+      most = fmaxf(most, __shfl_xor_sync(0xffffffff, most, other));
+    #pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      const int expert = i * 32 + lane;
+      const float power = expf(own[i] - most);
+      total += expert < EXPERTS ? power : 0.f;
+      if (expert < EXPERTS) mine[expert] = power;
+    }
+    #pragma unroll
+    for (int other = 1; other < 32; other *= 2) total += __shfl_xor_sync(0xffffffff, total, other);
+  }
+  __syncwarp();
+  int chosen = 0;
+  float weight = 0;  // of the choice with this lane's number
+  #pragma unroll 1
+  for (int n = 0; n < CHOSEN; n++) {
+    unsigned best = 0;
+    int at = 0;
+    #pragma unroll
+    for (int i = 0; i < EACH; i++)
+      if (key[i] > best) best = key[i], at = i;
+    const unsigned top = __reduce_max_sync(0xffffffff, best);
+    const int expert = __reduce_min_sync(0xffffffff, best == top ? at * 32u + lane : ~0u);
+    #pragma unroll
+    for (int i = 0; i < EACH; i++)
+      if (i * 32 + lane == expert) key[i] = 0;
+    if (lane == n) chosen = expert, weight = mine[expert];
+  }
+  if (NORMED) {
+    total = weight;
+    #pragma unroll
+    for (int other = 1; other < 32; other *= 2) total += __shfl_xor_sync(0xffffffff, total, other);
+    if (SIGMOID) total += TINY;
+  }
+  if (NORMED || !SIGMOID) weight /= total;
+  if (lane < CHOSEN) {
+    weights[(first + warp) * CHOSEN + lane] = weight * FACTOR;
+    experts[(first + warp) * CHOSEN + lane] = chosen;
+  }
+}
+__shared__ int before;
+__threadfence();
+__syncthreads();
+if (threadIdx.x == 0) before = atomicAdd((int*)arrived, 1);
+__syncthreads();
+if (before < gridDim.x - 1) return;
+__threadfence();
+if (threadIdx.x == 0) *(int*)arrived = 0;
+// Each warp sorts a span of the choices. An expert's choices of a warp begin behind those of the warps before.
+int* const begins = (int*)space;  // [WARPS][EXPERTS]
+int* const starts = begins + WARPS * EXPERTS;  // [EXPERTS]
+__shared__ int sums[2][WARPS];
+const int span = (choices + THREADS - 1) / THREADS * 32;
+const int from = warp * span, to = min(from + span, choices);
+for (int i = threadIdx.x; i < WARPS * EXPERTS; i += THREADS) begins[i] = 0;
+__syncthreads();
+for (int i = from + lane; i < to; i += 32) atomicAdd(begins + warp * EXPERTS + __ldcg(experts + i), 1);
+__syncthreads();
+const int limit = *item_lines, expert = threadIdx.x;  // a thread for each expert
+int count = 0;
+if (expert < EXPERTS)
+  for (int w = 0; w < WARPS; w++) {
+    const int its = begins[w * EXPERTS + expert];
+    begins[w * EXPERTS + expert] = count;
+    count += its;
+  }
+const int own[2] = {count, (count + limit - 1) / limit};
+int sum[2] = {own[0], own[1]};  // with all experts before
+#pragma unroll
+for (int what = 0; what < 2; what++) {
+  #pragma unroll
+  for (int by = 1; by < 32; by *= 2) {
+    const int less = __shfl_up_sync(0xffffffff, sum[what], by);
+    if (lane >= by) sum[what] += less;
+  }
+  if (lane == 31) sums[what][warp] = sum[what];
+}
+__syncthreads();
+int items = 0;
+#pragma unroll
+for (int w = 0; w < WARPS; w++) {
+  if (w < warp) sum[0] += sums[0][w], sum[1] += sums[1][w];
+  items += sums[1][w];
+}
+int* const listed = made + (5 + 3 * choices + SHARED * all) / 2 * 2;
+auto list = [&](int item, int whose, int begin, int size) {
+  listed[2 * item] = whose | size << 16;
+  listed[2 * item + 1] = begin;
+};
+if (expert < EXPERTS) {
+  const int start = sum[0] - own[0];
+  starts[expert] = start;
+  for (int i = 0; i < own[1]; i++)
+    list(sum[1] - own[1] + i, expert, start + i * limit, min(limit, count - i * limit));
+}
+__syncthreads();
+#pragma unroll 1
+for (int i = from + lane; i - lane < to; i += 32) {
+  const int whose = i < to ? __ldcg(experts + i) : EXPERTS;
+  const unsigned same = __match_any_sync(0xffffffff, whose);
+  const int rank = __popc(same & (1u << lane) - 1);
+  int* const begin = begins + warp * EXPERTS + whose;
+  if (i < to) sorted[starts[whose] + *begin + rank] = i;
+  __syncwarp();
+  if (i < to && rank == 0) *begin += __popc(same);
+  __syncwarp();
+}
+if (SHARED) {
+  for (int i = threadIdx.x; i < all; i += THREADS) sorted[choices + i] = choices + i;
+  for (int i = threadIdx.x; i * limit < all; i += THREADS)
+    list(items + i, EXPERTS, choices + i * limit, min(limit, all - i * limit));
+  items += (all + limit - 1) / limit;
+}
+if (threadIdx.x == 0) made[0] = items;

@@ -1,0 +1,204 @@
+"""Chooses the experts of tokens and lists the work of their products, in one kernel.
+
+The result is one int32 array, the plan, since each output costs the host time. For T tokens with k
+choices each, C = T * k, it has the words
+
+- 0: the number of items; 1 to 3 are unused;
+- 4: the weights of the choices [T, k], as the bits of float32;
+- 4 + C: the experts of the choices [T, k];
+- 4 + 2 * C: the numbers of the choices in the order of their experts [C], then, with a shared
+  expert, C + t for each token t [T];
+- at the next even word: items, each expert | lines << 16 and the position of its first line in that
+  order. The shared expert has the number E.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import cycle
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlxpool.worker.kernels.kernel_builder import (
+    HALF_DTYPES,
+    WARP_SIZE,
+    Constant,
+    build_kernel,
+    kernel_works,
+)
+from mlxpool.worker.kernels.routing_params import RoutingParams
+
+LINES = 8  # of a thread block
+WARPS = 16
+THREADS = WARPS * WARP_SIZE
+MAX_EXPERTS = THREADS  # the plan has a thread for each
+MAX_CHOICES = 1 << 16  # of a pass: one thread block sorts them
+MAX_GATE_BYTES = 1 << 20  # of a router that each thread block reads whole
+COLUMNS = 32  # of the router that a warp reads at a time
+ITEM_LINES = (8, 16, 32, 64, 128)  # lines of an item at most
+HEADER_WORDS = 4
+COUNTER_ARRAYS = 128  # more than the 100 operations of a graph of MLX
+
+
+@cache
+def supports(tokens: int, routing: RoutingParams) -> bool:
+    """Returns whether `plan_logits` supports so many tokens; the first call tries it."""
+    fits = (
+        0 < tokens * routing.chosen <= MAX_CHOICES
+        and routing.chosen <= WARP_SIZE
+        and routing.count <= MAX_EXPERTS
+        and routing.groups <= WARP_SIZE
+        and routing.count % routing.groups == 0
+    )
+    return fits and _kernel_works()
+
+
+def multiplies(x: mx.array, gate: mx.array) -> bool:
+    """Returns whether `plan_tokens` supports x [T, d] and a router [E, d]."""
+    return (
+        x.dtype == gate.dtype
+        and x.dtype in HALF_DTYPES
+        and gate.shape[1] % COLUMNS == 0
+        and gate.nbytes <= MAX_GATE_BYTES
+    )
+
+
+def plan_tokens(
+    x: mx.array, gate: mx.array, added: mx.array | None, routing: RoutingParams, *, shared: bool
+) -> mx.array:
+    """Returns the plan of x [T, d], whose logits x @ gate.T are not rounded.
+
+    `added` [E]: see RoutingParams. `shared`: all tokens also use a shared expert.
+    """
+    return _plan(x, gate, added, routing, shared)
+
+
+def plan_logits(
+    logits: mx.array, added: mx.array | None, routing: RoutingParams, *, shared: bool
+) -> mx.array:
+    """Returns the plan of tokens with these logits [T, E], see `plan_tokens`."""
+    return _plan(logits, None, added, routing, shared)
+
+
+def _plan(
+    x: mx.array,
+    gate: mx.array | None,
+    added: mx.array | None,
+    routing: RoutingParams,
+    shared: bool,
+) -> mx.array:
+    tokens = x.shape[0]
+    lines = item_lines(tokens, routing)
+    arrived: mx.array = next(_counters())
+    kernel = _kernel(routing, gate is not None, added is not None, shared, x.dtype)
+    found: list[mx.array] = kernel(
+        inputs=[
+            x,
+            x if gate is None else gate,
+            x if added is None else added,
+            _item_lines_array(lines),
+            arrived,
+        ],
+        grid=(-(-tokens // LINES) * THREADS, 1, 1),
+        threadgroup=(THREADS, 1, 1),
+        output_shapes=[(plan_words(tokens, lines, routing, shared),)],
+        output_dtypes=[mx.int32],
+    )
+    return found[0]
+
+
+@cache
+def item_lines(tokens: int, routing: RoutingParams) -> int:
+    """Returns the lines of an item at most.
+
+    Where experts are used evenly, nearly all of them have that many lines or fewer: their mean is
+    `mean`, their standard deviation some sqrt(mean). So each weight is read once. Where they are
+    not, fewer weights are read, some of them again from the cache.
+    """
+    mean = tokens * routing.chosen / routing.count
+    wanted = min(tokens, mean + 3 * mean**0.5)
+    return next((lines for lines in ITEM_LINES if lines >= wanted), ITEM_LINES[-1])
+
+
+def max_items(tokens: int, lines: int, routing: RoutingParams, shared: bool) -> int:
+    """Returns the items that so many tokens can have."""
+    choices = tokens * routing.chosen
+    return min(routing.count, choices) + choices // lines + shared * -(-tokens // lines)
+
+
+def plan_words(tokens: int, lines: int, routing: RoutingParams, shared: bool) -> int:
+    """Returns the words of a plan."""
+    before = HEADER_WORDS + 3 * tokens * routing.chosen + shared * tokens
+    return before + before % 2 + 2 * max_items(tokens, lines, routing, shared)
+
+
+@cache
+def _kernel(
+    routing: RoutingParams, multiplied: bool, added: bool, shared: bool, dtype: mx.Dtype
+) -> Any:
+    constants: dict[str, Constant] = {
+        "EXPERTS": routing.count,
+        "CHOSEN": routing.chosen,
+        "SIGMOID": routing.sigmoid,
+        "NORMED": routing.normed and (routing.chosen > 1 or not routing.sigmoid),
+        "FACTOR": float(routing.factor),
+        "GROUPS": routing.groups,
+        "CHOSEN_GROUPS": routing.chosen_groups,
+        "MULTIPLIES": multiplied,
+        "ADDED": added,
+        "SHARED": shared,
+        "N": dtype if dtype in HALF_DTYPES else mx.bfloat16,
+    }
+    parts = max(1, WARPS // -(-routing.count // 16)) if multiplied else 0
+    words = max(LINES * (1 + parts), WARPS + 1) * routing.count
+    return build_kernel(
+        "expert_routing",
+        ["x", "gate", "added", "item_lines", "arrived"],
+        ["plan"],
+        constants,
+        contiguous=True,
+        shared=4 * words,
+        bounds=(THREADS, 1),
+    )
+
+
+@cache
+def _counters() -> Any:
+    """Yields zeros that count the finished thread blocks; concurrent kernels get others.
+
+    The kernel resets them to zero. Only one thread of a process computes.
+    """
+    counters = [mx.zeros((1,), dtype=mx.int32) for _ in range(COUNTER_ARRAYS)]
+    mx.eval(counters)
+    return cycle(counters)
+
+
+@cache
+def _item_lines_array(lines: int) -> mx.array:
+    """Returns `lines` in an array that is made once."""
+    array = mx.array([lines], dtype=mx.int32)
+    mx.eval(array)
+    return array
+
+
+@cache
+def _kernel_works() -> bool:
+    return kernel_works("the choice of experts", _is_right)
+
+
+def _is_right() -> bool:
+    """Compares the weights of distinct logits with MLX's, and counts the choices in the items."""
+    routing = RoutingParams(count=40, chosen=3, sigmoid=False, normed=True)
+    tokens, choices = 20, 60
+    logits = mx.random.normal((tokens, routing.count), key=mx.random.key(1))
+    plan = plan_logits(logits, None, routing, shared=True)
+    weights = plan[HEADER_WORDS:][:choices].view(mx.float32).reshape(tokens, -1)
+    best = mx.sort(logits, axis=1)[:, : -routing.chosen - 1 : -1]
+    if not mx.allclose(weights, mx.softmax(best, axis=1), 1e-4, 1e-5).item():
+        return False
+    words = np.array(plan)
+    before = HEADER_WORDS + 3 * choices + tokens
+    items = words[before + before % 2 :].reshape(-1, 2)[: words[0]]
+    return int((items[:, 0] >> 16).sum()) == choices + tokens
