@@ -396,19 +396,30 @@ static inline void fence_products() {}
 static inline void begin_products() {}
 static inline void commit_products() {}
 template <int COUNT> void wait_products() {}
-// See matmul_tiled.group_mma; both matrices have swizzled rows of 128 bytes.
+// A number of a matrix with swizzled lines of 128 bytes.
+template <typename N> float number_of(unsigned long long matrix, int line, int column) {
+  unsigned at = (unsigned)(matrix & 0x3fff) * 16 + line * 128 + column * 2;
+  at ^= (at >> 7 & 7) << 4;
+  return opened(*(const uint16_t*)(simt::shared + at - simt::FIRST), N());
+}
+// See matmul_tiled.group_mma.
 template <typename N, int COUNT>
 void products(float (&c)[COUNT], unsigned long long a, unsigned long long b) {
-  auto number = [](unsigned long long matrix, int row, int column) -> float {
-    unsigned at = (unsigned)(matrix & 0x3fff) * 16 + row * 128 + column * 2;
-    at ^= (at >> 7 & 7) << 4;
-    return opened(*(const uint16_t*)(simt::shared + at - simt::FIRST), N());
-  };
   const int lane = simt::here->number % 128;
   for (int i = 0; i < COUNT; i++) {
     const int row = lane / 32 * 16 + lane % 32 / 4 + i % 4 / 2 * 8;
     const int column = i / 4 * 8 + lane % 4 * 2 + i % 2;
-    for (int k = 0; k < 16; k++) c[i] += number(a, row, k) * number(b, column, k);
+    for (int k = 0; k < 16; k++) c[i] += number_of<N>(a, row, k) * number_of<N>(b, column, k);
+  }
+}
+// See matmul_tiled.group_mma_columns; a has a line of 64 numbers for each of its columns.
+template <typename N, int COUNT>
+void products_columns(float (&c)[COUNT], unsigned long long a, unsigned long long b) {
+  const int lane = simt::here->number % 128;
+  for (int i = 0; i < COUNT; i++) {
+    const int row = lane / 32 * 16 + lane % 32 / 4 + i % 4 / 2 * 8;
+    const int column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+    for (int k = 0; k < 16; k++) c[i] += number_of<N>(a, k, row) * number_of<N>(b, column, k);
   }
 }
 // See ragged_attention.group_mma_values; b has a line of 64 numbers for each column of a.

@@ -400,7 +400,8 @@ def _without_products(text: KernelText) -> str:
     def ours(found: re.Match[str]) -> str:
         kind = f"{dtype[1] if dtype else 'float'}, {found[2]}"
         given = "a0, a1, a2, a3, b" if "a0" in found[1] else "a, b"
-        return f"{found[1]} {{ products<{kind}>(c, {given}); }}\n"
+        turned = "_columns" if "group_mma_columns" in found[1] else ""
+        return f"{found[1]} {{ products{turned}<{kind}>(c, {given}); }}\n"
 
     heads = r"__device__ inline (void group_mma\w*\(float \(&c\)\[(\d+)\][^)]*\)) {.*?\n}\n"
     return re.sub(heads, ours, text.header, flags=re.DOTALL)

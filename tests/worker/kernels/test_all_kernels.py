@@ -45,8 +45,8 @@ LATENT: dict[str, Any] = {
     "q_lora_rank": 64,
     "kv_lora_rank": 128,
     "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 32,
-    "v_head_dim": 32,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 128,
     "moe_intermediate_size": 64,
     "n_routed_experts": 4,
     "first_k_dense_replace": 1,
@@ -73,8 +73,9 @@ MODELS: dict[str, tuple[dict[str, Any], bool, set[str]]] = {
     "glm": (
         LATENT,
         False,
-        (COMMON - {"paged_attention"})
-        | {"latent_attention", "matmul_small", "matmul_tiled"}
+        (RAGGED - {"paged_attention", "ragged_attention", "rotate_and_write", "block_write"})
+        | {"latent_attention", "latent_lines", "ragged_latents", "head_product"}
+        | {"matmul_small", "matmul_tiled"}
         | {"expert_routing", "expert_product", "expert_sum"},
     ),
 }

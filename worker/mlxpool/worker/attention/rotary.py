@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache
+from typing import cast
 
 import mlx.core as mx
 import numpy as np
@@ -13,7 +14,7 @@ import numpy.typing as npt
 from mlxpool.worker.kernels.block_write import RopeTables, makes_tables, rope_tables
 from mlxpool.worker.kernels.score_params import ScoreParams
 from mlxpool.worker.layers.config_fields import Heads
-from mlxpool.worker.layers.layer_types import Rope
+from mlxpool.worker.layers.layer_types import ForwardBatch, LatentLayer, LatentProjections, Rope
 
 # Below, MLX's CUDA kernel fails past 64 tokens: its thread blocks are too deep.
 MIN_KERNEL_DIMS = 32
@@ -160,6 +161,17 @@ class RotateThenAttend(WithoutImages):
         """See ForwardBatch."""
         qk, v = split_lines(lines, heads)
         return self.rotate_and_attend(layer, (qk,), v, scores, rope)
+
+    def attend_latent(
+        self, layer: int, q: mx.array, latent: mx.array, scale: float, heads: LatentProjections
+    ) -> mx.array:
+        """See ForwardBatch."""
+        raise NotImplementedError
+
+    def attend_latent_lines(self, layer: int, lines: mx.array, attention: LatentLayer) -> mx.array:
+        """See ForwardBatch."""
+        q, latent = attention.split(lines, cast("ForwardBatch", self))
+        return self.attend_latent(layer, q, latent, attention.scale, attention.heads)
 
 
 def split_lines(lines: mx.array, heads: Heads) -> tuple[mx.array, mx.array]:

@@ -5,7 +5,8 @@ which MLX's value semantics does not provide for. It is correct because the arra
 whole, contiguous and never replaced, because in an evaluation in which a kernel writes an array
 nothing else uses it, and because readers of what was written depend on the kernel's output: they
 add it (a 0) to their own numbers, or, as ragged_attention.attend does with the queries that
-block_write.rotate_and_write returns, they need it anyway; or the kernel that writes a row's line is
+block_write.rotate_and_write returns, and ragged_latents.attend with those of
+latent_lines.norm_and_write, they need it anyway; or the kernel that writes a row's line is
 its only reader, as with FreshLines. MLX orders kernels by their output arrays
 and does not see these writes. `ensure_row_contiguous=False` keeps MLX from passing a copy.
 work_list.py divides ragged attention among thread blocks on the host. recurrent/ has the kernels of

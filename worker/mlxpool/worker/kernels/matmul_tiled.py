@@ -113,6 +113,15 @@ def group_mma(sets: int, dtype: mx.Dtype) -> str:
     )
 
 
+def group_mma_columns(sets: int, dtype: mx.Dtype) -> str:
+    """Returns the function of `group_mma` with a transposed: its lines are the columns of a."""
+    count = 4 * sets
+    return (
+        f"__device__ inline void group_mma_columns(float (&c)[{count}], unsigned long long a, "
+        f"unsigned long long b) {{\n{_group_product(sets, dtype, ('l(a)',), '1, 0')}\n}}\n"
+    )
+
+
 def group_mma_values(sets: int, dtype: mx.Dtype) -> str:
     """Returns the function of `group_mma` with a in registers, as mma has it, and b transposed."""
     count, words = 4 * sets, ("r(a0)", "r(a1)", "r(a2)", "r(a3)")

@@ -34,6 +34,7 @@ PART_COST = 64  # keys that a thread block could read while it begins and ends
 # Keys of a part as shares of what each thread block would read if all ended together; and how much
 # longer than that a step may take for no further shares to be tried.
 SHARES, NEAR = (1, 1.04, 1.1, 1.25, 1 / 2, 1 / 3, 1 / 4), 1.08
+LONG_SHARES = (2, 3, 4, 6, 8)  # tried, too, where it takes long to add up parts
 STILL_GOOD = 1.2  # longer than with its best share a step may take that keeps one
 WHOLE = 0.0  # in place of a share: no tile is divided
 KEPT_SHARES = 64  # of steps with chunks, which come again when the next prompt is read alone
@@ -48,13 +49,16 @@ class TileShape:
     """The tiles of a layer: `group` query heads share each of `kv_heads` key heads.
 
     `rows`: query rows of a tile of a chunk, TILE_ROWS or twice that. `blocks`: thread blocks that a
-    large GPU runs at a time.
+    large GPU runs at a time. `least_keys`: of a part, where that is more than of other tiles.
+    `sum_keys`: keys that a thread block could read while it adds up one part of a tile.
     """
 
     group: int
     kv_heads: int
     rows: int = TILE_ROWS
     blocks: int = 352
+    least_keys: int = 0
+    sum_keys: int = 0
 
     @property
     def lines(self) -> int:
@@ -64,7 +68,7 @@ class TileShape:
     @property
     def decode_rows(self) -> int:
         """The most query rows of a tile whose warps share the keys."""
-        return 8 if self.group <= 8 else 16
+        return -(-self.group // UNIT_ROWS) * UNIT_ROWS
 
     @property
     def decode_lines(self) -> int:
@@ -199,7 +203,7 @@ class Division:
     """How the tiles of a step may be divided: tile n has keys[n], at least least[n] a part.
 
     A part of it needs units[n] units of partial sums. `places` tiles run at a time; there may be
-    `extra` parts more than tiles.
+    `extra` parts more than tiles. `sum_keys`: see TileShape.
     """
 
     keys: Numbers
@@ -207,6 +211,7 @@ class Division:
     least: Numbers
     places: int
     extra: int
+    sum_keys: int = 0
 
     @property
     def key(self) -> StepKey:
@@ -233,7 +238,9 @@ class Division:
 
     def ratio(self, parts: Numbers) -> float:
         """Returns how many times as long as `ideal` a step of these parts takes; at least 1."""
-        return max(1.0, _time(self._each(parts), parts, self.places) / max(self.ideal, 1.0))
+        time = _time(self._each(parts), parts, self.places)
+        most = int(parts.max()) if self.sum_keys and parts.size else 1
+        return max(1.0, (time + self.sum_keys * (most - 1)) / max(self.ideal, 1.0))
 
     def _each(self, parts: Numbers) -> Numbers:
         """Returns the keys of the parts of each tile; the last part of a tile may have fewer."""
@@ -248,7 +255,8 @@ class Division:
         # most twice that are of divided tiles: both stay within the capacities.
         total, most = int(self.keys.sum()), 2 * int((self.keys * self.units).sum()) / PART_UNITS
         safe = max(self.ideal, total / max(self.extra, 1), most) / self.ideal
-        for share in (*SHARES, safe):
+        more = LONG_SHARES if self.sum_keys else ()
+        for share in (*SHARES, *more, safe):
             parts = self.parts(share * self.ideal)
             if not self.fits(parts):
                 continue
@@ -278,9 +286,9 @@ def _items(
     units = np.where(decodes, shape.decode_rows, shape.rows) // UNIT_ROWS
     used = int(tiles[-1, FIRST_LINE] + tiles[-1, LINES]) if count else 0
     extra = capacity_of(lines) - count - len(range(used, lines, TILE_ROWS))
-    least = np.where(decodes, MIN_DECODE_KEYS, MIN_CHUNK_KEYS)
+    least = np.maximum(np.where(decodes, MIN_DECODE_KEYS, MIN_CHUNK_KEYS), shape.least_keys)
     places = max(shape.blocks // shape.kv_heads, 1)
-    parts = parts_of(Division(keys, units, least, places, extra))
+    parts = parts_of(Division(keys, units, least, places, extra, shape.sum_keys))
     found = np.zeros((capacity_of(lines), 8), dtype=np.int32)
     each = -(-keys // parts)
     order = np.lexsort((-each, decodes)).astype(np.int32)

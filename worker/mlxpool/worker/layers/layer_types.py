@@ -16,6 +16,7 @@ from mlxpool.worker.kernels.score_params import ScoreParams
 if TYPE_CHECKING:
     import mlx.core as mx
 
+    from mlxpool.worker.kernels.block_write import RopeTables
     from mlxpool.worker.kernels.recurrent.span_states import SpanStates
     from mlxpool.worker.layers.config_fields import Heads
 
@@ -66,11 +67,46 @@ class LatentProjections(Protocol):
     def absorb(self, q: mx.array) -> mx.array:
         """q [T, H, D] -> [T, H, dim]."""
 
+    def absorb_and_rotate(self, q: mx.array, turns: RopeTables) -> mx.array | None:
+        """`absorb` of queries whose last numbers are not rotated yet, which is done by `turns`.
+
+        None where no kernel computes both.
+        """
+
     def to_values(self, read: mx.array) -> mx.array:
         """read [T, H, rank] -> [T, H, V]."""
 
     def decompress(self, latents: mx.array) -> tuple[mx.array, mx.array]:
         """latents [L, dim] -> keys [H, L, D], values [H, L, V]."""
+
+
+class LatentLayer(Protocol):
+    """A layer of latent attention behind its first product.
+
+    That gives lines [T, C + dim]: compressed queries, then latents, neither normed nor rotated.
+    """
+
+    @property
+    def scale(self) -> float: ...
+
+    @property
+    def rope(self) -> Rope: ...
+
+    @property
+    def heads(self) -> LatentProjections: ...
+
+    @property
+    def norms(self) -> tuple[GainNorm, GainNorm]:
+        """Of compressed queries and of the first `rank` numbers of latents."""
+
+    def queries(self, compressed: mx.array) -> mx.array:
+        """Normed compressed queries [T, C] -> queries [T, H, D], not rotated."""
+
+    def rotated_queries(self, q: mx.array, batch: ForwardBatch) -> mx.array:
+        """Queries [T, H, D] with their last numbers rotated."""
+
+    def split(self, lines: mx.array, batch: ForwardBatch) -> tuple[mx.array, mx.array]:
+        """Lines -> queries [T, H, D] and latents [T, dim], normed and rotated."""
 
 
 class ForwardBatch(Protocol):
@@ -145,6 +181,9 @@ class ForwardBatch(Protocol):
     ) -> mx.array:
         """q [T, H, D], latent [T, dim] -> [T or E, H, V], for a LatentSpec layer."""
 
+    def attend_latent_lines(self, layer: int, lines: mx.array, attention: LatentLayer) -> mx.array:
+        """`attend_latent` of lines [T, C + dim] as the first product of `attention` gives them."""
+
     def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
         """Inputs [T, ...] -> outputs [T or E, ...] of `scan` over each sequence, from its state."""
 
@@ -162,6 +201,16 @@ class Norm(Protocol):
 
     def deferred(self, x: mx.array) -> LinearInput:
         """The norm of x, not computed yet where the next linear layer computes it at no cost."""
+
+
+class GainNorm(Norm, Protocol):
+    """An RMS norm with a gain [d]."""
+
+    @property
+    def weight(self) -> mx.array: ...
+
+    @property
+    def eps(self) -> float: ...
 
 
 class PendingNorm(NamedTuple):
@@ -209,6 +258,15 @@ class MultiLinear(Protocol):
 
     def __call__(self, x: mx.array) -> mx.array: ...
 
+    def of_lines(self, x: mx.array) -> mx.array:
+        """x [T, H, in] -> [T, H, out]."""
+
+    def of_rotated_lines(self, x: mx.array, turns: RopeTables) -> mx.array | None:
+        """x [T, H, in + R] -> [T, H, out + R], with the last R numbers rotated by `turns`.
+
+        None where no kernel computes both.
+        """
+
     def transposed(self, x: mx.array) -> mx.array:
         """x [H, T, out] -> [H, T, in], with the same weights."""
 
@@ -251,7 +309,7 @@ class LayerBuilder(Protocol):
         self, names: Sequence[str], width: int, activation: Activation | None = None
     ) -> Callable[[LinearInput], mx.array]: ...
 
-    def rms_norm(self, name: str, eps: float) -> Norm: ...
+    def rms_norm(self, name: str, eps: float) -> GainNorm: ...
 
     def embedding(self, name: str) -> Embedding: ...
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from mlxpool.worker.kernels import matmul_small, row_ops
+from mlxpool.worker.kernels import head_product, matmul_small, row_ops
+from mlxpool.worker.kernels.block_write import RopeTables
 from mlxpool.worker.kernels.matmul_small import FusedOps
 from mlxpool.worker.layers.layer_types import Activation, LinearInput, PendingNorm
 from mlxpool.worker.layers.layer_types import Linear as AnyLinear
@@ -239,6 +240,26 @@ class MultiLinear:
         if isinstance(self.weight, QuantisedWeight):
             return self.weight(x)
         return self._product(x, self.weight.swapaxes(-1, -2))
+
+    def of_lines(self, x: mx.array) -> mx.array:
+        """x [T, H, in] -> [T, H, out]."""
+        weight = self._kernel_weight(x)
+        if weight is not None:
+            return head_product.product(x, weight)
+        return self(x.swapaxes(0, 1)).swapaxes(0, 1)
+
+    def of_rotated_lines(self, x: mx.array, turns: RopeTables) -> mx.array | None:
+        """See layer_types.MultiLinear."""
+        weight = self._kernel_weight(x)
+        return None if weight is None else head_product.product(x, weight, turns)
+
+    def _kernel_weight(self, x: mx.array) -> mx.array | None:
+        """The weight if a kernel multiplies lines like x with it."""
+        weight = self.weight
+        if isinstance(weight, QuantisedWeight) or self.batch_invariant or weight.dtype != x.dtype:
+            return None
+        _, out, columns = weight.shape
+        return weight if head_product.supports(columns, out, x.dtype) else None
 
     def transposed(self, x: mx.array) -> mx.array:
         """x [H, T, out] -> [H, T, in], with the same weight."""

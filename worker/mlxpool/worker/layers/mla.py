@@ -15,10 +15,18 @@ from typing import TYPE_CHECKING
 from mlxpool.worker.caches.specs import LatentSpec
 from mlxpool.worker.layers.decoder_layer import MixerFunction, WeightShapes, linear_shapes
 from mlxpool.worker.layers.derived_weights import DerivedWeights, StoredTensors, from_dequantised
-from mlxpool.worker.layers.layer_types import ForwardBatch, LayerBuilder, MultiLinear, Rope
+from mlxpool.worker.layers.layer_types import (
+    ForwardBatch,
+    GainNorm,
+    LayerBuilder,
+    MultiLinear,
+    Rope,
+)
 
 if TYPE_CHECKING:
     import mlx.core as mx
+
+    from mlxpool.worker.kernels.block_write import RopeTables
 
 MAX_DECOMPRESSED = 2**26  # numbers of decompressed keys and values in memory at once
 
@@ -126,16 +134,45 @@ class _Attention:
         self.o = builder.linear(f"{name}.o_proj")
 
     def __call__(self, x: mx.array, batch: ForwardBatch) -> mx.array:
-        q, latent = self._rotated(*self._projected(x), batch)
-        out = batch.attend_latent(self.layer, q, latent, self.spec.scale, self.heads)
+        down = self.down(x)
+        if self.spec.query_rank:
+            out = batch.attend_latent_lines(self.layer, down, self)
+        else:
+            q, latent = self._rotated(self.queries(x), down, batch)
+            out = batch.attend_latent(self.layer, q, latent, self.scale, self.heads)
         return self.o(out.reshape(out.shape[0], -1))
 
-    def _projected(self, x: mx.array) -> tuple[mx.array, mx.array]:
-        """Unrotated queries [T, H, query] and latents [T, latent]."""
-        sizes, rank = self.spec.sizes, self.spec.query_rank
-        down = self.down(x)
-        query = self.query_norm(down[:, :rank]) if rank else x
-        return self.up(query).reshape(-1, sizes.heads, sizes.query), down[:, rank:]
+    @property
+    def scale(self) -> float:
+        """See LatentLayer."""
+        return self.spec.scale
+
+    @property
+    def rope(self) -> Rope:
+        """See LatentLayer."""
+        return self.spec.rope
+
+    @property
+    def norms(self) -> tuple[GainNorm, GainNorm]:
+        """See LatentLayer."""
+        return self.query_norm, self.latent_norm
+
+    def queries(self, compressed: mx.array) -> mx.array:
+        """See LatentLayer. Where queries are not compressed, they are those of x [T, d]."""
+        return self.up(compressed).reshape(-1, self.spec.sizes.heads, self.spec.sizes.query)
+
+    def rotated_queries(self, q: mx.array, batch: ForwardBatch) -> mx.array:
+        """See LatentLayer."""
+        import mlx.core as mx
+
+        plain, end = q[..., : self.spec.sizes.plain], q[..., self.spec.sizes.plain :]
+        return mx.concatenate([plain, batch.rope(end, self.rope)], axis=-1)
+
+    def split(self, lines: mx.array, batch: ForwardBatch) -> tuple[mx.array, mx.array]:
+        """See LatentLayer."""
+        rank = self.spec.query_rank
+        q = self.queries(self.query_norm(lines[:, :rank]))
+        return self._rotated(q, lines[:, rank:], batch)
 
     def _rotated(
         self, q: mx.array, latent: mx.array, batch: ForwardBatch
@@ -173,12 +210,15 @@ class LatentAttentionProjections:
         import mlx.core as mx
 
         plain, rotated = q[..., : self.sizes.plain], q[..., self.sizes.plain :]
-        absorbed = self.keys(plain.swapaxes(0, 1)).swapaxes(0, 1)
-        return mx.concatenate([absorbed, rotated], axis=-1)
+        return mx.concatenate([self.keys.of_lines(plain), rotated], axis=-1)
+
+    def absorb_and_rotate(self, q: mx.array, turns: RopeTables) -> mx.array | None:
+        """See LatentProjections."""
+        return self.keys.of_rotated_lines(q, turns)
 
     def to_values(self, read: mx.array) -> mx.array:
         """read [T, H, rank] -> [T, H, value]."""
-        return self.values(read.swapaxes(0, 1)).swapaxes(0, 1)
+        return self.values.of_lines(read)
 
     def decompress(self, latents: mx.array) -> tuple[mx.array, mx.array]:
         """latents [L, latent] -> keys [H, L, query], values [H, L, value]."""

@@ -15,13 +15,20 @@ from mlxpool.worker.attention.rotary import (
     split_lines,
     split_queries_keys,
 )
-from mlxpool.worker.kernels import ragged_attention, row_ops
-from mlxpool.worker.kernels.block_write import rotate_and_write
+from mlxpool.worker.kernels import latent_lines, ragged_attention, ragged_latents, row_ops
+from mlxpool.worker.kernels.block_write import RopeTables, rotate_and_write
 from mlxpool.worker.kernels.ragged_attention import FreshLines, RaggedPlan
 from mlxpool.worker.kernels.score_params import ScoreParams
 from mlxpool.worker.kernels.work_list import TileShape
 from mlxpool.worker.layers.config_fields import Heads
-from mlxpool.worker.layers.layer_types import LatentProjections, Rope, Scan, SpanScan
+from mlxpool.worker.layers.layer_types import (
+    LatentLayer,
+    LatentProjections,
+    Rope,
+    Scan,
+    SpanScan,
+)
+from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +155,30 @@ class RaggedBatch(WithoutImages):
     def attend_latent(
         self, layer: int, q: mx.array, latent: mx.array, scale: float, heads: LatentProjections
     ) -> mx.array:
-        """See ForwardBatch.attend_latent."""
-        raise NotImplementedError("models with latent caches have passes of another kind")
+        """See ForwardBatch.attend_latent. No ragged pass has such layers."""
+        raise NotImplementedError("queries that are not compressed have passes of another kind")
+
+    def attend_latent_lines(self, layer: int, lines: mx.array, attention: LatentLayer) -> mx.array:
+        """See ForwardBatch.attend_latent_lines.
+
+        Writes all latents of the layer, then attends: the queries depend on what the write returns.
+        """
+        (pool,), arrays, heads = self._pool.arrays[layer], self._arrays, attention.heads
+        queries, latents = attention.norms
+        gains, turns = (queries.weight, latents.weight), self._rotation.turns(attention.rope)
+        compressed = latent_lines.norm_and_write(
+            lines, gains, queries.eps, pool, arrays.slots, turns
+        )
+        q = attention.queries(compressed)
+        absorbed = heads.absorb_and_rotate(q, turns)
+        if absorbed is None:
+            absorbed = heads.absorb(attention.rotated_queries(q, self))
+        _, count, size = absorbed.shape
+        plan = arrays.plans[ragged_latents.tile_shape(count, size, heads.rank)]
+        read = ragged_latents.attend(absorbed, pool, plan, attention.scale, heads.rank)
+        if arrays.chunks and layer < self._last and ends_part(layer):
+            self.parts.append(read)
+        return heads.to_values(self.lines_after(layer, read))
 
     def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
         """See ForwardBatch.recur."""
@@ -220,9 +249,34 @@ class AttentionProbe(WithoutImages):
     def attend_latent(
         self, layer: int, q: mx.array, latent: mx.array, scale: float, heads: LatentProjections
     ) -> mx.array:
-        """See ForwardBatch.attend_latent."""
+        """See ForwardBatch.attend_latent. No ragged pass has such layers."""
         self.supported = False
         return heads.to_values(heads.absorb(q)[..., : heads.rank])
+
+    def attend_latent_lines(self, layer: int, lines: mx.array, attention: LatentLayer) -> mx.array:
+        """See ForwardBatch.attend_latent_lines. Notes the heads of the layer."""
+        heads, gains = attention.heads, [norm.weight for norm in attention.norms]
+        queries, rank = (gain.shape[0] for gain in gains)
+        q = attention.queries(lines[:, :queries])
+        table = mx.zeros((q.shape[0], 1, attention.rope.dims // 2))
+        heads.absorb_and_rotate(q, RopeTables(table, table, attention.rope.traditional))
+        absorbed = heads.absorb(q)  # both try their kernels
+        _, count, size = absorbed.shape
+        fits = {one.dtype for one in (lines, *gains)} == {self._dtype} and not self._quantised
+        fits &= len({norm.eps for norm in attention.norms}) == 1
+        self.supported &= (
+            fits
+            and ragged_latents.supports(count, size, rank, KV_BLOCK_TOKENS, self._dtype)
+            and latent_lines.supports(queries, rank, size - rank, self._dtype)
+        )
+        if self.supported:
+            tiles = ragged_latents.tile_shape(count, size, rank)
+            self.part_sums = max(
+                self.part_sums, (tiles.kv_heads, rank), key=lambda one: one[0] * one[1]
+            )
+            self.shapes.add(tiles)
+            self.chunk_shapes.add(tiles)
+        return heads.to_values(absorbed[..., :rank])
 
     def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
         """See ForwardBatch.recur."""

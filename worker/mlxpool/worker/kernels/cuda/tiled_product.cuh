@@ -7,12 +7,13 @@
 constexpr int TILE_ROWS = 128;
 constexpr int stage_bytes(int sets) { return (TILE_ROWS + 8 * sets) * 128; }
 // The columns [64 * begin, 64 * end) of 128 rows of a weight. Rows from `half` on are `apart` rows further
-// behind than their neighbours: the other half of a gated weight.
+// behind than their neighbours: the other half of a gated weight. Lines that are multiplied with it begin
+// `line` numbers behind each other; 0: `in`.
 template <typename N> struct WeightTile {
   const N* rows;
   int in, half;
   long apart;
-  int begin, end;
+  int begin, end, line = 0;
 };
 // Copies rows [FROM, TO) of both operands of a step, of which the weight's are the first, to their stage.
 template <int FROM, int TO, int SETS, int STAGES, int THREADS, typename N>
@@ -23,7 +24,7 @@ __device__ inline void copy_step(const WeightTile<N>& tile, const N* x, int line
   #pragma unroll
   for (int n = 0; n < (COPIES + THREADS - 1) / THREADS; n++) {
     const int i = n * THREADS + threadIdx.x, row = FROM + i / 8, piece = i % 8;
-    const N* from = x + (long)min(row - TILE_ROWS, lines - 1) * tile.in;
+    const N* from = x + (long)min(row - TILE_ROWS, lines - 1) * (tile.line ? tile.line : tile.in);
     if (row < TILE_ROWS) from = tile.rows + (row + (row < tile.half ? 0 : tile.apart)) * tile.in;
     if (i < COPIES) copy(to + row * 128 + (piece ^ row % 8) * 16, from + step * 64 + piece * 8);
   }

@@ -1,0 +1,78 @@
+"""Products of heads against float64: all cases on a GPU, some with simt.py without one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
+
+from mlxpool.worker.attention.rotary import RotaryEmbedding  # noqa: E402
+from mlxpool.worker.layers.layer_types import Rope  # noqa: E402
+from mlxpool.worker.layers.linear import MultiLinear  # noqa: E402
+
+ON_GPU = mx.cuda.is_available()
+
+runs = pytest.mark.usefixtures("machine")
+
+
+def numbers(array: Any) -> Any:
+    return np.array(array.astype(mx.float32)).astype(np.float64)
+
+
+CASES = [(1, 3, 64, 128, 0), (9, 2, 192, 256, 16), (150, 1, 128, 128, 8)]
+MORE = [(lines, 20, 192, 512, 64) for lines in (1, 8, 17, 33, 65, 128, 129, 1000)]
+MORE += [(lines, 20, 512, 256, 0) for lines in (1, 8, 17, 33, 65, 128, 129, 1000)]
+
+
+@runs
+@pytest.mark.parametrize("traditional", [False, True])
+@pytest.mark.parametrize(
+    ("lines", "heads", "columns", "rows", "turned"), [*CASES, *(MORE if ON_GPU else ())]
+)
+def test_products_of_heads_equal_float64(
+    lines: int, heads: int, columns: int, rows: int, turned: int, traditional: bool
+) -> None:
+    """Numbers behind those that are multiplied are rotated, and the others stay where they are."""
+    mx.random.seed(lines + columns)
+    weight = (mx.random.normal((heads, rows, columns)) * columns**-0.5).astype(mx.bfloat16)
+    x = mx.random.normal((lines, heads, columns + turned)).astype(mx.bfloat16)
+    layer = MultiLinear(weight)
+    asked, factors = numbers(x), numbers(weight)
+    expected = np.einsum("thi,hoi->tho", asked[..., :columns], factors)
+    if turned:
+        positions = mx.arange(lines, dtype=mx.int32) * 37
+        turns = RotaryEmbedding(positions).turns(Rope(turned, 10_000.0, traditional=traditional))
+        found = layer.of_rotated_lines(x, turns)
+        half, axis = turned // 2, asked[..., columns:]
+        angles = numbers(positions)[:, None, None] * 10_000.0 ** (-np.arange(half) / half)
+        one, two = (
+            (axis[..., ::2], axis[..., 1::2])
+            if traditional
+            else (axis[..., :half], axis[..., half:])
+        )
+        left = one * np.cos(angles) - two * np.sin(angles)
+        right = two * np.cos(angles) + one * np.sin(angles)
+        both = np.stack([left, right], axis=-1 if traditional else 2)
+        expected = np.concatenate([expected, both.reshape(lines, heads, turned)], axis=-1)
+    else:
+        found = layer.of_lines(x)
+    assert found is not None and found.shape == expected.shape
+    assert np.abs(numbers(found) - expected).max() < 0.02 * np.abs(expected).max()
+
+
+@runs
+def test_other_weights_have_no_kernel() -> None:
+    """Weights of other sizes, and layers whose bits do not depend on the batch."""
+    x = mx.random.normal((5, 2, 64)).astype(mx.bfloat16)
+    weight = mx.random.normal((2, 128, 64)).astype(mx.bfloat16)
+    for layer, rows in (
+        (MultiLinear(weight, batch_invariant=True), 128),
+        (MultiLinear(weight[:, :100]), 100),
+        (MultiLinear(weight.astype(mx.float32)), 128),
+    ):
+        assert layer._kernel_weight(x) is None
+        assert layer.of_lines(x).shape == (5, 2, rows)
+    assert MultiLinear(weight)._kernel_weight(x) is not None

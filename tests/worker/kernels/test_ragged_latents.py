@@ -1,0 +1,216 @@
+"""Ragged attention over latents, and what writes them: all cases on a GPU, some with simt.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
+
+from mlxpool.worker.attention.rotary import RotaryEmbedding  # noqa: E402
+from mlxpool.worker.kernels import (  # noqa: E402
+    latent_lines,
+    ragged_attention,
+    ragged_latents,
+    work_list,
+)
+from mlxpool.worker.kernels.ragged_attention import RaggedPlan  # noqa: E402
+from mlxpool.worker.kernels.work_list import Spans, visible_ranges  # noqa: E402
+from mlxpool.worker.layers.layer_types import Rope  # noqa: E402
+from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS as BLOCK  # noqa: E402
+
+ON_GPU = mx.cuda.is_available()
+NONE = float("nan")
+
+runs = pytest.mark.usefixtures("machine")
+
+
+def numbers(array: Any) -> Any:
+    return np.array(array.astype(mx.float32)).astype(np.float64)
+
+
+@dataclass(frozen=True)
+class Latents:
+    """The heads of a layer, and its latents."""
+
+    heads: int
+    line: int = 192
+    rank: int = 128
+    dtype: str = "bfloat16"
+
+
+GLM = Latents(20, 576, 512)
+
+
+class Batch:
+    """Spans (lines, latents of the row) whose blocks lie anywhere; unused memory is NaN."""
+
+    def __init__(self, kind: Latents, spans: list[tuple[int, int]], padding: int) -> None:
+        self.kind, self.padding = kind, padding
+        rng = np.random.default_rng(len(spans) + kind.heads)
+        counts = [-(-end // BLOCK) for _, end in spans]
+        free = rng.permutation(sum(counts) + 1)[: sum(counts)]
+        self.tables = np.split(free, np.cumsum(counts)[:-1])
+        lines, ends = np.array(spans, dtype=np.int32).T
+        offsets = (np.cumsum(counts) - counts).astype(np.int32)
+        first = (np.cumsum(lines) - lines).astype(np.int32)
+        self.spans = Spans(first, lines, offsets, ends, np.zeros_like(lines))
+        self.lines = int(lines.sum()) + padding
+        pool = np.full((sum(counts) + 1, 1, BLOCK, kind.line), NONE, dtype=np.float32)
+        for end, table in zip(ends, self.tables, strict=True):
+            at = np.arange(end)
+            pool[table[at // BLOCK], 0, at % BLOCK] = rng.normal(size=(end, kind.line))
+        dtype = getattr(mx, kind.dtype)
+        self.pool = mx.array(pool).astype(dtype)
+        asked = rng.normal(size=(self.lines, kind.heads, kind.line)).astype(np.float32)
+        self.q = mx.array(asked).astype(dtype)
+        mx.eval(self.pool, self.q)
+
+    def plan(self) -> RaggedPlan:
+        shape = ragged_latents.tile_shape(self.kind.heads, self.kind.line, self.kind.rank)
+        begins, ends = (mx.array(one) for one in visible_ranges(self.spans, self.lines))
+        return RaggedPlan(
+            begins,
+            ends,
+            mx.array(np.concatenate(self.tables).astype(np.int32)),
+            mx.array(work_list.work_items(self.spans, shape, self.lines)),
+            ragged_attention.counters(shape.kv_heads),
+            ragged_attention.part_sums(shape.kv_heads, self.kind.rank),
+        )
+
+    def expected(self, scale: float) -> Any:
+        """Returns attention [T, H, rank] in float64, with zeros for padding."""
+        out = np.zeros((self.lines, self.kind.heads, self.kind.rank))
+        pool, asked = numbers(self.pool), numbers(self.q)
+        _, ends = visible_ranges(self.spans, self.lines)
+        for row, (first, n) in enumerate(
+            zip(self.spans.first_lines, self.spans.lines, strict=True)
+        ):
+            at = np.arange(self.spans.ends[row])
+            latents = pool[self.tables[row][at // BLOCK], 0, at % BLOCK]
+            for line in range(first, first + n):
+                found = asked[line] @ latents[: ends[line]].T * scale
+                weights = np.exp(found - found.max(-1, keepdims=True))
+                weights /= weights.sum(-1, keepdims=True)
+                out[line] = weights @ latents[: ends[line], : self.kind.rank]
+        return out
+
+
+def check(batch: Batch) -> Any:
+    """Compares attention of a batch with float64; returns it."""
+    plan, scale = batch.plan(), batch.kind.line**-0.5
+    found = ragged_latents.attend(batch.q, batch.pool, plan, scale, batch.kind.rank)
+    mx.eval(found)
+    assert not mx.any(plan.arrived).item()  # reset for the next layer
+    errors = np.abs(numbers(found) - batch.expected(scale)).max((1, 2))
+    assert errors.max() < 0.03, (int(errors.argmax()), errors)
+    return found
+
+
+KINDS = [
+    Latents(4),
+    Latents(10, 320, 256, "float16"),
+    Latents(1, 128, 128),
+    Latents(33, 128, 128),
+    Latents(40, 192, 128),
+    GLM,
+]
+MORE = [
+    Latents(16, 576, 512, "float16"),
+    Latents(128, 576, 512),
+    Latents(64, 640, 512),
+    Latents(7, 256, 128, "float16"),
+]
+
+
+@runs
+@pytest.mark.parametrize("kind", [*KINDS, *(MORE if ON_GPU else ())], ids=str)
+def test_ragged_attention_over_latents_equals_float64(kind: Latents) -> None:
+    """Single lines and chunks of rows, with padding, and NaN in memory that no row uses."""
+    spans = [(1, 40), (5, 300), (1, 1), (17, 17), (1, 256), (2, 257), (70, 71)]
+    if ON_GPU:
+        spans += [(1, 16_000), (300, 4000), (1, 700), (4, 1000)]
+    found = check(Batch(kind, spans, padding=67))
+    assert not mx.any(found[-67:]).item()
+
+
+@runs
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[4], GLM], ids=str)
+def test_parts_of_rows_are_added_up(kind: Latents, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In parts, some of them empty, and in one, decode rows and chunks are the same."""
+    batch = Batch(kind, [(1, 1400), (1, 600), (20, 1100), (1, 10)], padding=0)
+    monkeypatch.setattr(ragged_latents, "SUM_KEYS", 0)
+    monkeypatch.setattr(ragged_latents, "LEAST_KEYS", 0)
+    shape = ragged_latents.tile_shape(kind.heads, kind.line, kind.rank)
+    items = work_list.work_items(batch.spans, shape, batch.lines)
+    assert len(set(items[:, work_list.PARTS])) >= 4
+    found = check(batch)
+    monkeypatch.setattr(ragged_latents, "LEAST_KEYS", 10_000)
+    shape = ragged_latents.tile_shape(kind.heads, kind.line, kind.rank)
+    items = work_list.work_items(batch.spans, shape, batch.lines)
+    assert set(items[:, work_list.PARTS]) == {0, 1}
+    assert mx.allclose(found, check(batch), 0.02, 0.01).item()
+
+
+def test_tiles_fit_the_shared_memory_of_a_thread_block() -> None:
+    for line in range(128, ragged_latents.MAX_LINE + 1, 64):
+        for rank in (one for one in ragged_latents.RANKS if one <= line):
+            for heads in (1, 7, 16, 20, 33, 64, 128):
+                shape = ragged_latents.tile_shape(heads, line, rank)
+                assert shape.group * shape.kv_heads == heads and shape.lines >= 1
+                rows = max(shape.rows, shape.decode_rows)
+                assert shape.group <= rows <= ragged_latents.MAX_ROWS
+                shared = ragged_latents.shared_bytes(rows, line, rank)
+                assert shared <= ragged_latents.MAX_SHARED_BYTES
+
+
+@runs
+@pytest.mark.parametrize(
+    ("queries", "rank", "turned", "traditional", "dtype"),
+    [
+        (768, 512, 64, True, "bfloat16"),
+        (64, 128, 32, False, "float16"),
+        (1536, 256, 8, True, "bfloat16"),
+    ],
+)
+def test_latents_are_normed_rotated_and_written(
+    queries: int, rank: int, turned: int, traditional: bool, dtype: str
+) -> None:
+    """Against float64, with a padding line; all other memory of the pool stays as it is."""
+    kind, block, lines = getattr(mx, dtype), 4, 5
+    assert latent_lines.supports(queries, rank, turned, kind)
+    mx.random.seed(queries)
+    given = mx.random.normal((lines, queries + rank + turned)).astype(kind)
+    gains = mx.random.normal((queries,)).astype(kind), mx.random.normal((rank,)).astype(kind)
+    pool = mx.full((3, 1, block, rank + turned), 7.0).astype(kind)
+    slots, positions = [11, 0, -1, 5, 4], mx.array([3, 100, 0, 17, 4000], dtype=mx.int32)
+    turns = RotaryEmbedding(positions).turns(Rope(turned, 10_000.0, traditional=traditional))
+    mx.eval(given, gains, pool, turns.cosines, turns.sines)
+    found = latent_lines.norm_and_write(
+        given, gains, 1e-5, pool, mx.array(slots, dtype=mx.int32), turns
+    )
+    mx.eval(found)
+    every, (query_gain, latent_gain) = numbers(given), map(numbers, gains)
+
+    def normed(x: Any, gain: Any) -> Any:
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * gain
+
+    asked = normed(every[:, :queries], query_gain)
+    assert np.abs(numbers(found) - asked).max() < 0.02 * np.abs(asked).max()
+    half = turned // 2
+    angles = numbers(positions)[:, None] * 10_000.0 ** (-np.arange(half) / half)
+    key = every[:, queries + rank :]
+    one, two = (key[:, ::2], key[:, 1::2]) if traditional else (key[:, :half], key[:, half:])
+    left = one * np.cos(angles) - two * np.sin(angles)
+    right = two * np.cos(angles) + one * np.sin(angles)
+    axis = np.stack([left, right], axis=-1 if traditional else 1).reshape(lines, turned)
+    latents = [normed(every[:, queries : queries + rank], latent_gain), axis]
+    expected = np.full((3 * block, rank + turned), 7.0)
+    for line, slot in enumerate(slots):
+        if slot >= 0:
+            expected[slot] = np.concatenate([one[line] for one in latents])
+    worst = np.abs(numbers(pool).reshape(3 * block, -1) - expected).max()
+    assert worst < 0.02 * np.abs(expected).max()

@@ -1,0 +1,117 @@
+"""Products of each head of a step's lines with a weight of its own, in the tensor cores of Hopper.
+
+MLX's batched products cost their host some 20 us, and want heads before lines: two copies more.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+
+from mlxpool.worker.kernels.block_write import RopeTables
+from mlxpool.worker.kernels.kernel_builder import (
+    HALF_DTYPES,
+    Constant,
+    build_kernel,
+    include_line,
+    kernel_works,
+)
+from mlxpool.worker.kernels.matmul_tiled import COLUMNS, ROWS, SHARED_ALIGNMENT, THREADS, group_mma
+
+INPUTS = ("x", "weight", "cosines", "sines")
+SETS = (1, 2, 4, 8, 16)  # numbers of 8 lines for which there are kernels
+VECTOR = 8  # numbers of 16 bytes
+MIN_STAGES, MAX_STAGES = 3, 6
+
+
+@cache
+def supports(columns: int, rows: int, dtype: mx.Dtype) -> bool:
+    """Returns whether `product` supports weights [heads, rows, columns] here.
+
+    The first call for a dtype tries it.
+    """
+    fits = columns % COLUMNS == 0 == rows % ROWS and dtype in HALF_DTYPES
+    return fits and _works(dtype)
+
+
+def product(x: mx.array, weight: mx.array, turns: RopeTables | None = None) -> mx.array:
+    """Returns x [T, heads, in] times the weight [heads, out, in] of each head: [T, heads, out].
+
+    With `turns` heads of x are longer: their numbers behind the first `in` are rotated, and behind
+    the products in the result.
+    """
+    lines, heads, size = x.shape
+    _, out, columns = weight.shape
+    turned = size - columns
+    assert turned == 0 or (turns is not None and turned == 2 * turns.cosines.shape[-1])
+    sets = next((n for n in SETS if 8 * n >= lines), SETS[-1])
+    none = weight if turns is None else turns.cosines
+    blocks = heads * (out // ROWS + (turned > 0))
+    traditional = turns is not None and turns.traditional
+    found: list[mx.array] = _kernel(heads, columns, out, turned, traditional, sets, x.dtype)(
+        inputs=[x, weight, none, none if turns is None else turns.sines],
+        grid=(blocks * THREADS, -(-lines // (8 * sets)), 1),
+        threadgroup=(THREADS, 1, 1),
+        output_shapes=[(lines, heads, out + turned)],
+        output_dtypes=[x.dtype],
+    )
+    return found[0]
+
+
+@cache
+def _kernel(
+    heads: int, columns: int, out: int, turned: int, traditional: bool, sets: int, dtype: mx.Dtype
+) -> Any:
+    lines, steps = 8 * sets, columns // COLUMNS
+    stages = max(MIN_STAGES, min(MAX_STAGES, steps + 2)) if sets < SETS[-1] else MIN_STAGES
+    constants: dict[str, Constant] = {
+        "HEADS": heads,
+        "IN": columns,
+        "OUT": out,
+        "X_HEAD": columns + turned,
+        "OUT_HEAD": out + turned,
+        "TURNED": turned,
+        "TRADITIONAL": traditional,
+        "SETS": sets,
+        "STAGES": stages,
+        "N": dtype,
+    }
+    stage = (ROWS + lines) * COLUMNS * 2
+    sums = lines * (ROWS + 1) * 4
+    return build_kernel(
+        "head_product",
+        INPUTS,
+        ["out"],
+        constants,
+        contiguous=True,
+        shared=max(stages * stage, sums) + SHARED_ALIGNMENT,
+        header=group_mma(sets, dtype) + include_line("tiled_product.cuh"),
+    )
+
+
+@cache
+def _works(dtype: mx.Dtype) -> bool:
+    return kernel_works("products of heads", lambda: _is_right(dtype))
+
+
+def _is_right(dtype: mx.Dtype) -> bool:
+    """Compares a product, with rotated numbers behind it, with MLX's."""
+    lines, heads, columns, turned = 11, 2, 2 * COLUMNS, 16
+    weight = mx.random.normal((heads, ROWS, columns), key=mx.random.key(1)).astype(dtype)
+    x = mx.random.normal((lines, heads, columns + turned), key=mx.random.key(2)).astype(dtype)
+    x = x * columns**-0.5
+    angles = mx.random.uniform(0, 6, (lines, 1, turned // 2), key=mx.random.key(3))
+    turns = RopeTables(mx.cos(angles), mx.sin(angles), False)
+    mx.eval(weight, x, turns.cosines, turns.sines)
+    found = product(x, weight, turns)
+    expected = (x[..., :columns].swapaxes(0, 1) @ weight.swapaxes(1, 2)).swapaxes(0, 1)
+    one, two = (x[..., at : at + turned // 2] for at in (columns, columns + turned // 2))
+    left = one * turns.cosines - two * turns.sines
+    right = two * turns.cosines + one * turns.sines
+    axis = mx.concatenate([left, right], axis=-1)
+    return bool(
+        mx.allclose(found[..., :ROWS], expected, 0.02, 0.05).item()
+        and mx.allclose(found[..., ROWS:], axis, 0.02, 0.02).item()
+    )

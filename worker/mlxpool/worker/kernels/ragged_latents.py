@@ -1,0 +1,172 @@
+"""Attention over latent vectors (MLA) in a pool of blocks, in the tensor cores of Hopper.
+
+Lines of rows that decode and chunks of prompts are tiles of one work list, as in ragged_attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlxpool.worker.kernels import ragged_attention
+from mlxpool.worker.kernels.kernel_builder import (
+    HALF_DTYPES,
+    Constant,
+    build_kernel,
+    include_line,
+    kernel_works,
+)
+from mlxpool.worker.kernels.matmul_tiled import group_mma, group_mma_columns
+from mlxpool.worker.kernels.ragged_attention import MULTIPROCESSORS, RaggedPlan
+from mlxpool.worker.kernels.work_list import (
+    PART_UNITS,
+    UNIT_ROWS,
+    Spans,
+    TileShape,
+    visible_ranges,
+    work_items,
+)
+
+INPUTS = ("q", "pool", "ends", "tables", "items", "arrived", "partial")
+RANKS = (128, 256, 512)  # numbers of a latent that are its value: two groups of warps share them
+PANEL = 64  # numbers of a latent that are multiplied at a time, and latents of a tile
+MAX_ROWS = 64  # of a tile; the sums of more do not fit into registers
+MAX_LINE = 640  # numbers of a latent; two tiles of longer ones do not fit
+MAX_SHARED_BYTES = 227 * 1024 - 16  # of shared memory of a thread block, without its own variables
+THREADS = 256
+ALIGNMENT = 1024  # bytes, of swizzled matrices
+LEAST_KEYS = 256  # latents of a part: the sums of a part take as long as these
+SUM_KEYS = 32  # latents that a thread block could read while it adds up one part
+
+
+def supports(heads: int, line: int, rank: int, block: int, dtype: mx.Dtype) -> bool:
+    """Returns whether `attend` supports so many heads and latents of these sizes here.
+
+    The first call for a dtype tries it.
+    """
+    fits = rank in RANKS and rank <= line <= MAX_LINE and line % PANEL == 0 == block % PANEL
+    return fits and heads > 0 and dtype in HALF_DTYPES and _works(dtype)
+
+
+def tile_shape(heads: int, line: int, rank: int) -> TileShape:
+    """Returns the tiles of layers with these heads, for which a work list is made."""
+    most = max_rows(line, rank)
+    groups = next(n for n in range(1, heads + 1) if heads % n == 0 and heads // n <= most)
+    each = heads // groups
+    rows = -(-(most // each * each) // UNIT_ROWS) * UNIT_ROWS
+    return TileShape(each, groups, rows, MULTIPROCESSORS, LEAST_KEYS, SUM_KEYS)
+
+
+def max_rows(line: int, rank: int) -> int:
+    """Returns the rows of a tile for which a thread block has shared memory."""
+    rows = range(MAX_ROWS, 0, -UNIT_ROWS)
+    return next(n for n in rows if shared_bytes(n, line, rank) <= MAX_SHARED_BYTES)
+
+
+def shared_bytes(rows: int, line: int, rank: int) -> int:
+    """Returns the shared memory of a thread block: two tiles, queries and shares, or sums."""
+    tiles = 2 * PANEL * line * 2 + rows * line * 2 + rows * PANEL * 2
+    beside = rows * 7 * 4  # scores of four warps, totals and ends of each row
+    sums = rows * (rank + 4) * 4
+    return max(tiles, sums + rows * PANEL * 2) + beside + ALIGNMENT
+
+
+def attend(q: mx.array, pool: mx.array, plan: RaggedPlan, scale: float, rank: int) -> mx.array:
+    """Attends with q [T, H, line] to latents of pool [blocks, 1, block, line] -> [T, H, rank].
+
+    A whole latent is the key, its first `rank` numbers are the value. Every line sees its row from
+    the first latent on. Lines that see nothing, and the padding lines of the work list, get zeros;
+    lines that no item has get anything.
+    """
+    given, (lines, heads, size) = q.dtype, q.shape
+    shape = tile_shape(heads, size, rank)
+    found: list[mx.array] = _kernel(heads, size, rank, pool.shape[2], pool.dtype, scale)(
+        inputs=[
+            mx.contiguous(q.astype(pool.dtype)), pool, plan.ends, plan.tables, plan.items,
+            plan.arrived, plan.partial,
+        ],
+        grid=(shape.kv_heads * THREADS, plan.items.shape[0], 1),
+        threadgroup=(THREADS, 1, 1),
+        output_shapes=[(lines, heads, rank)],
+        output_dtypes=[pool.dtype],
+    )  # fmt: skip
+    return found[0].astype(given)
+
+
+@cache
+def _kernel(heads: int, line: int, rank: int, block: int, dtype: mx.Dtype, scale: float) -> Any:
+    shape = tile_shape(heads, line, rank)
+    rows = max(shape.rows, shape.decode_rows)
+    constants: dict[str, Constant] = {
+        "HEADS": heads,
+        "EACH": shape.group,
+        "LINE": line,
+        "RANK": rank,
+        "BLOCK": block,
+        "DECODE_ROWS": shape.decode_rows,
+        "ROWS": shape.rows,
+        "UNIT_ROWS": UNIT_ROWS,
+        "UNITS": PART_UNITS,
+        "SCALE": float(scale),
+        "N": dtype,
+    }
+    sets = sorted({shape.decode_rows // 8, shape.rows // 8})
+    products = "".join(group_mma(n, dtype) + group_mma_columns(n, dtype) for n in sets)
+    return build_kernel(
+        "ragged_latents",
+        INPUTS,
+        ["out"],
+        constants,
+        shared=shared_bytes(rows, line, rank),
+        header=products + include_line("latent_tile.cuh"),
+        bounds=(THREADS, 1),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """Random queries and latents of a token after many and of a chunk."""
+
+    heads: int = 20
+    line: int = 576
+    rank: int = 512
+    block: int = 256
+    before: int = 300
+    chunk: int = 5
+
+    def is_right(self, dtype: mx.Dtype) -> bool:
+        """Compares `attend`, in parts and in one, with MLX's operations."""
+        tokens = self.before + self.chunk
+        latents = mx.random.normal((tokens, self.line), key=mx.random.key(1)).astype(dtype)
+        queries = (self.chunk + 1, self.heads, self.line)
+        q = mx.random.normal(queries, key=mx.random.key(2)).astype(dtype)
+        padding = mx.zeros((2 * self.block - tokens, self.line), dtype=dtype)
+        pool = mx.concatenate([latents, padding]).reshape(2, 1, self.block, self.line)
+        mx.eval(q, pool)
+        columns = ([0, 1], [1, self.chunk], [0, 0], [self.before, tokens], [0, 0])
+        spans = Spans(*(np.array(one, dtype=np.int32) for one in columns))
+        shape, lines = tile_shape(self.heads, self.line, self.rank), self.chunk + 1
+        begins, ends = (mx.array(one) for one in visible_ranges(spans, lines))
+        plan = RaggedPlan(
+            begins,
+            ends,
+            mx.array([0, 1], dtype=mx.int32),
+            mx.array(work_items(spans, shape, lines)),
+            ragged_attention.counters(shape.kv_heads),
+            ragged_attention.part_sums(shape.kv_heads, self.rank),
+        )
+        found = attend(q, pool, plan, 0.05, self.rank).astype(mx.float32)
+        scores = q.astype(mx.float32) @ latents.astype(mx.float32).T * 0.05
+        seen = mx.arange(tokens)[None, None] < ends[:, None, None]
+        shares = mx.softmax(mx.where(seen, scores, -mx.inf), axis=-1)
+        expected = shares @ latents[:, : self.rank].astype(mx.float32)
+        return bool(mx.allclose(found, expected, 0.05, 0.03).item())
+
+
+@cache
+def _works(dtype: mx.Dtype) -> bool:
+    return kernel_works("ragged attention over latents", lambda: _Trial().is_right(dtype))
