@@ -104,6 +104,7 @@ def test_weights_are_divided_among_warps_tiles_and_splits() -> None:
     splits = [matmul_tiled.splits_of(*size) for size in ((2048, 8192), (3072, 2048), (16384, 2048))]
     assert splits == [8, 5, 1]
     assert matmul_tiled.splits_of(128, 128) == 2
+    assert [matmul_tiled.splits_of(rows, 2048) for rows in (64, 1344)] == [8, 6]
 
 
 def test_shapes_and_dtypes_that_kernels_support() -> None:
@@ -440,14 +441,14 @@ def test_the_kernel_that_takes_rows_equals_mlx(shape: tuple[int, ...]) -> None:
     assert mx.array_equal(row_ops.take_rows(table, ids), table[ids]).item()
 
 
-SIZES = [(32, 32), (64, 128), (96, 64), (2048, 1024), (4096, 256), (14336, 512)]
+SIZES = [(32, 32), (64, 128), (96, 64), (2048, 1024), (4096, 256), (14336, 512), (2048, 1344)]
 
 
 @runs
 @pytest.mark.parametrize(
     ("columns", "rows", "dtype"),
     cases(
-        [(96, 64, "float16"), (640, 128, "bfloat16")],
+        [(96, 64, "float16"), (640, 128, "bfloat16"), (320, 192, "bfloat16")],
         [(*size, dtype) for size in SIZES for dtype in ("float16", "bfloat16")],
     ),
 )
@@ -457,7 +458,7 @@ def test_the_matmul_kernels_equal_float64(columns: int, rows: int, dtype: str) -
     weight = (mx.random.normal((rows, columns)) * columns**-0.5).astype(kind)
     for lines in (1, 2, 7, 8, 9, 16, 17, 24, 25, 33, 64, 100, 128) if ON_GPU else (2, 9, 17, 100):
         if not matmul_small.supports(lines, columns, rows, kind):
-            assert lines > matmul_small.MAX_WARP_TOKENS and (columns % 64 or rows % 128)
+            assert lines > matmul_small.MAX_WARP_TOKENS and (columns % 64 or rows % 64)
             continue
         x = mx.random.normal((lines, columns)).astype(kind)
         expected = _numbers(x) @ _numbers(weight).T

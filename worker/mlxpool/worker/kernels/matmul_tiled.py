@@ -26,6 +26,7 @@ MAX_TOKENS = 8 * SETS[-1]
 MAX_WEIGHT_BYTES = 80_000_000  # for larger weights MLX's products are faster
 COLUMNS = 64  # of a weight that are multiplied at a time
 ROWS = 128  # of a weight in a thread block
+FEWER_ROWS = 64  # where the weight has no multiple of ROWS
 THREADS = 256  # four warps for each 64 rows
 # Thread blocks that a large GPU runs at a time, one on each multiprocessor.
 FULL_GPU_BLOCKS = 132
@@ -49,7 +50,7 @@ def supports(tokens: int, columns: int, rows: int, dtype: mx.Dtype) -> bool:
         or columns * rows * dtype.size > MAX_WEIGHT_BYTES
     ):
         return False
-    return columns % COLUMNS == 0 and rows % ROWS == 0 and _kernel_works(dtype)
+    return columns % COLUMNS == 0 and rows % FEWER_ROWS == 0 and _kernel_works(dtype)
 
 
 def kernel_matmul(x: mx.array, weight: mx.array, *, gated: bool = False) -> mx.array:
@@ -59,28 +60,35 @@ def kernel_matmul(x: mx.array, weight: mx.array, *, gated: bool = False) -> mx.a
     """
     tokens, columns = x.shape
     rows, sets = weight.shape[0], next(n for n in SETS if 8 * n >= tokens)
-    tiles, splits = rows // ROWS, splits_of(rows, columns)
+    each, splits = tile_rows(rows), splits_of(rows, columns)
     arrived: mx.array = next(_counters())
     partial: mx.array = next(_part_sums())
-    found: list[mx.array] = _kernel(sets, splits, gated, x.dtype)(
+    threads = THREADS * each // ROWS
+    found: list[mx.array] = _kernel(sets, splits, gated, x.dtype, each)(
         inputs=[x, weight, arrived, partial],
-        grid=(tiles * THREADS, splits, 1),
-        threadgroup=(THREADS, 1, 1),
+        grid=(rows // each * threads, splits, 1),
+        threadgroup=(threads, 1, 1),
         output_shapes=[(tokens, rows // 2 if gated else rows)],
         output_dtypes=[x.dtype],
     )
     return found[0]
 
 
+def tile_rows(rows: int) -> int:
+    """Returns the rows of a weight of `rows` rows that a thread block has."""
+    return FEWER_ROWS if rows % ROWS else ROWS
+
+
 def splits_of(rows: int, columns: int) -> int:
     """Returns the parts into which the columns are split to keep a GPU busy."""
-    return max(1, min(MAX_SPLITS, FULL_GPU_BLOCKS // (rows // ROWS), columns // COLUMNS))
+    tiles = rows // tile_rows(rows)
+    return max(1, min(MAX_SPLITS, FULL_GPU_BLOCKS // tiles, columns // COLUMNS))
 
 
 @cache
-def _kernel(sets: int, splits: int, gated: bool, dtype: mx.Dtype) -> Any:
+def _kernel(sets: int, splits: int, gated: bool, dtype: mx.Dtype, rows: int) -> Any:
     tokens = 8 * sets
-    stage = (ROWS + tokens) * COLUMNS * 2
+    stage = (rows + tokens) * COLUMNS * 2
     stages = min(MAX_STAGES, MAX_SHARED_BYTES // stage)
     constants: dict[str, Constant] = {
         "SETS": sets,
@@ -89,7 +97,8 @@ def _kernel(sets: int, splits: int, gated: bool, dtype: mx.Dtype) -> Any:
         "STAGES": stages,
         "N": dtype,
     }
-    sums = tokens * (ROWS + 1) * 4
+    sums = tokens * (rows + 1) * 4
+    tile = "" if rows == ROWS else f"#define ROWS_OF_TILE {rows}\n"
     return build_kernel(
         "matmul_tiled",
         ["x", "weight", "arrived", "partial"],
@@ -97,7 +106,7 @@ def _kernel(sets: int, splits: int, gated: bool, dtype: mx.Dtype) -> Any:
         constants,
         contiguous=True,
         shared=max(stages * stage, sums) + SHARED_ALIGNMENT,
-        header=group_mma(sets, dtype) + include_line("tiled_product.cuh"),
+        header=tile + group_mma(sets, dtype) + include_line("tiled_product.cuh"),
     )
 
 
@@ -179,8 +188,9 @@ def _kernel_works(dtype: mx.Dtype) -> bool:
 
 def _is_right(dtype: mx.Dtype) -> bool:
     """Compares products in one part and in several with MLX's."""
-    for columns in (COLUMNS, 12 * MAX_SPLITS * COLUMNS):  # fewer and more than there are stages
-        weight = mx.random.normal((ROWS, columns), key=mx.random.key(1)).astype(dtype)
+    # Fewer columns and more than there are stages.
+    for rows, columns in ((ROWS, COLUMNS), (FEWER_ROWS, 12 * MAX_SPLITS * COLUMNS)):
+        weight = mx.random.normal((rows, columns), key=mx.random.key(1)).astype(dtype)
         x = mx.random.normal((30, columns), key=mx.random.key(2)).astype(dtype) * columns**-0.5
         if not mx.allclose(kernel_matmul(x, weight), x @ weight.T, 0.02, 0.05).item():
             return False

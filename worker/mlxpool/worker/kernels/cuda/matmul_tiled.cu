@@ -1,8 +1,8 @@
 // Products of some tokens ("lines") with a weight, out [LINES, OUT] = x [LINES, IN] weight
-// [OUT, IN]^T, in the tensor cores of Hopper. A thread block has 128 rows of the weight, half of them
+// [OUT, IN]^T, in the tensor cores of Hopper. A thread block has TILE_ROWS rows of the weight, half of them
 // gates where products are gated, all lines, and the columns of one of SPLITS parts (tiled_product.cuh). The
 // part that finishes last adds up all parts.
-constexpr int ROWS = TILE_ROWS, ALL = 8 * SETS, THREADS = 256;
+constexpr int ROWS = TILE_ROWS, ALL = 8 * SETS, THREADS = 2 * ROWS;
 constexpr int EACH = GATED ? ROWS / 2 : ROWS;  // results of a thread block for a line
 const int LINES = x_shape[0], IN = x_shape[1], OUT = weight_shape[0] / (GATED ? 2 : 1);
 const int first = blockIdx.x * EACH, part = blockIdx.y, steps = IN / 64;

@@ -1,12 +1,15 @@
-// A tile of matmul_tiled.cu and of decode_pass.cu: 128 rows of a weight [_, IN] times up to 8 * SETS lines
+// A tile of matmul_tiled.cu and of decode_pass.cu: TILE_ROWS rows of a weight [_, IN] times up to 8 * SETS lines
 // [LINES, IN], in the tensor cores of Hopper. Both operands come through shared memory, 64 columns at a
 // time and STAGES - 2 steps ahead, in the layout of the tensor cores: 128 bytes a row, whose 16-byte pieces
-// are swizzled differently in each of eight rows. Each of two groups of four warps multiplies 64 rows by
+// are swizzled differently in each of eight rows. Each group of four warps multiplies 64 rows by
 // all lines while the next columns are copied, by all THREADS of the block. The file follows group_mma, see
 // matmul_tiled.py.
-constexpr int TILE_ROWS = 128;
+#ifndef ROWS_OF_TILE
+#define ROWS_OF_TILE 128
+#endif
+constexpr int TILE_ROWS = ROWS_OF_TILE;  // 64 or 128
 constexpr int stage_bytes(int sets) { return (TILE_ROWS + 8 * sets) * 128; }
-// The columns [64 * begin, 64 * end) of 128 rows of a weight. Rows from `half` on are `apart` rows further
+// The columns [64 * begin, 64 * end) of TILE_ROWS rows of a weight. Rows from `half` on are `apart` rows further
 // behind than their neighbours: the other half of a gated weight. Lines that are multiplied with it begin
 // `line` numbers behind each other; 0: `in`.
 template <typename N> struct WeightTile {
@@ -39,7 +42,7 @@ __device__ inline void begin_product(const WeightTile<N>& tile, int from, int to
   commit_copies();
 }
 // Multiplies a tile with `lines` lines x. `base`: the address of STAGES stages of shared memory, a multiple of
-// 1,024, which all threads may overwrite. Thread t < 256 gets the sums of rows `tile_row(t, i)` and lines
+// 1,024, which all threads may overwrite. Thread t < 2 * TILE_ROWS gets the sums of rows `tile_row(t, i)` and lines
 // `tile_line(t, i)`. No copies are left in flight. `begun`: the first steps that `begin_product` has copied.
 template <int SETS, int STAGES, int THREADS, typename N>
 __device__ inline void tiled_product(float (&sum)[4 * SETS], const WeightTile<N>& tile, const N* x, int lines,
@@ -65,7 +68,7 @@ __device__ inline void tiled_product(float (&sum)[4 * SETS], const WeightTile<N>
     __syncthreads();  // all threads have multiplied what the next columns overwrite
     copy_step<0, ALL, SETS, STAGES, THREADS>(tile, x, lines, step + STAGES - 2, base);
     commit_copies();
-    if (THREADS == 256 || group < 2) {
+    if (THREADS == 2 * TILE_ROWS || group < TILE_ROWS / 64) {
       const unsigned here = base + (step - tile.begin) % STAGES * stage_bytes(SETS);
       begin_products();
       const unsigned long long rows = matrix(here + group * 64 * 128);
