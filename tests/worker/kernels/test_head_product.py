@@ -22,7 +22,7 @@ def numbers(array: Any) -> Any:
     return np.array(array.astype(mx.float32)).astype(np.float64)
 
 
-CASES = [(1, 3, 64, 128, 0), (9, 2, 192, 256, 16), (150, 1, 128, 128, 8)]
+CASES = [(1, 3, 64, 64, 0), (9, 2, 192, 256, 16), (150, 1, 128, 128, 8), (70, 1, 64, 192, 8)]
 MORE = [(lines, 20, 192, 512, 64) for lines in (1, 8, 17, 33, 65, 128, 129, 1000)]
 MORE += [(lines, 20, 512, 256, 0) for lines in (1, 8, 17, 33, 65, 128, 129, 1000)]
 

@@ -18,7 +18,14 @@ from mlxpool.worker.kernels.kernel_builder import (
     include_line,
     kernel_works,
 )
-from mlxpool.worker.kernels.matmul_tiled import COLUMNS, ROWS, SHARED_ALIGNMENT, THREADS, group_mma
+from mlxpool.worker.kernels.matmul_tiled import (
+    COLUMNS,
+    FEWER_ROWS,
+    ROWS,
+    SHARED_ALIGNMENT,
+    group_mma,
+    tile_of_rows,
+)
 
 INPUTS = ("x", "weight", "cosines", "sines")
 SETS = (1, 2, 4, 8, 16)  # numbers of 8 lines for which there are kernels
@@ -32,7 +39,7 @@ def supports(columns: int, rows: int, dtype: mx.Dtype) -> bool:
 
     The first call for a dtype tries it.
     """
-    fits = columns % COLUMNS == 0 == rows % ROWS and dtype in HALF_DTYPES
+    fits = columns % COLUMNS == 0 == rows % FEWER_ROWS and dtype in HALF_DTYPES
     return fits and _works(dtype)
 
 
@@ -48,23 +55,29 @@ def product(x: mx.array, weight: mx.array, turns: RopeTables | None = None) -> m
     assert turned == 0 or (turns is not None and turned == 2 * turns.cosines.shape[-1])
     sets = next((n for n in SETS if 8 * n >= lines), SETS[-1])
     none = weight if turns is None else turns.cosines
-    blocks = heads * (out // ROWS + (turned > 0))
+    rows = _tile_rows(sets, out)
+    blocks, threads = heads * (out // rows + (turned > 0)), 2 * rows
     traditional = turns is not None and turns.traditional
     found: list[mx.array] = _kernel(heads, columns, out, turned, traditional, sets, x.dtype)(
         inputs=[x, weight, none, none if turns is None else turns.sines],
-        grid=(blocks * THREADS, -(-lines // (8 * sets)), 1),
-        threadgroup=(THREADS, 1, 1),
+        grid=(blocks * threads, -(-lines // (8 * sets)), 1),
+        threadgroup=(threads, 1, 1),
         output_shapes=[(lines, heads, out + turned)],
         output_dtypes=[x.dtype],
     )
     return found[0]
 
 
+def _tile_rows(sets: int, out: int) -> int:
+    """Returns the rows of a weight in a thread block: of few lines fewer, for more blocks."""
+    return FEWER_ROWS if sets < SETS[-1] or out % ROWS else ROWS
+
+
 @cache
 def _kernel(
     heads: int, columns: int, out: int, turned: int, traditional: bool, sets: int, dtype: mx.Dtype
 ) -> Any:
-    lines, steps = 8 * sets, columns // COLUMNS
+    rows, lines, steps = _tile_rows(sets, out), 8 * sets, columns // COLUMNS
     stages = max(MIN_STAGES, min(MAX_STAGES, steps + 2)) if sets < SETS[-1] else MIN_STAGES
     constants: dict[str, Constant] = {
         "HEADS": heads,
@@ -78,8 +91,8 @@ def _kernel(
         "STAGES": stages,
         "N": dtype,
     }
-    stage = (ROWS + lines) * COLUMNS * 2
-    sums = lines * (ROWS + 1) * 4
+    stage = (rows + lines) * COLUMNS * 2
+    sums = lines * (rows + 1) * 4
     return build_kernel(
         "head_product",
         INPUTS,
@@ -87,7 +100,7 @@ def _kernel(
         constants,
         contiguous=True,
         shared=max(stages * stage, sums) + SHARED_ALIGNMENT,
-        header=group_mma(sets, dtype) + include_line("tiled_product.cuh"),
+        header=tile_of_rows(rows) + group_mma(sets, dtype) + include_line("tiled_product.cuh"),
     )
 
 

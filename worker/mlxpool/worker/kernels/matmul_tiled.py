@@ -98,7 +98,6 @@ def _kernel(sets: int, splits: int, gated: bool, dtype: mx.Dtype, rows: int) -> 
         "N": dtype,
     }
     sums = tokens * (rows + 1) * 4
-    tile = "" if rows == ROWS else f"#define ROWS_OF_TILE {rows}\n"
     return build_kernel(
         "matmul_tiled",
         ["x", "weight", "arrived", "partial"],
@@ -106,8 +105,13 @@ def _kernel(sets: int, splits: int, gated: bool, dtype: mx.Dtype, rows: int) -> 
         constants,
         contiguous=True,
         shared=max(stages * stage, sums) + SHARED_ALIGNMENT,
-        header=tile + group_mma(sets, dtype) + include_line("tiled_product.cuh"),
+        header=tile_of_rows(rows) + group_mma(sets, dtype) + include_line("tiled_product.cuh"),
     )
+
+
+def tile_of_rows(rows: int) -> str:
+    """Returns what tiled_product.cuh wants before it where a thread block has so many rows."""
+    return "" if rows == ROWS else f"#define ROWS_OF_TILE {rows}\n"
 
 
 def group_mma(sets: int, dtype: mx.Dtype) -> str:
