@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
 
 from mlxpool.worker.kernels.block_write import RopeTables
 from mlxpool.worker.kernels.kernel_builder import (
@@ -15,6 +17,8 @@ from mlxpool.worker.kernels.kernel_builder import (
     build_kernel,
     kernel_works,
 )
+
+FloatArray: TypeAlias = npt.NDArray[np.float32]
 
 INPUTS = ("lines", "query_gain", "latent_gain", "pool", "slots", "cosines", "sines")
 EACH = 8  # numbers of a thread
@@ -94,29 +98,33 @@ def _works(dtype: mx.Dtype) -> bool:
 
 
 def _is_right(dtype: mx.Dtype) -> bool:
-    """Compares two lines, of which one is padding, with MLX's operations."""
-    queries, rank, turned, block = 64, 128, 16, 4
-    lines = mx.random.normal((2, queries + rank + turned), key=mx.random.key(1)).astype(dtype)
-    gains = tuple(
-        mx.random.normal((size,), key=mx.random.key(size)).astype(dtype) for size in (queries, rank)
+    """Compares two lines, one of which is padding, with NumPy: MLX would compile its operations."""
+    queries, rank, turned, block, rng = 64, 128, 16, 4, np.random.default_rng(1)
+    lines, *gains = (
+        mx.array(rng.normal(size=size).astype(np.float32)).astype(dtype)
+        for size in ((2, queries + rank + turned), (queries,), (rank,))
     )
-    angles = mx.random.uniform(0, 6, (2, 1, turned // 2), key=mx.random.key(2))
-    turns = RopeTables(mx.cos(angles), mx.sin(angles), True)
+    angles = rng.uniform(0, 6, (2, 1, turned // 2)).astype(np.float32)
+    turns = RopeTables(mx.array(np.cos(angles)), mx.array(np.sin(angles)), True)
     pool = mx.zeros((1, 1, block, rank + turned), dtype=dtype)
     slots = mx.array([2, -1], dtype=mx.int32)
-    mx.eval(lines, gains, turns.cosines, turns.sines, pool)
+    mx.eval(lines, gains, pool)
     asked = norm_and_write(lines, (gains[0], gains[1]), 1e-5, pool, slots, turns)
     mx.eval(asked)
-    wanted = mx.fast.rms_norm(lines[:, :queries], gains[0], 1e-5)
-    latent = mx.fast.rms_norm(lines[:1, queries : queries + rank], gains[1], 1e-5)
-    key = lines[0, queries + rank :].astype(mx.float32).reshape(-1, 2)
-    cos, sin = turns.cosines[0, 0], turns.sines[0, 0]
-    pairs = [key[:, 0] * cos - key[:, 1] * sin, key[:, 1] * cos + key[:, 0] * sin]
-    written = pool.reshape(block, -1)
-    right = [
-        mx.allclose(asked, wanted, 0.02, 0.02),
-        mx.allclose(written[2:3, :rank], latent, 0.02, 0.02),
-        mx.allclose(written[2, rank:], mx.stack(pairs, axis=-1).flatten(), 0.02, 0.02),
-        mx.all(written[:2] == 0),
-    ]
-    return all(bool(one.item()) for one in right)
+    given, query_gain, latent_gain, mine, written = (
+        np.array(one.astype(mx.float32)) for one in (lines, *gains, asked, pool)
+    )
+
+    def normed(x: FloatArray, gain: FloatArray) -> FloatArray:
+        found: FloatArray = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * gain
+        return found
+
+    key, angle = given[0, queries + rank :].reshape(-1, 2), angles[0, 0]
+    left = key[:, 0] * np.cos(angle) - key[:, 1] * np.sin(angle)
+    right = key[:, 1] * np.cos(angle) + key[:, 0] * np.sin(angle)
+    expected = np.zeros((block, rank + turned), dtype=np.float32)
+    expected[2, :rank] = normed(given[0, queries : queries + rank], latent_gain)
+    expected[2, rank:] = np.stack([left, right], axis=-1).flatten()
+    return np.allclose(mine, normed(given[:, :queries], query_gain), 0.02, 0.02) and np.allclose(
+        written.reshape(block, -1), expected, 0.02, 0.02
+    )
