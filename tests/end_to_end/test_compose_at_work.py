@@ -122,7 +122,7 @@ def test_a_request_over_http_and_one_over_zeromq(keys: Path, tmp_path: Path) -> 
                 key=str(keys / "app" / "app.key"),
                 connect_timeout=PATIENCE,
             ) as client:
-                found = client.generate("demo", "def", max_tokens=4, ignore_eos=True)
+                found = client.generate("demo", "def", max_tokens=4, ignore_eos=True, seed=7)
                 assert found.reason == "length"
-                job = client.submit("demo", "def", max_tokens=4, ignore_eos=True)
+                job = client.submit("demo", "def", max_tokens=4, ignore_eos=True, seed=7)
                 assert client.fetch(job).read().ids == found.ids

@@ -187,7 +187,7 @@ def test_responses_and_jobs_are_kept_where_their_model_is(
     for pool, name in ((three[1], "first"), (three[2], "second")):
         with pool.client() as native:
             assert native.job(ids[name])["model"] == name
-    with pytest.raises(openai.APIStatusError, match="in pools without jobs"):
+    with pytest.raises(openai.APIStatusError, match="keeps no jobs"):
         client.responses.create(model="none", input="x", **given)
     client.responses.delete(ids["second"])
     with pytest.raises(openai.NotFoundError):

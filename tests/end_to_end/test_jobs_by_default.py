@@ -53,6 +53,7 @@ def test_submit_after_serve_needs_no_setting(tmp_path: Path, states: Path) -> No
         )
         assert pool.cli("fetch", "k").returncode == 0
         folder = default_state_dir(pool.run_dir)
+        assert f"jobs={folder}" in pool.log()
         assert folder.is_relative_to(states) and (folder / "jobs-1.db").exists()
         assert folder.stat().st_mode & 0o777 == 0o700
         assert pool.ask("ps")["jobs"]["store"] == "ok"

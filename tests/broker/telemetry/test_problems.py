@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from mlxpool.broker.jobs.figures import JobFigures
 from mlxpool.broker.telemetry.history import RecentEvents
 from mlxpool.broker.telemetry.problems import (
     LATE,
@@ -52,6 +53,14 @@ def test_a_store_without_room_is_a_problem(story: Story, store: str) -> None:
     refusing = "new jobs are refused: their store has no room"
     what = refusing if store == "refusing" else f"the store of jobs is {store}"
     assert (problem.level, problem.what) == (Level.BAD, what)
+
+
+def test_a_store_that_cannot_be_used_is_a_problem_with_its_reason(story: Story) -> None:
+    story.running()
+    jobs = JobFigures.none("the folder cannot be made")
+    (problem,) = found(replace(snapshots.of(story), jobs=jobs))
+    what = "no jobs are kept: their store cannot be used"
+    assert problem == Problem(Level.WARNING, what, ("the folder cannot be made",))
 
 
 def test_a_failed_model_is_named_with_its_reason(story: Story) -> None:

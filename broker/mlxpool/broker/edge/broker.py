@@ -208,6 +208,12 @@ class Broker:
         """What is answered to who asks about jobs where none are kept."""
         return f"this pool keeps no jobs: {self.no_jobs}" if self.no_jobs else JOBS_OFF
 
+    @property
+    def _folder_of_jobs(self) -> str | None:
+        """The folder in which jobs are kept; None for a URL, which may have a password."""
+        place = self._current().state_dir
+        return place if self.jobs is not None and "://" not in place else None
+
     def _job_figures(self) -> JobFigures | None:
         if self.jobs is not None:
             return self.jobs.figures()
@@ -339,8 +345,8 @@ class Broker:
         """Serve until told to stop; `ready` is called when the signals are handled."""
         try:
             with self.signals.installed():
-                run_dir = self.settings.config.run_dir
-                log.info("broker ready", extra={"run_dir": run_dir, "pid": os.getpid()})
+                about = {"run_dir": self.settings.config.run_dir, "pid": os.getpid()}
+                log.info("broker ready", extra={**about, "jobs": self._folder_of_jobs})
                 ready()
                 self.notifier.ready()
                 self._start()

@@ -23,7 +23,7 @@ from mlxpool.gateway.openai.responses_api.kept_routes import KeptResponseRoutes
 from mlxpool.gateway.openai.responses_api.stream import ResponseEvents
 from mlxpool.gateway.server_sent_events import EVENT_STREAM, KEEP_ALIVE
 
-UNKEPT = "nothing is kept, for this pool has no jobs: `mlxpool ps` may say why"
+UNKEPT = "nothing is kept, for this pool keeps no jobs"
 INSTEAD = {  # field that needs a pool which keeps jobs -> what to do in one that does not
     "background": f"{UNKEPT}; leave it out: the answer comes with this request",
     "store": f"{UNKEPT}; leave it out",
