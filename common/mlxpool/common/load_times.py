@@ -13,10 +13,13 @@ LOAD_PHASES = (
     "device",  # MLX is imported and opens its device
     "ranks",  # of a group: until the processes of the other ranks are here
     "links",  # of a group: ranks connect, their GPUs share memory and try sums
-    "weights",  # weights are read, and the model is built of them
+    "weights",  # weights are read
+    "build",  # the model is built of them
+    "trials",  # kernels that are tried are compiled, where the disk has none
     "engine",  # the layout of rows is chosen, kernels are tried, memory is allocated
     "memory",  # the memory of a pass is measured
-    "kernels",  # kernels of all passes are compiled, where the disk has none
+    "passes",  # passes are built, to find out which kernels they call
+    "kernels",  # kernels of passes are compiled, where the disk has none
     "warm_up",  # a pass of each kind is computed
     "preparers",  # until the processes that tokenise requests are ready
 )

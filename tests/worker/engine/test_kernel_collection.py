@@ -11,10 +11,18 @@ from support.worker_checkpoints import GLM, write_checkpoint
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
+from mlxpool.worker.attention.in_pool.kernel_trials import kernels_read  # noqa: E402
 from mlxpool.worker.attention.in_pool.paged_layout import PagedLayout  # noqa: E402
 from mlxpool.worker.attention.in_pool.paged_runner import padded_width  # noqa: E402
+from mlxpool.worker.attention.row_shape import RowShape  # noqa: E402
+from mlxpool.worker.engine import trial_kernels  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
-from mlxpool.worker.kernels import kernel_cache  # noqa: E402
+from mlxpool.worker.kernels import (  # noqa: E402
+    kernel_cache,
+    matmul_small,
+    matmul_tiled,
+    sampling,
+)
 from mlxpool.worker.kernels.kernel_cache import KernelJob  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import load  # noqa: E402
@@ -75,9 +83,9 @@ def test_each_pass_is_built_once_and_stays_compiled(
         model: Any = engine._model
         free = engine.blocks.available
         before = model.calls
-        engine._compile_kernels(lambda: None)
+        engine._compile_kernels(engine._kinds_of_passes(), lambda: None)
         built = model.calls - before
-        engine._compile_kernels(lambda: None)
+        engine._compile_kernels(engine._kinds_of_passes(), lambda: None)
         assert model.calls == before + built  # passes of all kinds, and none of them anew
         assert engine.blocks.available == free and not engine._rows
         layout = engine._layout
@@ -87,9 +95,9 @@ def test_each_pass_is_built_once_and_stays_compiled(
         assert built == len(layout.runner.passes._passes) > len(kinds)
     else:
         assert built == len(layout.ragged._passes) == len(kinds)
-    names = {job.text.name.removeprefix("mlxpool_") for job in given[0]}
+    names = {job.text.name.removeprefix("mlxpool_") for job in given[-2]}
     assert {"latent_attention" if sizes is LATENT else "ragged_attention", "sampling"} <= names
-    assert [job.text.name for job in given[1]] != [] and {*given[1]} <= {*given[0]}
+    assert given[-1] and {*given[-1]} <= {*given[-2]}
 
 
 def test_decode_passes_are_warmed_once_for_each_width(tmp_path: Path) -> None:
@@ -109,6 +117,34 @@ def test_decode_passes_are_warmed_once_for_each_width(tmp_path: Path) -> None:
             spans: list[Any] = [Span() for _ in range(rows)]
             new.append(layout.is_new(spans, range(rows)))
         assert new == [True, False, False, True]
+
+
+@pytest.mark.parametrize("sizes", [SIZES, LATENT], ids=["ragged", "latent"])
+def test_kernels_of_trials_are_compiled_together_before_they_are_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, Any]
+) -> None:
+    """None is called, and nothing that they found with zeros is remembered."""
+    given: list[list[KernelJob]] = []
+    monkeypatch.setattr(kernel_cache, "compile_together", lambda jobs, _: given.append([*jobs]))
+    loaded = load(inspect(write_checkpoint(tmp_path, **sizes)), dtype=mx.bfloat16)
+    shape = RowShape(loaded.folder.plan.caches, mx.bfloat16, 300, 300)
+    tried: list[str] = []
+
+    def works(what: str, trial: Any) -> bool:
+        tried.append(what)
+        return True
+
+    with built_kernels(right=False) as called:
+        trial_kernels.compile_trials(loaded.model, shape, 288)
+        assert called == []
+        monkeypatch.setattr(sampling, "kernel_works", works)
+        assert sampling.supports(288, mx.bfloat16) and tried == ["drawing tokens"]
+        cached = [matmul_small._kernel_works, matmul_tiled._kernel_works, kernels_read]
+        assert [one.cache_info().currsize for one in cached] == [0, 0, 0]
+    names = {job.text.name.removeprefix("mlxpool_") for job in given[0]}
+    attention = {"latent_attention"} if sizes is LATENT else {"ragged_attention", "paged_attention"}
+    assert attention | {"sampling", "matmul_small", "matmul_tiled", "host_write"} <= names
+    assert {"rms_norm", "rope_tables", "take_rows", "column_sums"} <= names
 
 
 class Span:

@@ -176,7 +176,7 @@ def test_kernels_are_listed_without_a_pass(tmp_path: Path, monkeypatch: pytest.M
         engine = ModelEngine(loaded, layout="pool", context=20, max_sequences=2, blocks=30)
         engine.expect_drafts(3)
         free = engine.blocks.available
-        engine._compile_kernels(lambda: None)
+        engine._compile_kernels(engine._kinds_of_passes(), lambda: None)
         assert engine.blocks.available == free and not engine._rows
         kinds = list(engine._kinds_of_passes())
         for kind in kinds:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
+import os
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -21,6 +23,7 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 from mlxpool.worker.kernels import kernel_builder, kernel_cache, nvrtc, row_ops  # noqa: E402
 from mlxpool.worker.kernels.kernel_cache import KernelText  # noqa: E402
 from mlxpool.worker.system.compile_locks import compile_lock  # noqa: E402
+from mlxpool.worker.system.load_clock import LoadClock  # noqa: E402
 from support import simt  # noqa: E402
 
 ON_GPU = mx.cuda.is_available()
@@ -29,6 +32,7 @@ TEXT = KernelText(
 )
 KINDS = ((mx.bfloat16, True), (mx.int32, True), (mx.float32, False))
 OUTPUTS = (mx.float16, mx.uint32)
+SHAPES = [(2, 3), (1,)]
 CODE = """
 #include "mlx/backend/cuda/device/utils.cuh"
 
@@ -88,8 +92,13 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         made = kernel_cache.with_disk_cache(TEXT, lambda **given: given)
         x, slots, one = mx.zeros((2,), mx.bfloat16), mx.zeros((3,), mx.int32), mx.array(1.0)
         for _ in range(2):
-            given = made(inputs=[x, slots, one], output_dtypes=[*OUTPUTS], grid=(1, 1, 1))
-            assert set(given) == {"inputs", "output_dtypes", "grid"}
+            given = made(
+                inputs=[x, slots, one],
+                output_shapes=SHAPES,
+                output_dtypes=[*OUTPUTS],
+                grid=(1, 1, 1),
+            )
+            assert set(given) == {"inputs", "output_shapes", "output_dtypes", "grid"}
 
     yield done
     kernel_cache._compile_to_disk.cache_clear()
@@ -256,7 +265,10 @@ def test_collected_kernels_are_compiled_together(
         with kernel_cache.collecting() as jobs:
             for _ in range(3):
                 call = kernel_cache.with_disk_cache(TEXT, lambda **given: given)
-                assert call(inputs=inputs, output_dtypes=OUTPUTS)["inputs"] is inputs
+                assert (
+                    call(inputs=inputs, output_shapes=SHAPES, output_dtypes=OUTPUTS)["inputs"]
+                    is inputs
+                )
             with kernel_cache.compiling():
                 assert kernel_cache._collected is None
         assert kernel_cache._collected is None and len(jobs) == 3
@@ -265,6 +277,24 @@ def test_collected_kernels_are_compiled_together(
     assert moves == [1]
     assert len(list(tmp_path.glob("*.ptx"))) == 1
     kernel_cache.build_key.cache_clear()
+
+
+def test_trials_are_rehearsed_with_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each lists what it calls; one that fails is no failure, and nothing is called."""
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+    call = kernel_cache.with_disk_cache(TEXT, lambda **given: pytest.fail("it was called"))
+    inputs = [mx.zeros((2,) if dimensions else (), dtype=dtype) for dtype, dimensions in KINDS]
+
+    def trial() -> bool:
+        out, count = call(inputs=inputs, output_shapes=SHAPES, output_dtypes=OUTPUTS)
+        assert (out.shape, out.dtype, count.dtype) == ((2, 3), *OUTPUTS)
+        assert out.sum().item() == 0
+        raise IndexError("zeros are not what it expects")
+
+    with kernel_cache.rehearsing() as jobs:
+        assert kernel_builder.kernel_works("adding", trial) is True
+    assert jobs == [kernel_cache.KernelJob(TEXT, KINDS, OUTPUTS)]
+    assert not kernel_cache.is_rehearsing() and not kernel_cache.is_collecting()
 
 
 def test_a_kernel_that_many_layers_call_is_hashed_once(
@@ -280,15 +310,19 @@ def test_a_kernel_that_many_layers_call_is_hashed_once(
 
     monkeypatch.setattr(nvrtc, "in_process", in_process)
     hashed: list[bytes] = []
-    hash_of = kernel_cache.string_hash
-    monkeypatch.setattr(
-        kernel_cache, "string_hash", lambda text: (hashed.append(text), hash_of(text))[1]
-    )
     read: list[Path] = []
-    intact = kernel_cache._is_intact
-    monkeypatch.setattr(
-        kernel_cache, "_is_intact", lambda path: (read.append(path), intact(path))[1]
-    )
+    hash_of, intact = kernel_cache.string_hash, kernel_cache._is_intact
+
+    def counted_hash(text: bytes) -> int:
+        hashed.append(text)
+        return hash_of(text)
+
+    def counted_read(path: Path) -> bool:
+        read.append(path)
+        return intact(path)
+
+    monkeypatch.setattr(kernel_cache, "string_hash", counted_hash)
+    monkeypatch.setattr(kernel_cache, "_is_intact", counted_read)
     kernel_cache._module.cache_clear()
     kernel_cache._compile_to_disk.cache_clear()
     kernel_cache.build_key.cache_clear()
@@ -298,12 +332,12 @@ def test_a_kernel_that_many_layers_call_is_hashed_once(
     with kernel_cache.collecting() as jobs:
         for _ in range(100):  # layers
             for call in calls:
-                call(inputs=inputs, output_dtypes=OUTPUTS)
+                call(inputs=inputs, output_shapes=SHAPES, output_dtypes=OUTPUTS)
     kernel_cache.compile_together(jobs, lambda: None)
     assert len(hashed) == len(set(hashed)) == len(compiled) == 2
     assert len(read) == 4  # for the list of what is missing, and before each was compiled
     for call in calls:
-        call(inputs=inputs, output_dtypes=OUTPUTS)
+        call(inputs=inputs, output_shapes=SHAPES, output_dtypes=OUTPUTS)
     assert len(hashed) == 2 and len(compiled) == 2
     kernel_cache._module.cache_clear()
     kernel_cache._compile_to_disk.cache_clear()
@@ -389,6 +423,23 @@ def test_without_a_gpu_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> N
     else:
         monkeypatch.setattr(mx.cuda, "is_available", lambda: True)  # as in a simulation
         assert kernel_cache._compiler.__wrapped__() is None
+
+
+def test_kernels_of_mlx_are_logged(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those of this load, and none of ours."""
+    monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path))
+    for name, age in (("gather", 5), ("scatter", 3), ("old", 90), ("custom_kernel_mlxpool_add", 4)):
+        (tmp_path / f"{name}.ptx").touch()
+        os.utime(tmp_path / f"{name}.ptx", (time.time() - age,) * 2)
+    monkeypatch.setattr(kernel_cache, "LOAD", clock := LoadClock())
+    clock.begin(0.0)
+    with caplog.at_level(logging.INFO):
+        kernel_cache.log_mlx_kernels(60.0)
+    (record,) = caplog.records
+    assert vars(record)["seconds_ago"] == ["gather 5.0", "scatter 3.0"]
+    assert clock.counts == {"mlx_kernels": 2}
 
 
 def test_an_unknown_version_of_mlx_compiles_by_itself(

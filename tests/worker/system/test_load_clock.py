@@ -64,14 +64,18 @@ def test_the_log_has_one_line_for_a_load(
     with caplog.at_level(logging.INFO, logger="mlxpool.worker"):
         load_clock.log_end()
         assert not caplog.records
+        load_clock.LOAD.count("passes", 5)  # nothing is counted before the load begins
         load_clock.LOAD.begin(1.0)
         time.now += 2.0
+        load_clock.LOAD.count("passes", 2)
+        load_clock.LOAD.count("passes", 1)
         load_clock.log_end(rank=1)
         load_clock.log_end(rank=1)
     (record,) = caplog.records
     told = vars(record)
     assert record.getMessage() == "loaded"
     assert (told["total"], told["start"], told["imports"], told["rank"]) == (3.0, 1.0, 2.0, 1)
+    assert told["passes"] == 3
 
 
 def test_a_process_has_an_age() -> None:

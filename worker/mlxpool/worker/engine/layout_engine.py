@@ -18,6 +18,7 @@ from mlxpool.worker.attention.row_spans import CacheRow
 from mlxpool.worker.caches.specs import ROLLBACK_STEPS
 from mlxpool.worker.caches.stored import AUTO
 from mlxpool.worker.constraints.mask_table import MaskTable
+from mlxpool.worker.engine import trial_kernels
 from mlxpool.worker.engine.description import require_deterministic
 from mlxpool.worker.engine.image_encoder import ImageEncoder
 from mlxpool.worker.engine.kv_setting import no_int8_kernels, require_kv
@@ -107,6 +108,9 @@ class LayoutEngine(WarmedEngine):
         self._loaded = loaded
         self._model, self._dtype = loaded.model, loaded.dtype
         shape = RowShape(folder.plan.caches, loaded.dtype, self.context, self.chunk, kv=kv)
+        if device.on_cuda():
+            self._compile_trials(shape)
+            LOAD.enter("engine")
         name, shape = choose_layout(
             layout, shape, deterministic=loaded.deterministic, on_gpu=device.on_gpu()
         )
@@ -145,6 +149,11 @@ class LayoutEngine(WarmedEngine):
             (self._slot_token,) = folder.vision.plan.tokens
         self._draws = TokenDraws(self.vocab_size, self._upload)
         self._mask_tables: list[MaskTable] = []  # that are allocated, and nobody has
+
+    def _compile_trials(self, shape: RowShape) -> None:
+        """Compiles the kernels together that the making of the layout tries one by one."""
+        LOAD.enter("trials")
+        trial_kernels.compile_trials(self._model, shape, self.vocab_size)
 
     def _bound_passes(self) -> None:
         """See WarmedEngine."""

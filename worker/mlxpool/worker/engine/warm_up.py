@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -151,7 +151,7 @@ class WarmedEngine(RowEngine[CacheRow]):
             self._remake_layout(blocks_for(sizes[-1] + 3))
         if self.draft is not None:
             self.draft.warm_up(on_progress)
-        small, large = map(self._measure_chunk, sizes)
+        small, large = self._measure_chunks(sizes, on_progress)
         on_progress()
         self._choose_long_passes(small, large)
         one_pass = self._pass_bytes(small, large, self.chunk, self._pairs)
@@ -167,8 +167,7 @@ class WarmedEngine(RowEngine[CacheRow]):
             self._remake_layout()
             self._require_min_blocks()
         if device.on_gpu():
-            LOAD.enter("kernels")
-            self._compile_kernels(on_progress)
+            self._compile_kernels(self._kinds_of_passes(), on_progress)
         LOAD.enter("warm_up")
         self._warm_up_passes(on_progress)
         self._layout.compile_ahead(self._max_sequences, self.context, on_progress)
@@ -180,6 +179,7 @@ class WarmedEngine(RowEngine[CacheRow]):
         if self._target.least < self._target.most:
             self._step_seconds = self._target.seconds(self._decode_seconds())
         self._finish_warm_up()
+        kernel_cache.log_mlx_kernels(LOAD.times.total)
 
     def _remake_layout(self, blocks: int | None = None) -> None:
         tell = self._layout.notice.tell
@@ -189,6 +189,16 @@ class WarmedEngine(RowEngine[CacheRow]):
         self._layout.notice.tell = tell
         self._layout.expect_drafts(self._most_drafts)
         self.blocks.capacity = self._capacity()
+
+    def _measure_chunks(
+        self, sizes: Many[int], on_progress: Callable[[], None]
+    ) -> list[tuple[int, int]]:
+        """Returns what `_measure_chunk` does for each size; compiles their kernels together."""
+        if self._layout.sizes and device.on_gpu():
+            kinds = [PassKind(unread=size) for size in sizes]
+            self._compile_kernels(kinds, on_progress, ahead=False)
+            LOAD.enter("memory")
+        return [self._measure_chunk(size) for size in sizes]
 
     def _measure_chunk(self, size: int) -> tuple[int, int]:
         """Computes a chunk of `size` tokens; returns `size` and the bytes of its activations."""
@@ -341,33 +351,45 @@ class WarmedEngine(RowEngine[CacheRow]):
         """Returns a mask that allows every token in so many draws."""
         return np.full((draws, -(-self.vocab_size // 32)), 2**32 - 1, dtype=np.uint32)
 
-    def _compile_kernels(self, on_progress: Callable[[], None]) -> None:
-        """Compiles our kernels of all compiled passes together; computes none of the passes.
+    def _compile_kernels(
+        self, kinds: Iterable[PassKind], on_progress: Callable[[], None], *, ahead: bool = True
+    ) -> None:
+        """Compiles our kernels of passes of these kinds together; computes none of them.
 
-        What was built of a pass stays compiled, so that the warm-up does not build it again.
+        `ahead`: also of the passes that the layout compiles ahead. What was built of a pass stays
+        compiled, so that the warm-up does not build it again.
         """
+        LOAD.enter("passes")
         with kernel_cache.collecting() as jobs:
             if self._uploads is not None:
                 self._uploads.begin()
-            self._layout.compile_ahead(self._max_sequences, self.context, on_progress)
+            if ahead:
+                self._layout.compile_ahead(self._max_sequences, self.context, on_progress)
             # Elsewhere a pass replaces the arrays of rows, which nothing may compute here.
             in_place = self._layout.holds_prefixes and not self._layout.shares_arrays
-            for kind in self._kinds_of_passes() if in_place else ():
-                spans = self._dummy_spans(kind)
-                if self._uploads is not None:
-                    self._uploads.begin()
-                given = [RowSpan(self._rows[span.sequence], span.count) for span in spans]
-                wants = PassSpans.of(spans, rewinds=True)
-                wants.widen(given)
-                found = self._layout.step(given, *self._inputs(wants), wants.wanted)
-                sampled = self._draws.draw(wants.asking, found.logits, None, NO_MASKS)
-                self._results(found.logits, sampled, None)
-                first = wants.asking[0]
-                masks = RowMasks.of({first.sequence: self._whole_mask(first.draws)})
-                self._draws.draw(wants.asking, found.logits, None, masks)
-                self._draws.forget()  # its arrays are not computed
-                self._drop_rows([span.sequence for span in spans])
+            for kind in kinds if in_place else ():
+                self._build_pass(kind)
+                on_progress()
+        LOAD.enter("kernels")
         kernel_cache.compile_together(jobs, on_progress)
+
+    def _build_pass(self, kind: PassKind) -> None:
+        """Builds a pass over new rows and its draws, without masks and with; computes nothing."""
+        spans = self._dummy_spans(kind)
+        if self._uploads is not None:
+            self._uploads.begin()
+        given = [RowSpan(self._rows[span.sequence], span.count) for span in spans]
+        wants = PassSpans.of(spans, rewinds=True)
+        wants.widen(given)
+        found = self._layout.step(given, *self._inputs(wants), wants.wanted)
+        if wants.asking:
+            sampled = self._draws.draw(wants.asking, found.logits, None, NO_MASKS)
+            self._results(found.logits, sampled, None)
+            first = wants.asking[0]
+            masks = RowMasks.of({first.sequence: self._whole_mask(first.draws)})
+            self._draws.draw(wants.asking, found.logits, None, masks)
+            self._draws.forget()  # its arrays are not computed
+        self._drop_rows([span.sequence for span in spans])
 
     def _decode_seconds(self) -> float:
         """Returns the time of a decode step of one row, one after the other as requests have it."""
@@ -395,6 +417,7 @@ class WarmedEngine(RowEngine[CacheRow]):
         """Computes two passes over the first inputs of new rows, then frees the rows."""
         spans = self._dummy_spans(kind, options)
         rows = [span.sequence for span in spans]
+        LOAD.count("warm_up_passes", WARM_UP_PASSES)
         for _ in range(WARM_UP_PASSES):
             self.step(spans)
             for seq in rows:

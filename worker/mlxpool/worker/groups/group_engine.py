@@ -48,6 +48,9 @@ class GroupEngine(ModelEngine):
         self._orders, self._collectives = orders, collectives
         super().__init__(loaded, text, layout="pool", **settings)
 
+    def _compile_trials(self, shape: RowShape) -> None:
+        """See LayoutEngine. Ranks build passes together, and here only this one would."""
+
     def _new_layout(self, name: str, shape: RowShape, blocks: int) -> Layout:
         return Rank0Layout(
             shape,

@@ -171,6 +171,8 @@ class Rank0Layout(GroupLayout):
         return self._sent[0] is spans and self._sent[1:] == (wanted, offsets)
 
     def compile_ahead(self, rows: int, context: int, on_progress: Callable[[], None]) -> None:
-        """See Layout."""
+        """See Layout. Does nothing while kernels are collected: the other ranks would compute."""
+        if kernel_cache.is_collecting():
+            return
         self._orders.send(CompileAhead(rows, context))
         super().compile_ahead(rows, context, on_progress)

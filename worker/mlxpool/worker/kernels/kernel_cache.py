@@ -16,6 +16,7 @@ import logging
 import os
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ import mlx.core as mx
 
 from mlxpool.worker.kernels import nvrtc
 from mlxpool.worker.system.compile_locks import compile_lock
+from mlxpool.worker.system.load_clock import LOAD
 
 log = logging.getLogger("mlxpool.worker")
 
@@ -75,6 +77,8 @@ using Strides = Ten<int64_t>;
     "cooperative_groups.h": "#pragma once\nnamespace cooperative_groups {}\n",
 }
 
+OUR_PREFIX = "custom_kernel_mlxpool_"  # of the names of our files in MLX's folder
+
 InputKind = tuple[mx.Dtype, bool]  # dtype, and whether it has dimensions
 
 
@@ -99,6 +103,7 @@ class KernelJob:
 
 
 _collected: list[KernelJob] | None = None  # None: kernels are compiled before their first call
+_rehearsed = False  # whether kernels that are collected give zeros
 
 
 @contextmanager
@@ -122,6 +127,26 @@ def is_collecting() -> bool:
 
 
 @contextmanager
+def rehearsing() -> Iterator[list[KernelJob]]:
+    """As `collecting`, but the kernels that are called inside give zeros, so all may be evaluated.
+
+    Trials are made for the kernels that they call; what they find says nothing.
+    """
+    global _rehearsed
+    before, _rehearsed = _rehearsed, True
+    try:
+        with collecting() as jobs:
+            yield jobs
+    finally:
+        _rehearsed = before
+
+
+def is_rehearsing() -> bool:
+    """Returns whether kernels that are called now give zeros."""
+    return _rehearsed
+
+
+@contextmanager
 def compiling() -> Iterator[None]:
     """Kernels that are called inside are compiled, also inside of `collecting`: for trials."""
     global _collected
@@ -142,6 +167,7 @@ def compile_together(jobs: Iterable[KernelJob], on_progress: Callable[[], None])
     if compiler is None:
         return
     missing = _missing(jobs)
+    LOAD.count("compiled_kernels", len(missing))
     with ThreadPoolExecutor(max(1, min(len(missing), os.cpu_count() or 1))) as pool:
 
         def compiled(paths: Sequence[Path], *, wait: bool) -> Iterator[bool]:
@@ -207,14 +233,22 @@ def _module(job: KernelJob) -> tuple[str, str]:
 def with_disk_cache(text: KernelText, made: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a kernel of mx.fast.cuda_kernel: compiles it to disk before its first call."""
 
-    def call(*, inputs: Sequence[mx.array], output_dtypes: Sequence[mx.Dtype], **more: Any) -> Any:
+    def call(
+        *,
+        inputs: Sequence[mx.array],
+        output_shapes: Sequence[tuple[int, ...]],
+        output_dtypes: Sequence[mx.Dtype],
+        **more: Any,
+    ) -> Any:
         kinds = tuple((x.dtype, x.ndim > 0) for x in inputs)
         job = KernelJob(text, kinds, tuple(output_dtypes))
         if _collected is None:
             _compile_to_disk(job)
         else:
             _collected.append(job)
-        return made(inputs=inputs, output_dtypes=output_dtypes, **more)
+        if _rehearsed:
+            return list(map(mx.zeros, output_shapes, output_dtypes))
+        return made(inputs=inputs, output_shapes=output_shapes, output_dtypes=output_dtypes, **more)
 
     return call
 
@@ -258,6 +292,7 @@ def _compile_to_disk(job: KernelJob) -> None:
         with compile_lock(path, wait=True):
             if _is_intact(path):  # another process has compiled it meanwhile
                 return
+            LOAD.count("kernels_compiled_alone", 1)
             found = compiler.machine_code(NAMESPACE + kernel_name(job.text), code)
             # The files were read just now, for the name of the old ones.
             if _texts() not in build_key():
@@ -265,6 +300,23 @@ def _compile_to_disk(job: KernelJob) -> None:
             _write(path, *found)
     except Exception as error:  # MLX compiles the kernel itself
         log.info("MLX compiles our kernel %s by itself: %s", job.text.name, error)
+
+
+def log_mlx_kernels(seconds: float) -> None:
+    """Logs the kernels that MLX has compiled in the last `seconds`, and how long ago each was.
+
+    There are none without a GPU.
+    """
+    now, found = time.time(), []
+    with contextlib.suppress(OSError):
+        for path in cache_folder().glob("*.ptx"):
+            age = now - path.stat().st_mtime
+            if age < seconds and not path.name.startswith(OUR_PREFIX):
+                found.append((age, path.stem))
+    if found:
+        LOAD.count("mlx_kernels", len(found))
+        names = [f"{name} {age:.1f}" for age, name in sorted(found, reverse=True)]
+        log.info("MLX compiled kernels", extra={"seconds_ago": names})
 
 
 def _is_intact(path: Path) -> bool:

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -28,11 +29,13 @@ class LoadClock:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._ended: Mapping[str, float] = {}  # replaced, never changed: other threads read it
+        self.counts: Counter[str] = Counter()  # of what the load did, for its log line
         self._now, self._since = "", 0.0
 
     def begin(self, age: float) -> None:
         """Begins to measure in a process that was started `age` seconds ago, in the imports."""
         self._ended = {"start": max(0.0, age)}
+        self.counts.clear()
         self._now, self._since = "imports", self._clock()
 
     def enter(self, phase: str) -> None:
@@ -40,6 +43,11 @@ class LoadClock:
         assert phase in LOAD_PHASES, phase
         if self._now:
             self._end_phase(phase)
+
+    def count(self, what: str, number: int) -> None:
+        """Adds to what the load did so far."""
+        if self._now:
+            self.counts[what] += number
 
     def finish(self) -> LoadTimes | None:
         """The load has ended; returns what it took. None: it was not measured, or has ended."""
@@ -78,9 +86,10 @@ LOAD = LoadClock()
 
 
 def log_end(**fields: object) -> None:
-    """Ends the load of this process and logs what its phases took, in seconds.
+    """Ends the load of this process and logs what its phases took, in seconds, and what it did.
 
     Does nothing where none is measured, or it has ended.
     """
     if (times := LOAD.finish()) is not None:
-        log.info("loaded", extra={**fields, "total": round(times.total, 3), **times.shown})
+        total = round(times.total, 3)
+        log.info("loaded", extra={**fields, "total": total, **times.shown, **LOAD.counts})

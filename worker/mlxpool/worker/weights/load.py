@@ -81,6 +81,7 @@ def load(
     weight_bytes += folder.plan.built * dtype.size
     if dequantise or deterministic:
         weight_bytes += dequantised_growth(folder, dtype.size)
+    LOAD.enter("build")
     builder = (make_builder or WeightLayerBuilder)(
         weights, folder.match.layouts, dtype, batch_invariant=deterministic, dequantise=dequantise
     )

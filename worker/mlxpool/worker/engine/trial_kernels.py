@@ -1,0 +1,64 @@
+"""Compiles the kernels of trials together, before the first of them is tried.
+
+A trial compiles what it calls, in the thread that loads, and waits for it. So the model's layers
+are asked first which kernels they would try: those are compiled beside each other.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import _lru_cache_wrapper
+from typing import Any
+
+import mlx.core as mx
+
+from mlxpool.worker.attention.in_pool.kernel_trials import kernels_read
+from mlxpool.worker.attention.in_pool.ragged_batch import AttentionProbe
+from mlxpool.worker.attention.row_shape import RowShape
+from mlxpool.worker.kernels import block_write, kernel_cache, row_columns, sampling
+from mlxpool.worker.layers.model_plan import Model
+from mlxpool.worker.transfers import downloads
+
+# Lines of the passes that are asked: layers have kernels for few lines, and for some.
+ASKED_LINES = (1, 64)
+OUR_MODULES = "mlxpool.worker."
+
+
+def compile_trials(
+    model: Model, shape: RowShape, vocabulary: int, on_progress: Callable[[], None] = lambda: None
+) -> None:
+    """Compiles what the trials of this model's kernels call, as far as the disk lacks it.
+
+    `shape`: what its rows store. Computes nothing of the model.
+    """
+    with forgotten_caches(), kernel_cache.rehearsing() as jobs:
+        downloads.works()
+        block_write.makes_tables()
+        row_columns.works()
+        sampling.supports(vocabulary, shape.dtype)
+        if shape.fits_blocks:  # else its layers have few kernels, or none
+            kernels_read(shape)
+            for lines in ASKED_LINES:
+                probe = AttentionProbe(shape.dtype, quantised=shape.quantised)
+                model(mx.zeros((lines,), dtype=mx.int32), probe)
+    kernel_cache.compile_together(jobs, on_progress)
+
+
+@contextmanager
+def forgotten_caches() -> Iterator[None]:
+    """Clears the caches of functions to which something is added inside: nothing was tried."""
+    sizes = {function: function.cache_info().currsize for function in _cached_functions()}
+    try:
+        yield
+    finally:
+        for function in _cached_functions():
+            if function.cache_info().currsize != sizes.get(function, 0):
+                function.cache_clear()
+
+
+def _cached_functions() -> Iterator[_lru_cache_wrapper[Any]]:
+    for name, module in list(sys.modules.items()):
+        if name.startswith(OUR_MODULES):
+            yield from (one for one in vars(module).values() if isinstance(one, _lru_cache_wrapper))
