@@ -440,7 +440,26 @@ void products(float (&c)[COUNT], unsigned a0, unsigned a1, unsigned a2, unsigned
               * opened(*(const uint16_t*)(simt::shared + at - simt::FIRST), N());
     }
 }
+// See matmul_tiled.group_mma_by_lines; b has swizzled rows of 128 bytes, one for each column of c.
+template <typename N, int COUNT>
+void products_by_lines(float (&c)[COUNT], unsigned a0, unsigned a1, unsigned a2, unsigned a3,
+                       unsigned long long b) {
+  struct Words {
+    unsigned a[4];
+  } mine = {{a0, a1, a2, a3}};
+  const auto told = simt::told(mine);
+  const int lane = simt::here->number % 32, line = lane / 4;
+  for (int i = 0; i < COUNT; i++)
+    for (int k = 0; k < 16; k++) {
+      const unsigned word = told[line * 4 + k % 8 / 2].a[i % 4 / 2 + k / 8 * 2];
+      unsigned at = (unsigned)(b & 0x3fff) * 16 + (i / 4 * 8 + lane % 4 * 2 + i % 2) * 128 + k * 2;
+      at ^= (at >> 7 & 7) << 4;
+      c[i] += opened(word >> 16 * (k % 2), N())
+              * opened(*(const uint16_t*)(simt::shared + at - simt::FIRST), N());
+    }
+}
 template <int COUNT> void hold(float (&)[COUNT]) {}
+static inline void hold(unsigned&) {}
 // Another launch, in another thread, writes words and flags meanwhile; see simt.Ranks.
 static inline void store_word(void* to, unsigned long data, unsigned long tag) {
   ((unsigned long*)to)[0] = data;

@@ -124,7 +124,7 @@ def kernel(
                 raise RuntimeError(f"{name}: {its_name} is not contiguous, and read as if it were")
         outs = [
             mx.full(shape, math.nan, dtype=dtype) if mx.issubdtype(dtype, mx.floating)
-            else mx.full(shape, -7, dtype=dtype)
+            else mx.full(shape, 7 if mx.issubdtype(dtype, mx.unsignedinteger) else -7, dtype=dtype)
             for shape, dtype in zip(output_shapes, output_dtypes, strict=True)
         ]  # fmt: skip
         arrays = [*inputs, *outs]
@@ -400,8 +400,9 @@ def _without_products(text: KernelText) -> str:
     def ours(found: re.Match[str]) -> str:
         kind = f"{dtype[1] if dtype else 'float'}, {found[2]}"
         given = "a0, a1, a2, a3, b" if "a0" in found[1] else "a, b"
-        turned = "_columns" if "group_mma_columns" in found[1] else ""
-        return f"{found[1]} {{ products{turned}<{kind}>(c, {given}); }}\n"
+        kinds = {"group_mma_columns": "products_columns", "by_lines": "products_by_lines"}
+        name = next((ours for part, ours in kinds.items() if part in found[1]), "products")
+        return f"{found[1]} {{ {name}<{kind}>(c, {given}); }}\n"
 
     heads = r"__device__ inline (void group_mma\w*\(float \(&c\)\[(\d+)\][^)]*\)) {.*?\n}\n"
     return re.sub(heads, ours, text.header, flags=re.DOTALL)

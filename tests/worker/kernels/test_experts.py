@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,11 @@ import pytest
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.worker.kernels import expert_products, expert_routing  # noqa: E402
+from mlxpool.worker.kernels.expert_products import (  # noqa: E402
+    ExpertWeight,
+    ExpertWeights,
+    PackedFormat,
+)
 from mlxpool.worker.kernels.routing_params import RoutingParams  # noqa: E402
 from support import simt  # noqa: E402
 
@@ -189,12 +194,15 @@ def numbers(array: Any) -> Any:
 
 @dataclass
 class Experts:
-    """Random experts of a size, and a shared one."""
+    """Random experts of a size, quantised or not, and a dense shared one."""
 
     routing: RoutingParams
     hidden: int
     width: int
     kind: Any
+    packed: PackedFormat | None = None
+    biased: bool = False
+    limit: float = 0.0
 
     def __post_init__(self) -> None:
         mx.random.seed(5)
@@ -203,48 +211,89 @@ class Experts:
         def weight(*shape: int) -> Any:
             return (mx.random.normal(shape) * shape[-1] ** -0.5).astype(self.kind)
 
-        self.gate_up, self.down = weight(count, 2 * width, hidden), weight(count, hidden, width)
+        shapes = (count, 2 * width, hidden), (count, hidden, width)
+        made = [expert_products.quantised(weight(*shape), self.packed) for shape in shapes]
+        if self.biased:
+            made = [replace(one, bias=weight(*one.weight.shape[:2]) * 8) for one in made]
+        self.weights = ExpertWeights(made[0], made[1], self.limit)
         self.shared = weight(2 * width, hidden), weight(hidden, width)
 
-    def one(self, x: Any, gate_up: Any, down: Any) -> Any:
-        gate, up = np.split(x @ numbers(gate_up).T, 2, axis=-1)
-        return (gate / (1 + np.exp(-gate)) * up) @ numbers(down).T
+    def one(self, x: Any, expert: int | None) -> Any:
+        """What an expert makes of x, or what the shared one does."""
+        layers, biases = [numbers(one) for one in self.shared], [0, 0]
+        if expert is not None:
+            both = self.weights.gate_up, self.weights.down
+            layers = [numbers(exact(one)[expert]) for one in both]
+            biases = [0 if one.bias is None else numbers(one.bias[expert]) for one in both]
+        gate, up = np.split(x @ layers[0].T + biases[0], 2, axis=-1)
+        if self.limit and expert is not None:
+            gate, up = np.minimum(gate, self.limit), np.clip(up, -self.limit, self.limit) + 1
+        slope = 1.702 if self.limit and expert is not None else 1
+        return (gate / (1 + np.exp(-slope * gate)) * up) @ layers[1].T + biases[1]
 
     def expected(self, x: Any, plan: Plan, shared: bool) -> Any:
         out = np.zeros((len(x), self.hidden))
         for expert in np.unique(plan.experts):
             token, choice = np.nonzero(plan.experts == expert)
-            made = self.one(x[token], self.gate_up[int(expert)], self.down[int(expert)])
-            out[token] += made * plan.weights[token, choice][:, None]
-        return out + (self.one(x, *self.shared) if shared else 0)
+            out[token] += self.one(x[token], int(expert)) * plan.weights[token, choice][:, None]
+        return out + (self.one(x, None) if shared else 0)
 
 
-PRODUCTS = [
-    (RoutingParams(8, 3, sigmoid=False, normed=True), 192, 128, "bfloat16"),
-    (RoutingParams(5, 2, sigmoid=False, normed=False), 128, 192, "float16"),
-]
+def exact(weight: ExpertWeight) -> Any:
+    """The dequantised weight; in bfloat16 MLX rounds intermediate results."""
+    if weight.scales is None or weight.biases is None:
+        return expert_products.opened(weight)
+    factors = weight.scales.astype(mx.float32), weight.biases.astype(mx.float32)
+    return expert_products.opened(replace(weight, scales=factors[0], biases=factors[1]))
 
 
-@pytest.mark.parametrize(("routing", "hidden", "width", "dtype"), PRODUCTS)
-@pytest.mark.parametrize("skewed", [False, True])
-def test_the_mixture_equals_float64(
-    routing: RoutingParams, hidden: int, width: int, dtype: str, skewed: bool
-) -> None:
-    """All tokens at the same experts, and evenly; with a shared expert, and something beside."""
-    experts = Experts(routing, hidden, width, getattr(mx, dtype))
-    for tokens in (1, 4, 9, 33, 300) if not skewed else (2, 150):
-        x = mx.random.normal((tokens, hidden)).astype(experts.kind)
-        logits = distinct_logits(1 if skewed else tokens, routing, tokens)
-        given = mx.array(np.tile(logits, (tokens, 1)) if skewed else logits)
-        for shared in (False, True):
-            words = expert_routing.plan_logits(given, None, routing, shared=shared)
-            plan = Plan.of(words, tokens, routing, shared)
-            beside = None if shared else x * 2
-            found = expert_products.mixture(
-                x, words, routing, experts.gate_up, experts.down,
-                experts.shared if shared else None, beside,
-            )  # fmt: skip
-            expected = experts.expected(numbers(x), plan, shared)
-            if beside is not None:
-                expected += numbers(beside)
-            assert np.abs(numbers(found) - expected).max() < 0.05, (tokens, shared)
+THREE = RoutingParams(8, 3, sigmoid=False, normed=True)
+TWO = RoutingParams(5, 2, sigmoid=False, normed=False)
+PRODUCTS = {
+    "bfloat16": Experts(THREE, 192, 128, mx.bfloat16),
+    "float16": Experts(TWO, 128, 192, mx.float16, biased=True, limit=2.0),
+}
+FOUR, EIGHT = PackedFormat(4, 64, floats=False), PackedFormat(8, 32, floats=False)
+MXFP4 = PackedFormat(4, 32, floats=True)
+PACKED = {
+    "4 bits": Experts(THREE, 256, 192, mx.bfloat16, FOUR),
+    "4 bits, groups of 32": Experts(TWO, 192, 128, mx.float16, replace(FOUR, group=32)),
+    "8 bits": Experts(TWO, 192, 128, mx.bfloat16, EIGHT),
+    "8 bits, groups of 64": Experts(TWO, 192, 128, mx.float16, replace(EIGHT, group=64)),
+    "mxfp4": Experts(THREE, 320, 192, mx.bfloat16, MXFP4, biased=True, limit=2.0),
+    "mxfp4, float16": Experts(TWO, 128, 192, mx.float16, MXFP4),
+}
+
+
+def check_mixture(experts: Experts, tokens: int, *, skewed: bool, shared: bool) -> None:
+    """Compares with float64; `skewed`: all tokens choose the same experts."""
+    routing = experts.routing
+    x = mx.random.normal((tokens, experts.hidden), key=mx.random.key(tokens)).astype(experts.kind)
+    logits = distinct_logits(1 if skewed else tokens, routing, tokens)
+    given = mx.array(np.tile(logits, (tokens, 1)) if skewed else logits)
+    words = expert_routing.plan_logits(given, None, routing, shared=shared)
+    plan = Plan.of(words, tokens, routing, shared)
+    beside = None if shared else x * 2
+    more = experts.shared if shared else None
+    found = expert_products.mixture(x, words, routing, experts.weights, more, beside)
+    expected = experts.expected(numbers(x), plan, shared)
+    expected += 0 if beside is None else numbers(beside)
+    wrong = np.abs(numbers(found) - expected).max() / np.abs(expected).max()
+    assert wrong < 0.02, (tokens, shared)
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_the_mixture_equals_float64(name: str) -> None:
+    """Evenly, and with all tokens at the same experts; with a shared expert, or a sum beside."""
+    for tokens in (1, 9, 33, 150) if not ON_GPU else (1, 4, 9, 17, 33, 64, 150, 300, 1000):
+        shared = tokens % 2 == 1 and not PRODUCTS[name].biased
+        check_mixture(PRODUCTS[name], tokens, skewed=tokens == 150, shared=shared)
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_the_mixture_of_quantised_experts_equals_float64(name: str) -> None:
+    experts = PACKED[name]
+    formats = (experts.packed, experts.packed)
+    assert expert_products.supports(experts.hidden, experts.width, experts.kind, formats)
+    for tokens in (1, 9, 33, 135) if not ON_GPU else (1, 4, 9, 17, 33, 64, 150, 300, 1000):
+        check_mixture(experts, tokens, skewed=tokens == 135, shared=False)

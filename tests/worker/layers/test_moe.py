@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 
 from mlxpool.worker.layers.moe import SigmoidMoE, SoftmaxMoE
+from mlxpool.worker.layers.quantisation import QuantLayout
+from mlxpool.worker.models.gpt_oss import GptOssMoE
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.worker.kernels import expert_products  # noqa: E402
+from mlxpool.worker.layers import builder  # noqa: E402
 from mlxpool.worker.layers.builder import WeightLayerBuilder  # noqa: E402
 from support import simt  # noqa: E402
 
@@ -22,7 +25,8 @@ SIGMOID: dict[str, Any] = {
     "hidden": HIDDEN, "count": 8, "chosen": 3, "width": WIDTH, "shared": 1, "groups": 1,
     "chosen_groups": 1, "normed": True, "factor": 1.8,
 }  # fmt: skip
-MIXTURES: dict[str, SigmoidMoE | SoftmaxMoE] = {
+Mixture = SigmoidMoE | SoftmaxMoE | GptOssMoE
+MIXTURES: dict[str, Mixture] = {
     "GLM": SigmoidMoE(**SIGMOID),
     "groups, two shared experts": SigmoidMoE(
         **SIGMOID | {"groups": 4, "chosen_groups": 2, "shared": 2, "normed": False}
@@ -33,6 +37,17 @@ MIXTURES: dict[str, SigmoidMoE | SoftmaxMoE] = {
 }
 
 
+FOUR, EIGHT = QuantLayout("affine", 4, 64), QuantLayout("affine", 8, 32)
+# The layouts of projections, and of the router.
+QUANTISED: dict[str, tuple[Mixture, QuantLayout, QuantLayout | None]] = {
+    "GLM, 4 bits": (MIXTURES["GLM"], FOUR, None),
+    "qwen3_moe, 8 bits": (MIXTURES["qwen3_moe"], EIGHT, EIGHT),
+    "gpt_oss, mxfp4": (
+        GptOssMoE(HIDDEN, WIDTH, 6, 3, limit=1.5), QuantLayout("mxfp4", 4, 32), None
+    ),
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def called() -> Iterator[set[str]]:
     machine: AbstractContextManager[set[str]] = nullcontext(set()) if ON_GPU else simt.simulated()
@@ -40,7 +55,7 @@ def called() -> Iterator[set[str]]:
         yield names
 
 
-def weights_of(spec: SigmoidMoE | SoftmaxMoE) -> dict[str, Any]:
+def weights_of(spec: Mixture) -> dict[str, Any]:
     """Weights that bfloat16 has."""
     mx.random.seed(4)
     shapes = dict(spec.shapes("mlp"))
@@ -48,32 +63,67 @@ def weights_of(spec: SigmoidMoE | SoftmaxMoE) -> dict[str, Any]:
     return {name: array.astype(mx.bfloat16).astype(mx.float32) for name, array in drawn.items()}
 
 
-def built(spec: SigmoidMoE | SoftmaxMoE, dtype: Any, **options: Any) -> Any:
-    weights = {name: array.astype(dtype) for name, array in weights_of(spec).items()}
-    return spec.build(WeightLayerBuilder(weights, {}, dtype, **options), "mlp")
+def built(spec: Mixture, weights: dict[str, Any], dtype: Any, **options: Any) -> Any:
+    cast = {
+        name: array.astype(dtype) if mx.issubdtype(array.dtype, mx.floating) else array
+        for name, array in weights.items()
+    }
+    layouts = options.pop("layouts", {})
+    return spec.build(WeightLayerBuilder(cast, layouts, dtype, **options), "mlp")
+
+
+def check(ours: Any, plain: Any, called: set[str], kernels: set[str], counts: Any) -> None:
+    """Compares with the same layer in float32."""
+    for tokens in counts:
+        x = 2 * mx.random.normal((tokens, HIDDEN), key=mx.random.key(tokens))
+        x = x.astype(mx.bfloat16)
+        called.clear()
+        found = ours(x)
+        assert ON_GPU or kernels <= called
+        assert found.dtype == mx.bfloat16
+        expected = plain(x.astype(mx.float32))
+        wrong = mx.abs(found.astype(mx.float32) - expected).max(axis=1) / mx.abs(expected).max()
+        assert (wrong < 0.02).mean().item() > 0.98  # near-ties of experts may be chosen otherwise
 
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_the_kernels_equal_mlx_in_float32(name: str, called: set[str]) -> None:
     spec = MIXTURES[name]
-    ours, plain = built(spec, mx.bfloat16), built(spec, mx.float32)
-    for tokens in (1, 5, 70):
-        x = 2 * mx.random.normal((tokens, HIDDEN), key=mx.random.key(tokens))
-        x = x.astype(mx.bfloat16)
-        called.clear()
-        found = ours(x)
-        assert ON_GPU or {"expert_routing", "expert_product", "expert_sum"} <= called
-        assert found.dtype == mx.bfloat16
-        expected = plain(x.astype(mx.float32))
-        wrong = mx.abs(found.astype(mx.float32) - expected).max(axis=1) / mx.abs(expected).max()
-        assert (wrong < 0.01).mean().item() > 0.98  # near-ties of experts may be chosen otherwise
+    weights = weights_of(spec)
+    ours, plain = built(spec, weights, mx.bfloat16), built(spec, weights, mx.float32)
+    check(ours, plain, called, {"expert_routing", "expert_product", "expert_sum"}, (1, 5, 70))
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_the_kernels_of_quantised_experts_equal_mlx_in_float32(
+    name: str, called: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, layout, router = QUANTISED[name]
+    monkeypatch.setattr(builder, "on_gpu", lambda: True)  # it concatenates gate and up
+    stored, layouts, dense = {}, {}, weights_of(spec)
+    for one, array in list(dense.items()):
+        module, _, kind = one.rpartition(".")
+        is_router = module.endswith((".gate", ".router"))
+        its = router if is_router else layout
+        if kind != "weight" or its is None:
+            stored[one] = array
+            continue
+        settings = {"group_size": its.group_size, "bits": its.bits, "mode": its.mode}
+        parts = mx.quantize(array.astype(mx.bfloat16), **settings)
+        stored |= {f"{module}.{k}": p for k, p in zip(("weight", "scales", "biases"), parts)}  # noqa: B905
+        layouts[module] = its
+        dense[one] = mx.dequantize(*parts, **settings).astype(mx.float32)
+    ours = built(spec, stored, mx.bfloat16, layouts=layouts)
+    plain = built(spec, dense, mx.float32)
+    check(ours, plain, called, {"expert_routing", "expert_product_packed", "expert_sum"}, (1, 20))
 
 
 def test_other_weights_keep_mlx_operations(called: set[str]) -> None:
     """Batch-invariant layers, float32, and widths of no whole tiles."""
     called.clear()
-    invariant = built(MIXTURES["GLM"], mx.bfloat16, batch_invariant=True)
+    weights = weights_of(MIXTURES["GLM"])
+    invariant = built(MIXTURES["GLM"], weights, mx.bfloat16, batch_invariant=True)
     invariant(mx.zeros((2, HIDDEN), mx.bfloat16))  # not evaluated: a CPU could not
-    built(MIXTURES["GLM"], mx.float32)(mx.zeros((2, HIDDEN)))
+    built(MIXTURES["GLM"], weights, mx.float32)(mx.zeros((2, HIDDEN)))
     assert not called & {"expert_routing", "expert_product"}
     assert not expert_products.supports(HIDDEN, WIDTH + 8, mx.bfloat16)

@@ -7,6 +7,7 @@ that of any other is read from memory once.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -17,69 +18,150 @@ from mlxpool.worker.kernels.kernel_builder import (
     HALF_DTYPES,
     Constant,
     build_kernel,
+    include_line,
     kernel_works,
+    name_files,
 )
-from mlxpool.worker.kernels.matmul_tiled import group_mma
+from mlxpool.worker.kernels.matmul_tiled import group_mma, group_mma_by_lines
 from mlxpool.worker.kernels.routing_params import RoutingParams
 
 COLUMNS = 64  # of a weight that are multiplied at a time
+PACKED_COLUMNS = 128  # the same of a quantised weight
 ROWS = 128  # of a weight in a tile; of a gated weight 64 gates and 64 others
 THREADS = 256  # four warps for each 64 rows
-FULL_GPU_BLOCKS = 132  # that a large GPU runs at a time, one on each multiprocessor
-MAX_SHARED_BYTES = 200 * 1024  # of a thread block for the stages in flight
+MULTIPROCESSORS = 132  # of a large GPU
+MAX_SHARED_BYTES = 200 * 1024  # of a thread block alone on a multiprocessor
+MAX_PAIR_BYTES = 110 * 1024  # of each of two thread blocks
 MAX_STAGES = 10
+MIN_STAGES = 3  # one is multiplied, one was before, one is copied
 SHARED_ALIGNMENT = 1024  # bytes
 SUM_THREADS = 256  # of a thread block of `weighted_sum`
 NUMBERS_PER_THREAD = 8
+MAX_MXFP4_SCALE = 128  # E8M0; a larger one stands for 4 and more
+FILES = {"EXPERT_ITEMS": "expert_items.cuh"}
+
+
+@dataclass(frozen=True, slots=True)
+class PackedFormat:
+    """How numbers are quantised: `bits` each in groups of `group` with a scale, as in MLX.
+
+    `floats`: in mxfp4; otherwise affine, with biases.
+    """
+
+    bits: int
+    group: int
+    floats: bool
+
+
+PACKED_FORMATS = (
+    *(PackedFormat(bits, group, floats=False) for bits in (4, 8) for group in (32, 64)),
+    PackedFormat(4, 32, floats=True),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeight:
+    """The weights [E, out, in] of all experts, dense or packed, and a bias [E, out] or None."""
+
+    weight: mx.array
+    bias: mx.array | None = None
+    scales: mx.array | None = None
+    biases: mx.array | None = None
+    packed: PackedFormat | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """The experts' gates and ups [E, 2 * W, d], gates first, and their downs [E, d, W].
+
+    `limit`: above 0 the activation is that of gpt-oss, else silu(gate) * up.
+    """
+
+    gate_up: ExpertWeight
+    down: ExpertWeight
+    limit: float = 0.0
 
 
 @cache
-def supports(hidden: int, width: int, dtype: mx.Dtype) -> bool:
-    """Returns whether the kernels support experts of this size; the first call tries them."""
-    fits = dtype in HALF_DTYPES and hidden % COLUMNS == 0 and width % COLUMNS == 0
-    return fits and _kernel_works(dtype)
+def supports(
+    hidden: int, width: int, dtype: mx.Dtype, packed: tuple[PackedFormat | None, ...] = (None, None)
+) -> bool:
+    """Returns whether the kernels support experts of this size; the first call tries them.
+
+    `packed`: the formats of gate and up, and of down.
+    """
+    if dtype not in HALF_DTYPES or hidden % COLUMNS or width % COLUMNS:
+        return False
+    for one, columns in zip(packed, (hidden, width), strict=True):
+        if one is not None and (one not in PACKED_FORMATS or columns % one.group):
+            return False
+        sets = expert_routing.ITEM_LINES[-1] // 8
+        if one is not None and _packed_layout(sets, columns, one)[0] < MIN_STAGES:
+            return False
+    return all(_kernel_works(dtype, one) for one in packed)
 
 
 def mixture(
     x: mx.array,
     plan: mx.array,
     routing: RoutingParams,
-    gate_up: mx.array,
-    down: mx.array,
+    experts: ExpertWeights,
     shared: tuple[mx.array, mx.array] | None = None,
     beside: mx.array | None = None,
 ) -> mx.array:
     """Returns the weighted sum [T, d] of what the chosen experts make of x [T, d].
 
-    gate_up is [E, 2 * W, d], gates first, down [E, d, W]. `shared`: such weights of one more expert
-    for all tokens, for which the plan was made; or `beside` [T, d] is added.
+    `shared`: gates and ups [2 * W, d] and down [d, W] of one more expert for all tokens, for which
+    the plan was made, where the others are dense as well, without bias and limit; or `beside`
+    [T, d] is added.
     """
     tokens = x.shape[0]
     shared_gate_up, shared_down = shared or (None, None)
-    inner = _product(x, tokens, plan, routing, gate_up, shared_gate_up, gated=True)
-    made = _product(inner, tokens, plan, routing, down, shared_down, gated=False)
+    gate_up, down, limit = experts.gate_up, experts.down, experts.limit
+    inner = product(x, tokens, plan, routing, gate_up, shared_gate_up, gated=True, limit=limit)
+    made = product(inner, tokens, plan, routing, down, shared_down, gated=False)
     return weighted_sum(made, plan, tokens, routing, shared=shared is not None, beside=beside)
 
 
-def _product(
+def product(
     x: mx.array,
     tokens: int,
     plan: mx.array,
     routing: RoutingParams,
-    weight: mx.array,
+    experts: ExpertWeight,
     shared_weight: mx.array | None,
     *,
     gated: bool,
+    limit: float = 0.0,
 ) -> mx.array:
-    """Returns the products of x with the weights [E, out, in] of its experts, see the .cu file."""
+    """Returns the products of lines with the weights of their experts, see expert_items.cuh."""
     shared = shared_weight is not None
     lines = expert_routing.item_lines(tokens, routing)
-    out = weight.shape[1] // (1 + gated)
+    out = experts.weight.shape[1] // (1 + gated)
     tiles = -(-out // (ROWS // (1 + gated)))
     items = expert_routing.max_items(tokens, lines, routing, shared)
-    found: list[mx.array] = _kernel(lines // 8, gated, shared, routing, x.dtype)(
-        inputs=[x, plan, weight, weight if shared_weight is None else shared_weight],
-        grid=(min(FULL_GPU_BLOCKS, items * tiles) * THREADS, 1, 1),
+    constants: dict[str, Constant] = {
+        "SETS": lines // 8,
+        "GATED": gated,
+        "SHARED": shared,
+        "EXPERTS": routing.count,
+        "CHOSEN": routing.chosen,
+        "BIASED": experts.bias is not None,
+        "LIMIT": float(limit),
+        "N": x.dtype,
+    }
+    bias = x if experts.bias is None else experts.bias
+    if experts.packed is None:
+        kernel, blocks = _kernel(tuple(constants.items())), 1
+        more = [experts.weight if shared_weight is None else shared_weight]
+    else:
+        assert experts.scales is not None and not shared
+        blocks = _packed_layout(lines // 8, x.shape[1], experts.packed)[1]
+        kernel = _packed_kernel(tuple(constants.items()), x.shape[1], experts.packed)
+        more = [experts.scales, experts.scales if experts.biases is None else experts.biases]
+    found: list[mx.array] = kernel(
+        inputs=[x, plan, experts.weight, bias, *more],
+        grid=(min(MULTIPROCESSORS * blocks, items * tiles) * THREADS, 1, 1),
         threadgroup=(THREADS, 1, 1),
         output_shapes=[(tokens * (routing.chosen + shared), out)],
         output_dtypes=[x.dtype],
@@ -88,28 +170,72 @@ def _product(
 
 
 @cache
-def _kernel(sets: int, gated: bool, shared: bool, routing: RoutingParams, dtype: mx.Dtype) -> Any:
-    """Builds the kernel for items of up to 8 * `sets` lines."""
+def _kernel(constants: tuple[tuple[str, Constant], ...]) -> Any:
+    """Builds the kernel for dense weights."""
+    given = dict(constants)
+    sets, dtype = given["SETS"], given["N"]
+    assert isinstance(sets, int) and isinstance(dtype, mx.Dtype)
     stage = (ROWS + 8 * sets) * COLUMNS * 2
     stages = min(MAX_STAGES, MAX_SHARED_BYTES // stage)
-    constants: dict[str, Constant] = {
-        "SETS": sets,
-        "STAGES": stages,
-        "GATED": gated,
-        "SHARED": shared,
-        "EXPERTS": routing.count,
-        "CHOSEN": routing.chosen,
-        "N": dtype,
-    }
     return build_kernel(
         "expert_product",
-        ["x", "plan", "weight", "shared_weight"],
+        ["x", "plan", "weight", "bias", "shared_weight"],
         ["out"],
-        constants,
+        {**given, "STAGES": stages},
         contiguous=True,
         shared=stages * stage + SHARED_ALIGNMENT,
-        header=group_mma(sets, dtype),
+        header=group_mma(sets, dtype) + include_line("expert_activation.cuh") + name_files(FILES),
         bounds=(THREADS, 1),
+    )
+
+
+@cache
+def _packed_layout(sets: int, columns: int, packed: PackedFormat) -> tuple[int, int, int]:
+    """Returns the stages in flight, the thread blocks of a multiprocessor and a block's memory.
+
+    A tile's scales are in shared memory as a whole, with those of the next one: more stages than
+    steps of a tile would need room for more.
+    """
+    line = columns // packed.group * (1 if packed.floats else 2)
+    line += 0 if line % 16 else 16
+    scales = 2 * (1 if packed.floats else 2) * ROWS * line
+    stage = ROWS * PACKED_COLUMNS * packed.bits // 8 + 8 * sets * PACKED_COLUMNS * 2
+    most = min(MAX_STAGES, -(-columns // PACKED_COLUMNS) + 2)
+    bounds = {2: MAX_PAIR_BYTES, 1: MAX_SHARED_BYTES}
+    fitting = {n: (bound - scales - SHARED_ALIGNMENT) // stage for n, bound in bounds.items()}
+    blocks = 2 if fitting[2] >= min(most, 4) else 1
+    stages = min(most, fitting[blocks])
+    return stages, blocks, stages * stage + scales + SHARED_ALIGNMENT
+
+
+@cache
+def _packed_kernel(
+    constants: tuple[tuple[str, Constant], ...], columns: int, packed: PackedFormat
+) -> Any:
+    """Builds the kernel for quantised weights with so many columns."""
+    given = dict(constants)
+    sets, dtype = given["SETS"], given["N"]
+    assert isinstance(sets, int) and isinstance(dtype, mx.Dtype)
+    stages, blocks, shared = _packed_layout(sets, columns, packed)
+    more: dict[str, Constant] = {
+        "STAGES": stages,
+        "BITS": packed.bits,
+        "FLOATS": packed.floats,
+        "GROUP": packed.group,
+        "GROUPS": columns // packed.group,
+    }
+    return build_kernel(
+        "expert_product_packed",
+        ["x", "plan", "weight", "bias", "scales", "biases"],
+        ["out"],
+        {**given, **more},
+        contiguous=True,
+        shared=shared,
+        header=group_mma_by_lines(sets, dtype)
+        + include_line("expert_activation.cuh")
+        + include_line("expert_numbers.cuh")
+        + name_files(FILES),
+        bounds=(THREADS, blocks),
     )
 
 
@@ -155,30 +281,63 @@ def _sum_kernel(
 
 
 @cache
-def _kernel_works(dtype: mx.Dtype) -> bool:
-    return kernel_works("products of experts", lambda: _is_right(dtype))
+def _kernel_works(dtype: mx.Dtype, packed: PackedFormat | None) -> bool:
+    return kernel_works("products of experts", lambda: _is_right(dtype, packed))
 
 
-def _is_right(dtype: mx.Dtype) -> bool:
+def _is_right(dtype: mx.Dtype, packed: PackedFormat | None) -> bool:
     """Compares with MLX's products: one token, and more of an expert than an item has lines."""
+    for tokens in (1, expert_routing.ITEM_LINES[-1] + 2):
+        found, expected = trial(tokens, dtype, packed)
+        if not mx.allclose(found, expected, 0.03, 0.05).item():
+            return False
+    return True
+
+
+def trial(tokens: int, dtype: mx.Dtype, packed: PackedFormat | None) -> tuple[mx.array, mx.array]:
+    """Returns a mixture, and the same by MLX: all tokens choose the second of three experts."""
     routing = RoutingParams(count=3, chosen=1, sigmoid=True, normed=False)
-    hidden, width = 2 * COLUMNS, COLUMNS
+    hidden, width = 3 * COLUMNS, 2 * COLUMNS
 
     def weight(seed: int, *shape: int) -> mx.array:
         drawn: mx.array = mx.random.normal(shape, key=mx.random.key(seed)) * shape[-1] ** -0.5
         return drawn.astype(dtype)
 
     gate_up, down = weight(1, 3, 2 * width, hidden), weight(2, 3, hidden, width)
-    for tokens in (1, expert_routing.ITEM_LINES[-1] + 2):
-        x = 4 * weight(3, tokens, hidden)
-        # The second expert is chosen by all tokens, with weight 1.
-        logits = mx.broadcast_to(mx.array([0.0, 40.0, 0.0]), (tokens, 3))
-        plan = expert_routing.plan_logits(logits, None, routing, shared=True)
-        whole = mixture(x, plan, routing, gate_up, down, (gate_up[2], down[2]))
-        expected = _one(x, gate_up[1], down[1]) + _one(x, gate_up[2], down[2])
-        if not mx.allclose(whole, expected, 0.03, 0.05).item():
-            return False
-    return True
+    shared = (gate_up[2], down[2]) if packed is None else None
+    experts = ExpertWeights(quantised(gate_up, packed), quantised(down, packed))
+    x = 4 * weight(3, tokens, hidden)
+    logits = mx.broadcast_to(mx.array([0.0, 40.0, 0.0]), (tokens, 3))  # a weight of 1
+    plan = expert_routing.plan_logits(logits, None, routing, shared=shared is not None)
+    expected = _one(x, opened(experts.gate_up)[1], opened(experts.down)[1])
+    if shared is not None:
+        expected = expected + _one(x, *shared)
+    return mixture(x, plan, routing, experts, shared), expected
+
+
+def quantised(weight: mx.array, packed: PackedFormat | None) -> ExpertWeight:
+    """Returns experts' weights [E, out, in] in this format."""
+    if packed is None:
+        return ExpertWeight(weight)
+    mode = "mxfp4" if packed.floats else "affine"
+    found = mx.quantize(weight, group_size=packed.group, bits=packed.bits, mode=mode)
+    return ExpertWeight(found[0], None, found[1], None if packed.floats else found[2], packed)
+
+
+def opened(experts: ExpertWeight) -> mx.array:
+    """Returns experts' weights dequantised."""
+    packed = experts.packed
+    if packed is None:
+        return experts.weight
+    assert experts.scales is not None
+    return mx.dequantize(
+        experts.weight,
+        experts.scales,
+        experts.biases,
+        group_size=packed.group,
+        bits=packed.bits,
+        mode="mxfp4" if packed.floats else "affine",
+    )
 
 
 def _one(x: mx.array, gate_up: mx.array, down: mx.array) -> mx.array:

@@ -137,11 +137,20 @@ def group_mma_columns(sets: int, dtype: mx.Dtype) -> str:
 
 def group_mma_values(sets: int, dtype: mx.Dtype) -> str:
     """Returns the function of `group_mma` with a in registers, as mma has it, and b transposed."""
+    return _values_function("group_mma_values", sets, dtype, transposed=True)
+
+
+def group_mma_by_lines(sets: int, dtype: mx.Dtype) -> str:
+    """Returns the function of `group_mma` with a in registers, as mma has it."""
+    return _values_function("group_mma_by_lines", sets, dtype, transposed=False)
+
+
+def _values_function(name: str, sets: int, dtype: mx.Dtype, *, transposed: bool) -> str:
     count, words = 4 * sets, ("r(a0)", "r(a1)", "r(a2)", "r(a3)")
     return (
-        f"__device__ inline void group_mma_values(float (&c)[{count}], unsigned a0, unsigned a1, "
+        f"__device__ inline void {name}(float (&c)[{count}], unsigned a0, unsigned a1, "
         "unsigned a2, unsigned a3, unsigned long long b) "
-        f"{{\n{_group_product(sets, dtype, words, '1')}\n}}\n"
+        f"{{\n{_group_product(sets, dtype, words, str(int(transposed)))}\n}}\n"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mlxpool.common.errors import ModelLoadFailed
@@ -43,6 +44,22 @@ def silu(x: mx.array) -> mx.array:
     import mlx.core as mx
 
     return x * mx.sigmoid(x)
+
+
+SIGMOID_SLOPE = 1.702  # of the gate of a ClampedSwiGLU
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedSwiGLU:
+    """swiglu with clamped inputs, a steeper sigmoid, and up + 1 in place of up, as in gpt-oss."""
+
+    limit: float  # up is clamped to -limit..limit, gate from above
+
+    def __call__(self, gate: mx.array, up: mx.array) -> mx.array:
+        import mlx.core as mx
+
+        gate, up = mx.minimum(gate, self.limit), mx.clip(up, -self.limit, self.limit)
+        return (up + 1) * gate * mx.sigmoid(SIGMOID_SLOPE * gate)
 
 
 FUNCTIONS: Mapping[str, LayerFunction] = {

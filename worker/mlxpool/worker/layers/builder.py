@@ -10,8 +10,9 @@ import mlx.core as mx
 
 from mlxpool.worker.kernels import cpu_exp
 from mlxpool.worker.kernels.device import on_gpu
+from mlxpool.worker.layers.activations import ClampedSwiGLU
 from mlxpool.worker.layers.derived_weights import MODULE_TENSORS
-from mlxpool.worker.layers.experts import SwitchGLU, SwitchLinear
+from mlxpool.worker.layers.experts import SwitchGLU, SwitchLinear, fits_kernels
 from mlxpool.worker.layers.layer_types import Activation
 from mlxpool.worker.layers.layer_types import Linear as AnyLinear
 from mlxpool.worker.layers.linear import (
@@ -106,8 +107,12 @@ class WeightLayerBuilder:
         else:
             gate_up = (SwitchLinear(weight, self._concatenated_bias(names)),)
         down = self.switch_linear(f"{name}.down_proj")
-        swiglu = activation is None
-        return SwitchGLU(gate_up, down, activation or self.swiglu, self._batch_invariant, swiglu)
+        limit = 0.0 if activation is None else None
+        if isinstance(activation, ClampedSwiGLU):
+            limit = activation.limit
+        if not all(fits_kernels(layer) for layer in (*gate_up, down)):
+            limit = None
+        return SwitchGLU(gate_up, down, activation or self.swiglu, self._batch_invariant, limit)
 
     def swiglu(self, gate: mx.array, up: mx.array) -> mx.array:
         if on_gpu():

@@ -9,6 +9,12 @@ import mlx.core as mx
 
 from mlxpool.worker.kernels import expert_products, expert_routing
 from mlxpool.worker.kernels.device import on_cuda
+from mlxpool.worker.kernels.expert_products import (
+    MAX_MXFP4_SCALE,
+    ExpertWeight,
+    ExpertWeights,
+    PackedFormat,
+)
 from mlxpool.worker.kernels.routing_params import RoutingParams
 from mlxpool.worker.layers.gated_mlp import GatedMLPLayer
 from mlxpool.worker.layers.layer_types import Activation, LayerFunction
@@ -62,7 +68,9 @@ class SwitchGLU:
     down: SwitchLinear
     activation: Activation
     batch_invariant: bool = False
-    swiglu: bool = False  # whether `activation` is silu(gate) * up
+    # What our kernels compute in place of `activation`: 0 silu(gate) * up, above 0 that of gpt-oss,
+    # clamped to this limit, None neither.
+    limit: float | None = None
 
     def __call__(self, x: mx.array, experts: mx.array) -> mx.array:
         """x [T, in] and the experts [T, k] of each token -> [T, k, in]."""
@@ -93,26 +101,48 @@ class SwitchGLU:
         weights = self._kernel_weights(x)
         if weights is None or not expert_routing.supports(x.shape[0], routing):
             return None
-        gate_up, down = weights
-        alike = _weights_alike(shared, gate_up, down)
+        alike = _weights_alike(shared, weights)
         beside = shared(x) if shared is not None and alike is None else None
         plan = _plan(x, router, routing, added, shared=alike is not None)
-        return expert_products.mixture(x, plan, routing, gate_up, down, alike, beside)
+        return expert_products.mixture(x, plan, routing, weights, alike, beside)
 
-    def _kernel_weights(self, x: mx.array) -> tuple[mx.array, mx.array] | None:
-        """The weights of gate and up, and of down, if our kernels multiply x [T, in] with them."""
-        layers = (*self.gate_up, self.down)
-        if self.batch_invariant or not self.swiglu or len(layers) != 2 or x.ndim != 2:
+    def _kernel_weights(self, x: mx.array) -> ExpertWeights | None:
+        """The weights, if our kernels multiply x [T, in] with them."""
+        if self.batch_invariant or self.limit is None or len(self.gate_up) != 1 or x.ndim != 2:
             return None
-        gate_up, down = (layer.weight for layer in layers)
-        if isinstance(gate_up, QuantisedWeight) or isinstance(down, QuantisedWeight):
+        gate_up, down = (_kernel_weight(one, x.dtype) for one in (self.gate_up[0], self.down))
+        if gate_up is None or down is None:
             return None
-        if any(layer.bias is not None for layer in layers):
+        size, width = down.weight.shape[1], gate_up.weight.shape[1] // 2
+        formats = gate_up.packed, down.packed
+        if size != x.shape[1] or not expert_products.supports(size, width, x.dtype, formats):
             return None
-        if not gate_up.dtype == down.dtype == x.dtype:
-            return None
-        fits = expert_products.supports(down.shape[1], down.shape[2], x.dtype)
-        return (gate_up, down) if fits else None
+        return ExpertWeights(gate_up, down, self.limit)
+
+
+def fits_kernels(layer: SwitchLinear) -> bool:
+    """Whether our kernels can multiply by all scales of the weight; reads them."""
+    weight = layer.weight
+    if not isinstance(weight, QuantisedWeight) or weight.layout.mode != "mxfp4" or not on_cuda():
+        return True
+    return bool((weight.scales.max() <= MAX_MXFP4_SCALE).item())
+
+
+def _kernel_weight(layer: SwitchLinear, dtype: mx.Dtype) -> ExpertWeight | None:
+    """The weight of a layer for our kernels, which multiply numbers of `dtype` with it."""
+    weight, bias = layer.weight, layer.bias
+    if bias is not None and bias.dtype != dtype:
+        return None
+    if isinstance(weight, mx.array):
+        return ExpertWeight(weight, bias) if weight.dtype == dtype else None
+    layout = weight.layout
+    floats, scales = layout.mode == "mxfp4", weight.scales
+    if weight.factor is not None or not (floats or layout.mode == "affine"):
+        return None
+    if not floats and (weight.biases is None or not scales.dtype == weight.biases.dtype == dtype):
+        return None
+    packed = PackedFormat(layout.bits, layout.group_size, floats)
+    return ExpertWeight(weight.weight, bias, scales, weight.biases, packed)
 
 
 def _plan(
@@ -133,19 +163,22 @@ def _plan(
 
 
 def _weights_alike(
-    shared: LayerFunction | None, gate_up: mx.array, down: mx.array
+    shared: LayerFunction | None, others: ExpertWeights
 ) -> tuple[mx.array, mx.array] | None:
-    """The weights of a shared expert that has the shape and dtype of the others."""
-    if not isinstance(shared, GatedMLPLayer):
+    """The weights of a shared expert that is like the others, where all are dense."""
+    if not isinstance(shared, GatedMLPLayer) or others.limit:
         return None
     gated = shared.gated
     if not isinstance(gated, GatedLinearUnit) or not gated.swiglu:
         return None
     found = []
-    for layer, experts in ((gated.gate_up, gate_up), (shared.down, down)):
+    for layer, experts in ((gated.gate_up, others.gate_up), (shared.down, others.down)):
         if not isinstance(layer, Linear) or layer.bias is not None:
             return None
-        if layer.weight.shape != experts.shape[1:] or layer.weight.dtype != experts.dtype:
+        if experts.packed is not None or experts.bias is not None:
+            return None
+        weight = experts.weight
+        if layer.weight.shape != weight.shape[1:] or layer.weight.dtype != weight.dtype:
             return None
         found.append(layer.weight)
     return found[0], found[1]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker.kernels.routing_params import RoutingParams
+from mlxpool.worker.layers.activations import ClampedSwiGLU
 from mlxpool.worker.layers.attention import GroupedQueryAttention
 from mlxpool.worker.layers.config_fields import (
     FULL,
@@ -36,8 +37,6 @@ from mlxpool.worker.layers.rope import parse_rope
 
 if TYPE_CHECKING:
     import mlx.core as mx
-
-SIGMOID_SLOPE = 1.702  # of the gate
 
 
 def plan(config: Mapping[str, Any]) -> ModelPlan:
@@ -122,24 +121,20 @@ class GptOssMoE:
         import mlx.core as mx
 
         router = builder.linear(f"{name}.router")
-        experts = builder.switch_glu(f"{name}.experts", partial(clamped, self.limit))
+        experts = builder.switch_glu(f"{name}.experts", ClampedSwiGLU(self.limit))
+        routing = RoutingParams(self.count, self.chosen, sigmoid=False, normed=True)
 
         def feed(x: mx.array) -> mx.array:
-            logits = router(x)
-            chosen = mx.argpartition(logits, kth=-self.chosen, axis=-1)[:, -self.chosen :]
-            ranks = mx.take_along_axis(logits, chosen, axis=-1)
-            weights = mx.softmax(ranks, axis=-1, precise=True)
-            return builder.whole_sum((experts(x, chosen) * weights[..., None]).sum(axis=-2))
+            out = experts.routed_sum(x, router, routing)
+            if out is None:
+                logits = router(x)
+                chosen = mx.argpartition(logits, kth=-self.chosen, axis=-1)[:, -self.chosen :]
+                ranks = mx.take_along_axis(logits, chosen, axis=-1)
+                weights = mx.softmax(ranks, axis=-1, precise=True)
+                out = (experts(x, chosen) * weights[..., None]).sum(axis=-2)
+            return builder.whole_sum(out)
 
         return feed
-
-
-def clamped(limit: float, gate: mx.array, up: mx.array) -> mx.array:
-    """swiglu with clamped inputs, a steeper sigmoid, and up + 1 in place of up."""
-    import mlx.core as mx
-
-    gate, up = mx.minimum(gate, limit), mx.clip(up, -limit, limit)
-    return (up + 1) * gate * mx.sigmoid(SIGMOID_SLOPE * gate)
 
 
 def _from_transposed(

@@ -1,0 +1,8 @@
+// The activation of gate and up: silu(gate) * up, or with a limit above 0 that of gpt-oss, whose inputs are
+// clamped, whose sigmoid is steeper, and which has up + 1 in place of up.
+template <typename N> __device__ inline float activated(float gate, float beside, float limit, N rounded) {
+  if (limit <= 0) return gated(gate, beside, rounded);
+  gate = fminf(gate, limit);
+  beside = fminf(fmaxf(beside, -limit), limit);
+  return (beside + 1) * gate / (1 + expf(-1.702f * gate));
+}
