@@ -25,12 +25,14 @@ from mlxpool.worker.kernels import (  # noqa: E402
     kernel_cache,
     latent_attention,
     matmul_4bit,
+    matmul_4bit_tiles,
     matmul_small,
     matmul_tiled,
     paged_attention,
     row_columns,
     row_ops,
     sampling,
+    tiles_4bit,
 )
 from mlxpool.worker.kernels.matmul_small import FusedOps  # noqa: E402
 from mlxpool.worker.kernels.score_params import ScoreParams  # noqa: E402
@@ -536,6 +538,110 @@ def test_the_4_bit_matmul_kernel_equals_float64(
         around = FusedOps(gated=True, gain=gain, eps=1e-5)
         found = matmul_4bit.kernel_matmul(x, weight, scales, biases, group, around)
         assert np.allclose(_numbers(found), _gated(expected), 0.03, 0.05)
+
+
+IN_TILES = itertools.product([(192, 64), (2048, 1024), (14336, 256)], tiles_4bit.GROUPS, HALVES)
+
+
+@runs
+@pytest.mark.parametrize(
+    ("columns", "rows", "group", "dtype"),
+    cases(
+        [(192, 128, 32, "float16"), (192, 192, 32, "bfloat16"), (1216, 256, 64, "bfloat16")],
+        [(*size, group, dtype) for size, group, dtype in IN_TILES],
+    ),
+)
+def test_products_with_4_bit_weights_in_tiles_equal_float64(
+    columns: int, rows: int, group: int, dtype: str
+) -> None:
+    """Few tokens and many, with more columns than stages, and a last tile without a neighbour."""
+    kind = getattr(mx, dtype)
+    numbers = (mx.random.normal((rows, columns)) * columns**-0.5).astype(kind)
+    packed = mx.quantize(numbers, group_size=group, bits=tiles_4bit.BITS)
+    opened = _exact(*packed, group, tiles_4bit.BITS)
+    assert matmul_4bit_tiles.works(group, kind)
+    tiles = tiles_4bit.in_tiles(*packed, group)
+    for lines in (1, 2, 8, 9, 16, 17, 33, 100, 128, 129, 256) if ON_GPU else (2, 8, 9, 30, 130):
+        x = mx.random.normal((lines, columns)).astype(kind)
+        expected = _numbers(x) @ opened.T
+        for _ in range(2):  # counters are reset
+            found = matmul_4bit_tiles.kernel_matmul(x, tiles, group)
+            assert np.abs(_numbers(found) - expected).max() < 0.03
+        gates = matmul_4bit_tiles.supports(lines, rows, gated=True)
+        assert gates == (rows % 128 == 0)
+        if gates:
+            found = matmul_4bit_tiles.kernel_matmul(x, tiles, group, FusedOps(gated=True))
+            assert np.allclose(_numbers(found), _gated(expected), 0.02, 0.03)
+        if not matmul_small.is_fusable(x):
+            continue
+        gain = mx.random.normal((columns,)).astype(kind)
+        beside = mx.random.normal((lines, rows)).astype(kind)
+        around = FusedOps(gain=gain, eps=1e-5, beside=beside)
+        found = matmul_4bit_tiles.kernel_matmul(x, tiles, group, around)
+        expected = _normed(x, gain, 1e-5) @ opened.T
+        assert np.allclose(_numbers(found), expected + _numbers(beside), 0.02, 0.05)
+        if gates:
+            around = FusedOps(gated=True, gain=gain, eps=1e-5)
+            found = matmul_4bit_tiles.kernel_matmul(x, tiles, group, around)
+            assert np.allclose(_numbers(found), _gated(expected), 0.03, 0.05)
+
+
+@runs
+@pytest.mark.parametrize("group", tiles_4bit.GROUPS)
+def test_few_blocks_multiply_all_strips_of_a_weight_in_tiles(
+    group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU that is small for a weight: strips and groups of as many rows as there are."""
+    monkeypatch.setattr(matmul_4bit_tiles, "BUSY_BLOCKS", 1)
+    monkeypatch.setattr(matmul_4bit_tiles, "FULL_GPU_BLOCKS", 2)
+    rows, columns = 512, 704
+    assert matmul_4bit_tiles.fragments_of(rows, gated=True) == 4
+    assert matmul_4bit_tiles.tiles_of(rows, 16, gated=True) == 2
+    numbers = (mx.random.normal((rows, columns)) * columns**-0.5).astype(mx.bfloat16)
+    packed = mx.quantize(numbers, group_size=group, bits=tiles_4bit.BITS)
+    opened = _exact(*packed, group, tiles_4bit.BITS)
+    tiles = tiles_4bit.in_tiles(*packed, group)
+    gain = mx.random.normal((columns,)).astype(mx.bfloat16)
+    for lines in (5, 97):
+        x = mx.random.normal((lines, columns)).astype(mx.bfloat16)
+        expected = _numbers(x) @ opened.T
+        found = matmul_4bit_tiles.kernel_matmul(x, tiles, group)
+        assert np.abs(_numbers(found) - expected).max() < 0.03
+        found = matmul_4bit_tiles.kernel_matmul(x, tiles, group, FusedOps(gated=True))
+        assert np.allclose(_numbers(found), _gated(expected), 0.02, 0.03)
+        if matmul_small.is_fusable(x):
+            around = FusedOps(gated=True, gain=gain, eps=1e-5)
+            found = matmul_4bit_tiles.kernel_matmul(x, tiles, group, around)
+            expected = _normed(x, gain, 1e-5) @ opened.T
+            assert np.allclose(_numbers(found), _gated(expected), 0.03, 0.05)
+
+
+def test_rows_of_a_weight_in_tiles_are_divided_among_blocks() -> None:
+    fragments = matmul_4bit_tiles.fragments_of
+    assert [fragments(rows, gated=False) for rows in (64, 4096, 6144, 28672)] == [1, 2, 4, 4]
+    assert fragments(64, gated=True) == 2
+    tiles, splits = matmul_4bit_tiles.tiles_of, matmul_4bit_tiles.splits_of
+    assert [tiles(28672, sets, gated=True) for sets in (8, 12, 16)] == [1, 2, 2]
+    assert tiles(6144, 16, gated=False) == 1
+    assert [splits(blocks, 64) for blocks in (1, 16, 48, 224)] == [8, 8, 2, 1]
+    assert splits(16, 3) == 3
+
+
+@runs
+@pytest.mark.parametrize(
+    ("group", "dtype"),
+    cases([(64, "bfloat16"), (32, "float16")], itertools.product((32, 64), HALVES)),
+)
+def test_4_bit_weights_in_tiles_are_dequantised(group: int, dtype: str) -> None:
+    kind = getattr(mx, dtype)
+    packed = mx.quantize(mx.random.normal((128, 192)).astype(kind), group_size=group, bits=4)
+    expected = _exact(*packed, group, 4)
+    tiles = tiles_4bit.in_tiles(*packed, group)
+    every = tiles_4bit.dequantised_rows(tiles, None, group, kind)
+    assert np.allclose(_numbers(every), expected, 0.01, 0.01)
+    ids = [127, 0, 9, 8, 64, 63, 0]
+    rows = tiles_4bit.dequantised_rows(tiles, mx.array(ids, dtype=mx.int32), group, kind)
+    assert np.array_equal(_numbers(rows), _numbers(every)[ids])
 
 
 @runs

@@ -61,8 +61,8 @@ def kernel_matmul(x: mx.array, weight: mx.array, *, gated: bool = False) -> mx.a
     tokens, columns = x.shape
     rows, sets = weight.shape[0], next(n for n in SETS if 8 * n >= tokens)
     each, splits = tile_rows(rows), splits_of(rows, columns)
-    arrived: mx.array = next(_counters())
-    partial: mx.array = next(_part_sums())
+    arrived: mx.array = next(counters())
+    partial: mx.array = next(part_sums())
     threads = THREADS * each // ROWS
     found: list[mx.array] = _kernel(sets, splits, gated, x.dtype, each)(
         inputs=[x, weight, arrived, partial],
@@ -173,7 +173,7 @@ def _group_product(sets: int, dtype: mx.Dtype, a: Sequence[str], transposed: str
 
 
 @cache
-def _counters() -> Any:
+def counters() -> Any:
     """Yields zeros that count the finished parts of a product; concurrent products get others.
 
     The kernel resets them to zero. Only one thread of a process computes.
@@ -184,7 +184,7 @@ def _counters() -> Any:
 
 
 @cache
-def _part_sums() -> Any:
+def part_sums() -> Any:
     """Yields memory for the sums of parts; concurrent products get others.
 
     As outputs of the kernel, arrays of that size would cost the host as much as the product.

@@ -81,6 +81,8 @@ template <int COUNT> __device__ inline void hold(float (&sums)[COUNT]) {
   #pragma unroll
   for (int i = 0; i < COUNT; i++) asm volatile("" : "+f"(sums[i])::"memory");
 }
+// Keeps the compiler from using a word before what is waited for above.
+__device__ inline void hold(unsigned& word) { asm volatile("" : "+r"(word)::"memory"); }
 // Words of 16 bytes, 8 of data and a tag, which GPUs write into each other's memory: a word arrives whole.
 __device__ inline void store_word(void* to, unsigned long data, unsigned long tag) {
   asm volatile("{ .reg .b128 w; mov.b128 w, {%1, %2}; st.relaxed.sys.global.b128 [%0], w; }"

@@ -55,3 +55,4 @@ for (int step = 0; step < IN / COLUMNS; step++) {
     }
   }
 }
+float* const found = (float*)space;

@@ -1,9 +1,8 @@
-// The end of matmul_small.cu and matmul_4bit.cu: adds up the sums of the warps of a thread block and
-// writes EACH results of a line. NORMED: also divides by the RMS, from the warps' sums of squares.
+// The end of products of few lines: adds up the sums of the warps of a thread block in shared memory, `found`,
+// and writes EACH results of a line. NORMED: also divides by the RMS, from the warps' sums of squares.
 // `beside` is ADDED last.
 __syncthreads();
-constexpr int WHOLE = SETS * 8 + 1;
-float* const found = (float*)space;  // [WARPS][TILES * 16][WHOLE]
+constexpr int WHOLE = SETS * 8 + 1;  // found [WARPS][TILES * 16][WHOLE]
 float* const lengths = found + WARPS * TILES * 16 * WHOLE;  // [WARPS][SETS * 8]
 #pragma unroll
 for (int tile = 0; tile < TILES; tile++)

@@ -1,0 +1,194 @@
+"""Matrix products with affine 4-bit weights in tiles: of few tokens, and of many.
+
+Those of few tokens take as long as reading the weight; those of many dequantise it in the registers
+of the tensor cores, each tile once for up to 128 tokens.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+
+from mlxpool.worker.kernels import matmul_tiled, tiles_4bit
+from mlxpool.worker.kernels.kernel_builder import (
+    WARP_SIZE,
+    Constant,
+    build_kernel,
+    kernel_works,
+    name_files,
+)
+from mlxpool.worker.kernels.matmul_small import (
+    FUSED_INPUTS,
+    NO_FUSED_OPS,
+    FusedOps,
+    is_fusable,
+    sums_of,
+)
+from mlxpool.worker.kernels.matmul_tiled import FULL_GPU_BLOCKS
+from mlxpool.worker.kernels.tiles_4bit import BITS, TILE, fragment_bytes
+
+MAX_TOKENS = 256  # for more, dequantising the weight first is faster
+FEW_TOKENS = 8
+WARPS = 8  # of a thread block, for few tokens
+STAGES = 6  # of a warp: with all warps 92 KB of the weight are requested and not received
+FRAGMENT_ROWS = 16
+FRAGMENTS = (4, 2, 1)  # of a strip; with more, tokens are read less often
+BUSY_BLOCKS = 96  # thread blocks that keep a large GPU busy
+
+SETS = (2, 4, 8, 12, 16)  # numbers of 8 tokens for which there are kernels of many tokens
+TILED_THREADS = 256
+# Sets up to which two thread blocks run on a multiprocessor at a time.
+MAX_SETS_OF_TWO = 8
+SHARED_BYTES = 224 * 1024  # of a multiprocessor, for the stages of its thread blocks
+MAX_TILED_STAGES = 12
+MAX_SPLITS = 8
+
+
+def works(group: int, dtype: mx.Dtype) -> bool:
+    """Returns whether products with weights in tiles compile here and are right."""
+    return tiles_4bit.works(group, dtype) and _kernel_works(group, dtype)
+
+
+def supports(tokens: int, rows: int, *, gated: bool = False) -> bool:
+    """Returns whether `kernel_matmul` supports so many tokens and a weight of so many rows."""
+    return 0 < tokens <= MAX_TOKENS and not (gated and rows % (2 * TILE))
+
+
+def kernel_matmul(
+    x: mx.array, tiles: mx.array, group: int, fused: FusedOps = NO_FUSED_OPS
+) -> mx.array:
+    """Returns x @ W.T [T, out] of x [T, in] and a weight in tiles, whose scales have x's dtype.
+
+    Only products of up to FEW_TOKENS tokens can have a norm and an addition.
+    """
+    if x.shape[0] > FEW_TOKENS:
+        assert fused.gain is None and fused.beside is None
+        return many(x, tiles, group, gated=fused.gated)
+    rows = tiles.shape[0] * TILE
+    fragments = fragments_of(rows, fused.gated)
+    blocks = min(rows // (FRAGMENT_ROWS * fragments), FULL_GPU_BLOCKS)
+    threads = WARPS * WARP_SIZE
+    found: list[mx.array] = _few_kernel(fragments, group, x.dtype, *fused.constants.items())(
+        inputs=[x, tiles, *fused.inputs(x)],
+        grid=(blocks * threads, 1, 1),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[(x.shape[0], rows // (1 + fused.gated))],
+        output_dtypes=[x.dtype],
+    )
+    return found[0]
+
+
+def fragments_of(rows: int, gated: bool) -> int:
+    """Returns the fragments of a strip: the most that leave strips for the whole GPU."""
+    fitting = [n for n in FRAGMENTS if n > gated]
+    enough = (n for n in fitting if rows // (FRAGMENT_ROWS * n) >= BUSY_BLOCKS)
+    return next(enough, fitting[-1])
+
+
+def many(x: mx.array, tiles: mx.array, group: int, *, gated: bool = False) -> mx.array:
+    """As `kernel_matmul`, for any number of tokens."""
+    tokens, rows = x.shape[0], tiles.shape[0] * TILE
+    sets = next((n for n in SETS if 8 * n >= tokens), SETS[-1])
+    sections = -(-tokens // (8 * sets))
+    per_group = tiles_of(rows, sets, gated)
+    strips = -(-rows // (2 * TILE * per_group))
+    splits = splits_of(strips * sections, tiles.shape[1]) if per_group == 1 else 1
+    arrived: mx.array = next(matmul_tiled.counters())
+    partial: mx.array = next(matmul_tiled.part_sums())
+    found: list[mx.array] = _many_kernel(sets, per_group, gated, group, x.dtype)(
+        inputs=[x, tiles, arrived, partial],
+        grid=(strips * sections * TILED_THREADS, splits, 1),
+        threadgroup=(TILED_THREADS, 1, 1),
+        output_shapes=[(tokens, rows // (1 + gated))],
+        output_dtypes=[x.dtype],
+    )
+    return found[0]
+
+
+def tiles_of(rows: int, sets: int, gated: bool) -> int:
+    """Returns the tiles of four warps: two where that still leaves blocks for the whole GPU.
+
+    With two, tokens are read half as often, which takes longer than the products of many of them.
+    """
+    whole = rows % (4 * TILE * (1 + gated)) == 0
+    wide = sets > MAX_SETS_OF_TWO and whole and rows // (4 * TILE) >= BUSY_BLOCKS
+    return 2 if wide else 1
+
+
+def splits_of(blocks: int, steps: int) -> int:
+    """Returns the parts into which the columns are split to keep a GPU busy."""
+    return max(1, min(MAX_SPLITS, FULL_GPU_BLOCKS // blocks, steps))
+
+
+@cache
+def _few_kernel(fragments: int, group: int, dtype: mx.Dtype, *fused: tuple[str, Constant]) -> Any:
+    constants: dict[str, Constant] = {
+        "WARPS": WARPS,
+        "STAGES": STAGES,
+        "FRAGMENTS": fragments,
+        "N": dtype,
+        **dict(fused),
+    }
+    gain = 2 * TILE if constants["NORMED"] else 0
+    stage = fragments * fragment_bytes(group) + 2 * TILE * FEW_TOKENS + gain
+    return build_kernel(
+        "matmul_4bit_few",
+        ["x", "weight", *FUSED_INPUTS],
+        ["out"],
+        constants,
+        contiguous=True,
+        shared=WARPS * STAGES * stage + sums_of(1, WARPS, fragments),
+        header=tiles_4bit.header(group) + name_files({"STRIP_END": "warp_sums.cuh"}),
+    )
+
+
+@cache
+def _many_kernel(sets: int, tiles: int, gated: bool, group: int, dtype: mx.Dtype) -> Any:
+    blocks = 2 if sets <= MAX_SETS_OF_TWO else 1
+    stage = 2 * tiles * tiles_4bit.FRAGMENTS * fragment_bytes(group) + 8 * sets * 2 * TILE
+    room = SHARED_BYTES // blocks - 3 * 1024  # a block takes 1 KB more, and aligns its stages
+    stages = min(MAX_TILED_STAGES, room // stage)
+    sums = 8 * sets * (2 * TILE * tiles + 1) * 4
+    constants: dict[str, Constant] = {
+        "SETS": sets,
+        "TILES": tiles,
+        "GATED": gated,
+        "STAGES": stages,
+        "N": dtype,
+    }
+    return build_kernel(
+        "matmul_4bit_tiled",
+        ["x", "weight", "arrived", "partial"],
+        ["out"],
+        constants,
+        contiguous=True,
+        shared=max(stages * stage + matmul_tiled.SHARED_ALIGNMENT, sums),
+        header=matmul_tiled.group_mma_by_lines(sets, dtype) + tiles_4bit.header(group),
+        bounds=(TILED_THREADS, blocks),
+    )
+
+
+@cache
+def _kernel_works(group: int, dtype: mx.Dtype) -> bool:
+    return kernel_works("products with weights in tiles", lambda: _is_right(group, dtype))
+
+
+def _is_right(group: int, dtype: mx.Dtype) -> bool:
+    """Compares products of few tokens and of many, in one part and in several, with MLX's."""
+    columns = 20 * TILE  # more than there are stages
+    numbers = mx.random.normal((2 * TILE, columns), key=mx.random.key(1)).astype(dtype)
+    packed = mx.quantize(numbers * columns**-0.5, group_size=group, bits=BITS)
+    opened = mx.dequantize(*packed, group_size=group, bits=BITS).T
+    tiles = tiles_4bit.in_tiles(*packed, group)
+    right = mx.array(True)
+    for tokens in (3, 30):
+        x = mx.random.normal((tokens, columns), key=mx.random.key(2)).astype(dtype)
+        right = right & mx.allclose(kernel_matmul(x, tiles, group), x @ opened, 0.02, 0.1)
+        if is_fusable(x):
+            gain, beside = 1 + numbers[:1].reshape(-1), x[:, : 2 * TILE]
+            fused = FusedOps(gain=gain, eps=1e-5, beside=beside)
+            normed = mx.fast.rms_norm(x, gain, 1e-5) @ opened + beside
+            right = right & mx.allclose(kernel_matmul(x, tiles, group, fused), normed, 0.02, 0.2)
+    return bool(right.item())

@@ -1,0 +1,127 @@
+"""Affine 4-bit weights in tiles, in the order of tensor cores; see tiles_4bit.cuh."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlxpool.worker.kernels.kernel_builder import (
+    HALF_DTYPES,
+    Constant,
+    build_kernel,
+    declarations,
+    include_line,
+    kernel_works,
+)
+
+BITS = 4
+GROUPS = (32, 64)  # sizes of groups
+TILE = 64  # rows and columns of a tile
+FRAGMENTS = 4  # of a tile, with 16 rows each
+THREADS = 256
+NUMBERS_PER_THREAD = 8  # of a row, that a thread dequantises
+
+
+def fits(rows: int, columns: int, group: int, dtype: mx.Dtype) -> bool:
+    """Returns whether a weight [rows, columns] with scales of `dtype` can be put into tiles."""
+    whole = rows > 0 and rows % TILE == 0 and columns > 0 and columns % TILE == 0
+    return whole and group in GROUPS and dtype in HALF_DTYPES
+
+
+def fragment_bytes(group: int) -> int:
+    """Returns the bytes of 16 rows and 64 columns, with their scales and biases."""
+    return 512 + 64 * (TILE // group)
+
+
+def header(group: int) -> str:
+    """Returns the code that kernels over tiles begin with."""
+    return declarations({"GROUP": group}) + include_line("tiles_4bit.cuh")
+
+
+def in_tiles(weight: mx.array, scales: mx.array, biases: mx.array, group: int) -> mx.array:
+    """Returns tiles [out / 64, in / 64, words] in uint32 of a `weight` [out, in / 8] in uint32.
+
+    scales and biases are [out, in / group].
+    """
+    rows, columns = weight.shape[0], weight.shape[1] * NUMBERS_PER_THREAD
+    words = FRAGMENTS * fragment_bytes(group) // 4
+    shape = (rows // TILE, columns // TILE, words)
+    found: list[mx.array] = _tile_kernel(group, scales.dtype)(
+        inputs=[weight, scales, biases],
+        grid=(_rounded_up(shape[0] * shape[1] * words), 1, 1),
+        threadgroup=(THREADS, 1, 1),
+        output_shapes=[shape],
+        output_dtypes=[mx.uint32],
+    )
+    return found[0]
+
+
+def dequantised_rows(
+    tiles: mx.array, ids: mx.array | None, group: int, dtype: mx.Dtype
+) -> mx.array:
+    """Returns rows [T, in] of a weight in tiles whose int32 numbers are ids [T], or all of them.
+
+    `dtype` is that of the weight's scales.
+    """
+    columns = tiles.shape[1] * TILE
+    lines = tiles.shape[0] * TILE if ids is None else ids.shape[0]
+    threads = lines * columns // NUMBERS_PER_THREAD // (2 if ids is None else 1)
+    found: list[mx.array] = _rows_kernel(group, dtype, ids is None)(
+        inputs=[tiles, tiles if ids is None else ids],
+        grid=(_rounded_up(threads), 1, 1),
+        threadgroup=(THREADS, 1, 1),
+        output_shapes=[(lines, columns)],
+        output_dtypes=[dtype],
+    )
+    return found[0]
+
+
+def _rounded_up(threads: int) -> int:
+    return -(-threads // THREADS) * THREADS
+
+
+@cache
+def _tile_kernel(group: int, dtype: mx.Dtype) -> Any:
+    return build_kernel(
+        "tile_4bit",
+        ["weight", "scales", "biases"],
+        ["out"],
+        {"N": dtype},
+        contiguous=True,
+        header=header(group),
+    )
+
+
+@cache
+def _rows_kernel(group: int, dtype: mx.Dtype, every: bool) -> Any:
+    constants: dict[str, Constant] = {"ALL": every, "N": dtype}
+    return build_kernel(
+        "rows_4bit",
+        ["tiles", "ids"],
+        ["out"],
+        constants,
+        contiguous=True,
+        header=header(group),
+    )
+
+
+@cache
+def works(group: int, dtype: mx.Dtype) -> bool:
+    """Returns whether weights can be put into tiles and dequantised again here."""
+    return kernel_works("weights of 4 bits in tiles", lambda: _is_right(group, dtype))
+
+
+def _is_right(group: int, dtype: mx.Dtype) -> bool:
+    numbers = mx.random.normal((2 * TILE, 4 * TILE), key=mx.random.key(1)).astype(dtype)
+    packed = mx.quantize(numbers, group_size=group, bits=BITS)
+    expected = mx.dequantize(*packed, group_size=group, bits=BITS)
+    tiles, ids = in_tiles(*packed, group), [77, 3, 3]
+    every = dequantised_rows(tiles, None, group, dtype)
+    if not mx.allclose(every, expected, 0.02, 0.02).item():
+        return False
+    rows = dequantised_rows(tiles, mx.array(ids, dtype=mx.int32), group, dtype)
+    found, wanted = (np.array(one.astype(mx.float32)) for one in (rows, every))
+    return bool((found == wanted[ids]).all())
