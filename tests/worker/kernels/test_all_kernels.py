@@ -22,6 +22,7 @@ from mlxpool.worker.engine.engine import StepResult  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.engine.pass_spans import PassSpans  # noqa: E402
 from mlxpool.worker.kernels import kernel_cache  # noqa: E402
+from mlxpool.worker.layers import builder  # noqa: E402
 from mlxpool.worker.sampling.row_masks import RowMasks  # noqa: E402
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence  # noqa: E402
 from mlxpool.worker.scheduling.spans import Span  # noqa: E402
@@ -63,6 +64,11 @@ MODELS: dict[str, tuple[dict[str, Any], bool, set[str]]] = {
         RAGGED
         | {"matmul_4bit", "matmul_small", "matmul_tiled", "swiglu"}
         | {"dequantise", "dequantise_rows"},
+    ),
+    "llama, 4 bits in tiles": (
+        SIZES,
+        True,
+        RAGGED | {"tile_4bit", "rows_4bit", "matmul_4bit_few", "matmul_4bit_tiled", "matmul_small"},
     ),
     "llama, int8 keys and values": (
         SIZES,
@@ -151,6 +157,9 @@ def test_kernels_do_not_change_the_tokens_of_an_engine(
     loaded = load(folder, dtype=mx.bfloat16)
     machine: AbstractContextManager[set[str]] = nullcontext(set()) if ON_GPU else simt.simulated()
     with machine as called:
+        if "tiles" in name:  # which are made at load, on a GPU
+            monkeypatch.setattr(builder, "on_gpu", lambda: True)
+            loaded = load(folder, dtype=mx.bfloat16)
         monkeypatch.setattr(layout_choice, "writes_in_place", lambda shape, on_gpu: True)
         engine = ModelEngine(loaded, layout="pool", lookahead=False, blocks=30, kv=kv)
         assert engine.layout == f"pool, own kernels{suffix}"

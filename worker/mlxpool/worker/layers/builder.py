@@ -27,6 +27,7 @@ from mlxpool.worker.layers.linear import (
 )
 from mlxpool.worker.layers.quantisation import GLOBAL_SCALES, QuantLayout
 from mlxpool.worker.layers.quantised_weight import QuantisedWeight, concatenated
+from mlxpool.worker.layers.tiled_weight import in_tiles
 
 
 class WeightLayerBuilder:
@@ -68,7 +69,7 @@ class WeightLayerBuilder:
         if packed is None:
             return ConcatenatedLinear(tuple(self.linear(name) for name in names))
         assert isinstance(packed, QuantisedWeight)
-        return QuantisedLinear(packed, self._concatenated_bias(names))
+        return QuantisedLinear(in_tiles(packed), self._concatenated_bias(names))
 
     def gated_linear_unit(
         self, names: Sequence[str], width: int, activation: Activation | None = None
@@ -83,7 +84,7 @@ class WeightLayerBuilder:
     def embedding(self, name: str) -> Embedding | QuantisedEmbedding:
         weight = self._weight(name)
         if isinstance(weight, QuantisedWeight):
-            return QuantisedEmbedding(weight, self._dtype)
+            return QuantisedEmbedding(in_tiles(weight), self._dtype)
         return Embedding(weight, self._batch_invariant)
 
     def tensor(self, name: str) -> mx.array:

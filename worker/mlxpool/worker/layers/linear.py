@@ -12,6 +12,7 @@ from mlxpool.worker.kernels.matmul_small import FusedOps
 from mlxpool.worker.layers.layer_types import Activation, LinearInput, PendingNorm
 from mlxpool.worker.layers.layer_types import Linear as AnyLinear
 from mlxpool.worker.layers.quantised_weight import QuantisedWeight
+from mlxpool.worker.layers.tiled_weight import TiledWeight
 
 TILE_ROWS = 8  # rows of each product in batch-invariant layers
 
@@ -136,7 +137,7 @@ class GatedLinearUnit:
 class QuantisedLinear(FusableLinear):
     """x [T, in] -> [T, out] with a quantised weight [out, in] and bias [out] or None."""
 
-    weight: QuantisedWeight
+    weight: QuantisedWeight | TiledWeight
     bias: mx.array | None
 
     def plain(self, x: mx.array) -> mx.array:
@@ -218,7 +219,7 @@ class Embedding:
 class QuantisedEmbedding:
     """As Embedding, with a quantised weight; rows are dequantised to `dtype`."""
 
-    weight: QuantisedWeight
+    weight: QuantisedWeight | TiledWeight
     dtype: mx.Dtype
 
     def __call__(self, tokens: mx.array) -> mx.array:

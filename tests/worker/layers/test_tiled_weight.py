@@ -1,0 +1,68 @@
+"""Weights in tiles compute what those that they were made of compute; simulated by simt.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+
+mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
+
+from mlxpool.worker.layers.linear import QuantisedEmbedding, QuantisedLinear  # noqa: E402
+from mlxpool.worker.layers.quantisation import QuantLayout  # noqa: E402
+from mlxpool.worker.layers.quantised_weight import QuantisedWeight  # noqa: E402
+from mlxpool.worker.layers.tiled_weight import TiledWeight, in_tiles  # noqa: E402
+from support import simt  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def machine() -> Iterator[None]:
+    with nullcontext() if mx.cuda.is_available() else simt.simulated():
+        yield
+
+
+def packed(rows: int, columns: int, bits: int = 4, group: int = 64) -> QuantisedWeight:
+    numbers = mx.random.normal((rows, columns), key=mx.random.key(1)) * columns**-0.5
+    parts = mx.quantize(numbers.astype(mx.bfloat16), group_size=group, bits=bits)
+    return QuantisedWeight(*parts, None, QuantLayout("affine", bits, group))
+
+
+@pytest.mark.parametrize("shape", [(3, 64), (12, 64), (300, 64), (2, 5, 64)])
+def test_products_equal_those_of_the_dense_weight(shape: tuple[int, ...]) -> None:
+    weight = packed(64, 64)
+    tiled = in_tiles(weight)
+    assert isinstance(tiled, TiledWeight)
+    x = mx.random.normal(shape).astype(mx.bfloat16)
+    dense = weight.dequantised(mx.float32)
+    expected = x.astype(mx.float32) @ dense.T
+    found = QuantisedLinear(tiled, None)(x)
+    assert found.shape == expected.shape
+    assert np.allclose(np.array(found.astype(mx.float32)), np.array(expected), 0.02, 0.03)
+    exact = tiled(x.astype(mx.float32))  # no kernel takes that
+    assert exact.dtype == mx.float32
+    assert np.allclose(np.array(exact), np.array(expected), 0.02, 0.03)
+
+
+def test_rows_of_an_embedding_are_those_of_its_weight() -> None:
+    weight = packed(128, 192, group=32)
+    tiled = in_tiles(weight)
+    assert isinstance(tiled, TiledWeight)
+    table = QuantisedEmbedding(tiled, mx.float32)
+    tokens = mx.array([[127, 0, 64], [9, 9, 17]])
+    expected = np.array(weight.dequantised(mx.float32))[np.array(tokens)]
+    assert np.allclose(np.array(table(tokens)), expected, 0.01, 1e-3)
+    assert table(tokens).dtype == mx.float32
+
+
+def test_other_weights_stay_as_they_are() -> None:
+    whole = packed(64, 128, group=128)
+    for weight in (packed(96, 64), packed(64, 96, group=32), packed(64, 64, bits=8), whole):
+        assert in_tiles(weight) is weight
+    one = packed(64, 64)
+    assert one.biases is not None
+    several = QuantisedWeight(
+        one.weight[None], one.scales[None], one.biases[None], None, one.layout
+    )
+    assert in_tiles(several) is several

@@ -1,0 +1,81 @@
+"""Affine 4-bit weights that a GPU has in tiles, in the order in which its kernels multiply them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlxpool.worker.kernels import matmul_4bit_tiles, matmul_small, tiles_4bit
+from mlxpool.worker.kernels.matmul_small import FusedOps
+from mlxpool.worker.layers.quantised_weight import QuantisedWeight
+
+
+@dataclass(frozen=True, slots=True)
+class TiledWeight:
+    """A quantised weight [out, in] as tiles [out / 64, in / 64, words], see tiles_4bit.cuh."""
+
+    tiles: mx.array
+    group_size: int
+    dtype: mx.Dtype  # of scales and biases
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x [..., in] @ weight.T -> [..., out]."""
+        if x.ndim != 2:
+            return self(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
+        if self._has_kernel(x):
+            return self.packed_product(x)
+        return matmul_small.matmul(x, self.dequantised(x.dtype))
+
+    def gated(self, x: mx.array) -> mx.array | None:
+        """x [T, in] -> silu(gate) * up [T, out / 2], where `out` is gate, then up.
+
+        None where no kernel computes it in one.
+        """
+        return self.packed_product(x, FusedOps(gated=True)) if self._has_kernel(x, True) else None
+
+    def fuses(self, x: mx.array) -> bool:
+        """Whether `packed_product` takes x [T, in] and the operations around the product."""
+        return matmul_small.is_fusable(x) and self._has_kernel(x, True)
+
+    def packed_product(self, x: mx.array, around: FusedOps = matmul_small.NO_FUSED_OPS) -> mx.array:
+        """x [T, in] @ weight.T -> [T, out], by our own kernel over the tiles."""
+        return matmul_4bit_tiles.kernel_matmul(x, self.tiles, self.group_size, around)
+
+    def _has_kernel(self, x: mx.array, gated: bool = False) -> bool:
+        """Whether our own kernel takes x and this weight."""
+        rows = self.tiles.shape[0] * tiles_4bit.TILE
+        fits = x.ndim == 2 and x.dtype == self.dtype
+        return fits and matmul_4bit_tiles.supports(x.shape[0], rows, gated=gated)
+
+    def rows(self, tokens: mx.array, dtype: mx.Dtype) -> mx.array:
+        """tokens [...] -> [..., in]: these rows of the weight, dequantised."""
+        ids = tokens.reshape(-1).astype(mx.int32)
+        found = tiles_4bit.dequantised_rows(self.tiles, ids, self.group_size, self.dtype)
+        return found.reshape(*tokens.shape, -1).astype(dtype)
+
+    def dequantised(self, dtype: mx.Dtype | None = None) -> mx.array:
+        """The dense weight [out, in]; without a `dtype` in that of the scales."""
+        dense = tiles_4bit.dequantised_rows(self.tiles, None, self.group_size, self.dtype)
+        return dense.astype(dtype or self.dtype)
+
+
+def in_tiles(weight: QuantisedWeight) -> QuantisedWeight | TiledWeight:
+    """The weight in tiles, where the kernels for them work here and take its shape and layout.
+
+    Evaluated, so that no more than one weight is in memory twice.
+    """
+    layout, scales, biases = weight.layout, weight.scales, weight.biases
+    if weight.weight.ndim != 2 or (layout.mode, layout.bits) != ("affine", tiles_4bit.BITS):
+        return weight
+    if biases is None or biases.dtype != scales.dtype or weight.factor is not None:
+        return weight
+    rows, groups = scales.shape
+    columns, group = groups * layout.group_size, layout.group_size
+    if not tiles_4bit.fits(rows, columns, group, scales.dtype):
+        return weight
+    if not matmul_4bit_tiles.works(group, scales.dtype):
+        return weight
+    tiles = tiles_4bit.in_tiles(weight.weight, scales, biases, group)
+    mx.eval(tiles)
+    return TiledWeight(tiles, group, scales.dtype)
