@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlxpool.gateway.operations.exchange import Exchange, request_id
+from mlxpool.gateway.operations.exchange import Exchange, request_id, shown_path
 
 
 @pytest.mark.parametrize(
@@ -62,3 +62,20 @@ def test_a_request_without_tokens_has_none() -> None:
     counted = Exchange("id", "POST", "/v1/embeddings", started=0.0)
     counted.count({"prompt_tokens": 4, "total_tokens": 4})
     assert (counted.prompt_tokens, counted.completion_tokens) == (4, None)
+
+
+@pytest.mark.parametrize(
+    ("path", "shown"),
+    [
+        ("/v1/chat/completion", "/v1/chat/completion"),
+        ("/favicon.ico", "/favicon.ico"),
+        ("http://example.com:443/v1/models", "http://example.com:443/v1/models"),
+        (f"/v1/{'k' * 16}", "/v1/…"),
+        ("/v1/chat/sk-5d0c3ad2/x", "/v1/chat/…/x"),
+        ("/aB3dEf/9b41f60e/gh", "/…/…/gh"),  # a key in base64 may have slashes
+        ("/correct-horse-battery-staple", "/…"),
+        ("/a\nb", "/…"),
+    ],
+)
+def test_parts_of_a_path_that_may_be_a_key_are_not_shown(path: str, shown: str) -> None:
+    assert shown_path(path) == shown

@@ -20,7 +20,7 @@ REQUEST_ID = "x-request-id"
 SANE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:;=/+@-]{0,127}")
 # A part of a path that can be no key, and none of its parts: a key has 16 characters or more, and
 # may have a slash.
-SHOWN_PART = re.compile(r"[a-z_]{1,15}(\.[a-z]{1,5})?|v\d{1,2}|")
+SHOWN_PART = re.compile(r"[a-z_.*-]{0,15}(:\d{0,5})?|v\d{1,2}")
 
 
 @dataclass(eq=False, slots=True)
