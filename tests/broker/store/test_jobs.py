@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from mlxpool.broker.jobs.retries import ALONE_STARTS
+from mlxpool.broker.store.batch_operations import CreateFile
 from mlxpool.broker.store.operations import (
     Cancel,
     Defer,
@@ -143,6 +144,36 @@ def test_new_jobs_are_refused_above_the_bound_in_bytes(store: OpenedStore) -> No
     assert isinstance(store.one(finish(2)), Changed)
     store.one(Release(job_id(2)))
     assert store.one(submit(100)).new
+
+
+@pytest.mark.parametrize("kind", ["jobs", "files"])
+def test_one_owner_cannot_fill_the_store_for_others(store: OpenedStore, kind: str) -> None:
+    store.open(max_bytes=8 * 1024 * 1024)
+
+    def add(number: int, owner: str) -> object:
+        data = bytes([number]) * 100_000
+        if kind == "jobs":
+            return store.one(submit(number, owner=owner, request=data))
+        return store.one(
+            CreateFile(b"%16d" % number, owner, "", f"k{number}", "", "batch", 9.0, data)
+        )
+
+    def fill(owner: str, numbers: range) -> int:
+        """How many are taken until one is refused."""
+        for count, number in enumerate(numbers):
+            result = add(number, owner)
+            if isinstance(result, Refused):
+                assert result.code == "store_full"
+                return count
+        raise AssertionError("none was refused")
+
+    assert fill("hog", range(1, 100)) > 40
+    assert 4 <= fill("other", range(100, 120)) <= 9, "a tenth of the store"
+    assert isinstance(add(120, "hog"), Refused)
+    fill("third", range(130, 150))
+    fill("fourth", range(150, 170))
+    used = store.store.database.used_bytes()
+    assert used <= 0.93 * 8 * 1024 * 1024, "what runs has room"
 
 
 def test_an_operation_that_cannot_be_performed_leaves_the_others(store: OpenedStore) -> None:

@@ -26,7 +26,7 @@ from mlxpool.broker.store.operations import Operation
 from mlxpool.broker.store.records import Result
 from mlxpool.broker.store.sql import schema
 from mlxpool.broker.store.sql.database import Database, Row
-from mlxpool.broker.store.sql.sql_store import KEY_LIFE, Opener, SqlStore
+from mlxpool.broker.store.sql.sql_store import ADMIT_SHARE, KEY_LIFE, Opener, SqlStore
 from mlxpool.broker.store.state_dir import RESERVE_BYTES, StateDir, make_private, sync
 
 log = logging.getLogger("mlxpool.broker")
@@ -259,8 +259,8 @@ class SqliteStore(SqlStore):
         if self._holds_reserve:
             self._folder.hold_reserve()
 
-    def room(self) -> int:
-        return min(super().room(), self._folder.free_bytes() - 2 * LOG_BYTES)
+    def room(self, share: float = ADMIT_SHARE) -> int:
+        return min(super().room(share), self._folder.free_bytes() - 2 * LOG_BYTES)
 
     def tend(self) -> None:
         """Copy the log into the database when it is long, give pages back, hold the reserve."""

@@ -24,6 +24,7 @@ from mlxpool.broker.store.sql import (
     running,
 )
 from mlxpool.broker.store.sql.database import Database
+from mlxpool.broker.store.sql.rows import ROW_BYTES
 from mlxpool.broker.store.sql.submitting import submit
 from mlxpool.common.closing import Closing
 
@@ -31,6 +32,8 @@ log = logging.getLogger("mlxpool.broker")
 
 KEY_LIFE = 24 * 3600.0  # seconds for which a key outlives its result
 ADMIT_SHARE = 0.8  # of the bound in bytes: above it only running jobs write
+# And owners that have no more than this share, so that none can fill the store for all others.
+SMALL_SHARE = 0.1
 SEEN_EVERY = 1.0  # seconds between two times that are written
 
 Handler = Callable[..., Result]
@@ -120,9 +123,19 @@ class SqlStore(Closing):
         """Bytes in use above which no new jobs are taken."""
         return int(ADMIT_SHARE * self._max_bytes)
 
-    def room(self) -> int:
-        """Bytes that new jobs may take; below 0 if there are too many already."""
-        return self.admit_bound() - self.database.used_bytes()
+    def room(self, share: float = ADMIT_SHARE) -> int:
+        """Bytes that new jobs may take up to a share of the bound; below 0 if there are more."""
+        return int(share * self._max_bytes) - self.database.used_bytes()
+
+    def room_of(self, asked: Operation) -> int:
+        """Bytes that the owner of new jobs, or of a part of a file, may add."""
+        room = self.room()
+        owner, size = _claim(asked)
+        if size <= room:
+            return room
+        used = self.database.number("SELECT bytes FROM usage WHERE owner = ?", owner)
+        own = int(SMALL_SHARE * self._max_bytes) - used
+        return max(room, min(own, self.room(ADMIT_SHARE + SMALL_SHARE)))
 
     def figures(self) -> StoreFigures:
         database = self.database
@@ -152,7 +165,7 @@ class SqlStore(Closing):
         key_life = self._key_life
 
         def with_room(handler: Handler) -> Handler:
-            return lambda database, asked, now: handler(database, asked, now, self.room())
+            return lambda database, asked, now: handler(database, asked, now, self.room_of(asked))
 
         return {
             of_jobs.Submit: with_room(submit),
@@ -199,6 +212,17 @@ class SqlStore(Closing):
             of_batches.EndBatch: batches.end_batch,
             of_batches.ReadOutcomes: outcomes.read_outcomes,
         }
+
+
+def _claim(asked: Operation) -> tuple[str, int]:
+    """The owner of what is to be stored, and its bytes with its rows."""
+    if isinstance(asked, of_batches.AddLines):
+        owner = asked.jobs[0].scope.owner if asked.jobs else ""
+        return owner, asked.size + len(asked.jobs) * ROW_BYTES
+    if isinstance(asked, of_jobs.Submit):
+        return asked.scope.owner, asked.size + ROW_BYTES
+    assert isinstance(asked, of_batches.CreateFile | of_batches.AppendFile)
+    return asked.owner, asked.size + ROW_BYTES
 
 
 class Opener(Closing):
