@@ -46,8 +46,10 @@ def test_every_variable_is_on_the_page() -> None:
     page = (DOCS / "configuration.md").read_text("utf-8")
     told = set(re.findall(r"^\| `\w+` \| `(MLXPOOL_\w+)` \|", page, re.M))
     assert told == set(variables().values())
-    # Between our processes.
-    ours = {"MLXPOOL_WORKER", "MLXPOOL_GATEWAY", "MLXPOOL_HYPOTHESIS", "MLXPOOL_BENCH"}
+    ours = {  # between our processes, and those of tests
+        "MLXPOOL_WORKER", "MLXPOOL_GATEWAY", "MLXPOOL_HYPOTHESIS", "MLXPOOL_BENCH",
+        "MLXPOOL_FRESH_TMPDIR", "MLXPOOL_TESTS_TMPDIR",
+    }  # fmt: skip
     for name in set(OTHER_VARIABLES) - ours:
         assert re.search(rf"^\|.*`{name}`.* \|", page, re.M)
 
