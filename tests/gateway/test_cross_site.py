@@ -10,6 +10,7 @@ import pytest
 from mlxpool.gateway.route_spec import RouteSpec
 from mlxpool.gateway.route_table import NOT_BUILT, ROUTES
 from support.gateway_thread import GatewayThread
+from support.pool import PATIENCE
 
 PAGE = "https://evil.example"
 ALLOWED = "https://app.example"
@@ -27,7 +28,7 @@ def open_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Cli
     """Without keys, and without a broker: what is let through waits for one."""
     with (
         GatewayThread(tmp_path_factory.mktemp("open"), broker_grace=0.2) as running,
-        httpx.Client(base_url=running.url) as http,
+        httpx.Client(base_url=running.url, timeout=PATIENCE) as http,
     ):
         yield http
 
@@ -42,7 +43,9 @@ def with_keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client
     options = {"keys": keys, "cors_origins": (ALLOWED,), "broker_grace": 0.2}
     with (
         GatewayThread(folder, **options) as running,
-        httpx.Client(base_url=running.url, headers={"authorization": f"Bearer {KEY}"}) as http,
+        httpx.Client(
+            base_url=running.url, headers={"authorization": f"Bearer {KEY}"}, timeout=PATIENCE
+        ) as http,
     ):
         yield http
 

@@ -13,6 +13,4 @@ LIMIT = 1 if sys.platform == "linux" else 0  # bytes
 def turn_off() -> None:
     """Has the kernel make no core dump of this process and of its children."""
     hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
-    if hard == resource.RLIM_INFINITY or hard > LIMIT:
-        resource.setrlimit(resource.RLIMIT_CORE, (LIMIT, LIMIT))
-    # A hard limit of 0 stays: only root may raise it.
+    resource.setrlimit(resource.RLIMIT_CORE, (LIMIT if hard else 0, hard))
