@@ -261,6 +261,7 @@ class Run:
             "queued": len(model.queue) + len(list(model.queue)),
             "queued bytes": model.queue.bytes,
             "places": sum(len(w.leases) + len(w.batch_bounds) for w in model.workers),
+            "owners' places": sum(model.places.held.values()),
             "links": len(core.state.links),
             "grouped": len(core.outbox.merged),
             "runs": sum(len(w.runs) + len(w.over) for w in self.world.workers.values() if w.alive),

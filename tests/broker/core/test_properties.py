@@ -6,6 +6,7 @@ between them.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from hypothesis import HealthCheck, settings
@@ -433,6 +434,9 @@ class Pool(RuleBasedStateMachine):
             assert len(each.queue) == len(waiting)
             assert each.queue.bytes == sum(request.message.size for request in waiting)
             assert all(state.requests.get(request.id) is request for request in waiting)
+            live = [one for one in state.requests.values() if one.model == each.name]
+            running = [one.owner for one in live if one.state is not RequestState.QUEUED]
+            assert each.places.held == Counter(running), "places of owners"
             for worker in each.workers:
                 self.check_worker(worker)
         for number, link in state.links.items():

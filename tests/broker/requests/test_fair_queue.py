@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxpool.broker.requests.fair_queue import MAX_COST, OPEN_ENDED_TOKENS, Queue, cost
+from mlxpool.broker.requests.fair_queue import MAX_COST, MAX_DECODE_COST, Queue, cost
 from mlxpool.broker.requests.request import IDLE_RANK, RANKS, Request, rank_of
+from mlxpool.common.protocol.token_ids import pack_ids
 from support.core_requests import new_request
 
 
@@ -72,13 +73,44 @@ def test_a_flood_of_one_owner_leaves_the_other_its_share() -> None:
 
 
 def test_shares_are_of_tokens_not_of_requests() -> None:
-    long = [request(n, "long", tokens=4000) for n in range(50)]
+    long = [request(n, "long", prompt="x" * 14_000, tokens=500) for n in range(50)]
     short = [request(100 + n, "short", tokens=400) for n in range(500)]
     order = served(filled(*long, *short), 220)
     spent = Counter[str]()
     for each in order:
         spent[each.owner] += cost(each)
     assert 0.8 < spent["long"] / spent["short"] < 1.25
+
+
+def test_the_owner_with_the_fewest_places_goes_first() -> None:
+    queue = filled(request(1, "a"), request(2, "b"), request(3, "c"), request(4, "c"))
+    for places, owners in (({"a": 2, "b": 1}, "c"), ({"a": 1, "b": 1, "c": 2}, "ab"), ({}, "abc")):
+        head = queue.head(places)
+        assert head is not None and head.owner in owners
+        assert queue.heads(places)[0].owner == head.owner
+    assert [each.arrival for each in queue.heads({"a": 1, "b": 1})] == [3, 4]
+
+
+def test_the_fewest_places_count_among_owners_of_texts_where_a_text_is_wanted() -> None:
+    seen = request(1, "a", prompt="[img-0]", images=1, blobs=(b"x",))
+    queue = filled(seen, request(2, "b"))
+    head = queue.head({"b": 3}, without_images=True)
+    assert head is not None and head.owner == "b"
+
+
+def test_a_preempted_request_is_its_owners_first_and_its_owner_the_last() -> None:
+    queue = filled(request(5, "a"), request(6, "b"))
+    for number in (4, 3):
+        queue.add_preempted(request(number, "a"))
+    assert [each.arrival for each in queue.in_turn()] == [6, 3, 4, 5]
+    assert queue.begun and not queue.resumed
+    assert [each.arrival for each in queue.of_owner("a")] == [3, 4, 5]
+    assert {each.arrival for each in queue.unchecked_resumed((1,))} == {3, 4}
+    assert not queue.unchecked_resumed((1,))
+    assert {each.arrival for each in queue.unchecked_resumed((2,))} == {3, 4}
+    for each in list(queue.of_owner("a")):
+        queue.take(each)
+    assert not queue.begun and queue.owners() == {"b"}
 
 
 def test_an_owner_without_waiting_requests_keeps_no_deficit() -> None:
@@ -90,8 +122,12 @@ def test_an_owner_without_waiting_requests_keeps_no_deficit() -> None:
 
 def test_the_cost_of_a_request_is_its_tokens() -> None:
     assert cost(request(1, prompt="x" * 400, tokens=50)) == 1 + 100 + 50
-    assert cost(request(1, prompt="x")) == 1 + OPEN_ENDED_TOKENS
-    assert cost(request(1, tokens=10**6)) == MAX_COST
+    assert cost(request(1, prompt="x")) == 1 + MAX_DECODE_COST
+    assert cost(request(1, prompt="x", tokens=10**6)) == 1 + MAX_DECODE_COST, "it has turns"
+    assert cost(request(1, prompt="x" * 4 * 10**6)) == MAX_COST
+    begun = request(1, prompt="x", tokens=100)
+    begun.run.ids = bytearray(pack_ids(range(90)))
+    assert cost(begun) == 1 + 10, "what it has it does not pay for again"
 
 
 def test_resumed_requests_keep_the_order_of_arrival() -> None:

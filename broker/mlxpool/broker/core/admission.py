@@ -240,6 +240,7 @@ class Admission:
             model.queue.sent_again(request, message.size - request.message.size)
             request.message = message
         else:
+            model.places.leave(request.owner, now)
             request.move("requeue")
             request.message = message
             model.queue.add_resumed(request)

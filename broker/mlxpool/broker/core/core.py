@@ -24,6 +24,7 @@ from mlxpool.broker.core.ended_requests import EndedRequests
 from mlxpool.broker.core.endings import Endings
 from mlxpool.broker.core.failover import Failover
 from mlxpool.broker.core.outbox import Outbox
+from mlxpool.broker.core.place_sharing import PlaceSharing
 from mlxpool.broker.core.scaling import ReplicaScaling
 from mlxpool.broker.core.state import State
 from mlxpool.broker.core.token_ingest import TokenIngest
@@ -63,7 +64,9 @@ class Core:
         delivery = Delivery(state, outbox, pool, ended)
         self._calls = calls = Calls(state, outbox, pool)
         self._bulk = bulk = BulkEndings(state, delivery, calls)
-        dispatcher = Dispatcher(state, outbox, pool, delivery, bulk)
+        self._dispatcher = dispatcher = Dispatcher(
+            state, outbox, pool, delivery, bulk, PlaceSharing(state, pool, delivery)
+        )
         self.admission = admission = Admission(
             state, outbox, pool, ended, delivery, dispatcher, calls
         )
@@ -159,7 +162,7 @@ class Core:
                 self._drainer.on_worker_timer(slot, epoch, now)
             case ("drained", str(name)):
                 self._drainer.on_timer(name, now)
-            case ("idle" | "restart" | "replicas" as what, str(name)):
+            case ("idle" | "restart" | "replicas" | "places" as what, str(name)):
                 self._on_model_timer(what, name, now)
             case str(sweep):
                 self._sweeps[sweep](now)
@@ -167,5 +170,9 @@ class Core:
     def _on_model_timer(self, what: str, name: str, now: float) -> None:
         if what == "replicas":
             self._scaling.on_timer(name, now)
+        elif what == "places":
+            model = self.state.registry.models.get(name)  # None: the name became an alias
+            if model is not None:
+                self._dispatcher.dispatch(model, now)
         else:
             self.pool.on_timer(what, name, now)

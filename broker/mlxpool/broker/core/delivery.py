@@ -141,6 +141,8 @@ class Delivery:
         state, reader, model = self._state, request.reader, self._state.model_of(request)
         if request.state is RequestState.QUEUED:
             model.queue.drop(request)
+        else:
+            model.places.leave(request.owner, now)
         self._pool.cancel_run(request)
         request.move(event)
         while reader.unread:

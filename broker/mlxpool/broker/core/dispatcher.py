@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from itertools import takewhile
+from itertools import islice, takewhile
 
 from mlxpool.broker.core.bulk_endings import BulkEndings
 from mlxpool.broker.core.delivery import Delivery
 from mlxpool.broker.core.outbox import Outbox
+from mlxpool.broker.core.place_sharing import MAX_WANTED, PlaceSharing
 from mlxpool.broker.core.state import JOBS_LINK, PoolPhase, State
 from mlxpool.broker.core.worker_pool import WorkerPool
 from mlxpool.broker.models.model import Model
@@ -42,21 +43,25 @@ class Dispatcher:
         pool: WorkerPool,
         delivery: Delivery,
         bulk: BulkEndings,
+        sharing: PlaceSharing,
     ) -> None:
         self._state = state
         self._outbox = outbox
         self._pool = pool
         self._delivery = delivery
         self._bulk = bulk
+        self._sharing = sharing
 
     def dispatch(self, model: Model, now: float) -> None:
         """Assign the model's waiting requests: first the resumed ones, then the fresh ones.
 
-        Charged jobs that let others go first get what these leave.
+        An owner for whom others gave up places gets these before all others. Charged jobs that let
+        others go first get what these leave.
         """
         if self._state.phase is PoolPhase.CLOSING:
             return  # all of them are about to end
         workers = model.workers
+        self._keep_promises(model, workers, now)
         resumed = model.queue.resumed
         waiting = list(resumed) if resumed and any(w.credit() for w in workers) else []
         last: list[Request] = []
@@ -67,24 +72,45 @@ class Dispatcher:
                 last.append(request)
             else:
                 workers = self._assign_resumed(request, workers, now)
-        while (pair := self._choose_fresh(model, workers)) is not None:
+        while (pair := self._choose_fresh(model, workers, now)) is not None:
             self._assign(*pair, now)
         for request in last:
             if (pair := _choose(model, [request], workers)) is not None:
                 self._assign(*pair, now)
         self._fail_incompatible(model, now)
+        self._sharing.share(model, now)
         self._pool.update_idle_timer(model, now)
 
-    def _choose_fresh(self, model: Model, workers: list[Worker]) -> tuple[Request, Worker] | None:
+    def _keep_promises(self, model: Model, workers: list[Worker], now: float) -> None:
+        """Assign requests of the owners for whom others gave up places, as far as these are free.
+
+        A place that none of its owner's requests can have is for all.
+        """
+        places = model.places
+        for owner in list(places.promised):
+            while places.promised[owner] and any(worker.credit() for worker in workers):
+                waiting = islice(model.queue.of_owner(owner), MAX_WANTED)
+                pairs = (_choose(model, [request], workers) for request in waiting)
+                if (pair := next(filter(None, pairs), None)) is None:
+                    places.break_promise(owner)
+                else:
+                    self._assign(*pair, now)
+
+    def _choose_fresh(
+        self, model: Model, workers: list[Worker], now: float
+    ) -> tuple[Request, Worker] | None:
         """The fresh request that is assigned next, and its worker; None: none can be."""
-        heads = model.queue.heads()
+        queue, places = model.queue, model.places
+        heads = queue.heads(places.held)
+        if heads and _is_kept_from(heads[0].owner, model, workers, now):
+            return None
         often_passed = [request for request in heads if request.passed >= MAX_PASSED]
         pair = _choose(model, often_passed[:1] or heads, workers)
         if pair is None and any(request.message.prompt.images for request in heads):
-            text = model.queue.head(without_images=True)
+            text = queue.head(places.held, without_images=True)
             pair = None if text is None else _choose(model, [text], workers)
-        if pair is None and any(request.message.choice for request in heads):
-            pair = _behind_choices(model, workers)
+        if pair is None and any(request.message.choice or request.run.facts for request in heads):
+            pair = _behind_bound(model, workers)
         if pair is not None:
             for request in takewhile(lambda each: each is not pair[0], heads):
                 request.passed += 1
@@ -108,7 +134,7 @@ class Dispatcher:
 
         Each is compared once with the workers that are ready: thousands may wait for these.
         """
-        if not model.queue.resumed or not model.stable:
+        if not model.queue.begun or not model.stable:
             return
         ready = _ready(model)
         unchecked = model.queue.unchecked_resumed(tuple(worker.epoch for worker in ready))
@@ -132,7 +158,8 @@ class Dispatcher:
         model.queue.take(request)
         request.move("assign")
         state.last_run += 1
-        run.lease(worker.epoch, worker.slot, state.last_run)
+        run.lease(worker.epoch, worker.slot, state.last_run, now)
+        model.places.get(request.owner)
         if not run.assigned_at:
             run.assigned_at = now
             state.counters.of(request.model).assigned(request, now)
@@ -150,6 +177,16 @@ class Dispatcher:
         self._delivery.set_timer(request)
         left_ms = max(0, math.ceil((request.deadline - now) * 1000))
         self._outbox.tell(worker, work_of(request, left_ms), request.id, run.number)
+
+
+def _is_kept_from(owner: str, model: Model, workers: list[Worker], now: float) -> bool:
+    """Whether all places that are free are kept for other owners, of which nothing waits."""
+    kept = model.places.kept_from(owner, now)
+    if not kept:
+        return False
+    waiting = model.queue.owners()
+    credit = sum(worker.credit() for worker in workers)
+    return credit <= sum(other not in waiting for other in kept)
 
 
 def _gives_way(request: Request, model: Model, now: float) -> bool:
@@ -203,8 +240,12 @@ def _choose(
     )
 
 
-def _behind_choices(model: Model, workers: Sequence[Worker]) -> tuple[Request, Worker] | None:
-    """The first request that may go past choices, which wait for the worker of their group."""
+def _behind_bound(model: Model, workers: Sequence[Worker]) -> tuple[Request, Worker] | None:
+    """The first request that may go past those that wait for one worker.
+
+    These are choices, which wait for the worker of their group, and streams that began with other
+    weights than a worker has.
+    """
     if not any(worker.credit() for worker in workers):
         return None
     waiting: set[tuple[str, str]] = set()
@@ -215,9 +256,10 @@ def _behind_choices(model: Model, workers: Sequence[Worker]) -> tuple[Request, W
         pair = _choose(model, [request], workers)
         if pair is not None:
             return pair
-        if group is None:
+        if group is not None:
+            waiting.add(group)
+        elif request.run.facts is None:
             break  # an image that no worker has room for
-        waiting.add(group)
     return None
 
 

@@ -127,20 +127,22 @@ class Failover:
             self._ended.quarantine(request.digest, now)
             fail(request, Poisoned(f"{where}; this request ended two workers"), now)
         elif self._state.phase is PoolPhase.CLOSING:
-            self._requeue(request)  # it is about to end with all others
+            self._requeue(request, now)  # it is about to end with all others
         elif not request.message.durable:
             fail(request, WorkerLost(f"{where}; send the request again", details=details), now)
         elif run.resumes_without_progress > blame.max_resumes(run.charge):
             why = f"{where}, loss {run.resumes_without_progress} in a row without a new token"
             fail(request, WorkerLost(why, details=details), now)
         else:
-            self._requeue(request)
+            self._requeue(request, now)
 
-    def _requeue(self, request: Request) -> None:
+    def _requeue(self, request: Request, now: float) -> None:
+        model = self._state.model_of(request)
+        model.places.leave(request.owner, now)
         request.move("requeue")
         request.run.release()
         self._state.counters.resume(request)
-        self._state.model_of(request).queue.add_resumed(request)
+        model.queue.add_resumed(request)
         self._delivery.set_timer(request)
 
     def on_yield(self, event: ev.WorkerYield, now: float) -> None:
@@ -155,7 +157,7 @@ class Failover:
             worker.end_lease((request_id, number))
             request = self._state.requests.get(request_id)
             if request is not None and request.run.leased_by(worker.epoch, number):
-                self._requeue(request)
+                self._requeue(request, now)
         self._pool.stop_if_drained(worker)
         model = self._state.model_of_worker(worker)
         if model.queue:

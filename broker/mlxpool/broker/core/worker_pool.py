@@ -182,6 +182,7 @@ class WorkerPool:
     def credit(self, worker: Worker, credit: Credit, now: float) -> None:
         """Free sequences as the worker counts them; the first report makes it READY."""
         worker.sequences, worker.works_seen = credit.sequences, credit.works
+        worker.ended = 0
         if worker.state is WorkerState.LOADING:
             worker.move("ready")
             worker.ready_at = now

@@ -25,6 +25,7 @@ class Counters:
     tokens: int = 0  # taken from workers
     prompt_tokens: int = 0  # of ended requests
     resumed: int = 0  # times a request was queued again because its worker was lost or drained
+    preempted: int = 0  # times a request gave up its place for another owner
     fenced: int = 0  # frames of workers about an epoch or a run that no longer counts
     bad_frames: int = 0  # what was no message
     links_lost: int = 0
@@ -54,6 +55,11 @@ class Counters:
         """It is queued again with the ids it has."""
         self.resumed += 1
         self.of(request.model).resumed += 1
+
+    def preempt(self, request: Request) -> None:
+        """It gave up its place for another owner and is queued again with the ids it has."""
+        self.preempted += 1
+        self.of(request.message.model).preempted += 1
 
     def end(self, request: Request, outcome: str, now: float) -> None:
         """Count an ended request once; `outcome` is its reason or its error's code."""

@@ -72,6 +72,7 @@ class Figures:
     def __init__(self) -> None:
         self.accepted = 0
         self.resumed = 0
+        self.preempted = 0  # times a request gave up its place for another owner
         self.tokens = 0  # taken from workers
         self.prompt_tokens = 0  # of ended requests
         self.outcomes: Counter[str] = Counter()  # by reason or error code

@@ -9,6 +9,7 @@ from mlxpool.broker.models.model_states import ADMITTING, TRANSITIONS, ModelStat
 from mlxpool.broker.models.replica_scaling import ReplicaScale
 from mlxpool.broker.requests.call import CallQueue
 from mlxpool.broker.requests.fair_queue import Queue
+from mlxpool.broker.requests.place_shares import Places
 from mlxpool.broker.routing.route_cost import MAX_OUTPUT
 from mlxpool.broker.routing.worker_speed import WorkerSpeed
 from mlxpool.broker.workers.worker import Slot, Worker
@@ -26,6 +27,7 @@ class Model:
     floor: int = 0  # bytes that one worker takes at least: its limit, or its files
     need: int = 0  # the floor, or the most that was seen of a worker
     queue: Queue = field(default_factory=Queue)
+    places: Places = field(default_factory=Places)  # that owners have in its workers
     calls: CallQueue = field(default_factory=CallQueue)  # that wait for a worker
     state: ModelState = ModelState.COLD
     failures: int = 0  # workers in a row that ended before they served

@@ -42,6 +42,7 @@ class Run:
     slot: str = ""
     number: int = 0
     tries: int = 0  # times it was given to a worker
+    leased_at: float = 0.0  # when it was given to the newest one
     resumes_without_progress: int = 0  # in a row
     charge: float = 0.0  # how far the ends of workers speak against it; see `blame`
     batch_bound: int = 0  # runs that a worker may hold together with it, itself included; 0: any
@@ -55,9 +56,9 @@ class Run:
         """How many ids were received from workers."""
         return count_of(self.ids)
 
-    def lease(self, epoch: int, slot: str, number: int) -> None:
+    def lease(self, epoch: int, slot: str, number: int, now: float = 0.0) -> None:
         """A worker has it now."""
-        self.epoch, self.slot, self.number = epoch, slot, number
+        self.epoch, self.slot, self.number, self.leased_at = epoch, slot, number, now
         self.tries += 1
 
     def release(self) -> None:

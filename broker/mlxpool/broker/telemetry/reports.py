@@ -37,6 +37,7 @@ def pool_stats(snapshot: Snapshot) -> dict[str, Any]:
             "live": sizes["requests"],
         },
         "resumed": counters.resumed,
+        "preempted": counters.preempted,
         "conserved": counters.accepted == ended + sizes["requests"],
         "rejected": dict(counters.rejected),
         "failures": dict(counters.failures),

@@ -72,6 +72,19 @@ def may_have(worker: Worker, request: Request, workers: Sequence[Worker]) -> boo
     )
 
 
+def could_have(worker: Worker, request: Request, workers: Sequence[Worker]) -> bool:
+    """Whether the worker, one of the model's `workers`, may be given the request when it has room.
+
+    Not while something runs in it that bounds its company: that decides what else runs.
+    """
+    return (
+        not worker.batch_bounds
+        and fits_facts(worker, request)
+        and has_image_place(worker, request)
+        and not is_bound_elsewhere(worker, request, workers)
+    )
+
+
 def demand_of(request: Request, answer_tokens: float) -> Demand:
     """What the request asks of a worker; answers of its model have `answer_tokens` on average."""
     if request.pieces is None:

@@ -36,6 +36,7 @@ class Worker:
     sequences: int = 0  # free sequences by its last `credit`
     works_seen: int = 0  # `work` messages it had received by then
     works_sent: int = 0
+    ended: int = 0  # leases that ended since its last `credit`, which did not count their places
     leases: set[RunKey] = field(default_factory=set)
     batch_bounds: dict[int, int] = field(default_factory=dict)  # run number -> Run.batch_bound
     reading: set[RunKey] = field(default_factory=set)  # leases whose images it still prepares
@@ -107,6 +108,7 @@ class Worker:
         `cached` tokens of its prompt were found in the prefix cache; None: it did not say.
         """
         self.route.ended(key[1], cached)
+        self.ended += key in self.leases
         self.leases.discard(key)
         self.reading.discard(key)
         self.batch_bounds.pop(key[1], None)
@@ -119,7 +121,7 @@ class Worker:
 
     def reset_connection(self) -> None:
         """Clear what belongs to one connection."""
-        self.sequences = self.works_seen = self.works_sent = 0
+        self.sequences = self.works_seen = self.works_sent = self.ended = 0
         self.end_all_leases()
         self.calls.clear()
         self.suspect_since = 0.0

@@ -41,6 +41,7 @@ GROUPS: Mapping[str, tuple[Counter, ...]] = {
         Counter("live", "requests.live"),
         Counter("queued", "queued"),
         Counter("resumed", "resumed", rate=True),
+        Counter("preempted", "preempted", rate=True),
     ),
     "tokens": (
         Counter("generated", "tokens.generated", rate=True),

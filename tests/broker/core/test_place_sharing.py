@@ -1,0 +1,253 @@
+"""Owners share what runs: runs give up places for others, and go on exactly where they were."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from mlxpool.broker.core import events as ev
+from mlxpool.broker.requests.place_shares import KEEP, PATIENCE, TURN
+from mlxpool.broker.requests.request_states import RequestState
+from mlxpool.common.protocol.from_client import Generate
+from support import kinds
+from support.core_harness import BOB, OWNER, FakeWorker, Story, X, model
+
+
+def bob(story: Story, **body: Any) -> bytes:
+    return story.generate(owner=BOB, link=2, **body)
+
+
+def flooded(places: int = 4, more: int = 2) -> tuple[Story, FakeWorker, list[bytes]]:
+    """A worker full of one owner's streams, each with a token, of which more wait."""
+    story = Story()
+    worker = story.ready_worker(sequences=places)
+    requests = [story.generate() for _ in range(places + more)]
+    for request in requests[:places]:
+        worker.tokens(request, 1)
+    return story, worker, requests
+
+
+def patient(story: Story) -> None:
+    story.later(PATIENCE)
+
+
+def confirm(worker: FakeWorker) -> list[bytes]:
+    """The worker ends the runs that it was told to cancel, and has room for others."""
+    told = [one for one, run in worker.cancelled if one in worker.runs]
+    for request in told:
+        worker.confirm(request)
+    worker.cancelled.clear()
+    worker.credit()
+    return told
+
+
+def test_an_owner_that_waits_gets_a_place_of_an_owner_that_has_all() -> None:
+    story, worker, requests = flooded()
+    waits = bob(story)
+    assert not worker.cancelled, "a place may become free at any moment"
+    patient(story)
+    newest = requests[3]
+    assert [one for one, _ in worker.cancelled] == [newest]
+    assert story.request(newest).state is RequestState.QUEUED
+    worker.tokens(newest, 3)  # it learns of it later
+    assert confirm(worker) == [newest]
+    assert set(worker.runs) == {*requests[:3], waits}
+    worker.end(waits, count=2)
+    worker.credit()
+    assert set(worker.runs) == set(requests[:3]), "the place is kept for the next one of bob"
+    story.later(KEEP)
+    assert set(worker.runs) == {*requests[:3], newest}, "before those that never had a place"
+    worker.end(newest, count=4)
+    story.assert_ended(newest, "stop")
+    assert story.heard[newest, 1].ids == [*range(5)]
+    assert story.core.state.counters.preempted == 1 and not story.core.state.counters.resumed
+
+
+def test_the_next_request_of_the_owner_finds_the_place() -> None:
+    story, worker, _ = flooded()
+    waits = bob(story)
+    patient(story)
+    confirm(worker)
+    for _ in range(5):
+        worker.end(waits, count=2)
+        worker.credit()
+        story.later(KEEP / 2)
+        waits = bob(story)
+        assert waits in worker.runs
+    assert not worker.cancelled, "nobody is preempted again"
+
+
+def test_shares_are_equal_when_both_want_more() -> None:
+    story, worker, requests = flooded(places=8)
+    late = [bob(story) for _ in range(9)]
+    patient(story)
+    assert [one for one, _ in worker.cancelled] == requests[7:3:-1]
+    confirm(worker)
+    assert set(worker.runs) == {*requests[:4], *late[:4]}
+    story.later(2.5)
+    assert not worker.cancelled, "an owner at its share is left in peace"
+
+
+def test_one_owner_has_no_turns() -> None:
+    story, worker, _ = flooded()
+    story.generate(link=2)
+    story.hear(1), story.hear(2)
+    story.later(2)
+    assert not worker.cancelled
+    assert ("places", "m") not in story.core.state.timers
+
+
+def test_the_place_goes_to_those_for_whom_it_was_given_up() -> None:
+    """Also where streams wait that were resumed, which go before all others."""
+    story = Story({"m": model(replicas=2)})
+    first, second = (story.ready_worker("m", 2, replica=n) for n in (0, 1))
+    requests = [story.generate() for _ in range(4)]
+    second.die()
+    assert len(story.model().queue.resumed) == 2
+    waits = bob(story)
+    patient(story)
+    (given_up,) = confirm(first)
+    assert waits in first.runs and given_up not in first.runs
+    assert len(first.runs) == 2 and set(first.runs) < {*requests, waits}
+
+
+def test_a_place_that_nobody_wants_any_more_is_for_all() -> None:
+    story, worker, requests = flooded()
+    waits = bob(story)
+    patient(story)
+    story.cancel(waits, link=2, owner=BOB)
+    assert confirm(worker) == [requests[3]]
+    assert set(worker.runs) == set(requests[:4])
+    assert not story.model().places.promised
+
+
+def test_places_are_taken_where_the_request_may_run() -> None:
+    """Choices go to the worker that has their group."""
+    story = Story({"m": model(replicas=2)})
+    first, second = (story.ready_worker("m", 4, replica=n) for n in (0, 1))
+    held = bob(story, choice={"group": "g", "index": 0, "of": 3})
+    (busy,) = [worker for worker in (first, second) if held in worker.runs]
+    for _ in range(12):
+        story.generate()
+    bob(story, choice={"group": "g", "index": 1, "of": 3})
+    bob(story, choice={"group": "g", "index": 2, "of": 3})
+    patient(story)
+    assert len(busy.cancelled) == 2
+    other = second if busy is first else first
+    assert not other.cancelled
+    confirm(busy)
+    owners = Counter(story.request(one).owner for one in busy.runs)
+    assert owners == {BOB: 3, OWNER: 1}
+
+
+def test_twenty_owners_have_turns_on_eight_places() -> None:
+    """Each has a place within three turns, again and again, and makes a token in each."""
+    story = Story()
+    worker = story.ready_worker(sequences=8)
+    owners = [f"uid:{n}" for n in range(20)]
+    requests = {story.generate(owner=one, link=n + 1): one for n, one in enumerate(owners)}
+    had: dict[str, float] = dict.fromkeys(owners, story.now)
+    longest = 0.0
+    end = story.now + 40 * TURN
+    while story.now < end:
+        for n in range(20):
+            story.hear(n + 1)
+            story.ack(list(requests)[n], story.request(list(requests)[n]).reader.sent, n + 1)
+        for request in list(worker.runs):
+            owner = requests[request]
+            longest, had[owner] = max(longest, story.now - had[owner]), story.now
+            worker.tokens(request)
+        confirm(worker)
+        assert len(worker.runs) == 8, "no place is idle"
+        story.later(0.1)
+    assert longest <= 2 * TURN + 1
+    tokens = [story.request(one).run.taken for one in requests]
+    assert min(tokens) >= 0.8 * max(tokens)
+
+
+def test_a_job_waits_for_streams_and_gives_its_place_up_for_them() -> None:
+    story, worker, _ = flooded(more=0)
+    message = Generate.parse({"model": "m", "prompt": "x"}, ())
+    story.do(ev.StartJob(X, 1, BOB, b"", message, seed=1))
+    story.later(1)
+    assert not worker.cancelled
+    story = Story()
+    worker = story.ready_worker(sequences=2)
+    for number in (1, 2):
+        job = bytes(15) + bytes([number])
+        story.do(ev.StartJob(job, 1, BOB, b"", message, seed=1))
+    waits = story.generate(X)
+    patient(story)
+    assert confirm(worker) == [job]
+    assert waits in worker.runs
+
+
+def test_a_worker_that_dies_loses_no_stream_that_gave_up_its_place() -> None:
+    story, worker, requests = flooded(more=0)
+    waits = bob(story)
+    patient(story)
+    worker.tokens(requests[3], 2)  # comes too late
+    worker.die()
+    worker = story.ready_worker(sequences=8)
+    assert set(worker.runs) == {*requests, waits}
+    for request in (*requests, waits):
+        worker.end(request, count=3)
+    for request in requests:
+        assert story.heard[request, 1].ids == [*range(4)]
+
+
+def test_a_stream_that_gave_up_its_place_ends_when_the_weights_have_changed() -> None:
+    story = Story()
+    worker = story.ready_worker(sequences=1, digest="old")
+    given_up = story.generate()
+    worker.tokens(given_up, 1, facts={"digest": "old", "context": 2048})
+    story.later(TURN)
+    waits = bob(story)
+    patient(story)
+    assert confirm(worker) == [given_up]
+    worker.end(waits)
+    worker.die()
+    story.ready_worker(sequences=1, digest="new")
+    story.assert_ended(given_up, "model_unavailable")
+
+
+def test_a_stream_that_gave_up_its_place_can_be_sent_again_and_cancelled() -> None:
+    story, worker, requests = flooded(more=0)
+    waits = bob(story)
+    patient(story)
+    story.generate(requests[3], attempt=2)
+    assert confirm(worker) == [requests[3]]
+    worker.end(waits)
+    worker.credit()
+    story.later(KEEP)
+    assert requests[3] in worker.runs
+    story.cancel(requests[3])
+    story.assert_ended(requests[3], "cancelled", attempt=2)
+    assert not story.model().queue.preempted
+
+
+def test_a_kept_place_is_free_for_others_when_its_time_is_over() -> None:
+    """Also if the other owner has nothing left."""
+    story, worker, requests = flooded(more=0)
+    waits = bob(story)
+    patient(story)
+    confirm(worker)
+    worker.end(waits)
+    worker.credit()
+    assert requests[3] not in worker.runs
+    story.later(KEEP)
+    assert requests[3] in worker.runs
+    for request in requests:
+        worker.end(request)
+    story.assert_idle()
+
+
+def test_frames_of_a_run_that_gave_up_its_place_end_nothing() -> None:
+    """It may have ended in its worker before that heard of it."""
+    story, worker, requests = flooded(more=0)
+    bob(story)
+    patient(story)
+    worker.end(requests[3], count=5)
+    worker.credit()
+    assert not story.to_client(kinds.DONE)
+    assert story.request(requests[3]).run.taken == 1

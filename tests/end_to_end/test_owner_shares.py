@@ -1,0 +1,130 @@
+"""One owner fills a model with endless streams: others get places, and no stream loses a token."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from mlxpool.client import Client
+from mlxpool.common.closing import Closing
+from support.counting_checker import expected_ids
+from support.pool import PATIENCE, Pool, until
+
+MODEL = """
+[models.counting]
+path = "builtin:counting"
+sequences = 3
+[models.counting.counting]
+step_us = 2000
+"""
+ENDLESS = 10**6  # tokens
+MORE = 20  # tokens that a stream has to get after something happened
+
+
+class Reader(Closing):
+    """A thread that reads an endless stream of an owner."""
+
+    def __init__(self, client: Client, owner: str, number: int) -> None:
+        self.prompt, self.seed = f"{owner} {number}", number
+        self._stream = client.for_owner(owner).stream(
+            "counting", self.prompt, seed=self.seed, max_tokens=ENDLESS
+        )
+        self.ids: list[int] = []
+        self.error: Exception | None = None
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        try:
+            for delta in self._stream:
+                self.ids.extend(delta.ids)
+        except Exception as error:
+            self.error = error
+
+    def goes_on(self) -> None:
+        """Wait for MORE ids, and check all."""
+        had = len(self.ids)
+        until(lambda: self.error or len(self.ids) >= had + MORE, f"{self.prompt} goes on")
+        assert self.error is None
+        ids = list(self.ids)
+        assert ids == expected_ids(self.prompt, self.seed, len(ids))
+
+    def close(self) -> None:
+        self._stream.close()
+        self._thread.join()
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    with Pool(tmp_path_factory.mktemp("pool"), MODEL) as made:
+        yield made
+
+
+@pytest.fixture
+def client(pool: Pool) -> Iterator[Client]:
+    with pool.client() as made:
+        yield made
+
+
+@pytest.fixture
+def flood(client: Client) -> Iterator[list[Reader]]:
+    """Five endless streams of one owner on three places; three of them run."""
+    readers = [Reader(client, "greedy", number) for number in range(5)]
+    try:
+        until(lambda: sum(bool(one.ids) for one in readers) == 3, "three of them run")
+        yield readers
+    finally:
+        for one in readers:
+            one.close()
+
+
+def running(pool: Pool, owner: str) -> int:
+    """How many streams of an owner have a place."""
+    rows = pool.ask("requests")["requests"]
+    return sum(row["owner"] == f"for:{owner}" and row["state"] != "queued" for row in rows)
+
+
+def preempted(pool: Pool) -> int:
+    return int(pool.ask("stats")["preempted"])
+
+
+def test_another_owner_is_answered_and_the_stream_that_gave_way_goes_on(
+    pool: Pool, client: Client, flood: list[Reader]
+) -> None:
+    before = preempted(pool)
+    answer = client.for_owner("modest").generate(
+        "counting", "hello", seed=7, max_tokens=2, deadline_ms=int(1000 * PATIENCE)
+    )
+    assert list(answer.ids) == expected_ids("hello", 7, 2)
+    assert preempted(pool) > before
+    until(lambda: running(pool, "greedy") == 3, "it gets its place back")
+    begun = [one for one in flood if one.ids]
+    for one in begun:
+        one.goes_on()
+    assert len(pool.ask("requests")["requests"]) == 5, "none of them has ended"
+
+
+def test_more_owners_than_places_all_go_on(pool: Pool, client: Client, flood: list[Reader]) -> None:
+    others = [Reader(client, f"owner-{n}", n) for n in range(4)]
+    try:
+        for one in (*others, *others):  # each has a turn, and another one
+            one.goes_on()
+        assert running(pool, "greedy") <= 1
+    finally:
+        for one in others:
+            one.close()
+
+
+def test_streams_that_gave_way_survive_the_death_of_their_worker(
+    pool: Pool, client: Client, flood: list[Reader]
+) -> None:
+    """It is killed while one of them waits and another owner has its place."""
+    with Reader(client, "modest", 1) as other:
+        other.goes_on()
+        until(lambda: running(pool, "greedy") == 2, "one of them waits")
+        pool.kill_worker("counting/0")
+        other.goes_on()
+    for one in [one for one in flood if one.ids]:
+        one.goes_on()
