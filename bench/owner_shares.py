@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,12 +49,6 @@ sequences = {places}
 keep_alive = "-1"
 """
 STEPS = "[models.shared.counting]\nstep_us = 2000\nprefill_us = 20\n"
-METRICS = {
-    "first token, median, ms": lambda found: 1000 * statistics.median(found.waits),
-    "first token, p99, ms": lambda found: 1000 * _p99(found.waits),
-    "requests of the last owner": lambda found: float(len(found.waits)),
-    "tokens/s of all": lambda found: found.tokens / found.seconds,
-}
 
 
 @dataclass(slots=True)
@@ -69,6 +63,14 @@ class Found:
 def _p99(values: Sequence[float]) -> float:
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
+
+
+METRICS: dict[str, Callable[[Found], float]] = {
+    "first token, median, ms": lambda found: 1000 * statistics.median(found.waits),
+    "first token, p99, ms": lambda found: 1000 * _p99(found.waits),
+    "requests of the last owner": lambda found: float(len(found.waits)),
+    "tokens/s of all": lambda found: found.tokens / found.seconds,
+}
 
 
 # ---- the process of a checkout -------------------------------------------------------------------

@@ -90,9 +90,10 @@ class ComputeHarness:
         **options: Any,
     ) -> None:
         tokens = tuple(prompt.encode() if isinstance(prompt, str) else prompt)
-        shared = options.pop("shared", False)
+        shared, owner = options.pop("shared", False), options.pop("owner", "")
         chosen = Options.parse(options)
         sequence = Sequence(bytes([name] * 16), 1, tokens, chosen, name, count, ids, shared=shared)
+        sequence.owner = owner
         if chosen.shift:  # `num_ctx` is the context
             keep = kept_tokens(chosen.num_keep, len(tokens), chosen.num_ctx)
             sequence.shift = ContextShift(chosen.num_ctx, keep)

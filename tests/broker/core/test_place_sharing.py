@@ -91,7 +91,8 @@ def test_shares_are_equal_when_both_want_more() -> None:
 def test_one_owner_has_no_turns() -> None:
     story, worker, _ = flooded()
     story.generate(link=2)
-    story.hear(1), story.hear(2)
+    for link in (1, 2):
+        story.hear(link)
     story.later(2)
     assert not worker.cancelled
     assert ("places", "m") not in story.core.state.timers

@@ -255,6 +255,34 @@ def test_calls_of_several_owners_have_turns(models: dict[str, LoadedModel]) -> N
     assert [answer_of(harness).key.number for _ in range(3)] == [3, 1, 2]
 
 
+def test_a_call_of_another_owner_gets_a_row_of_one_that_has_all(
+    models: dict[str, LoadedModel],
+) -> None:
+    """The stream that had the row goes on with the same tokens."""
+    loaded = models["full attention"]
+    alone = started(loaded, sequences=2)
+    for name in (1, 2):
+        alone.admit(name, "a stream", 200, ignore_eos=True, temperature=0)
+    wanted = alone.until_ended({1, 2})
+    harness = started(loaded, sequences=2)
+    for name in (1, 2):
+        harness.admit(name, "a stream", 200, ignore_eos=True, temperature=0, owner="many")
+    message = prepared(loaded, 1, owner="few")
+    harness.compute.send(message)
+    found: dict[int, list[Delta]] = {1: [], 2: []}
+    while not isinstance(mail := harness.mail.get(timeout=PATIENCE), Answer):
+        assert isinstance(mail, StepDeltas)
+        harness.compute.delta_queue.acknowledge()
+        for delta in mail.deltas:
+            found[delta.id[0]].append(delta)
+            assert delta.end is None, "it did not wait for the end of a stream"
+    check(mail.content, [expected(loaded, one) for one in message.questions])
+    assert harness.progress.preemptions == 1
+    rest = harness.until_ended({1, 2})
+    for name in (1, 2):
+        assert ids_of([*found[name], *rest[name]]) == ids_of(wanted[name])
+
+
 def test_a_cancelled_call_leaves_and_is_not_answered(models: dict[str, LoadedModel]) -> None:
     loaded = models["full attention"]
     harness = started(loaded)

@@ -374,6 +374,32 @@ def test_rows_that_outgrow_the_memory_are_preempted_and_readmitted() -> None:
     assert Narrow.engines[-1].most >= 5 and Narrow.engines[-1].left == 0
 
 
+def test_an_owner_that_waits_for_memory_gets_that_of_an_owner_that_has_most() -> None:
+    harness = ComputeHarness(engine=Narrow).ready()
+    count = 2 * KV_BLOCK_TOKENS
+    for name in range(4):
+        harness.admit(name, count=count, owner="many")
+    harness.admit(9, count=5, owner="few")
+    found = harness.until_ended({9})
+    assert ids_of(found[9]) == expected_ids("x", 9, 5)
+    left = {name for name in range(4) if not any(d.end for d in found.get(name, []))}
+    assert left == {0, 1, 2, 3}, "it did not wait for any of them"
+    rest = harness.until_ended(left)
+    for name in left:
+        ids = ids_of([*found.get(name, []), *rest[name]])
+        assert ids == expected_ids("x", name, count)
+
+
+def test_a_short_prompt_waits_for_one_pass_of_another_owner() -> None:
+    """Three prompts of ten passes each are to be read before it."""
+    harness = ComputeHarness(prefill_us=20).ready()
+    for name in range(3):
+        harness.admit(name, prompt="y" * 20_000, count=1, owner="many")
+    harness.admit(9, prompt="y" * 10, count=1, owner="few")
+    found = harness.until_ended({9})
+    assert found.keys() == {9}
+
+
 def test_a_prompt_beyond_the_capacity_is_refused_with_the_numbers() -> None:
     harness = ComputeHarness(engine=Narrow).ready()
     harness.admit(1, prompt="y" * 6 * KV_BLOCK_TOKENS)

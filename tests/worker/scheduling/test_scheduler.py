@@ -101,6 +101,19 @@ def test_preempted_sequences_are_admitted_first_in_order_of_arrival() -> None:
     assert [*scheduler.next_admissions([fresh, *gone], 8)] == [*gone, fresh]
 
 
+def owned(owner: str, phase: Phase = Phase.RUNNING) -> Sequence:
+    made = sequence(phase=phase)
+    made.owner = owner
+    return made
+
+
+def test_sequences_of_the_owner_with_the_fewest_rows_are_admitted_first() -> None:
+    gone, fresh, other = (owned(owner, Phase.WAITING) for owner in "aab")
+    gone.preempt()
+    live = [owned("a"), fresh, gone, other]
+    assert [*scheduler.next_admissions(live, 8)] == [other, gone, fresh]
+
+
 # ---- the spans of a step -------------------------------------------------------------------------
 
 
@@ -530,6 +543,22 @@ def collect(flights: list[Step], live: list[Sequence]) -> None:
             live.remove(seq)
 
 
+# ---- prompts of several owners -------------------------------------------------------------------
+
+
+def test_prompts_of_owners_are_read_in_turn() -> None:
+    """A prompt waits for one pass of another owner, however much that has to read."""
+    long, more, short = (sequence(1000) for _ in range(3))
+    long.owner = more.owner = "a"
+    short.owner = "b"
+    live, limits = [long, more, short], StepLimits(100, 10**9, 2048)
+    for turns, first in (({}, long), ({"a": 3}, short), ({"a": 3, "b": 4}, long)):
+        step = schedule(live, limits, free, whole, turns=turns)
+        assert step.spans[0].sequence is first
+    alone = schedule(live[:2], limits, free, whole, turns={"a": 3})
+    assert alone.spans[0].sequence is long
+
+
 # ---- blocks --------------------------------------------------------------------------------------
 
 
@@ -537,6 +566,21 @@ def test_the_newest_row_is_preempted_but_never_the_only_one() -> None:
     rows = [sequence(), sequence(), sequence(phase=Phase.WAITING)]
     assert scheduler.preemption_victim(rows) is rows[1]
     assert scheduler.preemption_victim([rows[0], rows[2]]) is None
+
+
+def test_the_owner_with_the_most_rows_loses_its_newest() -> None:
+    rows = [owned("a"), owned("a"), owned("b")]
+    assert scheduler.preemption_victim(rows) is rows[1]
+    rows.append(owned("b"))
+    assert scheduler.preemption_victim(rows) is rows[3]
+
+
+def test_a_row_is_preempted_for_another_owner_only_where_its_owner_has_two_more() -> None:
+    rows = [owned("a"), owned("a"), owned("b")]
+    assert scheduler.victim_for(owned("c", Phase.WAITING), rows) is rows[1]
+    assert scheduler.victim_for(owned("b", Phase.WAITING), rows) is None
+    assert scheduler.victim_for(owned("a", Phase.WAITING), rows) is None
+    assert scheduler.victim_for(owned("c", Phase.WAITING), rows[1:]) is None
 
 
 def test_activation_bytes_with_a_constant_part() -> None:

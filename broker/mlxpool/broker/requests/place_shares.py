@@ -144,8 +144,8 @@ def _giver(
     eldest.sort(key=lambda run: (run.since, run.request.run.number))
     over = [run for run in eldest if now >= run.since + TURN]
     if over:
-        run = next((run for run in over if run.proven), None)
-        return (run, math.inf) if run is not None else (None, now + LOOK_AGAIN)
+        first = next((run for run in over if run.proven), None)
+        return first, math.inf if first is not None else now + LOOK_AGAIN
     return None, eldest[0].since + TURN if eldest else math.inf
 
 

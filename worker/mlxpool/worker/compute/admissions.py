@@ -15,6 +15,7 @@ from mlxpool.worker.scheduling.scheduler import (
     next_admissions,
     preemption_victim,
     running,
+    victim_for,
     waiting,
 )
 from mlxpool.worker.scheduling.sequence import Phase, Sequence
@@ -59,14 +60,40 @@ class Admissions:
         if self._disk is not None:
             for sequence in waiting(live):
                 self._disk.begin(sequence, monotonic())
+        self._free_row(live, max_sequences)
         for sequence in next_admissions(live, max_sequences, partial(self._waits, live)):
             if not self._blocks.fits(sequence):
                 deltas.append(self._refuse(sequence))
-            elif self._blocks.admit(sequence, alone=not running(self._generations.sequences())):
+            elif self._finds_blocks(sequence):
                 deltas += admit(sequence)
             else:
                 break  # later arrivals must not take the blocks that this one waits for
         return deltas
+
+    def _free_row(self, live: Many[Sequence], max_sequences: int) -> None:
+        """Preempt a row for a waiting line of a `decide`, if all rows are taken.
+
+        The broker sees to it that there is a row for each stream, and knows of no lines. A row that
+        still reads its prompt is left alone, so that each one gets on.
+        """
+        rows = len(running(live))
+        if rows < max_sequences or rows == len(live):
+            return
+        first = next(next_admissions(live, rows + 1, partial(self._waits, live)), None)
+        victim = None if first is None else victim_for(first, live)
+        if victim is not None and not victim.reads_prompt:
+            self._preempt(victim)
+
+    def _finds_blocks(self, sequence: Sequence) -> bool:
+        """Give a waiting sequence its blocks, if necessary those of an owner that has more rows."""
+        while True:
+            sequences = self._generations.sequences()
+            if self._blocks.admit(sequence, alone=not running(sequences)):
+                return True
+            victim = victim_for(sequence, sequences)
+            if victim is None:
+                return False
+            self._preempt(victim)
 
     def _waits(self, live: Many[Sequence], sequence: Sequence) -> bool:
         """Whether a sequence waits for the disk, or for a prompt that another one reads.

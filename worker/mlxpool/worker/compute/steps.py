@@ -28,6 +28,7 @@ from mlxpool.worker.speculation.speculator import Speculator
 log = logging.getLogger("mlxpool.worker")
 
 NO_CACHE = "the model has no prefix cache"
+MAX_TURNS = 256  # owners, before those without sequences are forgotten
 MAX_FAILED_JOINT_STEPS = 3  # then prompts are read one by one
 _MEMORY_WORDS = ("memory", "alloc", "metal::malloc", "resource limit")
 
@@ -100,6 +101,8 @@ class Steps:
         )
         self._failed_joint_steps = 0
         self._alone = False  # whether the newest step read a prompt alone
+        self._passes = 0  # that read prompts
+        self._turns: dict[str, int] = {}  # the last of them that read one of each owner
 
     @property
     def in_flight(self) -> int:
@@ -195,6 +198,7 @@ class Steps:
             self._engine.clip,
             alone=not self._alone,
             drafts=drafts,
+            turns=self._turns,
         )
         if drafts:
             drafts = {span.sequence: span.drafts for span in step.spans if span.drafts}
@@ -214,6 +218,8 @@ class Steps:
     def _submit(self, step: Step, drafts: Drafts) -> list[Delta]:
         self._alone = step.alone
         now = monotonic()
+        if step.chunks:
+            self._note_turns(step)
         for span in step.chunks:
             generation = self._generations.of(span.sequence)
             generation.prefill_at = generation.prefill_at or now
@@ -233,6 +239,14 @@ class Steps:
             for place in {0, len(self._flights) - 1}:
                 self._flights[place] = replace(self._flights[place], fresh=True)
         return self._draw(constrained, drafts) if constrained else []
+
+    def _note_turns(self, step: Step) -> None:
+        """Notes whose prompts a step reads; owners of whom nothing is left are forgotten."""
+        self._passes += 1
+        self._turns.update((span.sequence.owner, self._passes) for span in step.chunks)
+        if len(self._turns) > MAX_TURNS:
+            live = {one.owner for one in self._generations.sequences()}
+            self._turns = {owner: at for owner, at in self._turns.items() if owner in live}
 
     def _await_first(self, *, measured: bool = True) -> None:
         """The oldest step in flight is awaited from now on; `measured`: see Progress.awaits."""

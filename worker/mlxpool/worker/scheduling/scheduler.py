@@ -8,6 +8,7 @@ sequences in the order of their arrival.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ FULL_CHUNK_CONTEXT = 2048  # tokens of context up to which a chunk has its full 
 MIN_CHUNK = 64  # tokens; a smaller chunk costs more than it saves
 MAX_RUN_LINES = 64  # inputs of a pass beyond one of each sequence whose run of tokens is read
 NO_DRAFTS: Mapping[Sequence, tuple[int, ...]] = {}
+NO_TURNS: Mapping[str, int] = {}
 
 # (sequence, tokens) -> tokens of its next chunk: at most so many, or a group of an image's inputs,
 # which is not divided; 0: its next input is of an image that is not encoded yet
@@ -70,14 +72,17 @@ def schedule(
     *,
     alone: bool = True,
     drafts: Mapping[Sequence, tuple[int, ...]] = NO_DRAFTS,
+    turns: Mapping[str, int] = NO_TURNS,
 ) -> Step:
     """Returns the next step; it may be empty.
 
     A sequence whose next input needs an image without features is left out, see compute/image_jobs.
     `alone`: a prompt that failed before may be read now, by itself; otherwise it waits while others
     decode. `drafts` are checked in the decode steps of their sequences, with no pass in flight.
+    `turns`: the number of the last pass that read a prompt of each owner.
     """
     rows, prompts, runs = _rows_and_prompts(live, limits, clip)
+    prompts = _in_turn(prompts, turns)
     if drafts:
         rows = [_with_drafts(span, drafts.get(span.sequence, ())) for span in rows]
     lines = _inputs(rows) if drafts else len(rows)
@@ -136,6 +141,16 @@ def _rows_and_prompts(
         elif length - submitted == 1 and (not one.media or clip(one, 1)):
             rows.append(Span(one, submitted, 1, 1))
     return rows, prompts, runs
+
+
+def _in_turn(prompts: list[Sequence], turns: Mapping[str, int]) -> list[Sequence]:
+    """Returns the prompts of the owner first that was read longest ago, each owner's oldest first.
+
+    So a prompt waits for one pass of each other owner, however much these have to read.
+    """
+    if len(prompts) < 2 or not turns:
+        return prompts
+    return sorted(prompts, key=lambda one: turns.get(one.owner, 0))
 
 
 def _with_drafts(span: Span, drafts: tuple[int, ...]) -> Span:
@@ -245,12 +260,13 @@ def next_admissions(
 ) -> Iterator[Sequence]:
     """Yields the waiting sequences to admit next, at most one for each free slot.
 
-    Preempted sequences come first. One for which `waits` is true is left out: it is asked when the
-    sequences in front of it were admitted.
+    Those of owners with the fewest rows come first, of one owner the preempted ones. One for which
+    `waits` is true is left out: it is asked when the sequences in front of it were admitted.
     """
     order = waiting(live)
-    free = slots - len(running(live)) if order else 0
-    for one in sorted(order, key=lambda s: not s.preempted):
+    rows = Counter(one.owner for one in running(live)) if order else Counter()
+    free = slots - rows.total()
+    for one in sorted(order, key=lambda s: (rows[s.owner], not s.preempted)):
         if free <= 0:
             return
         if not waits(one):
@@ -271,6 +287,26 @@ def running(live: Many[Sequence]) -> list[Sequence]:
 
 
 def preemption_victim(live: Many[Sequence]) -> Sequence | None:
-    """Returns the newest running sequence; None when there is only one."""
+    """Returns the newest running sequence of the owner that has the most.
+
+    None when only one sequence runs.
+    """
     rows = running(live)
-    return rows[-1] if len(rows) > 1 else None
+    if len(rows) < 2:
+        return None
+    counts = Counter(one.owner for one in rows)
+    most = max(counts.values())
+    return next(one for one in reversed(rows) if counts[one.owner] == most)
+
+
+def victim_for(sequence: Sequence, live: Many[Sequence]) -> Sequence | None:
+    """Returns the running sequence that is preempted for a waiting one of another owner.
+
+    It is the newest of the owner that has the most, if that has two more than the other owner; the
+    broker decides in the same way which runs workers have.
+    """
+    victim = preemption_victim(live)
+    if victim is None:
+        return None
+    counts = Counter(one.owner for one in running(live))
+    return victim if counts[victim.owner] >= counts[sequence.owner] + 2 else None
