@@ -117,6 +117,7 @@ class StoreModel:
             if row.job.state is JobState.WAITING
             and (row.job.model, row.job.priority) == (o.model, o.priority)
             and row.job.id not in o.held
+            and row.job.scope.owner not in o.but_owners
         ]
         due = [row for row in waiting if row.job.due <= now]
         due = [row for row in due if o.min_starts <= row.job.starts < o.below_starts]

@@ -308,7 +308,7 @@ def planned(feeder: Feeder, view: Any, now: float) -> int:
             cast(FedJob, SimpleNamespace(request=b"", blobs=())) for _ in range(plan.count)
         )
         for _ in found:
-            feeder.started((plan.model, plan.priority))
+            feeder.started((plan.model, plan.priority), "a")
         feeder.fed(plan, Fed(found, "", None, now), now)
         return plan.count
     return 0
@@ -323,13 +323,13 @@ def test_so_many_ends_may_wait_for_the_disk_and_no_more() -> None:
     for _ in range(10):
         now += 1.0
         for _ in range(feeder.groups[group].active):
-            feeder.leaving(group)
+            feeder.leaving(group, "a")
         read += planned(feeder, view, now)
     backlog = feeder.groups[group]
     assert read <= MAX_LEAVING + 200 and backlog.leaving >= MAX_LEAVING
     assert planned(feeder, view, now + 1) == 0
     for _ in range(backlog.leaving):
-        feeder.left(group, leaving=True)
+        feeder.left(group, "a", leaving=True)
     assert planned(feeder, view, now + 2) == 200
 
 

@@ -2,8 +2,10 @@
 
 For each model and priority the core has at most WINDOW times as many jobs as there are places in
 ready workers: enough for every place that becomes free, and few enough that streams of the same
-priority share the places with them. Of models that answer calls, such as `embed`, it has no more
-than there is room for answers. The store finds the jobs, one of each owner in turn.
+priority share the places with them. Where these are of few owners, each other one has an equal
+share beside them, so that the core can share the places among all (requests/place_shares.py). Of
+models that answer calls, such as `embed`, it has no more than there is room for answers. The store
+finds the jobs, one of each owner in turn.
 
 A suspect is a job that may have ended the broker, see `retries.ALONE_STARTS`. While the core has
 one of which no id is on the disk, it gets no other job of the model and no other suspect, and it
@@ -28,6 +30,7 @@ from mlxpool.broker.store.records import Fed
 from mlxpool.common.protocol.kept.job_messages import IDLE
 
 WINDOW = 2  # times the places of ready workers
+MAX_WITH_OTHERS = 4  # times as many, with those that owners have as their equal shares
 FEED_BYTES = 64 * 1024 * 1024  # of requests that one operation takes
 MAX_FED = 256  # jobs that one operation takes
 LEAST_SHARE = 8  # places for 1 / LEAST_SHARE of the jobs that fit are free before more are read,
@@ -59,6 +62,9 @@ class Backlog:
     planned_at: float = -math.inf  # the last FeedNext
     suspect_at: float = -math.inf  # the last one for a suspect
     calls: tuple[str, int] = ("", 0)  # a model and how many of its calls are read at most
+    owners: Counter[str] = field(default_factory=Counter)  # of the active ones
+    share: int = 1  # active jobs that each owner may have, whatever others have
+    others_wait: bool = False  # jobs of owners that have fewer active ones may wait
 
     def holds_up(self, now: float) -> bool:
         """Whether other jobs of the model wait for a suspect of this group."""
@@ -78,12 +84,16 @@ class Feeder:
     answer_room: AnswerRoom
     groups: dict[Group, Backlog] = field(default_factory=dict)
 
-    def came(self, group: Group, due: float, *, suspect: bool = False) -> None:
+    def came(
+        self, group: Group, due: float, owner: str | None = None, *, suspect: bool = False
+    ) -> None:
         """A job waits in the group and may be run from the time `due` on.
 
-        `suspect`: it has to run alone.
+        `owner` None: it may be anybody's. `suspect`: it has to run alone.
         """
         backlog = self.groups.setdefault(group, Backlog())
+        if owner is None or backlog.owners[owner] < backlog.share:
+            backlog.others_wait = True
         backlog.due = min(backlog.due, due)
         backlog.due_since = min(backlog.due_since, due)
         if suspect:
@@ -161,6 +171,9 @@ class Feeder:
                 below_starts=ALONE_STARTS,
                 max_bytes=FEED_BYTES,
             )
+        if due and backlog.others_wait and priority != IDLE:
+            most = self._call_room(model) if view.may_answer(model) else MAX_FED
+            return self._plan_others(group, backlog, room, most, held, now)
         if another or due or backlog.suspects_due > now:
             return None  # of two suspects that are started one may be innocent
         if self._alone(name, view, now, waited=waited):
@@ -168,6 +181,39 @@ class Feeder:
                 name, priority, SUSPECTS, "", frozenset(held), ALONE_STARTS, max_bytes=FEED_BYTES
             )
         return None
+
+    def _plan_others(
+        self,
+        group: Group,
+        backlog: Backlog,
+        room: int,
+        most: int,
+        held: Collection[bytes],
+        now: float,
+    ) -> FeedNext | None:
+        """A read of jobs of owners that have less than an equal share, where the core is full.
+
+        `room`: how many it has then; `most`: how many may be read.
+        """
+        backlog.share = max(1, room // (len(backlog.owners) + 1))
+        count = min(backlog.share, most, MAX_LEAVING - backlog.leaving)
+        full = not room or backlog.active >= MAX_WITH_OTHERS * room
+        if full or count <= 0 or now < backlog.planned_at + FEED_INTERVAL:
+            return None
+        have = frozenset(owner for owner, n in backlog.owners.items() if n >= backlog.share)
+        if not have:
+            return None
+        name, priority = group
+        return FeedNext(
+            name,
+            priority,
+            count,
+            backlog.last_owner,
+            frozenset(held),
+            below_starts=ALONE_STARTS,
+            max_bytes=FEED_BYTES,
+            but_owners=have,
+        )
 
     def _of_model(self, name: str) -> list[Backlog]:
         return [one for (other, _), one in self.groups.items() if other == name]
@@ -226,6 +272,8 @@ class Feeder:
         if plan.min_starts:
             if not found.more:  # those that wait for a time were not looked for if one was found
                 backlog.suspects_due = backlog.planned_at if found.jobs else due
+        elif plan.but_owners:
+            backlog.others_wait = len(found.jobs) >= plan.count
         else:
             backlog.last_owner = found.last_owner
             size = sum(len(fed.request) + sum(map(len, fed.blobs)) for fed in found.jobs)
@@ -242,10 +290,11 @@ class Feeder:
             backlog.calls = "", 0
             backlog.pause_until = again_at
 
-    def started(self, group: Group, *, suspect: bool = False) -> None:
+    def started(self, group: Group, owner: str, *, suspect: bool = False) -> None:
         """The core has a job of the group. `suspect`: it was read as one."""
         backlog = self.groups.setdefault(group, Backlog())
         backlog.active += 1
+        backlog.owners[owner] += 1
         backlog.unproven += 1
         backlog.suspects += suspect
 
@@ -265,18 +314,24 @@ class Feeder:
         backlog = self.groups.get(group)
         return backlog is not None and backlog.due <= now
 
-    def leaving(self, group: Group) -> None:
+    def leaving(self, group: Group, owner: str) -> None:
         """The run of a job is over: the core has a place for another one."""
-        self.groups[group].active -= 1
+        self._not_active(self.groups[group], owner)
         self.groups[group].leaving += 1
 
-    def left(self, group: Group, *, leaving: bool) -> None:
+    def left(self, group: Group, owner: str, *, leaving: bool) -> None:
         """A job of the group is neither run nor written any more. `leaving`: it was leaving."""
         if leaving:
             self.groups[group].leaving -= 1
         else:
-            self.groups[group].active -= 1
+            self._not_active(self.groups[group], owner)
         self._drop_if_empty(group)
+
+    def _not_active(self, backlog: Backlog, owner: str) -> None:
+        backlog.active -= 1
+        backlog.owners[owner] -= 1
+        if not backlog.owners[owner]:
+            del backlog.owners[owner]
 
     def _drop_if_empty(self, group: Group) -> None:
         backlog = self.groups[group]

@@ -173,7 +173,8 @@ class Questions:
     def _submitted(self, event: ev.Asked, message: Submit, result: Submitted, now: float) -> None:
         job = result.job
         if result.new:
-            self._feeder.came((job.model, job.priority), now + max(0.0, job.due - job.submitted))
+            due = now + max(0.0, job.due - job.submitted)
+            self._feeder.came((job.model, job.priority), due, job.scope.owner)
         phase = phase_of(job.state, runs=job.id in self._runs.active)
         accepted = JobAccepted(
             self._outbox.boot,
@@ -323,7 +324,7 @@ class Questions:
         def then(result: Result, now: float) -> None:
             if isinstance(result, Changed):
                 job = result.job
-                self._feeder.came((job.model, job.priority), now)
+                self._feeder.came((job.model, job.priority), now, job.scope.owner)
                 self._outbox.perform(Quarantine(job.digest, 0.0))
             self._changed(event, message, result)
 

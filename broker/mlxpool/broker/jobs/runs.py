@@ -123,7 +123,7 @@ class Runs:
         self._last_attempt += 1
         active = ActiveJob.of(fed, self._last_attempt, view.model_of(job.model) or "", now)
         self.active[job.id] = active
-        self._feeder.started(active.group, suspect=active.suspect)
+        self._feeder.started(active.group, job.scope.owner, suspect=active.suspect)
         self._readers.job_changed(job, now)  # the store may have begun a new generation
         if fed.damaged:
             self._leave(active, self._dead(active, Damaged(fed.damaged)), now)
@@ -277,7 +277,7 @@ class Runs:
         """Its run is over: write what there is, then the outcome."""
         active.move(_event_of(outcome))
         active.ran, active.leaving, active.outcome = False, True, outcome
-        self._feeder.leaving(active.group)
+        self._feeder.leaving(active.group, active.job.scope.owner)
         self._write(active, now)
 
     def _cancel_run(self, active: ActiveJob) -> None:
@@ -304,7 +304,7 @@ class Runs:
         if not active.proven:
             self._feeder.proven(active.group, now, suspect=active.suspect)
         self._answer_room.give_back(active.model, active.answer_bound)
-        self._feeder.left(active.group, leaving=active.leaving)
+        self._feeder.left(active.group, active.job.scope.owner, leaving=active.leaving)
 
     # ---- writing -------------------------------------------------------------------------------
 
@@ -384,7 +384,7 @@ class Runs:
 
     def _came_back(self, job: JobView, due: float) -> None:
         suspect = job.starts >= retries.ALONE_STARTS
-        self._feeder.came((job.model, job.priority), due, suspect=suspect)
+        self._feeder.came((job.model, job.priority), due, job.scope.owner, suspect=suspect)
 
     def _unwritable(self, active: ActiveJob, operation: Operation, refused: Refused) -> None:
         """The store cannot hold this, now or later: end the job with what is on the disk."""

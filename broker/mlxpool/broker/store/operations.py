@@ -86,8 +86,9 @@ class FeedNext(Operation):
 
     One job of each owner in turn, owners in the order of their names from the first behind
     `after_owner`, until `count` jobs are found or `max_bytes` of requests; of one owner the
-    earliest due first. Jobs in `held` are passed over, and so are those whose `starts` is below
-    `min_starts` or from `below_starts` on. `starts` is raised before the result is told.
+    earliest due first. Jobs in `held` and those of `but_owners` are passed over, and those whose
+    `starts` is below `min_starts` or from `below_starts` on. `starts` is raised before the result
+    is told.
     """
 
     model: str
@@ -98,6 +99,7 @@ class FeedNext(Operation):
     min_starts: int = 0
     below_starts: int = 1 << 30
     max_bytes: int = 64 * 1024 * 1024
+    but_owners: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -193,7 +193,7 @@ class Batches:
         """Jobs of a batch were cancelled, or wait again."""
         for job in result.jobs:
             if job.ended is None:
-                self._feeder.came((job.model, job.priority), now)
+                self._feeder.came((job.model, job.priority), now, job.scope.owner)
             else:
                 self._on_cancelled(job, now)
         self.see(result.batch, now)
@@ -301,7 +301,7 @@ class Batches:
         self._reading = b""
         batch.feed_pause.trouble = ""
         for group in {(job.model, job.priority) for job in operation.jobs}:
-            self._feeder.came(group, now)
+            self._feeder.came(group, now, batch.view.scope.owner)
         self.see(result, now)
 
     def _give_up(self, batch: LiveBatch | None, result: Result, now: float) -> None:

@@ -124,7 +124,8 @@ def _owners(database: Database, asked: FeedNext) -> Iterator[str]:
         if row is None or (around and row[0] > asked.after_owner):
             return
         owner = row[0]
-        yield owner
+        if owner not in asked.but_owners:
+            yield owner
 
 
 def _due(database: Database, asked: FeedNext, owner: str, now: float) -> Iterator[int]:
