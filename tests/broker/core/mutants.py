@@ -177,7 +177,7 @@ MUTANTS = (
     _broker(
         "a drain counts as a loss",
         "core/failover",
-        "(worker.epoch, number):\n                self._requeue(request)\n",
+        "(worker.epoch, number):\n                self._requeue(request, now)\n",
         '(worker.epoch, number):\n                self._resume(request, worker, "drained", now)\n',
     ),
     _broker(

@@ -252,3 +252,19 @@ def test_frames_of_a_run_that_gave_up_its_place_end_nothing() -> None:
     worker.credit()
     assert not story.to_client(kinds.DONE)
     assert story.request(requests[3]).run.taken == 1
+
+
+def test_no_place_is_taken_while_a_worker_is_kept_free_for_a_charged_stream() -> None:
+    story = Story()
+    worker = story.ready_worker(sequences=4)
+    charged = story.generate()
+    worker.die(own=True, prefill=charged)
+    worker = story.ready_worker(sequences=4)
+    assert set(worker.runs) == {charged}, "it runs alone"
+    others = [story.generate() for _ in range(5)]
+    bob(story)
+    patient(story)
+    assert not worker.cancelled
+    worker.end(charged, count=1)
+    worker.credit()
+    assert len(worker.runs) == 4 and len(set(others) & set(worker.runs)) == 3

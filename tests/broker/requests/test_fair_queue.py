@@ -101,7 +101,9 @@ def test_the_fewest_places_count_among_owners_of_texts_where_a_text_is_wanted() 
 def test_a_preempted_request_is_its_owners_first_and_its_owner_the_last() -> None:
     queue = filled(request(5, "a"), request(6, "b"))
     for number in (4, 3):
-        queue.add_preempted(request(number, "a"))
+        begun = request(number, "a")
+        begun.rank = rank_of(0, kept=False, idle=False)
+        queue.add_preempted(begun)
     assert [each.arrival for each in queue.in_turn()] == [6, 3, 4, 5]
     assert queue.begun and not queue.resumed
     assert [each.arrival for each in queue.of_owner("a")] == [3, 4, 5]
@@ -111,6 +113,10 @@ def test_a_preempted_request_is_its_owners_first_and_its_owner_the_last() -> Non
     for each in list(queue.of_owner("a")):
         queue.take(each)
     assert not queue.begun and queue.owners() == {"b"}
+    idle = request(1, "b")
+    idle.rank = IDLE_RANK
+    queue.add_preempted(idle)
+    assert [each.arrival for each in queue.in_turn()] == [6, 1], "an idle job waits for others"
 
 
 def test_an_owner_without_waiting_requests_keeps_no_deficit() -> None:

@@ -78,7 +78,8 @@ class Dispatcher:
             if (pair := _choose(model, [request], workers)) is not None:
                 self._assign(*pair, now)
         self._fail_incompatible(model, now)
-        self._sharing.share(model, now)
+        if not any(_needs_worker(request, model, now) for request in model.queue.resumed):
+            self._sharing.share(model, now)
         self._pool.update_idle_timer(model, now)
 
     def _keep_promises(self, model: Model, workers: list[Worker], now: float) -> None:
@@ -187,6 +188,11 @@ def _is_kept_from(owner: str, model: Model, workers: list[Worker], now: float) -
     waiting = model.queue.owners()
     credit = sum(worker.credit() for worker in workers)
     return credit <= sum(other not in waiting for other in kept)
+
+
+def _needs_worker(request: Request, model: Model, now: float) -> bool:
+    """Whether a charged request waits for a worker that is kept free for it and few others."""
+    return request.run.batch_bound > 0 and not _gives_way(request, model, now)
 
 
 def _gives_way(request: Request, model: Model, now: float) -> bool:

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 
-from mlxpool.broker.requests.request import RANKS, Request
+from mlxpool.broker.requests.request import IDLE_RANK, RANKS, Request
 from mlxpool.broker.routing.route_choice import MAX_REQUESTS
 from mlxpool.common.protocol.from_client import MAX_PRIORITY, Generate
 from mlxpool.common.protocol.images import TOKENS_PER_IMAGE
@@ -168,8 +168,12 @@ class Queue:
         self._count(request, 1)
 
     def add_preempted(self, request: Request) -> None:
-        """Queue a request that gave up its place for another owner: its owner's first."""
-        self.lanes[request.message.priority].add_first(request)
+        """Queue a request that gave up its place for another owner: its owner's first.
+
+        An idle job is the last one.
+        """
+        lane = self.lanes[request.message.priority]
+        (lane.add if request.rank == IDLE_RANK else lane.add_first)(request)
         self.preempted[request.id] = self.unchecked[request.id] = request
         self._count(request, 1)
 
