@@ -3,7 +3,7 @@
     python bench/owner_shares.py [--beside CHECKOUT] [--model counting|FOLDER] [--owners 1 2 20]
         [--seconds 20] [--rounds 3] [--json FILE]
 
-A pool with one worker of 8 places. The owners but one keep 16 long answers under way together, so
+A pool with one worker of 8 places. The owners but one keep 16 long answers under way together, one each at least, so
 all places are taken and as much waits. The last owner asks for two tokens, and again 0.2 s after
 each answer: the times are those to its first tokens. Tokens/s are those of all owners. With
 `--owners 1` there is nobody else, and tokens/s must be the same as without shares. `--beside`: a
@@ -11,7 +11,7 @@ pool of another checkout takes turns with that of this one.
 
     git worktree add /tmp/before 0db159e7     # before runs gave up their places
     python bench/owner_shares.py --beside /tmp/before
-    python bench/owner_shares.py --beside /tmp/before --model FOLDER --tokens 400
+    python bench/owner_shares.py --beside /tmp/before --model FOLDER --tokens 800
 """
 
 from __future__ import annotations
@@ -89,9 +89,8 @@ class Load:
     async def run(self, owners: int) -> None:
         """Send everything, and stop at the end."""
         others = [f"owner-{n}" for n in range(max(1, owners - 1))]
-        tasks = [self._keep_asking(others[n % len(others)], n) for n in range(UNDER_WAY)]
-        if len(others) > UNDER_WAY:
-            tasks = [self._keep_asking(owner, n) for n, owner in enumerate(others)]
+        count = max(UNDER_WAY, len(others))
+        tasks = [self._keep_asking(others[n % len(others)], n) for n in range(count)]
         if owners > 1:
             tasks.append(self._ask_for_two())
         running = [asyncio.ensure_future(task) for task in tasks]
