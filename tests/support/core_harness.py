@@ -390,6 +390,7 @@ class Story:
             assert not each.queue and not each.queue.bytes and not each.calls
             assert not list(each.queue), "the queue's count is wrong"
             assert not any(each.queue.ranked), "the queue's count of ranks is wrong"
+            assert not each.queue.charged, "the queue's count of charged requests is wrong"
             assert not each.places.held, "the places of owners are wrong"
             assert not any(w.leases or w.batch_bounds or w.reading or w.calls for w in each.workers)
         assert not any(link.ids or link.calls for link in core.state.links.values())

@@ -78,7 +78,7 @@ class Dispatcher:
             if (pair := _choose(model, [request], workers)) is not None:
                 self._assign(*pair, now)
         self._fail_incompatible(model, now)
-        if not any(_needs_worker(request, model, now) for request in model.queue.resumed):
+        if not _keeps_worker_free(model, now):
             self._sharing.share(model, now)
         self._pool.update_idle_timer(model, now)
 
@@ -190,9 +190,12 @@ def _is_kept_from(owner: str, model: Model, workers: list[Worker], now: float) -
     return credit <= sum(other not in waiting for other in kept)
 
 
-def _needs_worker(request: Request, model: Model, now: float) -> bool:
-    """Whether a charged request waits for a worker that is kept free for it and few others."""
-    return request.run.batch_bound > 0 and not _gives_way(request, model, now)
+def _keeps_worker_free(model: Model, now: float) -> bool:
+    """Whether a charged request waits for a worker that it has to itself, or with few others."""
+    if not model.queue.charged:
+        return False
+    charged = (request for request in model.queue.resumed if request.run.batch_bound)
+    return any(not _gives_way(request, model, now) for request in charged)
 
 
 def _gives_way(request: Request, model: Model, now: float) -> bool:

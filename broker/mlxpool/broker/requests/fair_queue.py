@@ -143,6 +143,7 @@ class Queue:
         self._epochs: tuple[int, ...] = ()  # of the workers that the others were compared with
         self.count = 0  # fresh and resumed
         self.ranked = [0] * RANKS  # how many of each rank
+        self.charged = 0  # those that bound who runs beside them, see Run.batch_bound
         self.bytes = 0  # of prompts
 
     def __len__(self) -> int:
@@ -294,4 +295,5 @@ class Queue:
     def _count(self, request: Request, sign: int) -> None:
         self.count += sign
         self.ranked[request.rank] += sign
+        self.charged += sign * (request.run.batch_bound > 0)
         self.bytes += sign * request.message.size
