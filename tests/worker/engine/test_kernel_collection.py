@@ -71,15 +71,32 @@ def engine_of(tmp_path: Path, sizes: dict[str, Any], rows: int) -> ModelEngine:
     return ModelEngine(loaded, layout="pool", context=300, max_sequences=rows, blocks=30)
 
 
-@pytest.mark.parametrize("sizes", [SIZES, LATENT], ids=["ragged", "latent"])
+@pytest.mark.parametrize(
+    ("sizes", "ragged", "attention"),
+    [
+        (SIZES, True, "ragged_attention"),
+        (LATENT, True, "ragged_latents"),
+        (SIZES, False, "paged_attention"),
+        (LATENT, False, "latent_attention"),
+    ],
+    ids=["ragged", "ragged latents", "no fixed sizes", "latents, no fixed sizes"],
+)
 def test_each_pass_is_built_once_and_stays_compiled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, Any]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    sizes: dict[str, Any],
+    ragged: bool,
+    attention: str,
 ) -> None:
     """Also where passes have no fixed sizes; all their kernels are listed."""
     given: list[list[KernelJob]] = []
     monkeypatch.setattr(kernel_cache, "compile_together", lambda jobs, _: given.append([*jobs]))
     with built_kernels():
         engine = engine_of(tmp_path, sizes, 9)
+        layout = engine._layout
+        assert isinstance(layout, PagedLayout) and layout.ragged is not None
+        if not ragged:
+            layout.ragged = None  # as for models whose attention ragged passes do not have
         model: Any = engine._model
         free = engine.blocks.available
         before = model.calls
@@ -88,15 +105,13 @@ def test_each_pass_is_built_once_and_stays_compiled(
         engine._compile_kernels(engine._kinds_of_passes(), lambda: None)
         assert model.calls == before + built  # passes of all kinds, and none of them anew
         assert engine.blocks.available == free and not engine._rows
-        layout = engine._layout
-        assert isinstance(layout, PagedLayout)
         kinds = list(engine._kinds_of_passes())
     if layout.ragged is None:
         assert built == len(layout.runner.passes._passes) > len(kinds)
     else:
         assert built == len(layout.ragged._passes) == len(kinds)
     names = {job.text.name.removeprefix("mlxpool_") for job in given[-2]}
-    assert {"latent_attention" if sizes is LATENT else "ragged_attention", "sampling"} <= names
+    assert {attention, "sampling"} <= names
     assert given[-1] and {*given[-1]} <= {*given[-2]}
 
 
