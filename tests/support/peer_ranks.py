@@ -7,7 +7,6 @@ import mmap
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -141,12 +140,11 @@ def _address(memory: mmap.mmap) -> int:
 
 
 @contextmanager
-def peer_sums(collectives: Collectives, built: Path) -> Iterator[set[str]]:
+def peer_sums(collectives: Collectives) -> Iterator[set[str]]:
     """This process's rank adds up by kernels meanwhile, which are simulated; yields their names.
 
-    `built` is a folder for what is compiled. NVIDIA's compiler gets the same kernels elsewhere.
+    NVIDIA's compiler gets the same kernels elsewhere.
     """
-    simt.use_folder(built)
     with simt.simulated() as called, pytest.MonkeyPatch.context() as patch:
         patch.setattr(simt, "compiled", lambda *given: 0)
         collectives.connect_gpus(BOUND, open_memory=MappedPeerMemory, limits=FEW)

@@ -1,6 +1,6 @@
 """Tokens of two ranks that add up by kernels on simulated GPUs, each rank in a process.
 
-`python -m support.peer_tokens MODEL KERNELS` prints JSON: the tokens without and with a pass ahead,
+`python -m support.peer_tokens MODEL` prints JSON: the tokens without and with a pass ahead,
 and the kernels that ran in rank 0. A process can join one group, so this has one of its own.
 """
 
@@ -33,10 +33,10 @@ def tokens(engine: Engine) -> list[list[int]]:
     return [list(row.ids) for row in rows]
 
 
-def main(model: Path, built: Path) -> None:
+def main(model: Path) -> None:
     """See the module."""
     found: list[list[list[int]]] = []
-    with RankPair(built) as pair:
+    with RankPair(by_kernels=True) as pair:
         pair.kernels.clear()
         for ahead in (False, True):
             with pair.engine(model, lookahead=ahead) as group:
@@ -45,4 +45,4 @@ def main(model: Path, built: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]))

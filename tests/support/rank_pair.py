@@ -32,6 +32,7 @@ from support.free_ports import free_ports
 from support.peer_ranks import peer_sums
 
 RANKS = 2
+BY_KERNELS = "by-kernels"  # the argument of a child that adds up by kernels
 END = bytes(4)  # a message of no length: the model is not used any more
 SETTINGS: dict[str, Any] = {
     "context": 128,
@@ -51,8 +52,8 @@ def load_rank(folder: Path, rank: int, collectives: Collectives) -> LoadedModel:
 class RankPair(Closing):
     """Rank 0, with a child that is rank 1. One of them may be in a process, at its first use."""
 
-    def __init__(self, built: Path | None = None) -> None:
-        """`built`: both add up by simulated kernels, see peer_ranks.peer_sums; None: by the ring.
+    def __init__(self, *, by_kernels: bool = False) -> None:
+        """`by_kernels`: both add up by simulated kernels, see peer_ranks.peer_sums; else by a ring.
 
         `kernels` are the names of those that ran here.
         """
@@ -70,7 +71,7 @@ class RankPair(Closing):
                     "support.rank_pair",
                     str(hosts.fileno()),
                     str(reader),
-                    *([] if built is None else [str(built)]),
+                    *([BY_KERNELS] if by_kernels else []),
                 ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -82,8 +83,8 @@ class RankPair(Closing):
             assert self._child.stdout is not None
             self._child.stdout.readline()  # it is about to join
             self.collectives = Collectives.join(Meeting.of(0, RANKS, hosts.fileno(), 0))
-        if built is not None:
-            self.kernels = self._peers.enter_context(peer_sums(self.collectives, built))
+        if by_kernels:
+            self.kernels = self._peers.enter_context(peer_sums(self.collectives))
 
     @contextmanager
     def engine(self, folder: Path, **settings: Any) -> Iterator[GroupEngine]:
@@ -115,10 +116,10 @@ def single(folder: Path, **settings: Any) -> ModelEngine:
     return ModelEngine(load(inspect(folder)), None, **{**SETTINGS, **settings})
 
 
-def _serve(hosts: int, reader: int, built: Path | None = None) -> None:
+def _serve(hosts: int, reader: int, *, by_kernels: bool) -> None:
     print("ready", flush=True)
     collectives = Collectives.join(Meeting.of(1, RANKS, hosts, 0))
-    with nullcontext() if built is None else peer_sums(collectives, built):
+    with peer_sums(collectives) if by_kernels else nullcontext():
         _serve_models(collectives, Inbox(reader))
 
 
@@ -132,4 +133,4 @@ def _serve_models(collectives: Collectives, inbox: Inbox) -> None:
 
 
 if __name__ == "__main__":
-    _serve(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]) if sys.argv[3:] else None)
+    _serve(int(sys.argv[1]), int(sys.argv[2]), by_kernels=sys.argv[3:] == [BY_KERNELS])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -29,8 +28,8 @@ from support.worker_checkpoints import write_checkpoint  # noqa: E402
 @pytest.mark.parametrize("nvlink", ["yes", "no"])
 def test_they_draw_the_tokens_of_one_device(tmp_path: Path, nvlink: str) -> None:
     """Also where a pass begins before rank 0 has read the tokens of the last, as on a GPU."""
-    folder, built = write_checkpoint(tmp_path / "model"), tmp_path / "kernels"
-    command = [sys.executable, "-m", "support.peer_tokens", str(folder), str(built)]
+    folder = write_checkpoint(tmp_path / "model")
+    command = [sys.executable, "-m", "support.peer_tokens", str(folder)]
     path = os.pathsep.join(filter(None, sys.path))
     done = subprocess.run(
         command,
@@ -38,7 +37,6 @@ def test_they_draw_the_tokens_of_one_device(tmp_path: Path, nvlink: str) -> None
         stdout=subprocess.PIPE,
         check=True,
     )
-    shutil.rmtree(built)
     found = json.loads(done.stdout)
     expected = {"peer_sum_lines"} if nvlink == "yes" else {"peer_sum", "peer_sum_large"}
     assert {one for one in found["kernels"] if one.startswith("peer_sum")} == expected
