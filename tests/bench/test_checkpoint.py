@@ -3,17 +3,126 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.bench import checkpoint
+import mlx.core as mx
+
+from mlxpool.bench import checkpoint, tensors
 from mlxpool.bench.our_engine import OurEngine, prompt
 from mlxpool.bench.shapes import SHAPES
 from mlxpool.bench.traffic.swarm import text_of
 from mlxpool.worker import models
 from mlxpool.worker.weights.inspect import inspect
+from mlxpool.worker.weights.json_files import read_json
+
+# Sizes that make a shape with experts small.
+CUTS: dict[str, dict[str, Any]] = {
+    "qwen3-30b-a3b": {
+        "hidden_size": 64,
+        "moe_intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+    },
+    "gpt-oss-20b": {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "glm-4.7-flash": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "moe_intermediate_size": 64,
+        "num_attention_heads": 4,
+        "q_lora_rank": 64,
+        "kv_lora_rank": 64,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 48,
+        "v_head_dim": 64,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+}
+# Dtypes of some tensors of layer 1, by their names behind "model.layers.1.".
+STORED: dict[tuple[str, str], dict[str, Any]] = {
+    ("qwen3-30b-a3b", ""): {
+        "mlp.gate.weight": mx.bfloat16,
+        "mlp.switch_mlp.gate_proj.weight": mx.bfloat16,
+        "self_attn.q_norm.weight": mx.bfloat16,
+    },
+    ("qwen3-30b-a3b", "affine"): {
+        "mlp.gate.weight": mx.uint32,
+        "mlp.switch_mlp.down_proj.weight": mx.uint32,
+        "mlp.switch_mlp.down_proj.biases": mx.bfloat16,
+        "self_attn.k_proj.weight": mx.uint32,
+    },
+    ("gpt-oss-20b", ""): {
+        "mlp.experts.up_proj.weight": mx.bfloat16,
+        "self_attn.sinks": mx.bfloat16,
+    },
+    ("gpt-oss-20b", "mxfp4"): {
+        "mlp.experts.up_proj.weight": mx.uint32,
+        "mlp.experts.up_proj.scales": mx.uint8,
+        "mlp.experts.up_proj.bias": mx.bfloat16,
+        "mlp.router.weight": mx.bfloat16,
+        "self_attn.q_proj.weight": mx.bfloat16,
+    },
+    ("glm-4.7-flash", "affine"): {
+        "mlp.gate.weight": mx.bfloat16,
+        "mlp.switch_mlp.gate_proj.weight": mx.uint32,
+    },
+}
+VOCABULARY = 512
+
+
+@pytest.fixture
+def cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shapes of CUTS have these sizes."""
+    for shape, sizes in CUTS.items():
+        monkeypatch.setitem(SHAPES, shape, {**SHAPES[shape], **sizes})
+
+
+@pytest.mark.usefixtures("cut")
+@pytest.mark.parametrize(("shape", "quantise"), STORED)
+def test_shapes_with_experts_are_stored_as_conversions_have_them(
+    tmp_path: Path, shape: str, quantise: str
+) -> None:
+    folder = checkpoint.write(
+        tmp_path / "cut", shape, layers=2, vocabulary=VOCABULARY, quantise=quantise
+    )
+    (file,) = folder.glob("model-*.safetensors")
+    found: Any = mx.load(str(file))
+    dtypes = {name: one.dtype for name, one in found.items()}
+    wanted = STORED[shape, quantise]
+    assert {name: dtypes[f"model.layers.1.{name}"] for name in wanted} == wanted
+    planned = tensors.planned(read_json(folder / "config.json"))
+    assert sum(one.nbytes(2) for one in planned) == sum(one.nbytes for one in found.values())
+    ours = OurEngine(folder)
+    step = ours.steps([5, 9])
+    tokens = step()
+    assert isinstance(tokens, list) and len(tokens) >= 2
+    assert all(0 <= one.token < VOCABULARY for one in tokens)
+
+
+@pytest.mark.usefixtures("cut")
+@pytest.mark.parametrize(("shape", "quantise"), STORED)
+def test_mlx_lm_reads_them(tmp_path: Path, shape: str, quantise: str) -> None:
+    utils = pytest.importorskip("mlx_lm.utils", reason="mlx-lm is not installed")
+    sizes: dict[str, Any] = {"layers": 2, "vocabulary": VOCABULARY, "dtype": "float32"}
+    folder = checkpoint.write(tmp_path / "cut", shape, quantise=quantise, **sizes)
+    model, _ = utils.load_model(folder, strict=True)
+    logits = model(mx.array([[1, 2, 3]]))
+    assert logits.shape == (1, 3, VOCABULARY)
+    assert mx.isfinite(logits).all().item()
 
 
 @pytest.mark.parametrize("quantise", ["", "affine", "mxfp4"])

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from mlxpool.bench import tensors
 from mlxpool.bench.shapes import SHAPES
-from mlxpool.worker.layers.quantisation import MODES
 
 MAX_SHARD_BYTES = 2 * 1024**3  # of weights in one file
 SPECIAL_TOKENS = ("<s>", "</s>")
@@ -54,10 +54,7 @@ def config_of(shape: str, layers: int = 0, quantise: str = "") -> dict[str, Any]
     if layers:
         config["num_hidden_layers"] = layers
     if quantise:
-        if quantise not in MODES:
-            raise ValueError(f"there is no mode {quantise!r}; there are {', '.join(MODES)}")
-        mode = MODES[quantise]
-        setting = {"group_size": mode.group_sizes[0], "bits": mode.bits[0], "mode": quantise}
+        setting = tensors.quantisation_of(config, quantise)
         config["quantization"] = config["quantization_config"] = setting
     return config
 
@@ -91,22 +88,19 @@ def _weights(config: Mapping[str, Any], dtype: Any) -> Iterator[tuple[str, Any]]
     """Names and arrays as in a converted folder."""
     import mlx.core as mx
 
-    from mlxpool.worker import models
-
-    setting = config.get("quantization")
-    plain = {key: value for key, value in config.items() if not key.startswith("quantization")}
     mx.random.seed(0)
-    for name, shape in models.plan(plain).shapes.items():
-        noise = mx.random.normal(shape, dtype=dtype) * (shape[-1] ** -0.5)
-        module = name.removesuffix(".weight")
-        if "norm" in name:
-            yield name, 1 + noise / 10
-        elif setting and name != module and len(shape) > 1 and shape[-1] % 64 == 0:
-            parts = mx.quantize(noise, **setting)
+    for one in tensors.planned(config):
+        noise = mx.random.normal(one.shape, dtype=dtype) * (one.shape[-1] ** -0.5)
+        layout = one.layout
+        if "norm" in one.name:
+            yield one.name, 1 + noise / 10
+        elif layout is not None:
+            module = one.name.removesuffix(".weight")
+            parts = mx.quantize(noise, layout.group_size, layout.bits, layout.mode)
             for part, array in zip(("weight", "scales", "biases"), parts, strict=False):
                 yield f"{module}.{part}", array
         else:
-            yield name, noise
+            yield one.name, noise
 
 
 def _save(folder: Path, files: list[dict[str, Any]]) -> None:
