@@ -97,6 +97,21 @@ def test_as_installed_runs_the_peer_in_its_own_process(tiny: Path) -> None:
     assert set(decode.sides) == set(prefill.sides) == {OURS, "mlx-lm as installed"}
 
 
+def test_engine_gives_the_share_of_the_bytes_bound(tiny: Path) -> None:
+    words = ["--model", str(tiny), "--rounds", "2", "--steps", "2", "--streams", "1", "2"]
+    found = figures("engine", *words, "--prompt", "5", "--no-peers", "--memory-rate", "1000")
+    rates = [line for line in found.lines if line.group.startswith("decode, prompts")]
+    shares = [line for line in found.lines if line.unit == "share of the bytes' bound"]
+    assert [line.name for line in shares] == [line.name for line in rates]
+    heads = 64 * 32 * (4 + 2 + 2 + 4)
+    weights = 2 * (512 * 64 + heads + 3 * 64 * 128 + 3 * 64)
+    for rate, share, rows in zip(rates, shares, (1, 2), strict=True):
+        read = weights + rows * 5 * 2 * 2 * 32 * 4  # keys and values are float32 on a CPU
+        bound = rows * 1e12 / read
+        assert share.sides[OURS] == pytest.approx([one / bound for one in rate.sides[OURS]])
+    assert "at 1,000 GB/s at most" in shares[0].note
+
+
 def test_a_profile_names_the_parts_of_a_step(tiny: Path) -> None:
     words = ["--model", str(tiny), "--rounds", "1", "--steps", "2", "--streams", "2"]
     found = figures("engine", "--profile", *words)

@@ -20,7 +20,10 @@ COUNTS = (
     *("rounds", "steps", "streams", "prompt", "prefill", "tokens", "clients", "turns"),
     *("requests", "sequences"),
 )
-NUMBERS = ("rate", "context", "warm_up", "slo_ttft", "slo_tpot", "slo_itl", "slo_e2el")
+NUMBERS = (
+    *("rate", "context", "warm_up", "memory_rate"),
+    *("slo_ttft", "slo_tpot", "slo_itl", "slo_e2el"),
+)
 LEFT_OUT = ("--out", "--picture", "--api-key")  # flags that a saved command line does not have
 
 
@@ -65,6 +68,13 @@ def _add_engine(kinds: Any, common: argparse.ArgumentParser) -> None:
         "--as-installed",
         action="store_true",
         help="beside mlx-lm as it comes: without OpenBLAS, in the dtype of the files",
+    )
+    parser.add_argument(
+        "--memory-rate",
+        type=float,
+        default=0.0,
+        metavar="GB/S",
+        help="of this machine's memory: also print what decode reaches of the bound that it sets",
     )
     parser.add_argument(
         "--profile", action="store_true", help="where a decode step's time goes, and nothing else"

@@ -29,7 +29,7 @@ class Plan:
     """What is measured; all lengths are in tokens.
 
     `prompts`: the lengths of the rows' prompts, used in rotation. `as_installed`: the peer is
-    mlx_lm.AsInstalled.
+    mlx_lm.AsInstalled. `memory_rate`: bytes/s of this machine's memory, 0 where it is not given.
     """
 
     streams: Sequence[int] = (1, 8)
@@ -42,6 +42,7 @@ class Plan:
     peers: bool = True
     deterministic: bool = False
     as_installed: bool = False
+    memory_rate: float = 0.0
 
 
 def measure(folder: Path, plan: Plan, progress: Callable[[str], None]) -> Iterator[Measurement]:
@@ -57,6 +58,9 @@ def measure(folder: Path, plan: Plan, progress: Callable[[str], None]) -> Iterat
         progress(f"decode, {counted(streams)}")
         line = _decode(ours, peers, plan, streams)
         yield line
+        if plan.memory_rate:
+            lengths = lengths_of(streams, plan.prompts)
+            yield _share_of_bound(line, ours.step_bytes(lengths), streams, plan.memory_rate)
         if streams == 1:
             yield _reading(line, ours.weight_bytes, bandwidth)
     for name in plan.sampled:
@@ -183,6 +187,28 @@ def _reading(line: Measurement, weight_bytes: int, bandwidth: tuple[float, ...])
     sides = {OURS: read, "copy of an array": bandwidth}
     note = f"{weight_bytes:,} bytes of weights in memory"
     return Measurement("memory", "weights read, 1 stream", "GB/s", sides, note=note)
+
+
+def _share_of_bound(
+    line: Measurement, step_bytes: float, streams: int, memory_rate: float
+) -> Measurement:
+    """What each contestant's decode reaches of the tokens/s that reading these bytes allows."""
+    bound = streams * memory_rate / step_bytes
+    sides = {name: tuple(rate / bound for rate in rates) for name, rates in line.sides.items()}
+    note = (
+        f"{counted(streams)}: {step_bytes / 1e9:,.3f} GB a step, at {memory_rate / 1e9:,g} GB/s at"
+        f" most {bound:,.0f} tokens/s."
+    )
+    return Measurement(
+        "decode",
+        line.name,
+        "share of the bytes' bound",
+        sides,
+        at=streams,
+        digits=2,
+        note=note,
+        compared=False,  # the ratios are those of `line`
+    )
 
 
 def _copy_bandwidth(rounds: int) -> tuple[float, ...]:

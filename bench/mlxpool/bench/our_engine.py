@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlxpool.bench import bytes_bound
 from mlxpool.common.options import Options
 from mlxpool.worker.attention.row_shape import RowShape
 from mlxpool.worker.caches.stored import AUTO
@@ -66,6 +67,14 @@ class OurEngine:
         """Bytes of one token's keys and values."""
         plan = self._loaded.folder.plan
         return RowShape(plan.caches, self.dtype, self.longest, 1).token_bytes
+
+    def step_bytes(self, lengths: Sequence[int]) -> float:
+        """The bytes that a decode step of rows of these lengths must read, weights as stored."""
+        folder = self._loaded.folder
+        stored = {name: one.nbytes for name, one in folder.tensors.items()}
+        routing = bytes_bound.Routing.from_config(folder.config)
+        weights = bytes_bound.weight_bytes(stored, routing, len(lengths))
+        return weights + bytes_bound.cache_bytes(folder.plan.caches, lengths, self.dtype.size)
 
     def engine(
         self, streams: int, context: int, prefix: str = "off", kv: str = AUTO

@@ -38,6 +38,7 @@ def run_engine(
         peers=not options.no_peers,
         deterministic=options.deterministic,
         as_installed=options.as_installed,
+        memory_rate=options.memory_rate * 1e9,
     )
 
     def lines() -> Iterator[Measurement]:
