@@ -50,6 +50,11 @@ class PartLayerBuilder(WeightLayerBuilder):
             super().embedding(name), part.first_token, part.tokens, self._collectives
         )
 
+    @property
+    def divided(self) -> bool:
+        """See LayerBuilder."""
+        return True
+
     def whole_sum(self, x: mx.array) -> mx.array:
         """See LayerBuilder."""
         return self._collectives.all_sum(x)

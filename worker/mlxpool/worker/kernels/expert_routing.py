@@ -14,6 +14,7 @@ choices each, C = T * k, it has the words
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from itertools import cycle
 from typing import Any
@@ -30,14 +31,17 @@ from mlxpool.worker.kernels.kernel_builder import (
 )
 from mlxpool.worker.kernels.routing_params import RoutingParams
 
-LINES = 8  # of a thread block
+LINES, MORE_LINES = 8, 16  # of a thread block
+MANY_BLOCKS = 132  # of LINES, more of which wait for each other
 WARPS = 16
 THREADS = WARPS * WARP_SIZE
 MAX_EXPERTS = THREADS  # the plan has a thread for each
 MAX_CHOICES = 1 << 16  # of a pass: one thread block sorts them
 MAX_GATE_BYTES = 1 << 20  # of a router that each thread block reads whole
+MAX_NORM_SIZE = 8192  # numbers of a line that a warp norms
 COLUMNS = 32  # of the router that a warp reads at a time
-ITEM_LINES = (8, 16, 32, 64, 128)  # lines of an item at most
+ITEM_LINES = (8, 16, 32, 64, 128, 256)  # lines of an item at most
+DENSE_LINES, PACKED_LINES = 256, 128  # RoutingParams.most_lines for weights of 16 bits, and packed
 HEADER_WORDS = 4
 COUNTER_ARRAYS = 128  # more than the 100 operations of a graph of MLX
 
@@ -65,6 +69,19 @@ def multiplies(x: mx.array, gate: mx.array) -> bool:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class LineNorm:
+    """An RMS norm with a gain [d] of bfloat16."""
+
+    gain: mx.array
+    eps: float
+
+
+def can_norm(x: mx.array) -> bool:
+    """Returns whether `plan_normed_tokens` supports x [T, d]: one thread block norms all of it."""
+    return x.dtype in HALF_DTYPES and x.shape[0] <= LINES and x.shape[1] <= MAX_NORM_SIZE
+
+
 def plan_tokens(
     x: mx.array, gate: mx.array, added: mx.array | None, routing: RoutingParams, *, shared: bool
 ) -> mx.array:
@@ -72,14 +89,28 @@ def plan_tokens(
 
     `added` [E]: see RoutingParams. `shared`: all tokens also use a shared expert.
     """
-    return _plan(x, gate, added, routing, shared)
+    return _plan(x, gate, added, routing, shared)[0]
+
+
+def plan_normed_tokens(
+    x: mx.array,
+    norm: LineNorm,
+    gate: mx.array,
+    added: mx.array | None,
+    routing: RoutingParams,
+    *,
+    shared: bool,
+) -> tuple[mx.array, mx.array]:
+    """Returns `plan_tokens` of the norm of x [T, d], and that norm."""
+    plan, normed = _plan(x, gate, added, routing, shared, norm)
+    return plan, normed
 
 
 def plan_logits(
     logits: mx.array, added: mx.array | None, routing: RoutingParams, *, shared: bool
 ) -> mx.array:
     """Returns the plan of tokens with these logits [T, E], see `plan_tokens`."""
-    return _plan(logits, None, added, routing, shared)
+    return _plan(logits, None, added, routing, shared)[0]
 
 
 def _plan(
@@ -88,25 +119,31 @@ def _plan(
     added: mx.array | None,
     routing: RoutingParams,
     shared: bool,
-) -> mx.array:
+    norm: LineNorm | None = None,
+) -> list[mx.array]:
     tokens = x.shape[0]
     lines = item_lines(tokens, routing)
     arrived: mx.array = next(_counters())
-    kernel = _kernel(routing, gate is not None, added is not None, shared, x.dtype)
+    together = LINES if tokens <= LINES * MANY_BLOCKS else MORE_LINES
+    size, eps = (0, 0.0) if norm is None else (x.shape[1], float(norm.eps))
+    kernel = _kernel(
+        routing, gate is not None, added is not None, shared, x.dtype, together, size, eps
+    )
     found: list[mx.array] = kernel(
         inputs=[
             x,
             x if gate is None else gate,
             x if added is None else added,
+            x if norm is None else norm.gain,
             _item_lines_array(lines),
             arrived,
         ],
-        grid=(-(-tokens // LINES) * THREADS, 1, 1),
+        grid=(-(-tokens // together) * THREADS, 1, 1),
         threadgroup=(THREADS, 1, 1),
-        output_shapes=[(plan_words(tokens, lines, routing, shared),)],
-        output_dtypes=[mx.int32],
+        output_shapes=[(plan_words(tokens, lines, routing, shared),)] + [x.shape] * (size > 0),
+        output_dtypes=[mx.int32] + [x.dtype] * (size > 0),
     )
-    return found[0]
+    return found
 
 
 @cache
@@ -119,7 +156,8 @@ def item_lines(tokens: int, routing: RoutingParams) -> int:
     """
     mean = tokens * routing.chosen / routing.count
     wanted = min(tokens, mean + 3 * mean**0.5)
-    return next((lines for lines in ITEM_LINES if lines >= wanted), ITEM_LINES[-1])
+    wanted = min(wanted, routing.most_lines)
+    return next(lines for lines in ITEM_LINES if lines >= wanted)
 
 
 def max_items(tokens: int, lines: int, routing: RoutingParams, shared: bool) -> int:
@@ -136,8 +174,16 @@ def plan_words(tokens: int, lines: int, routing: RoutingParams, shared: bool) ->
 
 @cache
 def _kernel(
-    routing: RoutingParams, multiplied: bool, added: bool, shared: bool, dtype: mx.Dtype
+    routing: RoutingParams,
+    multiplied: bool,
+    added: bool,
+    shared: bool,
+    dtype: mx.Dtype,
+    lines: int,
+    normed: int,
+    eps: float,
 ) -> Any:
+    """Builds the kernel; `lines`: of a thread block; `normed`: numbers of a line, or 0."""
     constants: dict[str, Constant] = {
         "EXPERTS": routing.count,
         "CHOSEN": routing.chosen,
@@ -149,17 +195,22 @@ def _kernel(
         "MULTIPLIES": multiplied,
         "ADDED": added,
         "SHARED": shared,
+        "LINES": lines,
+        "NORMED_LINES": normed,
+        "EPS": eps,
         "N": dtype if dtype in HALF_DTYPES else mx.bfloat16,
     }
     parts = max(1, WARPS // -(-routing.count // 16)) if multiplied else 0
-    words = max(LINES * (1 + parts), WARPS + 1) * routing.count
+    words = max(lines * (1 + parts), WARPS + 1) * routing.count
+    norms = 2 * lines * (normed + 32) if normed else 0  # bytes
     return build_kernel(
         "expert_routing",
-        ["x", "gate", "added", "item_lines", "arrived"],
-        ["plan"],
+        ["x", "gate", "added", "gain", "item_lines", "arrived"],
+        ["plan", "normed"] if normed else ["plan"],
         constants,
         contiguous=True,
-        shared=4 * words,
+        shared=4 * words + norms,
+        header="" if normed else "#define normed plan\n",  # it is not written
         bounds=(THREADS, 1),
     )
 

@@ -122,6 +122,10 @@ class WeightLayerBuilder:
             return _swiglu(gate, up)
         return cpu_exp.swiglu(gate, up)
 
+    @property
+    def divided(self) -> bool:
+        return False
+
     def whole_sum(self, x: mx.array) -> mx.array:
         return x
 

@@ -22,6 +22,7 @@ from mlxpool.worker.layers.layer_types import (
     LayerFunction,
     LinearInput,
     Norm,
+    PendingNorm,
     PendingProduct,
     Shape,
 )
@@ -42,16 +43,17 @@ Residual: TypeAlias = "mx.array | ResidualSum"  # [T, d]
 
 def materialised(x: Residual) -> mx.array:
     """The array [T, d] that x stands for."""
-    return x.x + _computed(x.y) if isinstance(x, ResidualSum) else x
+    return x.x + computed(x.y) if isinstance(x, ResidualSum) else x
 
 
 def add_and_norm(norm: Norm, x: Residual) -> tuple[mx.array, mx.array]:
     """The array that x stands for, and its norm."""
-    return norm.add_and_norm(x.x, _computed(x.y)) if isinstance(x, ResidualSum) else (x, norm(x))
+    return norm.add_and_norm(x.x, computed(x.y)) if isinstance(x, ResidualSum) else (x, norm(x))
 
 
-def _computed(y: mx.array | PendingProduct) -> mx.array:
-    return y() if isinstance(y, PendingProduct) else y
+def computed(y: LinearInput | PendingProduct) -> mx.array:
+    """The array that y stands for."""
+    return y() if isinstance(y, (PendingNorm, PendingProduct)) else y
 
 
 def add_and_defer_norm(norm: Norm, x: Residual) -> tuple[mx.array, LinearInput]:
@@ -70,12 +72,15 @@ class FusableSublayer:
     The first can include the norm in front of it, the last the residual addition behind it.
     """
 
-    def pending(self, x: LinearInput, *batch: ForwardBatch) -> PendingProduct:
-        """The output of the sublayer, but for its last product; `batch` is given to mixers only."""
+    def pending(self, x: LinearInput, *batch: ForwardBatch) -> mx.array | PendingProduct:
+        """The output of the sublayer, but for its last product; `batch` is given to mixers only.
+
+        An array where no kernel adds that product to the residual stream.
+        """
         raise NotImplementedError
 
     def __call__(self, x: mx.array, *batch: ForwardBatch) -> mx.array:
-        return self.pending(x, *batch)()
+        return computed(self.pending(x, *batch))
 
 
 WeightShapes: TypeAlias = Iterator[tuple[str, Shape]]

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import mlx.core as mx
 
-from mlxpool.worker.kernels import expert_products, expert_routing
+from mlxpool.worker.kernels import expert_products, expert_routing, matmul_small
 from mlxpool.worker.kernels.device import on_cuda
 from mlxpool.worker.kernels.expert_products import (
     MAX_MXFP4_SCALE,
     ExpertWeight,
     ExpertWeights,
     PackedFormat,
+    WeightedSum,
 )
+from mlxpool.worker.kernels.expert_routing import LineNorm
 from mlxpool.worker.kernels.routing_params import RoutingParams
 from mlxpool.worker.layers.gated_mlp import GatedMLPLayer
-from mlxpool.worker.layers.layer_types import Activation, LayerFunction
+from mlxpool.worker.layers.layer_types import (
+    Activation,
+    LayerFunction,
+    LinearInput,
+    PendingNorm,
+    PendingProduct,
+)
 from mlxpool.worker.layers.layer_types import Linear as AnyLinear
-from mlxpool.worker.layers.linear import GatedLinearUnit, Linear
+from mlxpool.worker.layers.linear import GatedLinearUnit, Linear, RMSNorm
 from mlxpool.worker.layers.quantised_weight import QuantisedWeight
 
 SORT_CHOICES = 64  # choices (tokens times k) from which on sorting them by expert pays
@@ -91,20 +99,24 @@ class SwitchGLU:
 
     def routed_sum(
         self,
-        x: mx.array,
+        x: LinearInput,
         router: AnyLinear,
         routing: RoutingParams,
         added: mx.array | None = None,
         shared: LayerFunction | None = None,
-    ) -> mx.array | None:
+    ) -> PendingProduct | None:
         """See layer_types.SwitchGLU."""
-        weights = self._kernel_weights(x)
-        if weights is None or not expert_routing.supports(x.shape[0], routing):
+        given = x.x if isinstance(x, PendingNorm) else x
+        weights = self._kernel_weights(given)
+        if weights is None or not expert_routing.supports(given.shape[0], routing):
             return None
+        if weights.gate_up.packed is None and weights.down.packed is None:
+            routing = replace(routing, most_lines=expert_routing.DENSE_LINES)
         alike = _weights_alike(shared, weights)
-        beside = shared(x) if shared is not None and alike is None else None
-        plan = _plan(x, router, routing, added, shared=alike is not None)
-        return expert_products.mixture(x, plan, routing, weights, alike, beside)
+        plan, normed = _plan(x, router, routing, added, shared=alike is not None)
+        beside = shared(normed) if shared is not None and alike is None else None
+        made, whole = expert_products.pending_mixture(normed, plan, routing, weights, alike, beside)
+        return PendingProduct(ExpertSum(whole), made)
 
     def _kernel_weights(self, x: mx.array) -> ExpertWeights | None:
         """The weights, if our kernels multiply x [T, in] with them."""
@@ -145,21 +157,49 @@ def _kernel_weight(layer: SwitchLinear, dtype: mx.Dtype) -> ExpertWeight | None:
     return ExpertWeight(weight.weight, bias, scales, weight.biases, packed)
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertSum:
+    """Implements layer_types.Linear: sums what experts have made of T tokens, [T * k, d]."""
+
+    whole: WeightedSum
+
+    def __call__(self, x: LinearInput) -> mx.array:
+        assert isinstance(x, mx.array)
+        return self.whole(x)
+
+    def add_to(self, x: mx.array, residual: mx.array) -> mx.array | None:
+        """See layer_types.Linear. Of more tokens the norm behind it adds them."""
+        few = matmul_small.is_fusable(residual) and residual.dtype == x.dtype
+        return self.whole(x, residual) if few else None
+
+
 def _plan(
-    x: mx.array,
+    x: LinearInput,
     router: AnyLinear,
     routing: RoutingParams,
     added: mx.array | None,
     *,
     shared: bool,
-) -> mx.array:
-    """The experts of x [T, in] and their work, see expert_routing.py."""
-    if isinstance(router, Linear) and expert_routing.multiplies(x, router.weight):
+) -> tuple[mx.array, mx.array]:
+    """The experts of x [T, in] and their work, see expert_routing.py; and x, normed."""
+    given = x.x if isinstance(x, PendingNorm) else x
+    gate: mx.array | None = None
+    if isinstance(router, Linear) and expert_routing.multiplies(given, router.weight):
         if router.bias is None:
-            return expert_routing.plan_tokens(x, router.weight, added, routing, shared=shared)
-        if added is None and not routing.sigmoid:
-            return expert_routing.plan_tokens(x, router.weight, router.bias, routing, shared=shared)
-    return expert_routing.plan_logits(router(x), added, routing, shared=shared)
+            gate = router.weight
+        elif added is None and not routing.sigmoid:
+            gate, added = router.weight, router.bias
+    if isinstance(x, PendingNorm):
+        norm = x.norm
+        if gate is not None and isinstance(norm, RMSNorm) and expert_routing.can_norm(given):
+            line_norm = LineNorm(norm.weight, norm.eps)
+            return expert_routing.plan_normed_tokens(
+                given, line_norm, gate, added, routing, shared=shared
+            )
+        given = x()
+    if gate is None:
+        return expert_routing.plan_logits(router(given), added, routing, shared=shared), given
+    return expert_routing.plan_tokens(given, gate, added, routing, shared=shared), given
 
 
 def _weights_alike(

@@ -236,7 +236,7 @@ class Linear(Protocol):
 
 
 class PendingProduct(NamedTuple):
-    """A linear layer's product with x [T, in], not computed yet: a kernel may add it to another."""
+    """A linear layer's product with x, not computed yet: a kernel may add it to another array."""
 
     layer: Linear
     x: mx.array
@@ -285,12 +285,12 @@ class SwitchGLU(SwitchLayer, Protocol):
 
     def routed_sum(
         self,
-        x: mx.array,
+        x: LinearInput,
         router: Linear,
         routing: RoutingParams,
         added: mx.array | None = None,
         shared: LayerFunction | None = None,
-    ) -> mx.array | None:
+    ) -> PendingProduct | None:
         """x [T, in] -> [T, out]: the weighted sum of the experts that the logits router(x) choose.
 
         `added` [E]: see RoutingParams. What the expert `shared` makes of x is added.
@@ -314,6 +314,10 @@ class LayerBuilder(Protocol):
     def embedding(self, name: str) -> Embedding: ...
 
     def swiglu(self, gate: mx.array, up: mx.array) -> mx.array: ...
+
+    @property
+    def divided(self) -> bool:
+        """Whether devices have parts of the model."""
 
     def whole_sum(self, x: mx.array) -> mx.array:
         """x; where devices have parts of the model, the sum of what each of them has as x."""

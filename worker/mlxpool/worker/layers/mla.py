@@ -13,13 +13,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mlxpool.worker.caches.specs import LatentSpec
-from mlxpool.worker.layers.decoder_layer import MixerFunction, WeightShapes, linear_shapes
+from mlxpool.worker.layers.decoder_layer import (
+    FusableSublayer,
+    MixerFunction,
+    WeightShapes,
+    computed,
+    linear_shapes,
+)
 from mlxpool.worker.layers.derived_weights import DerivedWeights, StoredTensors, from_dequantised
 from mlxpool.worker.layers.layer_types import (
     ForwardBatch,
     GainNorm,
     LayerBuilder,
+    LinearInput,
     MultiLinear,
+    PendingProduct,
     Rope,
 )
 
@@ -117,7 +125,7 @@ class LatentAttention:
         return _Attention(self, builder, name, layer)
 
 
-class _Attention:
+class _Attention(FusableSublayer):
     def __init__(self, spec: LatentAttention, builder: LayerBuilder, name: str, layer: int) -> None:
         self.spec, self.layer = spec, layer
         latent = f"{name}.kv_a_proj_with_mqa"
@@ -133,14 +141,16 @@ class _Attention:
         self.heads = LatentAttentionProjections(spec.sizes, keys, values)
         self.o = builder.linear(f"{name}.o_proj")
 
-    def __call__(self, x: mx.array, batch: ForwardBatch) -> mx.array:
-        down = self.down(x)
+    def pending(self, x: LinearInput, *batches: ForwardBatch) -> PendingProduct:
+        """See FusableSublayer."""
+        (batch,) = batches
         if self.spec.query_rank:
-            out = batch.attend_latent_lines(self.layer, down, self)
+            out = batch.attend_latent_lines(self.layer, self.down(x), self)
         else:
-            q, latent = self._rotated(self.queries(x), down, batch)
+            x = computed(x)
+            q, latent = self._rotated(self.queries(x), self.down(x), batch)
             out = batch.attend_latent(self.layer, q, latent, self.scale, self.heads)
-        return self.o(out.reshape(out.shape[0], -1))
+        return PendingProduct(self.o, out.reshape(out.shape[0], -1))
 
     @property
     def scale(self) -> float:

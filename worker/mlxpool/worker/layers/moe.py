@@ -15,10 +15,21 @@ from typing import TYPE_CHECKING, Any
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.kernels.routing_params import RoutingParams
 from mlxpool.worker.layers.config_fields import MAX_MODULES, flag, integer, number, require
-from mlxpool.worker.layers.decoder_layer import WeightShapes, linear_shapes
+from mlxpool.worker.layers.decoder_layer import (
+    FusableSublayer,
+    WeightShapes,
+    computed,
+    linear_shapes,
+)
 from mlxpool.worker.layers.derived_weights import DerivedWeights, StoredTensors, stacked_experts
 from mlxpool.worker.layers.gated_mlp import GatedMLP
-from mlxpool.worker.layers.layer_types import LayerBuilder, LayerFunction
+from mlxpool.worker.layers.layer_types import (
+    ForwardBatch,
+    LayerBuilder,
+    LayerFunction,
+    LinearInput,
+    PendingProduct,
+)
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -105,18 +116,21 @@ class SoftmaxMoE:
         return GatedMLP(self.hidden, self.shared_width)
 
 
-class _RoutedExperts:
+class _RoutedExperts(FusableSublayer):
     def __init__(self, spec: SoftmaxMoE, builder: LayerBuilder, name: str) -> None:
         self.spec = spec
         self.gate = builder.linear(f"{name}.gate")
         self.experts = builder.switch_glu(f"{name}.switch_mlp")
-        self.whole_sum = builder.whole_sum
+        self.whole_sum, self.divided = builder.whole_sum, builder.divided
 
-    def __call__(self, x: mx.array) -> mx.array:
-        out = self.experts.routed_sum(x, self.gate, self.spec.routing)
-        if out is None:
-            chosen, weights = _softmax_route(self.gate(x), self.spec.chosen, self.spec.normed)
-            out = (self.experts(x, chosen) * weights[..., None]).sum(axis=-2).astype(x.dtype)
+    def pending(self, x: LinearInput, *batch: ForwardBatch) -> mx.array | PendingProduct:
+        """See FusableSublayer."""
+        product = self.experts.routed_sum(x, self.gate, self.spec.routing)
+        if product is not None:
+            return self.whole_sum(product()) if self.divided else product
+        x = computed(x)
+        chosen, weights = _softmax_route(self.gate(x), self.spec.chosen, self.spec.normed)
+        out = (self.experts(x, chosen) * weights[..., None]).sum(axis=-2).astype(x.dtype)
         return self.whole_sum(out)
 
 
@@ -231,23 +245,25 @@ class SigmoidMoE:
         return self._shared.build(builder, f"{name}.shared_experts") if self.shared else None
 
 
-class _SigmoidMoE:
+class _SigmoidMoE(FusableSublayer):
     def __init__(self, spec: SigmoidMoE, builder: LayerBuilder, name: str) -> None:
         self.spec = spec
         self.gate = builder.linear(f"{name}.gate")
         self.correction = builder.tensor(f"{name}.gate.{CORRECTION}")
         self.experts = builder.switch_glu(f"{name}.switch_mlp")
         self.shared = spec.build_shared(builder, name)
-        self.whole_sum = builder.whole_sum
+        self.whole_sum, self.divided = builder.whole_sum, builder.divided
 
-    def __call__(self, x: mx.array) -> mx.array:
+    def pending(self, x: LinearInput, *batch: ForwardBatch) -> mx.array | PendingProduct:
+        """See FusableSublayer."""
         spec = self.spec
-        whole = self.experts.routed_sum(x, self.gate, spec.routing, self.correction, self.shared)
-        if whole is None:
-            chosen, weights = _sigmoid_route(self.gate(x), self.correction, spec)
-            out = (self.experts(x, chosen) * weights[..., None]).sum(axis=-2).astype(x.dtype)
-            whole = out if self.shared is None else out + self.shared(x)
-        return self.whole_sum(whole)
+        product = self.experts.routed_sum(x, self.gate, spec.routing, self.correction, self.shared)
+        if product is not None:
+            return self.whole_sum(product()) if self.divided else product
+        x = computed(x)
+        chosen, weights = _sigmoid_route(self.gate(x), self.correction, spec)
+        out = (self.experts(x, chosen) * weights[..., None]).sum(axis=-2).astype(x.dtype)
+        return self.whole_sum(out if self.shared is None else out + self.shared(x))
 
 
 def _sigmoid_route(

@@ -125,8 +125,10 @@ class GptOssMoE:
         routing = RoutingParams(self.count, self.chosen, sigmoid=False, normed=True)
 
         def feed(x: mx.array) -> mx.array:
-            out = experts.routed_sum(x, router, routing)
-            if out is None:
+            product = experts.routed_sum(x, router, routing)
+            if product is not None:
+                out = product()
+            else:
                 logits = router(x)
                 chosen = mx.argpartition(logits, kth=-self.chosen, axis=-1)[:, -self.chosen :]
                 ranks = mx.take_along_axis(logits, chosen, axis=-1)

@@ -5,12 +5,17 @@
 // The words of `plan`, see expert_routing.py: the number of items; weights (float32) and experts of all
 // choices; choices by expert, SHARED also a choice of each line; items, of two words: expert and
 // count << 16, and the first of its sorted choices.
-constexpr int LINES = 8, WARPS = 16, THREADS = 32 * WARPS, EACH = (EXPERTS + 31) / 32;
+// NORMED_LINES: the logits are those of the norms of the lines, which it writes to `normed`.
+constexpr int WARPS = 16, SETS = LINES / 8, THREADS = 32 * WARPS, EACH = (EXPERTS + 31) / 32;
 constexpr int TILES = (EXPERTS + 15) / 16, PARTS = TILES < WARPS ? WARPS / TILES : 1;
 constexpr float TINY = 1e-20f;  // added to a sum of sigmoids, against a division by zero
 constexpr float NONE = -3e38f;  // less than any number
 const int all = x_shape[0], choices = all * CHOSEN, first = blockIdx.x * LINES;
 const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+const int limit = *item_lines;  // these are needed late, and may come from memory
+float addition[EACH];
+#pragma unroll
+for (int i = 0; i < EACH; i++) addition[i] = ADDED && i * 32 + lane < EXPERTS ? up(added[i * 32 + lane]) : 0.f;
 extern __shared__ uint4 space[];
 float* const scores = (float*)space;  // [LINES][EXPERTS]
 int* const made = (int*)plan;
@@ -20,27 +25,77 @@ int* const sorted = experts + choices;
 if (MULTIPLIES) {
   float* const parts = scores + LINES * EXPERTS;  // [PARTS][LINES][EXPERTS]
   const int in = x_shape[1], line = lane >> 2, quarter = lane & 3;
-  const N* const numbers = (const N*)x + (long)min(first + line, all - 1) * in + quarter * 8;
+  // Lines behind the last one are like it.
+  const N* numbers[SETS];
+  #pragma unroll
+  for (int set = 0; set < SETS; set++)
+    numbers[set] = (const N*)x + (long)min(first + set * 8 + line, all - 1) * in + quarter * 8;
+  if (NORMED_LINES) {
+    constexpr int APART = NORMED_LINES + 32;  // numbers: so lines have different banks
+    N* const lines = (N*)(parts + PARTS * LINES * EXPERTS);  // [LINES][APART]
+    for (long i = threadIdx.x; i < (long)EXPERTS * NORMED_LINES / 64; i += THREADS) prefetch((const N*)gate + i * 64);
+    for (int l = warp; l < min(LINES, all - first); l += WARPS) {
+      constexpr int PIECES = (NORMED_LINES + 255) / 256 + !NORMED_LINES;
+      const long at = (long)(first + l) * in;
+      Some<N, 8> some[PIECES];
+      float squares = 0;
+      #pragma unroll
+      for (int n = 0; n < PIECES; n++) {
+        const int d = n * 256 + lane * 8;
+        if (d >= NORMED_LINES) continue;
+        some[n] = *(const Some<N, 8>*)((const N*)x + at + d);
+        #pragma unroll
+        for (int i = 0; i < 8; i++) squares += up(some[n].n[i]) * up(some[n].n[i]);
+      }
+      #pragma unroll
+      for (int other = 1; other < 32; other *= 2) squares += __shfl_xor_sync(0xffffffff, squares, other);
+      const float factor = rsqrtf(squares / NORMED_LINES + EPS);
+      #pragma unroll
+      for (int n = 0; n < PIECES; n++) {
+        const int d = n * 256 + lane * 8;
+        if (d >= NORMED_LINES) continue;
+        const Some<N, 8> by = *(const Some<N, 8>*)((const N*)gain + d);
+        Some<N, 8> result;
+        #pragma unroll
+        for (int i = 0; i < 8; i++) {
+          N rounded;
+          down(up(some[n].n[i]) * factor, &rounded);
+          down(up(rounded) * up(by.n[i]), &result.n[i]);
+        }
+        *(Some<N, 8>*)((N*)normed + at + d) = result;
+        *(Some<N, 8>*)(lines + l * APART + d) = result;
+      }
+    }
+    #pragma unroll
+    for (int set = 0; set < SETS; set++)
+      numbers[set] = lines + min(set * 8 + line, all - first - 1) * APART + quarter * 8;
+    __syncthreads();
+  }
   #pragma unroll 1
   for (int job = warp; job < TILES * PARTS; job += WARPS) {
     const int row = job / PARTS * 16 + line, part = job % PARTS;
     const N* const low = (const N*)gate + (long)min(row, EXPERTS - 1) * in + quarter * 8;
     const N* const high = (const N*)gate + (long)min(row + 8, EXPERTS - 1) * in + quarter * 8;
     const int end = in / 32 * (part + 1) / PARTS;
-    float sum[4] = {};
-    #pragma unroll 4
+    float sum[SETS][4] = {};
+    #pragma unroll (8 / SETS)
     for (int step = in / 32 * part / PARTS; step < end; step++) {
       const uint4 one = *(const uint4*)(low + step * 32), other = *(const uint4*)(high + step * 32);
-      const uint4 b = *(const uint4*)(numbers + step * 32);
       const unsigned left[4] = {one.x, other.x, one.y, other.y};
       const unsigned right[4] = {one.z, other.z, one.w, other.w};
-      mma(sum, left, b.x, b.y, N());
-      mma(sum, right, b.z, b.w, N());
+      #pragma unroll
+      for (int set = 0; set < SETS; set++) {
+        const uint4 b = *(const uint4*)(numbers[set] + step * 32);
+        mma(sum[set], left, b.x, b.y, N());
+        mma(sum[set], right, b.z, b.w, N());
+      }
     }
     #pragma unroll
-    for (int i = 0; i < 4; i++)
-      if (row + i / 2 * 8 < EXPERTS)
-        parts[(part * LINES + quarter * 2 + i % 2) * EXPERTS + row + i / 2 * 8] = sum[i];
+    for (int set = 0; set < SETS; set++)
+      #pragma unroll
+      for (int i = 0; i < 4; i++)
+        if (row + i / 2 * 8 < EXPERTS)
+          parts[(part * LINES + set * 8 + quarter * 2 + i % 2) * EXPERTS + row + i / 2 * 8] = sum[set][i];
   }
   __syncthreads();
   for (int i = threadIdx.x; i < LINES * EXPERTS; i += THREADS) {
@@ -95,14 +150,14 @@ if (warp < LINES && first + warp < all) {
       const int expert = i * 32 + lane;
       key[i] = 0;
       if (expert < EXPERTS)
-        key[i] = key_of(usable >> expert / (EXPERTS / GROUPS) & 1 ? ranked(expert) : 0.f);
+        key[i] = key_of(usable >> expert / (EXPERTS / GROUPS) & 1 ? mine[expert] + addition[i] : 0.f);
     }
   } else {
     float most = NONE, own[EACH];
     #pragma unroll
     for (int i = 0; i < EACH; i++) {
       const int expert = i * 32 + lane;
-      own[i] = expert < EXPERTS ? mine[expert] + (ADDED ? up(added[expert]) : 0.f) : NONE;
+      own[i] = expert < EXPERTS ? mine[expert] + addition[i] : NONE;
       key[i] = expert < EXPERTS ? key_of(own[i]) : 0;
       most = fmaxf(most, own[i]);
     }
@@ -148,14 +203,18 @@ if (warp < LINES && first + warp < all) {
     experts[(first + warp) * CHOSEN + lane] = chosen;
   }
 }
-__shared__ int before;
-__threadfence();
 __syncthreads();
-if (threadIdx.x == 0) before = atomicAdd((int*)arrived, 1);
-__syncthreads();
-if (before < gridDim.x - 1) return;
-__threadfence();
-if (threadIdx.x == 0) *(int*)arrived = 0;
+if (gridDim.x > 1) {
+  __shared__ int before;
+  if (threadIdx.x == 0) {
+    __threadfence();  // of what all threads have written: they wait for each other around it
+    before = atomicAdd((int*)arrived, 1);
+    __threadfence();
+  }
+  __syncthreads();
+  if (before < gridDim.x - 1) return;
+  if (threadIdx.x == 0) *(int*)arrived = 0;
+}
 // Each warp sorts a span of the choices. An expert's choices of a warp begin behind those of the warps before.
 int* const begins = (int*)space;  // [WARPS][EXPERTS]
 int* const starts = begins + WARPS * EXPERTS;  // [EXPERTS]
@@ -166,7 +225,7 @@ for (int i = threadIdx.x; i < WARPS * EXPERTS; i += THREADS) begins[i] = 0;
 __syncthreads();
 for (int i = from + lane; i < to; i += 32) atomicAdd(begins + warp * EXPERTS + __ldcg(experts + i), 1);
 __syncthreads();
-const int limit = *item_lines, expert = threadIdx.x;  // a thread for each expert
+const int expert = threadIdx.x;  // a thread for each expert
 int count = 0;
 if (expert < EXPERTS)
   for (int w = 0; w < WARPS; w++) {

@@ -1,5 +1,6 @@
 // The sum of what a line's experts have made of it, each times its weight, which is rounded once; then what the
-// shared expert has made (SHARED: behind all choices; BESIDE: in an array of its own) is added.
+// shared expert has made (SHARED: behind all choices; BESIDE: in an array of its own) is added, and then, where
+// ADDED, `residual`.
 // made [choices, SIZE], the weights are in `plan` (expert_routing.cu). A thread makes eight numbers of a line.
 const int all = made_shape[0] / (CHOSEN + SHARED);
 const long i = (long)blockIdx.x * blockDim.x + threadIdx.x;
@@ -21,6 +22,11 @@ if (i < (long)all * (SIZE / 8)) {
   if (SHARED || BESIDE) {
     const Some<N, 8> more = SHARED ? from[((long)all * CHOSEN + line) * (SIZE / 8)]
                                    : ((const Some<N, 8>*)beside)[i];
+    #pragma unroll
+    for (int at = 0; at < 8; at++) down(up(whole.n[at]) + up(more.n[at]), &whole.n[at]);
+  }
+  if (ADDED) {
+    const Some<N, 8> more = ((const Some<N, 8>*)residual)[i];
     #pragma unroll
     for (int at = 0; at < 8; at++) down(up(whole.n[at]) + up(more.n[at]), &whole.n[at]);
   }
