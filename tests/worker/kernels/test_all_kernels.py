@@ -66,7 +66,7 @@ MODELS: dict[str, tuple[dict[str, Any], bool, set[str]]] = {
         | {"dequantise", "dequantise_rows"},
     ),
     "llama, 4 bits in tiles": (
-        SIZES,
+        {**SIZES, "vocab_size": 320},  # a whole number of tiles
         True,
         RAGGED | {"tile_4bit", "rows_4bit", "matmul_4bit_few", "matmul_4bit_tiled", "matmul_small"},
     ),

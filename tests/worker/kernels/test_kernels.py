@@ -594,10 +594,12 @@ def test_few_blocks_multiply_all_strips_of_a_weight_in_tiles(
     """As on a GPU that is small for a weight: strips and groups of as many rows as there are."""
     monkeypatch.setattr(matmul_4bit_tiles, "BUSY_BLOCKS", 1)
     monkeypatch.setattr(matmul_4bit_tiles, "FULL_GPU_BLOCKS", 2)
-    rows, columns = 512, 704
-    assert matmul_4bit_tiles.fragments_of(rows, gated=True) == 4
-    assert matmul_4bit_tiles.tiles_of(rows, 16, gated=True) == 2
-    numbers = (mx.random.normal((rows, columns)) * columns**-0.5).astype(mx.bfloat16)
+    columns = 832
+    assert matmul_4bit_tiles.fragments_of(512, gated=True) == 4
+    kinds = ((512, 97, (16, *matmul_4bit_tiles.WIDE, 1)), (192, 97, (16, 2, 1, 1)))
+    for rows, lines, kind in kinds:
+        assert matmul_4bit_tiles.parts_of(lines, rows, 13, gated=False).kind == kind
+    numbers = (mx.random.normal((512, columns)) * columns**-0.5).astype(mx.bfloat16)
     packed = mx.quantize(numbers, group_size=group, bits=tiles_4bit.BITS)
     opened = _exact(*packed, group, tiles_4bit.BITS)
     tiles = tiles_4bit.in_tiles(*packed, group)
@@ -616,13 +618,39 @@ def test_few_blocks_multiply_all_strips_of_a_weight_in_tiles(
             assert np.allclose(_numbers(found), _gated(expected), 0.03, 0.05)
 
 
+@runs
+def test_warpgroups_take_columns_of_a_weight_in_tiles_in_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """More columns than there are stages, in one part and in two."""
+    rows, columns, group = 128, 20 * tiles_4bit.TILE, 64
+    numbers = (mx.random.normal((rows, columns)) * columns**-0.5).astype(mx.bfloat16)
+    packed = mx.quantize(numbers, group_size=group, bits=tiles_4bit.BITS)
+    opened = _exact(*packed, group, tiles_4bit.BITS)
+    tiles = tiles_4bit.in_tiles(*packed, group)
+    for blocks, lines, sets in ((1, 30, 4), (1, 100, 16), (2, 30, 4)):
+        monkeypatch.setattr(matmul_4bit_tiles, "FULL_GPU_BLOCKS", blocks)
+        parts = matmul_4bit_tiles.parts_of(lines, rows, 20, gated=True)
+        assert (parts.kind, parts.splits) == ((sets, 2, 1, 2), blocks)
+        x = mx.random.normal((lines, columns)).astype(mx.bfloat16)
+        found = matmul_4bit_tiles.many(x, tiles, group, gated=True)
+        assert np.allclose(_numbers(found), _gated(_numbers(x) @ opened.T), 0.02, 0.03)
+
+
 def test_rows_of_a_weight_in_tiles_are_divided_among_blocks() -> None:
     fragments = matmul_4bit_tiles.fragments_of
     assert [fragments(rows, gated=False) for rows in (64, 4096, 6144, 28672)] == [1, 2, 4, 4]
     assert fragments(64, gated=True) == 2
-    tiles, splits = matmul_4bit_tiles.tiles_of, matmul_4bit_tiles.splits_of
-    assert [tiles(28672, sets, gated=True) for sets in (8, 12, 16)] == [1, 2, 2]
-    assert tiles(6144, 16, gated=False) == 1
+    parts, wide = matmul_4bit_tiles.parts_of, matmul_4bit_tiles.WIDE
+    two, alone = (2, 1, 1), (2, 1, 2)  # thread blocks on a multiprocessor
+    found = [parts(lines, 28672, 64, gated=True) for lines in (64, 96, 128, 1024)]
+    assert [one.kind for one in found] == [(8, *two), *((n, *wide, 1) for n in (12, 16, 16))]
+    assert [one.blocks for one in found] == [224, 112, 112, 896]
+    found = [parts(lines, 6144, 64, gated=False) for lines in (9, 128, 512, 1024)]
+    kinds = [(2, *alone), (16, *alone), (16, *wide, 1), (16, *alone)]
+    assert [(one.kind, one.splits) for one in found] == list(zip(kinds, (2, 2, 1, 1), strict=True))
+    assert parts(32, 4096, 223, gated=False).kind == (4, *two)  # an odd number of steps
+    splits = matmul_4bit_tiles.splits_of
     assert [splits(blocks, 64) for blocks in (1, 16, 48, 224)] == [8, 8, 2, 1]
     assert splits(16, 3) == 3
 

@@ -6,6 +6,7 @@ of the tensor cores, each tile once for up to 128 tokens.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -29,20 +30,23 @@ from mlxpool.worker.kernels.matmul_small import (
 from mlxpool.worker.kernels.matmul_tiled import FULL_GPU_BLOCKS
 from mlxpool.worker.kernels.tiles_4bit import BITS, TILE, fragment_bytes
 
-MAX_TOKENS = 256  # for more, dequantising the weight first is faster
+MAX_TOKENS = 1024  # for more, dequantising the weight first is faster
 FEW_TOKENS = 8
-WARPS = 8  # of a thread block, for few tokens
-STAGES = 6  # of a warp: with all warps 92 KB of the weight are requested and not received
+WARPS = 16  # of a thread block, for few tokens: its instructions wait for those before them
+FEW_BLOCKS = 1  # of few tokens, that run on a multiprocessor at a time
+MAX_STAGES = 6  # of a warp
 FRAGMENT_ROWS = 16
 FRAGMENTS = (4, 2, 1)  # of a strip; with more, tokens are read less often
 BUSY_BLOCKS = 96  # thread blocks that keep a large GPU busy
 
 SETS = (2, 4, 8, 12, 16)  # numbers of 8 tokens for which there are kernels of many tokens
-TILED_THREADS = 256
+WARPGROUP = 128  # threads
+WIDE = (4, 1)  # warpgroups of a thread block with 256 rows, and the tiles of each
 # Sets up to which two thread blocks run on a multiprocessor at a time.
 MAX_SETS_OF_TWO = 8
-SHARED_BYTES = 224 * 1024  # of a multiprocessor, for the stages of its thread blocks
-MAX_TILED_STAGES = 12
+SHARED_BYTES = 227 * 1024  # of a multiprocessor, for its thread blocks
+BLOCK_BYTES = 1024  # of them, that each thread block takes besides its own
+MAX_TILED_STAGES = 16
 MAX_SPLITS = 8
 
 
@@ -68,7 +72,7 @@ def kernel_matmul(
         return many(x, tiles, group, gated=fused.gated)
     rows = tiles.shape[0] * TILE
     fragments = fragments_of(rows, fused.gated)
-    blocks = min(rows // (FRAGMENT_ROWS * fragments), FULL_GPU_BLOCKS)
+    blocks = min(rows // (FRAGMENT_ROWS * fragments), FULL_GPU_BLOCKS * FEW_BLOCKS)
     threads = WARPS * WARP_SIZE
     found: list[mx.array] = _few_kernel(fragments, group, x.dtype, *fused.constants.items())(
         inputs=[x, tiles, *fused.inputs(x)],
@@ -90,31 +94,57 @@ def fragments_of(rows: int, gated: bool) -> int:
 def many(x: mx.array, tiles: mx.array, group: int, *, gated: bool = False) -> mx.array:
     """As `kernel_matmul`, for any number of tokens."""
     tokens, rows = x.shape[0], tiles.shape[0] * TILE
-    sets = next((n for n in SETS if 8 * n >= tokens), SETS[-1])
-    sections = -(-tokens // (8 * sets))
-    per_group = tiles_of(rows, sets, gated)
-    strips = -(-rows // (2 * TILE * per_group))
-    splits = splits_of(strips * sections, tiles.shape[1]) if per_group == 1 else 1
+    parts = parts_of(tokens, rows, tiles.shape[1], gated=gated)
     arrived: mx.array = next(matmul_tiled.counters())
     partial: mx.array = next(matmul_tiled.part_sums())
-    found: list[mx.array] = _many_kernel(sets, per_group, gated, group, x.dtype)(
+    threads = WARPGROUP * parts.high * parts.deep
+    found: list[mx.array] = _many_kernel(parts.kind, gated, group, x.dtype)(
         inputs=[x, tiles, arrived, partial],
-        grid=(strips * sections * TILED_THREADS, splits, 1),
-        threadgroup=(TILED_THREADS, 1, 1),
+        grid=(parts.blocks * threads, parts.splits, 1),
+        threadgroup=(threads, 1, 1),
         output_shapes=[(tokens, rows // (1 + gated))],
         output_dtypes=[x.dtype],
     )
     return found[0]
 
 
-def tiles_of(rows: int, sets: int, gated: bool) -> int:
-    """Returns the tiles of four warps: two where that still leaves blocks for the whole GPU.
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """How a product of many tokens is divided into thread blocks, and those into warpgroups."""
 
-    With two, tokens are read half as often, which takes longer than the products of many of them.
+    sets: int  # of 8 tokens, of a thread block
+    high: int  # warpgroups with rows of their own
+    tiles: int  # of 64 rows, of each of them
+    deep: int  # times as many warpgroups, which take 64 columns in turns
+    blocks: int
+    splits: int  # of the columns, each with so many thread blocks
+
+    @property
+    def kind(self) -> tuple[int, int, int, int]:
+        """What the kernel's text depends on."""
+        return self.sets, self.high, self.tiles, self.deep
+
+
+def parts_of(tokens: int, rows: int, steps: int, *, gated: bool) -> Parts:
+    """Returns how a product is divided whose weight has so many rows and 64 columns a step.
+
+    Thread blocks with 256 rows read tokens half as often as those with 128, and are chosen where
+    they keep the multiprocessors as busy. A thread block that has a multiprocessor to itself has
+    four warpgroups: while one of them dequantises, others multiply.
     """
-    whole = rows % (4 * TILE * (1 + gated)) == 0
-    wide = sets > MAX_SETS_OF_TWO and whole and rows // (4 * TILE) >= BUSY_BLOCKS
-    return 2 if wide else 1
+    sets = next((n for n in SETS if 8 * n >= tokens), SETS[-1])
+    sections = -(-tokens // (8 * sets))
+    wide, narrow = (-(-rows // (n * TILE)) * sections for n in (4, 2))
+    whole = sets > MAX_SETS_OF_TWO and rows % (4 * TILE * (1 + gated)) == 0
+    if whole and 2 * _rounds(wide) <= _rounds(narrow):
+        return Parts(sets, *WIDE, 1, wide, 1)
+    splits = splits_of(narrow, max(1, steps // 2))
+    alone = sets > MAX_SETS_OF_TWO or narrow * splits <= FULL_GPU_BLOCKS
+    return Parts(sets, 2, 1, 2 if alone and steps % 2 == 0 else 1, narrow, splits)
+
+
+def _rounds(blocks: int) -> int:
+    return -(-blocks // FULL_GPU_BLOCKS)
 
 
 def splits_of(blocks: int, steps: int) -> int:
@@ -124,36 +154,48 @@ def splits_of(blocks: int, steps: int) -> int:
 
 @cache
 def _few_kernel(fragments: int, group: int, dtype: mx.Dtype, *fused: tuple[str, Constant]) -> Any:
+    sums = sums_of(1, WARPS, fragments)
+    normed = dict(fused)["NORMED"]
+    stage = fragments * fragment_bytes(group) + 2 * TILE * (FEW_TOKENS + bool(normed))
+    stages = min(MAX_STAGES, (_room(FEW_BLOCKS) - sums) // (WARPS * stage))
     constants: dict[str, Constant] = {
         "WARPS": WARPS,
-        "STAGES": STAGES,
+        "STAGES": stages,
         "FRAGMENTS": fragments,
         "N": dtype,
         **dict(fused),
     }
-    gain = 2 * TILE if constants["NORMED"] else 0
-    stage = fragments * fragment_bytes(group) + 2 * TILE * FEW_TOKENS + gain
     return build_kernel(
         "matmul_4bit_few",
         ["x", "weight", *FUSED_INPUTS],
         ["out"],
         constants,
         contiguous=True,
-        shared=WARPS * STAGES * stage + sums_of(1, WARPS, fragments),
+        shared=WARPS * stages * stage + sums,
         header=tiles_4bit.header(group) + name_files({"STRIP_END": "warp_sums.cuh"}),
+        bounds=(WARPS * WARP_SIZE, FEW_BLOCKS),
     )
 
 
+def _room(blocks: int) -> int:
+    """Returns the bytes of shared memory of each of so many thread blocks of a multiprocessor."""
+    return SHARED_BYTES // blocks - BLOCK_BYTES
+
+
 @cache
-def _many_kernel(sets: int, tiles: int, gated: bool, group: int, dtype: mx.Dtype) -> Any:
-    blocks = 2 if sets <= MAX_SETS_OF_TWO else 1
-    stage = 2 * tiles * tiles_4bit.FRAGMENTS * fragment_bytes(group) + 8 * sets * 2 * TILE
-    room = SHARED_BYTES // blocks - 3 * 1024  # a block takes 1 KB more, and aligns its stages
+def _many_kernel(kind: tuple[int, int, int, int], gated: bool, group: int, dtype: mx.Dtype) -> Any:
+    sets, high, tiles, deep = kind
+    two = sets <= MAX_SETS_OF_TWO and deep == 1 and high * tiles == 2
+    blocks = 2 if two else 1
+    stage = high * tiles * tiles_4bit.FRAGMENTS * fragment_bytes(group) + 8 * sets * 2 * TILE
+    room = _room(blocks) - matmul_tiled.SHARED_ALIGNMENT - BLOCK_BYTES  # and what the text declares
     stages = min(MAX_TILED_STAGES, room // stage)
-    sums = 8 * sets * (2 * TILE * tiles + 1) * 4
+    sums = 8 * sets * (TILE * high * tiles + 4) * 4
     constants: dict[str, Constant] = {
         "SETS": sets,
+        "HIGH": high,
         "TILES": tiles,
+        "DEEP": deep,
         "GATED": gated,
         "STAGES": stages,
         "N": dtype,
@@ -166,7 +208,7 @@ def _many_kernel(sets: int, tiles: int, gated: bool, group: int, dtype: mx.Dtype
         contiguous=True,
         shared=max(stages * stage + matmul_tiled.SHARED_ALIGNMENT, sums),
         header=matmul_tiled.group_mma_by_lines(sets, dtype) + tiles_4bit.header(group),
-        bounds=(TILED_THREADS, blocks),
+        bounds=(WARPGROUP * high * deep, blocks),
     )
 
 

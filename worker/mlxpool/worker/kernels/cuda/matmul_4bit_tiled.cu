@@ -2,18 +2,22 @@
 // x [LINES, IN] W [OUT, IN]^T, in the tensor cores of Hopper. A thread block has ROWS rows of the weight, half
 // of them gates where products are gated, 8 * SETS lines, and the columns of one of gridDim.y parts. Blocks
 // with the same rows are neighbours, so the weight is read from memory once. Lines come through shared memory
-// as in tiled_product.cuh, and so do tiles, 64 columns at a time and STAGES - 2 steps ahead. Each of two groups
-// of four warps dequantises TILES tiles into registers, which are the first operand of its products: the next
-// 16 columns while up to three products before them run. The part that finishes last adds up all parts.
-constexpr int THREADS = 256, ROWS = 128 * TILES, ALL = 8 * SETS, TILE = 4 * FRAGMENT;
+// as in tiled_product.cuh, and so do tiles, 64 columns at a time and STAGES - 2 * DEEP steps ahead. There are
+// HIGH * DEEP warpgroups: HIGH of them have TILES tiles of a step each, and DEEP times as many take steps in
+// turns. A warpgroup dequantises its tiles into registers, which are the first operand of its products: the
+// next 16 columns while up to three products before them run. The part that finishes last adds up all parts.
+constexpr int THREADS = 128 * HIGH * DEEP, TALL = HIGH * TILES;  // tiles of a step
+constexpr int ROWS = 64 * TALL, ALL = 8 * SETS, TILE = 4 * FRAGMENT;
 constexpr int EACH = GATED ? ROWS / 2 : ROWS;  // results of a thread block for a line
 constexpr int LINE_COPIES = (ALL * 8 + THREADS - 1) / THREADS, PIECES = TILE / 16;
-constexpr int TILE_COPIES = (2 * TILES * PIECES + THREADS - 1) / THREADS;  // of a thread, of 16 bytes
+constexpr int TILE_COPIES = (TALL * PIECES + THREADS - 1) / THREADS;  // of a thread, of 16 bytes
+constexpr int WHOLE = ROWS + 4;  // numbers of a line of sums, in which four lines have different banks
 const int IN = x_shape[1], STEPS = IN / 64, OUT = weight_shape[0] * 64 / (GATED ? 2 : 1);
 const int sections = (x_shape[0] + ALL - 1) / ALL, section = blockIdx.x % sections;
 const int LINES = min(ALL, x_shape[0] - section * ALL), first = blockIdx.x / sections * EACH;
 const int part = blockIdx.y, parts = gridDim.y;
-const int begin = (int)((long)STEPS * part / parts), end = (int)((long)STEPS * (part + 1) / parts);
+const int TURNS = STEPS / DEEP;
+const int begin = (int)((long)TURNS * part / parts) * DEEP, end = (int)((long)TURNS * (part + 1) / parts) * DEEP;
 const N* const lines = (const N*)x + (long)section * ALL * IN;
 extern __shared__ uint4 space[];  // [STAGES] lines, [STAGES] tiles, or sums
 const unsigned address = shared_address(space), base = (address + 1023) & ~1023u;
@@ -25,7 +29,7 @@ const N* line_from[LINE_COPIES];
 for (int n = 0; n < TILE_COPIES; n++) {
   const int i = n * THREADS + threadIdx.x, tile = i / PIECES;
   int row = first / 64 + tile;
-  if (GATED && tile >= TILES) row += (OUT - EACH) / 64;
+  if (GATED && tile >= TALL / 2) row += (OUT - EACH) / 64;
   row = min(row, weight_shape[0] - 1);  // the last block may have fewer tiles
   tile_from[n] = (const char*)weight + fragment_offset(row * 4, begin, STEPS) + i % PIECES * 16;
 }
@@ -43,7 +47,7 @@ auto fetch = [&] {
   if (left > 0) {
     #pragma unroll
     for (int n = 0; n < TILE_COPIES; n++) {
-      if (n * THREADS + threadIdx.x < 2 * TILES * PIECES) copy(tiles_to + n * THREADS * 16, tile_from[n]);
+      if (n * THREADS + threadIdx.x < TALL * PIECES) copy(tiles_to + n * THREADS * 16, tile_from[n]);
       tile_from[n] += TILE;
     }
     #pragma unroll
@@ -54,7 +58,7 @@ auto fetch = [&] {
     left--;
     const bool last = ahead == STAGES - 1;
     ahead = last ? 0 : ahead + 1;
-    tiles_to += 2 * TILES * TILE - (last ? STAGES * 2 * TILES * TILE : 0);
+    tiles_to += TALL * TILE - (last ? STAGES * TALL * TILE : 0);
     lines_to += ALL * 128 - (last ? STAGES * ALL * 128 : 0);
   }
   commit_copies();
@@ -67,19 +71,20 @@ for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
 for (int tile = 0; tile < TILES; tile++) hold(sum[tile]);
 #pragma unroll 1
-for (int n = 0; n < STAGES - 2; n++) fetch();
-const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+for (int n = 0; n < STAGES - 2 * DEEP; n++) fetch();
+const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % (4 * HIGH), turn = threadIdx.x / (128 * HIGH);
 // The fragments of this thread's warp in the first tile of its group, in the first stage.
 const char* const fragments
     = (const char*)space + (base - address) + TILES_AT + warp / 4 * TILES * TILE + warp % 4 * FRAGMENT;
 const unsigned held = held_pair<N>(x_shape[0]);
-int stage = 0;
+int stage = turn;
 #pragma unroll 1
-for (int n = 0; n < end - begin; n++) {
-  wait_copies<STAGES - 3>();
+for (int n = begin; n < end; n += DEEP) {
+  wait_copies<STAGES - 3 * DEEP>();
   fence_products();
   __syncthreads();  // all threads have multiplied what the next columns overwrite
-  fetch();
+  #pragma unroll
+  for (int i = 0; i < DEEP; i++) fetch();
   const unsigned at = base + stage * ALL * 128;
   // The descriptor of a matrix: swizzled rows of 128 bytes, eight rows in 1,024 bytes.
   const unsigned long long columns
@@ -88,7 +93,7 @@ for (int n = 0; n < end - begin; n++) {
   Some<N, 4> factors[TILES][GROUPS];
   #pragma unroll
   for (int tile = 0; tile < TILES; tile++) {
-    const char* const here = fragments + (stage * 2 * TILES + tile) * TILE;
+    const char* const here = fragments + (stage * TALL + tile) * TILE;
     *(uint4*)words[tile] = ((const uint4*)here)[lane];
     #pragma unroll
     for (int group = 0; group < GROUPS; group++)
@@ -112,18 +117,39 @@ for (int n = 0; n < end - begin; n++) {
       group_mma_by_lines(sum[tile], a[tile][0], a[tile][1], a[tile][2], a[tile][3], columns + 2 * j);
     commit_products();
   }
-  stage = stage == STAGES - 1 ? 0 : stage + 1;
+  stage += stage >= STAGES - DEEP ? DEEP - STAGES : DEEP;
 }
 wait_products<0>();
 #pragma unroll
 for (int tile = 0; tile < TILES; tile++) hold(sum[tile]);
 wait_copies<0>();
-if (TILES == 1 && parts > 1) {
-  __shared__ int before;
-  float4* const all = (float4*)partial + (long)blockIdx.x * parts * TILES * SETS * THREADS + threadIdx.x;
+float* const found = (float*)space;  // [ALL][WHOLE]
+float* const own = found + lane % 4 * 2 * WHOLE + warp / 4 * TILES * 64 + warp % 4 * 16 + lane / 4;
+// Where sum[tile][i] of this thread is among those of the thread block.
+auto place = [&](int tile, int i) { return own + (i / 4 * 8 + i % 2) * WHOLE + tile * 64 + i % 4 / 2 * 8; };
+#pragma unroll
+for (int other = 1; other < DEEP; other++) {
+  __syncthreads();
   #pragma unroll
-  for (int i = 0; i < TILES * SETS; i++)
-    all[(part * TILES * SETS + i) * THREADS] = *(float4*)&sum[i / SETS][i % SETS * 4];
+  for (int tile = 0; tile < TILES; tile++)
+    #pragma unroll
+    for (int i = 0; i < 4 * SETS; i++)
+      if (turn == other) *place(tile, i) = sum[tile][i];
+  __syncthreads();
+  #pragma unroll
+  for (int tile = 0; tile < TILES; tile++)
+    #pragma unroll
+    for (int i = 0; i < 4 * SETS; i++)
+      if (turn == 0) sum[tile][i] += *place(tile, i);
+}
+if (HIGH * TILES == 2 && parts > 1) {
+  __shared__ int before;
+  constexpr int SUMMED = 128 * HIGH;  // threads
+  float4* const all = (float4*)partial + (long)blockIdx.x * parts * TILES * SETS * SUMMED + threadIdx.x;
+  if (turn == 0)
+    #pragma unroll
+    for (int i = 0; i < TILES * SETS; i++)
+      all[(part * TILES * SETS + i) * SUMMED] = *(float4*)&sum[i / SETS][i % SETS * 4];
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) before = atomicAdd((int*)arrived + blockIdx.x, 1);
@@ -136,10 +162,10 @@ if (TILES == 1 && parts > 1) {
     #pragma unroll
     for (int i = 0; i < 4 * SETS; i++) sum[tile][i] = 0;
   #pragma unroll 1
-  for (int p = 0; p < parts; p++)
+  for (int p = 0; p < parts && turn == 0; p++)
     #pragma unroll
     for (int i = 0; i < TILES * SETS; i++) {
-      const float4 some = __ldcg(all + (p * TILES * SETS + i) * THREADS);
+      const float4 some = __ldcg(all + (p * TILES * SETS + i) * SUMMED);
       float* const four = &sum[i / SETS][i % SETS * 4];
       four[0] += some.x;
       four[1] += some.y;
@@ -148,17 +174,15 @@ if (TILES == 1 && parts > 1) {
     }
 }
 __syncthreads();
-float* const found = (float*)space;  // [ALL][ROWS + 1]
 #pragma unroll
 for (int tile = 0; tile < TILES; tile++)
   #pragma unroll
   for (int i = 0; i < 4 * SETS; i++)
-    found[(i / 4 * 8 + lane % 4 * 2 + i % 2) * (ROWS + 1)
-          + (warp / 4 * TILES + tile) * 64 + warp % 4 * 16 + lane / 4 + i % 4 / 2 * 8] = sum[tile][i];
+    if (turn == 0) *place(tile, i) = sum[tile][i];
 __syncthreads();
 for (int i = threadIdx.x; i < LINES * EACH; i += THREADS) {
   const int row = i % EACH, l = i / EACH;
-  const float* const sums = found + l * (ROWS + 1);
+  const float* const sums = found + l * WHOLE;
   if (first + row < OUT)
     down(GATED ? gated(sums[row], sums[EACH + row], N()) : sums[row],
          (N*)out + (long)(section * ALL + l) * OUT + first + row);
