@@ -18,43 +18,61 @@ const char* const stages = (const char*)space + warp * STAGES * STAGE;
 const unsigned base = shared_address(stages);
 float* const found = (float*)((char*)space + WARPS * STAGES * STAGE);
 const long apart = fragment_offset(OUT / 16, 0, STEPS);  // of gates and what they multiply
-int ahead_strip = blockIdx.x, ahead_step = warp, ahead_stage = 0;
+// Where this lane copies to in a stage, and reads from; held, as each step would make them anew.
+unsigned words_at = lane * 16, factors_at = 512 + line * GROUPS * 8;
+const int swizzled = (lane % 8 ^ lane / 8) * 16;
+unsigned line_at = LINES_AT + lane / 8 * 128 + swizzled, upper_at = LINES_AT + lane / 8 * 128 + 512 + (swizzled ^ 64);
+unsigned left_at = LINES_AT + lane % 8 * 128 + swizzled, right_at = LINES_AT + lane % 8 * 128 + (swizzled ^ 64);
+unsigned lines_here = max(LINES - lane / 8, 0);  // of which this lane copies the first and the fifth
+hold(words_at);
+hold(factors_at);
+hold(line_at);
+hold(upper_at);
+hold(left_at);
+hold(right_at);
+hold(lines_here);
+int ahead_strip = blockIdx.x, ahead_step = warp;
+unsigned ahead = base;  // its stage
 auto first_piece = [&] {
   return (const char*)weight + fragment_offset(ahead_strip * (EACH / 16), ahead_step, STEPS) + lane * 16;
 };
 const char* piece = first_piece();
-const N* const lines = (const N*)x + (long)(lane / 8) * IN + lane % 8 * 8;
-const unsigned line_to = base + LINES_AT + lane / 8 * 128, swizzled = lane % 8 ^ lane / 8;
+const N* lines = (const N*)x + (long)(lane / 8) * IN + lane % 8 * 8 + warp * 64;
+const N* gains_from = (const N*)gain + lane % 8 * 8 + warp * 64;
 // Copies the next step of this warp.
 auto fetch = [&] {
   if (ahead_step >= STEPS) {
-    for (; ahead_step >= STEPS; ahead_step -= STEPS) ahead_strip += gridDim.x;
+    for (; ahead_step >= STEPS; ahead_step -= STEPS) {
+      ahead_strip += gridDim.x;
+      lines -= IN;
+      if (NORMED) gains_from -= IN;
+    }
     piece = first_piece();
   }
   if (ahead_strip < strips) {
-    const unsigned to = base + ahead_stage * STAGE + lane * 16;
+    const unsigned to = ahead + words_at;
     #pragma unroll
     for (int run = 0; run < RUNS; run++)
       #pragma unroll
       for (int n = 0; n < (RUN / 16 + 31) / 32; n++)
-        if (n * 32 + lane < RUN / 16) copy(to + run * RUN + n * 512, piece + run * apart + n * 512);
-    #pragma unroll
-    for (int half = 0; half < 2; half++)
-      if (half * 4 + lane / 8 < LINES)
-        copy_bytes<16>(line_to + ahead_stage * STAGE + half * 512 + (swizzled ^ half * 4) * 16,
-                       lines + half * 4 * IN + ahead_step * 64);
-    if (NORMED && lane < 8) copy_bytes<16>(to + GAIN_AT, (const N*)gain + ahead_step * 64 + lane * 8);
+        if (n * 512 + words_at < RUN) copy(to + run * RUN + n * 512, piece + run * apart + n * 512);
+    if (lines_here > 0) copy_bytes<16>(ahead + line_at, lines);
+    if (lines_here > 4) copy_bytes<16>(ahead + upper_at, lines + 4 * (long)IN);
+    if (NORMED && words_at < 128) copy_bytes<16>(to + GAIN_AT, gains_from);
   }
   commit_copies();
   ahead_step += WARPS;
   piece += WARPS * 4 * FRAGMENT;
-  ahead_stage = ahead_stage == STAGES - 1 ? 0 : ahead_stage + 1;
+  lines += WARPS * 64;
+  if (NORMED) gains_from += WARPS * 64;
+  ahead = ahead == base + (STAGES - 1) * STAGE ? base : ahead + STAGE;
 };
 #pragma unroll 1
 for (int n = 0; n < STAGES - 1; n++) fetch();
 const unsigned ones[4] = {Raised<N>::ONES, Raised<N>::ONES, Raised<N>::ONES, Raised<N>::ONES};
 const unsigned held = held_pair<N>(x_shape[0]);
-int step = warp, stage = 0;
+int step = warp;
+unsigned here = 0;  // the stage of that step
 #pragma unroll 1
 for (int strip = blockIdx.x; strip < strips; strip += gridDim.x) {
   const int first = strip * EACH;
@@ -64,15 +82,13 @@ for (int strip = blockIdx.x; strip < strips; strip += gridDim.x) {
     fetch();
     wait_copies<STAGES - 1>();
     __syncwarp();
-    const char* const here = stages + stage * STAGE;
-    const unsigned lines_at = base + stage * STAGE + LINES_AT + lane % 8 * 128;
     unsigned b[2][4];
     #pragma unroll
     for (int half = 0; half < 2; half++) {
-      load_matrices(b[half], lines_at + (lane / 8 + half * 4 ^ lane % 8) * 16);
+      load_matrices(b[half], base + here + (half ? right_at : left_at));
       if (NORMED) {
         unsigned gains[4];
-        load_matrices(gains, base + stage * STAGE + GAIN_AT + (lane / 8 + half * 4) * 16);
+        load_matrices(gains, base + here + GAIN_AT + (lane / 8 + half * 4) * 16);
         #pragma unroll
         for (int i = 0; i < 4; i += 2) {
           const unsigned a[4] = {b[half][i], 0, b[half][i + 1], 0};
@@ -85,7 +101,7 @@ for (int strip = blockIdx.x; strip < strips; strip += gridDim.x) {
     unsigned words[TILES][4];
     #pragma unroll
     for (int tile = 0; tile < TILES; tile++)
-      *(uint4*)words[tile] = ((const uint4*)(here + tile * FRAGMENT))[lane];
+      *(uint4*)words[tile] = *(const uint4*)(stages + here + words_at + tile * FRAGMENT);
     #pragma unroll
     for (int group = 0; group < GROUPS; group++) {
       float x_sum[4] = {}, some[TILES][4] = {};
@@ -104,7 +120,7 @@ for (int strip = blockIdx.x; strip < strips; strip += gridDim.x) {
       #pragma unroll
       for (int tile = 0; tile < TILES; tile++) {
         const Some<N, 4> factors
-            = *(const Some<N, 4>*)(here + tile * FRAGMENT + 512 + (line * GROUPS + group) * 8);
+            = *(const Some<N, 4>*)(stages + here + factors_at + tile * FRAGMENT + group * 8);
         #pragma unroll
         for (int half = 0; half < 2; half++) {
           const float scale = up(factors.n[half]);
@@ -115,7 +131,7 @@ for (int strip = blockIdx.x; strip < strips; strip += gridDim.x) {
         }
       }
     }
-    stage = stage == STAGES - 1 ? 0 : stage + 1;
+    here = here == (STAGES - 1) * STAGE ? 0 : here + STAGE;
     __syncwarp();
   }
   step -= STEPS;
