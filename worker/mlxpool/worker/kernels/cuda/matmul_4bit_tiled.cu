@@ -180,10 +180,12 @@ for (int tile = 0; tile < TILES; tile++)
   for (int i = 0; i < 4 * SETS; i++)
     if (turn == 0) *place(tile, i) = sum[tile][i];
 __syncthreads();
-for (int i = threadIdx.x; i < LINES * EACH; i += THREADS) {
-  const int row = i % EACH, l = i / EACH;
-  const float* const sums = found + l * WHOLE;
-  if (first + row < OUT)
-    down(GATED ? gated(sums[row], sums[EACH + row], N()) : sums[row],
-         (N*)out + (long)(section * ALL + l) * OUT + first + row);
+for (int i = threadIdx.x; i < LINES * EACH / 2; i += THREADS) {
+  const int row = i % (EACH / 2) * 2, l = i / (EACH / 2);
+  if (first + row >= OUT) continue;
+  const float* const sums = found + l * WHOLE + row;
+  Some<N, 2> two;
+  #pragma unroll
+  for (int n = 0; n < 2; n++) down(GATED ? gated(sums[n], sums[EACH + n], N()) : sums[n], &two.n[n]);
+  *(Some<N, 2>*)((N*)out + (long)(section * ALL + l) * OUT + first + row) = two;
 }

@@ -20,6 +20,7 @@ for (int set = 0; set < SETS; set++)
     if (quarter == 0) lengths[warp * SETS * 8 + set * 8 + line] = squares[set];
   }
 __syncthreads();
+#pragma unroll 1
 for (int i = threadIdx.x; i < LINES * EACH; i += THREADS) {
   const int row = i % EACH, l = i / EACH;
   const long to = (long)l * OUT + first + row;
