@@ -105,8 +105,8 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
     kept = tiers.tiers().kept([(tiers.relative(one.path), one.name) for one in items])
     kept = [run or runs_whole(one.path, config) for run, one in zip(kept, items, strict=True)]
     left = [one for run, one in zip(kept, items, strict=True) if not run]
-    if hasattr(config, "workerinput"):
-        config.workeroutput[LEFT_OUT] = len(left)
+    if (output := getattr(config, "workeroutput", None)) is not None:
+        output[LEFT_OUT] = len(left)
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = [one for run, one in zip(kept, items, strict=True) if run]

@@ -557,10 +557,10 @@ def test_products_with_4_bit_weights_in_tiles_equal_float64(
     """Few tokens and many, with more columns than stages, and a last tile without a neighbour."""
     kind = getattr(mx, dtype)
     numbers = (mx.random.normal((rows, columns)) * columns**-0.5).astype(kind)
-    packed = mx.quantize(numbers, group_size=group, bits=tiles_4bit.BITS)
-    opened = _exact(*packed, group, tiles_4bit.BITS)
+    weight, scales, biases = mx.quantize(numbers, group_size=group, bits=tiles_4bit.BITS)
+    opened = _exact(weight, scales, biases, group, tiles_4bit.BITS)
     assert matmul_4bit_tiles.works(group, kind)
-    tiles = tiles_4bit.in_tiles(*packed, group)
+    tiles = tiles_4bit.in_tiles(weight, scales, biases, group)
     for lines in (1, 2, 8, 9, 16, 17, 33, 100, 128, 129, 256) if ON_GPU else (2, 8, 9, 30, 130):
         x = mx.random.normal((lines, columns)).astype(kind)
         expected = _numbers(x) @ opened.T
@@ -600,9 +600,9 @@ def test_few_blocks_multiply_all_strips_of_a_weight_in_tiles(
     for rows, lines, kind in kinds:
         assert matmul_4bit_tiles.parts_of(lines, rows, 13, gated=False).kind == kind
     numbers = (mx.random.normal((512, columns)) * columns**-0.5).astype(mx.bfloat16)
-    packed = mx.quantize(numbers, group_size=group, bits=tiles_4bit.BITS)
-    opened = _exact(*packed, group, tiles_4bit.BITS)
-    tiles = tiles_4bit.in_tiles(*packed, group)
+    weight, scales, biases = mx.quantize(numbers, group_size=group, bits=tiles_4bit.BITS)
+    opened = _exact(weight, scales, biases, group, tiles_4bit.BITS)
+    tiles = tiles_4bit.in_tiles(weight, scales, biases, group)
     gain = mx.random.normal((columns,)).astype(mx.bfloat16)
     for lines in (5, 97):
         x = mx.random.normal((lines, columns)).astype(mx.bfloat16)
@@ -625,9 +625,9 @@ def test_warpgroups_take_columns_of_a_weight_in_tiles_in_turns(
     """More columns than there are stages, in one part and in two."""
     rows, columns, group = 128, 20 * tiles_4bit.TILE, 64
     numbers = (mx.random.normal((rows, columns)) * columns**-0.5).astype(mx.bfloat16)
-    packed = mx.quantize(numbers, group_size=group, bits=tiles_4bit.BITS)
-    opened = _exact(*packed, group, tiles_4bit.BITS)
-    tiles = tiles_4bit.in_tiles(*packed, group)
+    weight, scales, biases = mx.quantize(numbers, group_size=group, bits=tiles_4bit.BITS)
+    opened = _exact(weight, scales, biases, group, tiles_4bit.BITS)
+    tiles = tiles_4bit.in_tiles(weight, scales, biases, group)
     for blocks, lines, sets in ((1, 30, 4), (1, 100, 16), (2, 30, 4)):
         monkeypatch.setattr(matmul_4bit_tiles, "FULL_GPU_BLOCKS", blocks)
         parts = matmul_4bit_tiles.parts_of(lines, rows, 20, gated=True)
@@ -662,9 +662,11 @@ def test_rows_of_a_weight_in_tiles_are_divided_among_blocks() -> None:
 )
 def test_4_bit_weights_in_tiles_are_dequantised(group: int, dtype: str) -> None:
     kind = getattr(mx, dtype)
-    packed = mx.quantize(mx.random.normal((128, 192)).astype(kind), group_size=group, bits=4)
-    expected = _exact(*packed, group, 4)
-    tiles = tiles_4bit.in_tiles(*packed, group)
+    weight, scales, biases = mx.quantize(
+        mx.random.normal((128, 192)).astype(kind), group_size=group, bits=4
+    )
+    expected = _exact(weight, scales, biases, group, 4)
+    tiles = tiles_4bit.in_tiles(weight, scales, biases, group)
     every = tiles_4bit.dequantised_rows(tiles, None, group, kind)
     assert np.allclose(_numbers(every), expected, 0.01, 0.01)
     ids = [127, 0, 9, 8, 64, 63, 0]

@@ -25,8 +25,8 @@ def machine() -> Iterator[None]:
 
 def packed(rows: int, columns: int, bits: int = 4, group: int = 64) -> QuantisedWeight:
     numbers = mx.random.normal((rows, columns), key=mx.random.key(1)) * columns**-0.5
-    parts = mx.quantize(numbers.astype(mx.bfloat16), group_size=group, bits=bits)
-    return QuantisedWeight(*parts, None, QuantLayout("affine", bits, group))
+    weight, scales, biases = mx.quantize(numbers.astype(mx.bfloat16), group_size=group, bits=bits)
+    return QuantisedWeight(weight, scales, biases, None, QuantLayout("affine", bits, group))
 
 
 @pytest.mark.parametrize("shape", [(3, 64), (12, 64), (300, 64), (2, 5, 64)])
