@@ -34,7 +34,7 @@ SORT_CHOICES = 64  # choices (tokens times k) from which on sorting them by expe
 # Sorted choices up to which a CUDA GPU computes a product for each, which finds the expert of the
 # choice before in its cache: MLX's grouped product takes as long for a few rows of an expert as for
 # 256.
-SINGLE_CHOICES = 256
+SINGLE_CHOICES = 512
 
 Weight: TypeAlias = "mx.array | QuantisedWeight"
 
