@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 import mlx.core as mx
 
-from mlxpool.bench import checkpoint, tensors
+from mlxpool.bench import bytes_bound, checkpoint, large_checkpoint, tensors
 from mlxpool.bench.our_engine import OurEngine, prompt
 from mlxpool.bench.shapes import SHAPES
 from mlxpool.bench.traffic.swarm import text_of
 from mlxpool.worker import models
+from mlxpool.worker.layers import experts
 from mlxpool.worker.weights.inspect import inspect
 from mlxpool.worker.weights.json_files import read_json
 
@@ -111,6 +114,34 @@ def test_shapes_with_experts_are_stored_as_conversions_have_them(
     tokens = step()
     assert isinstance(tokens, list) and len(tokens) >= 2
     assert all(0 <= one.token < VOCABULARY for one in tokens)
+
+
+@pytest.mark.usefixtures("cut")
+@pytest.mark.parametrize("write", [checkpoint.write, large_checkpoint.write])
+def test_rows_use_about_as_many_experts_as_with_balanced_routing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[..., Path]
+) -> None:
+    """So figures of random weights can be compared with the bytes' bound."""
+    monkeypatch.setattr(large_checkpoint, "BLOCK", 2**17 + 1)
+    sizes = {"n_routed_experts": 64, "num_experts_per_tok": 4}
+    monkeypatch.setitem(SHAPES, "glm", {**SHAPES["glm-4.7-flash"], **sizes})
+    ours = OurEngine(write(tmp_path / "cut", "glm", layers=3))
+    step = ours.steps([5] * 32)
+    step()
+    used = []
+    plain = experts.SwitchGLU.__call__
+
+    def counted(layer: experts.SwitchGLU, x: mx.array, chosen: mx.array) -> mx.array:
+        used.append(len(np.unique(np.array(chosen))))
+        return plain(layer, x, chosen)
+
+    monkeypatch.setattr(experts.SwitchGLU, "__call__", counted)
+    mx.disable_compile()
+    try:
+        step()
+    finally:
+        mx.enable_compile()
+    assert np.mean(used) > 0.9 * 64 * bytes_bound.Routing(64, 4).share(32)
 
 
 @pytest.mark.usefixtures("cut")

@@ -94,6 +94,8 @@ def _weights(config: Mapping[str, Any], dtype: Any) -> Iterator[tuple[str, Any]]
         layout = one.layout
         if "norm" in one.name:
             yield one.name, 1 + noise / 10
+        elif one.name.endswith(tensors.CORRECTION):
+            yield one.name, mx.zeros_like(noise)
         elif layout is not None:
             module = one.name.removesuffix(".weight")
             parts = mx.quantize(noise, layout.group_size, layout.bits, layout.mode)

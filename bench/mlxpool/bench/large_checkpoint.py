@@ -22,11 +22,13 @@ import numpy as np
 import numpy.typing as npt
 
 from mlxpool.bench import checkpoint
+from mlxpool.bench.tensors import CORRECTION
 from mlxpool.worker import models
 from mlxpool.worker.layers.layer_types import Shape
 
 BLOCK = 2**24 + 1  # numbers that are drawn; odd, so that rows do not repeat
 STEP = 104_729  # numbers from where a tensor begins in the block to where the next one does
+NOISE, NORM = "noise", "norm"  # kinds of tensors, as is CORRECTION
 NORM_NOISE = 0.1  # of the weights of norms, which are about 1
 BYTES = 2  # of a number
 THREADS = 16
@@ -53,15 +55,19 @@ class Blocks:
     """The drawn numbers, scaled as each kind of tensor has them."""
 
     noise: npt.NDArray[np.float32]
-    made: dict[tuple[bool, int], Bits] = field(default_factory=dict)
+    made: dict[tuple[str, int], Bits] = field(default_factory=dict)
 
     def of(self, tensor: Planned) -> Bits:
         """The block whose numbers a tensor has."""
-        norm, width = "norm" in tensor.name, tensor.shape[-1]
-        if (norm, width) not in self.made:
+        kind, width = _kind(tensor.name), tensor.shape[-1]
+        if (kind, width) not in self.made:
             scaled = self.noise * np.float32(width**-0.5)
-            self.made[norm, width] = _bfloat16(1 + NORM_NOISE * scaled if norm else scaled)
-        return self.made[norm, width]
+            if kind == NORM:
+                scaled = 1 + NORM_NOISE * scaled
+            elif kind == CORRECTION:
+                scaled = np.zeros_like(scaled)
+            self.made[kind, width] = _bfloat16(scaled)
+        return self.made[kind, width]
 
 
 def write(
@@ -89,6 +95,13 @@ def write(
             pass
     checkpoint.write_index(folder, {one.name: name for name in files for one in files[name]})
     return folder
+
+
+def _kind(name: str) -> str:
+    """Of the numbers of a tensor of this name."""
+    if "norm" in name:
+        return NORM
+    return CORRECTION if name.endswith(CORRECTION) else NOISE
 
 
 def _shards(shapes: Mapping[str, Shape], most: int) -> list[list[Planned]]:

@@ -17,6 +17,9 @@ DENSE_ROUTERS = {"glm4_moe_lite": "mlp.gate"}
 ROUTER_LAYOUT = {"group_size": 64, "bits": 8}
 # Published in this mode with all but the experts in 16 bits, which conversions keep.
 EXPERTS_ALONE = {"gpt_oss": "mxfp4"}
+# What is added to the scores of experts to choose them. Trained ones balance how often each expert
+# is chosen; with random weights zeros do, and random ones would make some of them rare.
+CORRECTION = ".e_score_correction_bias"
 EXPERTS = (".switch_mlp.", ".experts.")  # in names of tensors of all experts of a layer
 
 
