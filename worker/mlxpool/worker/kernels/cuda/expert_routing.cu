@@ -49,7 +49,7 @@ if (MULTIPLIES) {
       }
       #pragma unroll
       for (int other = 1; other < 32; other *= 2) squares += __shfl_xor_sync(0xffffffff, squares, other);
-      const float factor = rsqrtf(squares / NORMED_LINES + EPS);
+      const float factor = rsqrtf(squares / max(NORMED_LINES, 1) + EPS);
       #pragma unroll
       for (int n = 0; n < PIECES; n++) {
         const int d = n * 256 + lane * 8;

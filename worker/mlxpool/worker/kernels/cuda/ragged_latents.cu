@@ -56,12 +56,14 @@ if (asked <= DECODE_ROWS)
 else
   latent_tile<ROWS / 8, HEADS, EACH, LINE, RANK, BLOCK>(tile, RATE, (char*)space, finish);
 if (count == 1) return;
-__threadfence();
 __syncthreads();
-if (threadIdx.x == 0) before = atomicAdd((int*)arrived + mine, 1);
+if (threadIdx.x == 0) {
+  __threadfence();  // of what all threads have written: they wait for each other around it
+  before = atomicAdd((int*)arrived + mine, 1);
+  __threadfence();
+}
 __syncthreads();
 if (before < count - 1) return;
-__threadfence();
 if (threadIdx.x == 0) ((int*)arrived)[mine] = 0;
 // By what the sums of each part are multiplied, a warp a row.
 float* const weights = (float*)space;  // [count][asked]
