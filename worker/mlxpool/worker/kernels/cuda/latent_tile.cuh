@@ -61,6 +61,9 @@ __device__ inline void latent_tile(const LatentTile<N>& tile, float rate, char* 
     most[j] = NONE;
     total[j] = 0;
   }
+  // They come from memory while queries are copied.
+  const long first_block = block_of(max(tile.first, 0)), second_block = block_of(tile.first + TILE_KEYS);
+  long block = block_of(tile.first + 2 * TILE_KEYS);
   for (int g = thread; g < ROWS; g += TILE_THREADS)
     stops[g] = min(tile.lines == 1 ? tile.high : tile.ends[min(g, asked - 1) / EACH], tile.last);
   if (tile.first < tile.last) {
@@ -71,10 +74,8 @@ __device__ inline void latent_tile(const LatentTile<N>& tile, float rate, char* 
       else *(uint4*)(aligned + at) = uint4{0, 0, 0, 0};
     }
   }
-  long block = block_of(max(tile.first, 0));
-  fetch(tile.first, block, 0);
-  fetch(tile.first + TILE_KEYS, block_of(tile.first + TILE_KEYS), 1);
-  block = block_of(tile.first + 2 * TILE_KEYS);
+  fetch(tile.first, first_block, 0);
+  fetch(tile.first + TILE_KEYS, second_block, 1);
   int stage = 0;
   #pragma unroll 1
   for (int token = tile.first; token < tile.last; token += TILE_KEYS) {
