@@ -124,7 +124,8 @@ def test_the_log_line_of_a_request(pool: Pool) -> None:
     (shown,) = (json.loads(block.text) for block in blocks(page) if block.kind == "json")
     assert set(line) == set(shown) >= {"id", "model", "outcome", "queue_ms", "total_ms"}
     assert line["logger"] == "request"
-    assert (line["model"], line["worker"]) == ("counting", "counting/0")
+    assert (line["model"], line["asked_for"]) == ("counting", None)
+    assert line["worker"] == "counting/0"
     assert (line["outcome"], line["tokens"], line["attempts"]) == ("length", 3, 1)
     assert line["queue_ms"] <= line["first_token_ms"] <= line["total_ms"]
     assert SECRET not in pool.log()

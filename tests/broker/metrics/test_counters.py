@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from mlxpool.broker.core import actions as act
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.core import Core
 from mlxpool.broker.telemetry.history import RecentHistory
@@ -111,6 +112,16 @@ def test_a_live_request_is_shown_under_its_model_and_has_the_name_it_asked_for(
     rows = live_requests(story.core.state.requests.values(), story.now)
     assert [(row["model"], row["asked_for"]) for row in rows] == [("mine", "chat"), ("mine", None)]
     assert [each.model for each in snapshots.of(story).live] == ["mine", "mine"]
+
+
+def test_the_log_line_of_a_request_has_its_model_and_the_name_it_asked_for(story: Story) -> None:
+    worker = story.ready_worker("mine")
+    for name, other in (("chat", "chat"), ("mine", None)):
+        worker.end(story.generate(name=name), count=1)
+        (line,) = (
+            one.fields for one in story.last if isinstance(one, act.Note) and one.event == "request"
+        )
+        assert (line["model"], line["asked_for"]) == ("mine", other)
 
 
 def test_what_a_model_counted_stays_when_it_becomes_a_name_of_another(story: Story) -> None:
