@@ -16,9 +16,6 @@ PACKAGES = (*SOURCES, "cli")  # the command line lies beside the client
 OF_NAMESPACE = {ROOT / "client" / "mlxpool" / "__main__.py"}  # modules that no package has
 
 
-MAX_FILES = 20  # modules of one folder
-
-
 def cycle_in(graph: grimp.ImportGraph) -> list[str]:
     """The modules of one import cycle, or none."""
     imported = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
@@ -58,9 +55,8 @@ def packages() -> list[Path]:
 
 
 @pytest.mark.parametrize("folder", packages(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_package_is_small_and_says_what_it_is_for(folder: Path) -> None:
-    """It has at most MAX_FILES modules, and a docstring with a sentence."""
-    assert len(list(folder.glob("*.py"))) <= MAX_FILES
+def test_a_package_says_what_it_is_for(folder: Path) -> None:
+    """It has a docstring with a sentence."""
     doc = ast.get_docstring(ast.parse((folder / "__init__.py").read_text("utf-8")))
     assert doc is not None
     assert re.search(r"\.(\s|$)", doc)  # a sentence at least
