@@ -45,7 +45,9 @@ def serving(run_dir: Path, config: str) -> Iterator[int]:
     file.write_text(config)
     command = [sys.executable, "-P", "-m", "mlxpool.cli.main", "--run-dir", str(run_dir)]
     with (run_dir / "log").open("wb") as log:
-        broker = subprocess.Popen([*command, "serve", "--config", str(file)], stderr=log)
+        broker = subprocess.Popen(
+            [*command, "serve", "--state-dir", "", "--config", str(file)], stderr=log
+        )
         gateway = subprocess.Popen(
             [*command, "gateway", "--port", "0"], stdout=subprocess.PIPE, stderr=log, text=True
         )

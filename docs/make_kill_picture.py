@@ -79,6 +79,7 @@ def pool(model: str) -> Iterator[Path]:
         folder = Path(name)
         (folder / "mlxpool.toml").write_text(SETTINGS.format(name=model))
         command = [sys.executable, "-m", "mlxpool.cli.main", "--run-dir", name, "serve"]
+        command += ["--state-dir", ""]
         with (folder / "broker.log").open("wb") as log:
             process = subprocess.Popen(
                 [*command, "--config", str(folder / "mlxpool.toml")], stdout=log, stderr=log

@@ -53,6 +53,7 @@ def broker(folder: Path) -> Iterator[None]:
     settings = SETTINGS.format(deterministic="true" if on_a_cpu() else "false")
     (folder / "mlxpool.toml").write_text(settings)
     command = [sys.executable, "-m", "mlxpool.cli.main", "--run-dir", str(folder), "serve"]
+    command += ["--state-dir", ""]
     with (folder / "broker.log").open("wb") as log:
         process = subprocess.Popen(
             [*command, "--config", str(folder / "mlxpool.toml")], stdout=log, stderr=log

@@ -36,7 +36,9 @@ def mlxpool(run_dir: Path, *arguments: str) -> list[str]:
 def broker(run_dir: Path) -> Iterator[None]:
     """Run a broker meanwhile; print its log if it fails."""
     with (run_dir / "broker.log").open("wb") as log:
-        process = subprocess.Popen(mlxpool(run_dir, "serve"), stdout=log, stderr=log)
+        process = subprocess.Popen(
+            mlxpool(run_dir, "serve", "--state-dir", ""), stdout=log, stderr=log
+        )
     try:
         yield
     finally:
