@@ -213,7 +213,6 @@ def test_all_tokens_can_have_the_same_experts(tokens: int) -> None:
 def test_the_lines_of_items() -> None:
     lines = [expert_routing.item_lines(tokens, GLM) for tokens in (1, 8, 32, 128, 512, 2048)]
     assert lines == [8, 8, 8, 32, 64, 128]
-    assert expert_routing.item_lines(2048, replace(GLM, most_lines=256)) == 256
     assert not expert_routing.supports(20_000, GLM)
     assert not expert_routing.supports(1, RoutingParams(600, 4, sigmoid=True, normed=True))
     assert expert_routing.supports(1, GLM) and expert_products.supports(128, 64, mx.bfloat16)
@@ -324,15 +323,6 @@ def test_the_mixture_equals_float64(name: str) -> None:
     for tokens in few if not ON_GPU else (1, 4, 9, 17, 33, 64, 150, 300, 1000):
         shared = tokens % 2 == 1 and not PRODUCTS[name].biased
         check_mixture(PRODUCTS[name], tokens, skewed=tokens == 150, shared=shared)
-
-
-def test_items_of_more_lines_are_multiplied_in_two_parts() -> None:
-    """Of the second part, items of an even choice have no lines, and those of the others some."""
-    routing = RoutingParams(2, 1, sigmoid=False, normed=True, most_lines=256)
-    experts = Experts(routing, 64, 64, mx.bfloat16)
-    assert expert_routing.item_lines(300, routing) == 256
-    check_mixture(experts, 300, skewed=False, shared=True)
-    check_mixture(experts, 300, skewed=True, shared=False)
 
 
 @pytest.mark.parametrize("name", PACKED)

@@ -33,7 +33,6 @@ MULTIPROCESSORS = 132  # of a large GPU
 MAX_SHARED_BYTES = 200 * 1024  # of a thread block alone on a multiprocessor
 MAX_PAIR_BYTES = 110 * 1024  # of each of two thread blocks
 MAX_STAGES = 10
-PART_SETS = 16  # the most that are multiplied by an instruction, see expert_items.cuh
 MIN_STAGES = 3  # one is multiplied, one was before, one is copied
 SHARED_ALIGNMENT = 1024  # bytes
 SUM_THREADS = 256  # of a thread block of `weighted_sum`
@@ -96,7 +95,7 @@ def supports(
     for one, columns in zip(packed, (hidden, width), strict=True):
         if one is not None and (one not in PACKED_FORMATS or columns % one.group):
             return False
-        sets = expert_routing.PACKED_LINES // 8
+        sets = expert_routing.ITEM_LINES[-1] // 8
         if one is not None and _packed_layout(sets, columns, one)[0] < MIN_STAGES:
             return False
     return all(_kernel_works(dtype, one) for one in packed)
@@ -201,9 +200,7 @@ def _kernel(constants: tuple[tuple[str, Constant], ...]) -> Any:
         {**given, "STAGES": stages},
         contiguous=True,
         shared=stages * stage + SHARED_ALIGNMENT,
-        header=group_mma(min(sets, PART_SETS), dtype)
-        + include_line("expert_activation.cuh")
-        + name_files(FILES),
+        header=group_mma(sets, dtype) + include_line("expert_activation.cuh") + name_files(FILES),
         bounds=(THREADS, 1),
     )
 
@@ -313,7 +310,7 @@ def _kernel_works(dtype: mx.Dtype, packed: PackedFormat | None) -> bool:
 
 def _is_right(dtype: mx.Dtype, packed: PackedFormat | None) -> bool:
     """Compares with MLX's products: one token, and more of an expert than an item has lines."""
-    several = (1, expert_routing.PACKED_LINES + 2)
+    several = (1, expert_routing.ITEM_LINES[-1] + 2)
     trials = [trial(tokens, dtype, packed) for tokens in several]  # a rehearsal lists all kernels
     return all(mx.allclose(*both, 0.03, 0.05).item() for both in trials)
 

@@ -40,10 +40,9 @@ MAX_CHOICES = 1 << 16  # of a pass: one thread block sorts them
 MAX_GATE_BYTES = 1 << 20  # of a router that each thread block reads whole
 MAX_NORM_SIZE = 8192  # numbers of a line that a warp norms
 COLUMNS = 32  # of the router that a warp reads at a time
-ITEM_LINES = (8, 16, 32, 64, 128, 256)  # lines of an item at most
-# RoutingParams.most_lines for weights of 16 bits, and packed. 256 lines were slower: 848 us to 640
-# for the products of 2,048 tokens of GLM's shape on an H200.
-DENSE_LINES, PACKED_LINES = 128, 128
+# Lines of an item at most. Items of 256 lines were slower: the products of 2,048 tokens of GLM's
+# shape took 848 us instead of 640 on an H200.
+ITEM_LINES = (8, 16, 32, 64, 128)
 HEADER_WORDS = 4
 COUNTER_ARRAYS = 128  # more than the 100 operations of a graph of MLX
 
@@ -157,8 +156,7 @@ def item_lines(tokens: int, routing: RoutingParams) -> int:
     not, fewer weights are read, some of them again from the cache.
     """
     mean = tokens * routing.chosen / routing.count
-    wanted = min(tokens, mean + 3 * mean**0.5)
-    wanted = min(wanted, routing.most_lines)
+    wanted = min(tokens, mean + 3 * mean**0.5, ITEM_LINES[-1])
     return next(lines for lines in ITEM_LINES if lines >= wanted)
 
 

@@ -22,4 +22,3 @@ class RoutingParams:
     factor: float = 1.0  # of all weights
     groups: int = 1
     chosen_groups: int = 1
-    most_lines: int = 128  # that are multiplied together with a weight of an expert

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import mlx.core as mx
@@ -110,8 +110,6 @@ class SwitchGLU:
         weights = self._kernel_weights(given)
         if weights is None or not expert_routing.supports(given.shape[0], routing):
             return None
-        if weights.gate_up.packed is None and weights.down.packed is None:
-            routing = replace(routing, most_lines=expert_routing.DENSE_LINES)
         alike = _weights_alike(shared, weights)
         plan, normed = _plan(x, router, routing, added, shared=alike is not None)
         beside = shared(normed) if shared is not None and alike is None else None

@@ -6,7 +6,6 @@
 // of an item, which are up to 8 * SETS. A gated tile alternates eight gates with the eight others that belong
 // to them, so that a thread has the sums of both.
 constexpr int ROWS = 128, ALL = 8 * SETS, THREADS = 256;
-constexpr int PARTS = SETS > 16 ? 2 : 1, PART_SETS = SETS / PARTS;  // of an item's lines, multiplied one by one
 constexpr int EACH = GATED ? ROWS / 2 : ROWS;  // results of a tile for a line
 const int OUT = weight_shape[1] / (GATED ? 2 : 1);
 const int lines = x_shape[0] / (GATED ? 1 : CHOSEN + SHARED), choices = lines * CHOSEN;
@@ -38,15 +37,15 @@ auto note_targets = [&](const int* item, int parity) {
 auto matrix = [](unsigned at) -> unsigned long long {
   return (unsigned long long)((at & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
 };
-// Writes the sums of a part of a unit's lines: BIASED plus `bias` [EXPERTS, _].
-auto store_results = [&](const float (&sum)[4 * PART_SETS], int part, int unit, const int* item, int parity) {
+// Writes the sums of a unit's lines: BIASED plus `bias` [EXPERTS, _].
+auto store_results = [&](const float (&sum)[4 * SETS], int unit, const int* item, int parity) {
   const int row = unit % tiles * EACH + thread / 32 * (EACH / 8) + thread % 32 / 4;
   const int count = item[0] >> 16, expert = item[0] & 0xffff;
   const long biases_at = (long)expert * OUT * (GATED ? 2 : 1);
   auto biased = [&](float x, int at) -> float { return BIASED ? x + up(bias[biases_at + at]) : x; };
   #pragma unroll
-  for (int i = 0; i < 4 * PART_SETS; i++) {
-    const int line = (part * PART_SETS + i / 4) * 8 + thread % 4 * 2 + i % 2, to = row + i % 4 / 2 * 8;
+  for (int i = 0; i < 4 * SETS; i++) {
+    const int line = i / 4 * 8 + thread % 4 * 2 + i % 2, to = row + i % 4 / 2 * 8;
     if (GATED && i % 4 >= 2) continue;
     if (line >= count || to >= OUT) continue;
     float one = biased(sum[i], to);

@@ -49,12 +49,9 @@ int parity = 0;
 for (int unit = blockIdx.x; unit < units; unit += gridDim.x, parity ^= 1) {
   const int* const item = items + unit / tiles * 2;
   note_targets(item, parity);
-  const bool whole = PARTS == 1 || item[0] >> 16 > 8 * PART_SETS;  // the second part has lines
-  float sum[PARTS][4 * PART_SETS];
+  float sum[4 * SETS];
   #pragma unroll
-  for (int part = 0; part < PARTS; part++)
-    #pragma unroll
-    for (int i = 0; i < 4 * PART_SETS; i++) sum[part][i] = 0;
+  for (int i = 0; i < 4 * SETS; i++) sum[i] = 0;
   #pragma unroll 1
   for (int step = 0; step < steps; step++) {
     wait_copies<STAGES - 3>();
@@ -65,19 +62,13 @@ for (int unit = blockIdx.x; unit < units; unit += gridDim.x, parity ^= 1) {
     const unsigned long long rows = matrix(at + thread / 128 * 8192);
     const unsigned long long columns = matrix(at + ROWS * 128);
     #pragma unroll
-    for (int k = 0; k < 4; k++) group_mma(sum[0], rows + 2 * k, columns + 2 * k);
-    if (PARTS > 1 && whole)
-      #pragma unroll
-      for (int k = 0; k < 4; k++) group_mma(sum[PARTS - 1], rows + 2 * k, columns + PART_SETS * 64 + 2 * k);
+    for (int k = 0; k < 4; k++) group_mma(sum, rows + 2 * k, columns + 2 * k);
     commit_products();
     wait_products<1>();
     at = at == base + (STAGES - 1) * STAGE ? base : at + STAGE;
   }
   wait_products<0>();
-  #pragma unroll
-  for (int part = 0; part < PARTS; part++) {
-    hold(sum[part]);
-    if (part == 0 || whole) store_results(sum[part], part, unit, item, parity);
-  }
+  hold(sum);
+  store_results(sum, unit, item, parity);
 }
 wait_copies<0>();

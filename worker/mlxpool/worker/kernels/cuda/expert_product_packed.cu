@@ -139,6 +139,6 @@ for (int unit = blockIdx.x; unit < units; unit += gridDim.x, parity ^= 1) {
   }
   wait_products<0>();
   hold(sum);
-  store_results(sum, 0, unit, item, parity);
+  store_results(sum, unit, item, parity);
 }
 wait_copies<0>();
