@@ -85,17 +85,17 @@ def test_a_request_is_counted(pool: Pool) -> None:
 
 
 def test_pauses_between_tokens_are_counted(pool: Pool) -> None:
-    """Tokens read together have no gap, so a slow machine may need several tries."""
+    """Tokens that the broker reads together have a gap of 0: one request may show none."""
     name = "mlxpool_inter_token_latency_seconds"
     with pool.client() as client:
 
-        def counted() -> float:
+        def total() -> float:
             client.generate("slow", "hello", max_tokens=5, seed=7)
-            return series(url(pool)).get((f"{name}_count", "slow"), 0.0)
+            return series(url(pool)).get((f"{name}_sum", "slow"), 0.0)
 
-        count = until(counted, "a pause was counted")
-    assert 1 <= count <= series(url(pool))[f"{name}_bucket", "slow", "+Inf"]
-    assert series(url(pool))[f"{name}_sum", "slow"] > 0
+        assert until(total, "a pause was counted") > 0
+    counts = series(url(pool))
+    assert 1 <= counts[f"{name}_count", "slow"] <= counts[f"{name}_bucket", "slow", "+Inf"]
 
 
 def same(told: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any] | None:
