@@ -98,6 +98,22 @@ def halved(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     }
 
 
+def steadied(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns weights with smaller scores of attention and of routers.
+
+    With random weights as they are, rounding all weights of GLM's shape to bfloat16 changes
+    log-probabilities by up to 1.4 nats in float32: the scores of two latents or two experts are
+    close. With these it changes them by less than 0.4.
+    """
+    factors = {"self_attn": 0.5, "mlp.gate.weight": 0.25}
+    return {
+        name: array * next((f for part, f in factors.items() if part in name), 1)
+        if "norm" not in name
+        else array
+        for name, array in weights.items()
+    }
+
+
 def rounded(array: np.ndarray) -> Any:
     return mx.array(array).astype(mx.bfloat16).astype(mx.float32)
 
@@ -147,6 +163,8 @@ def test_kernels_do_not_change_the_tokens_of_an_engine(
     """Logprobs equal those of float32 but for rounding, while the tokens before are equal."""
     changes, packed, expected = MODELS[name]
     weights = random_weights(config(**changes))
+    if name == "glm":
+        weights = steadied(weights)
     if packed:
         weights = quantised(weights)
         changes = {**changes, "quantization": {"group_size": 64, "bits": 4}}
