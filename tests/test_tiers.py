@@ -122,9 +122,11 @@ def test_steady_counts_the_runs_that_pass(
     )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["steady", "--runs", "2", "--busy", "1"])
     assert steady.main() == 1
     out = capsys.readouterr().out
     assert "run 2" in out
     assert "tests/t.py::test_x" in out
     assert "1 of 2 runs passed" in out
+    assert "tests/t.py::test_x" in (tmp_path / steady.LOGS / "steady-2.log").read_text()

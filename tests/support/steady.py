@@ -1,7 +1,9 @@
 """Runs `make test` several times beside busy processes, and counts the runs that pass.
 
 A test that depends on the machine's speed fails here: each busy process takes a share of the
-processors. Usage: steady.py [--runs N] [--busy N] [-- WORDS OF make]
+processors. What a run that fails printed is in .pytest_cache/steady-NUMBER.log.
+
+Usage: steady.py [--runs N] [--busy N] [-- WORDS OF make]
 """
 
 from __future__ import annotations
@@ -13,8 +15,10 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 BUSY = "while True: pass"
+LOGS = Path(".pytest_cache")
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 
 
@@ -45,6 +49,9 @@ def main() -> int:
                 ["make", *given.words], capture_output=True, text=True, check=False
             )
             passed += run.returncode == 0
+            if run.returncode:
+                LOGS.mkdir(exist_ok=True)
+                (LOGS / f"steady-{number}.log").write_text(run.stdout + run.stderr)
             failed = ", ".join(FAILED.findall(run.stdout)) or f"make ended with {run.returncode}"
             print(
                 f"run {number}: {time.monotonic() - began:.0f} s, "
