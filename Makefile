@@ -66,14 +66,14 @@ steady: $(READY)          ## `make test` ten times in a row beside three busy pr
 
 chaos: $(READY)           ## the chaos suite with its long parts, and 10,000 streams under faults
 	$(BIN)/python -m pytest tests/chaos -m ''
-	$(BIN)/python bench/storm.py --streams 10000 --faults 1000 --step-us 8000
+	PYTHONPATH=tests $(BIN)/python -m chaos.large_storm --streams 10000 --faults 1000 --step-us 8000
 
 test-ray: $(READY)        ## a pool on several Ray nodes of this machine, some of them killed; installs Ray
 	$(PIP) install --editable '.[ray]'
 	$(BIN)/python -m pytest tests/cluster/test_ray_pool.py
 
 soak: $(READY)            ## half an hour of faults, 100,000 seeds of the simulator, new random cases
-	$(BIN)/python bench/soak.py
+	PYTHONPATH=tests $(BIN)/python -m chaos.soak
 	$(BIN)/python tests/broker/core/simulator.py --seeds 100000
 	MLXPOOL_HYPOTHESIS=random $(BIN)/python -m pytest -k 'properties or fuzz or prefix or sampler'
 

@@ -1,6 +1,7 @@
 """Measures recovery times: workers killed beside warm replicas, brokers killed, workers that hang.
 
-One fault at a time, with all workers ready before it; bench/storm.py has random faults at once.
+One fault at a time, with all workers ready before it; tests/chaos/large_storm.py has random
+faults at once.
 """
 
 from __future__ import annotations

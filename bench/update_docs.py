@@ -3,6 +3,7 @@
 A page has three kinds of marks, all of which end with `<!-- end -->`:
 
     <!-- figures: RUN -->                       everything of a run: command, conditions, tables
+    <!-- figures: RUN; GROUP; GROUP -->         the same, with the tables of these groups
     <!-- table: NAME -->                        one of TABLES
     <!-- figure: RUN; GROUP; NAME; SIDE -->     one figure, within a sentence
 
@@ -16,7 +17,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -287,11 +288,19 @@ def _conditions(rows: Sequence[Row]) -> Iterator[str]:
 # ---- pages ---------------------------------------------------------------------------------------
 
 
-def whole(name: str) -> str:
-    """Everything of a run. Pages run `mlxpool bench` and bench/ with a stub, and no `python -m`."""
+def whole(mark: str) -> str:
+    """What `<!-- figures: MARK -->` encloses. Raises ValueError for a group that the run has not.
+
+    Tests run a page's `mlxpool bench` and bench/ with a stub, and no `python -m`.
+    """
+    name, *groups = (part.strip() for part in mark.split(";"))
     run = run_of(name)
-    mark = "<!-- not run: needs a GPU -->\n" if "python -m" in run.command else ""
-    return mark + report.markdown(run)
+    known = {line.group for line in run.lines}
+    if unknown := set(groups) - known:
+        raise ValueError(f"{name} has no group {sorted(unknown)}; it has {sorted(known)}")
+    lines = tuple(line for line in run.lines if not groups or line.group in groups)
+    note = "<!-- not run: needs a GPU -->\n" if "python -m" in run.command else ""
+    return note + report.markdown(replace(run, lines=lines))
 
 
 def updated(page: str) -> str:

@@ -1,4 +1,4 @@
-"""A small storm of faults over jobs; `bench/storm.py --jobs` runs the largest."""
+"""A small storm of faults over jobs; `large_storm.py --jobs` runs the largest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small storm of faults; `make chaos` runs a larger one, bench/storm.py the largest."""
+"""A small storm of faults; `make chaos` runs a larger one, large_storm.py the largest."""
 
 from __future__ import annotations
 

@@ -235,7 +235,6 @@ CHILDREN = {
     "bench/mlxpool/bench/mlx_lm.py",
 }
 RANKS = re.compile(r"run_ranks\(")  # which set it
-OTHER_TREES = {"bench/loop_pairs.py"}  # its programs run the code of earlier versions too
 
 
 def programs() -> Iterator[Path]:
@@ -256,7 +255,7 @@ def test_every_program_that_computes_sets_it() -> None:
     missing, seen = [], 0
     for file in programs():
         name = str(file.relative_to(ROOT))
-        if name not in CHILDREN | OTHER_TREES:
+        if name not in CHILDREN:
             text = file.read_text("utf-8")
             seen += 1
             if not (SETS.search(text) or RANKS.search(text)):

@@ -1,6 +1,6 @@
 """Runs streams under random faults: counts lost streams (there must be none), times recoveries.
 
-The run of docs/benchmarks.md has `--streams 10000 --faults 1000` and takes about ten minutes.
+`make chaos` runs it with `--streams 10000 --faults 1000`, which takes about ten minutes.
 With --jobs each stream is a job, brokers die more often, and each job must be done exactly once.
 """
 
@@ -12,12 +12,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from mlxpool.bench import report
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-
 from chaos.job_storm import JobStorm
 from chaos.storm import Plan, Storm
+from mlxpool.bench import report
 
 
 def main() -> int:

@@ -19,11 +19,8 @@ from typing import Any
 
 import psutil
 
-from mlxpool.bench import report
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-
 from chaos.storm import WEIGHTS, Plan, Storm
+from mlxpool.bench import report
 from support.pool import until
 
 SAMPLE_INTERVAL = 10.0  # seconds
