@@ -16,8 +16,8 @@ DOCS = ROOT / "docs"
 NOTES = sorted(DOCS.glob("notes/*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")), *NOTES]
 TOPS = "bench|broker|client|cli|common|deploy|docs|examples|gateway|tests|worker"
-FILE = re.compile(
-    rf"(?<![\w./~-])((?:{TOPS})/[\w./-]+\.(?:cu|cuh|html|js|json|md|py|toml|yaml|yml|h))\b"
+FILE = re.compile(  # `COMMIT:FILE` is one of the history
+    rf"(?<![\w./~:-])((?:{TOPS})/[\w./-]+\.(?:cu|cuh|html|js|json|md|py|toml|yaml|yml|h))\b"
 )
 TEST = re.compile(r"\b(test_\w+)\b")
 NOT_OURS = {"test_NAME"}  # placeholders for names that the reader chooses
