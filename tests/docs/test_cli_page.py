@@ -101,6 +101,7 @@ TRIED: tuple[tuple[str, ...], ...] = (
     ("top", "--count", "2"),
     ("stats",),
     ("stats", "--watch", "--count", "1"),
+    ("logs",),
     ("models",),
     ("check", "demo"),
     ("check", "counting"),

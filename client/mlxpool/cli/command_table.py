@@ -40,6 +40,7 @@ GROUPS = MappingProxyType(
             "models": f"{_COMMANDS}.reports",
             "requests": f"{_COMMANDS}.reports",
             "stats": f"{_COMMANDS}.stats",
+            "logs": f"{_COMMANDS}.logs",
         },
         "operate it": {
             "load": f"{_COMMANDS}.pool",

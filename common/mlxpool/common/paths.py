@@ -91,3 +91,20 @@ def run_dir_of(flag: Path | None = None) -> Path:
     except (OSError, ValueError, AttributeError):
         return default_run_dir()  # `mlxpool config check` reports the error
     return expanded(named) if isinstance(named, str) else default_run_dir()
+
+
+def file_stem(slot: str) -> str:
+    """A distinct file name for each slot, also where names have slashes: org/m/0 -> org%2Fm-0."""
+    name, _, number = slot.rpartition("/")
+    return f"{name.replace('%', '%25').replace('/', '%2F')}-{number}"
+
+
+def worker_log(run_dir: Path, slot: str) -> Path:
+    """The file to which the workers of a slot log."""
+    return run_dir / "logs" / f"{file_stem(slot)}.log"
+
+
+def log_slot(log: Path) -> str:
+    """The slot of a worker's log."""
+    name, _, number = log.stem.rpartition("-")
+    return f"{name.replace('%2F', '/').replace('%25', '%')}/{number}"

@@ -110,6 +110,18 @@ def test_an_exit_is_noticed(nursery: Nursery) -> None:
     assert nursery.supervisor.reap("m/0").cause == "exit code 3"
 
 
+def test_a_worker_that_cannot_begin_is_told_with_its_last_line(nursery: Nursery) -> None:
+    """Not with one of the worker before it."""
+    child = nursery.start(
+        "import sys; print('lib.so: cannot open\\x1b[1m'); print(); sys.exit(127)"
+    )
+    assert gone(child)
+    assert nursery.supervisor.reap("m/0").cause == "exit code 127: lib.so: cannot open [1m"
+    child = nursery.start("import sys; sys.exit(3)")
+    assert gone(child)
+    assert nursery.supervisor.reap("m/0").cause == "exit code 3"
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells before it is collected")
 @pytest.mark.parametrize(("deed", "by_itself"), [("sys.exit(3)", True), ("os.abort()", False)])
 def test_an_exit_is_told_from_an_end_by_a_signal(

@@ -8,14 +8,9 @@ import signal
 from pathlib import Path
 
 from mlxpool.broker.host import os_process
+from mlxpool.common.paths import file_stem
 
 MAX_RECORD_CHARS = 4096  # of a record that are read
-
-
-def file_stem(slot: str) -> str:
-    """A distinct file name for each slot, also where names have slashes: org/m/0 -> org%2Fm-0."""
-    name, _, number = slot.rpartition("/")
-    return f"{name.replace('%', '%25').replace('/', '%2F')}-{number}"
 
 
 def kill_group(pid: int) -> None:

@@ -16,12 +16,13 @@ from pathlib import Path
 
 from mlxpool.broker.host import os_process
 from mlxpool.broker.processes.blas import preload
-from mlxpool.broker.processes.records import ProcessRecords, file_stem, kill_group
-from mlxpool.broker.workers.exit_causes import WorkerExit, exit_of
+from mlxpool.broker.processes.records import ProcessRecords, kill_group
+from mlxpool.broker.workers.exit_causes import WorkerExit, exit_of, last_line
 from mlxpool.broker.workers.gpu_places import GpuPlaces
 from mlxpool.broker.workers.liveness import Sample
 from mlxpool.common.config.schema import WORKER_VARIABLE, ModelConfig, PoolConfig, WorkerConfig
 from mlxpool.common.gpus import chosen_gpus, environment_of, visible_gpus
+from mlxpool.common.paths import file_stem, worker_log
 from mlxpool.common.progress import Block
 
 KILL_INTERVAL = 1.0  # seconds between SIGKILLs to a process that the kernel has not ended yet
@@ -47,6 +48,7 @@ class Child:
     used_token: str = ""  # opened the newest connection; valid until `welcome` has surely arrived
     rank_blocks: tuple[Block, ...] = ()  # of a group: those of the ranks behind the first
     gpus: tuple[str, ...] = ()  # that it was given, one for each rank
+    log_begin: int = 0  # bytes of the slot's log before it
 
     @property
     def pid(self) -> int:
@@ -75,6 +77,7 @@ class DialSettings:
     orphan_grace: float = 60.0  # seconds
 
 
+MAX_LAST_LINE = 1000  # bytes of a worker's last line that are told
 SPARE_WAIT = 60.0  # seconds between the broker's end of a group that hangs and the group's own
 
 
@@ -194,6 +197,7 @@ class Supervisor:
         oom = os_process.oom_kills()
         child = Child(slot, token, process, exit_descriptor, block, dump_path, oom_kills=oom)
         child.rank_blocks = rank_blocks
+        child.log_begin = os.fstat(log).st_size
         self.children[slot] = child
         return child
 
@@ -210,7 +214,7 @@ class Supervisor:
 
     def log_path(self, slot: str) -> Path:
         """The file to which a slot's workers log."""
-        return self.config.run_dir / "logs" / f"{file_stem(slot)}.log"
+        return worker_log(self.config.run_dir, slot)
 
     def _dump_path(self, slot: str, number: int) -> Path:
         return self.config.run_dir / "logs" / f"{file_stem(slot)}.{number % KEPT_DUMPS}.stacks"
@@ -333,7 +337,20 @@ class Supervisor:
             child.dump_path.unlink()
         self.records.remove(slot)
         out_of_memory = os_process.oom_kills() > child.oom_kills
-        return exit_of(code, child.commanded, out_of_memory, look)
+        said = self._last_line(child) if code > 0 else ""
+        return exit_of(code, child.commanded, out_of_memory, look, said)
+
+    def _last_line(self, child: Child) -> str:
+        """What a worker wrote last, its last line that is not empty; "" where it logs elsewhere."""
+        if self.dial is not None:
+            return ""
+        try:
+            with self.log_path(child.slot).open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(child.log_begin, size - MAX_LAST_LINE))
+                return last_line(file.read(MAX_LAST_LINE))
+        except OSError:
+            return ""
 
     def close(self) -> None:
         """Kill and reap every worker."""

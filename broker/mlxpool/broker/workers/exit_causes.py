@@ -87,14 +87,27 @@ class WorkerExit:
     prefill: bytes | None
 
 
-def exit_of(code: int, commanded: bool, out_of_memory: bool, look: ProgressReading) -> WorkerExit:
-    """`code` as Popen gives it, negative for a signal; `look` is the last progress."""
+def exit_of(
+    code: int, commanded: bool, out_of_memory: bool, look: ProgressReading, said: str = ""
+) -> WorkerExit:
+    """`code` as Popen gives it, negative for a signal; `look` is the last progress.
+
+    `said`: the last line that the worker wrote, which says why where it could not begin.
+    """
     if commanded:
         return WorkerExit(STOPPED, False, look.request)
     if code == -signal.SIGKILL and out_of_memory:
         return WorkerExit(OUT_OF_MEMORY, True, look.request)
     own = code >= 0 or -code in _FAULTS
-    return WorkerExit(cause_of(code), own, look.request)
+    cause = cause_of(code)
+    return WorkerExit(f"{cause}: {said}" if said else cause, own, look.request)
+
+
+def last_line(output: bytes) -> str:
+    """The last line of a process's output that is not empty, without control characters."""
+    lines = [line.strip() for line in output.decode(errors="replace").splitlines()]
+    found = next((line for line in reversed(lines) if line), "")
+    return "".join(char if char.isprintable() else " " for char in found)
 
 
 def cause_of(code: int) -> str:
