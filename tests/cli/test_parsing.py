@@ -426,5 +426,5 @@ def test_ps_imports_few_modules() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE
     )
-    heavy = {"mlx", "asyncio", "subprocess", "rich", "shtab", "tomllib", "mlxpool.client", "numpy"}
+    heavy = {"mlx", "asyncio", "subprocess", "shtab", "tomllib", "mlxpool.client", "numpy"}
     assert done.returncode == 0 and not heavy & set(done.stdout.split())

@@ -78,7 +78,7 @@ async def main():
     async with AsyncClient(sys.argv[1], connect_timeout=200) as client:
         print((await client.generate("counting", "hello", max_tokens=5, seed=7)).text)
 asyncio.run(main())
-others = {"mlx", "numpy", "tokenizers", "psutil", "starlette", "rich"} & {
+others = {"mlx", "numpy", "tokenizers", "psutil", "starlette"} & {
     name.partition(".")[0] for name in sys.modules
 }
 assert not others, others

@@ -1,4 +1,4 @@
-"""Colours and tables on a terminal, by rich. A file or a pipe gets plain text of any width."""
+"""Colours and tables on a terminal. A file or a pipe gets plain text of any width."""
 
 from __future__ import annotations
 
@@ -32,10 +32,14 @@ STATES = {  # of workers, models and requests
     "none": "dim",
 }
 DUMB = frozenset({"dumb", "unknown"})  # values of $TERM: a terminal without control sequences
+FONTS = frozenset({"bold", "dim"})
+CODES = {  # of ECMA-48
+    "bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36",
+}  # fmt: skip
 HEAD, ERROR, NOTE = "bold", "bold red", "dim"
 
 Cells = Sequence[str]
-# Takes a text and a style of rich, such as `bold red`; returns the text as a terminal takes it.
+# Takes a text and names of CODES, such as `bold red`; returns the text as a terminal takes it.
 Paint = Callable[[str, str], str]
 
 
@@ -50,26 +54,21 @@ def takes_controls(stream: TextIO) -> bool:
 
 
 def paint_of(stream: TextIO) -> Paint:
-    """What colours text on a stream: by rich on a terminal, with $NO_COLOR without its colours."""
-    if not stream.isatty():
+    """What colours text on a stream: a terminal gets ANSI codes, with $NO_COLOR none of colours."""
+    if not takes_controls(stream):
         return plain
-    # Here and not above: without a terminal no command needs rich.
-    from rich.console import COLOR_SYSTEMS, Console
-
-    console = Console(file=stream)
-    if console.color_system is None:  # a terminal that can none, such as TERM=dumb
-        return plain
-    system = COLOR_SYSTEMS[console.color_system]
+    shown = {name: code for name, code in CODES.items() if name in FONTS or not no_color()}
 
     def paint(text: str, style: str) -> str:
-        if not (style and text):
-            return text
-        parsed = console.get_style(style)
-        if console.no_color:
-            parsed = parsed.without_color
-        return parsed.render(text, color_system=system)
+        codes = ";".join(shown[word] for word in style.split() if word in shown)
+        return f"\x1b[{codes}m{text}\x1b[0m" if codes and text else text
 
     return paint
+
+
+def no_color() -> bool:
+    """Whether the user wants no colours (https://no-color.org)."""
+    return bool(os.environ.get("NO_COLOR"))
 
 
 def width_of(stream: TextIO) -> int:
