@@ -1,7 +1,7 @@
 """Renders a snapshot in Prometheus's text format.
 
 Not prometheus_client: for nine histograms of each of 50 models it takes far longer, and meanwhile
-the broker's loop needs the interpreter (bench/scrape_cost.py measures both).
+the broker's loop needs the interpreter.
 """
 
 from __future__ import annotations
