@@ -58,7 +58,7 @@ def whole(text: ChatTokenizer, asked: dict[str, Any], chat: bool) -> list[int]:
     words = f"{TEXT}\n\n{worded(Question.parse('', asked), chat=chat)}"
     if chat:
         words = text.render([{"role": "user", "content": words}], [], 0.0, None).text
-    return text.encode(words)
+    return text.encode(words, begins=not chat)
 
 
 @pytest.mark.parametrize("chat", [True, False])
@@ -80,7 +80,7 @@ def test_answers_are_what_follows_the_prompt_in_a_whole_text(family: str, chat: 
     begin = "" if chat else " "
     expected = {0: ("Yes", "No"), 1: "ABC", 2: [str(n) for n in range(13)], 3: "AB"}
     for index, labels in expected.items():
-        prompt = text.decode((found.shared + found.tails[index])[1:])
+        prompt = text.decode((found.shared + found.tails[index])[not chat :])
         for label, paths in zip(labels, found.answers[index].paths, strict=True):
             joint = text.encode(prompt + begin + label)
             before = text.encode(prompt)

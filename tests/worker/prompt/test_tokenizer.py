@@ -151,11 +151,20 @@ def test_a_source_whose_file_has_changed_is_refused(good: Path) -> None:
         ChatTokenizer.from_source(source)
 
 
-def test_a_chat_begins_with_bos_once(tmp_path: Path) -> None:
-    for template in ("{{ messages[0].content }}", "{{ bos_token }}{{ messages[0].content }}"):
-        settings = {"add_bos_token": True, "chat_template": template}
-        path = write_checkpoint(tmp_path, tokenizer_config=settings)
-        assert chat_ids(ChatTokenizer.from_folder(inspect(path)), HI).ids == [BOS, *b"hi"]
+@pytest.mark.parametrize(
+    ("template", "begin"),
+    [("", []), ("{{ bos_token }}", [BOS]), (" {{ bos_token }}", [32, BOS])],
+)
+def test_a_chat_has_the_begin_token_where_its_template_writes_it(
+    tmp_path: Path, template: str, begin: list[int]
+) -> None:
+    """As in apply_chat_template of transformers; a prompt that is text begins with the token."""
+    settings = {"add_bos_token": True, "chat_template": template + "{{ messages[0].content }}"}
+    path = write_checkpoint(tmp_path, tokenizer_config=settings)
+    _add_post_processor(path)
+    text = ChatTokenizer.from_folder(inspect(path))
+    assert chat_ids(text, HI).ids == [*begin, *b"hi"]
+    assert text.encode("hi") == [BOS, *b"hi"]
 
 
 def test_tools_reach_the_template(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 from mlxpool.common.errors import BadRequest, ContextExceeded
 from mlxpool.common.protocol.decisions import Question
@@ -58,9 +58,10 @@ def prompts_of(text: TextModel, job: AskQuestions) -> Prompts:
     ]
     head, tails = _rendered(text, job, questions)
     check_bytes(len(head), text.max_bytes_per_token, job.context)
-    shared = text.encode(head)
+    encode = partial(text.encode, begins=not job.chat)
+    shared = encode(head)
     part = _parts(text)
-    prompts = [_prompt(text, part, head, shared, tail) for tail in tails]
+    prompts = [_prompt(encode, part, head, shared, tail) for tail in tails]
     common = min(min(_common(prompts[0], one), len(one) - 1) for one in prompts)
     end = worded_end(tails[0], worded(questions[0], chat=job.chat))
     answers = []
@@ -137,7 +138,7 @@ def _parts(text: TextModel) -> Callable[[str], list[int]]:
 
 
 def _prompt(
-    text: TextModel,
+    encode: Callable[[str], list[int]],
     part: Callable[[str], list[int]],
     head: str,
     shared: list[int],
@@ -151,7 +152,7 @@ def _prompt(
     before, joint = part(near), part(near + tail)
     if joint[: len(before)] == before:
         return shared + joint[len(before) :]
-    return text.encode(head + tail)
+    return encode(head + tail)
 
 
 def _answers(

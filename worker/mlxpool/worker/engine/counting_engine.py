@@ -253,7 +253,7 @@ class CountingText:
     def read_image(self, data: bytes, index: int) -> PreparedImage:
         raise NotImplementedError("the counting model reads no images")
 
-    def encode(self, text: str, cuts: Many[int] = ()) -> list[int]:
+    def encode(self, text: str, cuts: Many[int] = (), *, begins: bool = True) -> list[int]:
         return list(text.encode("utf-8", "surrogatepass"))
 
     def decode(self, ids: Many[int]) -> str:

@@ -52,9 +52,9 @@ class Render:
 class Encode:
     """Encode a text, or its UTF-8. `context`: the bound of its tokens; 0: those of an answer.
 
-    `messages_end`, `thinks`, `cuts`: see RenderedChat. `images`: files that the text names, by
-    [img-n] or, with `named`, by the markers of a chat template, which stand for these images in
-    this order.
+    `messages_end`, `thinks`, `cuts`: see RenderedChat; `chat`: the text is one, so nothing is put
+    before it. `images`: files that the text names, by [img-n] or, with `named`, by the markers of a
+    chat template, which stand for these images in this order.
     """
 
     text: str | bytes
@@ -64,6 +64,7 @@ class Encode:
     images: Sequence[bytes] = ()
     named: Sequence[int] = ()
     cuts: Sequence[int] = ()
+    chat: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +229,7 @@ def encode_of(job: Render, chat: RenderedChat) -> Encode:
     """The job that encodes a chat which `job` has rendered."""
     named = images_of_messages(job.messages) if job.images else ()
     end, cuts = chat.messages_end, chat.cuts
-    return Encode(chat.text, job.context, end, chat.thinks, job.images, named, cuts)
+    return Encode(chat.text, job.context, end, chat.thinks, job.images, named, cuts, chat=True)
 
 
 def _encode(text: TextModel, job: Encode) -> Encoded:
@@ -239,7 +240,7 @@ def _encode(text: TextModel, job: Encode) -> Encoded:
         return _encode_with_images(text, job, words)
     if text.images is not None and job.context:
         check_literals(parts_of(words, job.cuts), text.images.places)
-    ids = text.encode(words, job.cuts)
+    ids = text.encode(words, job.cuts, begins=not job.chat)
     if job.context:
         check_tokens(len(ids), job.context)
     else:
@@ -256,7 +257,7 @@ def _encode_with_images(text: TextModel, job: Encode, words: str) -> Encoded:
         words, cuts, end = expanded_chat(words, cuts, end, places, len(named))
     else:
         words, named = expanded_text(words, places, len(job.images))
-    ids = text.encode(words, cuts)
+    ids = text.encode(words, cuts, begins=not job.chat)
     check_slots(ids, places, len(named))
     images = {}  # by file: equal ones are read once
     for index, data in enumerate(job.images):

@@ -162,10 +162,10 @@ class BoundedText:
         """See TextModel."""
         return self._text.piece(token)
 
-    def encode(self, text: str, cuts: Sequence[int] = ()) -> list[int]:
+    def encode(self, text: str, cuts: Sequence[int] = (), *, begins: bool = True) -> list[int]:
         """See TextModel."""
         with self._bounds.tokenizer(len(text)):
-            return self._text.encode(text, cuts)
+            return self._text.encode(text, cuts, begins=begins)
 
     def read_image(self, data: bytes, index: int) -> PreparedImage:
         """See TextModel. The time of all images of a job is bounded together."""

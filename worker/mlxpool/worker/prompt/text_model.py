@@ -51,8 +51,11 @@ class TextModel(Protocol):
         think: bool | str | None,
     ) -> RenderedChat: ...
 
-    def encode(self, text: str, cuts: Sequence[int] = ()) -> list[int]:
-        """Tokenizes a text; no token spans a place of `cuts`."""
+    def encode(self, text: str, cuts: Sequence[int] = (), *, begins: bool = True) -> list[int]:
+        """Tokenizes a text; no token spans a place of `cuts`.
+
+        `begins`: the ids begin as a prompt does; False for a rendered chat, which has its own.
+        """
 
     def restore_at(self, text: str, messages_end: int, ids: Sequence[int]) -> int: ...
 

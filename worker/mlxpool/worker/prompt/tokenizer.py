@@ -31,8 +31,8 @@ _MAX_NAMED = 3  # tokens named in an error that could list thousands
 class ChatTokenizer:
     """A model's tokenizer and chat templates.
 
-    `source.prefix` holds the ids that begin every prompt: usually the begin-of-sequence token, or
-    nothing.
+    `source.prefix` holds the ids that begin a prompt that is text: usually the begin-of-sequence
+    token, or nothing.
     """
 
     def __init__(self, tokenizer: Tokenizer, chat: ChatTemplates, source: TextSource) -> None:
@@ -73,13 +73,14 @@ class ChatTokenizer:
         templates = {name: Template(text) for name, text in source.templates.items()}
         return cls(tokenizer, ChatTemplates(templates, source.tokens), source)
 
-    def encode(self, text: str, cuts: Sequence[int] = ()) -> list[int]:
+    def encode(self, text: str, cuts: Sequence[int] = (), *, begins: bool = True) -> list[int]:
         """The ids of a prompt, which begin with `prefix`: it is added unless the text has it.
 
-        Special tokens written out in the text become special ids, unless one of `cuts` divides
-        them. Raises BadRequest for text that is not Unicode.
+        Without `begins` they are the ids of the text alone. Special tokens written out in the text
+        become special ids, unless one of `cuts` divides them. Raises BadRequest for text that is
+        not Unicode.
         """
-        ids = [*self._missing(text)]
+        ids = [*self._missing(text)] if begins else []
         for part in parts_of(text, cuts):
             ids += self._ids(part)
         return ids
