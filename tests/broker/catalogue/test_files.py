@@ -44,6 +44,15 @@ def test_a_worker_needs_the_weights_of_its_draft_model_as_well(tmp_path: Path) -
     assert weights_bytes(ModelConfig(path="org/name", draft=str(draft))) == 0  # read later
 
 
+def test_copies_and_adapters_beside_the_weights_need_no_memory(tmp_path: Path) -> None:
+    model = model_folder(tmp_path / "m")
+    for name in ("consolidated", "adapters", "._model-1", "model-1", "model-2"):
+        (model / f"{name}.safetensors").write_bytes(bytes(100))
+    assert weights_bytes(ModelConfig(path=str(model))) == 200
+    (model / "model.safetensors").write_bytes(bytes(150))
+    assert weights_bytes(ModelConfig(path=str(model))) == 150
+
+
 def test_a_model_that_a_link_takes_from_elsewhere_has_its_own_location(tmp_path: Path) -> None:
     """Else a name that is refused would be served by the workers of one that is allowed."""
     border, outside = tmp_path / "models", model_folder(tmp_path / "outside")

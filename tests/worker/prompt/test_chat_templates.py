@@ -9,7 +9,8 @@ import pytest
 
 from mlxpool.common.errors import BadRequest, ModelLoadFailed
 from mlxpool.worker.prompt.chat_template.sandbox import Template
-from mlxpool.worker.prompt.chat_template.templates import DEFAULT, TOOL_USE, ChatTemplates
+from mlxpool.worker.prompt.chat_template.templates import ChatTemplates
+from mlxpool.worker.weights.chat_template_files import DEFAULT, TOOL_USE
 from support.worker_checkpoints import write_json
 
 USER = [{"role": "user", "content": "hi"}]
@@ -118,10 +119,34 @@ def test_the_four_files_in_order(tmp_path: Path) -> None:
     assert sources(tmp_path) == {DEFAULT: "third"}
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("second")
-    assert sources(tmp_path) == {TOOL_USE: "second"}
+    assert sources(tmp_path) == {TOOL_USE: "second", DEFAULT: "third"}
     (tmp_path / "chat_template.jinja").write_text("first", encoding="utf-8")
     assert sources(tmp_path) == {TOOL_USE: "second", DEFAULT: "first"}
-    assert ChatTemplates.from_folder(tmp_path).tokens == {"eos_token": "E"}
+    found = ChatTemplates.from_folder(tmp_path)
+    assert found.tokens == {"eos_token": "E"}
+    (note,) = found.notes
+    assert note.startswith("chat_template.jinja and chat_template of tokenizer_config.json differ")
+
+
+def test_what_is_no_template_is_named_and_what_macos_leaves_is_ignored(tmp_path: Path) -> None:
+    folder = tmp_path / "additional_chat_templates"
+    folder.mkdir()
+    (folder / "._tool_use.jinja").write_bytes(b"\0\5\26\7")
+    assert sources(tmp_path) == {}
+    file = tmp_path / "chat_template.jinja"
+    file.write_bytes(b"\xef\xbb\xbf{{ 1 }}")
+    assert sources(tmp_path) == {DEFAULT: "{{ 1 }}"}
+    for content, words in (("", "is empty"), ("<!DOCTYPE html><p>Log in", "is a web page")):
+        file.write_text(content)
+        with pytest.raises(ModelLoadFailed, match=words):
+            ChatTemplates.from_folder(tmp_path)
+
+
+def test_no_template_is_the_default(tmp_path: Path) -> None:
+    named = [{"name": "a", "template": "A"}, {"name": "tool_use", "template": "T"}]
+    write_json(tmp_path / "tokenizer_config.json", {"chat_template": named})
+    (note,) = ChatTemplates.from_folder(tmp_path).notes
+    assert note.startswith("no chat template is named 'default': 'a' is taken")
 
 
 def test_token_names_may_be_maps_and_in_the_older_file(tmp_path: Path) -> None:

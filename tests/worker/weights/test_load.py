@@ -247,6 +247,7 @@ def test_an_index_that_names_missing_shards(tmp_path: Path) -> None:
 
 
 def test_a_tensor_in_two_shards(good: Path) -> None:
+    (good / "model.safetensors").rename(good / "model-1.safetensors")
     write_safetensors(good / "model-2.safetensors", {EMBED: np.zeros((264, 32), np.float32)})
     assert f"tensor '{EMBED}' is in both" in refusal(good)
 

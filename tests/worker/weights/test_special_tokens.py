@@ -55,9 +55,58 @@ def test_an_eos_token_in_the_vocabulary_and_one_that_is_unknown(tmp_path: Path) 
     assert eos(tmp_path, tokenizer=unigram, tokenizer_config={"eos_token": "</s>"}) == {1}
 
 
-def test_added_tokens_make_reading_the_large_file_unnecessary(tmp_path: Path) -> None:
+def test_an_eos_token_that_the_tokenizers_settings_add(tmp_path: Path) -> None:
+    """Where both files have it, tokenizer.json says which id it has."""
     listed = {"eos_token": "<end>", "added_tokens_decoder": {"9": {"content": "<end>"}}}
     assert eos(tmp_path, tokenizer={}, tokenizer_config=listed) == {9}
+    here = {"added_tokens": [{"id": 8, "content": "<end>"}]}
+    assert eos(tmp_path, tokenizer=here, tokenizer_config=listed) == {8}
+
+
+def test_several_eos_tokens(tmp_path: Path) -> None:
+    settings = {"eos_token": ["</s>", {"content": "<|im_end|>"}]}
+    assert eos(tmp_path, tokenizer_config=settings) == {2, 7}
+    assert token_names(tmp_path) == {"eos_token": "</s>"}
+
+
+def notes(path: Path, config: Any = None, **files: Any) -> str:
+    return " / ".join(read(path, config, **files).notes)
+
+
+def test_files_that_agree_have_no_notes(tmp_path: Path) -> None:
+    """As of Qwen: one of the two that end it is the tokenizer's, and that of the template."""
+    ends = {"eos_token_id": [7, 2]}
+    settings = {"eos_token": "<|im_end|>", "chat_template": "{{ x }}<|im_end|>"}
+    assert notes(tmp_path, ends, generation_config=ends, tokenizer_config=settings) == ""
+    assert notes(tmp_path, {"eos_token_id": 7}, tokenizer_config=settings) == ""
+
+
+def test_an_end_that_only_another_file_names_counts_unless_it_is_a_word(tmp_path: Path) -> None:
+    config, files = {"eos_token_id": [7, 3]}, {"generation_config": {"eos_token_id": 2}}
+    assert eos(tmp_path, config, **files) == {2, 7}
+    told = notes(tmp_path, config, **files)
+    assert "generation_config.json at 2; config.json at 3, 7. An answer ends at 2, 7" in told
+    assert "config.json: eos_token_id 3 ends no answer: it is a word" in told
+
+
+@pytest.mark.parametrize("where", ["tokenizer_config", "chat_template"])
+def test_the_token_with_which_the_chat_template_ends_turns(tmp_path: Path, where: str) -> None:
+    files = {where: {"chat_template": "{{ messages[0].content }}<|im_end|>"}}
+    try:
+        assert eos(tmp_path, {"eos_token_id": 2}, **files) == {2, 7}
+        told = notes(tmp_path, {"eos_token_id": 2}, **files)
+        assert "config.json at 2; the chat template, with '<|im_end|>', at 7" in told
+        channels = {where: {"chat_template": "<|channel|>final<|message|>x<|im_end|>"}}
+        assert eos(tmp_path, {"eos_token_id": 2}, **channels) == {2}
+    finally:
+        (tmp_path / "chat_template.json").unlink(missing_ok=True)
+
+
+def test_ends_that_are_no_tokens(tmp_path: Path) -> None:
+    assert "no file names a token that ends a text" in notes(tmp_path)
+    assert "eos_token_id 99 is no id of tokenizer.json" in notes(tmp_path, {"eos_token_id": 99})
+    wrong = notes(tmp_path, {"eos_token_id": -1}, generation_config={"eos_token_id": 2})
+    assert "config.json: eos_token_id is -1, must be a token id" in wrong
 
 
 def test_the_newer_file_takes_precedence(tmp_path: Path) -> None:
@@ -66,7 +115,7 @@ def test_the_newer_file_takes_precedence(tmp_path: Path) -> None:
         tokenizer_config={"bos_token": "new", "add_bos_token": False},
         special_tokens_map={"bos_token": "old", "eos_token": "</s>"},
     )
-    assert found == SpecialTokens(frozenset({2}), "new", False)
+    assert (found.eos_ids, found.bos_token, found.add_bos) == (frozenset({2}), "new", False)
     assert token_names(tmp_path) == {"bos_token": "new", "eos_token": "</s>"}
     assert read(tmp_path, tokenizer_config={"add_bos_token": None}).add_bos is None
 

@@ -7,6 +7,9 @@ from pathlib import Path
 from mlxpool.common.config.model_names import outside_target
 from mlxpool.common.config.schema import BUILTIN_PREFIX, ModelConfig, PoolConfig
 
+WHOLE = "model.safetensors", "model.safetensors.index.json"  # all weights; which shards have them
+# Files beside a model that it is not made of: hidden ones, those of its makers, adapters.
+NO_WEIGHTS = (".", "consolidated", "adapter")
 Fingerprints = tuple[tuple[str, int, int], ...]  # name, time and size of each file
 
 
@@ -27,7 +30,11 @@ def _is_folder(path: str) -> bool:
 
 def _stored_bytes(folder: str) -> int:
     try:
-        return sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
+        single, index = (Path(folder, name) for name in WHOLE)
+        if single.is_file() and not index.is_file():
+            return single.stat().st_size
+        files = Path(folder).glob("*.safetensors")
+        return sum(file.stat().st_size for file in files if not file.name.startswith(NO_WEIGHTS))
     except OSError:  # a broken link; the worker reports it
         return 0
 

@@ -109,7 +109,11 @@ def lines(report: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"note: {words}" for words in report.get("notes", ()))
     wrong = report["problems"]
     yield ""
-    yield f"{len(wrong)} problem{'s' * (len(wrong) > 1)}:" if wrong else "nothing is wrong with it"
+    if wrong:
+        yield f"{len(wrong)} problem{'s' * (len(wrong) > 1)}:"
+    else:
+        notes = "it can be used, see the notes" if report.get("notes") else ""
+        yield notes or "nothing is wrong with it"
     yield from (f"  - {words}" for words in wrong[:MAX_SHOWN])
     if len(wrong) > MAX_SHOWN:
         yield f"  … and {len(wrong) - MAX_SHOWN} more, which --json lists"

@@ -410,6 +410,8 @@ def _load_group(
 
 def _encoder(files: ModelFiles, config: ModelConfig) -> EncoderSource:
     found = inspect_encoder(files, config.task, config.context)
+    for note in found.folder.notes:
+        log.warning(note, extra={"model": str(files.where)})
     release_free_memory()
 
     def load(on_progress: OnProgress) -> Encoder:
@@ -445,8 +447,10 @@ def _require_mlx() -> None:
 
 
 def _text_of(folder: ModelFolder) -> tuple[TokenTable, TextSource]:
-    """Checks the tokenizer and the chat templates, and keeps neither."""
+    """Checks the tokenizer and the chat templates, and keeps neither; logs what files deny."""
     text = ChatTokenizer.from_folder(folder)
+    for note in (*folder.notes, *text.notes):
+        log.warning(note, extra={"model": str(folder.path)})
     return text.table(folder.plan.vocab_size), text.source
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from llguidance import LLTokenizer
 
 from mlxpool.worker.constraints.constraint import Words
+from mlxpool.worker.prompt.added_tokens import add as add_tokens
 from mlxpool.worker.prompt.text_model import TextSource
 from mlxpool.worker.prompt.tokenizer import read_tokenizer
 
@@ -39,6 +40,7 @@ def load_vocabulary(
 ) -> LLTokenizer:
     """Reads the tokenizer of a model once more: the worker keeps only the bytes of its tokens."""
     tokenizer, _ = read_tokenizer(Path(source.tokenizer))
+    add_tokens(tokenizer, source.added)
     added = tokenizer.get_added_tokens_decoder()
     special = [token for token, one in added.items() if one.special and token < len(pieces)]
 

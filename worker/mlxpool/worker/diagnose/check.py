@@ -117,6 +117,7 @@ def _check(name: str, config: ModelConfig, *, machine: bool, memory_limit: int) 
         folder, found = find_problems(location, config.engine, predicts=uses_head(config))
         problems.add(found)
     if folder is not None:
+        report["notes"] += folder.notes
         report["model"] = problems.attempt(describe, folder, config.prefix_cache, config.kv)
         if config.context > folder.context:
             report["notes"].append(
@@ -185,6 +186,7 @@ def _check_encoder(
     _check_plain(report, problems, config, A_MODEL_OF_TEXTS)
     found = problems.attempt(inspect_encoder, files, config.task, config.context)
     if found is not None:
+        report["notes"] += found.folder.notes
         tokenizer = tokenizer_kind(read_json(files / "tokenizer.json"))
         report["model"] = problems.attempt(describe_encoder, found, tokenizer)
         if machine:

@@ -6,6 +6,7 @@ Invariant: the error of `inspect` or `ChatTokenizer.from_folder` is always among
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -79,7 +80,9 @@ def find_problems(
         _check_files(location, problems)
     else:
         _check_text(folder.files, folder.path, folder.plan, problems)
-        problems.attempt(ChatTokenizer.from_folder, folder)
+        text = problems.attempt(ChatTokenizer.from_folder, folder)
+        if text is not None:
+            folder = replace(folder, notes=(*folder.notes, *text.notes))
     return folder, list(problems.found)
 
 

@@ -19,9 +19,10 @@ from mlxpool.worker.layers import quantisation as quant
 from mlxpool.worker.layers.quantisation import QuantLayout
 from mlxpool.worker.prompt.chat_template.output_format import chat_format
 from mlxpool.worker.prompt.chat_template.sandbox import Template
-from mlxpool.worker.prompt.chat_template.templates import DEFAULT, ChatTemplates
+from mlxpool.worker.prompt.chat_template.templates import ChatTemplates
 from mlxpool.worker.scheduling.memory_estimate import DTYPE_NAMES, main_dtype
 from mlxpool.worker.weights import card, mlx_lm_models
+from mlxpool.worker.weights.chat_template_files import DEFAULT
 from mlxpool.worker.weights.inspect import ModelFolder
 from mlxpool.worker.weights.json_files import read_json
 

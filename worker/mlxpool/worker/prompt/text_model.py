@@ -83,7 +83,7 @@ class TextSource:
 
     `sha256`: of the file `tokenizer`. `templates`: sources of chat templates by name; `tokens`:
     special tokens by the name that templates use. `max_bytes_per_token`: see size_bound. `images`:
-    how the model reads images; None: it takes text only.
+    how the model reads images; None: it takes text only. `added`: see AddedTokens.
     """
 
     tokenizer: str
@@ -93,6 +93,7 @@ class TextSource:
     tokens: Mapping[str, str]
     max_bytes_per_token: int | None
     images: ImageInput | None = None
+    added: Sequence[Mapping[str, str | bool]] = ()
 
     def as_map(self) -> dict[str, Any]:
         """Plain values for another process, of which `from_map` makes it again."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+from codecs import BOM_UTF8
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from mlxpool.common.errors import BadRequest, ModelLoadFailed
 from mlxpool.worker.media.image import PreparedImage
 from mlxpool.worker.media.literals import parts_of
 from mlxpool.worker.media.settings import ImageInput
+from mlxpool.worker.prompt.added_tokens import AddedTokens, TokenFields
+from mlxpool.worker.prompt.added_tokens import add as add_tokens
 from mlxpool.worker.prompt.chat_template.output_format import opens_thinking
 from mlxpool.worker.prompt.chat_template.sandbox import Template
 from mlxpool.worker.prompt.chat_template.templates import ChatTemplates
@@ -35,9 +38,18 @@ class ChatTokenizer:
     token, or nothing.
     """
 
-    def __init__(self, tokenizer: Tokenizer, chat: ChatTemplates, source: TextSource) -> None:
-        """Raises ModelLoadFailed for a decoder that is not supported."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        chat: ChatTemplates,
+        source: TextSource,
+        notes: Sequence[str] = (),
+    ) -> None:
+        """`notes`: what its files say differently. Raises ModelLoadFailed for a decoder that is not
+        supported.
+        """
         self.source = source
+        self.notes = notes
         self.prefix = tuple(source.prefix)
         self.max_bytes_per_token = source.max_bytes_per_token
         self.images = source.images
@@ -50,6 +62,8 @@ class ChatTokenizer:
         """Raises ModelLoadFailed when the tokenizer or a template cannot be used with the model."""
         file = folder.files / "tokenizer.json"
         tokenizer, data = read_tokenizer(file)
+        added = AddedTokens(folder.files, tokenizer, folder.plan.embedding_rows)
+        add_tokens(tokenizer, added.fields)
         prefix = _prefix(tokenizer, folder.bos_token, folder.add_bos)
         chat = ChatTemplates.from_folder(folder.files)
         check_vocabulary(tokenizer, folder.plan.embedding_rows, prefix, chat)
@@ -59,15 +73,17 @@ class ChatTokenizer:
             prefix,
             {name: template.source for name, template in chat.templates.items()},
             chat.tokens,
-            max_bytes_per_token(json.loads(data)),
+            _max_bytes(data, added.fields),
             image_input(folder, tokenizer),
+            added.fields,
         )
-        return cls(tokenizer, chat, source)
+        return cls(tokenizer, chat, source, (*added.notes, *chat.notes))
 
     @classmethod
     def from_source(cls, source: TextSource) -> ChatTokenizer:
         """The same in another process. Raises ModelLoadFailed for a file that has changed."""
         tokenizer, data = read_tokenizer(Path(source.tokenizer))
+        add_tokens(tokenizer, source.added)
         if hashlib.sha256(data).hexdigest() != source.sha256:
             raise ModelLoadFailed(f"{source.tokenizer} has changed since the model was loaded")
         templates = {name: Template(text) for name, text in source.templates.items()}
@@ -192,7 +208,7 @@ def read_tokenizer(file: Path) -> tuple[Tokenizer, bytes]:
     """The tokenizer of a tokenizer.json, and the file. Raises ModelLoadFailed naming the file."""
     data = read_file(file)
     try:
-        tokenizer = Tokenizer.from_buffer(data)
+        tokenizer = Tokenizer.from_buffer(data.removeprefix(BOM_UTF8))
     except BaseException as error:
         if not isinstance(error, Exception) and not is_panic(error):
             raise
@@ -227,6 +243,13 @@ def check_vocabulary(
             f"prompts have {', '.join(named[:_MAX_NAMED])}, the model has rows for {rows} ids"
             " (vocab_size of config.json): the tokenizer is of another model"
         )
+
+
+def _max_bytes(data: bytes, added: Sequence[TokenFields]) -> int | None:
+    """The bytes of text that a token stands for at most, see size_bound."""
+    whole = json.loads(data)
+    whole["added_tokens"] = [*(whole.get("added_tokens") or ()), *added]
+    return max_bytes_per_token(whole)
 
 
 def _prefix(tokenizer: Tokenizer, bos_token: str | None, add_bos: bool | None) -> list[int]:

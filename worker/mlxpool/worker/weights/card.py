@@ -6,6 +6,7 @@ Nothing here changes how a model is computed, so a file that cannot be read coun
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from mlxpool.common.checks import is_number
 from mlxpool.common.regular_files import open_regular
 from mlxpool.worker.weights.json_files import FileLookup
+from mlxpool.worker.weights.wrong_contents import HEAD_BYTES, fault_of
 
 LICENCE_FILES = (
     "LICENSE", "LICENSE.txt", "LICENSE.md", "LICENCE", "LICENCE.txt", "LICENCE.md",
@@ -50,9 +52,9 @@ def sampling(files: FileLookup) -> dict[str, float]:
         return {}
     settings: dict[str, Any] = found if isinstance(found, dict) else {}
     return {
-        ours: settings[theirs]
+        ours: value
         for theirs, ours in SAMPLING.items()
-        if is_number(settings.get(theirs))
+        if is_number(value := settings.get(theirs)) and abs(value) < math.inf
     }
 
 
@@ -60,6 +62,7 @@ def _start_of(file: Path, size: int) -> str | None:
     """At most `size` bytes of a regular file as text; None if there is none."""
     try:
         with open_regular(file) as opened:
-            return opened.read(size).decode("utf-8", "replace")
+            data = opened.read(size)
     except OSError:
         return None
+    return None if fault_of(data[:HEAD_BYTES], len(data)) else data.decode("utf-8-sig", "replace")

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.layers.quantisation import QuantLayout
 from mlxpool.worker.weights import other_formats
-from mlxpool.worker.weights.json_files import read_json
+from mlxpool.worker.weights.json_files import is_present, read_json
+from mlxpool.worker.weights.leftovers import notes_of, require_finished
 from mlxpool.worker.weights.safetensors_header import Header, Tensor, read_header
 from mlxpool.worker.weights.tensor_names import mlx_names
 
 PACKED_DTYPE = "U32"  # of weights that MLX has quantised
 _MAX_LISTED = 3  # names that an error lists
+_NUMBERED = re.compile(r"model-(\d{1,6})-of-(\d{1,6})\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,7 @@ class ModelFiles:
     read: Callable[[Mapping[Path, Header]], dict[Path, ShardContent]] = folder_contents
     digests: Mapping[Path, str] = field(default_factory=dict)  # sha256 in hex, of shards of a store
     remedy: str = "download it again"  # for a shard with another digest, shown in the error
+    notes: tuple[str, ...] = ()  # of files beside them
 
     def __truediv__(self, name: str) -> Path:
         return self.named.get(name, self.where / name)
@@ -118,7 +122,9 @@ def merge_tensors(contents: Mapping[Path, ShardContent]) -> dict[str, Tensor]:
 def folder_files(path: Path) -> ModelFiles:
     """The files of a Hugging Face folder; raises ModelLoadFailed where `path` is none."""
     require_model_folder(path)
-    return ModelFiles(path, find_shards(path))
+    shards = find_shards(path)
+    require_finished((*shards, path / "config.json", path / "tokenizer.json"))
+    return ModelFiles(path, shards, notes=tuple(notes_of(path, shards)))
 
 
 def require_model_folder(path: Path) -> None:
@@ -127,19 +133,44 @@ def require_model_folder(path: Path) -> None:
         raise ModelLoadFailed(f"{path} does not exist")
     if path.is_file():
         other_formats.refuse_file(path)
-    if not (path / "config.json").is_file():
+    if not is_present(path / "config.json"):
         other_formats.refuse_folder(path)
 
 
 def find_shards(path: Path) -> tuple[Path, ...]:
-    """The safetensors files of the weights; raises ModelLoadFailed naming those missing."""
+    """The safetensors files of the weights; raises ModelLoadFailed naming those missing.
+
+    They are those that the index names, else model.safetensors, else the numbered ones, else all
+    that are named so: another file may be a copy of them.
+    """
     index = path / "model.safetensors.index.json"
-    if index.is_file():
+    if is_present(index):
         return _indexed(index)
     shards = tuple(sorted(path.glob("model*.safetensors")))
     if not shards:
         _refuse_weightless(path)
-    return shards
+    if (single := path / "model.safetensors") in shards:
+        return (single,)
+    return _numbered(path, shards) or shards
+
+
+def _numbered(path: Path, shards: Iterable[Path]) -> tuple[Path, ...]:
+    """The shards whose names have a number of a total; raises ModelLoadFailed for missing ones."""
+    found = {one: match for one in shards if (match := _NUMBERED.fullmatch(one.name))}
+    totals = sorted({int(match[2]) for match in found.values()})
+    if len(totals) > 1:
+        raise ModelLoadFailed(
+            f"{path} has shards of several models, of {' and '.join(map(str, totals))} files:"
+            " remove those of all but one"
+        )
+    numbers = {int(match[1]) for match in found.values()}
+    if totals and (lost := [n for n in range(1, totals[0] + 1) if n not in numbers]):
+        names = [f"model-{n:05}-of-{totals[0]:05}.safetensors" for n in lost[: _MAX_LISTED + 1]]
+        raise ModelLoadFailed(
+            f"{path} has {len(numbers)} of {totals[0]} shards, {listing('shard', names)} missing;"
+            " download again"
+        )
+    return tuple(found)
 
 
 def _indexed(index: Path) -> tuple[Path, ...]:
@@ -150,11 +181,15 @@ def _indexed(index: Path) -> tuple[Path, ...]:
     for name in names:
         if Path(name).name != name:
             raise ModelLoadFailed(f"{index} names the shard {name!r}, must be a plain file name")
-    missing = [name for name in names if not (index.parent / name).is_file()]
+    missing = [name for name in names if not is_present(index.parent / name)]
     if missing:
+        single = "model.safetensors"
+        older = single not in names and (index.parent / single).is_file()
         raise ModelLoadFailed(
             f"{index} names {listing('shard', missing)}, which"
             f" {'are' if len(missing) > 1 else 'is'} missing; download again"
+            + (f", or remove the index if {single} has all weights" if older else "")
+            + other_formats.instead_of_weights(index.parent)
         )
     return tuple(index.parent / name for name in names)
 
@@ -162,9 +197,9 @@ def _indexed(index: Path) -> tuple[Path, ...]:
 def _refuse_weightless(path: Path) -> None:
     if any(path.glob("*.gguf")):
         other_formats.refuse_folder(path)
-    others = [*path.glob("*.bin"), *path.glob("*.pth")]
-    also = "; it has PyTorch files, which are not read: convert them" if others else ""
-    raise ModelLoadFailed(f"{path} has no model*.safetensors{also}")
+    raise ModelLoadFailed(
+        f"{path} has no model*.safetensors{other_formats.instead_of_weights(path)}"
+    )
 
 
 def listing(kind: str, names: list[str]) -> str:

@@ -17,9 +17,11 @@ from mlxpool.worker.layers.model_plan import ModelPlan, VisionPlan
 from mlxpool.worker.layers.quantisation import QuantConfig
 from mlxpool.worker.media.settings import ImageSettings
 from mlxpool.worker.weights import mlx_lm_models
+from mlxpool.worker.weights.chat_template_files import JINJA_FOLDER, named_files
 from mlxpool.worker.weights.files import ModelFiles, ShardContent, folder_files, merge_tensors
 from mlxpool.worker.weights.json_files import (
     FileLookup,
+    is_present,
     optional_json,
     read_file,
     read_json,
@@ -33,7 +35,6 @@ _SAMPLE_BYTES = 2**20  # at each end of a shard, which the digest covers
 FLOAT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 PACKED_BYTES = {"U32": 4, "U8": 1}
 PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
-_TEMPLATES = "additional_chat_templates"
 _DIGESTED = (
     "config.json",
     "generation_config.json",
@@ -74,6 +75,7 @@ class ModelFolder:
     uses_mlx_lm: bool = False  # computed by mlx-lm's code, see mlx_lm_models.py
     vision: Vision | None = None  # None: it takes text only
     stamps: tuple[tuple[str, int, int], ...] = ()  # of its shards before they were read
+    notes: tuple[str, ...] = ()  # of what its files say differently, and of files beside them
 
     @property
     def shards(self) -> tuple[Path, ...]:
@@ -132,6 +134,7 @@ def inspect(
         uses_mlx_lm=uses_mlx_lm,
         vision=vision,
         stamps=stamps,
+        notes=files.notes if encoder else (*files.notes, *special.notes),
     )
 
 
@@ -149,7 +152,7 @@ def find_vision(files: FileLookup, plan: ModelPlan, tensors: Iterable[str]) -> V
 
 def _preprocessor(files: FileLookup) -> Mapping[str, Any] | None:
     """The settings of images; newer folders keep them inside processor_config.json."""
-    if (files / PREPROCESSOR).is_file():
+    if is_present(files / PREPROCESSOR):
         return read_json(files / PREPROCESSOR)
     inner = optional_json(files / PROCESSOR).get("image_processor")
     return inner if isinstance(inner, Mapping) else None
@@ -157,7 +160,7 @@ def _preprocessor(files: FileLookup) -> Mapping[str, Any] | None:
 
 def require_tokenizer(where: Path, files: FileLookup) -> None:
     """Raises ModelLoadFailed where tokenizer.json is missing or too large; `where` is shown."""
-    if not (files / "tokenizer.json").is_file():
+    if not is_present(files / "tokenizer.json"):
         raise ModelLoadFailed(f"{where} has no tokenizer.json, the only tokenizer format supported")
     require_size(files / "tokenizer.json")
 
@@ -189,8 +192,8 @@ def _digest(files: ModelFiles, contents: Mapping[Path, ShardContent], *, forced:
     `forced`: mlx-lm's code computes what ours could, with other last bits.
     """
     digest = hashlib.sha256(b"mlx-lm" if forced else b"")
-    templates = sorted(file.name for file in (files / _TEMPLATES).glob("*.jinja"))
-    for name in (*_DIGESTED, *(f"{_TEMPLATES}/{name}" for name in templates)):
+    templates = (f"{JINJA_FOLDER}/{file.name}" for file in named_files(files))
+    for name in (*_DIGESTED, *templates):
         if (files / name).is_file():
             _add(digest, name, read_file(files / name))
     for shard, content in contents.items():

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any, Protocol
 
 from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker.weights.wrong_contents import DOWNLOAD, HEAD_BYTES, fault_of
 
 MAX_FILE_BYTES = 256 * 2**20  # of files but weights; tokenizers of large vocabularies have 40 MiB
+# Keys of a server's error, which tools save under the name of the file that was asked for.
+ERROR_KEYS = {"error", "errors", "message", "detail", "code", "status", "statusCode", "error_type"}
 
 
 class FileLookup(Protocol):
@@ -17,10 +21,23 @@ class FileLookup(Protocol):
     def __truediv__(self, name: str, /) -> Path: ...
 
 
+def is_present(file: Path) -> bool:
+    """Whether there is such a file. Raises ModelLoadFailed as `require_file`."""
+    require_file(file)
+    return file.exists()
+
+
 def require_file(file: Path) -> None:
-    """Raises ModelLoadFailed for a pipe or a device, from which a read may never return."""
-    if file.exists() and not file.is_file():
-        raise ModelLoadFailed(f"{file} is no regular file, which a model is made of")
+    """Raises ModelLoadFailed for a link without a target, and for a folder, a pipe or a device,
+    from which a read may never return.
+    """
+    if file.exists():
+        if not file.is_file():
+            raise ModelLoadFailed(f"{file} is no regular file, which a model is made of")
+    elif file.is_symlink():
+        raise ModelLoadFailed(
+            f"{file} is a link to {os.readlink(file)}, which is missing: {DOWNLOAD}"
+        )
 
 
 def require_size(file: Path) -> None:
@@ -31,10 +48,17 @@ def require_size(file: Path) -> None:
 
 
 def read_file(file: Path) -> bytes:
-    """The contents of a small file; see `require_file` and `require_size`."""
+    """The contents of a small file.
+
+    Raises ModelLoadFailed as `require_file` and `require_size`, and for contents that are not those
+    of a text, see wrong_contents.
+    """
     require_file(file)
     require_size(file)
-    return file.read_bytes()
+    data = file.read_bytes()
+    if fault := fault_of(data[:HEAD_BYTES], len(data)):
+        raise ModelLoadFailed(f"{file} {fault}")
+    return data
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -42,6 +66,8 @@ def read_json(file: Path) -> dict[str, Any]:
     value = _parsed(file)
     if not isinstance(value, dict):
         raise ModelLoadFailed(f"{file} holds a {type(value).__name__}, must be a map")
+    if value and value.keys() <= ERROR_KEYS:
+        raise ModelLoadFailed(f"{file} holds a server's error, {value!r:.100}: {DOWNLOAD}")
     return value
 
 
@@ -57,9 +83,9 @@ def _parsed(file: Path) -> Any:
     try:
         return json.loads(read_file(file))
     except (ValueError, RecursionError) as error:
-        raise ModelLoadFailed(f"{file} is not JSON: {error}") from error
+        raise ModelLoadFailed(f"{file} is not JSON: {error}; {DOWNLOAD}") from error
 
 
 def optional_json(file: Path) -> dict[str, Any]:
     """As `read_json`; an empty object where there is no such file."""
-    return read_json(file) if file.is_file() else {}
+    return read_json(file) if is_present(file) else {}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker.weights.leftovers import ADAPTER, unfinished
 
 GGUF_REMEDY = (
     "MLX workers load Hugging Face folders (safetensors); convert it with mlx_lm.convert from "
@@ -15,6 +16,7 @@ GGUF_REMEDY = (
 _OLLAMA_MODEL = "application/vnd.ollama.image.model"
 _OLLAMA_TENSOR = "application/vnd.ollama.image.tensor"
 _MAX_MANIFEST = 2**20  # bytes
+PYTORCH = (".bin", ".pth", ".pt", ".ckpt")
 
 
 def refuse_file(file: Path) -> NoReturn:
@@ -32,12 +34,33 @@ def refuse_file(file: Path) -> NoReturn:
 def refuse_folder(path: Path) -> NoReturn:
     """Raises ModelLoadFailed for a folder without config.json."""
     for file in sorted(path.glob("*")):
-        if file.is_file() and is_gguf(file):
+        if file.is_file() and not file.name.startswith(".") and is_gguf(file):
             raise ModelLoadFailed(f"{file}: this is a GGUF file: {GGUF_REMEDY}")
+    if (path / "snapshots").is_dir():
+        raise ModelLoadFailed(
+            f"{path} is a repository of the Hugging Face cache: name the model as org/name, or the"
+            " folder in its snapshots"
+        )
     raise ModelLoadFailed(
-        f"{path} has no config.json: name the folder of a Hugging Face model "
-        "(config.json, *.safetensors, tokenizer.json)"
+        f"{path} has no config.json{instead_of_weights(path)}: name the folder of a Hugging Face"
+        " model (config.json, tokenizer.json, safetensors)"
     )
+
+
+def instead_of_weights(path: Path) -> str:
+    """What a folder without the weights of a model has instead, for its error; "" for nothing."""
+    if names := unfinished(path):
+        return f"; a download was not finished, or goes on: {names[0]}"
+    if (path / ADAPTER).is_file():
+        return "; it has an adapter (LoRA), which is no model: fuse it into the weights of its base"
+    if any(path.glob("consolidated*")) or (path / "params.json").is_file():
+        return (
+            "; it has weights in the form of its makers (consolidated, params.json), which are not"
+            " read: download the files of Hugging Face's form"
+        )
+    if any(file.suffix in PYTORCH for file in path.glob("[!.]*")):
+        return "; it has PyTorch files, which are not read: convert them"
+    return ""
 
 
 def is_gguf(file: Path) -> bool:

@@ -10,8 +10,10 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker.weights import wrong_contents
 from mlxpool.worker.weights.json_files import require_file
 from mlxpool.worker.weights.safetensors_faults import BITS, LENGTH_BYTES, MAX_HEADER, fault_of
+from mlxpool.worker.weights.wrong_contents import HEAD_BYTES
 
 MAX_AXES = 32  # of a tensor
 
@@ -70,12 +72,12 @@ def _header_bytes(file: Path) -> bytes:
     require_file(file)
     size = file.stat().st_size
     with file.open("rb") as stream:
-        head = stream.read(LENGTH_BYTES)
-        if head[:4] == b"GGUF":
-            raise ModelLoadFailed(f"{file}: this is a GGUF file under another name")
+        head = stream.read(HEAD_BYTES)
+        if fault := wrong_contents.fault_of(head, size):
+            raise ModelLoadFailed(f"{file} {fault}")
         if len(head) < LENGTH_BYTES:
             raise ModelLoadFailed(f"{file}: truncated: {size} bytes, too few for a header")
-        length = int.from_bytes(head, "little")
+        length = int.from_bytes(head[:LENGTH_BYTES], "little")
         if length > MAX_HEADER:
             raise ModelLoadFailed(
                 f"{file}: the header claims {length} bytes, at most {MAX_HEADER} are allowed"
@@ -85,6 +87,7 @@ def _header_bytes(file: Path) -> bytes:
                 f"{file}: truncated: the header claims {length} bytes, the file has {size}; "
                 "download it again"
             )
+        stream.seek(LENGTH_BYTES)
         return stream.read(length)
 
 

@@ -3,101 +3,201 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker.weights.chat_template_files import find_sources
 from mlxpool.worker.weights.json_files import FileLookup, optional_json
 
 _ID = re.compile(r"[0-9]{1,10}")
+SETTINGS, OLDER_SETTINGS = "tokenizer_config.json", "special_tokens_map.json"
+# Texts with which chat templates end a turn of the model. One that a template writes and the
+# tokenizer has as a token of its own ends an answer, whatever the files say of it.
+END_OF_TURN = (
+    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|end|>", "<end_of_turn>", "<turn|>",
+    "<|end_of_turn|>", "<|endofturn|>", "<|END_OF_TURN_TOKEN|>", "<|assistant_end|>",
+    "<end_of_utterance>", "<|end_of_text|>", "<EOT>",
+)  # fmt: skip
+CHANNELS = "<|channel|>"  # in a template that ends with END_OF_TURN each message, of several a turn
 
 
 @dataclass(frozen=True, slots=True)
 class SpecialTokens:
-    """The tokens that begin and end a text."""
+    """The tokens that begin and end a text. `notes`: what the files say differently."""
 
     eos_ids: frozenset[int]
     bos_token: str | None
     add_bos: bool | None  # None: tokenizer_config.json does not say
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, path: FileLookup, config: Mapping[str, Any]) -> SpecialTokens:
         """`config` is config.json. Raises ModelLoadFailed naming the file and the value."""
-        names = token_names(path)
-        add_bos = optional_json(path / "tokenizer_config.json").get("add_bos_token")
+        settings = optional_json(path / SETTINGS)
+        add_bos = settings.get("add_bos_token")
+        tokenizer = TokenIds.read(optional_json(path / "tokenizer.json"), settings)
+        eos_ids, notes = _ends(path, config, tokenizer)
         return cls(
-            eos_ids=_end_ids(path, config) | _end_token(path, names.get("eos_token")),
-            bos_token=names.get("bos_token"),
+            eos_ids=eos_ids,
+            bos_token=token_names(path).get("bos_token"),
             add_bos=add_bos if isinstance(add_bos, bool) else None,
+            notes=tuple(notes),
         )
 
 
 def token_names(path: FileLookup) -> dict[str, str]:
-    """bos_token, eos_token and the like: name -> literal text.
+    """bos_token, eos_token and the like: name -> literal text, of several the first.
 
     tokenizer_config.json takes precedence over special_tokens_map.json.
     """
-    older = _texts(optional_json(path / "special_tokens_map.json"))
-    return older | _texts(optional_json(path / "tokenizer_config.json"))
+    return {name: texts[0] for name, texts in _names(path).items()}
 
 
-def _texts(settings: Mapping[str, Any]) -> dict[str, str]:
-    names: dict[str, str] = {}
-    for name, value in settings.items():
-        text = value.get("content") if isinstance(value, Mapping) else value
-        if name.endswith("_token") and isinstance(text, str):
-            names[name] = text.encode(errors="replace").decode()  # replaces lone surrogates
-    return names
+def _names(path: FileLookup) -> dict[str, list[str]]:
+    older = _texts(optional_json(path / OLDER_SETTINGS))
+    return older | _texts(optional_json(path / SETTINGS))
 
 
-def _end_ids(path: FileLookup, config: Mapping[str, Any]) -> frozenset[int]:
-    """The eos_token_id of the first of generation_config.json, config.json and its text_config.
+def _texts(settings: Mapping[str, Any]) -> dict[str, list[str]]:
+    found = {name: texts_of(value) for name, value in settings.items() if name.endswith("_token")}
+    return {name: texts for name, texts in found.items() if texts}
 
-    Those of the others are not added: where they differ they are older, and may be ordinary tokens.
+
+def texts_of(value: Any) -> list[str]:
+    """The texts of a token, or of a list of them, each a text or a map with `content`."""
+    if isinstance(value, list):
+        return [text for one in value for text in texts_of(one)]
+    text = value.get("content") if isinstance(value, Mapping) else value
+    if not isinstance(text, str):
+        return []
+    return [text.encode(errors="replace").decode()]  # replaces lone surrogates
+
+
+@dataclass(frozen=True, slots=True)
+class TokenIds:
+    """The ids of a tokenizer's tokens by their texts: of those that are no words, and of words."""
+
+    added: Mapping[str, int]
+    words: Mapping[str, int]
+
+    @classmethod
+    def read(cls, tokenizer: Mapping[str, Any], settings: Mapping[str, Any]) -> TokenIds:
+        """Of tokenizer.json, and where it lacks a token that of `added_tokens_decoder`, a key of
+        tokenizer_config.json. Invalid parts are left to `tokenizers` to report.
+        """
+        model, listed = tokenizer.get("model"), tokenizer.get("added_tokens")
+        words = model.get("vocab") if isinstance(model, Mapping) else None
+        if isinstance(words, list):  # unigram: [piece, score]
+            words = {entry[0]: id for id, entry in enumerate(words)}
+        words = words if isinstance(words, Mapping) else {}
+        older = settings.get("added_tokens_decoder")
+        added: dict[str, int] = {}
+        for token, entry in older.items() if isinstance(older, Mapping) else ():
+            if _ID.fullmatch(token) and isinstance(entry, Mapping):
+                text = str(entry.get("content"))
+                if text not in words:
+                    _add(added, text, int(token))
+        for entry in listed if isinstance(listed, list) else ():
+            if isinstance(entry, Mapping):
+                _add(added, str(entry.get("content")), entry.get("id"))
+        return cls(added, words)
+
+    def of(self, text: str) -> frozenset[int]:
+        """The id of a token with this text; none where there is no such token."""
+        found: Any = self.added.get(text, self.words.get(text))
+        return frozenset({found}) if _is_id(found) else frozenset()
+
+
+def _add(added: dict[str, int], text: str, token: Any) -> None:
+    if _is_id(token):
+        added[text] = token
+
+
+def _is_id(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _ends(
+    path: FileLookup, config: Mapping[str, Any], tokenizer: TokenIds
+) -> tuple[frozenset[int], list[str]]:
+    """The ids that end an answer, and what is to be said of how the files differ.
+
+    Those of the first of generation_config.json, config.json and its text_config that has some
+    count. Those of the others count where they are no words, for such a file may be older, and of a
+    model with other ids. What the tokenizer and the chat template name is added.
+    """
+    files, notes = _of_files(path, config)
+    ends = next(iter(files.values()), frozenset[int]())
+    special = frozenset(tokenizer.added.values())
+    named = {
+        **{f"eos_token {text!r}": tokenizer.of(text) for text in _names(path).get("eos_token", ())},
+        **{
+            f"the chat template, with {text!r},": tokenizer.of(text)
+            for text in _ends_of_turns(path, tokenizer)
+        },
+    }
+    taken = ends.union(*(ids & special for ids in files.values()), *named.values())
+    first = ends or next(filter(None, named.values()), ends)
+    if any(ids != ends for ids in files.values()) or any(ids - first for ids in named.values()):
+        said = [f"{name} at {_listed(ids)}" for name, ids in {**files, **named}.items() if ids]
+        notes.append(
+            f"files end a text differently: {'; '.join(said)}. An answer ends at {_listed(taken)}"
+        )
+    for name, ids in files.items():
+        if words := ids - taken:
+            notes.append(f"{name}: eos_token_id {_listed(words)} ends no answer: it is a word")
+    if not taken:
+        notes.append("no file names a token that ends a text: answers end at max_tokens")
+    known = special | {token for token in tokenizer.words.values() if _is_id(token)}
+    if known and (lost := ends - known):
+        notes.append(f"eos_token_id {_listed(lost)} is no id of tokenizer.json")
+    return taken, notes
+
+
+def _of_files(
+    path: FileLookup, config: Mapping[str, Any]
+) -> tuple[dict[str, frozenset[int]], list[str]]:
+    """The eos_token_id of each file that has some, in the order in which they count.
+
+    Raises ModelLoadFailed for the first one if it is invalid; of a later one it is a note.
     """
     inner = config.get("text_config")
     sources = (
-        (path / "generation_config.json", optional_json(path / "generation_config.json")),
-        (path / "config.json", config),
-        (path / "config.json", inner if isinstance(inner, Mapping) else {}),
+        ("generation_config.json", optional_json(path / "generation_config.json")),
+        ("config.json", config),
+        ("text_config of config.json", inner if isinstance(inner, Mapping) else {}),
     )
-    for file, source in sources:
+    found: dict[str, frozenset[int]] = {}
+    notes = []
+    for name, source in sources:
         value = source.get("eos_token_id")
         ids = value if isinstance(value, list) else [] if value is None else [value]
-        if any(type(token) is not int or token < 0 for token in ids):
-            raise ModelLoadFailed(
-                f"{file}: eos_token_id is {value!r:.60}, must be a token id or a list of them"
-            )
-        if ids:
-            return frozenset(ids)
-    return frozenset()
+        if not all(map(_is_id, ids)):
+            fault = f"{path / name.split()[-1]}: eos_token_id is {value!r:.60}, must be a token id"
+            if not found:
+                raise ModelLoadFailed(f"{fault} or a list of them")
+            notes.append(f"{fault} or a list of them; it is left out")
+        elif ids:
+            found[name] = frozenset(ids)
+    return found, notes
 
 
-def _end_token(path: FileLookup, text: str | None) -> frozenset[int]:
-    """The id of the tokenizer's eos_token: often the mark at the end of a turn of a chat."""
-    if text is None:
-        return frozenset()
-    listed = optional_json(path / "tokenizer_config.json").get("added_tokens_decoder")
-    for token, added in listed.items() if isinstance(listed, Mapping) else ():
-        if isinstance(added, Mapping) and added.get("content") == text and _ID.fullmatch(token):
-            return frozenset({int(token)})
-    return _in_tokenizer(optional_json(path / "tokenizer.json"), text)  # large, so read last
+def _ends_of_turns(path: FileLookup, tokenizer: TokenIds) -> list[str]:
+    """The tokens with which the chat templates end a turn."""
+    try:
+        sources = find_sources(path).texts.values()
+    except ModelLoadFailed:
+        return []  # whoever reads the templates reports it
+    if any(CHANNELS in source for source in sources):
+        return []
+    return [
+        text
+        for text in END_OF_TURN
+        if text in tokenizer.added and any(text in source for source in sources)
+    ]
 
 
-def _in_tokenizer(tokenizer: Mapping[str, Any], text: str) -> frozenset[int]:
-    """The id of a token in tokenizer.json; invalid parts are left to `tokenizers` to report."""
-    added, model = tokenizer.get("added_tokens"), tokenizer.get("model")
-    for entry in added if isinstance(added, list) else ():
-        if isinstance(entry, Mapping) and entry.get("content") == text:
-            return _id(entry.get("id"))
-    vocab = model.get("vocab") if isinstance(model, Mapping) else None
-    if isinstance(vocab, list):  # unigram: [piece, score]
-        vocab = {entry[0]: id for id, entry in enumerate(vocab)}
-    known = vocab.get(text) if isinstance(vocab, dict) else None
-    return _id(known)
-
-
-def _id(value: Any) -> frozenset[int]:
-    sound = isinstance(value, int) and not isinstance(value, bool)
-    return frozenset({value}) if sound else frozenset()
+def _listed(ids: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(ids)))

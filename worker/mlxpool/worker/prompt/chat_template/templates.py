@@ -1,4 +1,4 @@
-"""The chat templates of a model: where they are stored, which one applies, which variables it has.
+"""The chat templates of a model: which one applies, which variables it has.
 
 A template sees only the messages, the tools, the model's token names and `now`, so that the same
 request gives the same prompt on every worker.
@@ -7,19 +7,16 @@ request gives the same prompt on every worker.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from mlxpool.common.errors import BadRequest, ModelLoadFailed
 from mlxpool.common.protocol.chat import joined
 from mlxpool.worker.prompt.chat_template import output_format
 from mlxpool.worker.prompt.chat_template.sandbox import ContentForm, Template
-from mlxpool.worker.weights.json_files import FileLookup, optional_json, read_file
+from mlxpool.worker.weights.chat_template_files import DEFAULT, TOOL_USE, find_sources
+from mlxpool.worker.weights.json_files import FileLookup
 from mlxpool.worker.weights.special_tokens import token_names
 
-DEFAULT, TOOL_USE = "default", "tool_use"
-JINJA_FILE = "chat_template.jinja"
-JINJA_FOLDER = "additional_chat_templates"
 MAX_TEMPLATE_CHARS = 2**18  # characters of one template; real ones have 20,000
 NO_TOOLS = "the chat template of this model has no place for tools: leave `tools` out"
 NO_TEMPLATE = (
@@ -28,19 +25,27 @@ NO_TEMPLATE = (
 
 
 class ChatTemplates:
-    """A model's templates by name; none for a model that takes finished text only."""
+    """A model's templates by name; none for a model that takes finished text only.
+
+    `notes`: what is odd about their files.
+    """
 
     def __init__(
-        self, templates: Mapping[str, Template], tokens: Mapping[str, str] | None = None
+        self,
+        templates: Mapping[str, Template],
+        tokens: Mapping[str, str] | None = None,
+        notes: Sequence[str] = (),
     ) -> None:
         self.templates = dict(templates)
         self.tokens = dict(tokens or {})
+        self.notes = notes
 
     @classmethod
     def from_folder(cls, path: FileLookup) -> ChatTemplates:
         """Raises ModelLoadFailed for a file or a template that cannot be read."""
-        where, sources = find_sources(path)
-        for name, source in sources.items():
+        found = find_sources(path)
+        where = found.where
+        for name, source in found.texts.items():
             if len(source) > MAX_TEMPLATE_CHARS:
                 raise ModelLoadFailed(
                     f"{where}: chat template {name!r} has {len(source)} characters, at most"
@@ -48,9 +53,9 @@ class ChatTemplates:
                 )
         templates = {
             name: Template(source, f"{where}: chat template {name!r}")
-            for name, source in sources.items()
+            for name, source in found.texts.items()
         }
-        return cls(templates, token_names(path))
+        return cls(templates, token_names(path), found.notes)
 
     def render(
         self,
@@ -101,49 +106,3 @@ def _adapted(message: Mapping[str, Any], form: ContentForm) -> Mapping[str, Any]
     if isinstance(content, str) and form is ContentForm.PARTS:
         return {**message, "content": [{"type": "text", "text": content}]}
     return message
-
-
-def find_sources(path: FileLookup) -> tuple[Path, dict[str, str]]:
-    """The first file that has templates, and its templates by name; an empty map without any.
-
-    Order: chat_template.jinja with the folder of further ones, tokenizer_config.json,
-    chat_template.json.
-    """
-    single, folder = path / JINJA_FILE, path / JINJA_FOLDER
-    files = {file.stem: file for file in sorted(folder.glob("*.jinja"))}
-    if single.is_file():
-        files[DEFAULT] = single
-    if files:
-        where = single if single.is_file() else folder
-        return where, {name: _read_text(file) for name, file in files.items()}
-    for file in (path / "tokenizer_config.json", path / "chat_template.json"):
-        found = _parse_templates(file, optional_json(file).get("chat_template"))
-        if found:
-            return file, found
-    return single, {}
-
-
-def _read_text(file: Path) -> str:
-    try:
-        return read_file(file).decode()
-    except UnicodeDecodeError as error:
-        raise ModelLoadFailed(f"{file} is not UTF-8: {error}") from error
-
-
-def _has_name(entry: object) -> bool:
-    return isinstance(entry, Mapping) and isinstance(entry.get("name"), str)
-
-
-def _parse_templates(file: Path, value: object) -> dict[str, str]:
-    """Templates by name from text, a list of {name, template}, or a map of name to template."""
-    if isinstance(value, list) and all(_has_name(entry) for entry in value):
-        value = {entry.get("name"): entry.get("template") for entry in value}
-    if value is None or isinstance(value, str):
-        return {} if value is None else {DEFAULT: value}
-    if isinstance(value, Mapping):
-        texts = {name: text for name, text in value.items() if isinstance(text, str)}
-        if len(texts) == len(value) and all(isinstance(name, str) for name in texts):
-            return texts
-    raise ModelLoadFailed(
-        f"{file}: chat_template must be text or a list of {{name, template}}, both text"
-    )

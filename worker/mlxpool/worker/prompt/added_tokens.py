@@ -1,0 +1,138 @@
+"""The tokens that other files than tokenizer.json name: which are added, and what contradicts it.
+
+The rules are those of transformers: `added_tokens_decoder` of tokenizer_config.json decides how a
+token is found in a text, tokenizer.json which id it has, and a token that only the former has gets
+the next id. A token whose id would be another, or has no row in the model, is not added.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from mlxpool.worker.weights.json_files import FileLookup, optional_json
+from mlxpool.worker.weights.special_tokens import OLDER_SETTINGS, SETTINGS, texts_of, token_names
+
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+LISTS = ("additional_special_tokens", "extra_special_tokens")
+OLDER_IDS = "added_tokens.json"
+MAX_TOLD = 3  # contradictions of a kind
+_ID = re.compile(r"[0-9]{1,9}")
+
+TokenFields = Mapping[str, str | bool]  # arguments of AddedToken
+
+
+class AddedTokens:
+    """What to add to a model's tokenizer: `fields` of each token. `notes`: what contradicts it."""
+
+    def __init__(self, files: FileLookup, tokenizer: Tokenizer, rows: int) -> None:
+        """`rows`: of the model's embedding. Raises ModelLoadFailed for a file that is no JSON."""
+        self.fields: list[TokenFields] = []
+        self._told: dict[str, list[str]] = {}
+        self._tokenizer, self._rows = tokenizer, rows
+        self._known = tokenizer.get_added_tokens_decoder()
+        self._next = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self._new: set[str] = set()
+        settings = optional_json(files / SETTINGS)
+        for id, fields in _listed(settings):
+            self._settle(id, fields)
+        for text, id in optional_json(files / OLDER_IDS).items():
+            self._compare(OLDER_IDS, text, id)
+        self._settle_names(token_names(files), settings)
+        older = {name: texts_of(value) for name, value in _older(files).items()}
+        for name, text in token_names(files).items():
+            if name in ("bos_token", "eos_token") and text not in older.get(name, [text]):
+                words = f"{name} is {text!r}, in {OLDER_SETTINGS} {older[name][0]!r}"
+                self._tell(f"{SETTINGS} counts: ", words)
+
+    @property
+    def notes(self) -> list[str]:
+        """What other files say differently, a sentence of each kind."""
+        return [_sentence(kind, told) for kind, told in self._told.items()]
+
+    def _tell(self, kind: str, words: str) -> None:
+        self._told.setdefault(kind, []).append(words)
+
+    def _settle(self, id: int, fields: TokenFields) -> None:
+        text = str(fields["content"])
+        have = self._tokenizer.token_to_id(text)
+        if have is None:
+            if id != self._next or id >= self._rows:
+                words = f"{text!r} (id {id})"
+                self._tell(f"{SETTINGS} has tokens that tokenizer.json has not, not used: ", words)
+                return
+            self._add(fields)
+            return
+        self._compare(SETTINGS, text, id)
+        known = self._known.get(have)
+        if known is None or any(getattr(known, flag) != fields[flag] for flag in FLAGS):
+            self.fields.append(fields)
+
+    def _add(self, fields: TokenFields) -> None:
+        """A token without an id gets the next one."""
+        text = str(fields["content"])
+        self._tell(
+            "tokenizer.json lacks tokens, which are added as transformers does: ",
+            f"{text!r} (id {self._next})",
+        )
+        self.fields.append(fields)
+        self._new.add(text)
+        self._next += 1
+
+    def _compare(self, file: str, text: str, id: Any) -> None:
+        have = self._tokenizer.token_to_id(text)
+        if have is not None and have != id:
+            words = f"{text!r} is {have}, in {file} {id!r:.20}"
+            self._tell("the ids of tokenizer.json count: ", words)
+
+    def _settle_names(self, names: Mapping[str, str], settings: Mapping[str, Any]) -> None:
+        """Tokens by name, such as bos_token, that are no tokens yet."""
+        texts = {text: name for name, text in names.items()}
+        texts |= {text: one for one in LISTS for text in texts_of(settings.get(one))}
+        known = {token.content for token in self._known.values()} | {
+            str(fields["content"]) for fields in self.fields
+        }
+        for text, name in texts.items():
+            if text in known or not text:
+                continue
+            fields: TokenFields = {**dict.fromkeys(FLAGS, False), "content": text, "special": True}
+            if self._tokenizer.token_to_id(text) is not None:
+                self.fields.append(fields)
+            elif self._next < self._rows:
+                self._add(fields)
+            else:
+                self._tell("no token of tokenizer.json, so not used: ", f"{name} {text!r}")
+
+
+def add(tokenizer: Tokenizer, fields: Sequence[TokenFields]) -> None:
+    """Add these tokens to a tokenizer, or change how it finds them."""
+    if fields:
+        tokenizer.add_tokens([AddedToken(**one) for one in fields])  # type: ignore[arg-type]
+
+
+def _listed(settings: Mapping[str, Any]) -> Iterator[tuple[int, TokenFields]]:
+    """The valid entries of added_tokens_decoder in the order of their ids."""
+    listed = settings.get("added_tokens_decoder")
+    entries = listed.items() if isinstance(listed, Mapping) else ()
+    found = [
+        (int(id), one) for id, one in entries if _ID.fullmatch(id) and isinstance(one, Mapping)
+    ]
+    for id, one in sorted(found, key=lambda pair: pair[0]):
+        text = one.get("content")
+        if isinstance(text, str) and text:
+            special = one.get("special") is True
+            flags = {flag: one.get(flag) is True for flag in FLAGS}
+            flags["normalized"] = bool(one.get("normalized", not special))
+            yield id, {"content": text.encode(errors="replace").decode(), **flags}
+
+
+def _older(files: FileLookup) -> Mapping[str, Any]:
+    return optional_json(files / OLDER_SETTINGS)
+
+
+def _sentence(kind: str, told: list[str]) -> str:
+    more = f" and {len(told) - MAX_TOLD} more" if len(told) > MAX_TOLD else ""
+    return kind + ", ".join(told[:MAX_TOLD]) + more

@@ -1,0 +1,103 @@
+"""The files in which a model may have its chat templates, and which of them counts. No MLX."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker.weights.json_files import FileLookup, is_present, optional_json, read_file
+
+DEFAULT, TOOL_USE = "default", "tool_use"
+JINJA_FILE = "chat_template.jinja"
+JINJA_FOLDER = "additional_chat_templates"
+SETTINGS = "tokenizer_config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateSources:
+    """A model's chat templates by name, the file that has them, and what is odd about them."""
+
+    where: Path
+    texts: Mapping[str, str]
+    notes: tuple[str, ...] = ()
+
+
+def named_files(path: FileLookup) -> list[Path]:
+    """The files of further templates; a hidden file, as macOS leaves beside each, is none."""
+    found = sorted((path / JINJA_FOLDER).glob("*.jinja"))
+    return [file for file in found if not file.name.startswith(".")]
+
+
+def find_sources(path: FileLookup) -> TemplateSources:
+    """The templates of the first file that has some, as transformers chooses; else none.
+
+    Order: chat_template.jinja with the folder of further ones, tokenizer_config.json,
+    chat_template.json. Raises ModelLoadFailed naming a file that cannot be read.
+    """
+    single = path / JINJA_FILE
+    files = {file.stem: file for file in named_files(path)}
+    if is_present(single):
+        files[DEFAULT] = single
+    for file in (path / SETTINGS, path / "chat_template.json"):
+        found = _parsed(file, optional_json(file).get("chat_template"))
+        if files:
+            return _of_jinja_files(path, files, found)
+        if found:
+            return TemplateSources(file, found, tuple(_notes(found)))
+    return TemplateSources(single, {})
+
+
+def _of_jinja_files(
+    path: FileLookup, files: Mapping[str, Path], settings: Mapping[str, str]
+) -> TemplateSources:
+    """`settings`: templates of tokenizer_config.json, of which only a missing default counts."""
+    texts = {name: _read_text(file) for name, file in files.items()}
+    notes = []
+    if DEFAULT not in texts and DEFAULT in settings:
+        texts[DEFAULT] = settings[DEFAULT]
+    differ = [name for name, text in settings.items() if texts.get(name) != text]
+    if differ:
+        notes.append(
+            f"{JINJA_FILE if DEFAULT in files else JINJA_FOLDER} and chat_template of {SETTINGS}"
+            f" differ ({', '.join(sorted(differ))}): the first is taken, as transformers does;"
+            " remove the other"
+        )
+    where = path / (JINJA_FILE if DEFAULT in files else JINJA_FOLDER)
+    return TemplateSources(where, texts, (*notes, *_notes(texts)))
+
+
+def _notes(texts: Mapping[str, str]) -> list[str]:
+    if DEFAULT in texts or not texts:
+        return []
+    return [
+        f"no chat template is named {DEFAULT!r}: {next(iter(texts))!r} is taken, and transformers"
+        " takes none"
+    ]
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return read_file(file).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ModelLoadFailed(f"{file} is not UTF-8: {error}") from error
+
+
+def _has_name(entry: object) -> bool:
+    return isinstance(entry, Mapping) and isinstance(entry.get("name"), str)
+
+
+def _parsed(file: Path, value: object) -> dict[str, str]:
+    """Templates by name from text, a list of {name, template}, or a map of name to template."""
+    if isinstance(value, list) and all(_has_name(entry) for entry in value):
+        value = {entry.get("name"): entry.get("template") for entry in value}
+    if value is None or isinstance(value, str):
+        return {} if value is None else {DEFAULT: value}
+    if isinstance(value, Mapping):
+        texts = {name: text for name, text in value.items() if isinstance(text, str)}
+        if len(texts) == len(value) and all(isinstance(name, str) for name in texts):
+            return texts
+    raise ModelLoadFailed(
+        f"{file}: chat_template must be text or a list of {{name, template}}, both text"
+    )

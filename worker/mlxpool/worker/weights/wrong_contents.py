@@ -1,0 +1,51 @@
+"""Recognises files whose contents are not what their name says, by their first bytes. Pure.
+
+Downloads leave such files: a pointer of a store for large files, a web page, nothing, zeros.
+"""
+
+from __future__ import annotations
+
+import re
+
+HEAD_BYTES = 512  # that are looked at
+DOWNLOAD = "download it again"
+POINTERS = (b"version https://git-lfs.github.com/", b"version https://hawser", b"# xet version")
+# The whole of a short file, as a hub answers where it does not give the file.
+REFUSAL = re.compile(
+    rb"\s*(?:\d{3}:? )?(?:entry not found|not found|repository not found|unauthorized|forbidden"
+    rb"|access (?:to|denied)\b.*|invalid (?:credentials|username or password).*|bad gateway"
+    rb"|too many requests|internal server error|service unavailable|gateway time-?out)[.!]?\s*",
+    re.IGNORECASE | re.DOTALL,
+)
+PAGE = re.compile(
+    rb"(?:\xef\xbb\xbf)?\s*<(?:!doctype\s+html|html|head|\?xml|error\b)", re.IGNORECASE
+)
+OTHERS = (
+    (b"GGUF", "a GGUF file"),
+    (b"PK\x03\x04", "a ZIP archive, as PyTorch writes"),
+    (b"\x80\x02", "a pickle of Python, as PyTorch writes"),
+    (b"\x1f\x8b", "a gzip archive"),
+    (b"\x28\xb5\x2f\xfd", "a Zstandard archive"),
+)
+
+
+def fault_of(head: bytes, size: int) -> str:
+    """What a file of `size` bytes is instead, and what to do; "" where nothing is recognised.
+
+    `head`: its first HEAD_BYTES bytes, or all of them.
+    """
+    if not size:
+        return f"is empty: {DOWNLOAD}"
+    if head.startswith(POINTERS):
+        return (
+            "is a pointer of Git LFS, not the file itself: run `git lfs pull` in its folder, or"
+            f" {DOWNLOAD}"
+        )
+    if PAGE.match(head):
+        return f"is a web page, as a server sends for a login or an error: {DOWNLOAD}"
+    if size <= HEAD_BYTES and REFUSAL.fullmatch(head):
+        return f"holds a server's refusal, {head.decode(errors='replace').strip()!r}: {DOWNLOAD}"
+    if size >= 8 and not any(head):
+        return f"begins with zeros, as a download that was not completed: {DOWNLOAD}"
+    kind = next((kind for magic, kind in OTHERS if head.startswith(magic)), "")
+    return f"is {kind} under another name" if kind else ""
