@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,8 +17,8 @@ from mlxpool.gateway.operations.exchange import Exchange
 
 
 class Models:
-    def __init__(self, states: list[str]) -> None:
-        self._models = [SimpleNamespace(state=state) for state in states]
+    def __init__(self, states: list[str], trouble: str = "") -> None:
+        self._models = [SimpleNamespace(state=state, trouble=trouble) for state in states]
 
     async def all(self) -> list[Any]:
         return self._models
@@ -33,12 +34,28 @@ class Models:
     ],
 )
 def test_health_is_503_if_no_model_takes_requests(states: list[str], status: int) -> None:
-    pool = cast(Any, SimpleNamespace(models=Models(states)))
-    routes = OperationRoutes(pool, Drain(), cast(Any, None), {})
+    assert health(Models(states))[0] == status
+
+
+def test_health_says_why_no_worker_can_come() -> None:
+    status, body = health(Models(["ready"], "files of the run directory are gone"))
+    assert (status, json.loads(body)) == (
+        200,
+        {"status": "degraded", "why": "files of the run directory are gone"},
+    )
+
+
+def health(models: Models) -> tuple[int | None, bytes]:
+    """The status and the body of the answer."""
+    routes = OperationRoutes(
+        cast(Any, SimpleNamespace(models=models)), Drain(), cast(Any, None), {}
+    )
+    data = b""
 
     async def send(message: Message) -> None:
-        pass
+        nonlocal data
+        data += message.get("body", b"")
 
     exchange = Exchange("id", "GET", "/health", 0.0)
     asyncio.run(routes.health(ResponseWriter(send, exchange)))
-    assert exchange.status == status
+    return exchange.status, data

@@ -42,6 +42,7 @@ class ModelInfo:
     requests: int = 0  # that wait for it, or that its workers have
     workers: int = 0  # that serve it
     expires_in: float | None = None  # seconds; below 0: it stays; None: it is not loaded
+    trouble: str = ""  # why its pool cannot be reached by new workers
     about: Mapping[str, Any] = field(default_factory=dict)  # what its files say, if asked for
 
     @property
@@ -71,6 +72,7 @@ class ModelInfo:
             requests=(row.get("queued") or 0) + (row.get("running") or 0),
             workers=row.get("workers") or 0,
             expires_in=row.get("expires_in"),
+            trouble=row.get("trouble") or "",
             about=row.get("about") or {},
         )
 

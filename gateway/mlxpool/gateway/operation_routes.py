@@ -26,12 +26,18 @@ class OperationRoutes:
         self._document = document
 
     async def health(self, response: ResponseWriter) -> None:
-        """GET /health: 200 when the pool takes requests, else 503 or the status of its error."""
+        """GET /health: 200 when the pool takes requests, else 503 or the status of its error.
+
+        Of a pool that new workers cannot reach the status is `degraded`: what is loaded answers.
+        """
         if self._drain.begun:
             return await response.json({"status": "draining"}, 503, {"connection": "close"})
-        states = {model.state for model in await self._pool.models.all()}
+        models = await self._pool.models.all()
+        states = {model.state for model in models}
         if states and states <= CLOSED:
             return await response.json({"status": "draining"}, 503)
+        if trouble := next((model.trouble for model in models if model.trouble), ""):
+            return await response.json({"status": "degraded", "why": trouble})
         await response.json({"status": "ok"})
 
     async def metrics(self, accept: str, response: ResponseWriter) -> None:

@@ -9,6 +9,7 @@ from mlxpool.broker.core.drain import Drainer
 from mlxpool.broker.core.failover import Failover
 from mlxpool.broker.core.state import PoolPhase, State
 from mlxpool.broker.core.worker_pool import WorkerPool
+from mlxpool.broker.models.model_states import FAILING
 from mlxpool.broker.workers import exit_causes
 from mlxpool.broker.workers.exit_causes import BROKER_ENDS, UNLOADED
 from mlxpool.common.errors import Draining, WorkerLost
@@ -104,6 +105,14 @@ class AdminEvents:
         self._state.config = event.config
         registry = self._state.registry
         registry.memory, registry.restart_limit = event.memory, event.config.restart_limit
+
+    def on_unreachable(self, event: ev.Unreachable, now: float) -> None:
+        """While it lasts, models fail because no worker can come; afterwards they are tried."""
+        self._state.trouble = event.why
+        failed = (m for m in self._state.registry.models.values() if m.state in FAILING)
+        for model in failed if not event.why else ():
+            model.retry_at, model.failures, model.last_error = 0.0, 0, None
+            model.move("mended")
 
     def on_model_found(self, event: ev.ModelFound, now: float) -> None:
         self._state.registry.add(event.name, event.config, event.location, event.need)

@@ -61,6 +61,10 @@ class Calls:
                 rows = [listing.detailed(registry, message.model, now)]
             if not self._state.admits:
                 rows = [{**row, "state": "draining"} for row in rows]
+            if self._state.trouble:
+                rows = [
+                    {**row, "trouble": self._state.trouble[: listing.MAX_ERROR]} for row in rows
+                ]
             answer = ModelList(rows)
         except PoolError as error:
             answer = Failed.of(error)

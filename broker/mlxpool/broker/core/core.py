@@ -119,6 +119,7 @@ class Core:
             ev.StartDrain: drainer.on_drain,
             ev.RestartWorker: admin_events.on_restart,
             ev.Shutdown: admin_events.on_shutdown,
+            ev.Unreachable: admin_events.on_unreachable,
             ev.Wake: self._on_wake,
             ev.Late: endings.on_late,
         }

@@ -375,6 +375,13 @@ class Shutdown(Event):
     final: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class Unreachable(Event):
+    """New workers and commands cannot reach the broker, for this reason; "": they can again."""
+
+    why: str
+
+
 # ---- time ------------------------------------------------------------------------------------
 
 

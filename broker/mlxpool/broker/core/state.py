@@ -125,6 +125,7 @@ class State:
     last_epoch: int = 0
     last_run: int = 0  # number of the newest run given to a worker
     last_arrival: int = 0  # number of the newest accepted request
+    trouble: str = ""  # why new workers and commands cannot reach the broker; "": they can
 
     @property
     def admits(self) -> bool:

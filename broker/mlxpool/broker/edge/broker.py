@@ -35,6 +35,7 @@ from mlxpool.broker.edge.page_cancels import PageCancels
 from mlxpool.broker.edge.page_jobs import PageJobs
 from mlxpool.broker.edge.reload_target import ReloadTarget
 from mlxpool.broker.edge.reporting import Reporter
+from mlxpool.broker.edge.run_dir_watch import RunDirWatch
 from mlxpool.broker.edge.worker_ingress import WorkerIngress
 from mlxpool.broker.edge.worker_processes import WorkerProcesses
 from mlxpool.broker.host.os_process import memory_limit_bytes, resident_bytes
@@ -73,7 +74,7 @@ class Broker:
             config = without_local_workers(config)
         descriptors = raise_descriptor_limit()
         self.settings = CurrentSettings(config)
-        self._lock = lock(config.run_dir)
+        locked = lock(config.run_dir)
         self.http = _http_server(config) if config.metrics else None
         self.gateway_process = GatewayProcess(config) if config.http else None
         self.boot = secrets.randbits(EXACT_BITS) or 1
@@ -98,6 +99,15 @@ class Broker:
         self.gateway = self._make_gateway()
         self.lifecycle = Lifecycle(self.perform, self.notifier, self.gateway, self._end_readings)
         self.endpoints = Endpoints(config, descriptors, self._count_refusal)
+        listener = self.endpoints.listener
+        self.run_dir = RunDirWatch(
+            config.run_dir,
+            locked,
+            self.endpoints.sockets,
+            times_unbound=lambda: None if listener.unbound else listener.times_unbound,
+            restored=self._record_processes,
+            on_trouble=self._on_trouble,
+        )
         # Models that other supervisors serve have no files here.
         scanned = config if config.local_workers else replace(config, models={})
         self.catalogue = Catalogue(scanned, self.perform)
@@ -107,6 +117,29 @@ class Broker:
         self._add_to_loop()
         for pid in self.supervisor.records.kill_survivors():
             log.warning("ended a worker of an earlier broker", extra={"pid": pid})
+
+    def _record_processes(self) -> None:
+        """The records of running processes were in the run directory, too."""
+        self.supervisor.record_all()
+        if self.gateway_process is not None:
+            self.gateway_process.record()
+
+    def _on_trouble(self, trouble: str, now: float) -> None:
+        """New workers cannot connect, or can again; those that were about to are ended."""
+        self.perform(ev.Unreachable(trouble), now)
+        if trouble:
+            for slot in list(self.supervisor.children):
+                if self.sessions.epoch_of_slot(slot) is None:
+                    self.supervisor.stop(slot, now, at_once=True)
+
+    def _unreachable(self, now: float) -> str:
+        """Why a worker that is started now could not connect; "": it can."""
+        self.run_dir.look(now)
+        return self.run_dir.trouble
+
+    def _check_run_dir(self, now: float) -> None:
+        if not self.lifecycle.stopping:
+            self.run_dir.check(now)
 
     def _count_refusal(self) -> None:
         self.counters.auth_failures += 1
@@ -143,6 +176,7 @@ class Broker:
             self.loop,
             read_pending=self.worker_ingress.read,
             stop_remote=self.remote_workers.stop,
+            unreachable=self._unreachable,
         )
 
     def _build_clients(self) -> None:
@@ -234,6 +268,7 @@ class Broker:
             metrics_url=None if self.http is None else self.http.url,
             gateway=self.gateway,
             jobs=self._job_figures,
+            run_dir=self.run_dir,
         )
         target = ReloadTarget(
             self.state.registry,
@@ -304,6 +339,7 @@ class Broker:
             add_task(self.gateway.check, self.gateway.next_wake)
         add_task(remote.observe, remote.slots.next_wake)
         add_task(listener.check, listener.next_wake)
+        add_task(self._check_run_dir, self.run_dir.next_wake)
         add_task(self.guard.check, self.guard.next_wake)
         add_task(self._retry_full_peers, self._next_retry)
         add_task(self.admin.send_updates, self.admin.subscriptions.next_wake)
@@ -390,7 +426,7 @@ class Broker:
             self.jobs.close()
         self.endpoints.close()
         self.signals.waker.close()
-        os.close(self._lock)
+        os.close(self.run_dir.lock)
         self.notifier.close()
         log.info("broker stopped")
 

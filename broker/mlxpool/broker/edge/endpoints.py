@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 
@@ -41,6 +42,12 @@ class Endpoints(Closing):
         for endpoint in config.front:
             self.listener.bind(endpoint)
 
+    @property
+    def sockets(self) -> dict[str, zmq.Socket[bytes]]:
+        """The sockets with a file in the run directory, by its name."""
+        found = zip(NAMES, (self.front, self.back, self.admin), strict=True)
+        return {name: peers.socket for name, peers in found}
+
     def ipc(self, name: str) -> str:
         """The endpoint of a socket in the run directory."""
         return sockets.ipc(self._run_dir, name)
@@ -67,7 +74,8 @@ class Endpoints(Closing):
 
     def _unlink(self) -> None:
         for name in NAMES:
-            (self._run_dir / f"{name}.ipc").unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                (self._run_dir / f"{name}.ipc").unlink()
 
     def close(self) -> None:
         self.listener.close()

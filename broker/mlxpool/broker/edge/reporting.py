@@ -9,6 +9,7 @@ from mlxpool.broker.core.state import State
 from mlxpool.broker.edge.http_gateway import HttpGateway
 from mlxpool.broker.edge.lifecycle import Lifecycle
 from mlxpool.broker.edge.loop import LoopLag
+from mlxpool.broker.edge.run_dir_watch import RunDirWatch
 from mlxpool.broker.jobs.figures import JobFigures
 from mlxpool.broker.telemetry import snapshot
 from mlxpool.broker.telemetry.snapshot import BrokerInfo, Snapshot
@@ -37,6 +38,7 @@ class Reporter:
         metrics_url: str | None,
         gateway: HttpGateway | None,
         jobs: Callable[[], JobFigures | None],
+        run_dir: RunDirWatch,
     ) -> None:
         """`endpoints` are those of back and admin beside the run directory's.
 
@@ -55,6 +57,7 @@ class Reporter:
         self._metrics_url = metrics_url
         self._gateway = gateway
         self._jobs = jobs
+        self._run_dir = run_dir
 
     def snapshot(self, now: float, listing: bool = False) -> Snapshot:
         """With `listing` also the rows of models that `ps` shows."""
@@ -94,4 +97,5 @@ class Reporter:
             descriptors=self._listener.limit,
             endpoints={**self._endpoints, "front": self._listener.endpoints[1:]},
             metrics=self._metrics_url,
+            trouble=self._run_dir.trouble,
         )

@@ -86,10 +86,12 @@ class WorkerProcesses:
         *,
         read_pending: Callable[[float], bool],
         stop_remote: Callable[[str, float], bool],
+        unreachable: Callable[[float], str] = lambda now: "",
     ) -> None:
         """`read_pending` handles frames of workers and says whether it has handled all.
 
         `stop_remote` stops the worker of a slot; False if its process is one of ours.
+        `unreachable` says why a new worker could not connect; "": it can.
         """
         self._supervisor = supervisor
         self._sessions = sessions
@@ -98,10 +100,13 @@ class WorkerProcesses:
         self._sources = sources
         self._read_pending = read_pending
         self._stop_remote = stop_remote
+        self._unreachable = unreachable
         self._exited_at: dict[str, float] = {}  # slot -> when its exit was noticed
 
     def start(self, slot: str, model: str, now: float) -> None:
         try:
+            if why := self._unreachable(now):
+                raise OSError(why)
             child = self._supervisor.start(slot, model, self._state.registry.models[model].config)
         except (OSError, GpusUnavailable) as error:
             why = f"cannot start the worker of {model!r}: {error}"

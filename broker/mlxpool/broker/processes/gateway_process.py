@@ -79,6 +79,11 @@ class GatewayProcess(Closing):
         self._records.add(RECORD, self._process.pid)
         return self._notified
 
+    def record(self) -> None:
+        """Name the running process in a file again."""
+        if self._process is not None:
+            self._records.add(RECORD, self._process.pid)
+
     def _environment(self, config: PoolConfig, notify_fd: int) -> dict[str, str]:
         host, port = self._bound.getsockname()[:2]
         settings = GatewayConfig(

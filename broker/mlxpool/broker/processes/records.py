@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -39,7 +40,8 @@ class ProcessRecords:
             pass  # a full disk must not prevent a start
 
     def remove(self, slot: str) -> None:
-        self._path(slot).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # somebody may have removed its folder
+            self._path(slot).unlink()
 
     def any_alive(self) -> bool:
         """Whether a recorded process of an earlier broker runs."""

@@ -219,6 +219,11 @@ class Supervisor:
     def _dump_path(self, slot: str, number: int) -> Path:
         return self.config.run_dir / "logs" / f"{file_stem(slot)}.{number % KEPT_DUMPS}.stacks"
 
+    def record_all(self) -> None:
+        """Name the running workers in files again."""
+        for slot, child in self.children.items():
+            self.records.add(slot, child.pid)
+
     # ---- observe -------------------------------------------------------------------------------
 
     def accepts(self, slot: str, token: str) -> str | None:

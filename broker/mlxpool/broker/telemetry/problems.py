@@ -91,6 +91,9 @@ def _reasons(faults: list[Fault]) -> tuple[str, ...]:
 def _broker(snapshot: Snapshot) -> Iterator[Problem]:
     if snapshot.broker.state != "ready":
         yield Problem(Level.WARNING, f"the broker is {snapshot.broker.state}")
+    if snapshot.broker.trouble:
+        what = "new workers and commands cannot reach the pool"
+        yield Problem(Level.BAD, what, (snapshot.broker.trouble,))
     if snapshot.gateway is not None and snapshot.gateway.state == "restarting":
         why = f"it ended: {snapshot.gateway.last_exit}"
         yield Problem(Level.BAD, "the gateway is restarting: nothing answers over HTTP", (why,))

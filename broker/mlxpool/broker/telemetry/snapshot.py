@@ -49,6 +49,7 @@ class BrokerInfo:
     descriptors: int  # that this process may have
     endpoints: Mapping[str, list[str]]  # beside those of the run directory
     metrics: str | None  # the URL of the HTTP server
+    trouble: str = ""  # why the pool cannot be reached by new workers and commands; "": it can
 
 
 @dataclass(frozen=True, slots=True)

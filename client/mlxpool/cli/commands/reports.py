@@ -79,7 +79,10 @@ def ps(options: argparse.Namespace) -> int:
             *joined(_gateway(answer.get("gateway")), width),
             *joined(jobs_line(answer.get("jobs")), width),
         ],
-        errors=[f"{m['name']}: {m['error']}" for m in answer["models"] if m.get("error")],
+        errors=[
+            *([broker["trouble"]] if broker.get("trouble") else []),
+            *(f"{m['name']}: {m['error']}" for m in answer["models"] if m.get("error")),
+        ],
         notes=[*_last_exits(columns, rows), *dumps],
     )
     return 0
