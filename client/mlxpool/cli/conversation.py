@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from mlxpool.cli.json_text import json_text
@@ -16,6 +15,7 @@ from mlxpool.common.checks import shown
 from mlxpool.common.errors import BadRequest, TooLarge
 from mlxpool.common.escapes import escape_line
 from mlxpool.common.options import CHECKS, FLAGS
+from mlxpool.common.paths import expanded
 from mlxpool.common.protocol.bounds import MAX_BODY
 from mlxpool.common.protocol.images import MAX_IMAGES
 
@@ -109,7 +109,7 @@ class Conversation:
                 f"the conversation has {MAX_IMAGES} images, at most {MAX_IMAGES} are taken;"
                 " /clear forgets it"
             )
-        self.attached.extend(read_images([Path(file).expanduser()]))
+        self.attached.extend(read_images([expanded(file)]))
 
     def _asked(self, text: str) -> dict[str, Any]:
         """A message of the user, with the attached images in front of its text."""

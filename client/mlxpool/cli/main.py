@@ -22,7 +22,7 @@ from mlxpool.cli.reach import explained
 from mlxpool.cli.style import ERROR, paint_of
 from mlxpool.common.errors import BadRequest, BrokerLost, Internal, PoolError
 from mlxpool.common.escapes import escape_line
-from mlxpool.common.paths import run_dir_of
+from mlxpool.common.paths import home, run_dir_of
 from mlxpool.common.process import core_dumps
 from mlxpool.common.version import VERSION
 
@@ -94,12 +94,12 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:  # of the help, such as a full disk
         return _unwritten(error)
     options.run_dir_flag = getattr(options, "run_dir", None)
-    options.run_dir = run_dir_of(options.run_dir_flag)
     options.json = getattr(options, "json", False)
-    options.admin_target = target.target_of(options, "admin")
     options.whole_parser = parser  # for `completion` and `help`
     command: Callable[[argparse.Namespace], int] = options.run
     try:
+        options.run_dir = run_dir_of(options.run_dir_flag)
+        options.admin_target = target.target_of(options, "admin")
         code = command(options)
         sys.stdout.flush()
         return code
@@ -164,7 +164,11 @@ def _parsed(arguments: list[str] | None) -> argparse.Namespace:
 
 def _message_of(error: OSError) -> str:
     named = f"{error.filename}: " if error.filename else ""
-    return f"{named}{error.strerror}" if error.strerror else str(error)
+    words = f"{named}{error.strerror}" if error.strerror else str(error)
+    closed = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
+    if closed and str(error.filename).startswith(str(home())) and not os.access(home(), os.W_OK):
+        words += f"; the home folder is {home()}: set HOME to one that this user can write to"
+    return words
 
 
 def _print_error(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mlxpool.common.errors import BrokerLost
 
-ADVICE = "start one with `mlxpool serve`, or name its folder with --run-dir"
+ADVICE = "start one with `mlxpool serve`, or name its folder with --run-dir or $MLXPOOL_RUN_DIR"
 
 
 def check_socket(run_dir: Path, endpoint: str) -> None:

@@ -74,7 +74,8 @@ def config_file(flag: Path | None = None) -> Path | None:
     named = flag or os.environ.get("MLXPOOL_CONFIG")
     if named:
         return Path(named)
-    return next((file for file in default_config_files() if file.is_file()), None)
+    # Not Path.is_file, which raises in a home folder that is closed to this user.
+    return next((file for file in default_config_files() if os.path.isfile(file)), None)
 
 
 def run_dir_of(flag: Path | None = None) -> Path:

@@ -20,7 +20,9 @@ from mlxpool.common.process import private_temp
 from mlxpool.common.process.private_temp import INHERITED, KERNELS, TEMPORARY, UnsafeFolder
 
 ROOT = Path(__file__).parents[3]
-VARIABLES = (TEMPORARY, KERNELS, INHERITED, "CACHE_DIRECTORY", "XDG_CACHE_HOME")
+VARIABLES = (
+    TEMPORARY, KERNELS, INHERITED, "CACHE_DIRECTORY", "XDG_CACHE_HOME", "MLXPOOL_RUN_DIR",
+)  # fmt: skip
 
 
 def mode_of(path: Path) -> int:
@@ -87,6 +89,38 @@ def test_a_user_without_a_home_has_a_folder_in_the_temporary_one(
         fcntl.flock(cleaner, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.close(cleaner)
     os.close(*private_temp._kept_open)
+
+
+@pytest.mark.parametrize("by_variable", [True, False])
+def test_a_container_that_can_write_to_the_run_directory_alone(
+    without_home: Path, monkeypatch: pytest.MonkeyPatch, by_variable: bool
+) -> None:
+    (without_home / f"mlxpool-{os.getuid()}").touch()  # no folder can be made there
+    run_dir = without_home.parent / "run"
+    if by_variable:
+        monkeypatch.setenv("MLXPOOL_RUN_DIR", str(run_dir))
+    folder = private_temp.use(None if by_variable else run_dir)
+    assert folder == run_dir / "tmp" and mode_of(folder) == mode_of(run_dir) == 0o700
+
+
+def test_where_no_folder_can_be_made_the_error_names_the_variable(
+    without_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (without_home / f"mlxpool-{os.getuid()}").touch()
+
+    def fails(**given: Any) -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr("tempfile.mkdtemp", fails)
+    with pytest.raises(OSError, match="set TMPDIR to a folder that this user can write to"):
+        private_temp.use()
+
+
+def test_a_tmpdir_that_does_not_exist_is_left_out(
+    without_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TEMPORARY, str(without_home / "nothing"))
+    assert private_temp._shared_folder() == Path("/tmp")
 
 
 def test_where_no_folder_is_safe_a_fresh_one_is_made_and_inherited(
@@ -227,7 +261,7 @@ def test_a_library_that_another_user_planted_is_not_loaded(shared: Path, planted
 COMPUTES = re.compile(
     r"import mlx\.core|mlxpool\.bench\.our_engine|mlxpool\.worker\.(engine|compute)"
 )
-SETS = re.compile(r"private_temp\.use\(\)|set_mlx_environment\(\)")
+SETS = re.compile(r"private_temp\.use\([\w.]*\)|set_mlx_environment\(\)")
 # Started by processes that set it.
 CHILDREN = {
     "worker/mlxpool/worker/kernels/nvrtc.py",

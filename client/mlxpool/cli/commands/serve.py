@@ -38,6 +38,6 @@ def run(options: argparse.Namespace) -> int:
 
     settings = settings_of(options)
     logs.set_up(json_lines=settings.log_format == "json", level=logs.LEVELS[settings.log_level])
-    private_temp.use()  # for the processes that it starts
+    private_temp.use(settings.run_dir)  # for the processes that it starts
     Broker(settings, lambda: settings_of(options)).run()
     return 0

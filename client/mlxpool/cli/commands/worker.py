@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
     if options.orphan_grace < 0:
         raise ValueError(f"--orphan-grace must be 0 or more, got {options.orphan_grace:g}")
     logs.set_up(json_lines=config.log_format == "json", level=logs.LEVELS[config.log_level])
-    private_temp.use()  # for the worker that it starts
+    private_temp.use(config.run_dir)  # for the worker that it starts
     dial = DialSettings(target.server_key or "", target.key or "", options.orphan_grace)
     check_run_dir(config.run_dir)
     # A folder of its own: a broker in the run directory deletes the files that it does not know.

@@ -389,6 +389,7 @@ def check_run_dir(run_dir: Path) -> None:
     except OSError as error:
         raise ConfigError(
             f"cannot use the run directory {run_dir}: {error.strerror}; give another with --run-dir"
+            " or $MLXPOOL_RUN_DIR"
         ) from None
 
 

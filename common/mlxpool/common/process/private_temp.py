@@ -10,7 +10,6 @@ a kernel is compiled once.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import fcntl
 import logging
 import os
@@ -39,19 +38,20 @@ class UnsafeFolder(OSError):
     """Another user may have put something into the folder, or may put it there."""
 
 
-def use() -> Path:
+def use(run_dir: Path | None = None) -> Path:
     """Sets TMPDIR to a folder of this user alone, and returns it.
 
     That is the first of these which is safe, or can be made so: what TMPDIR names, if it is open to
     nobody else already; `tmp-…` in the user's folder of caches; `mlxpool-UID` in the temporary
-    folder; and a fresh folder, which is removed when this process ends: the log then says what is
-    wrong with the others. A folder of GPU kernels that MLX_PTX_CACHE_DIR names is closed to other
-    readers; if it is not safe, the variable is removed, so that MLX takes TMPDIR.
+    folder; `tmp` in the run directory (default: $MLXPOOL_RUN_DIR); and a fresh folder, which is
+    removed when this process ends: the log then says what is wrong with the others. A folder of GPU
+    kernels that MLX_PTX_CACHE_DIR names is closed to other readers; if it is not safe, the variable
+    is removed, so that MLX takes TMPDIR.
 
-    Called before MLX is used, and before other threads run. Raises OSError if no folder can be
-    made.
+    Called before MLX is used, and before other threads run. Raises OSError naming the variable to
+    set if no folder can be made.
     """
-    folder = _inherited() or _chosen()
+    folder = _inherited() or _chosen(run_dir)
     os.environ[TEMPORARY] = str(folder)
     if named := os.environ.get(KERNELS):
         try:
@@ -79,9 +79,9 @@ def _inherited() -> Path | None:
     return folder
 
 
-def _chosen() -> Path:
+def _chosen(run_dir: Path | None) -> Path:
     wrong = []
-    for folder in _candidates():
+    for folder in _candidates(run_dir):
         try:
             make_private(folder)
             if folder.parent == _shared_folder():
@@ -89,7 +89,13 @@ def _chosen() -> Path:
             return folder
         except OSError as error:
             wrong.append(str(error))
-    fresh = Path(tempfile.mkdtemp(prefix="mlxpool-", dir=_shared_folder()))
+    try:
+        fresh = Path(tempfile.mkdtemp(prefix="mlxpool-", dir=_shared_folder()))
+    except OSError:
+        raise OSError(
+            f"no folder for temporary files can be used: {'; '.join(wrong)}; set {TEMPORARY} to a"
+            " folder that this user can write to"
+        ) from None
     _lock(fresh)
     os.environ[INHERITED] = str(fresh)
     atexit.register(_remove, fresh, os.getpid())
@@ -97,10 +103,12 @@ def _chosen() -> Path:
     return fresh
 
 
-def _candidates() -> Iterator[Path]:
-    with contextlib.suppress(RuntimeError):  # the user has no home folder
-        yield default_prefix_dir().with_name(f"tmp-{os.uname().machine}-{_c_library()}")
+def _candidates(run_dir: Path | None) -> Iterator[Path]:
+    yield default_prefix_dir().with_name(f"tmp-{os.uname().machine}-{_c_library()}")
     yield _shared_folder() / f"mlxpool-{os.getuid()}"
+    named = run_dir or os.environ.get("MLXPOOL_RUN_DIR")
+    if named:
+        yield Path(named).absolute() / "tmp"
 
 
 def _c_library() -> str:
@@ -112,7 +120,9 @@ def _c_library() -> str:
 
 
 def _shared_folder() -> Path:
-    return Path(os.environ.get(TEMPORARY) or "/tmp")
+    """What TMPDIR names, unless there is no such folder."""
+    named = os.environ.get(TEMPORARY)
+    return Path(named if named and os.path.isdir(named) else "/tmp")
 
 
 def _lock(folder: Path) -> None:

@@ -61,12 +61,16 @@ def write(pair: KeyPair, folder: Path) -> Path:
 
     Raises BadKey if the file exists, for a key is never overwritten, or cannot be written.
     """
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / f"{pair.name}.key"
     try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:
         raise BadKey(f"there is a key {path} already; give another name, or move it away") from None
+    except OSError as error:
+        raise BadKey(
+            f"cannot write the key {path}: {error.strerror}; name another folder with --folder"
+        ) from None
     try:
         with os.fdopen(descriptor, "w") as file:
             os.fchmod(descriptor, 0o600)  # the umask may have taken bits away

@@ -317,7 +317,11 @@ def main(arguments: list[str]) -> int:
     """Answers every line of standard input; `--background` lowers priority and bounds memory."""
     logs.set_up(json_lines=False, level=logging.WARNING)
     core_dumps.turn_off()
-    private_temp.use()
+    try:
+        private_temp.use()
+    except OSError as error:
+        print(f"mlxpool: {error}", file=sys.stderr)
+        return 1
     if "--background" in arguments:
         os.nice(NICENESS)
         bound_memory(MAX_BACKGROUND_BYTES)

@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.common.paths import expanded
 
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 _REVISION = re.compile(r"[0-9a-f]{7,64}")
@@ -25,11 +26,11 @@ def cache_folder() -> Path:
     """The folder of Hugging Face's downloads, by its tools' environment variables."""
     for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if os.environ.get(variable):
-            return Path(os.environ[variable]).expanduser()
+            return expanded(os.environ[variable])
     home = os.environ.get("HF_HOME")
     if not home:
         home = f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
-    return Path(home).expanduser() / "hub"
+    return expanded(home) / "hub"
 
 
 def snapshot(name: str) -> Path:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.common.paths import expanded
 from mlxpool.worker.layers.quantisation import QuantLayout
 from mlxpool.worker.weights.files import ModelFiles, ShardContent, sha256
 from mlxpool.worker.weights.json_files import read_json
@@ -54,8 +55,8 @@ def stores() -> tuple[Path, ...]:
     """Ollama's stores: OLLAMA_MODELS, else that of this user, then of the Linux service."""
     store = os.environ.get("OLLAMA_MODELS")
     if store:
-        return (Path(store).expanduser(),)
-    return (Path("~/.ollama/models").expanduser(), Path("/usr/share/ollama/.ollama/models"))
+        return (expanded(store),)
+    return (expanded("~/.ollama/models"), Path("/usr/share/ollama/.ollama/models"))
 
 
 def open_model(name: str) -> ModelFiles:

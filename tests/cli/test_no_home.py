@@ -1,0 +1,88 @@
+"""Every command of a user id without a name and a home folder, as containers run: no traceback.
+
+Such a user's errors are one line, or those of the help; they name what to give.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+from pathlib import Path
+from typing import NoReturn
+from unittest.mock import patch
+
+import pytest
+
+from mlxpool.cli.admin import ask
+from mlxpool.cli.command_table import COMMAND_MODULES
+from mlxpool.cli.main import FAILED, main
+from mlxpool.common import paths
+from mlxpool.worker.weights import hub_cache, ollama_store
+from support.commands import SERVERS, run_here
+
+ARGUMENTS = {
+    "bench": ["engine", "--help"],
+    "cancel": ["0" * 32],
+    "classify": ["m", "x"],
+    "completion": ["bash"],
+    "config": ["show"],
+    "decide": ["m", "--prompt", "x"],
+    "embed": ["m", "x"],
+    "fetch": ["key"],
+    "keygen": ["x", "--role", "client"],
+    "load": ["m"],
+    "prefix": ["ls"],
+    "ray": ["--help"],
+    "rerank": ["m", "x", "y"],
+    "restart": ["m/0"],
+    "revoke": ["x"],
+    "run": ["demo", "x"],
+    "submit": ["demo", "x"],
+    "unload": ["m"],
+}
+FURTHER = (["prefix", "verify"], ["config", "check"], ["chat", "~/x"])
+OTHERS = SERVERS | {"check"}  # which start processes
+NAMED = ([name, *ARGUMENTS.get(name, [])] for name in COMMAND_MODULES if name not in OTHERS)
+COMMANDS = sorted([*NAMED, *FURTHER])
+
+
+@pytest.fixture
+def nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user of this process has no name and no home folder, and cannot write to "/"."""
+
+    def unknown(uid: int) -> NoReturn:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    # Root, as whom tests may run, could write to "/".
+    monkeypatch.setattr(paths, "home", lambda: Path("/proc/nobody"))
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize("home", [None, "x" * 300], ids=["no home", "a closed home"])
+def test_every_command(nobody: None, command: list[str], home: str | None) -> None:
+    """A name that is too long stands for a folder that cannot be entered: both are an OSError."""
+    environment = {"PATH": "/usr/bin:/bin"} | ({} if home is None else {"HOME": home})
+    with patch.dict(ask.__kwdefaults__, {"timeout": 0.01}):  # no broker is there to answer
+        done = run_here(command, environment)
+    assert "Traceback" not in done.stderr + done.stdout
+    assert done.returncode == 0 or done.stderr or done.stdout
+
+
+def test_stores_of_models(nobody: None) -> None:
+    with patch.dict(os.environ, clear=True):
+        assert hub_cache.cache_folder() == Path("/proc/nobody/.cache/huggingface/hub")
+        assert ollama_store.stores()[0] == Path("/proc/nobody/.ollama/models")
+
+
+def test_the_error_of_a_home_folder_that_cannot_be_written_names_the_variable(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def closed(options: object) -> NoReturn:
+        raise PermissionError(13, "Permission denied", "/proc/nobody/.cache/x")
+
+    monkeypatch.setattr("mlxpool.cli.main.home", lambda: Path("/proc/nobody"))
+    monkeypatch.setattr("mlxpool.cli.commands.prefix.ls", closed)
+    assert main(["prefix", "ls"]) == FAILED
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and "set HOME to one that this user can write to" in told
