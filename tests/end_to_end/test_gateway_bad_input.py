@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
 import signal
@@ -16,6 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
+import zstandard
 
 from support.gateway_thread import GatewayThread
 from support.pool import PATIENCE, Pool, until
@@ -181,6 +183,37 @@ def test_a_body_that_does_not_arrive(pool: Pool) -> None:
 def test_an_invalid_body(http: httpx.Client, data: bytes, status: int, code: str) -> None:
     headers = {"content-type": "application/json; charset=utf-8"}
     refused(http.post("/v1/chat/completions", content=data, headers=headers), status, code)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["", "APPLICATION/JSON;charset=UTF-8", "text/json", "application/vnd.api+json",
+     "application/x-www-form-urlencoded"],
+)  # fmt: skip
+def test_content_types_of_programs(http: httpx.Client, kind: str) -> None:
+    content = json.dumps({**CHAT, "max_tokens": 1}).encode()
+    headers = {"content-type": kind} if kind else {}
+    response = http.post("/v1/chat/completions", content=content, headers=headers)
+    assert response.status_code == 200, response.text
+    if not kind.lower().endswith(("json", "utf-8")):
+        headers |= {"origin": "http://127.0.0.1", "sec-fetch-site": "same-origin"}
+        assert http.post("/v1/messages", content=content, headers=headers).status_code in (403, 415)
+
+
+def test_a_compressed_body(http: httpx.Client) -> None:
+    def post(content: bytes, coding: str) -> httpx.Response:
+        headers = {"content-type": "application/json", "content-encoding": coding}
+        return http.post("/v1/chat/completions", content=content, headers=headers)
+
+    data = json.dumps({**CHAT, "max_tokens": 1}).encode()
+    for coding, encode in (("gzip", gzip.compress), ("zstd", zstandard.compress)):
+        assert post(encode(data), coding).status_code == 200
+        refused(post(encode(data)[:-3], coding), 400, "broken_encoding")
+        bomb = encode(b'{"x": "' + b"y" * 10 * MAX_BODY + b'"}')
+        assert len(bomb) < MAX_BODY
+        refused(post(bomb, coding), 413, "body_too_large")
+    answer = post(data, "br")
+    assert "gzip, deflate, zstd" in refused(answer, 415, "unsupported_encoding")["message"]
 
 
 def test_another_content_type(http: httpx.Client) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -271,6 +272,40 @@ def test_a_form_that_is_none(url: str) -> None:
     kind = {"content-type": "multipart/form-data; boundary=B"}
     for body in (b"", b"--B--\r\n", b"--B\r\nx\r\n\r\n", b"--Bx", b"--B\r\n" + b"x" * 9000):
         assert post(content=body, headers=kind).status_code == 400, body
+
+
+@pytest.mark.parametrize("size", [20, 300_000])
+def test_the_parts_of_a_form_come_in_any_order(url: str, size: int) -> None:
+    def part(name: str, value: str, more: str = "") -> str:
+        return f'--B\r\ncontent-disposition: form-data; name="{name}"{more}\r\n\r\n{value}\r\n'
+
+    parts = [
+        part("file", "x" * size, '; filename="a.jsonl"'),
+        part("purpose", "batch"),
+        part("expires_after[anchor]", "created_at"),
+        part("expires_after[seconds]", "7200"),
+    ]
+    kind = {"content-type": "multipart/form-data; boundary=B"}
+    for turn in range(4):
+        body = "".join((*parts[turn:], *parts[:turn], "--B--\r\n"))
+        file = httpx.post(f"{url}/v1/files", content=body, headers=kind, timeout=PATIENCE).json()
+        assert (file["bytes"], file["purpose"]) == (size, "batch"), file
+        assert file["expires_at"] - file["created_at"] == 7200
+    without = "".join((parts[0], "--B--\r\n"))
+    refused = httpx.post(f"{url}/v1/files", content=without, headers=kind, timeout=PATIENCE)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "purpose")
+
+
+def test_an_upload_may_be_compressed(url: str) -> None:
+    kind = {"content-type": "multipart/form-data; boundary=B", "content-encoding": "gzip"}
+    head = b'--B\r\ncontent-disposition: form-data; name="%s"\r\n\r\n'
+    body = head % b'file"; filename="a' + b"abc\r\n" + head % b"purpose" + b"batch\r\n--B--\r\n"
+    data = gzip.compress(body)
+    file = httpx.post(f"{url}/v1/files", content=data, headers=kind, timeout=PATIENCE).json()
+    found = httpx.get(f"{url}/v1/files/{file['id']}/content", timeout=PATIENCE)
+    assert found.content == b"abc"
+    cut = httpx.post(f"{url}/v1/files", content=data[:-9], headers=kind, timeout=PATIENCE)
+    assert (cut.status_code, cut.json()["error"]["code"]) == (400, "broken_encoding")
 
 
 def test_a_file_over_the_bound(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,14 +10,20 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import httpx
 import pytest
 
+from mlxpool.common.config.schema import PoolConfig
+from mlxpool.gateway.http import ResponseWriter
+from mlxpool.gateway.operation_routes import OperationRoutes
+from mlxpool.gateway.operations import connections
 from mlxpool.gateway.operations.connections import ACCEPT_FAILED, AcceptErrors, connection_limit
+from mlxpool.gateway.settings import Settings
 from support.gateway_thread import GatewayThread
-from support.pool import PATIENCE
+from support.pool import PATIENCE, until
 
 DESCRIPTORS = 192
 PROGRAM = "import resource as r, sys; n = int(sys.argv.pop(1))\n" \
@@ -43,16 +49,105 @@ def answer(url: str) -> int:
     return httpx.get(f"{url}/", timeout=PATIENCE).status_code
 
 
+def ask(connection: socket.socket, url: str) -> None:
+    """Send a request, and read the whole answer."""
+    connection.sendall(head(url) + b"\r\n")
+    said = b""
+    while not said.endswith(b"is running"):
+        piece = connection.recv(4096)
+        assert piece, said
+        said += piece
+
+
 def head(url: str) -> bytes:
     return f"GET / HTTP/1.1\r\nhost: {httpx.URL(url).netloc.decode()}\r\n".encode()
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nhost: localho"])
-def test_headers_that_do_not_arrive_end_the_connection(tmp_path: Path, sent: bytes) -> None:
+def test_headers_that_do_not_arrive_end_the_connection(tmp_path: Path) -> None:
     with GatewayThread(tmp_path, header_time=0.2) as gateway, contextlib.ExitStack() as stack:
         connection = connect(gateway.url, stack)
-        connection.sendall(sent)
+        connection.sendall(b"GET / HTTP/1.1\r\nhost: localho")
         assert ends(connection)
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_connection_without_a_request_ends_after_the_idle_time(
+    tmp_path: Path, asks: bool
+) -> None:
+    with GatewayThread(tmp_path, idle_time=0.2) as gateway, contextlib.ExitStack() as stack:
+        connection = connect(gateway.url, stack)
+        if asks:
+            ask(connection, gateway.url)
+        assert ends(connection)
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_connection_that_was_idle_takes_a_request(tmp_path: Path, asks: bool) -> None:
+    """A second longer than the time for headers, as those do that load balancers make before."""
+    with GatewayThread(tmp_path, header_time=0.1) as gateway, contextlib.ExitStack() as stack:
+        connection = connect(gateway.url, stack)
+        if asks:
+            ask(connection, gateway.url)
+        connection.settimeout(1)
+        with pytest.raises(TimeoutError):
+            connection.recv(1)
+        connection.settimeout(PATIENCE)
+        ask(connection, gateway.url)
+
+
+def test_connections_are_idle_longer_than_whatever_reuses_them() -> None:
+    assert Settings().idle_time > 90 and PoolConfig().http_idle_time == Settings().idle_time
+
+
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+def test_a_client_that_sends_nothing_more_gets_its_answers(tmp_path: Path, version: bytes) -> None:
+    with GatewayThread(tmp_path) as gateway, contextlib.ExitStack() as stack:
+        connection = connect(gateway.url, stack)
+        asked = head(gateway.url).replace(b"HTTP/1.1", b"HTTP/" + version) + b"\r\n"
+        many = 1 if version == b"1.0" else 3
+        connection.sendall(many * asked)
+        connection.shutdown(socket.SHUT_WR)
+        said = b"".join(iter(lambda: connection.recv(4096), b""))
+    assert said.count(b"200 OK") == said.count(b"Ollama is running") == many
+
+
+def test_a_client_that_sends_nothing_more_is_asked_whether_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "FIRST_PROBE", 0.05)
+    monkeypatch.setattr(connections, "SECOND_PROBE", 0.05)
+    answers = threading.Event()
+
+    async def slow(_: OperationRoutes, response: ResponseWriter) -> None:
+        await asyncio.to_thread(answers.wait)
+        await response.data(b"at last", "text/plain")
+
+    monkeypatch.setattr(OperationRoutes, "index", slow)
+    with GatewayThread(tmp_path) as gateway, contextlib.ExitStack() as stack:
+        stack.callback(answers.set)
+        here, gone, old = [connect(gateway.url, stack) for _ in range(3)]
+        for each in (here, gone):
+            each.sendall(head(gateway.url) + b"\r\n")
+            each.shutdown(socket.SHUT_WR)
+        old.sendall(head(gateway.url).replace(b"HTTP/1.1", b"HTTP/1.0") + b"\r\n")
+        old.shutdown(socket.SHUT_WR)
+        assert here.recv(4096).startswith(b"HTTP/1.1 102 ") and ends(old)
+        gone.close()
+        until(lambda: gateway.open_connections == 1, "the one that is gone has ended")
+        answers.set()
+        said = b"".join(iter(lambda: here.recv(4096), b""))
+    assert b"HTTP/1.1 200 OK" in said and said.endswith(b"at last")
+
+
+def test_localhost_is_both_loopback_addresses(tmp_path: Path) -> None:
+    with GatewayThread(tmp_path, host="localhost") as gateway:
+        port = httpx.URL(gateway.url).port
+        hosts = ["127.0.0.1", "localhost"]
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET6) as ip6:
+            ip6.bind(("::1", 0))
+            hosts.append("[::1]")
+        for host in hosts:
+            assert answer(f"http://{host}:{port}") == 200
 
 
 def test_the_headers_of_a_later_request_have_the_same_time(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxpool.common.closing import Closing
+from mlxpool.common.transport import listening
 from mlxpool.gateway.app import Gateway
 from mlxpool.gateway.server import listen, make_server
 from mlxpool.gateway.settings import Settings
@@ -21,17 +22,21 @@ class GatewayThread(Closing):
         self.gateway = Gateway(made)
         self._bound = listen(made)
         self._server = make_server(self.gateway)
-        self._thread = threading.Thread(target=self._server.run, args=([self._bound],))
+        self._thread = threading.Thread(target=self._server.run, args=(self._bound,))
         self._thread.start()
         until(lambda: self._server.started, "the gateway answers")
 
     @property
     def url(self) -> str:
-        host, port = self._bound.getsockname()[:2]
-        return f"http://{host}:{port}"
+        return listening.url_of(self._bound[0])
+
+    @property
+    def open_connections(self) -> int:
+        return len(self._server.server_state.connections)
 
     def close(self) -> None:
         self._server.should_exit = True
         self._thread.join(PATIENCE)
-        self._bound.close()
+        for each in self._bound:
+            each.close()
         assert not self._thread.is_alive(), "the gateway did not end"

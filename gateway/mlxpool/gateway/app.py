@@ -39,6 +39,7 @@ from mlxpool.gateway.operation_routes import OperationRoutes
 from mlxpool.gateway.operations.drain import Drain
 from mlxpool.gateway.operations.exchange import OTHER_ROUTE, REQUEST_ID
 from mlxpool.gateway.operations.metrics import Metrics
+from mlxpool.gateway.paths import CanonicalPaths, canonical_paths
 from mlxpool.gateway.route_spec import ANTHROPIC, Call, RouteSpec, Services
 from mlxpool.gateway.route_table import NOT_BUILT, ROUTES
 from mlxpool.gateway.settings import Broker, Settings
@@ -161,10 +162,7 @@ class Gateway:
             return await cancel_on_disconnect(request.receive, lambda: spec.serve(services, call))
 
         async def answer_body(request: Request, response: ResponseWriter) -> bool:
-            settings, any_type = self.settings, spec.interface.any_content_type
-            body = await read_json(
-                request, settings.max_body, settings.body_time, any_type=any_type
-            )
+            body = await read_json(request, self.settings.max_body, self.settings.body_time)
             call = Call(request, body, response)
             return await cancel_on_disconnect(request.receive, lambda: spec.serve(services, call))
 
@@ -189,10 +187,15 @@ class Gateway:
         return Route(path, Endpoint(self.surroundings, OTHER_ROUTE, None, refuse, interface))
 
     def _middleware(self) -> list[Middleware]:
-        """Lets pages of the origins use the gateway from a browser, with a key of their own."""
+        """Leads second paths to their routes.
+
+        Lets pages of the origins use the gateway from a browser, with a key of their own.
+        """
+        canonical = canonical_paths(spec.path for spec in ROUTES)
+        paths = Middleware(CanonicalPaths, canonical=canonical)
         origins = self.settings.cors_origins
         if not origins:
-            return []
+            return [paths]
         if ANY_ORIGIN in origins:
             log.warning("pages of every origin may use the gateway", extra={"cors_origins": "*"})
         cors = Middleware(
@@ -202,7 +205,7 @@ class Gateway:
             allow_headers=("*",),
             expose_headers=EXPOSED_HEADERS,
         )
-        return [Middleware(PreflightRecords, surroundings=self.surroundings), cors]
+        return [paths, Middleware(PreflightRecords, surroundings=self.surroundings), cors]
 
 
 def methods_of(spec: RouteSpec) -> tuple[str, ...]:

@@ -160,14 +160,23 @@ class Endpoint:
         check_length(request.headers)
         around.access.check_origin(request)
         if self._methods is not None and request.method not in self._methods:
-            path, methods = request.url.path, " and ".join(self._methods)
-            message = f"{path} takes {methods}, not {request.method}"
-            raise HttpError(405, message, "method_not_allowed", retry=False)
+            return await self._other_method(request, response, self._methods)
         if self._in_drain:
             return await self._admitted(request, response)
         around.drain.check_open()
         with around.drain.request():
             return await self._admitted(request, response)
+
+    async def _other_method(
+        self, request: Request, response: ResponseWriter, methods: tuple[str, ...]
+    ) -> bool:
+        """Says which methods there are. Raises HttpError unless that was the question."""
+        allowed = {"allow": ", ".join((*methods, "OPTIONS"))}
+        if request.method == "OPTIONS":
+            await response.data(b"", "text/plain", headers=allowed)
+            return False
+        message = f"{request.url.path} takes {' and '.join(methods)}, not {request.method}"
+        raise HttpError(405, message, "method_not_allowed", retry=False, more_headers=allowed)
 
     async def _admitted(self, request: Request, response: ResponseWriter) -> bool:
         if self._public:

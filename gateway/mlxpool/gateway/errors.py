@@ -60,6 +60,7 @@ class HttpError(Exception):
 
     `param`: the request field that caused it. `retry`: whether the client may send it again.
     `close`: the connection takes no other request. `details`: figures of the pool's error.
+    `more_headers`: of the response.
     """
 
     status: int
@@ -72,6 +73,7 @@ class HttpError(Exception):
     close: bool = False
     request_id: str | None = None  # of the response, see exchange
     details: Mapping[str, Any] = field(default_factory=dict)
+    more_headers: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__init__(self.message)
@@ -106,6 +108,7 @@ class HttpError(Exception):
     def headers(self) -> dict[str, str]:
         """OpenAI's clients retry by themselves unless `x-should-retry` is false."""
         headers = {} if self.retry else {"x-should-retry": "false"}
+        headers |= self.more_headers
         if self.retry_after is not None:
             headers["retry-after"] = str(max(1, math.ceil(self.retry_after)))
         if self.close or self.status in CLOSING_STATUSES:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any
 
 from starlette.requests import Request
 from starlette.types import Receive, Send
 
+from mlxpool.gateway.content_encoding import decoded
 from mlxpool.gateway.errors import HttpError
 from mlxpool.gateway.json_parts import decode_in_parts
 from mlxpool.gateway.operations.exchange import REQUEST_ID, Exchange
@@ -95,17 +96,25 @@ class ResponseWriter:
         await self._send({"type": "http.response.start", "status": status, "headers": pairs})
 
 
-async def read_json(
-    request: Request, max_bytes: int, seconds: float, *, any_type: bool
-) -> dict[str, Any]:
+def is_json_type(content_type: str, *, from_page: bool) -> bool:
+    """Whether a body with this content type is read as JSON.
+
+    Programs that are no page in a browser need not name it, and may have the type of a form.
+    """
+    kind = content_type.partition(";")[0].strip().lower()
+    named = kind in (JSON, "text/json") or (
+        kind.startswith("application/") and kind[-5:] == "+json"
+    )
+    return named or (not from_page and kind in ("", FORM))
+
+
+async def read_json(request: Request, max_bytes: int, seconds: float) -> dict[str, Any]:
     """The JSON object in a request's body.
 
-    `any_type`: the content type of a form, or none, will do too, unless a page in a browser sent
-    the request. Raises HttpError: too large, too slow, of another type, not a JSON object.
+    Raises HttpError: too large, too slow, of another type, broken, not a JSON object.
     """
-    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    from_page = "origin" in request.headers
-    if content_type != JSON and not (any_type and not from_page and content_type in ("", FORM)):
+    content_type = request.headers.get("content-type", "")
+    if not is_json_type(content_type, from_page="origin" in request.headers):
         message = f"content-type must be {JSON}, got {content_type or 'none'}"
         raise HttpError(415, message, "unsupported_media_type", retry=False)
     try:
@@ -135,20 +144,28 @@ async def _parsed(data: bytes) -> Any:
 
 
 async def _read_body(request: Request, max_bytes: int) -> bytes:
+    """The bytes of the body without its codings; the bound holds for it with and without them."""
     declared = request.headers.get("content-length", "0")
-    size = int(declared) if declared.isdecimal() else 0
-    parts: list[bytes] = []
-    if size <= max_bytes:
-        size = 0
-        async for part in request.stream():
-            size += len(part)
-            if size > max_bytes:
-                break
-            parts.append(part)
+    _check_size(int(declared) if declared.isdecimal() else 0, max_bytes)
+    pieces = _bounded(request.stream(), max_bytes)
+    codings = request.headers.getlist("content-encoding")
+    parts = [part async for part in _bounded(decoded(pieces, codings), max_bytes)]
+    return b"".join(parts)
+
+
+async def _bounded(pieces: AsyncIterator[bytes], max_bytes: int) -> AsyncIterator[bytes]:
+    """The pieces of a body. Raises HttpError for more than `max_bytes` in all."""
+    size = 0
+    async for piece in pieces:
+        size += len(piece)
+        _check_size(size, max_bytes)
+        yield piece
+
+
+def _check_size(size: int, max_bytes: int) -> None:
     if size > max_bytes:
         message = f"the body has {size} bytes or more, at most {max_bytes} are taken; {RAISE_BOUND}"
         raise HttpError(413, message, "body_too_large", retry=False)
-    return b"".join(parts)
 
 
 async def serve_others() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.metadata import version
 from typing import Any
 
 from mlxpool.gateway.generation.pool_access import PoolAccess
@@ -11,6 +10,8 @@ from mlxpool.gateway.http import ResponseWriter
 from mlxpool.gateway.operations.drain import Drain
 from mlxpool.gateway.operations.metrics import Metrics
 from mlxpool.gateway.pools import CLOSED
+
+TEXT = "text/plain; charset=utf-8"
 
 
 class OperationRoutes:
@@ -50,5 +51,5 @@ class OperationRoutes:
         await response.json(self._document)
 
     async def index(self, response: ResponseWriter) -> None:
-        """GET /: Ollama's clients request this path to see whether a server is there."""
-        await response.json({"name": "mlxpool gateway", "version": version("mlxpool")})
+        """GET /: Ollama's clients look for this sentence to see whether a server is there."""
+        await response.data(b"Ollama is running", TEXT)

@@ -39,7 +39,6 @@ class Interface:
     error_body: Callable[[HttpError], dict[str, Any]]
     error_event: Callable[[HttpError], bytes]
     error_schema: str  # the name of its schema
-    any_content_type: bool = False  # its clients need not say that they send JSON
     id_header: str | None = None  # where its clients read the id of the request too
 
 
@@ -52,7 +51,6 @@ OLLAMA = Interface(
     HttpError.ollama_body,
     lambda error: f"{json.dumps(error.ollama_body())}\n".encode(),
     "OllamaError",
-    any_content_type=True,
 )
 OPERATIONS = Interface("Operations", HttpError.openai_body, error_event, "Error")
 

@@ -240,7 +240,8 @@ ROUTES: tuple[RouteSpec, ...] = (
         "/openapi.json", "This document.", lambda to: to.operations.openapi, "Document", public=True
     ),
     of_operations.get(
-        "/", "The name of the server.", lambda to: to.operations.index, "Index", public=True
+        "/", "The sentence that Ollama's clients look for.", lambda to: to.operations.index, "",
+        content_type="text/plain", public=True,
     ),
 )  # fmt: skip
 

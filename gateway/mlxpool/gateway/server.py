@@ -1,8 +1,9 @@
-"""Runs the gateway's application in uvicorn, on a socket that this module binds."""
+"""Runs the gateway's application in uvicorn, on sockets that this module binds."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import socket
@@ -31,8 +32,8 @@ SHUTDOWN_TIMEOUT = 5  # seconds that uvicorn waits for connections when nothing 
 THREAD_SWITCH_INTERVAL = 0.0005
 
 
-def listen(settings: Settings) -> socket.socket:
-    """A bound and listening socket. Raises OSError naming the address."""
+def listen(settings: Settings) -> list[socket.socket]:
+    """Bound and listening sockets, at least one. Raises OSError naming the address."""
     try:
         return listening.listen(settings.host, settings.port)
     except OSError as error:
@@ -96,6 +97,7 @@ def server_config(gateway: Gateway) -> uvicorn.Config:
         backlog=ACCEPTED_AT_ONCE,
         log_config=None,
         access_log=False,
+        timeout_keep_alive=settings.idle_time,  # type: ignore[arg-type]  # it may be a float
         proxy_headers=bool(settings.trusted_proxies),
         forwarded_allow_ips=[*settings.trusted_proxies],
         timeout_graceful_shutdown=SHUTDOWN_TIMEOUT,
@@ -119,9 +121,9 @@ def run(settings: Settings, ready: Callable[[str], None]) -> None:
     sys.setswitchinterval(THREAD_SWITCH_INTERVAL)
     signal.signal(signal.SIGHUP, lambda *_: gateway.reload_keys())
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    ready(listening.url_of(bound))
+    ready(listening.url_of(bound[0]))
     server = make_server(gateway)
-    with bound:
-        server.run([bound])
+    with contextlib.ExitStack() as stack:
+        server.run([stack.enter_context(each) for each in bound])
     if server.interrupted:
         raise KeyboardInterrupt

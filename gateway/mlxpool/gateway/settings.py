@@ -31,6 +31,9 @@ class Settings:
     name_owners: bool | None = None  # tell the brokers whose key asks; None: over ipc only
     max_body: int = 8 * 2**20  # bytes of a request body
     max_connections: int | None = None  # open at once; None: what RLIMIT_NOFILE leaves room for
+    # Seconds that a connection may be without a request: nginx keeps one for 60, AWS's balancers
+    # for 60, Go's and Rust's clients for 90, and who sends the last moment gets a reset.
+    idle_time: float = 120.0
     header_time: float = 10.0  # seconds until the headers of a request must have arrived
     body_time: float = 30.0  # seconds until the whole request body must have arrived
     keep_alive: float = 10.0  # seconds without output until a stream sends a keep-alive comment
@@ -65,8 +68,8 @@ class Settings:
         if self.name_owners and self.keys is None:
             raise ValueError("without keys there are no owners to name: give --keys FILE too")
         for name in (
-            "max_body", "max_connections", "header_time", "body_time", "keep_alive", "deadline",
-            "per_key", "broker_grace",
+            "max_body", "max_connections", "idle_time", "header_time", "body_time", "keep_alive",
+            "deadline", "per_key", "broker_grace",
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and not 0 < value < 1e9:

@@ -1,4 +1,4 @@
-"""Runs the gateway's application as a child of the broker, on the broker's listening socket.
+"""Runs the gateway's application as a child of the broker, on the broker's listening sockets.
 
 SIGTERM drains it, SIGINT ends its answers, SIGHUP reads the keys again. When the broker
 dies the gateway gives the address up, so that the next broker can have it, and ends after its last
@@ -8,6 +8,7 @@ answer: streams go on as soon as the next broker serves the run directory.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -83,6 +84,7 @@ def settings_of(config: GatewayConfig) -> Settings:
         keys=Path(config.keys) if config.keys else None,
         per_key=config.per_key or None,
         max_body=config.max_body,
+        idle_time=config.idle_time,
         drain_timeout=config.drain_timeout,
         cors_origins=tuple(config.cors_origins),
         trusted_proxies=tuple(config.trusted_proxies),
@@ -103,9 +105,9 @@ def run(config: GatewayConfig) -> int:
     signal.signal(signal.SIGHUP, lambda *_: gateway.reload_keys())
     sys.setswitchinterval(THREAD_SWITCH_INTERVAL)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    with listening.inherited(config.listen_fd) as bound:
-        server = SupervisedServer(
-            server_config(gateway), gateway, config.notify_fd, config.beat_interval
-        )
-        server.run([bound])
+    server = SupervisedServer(
+        server_config(gateway), gateway, config.notify_fd, config.beat_interval
+    )
+    with contextlib.ExitStack() as stack:
+        server.run([stack.enter_context(listening.inherited(one)) for one in config.listen_fds])
     return 0

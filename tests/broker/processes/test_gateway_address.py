@@ -24,7 +24,7 @@ def test_a_gateway_that_has_just_ended_frees_its_address(
     """It ended between the try to listen and the look whether it runs."""
     tries, listen = [0], listening.listen
 
-    def busy_once(host: str, port: int) -> socket.socket:
+    def busy_once(host: str, port: int) -> list[socket.socket]:
         tries[0] += 1
         if tries[0] == 1:
             raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))

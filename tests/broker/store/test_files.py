@@ -115,6 +115,16 @@ def test_a_file_that_expires_is_counted_no_more(store: OpenedStore) -> None:
     assert used(store) == 0
 
 
+def test_the_last_part_may_say_how_long_a_file_is_kept(store: OpenedStore) -> None:
+    store.one(CreateFile(FILE, "a", "", "key", "n", "p", data=b"x", keep=50.0))
+    created = store.now
+    store.now += 10
+    other = AppendFile(FILE, "a", "", 1, b"y")
+    assert store.one(other).forget == created + 50
+    last = AppendFile(FILE, "a", "", 2, b"z", last=True, keep=80.0)
+    assert store.one(last).forget == created + 80
+
+
 def test_an_upload_that_stopped_is_deleted_after_an_hour(store: OpenedStore) -> None:
     """As that of a gateway, or of a client, that was killed."""
     store.one(CreateFile(FILE, "a", "", "key", "n", "p", data=b"x" * 1000, keep=10 * UPLOAD_LIFE))

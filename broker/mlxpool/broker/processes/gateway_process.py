@@ -1,6 +1,6 @@
-"""The gateway as a child process, and the socket on which it serves.
+"""The gateway as a child process, and the sockets on which it serves.
 
-The broker owns the listening socket, so an address that cannot be had is found at its start, and
+The broker owns the listening sockets, so an address that cannot be had is found at its start, and
 connections wait while one gateway follows another.
 """
 
@@ -41,7 +41,7 @@ class GatewayProcess(Closing):
             api_keys.read_keys(config.http_keys)
         self._records = ProcessRecords(config.run_dir / "gateway")
         self._bound = _listen(config.http, self._records)
-        self.url = listening.url_of(self._bound)
+        self.url = listening.url_of(self._bound[0])
         self._process: subprocess.Popen[bytes] | None = None
         self._notified = -1  # our end of the process's pipe
 
@@ -53,6 +53,10 @@ class GatewayProcess(Closing):
     @property
     def resident_bytes(self) -> int:
         return 0 if self._process is None else os_process.resident_bytes(self._process.pid)
+
+    @property
+    def _descriptors(self) -> list[int]:
+        return [each.fileno() for each in self._bound]
 
     def start(self, config: PoolConfig) -> int:
         """Start it; returns the descriptor that is readable when `beats` has news.
@@ -68,7 +72,7 @@ class GatewayProcess(Closing):
                 stdin=subprocess.PIPE,
                 stdout=sys.stderr.fileno(),
                 env=self._environment(config, held_by_child),
-                pass_fds=(self._bound.fileno(), held_by_child),
+                pass_fds=(*self._descriptors, held_by_child),
                 start_new_session=True,
             )
         except OSError:
@@ -85,16 +89,17 @@ class GatewayProcess(Closing):
             self._records.add(RECORD, self._process.pid)
 
     def _environment(self, config: PoolConfig, notify_fd: int) -> dict[str, str]:
-        host, port = self._bound.getsockname()[:2]
+        host, port = self._bound[0].getsockname()[:2]
         settings = GatewayConfig(
             str(config.run_dir),
-            self._bound.fileno(),
+            self._descriptors,
             notify_fd,
             host,
             port,
             keys=str(config.http_keys or ""),
             per_key=config.http_per_key,
             max_body=config.http_max_body,
+            idle_time=config.http_idle_time,
             drain_timeout=config.http_drain_timeout,
             cors_origins=config.http_cors_origins,
             trusted_proxies=config.http_trusted_proxies,
@@ -124,7 +129,8 @@ class GatewayProcess(Closing):
 
     def stop_listening(self) -> None:
         """Connections are refused as soon as the process does not listen either."""
-        self._bound.close()
+        for each in self._bound:
+            each.close()
 
     def reap(self) -> str:
         """Collect the process that has ended; returns the cause in words."""
@@ -142,10 +148,10 @@ class GatewayProcess(Closing):
         if self._process is not None:
             self.signal(signal.SIGKILL)
             self.reap()
-        self._bound.close()
+        self.stop_listening()
 
 
-def _listen(address: str, records: ProcessRecords) -> socket.socket:
+def _listen(address: str, records: ProcessRecords) -> list[socket.socket]:
     """Listen; ends an earlier broker's gateway that does not stop to listen."""
     host, port = host_port(address, "pool.http")
     give_up_at = time.monotonic() + EARLIER_GATEWAY_TIME

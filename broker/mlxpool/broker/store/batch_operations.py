@@ -47,7 +47,8 @@ class AppendFile(Operation):
     Bytes that are there already are compared and skipped, so a part may be sent again, also to a
     complete file; a start behind the size changes nothing, and the view says the size. `last`: the
     file is complete. `max_bytes`: what the files of the owner may have in all, 0: no bound; above
-    it nothing is appended (`over_quota`).
+    it nothing is appended (`over_quota`). `keep`: seconds from the file's first part on, None: as
+    that has said.
     """
 
     admits: ClassVar[bool] = True
@@ -58,6 +59,7 @@ class AppendFile(Operation):
     data: bytes
     last: bool = False
     max_bytes: int = 0
+    keep: float | None = None
 
     @property
     def size(self) -> int:

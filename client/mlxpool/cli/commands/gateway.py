@@ -29,6 +29,10 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         "--max-body", type=int, default=8 * 2**20, metavar="BYTES", help="of a request (8388608)"
     )
     gateway.add_argument(
+        "--idle-time", type=float, default=120.0, metavar="SECONDS",
+        help="for which a connection without a request stays open (120)",
+    )  # fmt: skip
+    gateway.add_argument(
         "--keep-alive", type=float, default=10.0, metavar="SECONDS",
         help="of silence until a stream says that it is there (10)",
     )  # fmt: skip
@@ -83,6 +87,7 @@ def run(options: argparse.Namespace) -> int:
         port=options.port,
         keys=options.keys,
         max_body=options.max_body,
+        idle_time=options.idle_time,
         keep_alive=options.keep_alive,
         per_key=options.per_key,
         deadline=options.deadline,

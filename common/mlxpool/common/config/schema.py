@@ -305,6 +305,8 @@ class PoolConfig:
     http_per_key: Annotated[int, Within(0, 10**6)] = 0
     # Of one request's body.
     http_max_body: Annotated[Bytes, Within(1024, 2**40)] = 8 * 1024 * 1024
+    # How long a connection may be open without a request: longer than proxies and clients keep one.
+    http_idle_time: Annotated[Seconds, Within(1.0, 10**6)] = 120.0
     # How long answers over HTTP may go on after SIGTERM, before the broker ends.
     http_drain_timeout: Annotated[Seconds, Within(0.0, 3600.0)] = 10.0
     # Origins whose pages in browsers may use it, as "https://app.example", or "*" for all.
@@ -375,13 +377,14 @@ class GatewayConfig:
     """
 
     run_dir: str
-    listen_fd: int  # a socket that listens
+    listen_fds: Sequence[int]  # sockets that listen
     notify_fd: int
-    host: str  # that the socket is bound to
+    host: str  # that the first socket is bound to
     port: int
     keys: str = ""  # see http_keys and the settings that follow it; "": no keys
     per_key: int = 0
     max_body: int = 8 * 1024 * 1024
+    idle_time: float = 120.0
     drain_timeout: float = 10.0
     cors_origins: Sequence[str] = ()
     trusted_proxies: Sequence[str] = ()

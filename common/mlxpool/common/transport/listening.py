@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 
 BACKLOG = 1024  # connections that wait to be accepted
+LOCALHOST = "localhost"
+FREE_PORTS = 16  # that are tried
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A bound and listening socket. Port 0: any that is free. Raises OSError."""
+def listen(host: str, port: int) -> list[socket.socket]:
+    """Bound and listening sockets, at least one, all with the same port. Raises OSError.
+
+    Port 0: any that is free. `localhost` is both loopback addresses where the machine has IPv6:
+    clients differ in which of them they try.
+    """
+    if host != LOCALHOST:
+        return [_listen(host, port)]
+    for _ in range(FREE_PORTS):
+        first = _listen("127.0.0.1", port)
+        try:
+            return [first, _listen("::1", first.getsockname()[1])]
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:  # there is no IPv6
+                return [first]
+            first.close()
+            if port:
+                raise
+    raise OSError(errno.EADDRINUSE, "no port is free on both loopback addresses")
+
+
+def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio sets TCP_NODELAY only if the protocol is named; without it small pieces take 40 ms.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)

@@ -318,7 +318,6 @@ OLLAMA: Mapping[str, Schema] = {
 
 OPERATIONS: Mapping[str, Schema] = {
     "Health": record({"status": choice("ok", "draining")}),
-    "Index": record({"name": TEXT, "version": TEXT}),
     "Document": MAP,
 }
 COMPONENTS: Mapping[str, Schema] = {**OPENAI, **ANTHROPIC, **OLLAMA, **OPERATIONS}

@@ -2,6 +2,10 @@
 
 A connection without a request costs its sender nothing and the gateway a descriptor. Without these
 bounds a few thousand of them leave no descriptor for anybody else.
+
+A peer that sends nothing more may still read, or be gone: TCP does not tell. It gets the answer,
+and in front of one that takes long an interim response from time to time, which fails if it is
+gone.
 """
 
 from __future__ import annotations
@@ -32,6 +36,11 @@ FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\n"
     b"connection: close\r\n\r\n"
 )
+
+PROCESSING = h11.InformationalResponse(status_code=102, headers=[], reason=b"Processing")
+# Seconds until a client that sends nothing more is asked whether it is there: after FIRST_PROBE,
+# SECOND_PROBE, then twice as long each time, up to LAST_PROBE.
+FIRST_PROBE, SECOND_PROBE, LAST_PROBE = 5.0, 1.0, 8.0
 
 NO_HTTP = (
     "this is no HTTP/1.1 request; the gateway has no TLS: https:// needs a proxy in front of it"
@@ -130,22 +139,29 @@ class Connections:
 class BoundedProtocol(H11Protocol):
     """One connection.
 
-    The time for headers runs from its start; of a later request, from the first byte.
+    The time for headers runs from their first byte.
     """
 
     book: ClassVar[Connections]
     _header_timer: asyncio.TimerHandle | None = None
+    _half_closed = False  # the peer sends nothing more
+    _probe_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if self.book.opened(self, self.loop.time()):
-            self._start_timer()
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
         else:
             transport.write(FULL)
             transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        if self._probe_timer is not None:
+            self._probe_timer.cancel()
+        self._unset_keepalive_if_required()
         self.book.closed(self)
         super().connection_lost(exc)
 
@@ -196,6 +212,33 @@ class BoundedProtocol(H11Protocol):
     def on_response_complete(self) -> None:
         self.book.request_ended(self)
         super().on_response_complete()  # begins the next request if it has arrived
+        if self._half_closed and self.cycle.response_complete:
+            self.transport.close()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Whether the connection stays open: it does until a request that is whole is answered."""
+        self._half_closed = (
+            self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
+        )
+        if self._half_closed:
+            self._probe_later(FIRST_PROBE, SECOND_PROBE)
+        return self._half_closed
+
+    def _probe_later(self, seconds: float, then: float) -> None:
+        self._probe_timer = self.loop.call_later(seconds, self._probe, then)
+
+    def _probe(self, seconds: float) -> None:
+        """Write to a peer that may be gone: if it is, the next write ends the connection.
+
+        Pieces of a response do the same, once it has begun. HTTP/1.0 has no interim responses, so
+        its client is taken to be gone.
+        """
+        if self.cycle.response_started:
+            return
+        if self.scope["http_version"] == "1.0":
+            return self.transport.abort()
+        self.transport.write(self.conn.send(PROCESSING) or b"")
+        self._probe_later(seconds, min(2 * seconds, LAST_PROBE))
 
     def _start_timer(self) -> None:
         self._header_timer = self.loop.call_later(self.book.header_time, self.transport.abort)

@@ -59,6 +59,11 @@ def test_names_and_files() -> None:
     assert read(body, []) == [PartBegin("file", "a.jsonl"), PartData(b"1"), PartEnd()]
 
 
+def test_a_name_in_other_letters() -> None:
+    kind = b"content-disposition: form-data; name=file; filename*=UTF-8''%C3%A4%20b.jsonl\r\n\r\n"
+    assert read(b"--B\r\n" + kind + b"\r\n--B--", [])[0] == PartBegin("file", "ä b.jsonl")
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [

@@ -82,6 +82,7 @@ class FileQuestions:
                 message.data,
                 message.last,
                 policy.quota_file_bytes,
+                None if message.keep_ms is None else policy.kept(message.keep_ms),
             )
         self._outbox.store(operation, lambda result, now: self._answer(event, name, result))
 

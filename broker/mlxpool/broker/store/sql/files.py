@@ -135,10 +135,12 @@ def append_file(database: Database, asked: AppendFile, now: float, room: int) ->
             data[start : start + PART],
         )
     database.change(
-        "UPDATE file SET size = size + ?, complete = ?, waits_since = ? WHERE id = ?",
+        "UPDATE file SET size = size + ?, complete = ?, waits_since = ?,"
+        " forget = COALESCE(created + ?, forget) WHERE id = ?",
         len(data),
         int(asked.last),
         None if asked.last and file.purpose != LINES_PURPOSE else now,
+        asked.keep,
         asked.id,
     )
     rows.count_usage(database, file.owner, 0, len(data), len(data))

@@ -52,8 +52,8 @@ class PutFile(Content):
     """Send a part of a file, which begins at byte `start`; the first part makes the file.
 
     A part may be sent again: what is there already is compared. `last`: the file ends with it.
-    `keep_ms`: for how long the file is kept, from its first part on, None: as the pool's settings
-    say.
+    `keep_ms`: for how long the file is kept, from its first part on, None: as an earlier part, or
+    the pool's settings, say.
     """
 
     kind: ClassVar[str] = "file_put"

@@ -144,15 +144,11 @@ class KeptFiles:
 class FileWriter:
     """Writes a file as its bytes come, under a key of its own; holds one part of it."""
 
-    def __init__(
-        self, files: KeptFiles, key: str, purpose: str, name: str = "", keep: float | None = None
-    ) -> None:
-        """`keep`: seconds, None: as the pool's settings say."""
+    def __init__(self, files: KeptFiles, key: str, purpose: str, name: str = "") -> None:
         self.size = 0
         self.key = key
         self._files = files
         self._purpose, self._name = purpose, name
-        self._keep_ms = None if keep is None else round(keep * 1000)
         self._held = bytearray()
         self._sent = 0
         self._is_begun = False  # a part went out: the pool may have the file
@@ -164,9 +160,12 @@ class FileWriter:
             await self._put(bytes(self._held[:PART_BYTES]), last=False)
             del self._held[:PART_BYTES]
 
-    async def finish(self) -> None:
-        """Write the rest: the file is complete."""
-        await self._put(bytes(self._held), last=True)
+    async def finish(self, keep: float | None = None) -> None:
+        """Write the rest: the file is complete.
+
+        `keep`: seconds, None: as the pool's settings say.
+        """
+        await self._put(bytes(self._held), last=True, keep=keep)
 
     async def discard(self) -> None:
         """Delete what was written.
@@ -178,9 +177,10 @@ class FileWriter:
                 async with asyncio.timeout(DISCARD_TIME):
                     await self._files.delete(self.key)
 
-    async def _put(self, data: bytes, *, last: bool) -> None:
+    async def _put(self, data: bytes, *, last: bool, keep: float | None = None) -> None:
+        keep_ms = None if keep is None else round(keep * 1000)
         name = KeyName(self.key)
-        part = PutFile(name, self._sent, data, last, self._name, self._purpose, self._keep_ms)
+        part = PutFile(name, self._sent, data, last, self._name, self._purpose, keep_ms)
         self._is_begun = True
         await self._files.put(part)
         self._sent += len(data)

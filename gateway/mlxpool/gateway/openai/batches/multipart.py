@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from email.message import Message
+from urllib.parse import unquote
 
 from mlxpool.gateway.errors import HttpError, bad_request
 
@@ -120,8 +121,14 @@ def _part_of(headers: str) -> PartBegin:
         if name.strip().lower() == "content-disposition":
             given = {key: quoted or plain for key, quoted, plain in _PARAMETER.findall(value)}
             if "name" in given:
-                return PartBegin(given["name"], given.get("filename"))
+                return PartBegin(given["name"], _filename(given))
     raise _fault("a part has no Content-Disposition with a name")
+
+
+def _filename(given: Mapping[str, str]) -> str | None:
+    """The name of a file, which some clients encode as RFC 5987 has it; None: it is no file."""
+    encoded = given.get("filename*")
+    return given.get("filename") if encoded is None else unquote(encoded.split("'", 2)[-1])
 
 
 def _fault(message: str) -> HttpError:

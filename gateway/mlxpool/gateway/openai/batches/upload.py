@@ -8,6 +8,7 @@ from typing import Any
 
 from starlette.requests import Request
 
+from mlxpool.gateway.content_encoding import decoded
 from mlxpool.gateway.errors import HttpError, bad_request
 from mlxpool.gateway.openai.batches.bodies import UPLOADED
 from mlxpool.gateway.openai.batches.fields import EXPIRY, FORM, MAX_FILE, MAX_KEEP, MIN_KEEP
@@ -25,7 +26,7 @@ EXPIRES = "expires_after"
 
 
 class Upload:
-    """One upload. `run` returns when the file is whole and on the disk."""
+    """One upload, whose parts come in any order. `run` returns when the file is on the disk."""
 
     def __init__(self, files: KeptFiles, key: str, silence: float) -> None:
         """`silence`: seconds without a byte after which the upload is given up."""
@@ -62,8 +63,6 @@ class Upload:
         if name.partition("[")[0] not in FORM.names:
             FORM.check({name: ""})
         if name != "file":
-            if self._writer is not None:
-                raise bad_request(f"{name!r} has to come before 'file' in the form", name)
             self._field = name
             self._fields[name] = ""
             return
@@ -71,10 +70,11 @@ class Upload:
             raise bad_request("the form has several files: send each by itself", "file")
         if part.filename is None:
             raise bad_request("'file' must be a file, with a filename", "file")
-        self._check_purpose()
+        if "purpose" in self._fields:
+            self._check_purpose()
         shown = "".join(one for one in part.filename if one.isprintable())[:MAX_NAME]
         self._in_file = True
-        self._writer = FileWriter(self._files, self._key, UPLOADED, shown, self._keep())
+        self._writer = FileWriter(self._files, self._key, UPLOADED, shown)
 
     async def _data(self, data: bytes) -> None:
         if self._in_file and self._writer is not None:
@@ -96,12 +96,13 @@ class Upload:
             raise bad_request("'file' is missing", "file")
         if not self._writer.size:
             raise bad_request("the file is empty", "file")
-        await self._writer.finish()
+        self._check_purpose()
+        await self._writer.finish(self._keep())
 
     def _check_purpose(self) -> None:
         purpose = self._fields.get("purpose")
         if purpose != UPLOADED:
-            got = "missing; it has to come before 'file'" if purpose is None else repr(purpose[:60])
+            got = "missing" if purpose is None else repr(purpose[:60])
             message = f"'purpose' is {got}: only {UPLOADED!r} is supported"
             raise bad_request(message, "purpose")
 
@@ -136,7 +137,7 @@ def expiry(body: Mapping[str, Any], name: str) -> float | None:
 
 
 async def _pieces(request: Request, silence: float) -> AsyncIterator[bytes]:
-    pieces = request.stream()
+    pieces = decoded(request.stream(), request.headers.getlist("content-encoding"))
     while True:
         try:
             async with asyncio.timeout(silence):
