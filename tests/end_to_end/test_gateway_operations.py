@@ -378,7 +378,6 @@ def test_without_the_setting_no_page_may_ask(pool: Pool) -> None:
     with GatewayThread(pool.run_dir) as plain:
         headers = {"origin": ORIGIN, "access-control-request-method": "POST"}
         answer = httpx.options(f"{plain.url}/v1/completions", headers=headers, timeout=PATIENCE)
-        assert answer.status_code == 405
         assert not [name for name in answer.headers if name.startswith("access-control")]
 
 
@@ -407,7 +406,6 @@ ANSWERED: tuple[tuple[str, dict[str, Any] | None], ...] = (
     ("/api/version", None),
     ("/health", None),
     ("/openapi.json", None),
-    ("/", None),
 )
 
 

@@ -40,6 +40,7 @@ from mlxpool.gateway.operations.drain import Drain
 from mlxpool.gateway.operations.exchange import OTHER_ROUTE, REQUEST_ID
 from mlxpool.gateway.operations.metrics import Metrics
 from mlxpool.gateway.paths import CanonicalPaths, canonical_paths
+from mlxpool.gateway.resumption import resumption_of
 from mlxpool.gateway.route_spec import ANTHROPIC, Call, RouteSpec, Services
 from mlxpool.gateway.route_table import NOT_BUILT, ROUTES
 from mlxpool.gateway.settings import Broker, Settings
@@ -163,6 +164,8 @@ class Gateway:
 
         async def answer_body(request: Request, response: ResponseWriter) -> bool:
             body = await read_json(request, self.settings.max_body, self.settings.body_time)
+            if spec.stream is not None:
+                response.resumption = await resumption_of(request, body)
             call = Call(request, body, response)
             return await cancel_on_disconnect(request.receive, lambda: spec.serve(services, call))
 

@@ -183,6 +183,7 @@ class Endpoint:
             return await self._handler(request, response)
         with self._surroundings.access.admitted(request) as owner:
             response.exchange.key = owner.name
+            request.state.owner_digest = owner.digest
             if self._operator and not owner.operator:
                 message = f"{self._route} is for operators: the line of the key in the file of keys"
                 raise HttpError(
@@ -196,7 +197,8 @@ class Endpoint:
             async with asyncio.timeout(ABORT_TIME):
                 await self._fail(response, error)
                 if response.streaming:
-                    await response.write(self._interface.error_event(response.identified(error)))
+                    ended = self._interface.error_event(response.identified(error))
+                    await response.write_aside(ended)
                     await response.close()
 
     async def _fail(self, response: ResponseWriter, error: HttpError) -> None:

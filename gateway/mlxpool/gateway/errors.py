@@ -60,7 +60,7 @@ class HttpError(Exception):
 
     `param`: the request field that caused it. `retry`: whether the client may send it again.
     `close`: the connection takes no other request. `details`: figures of the pool's error.
-    `more_headers`: of the response.
+    `more_headers`: of the response. `passing`: it ends this reading of an answer that goes on.
     """
 
     status: int
@@ -74,6 +74,7 @@ class HttpError(Exception):
     request_id: str | None = None  # of the response, see exchange
     details: Mapping[str, Any] = field(default_factory=dict)
     more_headers: Mapping[str, str] = field(default_factory=dict)
+    passing: bool = False
 
     def __post_init__(self) -> None:
         super().__init__(self.message)

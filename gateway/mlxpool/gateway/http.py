@@ -12,10 +12,13 @@ from starlette.types import Receive, Send
 
 from mlxpool.gateway.content_encoding import decoded
 from mlxpool.gateway.errors import HttpError
+from mlxpool.gateway.event_numbers import EventNumbers
 from mlxpool.gateway.json_parts import decode_in_parts
 from mlxpool.gateway.operations.exchange import REQUEST_ID, Exchange
+from mlxpool.gateway.resumption import Resumption
 
 JSON = "application/json"
+NDJSON = "application/x-ndjson"
 FORM = "application/x-www-form-urlencoded"  # what `curl -d` sends with any data
 TURNS = 4  # of the loop between two slices of a long work
 PARSED_AT_ONCE = 256 * 1024  # bytes of a body that the loop parses itself
@@ -37,6 +40,9 @@ class ResponseWriter:
         self._send = send
         self.started = False
         self.streaming = False  # a stream was opened and not closed
+        self.resumption: Resumption | None = None  # of a request with an Idempotency-Key
+        self.numbers: EventNumbers | None = None  # of a stream that outlives this gateway
+        self._in_lines = False  # it streams lines of JSON, no events
 
     async def json(
         self, value: Any, status: int = 200, headers: Mapping[str, str] | None = None
@@ -75,12 +81,21 @@ class ResponseWriter:
 
     async def open(self, content_type: str) -> None:
         """Start a stream. Its headers tell clients not to retry: the work would be done twice."""
+        self._in_lines = content_type == NDJSON
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         await self._start(200, content_type, {**headers, "x-should-retry": "false"})
         self.streaming = self.exchange.streamed = True
 
     async def write(self, data: bytes) -> None:
-        """Send a piece of the stream; waits while the client reads slowly."""
+        """Send whole events or lines of the stream; waits while the client reads slowly."""
+        if self.numbers is not None:
+            numbers = self.numbers
+            data = numbers.of_lines(data) if self._in_lines else numbers.of_events(data)
+        if data:
+            await self.write_aside(data)
+
+    async def write_aside(self, data: bytes) -> None:
+        """Send what is no part of the answer: a sign of life, an error of this reading."""
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def close(self) -> None:

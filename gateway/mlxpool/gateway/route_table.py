@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mlxpool.gateway.anthropic import fields as anthropic
+from mlxpool.gateway.http import NDJSON
 from mlxpool.gateway.jobs.fields import EVENTS, JOB, LISTED
 from mlxpool.gateway.ollama import fields as ollama
-from mlxpool.gateway.ollama.responses import NDJSON
 from mlxpool.gateway.openai import fields as openai
 from mlxpool.gateway.openai.batches.fields import BATCH, BATCHES, FILES
 from mlxpool.gateway.openai.responses_api.fields import INPUT_ITEMS, RESPONSE, RETRIEVED

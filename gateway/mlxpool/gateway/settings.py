@@ -39,6 +39,7 @@ class Settings:
     keep_alive: float = 10.0  # seconds without output until a stream sends a keep-alive comment
     deadline: float | None = None  # seconds for a request; None: the pool's own
     per_key: int | None = None  # requests in flight of a key (without keys: of all)
+    stream_keep: float = 600.0  # seconds for which an answer with an Idempotency-Key stays
     broker_grace: float = 10.0  # seconds without the broker until a request is answered 503
     drain_timeout: float = 30.0  # seconds that running requests have after SIGTERM
     cors_origins: tuple[str, ...] = ()  # whose pages in browsers may use the gateway; "*": all
@@ -69,7 +70,7 @@ class Settings:
             raise ValueError("without keys there are no owners to name: give --keys FILE too")
         for name in (
             "max_body", "max_connections", "idle_time", "header_time", "body_time", "keep_alive",
-            "deadline", "per_key", "broker_grace",
+            "deadline", "per_key", "broker_grace", "stream_keep",
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and not 0 < value < 1e9:

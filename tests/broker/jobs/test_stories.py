@@ -17,6 +17,7 @@ from mlxpool.broker.jobs.retries import ALONE_STARTS, MAX_STARTS
 from mlxpool.broker.store.records import JobState, JobView
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.common.protocol.kept.job_messages import Fetch, JobName
+from mlxpool.common.protocol.to_client import StreamDelta
 from mlxpool.common.protocol.token_ids import pack_ids
 from support.core_harness import OWNER, FakeWorker
 from support.job_harness import JobStory
@@ -77,6 +78,20 @@ def test_a_reader_gets_ids_after_the_commit_that_holds_them() -> None:
     story.settle()
     assert reading.ids == [0, 1, 2, 3] and reading.end is not None
     assert reading.end["reason"] == "stop" and reading.text == text_of(0, 4)
+
+
+def test_a_reader_that_came_before_the_first_token_gets_the_facts_too() -> None:
+    story = JobStory()
+    worker, job = started(story)
+    reading = story.fetch("a")
+    story.settle()
+    facts = {"digest": "d", "context": 9, "thinks": True}
+    worker.tokens(job.id, 3, facts=facts)
+    story.pass_time(0.2)
+    worker.tokens(job.id, 1)
+    story.pass_time(0.2)
+    told = [one.message.facts for one in story.told if isinstance(one.message, StreamDelta)]
+    assert reading.ids == [0, 1, 2, 3] and told == [facts, None]
 
 
 def test_nothing_is_due_while_a_write_is_under_way() -> None:

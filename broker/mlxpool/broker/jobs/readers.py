@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from mlxpool.broker.jobs.actions import Outbox
@@ -167,12 +167,20 @@ class Readers:
 
     # ---- what jobs do --------------------------------------------------------------------------
 
-    def chunk_durable(self, job: bytes, gen: int, chunk: Chunk, now: float) -> None:
-        """A chunk is on the disk: those who have all before it get it from memory."""
+    def chunk_durable(
+        self, job: bytes, gen: int, chunk: Chunk, facts: bytes | None, now: float
+    ) -> None:
+        """A chunk is on the disk: those who have all before it get it from memory.
+
+        `facts`: those of the first worker, if they are known. Readers that came before it may not
+        have them.
+        """
         for reader in list(self._of_job.get(job, {}).values()):
             if reader.gen == gen and chunk.end <= reader.sent:
                 continue
             ready = reader.gen == gen and not reader.reading and not reader.behind
+            if facts is not None and reader.known is not None and reader.known.facts is None:
+                reader.known = replace(reader.known, facts=facts)
             if ready and reader.open and reader.sent == chunk.pos:
                 self._send(reader, chunk, now)
             else:

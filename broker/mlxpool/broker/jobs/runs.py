@@ -364,11 +364,11 @@ class Runs:
             active.plan_write(now, read=self._readers.reads(active.id))
 
     def _note_durable(self, active: ActiveJob, chunk: Chunk, now: float) -> None:
-        was_proven = active.proven
+        was_proven, facts = active.proven, active.facts or active.job.facts
         active.written(chunk)
         if not was_proven:
             self._feeder.proven(active.group, now, suspect=active.suspect)
-        self._readers.chunk_durable(active.id, active.job.gen, chunk, now)
+        self._readers.chunk_durable(active.id, active.job.gen, chunk, facts, now)
         if active.ran:
             self._outbox.perform(core.ClientAck(JOBS_LINK, Ack([(active.id, active.durable)])))
 

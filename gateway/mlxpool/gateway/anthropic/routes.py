@@ -14,7 +14,7 @@ from mlxpool.gateway.anthropic.stream import PING, MessageEvents, error_event
 from mlxpool.gateway.errors import unsupported_parameter
 from mlxpool.gateway.formats import HARMONY
 from mlxpool.gateway.generation.chat_request import ChatRequest
-from mlxpool.gateway.generation.choice_streams import Generation, StreamFormat, write_stream
+from mlxpool.gateway.generation.choice_streams import Answers, StreamFormat, write_stream
 from mlxpool.gateway.generation.output_blocks import OutputBlocks
 from mlxpool.gateway.generation.pool_access import PoolAccess
 from mlxpool.gateway.generation.token_counts import chat_ids, text_of_ids, thought_tokens
@@ -34,11 +34,11 @@ class MessageRoutes:
     async def create(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
         """POST /v1/messages."""
         request = requests.message(body)
-        model = await self._pool.models.get(request.chat.model)
+        model = await self._pool.model(request.chat.model, response)
         choice = _with_level(request, model).choice(model)
-        async with self._pool.generate([choice], response.exchange) as generation:
+        async with self._pool.generate([choice], response) as generation:
             frame = MessageFrame(generation.id, request.chat.model, request.shows_thoughts)
-            output = OutputBlocks()
+            output = OutputBlocks(generation.call_ids(0))
             if not request.stream:
                 result = await output.read(generation)
                 found = await self._ending(generation, model, request, output, result)
@@ -70,7 +70,7 @@ class MessageRoutes:
 
     async def _ending(
         self,
-        generation: Generation,
+        generation: Answers,
         model: ModelInfo,
         request: MessageRequest,
         output: OutputBlocks,

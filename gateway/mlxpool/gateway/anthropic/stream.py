@@ -8,7 +8,7 @@ from typing import Any
 
 from mlxpool.gateway.anthropic.bodies import NOT_ENDED, SIGNATURE, MessageFrame, error_body
 from mlxpool.gateway.errors import HttpError
-from mlxpool.gateway.generation.choice_streams import ChoiceUpdate, Generation
+from mlxpool.gateway.generation.choice_streams import Answers, ChoiceUpdate
 from mlxpool.gateway.generation.output_blocks import Action, Kind, OutputBlocks, Step
 from mlxpool.gateway.server_sent_events import sse
 
@@ -26,7 +26,7 @@ class MessageEvents:
 
     frame: MessageFrame
     output: OutputBlocks
-    generation: Generation
+    generation: Answers
     _begun: bool = False
 
     def update(self, update: ChoiceUpdate) -> bytes:

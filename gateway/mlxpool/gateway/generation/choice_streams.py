@@ -16,6 +16,7 @@ from mlxpool.gateway import errors
 from mlxpool.gateway.errors import HttpError
 from mlxpool.gateway.formats import NO_CHAT, ChatFormats, make_parser, template_messages
 from mlxpool.gateway.formats.events import Event, Parser
+from mlxpool.gateway.generation.call_ids import call_ids
 from mlxpool.gateway.http import ResponseWriter
 from mlxpool.gateway.operations.exchange import Exchange
 
@@ -63,6 +64,25 @@ class Updates(Protocol):
 
     def updates(self, timeout: float = NO_TIMEOUT) -> AsyncIterator[ChoiceUpdate | None]:
         """Every update of any choice; None for each `timeout` seconds without one."""
+        ...
+
+
+class Answers(Updates, Protocol):
+    """All choices of a request: streams, or jobs that are read."""
+
+    @property
+    def choices(self) -> int: ...
+    @property
+    def id(self) -> str: ...
+    @property
+    def facts(self) -> Mapping[str, Any]: ...
+
+    def told_time(self) -> float:
+        """The time that a piece of the answer tells, in seconds since 1970."""
+        ...
+
+    def call_ids(self, choice: int) -> Callable[[int], str]:
+        """Makes the id of the call of tools with a number in a choice."""
         ...
 
 
@@ -183,6 +203,12 @@ class Generation:
         """What the first choice's worker reported; empty before its first update."""
         return self._choices[0].stream.facts
 
+    def told_time(self) -> float:
+        return time.time()
+
+    def call_ids(self, choice: int) -> Callable[[int], str]:
+        return call_ids(f"{self.id}/{choice}")
+
     async def updates(self, timeout: float = NO_TIMEOUT) -> AsyncIterator[ChoiceUpdate | None]:
         """Every update of any choice; None for each `timeout` seconds without one.
 
@@ -290,7 +316,8 @@ async def write_stream(
     except HttpError as error:
         if not response.started:
             raise
-        await response.write(encoding.error(response.identified(error)))
+        data = encoding.error(response.identified(error))
+        await (response.write_aside(data) if error.passing else response.write(data))
         await response.close()
         return None
 
@@ -301,12 +328,19 @@ async def write_updates(
     """Write every update as it comes; returns the results by choice. Raises HttpError."""
     results: dict[int, Result] = {}
     async for update in generation.updates(encoding.keep_alive_interval):
-        data = encoding.keep_alive if update is None else encoding.update(update)
+        data = b"" if update is None else encoding.update(update)
         if not response.started:
             await response.open(encoding.content_type)
-            data = encoding.head + data
-        if update is not None and update.result is not None:
+            if update is not None and update.failures == 0:
+                data = encoding.head + data
+            else:
+                await response.write(encoding.head)
+        if update is None:
+            await response.write_aside(encoding.keep_alive)
+            continue
+        if response.numbers is not None:
+            response.numbers.skip(update.failures)
+        if update.result is not None:
             results[update.choice] = update.result
-        if data:
-            await response.write(data)
+        await response.write(data)
     return [results[number] for number in sorted(results)]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import secrets
-import string
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from mlxpool.client import AsyncClient, AsyncStream, Delta
@@ -16,14 +14,12 @@ from mlxpool.gateway import errors
 from mlxpool.gateway.formats import ChatFormats, make_parser
 from mlxpool.gateway.formats.events import Event, Parser, Reasoning
 from mlxpool.gateway.generation.choice_streams import NO_TIMEOUT, ChoiceUpdate
-from mlxpool.gateway.generation.output_blocks import CALL_ID_LENGTH
 
 KEY_BYTES = 16
 # A page of the store has thousands of steps. Between so many of them other requests are served,
 # and the end of this one's connection is seen.
 STEPS_AT_ONCE = 32
 FAILED = ("dead", "expired")  # states of jobs that ended with an error
-_DIGITS = string.digits + string.ascii_letters
 
 
 def drawn_key() -> str:
@@ -61,15 +57,22 @@ class KeptAnswer:
         tools: Sequence[Mapping[str, Any]],
         *,
         several_calls: bool,
+        thinks: bool = False,
     ) -> None:
         """`stream` reads a job from 0 on with its steps; the others are those of its request."""
         self._stream = stream
         self._chat, self._tools, self._several_calls = chat, tools, several_calls
+        self._thinks = thinks
         self._parser: Parser | None = None  # made with the first delta, which has the facts
         self._in_thoughts = True
         self.thought_tokens = 0  # before the first text that is no thought
         self.pos = 0  # how many ids were read
         self._failures = 0  # of the answer behind so many ids that are known
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What the first worker reported; empty before the first update."""
+        return self._stream.facts
 
     async def updates(self, timeout: float = NO_TIMEOUT) -> AsyncIterator[ChoiceUpdate | None]:
         """Every update, the last with the result; None for each `timeout` seconds without one.
@@ -116,7 +119,7 @@ class KeptAnswer:
 
     def _get_parser(self) -> Parser:
         if self._parser is None:
-            thinks = self._stream.facts.get("thinks") is True
+            thinks = self._thinks or self._stream.facts.get("thinks") is True
             self._parser = make_parser(
                 self._chat, self._tools, thinks=thinks, several_calls=self._several_calls
             )
@@ -145,13 +148,3 @@ def steps_of(delta: Delta) -> list[tuple[str, int, tuple[Mapping[str, Any], ...]
         found.append((delta.text[end:next_end], next_ids - ids, delta.logprobs[ids:next_ids]))
         ids, end = next_ids, next_end
     return found
-
-
-def call_ids(answer: str) -> Callable[[int], str]:
-    """Makes the id of the call that is the block with a number: the same at each reading."""
-
-    def call_id(index: int) -> str:
-        digest = hashlib.sha256(f"{answer}/{index}".encode()).digest()
-        return "".join(_DIGITS[byte % len(_DIGITS)] for byte in digest[:CALL_ID_LENGTH])
-
-    return call_id

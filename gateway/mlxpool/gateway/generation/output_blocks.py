@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -23,11 +22,10 @@ from mlxpool.gateway.formats.events import (
     Reasoning,
     merged,
 )
+from mlxpool.gateway.generation.call_ids import call_ids
 from mlxpool.gateway.generation.choice_streams import ChoiceUpdate, Updates
 
-CALL_ID_LENGTH = 9  # letters and digits; some templates accept no other length
 BAD_ARGUMENTS = "the model called {name!r} with arguments that are no JSON map: {text:.200}"
-_LETTERS = string.ascii_letters + string.digits
 
 
 class Kind(Enum):
@@ -87,7 +85,7 @@ class OutputBlocks:
     def __init__(self, call_id: Callable[[int], str] | None = None) -> None:
         """`call_id` makes the id of the call with an index; None: drawn ones."""
         self.blocks: list[Block] = []
-        self._call_id = call_id or (lambda index: new_call_id())
+        self._call_id = call_id or call_ids(secrets.token_hex())
         self._open: Block | None = None
         self._logprobs: list[Mapping[str, Any]] = []  # of text that the parser holds back
 
@@ -151,11 +149,6 @@ class OutputBlocks:
     def _end(self) -> list[Step]:
         block, self._open = self._open, None
         return [] if block is None else [Step(Action.END, block)]
-
-
-def new_call_id() -> str:
-    """A random id for a tool call."""
-    return "".join(secrets.choice(_LETTERS) for _ in range(CALL_ID_LENGTH))
 
 
 def call_arguments(name: str, text: str) -> dict[str, Any]:

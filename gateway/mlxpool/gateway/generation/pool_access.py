@@ -9,12 +9,19 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from typing import Any, TypeVar
 
 from mlxpool.client import AsyncClient
-from mlxpool.common.errors import PoolError
+from mlxpool.common.errors import JobsOff, PoolError
 from mlxpool.gateway.auth import current_owner
 from mlxpool.gateway.errors import HttpError
-from mlxpool.gateway.generation.choice_streams import ChoiceRequest, Generation, milliseconds
-from mlxpool.gateway.operations.exchange import Exchange
-from mlxpool.gateway.pools import Pool, Pools
+from mlxpool.gateway.generation.choice_streams import (
+    Answers,
+    ChoiceRequest,
+    Generation,
+    milliseconds,
+)
+from mlxpool.gateway.generation.resumable_answers import ResumableGeneration, may_resume
+from mlxpool.gateway.http import ResponseWriter
+from mlxpool.gateway.models import ModelInfo
+from mlxpool.gateway.pools import NOT_HERE, Pool, Pools
 from mlxpool.gateway.settings import Settings
 
 log = logging.getLogger("mlxpool.gateway")
@@ -134,11 +141,50 @@ class PoolAccess:
         """The gateway's deadline of a request in milliseconds; None: the pool's own."""
         return milliseconds(self.settings.deadline)
 
-    def generate(
+    async def model(self, name: str, response: ResponseWriter) -> ModelInfo:
+        """The model of a request that generates, in the pool that has its answer if one has it.
+
+        Raises HttpError and PoolError.
+        """
+        if response.resumption is not None:
+            with contextlib.suppress(JobsOff):
+                return await self.keeping_model(name, response.resumption.key)
+        return await self.models.get(name)
+
+    async def keeping_model(self, name: str, key: str) -> ModelInfo:
+        """The model in a pool that keeps jobs: where one has this key, if it was submitted before.
+
+        Raises PoolError.
+        """
+        try:
+            await self.models.find(lambda client: _for_owner(client).job(key), despite_silent=True)
+        except NOT_HERE:
+            return await self.models.get(name, keeps=True, key=key)
+        return await self.models.get_here(name)
+
+    @contextlib.asynccontextmanager
+    async def generate(
         self,
         requests: Sequence[ChoiceRequest],
-        exchange: Exchange,
+        response: ResponseWriter,
         prompt_field: str | None = None,
-    ) -> Generation:
-        """Start the streams of a request, with the gateway's deadline. Raises PoolError."""
-        return Generation(self.client, requests, self.settings.deadline, exchange, prompt_field)
+    ) -> AsyncIterator[Answers]:
+        """Start what a request asks for, with the gateway's deadline. Raises HttpError, PoolError.
+
+        With an Idempotency-Key, in a pool that keeps jobs, it outlives this gateway.
+        """
+        deadline, asked = self.settings.deadline, response.resumption
+        if asked is not None and may_resume(requests):
+            resumable = ResumableGeneration(self.client, requests, response, asked)
+            try:
+                await resumable.begin(deadline, self.settings.stream_keep)
+            except JobsOff:
+                if asked.after is not None:
+                    raise
+            else:
+                yield resumable
+                return
+        async with Generation(
+            self.client, requests, deadline, response.exchange, prompt_field
+        ) as generation:
+            yield generation

@@ -10,7 +10,7 @@ from mlxpool.common.errors import PoolError
 from mlxpool.gateway.formats import NO_CHAT, make_parser, template_messages
 from mlxpool.gateway.formats.events import Parser, Reasoning
 from mlxpool.gateway.generation.chat_request import ChatRequest
-from mlxpool.gateway.generation.choice_streams import Generation
+from mlxpool.gateway.generation.choice_streams import Answers
 from mlxpool.gateway.generation.output_blocks import Kind, OutputBlocks
 from mlxpool.gateway.models import ModelInfo
 
@@ -32,7 +32,7 @@ async def chat_ids(client: AsyncClient, chat: ChatRequest, model: ModelInfo) -> 
 
 async def thought_tokens(
     client: AsyncClient,
-    generation: Generation,
+    generation: Answers,
     model: ModelInfo,
     output: OutputBlocks,
     result: Result,

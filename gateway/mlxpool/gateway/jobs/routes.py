@@ -21,7 +21,6 @@ from mlxpool.gateway.jobs.bodies import Place, job_body, job_ref
 from mlxpool.gateway.jobs.fields import MAX_NUMBER, MAX_POOLS
 from mlxpool.gateway.jobs.requests import JobRequest
 from mlxpool.gateway.models import ModelInfo
-from mlxpool.gateway.pools import NOT_HERE
 from mlxpool.gateway.server_sent_events import EVENT_STREAM, KEEP_ALIVE
 
 FIRST_WAIT = 0.5  # seconds in which an error of the reading is answered with a status of its own
@@ -50,14 +49,9 @@ class JobRoutes:
 
     async def _model(self, request: JobRequest) -> ModelInfo:
         """The model in the pool that keeps the job: that of its key, if it was submitted before."""
-        key = request.key
-        if key is None:
+        if request.key is None:
             return await self._pool.models.get(request.model, keeps=True)
-        try:
-            await self._pool.find_kept(lambda client: client.job(key), despite_silent=True)
-        except NOT_HERE:
-            return await self._pool.models.get(request.model, keeps=True, key=key)
-        return await self._pool.models.get_here(request.model)
+        return await self._pool.keeping_model(request.model, request.key)
 
     async def _row(self, id: str) -> dict[str, Any]:
         """The job of this owner in the pool that keeps it. Raises PoolError if there is none."""

@@ -11,10 +11,10 @@ from typing import Any
 from mlxpool.common.errors import UnknownModel
 from mlxpool.gateway.errors import HttpError
 from mlxpool.gateway.generation.pool_access import PoolAccess
-from mlxpool.gateway.http import ResponseWriter
+from mlxpool.gateway.http import NDJSON, ResponseWriter
 from mlxpool.gateway.ollama import requests
 from mlxpool.gateway.ollama.models import pull_statuses, running, show, tag
-from mlxpool.gateway.ollama.responses import NDJSON, line
+from mlxpool.gateway.ollama.responses import line
 
 HOW_TO_GET = (
     "nothing is downloaded: put a folder with the model's config.json, *.safetensors and"

@@ -1,4 +1,4 @@
-"""The response bodies of Ollama's interface. Pure, except that they read the time of day."""
+"""The response bodies of Ollama's interface. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from mlxpool.gateway.formats.events import (
 from mlxpool.gateway.generation.choice_streams import ChoiceUpdate
 from mlxpool.gateway.generation.output_blocks import call_arguments
 
-NDJSON = "application/x-ndjson"
 NS_PER_MS = 1_000_000
 
 
@@ -34,9 +33,9 @@ def error_line(error: HttpError) -> bytes:
     return line(error.ollama_body())
 
 
-def created_at() -> str:
-    """The present time in Ollama's form."""
-    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+def created_at(time: float) -> str:
+    """A time in Ollama's form."""
+    return datetime.fromtimestamp(time, UTC).isoformat().replace("+00:00", "Z")
 
 
 @dataclass(eq=False, slots=True)
@@ -96,22 +95,22 @@ def embed_body(model: str, found: Vectors | None, taken_ns: int) -> dict[str, An
     }
 
 
-def chat_body(model: str, part: OutputPart) -> dict[str, Any]:
+def chat_body(model: str, part: OutputPart, time: float) -> dict[str, Any]:
     """A response of /api/chat, or a line of its stream, without the members of its end."""
     message: dict[str, Any] = {"role": "assistant", "content": part.content}
     if part.thinking:
         message["thinking"] = part.thinking
     if part.calls:
         message["tool_calls"] = part.calls
-    return {"model": model, "created_at": created_at(), "message": message, **_logprobs(part)}
+    return {"model": model, "created_at": created_at(time), "message": message, **_logprobs(part)}
 
 
-def generate_body(model: str, part: OutputPart) -> dict[str, Any]:
+def generate_body(model: str, part: OutputPart, time: float) -> dict[str, Any]:
     """As `chat_body`, of /api/generate."""
     more = {"thinking": part.thinking} if part.thinking else {}
     return {
         "model": model,
-        "created_at": created_at(),
+        "created_at": created_at(time),
         "response": part.content,
         **more,
         **_logprobs(part),

@@ -16,21 +16,20 @@ from mlxpool.common.errors import ModelUnavailable, PoolError
 from mlxpool.gateway.errors import bad_request
 from mlxpool.gateway.formats import HARMONY, NO_CHAT, ChatFormats
 from mlxpool.gateway.generation.choice_streams import (
+    Answers,
     ChoiceRequest,
     ChoiceUpdate,
-    Generation,
     StreamFormat,
     write_stream,
 )
 from mlxpool.gateway.generation.images import content_with_images
 from mlxpool.gateway.generation.pool_access import PoolAccess
-from mlxpool.gateway.http import ResponseWriter
+from mlxpool.gateway.http import NDJSON, ResponseWriter
 from mlxpool.gateway.models import ModelInfo
 from mlxpool.gateway.ollama import requests
 from mlxpool.gateway.ollama.fields import OPTIONS, OPTIONS_IGNORED
 from mlxpool.gateway.ollama.requests import OllamaEmbedRequest, OllamaRequest
 from mlxpool.gateway.ollama.responses import (
-    NDJSON,
     OutputBuilder,
     OutputPart,
     chat_body,
@@ -52,7 +51,7 @@ NO_GENERATION = "vectors are made without it: a longer text than the model reads
 UNKNOWN = "it is not known, as to Ollama"
 MAX_LOGGED = 200  # options without effect that the log names
 
-MakeBody = Callable[[OutputPart], dict[str, Any]]
+MakeBody = Callable[[OutputPart, float], dict[str, Any]]  # the time is that of the piece
 Finish = Callable[[Result], Awaitable[Mapping[str, Any]]]  # further members of the end
 
 
@@ -122,7 +121,7 @@ class OllamaRoutes:
         self, request: OllamaRequest | OllamaEmbedRequest, response: ResponseWriter
     ) -> ModelInfo:
         """The model of a request; options and fields without effect are logged, each once."""
-        model = await self._pool.models.get(request.model)
+        model = await self._pool.model(request.model, response)
         response.exchange.model = model.name
         for field in request.unknown:
             self._log_once(f"{shown(field)} beside options", UNKNOWN)
@@ -170,7 +169,7 @@ class OllamaRoutes:
         response: ResponseWriter,
     ) -> None:
         reason = await self._load_or_unload(model, request.keep_alive)
-        value = {**make_body(OutputPart()), **load_end(reason)}
+        value = {**make_body(OutputPart(), time.time()), **load_end(reason)}
         if not request.stream:
             return await response.json(value)
         await response.open(NDJSON)
@@ -252,13 +251,14 @@ class OllamaRoutes:
         choice = ChoiceRequest(
             model.name, arguments, conversation.chat, request.tools, thinks=conversation.thinks
         )
-        async with self._pool.generate([choice], response.exchange) as generation:
+        async with self._pool.generate([choice], response) as generation:
             if request.stream:
                 return await _stream(generation, make_body, response, finish)
             collected = [update async for update in generation.updates() if update is not None]
+            told = generation.told_time()
         result = collected[-1].result
         assert result is not None
-        body = make_body(OutputBuilder().part(collected))
+        body = make_body(OutputBuilder().part(collected), told)
         await response.json({**body, **generation_end(result), **await finish(result)})
 
     def _fitting_options(self, model: ModelInfo, request: OllamaRequest) -> Mapping[str, Any]:
@@ -293,20 +293,20 @@ def _text_prompt(request: OllamaRequest) -> str:
 
 
 async def _stream(
-    generation: Generation, make_body: MakeBody, response: ResponseWriter, finish: Finish
+    generation: Answers, make_body: MakeBody, response: ResponseWriter, finish: Finish
 ) -> None:
     builder = OutputBuilder()
 
     def encode(update: ChoiceUpdate) -> bytes:
         part = builder.part([update])
-        return line({**make_body(part), "done": False}) if part else b""
+        return line({**make_body(part, generation.told_time()), "done": False}) if part else b""
 
     # NDJSON has no comments, so there is no keep-alive.
     encoding = StreamFormat(NDJSON, encode, error_line)
     results = await write_stream(response, generation, encoding)
     if results is not None:
         end = {**generation_end(results[0]), **await finish(results[0])}
-        await response.write(line({**make_body(OutputPart()), **end}))
+        await response.write(line({**make_body(OutputPart(), generation.told_time()), **end}))
         await response.close()
 
 

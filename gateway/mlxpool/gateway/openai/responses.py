@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +18,6 @@ from mlxpool.gateway.formats.events import (
     merged,
 )
 from mlxpool.gateway.generation.choice_streams import ChoiceUpdate
-from mlxpool.gateway.generation.output_blocks import new_call_id
 from mlxpool.gateway.server_sent_events import sse
 
 DONE = b"data: [DONE]\n\n"
@@ -67,8 +66,12 @@ class StreamFrame:
 
 @dataclass(eq=False, slots=True)
 class DeltaBuilder:
-    """Turns the events of one choice into deltas; numbers its tool calls."""
+    """Turns the events of one choice into deltas; numbers its tool calls.
 
+    `call_id` makes the id of the call with a number.
+    """
+
+    call_id: Callable[[int], str]
     calls: int = 0
 
     def deltas(self, events: Iterable[Event]) -> list[dict[str, Any]]:
@@ -76,7 +79,7 @@ class DeltaBuilder:
         return [delta for event in merged(events) if (delta := self._delta(event)) is not None]
 
     def finish_reason(self, result: Result) -> str:
-        return "tool_calls" if self.calls and result.reason == "stop" else result.reason
+        return finish_reason(self.calls, result)
 
     def _delta(self, event: Event) -> dict[str, Any] | None:
         if isinstance(event, Content):
@@ -86,7 +89,8 @@ class DeltaBuilder:
         if isinstance(event, CallBegin):
             self.calls += 1
             function = {"name": event.name, "arguments": ""}
-            call = {"id": new_call_id(), "type": "function", "function": function}
+            id = self.call_id(self.calls - 1)
+            call = {"id": id, "type": "function", "function": function}
             return {"tool_calls": [{"index": self.calls - 1, **call}]}
         if isinstance(event, CallArguments):
             piece = {"index": self.calls - 1, "function": {"arguments": event.text}}
@@ -188,7 +192,14 @@ def best(wholes: Sequence[WholeChoice], candidates: int, choices: int) -> list[W
     return found
 
 
-def chat_choice(number: int, whole: WholeChoice, *, logprobs: bool) -> dict[str, Any]:
+def finish_reason(calls: int, result: Result) -> str:
+    """Why a choice with so many calls of tools has ended."""
+    return "tool_calls" if calls and result.reason == "stop" else result.reason
+
+
+def chat_choice(
+    number: int, whole: WholeChoice, call_id: Callable[[int], str], *, logprobs: bool
+) -> dict[str, Any]:
     """A choice of a chat completion that is not streamed."""
     calls, thoughts = whole.calls(), whole.text(Reasoning)
     message: dict[str, Any] = {
@@ -201,17 +212,17 @@ def chat_choice(number: int, whole: WholeChoice, *, logprobs: bool) -> dict[str,
     if calls:
         message["tool_calls"] = [
             {
-                "id": new_call_id(),
+                "id": call_id(index),
                 "type": "function",
                 "function": {"name": name, "arguments": arguments},
             }
-            for name, arguments in calls
+            for index, (name, arguments) in enumerate(calls)
         ]
     return {
         "index": number,
         "message": message,
         "logprobs": chat_logprobs(whole.logprobs) if logprobs else None,
-        "finish_reason": DeltaBuilder(len(calls)).finish_reason(whole.final_result),
+        "finish_reason": finish_reason(len(calls), whole.final_result),
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -12,8 +13,8 @@ from mlxpool.gateway.formats import NO_CHAT, ChatFormats
 from mlxpool.gateway.formats.events import Content
 from mlxpool.gateway.generation.chat_request import calls_format, check_formats
 from mlxpool.gateway.generation.choice_streams import (
+    Answers,
     ChoiceRequest,
-    Generation,
     StreamFormat,
     write_stream,
 )
@@ -79,22 +80,23 @@ class OpenAIRoutes:
     async def chat(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
         """POST /v1/chat/completions."""
         request = requests.chat(body)
-        model = await self._pool.models.get(request.model)
+        model = await self._pool.model(request.model, response)
         chat = model.chat or NO_CHAT
         check_formats(request.model, chat, request.tools, request.options, request.think_field)
         format = calls_format(chat, request.tools, request.forced, ".function")
         request = replace(request, options={**request.options, **format})
         async with self._generate(request, model.name, chat, response) as generation:
-            members = _members(f"chatcmpl-{generation.id}", "chat.completion", request)
+            members = _members(f"chatcmpl-{generation.id}", "chat.completion", request, generation)
+            ids = [generation.call_ids(number) for number in range(generation.choices)]
             if request.stream:
                 members["object"] = "chat.completion.chunk"
                 frame = StreamFrame(members, request.usage)
-                builders = [DeltaBuilder() for _ in range(generation.choices)]
+                builders = [DeltaBuilder(call_id) for call_id in ids]
                 chunks = ChatChunks(frame, request.logprobs, builders)
                 return await self._stream(generation, request, chunks, response)
             wholes = await _collect(generation)
         choices = [
-            chat_choice(number, whole, logprobs=request.logprobs)
+            chat_choice(number, whole, ids[number], logprobs=request.logprobs)
             for number, whole in enumerate(wholes)
         ]
         if request.prompt_logprobs:
@@ -104,9 +106,9 @@ class OpenAIRoutes:
     async def completion(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
         """POST /v1/completions."""
         request = requests.completion(body)
-        model = await self._pool.models.get(request.model)
+        model = await self._pool.model(request.model, response)
         async with self._generate(request, model.name, NO_CHAT, response) as generation:
-            members = _members(f"cmpl-{generation.id}", "text_completion", request)
+            members = _members(f"cmpl-{generation.id}", "text_completion", request, generation)
             if request.stream:
                 frame = StreamFrame(members, request.usage)
                 offsets = [TextLogprobs() for _ in range(generation.choices)]
@@ -128,7 +130,7 @@ class OpenAIRoutes:
 
     def _generate(
         self, request: CompletionRequest, model: str, chat: ChatFormats, response: ResponseWriter
-    ) -> Generation:
+    ) -> AbstractAsyncContextManager[Answers]:
         choices = [
             ChoiceRequest(
                 model,
@@ -140,11 +142,11 @@ class OpenAIRoutes:
             )
             for one in request.arguments()
         ]
-        return self._pool.generate(choices, response.exchange)
+        return self._pool.generate(choices, response)
 
     async def _stream(
         self,
-        generation: Generation,
+        generation: Answers,
         request: CompletionRequest,
         chunks: ChatChunks | TextChunks,
         response: ResponseWriter,
@@ -159,11 +161,14 @@ class OpenAIRoutes:
             await response.close()
 
 
-def _members(name: str, kind: str, request: CompletionRequest) -> dict[str, Any]:
-    return {"id": name, "object": kind, "created": int(time.time()), "model": request.model}
+def _members(
+    name: str, kind: str, request: CompletionRequest, generation: Answers
+) -> dict[str, Any]:
+    created = int(generation.told_time())
+    return {"id": name, "object": kind, "created": created, "model": request.model}
 
 
-async def _collect(generation: Generation) -> list[WholeChoice]:
+async def _collect(generation: Answers) -> list[WholeChoice]:
     wholes = [WholeChoice() for _ in range(generation.choices)]
     async for update in generation.updates():
         if update is not None:

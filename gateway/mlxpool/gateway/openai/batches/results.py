@@ -11,8 +11,8 @@ from mlxpool.common.errors import PoolError
 from mlxpool.gateway import errors
 from mlxpool.gateway.formats import make_parser
 from mlxpool.gateway.formats.events import Content
+from mlxpool.gateway.generation.call_ids import call_ids
 from mlxpool.gateway.generation.choice_streams import ChoiceUpdate
-from mlxpool.gateway.generation.kept_answers import call_ids
 from mlxpool.gateway.generation.output_blocks import OutputBlocks
 from mlxpool.gateway.json_parts import encode_in_parts
 from mlxpool.gateway.openai.batches.call_answers import call_body
@@ -100,9 +100,7 @@ def _answer(
     whole = WholeChoice()
     whole.add(update)
     if endpoint == CHATS:
-        choice = chat_choice(0, whole, logprobs=asked.logprobs)
-        for number, call in enumerate(choice["message"].get("tool_calls") or ()):
-            call["id"] = call_ids(name)(number)
+        choice = chat_choice(0, whole, call_ids(name), logprobs=asked.logprobs)
         head = {"id": f"chatcmpl-{name}", "object": "chat.completion"}
     else:
         logprobs = TextLogprobs().add(whole.logprobs) if asked.logprobs else None

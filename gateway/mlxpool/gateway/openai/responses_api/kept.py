@@ -11,11 +11,11 @@ from typing import Any
 from mlxpool.client.jobs import SubmittedJob
 from mlxpool.common.protocol.kept.job_messages import MAX_NOTE
 from mlxpool.gateway.errors import HttpError, bad_request
+from mlxpool.gateway.event_numbers import GENERATION
 from mlxpool.gateway.formats import ChatFormats
 from mlxpool.gateway.openai.responses_api.bodies import ResponseFrame, response_id
 
 KIND = "response"
-GENERATION = 10**9  # numbers of events that each generation of an answer has for itself
 MAX_UNPACKED = 16 * 1024 * 1024  # bytes of a note
 WAITING = {"waiting": "queued", "running": "in_progress"}  # state of the job -> of the response
 

@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from mlxpool.client import AsyncClient, Job
 from mlxpool.common.errors import Gone, JobsOff, PoolError, UnknownJob
 from mlxpool.gateway.errors import HttpError, bad_request
+from mlxpool.gateway.event_numbers import EventNumbers
 from mlxpool.gateway.generation import queries
+from mlxpool.gateway.generation.call_ids import call_ids
 from mlxpool.gateway.generation.choice_streams import (
     ChoiceRequest,
     StreamFormat,
@@ -21,7 +23,6 @@ from mlxpool.gateway.generation.choice_streams import (
 from mlxpool.gateway.generation.kept_answers import (
     KEY_BYTES,
     KeptAnswer,
-    call_ids,
     drawn_key,
     has_failed,
 )
@@ -35,7 +36,6 @@ from mlxpool.gateway.openai.responses_api.kept import KeptResponse, ResponseNote
 from mlxpool.gateway.openai.responses_api.requests import ResponseRequest
 from mlxpool.gateway.openai.responses_api.stored_items import items_of
 from mlxpool.gateway.openai.responses_api.stream import ResponseEvents
-from mlxpool.gateway.pools import NOT_HERE
 from mlxpool.gateway.server_sent_events import EVENT_STREAM, KEEP_ALIVE
 
 MAX_ITEMS, DEFAULT_ITEMS = 100, 20  # of a list
@@ -55,12 +55,7 @@ class KeptResponseRoutes:
         """
         if not idempotency:
             return await self._pool.models.get(name, keeps=True)
-        key = response_id(_hex_of(idempotency))
-        try:
-            await self._pool.find_kept(lambda client: client.job(key), despite_silent=True)
-        except NOT_HERE:
-            return await self._pool.models.get(name, keeps=True, key=key)
-        return await self._pool.models.get_here(name)
+        return await self._pool.keeping_model(name, response_id(_hex_of(idempotency)))
 
     async def create(
         self,
@@ -75,8 +70,10 @@ class KeptResponseRoutes:
         second request with the same key in `idempotency` is answered with the first one's; so such
         a response goes on without its client.
         """
-        client = self._pool.job_client
+        client, asked = self._pool.job_client, response.resumption
         id = _hex_of(idempotency) if idempotency else drawn_key()
+        if asked is not None and asked.after is not None:
+            await client.job(response_id(id))  # UnknownJob: there is nothing to go on with
         formats = (choice.chat.tools, choice.chat.thinking)
         note = ResponseNote(
             int(time.time()), request.echoed, request.summary, formats, choice.tools,
@@ -94,6 +91,8 @@ class KeptResponseRoutes:
             if kept is None:
                 message = f"the key {key!r} is that of a job which is no response: take another"
                 raise HttpError(409, message, "duplicate_id", retry=False)
+            if asked is not None:
+                response.numbers = EventNumbers(int(kept.job["gen"]), asked.after)
             if request.background and not request.stream:
                 return await response.json(kept.frame.begun("queued"))
             await self._answer(kept, response, stream=request.stream, made=True)
@@ -242,7 +241,10 @@ class KeptResponseRoutes:
                 raise error
             return await response.json(kept.frame.failed(events.output.blocks, error))
         response.identified(error)
-        await response.write(events.failed(error) if ended else events.broken_off(error))
+        if ended:
+            await response.write(events.failed(error))
+        else:
+            await response.write_aside(events.broken_off(error))
         await response.close()
 
 

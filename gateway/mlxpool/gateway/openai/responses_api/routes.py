@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -61,7 +60,7 @@ class ResponseRoutes:
             with _needs_store("background" if request.background else "store"):
                 model = await self._kept.model(request.chat.model, idempotency)
         else:
-            model = await self._pool.models.get(request.chat.model)
+            model = await self._pool.model(request.chat.model, response)
         if request.truncates:
             chat = await fitted(self._pool, request.chat, model, "truncation")
             request = replace(request, chat=chat)
@@ -70,9 +69,10 @@ class ResponseRoutes:
             with _needs_store("background" if request.background else "store"):
                 await self._kept.create(request, choice, response, idempotency)
             return
-        async with self._pool.generate([choice], response.exchange, "input") as generation:
-            frame = ResponseFrame(generation.id, int(time.time()), request.echoed, request.summary)
-            output = OutputBlocks()
+        async with self._pool.generate([choice], response, "input") as generation:
+            created = int(generation.told_time())
+            frame = ResponseFrame(generation.id, created, request.echoed, request.summary)
+            output = OutputBlocks(generation.call_ids(0))
 
             async def ended(result: Result) -> dict[str, Any]:
                 client = self._pool.client
