@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,10 @@ class GatewayThread(Closing):
     @property
     def url(self) -> str:
         return listening.url_of(self._bound[0])
+
+    def drain(self) -> None:
+        """As SIGTERM does."""
+        self._server.handle_exit(signal.SIGTERM, None)
 
     @property
     def open_connections(self) -> int:

@@ -75,8 +75,9 @@ class ResponseWriter:
         await self._send({"type": "http.response.body", "body": data})
 
     def identified(self, error: HttpError) -> HttpError:
-        """The error with the id of the request; the exchange gets its code."""
-        error.request_id, self.exchange.failure = self.exchange.id, error.code
+        """The error with an id, if it has none that of the request; the exchange gets its code."""
+        error.request_id = error.request_id or self.exchange.id
+        self.exchange.failure = error.code
         return error
 
     async def open(self, content_type: str) -> None:

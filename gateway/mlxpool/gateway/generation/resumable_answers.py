@@ -29,6 +29,7 @@ from mlxpool.gateway.generation.kept_answers import KeptAnswer, has_failed
 from mlxpool.gateway.http import ResponseWriter
 from mlxpool.gateway.resumption import Resumption
 
+CANCELLED = "cancelled"
 SEED_BYTES = 6  # of a seed that is made of the key: every JSON reader keeps its digits
 REPORTS = ("echo", "prompt_logprobs")  # options of streams that jobs do not have
 
@@ -143,7 +144,7 @@ class ResumableGeneration:
                         yield replace(update, choice=number)
                         if update.result is not None and update.result.reason == "cancelled":
                             message = "the request was cancelled by an operator"
-                            raise HttpError(503, message, "cancelled", retry=False)
+                            raise HttpError(503, message, CANCELLED, retry=False)
                 except HttpError as error:
                     await self._look_at(error, number, answer.pos)
                     raise
@@ -159,11 +160,15 @@ class ResumableGeneration:
         )
 
     async def _look_at(self, error: HttpError, number: int, pos: int) -> None:
-        """Note whether an error is that of this reading alone, and the job goes on."""
-        if error.code == "cancelled":
-            return
-        gen = int(self._jobs[number]["gen"])
-        error.passing = not await has_failed(self._client, self._key(number), error.code, gen, pos)
+        """Note whether an error is that of this reading alone, and the job goes on.
+
+        One of the job is the same in every reading, so it has the id of the job.
+        """
+        gen, key = int(self._jobs[number]["gen"]), self._key(number)
+        if error.code == CANCELLED or await has_failed(self._client, key, error.code, gen, pos):
+            error.request_id = self.id
+        else:
+            error.passing = True
 
 
 def _choice(request: ChoiceRequest, index: int) -> ChoiceRequest:
