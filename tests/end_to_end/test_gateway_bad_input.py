@@ -216,6 +216,15 @@ def test_a_compressed_body(http: httpx.Client) -> None:
     assert "gzip, deflate, zstd" in refused(answer, 415, "unsupported_encoding")["message"]
 
 
+def test_a_pool_that_keeps_no_jobs_answers_a_key_as_always(http: httpx.Client) -> None:
+    body = {**CHAT, "stream": True}
+    key = {"idempotency-key": "k"}
+    answer = http.post("/v1/chat/completions", json=body, headers=key)
+    assert "[DONE]" in answer.text and "id: 1\n" not in answer.text
+    again = http.post("/v1/chat/completions", json=body, headers={**key, "last-event-id": "1"})
+    refused(again, 501, "jobs_off")
+
+
 def test_another_content_type(http: httpx.Client) -> None:
     headers = {"content-type": "text/plain"}
     response = http.post("/v1/chat/completions", content=b"{}", headers=headers)

@@ -181,6 +181,11 @@ def test_a_stream_goes_on_when_its_gateway_is_killed(pool: Pool, url: str, name:
     assert had + rest == whole
     found = values(whole)
     assert "".join(map(text_in, found)) == text
+    if name == "choices":
+        second = [{"choices": [{**one, "index": 1 - one["index"]} for one in event["choices"]]}
+                  for event in found]  # fmt: skip
+        other = text_of(expected_ids("user: hi\n", SEED + 1, COUNT))
+        assert "".join(map(text_in, second)) == other
     assert not Stream(url, path, body, **key, last_event_id=str(10**6)).read_rest()
 
 

@@ -85,6 +85,7 @@ def settings_of(config: GatewayConfig) -> Settings:
         per_key=config.per_key or None,
         max_body=config.max_body,
         idle_time=config.idle_time,
+        stream_keep=config.stream_keep,
         drain_timeout=config.drain_timeout,
         cors_origins=tuple(config.cors_origins),
         trusted_proxies=tuple(config.trusted_proxies),

@@ -52,6 +52,7 @@ FIXED = (  # sockets, folders and threads were made with these: only a restart c
     "http_per_key",
     "http_max_body",
     "http_idle_time",
+    "http_stream_keep",
     "http_drain_timeout",
     "http_cors_origins",
     "http_trusted_proxies",

@@ -100,6 +100,7 @@ class GatewayProcess(Closing):
             per_key=config.http_per_key,
             max_body=config.http_max_body,
             idle_time=config.http_idle_time,
+            stream_keep=config.http_stream_keep,
             drain_timeout=config.http_drain_timeout,
             cors_origins=config.http_cors_origins,
             trusted_proxies=config.http_trusted_proxies,

@@ -33,6 +33,10 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         help="for which a connection without a request stays open (120)",
     )  # fmt: skip
     gateway.add_argument(
+        "--stream-keep", type=float, default=600.0, metavar="SECONDS",
+        help="for which an answer with an Idempotency-Key stays after its end (600)",
+    )  # fmt: skip
+    gateway.add_argument(
         "--keep-alive", type=float, default=10.0, metavar="SECONDS",
         help="of silence until a stream says that it is there (10)",
     )  # fmt: skip
@@ -88,6 +92,7 @@ def run(options: argparse.Namespace) -> int:
         keys=options.keys,
         max_body=options.max_body,
         idle_time=options.idle_time,
+        stream_keep=options.stream_keep,
         keep_alive=options.keep_alive,
         per_key=options.per_key,
         deadline=options.deadline,

@@ -307,6 +307,8 @@ class PoolConfig:
     http_max_body: Annotated[Bytes, Within(1024, 2**40)] = 8 * 1024 * 1024
     # How long a connection may be open without a request: longer than proxies and clients keep one.
     http_idle_time: Annotated[Seconds, Within(1.0, 10**6)] = 120.0
+    # How long an answer with an Idempotency-Key stays after its end, for clients that come again.
+    http_stream_keep: Annotated[Seconds, Within(1.0, 10**8)] = 600.0
     # How long answers over HTTP may go on after SIGTERM, before the broker ends.
     http_drain_timeout: Annotated[Seconds, Within(0.0, 3600.0)] = 10.0
     # Origins whose pages in browsers may use it, as "https://app.example", or "*" for all.
@@ -385,6 +387,7 @@ class GatewayConfig:
     per_key: int = 0
     max_body: int = 8 * 1024 * 1024
     idle_time: float = 120.0
+    stream_keep: float = 600.0
     drain_timeout: float = 10.0
     cors_origins: Sequence[str] = ()
     trusted_proxies: Sequence[str] = ()
