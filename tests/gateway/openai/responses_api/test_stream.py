@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from mlxpool.gateway.errors import HttpError
+from mlxpool.gateway.generation.call_ids import call_ids
 from mlxpool.gateway.generation.choice_streams import ChoiceUpdate
-from mlxpool.gateway.generation.kept_answers import call_ids
 from mlxpool.gateway.generation.output_blocks import OutputBlocks
 from mlxpool.gateway.openai.responses_api.bodies import ResponseFrame
 from mlxpool.gateway.openai.responses_api.stream import ResponseEvents
