@@ -139,6 +139,24 @@ def test_a_client_that_sends_nothing_more_is_asked_whether_it_is_there(
     assert b"HTTP/1.1 200 OK" in said and said.endswith(b"at last")
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        b"\r\nGET / HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        b"OPTIONS * HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        b"GET /v1/none HTTP/1.0\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: localhost\r\nconnection: Upgrade, HTTP2-Settings\r\n"
+        b"upgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAAP__\r\n\r\n",
+    ],
+)
+def test_forms_of_requests_that_clients_send(tmp_path: Path, asked: bytes) -> None:
+    with GatewayThread(tmp_path) as gateway, contextlib.ExitStack() as stack:
+        connection = connect(gateway.url, stack)
+        connection.sendall(asked)
+        said = connection.recv(4096)
+    assert said.startswith((b"HTTP/1.1 200 ", b"HTTP/1.1 404 ")), said
+
+
 def test_localhost_is_both_loopback_addresses(tmp_path: Path) -> None:
     with GatewayThread(tmp_path, host="localhost") as gateway:
         port = httpx.URL(gateway.url).port

@@ -44,6 +44,8 @@ def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
         ("//", "/"),
         ("/v1", "/v1"),
         ("http://127.0.0.1/v1/models", "http://127.0.0.1/v1/models"),
+        ("*", "/"),
+        ("localhost:443", "localhost:443"),
     ],
 )
 def test_a_second_path_is_that_of_a_route(asked: str, path: str) -> None:

@@ -25,7 +25,9 @@ def canonical_paths(routes: Iterable[str]) -> Callable[[str], str]:
     others = {parts[1] for parts in every if parts[1] != V1}
 
     def canonical(path: str) -> str:
-        if not path.startswith("/"):  # of CONNECT and absolute URLs
+        if path == "*":  # OPTIONS of the whole server
+            return "/"
+        if not path.startswith("/"):  # of CONNECT and absolute URLs: this is no proxy
             return path
         parts = [part for part in path.split("/") if part]
         if parts[:2] == [V1, V1]:

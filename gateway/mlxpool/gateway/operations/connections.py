@@ -169,6 +169,9 @@ class BoundedProtocol(H11Protocol):
         if self.transport.is_closing():
             return
         if self._header_timer is None and self.book.is_waiting(self):
+            data = data.lstrip(b"\r\n")  # which old clients send behind a body
+            if not data:
+                return
             self._start_timer()
         super().data_received(data)
 
