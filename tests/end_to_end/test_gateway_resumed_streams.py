@@ -204,6 +204,24 @@ def test_the_example_prints_an_answer_over_the_end_of_gateways(pool: Pool, url: 
     assert numbers == text_of(expected_ids("user: hi\n", row["seed"], 100)).split()
 
 
+def test_a_stream_goes_on_when_broker_gateway_and_worker_are_killed(tmp_path: Path) -> None:
+    key = {"idempotency_key": "all"}
+    with Pool(tmp_path, CONFIG, arguments=("--state-dir", str(tmp_path / "jobs"))) as pool:
+        first = Stream(pool.gateway(state="ready")["url"], "/v1/messages", CHAT, **key)
+        first.read(6)
+        kill_gateway(pool)
+        pool.kill()
+        had = first.read_rest()
+        pool.start()
+        url = pool.gateway(state="ready")["url"]
+        second = Stream(url, "/v1/messages", CHAT, **key, last_event_id=first.last)
+        second.read(3)
+        pool.kill_worker("slow/0")
+        rest = second.read_rest()
+        assert had + rest == Stream(url, "/v1/messages", CHAT, **key).read_rest()
+    assert "".join(map(CASES["message"][2], values(had + rest))) == AS_CHAT
+
+
 def pool_rows(pool: Pool) -> list[dict[str, Any]]:
     """The jobs of the pool, with their seeds."""
     with pool.client() as client:
