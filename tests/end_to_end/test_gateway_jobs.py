@@ -142,6 +142,8 @@ def test_many_readers_and_late_ones(http: httpx.Client) -> None:
 
 def test_a_reader_comes_again_from_each_event(http: httpx.Client) -> None:
     submit(http, "again", 60)
+    head = http.head("/v1/jobs/again/events")
+    assert head.headers["content-type"].startswith("text/event-stream") and not head.content
     with reading(http, "again") as events:
         whole = list(events)
     wanted = expected_ids("again", 7, 60)

@@ -22,7 +22,7 @@ from mlxpool.common.errors import PoolError
 from mlxpool.gateway import errors
 from mlxpool.gateway.auth import AccessControl, KeyRevoked
 from mlxpool.gateway.errors import HttpError
-from mlxpool.gateway.http import ResponseWriter
+from mlxpool.gateway.http import HeadersOnly, ResponseWriter
 from mlxpool.gateway.operations.drain import Drain
 from mlxpool.gateway.operations.exchange import (
     CLIENT_DISCONNECTED,
@@ -137,6 +137,8 @@ class Endpoint:
         try:
             if await self._handle(request, response):
                 _note_disconnect(response)
+        except HeadersOnly:
+            pass
         except KeyRevoked as error:
             await self._end(response, error)
         except HttpError as error:

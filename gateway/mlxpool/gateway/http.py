@@ -30,6 +30,10 @@ RAISE_BOUND = (
 )
 
 
+class HeadersOnly(Exception):
+    """The answer to HEAD in place of a stream was sent: there is nothing more to do."""
+
+
 class ResponseWriter:
     """Sends one JSON value, or a stream of pieces; notes in the exchange what it sent."""
 
@@ -81,10 +85,16 @@ class ResponseWriter:
         return error
 
     async def open(self, content_type: str) -> None:
-        """Start a stream. Its headers tell clients not to retry: the work would be done twice."""
+        """Start a stream. Its headers tell clients not to retry: the work would be done twice.
+
+        Raises HeadersOnly in the answer to HEAD, whose stream nobody would get.
+        """
         self._in_lines = content_type == NDJSON
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         await self._start(200, content_type, {**headers, "x-should-retry": "false"})
+        if self.exchange.method == "HEAD":
+            await self._send({"type": "http.response.body", "body": b""})
+            raise HeadersOnly
         self.streaming = self.exchange.streamed = True
 
     async def write(self, data: bytes) -> None:
