@@ -18,6 +18,20 @@ DESCRIPTION = (
 )
 KEY_SCHEME = "key"
 
+RESUMPTION: list[dict[str, Any]] = [
+    {
+        "name": name,
+        "in": "header",
+        "required": False,
+        "schema": {"type": "string"},
+        "description": description,
+    }
+    for name, description in (
+        ("Idempotency-Key", "a key of this request alone: its answer outlives the gateway"),
+        ("Last-Event-ID", "of a request that comes again: the id of the last event it has"),
+    )
+]
+
 
 def document(routes: Iterable[RouteSpec], version: str, *, keys: bool) -> dict[str, Any]:
     """The document of a gateway of this version; `keys`: its requests need a bearer key."""
@@ -60,7 +74,8 @@ def _operation(route: RouteSpec, *, keys: bool) -> dict[str, Any]:
         + [
             {"name": name, "in": "query", "required": False, "schema": schema}
             for name, schema in _query(route).items()
-        ],
+        ]
+        + (RESUMPTION if route.stream is not None and route.body is not None else []),
         "responses": {
             "200": _response("The answer.", _contents(route)),
             "default": _response(
