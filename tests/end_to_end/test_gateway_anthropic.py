@@ -11,6 +11,7 @@ import anthropic
 import httpx
 import pytest
 
+from mlxpool.common.protocol.call_arguments import INVALID_JSON
 from support.counting_checker import expected_ids, text_of
 from support.gateway_thread import GatewayThread
 from support.openapi_answers import faults, unknown_members
@@ -223,21 +224,34 @@ def test_a_worker_that_is_lost_ends_the_stream_with_an_error(served: Served) -> 
     assert body["error"]["type"] == "overloaded_error"
 
 
-def test_arguments_that_are_no_map_are_an_error(served: Served) -> None:
-    url = served.start(THINKER, CALL.replace('{"city": "Paris"}', "5"))
-    with (
-        client_of(url) as client,
-        pytest.raises(anthropic.InternalServerError, match="arguments that are no JSON map"),
-    ):
-        client.messages.create(model="m", max_tokens=99, messages=[ASKED], tools=TOOLS)
+def final(client: anthropic.Anthropic, *, stream: bool, tools: Any = TOOLS) -> Any:
+    ask: Any = {"model": "m", "max_tokens": 99, "messages": [ASKED], "tools": tools}
+    if not stream:
+        return client.messages.create(**ask)
+    with client.messages.stream(**ask) as events:
+        return events.get_final_message()
 
 
-def test_a_call_that_is_cut_has_no_arguments(served: Served) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("broken", ["5", '{"city": Paris}', '{"city": "Paris",}'])
+def test_arguments_that_are_no_map_are_told_as_text(
+    served: Served, stream: bool, broken: str
+) -> None:
+    url = served.start(THINKER, CALL.replace('{"city": "Paris"}', broken))
+    with client_of(url) as client:
+        message = final(client, stream=stream)
+        (call,) = message.content
+        assert (call.type, call.input) == ("tool_use", {INVALID_JSON: broken})
+        assert message.stop_reason == "tool_use"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_is_cut_has_no_arguments(served: Served, stream: bool) -> None:
     url = served.start(THINKER, CALL[:60], reason="length")
     with client_of(url) as client:
-        message = client.messages.create(model="m", max_tokens=1, messages=[ASKED], tools=TOOLS)
+        message = final(client, stream=stream)
     (call,) = message.content
-    assert call.type == "tool_use" and call.input == {} and message.stop_reason == "max_tokens"
+    assert call.type == "tool_use" and call.input == {} and message.stop_reason != "tool_use"
 
 
 # ---- tokens, keys, errors ------------------------------------------------------------------------

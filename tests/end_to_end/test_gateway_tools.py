@@ -8,6 +8,7 @@ from typing import Any
 import ollama
 import pytest
 
+from mlxpool.common.protocol.call_arguments import INVALID_JSON
 from support.http_owners import openai_client
 from support.scripted_gateway import Served
 
@@ -23,7 +24,7 @@ TOOLS: Any = [
 HI: Any = [{"role": "user", "content": "Paris?"}]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 THINKER = {"tools": "hermes", "thinking": "tags"}
-UNREADABLE = "called 'weather' with arguments that are no JSON map: 5"
+BROKEN = '{"city": Paris}'
 CHANNELS = {"tools": "harmony", "thinking": "harmony"}
 
 
@@ -137,7 +138,40 @@ def test_earlier_calls_and_answers_reach_the_template(served: Served) -> None:
     assert told["name"] == "weather" and told["role"] == "tool"
 
 
-def test_arguments_that_are_not_an_object_end_ollamas_stream(served: Served) -> None:
-    url = served.start(THINKER, CALL.replace('{"city": "Paris"}', "5"))
-    with ollama.Client(host=url) as client, pytest.raises(ollama.ResponseError, match=UNREADABLE):
-        client.chat("m", HI, tools=TOOLS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_arguments_that_are_no_map_reach_ollamas_client(served: Served, stream: bool) -> None:
+    url = served.start(THINKER, CALL.replace('{"city": "Paris"}', BROKEN))
+    with ollama.Client(host=url) as client:
+        answer: Any = client.chat("m", HI, tools=TOOLS, stream=stream)
+        parts = list(answer) if stream else [answer]
+        (call,) = [call for part in parts for call in part.message.tool_calls or []]
+        assert call.function.arguments == {INVALID_JSON: BROKEN}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_is_cut_ends_ollamas_answer_as_length(served: Served, stream: bool) -> None:
+    url = served.start(THINKER, CALL[:60], reason="length")
+    with ollama.Client(host=url) as client:
+        answer: Any = client.chat("m", HI, tools=TOOLS, stream=stream)
+        parts = list(answer) if stream else [answer]
+    assert parts[-1].done_reason == "length"
+    assert not any(part.message.tool_calls for part in parts)
+
+
+def test_openais_client_gets_the_arguments_as_they_are(served: Served) -> None:
+    url = served.start(THINKER, CALL.replace('{"city": "Paris"}', BROKEN))
+    with openai_client(url) as client:
+        answer = client.chat.completions.create(model="m", messages=HI, tools=TOOLS)
+    (call,) = answer.choices[0].message.tool_calls or []
+    assert call.type == "function" and call.function.arguments == BROKEN
+
+
+def test_a_call_that_openais_client_sends_back_reaches_the_template(served: Served) -> None:
+    url = served.start(THINKER, "Fine.")
+    call: Any = {"id": "c", "type": "function"}
+    call["function"] = {"name": "weather", "arguments": BROKEN}
+    messages = [*HI, {"role": "assistant", "tool_calls": [call]}]
+    with openai_client(url) as client:
+        client.chat.completions.create(model="m", messages=messages, tools=TOOLS)
+    said = served.asked["messages"][1]["tool_calls"][0]["function"]
+    assert said["arguments"] == {INVALID_JSON: BROKEN}

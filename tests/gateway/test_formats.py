@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from mlxpool.gateway import formats
 from mlxpool.gateway.formats.events import (
+    UNNAMED,
     CallArguments,
     CallBegin,
     CallEnd,
@@ -347,3 +348,19 @@ def test_without_tools_only_harmony_is_parsed() -> None:
     assert parse(plain, text) == [Content(text)]
     channels = formats.make_parser(formats.ChatFormats("harmony", "harmony"), (), thinks=False)
     assert parse(channels, "<|channel|>final<|message|>hi") == [Content("hi")]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("glm", "<tool_call><arg_key>a</arg_key><arg_value>b</arg_value></tool_call>"),
+        ("function_xml", "<tool_call><function=><parameter=a>b</parameter></function>"),
+        ("harmony", "<|channel|>commentary to=functions. <|message|>{}<|call|>"),
+        ("hermes", '<tool_call>{"name": "\\ud83d", "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "", "arguments": {}}</tool_call>'),
+    ],
+)
+def test_no_call_has_a_name_that_a_message_does_not_take(name: str, text: str) -> None:
+    parser = formats.TOOLS[name](())
+    calls = [one.name for one in (*parser.push(text), *parser.finish()) if hasattr(one, "name")]
+    assert calls in ([], [UNNAMED])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mlxpool.client import Result
-from mlxpool.gateway.errors import HttpError
+from mlxpool.common.protocol.call_arguments import INVALID_JSON
 from mlxpool.gateway.formats.events import (
     CallArguments,
     CallBegin,
@@ -75,12 +75,30 @@ def test_what_the_bound_of_tokens_cuts() -> None:
     assert whole.arguments() == {"a": 1} and cut.arguments() == {}
 
 
-@pytest.mark.parametrize("text", ["5", "{", "[" * 99_999])
-def test_arguments_that_are_no_map(text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["5", "{", "[" * 99_999, "[1]", '{"a": NaN}', '{"a": 1e999}', '{"a": "\\ud83d"}',
+             '{"a": 18446744073709551616}', '{"a": ' * 21 + "1" + "}" * 21, '"a"', "{'a': 1}"],
+)  # fmt: skip
+def test_arguments_that_are_no_map_are_told_as_the_model_wrote_them(text: str) -> None:
     output = OutputBlocks()
     pushed(output, CallBegin("f"), CallArguments(text), CallEnd(), reason="stop")
-    with pytest.raises(HttpError, match="'f' with arguments that are no JSON map"):
-        output.blocks[0].arguments()
+    assert output.blocks[0].arguments() == {INVALID_JSON: text}
+
+
+def test_a_line_end_within_a_string_is_no_fault() -> None:
+    output = OutputBlocks()
+    pushed(output, CallBegin("f"), CallArguments('{"a": "b\nc"}'), CallEnd(), reason="stop")
+    assert output.blocks[0].arguments() == {"a": "b\nc"}
+
+
+@pytest.mark.parametrize(
+    ("text", "cut"), [("", True), ('{"a', True), ("{}", False), ('{"a": 1}', False), ("5", True)]
+)
+def test_a_call_is_cut_unless_its_arguments_are_whole(text: str, cut: bool) -> None:
+    output = OutputBlocks()
+    pushed(output, CallBegin("f"), CallArguments(text))
+    pushed(output, CallEnd(), reason="length")
+    assert output.blocks[0].cut is cut
 
 
 def test_log_probabilities_are_those_of_text() -> None:

@@ -5,12 +5,12 @@ The broker checks them and passes on what it got; the worker gives the checked s
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 from mlxpool.common.checks import is_integer, shown
 from mlxpool.common.errors import BadRequest
+from mlxpool.common.protocol.call_arguments import arguments_map
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES = 4096
@@ -134,18 +134,14 @@ def _tool_call(where: str, call: object) -> dict[str, Any]:
 
 
 def _arguments(where: str, given: object) -> Mapping[str, Any]:
-    """A map; also what is one as JSON text, as most chat interfaces write it."""
-    found = given
-    if isinstance(given, str):
-        try:
-            found = json.loads(given) if given.strip() else None
-        except (ValueError, RecursionError) as error:
-            raise BadRequest(f"{where} is not JSON: {error}; got {shown(given)}") from None
-    if found is None:
+    """A map; also what is JSON text, as most chat interfaces write it, or is none: see there."""
+    if given is None:
         return {}
-    if not isinstance(found, Mapping):
+    if isinstance(given, str):
+        return arguments_map(given)
+    if not isinstance(given, Mapping):
         raise BadRequest(f"{where} must be a map or the JSON text of one, got {shown(given)}")
-    return found
+    return given
 
 
 def _tool(where: str, tool: object) -> dict[str, Any]:

@@ -27,12 +27,14 @@ SIGNATURE = "unsigned"  # of thoughts: nobody signs them, and clients send no bl
 class MessageFrame:
     """What the bodies of one answer have in common.
 
-    `id`: the pool's, in hex. `shows_thoughts` False: their blocks are empty.
+    `id`: the pool's, in hex. `shows_thoughts` False: their blocks are empty. `eager`: names of
+    tools whose arguments are streamed as the model writes them.
     """
 
     id: str
     model: str  # as the request has it
     shows_thoughts: bool
+    eager: frozenset[str] = frozenset()
 
     def message(
         self,
@@ -40,7 +42,7 @@ class MessageFrame:
         usage: Mapping[str, Any],
         ending: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """The whole message. Raises HttpError for a call whose arguments are no JSON map."""
+        """The whole message."""
         return {
             "id": f"msg_{self.id}",
             "type": "message",

@@ -25,6 +25,7 @@ from mlxpool.gateway.field_checks import Body, RefusedFields
 ROLES = ("user", "assistant", "system")
 EFFORTS = ("low", "medium", "high", "xhigh", "max")
 DISPLAYS = ("summarized", "omitted")
+EAGER = "eager_input_streaming"  # of a tool
 IMAGE_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 
 # field -> option of the pool
@@ -65,9 +66,10 @@ TOOL = Body(
         "description": TEXT,
         "input_schema": described("a JSON schema", MAP),
         "strict": FLAG,
+        EAGER: described("arguments are streamed as the model writes them", FLAG),
     },
     required=("name", "input_schema"),
-    accepted={**CACHED, "eager_input_streaming": ANY},
+    accepted=CACHED,
     refused={
         "allowed_callers": ((["direct"], []), "leave it out"),
         "defer_loading": ((False,), "leave it out"),

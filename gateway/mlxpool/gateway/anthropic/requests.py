@@ -14,6 +14,7 @@ from mlxpool.gateway.anthropic.blocks import conversation_of
 from mlxpool.gateway.anthropic.fields import (
     COUNT_TOKENS,
     DISPLAYS,
+    EAGER,
     EFFORTS,
     FORMAT,
     MESSAGES,
@@ -36,7 +37,8 @@ CHOICES = ("auto", "any", "tool", "none")
 class MessageRequest:
     """A checked request. `level`: how much a model that knows levels is to think; None: as it does.
 
-    `shows_thoughts` False: thoughts are left out of the answer.
+    `shows_thoughts` False: thoughts are left out of the answer. `eager`: names of tools whose
+    arguments are streamed as the model writes them, whether they are JSON or not.
     """
 
     chat: ChatRequest
@@ -45,6 +47,7 @@ class MessageRequest:
     stops: Sequence[str]
     level: str | None
     shows_thoughts: bool
+    eager: frozenset[str]
 
 
 def message(body: Mapping[str, Any]) -> MessageRequest:
@@ -66,6 +69,7 @@ def message(body: Mapping[str, Any]) -> MessageRequest:
         stops or (),
         _level(body),
         fields.choice(thinking, "display", DISPLAYS, "thinking.") != "omitted",
+        frozenset(tool["name"] for tool in body.get("tools") or () if tool.get(EAGER) is True),
     )
 
 

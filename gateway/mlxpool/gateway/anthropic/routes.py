@@ -37,7 +37,9 @@ class MessageRoutes:
         model = await self._pool.model(request.chat.model, response)
         choice = _with_level(request, model).choice(model)
         async with self._pool.generate([choice], response) as generation:
-            frame = MessageFrame(generation.id, request.chat.model, request.shows_thoughts)
+            frame = MessageFrame(
+                generation.id, request.chat.model, request.shows_thoughts, request.eager
+            )
             output = OutputBlocks(generation.call_ids(0))
             if not request.stream:
                 result = await output.read(generation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,11 @@ def error_event(error: HttpError) -> bytes:
 
 @dataclass(eq=False, slots=True)
 class MessageEvents:
-    """Encodes the updates of one answer."""
+    """Encodes the updates of one answer.
+
+    The arguments of a call are one piece, when they are known to be a map: clients cannot read
+    others. Those of an eager tool come as they are written, as its request asks for.
+    """
 
     frame: MessageFrame
     output: OutputBlocks
@@ -30,7 +35,7 @@ class MessageEvents:
     _begun: bool = False
 
     def update(self, update: ChoiceUpdate) -> bytes:
-        """The events of an update. Raises HttpError for a call with unreadable arguments."""
+        """The events of an update; b"" while a call is held back."""
         events = [] if self._begun else [self._start()]
         self._begun = True
         events += [self._step(step) for step in self.output.push(update)]
@@ -64,13 +69,15 @@ class MessageEvents:
         if block.kind is Kind.THOUGHTS:
             signed = {"type": "signature_delta", "signature": SIGNATURE}
             return self._delta(where, signed) + stop
-        if block.kind is Kind.CALL:
-            block.arguments()
+        if block.kind is Kind.CALL and block.name not in self.frame.eager and not block.cut:
+            text = json.dumps(block.arguments(), ensure_ascii=False)
+            return self._delta(where, {"type": "input_json_delta", "partial_json": text}) + stop
         return stop
 
     def _piece(self, step: Step) -> dict[str, Any] | None:
         if step.block.kind is Kind.CALL:
-            return {"type": "input_json_delta", "partial_json": step.piece}
+            known = {"type": "input_json_delta", "partial_json": step.piece}
+            return known if step.block.name in self.frame.eager else None
         if step.block.kind is Kind.TEXT:
             return {"type": "text_delta", "text": step.piece}
         if not self.frame.shows_thoughts:

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+UNNAMED = "unnamed"  # a call whose name the model has left out; no message takes an empty one
+
 
 @dataclass(frozen=True, slots=True)
 class Content:

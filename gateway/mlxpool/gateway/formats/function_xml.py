@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from mlxpool.gateway.formats.events import CallBegin, Event
+from mlxpool.gateway.formats.events import UNNAMED, CallBegin, Event
 from mlxpool.gateway.formats.tagged_call import State, TaggedCallParser, Transitions
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -39,9 +39,9 @@ class FunctionXml(TaggedCallParser):
         if self._state is State.KEY:
             self._key, self._state = word, State.VALUE
             return self._read(rest)
-        self._name, self._count, self._state = word, 0, State.CALL
+        self._name, self._count, self._state = word or UNNAMED, 0, State.CALL
         self._answer.begin_call()
-        return [CallBegin(word), *self._read(rest)]
+        return [CallBegin(self._name), *self._read(rest)]
 
     # ---- marks ---------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from mlxpool.gateway.formats.events import CallBegin, Event
+from mlxpool.gateway.formats.events import UNNAMED, CallBegin, Event
 from mlxpool.gateway.formats.tagged_call import State, TaggedCallParser, Transitions
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -31,7 +31,7 @@ class Glm(TaggedCallParser):
         return self._enter(State.NAME)
 
     def _begin(self) -> list[Event]:
-        self._name, self._count = self._text.strip(), 0
+        self._name, self._count = self._text.strip() or UNNAMED, 0
         self._answer.begin_call()
         return [CallBegin(self._name)]
 

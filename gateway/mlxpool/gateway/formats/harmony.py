@@ -8,6 +8,7 @@ from enum import Enum, auto
 from typing import Any
 
 from mlxpool.gateway.formats.events import (
+    UNNAMED,
     CallArguments,
     CallBegin,
     CallEnd,
@@ -83,7 +84,7 @@ class Harmony:
         recipient, channel = _RECIPIENT.search(self._header), _CHANNEL.search(self._header)
         if recipient is not None:
             self._state = _State.CALL
-            return [CallBegin(recipient[1].removeprefix(TOOL_PREFIX))]
+            return [CallBegin(recipient[1].removeprefix(TOOL_PREFIX) or UNNAMED)]
         analysis = channel is not None and channel[1] == "analysis"
         self._state = _State.THOUGHTS if analysis else _State.ANSWER
         return []

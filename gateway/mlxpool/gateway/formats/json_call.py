@@ -170,7 +170,7 @@ class JsonCall:
     def _end_value(self) -> None:
         if self._key == NAME:
             name = _decoded(self._value.text)
-            fits = isinstance(name, str) and name and (self._names is None or name in self._names)
+            fits = _is_name(name) and (self._names is None or name in self._names)
             self._name, self.broken = (str(name), self.broken) if fits else (None, True)
         self._enter(_State.NEXT)
 
@@ -190,6 +190,13 @@ def _decoded(text: str) -> object:
         return json.loads(text, strict=False)
     except (ValueError, RecursionError):
         return None
+
+
+def _is_name(value: object) -> bool:
+    """Whether it is text that is not empty; half a surrogate pair is none."""
+    if not isinstance(value, str) or not value:
+        return False
+    return not any("\ud800" <= char <= "\udfff" for char in value)
 
 
 def _as_object(text: str) -> str:

@@ -327,6 +327,7 @@ async def write_updates(
 ) -> list[Result]:
     """Write every update as it comes; returns the results by choice. Raises HttpError."""
     results: dict[int, Result] = {}
+    written = time.monotonic()
     async for update in generation.updates(encoding.keep_alive_interval):
         data = b"" if update is None else encoding.update(update)
         if not response.started:
@@ -342,5 +343,10 @@ async def write_updates(
             response.numbers.skip(update.failures)
         if update.result is not None:
             results[update.choice] = update.result
-        await response.write(data)
+        if data:
+            await response.write(data)
+            written = time.monotonic()
+        elif time.monotonic() - written >= encoding.keep_alive_interval:
+            await response.write_aside(encoding.keep_alive)  # a call is held back until its end
+            written = time.monotonic()
     return [results[number] for number in sorted(results)]

@@ -5,7 +5,6 @@ Interfaces that stream blocks encode the steps; whole answers have the blocks.
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from enum import Enum
 from typing import Any
 
 from mlxpool.client import Result
-from mlxpool.gateway.errors import HttpError
+from mlxpool.common.protocol.call_arguments import arguments_map, parsed_arguments
 from mlxpool.gateway.formats.events import (
     CallArguments,
     CallBegin,
@@ -25,7 +24,7 @@ from mlxpool.gateway.formats.events import (
 from mlxpool.gateway.generation.call_ids import call_ids
 from mlxpool.gateway.generation.choice_streams import ChoiceUpdate, Updates
 
-BAD_ARGUMENTS = "the model called {name!r} with arguments that are no JSON map: {text:.200}"
+ENDS_EARLY = ("length", "cancelled")  # reasons of an end that leave a block cut
 
 
 class Kind(Enum):
@@ -48,7 +47,8 @@ class Action(Enum):
 class Block:
     """One block. `text` of a call is the JSON of its arguments, `name` its tool.
 
-    `cut`: the answer ended within it, at its bound of tokens. `logprobs`: of the tokens of text.
+    `cut`: the answer ended within it, at its bound of tokens; arguments that are a whole map are
+    not cut. `logprobs`: of the tokens of text.
     """
 
     kind: Kind
@@ -60,13 +60,8 @@ class Block:
     logprobs: list[Mapping[str, Any]] = field(default_factory=list)
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments of a call; empty if it was cut. Raises HttpError for no JSON map."""
-        try:
-            return call_arguments(self.name, self.text)
-        except HttpError:
-            if self.cut:
-                return {}
-            raise
+        """The arguments of a call, see `arguments_map`; none of one that was cut."""
+        return {} if self.cut else arguments_map(self.text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +96,7 @@ class OutputBlocks:
         for event in merged(update.events):
             steps += self._event(event, last=update.result is not None)
         if update.result is not None and self._open is not None:
-            self._open.cut = update.result.reason in ("length", "cancelled")
+            self._open.cut = update.result.reason in ENDS_EARLY and not _is_whole(self._open)
             steps += self._end()
         return steps
 
@@ -151,14 +146,7 @@ class OutputBlocks:
         return [] if block is None else [Step(Action.END, block)]
 
 
-def call_arguments(name: str, text: str) -> dict[str, Any]:
-    """The arguments of a call, from the text that the model wrote. Raises HttpError."""
-    try:
-        found = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise HttpError(
-            500, BAD_ARGUMENTS.format(name=name, text=text), "bad_tool_call", retry=False
-        )
-    return found
+def _is_whole(block: Block) -> bool:
+    """Whether a block is a call with all its arguments."""
+    known = block.kind is Kind.CALL and block.text.strip()
+    return bool(known) and parsed_arguments(block.text) is not None

@@ -10,22 +10,16 @@ from typing import Any
 
 from mlxpool.client import Result, Vectors
 from mlxpool.gateway.errors import HttpError
-from mlxpool.gateway.formats.events import (
-    CallArguments,
-    CallBegin,
-    CallEnd,
-    Content,
-    Reasoning,
-)
 from mlxpool.gateway.generation.choice_streams import ChoiceUpdate
-from mlxpool.gateway.generation.output_blocks import call_arguments
+from mlxpool.gateway.generation.output_blocks import Action, Block, Kind, OutputBlocks
 
 NS_PER_MS = 1_000_000
 
 
 def line(value: Mapping[str, Any]) -> bytes:
     """One line of a stream."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8") + b"\n"
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return text.encode("utf-8", "replace") + b"\n"
 
 
 def error_line(error: HttpError) -> bytes:
@@ -51,37 +45,34 @@ class OutputPart:
         return bool(self.content or self.thinking or self.calls or self.logprobs)
 
 
-@dataclass(eq=False, slots=True)
 class OutputBuilder:
-    """Turns the updates of one response into parts; collects the tool call that is in progress."""
+    """Turns the updates of one response into parts.
 
-    name: str = ""
-    arguments: str = ""
-    calls: int = 0
+    A call that the bound of tokens cuts is in none: its arguments are not known, and `done_reason`
+    says why the response has ended.
+    """
+
+    def __init__(self) -> None:
+        self._output = OutputBlocks()
+        self._calls = 0  # that are in parts
 
     def part(self, updates: Iterable[ChoiceUpdate]) -> OutputPart:
-        """Raises HttpError for a call whose arguments are not a JSON object."""
         part = OutputPart()
         for update in updates:
             part.logprobs += update.logprobs
-            for event in update.events:
-                if isinstance(event, Content):
-                    part.content += event.text
-                elif isinstance(event, Reasoning):
-                    part.thinking += event.text
-                elif isinstance(event, CallBegin):
-                    self.name, self.arguments = event.name, ""
-                elif isinstance(event, CallArguments):
-                    self.arguments += event.text
-                elif isinstance(event, CallEnd):
-                    part.calls.append(self._call())
+            for step in self._output.push(update):
+                if step.block.kind is Kind.TEXT:
+                    part.content += step.piece
+                elif step.block.kind is Kind.THOUGHTS:
+                    part.thinking += step.piece
+                elif step.action is Action.END and not step.block.cut:
+                    part.calls.append(self._call(step.block))
         return part
 
-    def _call(self) -> dict[str, Any]:
-        arguments = call_arguments(self.name, self.arguments)
-        self.calls += 1
-        function = {"index": self.calls - 1, "name": self.name, "arguments": arguments}
-        return {"function": function}
+    def _call(self, block: Block) -> dict[str, Any]:
+        self._calls += 1
+        known = {"index": self._calls - 1, "name": block.name, "arguments": block.arguments()}
+        return {"function": known}
 
 
 def embed_body(model: str, found: Vectors | None, taken_ns: int) -> dict[str, Any]:
