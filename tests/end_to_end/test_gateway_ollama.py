@@ -315,7 +315,7 @@ def test_options_of_ollamas_own_loader_are_logged_once(
     for _ in range(2):
         more = {"num_thread": 3, "num_batch": 8, "num_ctx": 20, "x" * 99: 1}
         client.embed("demo-embed", "x", options=more)
-    logged = [vars(one)["option"] for one in caplog.records if "no effect" in one.message]
+    logged = [vars(one)["thing"] for one in caplog.records if "no effect" in one.message]
     loader = ["num_batch", "num_ctx of vectors", "num_gpu", "num_thread", "use_mmap"]
     assert sorted(logged) == ["'bogus'", "'" + "x" * 56 + "...", *loader]
 
@@ -338,7 +338,7 @@ def test_fields_that_ollama_ignores_are_accepted_and_logged_once(
         whole = {"model": "counting", "stream": False, **body, **more}
         answer = httpx.post(f"{gateway.url}{path}", json=whole, timeout=PATIENCE)
         assert answer.status_code == 200, answer.text
-    logged = [vars(one)["option"] for one in caplog.records if "no effect" in one.message]
+    logged = [vars(one)["thing"] for one in caplog.records if "no effect" in one.message]
     fields = [f"'{name}' beside options" for name in ("bogus_field", "draft")]
     assert sorted(one for one in logged if "beside" in one and "stream" not in one) == fields
     misplaced = httpx.post(
@@ -354,7 +354,7 @@ def test_a_context_above_the_models_own_is_the_models_own(
 ) -> None:
     caplog.set_level("INFO", "mlxpool.gateway")
     client.generate("counting", "x", options={"num_predict": 1, "num_ctx": 10**6})
-    assert "num_ctx" in [vars(one).get("option") for one in caplog.records]
+    assert "num_ctx" in [vars(one).get("thing") for one in caplog.records]
 
 
 # ---- models --------------------------------------------------------------------------------------

@@ -129,6 +129,7 @@ UNSAID: Mapping[str, tuple[Any, ...]] = {
         [TOOL],
         [{"type": "web"}],
     ),
+    "/v1/responses input": ([TOOL], [{"type": "web"}]),  # nothing is left of the conversation
     "/v1/jobs tokens": ([0], [1, 2], [[1, 2]]),
     **{f"/v1/jobs {name}": SAMPLES for name in OF_CALLS},  # which go with the kind of a call
     "/v1/jobs think": (True, False, "low"),

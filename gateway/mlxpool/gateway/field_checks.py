@@ -1,8 +1,14 @@
-"""Checks of a request's fields: each field is honoured, accepted by name, or refused by name."""
+"""Checks of a request's fields: each field is honoured, accepted by name, or refused by name.
+
+null counts as absent, and so does an empty text, list or map where the field takes such a value:
+clients send fields that nobody has set. Fields that only say something about a request are accepted
+by the form of their names. Everything else is refused, so that no option is ignored unnoticed.
+"""
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -11,13 +17,20 @@ from mlxpool.common.checks import shown
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.options import CHECKS, MAX_TOP_LOGPROBS
 from mlxpool.common.protocol.chat import check_tools
-from mlxpool.gateway.description.schemas import Schema, nullable
+from mlxpool.gateway.description.schemas import Schema, nullable, one_of
 from mlxpool.gateway.errors import bad_request, unsupported_parameter
+from mlxpool.gateway.left_out import leave_tool_out
 
 # field -> (values that request nothing, what to do instead)
 RefusedFields: TypeAlias = Mapping[str, tuple[tuple[Any, ...], str]]
-OF_SERVER = "there are no tools that the server runs"
 NOWHERE: Mapping[str, str] = {}
+ASKED = ("model", "prompt")  # what a request is about: an empty one is named, not left out
+EMPTY: Mapping[str, Any] = {"string": "", "array": [], "object": {}}  # type -> its empty value
+# Names of fields about a request: metadata, ids of sessions and the like, extensions of a client.
+ABOUT_REQUEST = re.compile(
+    r"(?!.*(?:token|lora|adapter|model))"
+    r"(?:x[-_].+|_.+|.*metadata|.+_(?:id|ids|tag|headers|hash|origin)|tags|headers)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,29 +60,69 @@ class Body:
 
     def check(
         self, body: Mapping[str, Any], prefix: str = "", elsewhere: Mapping[str, str] = NOWHERE
-    ) -> None:
-        """See `check_names`; whether the required fields are there is checked by their readers."""
+    ) -> Mapping[str, Any]:
+        """See `check_names`; whether the required fields are there is checked by their readers.
+
+        Returns the body without the fields that are empty, as far as they are not required.
+        """
+        body = {
+            name: value
+            for name, value in body.items()
+            if name in self.required or not self._is_empty(name, value)
+        }
         accepted: Collection[str] = self.accepted
         if self.open:
             accepted = {*accepted, *body} - {*self.refused, *elsewhere}
         check_names(body, self.honoured, accepted, self.refused, prefix, elsewhere)
+        return body
+
+    def _optional(self, name: str, schema: Schema) -> Schema:
+        if name in self.required:
+            return schema
+        return nullable(schema if name in ASKED else _or_empty(schema))
+
+    def _is_empty(self, name: str, value: Any) -> bool:
+        """Whether a value counts as absent: an empty one of a type that its field takes."""
+        kinds = [kind for kind, empty in EMPTY.items() if value == empty]
+        if not kinds or name in self.refused:
+            return bool(kinds)
+        if name in ASKED:
+            return False
+        return name in self.honoured and kinds[0] in _types(self.honoured[name])
 
     def schema(self) -> Schema:
         """The JSON schema. null counts as absent, so every optional field may be null."""
         known = {**self.honoured, **self.accepted}
-        properties = {
-            name: schema if name in self.required else nullable(schema)
-            for name, schema in known.items()
-        }
+        properties = {name: self._optional(name, schema) for name, schema in known.items()}
         for name, (neutral, advice) in self.refused.items():
             why = f"not supported: {advice}"
-            properties[name] = {"enum": [*neutral, None], "description": why}
+            empty = [one for one in EMPTY.values() if one not in neutral]
+            properties[name] = {"enum": [*neutral, *empty, None], "description": why}
         return {
             "type": "object",
             "properties": properties,
             **({"required": list(self.required)} if self.required else {}),
             "additionalProperties": self.open,
         }
+
+
+def _or_empty(schema: Schema) -> Schema:
+    """What fits the schema, and the empty values of its types, which count as absent."""
+    takes_all = schema.get("type") == "object" and "required" not in schema
+    if takes_all or not set(schema) - {"description", "type", "items", "maxItems", "maxLength"}:
+        return schema
+    empty = [EMPTY[kind] for kind in sorted(_types(schema) & set(EMPTY))]
+    return one_of(schema, {"enum": empty}) if empty else schema
+
+
+def _types(schema: Schema) -> set[str]:
+    """The types of JSON that a schema takes, as far as they can be empty; all of one without."""
+    if "anyOf" in schema:
+        return set().union(*map(_types, schema["anyOf"]))
+    if "enum" in schema:
+        return {"string"} if any(isinstance(one, str) for one in schema["enum"]) else set()
+    given = schema.get("type")
+    return set(EMPTY) if given is None else {given} if isinstance(given, str) else set(given)
 
 
 def check_names(
@@ -87,6 +140,8 @@ def check_names(
     """
     for name, value in body.items():
         if value is None or name in honoured or name in accepted:
+            continue
+        if name not in refused and name not in elsewhere and ABOUT_REQUEST.fullmatch(name):
             continue
         if name not in refused:
             near = difflib.get_close_matches(name, [*honoured, *accepted], n=1)
@@ -162,16 +217,35 @@ def integer(body: Mapping[str, Any], name: str, low: int, high: int | None = Non
     return value
 
 
-def tools_of_kind(body: Mapping[str, Any], kinds: Collection[str | None]) -> list[dict[str, Any]]:
-    """The checked `tools`, whose type is one of `kinds`; None: it is absent. Raises HttpError."""
+def tools_of_kind(
+    body: Mapping[str, Any], kinds: Collection[str | None]
+) -> list[tuple[int, dict[str, Any]]]:
+    """The checked `tools` whose type is one of `kinds` (None: it is absent), with their numbers.
+
+    Tools of other types run elsewhere: they are left out. Raises HttpError.
+    """
     given = body.get("tools")
-    for number, tool in enumerate(given if isinstance(given, list) else ()):
-        kind = tool.get("type") if isinstance(tool, Mapping) else None
-        if isinstance(tool, Mapping) and kind not in kinds:
-            known = " or ".join(str(one) for one in kinds if one is not None)
-            message = f"tools[{number}].type is {shown(kind)}, must be {known}: {OF_SERVER}"
+    if given is None:
+        return []
+    if not isinstance(given, list) or not all(isinstance(tool, Mapping) for tool in given):
+        raise bad_request(f"'tools' must be a list of maps, got {shown(given)}", "tools")
+    found: list[tuple[int, dict[str, Any]]] = []
+    for number, tool in enumerate(given):
+        kind = tool.get("type")
+        if not isinstance(kind, str) and (kind is not None or None not in kinds):
+            message = f"tools[{number}].type must be text, got {shown(kind)}"
             raise bad_request(message, "tools")
-    found: list[dict[str, Any]] = checked("tools", check_tools, given)
+        if (kind or None) in kinds:
+            found.append((number, dict(tool)))
+        else:
+            leave_tool_out(kind)
+    for number, tool in found:
+        try:
+            check_tools([tool])
+        except BadRequest as error:
+            message = error.message.replace("tools[0]", f"tools[{number}]", 1)
+            raise bad_request(message, "tools") from None
+    checked("tools", check_tools, [tool for _, tool in found])
     return found
 
 

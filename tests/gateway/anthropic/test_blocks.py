@@ -10,6 +10,7 @@ import pytest
 from mlxpool.client import Result
 from mlxpool.gateway.anthropic.blocks import conversation_of
 from mlxpool.gateway.anthropic.bodies import stop_in
+from mlxpool.gateway.errors import HttpError
 
 TEXT = {"type": "text", "text": "I look.", "cache_control": {"type": "ephemeral"}}
 CALL = {"type": "tool_use", "id": "a", "name": "weather", "input": {"city": "Paris"}}
@@ -61,6 +62,32 @@ def test_an_image_is_named_by_its_place() -> None:
     assert found.messages[0]["content"] == [
         {"type": "image", "blob": 0}, {"type": "text", "text": "I look."},
     ]  # fmt: skip
+
+
+def test_images_of_results_come_behind_all_results() -> None:
+    data = base64.b64encode(b"one").decode()
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+    seen = {**RESULT, "content": [image]}
+    found = messages(user(seen, RESULT, TEXT))
+    assert [one["role"] for one in found] == ["tool", "tool", "user"]
+    assert found[0]["content"] and found[2]["content"][0] == {"type": "image", "blob": 0}
+
+
+def test_what_other_servers_have_done_is_left_out_or_kept_as_text() -> None:
+    kinds = ("server_tool_use", "web_search_tool_result", "redacted_thinking", "mcp_tool_use")
+    others = [{"type": kind, "id": "s", "data": "x", "input": {}} for kind in kinds]
+    summary = {"type": "compaction", "content": "What was."}
+    _, said = messages(
+        user(TEXT), {"role": "assistant", "content": [*others, summary, TEXT]}, user(TEXT)
+    )[:2]
+    assert said == {"role": "assistant", "content": "What was.\nI look."}
+    page = {"type": "document", "source": {"type": "text", "data": "A page."}, "title": "T"}
+    assert messages(user(page))[0]["content"] == "T\nA page."
+    pdf = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf"}}
+    (told,) = messages(user({**RESULT, "content": [pdf, TEXT]}))
+    assert "cannot read" in told["content"] and "I look." in told["content"]
+    with pytest.raises(HttpError, match="has the type 'document'"):
+        messages(user(pdf))
 
 
 @pytest.mark.parametrize(

@@ -59,12 +59,14 @@ def test_think_reaches_the_template() -> None:
     assert render("fixed", True) == "fixed"
 
 
-@pytest.mark.parametrize(
-    ("think", "words"), [(False, "no enable_thinking"), ("low", "no reasoning_effort")]
-)
-def test_think_is_refused_without_a_template_variable(think: Any, words: str) -> None:
-    with pytest.raises(BadRequest, match=words):
-        render("fixed", think)
+def test_thoughts_that_cannot_be_left_out_are_no_answer_without() -> None:
+    with pytest.raises(BadRequest, match="no enable_thinking"):
+        render("fixed", False)
+
+
+def test_a_level_means_true_to_a_template_without_levels() -> None:
+    assert render("fixed", "low") == "fixed"
+    assert render(SWITCH, "low") == render(SWITCH, True)
 
 
 def test_the_prompt_reports_that_it_ends_in_thinking(tmp_path: Path) -> None:

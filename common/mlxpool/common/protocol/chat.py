@@ -17,7 +17,12 @@ MAX_MESSAGES = 4096
 MAX_TOOLS = 256
 MAX_TOOL_CALLS = 256  # of one message
 LEVELS = ("low", "medium", "high")  # of thinking, for templates that know such
-_TEXTS = ("name", "tool_call_id", "reasoning_content")  # keys that hold text or nothing
+_TEXTS = (
+    "name",
+    "tool_call_id",
+    "reasoning_content",
+    "reasoning",
+)  # keys that hold text or nothing
 
 
 def check_messages(raw: object) -> list[dict[str, Any]]:
@@ -80,6 +85,9 @@ def _message(where: str, message: object) -> dict[str, Any]:
             " {type: 'image', blob: n} of the content"
         )
     checked = dict(message)
+    thoughts = checked.pop("reasoning", None)  # another name of reasoning_content, which wins
+    if thoughts and not checked.get("reasoning_content"):
+        checked["reasoning_content"] = thoughts
     if checked.get("tool_calls"):
         checked["tool_calls"] = _tool_calls(f"{where}.tool_calls", role, checked["tool_calls"])
     elif checked.get("content") is None:

@@ -6,19 +6,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlxpool.common.checks import shown
+from mlxpool.common.protocol.call_arguments import arguments_map
 from mlxpool.common.protocol.chat import MAX_MESSAGES
 from mlxpool.gateway.anthropic.fields import IMAGE_TYPES, ROLES
 from mlxpool.gateway.errors import HttpError, bad_request
 from mlxpool.gateway.generation.images import FETCHED, from_base64
+from mlxpool.gateway.left_out import ELSEWHERE, log_left_out
 
-OF_USERS = "must be text, image or tool_result"
-OF_ASSISTANTS = "must be text, thinking or tool_use"
-REDACTED = "another server has encrypted these thoughts: leave the block out"
-IN_RESULTS = "must be text; send an image as a block of the message, beside the tool_result"
+OF_USERS = "must be text, image, document (of text) or tool_result"
 PREFILLED = (
     "the last message is the assistant's: an answer that is begun cannot be continued; end with a"
     " message of the user"
 )
+# Blocks with text in a member of their own, which a model reads as text.
+TEXTS: Mapping[str, str] = {"text": "text", "compaction": "content"}
+SEEN = "[an image, which follows]"
+NO_ROOM = "[an attachment of the type {kind}, which this model cannot read]"
+LEFT_OUT = frozenset({"container_upload", "mid_conv_system"})
+LEFT_OUT_EVENT = "a block of a conversation is left out"
 ERROR = "Error: "  # begins the result of a tool that failed
 
 
@@ -54,15 +59,18 @@ class Conversation:
     def _user(self, where: str, given: Sequence[Mapping[str, Any]]) -> None:
         """A message for each result of a tool, and one for the blocks between them."""
         parts: list[dict[str, Any]] = []
+        images: list[dict[str, Any]] = []  # of results, which follow each other
         for number, block in enumerate(given):
             at = f"{where}[{number}]"
             if block["type"] == "tool_result":
                 self._say(parts)
                 parts = []
-                self._result(at, block)
+                images += self._result(at, block)
+            elif block["type"] in LEFT_OUT:
+                log_left_out(LEFT_OUT_EVENT, block["type"], ELSEWHERE)
             else:
                 parts.append(self._part(at, block))
-        self._say(parts)
+        self._say([*images, *parts])
 
     def _say(self, parts: list[dict[str, Any]]) -> None:
         if parts:
@@ -74,7 +82,7 @@ class Conversation:
         if block["type"] == "text":
             return {"type": "text", "text": _text(where, block, "text")}
         if block["type"] != "image":
-            raise _fault(f"{where} has the type {shown(block['type'])}, {OF_USERS}")
+            return {"type": "text", "text": _read(where, block)}
         source = block.get("source")
         kind = source.get("type") if isinstance(source, Mapping) else None
         if not isinstance(source, Mapping) or kind != "base64":
@@ -87,9 +95,19 @@ class Conversation:
         self.images.append(from_base64(f"{where}.source.data", source.get("data"), "messages"))
         return {"type": "image", "blob": len(self.images) - 1}
 
-    def _result(self, where: str, block: Mapping[str, Any]) -> None:
+    def _result(self, where: str, block: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """A message with the texts of a result. Returns its images, which a user's message has."""
         call = _text(where, block, "tool_use_id")
-        text = texts(f"{where}.content", block.get("content"), IN_RESULTS)
+        content = block.get("content")
+        given = [] if isinstance(content, str | None) else blocks(f"{where}.content", content)
+        images = [one for one in given if one["type"] == "image"]
+        parts = [self._part(f"{where}.content", one) for one in images]
+        said = [
+            _of_result(f"{where}.content[{number}]", one)
+            for number, one in enumerate(given)
+            if one["type"] != "image"
+        ]
+        text = content if isinstance(content, str) else "\n".join(said) or SEEN * bool(images)
         failed = block.get("is_error")
         if not isinstance(failed, bool | None):
             raise _fault(f"{where}.is_error must be true or false, got {shown(failed)}")
@@ -102,21 +120,20 @@ class Conversation:
                 "content": f"{ERROR}{text}" if failed else text,
             }
         )
+        return parts
 
     def _assistant(self, where: str, given: Sequence[Mapping[str, Any]]) -> None:
         thoughts, said, calls = "", [], []
         for number, block in enumerate(given):
             at, kind = f"{where}[{number}]", block["type"]
-            if kind == "text":
-                said.append(_text(at, block, "text"))
+            if kind in TEXTS:
+                said.append(_text(at, {TEXTS[kind]: "", **block}, TEXTS[kind]))
             elif kind == "thinking":
                 thoughts += _text(at, block, "thinking")
             elif kind == "tool_use":
                 calls.append(self._call(at, block))
-            elif kind == "redacted_thinking":
-                raise _fault(f"{at} is redacted_thinking: {REDACTED}")
-            else:
-                raise _fault(f"{at} has the type {shown(kind)}, {OF_ASSISTANTS}")
+            else:  # what another server has run, or encrypted
+                log_left_out(LEFT_OUT_EVENT, kind, ELSEWHERE)
         message: dict[str, Any] = {"role": "assistant", "content": "\n".join(said)}
         if thoughts:
             message["reasoning_content"] = thoughts
@@ -126,7 +143,9 @@ class Conversation:
 
     def _call(self, where: str, block: Mapping[str, Any]) -> dict[str, Any]:
         id, name = _text(where, block, "id"), _text(where, block, "name")
-        arguments = block.get("input")
+        arguments = {} if block.get("input") is None else block["input"]
+        if isinstance(arguments, str):
+            arguments = arguments_map(arguments)
         if not isinstance(arguments, Mapping):
             raise _fault(f"{where}.input must be a map, got {shown(arguments)}")
         self._names[id] = name
@@ -145,6 +164,32 @@ def conversation_of(system: object, given: object) -> Conversation:
     if found.messages and found.messages[-1]["role"] == "assistant":
         raise _fault(PREFILLED)
     return found
+
+
+def _read(where: str, block: Mapping[str, Any]) -> str:
+    """The text of a block that has some. Raises HttpError for what a model cannot read."""
+    kind, source = block["type"], block.get("source")
+    if kind == "search_result":
+        return texts(f"{where}.content", block.get("content"), "must be text")
+    if kind == "document" and isinstance(source, Mapping):
+        title = f"{block['title']}\n" if isinstance(block.get("title"), str) else ""
+        if source.get("type") == "text":
+            return title + _text(f"{where}.source", source, "data")
+        if source.get("type") == "content":
+            return title + texts(f"{where}.source.content", source.get("content"), "must be text")
+    raise _fault(f"{where} has the type {shown(kind)}, {OF_USERS}")
+
+
+def _of_result(where: str, block: Mapping[str, Any]) -> str:
+    """The text of a block of a result; a note in place of what a model cannot read."""
+    if block["type"] == "text":
+        return _text(where, block, "text")
+    if block["type"] == "tool_reference":
+        return f"The tool {block.get('tool_name')} is available."
+    try:
+        return _read(where, block)
+    except HttpError:
+        return NO_ROOM.format(kind=block["type"])
 
 
 def blocks(where: str, given: object, param: str = "messages") -> Sequence[Mapping[str, Any]]:

@@ -19,6 +19,7 @@ from mlxpool.gateway.description.schemas import (
     listed,
     one_of,
     option,
+    other_tool,
 )
 from mlxpool.gateway.field_checks import Body, RefusedFields
 
@@ -50,14 +51,15 @@ THINKING = Body(
         "display": described("omitted: thoughts are not sent", choice(*DISPLAYS)),
     },
     required=("type",),
-    accepted={"budget_tokens": ANY},  # thoughts count towards max_tokens
+    accepted={"budget_tokens": ANY, "block_tokens": ANY},  # thoughts count towards max_tokens
 )
 FORMAT = Body({"type": {"const": "json_schema"}, "schema": MAP}, required=("type", "schema"))
 OUTPUT_CONFIG = Body(
     {
         "effort": described("of a model whose template knows levels", choice(*EFFORTS)),
         "format": FORMAT.schema(),
-    }
+    },
+    accepted={"task_budget": ANY},
 )
 TOOL = Body(
     {
@@ -68,13 +70,17 @@ TOOL = Body(
         "strict": FLAG,
         EAGER: described("arguments are streamed as the model writes them", FLAG),
     },
-    required=("name", "input_schema"),
-    accepted=CACHED,
-    refused={
-        "allowed_callers": ((["direct"], []), "leave it out"),
-        "defer_loading": ((False,), "leave it out"),
-        "input_examples": (([],), "say it in the description"),
+    required=("name",),
+    accepted={
+        **CACHED,
+        "allowed_callers": ANY,
+        "defer_loading": ANY,  # nothing searches for tools: every one is offered
+        "input_examples": ANY,
     },
+)
+ANY_TOOL: Schema = one_of(
+    TOOL.schema(),
+    other_tool("custom"),
 )
 TOOL_CHOICE = Body(
     {
@@ -105,28 +111,37 @@ PROMPT: Mapping[str, Schema] = {
     "model": described("a name of /v1/models", NAME),
     "messages": listed(MESSAGE, 1, MAX_MESSAGES),
     "system": one_of(TEXT, listed(_TEXT_BLOCK)),
-    "tools": listed(TOOL.schema(), 0, MAX_TOOLS),
+    "tools": listed(ANY_TOOL, 0, MAX_TOOLS),
     "tool_choice": TOOL_CHOICE.schema(),
     "thinking": THINKING.schema(),
     "output_config": OUTPUT_CONFIG.schema(),
+    "output_format": described("the older form of output_config.format", FORMAT.schema()),
+}
+# Fields that say nothing about the answer, or ask for what has no meaning here.
+ACCEPTED: Mapping[str, Schema] = {
+    **CACHED,
+    **dict.fromkeys(
+        (
+            "metadata",
+            "service_tier",
+            "container",  # of tools that the server runs, as is the next one
+            "mcp_servers",
+            "context_management",  # nothing is cleared or compacted
+            "diagnostics",
+            "inference_geo",
+            "speed",
+            "betas",
+            "anthropic_beta",
+            "anthropic_version",
+            "fallbacks",
+            "mcp_toolsets",
+            "user",
+        ),
+        ANY,
+    ),
 }
 _REFUSED: RefusedFields = {
-    "container": ((), "there are no tools that the server runs"),
-    "mcp_servers": (([],), "offer their tools in `tools`, and call them yourself"),
-    # The one edit that asks for nothing: all thoughts stay.
-    "context_management": (
-        (
-            {"edits": []},
-            {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
-        ),
-        "leave out old messages yourself",
-    ),
-    "diagnostics": ((), "leave it out"),
-    "inference_geo": ((), "leave it out"),
-    "speed": (("standard",), "leave it out"),
     "prefill": ((), "leave it out"),
-    "user_profile_id": ((), "use `metadata`"),
-    "workspace_id": ((), "leave it out"),
     "max_completion_tokens": ((), "use `max_tokens`"),
     "stop": ((), "use `stop_sequences`"),
 }
@@ -143,7 +158,13 @@ MESSAGES = Body(
         "top_k": integer(-1, MAX_COUNT),
     },
     required=("model", "messages", "max_tokens"),
-    accepted={**CACHED, "metadata": ANY, "service_tier": ANY},
+    accepted=ACCEPTED,
     refused=_REFUSED,
 )
-COUNT_TOKENS = Body(PROMPT, ("model", "messages"), CACHED, _REFUSED)
+# Programs count the request that they are going to send.
+COUNT_TOKENS = Body(
+    PROMPT,
+    ("model", "messages"),
+    {**{name: ANY for name in MESSAGES.honoured if name not in PROMPT}, **ACCEPTED},
+    _REFUSED,
+)

@@ -52,7 +52,7 @@ class MessageRequest:
 
 def message(body: Mapping[str, Any]) -> MessageRequest:
     """A checked /v1/messages. Raises HttpError naming the field."""
-    MESSAGES.check(body)
+    body = MESSAGES.check(body)
     stops = body.get("stop_sequences")
     if not isinstance(stops, list | None):
         message = f"'stop_sequences' must be a list of texts, got {shown(stops)}"
@@ -69,13 +69,13 @@ def message(body: Mapping[str, Any]) -> MessageRequest:
         stops or (),
         _level(body),
         fields.choice(thinking, "display", DISPLAYS, "thinking.") != "omitted",
-        frozenset(tool["name"] for tool in body.get("tools") or () if tool.get(EAGER) is True),
+        frozenset(str(one.get("name")) for one in body.get("tools") or () if one.get(EAGER)),
     )
 
 
 def counted(body: Mapping[str, Any]) -> ChatRequest:
     """A checked /v1/messages/count_tokens. Raises HttpError naming the field."""
-    COUNT_TOKENS.check(body)
+    body = COUNT_TOKENS.check(body)
     _level(body)
     return _chat(body, {})
 
@@ -100,8 +100,7 @@ def _chat(body: Mapping[str, Any], options: Mapping[str, Any]) -> ChatRequest:
 
 def _thinking(body: Mapping[str, Any]) -> Mapping[str, Any]:
     given = fields.mapping(body, "thinking")
-    THINKING.check(given, "thinking.")
-    return given
+    return THINKING.check(given, "thinking.")
 
 
 def _think(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,21 +116,24 @@ def _think(body: Mapping[str, Any]) -> dict[str, Any]:
 def _level(body: Mapping[str, Any]) -> str | None:
     """How much is to be thought, of the pool's levels."""
     given = fields.mapping(body, "output_config")
-    OUTPUT_CONFIG.check(given, "output_config.")
+    given = OUTPUT_CONFIG.check(given, "output_config.")
     effort = fields.choice(given, "effort", EFFORTS, "output_config.")
     return effort if effort is None or effort in LEVELS else LEVELS[-1]
 
 
 def _format(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The option `format` of `output_config`; empty without."""
-    given = fields.mapping(fields.mapping(body, "output_config"), "format")
+    """The option `format` of `output_config`, or of its older form; empty without."""
+    field, given = "output_config.format", fields.mapping(body, "output_config").get("format")
+    if given is None:
+        field, given = "output_format", body.get("output_format")
+    given = fields.mapping({field: given}, field)
     if not given:
         return {}
-    FORMAT.check(given, "output_config.format.")
-    if fields.choice(given, "type", ("json_schema",), "output_config.format.") is None:
-        raise bad_request("'output_config.format.type' is missing", "output_config.format.type")
+    FORMAT.check(given, f"{field}.")
+    if fields.choice(given, "type", ("json_schema",), f"{field}.") is None:
+        raise bad_request(f"'{field}.type' is missing", f"{field}.type")
     format = {"type": "json_schema", "schema": given.get("schema")}
-    return {"format": fields.option("output_config.format.schema", format, "format")}
+    return {"format": fields.option(f"{field}.schema", format, "format")}
 
 
 def _tools(
@@ -141,7 +143,7 @@ def _tools(
     may have several calls.
     """
     given = fields.tools_of_kind(body, (None, "custom"))
-    tools = [_tool(f"tools[{number}]", tool) for number, tool in enumerate(given)]
+    tools = [_tool(f"tools[{number}]", tool) for number, tool in given]
     choice = fields.mapping(body, "tool_choice")
     TOOL_CHOICE.check(choice, "tool_choice.")
     kind = fields.choice(choice, "type", CHOICES, "tool_choice.")
@@ -164,7 +166,7 @@ def _tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:
     """One tool in the pool's form. Raises HttpError."""
     prefix = f"{where}."
     TOOL.check(tool, prefix)
-    schema = tool.get("input_schema")
+    schema = {} if tool.get("input_schema") is None else tool["input_schema"]
     if not isinstance(schema, Mapping):
         raise bad_request(f"{prefix}input_schema must be a map, got {shown(schema)}", "tools")
     fields.text(tool, "description", "")

@@ -43,12 +43,18 @@ _DELTA = record(
         "role": TEXT,
         "content": TEXT,
         "reasoning_content": TEXT,
+        "reasoning": TEXT,
         "tool_calls": listed(_TOOL_CALL),
     },
 )
 _MESSAGE = record(
     {"role": {"const": "assistant"}, "content": TEXT_OR_NULL},
-    {"reasoning_content": TEXT, "tool_calls": listed(_TOOL_CALL), "refusal": NULL},
+    {
+        "reasoning_content": TEXT,
+        "reasoning": TEXT,
+        "tool_calls": listed(_TOOL_CALL),
+        "refusal": NULL,
+    },
 )
 _CHOICE: Mapping[str, Schema] = {
     "index": COUNT,

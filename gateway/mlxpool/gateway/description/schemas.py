@@ -61,6 +61,13 @@ def listed(items: Schema, low: int = 0, high: int | None = None) -> Schema:
     return {"type": "array", "items": items, **bounds}
 
 
+def other_tool(*kinds: str) -> Schema:
+    """A tool of another type than these."""
+    known = {"type": "string", "minLength": 1, "not": {"enum": list(kinds)}}
+    schema = {"type": "object", "properties": {"type": known}, "required": ["type"]}
+    return described("of another type: it runs elsewhere and is left out", schema)
+
+
 def described(text: str, schema: Schema) -> Schema:
     """The schema with a description."""
     return {**schema, "description": text}

@@ -17,6 +17,7 @@ from mlxpool.gateway.formats.hermes import Hermes
 from mlxpool.gateway.formats.llama_json import LlamaJson
 from mlxpool.gateway.formats.mistral import Mistral
 from mlxpool.gateway.formats.one_call import OneCall
+from mlxpool.gateway.formats.system_text import with_stable_first
 from mlxpool.gateway.formats.thinking import Thinking
 
 HARMONY = "harmony"  # one format for thoughts and calls, so it is parsed without tools as well
@@ -67,7 +68,11 @@ def make_parser(
 def template_messages(
     chat: ChatFormats, messages: Sequence[Mapping[str, Any]]
 ) -> Sequence[Mapping[str, Any]]:
-    """A request's messages in the form that the model's chat template reads."""
+    """A request's messages in the form that the model's chat template reads.
+
+    The first of the system's is in an order that the prefix cache can use.
+    """
+    messages = with_stable_first(messages)
     if chat.thinking == HARMONY:
         return with_template_thoughts(messages)
     return messages

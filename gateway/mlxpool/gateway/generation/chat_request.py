@@ -13,6 +13,7 @@ from mlxpool.gateway.formats.forced_calls import forced_call, strict_calls
 from mlxpool.gateway.generation.choice_streams import ChoiceRequest
 from mlxpool.gateway.models import ModelInfo
 
+ENABLE_THINKING = "chat_template_kwargs.enable_thinking"
 NO_FORCED_CALL = (
     "a call cannot be forced in the format in which this model writes calls; use 'auto' or 'none'"
 )
@@ -43,8 +44,8 @@ class ChatRequest:
     def choice(self, model: ModelInfo) -> ChoiceRequest:
         """What the pool is asked for. Raises HttpError for what the model's template has not."""
         chat = model.chat or NO_CHAT
-        check_formats(self.model, chat, self.tools, self.options, self.think_field)
-        options = {**self.options, **calls_format(chat, self.tools, self.forced)}
+        known = check_formats(self.model, chat, self.tools, self.options, self.think_field)
+        options = {**known, **calls_format(chat, self.tools, self.forced)}
         arguments = {
             "messages": self.messages,
             **({"images": self.images} if self.images else {}),
@@ -62,14 +63,21 @@ def check_formats(
     tools: Sequence[Mapping[str, Any]],
     options: Mapping[str, Any],
     think_field: str,
-) -> None:
-    """Raises HttpError for tools or thoughts that the template of the model `name` knows not."""
+) -> Mapping[str, Any]:
+    """The options as far as the template of the model `name` has a place for them.
+
+    Raises HttpError for tools that it knows not, and for thoughts of a field that asks for nothing
+    else. How much is thought is left out: programs send it to every model.
+    """
     if tools and chat.tools is None:
         message = f"the chat template of {name!r} knows no tools; leave `tools` out"
         raise bad_request(message, "tools", "unsupported_parameter")
-    if options.get("think") and chat.thinking is None:
+    if "think" not in options or chat.thinking is not None:
+        return options
+    if options["think"] and think_field == ENABLE_THINKING:
         message = f"the chat template of {name!r} knows no thinking; leave it out"
         raise bad_request(message, think_field, "unsupported_parameter")
+    return {name: value for name, value in options.items() if name != "think"}
 
 
 def calls_format(

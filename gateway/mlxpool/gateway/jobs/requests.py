@@ -40,7 +40,7 @@ class JobRequest:
 
 def job(body: Mapping[str, Any], idempotency: str | None = None) -> JobRequest:
     """A checked POST /v1/jobs; `idempotency`: its header Idempotency-Key. Raises HttpError."""
-    JOB.check(body, elsewhere=IN_OPTIONS)
+    body = JOB.check(body, elsewhere=IN_OPTIONS)
     kind: str = fields.checked(KIND, lambda _: kind_of(body), body.get(KIND))
     arguments = {
         **(_generate(body) if kind == Generate.kind else _call(body)),

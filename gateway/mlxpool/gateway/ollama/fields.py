@@ -24,6 +24,7 @@ from mlxpool.gateway.description.schemas import (
     listed,
     one_of,
     option,
+    other_tool,
 )
 from mlxpool.gateway.field_checks import Body, RefusedFields
 from mlxpool.gateway.generation import structured
@@ -115,7 +116,9 @@ MESSAGE: Schema = {
 }
 _FUNCTION: Schema = {"type": "object", "properties": {"name": NAME}, "required": ["name"]}
 TOOL = one_of(
-    {"type": "object", "properties": {"function": _FUNCTION}, "required": ["function"]}, _FUNCTION
+    {"type": "object", "properties": {"function": _FUNCTION}, "required": ["function"]},
+    _FUNCTION,
+    other_tool("function"),
 )
 COMMON: Mapping[str, Schema] = {
     "model": described("a name of /api/tags", NAME),

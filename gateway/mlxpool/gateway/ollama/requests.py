@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlxpool.common.checks import shown
-from mlxpool.common.protocol.chat import check_messages, check_think, check_tools
+from mlxpool.common.protocol.chat import check_messages, check_think
 from mlxpool.gateway import field_checks as fields
 from mlxpool.gateway.errors import bad_request
 from mlxpool.gateway.field_checks import Body
@@ -58,7 +58,7 @@ class OllamaRequest:
 
 def generate(body: Mapping[str, Any]) -> OllamaRequest:
     """A checked /api/generate. Raises HttpError naming the field."""
-    GENERATE.check(body, elsewhere=IN_OPTIONS)
+    body = GENERATE.check(body, elsewhere=IN_OPTIONS)
     raw = fields.flag(body, "raw", False)
     system = fields.text(body, "system", "")
     if raw and (system or body.get("think") is not None):
@@ -83,10 +83,10 @@ def generate(body: Mapping[str, Any]) -> OllamaRequest:
 
 def chat(body: Mapping[str, Any]) -> OllamaRequest:
     """A checked /api/chat. Raises HttpError naming the field."""
-    CHAT.check(body, elsewhere=IN_OPTIONS)
+    body = CHAT.check(body, elsewhere=IN_OPTIONS)
     given = body.get("messages")
     messages, images = ([], []) if given is None or given == [] else _messages(given)
-    tools = fields.checked("tools", check_tools, body.get("tools"))
+    tools = [tool for _, tool in fields.tools_of_kind(body, ("function", None))]
     common = _common(body, CHAT)
     require_no_tools(tools, common["options"])
     return OllamaRequest(**common, messages=messages, tools=tools, images=images)
@@ -107,7 +107,7 @@ class OllamaEmbedRequest:
 
 def embed(body: Mapping[str, Any]) -> OllamaEmbedRequest:
     """A checked /api/embed. Raises HttpError naming the field."""
-    EMBED.check(body)
+    body = EMBED.check(body)
     ignored = _check_embed_options(body)
     given = body.get("input")
     inputs = [given] if isinstance(given, str) else [] if given is None else given
@@ -126,7 +126,7 @@ def embed(body: Mapping[str, Any]) -> OllamaEmbedRequest:
 
 def embeddings(body: Mapping[str, Any]) -> OllamaEmbedRequest:
     """A checked /api/embeddings, the older form with one text. Raises HttpError."""
-    EMBEDDINGS.check(body)
+    body = EMBEDDINGS.check(body)
     ignored = _check_embed_options(body)
     prompt = fields.text(body, "prompt", "")
     return OllamaEmbedRequest(
@@ -154,13 +154,13 @@ def _ignored(options: Mapping[str, Any], known: Body) -> list[str]:
 
 def show(body: Mapping[str, Any]) -> tuple[str, bool]:
     """The model of /api/show, and whether it is to be verbose. Raises HttpError."""
-    SHOW.check(body)
+    body = SHOW.check(body)
     return _named(body), fields.flag(body, "verbose", False)
 
 
 def pull(body: Mapping[str, Any]) -> tuple[str, bool]:
     """The model of /api/pull, and whether the response is a stream. Raises HttpError."""
-    PULL.check(body)
+    body = PULL.check(body)
     return _named(body), fields.flag(body, "stream", True)
 
 
@@ -192,7 +192,7 @@ def _as_taken(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _common(body: Mapping[str, Any], known: Body) -> dict[str, Any]:
     given = _as_taken(fields.mapping(body, "options"))
-    GENERATION_OPTIONS.check(given, "options.", BESIDE_OPTIONS)
+    given = {**GENERATION_OPTIONS.check(given, "options.", BESIDE_OPTIONS)}
     options = fields.options(given, OPTIONS, "options.")
     options |= fields.options(body, CONTEXT_POLICY)
     options |= fields.logprob_options(body)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from mlxpool.gateway.generation.choice_streams import (
 from mlxpool.gateway.generation.images import content_with_images
 from mlxpool.gateway.generation.pool_access import PoolAccess
 from mlxpool.gateway.http import NDJSON, ResponseWriter
+from mlxpool.gateway.left_out import log_left_out
 from mlxpool.gateway.models import ModelInfo
 from mlxpool.gateway.ollama import requests
 from mlxpool.gateway.ollama.fields import OPTIONS, OPTIONS_IGNORED
@@ -41,15 +41,13 @@ from mlxpool.gateway.ollama.responses import (
     load_end,
 )
 
-log = logging.getLogger("mlxpool.gateway")
-
 MAX_CONTEXT_TIME = 10.0  # seconds for the ids of a prompt that was answered
 LOAD, UNLOAD = "load", "unload"
 # Why an option has no effect.
 BY_SETTINGS = "the pool's settings say how models are loaded and computed"
 NO_GENERATION = "vectors are made without it: a longer text than the model reads is cut or refused"
 UNKNOWN = "it is not known, as to Ollama"
-MAX_LOGGED = 200  # options without effect that the log names
+NO_EFFECT = "an option of Ollama has no effect"
 
 MakeBody = Callable[[OutputPart, float], dict[str, Any]]  # the time is that of the piece
 Finish = Callable[[Result], Awaitable[Mapping[str, Any]]]  # further members of the end
@@ -74,7 +72,6 @@ class OllamaRoutes:
 
     def __init__(self, pool: PoolAccess) -> None:
         self._pool = pool
-        self._logged: set[str] = set()  # options without effect that the log has
 
     async def generate(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
         """POST /api/generate."""
@@ -124,20 +121,15 @@ class OllamaRoutes:
         model = await self._pool.model(request.model, response)
         response.exchange.model = model.name
         for field in request.unknown:
-            self._log_once(f"{shown(field)} beside options", UNKNOWN)
+            log_left_out(NO_EFFECT, f"{shown(field)} beside options", UNKNOWN)
         for option in request.ignored:
             if option in OPTIONS:
-                self._log_once(f"{option} of vectors", NO_GENERATION)
+                log_left_out(NO_EFFECT, f"{option} of vectors", NO_GENERATION)
             elif option in OPTIONS_IGNORED:
-                self._log_once(option, BY_SETTINGS)
+                log_left_out(NO_EFFECT, option, BY_SETTINGS)
             else:
-                self._log_once(shown(option), UNKNOWN)
+                log_left_out(NO_EFFECT, shown(option), UNKNOWN)
         return model
-
-    def _log_once(self, option: str, why: str) -> None:
-        if option not in self._logged and len(self._logged) < MAX_LOGGED:
-            self._logged.add(option)
-            log.info("an option of Ollama has no effect", extra={"option": option, "why": why})
 
     # ---- vectors, load and unload ----------------------------------------------------------
 
@@ -266,8 +258,10 @@ class OllamaRoutes:
         num_ctx = request.options.get("num_ctx", 0)
         if not 0 < model.context < num_ctx:
             return request.options
-        self._log_once(
-            "num_ctx", f"{num_ctx} is more than the {model.context} tokens of {model.name}"
+        log_left_out(
+            NO_EFFECT,
+            "num_ctx",
+            f"{num_ctx} is more than the {model.context} tokens of {model.name}",
         )
         return {**request.options, "num_ctx": model.context}
 

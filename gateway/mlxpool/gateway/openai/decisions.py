@@ -32,7 +32,7 @@ class DecisionRequest:
 
 def decisions(body: Mapping[str, Any]) -> DecisionRequest:
     """A checked /v1/decisions. Raises HttpError naming the field."""
-    DECISIONS.check(body)
+    body = DECISIONS.check(body)
     given, prompt = body.get("questions"), fields.text(body, "prompt")
     if not prompt.strip():
         raise bad_request("'prompt' has no text but white space", "prompt")

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlxpool.common.options import MAX_COUNT, MAX_SEED, MAX_TOP_LOGPROBS
-from mlxpool.common.protocol.chat import LEVELS, MAX_MESSAGES, MAX_TOOLS, ROLES
+from mlxpool.common.protocol.chat import MAX_MESSAGES, MAX_TOOLS, ROLES
 from mlxpool.common.protocol.choice import MAX_CHOICES
 from mlxpool.common.protocol.decisions import (
     MAX_CHOICE_CHARS,
@@ -35,6 +35,7 @@ from mlxpool.gateway.description.schemas import (
     listed,
     one_of,
     option,
+    other_tool,
 )
 from mlxpool.gateway.field_checks import Body, RefusedFields
 from mlxpool.gateway.generation import structured
@@ -63,8 +64,45 @@ SAMPLING: Mapping[str, str] = {
     "num_keep": "num_keep",
     "num_ctx": "num_ctx",
 }
+# Fields that say nothing about the answer, or ask for what has no meaning here.
 ACCEPTED: Mapping[str, Schema] = dict.fromkeys(
-    ("user", "metadata", "safety_identifier", "service_tier"), ANY
+    (
+        "user",
+        "metadata",
+        "safety_identifier",
+        "service_tier",
+        "prompt_cache_retention",
+        "prompt_cache_options",
+        "cache_control",  # the prefix cache needs no marks
+        "cache_salt",
+        "verbosity",
+        "moderation",
+        "web_search_options",  # nothing is searched
+        "search_parameters",
+        "provider",  # OpenRouter's, of the choice among servers
+        "models",
+        "route",
+        "transforms",
+        "plugins",
+        "usage",
+        "include_reasoning",
+        "reasoning_format",
+        "reasoning_split",
+        "stream_reasoning",
+        "separate_reasoning",
+        "tool_stream",
+        "extra_body",
+        "include_stop_str_in_output",
+        "spaces_between_special_tokens",
+        "return_token_ids",
+        "kv_transfer_params",
+        "mock_response",
+        "api_key",
+        "base_url",
+        "timeout",
+        "max_retries",
+    ),
+    ANY,
 )
 STREAM_OPTIONS = Body({"include_usage": FLAG}, accepted={"include_obfuscation": ANY}, refused={
     "continuous_usage_stats": ((False,), "usage comes at the end"),
@@ -84,17 +122,21 @@ MESSAGE: Schema = {
         "tool_calls": {"type": ["array", "null"], "items": MAP},
         "tool_call_id": {"type": ["string", "null"]},
         "reasoning_content": {"type": ["string", "null"]},
+        "reasoning": described("the same", {"type": ["string", "null"]}),
     },
     "required": ["role"],
 }
-TOOL: Schema = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "function"},
-        "function": {"type": "object", "properties": {"name": NAME}, "required": ["name"]},
+TOOL: Schema = one_of(
+    {
+        "type": "object",
+        "properties": {
+            "type": choice("function", "", None),
+            "function": {"type": "object", "properties": {"name": NAME}, "required": ["name"]},
+        },
+        "required": ["function"],
     },
-    "required": ["type", "function"],
-}
+    other_tool("function"),
+)
 TOOL_CHOICE: Schema = {
     "type": "object",
     "properties": {
@@ -123,6 +165,9 @@ COMMON: Mapping[str, Schema] = {
 }
 REFUSED: RefusedFields = {
     "store": ((False,), "nothing is kept; leave it out"),
+    **dict.fromkeys(
+        ("lora", "lora_request", "adapter", "adapter_id"), ((), "there are no adapters")
+    ),
     "min_tokens": ((0,), "leave it out"),
     "stop_token_ids": (([],), "name texts in `stop`"),
     "truncate_prompt_tokens": ((), "use `truncate`, with `num_keep` and `num_ctx`"),
@@ -131,6 +176,15 @@ REFUSED: RefusedFields = {
     "length_penalty": ((1.0, 1), "leave it out"),
     "priority": ((0,), "leave it out"),
 }
+EFFORTS: Mapping[str, str] = {  # names of clients -> levels of the pool
+    "minimal": "low",
+    "low": "low",
+    "medium": "medium",
+    "high": "high",
+    "xhigh": "high",
+    "max": "high",
+}
+EFFORT = choice("none", *EFFORTS)
 CHAT = Body(
     {
         **COMMON,
@@ -142,7 +196,8 @@ CHAT = Body(
         "logprobs": FLAG,
         "top_logprobs": described("with `logprobs` only", integer(0, MAX_TOP_LOGPROBS)),
         "max_completion_tokens": integer(1, MAX_COUNT),
-        "reasoning_effort": choice("none", *LEVELS),
+        "reasoning_effort": EFFORT,
+        "reasoning": described("OpenRouter's: `effort`, `enabled`", MAP),
         "chat_template_kwargs": CHAT_TEMPLATE_KWARGS.schema(),
     },
     required=("model", "messages"),
@@ -154,8 +209,6 @@ CHAT = Body(
         "modalities": ((["text"],), "models give text only"),
         "audio": ((), "models take text and images, and give text"),
         "prediction": ((), "leave it out"),
-        "verbosity": (("medium",), "ask for it in the messages"),
-        "web_search_options": ((), "there is no web search; offer a tool of your own"),
         "prompt": ((), "this is /v1/chat/completions: use `messages`"),
         "chat_template": ((), "the template is the model's own"),
         "add_generation_prompt": ((True,), "leave it out"),

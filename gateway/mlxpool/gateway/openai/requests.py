@@ -8,20 +8,24 @@ from typing import Any
 
 from mlxpool.common.checks import shown
 from mlxpool.common.options import MAX_COUNT, MAX_SEED, MAX_TOP_LOGPROBS
-from mlxpool.common.protocol.chat import LEVELS, check_messages, check_tools
+from mlxpool.common.protocol.chat import check_messages
 from mlxpool.common.protocol.choice import MAX_CHOICES
 from mlxpool.gateway import field_checks as fields
 from mlxpool.gateway.errors import bad_request, unsupported_parameter
+from mlxpool.gateway.generation.chat_request import ENABLE_THINKING
 from mlxpool.gateway.generation.images import take_image_urls
 from mlxpool.gateway.generation.sampling import sampling_options, session_option
 from mlxpool.gateway.generation.structured import openai_format, require_no_tools
+from mlxpool.gateway.left_out import leave_tool_out
 from mlxpool.gateway.openai.fields import (
     CHAT,
     CHAT_TEMPLATE_KWARGS,
     COMPLETION,
+    EFFORTS,
     SAMPLING,
     STREAM_OPTIONS,
 )
+from mlxpool.gateway.openai.messages import as_taken
 
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions
 
@@ -63,10 +67,10 @@ class CompletionRequest:
 
 def chat(body: Mapping[str, Any]) -> CompletionRequest:
     """A checked /v1/chat/completions. Raises HttpError naming the field."""
-    CHAT.check(body)
-    given, images = take_image_urls(body.get("messages"))
+    body = CHAT.check(body)
+    given, images = take_image_urls(as_taken(body.get("messages")))
     messages = fields.checked("messages", check_messages, given)
-    tools = _tools(body)
+    tools = tools_of(body)
     forced = _forced(body, tools)
     options = _options(body)
     max_tokens = fields.integer(body, "max_completion_tokens", 1, MAX_COUNT)
@@ -80,8 +84,8 @@ def chat(body: Mapping[str, Any]) -> CompletionRequest:
     options |= {"tools": tools} if tools else {}
     require_no_tools(tools, options)
     prompt = {"messages": messages, **({"images": images} if images else {})}
-    given_effort = body.get("reasoning_effort") is not None
-    field = "reasoning_effort" if given_effort else "chat_template_kwargs.enable_thinking"
+    given_effort = _effort(body) is not None
+    field = "reasoning_effort" if given_effort else ENABLE_THINKING
     request = _request(body, [prompt], options, tools)
     several = fields.flag(body, "parallel_tool_calls", True)
     return replace(request, think_field=field, forced=forced, several_calls=several)
@@ -89,7 +93,7 @@ def chat(body: Mapping[str, Any]) -> CompletionRequest:
 
 def completion(body: Mapping[str, Any]) -> CompletionRequest:
     """A checked /v1/completions. Raises HttpError naming the field."""
-    COMPLETION.check(body)
+    body = COMPLETION.check(body)
     echo = fields.flag(body, "echo", False)
     least = 0 if echo or body.get("prompt_logprobs") is not None else 1
     options = {"max_tokens": DEFAULT_MAX_TOKENS, **_options(body, least)}
@@ -169,12 +173,17 @@ def _usage(body: Mapping[str, Any], stream: bool) -> bool:
     return fields.flag(given, "include_usage", False, prefix)
 
 
-def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    tools: list[dict[str, Any]] = fields.checked("tools", check_tools, body.get("tools"))
-    for number, tool in enumerate(tools):
-        if tool.get("type") != "function" or "function" not in tool:
+def tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The functions that are offered. Maps of other servers without a type run elsewhere, too."""
+    found: list[dict[str, Any]] = []
+    for number, tool in fields.tools_of_kind(body, ("function", None)):
+        if isinstance(tool.get("function"), Mapping):
+            found.append({**tool, "type": "function"})
+        elif tool.get("type"):
             raise bad_request(f"tools[{number}] must be {{type: 'function', function: …}}", "tools")
-    return [] if body.get("tool_choice") == "none" else tools
+        else:
+            leave_tool_out(next(iter(tool), None))
+    return [] if body.get("tool_choice") == "none" else found
 
 
 def _forced(
@@ -204,21 +213,27 @@ def _forced(
 
 
 def _think(body: Mapping[str, Any]) -> bool | str | None:
-    """The pool's `think`, from `reasoning_effort` or vLLM's `chat_template_kwargs`."""
-    effort = body.get("reasoning_effort")
-    if effort == "none":
-        return False
+    """The pool's `think`, from the effort or vLLM's `chat_template_kwargs`."""
+    effort = _effort(body)
     if effort is not None:
-        if effort not in LEVELS:
-            message = f"'reasoning_effort' is {shown(effort)}, must be none, {', '.join(LEVELS)}"
-            raise bad_request(message, "reasoning_effort")
-        return str(effort)
+        return False if effort == "none" else EFFORTS.get(effort, True)
     given = fields.mapping(body, "chat_template_kwargs")
     prefix = "chat_template_kwargs."
     CHAT_TEMPLATE_KWARGS.check(given, prefix)
     if given.get("enable_thinking") is None:
         return None
     return fields.flag(given, "enable_thinking", True, prefix)
+
+
+def _effort(body: Mapping[str, Any]) -> str | None:
+    """The effort of `reasoning_effort` or `reasoning`; None: nothing is said of it."""
+    efforts = ("none", *EFFORTS)
+    effort = fields.choice(body, "reasoning_effort", efforts)
+    given = fields.mapping(body, "reasoning")
+    effort = effort or fields.choice(given, "effort", efforts, "reasoning.")
+    if effort is None and given.get("enabled") is not None:
+        return "enabled" if fields.flag(given, "enabled", True, "reasoning.") else "none"
+    return effort
 
 
 def _prompts(given: object) -> list[dict[str, Any]]:

@@ -85,7 +85,7 @@ class DeltaBuilder:
         if isinstance(event, Content):
             return {"content": event.text}
         if isinstance(event, Reasoning):
-            return {"reasoning_content": event.text}
+            return {"reasoning_content": event.text, "reasoning": event.text}
         if isinstance(event, CallBegin):
             self.calls += 1
             function = {"name": event.name, "arguments": ""}
@@ -208,7 +208,7 @@ def chat_choice(
         "refusal": None,
     }
     if thoughts:
-        message["reasoning_content"] = thoughts
+        message["reasoning_content"] = message["reasoning"] = thoughts
     if calls:
         message["tool_calls"] = [
             {

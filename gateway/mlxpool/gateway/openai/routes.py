@@ -82,9 +82,10 @@ class OpenAIRoutes:
         request = requests.chat(body)
         model = await self._pool.model(request.model, response)
         chat = model.chat or NO_CHAT
-        check_formats(request.model, chat, request.tools, request.options, request.think_field)
-        format = calls_format(chat, request.tools, request.forced, ".function")
-        request = replace(request, options={**request.options, **format})
+        tools, options = request.tools, request.options
+        options = check_formats(request.model, chat, tools, options, request.think_field)
+        format = calls_format(chat, tools, request.forced, ".function")
+        request = replace(request, options={**options, **format})
         async with self._generate(request, model.name, chat, response) as generation:
             members = _members(f"chatcmpl-{generation.id}", "chat.completion", request, generation)
             ids = [generation.call_ids(number) for number in range(generation.choices)]

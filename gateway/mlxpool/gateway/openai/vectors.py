@@ -71,7 +71,7 @@ class ClassifyRequest:
 
 def embeddings(body: Mapping[str, Any]) -> EmbeddingRequest:
     """A checked /v1/embeddings. Raises HttpError naming the field."""
-    EMBEDDINGS.check(body)
+    body = EMBEDDINGS.check(body)
     encoding = fields.text(body, "encoding_format", "float")
     if encoding not in FORMATS:
         message = f"'encoding_format' is {shown(encoding)}, must be one of {', '.join(FORMATS)}"
@@ -88,7 +88,7 @@ def embeddings(body: Mapping[str, Any]) -> EmbeddingRequest:
 
 def rerank(body: Mapping[str, Any]) -> RerankRequest:
     """A checked /v1/rerank. Raises HttpError naming the field."""
-    RERANK.check(body)
+    body = RERANK.check(body)
     settings = {
         **_truncate(body),
         "top": fields.integer(body, "top_n", 1, MAX_TOP),
@@ -106,7 +106,7 @@ def rerank(body: Mapping[str, Any]) -> RerankRequest:
 
 def score(body: Mapping[str, Any]) -> ScoreRequest:
     """A checked /v1/score. Raises HttpError naming the field."""
-    SCORE.check(body)
+    body = SCORE.check(body)
     queries, documents = (
         _texts(name, [given] if isinstance(given := body.get(name), str) else _listed(name, given))
         for name in ("text_1", "text_2")
@@ -120,7 +120,7 @@ def score(body: Mapping[str, Any]) -> ScoreRequest:
 
 def classify(body: Mapping[str, Any]) -> ClassifyRequest:
     """A checked /v1/classify. Raises HttpError naming the field."""
-    CLASSIFY.check(body)
+    body = CLASSIFY.check(body)
     given = body.get("input")
     inputs = [given] if isinstance(given, str) else _listed("input", given)
     return ClassifyRequest(fields.text(body, "model"), _texts("input", inputs), _truncate(body))

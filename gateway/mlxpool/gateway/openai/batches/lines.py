@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mlxpool.client.request import divide_options
@@ -151,9 +151,10 @@ def _members(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def _chat(body: Mapping[str, Any], model: ModelInfo) -> tuple[dict[str, Any], Asked]:
     request, chat = requests.chat(body), model.chat or NO_CHAT
-    check_formats(request.model, chat, request.tools, request.options, request.think_field)
-    format = calls_format(chat, request.tools, request.forced, ".function")
-    arguments = {**_single(request), **format}
+    tools, options = request.tools, request.options
+    options = check_formats(request.model, chat, tools, options, request.think_field)
+    format = calls_format(chat, tools, request.forced, ".function")
+    arguments = {**_single(replace(request, options=options)), **format}
     arguments["messages"] = template_messages(chat, arguments["messages"])
     formats = (chat.tools, chat.thinking)
     several = request.several_calls

@@ -49,7 +49,7 @@ class NewBatch:
 
 def new_batch(body: Mapping[str, Any]) -> NewBatch:
     """A checked POST /v1/batches. Raises HttpError naming the field."""
-    BATCH.check(body)
+    body = BATCH.check(body)
     endpoint = fields.text(body, "endpoint")
     if endpoint not in ENDPOINTS:
         known = ", ".join(ENDPOINTS)

@@ -9,6 +9,7 @@ from typing import Any
 from mlxpool.client import Result
 from mlxpool.gateway.errors import HttpError
 from mlxpool.gateway.generation.output_blocks import Block, Kind
+from mlxpool.gateway.openai.responses_api.namespaces import divided
 
 PREFIXES = {Kind.THOUGHTS: "rs", Kind.TEXT: "msg", Kind.CALL: "fc"}
 STATUSES = {"length": "incomplete", "cancelled": "cancelled"}  # by the reason of the end
@@ -88,7 +89,8 @@ class ResponseFrame:
     def _item(self, block: Block, status: str, parts: list[dict[str, Any]]) -> dict[str, Any]:
         head = {"id": self.item_id(block), "status": status}
         if block.kind is Kind.CALL:
-            call = {"call_id": block.id, "name": block.name, "arguments": block.text}
+            named = divided(block.name, self.echoed.get("tools"))
+            call = {"call_id": block.id, **named, "arguments": block.text}
             return {**head, "type": "function_call", **call}
         if block.kind is Kind.TEXT:
             return {**head, "type": "message", "role": "assistant", "content": parts}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mlxpool.common.options import MAX_COUNT, MAX_TOP_LOGPROBS
-from mlxpool.common.protocol.chat import LEVELS, MAX_MESSAGES, MAX_TOOLS
+from mlxpool.common.protocol.chat import MAX_MESSAGES, MAX_TOOLS
 from mlxpool.gateway.description.schemas import (
     ANY,
     FLAG,
@@ -18,15 +18,14 @@ from mlxpool.gateway.description.schemas import (
     integer,
     listed,
     one_of,
+    other_tool,
 )
 from mlxpool.gateway.field_checks import Body
 from mlxpool.gateway.generation.queries import page_fields
-from mlxpool.gateway.openai.fields import ACCEPTED, COMMON
+from mlxpool.gateway.openai.fields import ACCEPTED, COMMON, EFFORT
 from mlxpool.gateway.openai.fields import SAMPLING as OF_CHATS
 
 LOGPROBS = "message.output_text.logprobs"
-ENCRYPTED = "reasoning.encrypted_content"
-INCLUDED = (LOGPROBS, ENCRYPTED)
 MAX_METADATA, MAX_KEY, MAX_VALUE = 16, 64, 512  # pairs, and characters of each
 MESSAGE_ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = ("input_text", "output_text")
@@ -45,14 +44,15 @@ FORMAT = Body(
 )
 TEXT_CONFIG = Body(
     {"format": FORMAT.schema()},
-    refused={"verbosity": (("medium",), "ask for it in the instructions")},
+    accepted={"verbosity": TEXT},
 )
 REASONING = Body(
     {
-        "effort": choice("none", *LEVELS),
-        "summary": described("the thoughts as they are, as a summary", choice(*SUMMARIES)),
+        "effort": EFFORT,
+        "summary": described("the thoughts as they are, as a summary", choice(*SUMMARIES, "none")),
         "generate_summary": described("the older form of `summary`", choice(*SUMMARIES)),
-    }
+    },
+    accepted={"context": ANY, "mode": ANY, "enabled": ANY, "exclude": ANY},
 )
 STREAM_OPTIONS = Body({}, accepted={"include_obfuscation": ANY})
 
@@ -95,6 +95,10 @@ ITEM = one_of(
         },
         "required": ["type"],
     },
+    described(
+        "of another type: calls and their results are kept as text, others are left out",
+        other_tool("message", "function_call", "function_call_output", "reasoning"),
+    ),
 )
 TOOL = Body(
     {
@@ -105,6 +109,24 @@ TOOL = Body(
         "strict": FLAG,
     },
     required=("type", "name"),
+    accepted={
+        "defer_loading": ANY,
+        "cache_control": ANY,
+        "allowed_callers": ANY,
+        "output_schema": ANY,
+    },
+)
+ANY_TOOL: Schema = one_of(
+    TOOL.schema(),
+    described(
+        "a group of functions, which are offered as NAME__FUNCTION",
+        {
+            "type": "object",
+            "properties": {"type": {"const": "namespace"}, "name": NAME, "tools": listed(MAP)},
+            "required": ["type", "name", "tools"],
+        },
+    ),
+    other_tool("function", "namespace"),
 )
 TOOL_CHOICE: Schema = one_of(
     choice("auto", "none", "required"),
@@ -145,12 +167,12 @@ RESPONSE = Body(
         "stream": FLAG,
         "stream_options": described("with `stream` only", STREAM_OPTIONS.schema()),
         "max_output_tokens": integer(1, MAX_COUNT),
-        "tools": listed(TOOL.schema(), 0, MAX_TOOLS),
+        "tools": listed(ANY_TOOL, 0, MAX_TOOLS),
         "tool_choice": TOOL_CHOICE,
         "parallel_tool_calls": FLAG,
         "text": TEXT_CONFIG.schema(),
         "reasoning": REASONING.schema(),
-        "include": listed(choice(*INCLUDED)),
+        "include": described(f"{LOGPROBS}; others have no effect", listed(TEXT)),
         "top_logprobs": described(
             f"with {LOGPROBS} in `include` only", integer(0, MAX_TOP_LOGPROBS)
         ),
@@ -168,16 +190,13 @@ RESPONSE = Body(
     accepted={
         **{name: schema for name, schema in ACCEPTED.items() if name != "metadata"},
         "max_tool_calls": ANY,  # of tools that the server runs, of which there are none
-        "prompt_cache_retention": ANY,
-        "prompt_cache_options": ANY,
+        "context_management": ANY,  # nothing is compacted: see `truncation`
+        "background_options": ANY,
+        "access_programs": ANY,
     },
     refused={
-        "background_options": ((), "leave it out"),
         "conversation": ((), "use `previous_response_id`, or send the whole conversation"),
         "prompt": ((), "there are no stored prompts: use `instructions` and `input`"),
-        "context_management": (([],), "use `truncation`"),
-        "moderation": ((), "leave it out"),
-        "access_programs": ((), "leave it out"),
         "image": ((), "leave it out"),
         "messages": ((), "this is /v1/responses: use `input`"),
         "max_tokens": ((), "use `max_output_tokens`"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,14 +11,22 @@ from mlxpool.common.checks import shown
 from mlxpool.common.protocol.chat import MAX_MESSAGES
 from mlxpool.gateway.errors import HttpError, bad_request
 from mlxpool.gateway.generation.images import DETAILS, from_data_url
+from mlxpool.gateway.left_out import ELSEWHERE, log_left_out
 from mlxpool.gateway.openai.responses_api.fields import MESSAGE_ROLES, TEXT_PARTS
+from mlxpool.gateway.openai.responses_api.namespaces import NAMESPACE, joined
 
-KNOWN = "must be a message, function_call, function_call_output or reasoning"
+KNOWN = "must be a map with a type, such as message or function_call"
 PARTS = "must be input_text, output_text, input_image or refusal"
-ENCRYPTED = (
-    "has encrypted_content only, which another server has encrypted; leave the item out, or send"
-    " its `content` or `summary`"
-)
+# Items of calls of other kinds that a client has answered: their member with what was asked.
+CALLS: Mapping[str, str] = {
+    "custom_tool_call": "input",
+    "local_shell_call": "action",
+    "shell_call": "action",
+    "apply_patch_call": "operation",
+    "computer_call": "action",
+    "mcp_call": "arguments",
+}
+OUTPUT = "_output"  # behind the type of a call: its result
 
 
 class Conversation:
@@ -44,8 +53,25 @@ class Conversation:
             self._output(where, item)
         elif kind == "reasoning":
             self._reasoning(where, item)
-        else:
+        elif not isinstance(kind, str) or not kind:
             raise _fault(f"{where}.type is {shown(kind)}, {KNOWN}")
+        elif kind in CALLS or kind.removesuffix(OUTPUT) in CALLS:
+            self._foreign(kind, item)
+        else:
+            log_left_out("an item of a conversation is left out", shown(kind), ELSEWHERE)
+
+    def _foreign(self, kind: str, item: Mapping[str, Any]) -> None:
+        """A call of another kind, as the call of a function, or its result."""
+        call_id = item.get("call_id") or item.get("id") or kind
+        if kind not in CALLS:
+            self._result(str(call_id), _as_text(item.get("output")))
+            return
+        asked = item.get(CALLS[kind])
+        arguments = asked if isinstance(asked, Mapping) else {"input": asked}
+        name = item.get("name") or kind.removesuffix("_call")
+        self._calls(str(call_id), str(name), json.dumps(arguments, ensure_ascii=False))
+        if kind == "mcp_call":  # its result is in the same item
+            self._result(str(call_id), _as_text(item.get("output") or item.get("error")))
 
     def _message(self, where: str, item: Mapping[str, Any]) -> None:
         role = item.get("role")
@@ -63,8 +89,11 @@ class Conversation:
     def _call(self, where: str, item: Mapping[str, Any]) -> None:
         call_id, name = _name(where, item, "call_id"), _name(where, item, "name")
         arguments = item.get("arguments")
-        if not isinstance(arguments, str):
+        if not isinstance(arguments, str | None):
             raise _fault(f"{where}.arguments must be JSON text, got {shown(arguments)}")
+        self._calls(call_id, joined(item.get(NAMESPACE), name), arguments or "")
+
+    def _calls(self, call_id: str, name: str, arguments: str) -> None:
         self._names[call_id] = name
         message = self._assistant()
         message.setdefault("content", "")
@@ -78,7 +107,9 @@ class Conversation:
 
     def _output(self, where: str, item: Mapping[str, Any]) -> None:
         call_id = _name(where, item, "call_id")
-        content = self._content(f"{where}.output", item.get("output"))
+        self._result(call_id, self._content(f"{where}.output", item.get("output")))
+
+    def _result(self, call_id: str, content: str | list[dict[str, Any]]) -> None:
         name = self._names.get(call_id)
         self.messages.append(
             {
@@ -90,11 +121,12 @@ class Conversation:
         )
 
     def _reasoning(self, where: str, item: Mapping[str, Any]) -> None:
-        """Thoughts of an earlier answer: its `content`, or its summary if it has no other."""
+        """Thoughts of an earlier answer: its `content`, or its summary if it has no other.
+
+        What another server has encrypted nobody can read here: it is left out.
+        """
         text = _texts(f"{where}.content", item.get("content"))
         text = text or _texts(f"{where}.summary", item.get("summary"))
-        if not text and item.get("encrypted_content"):
-            raise _fault(f"{where} {ENCRYPTED}")
         if text:
             message = self._assistant(lacks=("reasoning_content", "content", "tool_calls"))
             message["reasoning_content"] = text
@@ -110,8 +142,8 @@ class Conversation:
 
     def _content(self, where: str, content: object) -> str | list[dict[str, Any]]:
         """Text if all parts are text, else parts."""
-        if isinstance(content, str):
-            return content
+        if isinstance(content, str | None):
+            return content or ""
         if not isinstance(content, list):
             raise _fault(f"{where} must be text or a list of parts, got {shown(content)}")
         parts = [self._part(f"{where}[{number}]", part) for number, part in enumerate(content)]
@@ -170,6 +202,15 @@ def conversation_of(
     for number, item in enumerate(given):
         found.add(f"input[{number}]", item)
     return found
+
+
+def _as_text(value: object) -> str:
+    """A result as text, be it text, parts of text or anything else."""
+    if isinstance(value, list) and all(isinstance(one, Mapping) and "text" in one for one in value):
+        return "".join(str(one["text"]) for one in value)
+    if isinstance(value, str | None):
+        return value or ""
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _fault(message: str) -> HttpError:

@@ -8,15 +8,15 @@ from typing import Any
 
 from mlxpool.common.checks import shown
 from mlxpool.common.options import MAX_COUNT, MAX_TOP_LOGPROBS
-from mlxpool.common.protocol.chat import LEVELS, check_messages
+from mlxpool.common.protocol.chat import check_messages, check_tools
 from mlxpool.gateway import field_checks as fields
 from mlxpool.gateway.errors import bad_request
 from mlxpool.gateway.generation.chat_request import ChatRequest
 from mlxpool.gateway.generation.sampling import sampling_options, session_option
 from mlxpool.gateway.generation.structured import require_no_tools
+from mlxpool.gateway.openai.fields import EFFORTS
 from mlxpool.gateway.openai.responses_api.fields import (
     FORMAT,
-    INCLUDED,
     LOGPROBS,
     MAX_KEY,
     MAX_METADATA,
@@ -30,6 +30,7 @@ from mlxpool.gateway.openai.responses_api.fields import (
     TOOL,
 )
 from mlxpool.gateway.openai.responses_api.items import Earlier, conversation_of
+from mlxpool.gateway.openai.responses_api.namespaces import NAMESPACE, joined
 
 TOOL_CHOICES = (
     "must be auto, none, required, {type: 'function', name: …} or"
@@ -62,7 +63,7 @@ class ResponseRequest:
 
 def response(body: Mapping[str, Any], earlier: Earlier | None = None) -> ResponseRequest:
     """A checked /v1/responses. Raises HttpError naming the field."""
-    RESPONSE.check(body)
+    body = RESPONSE.check(body)
     instructions = fields.text(body, "instructions", "")
     conversation = conversation_of(body.get("input"), instructions, earlier)
     messages = fields.checked("input", check_messages, conversation.messages)
@@ -77,7 +78,7 @@ def response(body: Mapping[str, Any], earlier: Earlier | None = None) -> Respons
     max_tokens = fields.integer(body, "max_output_tokens", 1, MAX_COUNT)
     options |= {} if max_tokens is None else {"max_tokens": max_tokens}
     effort, summary = _reasoning(body)
-    options |= {} if effort is None else {"think": False if effort == "none" else effort}
+    options |= {} if effort is None else {"think": EFFORTS.get(effort, False)}
     require_no_tools(tools, options)
     stream = fields.flag(body, "stream", False)
     given = fields.mapping(body, "stream_options")
@@ -130,7 +131,10 @@ def _echoed(body: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, An
         "prompt_cache_key": body.get("prompt_cache_key"),
         "safety_identifier": body.get("safety_identifier"),
         "temperature": options["temperature"],
-        "text": {"format": text.get("format") or {"type": "text"}, "verbosity": "medium"},
+        "text": {
+            "format": text.get("format") or {"type": "text"},
+            "verbosity": text.get("verbosity") or "medium",
+        },
         "tool_choice": body.get("tool_choice") or "auto",
         "tools": body.get("tools") or [],
         "top_logprobs": body.get("top_logprobs") or 0,
@@ -141,16 +145,16 @@ def _echoed(body: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, An
 
 def _tools(body: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The tools that are offered, in the pool's form, and those of which one has to be called."""
-    tools = fields.tools_of_kind(body, ("function",))
-    for number, tool in enumerate(tools):
-        _check_tool(number, tool)
-    found = [
-        {
-            "type": "function",
-            "function": {key: value for key, value in tool.items() if key != "type"},
-        }
-        for tool in tools
-    ]
+    found: list[dict[str, Any]] = []
+    for number, tool in fields.tools_of_kind(body, ("function", NAMESPACE)):
+        if tool["type"] == NAMESPACE:
+            found += [
+                _function(f"tools[{number}].tools[{place}].", one, tool["name"])
+                for place, one in fields.tools_of_kind(tool, ("function",))
+            ]
+        else:
+            found.append(_function(f"tools[{number}].", tool))
+    fields.checked("tools", check_tools, found)
     choice = body.get("tool_choice")
     if isinstance(choice, Mapping):
         offered, forced = _chosen(choice, found)
@@ -163,8 +167,14 @@ def _tools(body: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str
     return offered, forced
 
 
-def _check_tool(number: int, tool: Mapping[str, Any]) -> None:
-    prefix = f"tools[{number}]."
+def _function(prefix: str, tool: Mapping[str, Any], group: str = "") -> dict[str, Any]:
+    """A function in the pool's form; `group`: the namespace that it is in. Raises HttpError."""
+    _check_tool(prefix, tool)
+    known = {key: tool[key] for key in TOOL.honoured if key != "type" and tool.get(key) is not None}
+    return {"type": "function", "function": {**known, "name": joined(group, tool["name"])}}
+
+
+def _check_tool(prefix: str, tool: Mapping[str, Any]) -> None:
     if "function" in tool:
         message = f"{prefix}function is the form of /v1/chat/completions: here its members stand in"
         raise bad_request(f"{message} the tool itself", "tools")
@@ -184,8 +194,11 @@ def _chosen(
     else:
         named = []
     names = [one.get("name") if isinstance(one, Mapping) else None for one in named]
-    if not names or not all(isinstance(name, str) for name in names):
+    elsewhere = [one for one in named if isinstance(one, Mapping) and one.get("type") != "function"]
+    if not names or not all(isinstance(name, str) for name in names if not elsewhere):
         raise bad_request(f"'tool_choice' is {shown(choice)}, {TOOL_CHOICES}", "tool_choice")
+    if choice["type"] == "allowed_tools":  # those that run elsewhere are not offered anyway
+        names = [one["name"] for one in named if one.get("type", "function") == "function"]
     found = [tool for tool in tools if tool["function"]["name"] in names]
     if len(found) < len(set(names)):
         raise bad_request("'tool_choice' names a tool that is not in 'tools'", "tool_choice")
@@ -197,7 +210,7 @@ def _chosen(
 def _format(body: Mapping[str, Any]) -> dict[str, Any]:
     """The option `format` of `text`; empty for text."""
     text = fields.mapping(body, "text")
-    TEXT_CONFIG.check(text, "text.")
+    text = TEXT_CONFIG.check(text, "text.")
     given = fields.mapping(text, "format")
     if not given:
         return {}
@@ -220,13 +233,8 @@ def _logprobs(body: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(included, list):
         raise bad_request(f"'include' must be a list, got {shown(included)}", "include")
     for name in included:
-        if name not in INCLUDED:
-            advice = f"there is only {' and '.join(INCLUDED)}"
-            raise bad_request(
-                f"'include' has {shown(name)}, which is not supported: {advice}",
-                "include",
-                "unsupported_parameter",
-            )
+        if not isinstance(name, str):
+            raise bad_request(f"'include' must be a list of texts, got {shown(name)}", "include")
     top = fields.integer(body, "top_logprobs", 0, MAX_TOP_LOGPROBS)
     if LOGPROBS in included:
         return {"logprobs": True, "top_logprobs": top or 0}
@@ -240,10 +248,11 @@ def _reasoning(body: Mapping[str, Any]) -> tuple[str | None, str | None]:
     """The effort, and the kind of summary that is wanted; None: none is named."""
     given = fields.mapping(body, "reasoning")
     prefix = "reasoning."
-    REASONING.check(given, prefix)
+    given = REASONING.check(given, prefix)
     older = fields.choice(given, "generate_summary", SUMMARIES, prefix)
-    summary = fields.choice(given, "summary", SUMMARIES, prefix) or older
-    return fields.choice(given, "effort", ("none", *LEVELS), prefix), summary
+    summary = fields.choice(given, "summary", (*SUMMARIES, "none"), prefix) or older
+    effort = fields.choice(given, "effort", ("none", *EFFORTS), prefix)
+    return effort, None if summary == "none" else summary
 
 
 def metadata_of(body: Mapping[str, Any]) -> Mapping[str, str]:

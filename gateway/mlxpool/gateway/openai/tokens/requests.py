@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlxpool.common.checks import shown
-from mlxpool.common.protocol.chat import check_messages, check_tools
+from mlxpool.common.protocol.chat import check_messages
 from mlxpool.gateway import field_checks as fields
 from mlxpool.gateway.errors import bad_request, unsupported_parameter
-from mlxpool.gateway.generation.chat_request import ChatRequest
+from mlxpool.gateway.generation.chat_request import ENABLE_THINKING, ChatRequest
 from mlxpool.gateway.generation.images import take_image_urls
 from mlxpool.gateway.openai.fields import CHAT_TEMPLATE_KWARGS
+from mlxpool.gateway.openai.messages import as_taken
+from mlxpool.gateway.openai.requests import tools_of
 from mlxpool.gateway.openai.tokens.fields import DETOKENIZE, TOKENIZE
 
 IMAGES = "the tokens of images are not counted beforehand; leave the images out"
@@ -40,14 +42,14 @@ class DetokenizeRequest:
 
 def tokenize(body: Mapping[str, Any]) -> TokenizeRequest:
     """A checked /tokenize. Raises HttpError naming the field."""
-    TOKENIZE.check(body)
+    body = TOKENIZE.check(body)
     model = fields.text(body, "model")
     special = fields.flag(body, "add_special_tokens", True)
     strings = fields.flag(body, "return_token_strs", False)
     given = fields.mapping(body, "chat_template_kwargs")
     CHAT_TEMPLATE_KWARGS.check(given, "chat_template_kwargs.")
     think = fields.flag(given, "enable_thinking", True, "chat_template_kwargs.")
-    tools = fields.checked("tools", check_tools, body.get("tools"))
+    tools = tools_of(body)
     prompt = body.get("prompt")
     if (prompt is None) is (body.get("messages") is None):
         raise bad_request("one of 'prompt' and 'messages' has to be there", "prompt")
@@ -55,12 +57,12 @@ def tokenize(body: Mapping[str, Any]) -> TokenizeRequest:
         return TokenizeRequest(model, fields.text(body, "prompt", ""), None, special, strings)
     if body.get("add_special_tokens"):
         raise unsupported_parameter("add_special_tokens", OF_TEMPLATE)
-    messages, images = take_image_urls(body["messages"])
+    messages, images = take_image_urls(as_taken(body["messages"]))
     if images:
         raise unsupported_parameter("messages", IMAGES)
     messages = fields.checked("messages", check_messages, messages)
     options = {} if given.get("enable_thinking") is None else {"think": think}
-    think_field = "chat_template_kwargs.enable_thinking"
+    think_field = ENABLE_THINKING
     chat = ChatRequest(model, messages, options, think_field, tools=tools)
     return TokenizeRequest(model, None, chat, special, strings)
 

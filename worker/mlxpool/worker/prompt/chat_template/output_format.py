@@ -52,12 +52,12 @@ def opens_thinking(prompt: str) -> bool:
 def variables(think: bool | str | None, source: str) -> Mapping[str, Any]:
     """The template variables for the request's `think`.
 
-    Raises BadRequest for a template without such a variable, because it would have no effect.
+    A level means true to a template that knows none. Raises BadRequest for a template that cannot
+    leave its thoughts out.
     """
     if think is None:
         return {}
     if isinstance(think, str):
-        _require("reasoning_effort", source, f"think is {think!r}")
         return {"reasoning_effort": think, "enable_thinking": True}
     if not think:
         _require("enable_thinking", source, "think is false")

@@ -1,0 +1,64 @@
+"""The text of a system message in an order that the prefix cache can use. Pure.
+
+Agent programs begin it with a value that changes from request to request. Everything behind a
+changed token is read anew, so such a line goes behind the rest, or is left out if it is no
+instruction.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+LEAST_BEHIND = 256  # characters; a shorter text is not worth a change
+MAX_LINE = 200  # characters of a line with a value and its name
+MAX_LINES = 4  # at the begin of the text that are looked at
+# A header of a request that a program has put into the text, as x-anthropic-billing-header is.
+_HEADER = re.compile(r"x-[a-z0-9-]+:[^\n]*(?:\n+|$)", re.IGNORECASE)
+_VALUE = (
+    r"(?:\d{4}-\d\d?-\d\d?(?:[T ,]+\d\d?:\d\d[^\n]*)?"  # a date, a date and a time
+    r"|\d\d?[./]\d\d?[./]\d{2,4}(?:[ ,]+\d\d?:\d\d[^\n]*)?"
+    r"|\d\d?:\d\d(?::\d\d)?[^\n]*"
+    r"|(?:[A-Z][a-z]+, )?(?:[A-Z][a-z]+ \d\d?,? \d{4}|\d\d? [A-Z][a-z]+ \d{4})[^\n]*"
+    r"|\d{10,19}"  # seconds or milliseconds
+    r"|(?=[\w-]*\d)[\w-]*[0-9a-f]{5,}[\w-]*)"  # an id with hexadecimal digits
+)
+# A line that is only the name of a value and the value.
+_NAMED = re.compile(
+    rf"(?:[A-Za-z][\w'\u2019 -]{{0,60}}(?::|=|\bis)\s*)?[\"'<\[(]?{_VALUE}[\"'>\])]?\.?\s*(?:\n+|$)"
+)
+
+
+def stable_first(text: str) -> str:
+    """The text without headers at its begin, and lines that are a date or an id behind the rest."""
+    while found := _HEADER.match(text):
+        text = text[found.end() :]
+    moved, rest = [], text
+    while len(moved) < MAX_LINES and (found := _NAMED.match(rest)) and found.end() <= MAX_LINE:
+        moved.append(found[0].strip())
+        rest = rest[found.end() :]
+    if not moved or len(rest) < LEAST_BEHIND:
+        return text
+    return "\n".join([rest.rstrip("\n") + "\n", *moved])
+
+
+def with_stable_first(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """The messages, the first of which has such a text if it is the system's."""
+    first = messages[0] if messages else {}
+    if first.get("role") not in ("system", "developer"):
+        return messages
+    content = first.get("content")
+    if isinstance(content, list | tuple) and all(part["type"] == "text" for part in content):
+        content = "\n".join(part["text"] for part in content) if _changes(content) else content
+    if not isinstance(content, str):
+        return messages
+    stable = stable_first(content)
+    if stable == first.get("content"):
+        return messages
+    kept = [{**first, "content": stable}] if stable else []
+    return [*kept, *messages[1:]]
+
+
+def _changes(parts: Sequence[Mapping[str, Any]]) -> bool:
+    return bool(parts) and bool(_HEADER.match(parts[0]["text"]) or _NAMED.match(parts[0]["text"]))

@@ -1,0 +1,151 @@
+"""What agent programs and their libraries send is taken; options that are not known are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from mlxpool.common.protocol.call_arguments import INVALID_JSON
+from mlxpool.gateway.anthropic import requests as anthropic
+from mlxpool.gateway.errors import HttpError
+from mlxpool.gateway.formats import ChatFormats
+from mlxpool.gateway.generation.chat_request import check_formats
+from mlxpool.gateway.ollama import requests as ollama
+from mlxpool.gateway.openai import requests as chats
+from mlxpool.gateway.openai.responses_api import requests as responses
+from mlxpool.gateway.openai.responses_api.namespaces import divided, joined
+
+HI: Any = [{"role": "user", "content": "hi"}]
+NAMED: Any = {"name": "f"}
+FUNCTION: Any = {"type": "function", "function": NAMED}
+BASES: Mapping[str, tuple[Callable[[Mapping[str, Any]], Any], Mapping[str, Any]]] = {
+    "chat": (chats.chat, {"model": "m", "messages": HI}),
+    "text": (chats.completion, {"model": "m", "prompt": "hi"}),
+    "responses": (responses.response, {"model": "m", "input": "hi"}),
+    "messages": (anthropic.message, {"model": "m", "messages": HI, "max_tokens": 9}),
+    "count": (anthropic.counted, {"model": "m", "messages": HI}),
+    "ollama": (ollama.chat, {"model": "m", "messages": HI}),
+}
+ABOUT: Any = {"metadata": {"a": "b"}, "session_id": "s", "x-trace": 1, "client_metadata": {"a": 1}}
+UNSET: Any = {"tools": [], "stop": [], "tool_choice": None, "user": "", "metadata": {}}
+TAKEN: list[tuple[str, Any]] = [
+    *[(name, ABOUT) for name in BASES],
+    ("chat", UNSET | {"response_format": None, "logit_bias": {}, "stream_options": None}),
+    ("chat", {"tools": None, "tool_choice": "", "functions": [], "function_call": "", "stop": ""}),
+    ("chat", {"max_tokens": None, "max_completion_tokens": None, "n": None, "audio": None}),
+    ("chat", {"parallel_tool_calls": None, "response_format": {}, "reasoning_effort": ""}),
+    ("chat", {"tool_choice": "auto"}),
+    ("chat", {"tool_choice": "none", "tools": []}),
+    ("chat", {"verbosity": "low", "prompt_cache_retention": "24h", "web_search_options": {}}),
+    ("chat", {"reasoning": {"effort": "xhigh"}, "provider": {}, "transforms": []}),
+    ("chat", {"reasoning_effort": "minimal", "service_tier": "auto", "store": False}),
+    ("chat", {"tools": [{"type": "web_search"}, {"type": "custom", "custom": {"name": "p"}}]}),
+    ("text", {"suffix": "", "stop": "", "logit_bias": {}, "user": ""}),
+    ("responses", {"instructions": "", "tools": [], "include": [], "user": ""}),
+    ("responses", {"tool_choice": "", "text": {}, "reasoning": {}, "metadata": {}}),
+    ("responses", {"include": ["reasoning.encrypted_content", "web_search_call.action.sources"]}),
+    ("responses", {"reasoning": {"effort": "minimal", "summary": "none"}, "store": False}),
+    ("responses", {"text": {"verbosity": "low"}, "truncation": None, "prompt_cache_key": "k"}),
+    ("responses", {"context_management": [{"type": "compaction"}], "service_tier": "priority"}),
+    ("messages", {"system": [], "stop_sequences": [], "tools": [], "metadata": {"user_id": "u"}}),
+    ("messages", {"thinking": {"type": "adaptive", "display": "summarized"}, "speed": "fast"}),
+    ("messages", {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}),
+    ("messages", {"output_config": {"effort": "max", "task_budget": {"type": "tokens"}}}),
+    ("messages", {"mcp_servers": [{"type": "url"}], "container": "c", "betas": ["b"]}),
+    ("messages", {"output_format": {"type": "json_schema", "schema": {"type": "object"}}}),
+    ("messages", {"tools": [{"name": "f", "defer_loading": True, "input_examples": [{}]}]}),
+    ("count", {"max_tokens": 5, "stream": True, "temperature": 1}),
+    ("ollama", {"tools": [], "format": "", "options": {}, "keep_alive": None, "think": None}),
+    ("ollama", {"tools": [{"type": "web_search"}, FUNCTION]}),
+]
+REFUSED: list[tuple[str, Any, str]] = [
+    *[(name, {"typical_p": 0.5}, "typical_p") for name in BASES if name != "ollama"],
+    *[(name, {"temprature": 0.5}, "temperature") for name in BASES if name != "ollama"],
+    *[(name, {"temperature": ""}, "temperature") for name in ("chat", "responses", "messages")],
+    *[(name, {"temperature": []}, "temperature") for name in ("chat", "responses", "messages")],
+    ("chat", {"eos_token_id": 5}, "eos_token_id"),
+    ("chat", {"lora_id": "a"}, "lora_id"),
+    ("chat", {"stop_token_ids": [5]}, "stop"),
+    ("chat", {"max_tokens": ""}, "max_tokens"),
+    ("chat", {"tools": {}}, "tools"),
+    ("chat", {"tools": [{}]}, "tools"),
+    ("chat", {"tools": [FUNCTION], "tool_choice": {"type": "web_search"}}, "tool_choice"),
+    ("chat", {"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+    ("chat", {"messages": []}, "messages"),
+    ("chat", {"model": ""}, "model"),
+    ("responses", {"include": [5]}, "include"),
+    ("responses", {"reasoning": {"effort": "most"}}, "effort"),
+    ("messages", {"tools": [{"type": "bash_20250124", "name": "bash"}],
+                  "tool_choice": {"type": "tool", "name": "bash"}}, "tool_choice"),
+    ("messages", {"max_tokens": None}, "max_tokens"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "more"), TAKEN)
+def test_what_programs_send_is_taken(name: str, more: Any) -> None:
+    parse, base = BASES[name]
+    assert parse({**base, **more})
+
+
+@pytest.mark.parametrize(("name", "more", "words"), REFUSED)
+def test_what_would_change_the_answer_is_refused_by_name(name: str, more: Any, words: str) -> None:
+    parse, base = BASES[name]
+    with pytest.raises(HttpError, match=words):
+        parse({**base, **more})
+
+
+@pytest.mark.parametrize("given", [{}, {"parameters": None}, {"parameters": {}}, {"strict": None}])
+def test_tools_that_run_elsewhere_are_left_out(given: Any) -> None:
+    parse, base = BASES["responses"]
+    own: Any = {"type": "function", "name": "f", **given}
+    kinds = ("custom", "web_search", "local_shell", "image_generation", "tool_search", "mcp")
+    tools: Any = [own, *[{"type": kind, "name": "x"} for kind in kinds]]
+    found = parse({**base, "tools": tools, "tool_choice": "required"})
+    assert [one["function"]["name"] for one in found.chat.tools] == ["f"]
+    assert found.chat.forced == found.chat.tools and found.echoed["tools"] == tools
+    parse, base = BASES["messages"]
+    kinds = ("web_search_20250305", "bash_20250124", "memory_20250818", "mcp_toolset")
+    tools = [{"name": "f"}, *[{"type": kind, "name": "x"} for kind in kinds]]
+    assert [one["function"]["name"] for one in parse({**base, "tools": tools}).chat.tools] == ["f"]
+
+
+def test_functions_of_a_namespace_are_offered_and_their_calls_name_it() -> None:
+    parse, base = BASES["responses"]
+    group: Any = {"type": "namespace", "name": "mcp__git", "tools": [{"type": "function", **NAMED}]}
+    (tool,) = parse({**base, "tools": [group, {**group, "name": "n", "tools": []}]}).chat.tools
+    assert tool["function"]["name"] == "mcp__git__f" == joined("mcp__git__", "f")
+    assert divided("mcp__git__f", [group]) == {"namespace": "mcp__git", "name": "f"}
+    assert divided("f", [group]) == {"name": "f"} == divided("f", None)
+
+
+def test_messages_of_other_clients_have_the_one_form() -> None:
+    custom: Any = {"id": "c", "type": "custom", "custom": {"name": "p", "input": "x"}}
+    thought: Any = {"type": "thinking", "thinking": "Hm."}
+    given: Any = [
+        *HI,
+        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{"}},
+        {"role": "function", "name": "f", "content": None},
+        {"role": "assistant", "content": [], "tool_calls": [custom], "audio": None},
+        {"role": "tool", "tool_call_id": "c", "content": []},
+        {"role": "assistant", "content": None, "refusal": "No.", "tool_calls": []},
+        {"role": "assistant", "content": [thought, {"type": "refusal", "refusal": "No."}]},
+        {"role": "assistant", "content": None, "reasoning": "Hm.", "reasoning_details": [{}]},
+    ]
+    parse, base = BASES["chat"]
+    (prompt,) = parse({**base, "messages": given}).prompts
+    _, old, told, new, answer, refused, parts, thinks = prompt["messages"]
+    assert old["tool_calls"][0]["function"] == {"name": "f", "arguments": {INVALID_JSON: "{"}}
+    assert (told["role"], told["content"], answer["content"]) == ("tool", "", "")
+    assert new["tool_calls"][0]["function"] == {"name": "p", "arguments": {"input": "x"}}
+    assert refused["content"] == "No." and parts["content"] == [{"type": "text", "text": "No."}]
+    assert thinks["reasoning_content"] == "Hm." and "reasoning" not in thinks
+
+
+def test_how_much_is_thought_has_no_meaning_for_a_template_without_thoughts() -> None:
+    plain = ChatFormats("hermes", None)
+    for field in ("reasoning_effort", "reasoning.effort", "thinking"):
+        assert check_formats("m", plain, (), {"think": "low", "seed": 1}, field) == {"seed": 1}
+    with pytest.raises(HttpError, match="knows no thinking"):
+        check_formats("m", plain, (), {"think": True}, "chat_template_kwargs.enable_thinking")
