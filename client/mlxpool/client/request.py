@@ -29,6 +29,7 @@ from mlxpool.common.protocol.prompts import ChatPrompt, PackedPrompt, Prompt, Te
 from mlxpool.common.protocol.resume import Resume, check_size
 from mlxpool.common.protocol.to_client import Kept, ModelList
 from mlxpool.common.protocol.token_ids import pack_ids, unpack_ids
+from mlxpool.common.protocol.unicode_text import not_unicode
 
 FIRST_ONLY = frozenset({"queue_ms", "first_token_ms"})  # bounds that hold for the first sending
 
@@ -114,7 +115,9 @@ def _utf8(text: object) -> bytes:
     """The bytes of a text. Raises BadRequest for another type."""
     if not isinstance(text, str):
         raise BadRequest(f"a text must be a str, got {shown(text)}")
-    return text.encode("utf-8", "surrogatepass")
+    if fault := not_unicode(text, "prompt"):
+        raise BadRequest(f"cannot be sent: {fault}")
+    return text.encode()
 
 
 Draft = GenerateDraft | Fetch  # what begins a stream

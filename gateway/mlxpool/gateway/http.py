@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any
 
 from starlette.requests import Request
 from starlette.types import Receive, Send
 
+from mlxpool.common.protocol.unicode_text import not_unicode, place_of
 from mlxpool.gateway.content_encoding import decoded
 from mlxpool.gateway.errors import HttpError
 from mlxpool.gateway.event_numbers import EventNumbers
@@ -23,6 +25,8 @@ FORM = "application/x-www-form-urlencoded"  # what `curl -d` sends with any data
 TURNS = 4  # of the loop between two slices of a long work
 PARSED_AT_ONCE = 256 * 1024  # bytes of a body that the loop parses itself
 LISTED_AT_ONCE = 200  # rows of a list that are written without a look at other requests
+# The escape of half a surrogate pair, or its bytes.
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 TOO_DEEP = "the body is nested too deeply"
 RAISE_BOUND = (
     "--max-body of `mlxpool gateway`, or the setting http_max_body of `mlxpool serve`, raises the"
@@ -155,10 +159,17 @@ async def read_json(request: Request, max_bytes: int, seconds: float) -> dict[st
         raise HttpError(400, TOO_DEEP, "not_json", retry=False) from None
     except ValueError as error:
         raise HttpError(400, f"the body is not JSON: {error}", "not_json", retry=False) from None
+    if may_break_text(data) and (fault := not_unicode(value)):
+        raise HttpError(400, fault, "bad_request", place_of(fault), retry=False)
     if not isinstance(value, dict):
         message = f"the body must be a JSON object, got {type(value).__name__}"
         raise HttpError(400, message, "not_json", retry=False)
     return value
+
+
+def may_break_text(data: bytes) -> bool:
+    """Whether the JSON of these bytes may have half a surrogate pair."""
+    return json.detect_encoding(data) != "utf-8" or _HALF.search(data) is not None
 
 
 async def _parsed(data: bytes) -> Any:

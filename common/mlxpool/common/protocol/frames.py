@@ -7,6 +7,7 @@ blobs are raw bytes. docs/protocol.md describes every kind.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -26,6 +27,7 @@ from mlxpool.common.protocol.bounds import (
     MAX_TOTAL,
     bounds_of,
 )
+from mlxpool.common.protocol.unicode_text import not_unicode
 
 __all__ = ["MAX_BACK_BODY", "MAX_BLOB", "MAX_BODY", "MAX_FRAME", "MAX_PARTS", "MAX_TOTAL"]
 
@@ -111,21 +113,21 @@ def _culprit(value: Any, path: str, depth: int) -> str:
     """The first thing in it that msgpack cannot hold, and why; "" when there is none."""
     if isinstance(value, Mapping | list | tuple):
         if depth == 0:
-            return f"{path.partition('.')[0]} is nested deeper than {MAX_DEPTH}"
+            return f"{re.split(r'[.[]', path)[0]} is nested deeper than {MAX_DEPTH}"
         entries = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, entry in entries:
             if isinstance(value, Mapping) and not isinstance(key, str | bytes):
                 return f"{path or 'the body'} has the key {shown(key)}, keys are text"
-            if found := _culprit(entry, f"{path}.{key}" if path else str(key), depth - 1):
+            if isinstance(key, str) and (fault := not_unicode({key: None}, path)):
+                return fault
+            inside = f"{path}[{key}]" if isinstance(value, list | tuple) else f"{path}.{key}"
+            if found := _culprit(entry, inside if path else str(key), depth - 1):
                 return found
         return ""
     if isinstance(value, int) and not -(2**63) <= value < 2**64:
         return f"{path} is {shown(value)}, an integer has at most 64 bits"
-    if isinstance(value, str) and not value.isascii():
-        try:
-            value.encode()
-        except UnicodeError as error:
-            return f"{path} is not Unicode text: {error}"
+    if isinstance(value, str) and (fault := not_unicode(value, path)):
+        return fault
     known = isinstance(value, str | bytes | bytearray | int | float | None)
     return "" if known else f"{path} is of the type {type(value).__name__}, which has no place here"
 
@@ -212,7 +214,21 @@ def _unpack(part: bytes) -> Any:
     try:
         return msgpack.unpackb(part, raw=False, strict_map_key=True, ext_hook=_no_extension)
     except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
-        raise BadRequest(f"not msgpack: {type(error).__name__}: {str(error)[:100]}") from None
+        fault = _text_fault(part) if isinstance(error, UnicodeDecodeError) else ""
+        why = fault or f"not msgpack: {type(error).__name__}: {str(error)[:100]}"
+        raise BadRequest(why) from None
+
+
+def _text_fault(part: bytes) -> str:
+    """Where a part has half a surrogate pair; "" if it is something else that is no text."""
+    try:
+        value = msgpack.unpackb(
+            part, raw=False, strict_map_key=True, unicode_errors="surrogatepass",
+            ext_hook=_no_extension,
+        )  # fmt: skip
+    except (ValueError, msgpack.exceptions.UnpackException, RecursionError):
+        return ""
+    return not_unicode(value)
 
 
 def _check_sizes(kind: str, parts: Sequence[bytes], max_body: int) -> None:

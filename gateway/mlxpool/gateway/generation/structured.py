@@ -8,6 +8,7 @@ from typing import Any
 
 from mlxpool.common.answer_format import MAX_CHOICES
 from mlxpool.common.checks import shown
+from mlxpool.common.protocol.unicode_text import not_unicode
 from mlxpool.gateway import field_checks as fields
 from mlxpool.gateway.description.schemas import (
     FLAG,
@@ -134,6 +135,8 @@ def _format(field: str, key: str, value: Any) -> Any:
             value = json.loads(value)
         except ValueError as error:
             raise bad_request(f"{field!r} is not JSON: {error}", field) from None
+        if fault := not_unicode(value, field):
+            raise bad_request(fault, field)
     return fields.option(field, {"type": kind, name: value}, "format")
 
 

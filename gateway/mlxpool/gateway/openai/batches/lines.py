@@ -13,11 +13,13 @@ from mlxpool.common.protocol.decisions import DECIDE, Question
 from mlxpool.common.protocol.encoder_calls import MAX_INPUTS
 from mlxpool.common.protocol.kept.batch_lines import MAX_LABEL, OF_CLIENTS, BadLine, check_line
 from mlxpool.common.protocol.kept.job_work import KIND
+from mlxpool.common.protocol.unicode_text import not_unicode, place_of
 from mlxpool.gateway.description.schemas import MAP, NAME
 from mlxpool.gateway.errors import HttpError, bad_request, unsupported_parameter
 from mlxpool.gateway.field_checks import Body
 from mlxpool.gateway.formats import NO_CHAT, ChatFormats, template_messages
 from mlxpool.gateway.generation.chat_request import calls_format, check_formats
+from mlxpool.gateway.http import may_break_text
 from mlxpool.gateway.json_parts import decode_in_parts, encode_in_parts
 from mlxpool.gateway.models import ModelInfo
 from mlxpool.gateway.openai import decisions, requests, vectors
@@ -97,6 +99,8 @@ def parsed_line(data: bytes, endpoint: str) -> dict[str, Any]:
         line = decode_in_parts(str(data, "utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise bad_request(f"it is not JSON: {error}", code="invalid_json_line") from None
+    if may_break_text(data) and (fault := not_unicode(line)):
+        raise bad_request(fault, place_of(fault), "invalid_json_line")
     if not isinstance(line, dict):
         raise bad_request(f"it must be a JSON object, got {shown(line)}", code="invalid_json_line")
     LINE.check(line)
