@@ -12,6 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
+from mlxpool.common.errors import BadRequest
 from mlxpool.gateway.formats import TOOLS
 from mlxpool.gateway.formats.events import (
     CallArguments,
@@ -189,7 +190,9 @@ def test_parameters_that_tags_cannot_hold_are_named(
     tool_format: str, parameters: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):
-        forced_call(tool_format, [{"function": {"name": "f", "parameters": parameters}}])
+        forced_call(
+            tool_format, [{"function": {"name": "f", "strict": True, "parameters": parameters}}]
+        )
 
 
 def test_values_between_tags_keep_their_text() -> None:
@@ -206,3 +209,52 @@ def test_values_between_tags_keep_their_text() -> None:
             assert takes(forced_call(tool_format, tools), text)
             assert calls(parsed(tool_format, tools, text)) == [("f", {"a": value})]
     assert not takes(forced_call("glm", tools), glm.replace("<parameter=a>", "x"))
+
+
+REF = {"$ref": "#/$defs/n"}
+DECLARATIONS: list[Any] = [
+    None, {}, {"type": "object"}, {"properties": {"a": {"type": "string"}}}, {"properties": None},
+    {"type": "object", "properties": {}, "additionalProperties": True, "required": None},
+    {"type": "object", "properties": {"a": REF}, "$defs": {"n": {"properties": {"a": REF}}}},
+    {"$ref": "#/$defs/n", "$defs": {"n": {"type": "object", "properties": {"a": {}}}}},
+    {"properties": {"a": {"type": "array", "items": {"$ref": "#"}}}},
+    {"anyOf": [{"required": ["a"]}, {"required": ["b"]}], "properties": {"a": {}, "b": {}}},
+    {"oneOf": [{"properties": {"a": {"const": 1}}}, {"properties": {"b": {"const": 1}}}]},
+    {"allOf": [{"properties": {"a": {"type": "string"}}}, {"not": {}}]},
+    {"if": {}, "then": {}, "properties": {"a": {"type": "string", "pattern": "^(?=a)b"}}},
+    {"properties": {"a": {"type": "string", "format": "color", "minLength": None, "enum": None}}},
+    {"properties": {"a": {"type": "any"}, "b": {"type": "STRING"}, "c": {"$ref": "http://x/y"}}},
+    {"properties": {"a": True, "b": {"type": ["string", "null"], "description": None}}},
+    {"properties": {"a b": {"type": "string"}, "<c>": {"type": "string"}}, "required": ["<c>"]},
+    {"properties": {"a": {"type": "string", "enum": [1, 2]}, "b": {"type": "string", "const": 5}}},
+    {"propertyNames": {"pattern": "^a"}, "minProperties": 1, "dependentRequired": {"a": ["b"]}},
+    {"$schema": "http://json-schema.org/draft-07/schema#", "definitions": {"n": {}},
+     "properties": {"a": {"$ref": "#/definitions/n"}, "b": {"uniqueItems": True}}},
+    {"type": ["object", "null"], "properties": {"a": {"type": "string"}}, "title": None},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("strict", [None, False])
+@pytest.mark.parametrize("tool_format", ["hermes", "llama_json", "mistral", "glm", "function_xml"])
+@pytest.mark.parametrize("parameters", DECLARATIONS)
+def test_a_call_is_forced_by_every_declaration(
+    parameters: Any, tool_format: str, strict: bool | None
+) -> None:
+    function = {"name": "f", "parameters": parameters, "strict": strict}
+    format = forced_call(tool_format, [{"type": "function", "function": function}])
+    grammar.check(format)
+    one = matcher(format)
+    text = one.compute_ff_bytes().decode()
+    assert "f" in text and not one.is_accepting(), "an answer begins as a call"
+
+
+def test_a_refusal_names_the_tool_and_the_member_of_its_schema() -> None:
+    inner = {"type": "object", "properties": {"age": {"type": "array", "items": {"not": {}}}}}
+    good: Any = {"name": "good", "strict": True, "parameters": {"type": "object"}}
+    bad: Any = {"name": "bad one", "strict": True, "parameters": inner}
+    tools: Any = [{"type": "function", "function": one} for one in (good, bad)]
+    for format in (forced_call("hermes", tools), strict_calls("hermes", tools)):
+        with pytest.raises(BadRequest) as caught:
+            grammar.check(format)
+        assert 'the tool "bad one" at properties.age.items: Unimpl' in caught.value.message
+        assert "%json" not in caught.value.message

@@ -99,3 +99,20 @@ def test_a_digest_depends_on_format_order_of_keys_and_vocabulary() -> None:
     found = {grammar.digest_of(one, "x"), grammar.digest_of(two, "x"), grammar.digest_of(one, "y")}
     assert len(found) == 3
     assert grammar.digest_of(one, "x") in found
+
+
+@pytest.mark.parametrize(
+    ("given", "place"),
+    [
+        ({"properties": {"a": {"properties": {"b": {"not": {}}}}}}, "properties.a.properties.b"),
+        ({"properties": {"a": {}, "c": {"anyOf": [{}, {"uniqueItems": True}]}}},
+         "properties.c.anyOf[1]"),
+        ({"items": {"type": "bogus"}}, "items"),
+        ({"$defs": {"n": {"contains": {}}}, "properties": {"a": {"$ref": "#/$defs/n"}}},
+         "properties.a"),
+    ],
+)  # fmt: skip
+def test_a_refusal_names_the_member_of_the_schema(given: dict[str, Any], place: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        grammar.check(schema(**given))
+    assert f"format: the schema cannot be followed: {place}: " in caught.value.message

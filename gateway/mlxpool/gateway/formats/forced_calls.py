@@ -10,10 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mlxpool.gateway.formats.relaxed_schema import relaxed
 from mlxpool.gateway.formats.tagged_arguments import (
     FUNCTION_XML,
     GLM,
+    LENIENT,
     WHITE_SPACE,
+    Held,
     TaggedStyle,
     quoted,
     tagged_call,
@@ -31,12 +34,12 @@ class JsonStyle:
     behind: str
     arguments: str
 
-    def call(self, number: int, tool: Mapping[str, Any], *, strict: bool) -> list[str]:
+    def call(self, number: int, tool: Mapping[str, Any], held: Held) -> list[str]:
         """Returns the rules of a call: `call_NUMBER` and those that it needs."""
         function = tool["function"]
         name = json.dumps(function["name"], ensure_ascii=False)
         begin = f'{self.front}{{"name": {name}, "{self.arguments}": '
-        schema = _schema(function.get("parameters") if strict else None)
+        schema = _schema(function.get("parameters"), held)
         return [
             f"call_{number}: {quoted(begin)} arguments_{number} {quoted('}' + self.behind)}",
             f"arguments_{number}: %json {schema}",
@@ -62,8 +65,9 @@ _BEGINS: Mapping[str, str] = {
 def forced_call(tool_format: str | None, tools: Sequence[Mapping[str, Any]]) -> Any:
     """The format of an answer that calls one of these tools; None: not with this format of tools.
 
-    The arguments are of the tool's `parameters`, an object in any case. Raises ValueError naming
-    what of these cannot be followed.
+    The arguments are of the tool's `parameters`, an object in any case: those of a strict tool in
+    all that they say, others as far as a grammar can follow them. Raises ValueError naming what of
+    a strict tool's cannot be followed.
     """
     style = _STYLES.get(tool_format or "")
     if style is None:
@@ -100,14 +104,19 @@ def _any(tools: Sequence[Mapping[str, Any]]) -> str:
 def _calls(
     style: JsonStyle | TaggedStyle, tools: Sequence[Mapping[str, Any]], *, every: bool
 ) -> list[str]:
-    """The rules of all calls; `every`: the parameters of all tools hold, else of strict ones."""
+    """The rules of all calls; `every`: the parameters of all tools hold, else of strict ones.
+
+    In front of those of a call a comment names its tool: see the worker's refusals of grammars.
+    """
     found: list[str] = []
     for number, tool in enumerate(tools):
-        strict = every or bool(tool["function"].get("strict"))
+        function = tool["function"]
+        held = Held.ALL if function.get("strict") else Held.MOST if every else Held.NONE
+        found.append(f"// the tool {json.dumps(function['name'], ensure_ascii=False)}")
         if isinstance(style, JsonStyle):
-            found += style.call(number, tool, strict=strict)
+            found += style.call(number, tool, held)
         else:
-            found += tagged_call(style, number, tool["function"], strict=strict)
+            found += tagged_call(style, number, function, held)
     return found
 
 
@@ -115,6 +124,11 @@ def _lark(rules: Sequence[str]) -> dict[str, str]:
     return {"type": "lark", "grammar": "\n".join(rules) + "\n"}
 
 
-def _schema(parameters: Mapping[str, Any] | None) -> str:
-    schema = {"type": "object", **(parameters or {}), "x-guidance": WHITE_SPACE}
-    return json.dumps(schema, ensure_ascii=False)
+def _schema(parameters: Mapping[str, Any] | None, held: Held) -> str:
+    found = {} if held is Held.NONE else dict(parameters or {})
+    options = dict(WHITE_SPACE)
+    if held is Held.MOST:
+        found, options = relaxed(found), LENIENT
+    if not isinstance(found.get("type"), str) or held is Held.MOST:
+        found["type"] = "object"
+    return json.dumps({**found, "x-guidance": options}, ensure_ascii=False)

@@ -9,17 +9,36 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
+from mlxpool.gateway.formats.relaxed_schema import relaxed
+
 # White space in arguments is at most one space: see docs/structured-output.md.
-WHITE_SPACE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+WHITE_SPACE: Mapping[str, Any] = {
+    "whitespace_flexible": False,
+    "item_separator": ", ?",
+    "key_separator": ": ?",
+}
+# The library leaves out what it does not know how to follow.
+LENIENT: Mapping[str, Any] = {**WHITE_SPACE, "lenient": True}
 _DEFINITIONS = ("$defs", "definitions")
+_COMPOSED = frozenset({"$ref", "allOf", "anyOf", "oneOf"})  # which may name further parameters
 _ANNOTATIONS = frozenset(
     {"$comment", "$schema", "default", "deprecated", "description", "examples", "title"}
 )
 _OF_PARAMETERS = {*_ANNOTATIONS, *_DEFINITIONS, "additionalProperties", "properties", "required"}
 _OF_TEXT = {*_ANNOTATIONS, "const", "enum", "maxLength", "minLength"}
+_FOLLOWED = frozenset({"type", "const", "enum", "maxLength", "minLength"})
 _NAME = re.compile(r"[^\s<>](?:[^<>]*[^\s<>])?")
+
+
+class Held(Enum):
+    """How far the parameters of a tool hold for the arguments of a call."""
+
+    ALL = "all"
+    MOST = "most"  # as far as a grammar can follow them
+    NONE = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +72,18 @@ GLM = TaggedStyle(
 
 
 def tagged_call(
-    style: TaggedStyle, number: int, function: Mapping[str, Any], *, strict: bool
+    style: TaggedStyle, number: int, function: Mapping[str, Any], held: Held
 ) -> list[str]:
     """Returns the rules of a call: `call_NUMBER` and those that it needs.
 
-    Arguments come in the order of the parameters' properties; without `strict` they may be any.
-    Raises ValueError naming what cannot be followed.
+    Arguments come in the order of the parameters' properties; if these do not hold, or are composed
+    of others, they may be any. Raises ValueError naming what cannot be followed.
     """
     front = style.front.replace("NAME", _name(function["name"], "the name"))
-    if not strict:
+    parameters = dict(function.get("parameters") or {})
+    if held is Held.MOST:
+        parameters = _writable(relaxed(parameters))
+    if held is Held.NONE or (held is Held.MOST and _COMPOSED & parameters.keys()):
         before, after = map(quoted, style.key.split("KEY"))
         return [
             f"call_{number}: {quoted(front)} any_{number}* {quoted(style.behind)}",
@@ -69,9 +91,8 @@ def tagged_call(
             rf"KEY_{number}: /[^<>\s]+/",
             f"VALUE_{number}: {_any_text(style, 0, None)} {quoted(style.end)}",
         ]
-    parameters = function.get("parameters") or {}
     _require_known(parameters, "object", _OF_PARAMETERS, f"the parameters of {function['name']!r}")
-    required = parameters.get("required", ())
+    required = parameters.get("required") or ()
     properties = {**(parameters.get("properties") or {})}
     properties = {**properties, **{key: {} for key in required if key not in properties}}
     definitions = {key: parameters[key] for key in _DEFINITIONS if key in parameters}
@@ -81,17 +102,43 @@ def tagged_call(
         arguments.append(rule if key in required else f"{rule}?")
         before = quoted(style.key.replace("KEY", _name(key, "the parameter")))
         if isinstance(schema, Mapping) and schema.get("type") == "string":
+            if held is Held.MOST:
+                schema = {name: schema[name] for name in schema if name in _FOLLOWED}
             value = f"VALUE_{number}_{place}"
-            rules.append(f"{value}: {_value(style, key, schema)} {quoted(style.end)}")
+            rules.append(f"{value}: {_text_of(style, key, schema, held)} {quoted(style.end)}")
         else:
             whole = schema if isinstance(schema, Mapping) else {}
-            whole = {**definitions, **whole, "x-guidance": WHITE_SPACE}
+            options = LENIENT if held is Held.MOST else WHITE_SPACE
+            whole = {**definitions, **whole, "x-guidance": options}
             value = f"value_{number}_{place}"
             rules.append(f"{value}: %json {json.dumps(whole, ensure_ascii=False)}")
             value += f" {quoted(style.end)}"
         rules.append(f"{rule}: {before} {value}")
     body = " ".join([quoted(front), *arguments, quoted(style.behind)])
     return [f"call_{number}: {body}", *rules]
+
+
+def _writable(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters of a tool that is not strict, without what this format cannot write."""
+    found = {key: parameters[key] for key in parameters if key in {*_OF_PARAMETERS, *_COMPOSED}}
+    properties = found.get("properties")
+    if not isinstance(properties, Mapping):
+        properties = {}
+    found["properties"] = {key: properties[key] for key in properties if _NAME.fullmatch(key)}
+    required = found.get("required")
+    given = required if isinstance(required, list) else []
+    found["required"] = [one for one in given if isinstance(one, str) and _NAME.fullmatch(one)]
+    return found
+
+
+def _text_of(style: TaggedStyle, key: str, schema: Mapping[str, Any], held: Held) -> str:
+    """Returns the terminal of a text; any text where one that need not hold allows none."""
+    try:
+        return _value(style, key, schema)
+    except ValueError:
+        if held is Held.ALL:
+            raise
+        return _any_text(style, 0, None)
 
 
 def _value(style: TaggedStyle, key: str, schema: Mapping[str, Any]) -> str:

@@ -17,6 +17,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from mlxpool.common.answer_format import text_of
 from mlxpool.common.errors import BadRequest
+from mlxpool.worker.constraints.refusals import member_of, rule_of
 
 # Of one mask. The library's default is five times that; at a third patterns with classes of Unicode
 # such as \p{L} fail in the middle of an answer.
@@ -103,13 +104,41 @@ def _literal(text: str) -> str:
 
 
 def check(format: Mapping[str, Any]) -> None:
-    """Compiles a format with a vocabulary of bytes. Raises BadRequest with llguidance's reason."""
-    text = grammar_of(format)
+    """Compiles a format with a vocabulary of bytes.
+
+    Raises BadRequest with llguidance's reason, which names the tool and the member of its schema.
+    """
+    error = _error_of(grammar_of(format))
+    if error:
+        raise BadRequest(_located(format, error))
+
+
+def _error_of(text: str) -> str:
+    """Returns why a grammar cannot be compiled; "" for one that can."""
     matcher = LLMatcher(LLTokenizer("byte"), text, limits=LIMITS, log_level=0)
     if not matcher.is_error():
         matcher.compute_bitmask()
-    if matcher.is_error():
-        raise BadRequest(refused(format, matcher.get_error()))
+    return reason(matcher.get_error()) if matcher.is_error() else ""
+
+
+def _located(format: Mapping[str, Any], error: str) -> str:
+    """Returns the message of a format that cannot be followed, with the place of what cannot."""
+    schema, what = format.get("schema"), ""
+    if format["type"] == "lark":
+        rule = rule_of(format["grammar"], error)
+        if rule is None:
+            return refused(format, error)
+        what, schema, error = rule
+    member = member_of(schema, _fails)
+    place = " at ".join(one for one in (what, member) if one)
+    return refused(format, f"{place}: {error}" if place else error)
+
+
+def _fails(schema: Mapping[str, Any] | bool) -> bool:
+    try:
+        return bool(_error_of(_json_grammar(schema)))
+    except (BadRequest, UnicodeError, ValueError):
+        return True
 
 
 def refused(format: Mapping[str, Any], why: str) -> str:
