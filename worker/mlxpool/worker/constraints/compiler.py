@@ -18,6 +18,7 @@ from llguidance import LLMatcher, LLTokenizer
 from mlxpool.common.errors import BadRequest
 from mlxpool.worker.constraints import grammar
 from mlxpool.worker.constraints.constraint import Constraint, EndTokens
+from mlxpool.worker.constraints.numbers import NumberBound, NumberTokens
 from mlxpool.worker.constraints.vocabulary import words_of
 
 MAX_GRAMMARS = 64  # texts that are kept
@@ -44,6 +45,7 @@ class Compiler:
         ends = words_of(eos, vocab_size)
         self._ends = EndTokens.of(ends, words_of(range(vocab_size), vocab_size) & ~ends)
         self._tokenizer: LLTokenizer | None = None
+        self._numbers: NumberTokens | None = None
         self._grammars: OrderedDict[str, str] = OrderedDict()  # by digest
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -63,7 +65,9 @@ class Compiler:
         stream should wait for it.
         """
         if self._tokenizer is None:
-            self._tokenizer = self._load()
+            tokenizer = self._tokenizer = self._load()
+            pieces = [tokenizer.decode_bytes([token]) for token in range(tokenizer.vocab_size)]
+            self._numbers = NumberTokens.of(pieces, self._ends.others.size)
 
     def submit(self, job: Callable[[], None]) -> None:
         """Has the thread call a function, which may use `constraint`; it must not raise."""
@@ -85,7 +89,7 @@ class Compiler:
         Called by the thread alone.
         """
         self.load()
-        assert self._tokenizer is not None
+        assert self._tokenizer is not None and self._numbers is not None
         digest = self.digest(format)
         text = self._grammars.get(digest) or grammar.grammar_of(format)
         matcher = LLMatcher(self._tokenizer, text, limits=grammar.LIMITS, log_level=0)
@@ -102,4 +106,5 @@ class Compiler:
             tokens=self._tokenizer.vocab_size,
             canonical=self._tokenizer.is_canonical,
             small=len(text) <= SMALL_GRAMMAR,
+            numbers=NumberBound(self._numbers) if grammar.has_json(format) else None,
         )

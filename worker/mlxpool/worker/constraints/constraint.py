@@ -18,6 +18,7 @@ from llguidance import LLMatcher
 from mlxpool.common.errors import BadRequest
 from mlxpool.worker.constraints.grammar import reason
 from mlxpool.worker.constraints.mask_table import WORD_BITS
+from mlxpool.worker.constraints.numbers import NumberBound
 
 THOUGHTS_END = (b"</think>", b"[/THINK]")  # see THINKING_OPENERS
 MAX_RUN = 64  # forced tokens that are appended at once
@@ -72,9 +73,11 @@ class Constraint:
         tokens: int,
         canonical: bool = False,
         small: bool = True,
+        numbers: NumberBound | None = None,
     ) -> None:
         """`tokens`: of the library's vocabulary. `canonical`: the library knows the tokens of a
-        forced text. `small`: no text of the format takes long to tokenise.
+        forced text. `small`: no text of the format takes long to tokenise. `numbers`: bounds those
+        of the answer, which has no token yet; None: they have no bound.
         """
         self.matcher = matcher  # others give it tokens and ask it for masks, see mask_batch.py
         self.end_tokens = ends
@@ -87,6 +90,7 @@ class Constraint:
         self._error: Exception | None = None  # that `take` raises
         self._ahead: int | None = None  # a token that the matcher has, and `take` was not told
         self._thoughts: bytes | None = None  # the end of their text; None: they have ended
+        self._numbers = numbers
         self._piece: Callable[[int], bytes] = lambda token: b""
         self.digest = digest
         self.tokens = tokens
@@ -116,8 +120,14 @@ class Constraint:
         )  # ends are allowed by other rules than there
         if self.accepts:
             words |= self.ends
+        self.bound_numbers(words)
         self.require_tokens(words)
         return words[None]
+
+    def bound_numbers(self, words: Words) -> None:
+        """Takes digits out of a mask [words] where a number has as many as it may have."""
+        if self._numbers is not None:
+            self._numbers.limit(words)
 
     def known_mask(self) -> Words | None:
         """Returns the mask where the library need not be asked for it."""
@@ -155,6 +165,8 @@ class Constraint:
         """
         matcher, forced = self.matcher, self._forced  # for many rows in every step: few calls
         self._ahead = token
+        if self._numbers is not None:
+            self._numbers.take(token)
         if forced:
             forced.popleft()
             if forced:  # inside a text that is forced no answer is complete
@@ -192,6 +204,8 @@ class Constraint:
         self._ahead = None
         self._forced.clear()
         self._forget()
+        if self._numbers is not None:
+            self._numbers.give_back()
         self.matcher.rollback(1)  # where it fails, so does the next mask
         self._finished = self.finished  # `accepts` as well: asked before another mask is begun
 
@@ -218,6 +232,8 @@ class Constraint:
             return
         if not self.matcher.consume_token(token):
             raise self._failed()
+        if self._numbers is not None:
+            self._numbers.take(token)
         self._behind_token()
 
     def take_forced(self, count: int) -> None:
@@ -226,6 +242,8 @@ class Constraint:
         self._forget()
         if not self.matcher.consume_tokens(run):
             raise self._failed()
+        if self._numbers is not None:
+            self._numbers.take_all(run)
 
     def _behind_token(self) -> None:
         """Forgets what was known before the token that the matcher has taken."""
@@ -245,6 +263,7 @@ class Constraint:
             tokens=self.tokens,
             canonical=self._canonical,
             small=self.small,
+            numbers=None if self._numbers is None else self._numbers.copy(),
         )
         made._forced.extend(self._forced)
         made._sought, made._thoughts, made._piece = self._sought, self._thoughts, self._piece
@@ -284,6 +303,8 @@ class Constraint:
             raise BadRequest(
                 f"resume: id {tokens[at]} at position {at} may not follow in the format"
             )
+        if self._numbers is not None:
+            self._numbers.take_all(tokens[begin:])
 
     def _think(self, token: int) -> None:
         """Appends a token of the thoughts, which its text may end."""

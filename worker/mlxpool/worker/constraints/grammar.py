@@ -17,6 +17,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from mlxpool.common.answer_format import text_of
 from mlxpool.common.errors import BadRequest
+from mlxpool.worker.constraints.numbers import MAX_DIGITS, MAX_EXPONENT
 from mlxpool.worker.constraints.refusals import member_of, rule_of
 
 # Of one mask. The library's default is five times that; at a third patterns with classes of Unicode
@@ -45,9 +46,16 @@ LIMITS = LLParserLimits(
 
 def digest_of(format: Mapping[str, Any], vocabulary: str) -> str:
     """Returns what decides which ids a format allows: itself, llguidance, the vocabulary."""
-    parts = text_of(format), llguidance.get_version(), json.dumps(JSON_OPTIONS), vocabulary
+    bounds = f"{MAX_DIGITS} {MAX_EXPONENT}" if has_json(format) else ""
+    options = json.dumps(JSON_OPTIONS) + bounds
+    parts = text_of(format), llguidance.get_version(), options, vocabulary
     data = "\0".join(parts).encode("utf-8", "surrogatepass")
     return hashlib.sha256(data).hexdigest()
+
+
+def has_json(format: Mapping[str, Any]) -> bool:
+    """Whether an answer has numbers of JSON."""
+    return format["type"].startswith("json") or "%json" in format.get("grammar", "")
 
 
 def grammar_of(format: Mapping[str, Any]) -> str:

@@ -116,6 +116,8 @@ def fill_table(
         fill_next_token_bitmask_par(executor(), matchers, table.words)
         masks = table.masks[: len(places)]
         _set_ends(constraints[places[0]], masks, accepts)
+        for line, place in enumerate(places):
+            constraints[place].bound_numbers(masks[line])
         bits = np.bitwise_or.reduce(masks[:, :FIRST_WORDS], axis=1).tolist()
         for line, (matcher, _) in enumerate(matchers):
             if not bits[line] or matcher.is_error():

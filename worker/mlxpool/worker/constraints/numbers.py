@@ -1,0 +1,111 @@
+"""The bound of numbers in JSON: grammars allow any number of digits, and a model may write no end.
+
+Where a number has all the digits that it may have, no token that begins with another digit may
+follow, unless the grammar allows nothing else. What is allowed depends on the ids of an answer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Words: TypeAlias = npt.NDArray[np.uint32]
+
+MAX_DIGITS = 40  # in a row: 128 bits have 39
+MAX_EXPONENT = 2  # digits of an exponent, so that a number is finite as a double
+_OF_NUMBERS = b"0123456789+-.eE"
+_KEPT = 64  # bytes of a number that are looked at
+_FULL = re.compile(rb"(?:[0-9]{%d,}|[0-9.][eE][+-]?[0-9]{%d,})$" % (MAX_DIGITS, MAX_EXPONENT))
+_EXPONENT = re.compile(rb"[0-9.][eE][+-]?[0-9]?$")  # which has room for one digit, or for two
+# Of JSON outside of strings only e and E follow a number: other letters show a string.
+_LETTERS = frozenset(b"abcdfghijklmnopqrstuvwxyzABCDFGHIJKLMNOPQRSTUVWXYZ")
+_DIGITS = frozenset(b"0123456789")
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class NumberTokens:
+    """The tokens of a vocabulary, as far as numbers concern them.
+
+    `tails`: the bytes at the end of a token that may be of a number; `whole`: tokens that have no
+    others. `digits` and `letters` [words] have the bits of those that begin with one, `runs` of
+    those that begin with several digits.
+    """
+
+    tails: Mapping[int, bytes]
+    whole: frozenset[int]
+    digits: Words
+    runs: Words
+    letters: Words
+
+    @classmethod
+    def of(cls, pieces: Sequence[bytes], words: int) -> NumberTokens:
+        """Reads the bytes of all tokens; `words`: of a mask, of 32 tokens each."""
+        tails: dict[int, bytes] = {}
+        whole: list[int] = []
+        digits, runs, letters = (np.zeros(words, np.uint32) for _ in range(3))
+        for token, piece in enumerate(pieces[: 32 * words]):
+            if not piece:
+                continue
+            rest = len(piece.rstrip(_OF_NUMBERS))
+            if rest < len(piece):
+                tails[token] = piece[rest:]
+            if not rest:
+                whole.append(token)
+            bit = np.uint32(1 << token % 32)
+            if piece[0] in _DIGITS:
+                digits[token // 32] |= bit
+                if piece[1:2].isdigit():
+                    runs[token // 32] |= bit
+            elif piece[0] in _LETTERS:
+                letters[token // 32] |= bit
+        return cls(tails, frozenset(whole), digits, runs, letters)
+
+
+class NumberBound:
+    """What an answer ends with that may be a number."""
+
+    def __init__(self, tokens: NumberTokens) -> None:
+        self._tokens = tokens
+        self._tail = self._before = b""  # now, and before the newest token
+
+    def take(self, token: int) -> None:
+        """Notes a token of the answer."""
+        self._before = self._tail
+        tail = self._tokens.tails.get(token, b"")
+        self._tail = (self._tail + tail)[-_KEPT:] if token in self._tokens.whole else tail
+
+    def take_all(self, tokens: Iterable[int]) -> None:
+        """Notes several tokens."""
+        for token in tokens:
+            self.take(token)
+
+    def give_back(self) -> None:
+        """Forgets the newest token, once."""
+        self._tail = self._before
+
+    def copy(self) -> NumberBound:
+        """Returns what notes further tokens by itself."""
+        made = NumberBound(self._tokens)
+        made._tail, made._before = self._tail, self._before
+        return made
+
+    def limit(self, words: npt.NDArray[Any]) -> None:
+        """Takes digits out of a mask [words] behind a number that is full; not inside a string."""
+        if len(self._tail) < 2:
+            return
+        if _FULL.search(self._tail):
+            refused = self._tokens.digits
+        elif _EXPONENT.search(self._tail):
+            refused = self._tokens.runs
+        else:
+            return
+        mask = words[: refused.size]
+        if not (mask & self._tokens.letters).any():
+            kept = mask & ~refused
+            if kept.any():
+                mask[:] = kept
