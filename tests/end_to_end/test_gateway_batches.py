@@ -304,9 +304,9 @@ def test_an_upload_may_be_compressed(url: str) -> None:
     file = httpx.post(f"{url}/v1/files", content=data, headers=kind, timeout=PATIENCE).json()
     found = httpx.get(f"{url}/v1/files/{file['id']}/content", timeout=PATIENCE)
     assert found.content == b"abc"
-    head = httpx.head(f"{url}/v1/files/{file['id']}/content", timeout=PATIENCE)
-    assert (head.status_code, head.content) == (200, b"")
-    assert head.headers["content-type"] == found.headers["content-type"]
+    shown = httpx.head(f"{url}/v1/files/{file['id']}/content", timeout=PATIENCE)
+    assert (shown.status_code, shown.content) == (200, b"")
+    assert shown.headers["content-type"] == found.headers["content-type"]
     cut = httpx.post(f"{url}/v1/files", content=data[:-9], headers=kind, timeout=PATIENCE)
     assert (cut.status_code, cut.json()["error"]["code"]) == (400, "broken_encoding")
 
