@@ -319,8 +319,6 @@ def said(*blocks: dict[str, Any], role: str = "user") -> list[dict[str, Any]]:
 
 PNG = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(b"x").decode()}
 URL = {"type": "url", "url": "http://a"}
-REDACTED = {"type": "redacted_thinking", "data": "x"}
-CLEARS_RESULTS = {"edits": [{"type": "clear_tool_uses_20250919"}]}
 
 
 @pytest.mark.parametrize(
@@ -331,16 +329,12 @@ CLEARS_RESULTS = {"edits": [{"type": "clear_tool_uses_20250919"}]}
         ({"messages": [*HI, {"role": "assistant", "content": "The"}]}, "cannot be continued"),
         ({"messages": said({"type": "image", "source": URL})}, "not fetched"),
         ({"messages": said({"type": "image", "source": PNG})}, "image input"),
-        ({"messages": [*said(REDACTED, role="assistant"), *HI]}, "redacted_thinking"),
         ({"system": [{"type": "image"}]}, "system[0]"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "must be custom"),
-        ({"tools": [{"name": "f"}]}, "input_schema must be a map"),
+        ({"tools": [{"name": "f", "input_schema": 5}]}, "input_schema must be a map"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "f"}}, "not in 'tools'"),
-        ({"tool_choice": {}}, "'tool_choice.type' is missing"),
+        ({"tool_choice": {"name": "f"}}, "'tool_choice.type' is missing"),
         ({"thinking": {"type": "between_tools"}}, "'thinking.type'"),
         ({"output_config": {"format": {"type": "json_object"}}}, "output_config.format.type"),
-        ({"context_management": CLEARS_RESULTS}, "context_management"),
-        ({"mcp_servers": [{}]}, "mcp_servers"),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"bogus": 1}, "unknown field 'bogus'"),
@@ -357,6 +351,5 @@ def test_what_cannot_be_is_named(
 
 def test_thoughts_of_a_model_without(client: anthropic.Anthropic) -> None:
     ask: Any = {"model": "counting", "max_tokens": 1, "messages": HI}
-    with pytest.raises(anthropic.BadRequestError, match="knows no thinking"):
-        client.messages.create(**ask, thinking={"type": "enabled", "budget_tokens": 1024})
+    client.messages.create(**ask, thinking={"type": "enabled", "budget_tokens": 1024})
     client.messages.create(**ask, thinking={"type": "adaptive"}, output_config={"effort": "high"})

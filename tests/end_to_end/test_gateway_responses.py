@@ -291,20 +291,19 @@ def test_old_items_are_left_out_with_truncation(client: openai.OpenAI) -> None:
         ({"background": True}, "background", ""),
         ({"store": True}, "store", "nothing is kept"),
         ({"conversation": "c"}, "conversation", ""),
-        ({"include": ["file_search_call.results"]}, "include", "file_search_call.results"),
+        ({"include": [5]}, "include", "list of texts"),
         ({"top_logprobs": 2}, "top_logprobs", "goes with"),
-        ({"tools": [{"type": "web_search"}]}, "tools", "must be function"),
+        ({"tools": [{"type": 5}]}, "tools", "must be text"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", ""),
         ({"tool_choice": "required"}, "tool_choice", "no 'tools'"),
         ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "not in 'tools'"),
         ({"tool_choice": {"type": "mcp"}}, "tool_choice", "must be auto"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity", ""),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type", ""),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", ""),
-        ({"reasoning": {"effort": "max"}}, "reasoning.effort", "must be one of none, low"),
+        ({"reasoning": {"effort": "most"}}, "reasoning.effort", "must be one of none, minimal"),
         ({"metadata": {"a": 1}}, "metadata", ""),
         ({"metadata": {str(key): "" for key in range(17)}}, "metadata", "17 pairs"),
-        ({"messages": []}, "messages", "use `input`"),
+        ({"messages": [{}]}, "messages", "use `input`"),
         ({"bogus": 1}, "bogus", "unknown field"),
         ({"stream_options": {"x": 1}}, "stream_options", "goes with"),
     ],
@@ -318,9 +317,8 @@ def test_what_cannot_be_is_named(
 
 
 def test_thoughts_and_images_of_a_model_without(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.responses.create(model="counting", input="x", reasoning={"effort": "low"})
-    assert caught.value.param == "reasoning.effort"
+    effort: Any = {"effort": "low"}  # which programs send to every model
+    client.responses.create(model="counting", input="x", reasoning=effort, max_output_tokens=1)
     url = f"data:image/png;base64,{base64.b64encode(b'x').decode()}"
     part = {"type": "input_image", "image_url": url, "detail": "auto"}
     item: Any = {"role": "user", "content": [part]}

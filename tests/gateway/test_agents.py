@@ -106,8 +106,8 @@ def test_tools_that_run_elsewhere_are_left_out(given: Any) -> None:
     assert [one["function"]["name"] for one in found.chat.tools] == ["f"]
     assert found.chat.forced == found.chat.tools and found.echoed["tools"] == tools
     parse, base = BASES["messages"]
-    kinds = ("web_search_20250305", "bash_20250124", "memory_20250818", "mcp_toolset")
-    tools = [{"name": "f"}, *[{"type": kind, "name": "x"} for kind in kinds]]
+    others = ("web_search_20250305", "bash_20250124", "memory_20250818", "mcp_toolset")
+    tools = [{"name": "f"}, *[{"type": kind, "name": "x"} for kind in others]]
     assert [one["function"]["name"] for one in parse({**base, "tools": tools}).chat.tools] == ["f"]
 
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 INVALID_JSON = "INVALID_JSON"  # the member that has what a model wrote in place of a map
 MAX_ARGUMENT_DEPTH = 20  # of maps and lists in each other, so that a message has room for them
-MAX_INTEGER_BITS = 64
+MIN_INTEGER, MAX_INTEGER = -(1 << 63), (1 << 64) - 1  # of 64 bits
 
 
 def arguments_map(text: str) -> dict[str, Any]:
@@ -50,6 +50,8 @@ def _is_plain(value: Any, depth: int = MAX_ARGUMENT_DEPTH) -> bool:
     if isinstance(value, float):
         return math.isfinite(value)
     if isinstance(value, int):
-        return -(2 ** (MAX_INTEGER_BITS - 1)) <= value < 2**MAX_INTEGER_BITS
+        return MIN_INTEGER <= value <= MAX_INTEGER
     inside = [*value.keys(), *value.values()] if isinstance(value, Mapping) else value or []
-    return not inside or (depth > 0 and all(_is_plain(one, depth - 1) for one in inside))
+    if inside and not depth:
+        return False
+    return all(_is_plain(one, depth - 1) for one in inside)

@@ -126,7 +126,7 @@ def _lark(rules: Sequence[str]) -> dict[str, str]:
 
 def _schema(parameters: Mapping[str, Any] | None, held: Held) -> str:
     found = {} if held is Held.NONE else dict(parameters or {})
-    options = dict(WHITE_SPACE)
+    options = WHITE_SPACE
     if held is Held.MOST:
         found, options = relaxed(found), LENIENT
     if not isinstance(found.get("type"), str) or held is Held.MOST:

@@ -34,7 +34,8 @@ def stable_first(text: str) -> str:
     """The text without headers at its begin, and lines that are a date or an id behind the rest."""
     while found := _HEADER.match(text):
         text = text[found.end() :]
-    moved, rest = [], text
+    moved: list[str] = []
+    rest = text
     while len(moved) < MAX_LINES and (found := _NAMED.match(rest)) and found.end() <= MAX_LINE:
         moved.append(found[0].strip())
         rest = rest[found.end() :]
