@@ -41,6 +41,7 @@ TAKEN: list[tuple[str, Any]] = [
     ("chat", {"verbosity": "low", "prompt_cache_retention": "24h", "web_search_options": {}}),
     ("chat", {"reasoning": {"effort": "xhigh"}, "provider": {}, "transforms": []}),
     ("chat", {"reasoning_effort": "minimal", "service_tier": "auto", "store": False}),
+    ("chat", {"thinking": {"type": "disabled"}, "guardrails": [], "enable_thinking": None}),
     ("chat", {"tools": [{"type": "web_search"}, {"type": "custom", "custom": {"name": "p"}}]}),
     ("text", {"suffix": "", "stop": "", "logit_bias": {}, "user": ""}),
     ("responses", {"instructions": "", "tools": [], "include": [], "user": ""}),
@@ -141,6 +142,35 @@ def test_messages_of_other_clients_have_the_one_form() -> None:
     assert new["tool_calls"][0]["function"] == {"name": "p", "arguments": {"input": "x"}}
     assert refused["content"] == "No." and parts["content"] == [{"type": "text", "text": "No."}]
     assert thinks["reasoning_content"] == "Hm." and "reasoning" not in thinks
+
+
+def test_allowed_tools_are_offered_alone() -> None:
+    parse, base = BASES["chat"]
+    tools: Any = [FUNCTION, {"type": "function", "function": {"name": "g"}}]
+    for mode in ("auto", "required"):
+        choice: Any = {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": mode, "tools": [FUNCTION]},
+        }
+        found = parse({**base, "tools": tools, "tool_choice": choice})
+        assert [one["function"]["name"] for one in found.tools] == ["f"]
+        assert bool(found.forced) is (mode == "required")
+    with pytest.raises(HttpError, match="needs a mode"):
+        parse({**base, "tools": tools, "tool_choice": {"type": "allowed_tools"}})
+
+
+@pytest.mark.parametrize(
+    ("given", "think"),
+    [
+        ({"reasoning_effort": "xhigh"}, "high"), ({"reasoning": {"effort": "minimal"}}, "low"),
+        ({"reasoning": {"enabled": False}}, False), ({"thinking": {"type": "enabled"}}, True),
+        ({"thinking": {"type": "adaptive"}}, None), ({"enable_thinking": False}, False),
+        ({"reasoning_effort": "none", "enable_thinking": True}, False), ({}, None),
+    ],
+)  # fmt: skip
+def test_every_way_to_ask_for_thoughts(given: Any, think: Any) -> None:
+    parse, base = BASES["chat"]
+    assert parse({**base, **given}).options.get("think") == think
 
 
 def test_how_much_is_thought_has_no_meaning_for_a_template_without_thoughts() -> None:

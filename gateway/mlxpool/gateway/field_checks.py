@@ -29,7 +29,7 @@ EMPTY: Mapping[str, Any] = {"string": "", "array": [], "object": {}}  # type -> 
 # Names of fields about a request: metadata, ids of sessions and the like, extensions of a client.
 ABOUT_REQUEST = re.compile(
     r"(?!.*(?:token|lora|adapter|model))"
-    r"(?:x[-_].+|_.+|.*metadata|.+_(?:id|ids|tag|headers|hash|origin)|tags|headers)"
+    r"(?:x[-_].+|.*metadata|.+_(?:id|ids|tag|headers|hash|origin)|tags|headers)"
 )
 
 

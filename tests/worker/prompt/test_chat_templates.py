@@ -180,3 +180,19 @@ def test_a_template_that_does_not_compile_names_file_name_and_line(tmp_path: Pat
     write_json(tmp_path / "tokenizer_config.json", {"chat_template": named})
     with pytest.raises(ModelLoadFailed, match=r"config\.json: chat template 'rag'.* at line 2"):
         ChatTemplates.from_folder(tmp_path)
+
+
+def test_a_developer_is_the_system_to_a_template_that_knows_none() -> None:
+    lines = "{% for message in messages %}{{ message.role }}: {{ message.content }};{% endfor %}"
+    messages = [
+        {"role": "system", "content": "a"},
+        {"role": "developer", "content": [{"type": "text", "text": "b"}]},
+        {"role": "user", "content": "c"},
+        {"role": "developer", "content": "d"},
+    ]
+    templates = ChatTemplates({"default": Template(lines)})
+    assert templates.render(messages, now=0) == "system: a\n\nb;user: c;system: d;"
+    knows = ChatTemplates({"default": Template(lines + "{# developer #}")})
+    assert knows.render(messages[::3], now=0) == "system: a;developer: d;"
+    others = [messages[0], messages[0], messages[2]]
+    assert templates.render(others, now=0) == "system: a;system: a;user: c;"

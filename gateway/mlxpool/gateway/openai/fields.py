@@ -92,6 +92,8 @@ ACCEPTED: Mapping[str, Schema] = dict.fromkeys(
         "separate_reasoning",
         "tool_stream",
         "extra_body",
+        "guardrails",
+        "vl_high_resolution_images",
         "include_stop_str_in_output",
         "spaces_between_special_tokens",
         "return_token_ids",
@@ -145,6 +147,18 @@ TOOL_CHOICE: Schema = {
     },
     "required": ["type", "function"],
 }
+ALLOWED_TOOLS: Schema = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "allowed_tools"},
+        "allowed_tools": {
+            "type": "object",
+            "properties": {"mode": choice("auto", "required"), "tools": listed(TOOL, 1)},
+            "required": ["mode", "tools"],
+        },
+    },
+    "required": ["type", "allowed_tools"],
+}
 PROMPT = one_of(
     NAME, TOKEN_IDS, listed(one_of(NAME, TOKEN_IDS), 1, MAX_CHOICES)
 )  # a text, token ids, or a list of either
@@ -192,12 +206,17 @@ CHAT = Body(
         "messages": listed(MESSAGE, 1, MAX_MESSAGES),
         "tools": listed(TOOL, 0, MAX_TOOLS),
         "parallel_tool_calls": FLAG,
-        "tool_choice": one_of(choice("auto", "none", "required"), TOOL_CHOICE),
+        "tool_choice": one_of(choice("auto", "none", "required"), TOOL_CHOICE, ALLOWED_TOOLS),
         "logprobs": FLAG,
         "top_logprobs": described("with `logprobs` only", integer(0, MAX_TOP_LOGPROBS)),
         "max_completion_tokens": integer(1, MAX_COUNT),
         "reasoning_effort": EFFORT,
         "reasoning": described("OpenRouter's: `effort`, `enabled`", MAP),
+        "thinking": {
+            "type": "object",
+            "properties": {"type": choice("enabled", "disabled", "adaptive", None)},
+        },
+        "enable_thinking": FLAG,
         "chat_template_kwargs": CHAT_TEMPLATE_KWARGS.schema(),
     },
     required=("model", "messages"),

@@ -27,6 +27,7 @@ from mlxpool.gateway.openai.fields import (
 )
 from mlxpool.gateway.openai.messages import as_taken
 
+THINKING_TYPES = ("enabled", "disabled", "adaptive")
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions
 
 
@@ -183,7 +184,36 @@ def tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
             raise bad_request(f"tools[{number}] must be {{type: 'function', function: …}}", "tools")
         else:
             leave_tool_out(next(iter(tool), None))
-    return [] if body.get("tool_choice") == "none" else found
+    if body.get("tool_choice") == "none":
+        return []
+    allowed = _allowed(body)
+    if allowed is None:
+        return found
+    return [tool for tool in found if tool["function"]["name"] in allowed[1]]
+
+
+def _allowed(body: Mapping[str, Any]) -> tuple[str, Sequence[str]] | None:
+    """The mode of `allowed_tools`, and the functions; None: `tool_choice` is none of this form."""
+    choice = body.get("tool_choice")
+    if not isinstance(choice, Mapping) or choice.get("type") != "allowed_tools":
+        return None
+    given = fields.mapping(choice, "allowed_tools")
+    mode = fields.choice(given, "mode", ("auto", "required"), "tool_choice.allowed_tools.")
+    tools = given.get("tools")
+    functions = (
+        [
+            one["function"]
+            for one in tools
+            if isinstance(one, Mapping) and isinstance(one.get("function"), Mapping)
+        ]
+        if isinstance(tools, list)
+        else []
+    )
+    names = [one["name"] for one in functions if isinstance(one.get("name"), str)]
+    if mode is None or not names:
+        message = f"'tool_choice' is {shown(choice)}, it needs a mode and the names of tools"
+        raise bad_request(message, "tool_choice")
+    return mode, names
 
 
 def _forced(
@@ -191,9 +221,10 @@ def _forced(
 ) -> Sequence[Mapping[str, Any]]:
     """The tools of which `tool_choice` wants one to be called; none where it leaves the choice."""
     choice = body.get("tool_choice")
-    if choice in (None, "auto", "none"):
+    allowed = _allowed(body)
+    if choice in (None, "auto", "none") or (allowed and allowed[0] == "auto"):
         return ()
-    if choice == "required":
+    if choice == "required" or allowed:
         found = tools
     else:
         inside = choice.get("function") if isinstance(choice, Mapping) else None
@@ -231,9 +262,18 @@ def _effort(body: Mapping[str, Any]) -> str | None:
     effort = fields.choice(body, "reasoning_effort", efforts)
     given = fields.mapping(body, "reasoning")
     effort = effort or fields.choice(given, "effort", efforts, "reasoning.")
-    if effort is None and given.get("enabled") is not None:
-        return "enabled" if fields.flag(given, "enabled", True, "reasoning.") else "none"
-    return effort
+    if effort is not None:
+        return effort
+    kind = fields.choice(fields.mapping(body, "thinking"), "type", THINKING_TYPES, "thinking.")
+    flags = [
+        fields.flag(given, "enabled", False, "reasoning.")
+        if given.get("enabled") is not None
+        else None,
+        None if kind in (None, "adaptive") else kind == "enabled",
+        fields.flag(body, "enable_thinking", False) if "enable_thinking" in body else None,
+    ]
+    asked = next((one for one in flags if one is not None), None)
+    return None if asked is None else "enabled" if asked else "none"
 
 
 def _prompts(given: object) -> list[dict[str, Any]]:

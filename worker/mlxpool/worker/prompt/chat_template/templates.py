@@ -17,6 +17,7 @@ from mlxpool.worker.weights.chat_template_files import DEFAULT, TOOL_USE, find_s
 from mlxpool.worker.weights.json_files import FileLookup
 from mlxpool.worker.weights.special_tokens import token_names
 
+DEVELOPER = "developer"  # a role that not every template knows
 MAX_TEMPLATE_CHARS = 2**18  # characters of one template; real ones have 20,000
 NO_TOOLS = "the chat template of this model has no place for tools: leave `tools` out"
 NO_TEMPLATE = (
@@ -74,7 +75,8 @@ class ChatTemplates:
         template = self.template_for(bool(tools))
         if tools and not template.reads_tools:
             raise BadRequest(NO_TOOLS)
-        adapted = [_adapted(message, template.content_form) for message in messages]
+        known = messages if DEVELOPER in template.source else _as_system(messages)
+        adapted = [_adapted(message, template.content_form) for message in known]
         variables = {
             **self.tokens,
             **output_format.variables(think, template.source),
@@ -96,6 +98,25 @@ class ChatTemplates:
     def prompts_generation(self, tools: bool) -> bool:
         """Whether the text may depend on `add_generation_prompt`."""
         return "add_generation_prompt" in self.template_for(tools).source
+
+
+def _as_system(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Messages of the developer as the system's, for a template that would leave them out.
+
+    Those at the begin are one with the system's: templates take one message of it.
+    """
+    if all(message["role"] != DEVELOPER for message in messages):
+        return messages
+    first = 0
+    while first < len(messages) and messages[first]["role"] in ("system", DEVELOPER):
+        first += 1
+    texts = [joined(message.get("content")) for message in messages[:first]]
+    begin = [{"role": "system", "content": "\n\n".join(filter(None, texts))}] if first else []
+    rest = [
+        {**message, "role": "system"} if message["role"] == DEVELOPER else message
+        for message in messages[first:]
+    ]
+    return [*begin, *rest]
 
 
 def _adapted(message: Mapping[str, Any], form: ContentForm) -> Mapping[str, Any]:
