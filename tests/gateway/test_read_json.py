@@ -22,7 +22,7 @@ def read(data: bytes) -> Any:
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": data, "more_body": False}
 
-    return asyncio.run(read_json(Request(scope, receive), 10**7, 9, any_type=False))
+    return asyncio.run(read_json(Request(scope, receive), 10**7, 9))
 
 
 BODY = {"messages": [{"content": "😀"}, {"content": "a\ud83d"}], "padding": "x"}
