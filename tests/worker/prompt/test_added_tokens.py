@@ -100,9 +100,10 @@ def test_older_files_that_say_otherwise(folder: Path) -> None:
     assert "eos_token is '<|im_end|>', in special_tokens_map.json '<|im_start|>'" in told
 
 
-@pytest.mark.parametrize("wrong", [5, {"x": {}}, {"5": 5}, {"5": {"content": 5}}, {"5": {}}])
+@pytest.mark.parametrize("wrong", [5, {"x": {}}, {"5": 5}, {"5": {"content": 5}}, {"5": {}}, [1]])
 def test_settings_of_another_form_are_left_out(folder: Path, wrong: Any) -> None:
     settings(folder, added_tokens_decoder=wrong)
+    write_json(folder / "special_tokens_map.json", {"eos_token": wrong})
     assert ids(folder) == PLAIN
 
 

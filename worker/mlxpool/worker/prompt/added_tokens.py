@@ -42,10 +42,11 @@ class AddedTokens:
         for text, id in optional_json(files / OLDER_IDS).items():
             self._compare(OLDER_IDS, text, id)
         self._settle_names(token_names(files), settings)
-        older = {name: texts_of(value) for name, value in _older(files).items()}
-        for name, text in token_names(files).items():
-            if name in ("bos_token", "eos_token") and text not in older.get(name, [text]):
-                words = f"{name} is {text!r}, in {OLDER_SETTINGS} {older[name][0]!r}"
+        names, older = token_names(files), optional_json(files / OLDER_SETTINGS)
+        for name in ("bos_token", "eos_token"):
+            there = texts_of(older.get(name))
+            if there and names[name] not in there:
+                words = f"{name} is {names[name]!r}, in {OLDER_SETTINGS} {there[0]!r}"
                 self._tell(f"{SETTINGS} counts: ", words)
 
     @property
@@ -127,10 +128,6 @@ def _listed(settings: Mapping[str, Any]) -> Iterator[tuple[int, TokenFields]]:
             flags = {flag: one.get(flag) is True for flag in FLAGS}
             flags["normalized"] = bool(one.get("normalized", not special))
             yield id, {"content": text.encode(errors="replace").decode(), **flags}
-
-
-def _older(files: FileLookup) -> Mapping[str, Any]:
-    return optional_json(files / OLDER_SETTINGS)
 
 
 def _sentence(kind: str, told: list[str]) -> str:
