@@ -50,6 +50,11 @@ def test_every_hang_is_found(hung: Chaos, name: str) -> None:
     if kind == "gil":  # its main thread hangs as well, which may be seen first
         found.append("no beat for ")
     assert any(cause.startswith(tuple(found)) for cause in hung.causes(name)), hung.causes(name)
+    last = Path(hung.pool.worker(f"{name}/0")["last_dump"])
+    # On a busy machine the next worker may have been suspected while it started.
+    stacks = [file.read_text() for file in last.parent.glob(f"{name}-0.*{last.suffix}")]
+    assert all("most recent call first" in one for one in stacks if one)
+    assert any("faults.py" in one for one in stacks), stacks
 
 
 def test_a_stopped_worker_is_replaced(tmp_path: Path, monkeypatch: Patch) -> None:

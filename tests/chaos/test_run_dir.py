@@ -34,6 +34,7 @@ def test_a_pool_whose_run_directory_is_removed(tmp_path: Path) -> None:
         shutil.rmtree(pool.run_dir)
         pool.run_dir.write_text("in the way")
         assert until(lambda: client.models()[0].get("trouble"), "it says why it is unreachable")
+        assert pool.process is not None
         (worker,) = (
             child for child in psutil.Process(pool.process.pid).children()
             if "mlxpool.worker" in child.cmdline()

@@ -324,7 +324,7 @@ def test_a_file_of_keys_that_is_unusable_at_a_restart_is_one_line(
     keys.touch(0o600)
     if text is not None:
         keys.write_text(text)
-    config = GatewayConfig(str(tmp_path), -1, -1, "0.0.0.0", 0, keys=str(keys))
+    config = GatewayConfig(str(tmp_path), [-1], -1, "0.0.0.0", 0, keys=str(keys))
     done = subprocess.run(
         [sys.executable, "-m", "mlxpool.gateway"],
         capture_output=True, text=True, timeout=PATIENCE,

@@ -184,7 +184,7 @@ def test_a_template_that_does_not_compile_names_file_name_and_line(tmp_path: Pat
 
 def test_a_developer_is_the_system_to_a_template_that_knows_none() -> None:
     lines = "{% for message in messages %}{{ message.role }}: {{ message.content }};{% endfor %}"
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "system", "content": "a"},
         {"role": "developer", "content": [{"type": "text", "text": "b"}]},
         {"role": "user", "content": "c"},
