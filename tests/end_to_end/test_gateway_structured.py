@@ -152,7 +152,7 @@ def test_fields_of_vllm(client: openai.OpenAI, extra: dict[str, Any], pattern: s
             'Unimplemented keys: ["not"]',
         ),
         ({"guided_json": "{"}, "guided_json", "'guided_json' is not JSON"),
-        ({"guided_choice": []}, "guided_choice", "a list of 1 to 1024"),
+        ({"guided_choice": 5}, "guided_choice", "a list of 1 to 1024"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", ""),
         (
             {"guided_regex": "a", "response_format": {"type": "json_object"}},

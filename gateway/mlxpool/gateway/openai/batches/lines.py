@@ -100,7 +100,7 @@ def parsed_line(data: bytes, endpoint: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise bad_request(f"it is not JSON: {error}", code="invalid_json_line") from None
     if may_break_text(data) and (fault := not_unicode(line)):
-        raise bad_request(fault, place_of(fault), "invalid_json_line")
+        raise bad_request(fault, place_of(fault))
     if not isinstance(line, dict):
         raise bad_request(f"it must be a JSON object, got {shown(line)}", code="invalid_json_line")
     LINE.check(line)
