@@ -47,6 +47,6 @@ def test_a_pool_whose_run_directory_is_removed(tmp_path: Path) -> None:
         until((pool.run_dir / "admin.ipc").exists, "the sockets are bound again")
         assert ids() == expected
         assert pool.cli("stop").returncode == 0
-        assert pool.process is not None and pool.process.wait(PATIENCE) == 0
+        assert pool.process.wait(PATIENCE) == 0
         pool.process = None
     assert "files of the run directory were removed: made again" in pool.log()
