@@ -29,6 +29,7 @@ INTEGERS = {
     "num_keep": (-1, 2**31 - 1),
     "num_ctx": (0, 2**31 - 1),
     "prompt_logprobs": (-1, 20),
+    "thinking_budget": (-1, 2**31 - 1),
 }
 NUMBERS = {
     "temperature": (0, 100),
@@ -38,7 +39,15 @@ NUMBERS = {
     "presence_penalty": (-100, 100),
     "frequency_penalty": (-100, 100),
 }
-FLAGS = ("logprobs", "ignore_eos", "truncate", "shift", "echo")
+FLAGS = (
+    "logprobs",
+    "ignore_eos",
+    "truncate",
+    "shift",
+    "echo",
+    "continue_message",
+    "plain_contents",
+)
 
 
 def refused(**raw: Any) -> str:
@@ -50,13 +59,15 @@ def refused(**raw: Any) -> str:
 def test_every_option_has_a_check_and_is_tested_here() -> None:
     assert {f.name for f in fields(Options)} == set(CHECKS)
     elsewhere = {"format"}  # test_answer_format.py
-    assert {*INTEGERS, *NUMBERS, *FLAGS, *elsewhere, "logit_bias", "stop"} == set(CHECKS)
+    texts = {"logit_bias", "stop", "suffix"}
+    assert {*INTEGERS, *NUMBERS, *FLAGS, *elsewhere, *texts} == set(CHECKS)
 
 
 def test_the_keywords_of_the_client_are_the_options_and_the_keys_of_a_request() -> None:
     assert set(GenerateOptions.__annotations__) == {*CHECKS, *ALIASES, *REQUEST_KEYS}
     assert not GenerateOptions.__required_keys__
     elsewhere = {"echo", "prompt_logprobs"}  # flags of `run`, not of `chat`
+    elsewhere |= {"continue_message", "plain_contents", "suffix"}  # of prompts that a flag has not
     maps = {"logit_bias", "format"}  # which cannot be flags
     assert set(module.FLAGS) == set(CHECKS) - maps - elsewhere
 
@@ -99,6 +110,12 @@ def test_no_number_is_endless_or_none(name: str, value: float) -> None:
 def test_what_is_no_flag(name: str, value: Any) -> None:
     assert f"option '{name}' must be true or false" in refused(**{name: value})
     assert getattr(Options.parse({name: True}), name) is True
+
+
+def test_a_suffix_is_a_text_of_bounded_size() -> None:
+    assert Options.parse({"suffix": "x" * 2**18}).suffix == "x" * 2**18
+    assert "has 262145 bytes, at most 262144" in refused(suffix="x" * (2**18 + 1))
+    assert "must be text" in refused(suffix=1)
 
 
 def test_a_number_may_be_written_as_an_integer() -> None:

@@ -321,12 +321,19 @@ PNG = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(b"x
 URL = {"type": "url", "url": "http://a"}
 
 
+CALLED = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+
+
+CALLED = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
         ({"messages": said({"type": "document"})}, "'document'"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "a role of user, assistant"),
-        ({"messages": [*HI, {"role": "assistant", "content": "The"}]}, "cannot be continued"),
+        ({"messages": [*HI, {"role": "assistant", "content": ""}]}, "no text that can go on"),
+        ({"messages": [*HI, {"role": "assistant", "content": [CALLED]}]}, "results are missing"),
         ({"messages": said({"type": "image", "source": URL})}, "not fetched"),
         ({"messages": said({"type": "image", "source": PNG})}, "image input"),
         ({"system": [{"type": "image"}]}, "system[0]"),

@@ -158,7 +158,7 @@ def test_a_model_without_a_template(client: ollama.Client) -> None:
         ({"keep_alive": "soon"}, "'keep_alive' must be seconds, or a duration such as '5m'"),
         ({"images": ["aGk="]}, "this model does not support image input"),
         ({"images": ["?"]}, r"images\[0\] is not base64"),
-        ({"suffix": "x"}, "'suffix' is not supported"),
+        ({"suffix": "x"}, "suffix is not supported: the tokenizer"),
         ({"template": "x"}, "'template' is not supported"),
         ({"context": [-1]}, "'context' must be a list of token ids"),
         ({"context": [1], "images": ["aGk="]}, "beside which no images are taken"),

@@ -159,7 +159,6 @@ def test_fields_of_vllm(client: openai.OpenAI, extra: dict[str, Any], pattern: s
             "guided_regex",
             "one format, these ask for several: 'guided_regex', 'response_format'",
         ),
-        ({"response_format": {"type": "json_object"}, "tools": [TOOL]}, "tools", "no tools"),
     ],
 )
 def test_what_cannot_be_is_named(
@@ -180,8 +179,6 @@ def test_ollamas_client_with_a_schema(gateway: GatewayThread) -> None:
         assert text.response.startswith("{") and text.done_reason in ("stop", "length")
         with pytest.raises(ollama.ResponseError, match="uniqueItems"):
             client.generate("demo", "x", format={"type": "array", "uniqueItems": True})
-        with pytest.raises(ollama.ResponseError, match="no tools"):
-            client.chat("demo", HI, format="json", tools=[TOOL])
 
 
 @pytest.mark.parametrize("model", ["hermes", "llama", "glm", "xml", "mistral", "demo-chat"])

@@ -22,7 +22,7 @@ from mlxpool.gateway.formats.events import (
     Event,
     merged,
 )
-from mlxpool.gateway.formats.forced_calls import forced_call, strict_calls
+from mlxpool.gateway.formats.forced_calls import calls_or_answer, forced_call, strict_calls
 from mlxpool.worker.constraints import grammar
 
 NAMES = ("weather", 'a"b\\n', "é")
@@ -163,6 +163,37 @@ def test_a_strict_answer_is_text_or_calls_that_follow_their_schema(tool_format: 
     for wrong in (call.replace("2", "12"), call.replace("Rome", "Rome and Milan")):
         assert not takes(format, wrong)
         assert not takes(format, call + between + wrong)
+
+
+ANSWERS: list[tuple[dict[str, Any], str, str]] = [  # a format, a text of it, and another one
+    ({"type": "json"}, '{"a": "</x> {think}"}', "[1]"),
+    ({"type": "json_schema", "schema": {"type": "integer"}}, "12", "x"),
+    ({"type": "regex", "pattern": r"a/b\/[0-9]+"}, "a/b/12", "a/b/"),
+    ({"type": "choice", "choices": ['"a"', "b\n"]}, 'b\n', "a"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("tool_format", WHOLE_CALLS)
+@pytest.mark.parametrize(("answer", "text", "wrong"), ANSWERS)
+def test_an_answer_is_calls_or_a_text_in_a_format(
+    tool_format: str, answer: dict[str, Any], text: str, wrong: str
+) -> None:
+    tools = [TOOL, *ASKED[1:]]
+    format, call = calls_or_answer(tool_format, tools, answer), WHOLE_CALLS[tool_format]
+    between = "; " if tool_format == "llama_json" else "\n"
+    assert takes(format, text) and takes(format, call)
+    assert calls(parsed(tool_format, tools, text)) == []
+    assert takes(format, call + between + call)
+    strict = call.replace("2", "12")
+    any_object = tool_format == "llama_json" and answer["type"] == "json"
+    for other in (wrong, text + call, "It is warm.", *(() if any_object else (strict,))):
+        assert not takes(format, other), other
+
+
+def test_what_cannot_be_part_of_another_format() -> None:
+    assert calls_or_answer("hermes", STRICT, {"type": "lark", "grammar": 'start: "a"'}) is None
+    assert calls_or_answer("mistral", STRICT, {"type": "json"}) is None
+    assert calls_or_answer("harmony", STRICT, {"type": "json"}) is None
 
 
 @pytest.mark.parametrize("tool_format", ["harmony", None])

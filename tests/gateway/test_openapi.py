@@ -119,6 +119,9 @@ UNSAID: Mapping[str, tuple[Any, ...]] = {
     "raw": (True,),
     "stream": (None, False),  # with stream_options
     "name": ("",),  # beside a model
+    "add_generation_prompt": (False,),  # with continue_message only
+    "continue_message": (True,),  # behind a message of the assistant
+    "continue_final_message": (True,),
     "model": (None,),  # `name` may stand in its place
     "/v1/jobs prompt": (None,),  # one of three, and what goes with messages alone
     "/v1/jobs messages": (

@@ -19,10 +19,12 @@ from mlxpool.worker.compute.progress import Progress
 from mlxpool.worker.compute.steps import Steps
 from mlxpool.worker.constraints.compiler import Compiler
 from mlxpool.worker.constraints.constraint import Constraint, Words
+from mlxpool.worker.constraints.thought_bound import ThoughtBound
 from mlxpool.worker.constraints.vocabulary import load_vocabulary
 from mlxpool.worker.engine.engine import Engine
 from mlxpool.worker.prompt.detokenizer import Detokenizer
 from mlxpool.worker.prompt.text_model import TokenTable
+from mlxpool.worker.prompt.thoughts import MARKS, Thoughts
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.scheduling.sequence import Phase
 from mlxpool.worker.scheduling.sequence import Sequence as Row
@@ -55,6 +57,22 @@ def compiler() -> Compiler:
 def constraint(format: Mapping[str, Any]) -> Constraint:
     """A new constraint of a format for the demo model."""
     return compiler().constraint(Options.parse({"format": format}).format or {})
+
+
+@cache
+def end_of_thoughts() -> list[int]:
+    """The ids of the mark that ends thoughts: several, as the demo model has no token for it."""
+    _, text, table = demo()
+    ids = text.encode(MARKS["tags"].closings[0])[len(text.prefix) :]
+    assert b"".join(map(table.piece, ids)) == b"</think>" and len(ids) > 2
+    return ids
+
+
+def thoughts_of(most: int) -> Thoughts:
+    """Thoughts of the demo model, which knows none, inside of which the answer begins."""
+    _, text, _ = demo()
+    marks = MARKS["tags"]
+    return Thoughts(text.piece, marks, most=most, closings=[end_of_thoughts()])
 
 
 def tokens_of(mask: Words) -> list[int]:
@@ -91,7 +109,10 @@ class Answers:
         max_tokens: int = 60,
         **options: Any,
     ) -> Row:
-        """Admits a request; `had` are the ids of a resumed one."""
+        """Admits a request; `had` are the ids of a resumed one.
+
+        With `thinking_budget` the prompt has opened thoughts.
+        """
         chosen = Options.parse({"seed": number, **options})
         _, text, _ = demo()
         ids = tuple(text.encode(prompt))
@@ -100,9 +121,17 @@ class Answers:
         detokenizer = Detokenizer(text.piece, chosen.stop)
         detokenizer.replay(had)
         found = None if chosen.format is None else constraint(chosen.format)
+        bound = None
+        if chosen.thinking_budget >= 0:
+            thoughts = thoughts_of(chosen.thinking_budget)
+            if found is not None:
+                found.begin_in_thoughts(thoughts)
+            else:
+                bound = ThoughtBound(thoughts, demo()[0].plan.vocab_size)
+                bound.replay(had)
         if found is not None:
             found.replay(had)
-        admit = Admit(row, Facts(), detokenizer, 0.0, constraint=found)
+        admit = Admit(row, Facts(), detokenizer, 0.0, constraint=found, bound=bound)
         self.answers[number] = Answer(list(had))
         self.generations.add(Generation.begin(admit, self.engine.piece))
         self._enter(row)

@@ -49,7 +49,7 @@ class Result:
     ids: tuple[int, ...]
     reason: str  # why it ended: stop, length or cancelled
     usage: Mapping[str, int]  # prompt_tokens, cached_tokens, completion_tokens, total_tokens
-    timings_ms: Mapping[str, float]  # queue, prefill, first_token, decode, total
+    timings_ms: Mapping[str, float]  # queue, prepare, prefill, first_token, decode, total
     seed: int
     attempts: int  # how often the broker gave it to a worker; 0: no broker reported it
     logprobs: tuple[Mapping[str, Any], ...] = ()  # one for each id, if they were asked for

@@ -20,6 +20,7 @@ from mlxpool.common.errors import BadRequest
 
 MAX_STOPS = 64
 MAX_STOP_BYTES = 1024
+MAX_SUFFIX_BYTES = 256 * 1024
 MAX_BIASES = 1024
 MAX_BIAS = 100
 MAX_TOP_LOGPROBS = 20
@@ -67,6 +68,15 @@ class NumberIn:
 def _boolean(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise BadRequest(f"option {name!r} must be true or false, got {shown(value)}")
+    return value
+
+
+def _suffix(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise BadRequest(f"option {name!r} must be text, got {shown(value)}")
+    size = len(value.encode("utf-8", "surrogatepass"))
+    if size > MAX_SUFFIX_BYTES:
+        raise BadRequest(f"option {name!r} has {size} bytes, at most {MAX_SUFFIX_BYTES}")
     return value
 
 
@@ -162,6 +172,16 @@ class Options:
         int, IntegerIn(0, MAX_COUNT), "context of this request (default, 0: the model's)"
     ] = 0
     format: Annotated[Mapping[str, Any] | None, check_format] = None  # what the answer has to be
+    thinking_budget: Annotated[
+        int,
+        IntegerIn(-1, MAX_COUNT),
+        "tokens of thoughts at most, then the answer follows (default, -1: no bound)",
+    ] = -1
+    # The answer goes on behind the last message, which is an assistant's.
+    continue_message: Annotated[bool, _boolean] = False
+    suffix: Annotated[str, _suffix] = ""  # behind the gap that the answer fills
+    # Control tokens that contents have as text are text; None: as the model's settings say.
+    plain_contents: Annotated[bool | None, _boolean] = None
     echo: Annotated[bool, _boolean] = False  # the text begins with the prompt's
     # Alternatives of each token of the prompt; -1: none is reported; None: as echo and logprobs.
     prompt_logprobs: Annotated[int | None, IntegerIn(-1, MAX_TOP_LOGPROBS)] = None
@@ -236,6 +256,7 @@ REQUEST_KEYS = (  # keys of the message beside `options`; the Python client take
     "session",
     "tools",
     "think",
+    "traceparent",
 )
 
 
@@ -275,6 +296,10 @@ class GenerateOptions(TypedDict, total=False):
     num_keep: int | None  # first tokens that truncate and shift keep; -1: the prompt
     num_ctx: int | None  # context of this request; 0: the model's, which it may not exceed
     format: Mapping[str, Any] | None  # what the answer has to be, see docs/structured-output.md
+    thinking_budget: int | None  # tokens of thoughts, after which they are ended; -1: no bound
+    continue_message: bool | None  # go on behind the last message, which is an assistant's
+    suffix: str | None  # the text behind the gap that the answer fills; with prompt
+    plain_contents: bool | None  # control tokens in contents of messages are text
     echo: bool | None  # give the prompt first, with its tokens; see docs/choices.md
     prompt_logprobs: int | None  # report the prompt's tokens with so many alternatives; -1: do not
     deadline_ms: int | None  # milliseconds from acceptance to the end
@@ -286,4 +311,5 @@ class GenerateOptions(TypedDict, total=False):
     durable: bool | None  # false: a lost worker or connection ends the stream
     session: str | None  # prefer the worker of the session's last request
     tools: Sequence[Mapping[str, Any]] | None  # what the template offers to the model
+    traceparent: str | None  # W3C's header of this name: the span to which the request belongs
     think: bool | str | None  # whether, or how much ("low", "medium", "high"), the model thinks

@@ -19,6 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlxpool.common.errors import PoolError
+from mlxpool.common.trace_context import HEADER, parent_of
 from mlxpool.gateway import errors
 from mlxpool.gateway.auth import AccessControl, KeyRevoked
 from mlxpool.gateway.errors import HttpError
@@ -63,14 +64,16 @@ class Surroundings:
 
     def exchange_of(self, scope: Scope, route: str) -> Exchange:
         """The record of a request that begins now; of OTHER_ROUTE it has the path."""
-        method, client = scope["method"], scope.get("client")
+        method, client, headers = scope["method"], scope.get("client"), Headers(scope=scope)
+        traceparent = headers.get(HEADER)
         return Exchange(
-            id=request_id(Headers(scope=scope).get(REQUEST_ID), uuid.uuid4().hex),
+            id=request_id(headers.get(REQUEST_ID), uuid.uuid4().hex),
             method=method if method in KNOWN_METHODS else OTHER_METHOD,
             route=route,
             started=time.monotonic(),
             client=client and client[0],
             path=shown_path(scope["path"][:MAX_LOGGED_PATH]) if route == OTHER_ROUTE else None,
+            traceparent=traceparent if parent_of(traceparent) else None,
         )
 
     def unparsable(self, client: str | None) -> Exchange:

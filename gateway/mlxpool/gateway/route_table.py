@@ -248,6 +248,7 @@ ROUTES: tuple[RouteSpec, ...] = (
 # path -> (its interface, what to do instead); these answer 501
 _TEXT_ONLY = "models give text and vectors only"
 _CONFIGURED = "models are folders that the pool is configured with (docs/models.md)"
+_ADAPTERS = "LoRA adapters are not applied: merge one into the weights of its model"
 _UNKEPT = "go on with previous_response_id of /v1/responses"
 NOT_BUILT: Mapping[str, tuple[Interface, str]] = {
     "/v1/conversations": (OPENAI, _UNKEPT),
@@ -256,6 +257,10 @@ NOT_BUILT: Mapping[str, tuple[Interface, str]] = {
     "/v1/images/generations": (OPENAI, _TEXT_ONLY),
     "/v1/audio/speech": (OPENAI, _TEXT_ONLY),
     "/v1/audio/transcriptions": (OPENAI, _TEXT_ONLY),
+    "/v1/audio/translations": (OPENAI, _TEXT_ONLY),
+    "/v1/videos": (OPENAI, _TEXT_ONLY),
+    "/v1/load_lora_adapter": (OPENAI, _ADAPTERS),
+    "/v1/unload_lora_adapter": (OPENAI, _ADAPTERS),
     "/api/push": (OLLAMA, _CONFIGURED),
     "/api/create": (OLLAMA, _CONFIGURED),
     "/api/copy": (OLLAMA, _CONFIGURED),

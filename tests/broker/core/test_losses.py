@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from mlxpool.broker.core import events as ev
+from mlxpool.broker.core.actions import RequestEnded
 from mlxpool.broker.requests.request_states import RequestState
 from mlxpool.broker.workers.worker import PROVEN_TOKENS
 from mlxpool.common.protocol.token_ids import pack_ids
@@ -272,3 +273,32 @@ def test_a_worker_that_made_tokens_did_not_fail_to_start(
     worker.die()
     assert story.model().failures == failures
     assert story.started() == ([] if failures else ["m/0"])
+
+
+# ---- spans ---------------------------------------------------------------------------------------
+
+
+def test_an_ended_request_has_the_times_of_its_resumes() -> None:
+    story = Story(traces=True)
+    parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    worker, request = story.running(traceparent=parent)
+    began = story.now
+    worker.tokens(request, 2)
+    story.later(2)
+    lost = story.now
+    worker.die()
+    story.later(1)
+    worker = story.ready_worker()
+    again = story.now
+    worker.end(request, "stop")
+    (ended,) = [one for one in story.last if isinstance(one, RequestEnded)]
+    assert (ended.id, ended.traceparent, ended.outcome) == (request, parent, "stop")
+    assert ended.accepted_at <= ended.assigned_at <= began
+    assert again > lost and list(ended.resumes) == [(lost, again)]
+    assert (ended.attempts, ended.tokens, ended.failed) == (2, 2, False)
+
+
+def test_without_the_setting_nothing_is_told_of_an_ended_request(story: Story) -> None:
+    worker, request = story.running(traceparent="00-x")
+    worker.end(request, "stop")
+    assert not [one for one in story.last if isinstance(one, RequestEnded)]

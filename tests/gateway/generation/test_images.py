@@ -70,6 +70,7 @@ WHERE = r"messages\[0\].content\[0\]"
         ({"type": "image_url"}, "must have a data URL, got"),
         (part(url(A, "text/plain")), "must be data:image/TYPE;base64"),
         (part(f"data:;base64,{coded(A)}"), "must be data:image/TYPE;base64"),
+        ({"type": "input_video"}, "has the type 'input_video': models take text and images only"),
         ({"type": "input_audio"}, "has the type 'input_audio': models take text and images only"),
         ({"type": "input_image", "image_url": "x"}, "its type is 'image_url'"),
         ({"type": "input_text", "text": "x"}, "its type is 'text'"),

@@ -16,6 +16,7 @@ from mlxpool.worker.constraints import compiler as compiling
 from mlxpool.worker.constraints import grammar
 from mlxpool.worker.constraints.compiler import Compiler
 from mlxpool.worker.constraints.vocabulary import make_vocabulary
+from mlxpool.worker.prompt.thoughts import Thoughts
 from support.constrained_answers import constraint, demo, tokens_of
 
 COLOURS = ["red", "reddish", "blue", "black and white"]
@@ -203,7 +204,9 @@ def test_masks_behind_drafts_are_those_of_single_tokens(
     if thinks:  # they may end among the drafts
         had = 0
         for one in (asked, single):
-            one.begin_in_thoughts(lambda token: b"</think>" if token % 3 else pieces[token])
+            one.begin_in_thoughts(
+                Thoughts(lambda token: b"</think>" if token % 3 else pieces[token])
+            )
 
     def next_token() -> int | None:
         allowed = [token for token in tokens_of(single.mask()) if token not in folder.eos_ids]

@@ -17,6 +17,7 @@ from mlxpool.worker.constraints.mask_batch import fill_table
 from mlxpool.worker.constraints.mask_jobs import MadeMasks
 from mlxpool.worker.constraints.mask_table import new_table, only_token, words_of_mask
 from mlxpool.worker.constraints.masks import Masks
+from mlxpool.worker.prompt.thoughts import Thoughts
 from support.constrained_answers import constraint, tokens_of
 
 FORMATS: list[dict[str, Any]] = [
@@ -49,8 +50,8 @@ def mask_in(made: MadeMasks, one: Constraint) -> Words:
 def test_masks_made_together_are_those_made_one_by_one() -> None:
     drawn = np.random.default_rng(5)
     together, single = ([constraint(format) for format in FORMATS] for _ in range(2))
-    together[3].begin_in_thoughts(lambda token: b"")
-    single[3].begin_in_thoughts(lambda token: b"")
+    together[3].begin_in_thoughts(Thoughts(lambda token: b""))
+    single[3].begin_in_thoughts(Thoughts(lambda token: b""))
     compared = 0
     while len(single) > 1 and compared < MOST:
         compared += 1

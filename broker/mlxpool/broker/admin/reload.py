@@ -57,6 +57,7 @@ FIXED = (  # sockets, folders and threads were made with these: only a restart c
     "http_cors_origins",
     "http_trusted_proxies",
     "http_access_log",
+    "traces",
     "models_dir",
     "state_dir",
     "state_bytes",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mlxpool.common.protocol.frames import Content, Header
@@ -84,6 +84,29 @@ class Note:
     fields: Mapping[str, object] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class RequestEnded:
+    """What spans are made of, with the setting `traces`. Times are seconds on the core's clock.
+
+    `assigned_at`: first given to a worker, 0: never. `resumes`: when it lost a worker or gave up
+    its place, and when the next one had it. `timings_ms`: of the newest worker.
+    """
+
+    id: bytes
+    model: str
+    traceparent: str
+    outcome: str
+    failed: bool
+    accepted_at: float
+    assigned_at: float
+    ended_at: float
+    resumes: Sequence[tuple[float, float]]
+    timings_ms: Mapping[str, float]
+    prompt_tokens: int
+    tokens: int
+    attempts: int
+
+
 Action = (
     ToClient
     | ToWorker
@@ -94,4 +117,5 @@ Action = (
     | JobSetBack
     | StopPool
     | Note
+    | RequestEnded
 )

@@ -244,7 +244,7 @@ class Admission:
             request.move("requeue")
             request.message = message
             model.queue.add_resumed(request)
-        run.release()
+        run.release(now)
         _set_ids(run, message)
         request.reader = _new_reader(event, message)
         request.deadline = self._deadline(message, now)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mlxpool.broker.core import events as ev
-from mlxpool.broker.core.actions import Note
+from mlxpool.broker.core.actions import Note, RequestEnded
 from mlxpool.broker.core.ended_requests import EndedRequests
 from mlxpool.broker.core.outbox import Outbox
 from mlxpool.broker.core.state import State
@@ -159,7 +159,28 @@ class Delivery:
         state.counters.end(request, outcome, now)
         cached = terminal.usage.get("cached_tokens") if isinstance(terminal, Done) else None
         self._outbox.add(Note("info", "request", _log_fields(request, outcome, cached, now)))
+        if state.config.traces:
+            self._outbox.add(_ended(request, terminal, outcome, now))
         self._pool.work_ended(model, now)
+
+
+def _ended(request: Request, terminal: Done | Failed, outcome: str, now: float) -> RequestEnded:
+    run = request.run
+    return RequestEnded(
+        request.id,
+        request.model,
+        request.message.traceparent,
+        outcome,
+        isinstance(terminal, Failed),
+        request.accepted_at,
+        run.assigned_at,
+        now,
+        tuple(run.resumes),
+        terminal.timings_ms if isinstance(terminal, Done) else {},
+        run.prompt_tokens,
+        run.taken,
+        run.tries,
+    )
 
 
 def _ms(seconds: float) -> float:

@@ -140,7 +140,7 @@ class Failover:
         model = self._state.model_of(request)
         model.places.leave(request.owner, now)
         request.move("requeue")
-        request.run.release()
+        request.run.release(now)
         self._state.counters.resume(request)
         model.queue.add_resumed(request)
         self._delivery.set_timer(request)

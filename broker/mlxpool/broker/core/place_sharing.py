@@ -40,7 +40,7 @@ class PlaceSharing:
             held, coming = self._held(serving)
             decision = decide(held, wanted, model.places.held, coming, now)
             for request, taker in decision.gives:
-                self._give(model, request, taker)
+                self._give(model, request, taker, now)
             again = min(again, decision.again)
         timers.set(key, again)
 
@@ -78,11 +78,11 @@ class PlaceSharing:
                     held.append(Held(request, worker.epoch, request.run.leased_at, proven))
         return held, coming
 
-    def _give(self, model: Model, request: Request, taker: str) -> None:
+    def _give(self, model: Model, request: Request, taker: str, now: float) -> None:
         """End a run in its worker; the place is free when the worker confirms that."""
         self._pool.cancel_run(request)
         request.move("requeue")
-        request.run.release()
+        request.run.release(now)
         self._state.counters.preempt(request)
         model.places.give(request.owner, taker)
         model.queue.add_preempted(request)

@@ -36,6 +36,7 @@ from mlxpool.broker.edge.page_jobs import PageJobs
 from mlxpool.broker.edge.reload_target import ReloadTarget
 from mlxpool.broker.edge.reporting import Reporter
 from mlxpool.broker.edge.run_dir_watch import RunDirWatch
+from mlxpool.broker.edge.spans import Spans
 from mlxpool.broker.edge.worker_ingress import WorkerIngress
 from mlxpool.broker.edge.worker_processes import WorkerProcesses
 from mlxpool.broker.host.os_process import memory_limit_bytes, resident_bytes
@@ -74,6 +75,7 @@ class Broker:
             config = without_local_workers(config)
         descriptors = raise_descriptor_limit()
         self.settings = CurrentSettings(config)
+        self.spans = Spans.open() if config.traces else None
         locked = lock(config.run_dir)
         self.http = _http_server(config) if config.metrics else None
         self.gateway_process = GatewayProcess(config) if config.http else None
@@ -207,6 +209,7 @@ class Broker:
                 dump_stacks=self.supervisor.dump_stacks,
                 stop_pool=lambda now: self.lifecycle.stop(now, final=False),
                 deliver_to_jobs=lambda action: self.jobs.deliver(action) if self.jobs else None,
+                spans=self.spans,
             )
         )
 
@@ -428,6 +431,8 @@ class Broker:
         self.signals.waker.close()
         os.close(self.run_dir.lock)
         self.notifier.close()
+        if self.spans is not None:
+            self.spans.close()
         log.info("broker stopped")
 
 

@@ -11,6 +11,7 @@ from mlxpool.broker.core.core import Core
 from mlxpool.broker.core.events import Perform
 from mlxpool.broker.core.state import JOBS_LINK
 from mlxpool.broker.edge import trace
+from mlxpool.broker.edge.spans import Spans
 from mlxpool.broker.edge.worker_processes import WorkerProcesses
 from mlxpool.broker.metrics.counters import Counters
 from mlxpool.broker.transport.peers import Peers
@@ -68,6 +69,7 @@ class Actions:
         dump_stacks: Callable[[str], None],
         stop_pool: Callable[[float], None],
         deliver_to_jobs: Callable[[act.ToClient | act.JobSetBack], None],
+        spans: Spans | None = None,
     ) -> None:
         self._front = front
         self._sessions = sessions
@@ -76,6 +78,7 @@ class Actions:
         self._dump_stacks = dump_stacks
         self._stop_pool = stop_pool
         self._deliver_to_jobs = deliver_to_jobs
+        self._spans = spans
 
     def to_client(self, action: act.ToClient, now: float) -> None:
         if action.link == JOBS_LINK:
@@ -111,6 +114,10 @@ class Actions:
     def stop_pool(self, action: act.StopPool, now: float) -> None:
         self._stop_pool(now)
 
+    def request_ended(self, action: act.RequestEnded, now: float) -> None:
+        if self._spans is not None:
+            self._spans.add(action, now)
+
     def note(self, action: act.Note, now: float) -> None:
         logger = requests_log if action.event == "request" else log
         logger.log(logging.getLevelName(action.level.upper()), action.event, extra=action.fields)
@@ -126,4 +133,5 @@ PERFORM: dict[type, Callable[..., None]] = {
     act.JobSetBack: Actions.job_set_back,
     act.StopPool: Actions.stop_pool,
     act.Note: Actions.note,
+    act.RequestEnded: Actions.request_ended,
 }

@@ -48,6 +48,8 @@ class Run:
     batch_bound: int = 0  # runs that a worker may hold together with it, itself included; 0: any
     assigned_at: float = 0.0  # first given to a worker; 0: not yet
     first_token_at: float = 0.0  # 0: no token yet
+    lost_at: float = 0.0  # released and not given to another worker yet; 0: it is not so
+    resumes: list[tuple[float, float]] = field(default_factory=list)  # released, leased again
     measured_ids: int = 0  # ids that the histograms have counted
     measured_at: float = 0.0  # when the newest of these came; 0: none came
 
@@ -58,11 +60,16 @@ class Run:
 
     def lease(self, epoch: int, slot: str, number: int, now: float = 0.0) -> None:
         """A worker has it now."""
+        if self.lost_at:
+            self.resumes.append((self.lost_at, now))
+            self.lost_at = 0.0
         self.epoch, self.slot, self.number, self.leased_at = epoch, slot, number, now
         self.tries += 1
 
-    def release(self) -> None:
+    def release(self, now: float = 0.0) -> None:
         """No worker has it any more."""
+        if self.epoch:
+            self.lost_at = now
         self.epoch, self.slot, self.number = 0, "", 0
 
     def leased_by(self, epoch: int, number: int) -> bool:

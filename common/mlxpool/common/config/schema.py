@@ -163,6 +163,9 @@ class ModelConfig:
     speculation: Annotated[str, OneOf(("off", "ngram", "mtp", "draft", "auto"))] = "off"
     # A smaller model with the same tokenizer, as in `path`, that drafts for it; "": none.
     draft: str = ""
+    # Whether control tokens that contents of messages have as text, such as <|im_end|>, are text:
+    # no content ends a message or begins another then. Requests may say so, too.
+    plain_contents: bool = False
     # Whether no bit of an answer depends on the other rows of its batch; slower, CPU only.
     deterministic: bool = False
     counting: Counting = field(default_factory=Counting)
@@ -317,6 +320,8 @@ class PoolConfig:
     http_trusted_proxies: tuple[str, ...] = ()
     # Whether the log has a line for each request over HTTP.
     http_access_log: Flag = True
+    # Whether requests become spans of OpenTelemetry, whose variables say where these go.
+    traces: Flag = False
     models: Mapping[str, ModelConfig] = field(default_factory=dict)
     keys: Mapping[str, KeyConfig] = field(default_factory=dict)
 

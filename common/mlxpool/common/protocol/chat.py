@@ -59,6 +59,19 @@ def check_think(raw: object) -> bool | str | None:
     raise BadRequest(f"think must be true, false or one of {', '.join(LEVELS)}, got {shown(raw)}")
 
 
+def check_continued(messages: object) -> None:
+    """Raises BadRequest unless the last of checked messages is an assistant's text."""
+    last = messages[-1] if _is_list(messages) and messages else {}
+    if last.get("role") != "assistant" or last.get("tool_calls"):
+        what = "calls tools" if last.get("tool_calls") else f"has the role {last.get('role')!r}"
+        raise BadRequest(
+            "continue_message: the last message has to be the text of an assistant that goes on; it"
+            f" {what}"
+        )
+    if not joined(last.get("content")) and not last.get("reasoning_content"):
+        raise BadRequest("continue_message: the last message has no text that can go on")
+
+
 def joined(content: object) -> str:
     """The text of a checked content: text, a list of parts, or None. Images are left out."""
     if isinstance(content, list | tuple):

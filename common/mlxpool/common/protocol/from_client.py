@@ -13,18 +13,23 @@ from mlxpool.common import answer_format
 from mlxpool.common.checks import flag, integer, text
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.options import MAX_DEADLINE_MS, Options
+from mlxpool.common.protocol.chat import check_continued
 from mlxpool.common.protocol.choice import Choice
 from mlxpool.common.protocol.decisions import DECIDE
 from mlxpool.common.protocol.encoder_calls import TASKS
 from mlxpool.common.protocol.frames import Content
 from mlxpool.common.protocol.prompts import (
+    ChatPrompt,
+    PackedPrompt,
     Prompt,
+    TextPrompt,
     blobs_of_prompt,
     image_bytes,
     parse_prompt,
 )
 from mlxpool.common.protocol.resume import Resume
 from mlxpool.common.protocol.unread_keys import check_keys
+from mlxpool.common.trace_context import parent_of
 
 TOKENIZE, DETOKENIZE = "tokenize", "detokenize"
 COMPUTED = frozenset({DECIDE, *TASKS})  # the kinds of calls that a model computes
@@ -36,7 +41,9 @@ MAX_PRIORITY = 2
 KEEP_FOREVER = -1  # milliseconds of a `keep`
 MAX_KEEP_MS = 10**11  # three years, as the setting keep_alive
 # What may differ between two sendings of one request.
-PER_SENDING = frozenset({"resume", "deadline_ms", "queue_ms", "first_token_ms", "window", "batch"})
+PER_SENDING = frozenset(
+    {"resume", "deadline_ms", "queue_ms", "first_token_ms", "window", "batch", "traceparent"}
+)
 
 # ---- clients ---------------------------------------------------------------------------------
 
@@ -61,6 +68,7 @@ class Generate:
     resume: Resume | None = None
     warnings: tuple[str, ...] = ()  # of keys that are ignored
     format_bytes: int = 0  # of the option `format`
+    traceparent: str = ""  # see trace_context; "" for one that names no span
 
     @property
     def resume_ids(self) -> bytes:
@@ -92,6 +100,7 @@ class Generate:
         checked = Options.parse(options or {})
         if checked.reports_prompt and prompt.images:
             raise BadRequest("echo and prompt_logprobs report prompts of text; send no images")
+        _check_prompt_options(checked, prompt)
         count = 0 if resume is None else resume.count
         if 0 < checked.max_tokens < count:
             raise BadRequest(f"resume has {count} ids, max_tokens is {checked.max_tokens}")
@@ -111,7 +120,23 @@ class Generate:
             resume=resume,
             warnings=warnings,
             format_bytes=answer_format.size_of(checked.format),
+            traceparent=body["traceparent"] if parent_of(body.get("traceparent")) else "",
         )
+
+
+def _check_prompt_options(options: Options, prompt: Prompt) -> None:
+    """Raises BadRequest for an option that does not go with this prompt."""
+    if options.continue_message:
+        if not isinstance(prompt, ChatPrompt):
+            raise BadRequest("continue_message goes with messages: a prompt goes on as it is")
+        check_continued(prompt.messages)
+    if options.suffix:
+        if isinstance(prompt, ChatPrompt) or prompt.images:
+            raise BadRequest("suffix goes with a prompt of text alone")
+        if isinstance(prompt, PackedPrompt) and prompt.key == "tokens":
+            raise BadRequest("suffix goes with a prompt of text, got tokens")
+        if options.reports_prompt or options.truncate:
+            raise BadRequest("suffix goes without echo, prompt_logprobs and truncate")
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,14 +19,18 @@ KNOWN = frozenset(
 )
 _AS_FORMAT = "send `format` in `options`"
 _AS_PROMPT = "render the prompt yourself and send it as `prompt`, or send `messages`"
+_ADAPTER = "LoRA adapters are not applied: merge one into the weights of its model"
 # What servers of other interfaces know, and what to do instead.
 REFUSED: Mapping[str, str] = {
     "response_format": _AS_FORMAT,
     "grammar": _AS_FORMAT,
     "audio": "models take text and images only",
+    "video": "models take text and images only",
+    "lora": _ADAPTER,
+    "adapter": _ADAPTER,
+    "adapters": _ADAPTER,
     "system": _AS_PROMPT,
     "template": _AS_PROMPT,
-    "suffix": "models complete the end of a text only",
     "context": "send the conversation as `messages`",
     "tool_choice": "leave `tools` out where the model is to call none",
     "n": "send a request for each completion, with seed + i and `choice`",

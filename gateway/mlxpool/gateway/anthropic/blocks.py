@@ -14,10 +14,7 @@ from mlxpool.gateway.generation.images import FETCHED, from_base64
 from mlxpool.gateway.left_out import ELSEWHERE, log_left_out
 
 OF_USERS = "must be text, image, document (of text) or tool_result"
-PREFILLED = (
-    "the last message is the assistant's: an answer that is begun cannot be continued; end with a"
-    " message of the user"
-)
+CALLED = "the last message calls tools: their results are missing"
 # Blocks with text in a member of their own, which a model reads as text.
 TEXTS: Mapping[str, str] = {"text": "text", "compaction": "content"}
 SEEN = "[an image, which follows]"
@@ -38,6 +35,11 @@ class Conversation:
         text = texts("system", system, "must be text", "system")
         if text:
             self.messages.append({"role": "system", "content": text})
+
+    @property
+    def continues(self) -> bool:
+        """Whether the last message is the assistant's, behind which the answer goes on."""
+        return bool(self.messages) and self.messages[-1]["role"] == "assistant"
 
     def add(self, where: str, message: object) -> None:
         """Add one of `messages`. Raises HttpError naming the block."""
@@ -161,8 +163,8 @@ def conversation_of(system: object, given: object) -> Conversation:
         raise _fault(f"'messages' must be a list of 1 to {MAX_MESSAGES} maps, got {got}")
     for number, message in enumerate(given):
         found.add(f"messages[{number}]", message)
-    if found.messages and found.messages[-1]["role"] == "assistant":
-        raise _fault(PREFILLED)
+    if found.continues and found.messages[-1].get("tool_calls"):
+        raise _fault(CALLED)
     return found
 
 

@@ -42,6 +42,7 @@ SAMPLING: Mapping[str, str] = {
     "repetition_penalty": "repeat_penalty",
     "repeat_last_n": "repeat_last_n",
     "ignore_eos": "ignore_eos",
+    "plain_contents": "plain_contents",
 }
 CACHED: Mapping[str, Schema] = {"cache_control": ANY}  # the prefix cache needs no marks
 
@@ -49,9 +50,10 @@ THINKING = Body(
     {
         "type": choice("enabled", "disabled", "adaptive"),
         "display": described("omitted: thoughts are not sent", choice(*DISPLAYS)),
+        "budget_tokens": described("of thoughts, which count towards max_tokens", integer(0)),
     },
     required=("type",),
-    accepted={"budget_tokens": ANY, "block_tokens": ANY},  # thoughts count towards max_tokens
+    accepted={"block_tokens": ANY},
 )
 FORMAT = Body({"type": {"const": "json_schema"}, "schema": MAP}, required=("type", "schema"))
 OUTPUT_CONFIG = Body(

@@ -8,7 +8,7 @@ from typing import Any
 
 from mlxpool.common.checks import shown
 from mlxpool.common.options import MAX_COUNT
-from mlxpool.common.protocol.chat import LEVELS, check_messages
+from mlxpool.common.protocol.chat import LEVELS, check_continued, check_messages
 from mlxpool.gateway import field_checks as fields
 from mlxpool.gateway.anthropic.blocks import conversation_of
 from mlxpool.gateway.anthropic.fields import (
@@ -27,7 +27,6 @@ from mlxpool.gateway.anthropic.fields import (
 from mlxpool.gateway.errors import bad_request
 from mlxpool.gateway.generation.chat_request import ChatRequest
 from mlxpool.gateway.generation.sampling import sampling_options
-from mlxpool.gateway.generation.structured import require_no_tools
 
 THOUGHTS = ("enabled", "disabled", "adaptive")
 CHOICES = ("auto", "any", "tool", "none")
@@ -60,8 +59,8 @@ def message(body: Mapping[str, Any]) -> MessageRequest:
     max_tokens = fields.integer(body, "max_tokens", 1, MAX_COUNT)
     if max_tokens is None:
         raise bad_request("'max_tokens' is missing", "max_tokens")
-    options = {**sampling_options(body, SAMPLING), "max_tokens": max_tokens}
     thinking = _thinking(body)
+    options = {**sampling_options(body, SAMPLING), "max_tokens": max_tokens, **_budget(thinking)}
     return MessageRequest(
         _chat(body, options),
         fields.flag(body, "stream", False),
@@ -83,9 +82,11 @@ def counted(body: Mapping[str, Any]) -> ChatRequest:
 def _chat(body: Mapping[str, Any], options: Mapping[str, Any]) -> ChatRequest:
     conversation = conversation_of(body.get("system"), body.get("messages"))
     messages = fields.checked("messages", check_messages, conversation.messages)
+    if conversation.continues:
+        fields.checked("messages", check_continued, messages)
+        options = {**options, "continue_message": True}
     tools, forced, several = _tools(body)
     options = {**options, **_think(body), **_format(body)}
-    require_no_tools(tools, options)
     return ChatRequest(
         fields.text(body, "model"),
         messages,
@@ -101,6 +102,13 @@ def _chat(body: Mapping[str, Any], options: Mapping[str, Any]) -> ChatRequest:
 def _thinking(body: Mapping[str, Any]) -> Mapping[str, Any]:
     given = fields.mapping(body, "thinking")
     return THINKING.check(given, "thinking.")
+
+
+def _budget(thinking: Mapping[str, Any]) -> dict[str, Any]:
+    """The bound of thoughts; empty without."""
+    budget = fields.integer(thinking, "budget_tokens", 0, MAX_COUNT)
+    enabled = budget is not None and thinking.get("type") == "enabled"
+    return {"thinking_budget": budget} if enabled else {}
 
 
 def _think(body: Mapping[str, Any]) -> dict[str, Any]:

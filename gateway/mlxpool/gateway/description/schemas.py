@@ -102,6 +102,7 @@ def nullable(schema: Schema) -> Schema:
 _STOP: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_BYTES}
 # options whose check is neither IntegerIn nor NumberIn
 _OTHER_OPTIONS: Mapping[str, Schema] = {
+    "suffix": {"type": "string"},
     "stop": one_of(_STOP, listed(_STOP, 0, MAX_STOPS)),
     "logit_bias": {
         "type": "object",

@@ -6,12 +6,14 @@ The parser of the same format reads what these grammars allow.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mlxpool.gateway.formats.relaxed_schema import relaxed
 from mlxpool.gateway.formats.tagged_arguments import (
+    DEFINITIONS,
     FUNCTION_XML,
     GLM,
     LENIENT,
@@ -53,6 +55,7 @@ _STYLES: Mapping[str, JsonStyle | TaggedStyle] = {
     "llama_json": JsonStyle("", "", "parameters"),
     "mistral": JsonStyle("[TOOL_CALLS][", "]", "arguments"),
 }
+_SLASH = re.compile(r"\\.|/", re.DOTALL)
 # format of tools -> the text with which a call begins, after any other text. The models of
 # mistral and harmony begin calls with control tokens, which no format lets them draw.
 _BEGINS: Mapping[str, str] = {
@@ -97,6 +100,70 @@ def strict_calls(tool_format: str | None, tools: Sequence[Mapping[str, Any]]) ->
     return _lark([*head, *calls])
 
 
+def calls_or_answer(
+    tool_format: str | None, tools: Sequence[Mapping[str, Any]], answer: Mapping[str, Any]
+) -> Any:
+    """The format of an answer that is calls of these tools, or a text in the format `answer`.
+
+    Arguments are as in `forced_call`. None: not with this format of tools, or of answers. Raises
+    ValueError as `forced_call` does.
+    """
+    style, schema = _STYLES.get(tool_format or ""), _schema_of(answer)
+    rule = _answer(answer) if schema is None else f"answer: %json {_guided(schema)}"
+    if style is None or rule is None or tool_format == "mistral":
+        return None
+    if tool_format == "llama_json" and schema is not None:  # both begin as JSON does
+        between = '"; "'
+        calls = [f"call_{n}: %json {_call_schema(one)}" for n, one in enumerate(tools)]
+    else:
+        between = '"; "' if tool_format == "llama_json" else r'"\n"?'
+        calls = _calls(style, tools, every=True)
+    several = f"({_any(tools)}) ({between} ({_any(tools)}))*"
+    return _lark([f"start: {several} | answer", rule, *calls])
+
+
+def _schema_of(format: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The schema of a format of JSON; None for another format."""
+    if format["type"] == "json":
+        return {"type": "object"}
+    schema = format.get("schema")
+    return ({} if schema else {"not": {}}) if isinstance(schema, bool) else schema
+
+
+def _call_schema(tool: Mapping[str, Any]) -> str:
+    """The schema of a call in llama_json, as JSON text."""
+    function = tool["function"]
+    strict, parameters = bool(function.get("strict")), function.get("parameters") or {}
+    parameters = dict(parameters) if strict else relaxed(dict(parameters))
+    members = {
+        "name": {"const": function["name"]},
+        "parameters": {**parameters, "type": "object"},
+    }
+    schema = {
+        "type": "object",
+        "properties": members,
+        "required": [*members],
+        "additionalProperties": False,
+        **{key: parameters[key] for key in DEFINITIONS if key in parameters},
+        "x-guidance": WHITE_SPACE if strict else LENIENT,
+    }
+    return json.dumps(schema, ensure_ascii=False)
+
+
+def _answer(format: Mapping[str, Any]) -> str | None:
+    """The rule `answer` of a format of text; None for one that cannot be part of another."""
+    kind = format["type"]
+    if kind == "choice":
+        return f"answer: {' | '.join(map(quoted, format['choices']))}"
+    if kind == "regex":
+        return f"answer: /{_SLASH.sub(_escaped, format['pattern'])}/"
+    return None
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return r"\/" if found[0] == "/" else found[0]
+
+
 def _any(tools: Sequence[Mapping[str, Any]]) -> str:
     return " | ".join(f"call_{number}" for number in range(len(tools)))
 
@@ -132,3 +199,7 @@ def _schema(parameters: Mapping[str, Any] | None, held: Held) -> str:
     if not isinstance(found.get("type"), str) or held is Held.MOST:
         found["type"] = "object"
     return json.dumps({**found, "x-guidance": options}, ensure_ascii=False)
+
+
+def _guided(schema: Mapping[str, Any]) -> str:
+    return json.dumps({**schema, "x-guidance": WHITE_SPACE}, ensure_ascii=False)

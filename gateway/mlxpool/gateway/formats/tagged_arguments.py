@@ -22,12 +22,12 @@ WHITE_SPACE: Mapping[str, Any] = {
 }
 # The library leaves out what it does not know how to follow.
 LENIENT: Mapping[str, Any] = {**WHITE_SPACE, "lenient": True}
-_DEFINITIONS = ("$defs", "definitions")
+DEFINITIONS = ("$defs", "definitions")
 _COMPOSED = frozenset({"$ref", "allOf", "anyOf", "oneOf"})  # which may name further parameters
 _ANNOTATIONS = frozenset(
     {"$comment", "$schema", "default", "deprecated", "description", "examples", "title"}
 )
-_OF_PARAMETERS = {*_ANNOTATIONS, *_DEFINITIONS, "additionalProperties", "properties", "required"}
+_OF_PARAMETERS = {*_ANNOTATIONS, *DEFINITIONS, "additionalProperties", "properties", "required"}
 _OF_TEXT = {*_ANNOTATIONS, "const", "enum", "maxLength", "minLength"}
 _FOLLOWED = frozenset({"type", "const", "enum", "maxLength", "minLength"})
 _NAME = re.compile(r"[^\s<>](?:[^<>]*[^\s<>])?")
@@ -95,7 +95,7 @@ def tagged_call(
     required = parameters.get("required") or ()
     properties = {**(parameters.get("properties") or {})}
     properties = {**properties, **{key: {} for key in required if key not in properties}}
-    definitions = {key: parameters[key] for key in _DEFINITIONS if key in parameters}
+    definitions = {key: parameters[key] for key in DEFINITIONS if key in parameters}
     arguments, rules = [], []
     for place, (key, schema) in enumerate(properties.items()):
         rule = f"argument_{number}_{place}"

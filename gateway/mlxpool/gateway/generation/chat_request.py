@@ -9,13 +9,17 @@ from typing import Any
 from mlxpool.gateway import field_checks as fields
 from mlxpool.gateway.errors import bad_request, unsupported_parameter
 from mlxpool.gateway.formats import NO_CHAT, ChatFormats
-from mlxpool.gateway.formats.forced_calls import forced_call, strict_calls
+from mlxpool.gateway.formats.forced_calls import calls_or_answer, forced_call, strict_calls
 from mlxpool.gateway.generation.choice_streams import ChoiceRequest
 from mlxpool.gateway.models import ModelInfo
 
 ENABLE_THINKING = "chat_template_kwargs.enable_thinking"
 NO_FORCED_CALL = (
     "a call cannot be forced in the format in which this model writes calls; use 'auto' or 'none'"
+)
+NO_CALL_BESIDE = (
+    "a call, in the format in which this model writes calls, cannot stand beside this format of the"
+    " answer; leave `tools` or the format out"
 )
 NOT_STRICT = (
     "beside 'auto' the arguments of calls in the format in which this model writes them cannot be"
@@ -45,7 +49,7 @@ class ChatRequest:
         """What the pool is asked for. Raises HttpError for what the model's template has not."""
         chat = model.chat or NO_CHAT
         known = check_formats(self.model, chat, self.tools, self.options, self.think_field)
-        options = {**known, **calls_format(chat, self.tools, self.forced)}
+        options = {**known, **calls_format(chat, self.tools, self.forced, known)}
         arguments = {
             "messages": self.messages,
             **({"images": self.images} if self.images else {}),
@@ -84,21 +88,27 @@ def calls_format(
     chat: ChatFormats,
     tools: Sequence[Mapping[str, Any]],
     forced: Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any],
     function: str = "",
 ) -> dict[str, Any]:
-    """The option `format` of an answer whose calls follow schemas; empty if none have to.
+    """The option `format` of an answer that may have calls; empty if that of `options` holds.
 
-    `forced`: tools of which it has to call one; without, the strict ones of `tools` are followed.
+    `forced`: tools of which it has to call one; without, the strict ones of `tools` are followed,
+    and beside a format of `options` the answer is calls or a text in that format.
     `function`: where a tool has its function, in the words of an error. Raises HttpError where the
     model's format of calls, or a schema, does not allow it.
     """
     strict = [number for number, one in enumerate(tools) if one["function"].get("strict")]
-    if not forced and not strict:
+    wanted = options.get("format") if tools else None
+    if not forced and not strict and wanted is None:
         return {}
     try:
         if forced:
             field, advice = "tool_choice", NO_FORCED_CALL
             format = forced_call(chat.tools, forced)
+        elif wanted is not None:
+            field, advice = "tools", NO_CALL_BESIDE
+            format = calls_or_answer(chat.tools, tools, wanted)
         else:
             field, advice = f"tools[{strict[0]}]{function}.strict", NOT_STRICT
             format = strict_calls(chat.tools, tools)

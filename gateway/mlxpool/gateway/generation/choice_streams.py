@@ -141,9 +141,9 @@ def stream_arguments(request: ChoiceRequest, deadline: float | None) -> dict[str
 
 
 def _started(
-    client: AsyncClient, request: ChoiceRequest, deadline: float | None
+    client: AsyncClient, request: ChoiceRequest, deadline: float | None, traceparent: str | None
 ) -> list[AsyncStream]:
-    arguments = stream_arguments(request, deadline)
+    arguments = {**stream_arguments(request, deadline), "traceparent": traceparent}
     if request.n > 1:
         return client.streams(request.model, n=request.n, **arguments)
     stream: AsyncStream = client.stream(request.model, **arguments)
@@ -179,7 +179,7 @@ class Generation:
         self._tasks: list[asyncio.Task[None]] = []
         for request in requests:
             try:
-                streams = _started(client, request, deadline)
+                streams = _started(client, request, deadline, exchange.traceparent)
             except PoolError:
                 self.close()
                 raise

@@ -24,7 +24,10 @@ ADVICE = {  # types of parts of other interfaces, or of what models do not take
     "image": "the type of an image is 'image_url'",
     "input_audio": "models take text and images only",
     "audio": "models take text and images only",
+    "audio_url": "models take text and images only",
     "file": "models take text and images only",
+    "video": "models take text and images only",
+    "input_video": "models take text and images only",
     "video_url": "models take text and images only",
 }
 DETAILS = (None, "auto", "low", "high")  # accepted without effect: sizes are the model's affair

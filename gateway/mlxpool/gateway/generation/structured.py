@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from mlxpool.common.answer_format import MAX_CHOICES
@@ -85,13 +85,6 @@ def openai_format(body: Mapping[str, Any]) -> dict[str, Any]:
         message = f"an answer has one format, these ask for several: {names}"
         raise bad_request(message, next(iter(found)))
     return {"format": next(iter(found.values()))} if found else {}
-
-
-def require_no_tools(tools: Sequence[Any], options: Mapping[str, Any]) -> None:
-    """Raises HttpError for tools beside a format: an answer with a format calls none."""
-    if tools and "format" in options:
-        message = "an answer with a format calls no tools: leave `tools` out"
-        raise bad_request(message, "tools")
 
 
 def _response_format(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -47,6 +47,8 @@ OPTIONS: Mapping[str, str] = {
             "frequency_penalty",
             "num_keep",
             "num_ctx",
+            "thinking_budget",
+            "plain_contents",
         )
     },
 }
@@ -140,13 +142,14 @@ GENERATE = Body(
         "prompt": TEXT,
         "system": TEXT,
         "raw": FLAG,
+        "suffix": option("suffix"),
         "images": IMAGES,
         "context": described(
             "deprecated: the `context` of an earlier answer", {**TOKEN_IDS, "minItems": 0}
         ),
     },
     required=("model",),
-    refused={**REFUSED, "suffix": (("",), "models complete the end of a text only")},
+    refused=REFUSED,
     open=True,
 )
 CHAT = Body(

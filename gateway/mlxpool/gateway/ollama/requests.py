@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlxpool.common.checks import shown
-from mlxpool.common.protocol.chat import check_messages, check_think
+from mlxpool.common.protocol.chat import check_messages, check_think, joined
 from mlxpool.gateway import field_checks as fields
 from mlxpool.gateway.errors import bad_request
 from mlxpool.gateway.field_checks import Body
 from mlxpool.gateway.generation.images import content_with_images, image_list
-from mlxpool.gateway.generation.structured import ollama_format, require_no_tools
+from mlxpool.gateway.generation.structured import ollama_format
 from mlxpool.gateway.ollama.durations import keep_alive
 from mlxpool.gateway.ollama.fields import (
     BESIDE_OPTIONS,
@@ -71,8 +71,13 @@ def generate(body: Mapping[str, Any]) -> OllamaRequest:
     if context and images:
         message = "'context' has token ids, beside which no images are taken: use /api/chat"
         raise bad_request(message, "context")
+    suffix = fields.options(body, {"suffix": "suffix"})
+    if suffix.get("suffix") and (system or images or context):
+        raise bad_request("'suffix' goes with a 'prompt' alone", "suffix")
+    common = _common(body, GENERATE)
+    common["options"] |= suffix
     return OllamaRequest(
-        **_common(body, GENERATE),
+        **common,
         prompt=prompt,
         system=system,
         raw=raw,
@@ -88,7 +93,10 @@ def chat(body: Mapping[str, Any]) -> OllamaRequest:
     messages, images = ([], []) if given is None or given == [] else _messages(given)
     tools = [tool for _, tool in fields.tools_of_kind(body, ("function", None))]
     common = _common(body, CHAT)
-    require_no_tools(tools, common["options"])
+    if messages and messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):
+        last = messages[-1]
+        if joined(last.get("content")) or last.get("reasoning_content"):
+            common["options"] |= {"continue_message": True}
     return OllamaRequest(**common, messages=messages, tools=tools, images=images)
 
 

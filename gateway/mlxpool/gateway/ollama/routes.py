@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from mlxpool.common.checks import shown
 from mlxpool.common.errors import ModelUnavailable, PoolError
 from mlxpool.gateway.errors import bad_request
 from mlxpool.gateway.formats import HARMONY, NO_CHAT, ChatFormats
+from mlxpool.gateway.generation.chat_request import calls_format
 from mlxpool.gateway.generation.choice_streams import (
     Answers,
     ChoiceRequest,
@@ -96,6 +97,10 @@ class OllamaRoutes:
         if request.tools and not template.tools:
             raise bad_request(f"{request.model!r} does not support tools", "tools")
         tools = {"tools": request.tools} if request.tools else {}
+        if request.tools and "format" in request.options:
+            functions = [{"function": one.get("function", one)} for one in request.tools]
+            format = calls_format(template, functions, (), request.options)
+            request = replace(request, options={**request.options, **format})
         prompt = {"messages": request.messages, **tools, **_think(request, template)}
         async with self._pool.kept(model.name, request.keep_alive):
             conversation = Conversation(prompt, template)
@@ -193,7 +198,7 @@ class OllamaRoutes:
                 " whether its prompts need a chat template; `mlxpool check` says what is wrong, and"
                 " `raw` sends the prompt as it is"
             )
-        if request.raw or model.chat is None:
+        if request.raw or model.chat is None or request.options.get("suffix"):
             if request.system and not request.raw:
                 message = f"{request.model!r} has no chat template, so it takes no system message"
                 raise bad_request(message, "system")

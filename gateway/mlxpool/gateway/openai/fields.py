@@ -63,6 +63,8 @@ SAMPLING: Mapping[str, str] = {
     "shift": "shift",
     "num_keep": "num_keep",
     "num_ctx": "num_ctx",
+    "thinking_budget": "thinking_budget",
+    "thinking_token_budget": "thinking_budget",  # vLLM's name
 }
 # Fields that say nothing about the answer, or ask for what has no meaning here.
 ACCEPTED: Mapping[str, Schema] = dict.fromkeys(
@@ -109,7 +111,7 @@ ACCEPTED: Mapping[str, Schema] = dict.fromkeys(
 STREAM_OPTIONS = Body({"include_usage": FLAG}, accepted={"include_obfuscation": ANY}, refused={
     "continuous_usage_stats": ((False,), "usage comes at the end"),
 })  # fmt: skip
-CHAT_TEMPLATE_KWARGS = Body({"enable_thinking": FLAG})
+CHAT_TEMPLATE_KWARGS = Body({"enable_thinking": FLAG, "thinking_budget": option("thinking_budget")})
 
 MESSAGE: Schema = {
     "type": "object",
@@ -180,7 +182,8 @@ COMMON: Mapping[str, Schema] = {
 REFUSED: RefusedFields = {
     "store": ((False,), "nothing is kept; leave it out"),
     **dict.fromkeys(
-        ("lora", "lora_request", "adapter", "adapter_id"), ((), "there are no adapters")
+        ("lora", "lora_path", "lora_request", "adapter", "adapters", "adapter_id"),
+        ((), "LoRA adapters are not applied: merge one into the weights of its model"),
     ),
     "min_tokens": ((0,), "leave it out"),
     "stop_token_ids": (([],), "name texts in `stop`"),
@@ -199,6 +202,14 @@ EFFORTS: Mapping[str, str] = {  # names of clients -> levels of the pool
     "max": "high",
 }
 EFFORT = choice("none", *EFFORTS)
+REASONING = Body(  # OpenRouter's
+    {
+        "effort": EFFORT,
+        "max_tokens": described("the bound of thoughts", integer(0, MAX_COUNT)),
+        "enabled": FLAG,
+    },
+    accepted=dict.fromkeys(("summary", "generate_summary", "exclude", "context", "mode"), ANY),
+)
 CHAT = Body(
     {
         **COMMON,
@@ -211,13 +222,17 @@ CHAT = Body(
         "top_logprobs": described("with `logprobs` only", integer(0, MAX_TOP_LOGPROBS)),
         "max_completion_tokens": integer(1, MAX_COUNT),
         "reasoning_effort": EFFORT,
-        "reasoning": described("OpenRouter's: `effort`, `enabled`", MAP),
+        "reasoning": described("OpenRouter's", REASONING.schema()),
         "thinking": {
             "type": "object",
             "properties": {"type": choice("enabled", "disabled", "adaptive", None)},
         },
         "enable_thinking": FLAG,
         "chat_template_kwargs": CHAT_TEMPLATE_KWARGS.schema(),
+        "continue_message": FLAG,
+        "continue_final_message": described("vLLM's name of `continue_message`", FLAG),
+        "add_generation_prompt": described("false with `continue_message` only", FLAG),
+        "plain_contents": FLAG,
     },
     required=("model", "messages"),
     accepted=ACCEPTED,
@@ -230,7 +245,6 @@ CHAT = Body(
         "prediction": ((), "leave it out"),
         "prompt": ((), "this is /v1/chat/completions: use `messages`"),
         "chat_template": ((), "the template is the model's own"),
-        "add_generation_prompt": ((True,), "leave it out"),
     },
 )
 COMPLETION = Body(
@@ -240,6 +254,7 @@ COMPLETION = Body(
         "prompt": PROMPT,
         "max_tokens": described("0 with `echo` or `prompt_logprobs` only", integer(0, MAX_COUNT)),
         "echo": FLAG,
+        "suffix": option("suffix"),
         "best_of": described(
             "so many are computed, and the `n` most likely given", integer(1, MAX_CHOICES)
         ),
@@ -249,7 +264,6 @@ COMPLETION = Body(
     accepted=ACCEPTED,
     refused={
         **REFUSED,
-        "suffix": (("",), "models complete the end of a text only"),
         "messages": ((), "this is /v1/completions: use `prompt`"),
         "tools": (([],), "use /v1/chat/completions"),
         "top_logprobs": ((), "here `logprobs` is the number of alternatives"),

@@ -8,20 +8,21 @@ from typing import Any
 
 from mlxpool.common.checks import shown
 from mlxpool.common.options import MAX_COUNT, MAX_SEED, MAX_TOP_LOGPROBS
-from mlxpool.common.protocol.chat import check_messages
+from mlxpool.common.protocol.chat import check_continued, check_messages
 from mlxpool.common.protocol.choice import MAX_CHOICES
 from mlxpool.gateway import field_checks as fields
 from mlxpool.gateway.errors import bad_request, unsupported_parameter
 from mlxpool.gateway.generation.chat_request import ENABLE_THINKING
 from mlxpool.gateway.generation.images import take_image_urls
 from mlxpool.gateway.generation.sampling import sampling_options, session_option
-from mlxpool.gateway.generation.structured import openai_format, require_no_tools
+from mlxpool.gateway.generation.structured import openai_format
 from mlxpool.gateway.left_out import leave_tool_out
 from mlxpool.gateway.openai.fields import (
     CHAT,
     CHAT_TEMPLATE_KWARGS,
     COMPLETION,
     EFFORTS,
+    REASONING,
     SAMPLING,
     STREAM_OPTIONS,
 )
@@ -82,8 +83,10 @@ def chat(body: Mapping[str, Any]) -> CompletionRequest:
     options |= fields.logprob_options(body)
     think = _think(body)
     options |= {} if think is None else {"think": think}
+    options |= _budget(body)
+    options |= _continued(body, messages)
+    options |= fields.options(body, {"plain_contents": "plain_contents"})
     options |= {"tools": tools} if tools else {}
-    require_no_tools(tools, options)
     prompt = {"messages": messages, **({"images": images} if images else {})}
     given_effort = _effort(body) is not None
     field = "reasoning_effort" if given_effort else ENABLE_THINKING
@@ -99,6 +102,7 @@ def completion(body: Mapping[str, Any]) -> CompletionRequest:
     least = 0 if echo or body.get("prompt_logprobs") is not None else 1
     options = {"max_tokens": DEFAULT_MAX_TOKENS, **_options(body, least)}
     options |= {"echo": True} if echo else {}
+    options |= _suffix(body)
     top = fields.integer(body, "logprobs", 0, MAX_TOP_LOGPROBS)
     if top is not None:
         options |= {"logprobs": True, "top_logprobs": top}
@@ -260,7 +264,7 @@ def _effort(body: Mapping[str, Any]) -> str | None:
     """The effort of `reasoning_effort` or `reasoning`; None: nothing is said of it."""
     efforts = ("none", *EFFORTS)
     effort = fields.choice(body, "reasoning_effort", efforts)
-    given = fields.mapping(body, "reasoning")
+    given = REASONING.check(fields.mapping(body, "reasoning"), "reasoning.")
     effort = effort or fields.choice(given, "effort", efforts, "reasoning.")
     if effort is not None:
         return effort
@@ -273,7 +277,46 @@ def _effort(body: Mapping[str, Any]) -> str | None:
         fields.flag(body, "enable_thinking", False) if "enable_thinking" in body else None,
     ]
     asked = next((one for one in flags if one is not None), None)
+    if asked is None and given.get("max_tokens") is not None:
+        asked = True  # a bound of thoughts asks for some
     return None if asked is None else "enabled" if asked else "none"
+
+
+def _budget(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The bound of thoughts in `reasoning` or `chat_template_kwargs`; empty without."""
+    found: dict[str, Any] = {}
+    for field, name in (("chat_template_kwargs", "thinking_budget"), ("reasoning", "max_tokens")):
+        given = fields.mapping(body, field)
+        found |= fields.options(given, {name: "thinking_budget"}, f"{field}.")
+    return found
+
+
+def _continued(body: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The option `continue_message`, also from vLLM's fields and from `prefix` of the message."""
+    names = [
+        name
+        for name in ("continue_message", "continue_final_message")
+        if fields.flag(body, name, False)
+    ]
+    generates = fields.flag(body, "add_generation_prompt", not names)
+    if names and generates:
+        message = f"{names[0]!r} goes on behind the last message: no prompt of an answer follows it"
+        raise bad_request(message, "add_generation_prompt")
+    if not names and messages[-1].get("prefix") is not True:
+        if not generates:
+            raise unsupported_parameter("add_generation_prompt", "send 'continue_message' as well")
+        return {}
+    fields.checked(names[0] if names else "messages", check_continued, messages)
+    return {"continue_message": True}
+
+
+def _suffix(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The text behind the gap that the answer fills; empty without."""
+    found = fields.options(body, {"suffix": "suffix"})
+    prompts = body["prompt"] if isinstance(body.get("prompt"), list) else [body.get("prompt")]
+    if found.get("suffix") and not all(isinstance(one, str) for one in prompts):
+        raise bad_request("'suffix' goes with a 'prompt' of text", "suffix")
+    return found
 
 
 def _prompts(given: object) -> list[dict[str, Any]]:

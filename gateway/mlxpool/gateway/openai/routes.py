@@ -84,7 +84,7 @@ class OpenAIRoutes:
         chat = model.chat or NO_CHAT
         tools, options = request.tools, request.options
         options = check_formats(request.model, chat, tools, options, request.think_field)
-        format = calls_format(chat, tools, request.forced, ".function")
+        format = calls_format(chat, tools, request.forced, options, ".function")
         request = replace(request, options={**options, **format})
         async with self._generate(request, model.name, chat, response) as generation:
             members = _members(f"chatcmpl-{generation.id}", "chat.completion", request, generation)

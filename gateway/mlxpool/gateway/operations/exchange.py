@@ -36,6 +36,7 @@ class Exchange:
     key: str | None = None  # the name of the bearer key
     model: str | None = None  # the pool's name
     pool_id: str | None = None  # id of the request, or of its first choice, in the pool's log
+    traceparent: str | None = None  # the client's header, if it names a span
     streamed: bool = False
     status: int = 0  # 0: no response was begun
     failure: str | None = None  # the error's code

@@ -100,11 +100,11 @@ class ConstrainedRows:
         asking: dict[Constraint, Generation] = {}
         for row in rows:
             constraint, sequence = row.constraint, row.sequence
-            if constraint is None or sequence.phase is not Phase.RUNNING:
+            if sequence.phase is not Phase.RUNNING:
                 continue
             if sequence.has_unread:
                 self._engine.withdraw(sequence, again=False)
-            else:
+            elif constraint is not None:  # a bound of thoughts was dropped behind them
                 asking[constraint] = row
         if not asking:
             return NO_MASKS, []
@@ -139,8 +139,7 @@ class ConstrainedRows:
         waiting, self._held = self._held, []
         for row in waiting:
             sequence, constraint = row.sequence, row.constraint
-            assert constraint is not None
-            if sequence.phase is not Phase.RUNNING:
+            if sequence.phase is not Phase.RUNNING or constraint is None:
                 sequence.held = False
                 continue
             if not sequence.awaited:

@@ -17,6 +17,7 @@ from mlxpool.common.protocol.token_ids import pack_ids
 from mlxpool.worker.compute.messages import Admit, RunKey
 from mlxpool.worker.compute.prompt_report import PromptReport, Row
 from mlxpool.worker.constraints.constraint import Constraint
+from mlxpool.worker.constraints.thought_bound import ThoughtBound
 from mlxpool.worker.engine.engine import Engine
 from mlxpool.worker.prompt.detokenizer import Detokenizer
 from mlxpool.worker.scheduling.sequence import Phase, PromptLogprobs, SampledToken, Sequence
@@ -29,7 +30,10 @@ log = logging.getLogger("mlxpool.worker")
 
 @dataclass(eq=False, slots=True)
 class Generation:
-    """One completion. Times are monotonic seconds; 0 until the event has happened."""
+    """One completion. Times are monotonic seconds; 0 until the event has happened.
+
+    `bound`: that of its thoughts while they last, without a format; near it, it is the constraint.
+    """
 
     sequence: Sequence
     facts: Facts
@@ -41,6 +45,7 @@ class Generation:
     decode_at: float = 0.0  # its prompt was read
     piece: Callable[[int], bytes] = field(default=lambda token: b"")
     constraint: Constraint | None = None
+    bound: ThoughtBound | None = None
     report: PromptReport | None = None
     plain: bool = False  # its deltas have text and ids alone until it ends, see `append`
 
@@ -55,6 +60,7 @@ class Generation:
             admit.deadline,
             piece=piece,
             constraint=admit.constraint,
+            bound=admit.bound,
             report=admit.report,
         )
 
@@ -86,15 +92,16 @@ class Generation:
             return self.last_delta(self.end("stop", now))
         ids, constraint = sequence.ids, self.constraint
         position = len(ids)
-        if constraint is not None:
-            constraint.take(token)
+        rule = constraint or self.bound
+        if rule is not None:
+            rule.take(token)
         ids.append(token)
         text = detokenizer.push(token)
         packed = _pack_id(token)
         id, number = sequence.id, sequence.run_number
         goes_on = position + 1 < sequence.max_tokens and not detokenizer.stopped
         if goes_on and self.facts_sent and drawn.logprob is None:
-            self.plain = not detokenizer.stops and sequence.shift is None
+            self.plain = not detokenizer.stops and sequence.shift is None and self.bound is None
             if constraint is None:
                 return new_delta((id, number, position, text, packed, None, None, None))
         if goes_on and constraint is not None and not sequence.options.logprobs:
@@ -179,10 +186,13 @@ class Generation:
         size = len(sequence.prompt)
         usage = Usage(size, min(sequence.cached, size), len(sequence.ids))
         timings_ms = {
+            "prepare": _milliseconds(self.received, self.prefill_at),
             "prefill": _milliseconds(self.prefill_at, self.decode_at),
             "decode": _milliseconds(self.decode_at, now),
         }
-        complete = None if self.constraint is None else self.constraint.accepts
+        constraint = self.constraint
+        formatted = constraint is not None and constraint is not self.bound
+        complete = constraint.accepts if constraint is not None and formatted else None
         return RunEnd(reason, text, usage.body(), timings_ms, complete)
 
     def deadline_error(self) -> DeadlineExceeded:
@@ -233,6 +243,20 @@ class Generations:
         self._by_key[generation.key] = self._by_sequence[generation.sequence] = generation
         self._next_deadline = min(self._next_deadline, generation.deadline)
         if generation.constraint is not None:
+            self._constrained[generation.sequence] = generation
+        self.apply_bound(generation)
+
+    def apply_bound(self, generation: Generation) -> None:
+        """Make the bound of thoughts the constraint where it is near, and drop it behind them."""
+        bound = generation.bound
+        if bound is None:
+            return
+        if bound.is_over:
+            bound.ended = True
+            generation.bound = generation.constraint = None
+            self._constrained.pop(generation.sequence, None)
+        elif bound.is_near and generation.constraint is None:
+            generation.constraint = bound
             self._constrained[generation.sequence] = generation
 
     def get(self, key: RunKey) -> Generation | None:

@@ -15,6 +15,7 @@ from mlxpool.common.protocol.resume import Facts
 from mlxpool.worker.compute.progress import Progress
 from mlxpool.worker.compute.prompt_report import PromptReport
 from mlxpool.worker.constraints.constraint import Constraint
+from mlxpool.worker.constraints.thought_bound import ThoughtBound
 from mlxpool.worker.decisions.answers import Answers, Path
 from mlxpool.worker.encoders.inputs import EncoderInput
 from mlxpool.worker.encoders.text import OpenedEncoder
@@ -43,7 +44,7 @@ class Admit:
 
     `detokenizer` has replayed the ids of a resume: the client has their text already.
     `received` and `deadline` are monotonic seconds. `constraint` has taken the ids, too; None: any
-    token may follow. `report`: what is told of the prompt.
+    token may follow, but for a `bound` of thoughts. `report`: what is told of the prompt.
     """
 
     sequence: Sequence
@@ -53,6 +54,7 @@ class Admit:
     deadline: float = math.inf
     constraint: Constraint | None = None
     report: PromptReport | None = None
+    bound: ThoughtBound | None = None
 
 
 @dataclass(frozen=True, slots=True)

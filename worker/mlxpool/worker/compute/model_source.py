@@ -311,6 +311,7 @@ def _folder(
         folder.eos_ids,
         WITH_MLX_LM if folder.uses_mlx_lm else "",
         WITH_MLX_LM if folder.uses_mlx_lm else "",
+        config.plain_contents,
     )
     return ModelSource(opened, load, config.sequences, folder.weight_bytes + draft_bytes)
 

@@ -395,7 +395,10 @@ class Steps:
         sequence = generation.sequence
         if delta.end is not None:
             self._generations.forget(generation)
-        elif sequence.shift is not None and sequence.shift_due:
+            return delta
+        if generation.bound is not None:
+            self._generations.apply_bound(generation)
+        if sequence.shift is not None and sequence.shift_due:
             self._generations.release(sequence)
             sequence.shift_context()
         return delta

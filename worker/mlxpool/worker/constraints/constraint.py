@@ -6,7 +6,7 @@ Its state depends on the grammar and the ids alone, so a resumed answer is const
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeAlias
@@ -19,8 +19,8 @@ from mlxpool.common.errors import BadRequest
 from mlxpool.worker.constraints.grammar import reason
 from mlxpool.worker.constraints.mask_table import WORD_BITS
 from mlxpool.worker.constraints.numbers import NumberBound
+from mlxpool.worker.prompt.thoughts import Thoughts
 
-THOUGHTS_END = (b"</think>", b"[/THINK]")  # see THINKING_OPENERS
 MAX_RUN = 64  # forced tokens that are appended at once
 
 Words: TypeAlias = npt.NDArray[np.uint32]
@@ -89,22 +89,19 @@ class Constraint:
         self._finished: bool | None = None  # the same
         self._error: Exception | None = None  # that `take` raises
         self._ahead: int | None = None  # a token that the matcher has, and `take` was not told
-        self._thoughts: bytes | None = None  # the end of their text; None: they have ended
+        self._thoughts: Thoughts | None = None  # None: they have ended
         self._numbers = numbers
-        self._piece: Callable[[int], bytes] = lambda token: b""
         self.digest = digest
         self.tokens = tokens
         self.small = small
         self.ended = False  # set by who ends the answer: no token follows, and no mask is asked for
         self.record = MaskRecord()
 
-    def begin_in_thoughts(self, piece: Callable[[int], bytes]) -> None:
-        """The answer begins inside thoughts: until they end, any token but an end may follow.
-
-        `piece` gives the bytes of a token. The format holds from the token behind the mark.
+    def begin_in_thoughts(self, thoughts: Thoughts) -> None:
+        """The answer begins with thoughts: until they end, any token but an end may follow, as far
+        as they have no bound. The format holds from the token behind the mark.
         """
-        self._thoughts = b""
-        self._piece = piece
+        self._thoughts = thoughts
 
     def mask(self) -> Words:
         """Returns [1, ceil(vocabulary / 32)] with the bits of the tokens that may follow.
@@ -131,18 +128,20 @@ class Constraint:
 
     def known_mask(self) -> Words | None:
         """Returns the mask where the library need not be asked for it."""
-        if self._thoughts is not None:
+        if self.allows_all:
             return self.others[None]
         token = self.forced_token()
         return None if token is None else self.mask_of(token)
 
     @property
-    def in_thoughts(self) -> bool:
-        """Whether the format does not hold yet."""
-        return self._thoughts is not None
+    def allows_all(self) -> bool:
+        """Whether any token of `others` may follow: inside thoughts, below their bound."""
+        return self._thoughts is not None and not self._thoughts.forced
 
     def forced_token(self) -> int | None:
-        """Returns the next token if it is forced. Not inside thoughts."""
+        """Returns the next token if it is forced."""
+        if self._thoughts is not None:
+            return next(iter(self._thoughts.forced), None)
         return self._forced[0] if self._forced or self._find_forced() else None
 
     def require_tokens(self, words: Words) -> None:
@@ -214,7 +213,9 @@ class Constraint:
 
         Without `find`, only those that `mask` has found.
         """
-        if self._thoughts is None and find:
+        if self._thoughts is not None:
+            return [*islice(self._thoughts.forced, MAX_RUN)]
+        if find:
             self._find_forced()
         return [*islice(self._forced, MAX_RUN)]
 
@@ -227,7 +228,6 @@ class Constraint:
             self._ahead = None
             return
         if self._thoughts is not None:
-            self._forget()
             self._think(token)
             return
         if not self.matcher.consume_token(token):
@@ -238,6 +238,10 @@ class Constraint:
 
     def take_forced(self, count: int) -> None:
         """Appends the next `count` tokens of `forced`."""
+        if self._thoughts is not None:
+            for token in [*islice(self._thoughts.forced, count)]:
+                self._think(token)
+            return
         run = [self._forced.popleft() for _ in range(count)]
         self._forget()
         if not self.matcher.consume_tokens(run):
@@ -266,7 +270,8 @@ class Constraint:
             numbers=None if self._numbers is None else self._numbers.copy(),
         )
         made._forced.extend(self._forced)
-        made._sought, made._thoughts, made._piece = self._sought, self._thoughts, self._piece
+        made._sought = self._sought
+        made._thoughts = None if self._thoughts is None else self._thoughts.copy()
         return made
 
     def masks_behind(self, mask: Words, drafts: Sequence[int]) -> Words:
@@ -307,11 +312,12 @@ class Constraint:
             self._numbers.take_all(tokens[begin:])
 
     def _think(self, token: int) -> None:
-        """Appends a token of the thoughts, which its text may end."""
+        """Appends a token of the thoughts, which it may end."""
         assert self._thoughts is not None
-        text = self._thoughts + self._piece(token)
-        ends = any(mark in text for mark in THOUGHTS_END)
-        self._thoughts = None if ends else text[1 - max(map(len, THOUGHTS_END)) :]
+        self._forget()
+        self._thoughts.take(token)
+        if self._thoughts.ended:
+            self._thoughts = None
 
     @property
     def accepts(self) -> bool:

@@ -98,7 +98,7 @@ def fill_table(
     failed: dict[int, Exception] = {}
     thinking: list[int] = []
     for place, one in enumerate(constraints):
-        if one.in_thoughts:
+        if one.allows_all:
             thinking.append(place)
             lines.append(0)
             continue

@@ -25,6 +25,7 @@ from mlxpool.worker.engine.engine import MemoryUse, StepResult
 from mlxpool.worker.media.encoded import EncodedImages
 from mlxpool.worker.media.image import PreparedImage
 from mlxpool.worker.media.spans import ImageKey
+from mlxpool.worker.prompt.infill import NO_INFILL
 from mlxpool.worker.prompt.text_model import RenderedChat
 from mlxpool.worker.sampling.row_masks import RowMasks
 from mlxpool.worker.scheduling.block_manager import BlockManager
@@ -249,6 +250,10 @@ class CountingText:
 
     max_bytes_per_token: int | None = None  # its prompts are cheap to encode
     images = None
+    controls: tuple[Many[str], Many[str]] = ((), ())
+
+    def infill(self, text: str, suffix: str) -> list[int]:
+        raise BadRequest(NO_INFILL)
 
     def read_image(self, data: bytes, index: int) -> PreparedImage:
         raise NotImplementedError("the counting model reads no images")
@@ -268,6 +273,8 @@ class CountingText:
         tools: Many[Mapping[str, Any]],
         now: float,
         think: bool | str | None,
+        *,
+        continues: bool = False,
     ) -> RenderedChat:
         """Writes one line for each message; there are no thoughts. Raises BadRequest for tools."""
         if tools:

@@ -1,4 +1,4 @@
-"""Keeps the markers of images that a user writes into a message as plain text. Pure.
+"""Keeps the markers of images, and other tokens, that a message has as text plain text. Pure.
 
 A chat template writes a marker for each image, so a marker that a user has written would stand for
 an image, too. `seamed` puts a seam into it, `cuts_of` takes the seams out of the rendered chat and
@@ -8,7 +8,9 @@ same text, and none of them is that of a marker.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -25,29 +27,46 @@ def literals_of(places: ImagePlaces) -> tuple[str, ...]:
 
 
 def seamed(
-    messages: Sequence[Mapping[str, Any]], places: ImagePlaces
+    messages: Sequence[Mapping[str, Any]], literals: Sequence[str], foreign: Sequence[str] = ()
 ) -> tuple[Sequence[Mapping[str, Any]], str]:
     """Returns messages with a seam in each literal of their texts, and the seam.
 
-    The messages are returned as they are, with "", where no text has a literal, or where the texts
-    have all SEAMS already.
+    `foreign`: further literals in messages that the model did not write. The messages are returned
+    as they are, with "", where no text has a literal, or where the texts have all SEAMS already.
     """
-    literals, texts = literals_of(places), [*_texts(messages)]
-    if not any(literal in text for text in texts for literal in literals):
+    own, every = _pattern(literals), _pattern([*literals, *foreign])
+    if every is None:
+        return messages, ""
+    texts = [*texts_of(messages)]
+    if not any(every.search(text) for text in texts):
         return messages, ""
     seam = next((one for one in SEAMS if not any(one in text for text in texts)), "")
     if not seam:
         return messages, ""
 
-    def changed(text: str) -> str:
-        for literal in literals:
-            text = text.replace(literal, literal[0] + seam + literal[1:])
-        return text
+    def seam_in(found: re.Match[str]) -> str:
+        return found[0][0] + seam + found[0][1:]
 
-    return [_mapped(message, changed) for message in messages], seam
+    def changed(message: Mapping[str, Any]) -> Mapping[str, Any]:
+        pattern = own if message["role"] == "assistant" else every
+        return message if pattern is None else _mapped(message, partial(pattern.sub, seam_in))
+
+    return [*map(changed, messages)], seam
 
 
-def _texts(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+@lru_cache(maxsize=16)
+def _compiled(literals: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(re.escape(one) for one in sorted(literals, key=len, reverse=True)))
+
+
+def _pattern(literals: Sequence[str]) -> re.Pattern[str] | None:
+    """What finds literals, the longest first; a single character cannot be divided."""
+    found = tuple(dict.fromkeys(one for one in literals if len(one) > 1))
+    return _compiled(found) if found else None
+
+
+def texts_of(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Returns the texts of messages: contents, their parts, and thoughts."""
     for message in messages:
         for key in KEYS:
             value = message.get(key)

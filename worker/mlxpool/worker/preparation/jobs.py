@@ -20,9 +20,16 @@ from mlxpool.common.protocol.token_ids import ID_WIDTH, pack_ids, unpack_ids
 from mlxpool.worker.decisions.prompts import AskQuestions, prompts_of
 from mlxpool.worker.encoders.inputs import EncodeInputs, EncoderInput
 from mlxpool.worker.media.image import PreparedImage
-from mlxpool.worker.media.literals import check_literals, cuts_of, parts_of, seamed
+from mlxpool.worker.media.literals import (
+    check_literals,
+    cuts_of,
+    literals_of,
+    parts_of,
+    seamed,
+)
 from mlxpool.worker.media.places import check_slots, expanded_chat, expanded_text
 from mlxpool.worker.preparation.limits import SHORT_TEXT
+from mlxpool.worker.prompt.begun_answer import begun, marked
 from mlxpool.worker.prompt.size_bound import check_bytes, check_ids, check_tokens
 from mlxpool.worker.prompt.text_model import RenderedChat, TextModel
 
@@ -37,7 +44,8 @@ NO_IMAGES = "this model does not support image input: it takes text only"
 class Render:
     """Render a chat, and encode the text unless it is long. `now`: seconds since 1970.
 
-    `context`, `images`: see Encode.
+    `context`, `images`: see Encode. `continues`: the answer goes on behind the last message.
+    `plain`: control tokens that contents have as text are text.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -46,6 +54,8 @@ class Render:
     now: float
     context: int
     images: Sequence[bytes] = ()
+    continues: bool = False
+    plain: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +64,8 @@ class Encode:
 
     `messages_end`, `thinks`, `cuts`: see RenderedChat; `chat`: the text is one, so nothing is put
     before it. `images`: files that the text names, by [img-n] or, with `named`, by the markers of a
-    chat template, which stand for these images in this order.
+    chat template, which stand for these images in this order. `suffix`: the text
+    behind the gap that an answer fills; "": there is none.
     """
 
     text: str | bytes
@@ -65,6 +76,7 @@ class Encode:
     named: Sequence[int] = ()
     cuts: Sequence[int] = ()
     chat: bool = False
+    suffix: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,11 +227,16 @@ def _render(text: TextModel, job: Render) -> RenderedChat | Encoded:
 
 
 def _rendered(text: TextModel, job: Render) -> RenderedChat:
-    """The chat, in which markers of images that its messages have are cut in two."""
-    if text.images is None:
-        return text.render(job.messages, job.tools, job.now, job.think)
-    messages, seam = seamed(job.messages, text.images.places)
-    chat = text.render(messages, job.tools, job.now, job.think)
+    """The chat, in which markers of images that its messages have are cut in two, and with `plain`
+    control tokens as well.
+    """
+    messages, mark = marked(job.messages) if job.continues else (job.messages, "")
+    markers = () if text.images is None else literals_of(text.images.places)
+    special, named = text.controls if job.plain else ((), ())
+    messages, seam = seamed(messages, (*markers, *special), named)
+    chat = text.render(messages, job.tools, job.now, job.think, continues=job.continues)
+    if mark:
+        chat = begun(chat, mark, job.messages[-1])
     whole, cuts = cuts_of(chat.text, seam)
     end = chat.messages_end - (chat.text.count(seam, 0, chat.messages_end) if seam else 0)
     return RenderedChat(whole, end, chat.thinks, cuts)
@@ -235,12 +252,15 @@ def encode_of(job: Render, chat: RenderedChat) -> Encode:
 def _encode(text: TextModel, job: Encode) -> Encoded:
     words = job.text if isinstance(job.text, str) else _decoded(job.text)
     if job.context:
-        check_bytes(len(words), text.max_bytes_per_token, job.context)
+        check_bytes(len(words) + len(job.suffix), text.max_bytes_per_token, job.context)
     if job.images:
         return _encode_with_images(text, job, words)
     if text.images is not None and job.context:
         check_literals(parts_of(words, job.cuts), text.images.places)
-    ids = text.encode(words, job.cuts, begins=not job.chat)
+    if job.suffix:
+        ids = text.infill(words, job.suffix)
+    else:
+        ids = text.encode(words, job.cuts, begins=not job.chat)
     if job.context:
         check_tokens(len(ids), job.context)
     else:

@@ -146,6 +146,7 @@ class BoundedText:
         self._bounds = bounds
         self.max_bytes_per_token = text.max_bytes_per_token
         self.images = text.images
+        self.controls = text.controls
 
     def render(
         self,
@@ -153,10 +154,17 @@ class BoundedText:
         tools: Sequence[Mapping[str, Any]],
         now: float,
         think: bool | str | None,
+        *,
+        continues: bool = False,
     ) -> RenderedChat:
         """See TextModel."""
         with self._bounds.template():
-            return self._text.render(messages, tools, now, think)
+            return self._text.render(messages, tools, now, think, continues=continues)
+
+    def infill(self, text: str, suffix: str) -> list[int]:
+        """See TextModel."""
+        with self._bounds.tokenizer(len(text) + len(suffix)):
+            return self._text.infill(text, suffix)
 
     def piece(self, token: int) -> bytes:
         """See TextModel."""

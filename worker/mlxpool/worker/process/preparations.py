@@ -102,6 +102,7 @@ class Preparations:
         make_service: MakeService,
     ) -> None:
         self._vocab_size = opened.vocab_size
+        self._plain = isinstance(opened, Opened) and opened.plain_contents  # see Render
         self._post = post
         self._service = make_service(opened, self._deliver)
         self._finish: dict[Hashable, Finish] = {}  # by key, of what is not posted yet
@@ -120,7 +121,9 @@ class Preparations:
 
     def answer(self, key: CallKey, id: bytes, call: Tokenize | Detokenize, fence: int = 0) -> None:
         """Begin a call of the tokenizer."""
-        job = encode_of_call(call) if isinstance(call, Tokenize) else self._decode(call)
+        job = (
+            encode_of_call(call, self._plain) if isinstance(call, Tokenize) else self._decode(call)
+        )
         waiting = Waiting(key, call.owner, call.size, job)
         self._submit(waiting, lambda result: Answer(key, id, answer_of(result), fence))
 
@@ -156,8 +159,11 @@ class Preparations:
             self._post(product)
 
 
-def encode_of_call(call: Tokenize) -> Job:
-    """The job of a `tokenize`. Raises BadRequest for a chat that no template can take."""
+def encode_of_call(call: Tokenize, plain: bool) -> Job:
+    """The job of a `tokenize`; `plain`: see Render.
+
+    Raises BadRequest for a chat that no template can take.
+    """
     if not isinstance(call.text, ChatPrompt):
         return Encode(call.text)
     chat = call.text
@@ -167,6 +173,7 @@ def encode_of_call(call: Tokenize) -> Job:
         check_think(chat.think),
         time.time(),
         context=0,
+        plain=plain,
     )
 
 

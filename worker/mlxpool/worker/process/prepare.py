@@ -24,6 +24,7 @@ from mlxpool.common.protocol.token_ids import count_of, unpack_ids
 from mlxpool.worker.compute.messages import Admit, CallKey, RunKey
 from mlxpool.worker.compute.prompt_report import PromptReport
 from mlxpool.worker.constraints.constraint import Constraint
+from mlxpool.worker.constraints.thought_bound import ThoughtBound
 from mlxpool.worker.media.literals import check_ids_of_text
 from mlxpool.worker.media.places import Inputs, with_images
 from mlxpool.worker.media.spans import without
@@ -47,14 +48,17 @@ from mlxpool.worker.process.preparations import (
     Product,
 )
 from mlxpool.worker.process.prepare_questions import job_of_questions, product_of_questions
-from mlxpool.worker.prompt.chat_template.output_format import chat_format
+from mlxpool.worker.prompt.chat_template.output_format import chat_format, opens_thinking
 from mlxpool.worker.prompt.detokenizer import Detokenizer
+from mlxpool.worker.prompt.infill import ENDS
 from mlxpool.worker.prompt.size_bound import NO_BOUND, check_bytes, check_ids, check_tokens
 from mlxpool.worker.prompt.text_model import Opened
+from mlxpool.worker.prompt.thoughts import MARKS, Thoughts
 from mlxpool.worker.scheduling import context_policy
 from mlxpool.worker.scheduling.context_policy import ContextShift
 from mlxpool.worker.scheduling.sequence import Sequence
 
+MAX_MARK_TOKENS = 16  # of the mark that begins thoughts, with white space behind it
 NO_FILE = "the model has no tokenizer file"
 
 
@@ -180,13 +184,16 @@ def job_of(opened: Opened, work: Work, now: float) -> Render | Encode | Encoded:
     if isinstance(prompt, ChatPrompt):
         messages, tools = check_messages(prompt.messages), check_tools(prompt.tools)
         think = check_think(prompt.think)
-        return Render(messages, tools, think, now, bound, prompt.images)
+        plain = work.options.plain_contents
+        plain = opened.plain_contents if plain is None else plain
+        begun = work.options.continue_message
+        return Render(messages, tools, think, now, bound, prompt.images, begun, plain)
     if isinstance(prompt, PackedPrompt) and prompt.key == "tokens":
         check_tokens(count_of(prompt.blob), bound)
         return Encoded(prompt.blob)
     check_bytes(prompt.size, opened.text.max_bytes_per_token, bound)
     text = prompt.text if isinstance(prompt, TextPrompt) else prompt.blob
-    return Encode(text, bound, images=prompt.images)
+    return Encode(text, bound, images=prompt.images, suffix=work.options.suffix)
 
 
 def admit_of(
@@ -207,8 +214,6 @@ def admit_of(
     """
     if constraint is not None:
         _require_known_thoughts(opened, work, prompt)
-        if prompt.thinks:
-            constraint.begin_in_thoughts(opened.text.piece)
     known, ids = _facts(work), unpack_ids(b"" if work.resume is None else work.resume.ids)
     options, context = work.options, _context(opened, known, work.options)
     whole = _inputs(opened, prompt)
@@ -232,10 +237,18 @@ def admit_of(
         raise BadRequest(f"resume has {len(ids)} ids, max_tokens is {max_tokens}")
     discarded = 0 if shift is None else shift.discarded(len(prompt_ids) + len(ids))
     inside = without(media, keep, discarded)
-    detokenizer = Detokenizer(opened.text.piece, work.options.stop, opened.texts)
+    stops = (*options.stop, *ENDS) if options.suffix else options.stop
+    detokenizer = Detokenizer(opened.text.piece, stops, opened.texts)
     detokenizer.replay(ids)
+    thoughts = _thoughts(opened, work, prompt, prompt_ids, formatted=constraint is not None)
+    bound = None
     if constraint is not None:
+        if thoughts is not None:
+            constraint.begin_in_thoughts(thoughts)
         constraint.replay(ids)
+    elif thoughts is not None:
+        bound = ThoughtBound(thoughts, opened.vocab_size)
+        bound.replay(ids)
     reported = 0 if work.resume is None else work.resume.reported
     unseen = _unseen(opened, work, prompt_ids)
     report = PromptReport.of(options, prompt_ids, opened.text.piece, reported, unseen)
@@ -272,7 +285,30 @@ def admit_of(
         removed,
         grammar,
     )
-    return Admit(sequence, facts, detokenizer, received, deadline, constraint, report)
+    return Admit(sequence, facts, detokenizer, received, deadline, constraint, report, bound)
+
+
+def _thoughts(
+    opened: Opened, work: Work, prompt: Encoded, ids: tuple[int, ...], *, formatted: bool
+) -> Thoughts | None:
+    """The thoughts with which the answer may begin, where a bound or a format depends on them.
+
+    Raises BadRequest for a bound that cannot be kept.
+    """
+    piece, most, source = opened.text.piece, work.options.thinking_budget, opened.source
+    if most < 0 or source is None or not source.closings:
+        return Thoughts(piece) if formatted and prompt.thinks else None
+    if opened.no_format:
+        raise BadRequest(f"thinking_budget is not supported: {opened.no_format}")
+    closings = source.closings
+    if not (isinstance(work.prompt, ChatPrompt) and work.prompt.tools):
+        closings = closings[-1:]
+    if formatted:
+        return Thoughts(piece, most=most, closings=closings) if prompt.thinks else None
+    name = (chat_format(source.templates.values()) or {})["thinking"] or ""
+    end = b"".join(map(piece, ids[-MAX_MARK_TOKENS:])).decode("utf-8", "replace")
+    inside = opens_thinking(end)
+    return Thoughts(piece, MARKS[name], inside=inside, most=most, closings=closings)
 
 
 def _unseen(opened: Opened, work: Work, prompt: tuple[int, ...]) -> int:

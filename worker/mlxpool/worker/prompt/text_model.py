@@ -38,6 +38,10 @@ class TextModel(Protocol):
     def images(self) -> ImageInput | None:
         """How the model reads images; None: it takes text only."""
 
+    @property
+    def controls(self) -> tuple[Sequence[str], Sequence[str]]:
+        """Texts that are control tokens: special tokens, and others that chat templates write."""
+
     def read_image(self, data: bytes, index: int) -> PreparedImage:
         """Decodes the file of image `index` of a request. Raises BadRequest naming it."""
 
@@ -49,7 +53,13 @@ class TextModel(Protocol):
         tools: Sequence[Mapping[str, Any]],
         now: float,
         think: bool | str | None,
-    ) -> RenderedChat: ...
+        *,
+        continues: bool = False,
+    ) -> RenderedChat:
+        """Renders a chat; `continues`: without the begin of an answer behind it."""
+
+    def infill(self, text: str, suffix: str) -> list[int]:
+        """Tokenizes a text with a gap behind it, which `suffix` follows. Raises BadRequest."""
 
     def encode(self, text: str, cuts: Sequence[int] = (), *, begins: bool = True) -> list[int]:
         """Tokenizes a text; no token spans a place of `cuts`.
@@ -83,7 +93,9 @@ class TextSource:
 
     `sha256`: of the file `tokenizer`. `templates`: sources of chat templates by name; `tokens`:
     special tokens by the name that templates use. `max_bytes_per_token`: see size_bound. `images`:
-    how the model reads images; None: it takes text only. `added`: see AddedTokens.
+    how the model reads images; None: it takes text only. `added`: see AddedTokens. `closings`: the
+    ids of those of ThoughtMarks, of the format in which the templates have thoughts; none: they
+    have none.
     """
 
     tokenizer: str
@@ -94,6 +106,7 @@ class TextSource:
     max_bytes_per_token: int | None
     images: ImageInput | None = None
     added: Sequence[Mapping[str, str | bool]] = ()
+    closings: Sequence[Sequence[int]] = ()
 
     def as_map(self) -> dict[str, Any]:
         """Plain values for another process, of which `from_map` makes it again."""
@@ -114,6 +127,7 @@ class Opened:
     `source`: what other processes need to prepare requests; None: `text` is our own code, and does.
     `eos`: the tokens that end an answer. `no_format`: why answers cannot be constrained to a
     format; "": they can. `no_prompt_logprobs`: why log-probabilities of prompts cannot be had.
+    `plain_contents`: control tokens that contents have as text are text, unless a request says.
     """
 
     digest: str
@@ -124,6 +138,7 @@ class Opened:
     eos: frozenset[int] = frozenset()
     no_format: str = ""
     no_prompt_logprobs: str = ""
+    plain_contents: bool = False
     texts: WholeTexts = field(init=False, repr=False, compare=False)  # for all completions
 
     def __post_init__(self) -> None:

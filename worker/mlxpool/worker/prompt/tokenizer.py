@@ -16,11 +16,13 @@ from mlxpool.common.errors import BadRequest, ModelLoadFailed
 from mlxpool.worker.media.image import PreparedImage
 from mlxpool.worker.media.literals import parts_of
 from mlxpool.worker.media.settings import ImageInput
+from mlxpool.worker.prompt import thoughts
 from mlxpool.worker.prompt.added_tokens import AddedTokens, TokenFields
 from mlxpool.worker.prompt.added_tokens import add as add_tokens
-from mlxpool.worker.prompt.chat_template.output_format import opens_thinking
+from mlxpool.worker.prompt.chat_template.output_format import chat_format, opens_thinking
 from mlxpool.worker.prompt.chat_template.sandbox import Template
 from mlxpool.worker.prompt.chat_template.templates import ChatTemplates
+from mlxpool.worker.prompt.infill import infill_ids
 from mlxpool.worker.prompt.size_bound import max_bytes_per_token
 from mlxpool.worker.prompt.text_model import RenderedChat, TextSource, TokenTable
 from mlxpool.worker.prompt.token_bytes import TokenBytes
@@ -56,6 +58,10 @@ class ChatTokenizer:
         self._chat = chat
         self._tokenizer = tokenizer
         self._token_bytes = TokenBytes(tokenizer)
+        added = tokenizer.get_added_tokens_decoder().values()
+        texts = [one.content for one in added if not one.special]
+        named = [text for text in texts if any(text in one for one in source.templates.values())]
+        self.controls = [one.content for one in added if one.special], named
 
     @classmethod
     def from_folder(cls, folder: ModelFolder) -> ChatTokenizer:
@@ -67,15 +73,17 @@ class ChatTokenizer:
         prefix = _prefix(tokenizer, folder.bos_token, folder.add_bos)
         chat = ChatTemplates.from_folder(folder.files)
         check_vocabulary(tokenizer, folder.plan.embedding_rows, prefix, chat)
+        templates = {name: template.source for name, template in chat.templates.items()}
         source = TextSource(
             str(file),
             hashlib.sha256(data).hexdigest(),
             prefix,
-            {name: template.source for name, template in chat.templates.items()},
+            templates,
             chat.tokens,
             _max_bytes(data, added.fields),
             image_input(folder, tokenizer),
             added.fields,
+            closings_of(tokenizer, templates),
         )
         return cls(tokenizer, chat, source, (*added.notes, *chat.notes))
 
@@ -100,6 +108,10 @@ class ChatTokenizer:
         for part in parts_of(text, cuts):
             ids += self._ids(part)
         return ids
+
+    def infill(self, text: str, suffix: str) -> list[int]:
+        """See TextModel. The ids begin with `prefix`."""
+        return [*self.prefix, *infill_ids(text, suffix, self._tokenizer.token_to_id, self._ids)]
 
     def piece(self, token: int) -> bytes:
         """The bytes that a token appends to a text that has begun; b"" for an unknown id."""
@@ -127,11 +139,19 @@ class ChatTokenizer:
         tools: Sequence[Mapping[str, Any]],
         now: float,
         think: bool | str | None,
+        *,
+        continues: bool = False,
     ) -> RenderedChat:
-        """The text of a chat. Raises BadRequest, see ChatTemplates.render.
+        """The text of a chat; `continues`: without the begin of an answer behind it.
 
-        A template may take any time and memory: call it in a process that has bounds.
+        A template may take any time and memory: call it in a process that has bounds. Raises
+        BadRequest, see ChatTemplates.render.
         """
+        if continues:
+            text = self._chat.render(
+                messages, tools, now=now, think=think, add_generation_prompt=False
+            )
+            return RenderedChat(text)
         text = self._chat.render(messages, tools, now=now, think=think)
         bare = ""
         if self._chat.prompts_generation(bool(tools)):
@@ -175,6 +195,13 @@ class ChatTokenizer:
         size = len(self.prefix)
         begin = self._ids(text[:_PREFIX_PROBE])[:size] if size else []
         return () if tuple(begin) == self.prefix else self.prefix
+
+
+def closings_of(tokenizer: Tokenizer, templates: Mapping[str, str]) -> list[list[int]]:
+    """The ids that end thoughts at a bound; none where the templates show no thoughts."""
+    sources = templates.values()
+    texts = thoughts.closings_of((chat_format(sources) or {}).get("thinking"), sources)
+    return [list(tokenizer.encode(one, add_special_tokens=False).ids) for one in texts]
 
 
 def image_input(folder: ModelFolder, tokenizer: Tokenizer) -> ImageInput | None:

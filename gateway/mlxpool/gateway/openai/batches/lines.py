@@ -157,7 +157,7 @@ def _chat(body: Mapping[str, Any], model: ModelInfo) -> tuple[dict[str, Any], As
     request, chat = requests.chat(body), model.chat or NO_CHAT
     tools, options = request.tools, request.options
     options = check_formats(request.model, chat, tools, options, request.think_field)
-    format = calls_format(chat, tools, request.forced, ".function")
+    format = calls_format(chat, tools, request.forced, options, ".function")
     arguments = {**_single(replace(request, options=options)), **format}
     arguments["messages"] = template_messages(chat, arguments["messages"])
     formats = (chat.tools, chat.thinking)

@@ -49,6 +49,7 @@ TEXT_CONFIG = Body(
 REASONING = Body(
     {
         "effort": EFFORT,
+        "max_tokens": described("OpenRouter's: the bound of thoughts", integer(0, MAX_COUNT)),
         "summary": described("the thoughts as they are, as a summary", choice(*SUMMARIES, "none")),
         "generate_summary": described("the older form of `summary`", choice(*SUMMARIES)),
     },

@@ -13,7 +13,6 @@ from mlxpool.gateway import field_checks as fields
 from mlxpool.gateway.errors import bad_request
 from mlxpool.gateway.generation.chat_request import ChatRequest
 from mlxpool.gateway.generation.sampling import sampling_options, session_option
-from mlxpool.gateway.generation.structured import require_no_tools
 from mlxpool.gateway.openai.fields import EFFORTS
 from mlxpool.gateway.openai.responses_api.fields import (
     FORMAT,
@@ -77,9 +76,9 @@ def response(body: Mapping[str, Any], earlier: Earlier | None = None) -> Respons
     }
     max_tokens = fields.integer(body, "max_output_tokens", 1, MAX_COUNT)
     options |= {} if max_tokens is None else {"max_tokens": max_tokens}
-    effort, summary = _reasoning(body)
+    effort, summary, budget = _reasoning(body)
     options |= {} if effort is None else {"think": EFFORTS.get(effort, False)}
-    require_no_tools(tools, options)
+    options |= {} if budget is None else {"think": True, "thinking_budget": budget, **options}
     stream = fields.flag(body, "stream", False)
     given = fields.mapping(body, "stream_options")
     if given and not stream:
@@ -244,15 +243,16 @@ def _logprobs(body: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _reasoning(body: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """The effort, and the kind of summary that is wanted; None: none is named."""
+def _reasoning(body: Mapping[str, Any]) -> tuple[str | None, str | None, int | None]:
+    """The effort, the kind of summary that is wanted, the bound of thoughts; None: not named."""
     given = fields.mapping(body, "reasoning")
     prefix = "reasoning."
     given = REASONING.check(given, prefix)
     older = fields.choice(given, "generate_summary", SUMMARIES, prefix)
     summary = fields.choice(given, "summary", (*SUMMARIES, "none"), prefix) or older
     effort = fields.choice(given, "effort", ("none", *EFFORTS), prefix)
-    return effort, None if summary == "none" else summary
+    bound = fields.options(given, {"max_tokens": "thinking_budget"}, prefix).get("thinking_budget")
+    return effort, None if summary == "none" else summary, bound
 
 
 def metadata_of(body: Mapping[str, Any]) -> Mapping[str, str]:

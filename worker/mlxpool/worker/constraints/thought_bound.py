@@ -1,0 +1,87 @@
+"""The constraint of an answer without a format whose thoughts have a bound.
+
+It allows any token but where it ends the thoughts. So a row needs it only near the bound: until
+then its steps are those of other rows, and behind the thoughts as well.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import cast
+
+import numpy as np
+from llguidance import LLMatcher
+
+from mlxpool.worker.constraints.constraint import Constraint, EndTokens
+from mlxpool.worker.constraints.mask_table import WORD_BITS, words_of_mask
+from mlxpool.worker.constraints.masks import QUICK_MASKS
+from mlxpool.worker.prompt.thoughts import Thoughts
+
+NEAR = 32  # tokens: more than a step checks of a row, with those of the step that is in flight
+
+
+class ThoughtBound(Constraint):
+    """Used as a constraint is, and only while its thoughts last."""
+
+    def __init__(self, thoughts: Thoughts, vocab_size: int) -> None:
+        matcher = cast(LLMatcher, _AnyToken(vocab_size))
+        super().__init__(matcher, _all_tokens(vocab_size), "", tokens=vocab_size)
+        self.begin_in_thoughts(thoughts)
+        self.record.quick = QUICK_MASKS
+        self._vocab_size = vocab_size
+        self._bounded = thoughts
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the thoughts have ended, so that any token may follow from now on."""
+        return self._bounded.ended
+
+    @property
+    def is_near(self) -> bool:
+        """Whether a token may be forced in one of the next steps."""
+        left = self._bounded.left
+        return left is not None and left <= NEAR
+
+    def copy(self) -> ThoughtBound:
+        """See Constraint.copy."""
+        return ThoughtBound(self._bounded.copy(), self._vocab_size)
+
+    @property
+    def accepts(self) -> bool:
+        """No format is complete."""
+        return False
+
+    @property
+    def finished(self) -> bool:
+        """No format ends the answer."""
+        return False
+
+
+class _AnyToken:
+    """What a constraint asks of a matcher, behind the thoughts."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+
+    def consume_token(self, token: int) -> bool:
+        return True
+
+    def try_consume_tokens(self, tokens: list[int]) -> int:
+        return len(tokens)
+
+    def compute_bitmask(self) -> bytes:
+        return _all_tokens(self._vocab_size).others.tobytes()
+
+    def compute_ff_tokens(self) -> list[int]:
+        return []
+
+    def is_error(self) -> bool:
+        return False
+
+
+@cache
+def _all_tokens(vocab_size: int) -> EndTokens:
+    words = np.full(words_of_mask(vocab_size), 2**WORD_BITS - 1, dtype=np.uint32)
+    if vocab_size % WORD_BITS:
+        words[-1] = 2 ** (vocab_size % WORD_BITS) - 1
+    return EndTokens.of(np.zeros_like(words), words)

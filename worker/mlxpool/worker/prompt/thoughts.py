@@ -1,0 +1,155 @@
+"""The thoughts of an answer: where they end by themselves, and the tokens that end them at a bound.
+
+Their state depends on the ids alone, so a resumed answer is bounded as before. Pure.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from mlxpool.common.errors import BadRequest
+
+
+@dataclass(frozen=True, slots=True)
+class ThoughtMarks:
+    """The texts around thoughts in one format of chat templates.
+
+    `closings`: what ends thoughts at a bound; beside tools the first time, otherwise and later the
+    last one. `again`: thoughts may begin anywhere, otherwise only where the answer begins.
+    """
+
+    begin: bytes
+    ends: tuple[bytes, ...]
+    closings: tuple[str, ...]
+    again: bool = False
+
+
+# format of thoughts of chat_template.output_format -> its marks
+MARKS: Mapping[str, ThoughtMarks] = {
+    "tags": ThoughtMarks(b"<think>", (b"</think>",), ("</think>",)),
+    "brackets": ThoughtMarks(b"[THINK]", (b"[/THINK]",), ("[/THINK]",)),
+    # The next message: with tools the model chooses its channel, which may be that of a call.
+    "harmony": ThoughtMarks(
+        b"<|channel|>analysis<|message|>",
+        (b"<|end|>", b"<|start|>", b"<|channel|>", b"<|call|>", b"<|return|>"),
+        ("<|end|><|start|>assistant", "<|end|><|start|>assistant<|channel|>final<|message|>"),
+        again=True,
+    ),
+}
+# Of the formats in which a prompt may open the thoughts, whichever of them it is.
+OPENED = ThoughtMarks(
+    b"", MARKS["tags"].ends + MARKS["brackets"].ends, MARKS["tags"].closings, again=False
+)
+
+
+def closings_of(thinking: str | None, templates: Iterable[str]) -> tuple[str, ...]:
+    """What ends thoughts at a bound, in the words of the templates; none for no known format.
+
+    A mark between tags has the line ends around it with which the templates write it.
+    """
+    marks = MARKS.get(thinking or "")
+    if marks is None or marks.again:
+        return () if marks is None else marks.closings
+    begin, (end,) = re.escape(marks.begin.decode()), marks.closings
+    found = re.findall(rf"({begin})?((?:\\n)*){re.escape(end)}((?:\\n)*)", "\n".join(templates))
+    around = [(before, behind) for empty, before, behind in found if not empty]
+    before, behind = max(around, key=lambda one: len(one[0] + one[1]), default=("", ""))
+    return (f"{before}{end}{behind}".replace("\\n", "\n"),)
+
+
+class Thoughts:
+    """Takes the tokens of an answer until its thoughts have ended.
+
+    With `most`, that many tokens of thoughts are followed by a mark that ends them: the last ones
+    are those that `closings` have before the mark. Tokens of the marks do not count.
+    """
+
+    def __init__(
+        self,
+        piece: Callable[[int], bytes],
+        marks: ThoughtMarks = OPENED,
+        *,
+        inside: bool = True,
+        most: int | None = None,
+        closings: Sequence[Sequence[int]] = (),
+    ) -> None:
+        """`piece` gives the bytes of a token. `inside`: the prompt has opened the thoughts."""
+        self._piece = piece
+        self._marks = marks
+        self._inside = inside
+        self._closings = closings
+        self._bounds = [self._bound(most, one) for one in closings if most is not None]
+        self._closed = 0  # times that a bound has closed thoughts
+        self._text = b""  # that may have the begin of a mark
+        self._longest = max(map(len, (marks.begin, *marks.ends)))
+        self.count = 0
+        self.forced: deque[int] = deque()  # the tokens that follow, if the bound is reached
+        self.ended = False
+        if inside:
+            self._close_at_bound()
+
+    @property
+    def left(self) -> int | None:
+        """How many tokens may be drawn, at least, before one is forced; None: no bound."""
+        return max(0, min(self._bounds) - self.count) if self._bounds else None
+
+    def _bound(self, most: int, closing: Sequence[int]) -> int:
+        """The tokens before `closing`, with whose first ones there are `most` before a mark."""
+        sizes = [len(self._piece(token)) for token in closing]
+        text = b"".join(map(self._piece, closing))
+        begin = min(text.find(end) for end in self._marks.ends if end in text)
+        return most - sum(sum(sizes[: n + 1]) <= begin for n in range(len(sizes)))
+
+    def take(self, token: int) -> None:
+        """Appends a token. Raises BadRequest for another one than the bound forces."""
+        if self.forced:
+            if token != self.forced[0]:
+                raise BadRequest(
+                    f"thinking_budget: the thoughts end with token id {self.forced[0]}, got {token}"
+                )
+            self.forced.popleft()
+            if not self.forced:
+                self._after(self._closed >= len(self._closings))
+            return
+        self._text += self._piece(token)
+        if not self._inside:
+            self._look_for_begin()
+            return
+        if any(mark in self._text for mark in self._marks.ends):
+            self._after(not self._marks.again)
+            return
+        self._text = self._text[1 - self._longest :]
+        self.count += 1
+        self._close_at_bound()
+
+    def _look_for_begin(self) -> None:
+        begin, text = self._marks.begin, self._text
+        if begin in text:
+            self._inside, self._text = True, b""
+            self._close_at_bound()
+        elif self._marks.again:
+            self._text = text[1 - self._longest :]
+        else:
+            text = text.lstrip()
+            self.ended = not begin.startswith(text) and not text.startswith(begin)
+
+    def _close_at_bound(self) -> None:
+        place = min(self._closed, len(self._closings) - 1)
+        if self._bounds and self.count >= self._bounds[place]:
+            self.forced.extend(self._closings[place])
+            self._closed += 1
+
+    def _after(self, ended: bool) -> None:
+        """The thoughts have ended, or these have and others may follow."""
+        self._inside, self._text, self.ended = False, b"", ended
+
+    def copy(self) -> Self:
+        """Returns thoughts with the same state, which take tokens by themselves."""
+        made = copy.copy(self)
+        made.forced = self.forced.copy()
+        return made
