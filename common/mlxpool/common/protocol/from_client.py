@@ -22,7 +22,6 @@ from mlxpool.common.protocol.prompts import (
     ChatPrompt,
     PackedPrompt,
     Prompt,
-    TextPrompt,
     blobs_of_prompt,
     image_bytes,
     parse_prompt,
