@@ -18,7 +18,7 @@ from support.pool import PATIENCE, Pool
 
 ROOT = Path(__file__).parents[2]
 NEEDED = ("pyzmq", "msgpack")
-MAX_BYTES = 200_000  # of the wheel
+MAX_BYTES = 210_000  # of the wheel
 
 
 def project(folder: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from mlxpool.gateway.left_out import leave_tool_out
 # field -> (values that request nothing, what to do instead)
 RefusedFields: TypeAlias = Mapping[str, tuple[tuple[Any, ...], str]]
 NOWHERE: Mapping[str, str] = {}
-ASKED = ("model", "prompt")  # what a request is about: an empty one is named, not left out
+ASKED = ("model", "prompt", "key")  # of a request or job: an empty one is named, not left out
 EMPTY: Mapping[str, Any] = {"string": "", "array": [], "object": {}}  # type -> its empty value
 # Names of fields about a request: metadata, ids of sessions and the like, extensions of a client.
 ABOUT_REQUEST = re.compile(

@@ -215,8 +215,8 @@ MUTANTS = (
     _broker(
         "a take-over draws a new seed",
         "core/admission",
-        "        run.release()\n",
-        "        run.release()\n        run.seed = _seed(message, event.entropy)\n",
+        "        run.release(now)\n",
+        "        run.release(now)\n        run.seed = _seed(message, event.entropy)\n",
     ),
     _broker(
         "a take-over leaves the old run alone",
