@@ -213,13 +213,12 @@ def test_a_client_that_leaves_in_the_middle(gateway: GatewayThread, native: Clie
     until(lambda: not native.files(), "it is deleted")
 
 
-def test_a_content_length_that_is_not_true(
-    pool: Pool, gateway: GatewayThread, native: Client, tmp_path: Path
-) -> None:
+def test_a_content_length_that_is_not_true(pool: Pool, native: Client, tmp_path: Path) -> None:
     body = HEAD + b"x" * 300_000 + TAIL
-    short = answer_of(raw(gateway, len(body) - 100, body))
-    assert short.startswith(b"HTTP/1.1 400 ") and b"last boundary" in short
-    with GatewayThread(pool.run_dir, keys=keys_file(tmp_path), body_time=1.0) as impatient:
+    times = {"header_time": 1.0, "body_time": 1.0}
+    with GatewayThread(pool.run_dir, keys=keys_file(tmp_path), **times) as impatient:
+        short = answer_of(raw(impatient, len(body) - 100, body))
+        assert short.startswith(b"HTTP/1.1 400 ") and b"last boundary" in short
         for length, part in ((len(body) + 100, body), (len(body), HEAD)):  # the rest never comes
             assert answer_of(raw(impatient, length, part)).startswith(b"HTTP/1.1 408 ")
     until(lambda: not native.files(), "nothing is left of them")
