@@ -35,15 +35,24 @@ def default_run_dir() -> Path:
 
 
 def default_prefix_dir() -> Path:
-    """The folder of cached prefixes: mlxpool/prefixes in the user's folder of caches.
+    """The folder of cached prefixes."""
+    return _cache_dir() / "prefixes"
+
+
+def default_gguf_dir() -> Path:
+    """The folder of what is made of the metadata of GGUF files."""
+    return _cache_dir() / "gguf"
+
+
+def _cache_dir() -> Path:
+    """mlxpool's folder of caches of the user.
 
     $CACHE_DIRECTORY, which systemd sets, else $XDG_CACHE_HOME/mlxpool, else ~/.cache/mlxpool.
     """
     given = os.environ.get("CACHE_DIRECTORY", "").partition(":")[0]
     if given:
-        return Path(given) / "prefixes"
-    caches = os.environ.get("XDG_CACHE_HOME") or home() / ".cache"
-    return Path(caches) / "mlxpool" / "prefixes"
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / "mlxpool"
 
 
 def default_state_dir(run_dir: Path) -> Path:

@@ -331,11 +331,13 @@ def test_no_config_makes_check_fail(good: Path, content: str) -> None:
 def test_a_path_that_is_no_folder(tmp_path: Path) -> None:
     (words,) = problems(tmp_path / "nothing")
     assert "does not exist" in words
+
+
+def test_a_gguf_file_that_is_cut_short(tmp_path: Path) -> None:
     (tmp_path / "x.gguf").write_bytes(b"GGUF")
-    (words,) = problems(tmp_path)
-    assert "GGUF" in words and "convert" in words
-    (words,) = problems(tmp_path / "x.gguf")
-    assert "GGUF" in words
+    for path in (tmp_path, tmp_path / "x.gguf"):
+        (words,) = problems(path)
+        assert "x.gguf" in words and "cut short" in words
 
 
 def test_a_link_out_of_the_models_folder(good: Path, tmp_path: Path) -> None:

@@ -130,33 +130,19 @@ def test_no_tokenizer(good: Path) -> None:
     assert "no tokenizer.json" in refusal(good)
 
 
-def test_gguf_by_content_and_by_name(tmp_path: Path, good: Path) -> None:
-    (tmp_path / "model.bin").write_bytes(b"GGUF\3\0\0\0")
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "q4.gguf").write_bytes(b"")
+def test_gguf_under_another_name(good: Path) -> None:
     (good / "model.safetensors").write_bytes(b"GGUF\3\0\0\0")
-    for path in (tmp_path / "model.bin", tmp_path / "folder", tmp_path / "folder" / "q4.gguf"):
-        assert "this is a GGUF file: MLX workers load Hugging Face folders" in refusal(path)
-        assert "mlx_lm.convert" in refusal(path)
     assert "GGUF file under another name" in refusal(good)
-    (good / "model.safetensors").rename(good / "model.gguf")
-    assert "model.gguf: this is a GGUF file" in refusal(good)
 
 
-@pytest.mark.parametrize("stored", [True, False])
-def test_an_ollama_manifest(tmp_path: Path, stored: bool) -> None:
+def test_an_ollama_manifest_of_gguf(tmp_path: Path) -> None:
     manifest = tmp_path / "manifests" / "registry.ollama.ai" / "library" / "llama3" / "latest"
     manifest.parent.mkdir(parents=True)
     layer = {"mediaType": "application/vnd.ollama.image.model", "digest": "sha256:abc", "size": 4}
     write_json(manifest, {"schemaVersion": 2, "layers": [layer]})
-    blob = tmp_path / "blobs" / "sha256-abc"
-    if stored:
-        blob.parent.mkdir()
-        blob.write_bytes(b"GGUF")
-    words = refusal(manifest)
-    assert "this is an Ollama manifest" in words
-    assert "a GGUF file: MLX workers load" in words
-    assert (str(blob) in words) == stored
+    assert "name the model instead, as ollama:registry.ollama.ai/library/llama3:latest" in (
+        refusal(manifest)
+    )
 
 
 def test_an_ollama_manifest_of_tensors(tmp_path: Path) -> None:

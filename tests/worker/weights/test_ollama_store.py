@@ -15,7 +15,6 @@ from mlxpool.worker.layers.quantisation import QuantLayout
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.weights.inspect import ModelFolder, inspect
 from mlxpool.worker.weights.locate import find_files
-from mlxpool.worker.weights.ollama_store import MODEL
 from support.prompts import chat_ids
 from support.worker_checkpoints import config, random_weights, write_checkpoint
 from support.worker_stores import JSON, TENSOR, Store
@@ -137,12 +136,9 @@ def _tensor(layers: list[dict[str, Any]]) -> dict[str, Any]:
     return next(layer for layer in layers if layer["name"] == f"{UP}.weight")
 
 
-def test_a_gguf_model(store: Store) -> None:
-    manifest = store.write(NAME, [store.layer(MODEL, "", b"GGUF\3\0\0\0")])
-    assert f"{manifest}: '{NAME}' is a GGUF file: MLX workers load" in refusal()
-    assert "mlx_lm.convert" in refusal()
+def test_a_manifest_without_weights(store: Store) -> None:
     store.write(NAME, [store.layer("application/vnd.ollama.image.license", "", b"free")])
-    assert "is a manifest without tensors" in refusal()
+    assert "is a manifest without weights" in refusal()
 
 
 @pytest.mark.parametrize(

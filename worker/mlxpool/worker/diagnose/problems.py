@@ -33,7 +33,6 @@ from mlxpool.worker.weights.inspect import (
     require_tokenizer,
 )
 from mlxpool.worker.weights.json_files import read_json
-from mlxpool.worker.weights.safetensors_header import read_header
 from mlxpool.worker.weights.special_tokens import SpecialTokens
 
 Step = ParamSpec("Step")
@@ -148,7 +147,7 @@ def _check_weights(
     files: ModelFiles, config: Mapping[str, Any], plan: ModelPlan | None, problems: Problems
 ) -> None:
     before = len(problems.found)
-    headers = {shard: problems.attempt(read_header, shard) for shard in files.shards}
+    headers = {shard: problems.attempt(files.format.header, shard) for shard in files.shards}
     contents = problems.attempt(files.read, {s: h for s, h in headers.items() if h is not None})
     if contents is None:
         return

@@ -7,14 +7,19 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.layers.quantisation import QuantLayout
 from mlxpool.worker.weights import other_formats
+from mlxpool.worker.weights.cuts import Cut
 from mlxpool.worker.weights.json_files import is_present, read_json
 from mlxpool.worker.weights.leftovers import notes_of, require_finished
 from mlxpool.worker.weights.safetensors_header import Header, Tensor, read_header
 from mlxpool.worker.weights.tensor_names import mlx_names
+
+if TYPE_CHECKING:
+    import mlx.core as mx
 
 PACKED_DTYPE = "U32"  # of weights that MLX has quantised
 _MAX_LISTED = 3  # names that an error lists
@@ -54,6 +59,34 @@ def folder_contents(headers: Mapping[Path, Header]) -> dict[Path, ShardContent]:
     }
 
 
+def listed_contents(headers: Mapping[Path, Header]) -> dict[Path, ShardContent]:
+    """The contents of files whose headers have the model's names already."""
+    return {file: ShardContent(header.raw, header.tensors) for file, header in headers.items()}
+
+
+class ShardReads(Protocol):
+    """The tensors of a file by their stored names; one is removed when it is taken."""
+
+    def pop(self, name: str, default: None = None, /) -> mx.array | None:
+        """Takes a tensor; None where there is none of this name any more."""
+        ...
+
+    def read(self, name: str, shape: tuple[int, ...], cut: Cut) -> mx.array | None:
+        """Takes a part of a tensor of this shape; None where there is none any more."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ShardFormat:
+    """How the files of weights are read; `open` runs in the thread that computes."""
+
+    header: Callable[[Path], Header]  # raises ModelLoadFailed for an invalid one
+    open: Callable[[Path], ShardReads] | None = None  # None: see load.py
+
+
+SAFETENSORS = ShardFormat(read_header)
+
+
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
     """The files of a model; `files / NAME` is the path of one, whether it exists or not.
@@ -68,13 +101,14 @@ class ModelFiles:
     digests: Mapping[Path, str] = field(default_factory=dict)  # sha256 in hex, of shards of a store
     remedy: str = "download it again"  # for a shard with another digest, shown in the error
     notes: tuple[str, ...] = ()  # of files beside them
+    format: ShardFormat = SAFETENSORS
 
     def __truediv__(self, name: str) -> Path:
         return self.named.get(name, self.where / name)
 
     def contents(self) -> dict[Path, ShardContent]:
         """The contents of each shard; raises ModelLoadFailed for an invalid header."""
-        return self.read({shard: read_header(shard) for shard in self.shards})
+        return self.read({shard: self.format.header(shard) for shard in self.shards})
 
     def stamps(self) -> tuple[tuple[str, int, int], ...]:
         """The name, size and time (nanoseconds) of each shard that no digest names.
@@ -195,8 +229,6 @@ def _indexed(index: Path) -> tuple[Path, ...]:
 
 
 def _refuse_weightless(path: Path) -> None:
-    if any(path.glob("*.gguf")):
-        other_formats.refuse_folder(path)
     raise ModelLoadFailed(
         f"{path} has no model*.safetensors{other_formats.instead_of_weights(path)}"
     )

@@ -18,7 +18,12 @@ from mlxpool.worker.layers.quantisation import QuantConfig
 from mlxpool.worker.media.settings import ImageSettings
 from mlxpool.worker.weights import mlx_lm_models
 from mlxpool.worker.weights.chat_template_files import JINJA_FOLDER, named_files
-from mlxpool.worker.weights.files import ModelFiles, ShardContent, folder_files, merge_tensors
+from mlxpool.worker.weights.files import (
+    SAFETENSORS,
+    ModelFiles,
+    ShardContent,
+    merge_tensors,
+)
 from mlxpool.worker.weights.json_files import (
     FileLookup,
     is_present,
@@ -27,6 +32,7 @@ from mlxpool.worker.weights.json_files import (
     read_json,
     require_size,
 )
+from mlxpool.worker.weights.locate import open_files
 from mlxpool.worker.weights.match import WeightMatch, match_weights
 from mlxpool.worker.weights.safetensors_header import Tensor
 from mlxpool.worker.weights.special_tokens import SpecialTokens
@@ -100,7 +106,7 @@ def inspect(
     `predicts`: the head that predicts further tokens is used, where the checkpoint has it.
     Raises ModelLoadFailed naming the file, the tensor or the value, and what to do.
     """
-    files = model if isinstance(model, ModelFiles) else folder_files(model)
+    files = open_files(model)
     config = read_json(files / "config.json")
     supported = encoder is not None or config.get("model_type") in models.SUPPORTED
     uses_mlx_lm = encoder is None and _uses_mlx_lm(config, supported, engine)
@@ -168,8 +174,8 @@ def require_tokenizer(where: Path, files: FileLookup) -> None:
 def quant_config_of(
     files: ModelFiles, config: Mapping[str, Any], contents: Iterable[ShardContent]
 ) -> QuantConfig:
-    """The quantisation in config.json; that of a store is in its blobs instead."""
-    if not files.digests:
+    """The quantisation in config.json; that of a store or of GGUF is in the weights instead."""
+    if not files.digests and files.format is SAFETENSORS:
         return quantisation.parse_quant_config(config)
     named = {module: layout for content in contents for module, layout in content.layouts.items()}
     return QuantConfig(named=named, infer=True)

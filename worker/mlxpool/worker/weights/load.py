@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     import mlx.core as mx
 
     from mlxpool.worker.layers.builder import WeightLayerBuilder
-    from mlxpool.worker.weights.cut_reads import CutReads
 
 log = logging.getLogger("mlxpool.worker")
 
@@ -135,14 +134,17 @@ def _read_layers(
 @contextmanager
 def _opener(
     folder: ModelFolder,
-) -> Iterator[tuple[Callable[[Path], _Tensors], Callable[[Path], CutReads]]]:
+) -> Iterator[tuple[Callable[[Path], _Tensors], Callable[[Path], _Parts]]]:
     """What opens files of the folder, for whole tensors and for parts.
 
-    It is MLX and numpy, or on a CUDA GPU what reads faster.
+    It is MLX and numpy, on a CUDA GPU what reads faster, or what reads another format.
     """
     from mlxpool.worker.weights import device_reads
     from mlxpool.worker.weights.cut_reads import CutReads
 
+    if folder.files.format.open is not None:
+        yield folder.files.format.open, folder.files.format.open
+        return
     tensors = folder.tensors.values()
     if not device_reads.supported({one.dtype for one in tensors}):
         yield _open, CutReads
@@ -157,12 +159,18 @@ class _Tensors(Protocol):
     def pop(self, name: str, default: None, /) -> mx.array | None: ...
 
 
+class _Parts(Protocol):
+    """What reads parts of the tensors of a file."""
+
+    def read(self, name: str, shape: tuple[int, ...], cut: Cut, /) -> mx.array | None: ...
+
+
 @dataclass(slots=True)
 class _OpenedFile:
     """A file that is being read: what whole tensors are taken of, and what parts are."""
 
     tensors: _Tensors | None = None
-    parts: CutReads | None = None
+    parts: _Parts | None = None
 
 
 class _Reader:
@@ -176,7 +184,7 @@ class _Reader:
         self,
         folder: ModelFolder,
         open_file: Callable[[Path], _Tensors],
-        open_parts: Callable[[Path], CutReads],
+        open_parts: Callable[[Path], _Parts],
         cuts: Mapping[str, Cut] = NO_CUTS,
     ) -> None:
         self._files = folder.files

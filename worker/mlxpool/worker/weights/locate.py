@@ -9,6 +9,7 @@ from mlxpool.common.config.schema import BUILTIN_PREFIX, ModelConfig
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.weights import hub_cache, ollama_store
 from mlxpool.worker.weights.files import ModelFiles, folder_files
+from mlxpool.worker.weights.gguf.model import find_gguf, open_gguf
 
 COUNTING = f"{BUILTIN_PREFIX}counting"
 DEMO = f"{BUILTIN_PREFIX}demo"
@@ -23,11 +24,12 @@ FOLDERS = {
 
 
 def locate(config: ModelConfig) -> Path | ModelFiles:
-    """The location of a model: a folder, which need not exist, or files in Ollama's store.
+    """The location of a model: a folder, which need not exist, or the files of another form.
 
-    `path` is a folder, `ollama:NAME`, or `org/name` in the Hugging Face cache where no such folder
-    exists. Raises ModelLoadFailed for a model that is not found, saying how to get it, and for one
-    in the models folder with a link that leads outside of it.
+    `path` is a folder, a GGUF file or a folder that has one, `ollama:NAME`, or `org/name` in the
+    Hugging Face cache where no such folder exists. Raises ModelLoadFailed for a model that is not
+    found, saying how to get it, for a GGUF file that is not read, and for a model in the models
+    folder with a link that leads outside of it.
     """
     if config.path in FOLDERS:
         return FOLDERS[config.path]
@@ -40,13 +42,17 @@ def locate(config: ModelConfig) -> Path | ModelFiles:
     if config.within:
         _refuse_way_out(path, Path(config.within))
     if hub_cache.is_repository_name(config.path) and not path.exists():
-        return hub_cache.snapshot(config.path)
-    return path
+        path = hub_cache.snapshot(config.path)
+    gguf = find_gguf(path)
+    return open_gguf(gguf) if gguf else path
 
 
 def open_files(location: Path | ModelFiles) -> ModelFiles:
     """The files at a location; raises ModelLoadFailed where they are no model's."""
-    return location if isinstance(location, ModelFiles) else folder_files(location)
+    if isinstance(location, ModelFiles):
+        return location
+    gguf = find_gguf(location)
+    return open_gguf(gguf) if gguf else folder_files(location)
 
 
 def find_files(path: str) -> ModelFiles:

@@ -1,14 +1,15 @@
 """Models in Ollama's store: a manifest names blobs by digest, with one tensor in each.
 
 A layer of type image.tensor is a safetensors file; one of type image.json is a file such as
-config.json. Two layers with the same digest share a file.
+config.json. Two layers with the same digest share a file. Older models have a GGUF file instead, as
+a layer of type image.model.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.common.paths import expanded
 from mlxpool.worker.layers.quantisation import QuantLayout
 from mlxpool.worker.weights.files import ModelFiles, ShardContent, sha256
+from mlxpool.worker.weights.gguf.model import open_gguf
 from mlxpool.worker.weights.json_files import read_json
-from mlxpool.worker.weights.other_formats import GGUF_REMEDY
 from mlxpool.worker.weights.safetensors_header import Header
 from mlxpool.worker.weights.tensor_names import is_quantised, mlx_names
 
@@ -26,6 +27,8 @@ PREFIX = "ollama:"
 TENSOR = "application/vnd.ollama.image.tensor"
 JSON = "application/vnd.ollama.image.json"
 MODEL = "application/vnd.ollama.image.model"
+ADAPTER = "application/vnd.ollama.image.adapter"
+LICENCE = "application/vnd.ollama.image.license"
 _DIGEST = re.compile(r"sha256[:-]([0-9a-f]{64})")
 _PART = re.compile(r"[\w-][\w.-]*", re.ASCII)
 _DRAFT = ("draft.", "draft/")  # layers of a draft model, which is not used
@@ -68,10 +71,17 @@ def open_model(name: str) -> ModelFiles:
     store, manifest = _manifest(name)
     layers = list(_layers(name, store, manifest))
     kinds = {layer.kind for layer in layers}
-    if TENSOR not in kinds:
-        raise ModelLoadFailed(f"{manifest}: {name!r} is {_other_content(kinds)}: {GGUF_REMEDY}")
+    if not kinds & {TENSOR, MODEL}:
+        raise ModelLoadFailed(f"{manifest}: {name!r} is a manifest without weights: {_again(name)}")
+    if ADAPTER in kinds:
+        raise ModelLoadFailed(
+            f"{manifest}: {name!r} has an adapter (LoRA), which is not read: merge it into its"
+            " model"
+        )
     for layer in layers:
         _require_intact(name, layer)
+    if TENSOR not in kinds:
+        return _open_gguf(name, manifest, layers)
     named = {layer.name: layer.blob for layer in layers if layer.kind == JSON}
     if "config.json" not in named:
         raise ModelLoadFailed(f"{manifest} has no layer config.json: {_again(name)}")
@@ -81,6 +91,20 @@ def open_model(name: str) -> ModelFiles:
         shards=tuple(weights),
         named=named,
         read=_contents,
+        digests=weights,
+        remedy=_again(name),
+    )
+
+
+def _open_gguf(name: str, manifest: Path, layers: Sequence[ManifestLayer]) -> ModelFiles:
+    """The model whose weights are GGUF files; what its other layers say to Ollama is not read."""
+    weights = {layer.blob: layer.digest for layer in layers if layer.kind == MODEL}
+    licences = [("LICENSE", layer.blob) for layer in layers if layer.kind == LICENCE]
+    found = open_gguf(tuple(weights))
+    return replace(
+        found,
+        where=manifest,
+        named={**found.named, **dict(licences)},
         digests=weights,
         remedy=_again(name),
     )
@@ -141,10 +165,6 @@ def _layer(store: Path, manifest: Path, entry: Any) -> ManifestLayer:
     )
 
 
-def _other_content(kinds: set[str]) -> str:
-    return "a GGUF file" if MODEL in kinds else "a manifest without tensors"
-
-
 def _require_inside(store: Path, file: Path) -> None:
     target = file.resolve()
     if not target.is_relative_to(store.resolve()):
@@ -152,7 +172,7 @@ def _require_inside(store: Path, file: Path) -> None:
 
 
 def _require_intact(name: str, layer: ManifestLayer) -> None:
-    if layer.kind not in (TENSOR, JSON):
+    if layer.kind not in (TENSOR, JSON, MODEL):
         return
     if not layer.blob.is_file():
         raise ModelLoadFailed(

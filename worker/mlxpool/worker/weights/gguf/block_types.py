@@ -1,0 +1,54 @@
+"""The types of GGUF's tensors, and the layouts of MLX that they are read into. No MLX, no numpy.
+
+A row is divided into blocks, which are read into groups of 32 numbers q with a scale and a bias
+each: weight = scale * q + bias. Types whose own groups have 32 numbers keep every number. Q6_K,
+Q3_K and Q2_K have groups of 16, which MLX has not: their weights are rounded once more, to so many
+bits that the error is far below their own (docs/models.md has figures).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mlxpool.worker.layers.quantisation import QuantLayout
+
+GROUP = 32
+
+
+@dataclass(frozen=True, slots=True)
+class BlockType:
+    """`nbytes` of a block, and how many `numbers` it has; a `dtype` of floats, or a `layout`."""
+
+    name: str
+    numbers: int
+    nbytes: int
+    dtype: str = ""
+    layout: QuantLayout | None = None
+    rounded: bool = False  # once more, as its groups are no groups of the layout
+
+
+def _affine(name: str, numbers: int, nbytes: int, bits: int, rounded: bool = False) -> BlockType:
+    return BlockType(name, numbers, nbytes, "", QuantLayout("affine", bits, GROUP), rounded)
+
+
+BLOCK_TYPES = {
+    0: BlockType("F32", 1, 4, "F32"),
+    1: BlockType("F16", 1, 2, "F16"),
+    2: _affine("Q4_0", 32, 18, 4),
+    3: _affine("Q4_1", 32, 20, 4),
+    6: _affine("Q5_0", 32, 22, 5),
+    7: _affine("Q5_1", 32, 24, 5),
+    8: _affine("Q8_0", 32, 34, 8),
+    10: _affine("Q2_K", 256, 84, 6, rounded=True),
+    11: _affine("Q3_K", 256, 110, 6, rounded=True),
+    12: _affine("Q4_K", 256, 144, 4),
+    13: _affine("Q5_K", 256, 176, 5),
+    14: _affine("Q6_K", 256, 210, 8, rounded=True),
+    30: BlockType("BF16", 1, 2, "BF16"),
+    39: BlockType("MXFP4", 32, 17, "", QuantLayout("mxfp4", 4, GROUP)),
+}
+UNREAD_TYPES = {
+    9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL",
+    21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
+    29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4",
+}  # fmt: skip

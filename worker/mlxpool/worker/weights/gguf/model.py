@@ -1,0 +1,180 @@
+"""Opens GGUF files as the files of a model. No MLX.
+
+What other checkpoints have in small files (config.json, tokenizer.json, ...) is made from the
+metadata and kept in the user's folder of caches, by the digest of the headers: the processes that
+read texts open these files by their paths.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import struct
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.common.paths import default_gguf_dir
+from mlxpool.worker.weights.files import ModelFiles, ShardFormat, ShardReads, listed_contents
+from mlxpool.worker.weights.gguf.architectures import (
+    ROPE_FREQS,
+    Architecture,
+    Config,
+    architecture_of,
+    llama3_scaling,
+)
+from mlxpool.worker.weights.gguf.contents import as_checkpoint
+from mlxpool.worker.weights.gguf.fields import Fields
+from mlxpool.worker.weights.gguf.header import MAGIC, GgufHeader, StoredTensor, read_gguf_header
+from mlxpool.worker.weights.gguf.vocabulary import as_json, tokenizer_files
+from mlxpool.worker.weights.safetensors_header import Header
+
+FORM = "1"  # of the files that are made: another one makes them again
+_SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+GGUF_SUFFIX = ".gguf"
+_PROJECTOR = "mmproj"  # begins the name of a file that reads images
+_MAX_FACTORS = 4096
+
+
+def is_gguf(file: Path) -> bool:
+    """Whether the first bytes, or else the name, are those of a GGUF file."""
+    with file.open("rb") as stream:
+        return stream.read(len(MAGIC)) == MAGIC or file.suffix == GGUF_SUFFIX
+
+
+def find_gguf(path: Path) -> tuple[Path, ...]:
+    """The GGUF files that a file or a folder means, in their order; none where it means none.
+
+    A folder with safetensors means these. Files that read images are left out. Raises
+    ModelLoadFailed for a folder with several models, and for a split one that lacks files.
+    """
+    if path.is_file():
+        return split_files(path) if is_gguf(path) else ()
+    if any(path.glob("model*.safetensors")):
+        return ()
+    named = [file for file in sorted(path.glob(f"*{GGUF_SUFFIX}")) if file.is_file()]
+    found = [file for file in named if not file.name.startswith(_PROJECTOR)]
+    models = {match[1] if (match := _SPLIT.fullmatch(file.name)) else file.name for file in found}
+    if len(models) > 1:
+        names = ", ".join(file.name for file in found)
+        raise ModelLoadFailed(f"{path} has {len(models)} models ({names}): name one of the files")
+    return split_files(found[0]) if found else ()
+
+
+def split_files(file: Path) -> tuple[Path, ...]:
+    """All files of the split model that `file` is a part of; itself where it is whole."""
+    match = _SPLIT.fullmatch(file.name)
+    if match is None:
+        return (file,)
+    count = int(match[3])
+    files = [
+        file.with_name(f"{match[1]}-{at + 1:05}-of-{count:05}{GGUF_SUFFIX}") for at in range(count)
+    ]
+    missing = [one.name for one in files if not one.is_file()]
+    if missing:
+        raise ModelLoadFailed(
+            f"{file} is one of {count} parts, of which {len(missing)} are missing, the first is"
+            f" {missing[0]}; download them"
+        )
+    return tuple(files)
+
+
+def open_gguf(files: Sequence[Path]) -> ModelFiles:
+    """The model in these files, which are all parts of it.
+
+    Raises ModelLoadFailed naming the file and what is wrong: a header that cannot be read, an
+    architecture or a vocabulary that is unknown, parts of different models.
+    """
+    headers = [read_gguf_header(file) for file in files]
+    _require_parts(headers)
+    fields = Fields(files[0], headers[0].metadata)
+    architecture = architecture_of(fields)
+    config = _config(headers, fields, architecture)
+
+    def header(file: Path) -> Header:
+        return as_checkpoint(read_gguf_header(file), architecture)
+
+    def reads(file: Path) -> ShardReads:
+        from mlxpool.worker.weights.gguf.reads import GgufReads
+
+        return GgufReads(file, architecture, config)
+
+    return ModelFiles(
+        where=files[0],
+        shards=tuple(files),
+        named=_small_files(headers, fields, config),
+        read=listed_contents,
+        format=ShardFormat(header, reads),
+    )
+
+
+def _require_parts(headers: Sequence[GgufHeader]) -> None:
+    """Raises ModelLoadFailed where the files are not all parts of a split model, in their order."""
+    for index, header in enumerate(headers):
+        count = header.metadata.get("split.count", 1) or 1
+        number = header.metadata.get("split.no", 0)
+        if (count, number) != (len(headers), index):
+            raise ModelLoadFailed(
+                f"{header.file} says that it is part {number!r} (from 0 on) of {count!r}, it was"
+                f" opened as part {index} of {len(headers)}: name the first part, with all others"
+                " beside it under the names that end in -00001-of-0000N.gguf"
+            )
+
+
+def _config(headers: Sequence[GgufHeader], fields: Fields, architecture: Architecture) -> Config:
+    tensors = {name: one for header in headers for name, one in header.tensors.items()}
+    config = architecture.config(fields, tensors)
+    for header in headers:
+        if ROPE_FREQS in header.tensors:
+            factors = _float32(header.file, header.tensors[ROPE_FREQS])
+            config["rope_scaling"] = llama3_scaling(fields, factors, config)
+    return config
+
+
+def _float32(file: Path, tensor: StoredTensor) -> tuple[float, ...]:
+    """The numbers of a small tensor of F32."""
+    count = tensor.shape[-1]
+    if tensor.kind.dtype != "F32" or len(tensor.shape) > 1 or count > _MAX_FACTORS:
+        raise ModelLoadFailed(
+            f"{file}: tensor {tensor.name!r} is {tensor.kind.name} {list(tensor.shape)}, must be"
+            f" F32 of one axis of at most {_MAX_FACTORS}"
+        )
+    with file.open("rb") as stream:
+        stream.seek(tensor.begin)
+        return struct.unpack(f"<{count}f", stream.read(tensor.nbytes))
+
+
+def _small_files(headers: Sequence[GgufHeader], fields: Fields, config: Config) -> dict[str, Path]:
+    """The paths of the files that are made of the metadata, by their names."""
+    digest = hashlib.sha256(FORM.encode())
+    for header in headers:
+        digest.update(header.raw)
+    folder = default_gguf_dir() / digest.hexdigest()
+    if not folder.is_dir():
+        made = {"config.json": config, **tokenizer_files(fields)}
+        contents = {name: as_json(content) for name, content in made.items()}
+        licence = fields.find("general.license")
+        if isinstance(licence, str):
+            contents["README.md"] = f"---\nlicense: {licence}\n---\n".encode("utf-8", "replace")
+        _write(folder, contents)
+    return {file.name: file for file in folder.iterdir()}
+
+
+def _write(folder: Path, contents: Mapping[str, bytes]) -> None:
+    """Writes a folder that other processes see whole or not at all."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".new-") as made:
+            whole = Path(made) / "whole"
+            whole.mkdir(mode=0o700)
+            for name, content in contents.items():
+                (whole / name).write_bytes(content)
+            whole.rename(folder)
+    except OSError as error:
+        if not folder.is_dir():  # else another process has made it
+            raise ModelLoadFailed(
+                f"{folder}, which is to keep what is made of a GGUF file's metadata, cannot be"
+                f" written: {error.strerror or error}; name another folder of caches in"
+                " XDG_CACHE_HOME"
+            ) from error

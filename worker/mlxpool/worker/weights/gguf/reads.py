@@ -1,0 +1,98 @@
+"""Reads tensors of a GGUF file into MLX arrays, in the parts that `contents` lists."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker.weights.cuts import Cut
+from mlxpool.worker.weights.gguf.architectures import Architecture
+from mlxpool.worker.weights.gguf.blocks import packed_rows
+from mlxpool.worker.weights.gguf.contents import WHOLE
+from mlxpool.worker.weights.gguf.header import StoredTensor, read_gguf_header
+
+
+class GgufReads:
+    """The tensors of a file. A tensor is read when the first of its parts is taken."""
+
+    def __init__(self, file: Path, architecture: Architecture, config: Mapping[str, Any]) -> None:
+        """Raises ModelLoadFailed where the header cannot be read any more."""
+        self._file, self._architecture, self._config = file, architecture, config
+        self._tensors = read_gguf_header(file).tensors
+        self._parts: dict[str, mx.array] = {}  # read, and not yet taken
+
+    def pop(self, name: str, default: None = None) -> mx.array | None:
+        """Takes a part of a tensor; None where the file has none of this name any more."""
+        if name not in self._parts:
+            stored, _, _ = name.rpartition(":")
+            tensor = self._tensors.get(stored)
+            if tensor is not None:
+                self._parts.update(self._read(tensor))
+        return self._parts.pop(name, default)
+
+    def read(self, name: str, shape: tuple[int, ...], cut: Cut) -> mx.array | None:
+        """Takes the cut of a part of a tensor that has this shape; the rest is read, too."""
+        whole = self.pop(name)
+        if whole is None or whole.shape != shape:
+            return None
+        part = cut.of(whole)
+        mx.eval(part)  # frees the rest
+        return part
+
+    def _read(self, tensor: StoredTensor) -> dict[str, mx.array]:
+        name = self._architecture.name_of(tensor.name) or tensor.name
+        rows = self._order(name, tensor)
+        layout = tensor.kind.layout
+        raw = self._bytes(tensor)
+        if layout is None:
+            array = _floats(raw, tensor)
+            if self._architecture.norms_plus_one and name.endswith("norm.weight"):
+                array = array.astype(mx.float32) - 1
+            return {f"{tensor.name}:{WHOLE}": array if rows is None else array[mx.array(rows)]}
+        parts = packed_rows(tensor.kind, raw, tensor.shape[-1])
+        arrays = {"weight": parts.weight, "scales": parts.scales, "biases": parts.biases}
+        lead = tensor.shape[:-1]
+        return {
+            f"{tensor.name}:{part}": mx.array(
+                (array if rows is None else array[rows]).reshape(*lead, -1)
+            )
+            for part, array in arrays.items()
+            if array is not None
+        }
+
+    def _bytes(self, tensor: StoredTensor) -> npt.NDArray[np.uint8]:
+        try:
+            raw = np.fromfile(self._file, np.uint8, tensor.nbytes, offset=tensor.begin)
+        except OSError as error:
+            raise ModelLoadFailed(f"{self._file} cannot be read: {error}") from error
+        if len(raw) < tensor.nbytes:
+            raise ModelLoadFailed(f"{self._file} became shorter while it was read; load again")
+        return raw
+
+    def _order(self, name: str, tensor: StoredTensor) -> npt.NDArray[np.int64] | None:
+        """The order of a rotated weight's rows; None: as they are stored.
+
+        llama.cpp rotates neighbouring numbers of a head, we rotate those of its two halves.
+        """
+        heads = self._architecture.heads_of(name, self._config)
+        if not heads:
+            return None
+        rows = tensor.shape[0]
+        if rows % (2 * heads):
+            raise ModelLoadFailed(
+                f"{self._file}: tensor {tensor.name!r} has {rows} rows, no multiple of twice its"
+                f" {heads} heads"
+            )
+        return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+
+
+def _floats(raw: npt.NDArray[np.uint8], tensor: StoredTensor) -> mx.array:
+    dtypes = {"F32": (np.float32, mx.float32), "F16": (np.uint16, mx.float16)}
+    stored, dtype = dtypes.get(tensor.kind.dtype, (np.uint16, mx.bfloat16))
+    return mx.array(raw.view(stored)).view(dtype).reshape(tensor.shape)
