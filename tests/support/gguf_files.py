@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFWriter, TokenType
+from gguf import GGMLQuantizationType as Kind
+from gguf import GGUFWriter, TokenType
 from gguf.quants import quantize
 
 from support.worker_checkpoints import BOS, CHAT_TEMPLATE, EOS, SPECIAL
@@ -22,7 +23,6 @@ BYTE_CHARS = {  # of byte-level vocabularies
     **{byte: chr(byte) for byte in _PRINTABLE},
     **{byte: chr(256 + index) for index, byte in enumerate(_OTHERS)},
 }
-Kind = GGMLQuantizationType
 NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",

@@ -64,7 +64,9 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         help="TOML (default: $MLXPOOL_CONFIG, $XDG_CONFIG_HOME/mlxpool/mlxpool.toml,"
         " /etc/mlxpool/mlxpool.toml; deploy/mlxpool.toml shows all settings)",
     )
-    parser.add_argument("--models-dir", help="each folder in it with a config.json is a model")
+    parser.add_argument(
+        "--models-dir", help="each folder in it with a config.json or a GGUF file is a model"
+    )
     parser.add_argument(
         "--model",
         action="append",

@@ -33,6 +33,14 @@ def test_locations_follow_links_and_broken_links_weigh_nothing(tmp_path: Path) -
     assert weights_bytes(ModelConfig(path=str(model))) == 0
 
 
+def test_gguf_weighs_what_its_files_do(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(bytes(100))
+    assert weights_bytes(ModelConfig(path=str(tmp_path / "m.gguf"))) == 100
+    assert weights_bytes(ModelConfig(path=str(tmp_path))) == 100
+    (tmp_path / "model.safetensors").write_bytes(bytes(7))  # which the folder means
+    assert weights_bytes(ModelConfig(path=str(tmp_path))) == 7
+
+
 def test_a_worker_needs_the_weights_of_its_draft_model_as_well(tmp_path: Path) -> None:
     model, draft = model_folder(tmp_path / "m"), model_folder(tmp_path / "d")
     (model / "model.safetensors").write_bytes(bytes(100))

@@ -111,3 +111,11 @@ def test_a_border_that_is_reached_by_a_link(tmp_path: Path) -> None:
     model(tmp_path / "real" / "a")
     (tmp_path / "models").symlink_to(tmp_path / "real")
     assert outside_target(tmp_path / "models" / "a", tmp_path / "models") is None
+
+
+def test_a_folder_with_a_gguf_file_is_a_model(tmp_path: Path) -> None:
+    for folder in (tmp_path / "one", tmp_path / "org" / "two", tmp_path / "none"):
+        folder.mkdir(parents=True)
+    (tmp_path / "one" / "q4.gguf").write_bytes(b"")
+    (tmp_path / "org" / "two" / "q4.gguf").write_bytes(b"")
+    assert list(scan(tmp_path)) == ["one", "org/two"]

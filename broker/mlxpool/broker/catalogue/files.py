@@ -17,24 +17,28 @@ def weights_bytes(model: ModelConfig) -> int:
     """Bytes of the model's weights on the disk, and of its draft model's; 0 where they cannot be
     seen.
     """
-    if not _is_folder(model.path):
+    if not _has_files(model.path):
         return model.counting.load_bytes
     size = _stored_bytes(model.path)
-    drafting = size and model.draft and _is_folder(model.draft)
+    drafting = size and model.draft and _has_files(model.draft)
     return size + (_stored_bytes(model.draft) if drafting else 0)
 
 
-def _is_folder(path: str) -> bool:
-    return not path.startswith(BUILTIN_PREFIX) and Path(path).is_dir()
+def _has_files(path: str) -> bool:
+    return not path.startswith(BUILTIN_PREFIX) and Path(path).exists()
 
 
-def _stored_bytes(folder: str) -> int:
+def _stored_bytes(path: str) -> int:
+    """The bytes of a folder's safetensors, else of its GGUF files, or of a file."""
+    place = Path(path)
     try:
-        single, index = (Path(folder, name) for name in WHOLE)
+        if place.is_file():
+            return place.stat().st_size
+        single, index = (place / name for name in WHOLE)
         if single.is_file() and not index.is_file():
             return single.stat().st_size
-        files = Path(folder).glob("*.safetensors")
-        return sum(file.stat().st_size for file in files if not file.name.startswith(NO_WEIGHTS))
+        files = [one for one in place.glob("*.safetensors") if not one.name.startswith(NO_WEIGHTS)]
+        return sum(file.stat().st_size for file in files or place.glob("*.gguf"))
     except OSError:  # a broken link; the worker reports it
         return 0
 

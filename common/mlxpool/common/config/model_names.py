@@ -40,7 +40,7 @@ def _is_text(name: str) -> bool:
 
 
 def scan(models_dir: Path) -> dict[str, Path]:
-    """The models in a folder: NAME and OWNER/NAME, each a folder with a config.json.
+    """The models in a folder: NAME and OWNER/NAME, each a folder with a config.json or GGUF.
 
     Opens no file. Leaves out hidden folders, folders that cannot be opened, names that are not
     allowed, and all after the first MAX_SCANNED. Follows a link one step; a link that leads out of
@@ -55,7 +55,7 @@ def _scan(folder: Path, before: str, depth: int) -> dict[str, Path]:
         name = before + entry.name
         if fault_of_name(name) is not None:
             continue
-        if _has_config(entry):
+        if _is_model(entry):
             found[name] = entry
         elif depth > 1:
             found.update(_scan(entry, f"{name}/", depth - 1))
@@ -69,9 +69,9 @@ def _entries(folder: Path) -> list[Path]:
         return []
 
 
-def _has_config(folder: Path) -> bool:
+def _is_model(folder: Path) -> bool:
     try:
-        return (folder / "config.json").is_file()
+        return (folder / "config.json").is_file() or any(folder.glob("*.gguf"))
     except OSError:
         return False
 

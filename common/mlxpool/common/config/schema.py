@@ -246,7 +246,7 @@ class PoolConfig:
     job_notify_for: Annotated[Seconds, Within(0.0, 10**7)] = 86400.0
     # Where workers keep prefixes on disk, see prefix_disk; a local disk, for this user alone.
     prefix_dir: Path = field(default_factory=default_prefix_dir)
-    # Each NAME and OWNER/NAME in it with a config.json is a model.
+    # Each NAME and OWNER/NAME in it with a config.json or a GGUF file is a model.
     models_dir: Annotated[Path | None, check_folder] = None
     # Requests that wait for one model.
     queue_limit: Annotated[int, Within(1, 10**6)] = 512

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFReader
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.weights.gguf.header import read_gguf_header
-from support.gguf_files import Kind, write_gguf
+from support.gguf_files import write_gguf
 from support.worker_checkpoints import config, random_weights
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96}

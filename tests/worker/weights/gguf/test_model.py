@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize, quantize
 
 from mlxpool.common.errors import ModelLoadFailed
@@ -17,7 +18,7 @@ from mlxpool.worker.weights.gguf.header import read_gguf_header
 from mlxpool.worker.weights.inspect import ModelFolder, inspect
 from mlxpool.worker.weights.locate import find_files
 from mlxpool.worker.weights.ollama_store import LICENCE, MODEL
-from support.gguf_files import Kind, stored_weight, write_gguf
+from support.gguf_files import stored_weight, write_gguf
 from support.prompts import chat_ids
 from support.worker_checkpoints import EOS, GLM, config, random_weights, write_checkpoint
 from support.worker_stores import Store
@@ -31,16 +32,16 @@ from mlxpool.worker.attention.row_spans import RowSpan  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
 
 Change = Callable[[Path], None]
-WIDE = {"hidden_size": 64, "intermediate_size": 96}  # whole blocks of 32
-LLAMA = {**WIDE, "attention_bias": True}
-EXPERTS = {
+WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96}  # whole blocks of 32
+LLAMA: dict[str, Any] = {**WIDE, "attention_bias": True}
+EXPERTS: dict[str, Any] = {
     **WIDE,
     "head_dim": 16,
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
 }
-GPT_OSS = {
+GPT_OSS: dict[str, Any] = {
     **WIDE,
     "model_type": "gpt_oss",
     "head_dim": 16,

@@ -28,6 +28,7 @@ from mlxpool.worker.weights.gguf.contents import as_checkpoint
 from mlxpool.worker.weights.gguf.fields import Fields
 from mlxpool.worker.weights.gguf.header import MAGIC, GgufHeader, StoredTensor, read_gguf_header
 from mlxpool.worker.weights.gguf.vocabulary import as_json, tokenizer_files
+from mlxpool.worker.weights.leftovers import require_finished
 from mlxpool.worker.weights.safetensors_header import Header
 
 FORM = "1"  # of the files that are made: another one makes them again
@@ -51,9 +52,9 @@ def find_gguf(path: Path) -> tuple[Path, ...]:
     """
     if path.is_file():
         return split_files(path) if is_gguf(path) else ()
-    if any(path.glob("model*.safetensors")):
+    if any(path.glob("model*.safetensors*")):  # or their index
         return ()
-    named = [file for file in sorted(path.glob(f"*{GGUF_SUFFIX}")) if file.is_file()]
+    named = [file for file in sorted(path.glob(f"[!.]*{GGUF_SUFFIX}")) if file.is_file()]
     found = [file for file in named if not file.name.startswith(_PROJECTOR)]
     models = {match[1] if (match := _SPLIT.fullmatch(file.name)) else file.name for file in found}
     if len(models) > 1:
@@ -86,6 +87,7 @@ def open_gguf(files: Sequence[Path]) -> ModelFiles:
     Raises ModelLoadFailed naming the file and what is wrong: a header that cannot be read, an
     architecture or a vocabulary that is unknown, parts of different models.
     """
+    require_finished(files)
     headers = [read_gguf_header(file) for file in files]
     _require_parts(headers)
     fields = Fields(files[0], headers[0].metadata)

