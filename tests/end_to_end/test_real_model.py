@@ -15,6 +15,7 @@ from mlxpool.broker.processes import blas
 from mlxpool.client import Client
 from mlxpool.common.errors import BadRequest, ContextExceeded, ModelLoadFailed
 from mlxpool.common.options import GenerateOptions
+from support.gguf_files import write_gguf
 from support.pool import Pool, until
 from support.worker_checkpoints import config, random_weights, write_checkpoint, write_weights
 
@@ -34,7 +35,9 @@ def _folders(root: Path) -> dict[str, Path]:
     write_weights(broken["surplus"], {**weights, "extra.weight": weights["lm_head.weight"]})
     shutil.rmtree(broken["gguf"])
     broken["gguf"].write_bytes(b"GGUF" + bytes(64))
-    return {"good": good, "absent": root / "absent", **broken}
+    unread = write_gguf(root / "unread.gguf", weights, config(), architecture="mamba")
+    in_gguf = write_gguf(root / "good.gguf", weights, config())
+    return {"good": good, "in_gguf": in_gguf, "absent": root / "absent", "unread": unread, **broken}
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +156,8 @@ def test_context_and_vocabulary_bound_a_prompt(client: Client, pool: Pool) -> No
         ("truncated", "model.safetensors"),
         ("missing", "lm_head.weight"),
         ("surplus", "extra.weight"),
-        ("gguf", "GGUF"),
+        ("gguf", "version 0 of GGUF"),
+        ("unread", "the architecture 'mamba', which is not read from GGUF"),
     ],
 )
 def test_a_bad_folder_is_named_and_other_models_are_served(
@@ -163,6 +167,20 @@ def test_a_bad_folder_is_named_and_other_models_are_served(
     with pytest.raises(ModelLoadFailed, match=words):
         client.generate(name, "x")
     assert len(stream.read().ids) == 40
+
+
+def test_gguf_answers_as_its_folder(client: Client) -> None:
+    asked: GenerateOptions = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
+    expected = client.generate("good", "<s>def main():", **asked)
+    found = client.generate("in_gguf", "def main():", **asked)  # its metadata add <s>
+    assert found.ids == expected.ids and found.text == expected.text
+
+
+def test_a_file_that_is_refused_is_one_line_of_the_log(client: Client, pool: Pool) -> None:
+    with pytest.raises(ModelLoadFailed, match="mamba"):
+        client.generate("unread", "x")
+    log = (pool.run_dir / "logs" / "unread-0.log").read_text()
+    assert "the architecture 'mamba'" in log and "Traceback" not in log
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has the reference BLAS")

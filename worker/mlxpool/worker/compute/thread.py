@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from mlxpool.common.config.schema import ModelConfig, WorkerConfig
-from mlxpool.common.errors import Internal
+from mlxpool.common.errors import Internal, ModelLoadFailed
 from mlxpool.worker.compute import encoder_loop, model_source
 from mlxpool.worker.compute.drafting_rows import make_speculator
 from mlxpool.worker.compute.encoder_loop import EncoderLoop
@@ -73,7 +73,8 @@ class Compute(threading.Thread):
         try:
             loop = self._load()
         except BaseException as error:  # the broker needs a reason, whatever it is
-            log.error("the model cannot be served", extra={"why": str(error)}, exc_info=True)
+            told = isinstance(error, ModelLoadFailed)  # its text says what to do: no stack
+            log.error("the model cannot be served", extra={"why": str(error)}, exc_info=not told)
             self.progress.enter("unload")
             self._post(Unusable(model_source.as_load_error(error, self.config.name)))
             return
