@@ -284,6 +284,18 @@ def test_safetensors_in_the_folder_are_what_it_means(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "folder", **LLAMA)
     (folder / "m.gguf").write_bytes(b"GGUF")
     assert opened(folder).shards == (folder / "model.safetensors",)
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b.safetensors"}}')
+    assert "'b.safetensors'" in refusal(folder)
+
+
+def test_what_downloads_leave_beside_a_file(tmp_path: Path) -> None:
+    file = llama(tmp_path)
+    (tmp_path / "._m.gguf").write_bytes(b"")  # of macOS
+    assert opened(tmp_path).path == file
+    (tmp_path / "m.gguf.aria2").write_bytes(b"")
+    for path in (tmp_path, file):
+        assert "m.gguf is not complete: m.gguf.aria2 beside it" in refusal(path)
 
 
 def test_in_ollamas_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

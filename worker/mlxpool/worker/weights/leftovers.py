@@ -1,7 +1,7 @@
 """Files that downloads and other systems leave beside a model: which are refused, which are told.
 
-Files of other formats (*.bin, *.gguf, original/), hidden ones (.DS_Store, ._NAME of macOS) and all
-else that the model does not consist of are never read.
+Files of other formats (*.bin, original/; *.gguf beside safetensors), hidden ones (.DS_Store, ._NAME
+of macOS) and all else that the model does not consist of are never read.
 """
 
 from __future__ import annotations
