@@ -19,7 +19,7 @@ HALVES = {  # type -> bytes at which a block has numbers of float16
 }  # fmt: skip
 # Root mean square of the error over that of the weights, where numbers are rounded once more; the
 # types' own errors are some 0.3, 0.12 and 0.02.
-ROUNDED = {"Q2_K": 0.01, "Q3_K": 0.015, "Q6_K": 0.006}
+ROUNDED = {"Q2_K": 0.003, "Q3_K": 0.004, "Q6_K": 0.006}
 LAID_OUT = {kind: block for kind, block in BLOCK_TYPES.items() if block.layout is not None}
 
 

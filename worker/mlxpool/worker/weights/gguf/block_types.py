@@ -2,8 +2,8 @@
 
 A row is divided into blocks, which are read into groups of 32 numbers q with a scale and a bias
 each: weight = scale * q + bias. Types whose own groups have 32 numbers keep every number. Q6_K,
-Q3_K and Q2_K have groups of 16, which MLX has not: their weights are rounded once more, to so many
-bits that the error is far below their own (docs/models.md has figures).
+Q3_K and Q2_K have groups of 16, which MLX has not: their weights are rounded once more, to 8 bits,
+as docs/models.md has figures of (with 6 bits, Q3_K's perplexity rose by 5 %).
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ BLOCK_TYPES = {
     6: _affine("Q5_0", 32, 22, 5),
     7: _affine("Q5_1", 32, 24, 5),
     8: _affine("Q8_0", 32, 34, 8),
-    10: _affine("Q2_K", 256, 84, 6, rounded=True),
-    11: _affine("Q3_K", 256, 110, 6, rounded=True),
+    10: _affine("Q2_K", 256, 84, 8, rounded=True),
+    11: _affine("Q3_K", 256, 110, 8, rounded=True),
     12: _affine("Q4_K", 256, 144, 4),
     13: _affine("Q5_K", 256, 176, 5),
     14: _affine("Q6_K", 256, 210, 8, rounded=True),
