@@ -54,7 +54,7 @@ class Published:
 
     @cached_property
     def loaded(self) -> LoadedModel:
-        return load(self.folder)
+        return load(self.folder, dtype=mx.float32)
 
     @cached_property
     def text(self) -> ChatTokenizer:
