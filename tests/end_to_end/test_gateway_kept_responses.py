@@ -18,6 +18,7 @@ import openai
 import pytest
 
 from mlxpool.client import AsyncClient, Client, Job
+from mlxpool.gateway.operations import connections
 from support.counting_checker import expected_ids, text_of
 from support.gateway_thread import GatewayThread
 from support.http_owners import ALICE, BOB, keys_file, openai_client
@@ -212,9 +213,18 @@ def test_the_same_key_is_the_same_response(url: str) -> None:
     assert other.status_code == 409 and other.json()["error"]["code"] == "duplicate_id"
 
 
+@pytest.fixture
+def attentive(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A gateway that soon finds out that a client is gone."""
+    monkeypatch.setattr(connections, "FIRST_PROBE", 0.1)
+    monkeypatch.setattr(connections, "SECOND_PROBE", 0.1)
+    with GatewayThread(pool.run_dir, keep_alive=0.2) as gateway:
+        yield gateway.url
+
+
 @pytest.mark.parametrize("background", [False, True])
 def test_a_client_that_leaves_before_it_was_told_the_id(
-    pool: Pool, url: str, background: bool, monkeypatch: pytest.MonkeyPatch
+    pool: Pool, attentive: str, background: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody could read such a response, so its job is cancelled and released."""
     submitted, told = threading.Event(), threading.Event()
@@ -229,7 +239,7 @@ def test_a_client_that_leaves_before_it_was_told_the_id(
 
     monkeypatch.setattr(AsyncClient, "submit", slow)
     body = {"model": "stuck", "input": "left", "store": True, "background": background}
-    at = urlsplit(url)
+    at = urlsplit(attentive)
     connection = HTTPConnection(at.hostname or "", at.port)
     connection.request(
         "POST", "/v1/responses", json.dumps(body), {"content-type": "application/json"}
@@ -239,7 +249,7 @@ def test_a_client_that_leaves_before_it_was_told_the_id(
         with pool.client() as client:
             (row,) = until(lambda: running(client), "it runs")
             connection.close()
-            until(lambda: nobody_waits(url), "the gateway knows that the client is gone")
+            until(lambda: nobody_waits(attentive), "the gateway knows that the client is gone")
             told.set()
             until(lambda: client.job(row["job"])["state"] == "gone", "the job is released")
     finally:
@@ -247,8 +257,8 @@ def test_a_client_that_leaves_before_it_was_told_the_id(
         connection.close()
 
 
-def test_a_client_that_leaves_while_it_waits_for_the_answer(pool: Pool, url: str) -> None:
-    at = urlsplit(url)
+def test_a_client_that_leaves_while_it_waits_for_the_answer(pool: Pool, attentive: str) -> None:
+    at = urlsplit(attentive)
     with pool.client() as client:
         for stream, end in ((False, "gone"), (True, "cancelled")):
             body = {"model": "stuck", "input": f"{stream}", "store": True, "stream": stream}
