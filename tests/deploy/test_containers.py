@@ -208,7 +208,7 @@ def test_the_whole_help_and_the_checks_of_settings_work_in_it(broker_image: Path
     assert run_in(broker_image, "--help").returncode == 0
     settings = ROOT / "deploy" / "k8s" / "base" / "mlxpool.toml"
     done = run_in(broker_image, "config", "check", "--config", str(settings))
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
 
 
 @pytest.mark.parametrize("module", ["mlxpool.broker.edge.broker", "mlxpool.gateway.supervised"])

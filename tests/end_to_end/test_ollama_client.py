@@ -261,7 +261,7 @@ REFUSED: dict[str, tuple[Callable[[Client], Any], int, str]] = {
     "the middle of a text": (
         lambda client: client.generate("counting", "def add(", suffix="return c"),
         400,
-        "'suffix' is not supported",
+        "suffix is not supported",
     ),
     "thoughts": (
         lambda client: client.chat("counting", [QUESTION], think=True),

@@ -43,7 +43,9 @@ def make_keys(folder: Path, roles: Mapping[str, str], bearer: str) -> dict[str, 
         made[name] = str(json.loads(done.stdout)["public"])
         if role == "server":
             (folder / f"{name}.pub").write_text(made[name])
-    (folder / "http.keys").write_text(bearer)
+    bearers = folder / "http.keys"
+    bearers.touch(0o600)
+    bearers.write_text(bearer)
     return made
 
 

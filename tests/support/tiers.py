@@ -16,7 +16,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
 TABLE = TESTS / "tiers.toml"
-EVERYTHING = "MLXPOOL_TESTS_FULL"  # set in all processes of a run with --full
+EVERYTHING = "TESTS_FULL"  # set in all processes of a run with --full
 
 
 @dataclass(frozen=True, slots=True)

@@ -342,7 +342,8 @@ class Supervisor:
             child.dump_path.unlink()
         self.records.remove(slot)
         out_of_memory = os_process.oom_kills() > child.oom_kills
-        said = self._last_line(child) if code > 0 else ""
+        # One that has said hello logs what it does, so its last line need not be the cause.
+        said = self._last_line(child) if code > 0 and not child.used_token else ""
         return exit_of(code, child.commanded, out_of_memory, look, said)
 
     def _last_line(self, child: Child) -> str:
