@@ -43,6 +43,8 @@ TAKEN: list[tuple[str, Any]] = [
     ("chat", {"reasoning_effort": "minimal", "service_tier": "auto", "store": False}),
     ("chat", {"thinking": {"type": "disabled"}, "guardrails": [], "enable_thinking": None}),
     ("chat", {"tools": [{"type": "web_search"}, {"type": "custom", "custom": {"name": "p"}}]}),
+    ("chat", {"cache_prompt": True, "id_slot": -1, "timings_per_token": True}),
+    ("chat", {"chat_template_kwargs": {"thinking": True, "preserve_thinking": True}}),
     ("text", {"suffix": "", "stop": "", "logit_bias": {}, "user": ""}),
     ("responses", {"instructions": "", "tools": [], "include": [], "user": ""}),
     ("responses", {"tool_choice": "", "text": {}, "reasoning": {}, "metadata": {}}),
@@ -50,6 +52,28 @@ TAKEN: list[tuple[str, Any]] = [
     ("responses", {"reasoning": {"effort": "minimal", "summary": "none"}, "store": False}),
     ("responses", {"text": {"verbosity": "low"}, "truncation": None, "prompt_cache_key": "k"}),
     ("responses", {"context_management": [{"type": "compaction"}], "service_tier": "priority"}),
+    *[
+        (
+            "responses",
+            {"input": [{"type": kind, "role": "user", "content": [{"type": "text", "text": "x"}]}]},
+        )
+        for kind in (None, "")
+    ],
+    ("messages", {"messages": [*HI, {"role": "assistant", "content": None}, *HI]}),
+    (
+        "messages",
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "web_search_tool_result", "tool_use_id": "s", "content": []},
+                        {"type": "text", "text": "x"},
+                    ],
+                }
+            ]
+        },
+    ),
     ("messages", {"system": [], "stop_sequences": [], "tools": [], "metadata": {"user_id": "u"}}),
     ("messages", {"thinking": {"type": "adaptive", "display": "summarized"}, "speed": "fast"}),
     ("messages", {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}),
@@ -142,6 +166,49 @@ def test_messages_of_other_clients_have_the_one_form() -> None:
     assert new["tool_calls"][0]["function"] == {"name": "p", "arguments": {"input": "x"}}
     assert refused["content"] == "No." and parts["content"] == [{"type": "text", "text": "No."}]
     assert thinks["reasoning_content"] == "Hm." and "reasoning" not in thinks
+
+
+@pytest.mark.parametrize("name", ["chat", "responses"])
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"type": "required"}, "any", {"type": "any"}, {"type": "tool", "name": "f"},
+        {"type": "function", "name": "f"}, {"type": "function", "function": NAMED},
+        {"function": NAMED},
+    ],
+)  # fmt: skip
+def test_a_choice_of_tools_has_any_form_of_the_interfaces(name: str, choice: Any) -> None:
+    parse, base = BASES[name]
+    tool = FUNCTION if name == "chat" else {"type": "function", **NAMED}
+    given = {**base, "tools": [tool]}
+    found = parse({**given, "tool_choice": choice})
+    found = found if name == "chat" else found.chat
+    assert [one["function"]["name"] for one in found.forced] == ["f"]
+    for kind, offered in (("auto", 1), ("none", 0)):
+        found = parse({**given, "tool_choice": {"type": kind}})
+        found = found if name == "chat" else found.chat
+        assert (len(found.tools), len(found.forced)) == (offered, 0)
+
+
+@pytest.mark.parametrize("content", ["", None, [], [{"type": "text", "text": ""}]])
+def test_an_answer_that_never_began_is_not_gone_on(content: Any) -> None:
+    parse, base = BASES["messages"]
+    found = parse({**base, "messages": [*HI, {"role": "assistant", "content": content}]}).chat
+    assert list(found.messages) == HI and "continue_message" not in found.options
+
+
+def test_a_part_of_a_result_that_no_model_reads_is_a_note() -> None:
+    file: Any = {"type": "input_file", "filename": "a.pdf"}
+    note = "[an attachment of the type input_file, which this model cannot read]"
+    parse, base = BASES["chat"]
+    (prompt,) = parse({**base, "messages": [*HI, {"role": "tool", "content": [file]}]}).prompts
+    assert prompt["messages"][1]["content"] == [{"type": "text", "text": note}]
+    parse, base = BASES["responses"]
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": ""}
+    for output, text in (([file], note), ({"content": "x"}, '{"content": "x"}'), (None, "")):
+        item = {"type": "function_call_output", "call_id": "c", "output": output}
+        found = parse({**base, "input": [call, item]}).chat
+        assert found.messages[1]["content"] == text
 
 
 def test_allowed_tools_are_offered_alone() -> None:

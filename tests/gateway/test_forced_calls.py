@@ -262,6 +262,13 @@ DECLARATIONS: list[Any] = [
     {"$schema": "http://json-schema.org/draft-07/schema#", "definitions": {"n": {}},
      "properties": {"a": {"$ref": "#/definitions/n"}, "b": {"uniqueItems": True}}},
     {"type": ["object", "null"], "properties": {"a": {"type": "string"}}, "title": None},
+    {"type": "object", "properties": [], "required": "a"}, {"$schema": "https://example.com/own"},
+    {"properties": {"a": {"type": "string", "minLength": 1.0, "required": True}}},
+    *[{"properties": {"a": {"type": "string", "pattern": pattern}}, "required": ["a"]}
+      for pattern in (r"\bfoo\b", r"^a\Z", "(a)?(?(1)b|c)", "(?>a)", "(?#c)a", r"\0", "a{,3}")],
+    *[{"properties": {"a": {"type": "number", **bounds}}, "required": ["a"]} for bounds in (
+        {"minimum": "0"}, {"maximum": 1e308}, {"minimum": -1e308}, {"multipleOf": 0},
+        {"minimum": 0, "exclusiveMinimum": True}, {"anyOf": []}, {"multipleOf": 10**12})],
 ]  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from mlxpool.common.checks import shown
 log = logging.getLogger("mlxpool.gateway")
 
 MAX_LOGGED = 200  # things that the log names; a client may make up any number of them
+NO_ROOM = "[an attachment of the type {kind}, which this model cannot read]"
 ELSEWHERE = "this server does not run it, and the model is not told of it"
 _logged: set[tuple[str, str]] = set()
 

@@ -11,15 +11,15 @@ from mlxpool.common.protocol.chat import MAX_MESSAGES
 from mlxpool.gateway.anthropic.fields import IMAGE_TYPES, ROLES
 from mlxpool.gateway.errors import HttpError, bad_request
 from mlxpool.gateway.generation.images import FETCHED, from_base64
-from mlxpool.gateway.left_out import ELSEWHERE, log_left_out
+from mlxpool.gateway.left_out import ELSEWHERE, NO_ROOM, log_left_out
 
 OF_USERS = "must be text, image, document (of text) or tool_result"
 CALLED = "the last message calls tools: their results are missing"
 # Blocks with text in a member of their own, which a model reads as text.
 TEXTS: Mapping[str, str] = {"text": "text", "compaction": "content"}
 SEEN = "[an image, which follows]"
-NO_ROOM = "[an attachment of the type {kind}, which this model cannot read]"
 LEFT_OUT = frozenset({"container_upload", "mid_conv_system"})
+FOREIGN_RESULT = "_tool_result"  # ends the type of the result of a tool that ran elsewhere
 LEFT_OUT_EVENT = "a block of a conversation is left out"
 ERROR = "Error: "  # begins the result of a tool that failed
 
@@ -51,7 +51,8 @@ class Conversation:
         if role == "system":
             text = texts(where, content, "must be text")
             self.messages.append({"role": "system", "content": text})
-        elif isinstance(content, str):
+        elif isinstance(content, str) or (content is None and role == "assistant"):
+            content = content or ""
             self.messages.append({"role": role, "content": content})
         elif role == "user":
             self._user(where, blocks(where, content))
@@ -68,7 +69,7 @@ class Conversation:
                 self._say(parts)
                 parts = []
                 images += self._result(at, block)
-            elif block["type"] in LEFT_OUT:
+            elif block["type"] in LEFT_OUT or block["type"].endswith(FOREIGN_RESULT):
                 log_left_out(LEFT_OUT_EVENT, block["type"], ELSEWHERE)
             else:
                 parts.append(self._part(at, block))
@@ -163,8 +164,11 @@ def conversation_of(system: object, given: object) -> Conversation:
         raise _fault(f"'messages' must be a list of 1 to {MAX_MESSAGES} maps, got {got}")
     for number, message in enumerate(given):
         found.add(f"messages[{number}]", message)
-    if found.continues and found.messages[-1].get("tool_calls"):
+    last = found.messages[-1] if found.continues else {}
+    if last.get("tool_calls"):
         raise _fault(CALLED)
+    if last and len(found.messages) > 1 and not (last["content"] or last.get("reasoning_content")):
+        found.messages.pop()  # an answer that never began
     return found
 
 

@@ -6,7 +6,7 @@ documents the same fields for users.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlxpool.common.options import MAX_COUNT, MAX_SEED, MAX_TOP_LOGPROBS
@@ -100,6 +100,10 @@ ACCEPTED: Mapping[str, Schema] = dict.fromkeys(
         "spaces_between_special_tokens",
         "return_token_ids",
         "kv_transfer_params",
+        "cache_prompt",  # llama.cpp's, of its slots and timings, as are the next three
+        "id_slot",
+        "timings_per_token",
+        "return_progress",
         "mock_response",
         "api_key",
         "base_url",
@@ -111,7 +115,15 @@ ACCEPTED: Mapping[str, Schema] = dict.fromkeys(
 STREAM_OPTIONS = Body({"include_usage": FLAG}, accepted={"include_obfuscation": ANY}, refused={
     "continuous_usage_stats": ((False,), "usage comes at the end"),
 })  # fmt: skip
-CHAT_TEMPLATE_KWARGS = Body({"enable_thinking": FLAG, "thinking_budget": option("thinking_budget")})
+CHAT_TEMPLATE_KWARGS = Body(
+    {
+        "enable_thinking": FLAG,
+        "thinking": described("the name of `enable_thinking` in other templates", FLAG),
+        "thinking_budget": option("thinking_budget"),
+    },
+    # Which thoughts of earlier answers a prompt has is the template's affair.
+    accepted={"preserve_thinking": ANY, "clear_thinking": ANY},
+)
 
 MESSAGE: Schema = {
     "type": "object",
@@ -149,6 +161,18 @@ TOOL_CHOICE: Schema = {
     },
     "required": ["type", "function"],
 }
+OTHER_CHOICES: Sequence[Schema] = (  # see tool_choice.py
+    {
+        "type": "object",
+        "properties": {"type": choice("auto", "none", "required", "any")},
+        "required": ["type"],
+    },
+    {
+        "type": "object",
+        "properties": {"type": choice("function", "tool"), "name": NAME},
+        "required": ["type", "name"],
+    },
+)
 ALLOWED_TOOLS: Schema = {
     "type": "object",
     "properties": {
@@ -217,7 +241,9 @@ CHAT = Body(
         "messages": listed(MESSAGE, 1, MAX_MESSAGES),
         "tools": listed(TOOL, 0, MAX_TOOLS),
         "parallel_tool_calls": FLAG,
-        "tool_choice": one_of(choice("auto", "none", "required"), TOOL_CHOICE, ALLOWED_TOOLS),
+        "tool_choice": one_of(
+            choice("auto", "none", "required", "any"), TOOL_CHOICE, ALLOWED_TOOLS, *OTHER_CHOICES
+        ),
         "logprobs": FLAG,
         "top_logprobs": described("with `logprobs` only", integer(0, MAX_TOP_LOGPROBS)),
         "max_completion_tokens": integer(1, MAX_COUNT),

@@ -10,8 +10,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from mlxpool.gateway.left_out import NO_ROOM
+
 # Types of parts of an earlier answer that are no text for the next one.
 NOT_SAID = ("thinking", "redacted_thinking", "reasoning", "audio")
+READ = ("text", "image_url")
 MAY_LACK_CONTENT = ("assistant", "tool")
 
 
@@ -34,6 +37,8 @@ def _message(message: Mapping[str, Any]) -> Mapping[str, Any]:
     content = found.get("content")
     if role == "assistant" and isinstance(content, list):
         content = [_said(part) for part in content if _type(part) not in NOT_SAID]
+    if role == "tool" and isinstance(content, list):
+        content = [_readable(part) for part in content]
     refusal = found.pop("refusal", None)
     if not content and role in MAY_LACK_CONTENT and isinstance(content, list | None):
         content = refusal if isinstance(refusal, str) else ""
@@ -49,6 +54,14 @@ def _call(call: Any) -> Any:
     known = {key: value for key, value in call.items() if key != "custom"}
     function = {"name": custom.get("name"), "arguments": arguments}
     return {**known, "type": "function", "function": function}
+
+
+def _readable(part: Any) -> Any:
+    """A part of a result; a note in place of a file and the like, which no model reads."""
+    kind = _type(part)
+    if not isinstance(kind, str) or kind in READ:
+        return part
+    return {"type": "text", "text": NO_ROOM.format(kind=kind)}
 
 
 def _said(part: Any) -> Any:

@@ -27,6 +27,7 @@ from mlxpool.gateway.openai.fields import (
     STREAM_OPTIONS,
 )
 from mlxpool.gateway.openai.messages import as_taken
+from mlxpool.gateway.openai.tool_choice import plain_choice
 
 THINKING_TYPES = ("enabled", "disabled", "adaptive")
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions
@@ -188,7 +189,7 @@ def tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
             raise bad_request(f"tools[{number}] must be {{type: 'function', function: …}}", "tools")
         else:
             leave_tool_out(next(iter(tool), None))
-    if body.get("tool_choice") == "none":
+    if plain_choice(body.get("tool_choice")) == "none":
         return []
     allowed = _allowed(body)
     if allowed is None:
@@ -224,16 +225,15 @@ def _forced(
     body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]
 ) -> Sequence[Mapping[str, Any]]:
     """The tools of which `tool_choice` wants one to be called; none where it leaves the choice."""
-    choice = body.get("tool_choice")
+    choice = plain_choice(body.get("tool_choice"))
     allowed = _allowed(body)
     if choice in (None, "auto", "none") or (allowed and allowed[0] == "auto"):
         return ()
     if choice == "required" or allowed:
         found = tools
     else:
-        inside = choice.get("function") if isinstance(choice, Mapping) else None
-        name = inside.get("name") if isinstance(inside, Mapping) else None
-        if not isinstance(name, str) or not name or choice.get("type") != "function":
+        name = choice.get("name") if isinstance(choice, Mapping) else None
+        if not isinstance(name, str) or choice.get("type") != "function":
             message = (
                 f"'tool_choice' is {shown(choice)}, must be auto, none, required or"
                 " {type: 'function', function: {name: …}}"
@@ -252,12 +252,18 @@ def _think(body: Mapping[str, Any]) -> bool | str | None:
     effort = _effort(body)
     if effort is not None:
         return False if effort == "none" else EFFORTS.get(effort, True)
-    given = fields.mapping(body, "chat_template_kwargs")
+    return template_think(body)
+
+
+def template_think(body: Mapping[str, Any]) -> bool | None:
+    """Whether `chat_template_kwargs` ask for thoughts; None: they do not say."""
     prefix = "chat_template_kwargs."
-    CHAT_TEMPLATE_KWARGS.check(given, prefix)
-    if given.get("enable_thinking") is None:
-        return None
-    return fields.flag(given, "enable_thinking", True, prefix)
+    given = CHAT_TEMPLATE_KWARGS.check(fields.mapping(body, "chat_template_kwargs"), prefix)
+    names = ("enable_thinking", "thinking")
+    flags = [
+        fields.flag(given, name, True, prefix) for name in names if given.get(name) is not None
+    ]
+    return flags[0] if flags else None
 
 
 def _effort(body: Mapping[str, Any]) -> str | None:

@@ -121,7 +121,7 @@ def test_calls_of_other_kinds_are_kept_as_text(
         ({"role": "user", "content": [REMOTE]}, "not fetched"),
         ({**CALL, "arguments": {}}, "input[0].arguments must be JSON text"),
         ({**CALL, "call_id": ""}, "input[0].call_id must not be empty"),
-        ({"type": "reasoning", "content": "x"}, "input[0].content must be a list"),
+        ({"type": "reasoning", "content": 5}, "input[0].content must be a list"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_named(item: Any, words: str) -> None:

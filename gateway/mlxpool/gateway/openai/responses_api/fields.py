@@ -22,13 +22,14 @@ from mlxpool.gateway.description.schemas import (
 )
 from mlxpool.gateway.field_checks import Body
 from mlxpool.gateway.generation.queries import page_fields
-from mlxpool.gateway.openai.fields import ACCEPTED, COMMON, EFFORT
+from mlxpool.gateway.openai.fields import ACCEPTED, COMMON, EFFORT, OTHER_CHOICES
 from mlxpool.gateway.openai.fields import SAMPLING as OF_CHATS
+from mlxpool.gateway.openai.fields import TOOL_CHOICE as OF_CHATS_CHOICE
 
 LOGPROBS = "message.output_text.logprobs"
 MAX_METADATA, MAX_KEY, MAX_VALUE = 16, 64, 512  # pairs, and characters of each
 MESSAGE_ROLES = ("user", "assistant", "system", "developer")
-TEXT_PARTS = ("input_text", "output_text")
+TEXT_PARTS = ("input_text", "output_text", "text")
 SUMMARIES = ("auto", "concise", "detailed")
 
 # field -> option of the pool; those of the context are `truncation`
@@ -130,12 +131,9 @@ ANY_TOOL: Schema = one_of(
     other_tool("function", "namespace"),
 )
 TOOL_CHOICE: Schema = one_of(
-    choice("auto", "none", "required"),
-    {
-        "type": "object",
-        "properties": {"type": {"const": "function"}, "name": NAME},
-        "required": ["type", "name"],
-    },
+    choice("auto", "none", "required", "any"),
+    *OTHER_CHOICES,
+    OF_CHATS_CHOICE,
     {
         "type": "object",
         "properties": {

@@ -11,11 +11,12 @@ from mlxpool.common.checks import shown
 from mlxpool.common.protocol.chat import MAX_MESSAGES
 from mlxpool.gateway.errors import HttpError, bad_request
 from mlxpool.gateway.generation.images import DETAILS, from_data_url
-from mlxpool.gateway.left_out import ELSEWHERE, log_left_out
+from mlxpool.gateway.left_out import ELSEWHERE, NO_ROOM, log_left_out
 from mlxpool.gateway.openai.responses_api.fields import MESSAGE_ROLES, TEXT_PARTS
 from mlxpool.gateway.openai.responses_api.namespaces import NAMESPACE, joined
 
 KNOWN = "must be a map with a type, such as message or function_call"
+READ = (*TEXT_PARTS, "refusal", "input_image")
 PARTS = "must be input_text, output_text, input_image or refusal"
 # Items of calls of other kinds that a client has answered: their member with what was asked.
 CALLS: Mapping[str, str] = {
@@ -44,7 +45,7 @@ class Conversation:
         """Add one item of `input`. Raises HttpError naming it."""
         if not isinstance(item, Mapping):
             raise _fault(f"{where} {KNOWN}, got {shown(item)}")
-        kind = item.get("type", "message" if "role" in item else None)
+        kind = item.get("type") or ("message" if "role" in item else None)
         if kind == "message":
             self._message(where, item)
         elif kind == "function_call":
@@ -106,8 +107,10 @@ class Conversation:
         )
 
     def _output(self, where: str, item: Mapping[str, Any]) -> None:
-        call_id = _name(where, item, "call_id")
-        self._result(call_id, self._content(f"{where}.output", item.get("output")))
+        call_id, output = _name(where, item, "call_id"), item.get("output")
+        if isinstance(output, list):
+            output = self._content(f"{where}.output", [_readable(part) for part in output])
+        self._result(call_id, output if isinstance(output, list) else _as_text(output))
 
     def _result(self, call_id: str, content: str | list[dict[str, Any]]) -> None:
         name = self._names.get(call_id)
@@ -204,6 +207,14 @@ def conversation_of(
     return found
 
 
+def _readable(part: object) -> object:
+    """A part of a result; a note in place of a file and the like, which no model reads."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if not isinstance(kind, str) or kind in READ:
+        return part
+    return {"type": "input_text", "text": NO_ROOM.format(kind=kind)}
+
+
 def _as_text(value: object) -> str:
     """A result as text, be it text, parts of text or anything else."""
     if isinstance(value, list) and all(isinstance(one, Mapping) and "text" in one for one in value):
@@ -232,8 +243,8 @@ def _text(where: str, item: Mapping[str, Any], key: str) -> str:
 
 def _texts(where: str, parts: object) -> str:
     """The texts of parts, joined; "" for null."""
-    if parts is None:
-        return ""
+    if isinstance(parts, str | None):
+        return parts or ""
     if not isinstance(parts, list) or not all(isinstance(part, Mapping) for part in parts):
         raise _fault(f"{where} must be a list of parts with text, got {shown(parts)}")
     return "".join(_text(f"{where}[{number}]", part, "text") for number, part in enumerate(parts))

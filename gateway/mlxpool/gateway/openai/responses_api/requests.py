@@ -30,6 +30,7 @@ from mlxpool.gateway.openai.responses_api.fields import (
 )
 from mlxpool.gateway.openai.responses_api.items import Earlier, conversation_of
 from mlxpool.gateway.openai.responses_api.namespaces import NAMESPACE, joined
+from mlxpool.gateway.openai.tool_choice import plain_choice
 
 TOOL_CHOICES = (
     "must be auto, none, required, {type: 'function', name: …} or"
@@ -154,11 +155,11 @@ def _tools(body: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str
         else:
             found.append(_function(f"tools[{number}].", tool))
     fields.checked("tools", check_tools, found)
-    choice = body.get("tool_choice")
+    choice = plain_choice(body.get("tool_choice"))
     if isinstance(choice, Mapping):
         offered, forced = _chosen(choice, found)
     else:
-        mode = fields.choice(body, "tool_choice", ("auto", "none", "required"))
+        mode = fields.choice({"tool_choice": choice}, "tool_choice", ("auto", "none", "required"))
         offered = [] if mode == "none" else found
         forced = found if mode == "required" else []
         if mode == "required" and not found:

@@ -12,9 +12,8 @@ from mlxpool.gateway import field_checks as fields
 from mlxpool.gateway.errors import bad_request, unsupported_parameter
 from mlxpool.gateway.generation.chat_request import ENABLE_THINKING, ChatRequest
 from mlxpool.gateway.generation.images import take_image_urls
-from mlxpool.gateway.openai.fields import CHAT_TEMPLATE_KWARGS
 from mlxpool.gateway.openai.messages import as_taken
-from mlxpool.gateway.openai.requests import tools_of
+from mlxpool.gateway.openai.requests import template_think, tools_of
 from mlxpool.gateway.openai.tokens.fields import DETOKENIZE, TOKENIZE
 
 IMAGES = "the tokens of images are not counted beforehand; leave the images out"
@@ -46,9 +45,7 @@ def tokenize(body: Mapping[str, Any]) -> TokenizeRequest:
     model = fields.text(body, "model")
     special = fields.flag(body, "add_special_tokens", True)
     strings = fields.flag(body, "return_token_strs", False)
-    given = fields.mapping(body, "chat_template_kwargs")
-    CHAT_TEMPLATE_KWARGS.check(given, "chat_template_kwargs.")
-    think = fields.flag(given, "enable_thinking", True, "chat_template_kwargs.")
+    think = template_think(body)
     tools = tools_of(body)
     prompt = body.get("prompt")
     if (prompt is None) is (body.get("messages") is None):
@@ -61,7 +58,7 @@ def tokenize(body: Mapping[str, Any]) -> TokenizeRequest:
     if images:
         raise unsupported_parameter("messages", IMAGES)
     messages = fields.checked("messages", check_messages, messages)
-    options = {} if given.get("enable_thinking") is None else {"think": think}
+    options = {} if think is None else {"think": think}
     think_field = ENABLE_THINKING
     chat = ChatRequest(model, messages, options, think_field, tools=tools)
     return TokenizeRequest(model, None, chat, special, strings)
