@@ -188,7 +188,7 @@ def test_an_invalid_body(http: httpx.Client, data: bytes, status: int, code: str
 @pytest.mark.parametrize(
     "kind",
     ["", "APPLICATION/JSON;charset=UTF-8", "text/json", "application/vnd.api+json",
-     "application/x-www-form-urlencoded"],
+     "application/x-www-form-urlencoded", "text/plain;charset=UTF-8", "application/octet-stream"],
 )  # fmt: skip
 def test_content_types_of_programs(http: httpx.Client, kind: str) -> None:
     content = json.dumps({**CHAT, "max_tokens": 1}).encode()
@@ -226,7 +226,7 @@ def test_a_pool_that_keeps_no_jobs_answers_a_key_as_always(http: httpx.Client) -
 
 
 def test_another_content_type(http: httpx.Client) -> None:
-    headers = {"content-type": "text/plain"}
+    headers = {"content-type": "text/html"}
     response = http.post("/v1/chat/completions", content=b"{}", headers=headers)
     refused(response, 415, "unsupported_media_type")
 

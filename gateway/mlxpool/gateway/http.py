@@ -21,7 +21,8 @@ from mlxpool.gateway.resumption import Resumption
 
 JSON = "application/json"
 NDJSON = "application/x-ndjson"
-FORM = "application/x-www-form-urlencoded"  # what `curl -d` sends with any data
+# What programs send that do not name the type: none, `curl -d`, fetch of a text in Node, others.
+UNNAMED = ("", "application/x-www-form-urlencoded", "text/plain", "application/octet-stream")
 TURNS = 4  # of the loop between two slices of a long work
 PARSED_AT_ONCE = 256 * 1024  # bytes of a body that the loop parses itself
 LISTED_AT_ONCE = 200  # rows of a list that are written without a look at other requests
@@ -129,13 +130,13 @@ class ResponseWriter:
 def is_json_type(content_type: str, *, from_page: bool) -> bool:
     """Whether a body with this content type is read as JSON.
 
-    Programs that are no page in a browser need not name it, and may have the type of a form.
+    Programs that are no page in a browser need not name it: see UNNAMED.
     """
     kind = content_type.partition(";")[0].strip().lower()
     named = kind in (JSON, "text/json") or (
         kind.startswith("application/") and kind[-5:] == "+json"
     )
-    return named or (not from_page and kind in ("", FORM))
+    return named or (not from_page and kind in UNNAMED)
 
 
 async def read_json(request: Request, max_bytes: int, seconds: float) -> dict[str, Any]:
