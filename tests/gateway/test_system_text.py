@@ -38,6 +38,18 @@ def test_a_date_or_an_id_goes_behind_the_rest(line: str) -> None:
     assert stable_first(f"{line}\nBe kind.") == f"{line}\nBe kind.", "too short to be worth it"
 
 
+def test_a_text_that_begins_as_a_header_stays() -> None:
+    for text in (
+        "X-rays: explain them to children.",
+        "x-men: who are they? 5",
+        "x-a: b c;\n" + RULES,
+    ):
+        assert stable_first(text) == text
+    header = "x-anthropic-billing-header: cc_version=2.1; cch=71fea;"
+    for between in ("", " ", "\n\n"):
+        assert stable_first(f"{header}{between}{RULES}") == RULES
+
+
 @pytest.mark.parametrize(
     "line", ["2026-11-29: our notes of the day", "You are facade1.", "# Rules", "Notes: 12 rules"]
 )

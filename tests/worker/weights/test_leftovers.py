@@ -61,6 +61,11 @@ def test_files_that_are_not_what_their_name_says(folder: Path, name: str) -> Non
         (b"\n\xef\xbb\xbf <?xml version='1.0'?><Error/>"[1:], "is a web page"),
         (b"Entry not found", "holds a server's refusal, 'Entry not found'"),
         (bytes(4096), "begins with zeros"),
+        (b"../../blobs/ab12", "holds the path of the file"),
+        (b"/annex/objects/SHA256E-s12--ab.json\n", "holds the path of the file"),
+        (b"../.git/annex/objects/a/b/c/c", "holds the path of the file"),
+        (b"outs:\n- md5: " + b"a" * 32 + b"\n  path: x\n", "holds the path of the file"),
+        (b'{"message": "Unauthorized"}', "holds a server's error"),
         (b"PK\x03\x04" + bytes(100), "is a ZIP archive"),
     ):
         (folder / name).write_bytes(content)

@@ -15,7 +15,11 @@ LEAST_BEHIND = 256  # characters; a shorter text is not worth a change
 MAX_LINE = 200  # characters of a line with a value and its name
 MAX_LINES = 4  # at the begin of the text that are looked at
 # A header of a request that a program has put into the text, as x-anthropic-billing-header is.
-_HEADER = re.compile(r"x-[a-z0-9-]+:[^\n]*(?:\n+|$)", re.IGNORECASE)
+# Its value has no spaces, or is pairs of a name and a value, which the text may follow at once.
+_HEADER = re.compile(
+    r"x-[a-z0-9-]+:(?:(?:[ \t]*[\w.-]+=[^;\s]*;)+[ \t]*(?:\n+)?|[ \t]*\S*[ \t]*(?:\n+|$))",
+    re.IGNORECASE,
+)
 _VALUE = (
     r"(?:\d{4}-\d\d?-\d\d?(?:[T ,]+\d\d?:\d\d[^\n]*)?"  # a date, a date and a time
     r"|\d\d?[./]\d\d?[./]\d{2,4}(?:[ ,]+\d\d?:\d\d[^\n]*)?"

@@ -17,6 +17,11 @@ REFUSAL = re.compile(
     rb"|too many requests|internal server error|service unavailable|gateway time-?out)[.!]?\s*",
     re.IGNORECASE | re.DOTALL,
 )
+# Also the whole of a short file: a link as text, as git and copies without links leave it, the
+# pointer of git-annex or DVC, and an error in JSON.
+LINK = re.compile(rb"(?:(?:\.\./)+(?:\.git/annex/objects|blobs)|/annex/objects)/\S+\s*")
+DVC = re.compile(rb"(?:outs:\s*\n)?- md5: [0-9a-f]{32}\b.*", re.DOTALL)
+JSON_ERROR = re.compile(rb'\s*\{\s*"(?:errors?|message|detail)"\s*:.*', re.DOTALL)
 PAGE = re.compile(
     rb"(?:\xef\xbb\xbf)?\s*<(?:!doctype\s+html|html|head|\?xml|error\b)", re.IGNORECASE
 )
@@ -45,6 +50,13 @@ def fault_of(head: bytes, size: int) -> str:
         return f"is a web page, as a server sends for a login or an error: {DOWNLOAD}"
     if size <= HEAD_BYTES and REFUSAL.fullmatch(head):
         return f"holds a server's refusal, {head.decode(errors='replace').strip()!r}: {DOWNLOAD}"
+    if size <= HEAD_BYTES and JSON_ERROR.fullmatch(head):
+        return f"holds a server's error, {head.decode(errors='replace').strip():.100}: {DOWNLOAD}"
+    if size <= HEAD_BYTES and (LINK.fullmatch(head) or DVC.fullmatch(head)):
+        return (
+            "holds the path of the file, not the file itself, as a copy without links or a store of"
+            f" large files leaves: copy it with the files that links lead to, or {DOWNLOAD}"
+        )
     if size >= 8 and not any(head):
         return f"begins with zeros, as a download that was not completed: {DOWNLOAD}"
     kind = next((kind for magic, kind in OTHERS if head.startswith(magic)), "")
