@@ -122,12 +122,22 @@ def test_without_keys_other_host_names_are_refused(pool: Pool, http: httpx.Clien
             "elsewhere.example:80",
             "127.0.0.1.elsewhere",
             "[::2]",
+            "10.0.0.1",
             ":",
         ):
             refused(
                 httpx.get(url, headers={"host": host}, timeout=PATIENCE), 403, "host_not_allowed"
             )
-        for host in ("localhost", "localhost:80", "127.0.0.1", "[::1]:80", "[::1]"):
+        own = (
+            "localhost",
+            "localhost.:80",
+            "127.0.0.1",
+            "[::1]:80",
+            "[::1]",
+            "127.0.1.1",
+            "0.0.0.0:1",
+        )
+        for host in own:
             assert httpx.get(url, headers={"host": host}, timeout=PATIENCE).status_code == 200
     assert http.get("/v1/models", headers={"host": "elsewhere.example"}).status_code == 200
 

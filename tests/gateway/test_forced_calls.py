@@ -243,6 +243,10 @@ def test_values_between_tags_keep_their_text() -> None:
 
 
 REF = {"$ref": "#/$defs/n"}
+BOUNDS: list[dict[str, Any]] = [
+    {"minimum": "0"}, {"maximum": 1e308}, {"minimum": -1e308}, {"multipleOf": 0},
+    {"minimum": 0, "exclusiveMinimum": True}, {"anyOf": []}, {"multipleOf": 10**12},
+]  # fmt: skip
 DECLARATIONS: list[Any] = [
     None, {}, {"type": "object"}, {"properties": {"a": {"type": "string"}}}, {"properties": None},
     {"type": "object", "properties": {}, "additionalProperties": True, "required": None},
@@ -266,9 +270,7 @@ DECLARATIONS: list[Any] = [
     {"properties": {"a": {"type": "string", "minLength": 1.0, "required": True}}},
     *[{"properties": {"a": {"type": "string", "pattern": pattern}}, "required": ["a"]}
       for pattern in (r"\bfoo\b", r"^a\Z", "(a)?(?(1)b|c)", "(?>a)", "(?#c)a", r"\0", "a{,3}")],
-    *[{"properties": {"a": {"type": "number", **bounds}}, "required": ["a"]} for bounds in (
-        {"minimum": "0"}, {"maximum": 1e308}, {"minimum": -1e308}, {"multipleOf": 0},
-        {"minimum": 0, "exclusiveMinimum": True}, {"anyOf": []}, {"multipleOf": 10**12})],
+    *[{"properties": {"a": {"type": "number", **bounds}}, "required": ["a"]} for bounds in BOUNDS],
 ]  # fmt: skip
 
 

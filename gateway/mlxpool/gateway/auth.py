@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import contextvars
 import hmac
+import ipaddress
 import logging
 import re
 from collections import Counter
@@ -41,6 +42,20 @@ class Owner:
 NOBODY = Owner(b"", None, operator=True)
 # The name of the owner on whose behalf the pool is asked in this task; "": of the gateway itself.
 current_owner: contextvars.ContextVar[str] = contextvars.ContextVar("current_owner", default="")
+
+
+def _is_own_name(host: str) -> bool:
+    """Whether a host is this machine's loopback, which no page can give another address.
+
+    Programs also name it by 0.0.0.0, the address that a server was told to listen at.
+    """
+    if host.removesuffix(".") in LOOPBACK:
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return address.is_loopback or address.is_unspecified
 
 
 class ApiKeys:
@@ -168,7 +183,7 @@ class AccessControl:
         """
         # Browsers send a host always; programs with HTTP/1.0 need not.
         host = HOST.fullmatch(request.headers.get("host", "localhost"))
-        if not self._keys.required and (host is None or host[1].lower() not in LOOPBACK):
+        if not self._keys.required and (host is None or not _is_own_name(host[1].lower())):
             message = f"without keys it is asked as {' or '.join(LOOPBACK)} only; see --keys"
             raise HttpError(403, message, "host_not_allowed", retry=False)
         if len(request.headers.getlist("authorization")) > 1:
