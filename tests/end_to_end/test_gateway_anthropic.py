@@ -332,7 +332,6 @@ CALLED = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
     [
         ({"messages": said({"type": "document"})}, "'document'"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "a role of user, assistant"),
-        ({"messages": [*HI, {"role": "assistant", "content": ""}]}, "no text that can go on"),
         ({"messages": [*HI, {"role": "assistant", "content": [CALLED]}]}, "results are missing"),
         ({"messages": said({"type": "image", "source": URL})}, "not fetched"),
         ({"messages": said({"type": "image", "source": PNG})}, "image input"),

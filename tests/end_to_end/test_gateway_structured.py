@@ -203,7 +203,7 @@ def test_a_call_can_be_forced(client: openai.OpenAI, model: str) -> None:
     [
         ("harmony", "required", "tool_choice"),
         ("hermes", {"type": "function", "function": {"name": "taxi"}}, "tool_choice"),
-        ("hermes", {"name": "hotel"}, "tool_choice"),
+        ("hermes", {"name": "taxi"}, "tool_choice"),
         ("mistral", "auto", "tools[0].function.strict"),
         ("harmony", "auto", "tools[0].function.strict"),
     ],
