@@ -89,7 +89,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     def done(compiler: Compiled) -> None:
         monkeypatch.setattr(kernel_cache, "_compiler", lambda: compiler)
         kernel_cache._compile_to_disk.cache_clear()
-        made = kernel_cache.with_disk_cache(TEXT, lambda **given: given)
+        made = kernel_cache.with_disk_cache(TEXT, lambda _: lambda **given: given)
         x, slots, one = mx.zeros((2,), mx.bfloat16), mx.zeros((3,), mx.int32), mx.array(1.0)
         for _ in range(2):
             given = made(
@@ -103,6 +103,46 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     yield done
     kernel_cache._compile_to_disk.cache_clear()
     kernel_cache.build_key.cache_clear()
+
+
+def stored(folder: Path) -> dict[str, bytes]:
+    """Returns the compiled kernels in the cache of `folder`, by file name."""
+    files = (path for path in (folder / "cache").iterdir() if path.is_file())
+    return {path.name: path.read_bytes() for path in files}
+
+
+def test_mlx_is_given_a_short_text_with_the_same_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the same parameters, and the same machine code if MLX compiles it itself."""
+    text = replace(
+        TEXT,
+        header="// a header\n" * 1000,
+        source="// slots_shape one_ndim\n" + "// a source\n" * 1000 + "out[0] = slots_shape[1];",
+    )
+    assert kernel_cache._short(text) is text, "without a compiler MLX gets the code itself"
+    monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(kernel_cache, "_compiler", Compiled)
+    short = kernel_cache._short(text)
+    assert kernel_cache._short(text) == short, "in each process the same"
+    code = kernel_cache.kernel_code(short, KINDS, OUTPUTS)
+    assert len(code) < 1000
+    for parameter in ("slots_shape", "x_shape", "x_ndim", "one_ndim"):
+        parameters = code[: code.index(") {")]
+        whole = kernel_cache.kernel_code(text, KINDS, OUTPUTS)
+        assert (parameter in parameters) == (parameter in whole[: whole.index(") {")])
+    if simt.nvidia() is None:
+        pytest.skip("nvidia-cuda-nvrtc is not installed, which compiles kernels on Linux")
+    assert simt.machine_code(short, KINDS, OUTPUTS) == simt.machine_code(text, KINDS, OUTPUTS)
+
+
+def test_without_a_folder_mlx_is_given_the_whole_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path / "file"))
+    monkeypatch.setattr(kernel_cache, "_compiler", Compiled)
+    assert kernel_cache._short(TEXT) is TEXT
 
 
 def test_the_kernel_code_equals_that_of_mlx() -> None:
@@ -129,12 +169,12 @@ def test_machine_code_is_stored_once(store: Callable[[Compiled], None], tmp_path
     store(compiler)
     store(compiler)  # another process
     assert compiler.asked == [CODE]
-    name = f"custom_kernel_mlxpool_add_{kernel_cache.string_hash(CODE.encode()):x}"
-    files = {path.name: path.read_bytes() for path in (tmp_path / "cache").iterdir()}
+    given = kernel_cache.kernel_code(kernel_cache._short(TEXT), KINDS, OUTPUTS)
+    name = f"custom_kernel_mlxpool_add_{kernel_cache.string_hash(given.encode()):x}"
     kernels = b"mlx::core::cu::custom_kernel_mlxpool_add\t_Zmangled\n"
     mark = hashlib.sha256(b"machine code").hexdigest()
     listed = kernels + f"# {mark}\n".encode()  # MLX reads only lines with a tab
-    assert files == {f"{name}.ptx": b"machine code", f"{name}.txt": listed}
+    assert stored(tmp_path) == {f"{name}.ptx": b"machine code", f"{name}.txt": listed}
 
 
 @pytest.mark.parametrize("damage", ["txt gone", "ptx gone", "ptx empty", "txt of another"])
@@ -158,7 +198,7 @@ def test_after_an_upgrade_in_place_nothing_is_stored_under_the_old_name(
     monkeypatch.setattr(kernel_cache, "_texts", lambda: "other texts")
     compiler = Compiled()
     store(compiler)
-    assert compiler.asked == [CODE] and list((tmp_path / "cache").iterdir()) == []
+    assert compiler.asked == [CODE] and stored(tmp_path) == {}
 
 
 def test_without_write_access_nothing_is_compiled(
@@ -202,7 +242,7 @@ def test_mlx_compiles_where_we_cannot(
 ) -> None:
     with caplog.at_level(logging.INFO):
         store(Compiled(error))
-    assert list((tmp_path / "cache").iterdir()) == []
+    assert stored(tmp_path) == {}
     assert f"MLX compiles our kernel mlxpool_add by itself: {error}" in caplog.text
     assert len(caplog.records) == 1
 
@@ -215,7 +255,7 @@ def test_a_file_is_complete_or_absent(
 
     monkeypatch.setattr("os.fsync", full)
     store(Compiled())
-    assert list((tmp_path / "cache").iterdir()) == []
+    assert stored(tmp_path) == {}
 
 
 def test_a_folder_that_cannot_be_made_raises_nothing(
@@ -264,7 +304,7 @@ def test_collected_kernels_are_compiled_together(
     for expected in ([CODE], [CODE]):  # the second time it is on disk
         with kernel_cache.collecting() as jobs:
             for _ in range(3):
-                call = kernel_cache.with_disk_cache(TEXT, lambda **given: given)
+                call = kernel_cache.with_disk_cache(TEXT, lambda _: lambda **given: given)
                 assert (
                     call(inputs=inputs, output_shapes=SHAPES, output_dtypes=OUTPUTS)["inputs"]
                     is inputs
@@ -282,7 +322,9 @@ def test_collected_kernels_are_compiled_together(
 def test_trials_are_rehearsed_with_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each lists what it calls; one that fails is no failure, and nothing is called."""
     monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
-    call = kernel_cache.with_disk_cache(TEXT, lambda **given: pytest.fail("it was called"))
+    call = kernel_cache.with_disk_cache(
+        TEXT, lambda _: lambda **given: pytest.fail("it was called")
+    )
     inputs = [mx.zeros((2,) if dimensions else (), dtype=dtype) for dtype, dimensions in KINDS]
 
     def trial() -> bool:
@@ -328,7 +370,7 @@ def test_a_kernel_that_many_layers_call_is_hashed_once(
     kernel_cache.build_key.cache_clear()
     inputs = [mx.zeros((2,) if dimensions else (), dtype=dtype) for dtype, dimensions in KINDS]
     texts = [replace(TEXT, name=name) for name in ("mlxpool_add", "mlxpool_other")]
-    calls = [kernel_cache.with_disk_cache(text, lambda **given: given) for text in texts]
+    calls = [kernel_cache.with_disk_cache(text, lambda _: lambda **given: given) for text in texts]
     with kernel_cache.collecting() as jobs:
         for _ in range(100):  # layers
             for call in calls:
@@ -369,8 +411,8 @@ def test_what_another_process_compiles_is_awaited_and_not_compiled_again(
     kernel_cache.build_key.cache_clear()
     job = kernel_cache.KernelJob(TEXT, KINDS, OUTPUTS)
     other = kernel_cache.KernelJob(replace(TEXT, name="mlxpool_other"), KINDS, OUTPUTS)
-    code = kernel_cache.kernel_code(TEXT, KINDS, OUTPUTS)
-    path = tmp_path / f"{kernel_cache.module_name(TEXT, code)}.ptx"
+    kernel_cache._module.cache_clear()
+    path = tmp_path / kernel_cache._module(job)[0]
     compiled: list[str] = []
 
     def in_process(compiler: Any, kernel: str, code: str) -> tuple[bytes, str, str]:
@@ -403,9 +445,9 @@ def test_nvidias_compiler_compiles_a_kernel_and_reports_errors(
         pytest.skip("nvidia-cuda-nvrtc is not installed, which compiles kernels on Linux")
     texts: list[KernelText] = []
 
-    def kept(text: KernelText, made: Any) -> Any:
+    def kept(text: KernelText, make: Any) -> Any:
         texts.append(text)
-        return made
+        return make(text)
 
     monkeypatch.setattr(kernel_builder, "with_disk_cache", kept)
     monkeypatch.setattr(mx.fast, "cuda_kernel", lambda **_: None)

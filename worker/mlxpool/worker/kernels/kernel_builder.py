@@ -60,16 +60,19 @@ def build_kernel(
         + source_text(name, inputs)
         + "".join(map(include_line, ends)),
     )
-    made: Any = mx.fast.cuda_kernel(
-        name=text.name,
-        input_names=list(inputs),
-        output_names=list(outputs),
-        header=text.header,
-        source=text.source,
-        ensure_row_contiguous=contiguous,
-        shared_memory=shared,
-    )
-    return with_disk_cache(text, made)
+
+    def make(given: KernelText) -> Any:
+        return mx.fast.cuda_kernel(
+            name=given.name,
+            input_names=list(inputs),
+            output_names=list(outputs),
+            header=given.header,
+            source=given.source,
+            ensure_row_contiguous=contiguous,
+            shared_memory=shared,
+        )
+
+    return with_disk_cache(text, make)
 
 
 def write_in_place(kernel: Any, inputs: Sequence[mx.array], count: int) -> mx.array:

@@ -5,6 +5,9 @@ for each of some 40 kernels, most of it for headers that ours do not need. But b
 looks into its cache folder. So our kernels are compiled here, without these headers, and stored
 under the names that MLX looks for: a restarted worker compiles nothing. When anything fails here,
 MLX compiles as usual.
+
+MLX hashes a kernel's text at each launch, 1 to 3 us for 20,000 characters. So it is given a text
+that includes the kernel's code from files beside the compiled kernels.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -77,6 +80,8 @@ using Strides = Ten<int64_t>;
     "cooperative_groups.h": "#pragma once\nnamespace cooperative_groups {}\n",
 }
 
+# Types of an input's further parameters; a kernel has those that its source names.
+PARAMETERS = {"shape": "Shape", "strides": "Strides", "ndim": "int"}
 OUR_PREFIX = "custom_kernel_mlxpool_"  # of the names of our files in MLX's folder
 
 InputKind = tuple[mx.Dtype, bool]  # dtype, and whether it has dimensions
@@ -226,12 +231,46 @@ def _module(job: KernelJob) -> tuple[str, str]:
     It takes 0.1 ms, so it is remembered: a kernel is looked for when it is listed, and when it is
     called.
     """
-    code = kernel_code(job.text, job.inputs, job.outputs)
-    return f"{module_name(job.text, code)}.ptx", code
+    given = kernel_code(_short(job.text), job.inputs, job.outputs)
+    return f"{module_name(job.text, given)}.ptx", kernel_code(job.text, job.inputs, job.outputs)
 
 
-def with_disk_cache(text: KernelText, made: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a kernel of mx.fast.cuda_kernel: compiles it to disk before its first call."""
+def _short(text: KernelText) -> KernelText:
+    """Returns a text that includes header and source from files in the cache folder.
+
+    Writes the files. Returns `text` itself if MLX has to compile it, or they cannot be written.
+    """
+    if _compiler() is None:
+        return text
+    try:
+        folder = cache_folder() / "mlxpool_sources"
+        folder.mkdir(parents=True, exist_ok=True)
+        header, source = (_source_file(folder, code) for code in (text.header, text.source))
+    except OSError as error:
+        log.info("the text of kernel %s is not shortened: %s", text.name, error)
+        return text
+    # MLX passes a shape to a kernel whose source has the word.
+    words = (f"{name}_{kind}" for name in text.inputs for kind in PARAMETERS)
+    used = " ".join(word for word in words if word in text.source)
+    return replace(
+        text, header=f'#include "{header}"\n', source=f'// {used}\n#include "{source}"\n'
+    )
+
+
+def _source_file(folder: Path, code: str) -> Path:
+    """Returns a file with this code, named by its hash; writes it if it is not there."""
+    path = folder / f"{hashlib.sha256(code.encode()).hexdigest()[:32]}.cuh"
+    if not path.exists():
+        _write_file(path, code.encode())
+    return path
+
+
+def with_disk_cache(text: KernelText, make: Callable[[KernelText], Any]) -> Callable[..., Any]:
+    """Returns a kernel of mx.fast.cuda_kernel that is compiled to disk before its first call.
+
+    `make` builds the kernel from the text that MLX is to have.
+    """
+    made = make(_short(text))
 
     def call(
         *,
@@ -364,9 +403,8 @@ def kernel_code(text: KernelText, inputs: Iterable[InputKind], outputs: Iterable
 
 
 def _parameter(source: str, name: str, dtype: mx.Dtype, dimensions: bool) -> str:
-    kinds = {"shape": "Shape", "strides": "Strides", "ndim": "int"}
-    told = [kind for kind in kinds if dimensions and f"{name}_{kind}" in source]
-    more = (f"    const __grid_constant__ {kinds[kind]} {name}_{kind},\n" for kind in told)
+    told = [kind for kind in PARAMETERS if dimensions and f"{name}_{kind}" in source]
+    more = (f"    const __grid_constant__ {PARAMETERS[kind]} {name}_{kind},\n" for kind in told)
     return f"    const {TYPES[dtype]}* {name},\n" + "".join(more)
 
 
@@ -390,16 +428,21 @@ def _write(path: Path, code: bytes, kernel: str, mangled: str) -> None:
         (path.with_suffix(".txt"), f"{kernel}\t{mangled}\n".encode() + _checksum_line(code)),
         (path, code),
     ):
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".mlxpool-")
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(what)
-                file.flush()
-                os.fsync(file.fileno())
-            Path(name).replace(target)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        _write_file(target, what)
+
+
+def _write_file(path: Path, content: bytes) -> None:
+    """Writes a file atomically and durably. Raises OSError."""
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".mlxpool-")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
 
 
 @functools.cache
