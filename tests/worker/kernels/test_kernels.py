@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,11 @@ from mlxpool.worker.kernels import (  # noqa: E402
 )
 from mlxpool.worker.kernels.matmul_small import FusedOps  # noqa: E402
 from mlxpool.worker.kernels.score_params import ScoreParams  # noqa: E402
-from mlxpool.worker.layers.layer_types import Rope  # noqa: E402
+from mlxpool.worker.layers.layer_types import PendingNorm, Rope  # noqa: E402
+from mlxpool.worker.layers.linear import Linear, QuantisedLinear, RMSNorm  # noqa: E402
+from mlxpool.worker.layers.quantisation import QuantLayout  # noqa: E402
+from mlxpool.worker.layers.quantised_weight import QuantisedWeight  # noqa: E402
+from mlxpool.worker.layers.tiled_weight import TiledWeight  # noqa: E402
 from mlxpool.worker.sampling import sampler  # noqa: E402
 from mlxpool.worker.sampling.batch import SamplingBatch, TokenMasks  # noqa: E402
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS  # noqa: E402
@@ -538,6 +543,50 @@ def test_the_4_bit_matmul_kernel_equals_float64(
         around = FusedOps(gated=True, gain=gain, eps=1e-5)
         found = matmul_4bit.kernel_matmul(x, weight, scales, biases, group, around)
         assert np.allclose(_numbers(found), _gated(expected), 0.03, 0.05)
+
+
+PRODUCTS_WITH_BIAS: dict[str, tuple[int, ...]] = {  # numbers of lines
+    "16 bits": (3, 12, 30),
+    "4 bits": (3, 9),
+    "4 bits in tiles": (3, 30),
+}
+
+
+@runs
+@pytest.mark.parametrize("weight_kind", PRODUCTS_WITH_BIAS)
+def test_products_with_a_bias_equal_float64(weight_kind: str) -> None:
+    """Alone, of gates and others, and with a norm before and an addition after the product."""
+    rows, columns, group = 128, 256, 64
+    numbers = (mx.random.normal((rows, columns)) * columns**-0.5).astype(mx.bfloat16)
+    packed, scales, biases = mx.quantize(numbers, group_size=group, bits=4)
+    tiles = tiles_4bit.in_tiles(packed, scales, biases, group)
+    rowwise = QuantisedWeight(packed, scales, biases, None, QuantLayout("affine", 4, group))
+    layer: Any = {
+        "16 bits": Linear(numbers, None),
+        "4 bits": QuantisedLinear(rowwise, None),
+        "4 bits in tiles": QuantisedLinear(TiledWeight(tiles, group, mx.bfloat16), None),
+    }[weight_kind]
+    opened = _exact(packed, scales, biases, group, 4)
+    if weight_kind == "16 bits":
+        opened = _numbers(numbers)
+    layer = replace(layer, bias=mx.random.normal((rows,)).astype(mx.bfloat16))
+    bias = _numbers(layer.bias)
+    norm = RMSNorm((1 + 0.5 * mx.random.normal((columns,))).astype(mx.bfloat16), 1e-5)
+    for lines in PRODUCTS_WITH_BIAS[weight_kind]:
+        x = mx.random.normal((lines, columns)).astype(mx.bfloat16)
+        expected = _numbers(x) @ opened.T + bias
+        assert np.abs(_numbers(layer(x)) - expected).max() < 0.03
+        gated = layer.gated(x)
+        assert gated is not None
+        assert np.allclose(_numbers(gated), _gated(expected), 0.02, 0.03)
+        if lines > matmul_small.MAX_FUSED_TOKENS:
+            continue
+        normed = _normed(x, norm.weight, norm.eps) @ opened.T + bias
+        found = layer(PendingNorm(x, norm))
+        assert np.abs(_numbers(found) - normed).max() < 0.06
+        beside = mx.random.normal((lines, rows)).astype(mx.bfloat16)
+        found = layer.add_to(x, beside)
+        assert np.abs(_numbers(found) - expected - _numbers(beside)).max() < 0.06
 
 
 IN_TILES = itertools.product([(192, 64), (2048, 1024), (14336, 256)], tiles_4bit.GROUPS, HALVES)

@@ -69,7 +69,7 @@ def kernel_matmul(
     """
     if x.shape[0] > FEW_TOKENS:
         assert fused.gain is None and fused.beside is None
-        return many(x, tiles, group, gated=fused.gated)
+        return many(x, tiles, group, fused.bias, gated=fused.gated)
     rows = tiles.shape[0] * TILE
     fragments = fragments_of(rows, fused.gated)
     blocks = min(rows // (FRAGMENT_ROWS * fragments), FULL_GPU_BLOCKS * FEW_BLOCKS)
@@ -91,15 +91,17 @@ def fragments_of(rows: int, gated: bool) -> int:
     return next(enough, fitting[-1])
 
 
-def many(x: mx.array, tiles: mx.array, group: int, *, gated: bool = False) -> mx.array:
+def many(
+    x: mx.array, tiles: mx.array, group: int, bias: mx.array | None = None, *, gated: bool = False
+) -> mx.array:
     """As `kernel_matmul`, for any number of tokens."""
     tokens, rows = x.shape[0], tiles.shape[0] * TILE
     parts = parts_of(tokens, rows, tiles.shape[1], gated=gated)
     arrived: mx.array = next(matmul_tiled.counters())
     partial: mx.array = next(matmul_tiled.part_sums())
     threads = WARPGROUP * parts.high * parts.deep
-    found: list[mx.array] = _many_kernel(parts.kind, gated, group, x.dtype)(
-        inputs=[x, tiles, arrived, partial],
+    found: list[mx.array] = _many_kernel(parts.kind, gated, bias is not None, group, x.dtype)(
+        inputs=[x, tiles, arrived, partial, x if bias is None else bias],
         grid=(parts.blocks * threads, parts.splits, 1),
         threadgroup=(threads, 1, 1),
         output_shapes=[(tokens, rows // (1 + gated))],
@@ -183,7 +185,9 @@ def _room(blocks: int) -> int:
 
 
 @cache
-def _many_kernel(kind: tuple[int, int, int, int], gated: bool, group: int, dtype: mx.Dtype) -> Any:
+def _many_kernel(
+    kind: tuple[int, int, int, int], gated: bool, biased: bool, group: int, dtype: mx.Dtype
+) -> Any:
     sets, high, tiles, deep = kind
     two = sets <= MAX_SETS_OF_TWO and deep == 1 and high * tiles == 2
     blocks = 2 if two else 1
@@ -197,12 +201,13 @@ def _many_kernel(kind: tuple[int, int, int, int], gated: bool, group: int, dtype
         "TILES": tiles,
         "DEEP": deep,
         "GATED": gated,
+        "BIASED": biased,
         "STAGES": stages,
         "N": dtype,
     }
     return build_kernel(
         "matmul_4bit_tiled",
-        ["x", "weight", "arrived", "partial"],
+        ["x", "weight", "arrived", "partial", "bias"],
         ["out"],
         constants,
         contiguous=True,

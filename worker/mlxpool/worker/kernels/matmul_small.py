@@ -54,9 +54,9 @@ def is_fusable(x: mx.array) -> bool:
     return x.ndim == 2 and x.shape[0] <= MAX_FUSED_TOKENS and x.dtype == mx.bfloat16
 
 
-def can_fuse(x: mx.array, weight: mx.array) -> bool:
+def can_fuse(x: mx.array, weight: mx.array, bias: mx.array | None = None) -> bool:
     """Returns whether `kernel_matmul` supports x [T, in] and weight [out, in] with FusedOps."""
-    return is_fusable(x) and supports_arrays(x, weight)
+    return is_fusable(x) and supports_arrays(x, weight, bias)
 
 
 def can_fuse_norm(x: mx.array, gain: mx.array) -> bool:
@@ -67,14 +67,19 @@ def can_fuse_norm(x: mx.array, gain: mx.array) -> bool:
     )
 
 
-def matmul(x: mx.array, weight: mx.array) -> mx.array:
-    """Returns x @ weight.T [T, out] of x [T, in] and weight [out, in], by our kernel or MLX's."""
-    return kernel_matmul(x, weight) if supports_arrays(x, weight) else x @ weight.T
+def matmul(x: mx.array, weight: mx.array, bias: mx.array | None = None) -> mx.array:
+    """Returns x @ weight.T + bias [T, out] of x [T, in], weight [out, in] and bias [out].
+
+    Our kernel computes it if it supports these arrays, otherwise MLX.
+    """
+    if supports_arrays(x, weight, bias):
+        return kernel_matmul(x, weight, FusedOps(bias=bias))
+    return x @ weight.T if bias is None else mx.addmm(bias, x, weight.T)
 
 
-def supports_arrays(x: mx.array, weight: mx.array) -> bool:
+def supports_arrays(x: mx.array, weight: mx.array, bias: mx.array | None = None) -> bool:
     """Returns whether our kernel supports these arrays."""
-    fits = x.ndim == 2 and x.dtype == weight.dtype
+    fits = x.ndim == 2 and x.dtype == weight.dtype and (bias is None or bias.dtype == x.dtype)
     return fits and supports(x.shape[0], x.shape[1], weight.shape[0], x.dtype)
 
 
@@ -86,10 +91,13 @@ class FusedOps:
     gain: mx.array | None = None  # [in] the RMS norm of x with this gain is multiplied
     eps: float = 0.0  # of that norm
     beside: mx.array | None = None  # [T, out] is added to the product
+    bias: mx.array | None = (
+        None  # [rows of the weight] is added to the sums before they are rounded
+    )
 
     def inputs(self, x: mx.array) -> list[mx.array]:
         """Returns FUSED_INPUTS of the kernel, with x in place of unused ones."""
-        return [x if one is None else one for one in (self.gain, self.beside)]
+        return [x if one is None else one for one in (self.gain, self.beside, self.bias)]
 
     @property
     def constants(self) -> dict[str, Constant]:
@@ -99,10 +107,11 @@ class FusedOps:
             "NORMED": self.gain is not None,
             "EPS": float(self.eps),
             "ADDED": self.beside is not None,
+            "BIASED": self.bias is not None,
         }
 
 
-FUSED_INPUTS = ["gain", "beside"]  # of a kernel that ends with warp_sums.cuh
+FUSED_INPUTS = ["gain", "beside", "bias"]  # of a kernel that ends with warp_sums.cuh
 NO_FUSED_OPS = FusedOps()
 
 
@@ -111,7 +120,7 @@ def kernel_matmul(x: mx.array, weight: mx.array, fused: FusedOps = NO_FUSED_OPS)
     tokens, columns = x.shape
     if tokens > MAX_WARP_TOKENS:
         assert fused.gain is None and fused.beside is None
-        return matmul_tiled.kernel_matmul(x, weight, gated=fused.gated)
+        return matmul_tiled.kernel_matmul(x, weight, fused.bias, gated=fused.gated)
     out = weight.shape[0] // (1 + fused.gated)
     warps = warps_of(columns // COLUMNS, MAX_WARPS)
     threads = warps * WARP_SIZE
@@ -163,7 +172,7 @@ def _is_right(dtype: mx.Dtype) -> bool:
     right = mx.allclose(kernel_matmul(x, weight), x @ weight.T, 0.02, 0.2)
     if is_fusable(x):
         gain = weight[:1].reshape(-1)  # MLX would compile a kernel for weight[0]
-        normed = mx.fast.rms_norm(x, gain, 1e-5) @ weight.T + x[:, :64]
-        fused = FusedOps(gain=gain, eps=1e-5, beside=x[:, :64])
+        normed = mx.fast.rms_norm(x, gain, 1e-5) @ weight.T + x[:, :64] + gain[:64]
+        fused = FusedOps(gain=gain, eps=1e-5, beside=x[:, :64], bias=gain[:64])
         right = right & mx.allclose(kernel_matmul(x, weight, fused), normed, 0.02, 0.5)
     return bool(right.item())

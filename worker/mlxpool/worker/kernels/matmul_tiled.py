@@ -53,8 +53,10 @@ def supports(tokens: int, columns: int, rows: int, dtype: mx.Dtype) -> bool:
     return columns % COLUMNS == 0 and rows % FEWER_ROWS == 0 and _kernel_works(dtype)
 
 
-def kernel_matmul(x: mx.array, weight: mx.array, *, gated: bool = False) -> mx.array:
-    """Returns x @ weight.T [T, out] of x [T, in] and weight [out, in].
+def kernel_matmul(
+    x: mx.array, weight: mx.array, bias: mx.array | None = None, *, gated: bool = False
+) -> mx.array:
+    """Returns x @ weight.T + bias [T, out] of x [T, in], weight [out, in] and bias [out].
 
     `gated`: the first half of the weight are gates; returns silu(gate) * other [T, out / 2].
     """
@@ -64,8 +66,8 @@ def kernel_matmul(x: mx.array, weight: mx.array, *, gated: bool = False) -> mx.a
     arrived: mx.array = next(counters())
     partial: mx.array = next(part_sums())
     threads = THREADS * each // ROWS
-    found: list[mx.array] = _kernel(sets, splits, gated, x.dtype, each)(
-        inputs=[x, weight, arrived, partial],
+    found: list[mx.array] = _kernel(sets, splits, gated, bias is not None, x.dtype, each)(
+        inputs=[x, weight, arrived, partial, x if bias is None else bias],
         grid=(rows // each * threads, splits, 1),
         threadgroup=(threads, 1, 1),
         output_shapes=[(tokens, rows // 2 if gated else rows)],
@@ -86,7 +88,7 @@ def splits_of(rows: int, columns: int) -> int:
 
 
 @cache
-def _kernel(sets: int, splits: int, gated: bool, dtype: mx.Dtype, rows: int) -> Any:
+def _kernel(sets: int, splits: int, gated: bool, biased: bool, dtype: mx.Dtype, rows: int) -> Any:
     tokens = 8 * sets
     stage = (rows + tokens) * COLUMNS * 2
     stages = min(MAX_STAGES, MAX_SHARED_BYTES // stage)
@@ -94,13 +96,14 @@ def _kernel(sets: int, splits: int, gated: bool, dtype: mx.Dtype, rows: int) -> 
         "SETS": sets,
         "SPLITS": splits,
         "GATED": gated,
+        "BIASED": biased,
         "STAGES": stages,
         "N": dtype,
     }
     sums = tokens * (rows + 1) * 4
     return build_kernel(
         "matmul_tiled",
-        ["x", "weight", "arrived", "partial"],
+        ["x", "weight", "arrived", "partial", "bias"],
         ["out"],
         constants,
         contiguous=True,
@@ -206,5 +209,8 @@ def _is_right(dtype: mx.Dtype) -> bool:
     for rows, columns in ((ROWS, COLUMNS), (FEWER_ROWS, 12 * MAX_SPLITS * COLUMNS)):
         weight = mx.random.normal((rows, columns), key=mx.random.key(1)).astype(dtype)
         x = mx.random.normal((30, columns), key=mx.random.key(2)).astype(dtype) * columns**-0.5
-        right.append(mx.allclose(kernel_matmul(x, weight), x @ weight.T, 0.02, 0.05).item())
+        expected, bias = x @ weight.T, weight[:, 0]
+        right.append(mx.allclose(kernel_matmul(x, weight), expected, 0.02, 0.05).item())
+        biased = kernel_matmul(x, weight, mx.contiguous(bias))
+        right.append(mx.allclose(biased, expected + bias, 0.02, 0.05).item())
     return all(right)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 
@@ -85,31 +85,23 @@ class Linear(FusableLinear):
         if self.batch_invariant:
             out = tiled_matmul(x, self.weight)
             return out if self.bias is None else out + self.bias
-        if self.bias is not None:
-            return mx.addmm(self.bias, x, self.columns)
-        if matmul_small.supports_arrays(x, self.weight):
-            return matmul_small.kernel_matmul(x, self.weight)
-        return x @ self.columns
+        if matmul_small.supports_arrays(x, self.weight, self.bias):
+            return matmul_small.kernel_matmul(x, self.weight, FusedOps(bias=self.bias))
+        return x @ self.columns if self.bias is None else mx.addmm(self.bias, x, self.columns)
 
     def plain_gated(self, x: mx.array) -> mx.array | None:
         """See FusableLinear."""
-        if (
-            self.bias is None
-            and not self.batch_invariant
-            and matmul_small.supports_arrays(x, self.weight)
-        ):
-            return matmul_small.gated_matmul(x, self.weight)
-        return None
+        if self.batch_invariant or not matmul_small.supports_arrays(x, self.weight, self.bias):
+            return None
+        return matmul_small.kernel_matmul(x, self.weight, FusedOps(gated=True, bias=self.bias))
 
     def fuses(self, x: mx.array) -> bool:
         """See FusableLinear."""
-        return (
-            self.bias is None and not self.batch_invariant and matmul_small.can_fuse(x, self.weight)
-        )
+        return not self.batch_invariant and matmul_small.can_fuse(x, self.weight, self.bias)
 
     def fused(self, x: mx.array, around: FusedOps) -> mx.array:
         """See FusableLinear."""
-        return matmul_small.kernel_matmul(x, self.weight, around)
+        return matmul_small.kernel_matmul(x, self.weight, replace(around, bias=self.bias))
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,20 +134,27 @@ class QuantisedLinear(FusableLinear):
 
     def plain(self, x: mx.array) -> mx.array:
         """See FusableLinear."""
-        out = self.weight(x)
-        return out if self.bias is None else out + self.bias
+        if self.bias is None:
+            return self.weight(x)
+        if self.bias.dtype == x.dtype and self.weight.has_kernel(x):
+            return self.weight.packed_product(x, FusedOps(bias=self.bias))
+        return self.weight(x) + self.bias
 
     def plain_gated(self, x: mx.array) -> mx.array | None:
         """See FusableLinear."""
-        return self.weight.gated(x) if self.bias is None else None
+        if self.bias is None:
+            return self.weight.gated(x)
+        if self.bias.dtype == x.dtype and self.weight.has_kernel(x, gated=True):
+            return self.weight.packed_product(x, FusedOps(gated=True, bias=self.bias))
+        return None
 
     def fuses(self, x: mx.array) -> bool:
         """See FusableLinear."""
-        return self.bias is None and self.weight.fuses(x)
+        return (self.bias is None or self.bias.dtype == x.dtype) and self.weight.fuses(x)
 
     def fused(self, x: mx.array, around: FusedOps) -> mx.array:
         """See FusableLinear."""
-        return self.weight.packed_product(x, around)
+        return self.weight.packed_product(x, replace(around, bias=self.bias))
 
 
 @dataclass(frozen=True, slots=True)

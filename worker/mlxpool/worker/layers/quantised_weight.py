@@ -55,7 +55,7 @@ class QuantisedWeight:
     def __call__(self, x: mx.array, *, transpose: bool = True) -> mx.array:
         """x [..., in] @ weight.T -> [..., out]; without `transpose` x [..., out] -> [..., in]."""
         layout = self.layout
-        if transpose and self._has_kernel(x):
+        if transpose and self.has_kernel(x):
             return self.packed_product(x)
         if _pays_to_dequantise(x, layout.group_size):
             dense = self.dequantised(x.dtype)
@@ -79,7 +79,7 @@ class QuantisedWeight:
 
         None where no kernel computes it in one.
         """
-        if self._has_kernel(x):
+        if self.has_kernel(x):
             return self.packed_product(x, FusedOps(gated=True))
         if x.ndim != 2 or self.weight.ndim != 2:
             return None
@@ -91,7 +91,7 @@ class QuantisedWeight:
 
     def fuses(self, x: mx.array) -> bool:
         """Whether `packed_product` takes x [T, in] and the operations around the product."""
-        return matmul_small.is_fusable(x) and self._has_kernel(x)
+        return matmul_small.is_fusable(x) and self.has_kernel(x)
 
     def packed_product(self, x: mx.array, around: FusedOps = matmul_small.NO_FUSED_OPS) -> mx.array:
         """x [T, in] @ weight.T -> [T, out], by our own kernel over the packed weight."""
@@ -99,8 +99,8 @@ class QuantisedWeight:
         group = self.layout.group_size
         return matmul_4bit.kernel_matmul(x, self.weight, self.scales, self.biases, group, around)
 
-    def _has_kernel(self, x: mx.array) -> bool:
-        """Whether our own kernel takes x and this weight."""
+    def has_kernel(self, x: mx.array, *, gated: bool = False) -> bool:
+        """Whether `packed_product` takes x and this weight, `gated` or not."""
         layout = self.layout
         if x.ndim != 2 or self.weight.ndim != 2 or (layout.mode, layout.bits) != ("affine", 4):
             return False

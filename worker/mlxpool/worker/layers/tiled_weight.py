@@ -23,7 +23,7 @@ class TiledWeight:
         """x [..., in] @ weight.T -> [..., out]."""
         if x.ndim != 2:
             return self(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
-        if self._has_kernel(x):
+        if self.has_kernel(x):
             return self.packed_product(x)
         return matmul_small.matmul(x, self.dequantised(x.dtype))
 
@@ -32,18 +32,20 @@ class TiledWeight:
 
         None where no kernel computes it in one.
         """
-        return self.packed_product(x, FusedOps(gated=True)) if self._has_kernel(x, True) else None
+        return (
+            self.packed_product(x, FusedOps(gated=True)) if self.has_kernel(x, gated=True) else None
+        )
 
     def fuses(self, x: mx.array) -> bool:
         """Whether `packed_product` takes x [T, in] and the operations around the product."""
-        return matmul_small.is_fusable(x) and self._has_kernel(x, True)
+        return matmul_small.is_fusable(x) and self.has_kernel(x, gated=True)
 
     def packed_product(self, x: mx.array, around: FusedOps = matmul_small.NO_FUSED_OPS) -> mx.array:
         """x [T, in] @ weight.T -> [T, out], by our own kernel over the tiles."""
         return matmul_4bit_tiles.kernel_matmul(x, self.tiles, self.group_size, around)
 
-    def _has_kernel(self, x: mx.array, gated: bool = False) -> bool:
-        """Whether our own kernel takes x and this weight."""
+    def has_kernel(self, x: mx.array, *, gated: bool = False) -> bool:
+        """Whether `packed_product` takes x and this weight, `gated` or not."""
         rows = self.tiles.shape[0] * tiles_4bit.TILE
         fits = x.ndim == 2 and x.dtype == self.dtype
         return fits and matmul_4bit_tiles.supports(x.shape[0], rows, gated=gated)

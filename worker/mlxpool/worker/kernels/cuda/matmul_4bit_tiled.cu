@@ -186,6 +186,13 @@ for (int i = threadIdx.x; i < LINES * EACH / 2; i += THREADS) {
   const float* const sums = found + l * WHOLE + row;
   Some<N, 2> two;
   #pragma unroll
-  for (int n = 0; n < 2; n++) down(GATED ? gated(sums[n], sums[EACH + n], N()) : sums[n], &two.n[n]);
+  for (int n = 0; n < 2; n++) {
+    float one = sums[n], other = GATED ? sums[EACH + n] : 0;
+    if (BIASED) {
+      one += up(((const N*)bias)[first + row + n]);
+      if (GATED) other += up(((const N*)bias)[OUT + first + row + n]);
+    }
+    down(GATED ? gated(one, other, N()) : one, &two.n[n]);
+  }
   *(Some<N, 2>*)((N*)out + (long)(section * ALL + l) * OUT + first + row) = two;
 }

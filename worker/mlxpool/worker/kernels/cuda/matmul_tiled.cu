@@ -1,7 +1,7 @@
 // Products of some tokens ("lines") with a weight, out [LINES, OUT] = x [LINES, IN] weight
 // [OUT, IN]^T, in the tensor cores of Hopper. A thread block has TILE_ROWS rows of the weight, half of them
 // gates where products are gated, all lines, and the columns of one of SPLITS parts (tiled_product.cuh). The
-// part that finishes last adds up all parts.
+// part that finishes last adds up all parts. BIASED: plus `bias` [rows of the weight].
 constexpr int ROWS = TILE_ROWS, ALL = 8 * SETS, THREADS = 2 * ROWS;
 constexpr int EACH = GATED ? ROWS / 2 : ROWS;  // results of a thread block for a line
 const int LINES = x_shape[0], IN = x_shape[1], OUT = weight_shape[0] / (GATED ? 2 : 1);
@@ -46,6 +46,10 @@ __syncthreads();
 for (int i = threadIdx.x; i < LINES * EACH; i += THREADS) {
   const int row = i % EACH;
   const float* const line = found + i / EACH * (ROWS + 1);
-  down(GATED ? gated(line[row], line[EACH + row], N()) : line[row],
-       (N*)out + (long)(i / EACH) * OUT + first + row);
+  float one = line[row], other = GATED ? line[EACH + row] : 0;
+  if (BIASED) {
+    one += up(((const N*)bias)[first + row]);
+    if (GATED) other += up(((const N*)bias)[OUT + first + row]);
+  }
+  down(GATED ? gated(one, other, N()) : one, (N*)out + (long)(i / EACH) * OUT + first + row);
 }

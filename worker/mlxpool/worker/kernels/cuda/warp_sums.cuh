@@ -1,6 +1,6 @@
 // The end of products of few lines: adds up the sums of the warps of a thread block in shared memory, `found`,
 // and writes EACH results of a line. NORMED: also divides by the RMS, from the warps' sums of squares.
-// `beside` is ADDED last.
+// BIASED: `bias` [rows of the weight] is added to the sums. `beside` is ADDED last.
 __syncthreads();
 constexpr int WHOLE = SETS * 8 + 1;  // found [WARPS][TILES * 16][WHOLE]
 float* const lengths = found + WARPS * TILES * 16 * WHOLE;  // [WARPS][SETS * 8]
@@ -35,6 +35,10 @@ for (int i = threadIdx.x; i < LINES * EACH; i += THREADS) {
     const float factor = rsqrtf(length / IN + EPS);
     one *= factor;
     other *= factor;
+  }
+  if (BIASED) {
+    one += up(((const N*)bias)[first + row]);
+    if (GATED) other += up(((const N*)bias)[OUT + first + row]);
   }
   if (GATED) one = gated(one, other, N());
   if (ADDED) {
