@@ -134,9 +134,29 @@ def pending_mixture(
     tokens = x.shape[0]
     shared_gate_up, shared_down = shared or (None, None)
     gate_up, down, limit = experts.gate_up, experts.down, experts.limit
-    inner = product(x, tokens, plan, routing, gate_up, shared_gate_up, gated=True, limit=limit)
-    made = product(inner, tokens, plan, routing, down, shared_down, gated=False)
+    between = down.packed is not None
+    # Another kernel that orders x costs the host more than it saves in products of few lines.
+    ordered = gate_up.packed is not None and expert_routing.item_lines(tokens, routing) > 8
+    inner = product(
+        in_product_order(x) if ordered else x,
+        tokens,
+        plan,
+        routing,
+        gate_up,
+        shared_gate_up,
+        gated=True,
+        limit=limit,
+        ordered=(ordered, between),
+    )
+    made = product(
+        inner, tokens, plan, routing, down, shared_down, gated=False, ordered=(between, False)
+    )
     return made, WeightedSum(plan, tokens, routing, shared is not None, beside)
+
+
+def in_product_order(x: mx.array) -> mx.array:
+    """Returns x [T, d] with the columns in the order of `place_of` in expert_items.cuh."""
+    return x.reshape(len(x), -1, 4, 2, 2, 4).transpose(0, 1, 3, 5, 2, 4).reshape(x.shape)
 
 
 def product(
@@ -149,8 +169,12 @@ def product(
     *,
     gated: bool,
     limit: float = 0.0,
+    ordered: tuple[bool, bool] = (False, False),
 ) -> mx.array:
-    """Returns the products of lines with the weights of their experts, see expert_items.cuh."""
+    """Returns the products of lines with the weights of their experts, see expert_items.cuh.
+
+    `ordered`: whether x and the result are in the order of `in_product_order`.
+    """
     shared = shared_weight is not None
     lines = expert_routing.item_lines(tokens, routing)
     out = experts.weight.shape[1] // (1 + gated)
@@ -164,6 +188,8 @@ def product(
         "CHOSEN": routing.chosen,
         "BIASED": experts.bias is not None,
         "LIMIT": float(limit),
+        "IN_ORDERED": ordered[0],
+        "OUT_ORDERED": ordered[1],
         "N": x.dtype,
     }
     bias = x if experts.bias is None else experts.bias

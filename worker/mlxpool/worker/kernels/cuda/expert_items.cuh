@@ -37,6 +37,12 @@ auto note_targets = [&](const int* item, int parity) {
 auto matrix = [](unsigned at) -> unsigned long long {
   return (unsigned long long)((at & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
 };
+// Where number `at` of a result is written. OUT_ORDERED: in the order in which expert_product_packed.cu multiplies:
+// a thread has 16 neighbours of 64 columns, as pairs (0, 4), (1, 5) and so on of eight. All first pairs of the four
+// threads are neighbours, then all second ones.
+auto place_of = [](int at) -> int {
+  return OUT_ORDERED ? at / 64 * 64 + at % 16 / 8 * 32 + at % 4 * 8 + at % 64 / 16 * 2 + at % 8 / 4 : at;
+};
 // Writes the sums of a unit's lines: BIASED plus `bias` [EXPERTS, _].
 auto store_results = [&](const float (&sum)[4 * SETS], int unit, const int* item, int parity) {
   const int row = unit % tiles * EACH + thread / 32 * (EACH / 8) + thread % 32 / 4;
@@ -50,6 +56,6 @@ auto store_results = [&](const float (&sum)[4 * SETS], int unit, const int* item
     if (line >= count || to >= OUT) continue;
     float one = biased(sum[i], to);
     if (GATED) one = activated(one, biased(sum[i + 2], OUT + to), LIMIT, N());
-    down(one, (N*)out + (long)targets[parity][line] * OUT + to);
+    down(one, (N*)out + (long)targets[parity][line] * OUT + place_of(to));
   }
 };

@@ -2,8 +2,9 @@
 // each GROUP of a row, of which there are GROUPS: affine ones have a bias as well; FLOATS are those of mxfp4.
 // Weights and lines come through shared memory STAGES - 2 steps of 128 columns ahead, a tile's scales with its
 // first step. A weight is dequantised in registers as the first operand. The order of columns is free as long
-// as both operands agree: of 64 columns, a thread has 16 neighbours of a row, so pairs of a line's columns
-// are copied to other places. SETS is a power of two. expert_items.cuh also reads x_shape.
+// as both operands agree: of 64 columns, a thread has 16 neighbours of a row. IN_ORDERED: x has its columns in that
+// order (`place_of` in expert_items.cuh), otherwise pairs of a line's columns are copied to other places.
+// SETS is a power of two. expert_items.cuh also reads x_shape.
 #include EXPERT_ITEMS
 using Scale = ScaleOf<N, FLOATS>::Type;
 constexpr int IN = GROUPS * GROUP, steps = (IN + 127) / 128, KINDS = FLOATS ? 1 : 2;
@@ -13,6 +14,7 @@ constexpr int LINES_AT = ROWS * ROW_BYTES, HALF = ALL * 128, STAGE = LINES_AT + 
 constexpr int SCALE_BYTES = GROUPS * sizeof(Scale);  // of a row
 constexpr int SCALE_LINE = SCALE_BYTES % 16 == 0 ? SCALE_BYTES + 16 : SCALE_BYTES;  // in shared memory
 constexpr int THREADS_PER_LINE = THREADS / ALL, PAIRS = 64 / THREADS_PER_LINE;  // of columns that a thread copies
+constexpr int CHUNKS = (16 + THREADS_PER_LINE - 1) / THREADS_PER_LINE;  // of 8 columns
 const unsigned all_scales = base + STAGES * STAGE;  // [2][KINDS][ROWS] lines, of a unit and the next one
 const int lane = thread % 32, quarter = lane % 4;
 const int piece = thread % PIECES, row = thread / PIECES;
@@ -59,7 +61,14 @@ auto fetch = [&]() {
     if (line_from) {
       const int line = thread / THREADS_PER_LINE;
       #pragma unroll
-      for (int n = 0; n < PAIRS; n++) {
+      for (int n = 0; IN_ORDERED && n < CHUNKS; n++) {
+        const int chunk = n * THREADS_PER_LINE + thread % THREADS_PER_LINE;  // of 16
+        if (chunk < 16 && (IN % 128 == 0 || ahead_step * 128 + chunk * 8 < IN))
+          copy(ahead_at + LINES_AT + chunk / 8 * HALF + line * 128 + (chunk % 8 ^ line % 8) * 16,
+               line_from + ahead_step * 128 + chunk * 8);
+      }
+      #pragma unroll
+      for (int n = 0; !IN_ORDERED && n < PAIRS; n++) {
         const int pair = n * THREADS_PER_LINE + thread % THREADS_PER_LINE;  // of 64
         const int slot = pair % 8 / 2 * 2 + pair % 2, word = pair % 32 / 8;
         if (IN % 128 == 0 || ahead_step * 128 + pair * 2 < IN)
@@ -108,24 +117,17 @@ for (int unit = blockIdx.x; unit < units; unit += gridDim.x, parity ^= 1) {
         const Scale scale = *(const Scale*)(shared_bytes + scale_at);
         const Scale bias_of = *(const Scale*)(shared_bytes + scale_at + (KINDS - 1) * ROWS * SCALE_LINE);
         const Opened<N, BITS, FLOATS> opened(scale, bias_of);
-        const unsigned words = at + its * ROW_BYTES;
-        if (BITS == 4) {
-          const uint2 some = *(const uint2*)(shared_bytes + words + swizzled(its, half * 2 + quarter / 2) * 16
-                                             + quarter % 2 * 8);
+        const char* const its_words = shared_bytes + at + its * ROW_BYTES;
+        unsigned some[BITS / 2];  // 16 numbers
+        if (BITS == 4)
+          *(uint2*)some = *(const uint2*)(its_words + swizzled(its, half * 2 + quarter / 2) * 16 + quarter % 2 * 8);
+        else
+          *(uint4*)some = *(const uint4*)(its_words + swizzled(its, half * 4 + quarter) * 16);
+        #pragma unroll
+        for (int k = 0; k < 4; k++)
           #pragma unroll
-          for (int k = 0; k < 4; k++)
-            #pragma unroll
-            for (int n = 0; n < 2; n++)
-              a[k][n * 2 + other] = opened.pair_at(k / 2 ? some.y : some.x, k % 2 * 2 + n);
-        } else {
-          const uint4 some
-              = *(const uint4*)(shared_bytes + words + swizzled(its, half * 4 + quarter) * 16);
-          const unsigned four[4] = {some.x, some.y, some.z, some.w};
-          #pragma unroll
-          for (int k = 0; k < 4; k++)
-            #pragma unroll
-            for (int n = 0; n < 2; n++) a[k][n * 2 + other] = opened.pair_at(four[k], n);
-        }
+          for (int n = 0; n < 2; n++)
+            a[k][n * 2 + other] = IN_ORDERED ? opened.pair_apart(some, k * 2 + n) : opened.pair(some, k * 2 + n);
       }
       begin_products();
       const unsigned long long columns = matrix(at + LINES_AT + half * HALF);
