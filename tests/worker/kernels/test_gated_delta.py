@@ -306,14 +306,16 @@ def test_the_state_stays_in_registers(shape: DeltaNetShape) -> None:
     def noted(**given: Any) -> Any:
         inputs, outputs = (tuple(given[key]) for key in ("input_names", "output_names"))
         texts.append(KernelText(given["name"], inputs, outputs, given["header"], given["source"]))
+        return lambda **_: None
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mx.fast, "cuda_kernel", noted)
         for whole in (False, True)[: 1 + (shape.value_dim <= MAX_WHOLE_SIZE)]:
             _, threads = block_of(shape, whole=whole)
-            gated_delta._delta_kernel.__wrapped__(shape, whole, mx.bfloat16)
+            kernel = gated_delta._delta_kernel.__wrapped__(shape, whole, mx.bfloat16)
             floats = [(mx.float32, True)] * (4 + MAX_SOURCES)
             inputs = [(mx.bfloat16, True), (mx.int32, True), *floats]
+            kernel(inputs=[mx.zeros(1)] * len(inputs), output_shapes=[], output_dtypes=[])
             outputs = [mx.bfloat16 if whole else mx.float32, mx.float32]
             needs = needs_of(simt.machine_code(texts[-1], inputs, outputs))
             assert needs.stack == 0 and needs.registers * threads <= 2**16

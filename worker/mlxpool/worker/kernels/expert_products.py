@@ -192,17 +192,17 @@ def product(
         "OUT_ORDERED": ordered[1],
         "N": x.dtype,
     }
-    bias = x if experts.bias is None else experts.bias
+    more: list[mx.array | None]
     if experts.packed is None:
         kernel, blocks = _kernel(tuple(constants.items())), 1
-        more = [experts.weight if shared_weight is None else shared_weight]
+        more = [shared_weight]
     else:
         assert experts.scales is not None and not shared
         blocks = _packed_layout(lines // 8, x.shape[1], experts.packed)[1]
         kernel = _packed_kernel(tuple(constants.items()), x.shape[1], experts.packed)
-        more = [experts.scales, experts.scales if experts.biases is None else experts.biases]
+        more = [experts.scales, experts.biases]
     found: list[mx.array] = kernel(
-        inputs=[x, plan, experts.weight, bias, *more],
+        inputs=[x, plan, experts.weight, experts.bias, *more],
         grid=(min(MULTIPROCESSORS * blocks, items * tiles) * THREADS, 1, 1),
         threadgroup=(THREADS, 1, 1),
         output_shapes=[(tokens * (routing.chosen + shared), out)],
@@ -301,9 +301,8 @@ class WeightedSum:
         kernel = _sum_kernel(
             size, self.shared, beside is not None, residual is not None, self.routing, made.dtype
         )
-        more = (made if one is None else one for one in (beside, residual))
         found: list[mx.array] = kernel(
-            inputs=[made, self.plan, *more],
+            inputs=[made, self.plan, beside, residual],
             grid=(-(-threads // SUM_THREADS) * SUM_THREADS, 1, 1),
             threadgroup=(SUM_THREADS, 1, 1),
             output_shapes=[(self.tokens, size)],

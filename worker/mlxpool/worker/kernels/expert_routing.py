@@ -133,9 +133,9 @@ def _plan(
     found: list[mx.array] = kernel(
         inputs=[
             x,
-            x if gate is None else gate,
-            x if added is None else added,
-            x if norm is None else norm.gain,
+            gate,
+            added,
+            None if norm is None else norm.gain,
             _item_lines_array(lines),
             arrived,
         ],

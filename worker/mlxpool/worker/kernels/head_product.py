@@ -55,12 +55,11 @@ def product(x: mx.array, weight: mx.array, turns: RopeTables | None = None) -> m
     turned = size - columns
     assert turned == 0 or (turns is not None and turned == 2 * turns.cosines.shape[-1])
     sets = next((n for n in SETS if 8 * n >= lines), SETS[-1])
-    none = weight if turns is None else turns.cosines
     rows = _tile_rows(sets, out)
     blocks, threads = heads * (out // rows + (turned > 0)), 2 * rows
     traditional = turns is not None and turns.traditional
     found: list[mx.array] = _kernel(heads, columns, out, turned, traditional, sets, x.dtype)(
-        inputs=[x, weight, none, none if turns is None else turns.sines],
+        inputs=[x, weight, *((None, None) if turns is None else (turns.cosines, turns.sines))],
         grid=(blocks * threads, -(-lines // (8 * sets)), 1),
         threadgroup=(threads, 1, 1),
         output_shapes=[(lines, heads, out + turned)],

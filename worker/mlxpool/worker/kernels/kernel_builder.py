@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -43,36 +44,49 @@ def build_kernel(
 ) -> Any:
     """Builds the kernel of `name`.cu with these constants by mx.fast.cuda_kernel.
 
-    `contiguous`: MLX copies inputs that are not contiguous; not for kernels that write into inputs
-    or use their strides. `shared`: bytes of shared memory besides those that the text declares.
-    `header`: code before the kernel. `ends`: files that follow the kernel's text. `bounds`: the
-    threads of a block and the least thread blocks of a multiprocessor (launch bounds).
+    An input that a call gives as None is a null pointer to N in the text, for each input costs the
+    host time at each launch. `contiguous`: MLX copies inputs that are not contiguous; not for
+    kernels that write into inputs or use their strides. `shared`: bytes of shared memory besides
+    those that the text declares. `header`: code before the kernel. `ends`: files that follow the
+    kernel's text. `bounds`: the threads of a block and the least thread blocks of a multiprocessor
+    (launch bounds).
     """
-    text = KernelText(
-        name=f"mlxpool_{name}",
-        inputs=tuple(inputs),
-        outputs=tuple(outputs),
-        header=f"// {build_key()}\n"
-        + "".join(map(include_line, HEADERS))
-        + header
-        + ("" if bounds is None else launch_bounds(*bounds)),
-        source=declarations(constants)
-        + source_text(name, inputs)
-        + "".join(map(include_line, ends)),
-    )
+    names = tuple(inputs)
 
     def make(given: KernelText) -> Any:
         return mx.fast.cuda_kernel(
             name=given.name,
-            input_names=list(inputs),
-            output_names=list(outputs),
+            input_names=list(given.inputs),
+            output_names=list(given.outputs),
             header=given.header,
             source=given.source,
             ensure_row_contiguous=contiguous,
             shared_memory=shared,
         )
 
-    return with_disk_cache(text, make)
+    @cache
+    def without(*absent: str) -> Any:
+        present = [one for one in names if one not in absent]
+        text = KernelText(
+            name=f"mlxpool_{name}",
+            inputs=tuple(present),
+            outputs=tuple(outputs),
+            header=f"// {build_key()}\n"
+            + "".join(map(include_line, HEADERS))
+            + header
+            + ("" if bounds is None else launch_bounds(*bounds)),
+            source=declarations(constants)
+            + "".join(f"constexpr const N* {one} = nullptr;\n" for one in absent)
+            + source_text(name, present)
+            + "".join(map(include_line, ends)),
+        )
+        return with_disk_cache(text, make)
+
+    def call(*, inputs: Sequence[mx.array | None], **more: Any) -> Any:
+        absent = (one for one, array in zip(names, inputs, strict=True) if array is None)
+        return without(*absent)(inputs=[one for one in inputs if one is not None], **more)
+
+    return call
 
 
 def write_in_place(kernel: Any, inputs: Sequence[mx.array], count: int) -> mx.array:

@@ -61,7 +61,7 @@ def kernel_matmul(
     tiles, warps = tiles_of(rows, sets, fused.gated), warps_of(columns // COLUMNS, MAX_WARPS)
     threads = warps * WARP_SIZE
     found: list[mx.array] = _kernel(sets, warps, tiles, group, x.dtype, *fused.constants.items())(
-        inputs=[x, weight, scales, biases, *fused.inputs(x)],
+        inputs=[x, weight, scales, biases, *fused.inputs],
         grid=(rows // (ROWS * tiles) * threads, 1, 1),
         threadgroup=(threads, 1, 1),
         output_shapes=[(tokens, rows // (1 + fused.gated))],

@@ -75,7 +75,7 @@ def kernel_matmul(
     blocks = min(rows // (FRAGMENT_ROWS * fragments), FULL_GPU_BLOCKS * FEW_BLOCKS)
     threads = WARPS * WARP_SIZE
     found: list[mx.array] = _few_kernel(fragments, group, x.dtype, *fused.constants.items())(
-        inputs=[x, tiles, *fused.inputs(x)],
+        inputs=[x, tiles, *fused.inputs],
         grid=(blocks * threads, 1, 1),
         threadgroup=(threads, 1, 1),
         output_shapes=[(x.shape[0], rows // (1 + fused.gated))],
@@ -101,7 +101,7 @@ def many(
     partial: mx.array = next(matmul_tiled.part_sums())
     threads = WARPGROUP * parts.high * parts.deep
     found: list[mx.array] = _many_kernel(parts.kind, gated, bias is not None, group, x.dtype)(
-        inputs=[x, tiles, arrived, partial, x if bias is None else bias],
+        inputs=[x, tiles, arrived, partial, bias],
         grid=(parts.blocks * threads, parts.splits, 1),
         threadgroup=(threads, 1, 1),
         output_shapes=[(tokens, rows // (1 + gated))],

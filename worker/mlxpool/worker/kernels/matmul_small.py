@@ -95,9 +95,10 @@ class FusedOps:
         None  # [rows of the weight] is added to the sums before they are rounded
     )
 
-    def inputs(self, x: mx.array) -> list[mx.array]:
-        """Returns FUSED_INPUTS of the kernel, with x in place of unused ones."""
-        return [x if one is None else one for one in (self.gain, self.beside, self.bias)]
+    @property
+    def inputs(self) -> list[mx.array | None]:
+        """FUSED_INPUTS of the kernel."""
+        return [self.gain, self.beside, self.bias]
 
     @property
     def constants(self) -> dict[str, Constant]:
@@ -125,7 +126,7 @@ def kernel_matmul(x: mx.array, weight: mx.array, fused: FusedOps = NO_FUSED_OPS)
     warps = warps_of(columns // COLUMNS, MAX_WARPS)
     threads = warps * WARP_SIZE
     found: list[mx.array] = _kernel(-(-tokens // 8), warps, x.dtype, *fused.constants.items())(
-        inputs=[x, weight, *fused.inputs(x)],
+        inputs=[x, weight, *fused.inputs],
         grid=(out // ROWS * threads, 1, 1),
         threadgroup=(threads, 1, 1),
         output_shapes=[(tokens, out)],

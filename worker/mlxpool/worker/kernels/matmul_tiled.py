@@ -67,7 +67,7 @@ def kernel_matmul(
     partial: mx.array = next(part_sums())
     threads = THREADS * each // ROWS
     found: list[mx.array] = _kernel(sets, splits, gated, bias is not None, x.dtype, each)(
-        inputs=[x, weight, arrived, partial, x if bias is None else bias],
+        inputs=[x, weight, arrived, partial, bias],
         grid=(rows // each * threads, splits, 1),
         threadgroup=(threads, 1, 1),
         output_shapes=[(tokens, rows // 2 if gated else rows)],
