@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ def table() -> str:
 def _row(package: str, name: str) -> str:
     module = importlib.import_module(f"mlxpool.{package}")
     text = " ".join((module.__doc__ or "").split()).replace("|", "\\|")
-    text = " ".join(SENTENCE.split(text)[:2])
+    text = SENTENCE.split(text)[0]
     if not text:
         raise ValueError(f"mlxpool.{package} has no docstring")
     return f"| {name} | {text} |"
@@ -71,28 +71,19 @@ def _row(package: str, name: str) -> str:
 
 
 def imports() -> Imports:
-    """Which packages each package imports; modules directly below `top` are one, `top.*`."""
+    """Which packages each package imports."""
     graph = grimp.build_graph(*(f"mlxpool.{top}" for top in SOURCES), cache_dir=None)
-    found: Imports = {name: set() for top in sorted(DIVIDED) for name in packages(top)}
-    for module in sorted(graph.modules):
-        here = _unit(module)
-        for imported in graph.find_modules_directly_imported_by(module):
-            if (there := _unit(imported)) != here:
-                found.setdefault(here, set()).add(there)
-                found.setdefault(there, set())
+    found: Imports = {top: set() for top in SOURCES}
+    for module in graph.modules:
+        here = _top(module)
+        found[here] |= {_top(each) for each in graph.find_modules_directly_imported_by(module)}
+        found[here].discard(here)
     return found
 
 
-def _unit(module: str) -> str:
-    """The part of the drawing that a module belongs to."""
-    _, top, *rest = module.split(".")
-    if not rest or top not in DIVIDED:
-        return top
-    inner = f"{top}.{rest[0]}"
-    return inner if (folder_of(top) / rest[0]).is_dir() or rest[0] == "__main__" else f"{top}.*"
-
-
-DIVIDED = frozenset({"broker", "common", "gateway", "worker"})  # whose packages are drawn
+def _top(module: str) -> str:
+    """The package of a module, such as `broker`."""
+    return module.split(".")[1]
 
 
 def reduced(graph: Imports) -> Imports:
@@ -121,44 +112,10 @@ def _reached(graph: Imports, names: set[str]) -> set[str]:
 
 
 def drawing() -> str:
-    """The packages within each process, and which process imports which."""
-    graph = imports()
-    lines = ["flowchart TB"]
-    between: Imports = {top: set() for top in SOURCES}
-    for name, targets in graph.items():
-        own = name.partition(".")[0]
-        between[own] |= {each.partition(".")[0] for each in targets} - {own}
-    for top in SOURCES:
-        inner = {
-            name: {each for each in targets if each.startswith(f"{top}.")}
-            for name, targets in graph.items()
-            if name.startswith(f"{top}.")
-        }
-        lines += _group(top, reduced(inner)) if inner else [f'  {top}["{top}"]']
-    lines += _edges(reduced(between), "  ")
-    return _fence(lines)
-
-
-def _group(top: str, graph: Imports) -> Iterator[str]:
-    yield f'  subgraph {top}["{top}"]'
-    yield "    direction TB"
-    for name in sorted(graph, key=lambda name: (not name.endswith("__main__"), name)):
-        shown = f"{top}/*.py" if name.endswith("*") else name.partition(".")[2]
-        yield f'    {_id(name)}["{shown}"]'
-    yield from _edges(graph, "    ")
-    yield "  end"
-
-
-def _edges(graph: Imports, indent: str) -> list[str]:
-    return [
-        f"{indent}{_id(name)} --> {_id(target)}"
-        for name in sorted(graph)
-        for target in sorted(graph[name])
-    ]
-
-
-def _id(name: str) -> str:
-    return name.replace(".", "_").replace("*", "modules")
+    """Which package imports which."""
+    graph = reduced(imports())
+    arrows = [f"  {name} --> {target}" for name in sorted(graph) for target in sorted(graph[name])]
+    return _fence(["flowchart TB", *arrows])
 
 
 # ---- states --------------------------------------------------------------------------------------
