@@ -47,7 +47,7 @@ HELD_OUT = (
     *("uuid", "zipfile"),
 )
 
-# Also chosen before the first run. docs/demo-model.md shows the completion of each.
+# Also chosen before the first run. `--completions` writes the completion of each.
 PROMPTS = (
     "def factorial(n):\n",
     "class Stack:\n    def __init__(self):\n",
