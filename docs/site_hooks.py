@@ -19,6 +19,8 @@ ROOT = DOCS.parent
 ROOT_PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
 TEXT_OF_LINK = re.compile(r"\[([^\]]*)\]\(([^)#\s]+)/?\)")
+FILE_AS_TEXT = re.compile(r"\[(?:docs/)?([\w-]+\.md)\](?=\()")
+TITLE = re.compile(r"^# (.+)$", re.M)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -51,7 +53,11 @@ def from_root(link: str, page: str) -> str | None:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links out of docs/ lead to the copies, and to no folder, for a site lists none."""
+    """The text of a page in the site.
+
+    Links out of docs/ lead to the copies, and to no folder, for a site lists none. A link whose
+    text is the name of a page shows the page's title.
+    """
     uri = page.file.src_uri
     depth = "../" * uri.count("/")
 
@@ -70,4 +76,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         is_folder = target is not None and (ROOT / target).is_dir()
         return f"{match[1]} (`{target}/`)" if is_folder else match[0]
 
-    return LINK.sub(link, TEXT_OF_LINK.sub(folder, markdown))
+    titled = FILE_AS_TEXT.sub(lambda match: f"[{title_of(match[1])}]", markdown)
+    return LINK.sub(link, TEXT_OF_LINK.sub(folder, titled))
+
+
+def title_of(name: str) -> str:
+    """The title of a page, such as `cli.md`; the name itself if there is no such page."""
+    path = (ROOT if name in ROOT_PAGES else DOCS) / name
+    found = TITLE.search(path.read_text("utf-8")) if path.is_file() else None
+    return found[1] if found else name

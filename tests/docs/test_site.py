@@ -50,13 +50,14 @@ def test_every_page_is_in_the_site(site: Path) -> None:
     assert pages | {"contributing.html", "changelog.html"} <= built
 
 
-def test_folded_parts_are_rendered(site: Path) -> None:
-    """Markdown within <details> becomes HTML, with its tables and code."""
-    html = (site / "groups.html").read_text("utf-8")
-    folded = re.findall(r"<details>(.*?)</details>", html, re.S)
-    page = (ROOT / "docs" / "groups.md").read_text("utf-8")
-    assert len(folded) == page.count("<details markdown>") > 0
-    assert all("<p>" in part and "```" not in part and "| ---" not in part for part in folded)
+def test_titles_and_links_are_those_of_readers(site: Path) -> None:
+    """No title repeats the site's name, and no link shows the name of a file of a page."""
+    pages = {path.name: path.read_text("utf-8") for path in site.glob("*.html")}
+    titles = {name: re.findall(r"<title>(.*?)</title>", html)[0] for name, html in pages.items()}
+    assert [name for name, title in titles.items() if title == "mlxpool - mlxpool"] == []
+    assert len(set(titles.values()) - {"mlxpool"}) > 30
+    named = {n: re.findall(r'<a href="[^"]*">([\w-]+\.md)</a>', html) for n, html in pages.items()}
+    assert {name: found for name, found in named.items() if found} == {}
 
 
 def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
