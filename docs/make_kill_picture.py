@@ -267,8 +267,7 @@ def draw(measured: Measured) -> str:
     whole = not faults(measured)
     drawing.text(
         *(20, 51),
-        f"One stream of {len(measured.tokens)} tokens from {measured.model}; each dot is a token"
-        " at the moment when the client got it."
+        f"One stream of {len(measured.tokens)} tokens from {measured.model}, a dot each."
         + (" All ids are those of a run without a kill." if whole else ""),
         "quiet",
     )

@@ -33,6 +33,9 @@ def test_each_token_is_a_dot_and_each_text_is_escaped() -> None:
     texts = [one.text or "" for one in picture.findall(f"{SVG}text")]
     assert {"<0", "100", "SIGKILL, process 7", "1.19 s"} <= set(texts)
     assert any("All ids are those of a run without a kill" in text for text in texts)
+    assert all(len(text) * 8 < make_kill_picture.WIDTH - 40 for text in texts), (
+        "cut off at the edge"
+    )
 
 
 @pytest.mark.parametrize(
