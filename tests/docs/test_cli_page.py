@@ -39,8 +39,24 @@ def commands(above: argparse.ArgumentParser, words: str = "mlxpool") -> dict[str
 COMMANDS = commands(parser())
 
 
-def shapes(section: str) -> list[Any]:
+def blocks(section: str) -> list[Any]:
     return [json.loads(block) for block in re.findall(r"```json\n(.*?)```", section, re.S)]
+
+
+NAMED: dict[str, Any] = blocks(SECTIONS["JSON"])[0]
+
+
+def expanded(shape: Any) -> Any:
+    """Returns a shape with the named shapes of the section JSON in place of their names."""
+    if isinstance(shape, dict):
+        return {key: expanded(inner) for key, inner in shape.items()}
+    if isinstance(shape, list):
+        return [expanded(inner) for inner in shape]
+    return expanded(NAMED[shape]) if shape in NAMED else shape
+
+
+def shapes(section: str) -> list[Any]:
+    return [expanded(block) for block in blocks(section)]
 
 
 def test_the_sections_are_the_commands() -> None:
@@ -196,7 +212,7 @@ def test_every_integer_is_one_that_doubles_keep(answers: dict[str, list[Any]]) -
 def test_an_error_has_the_shape_that_the_page_gives(tmp_path: Path) -> None:
     with Pool(tmp_path) as pool:
         done = pool.cli("run", "nobody", "x", "--json")
-    assert list(faults(json.loads(done.stdout), shapes(SECTIONS["JSON"])[0])) == []
+    assert list(faults(json.loads(done.stdout), NAMED["ERROR"])) == []
 
 
 @pytest.mark.parametrize(

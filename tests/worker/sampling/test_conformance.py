@@ -1,6 +1,6 @@
 """The reference cases of samplers, log-probabilities and text that need more than one line.
 
-docs/sampling.md lists all cases and their tests.
+conformance.md beside this file lists all cases and their tests.
 """
 
 from __future__ import annotations
