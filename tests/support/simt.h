@@ -345,6 +345,11 @@ template <int COUNT> void sync_team(int number) {
   barrier.members = COUNT;
   simt::wait(barrier);
 }
+template <int COUNT> void arrive_team(int number) {
+  auto& barrier = simt::here->home->named[number];
+  barrier.members = COUNT;
+  if (++barrier.arrived == COUNT) simt::release(barrier);
+}
 static inline void add_release(unsigned* counter) {
   ++*counter;
   simt::ticks = 0;
@@ -422,7 +427,7 @@ void products_columns(float (&c)[COUNT], unsigned long long a, unsigned long lon
     for (int k = 0; k < 16; k++) c[i] += number_of<N>(a, k, row) * number_of<N>(b, column, k);
   }
 }
-// See ragged_attention.group_mma_values; b has a line of 64 numbers for each column of a.
+// See ragged_attention.group_mma_values; b has a line of 64 numbers for each column of a, and panels of them.
 template <typename N, int COUNT>
 void products(float (&c)[COUNT], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned long long b) {
   struct Words {
@@ -434,7 +439,8 @@ void products(float (&c)[COUNT], unsigned a0, unsigned a1, unsigned a2, unsigned
     for (int k = 0; k < 16; k++) {
       const unsigned word = told[line * 4 + k % 8 / 2].a[i % 4 / 2 + k / 8 * 2];
       const int column = i / 4 * 8 + lane % 4 * 2 + i % 2;
-      unsigned at = (unsigned)(b & 0x3fff) * 16 + k * 128 + column * 2;
+      const unsigned panel = column / 64 * (unsigned)(b >> 16 & 0x3fff) * 16;
+      unsigned at = (unsigned)(b & 0x3fff) * 16 + panel + k * 128 + column % 64 * 2;
       at ^= (at >> 7 & 7) << 4;
       c[i] += opened(word >> 16 * (k % 2), N())
               * opened(*(const uint16_t*)(simt::shared + at - simt::FIRST), N());

@@ -155,6 +155,28 @@ def test_parts_of_rows_are_added_up(kind: Latents, monkeypatch: pytest.MonkeyPat
     assert mx.allclose(found, check(batch), 0.02, 0.01).item()
 
 
+@runs
+@pytest.mark.parametrize("numbers_at_once", [0, 128, 256])
+def test_chunks_are_the_same_with_other_instructions(
+    numbers_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 1 to 5 tiles of latents, for both groups of warps; 0: in the tiles of few rows."""
+    spans = [(3, 40), (4, 100), (3, 129), (6, 256), (5, 300)]
+    batch = Batch(GLM, spans, padding=3)
+    found = check(batch)
+    ragged_latents._kernel.cache_clear()
+    monkeypatch.setattr(ragged_latents, "value_numbers", lambda line, rank: numbers_at_once)
+    assert mx.allclose(found, check(batch), 0.02, 0.01).item()
+    ragged_latents._kernel.cache_clear()
+
+
+def test_tiles_of_many_rows_fit_where_a_panel_is_no_value() -> None:
+    assert ragged_latents.value_numbers(576, 512) == ragged_latents.VALUE_NUMBERS
+    assert ragged_latents.value_numbers(192, 128) == 64
+    assert ragged_latents.value_numbers(512, 512) == 0  # all of the latent is value
+    assert ragged_latents.value_numbers(640, 512) == 0  # too long
+
+
 def test_tiles_fit_the_shared_memory_of_a_thread_block() -> None:
     for line in range(128, ragged_latents.MAX_LINE + 1, 64):
         for rank in (one for one in ragged_latents.RANKS if one <= line):

@@ -19,7 +19,7 @@ from mlxpool.worker.kernels.kernel_builder import (
     include_line,
     kernel_works,
 )
-from mlxpool.worker.kernels.matmul_tiled import group_mma, group_mma_columns
+from mlxpool.worker.kernels.matmul_tiled import group_mma, group_mma_columns, group_mma_values
 from mlxpool.worker.kernels.ragged_attention import MULTIPROCESSORS, RaggedPlan
 from mlxpool.worker.kernels.work_list import (
     PART_UNITS,
@@ -32,11 +32,14 @@ from mlxpool.worker.kernels.work_list import (
 
 INPUTS = ("q", "pool", "ends", "tables", "items", "arrived", "partial")
 RANKS = (128, 256, 512)  # numbers of a latent that are its value: two groups of warps share them
+FILES = ("latent_tile.cuh", "latent_chunk_tile.cuh")
 PANEL = 64  # numbers of a latent that are multiplied at a time, and latents of a tile
 MAX_ROWS = 64  # of a tile; the sums of more do not fit into registers
 MAX_LINE = 640  # numbers of a latent; two tiles of longer ones do not fit
 MAX_SHARED_BYTES = 227 * 1024 - 16  # of shared memory of a thread block, without its own variables
 THREADS = 256
+MAX_FEW_ROWS = 32  # up to which a tile's rows are the columns of the tensor cores' matrices
+VALUE_NUMBERS = 64  # of a latent that one instruction multiplies with the shares of many rows
 ALIGNMENT = 1024  # bytes, of swizzled matrices
 LEAST_KEYS = 256  # latents of a part: the sums of a part take as long as these
 SUM_KEYS = 32  # latents that a thread block could read while it adds up one part
@@ -74,6 +77,20 @@ def shared_bytes(rows: int, line: int, rank: int) -> int:
     return max(tiles, sums + rows * PANEL * 2) + beside + ALIGNMENT
 
 
+def value_numbers(line: int, rank: int) -> int:
+    """Returns the numbers that one instruction multiplies in tiles of many rows.
+
+    0: such tiles do not fit; a panel of the latent that is no value has to hold their shares.
+    """
+    fits = line > rank and _chunk_bytes(line) <= MAX_SHARED_BYTES
+    return min(VALUE_NUMBERS, rank // 2) if fits else 0
+
+
+def _chunk_bytes(line: int) -> int:
+    """Returns the shared memory of a tile of many rows, whose sums lie where its latents were."""
+    return 2 * PANEL * line * 2 + MAX_ROWS * line * 2 + MAX_ROWS * 4 * 4 + ALIGNMENT
+
+
 def attend(q: mx.array, pool: mx.array, plan: RaggedPlan, scale: float, rank: int) -> mx.array:
     """Attends with q [T, H, line] to latents of pool [blocks, 1, block, line] -> [T, H, rank].
 
@@ -99,7 +116,8 @@ def attend(q: mx.array, pool: mx.array, plan: RaggedPlan, scale: float, rank: in
 @cache
 def _kernel(heads: int, line: int, rank: int, block: int, dtype: mx.Dtype, scale: float) -> Any:
     shape = tile_shape(heads, line, rank)
-    rows = max(shape.rows, shape.decode_rows)
+    rows, wide = max(shape.rows, shape.decode_rows), value_numbers(line, rank)
+    many = wide > 0 and rows > MAX_FEW_ROWS
     constants: dict[str, Constant] = {
         "HEADS": heads,
         "EACH": shape.group,
@@ -110,18 +128,25 @@ def _kernel(heads: int, line: int, rank: int, block: int, dtype: mx.Dtype, scale
         "ROWS": shape.rows,
         "UNIT_ROWS": UNIT_ROWS,
         "UNITS": PART_UNITS,
+        "MAX_FEW": MAX_FEW_ROWS,
+        "VALUE_NUMBERS": wide,
         "SCALE": float(scale),
         "N": dtype,
     }
-    sets = sorted({shape.decode_rows // 8, shape.rows // 8})
-    products = "".join(group_mma(n, dtype) + group_mma_columns(n, dtype) for n in sets)
+    few = {n // 8 for n in (shape.decode_rows, shape.rows) if not many or n <= MAX_FEW_ROWS}
+    products = "".join(group_mma_columns(n, dtype) for n in sorted(few))
+    products += "".join(
+        group_mma(n, dtype) for n in sorted(few | ({PANEL // 8} if many else set()))
+    )
+    if many:
+        products += group_mma_values(wide // 8, dtype)
     return build_kernel(
         "ragged_latents",
         INPUTS,
         ["out"],
         constants,
-        shared=shared_bytes(rows, line, rank),
-        header=products + include_line("latent_tile.cuh"),
+        shared=max(shared_bytes(rows, line, rank), _chunk_bytes(line) if many else 0),
+        header=products + "".join(map(include_line, FILES)),
         bounds=(THREADS, 1),
     )
 

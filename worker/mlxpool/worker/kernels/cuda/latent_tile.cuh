@@ -6,6 +6,7 @@
 // shared memory are panels of 64 numbers of each line: 128 bytes, whose 16-byte pieces are swizzled differently
 // in each of eight lines. The file follows group_mma and group_mma_columns, see matmul_tiled.py.
 constexpr int TILE_KEYS = 64, TILE_THREADS = 256;
+template <int COUNT> struct TileRows { static constexpr int ALL = COUNT; };
 template <typename N> struct LatentTile {
   const N* pool;  // [blocks, BLOCK, LINE]
   const int* table;  // the blocks of the row

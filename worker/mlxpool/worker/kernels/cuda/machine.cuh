@@ -36,6 +36,10 @@ __device__ inline void prefetch(const void* from) {
 template <int COUNT> __device__ inline void sync_team(int number) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(COUNT) : "memory");
 }
+// Lets threads of `sync_team` with this number go on, without waiting for them.
+template <int COUNT> __device__ inline void arrive_team(int number) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(number), "n"(COUNT) : "memory");
+}
 // Adds 1 to a counter of all thread blocks. What this thread has written before, and what it knows others of
 // its block to have written, is there for a thread that reads the counter by `load_acquire` afterwards.
 __device__ inline void add_release(unsigned* counter) {

@@ -1,8 +1,8 @@
 // Attention of a step's lines over latent vectors (MLA) in a block pool, in the tensor cores of Hopper. All
 // heads read the latent of a token: it is the key, and its first RANK numbers are the value. A thread block has
 // an item of the work list, which is a tile of neighbouring lines of one row, and EACH of the heads. The heads,
-// line by line, are the rows of the tile: up to DECODE_ROWS or ROWS (latent_tile.cuh). The latents of a tile
-// may be divided into parts. The part that finishes last adds up all, in their order. Scores are of base 2.
+// line by line, are the rows of the tile: up to DECODE_ROWS or ROWS (latent_tile.cuh; latent_chunk_tile.cuh has
+// those of more than MAX_FEW rows, where VALUE_NUMBERS is not 0). The latents of a tile may be divided into parts. The part that finishes last adds up all, in their order. Scores are of base 2.
 constexpr int THREADS = 256;
 extern __shared__ uint4 space[];
 __shared__ int before;
@@ -51,10 +51,15 @@ const LatentTile<N> tile = {
     (const N*)q + ((long)first_line * HEADS + from_head) * LINE, lines, part * each, min(high, (part + 1) * each),
     high};
 constexpr float RATE = SCALE * 1.4426950408889634f;
-if (asked <= DECODE_ROWS)
-  latent_tile<DECODE_ROWS / 8, HEADS, EACH, LINE, RANK, BLOCK>(tile, RATE, (char*)space, finish);
-else
-  latent_tile<ROWS / 8, HEADS, EACH, LINE, RANK, BLOCK>(tile, RATE, (char*)space, finish);
+auto attend = [&](auto shape) {
+  constexpr int ALL = decltype(shape)::ALL;
+  if constexpr (VALUE_NUMBERS > 0 && ALL > MAX_FEW)
+    latent_chunk_tile<HEADS, EACH, LINE, RANK, BLOCK, VALUE_NUMBERS>(tile, RATE, (char*)space, finish);
+  else
+    latent_tile<ALL / 8, HEADS, EACH, LINE, RANK, BLOCK>(tile, RATE, (char*)space, finish);
+};
+if (asked <= DECODE_ROWS) attend(TileRows<DECODE_ROWS>());
+else attend(TileRows<ROWS>());
 if (count == 1) return;
 __syncthreads();
 if (threadIdx.x == 0) {
