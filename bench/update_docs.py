@@ -4,7 +4,7 @@ A page has three kinds of marks, all of which end with `<!-- end -->`:
 
     <!-- figures: RUN -->                       everything of a run: command, conditions, tables
     <!-- figures: RUN; GROUP; GROUP -->         the same, with the tables of these groups
-    <!-- table: NAME -->                        one of TABLES
+    <!-- table: NAME -->                        one of bench/figures/tables.toml
     <!-- figure: RUN; GROUP; NAME; SIDE -->     one figure, within a sentence
 
 RUN is a file in bench/figures/, whose README.md says what it has. GROUP, NAME and SIDE are those of
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 import sys
+import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -58,117 +59,18 @@ class Table:
     places: bool = False
 
 
-VLLM = "vLLM 0.26"
-BOUND = "what the bytes allow"
-SIXTEEN = "mlxpool in 16 bits"
-LOAD = "llama-h200/load.json"
-STREAMS = "llama-h200/streams.json"
-GLM = "glm-h200/streams.json"
-FOUR_BITS = "four-bits-h200/streams.json"
-GROUP = "group-h200/groups.json"
-STREAM_COUNTS = ("1 stream", "32 streams", "128 streams")
-PROMPT = "a prompt of 4,096 tokens"
+def read_tables(file: Path) -> dict[str, Table]:
+    """The tables of a TOML file: by name, the fields of Table, its rows with those of Row."""
+    return {
+        name: Table(
+            tuple(Row(**{**row, "names": tuple(row["names"])}) for row in found.pop("rows")),
+            **{**found, "sides": tuple(found.get("sides", ()))},
+        )
+        for name, found in tomllib.loads(file.read_text("utf-8")).items()
+    }
 
 
-def _first_tokens(rate: int) -> tuple[str, ...]:
-    return tuple(f"{rate} requests/s, first token {which}" for which in ("p50", "p99"))
-
-
-TABLES = {
-    "one-gpu": Table(
-        beside=VLLM,
-        rows=(
-            Row(LOAD, "8B", "8B, mixed load, all at once", ("all at once",), VLLM),
-            Row(LOAD, "8B", "8B, 12 requests/s, first token p50 / p99", _first_tokens(12), VLLM),
-            Row(LOAD, "8B", "8B, 36 requests/s", ("36 requests/s",), VLLM),
-            Row(LOAD, "8B", "8B, 36 requests/s, first token p50 / p99", _first_tokens(36), VLLM),
-            Row(
-                LOAD,
-                "8B",
-                "8B, 12 / 36 requests/s, between tokens p99",
-                ("12 requests/s, between tokens p99", "36 requests/s, between tokens p99"),
-                VLLM,
-            ),
-            Row(STREAMS, "8B", "8B, 1 / 32 streams", STREAM_COUNTS[:2], VLLM),
-            Row(
-                STREAMS,
-                "8B",
-                "8B, 128 streams behind prompts of 128 / 2,000",
-                ("128 streams", "128 streams behind prompts of 2,000"),
-                VLLM,
-            ),
-            Row(STREAMS, "8B", "8B, a prompt of 4,096", (PROMPT,), VLLM),
-            Row(
-                LOAD,
-                "1B",
-                "1B, mixed load, all at once / 90 requests/s",
-                ("all at once", "90 requests/s"),
-                VLLM,
-            ),
-            Row(STREAMS, "1B", "1B, 128 streams", ("128 streams",), VLLM),
-            Row(STREAMS, "1B", "1B, a prompt of 4,096", (PROMPT,), VLLM),
-            Row(FOUR_BITS, "4 bits", "8B in 4 bits, 1 / 32 / 128 streams", STREAM_COUNTS, SIXTEEN),
-            Row(FOUR_BITS, "4 bits", "8B in 4 bits, a prompt of 4,096", (PROMPT,), SIXTEEN),
-            Row(GLM, "GLM", "GLM-4.7-Flash, 1 / 32 / 128 streams", STREAM_COUNTS, BOUND),
-        ),
-    ),
-    "elsewhere": Table(
-        beside="beside it",
-        places=True,
-        rows=(
-            Row(
-                "mlx-lm-server-h200/end-to-end.json",
-                "8B",
-                "8B, 128 streams over the server",
-                ("128 streams over the server",),
-                "mlx_lm.server",
-            ),
-            Row(
-                "end-to-end-cpu/end-to-end.json",
-                "end to end",
-                "demo, 8 streams over the server",
-                ("8 streams",),
-                "mlx_lm.server",
-            ),
-            Row(
-                "texts-cpu/texts.json",
-                "embedding",
-                "embedding",
-                ("pool",),
-                "sentence-transformers",
-            ),
-            Row(
-                "deaths-cpu/fault-recovery.json",
-                "after a fault",
-                "next token after a worker's death, from a second worker, p50 / p99",
-                ("the next token, from a warm replica (262 streams)",),
-                ours="p50 / p99",
-            ),
-        ),
-    ),
-    "two-gpus": Table(
-        sides=(
-            "one GPU",
-            "two replicas",
-            "group of two",
-            "two replicas / one GPU",
-            "group of two / one GPU",
-        ),
-        rows=(
-            *(
-                Row(GROUP, "two GPUs", name, (name,))
-                for name in ("all at once", "1 stream", "128 streams", PROMPT)
-            ),
-            Row(GROUP, "two GPUs", "36 requests/s, first token p50 / p99", _first_tokens(36)),
-            Row(
-                GROUP,
-                "two GPUs",
-                "36 requests/s, between tokens p50 / p99",
-                tuple(f"36 requests/s, between tokens {which}" for which in ("p50", "p99")),
-            ),
-        ),
-    ),
-}
+TABLES = read_tables(FIGURES / "tables.toml")
 
 
 # ---- figures -------------------------------------------------------------------------------------
@@ -299,7 +201,7 @@ def whole(mark: str) -> str:
     if unknown := set(groups) - known:
         raise ValueError(f"{name} has no group {sorted(unknown)}; it has {sorted(known)}")
     lines = tuple(line for line in run.lines if not groups or line.group in groups)
-    stubbed = not re.search("python -m|git show", run.command)
+    stubbed = not re.search("python -m|git (show|worktree)", run.command)
     note = "" if stubbed else "<!-- not run: needs a GPU or an earlier commit -->\n"
     return note + report.markdown(replace(run, lines=lines))
 
