@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 
-from mlxpool.bench import bytes_bound, checkpoint
-from mlxpool.bench.bytes_bound import Routing, cache_bytes, step_bytes, stored_bytes, weight_bytes
+from mlxpool.bench import checkpoint, tensors
+from mlxpool.bench.bytes_bound import Routing, cache_bytes, weight_bytes
+from mlxpool.worker import models
 from mlxpool.worker.caches.specs import KeyValueSpec, LatentSpec, RecurrentSpec
+
+
+def stored_bytes(config: Mapping[str, Any]) -> dict[str, int]:
+    return {one.name: one.nbytes(2) for one in tensors.planned(config)}
+
+
+def step_bytes(config: Mapping[str, Any], lengths: Sequence[int]) -> float:
+    weights = weight_bytes(stored_bytes(config), Routing.from_config(config), len(lengths))
+    return weights + cache_bytes(models.plan(config).caches, lengths)
 
 
 def test_rows_choose_the_expected_share_of_experts() -> None:
@@ -62,15 +72,3 @@ def test_glm_with_one_row_reads_five_experts_of_a_layer() -> None:
     norms = 64 + 2 * (2 * 2048 + 768 + 512) + 2048
     assert step_bytes(config, [0]) == pytest.approx(2 * (numbers + norms))
     assert step_bytes(config, [7]) - step_bytes(config, [0]) == pytest.approx(2 * 7 * 576 * 2)
-
-
-def test_the_program_prints_the_bound_of_each_number_of_streams() -> None:
-    command = [sys.executable, "-m", bytes_bound.__name__, "--shape", "tiny"]
-    command += ["--memory-rate", "100", "--streams", "1", "8", "--prompt", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    read = step_bytes(checkpoint.config_of("tiny"), [0])
-    rate = 1e11 / read
-    assert done.stdout.splitlines() == [
-        f"{streams} streams: {read / 1e9:.3f} GB a step, at most {streams * rate:,.0f} tokens/s"
-        for streams in (1, 8)
-    ]

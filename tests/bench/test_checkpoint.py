@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,10 @@ pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 import mlx.core as mx
 
-from mlxpool.bench import bytes_bound, checkpoint, large_checkpoint, tensors
+from mlxpool.bench import bytes_bound, checkpoint, tensors
+from mlxpool.bench.load.workload import text_of
 from mlxpool.bench.our_engine import OurEngine, prompt
 from mlxpool.bench.shapes import SHAPES
-from mlxpool.bench.traffic.swarm import text_of
 from mlxpool.worker import models
 from mlxpool.worker.layers import experts
 from mlxpool.worker.weights.inspect import inspect
@@ -117,15 +116,13 @@ def test_shapes_with_experts_are_stored_as_conversions_have_them(
 
 
 @pytest.mark.usefixtures("cut")
-@pytest.mark.parametrize("write", [checkpoint.write, large_checkpoint.write])
 def test_rows_use_about_as_many_experts_as_with_balanced_routing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[..., Path]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So figures of random weights can be compared with the bytes' bound."""
-    monkeypatch.setattr(large_checkpoint, "BLOCK", 2**17 + 1)
     sizes = {"n_routed_experts": 64, "num_experts_per_tok": 4}
     monkeypatch.setitem(SHAPES, "glm", {**SHAPES["glm-4.7-flash"], **sizes})
-    ours = OurEngine(write(tmp_path / "cut", "glm", layers=3))
+    ours = OurEngine(checkpoint.write(tmp_path / "cut", "glm", layers=3))
     step = ours.steps([5] * 32)
     step()
     used = []
@@ -168,7 +165,8 @@ def test_the_folder_of_a_shape_can_be_loaded(tmp_path: Path, quantise: str) -> N
 
 def test_every_byte_of_a_prompt_is_a_token(tmp_path: Path) -> None:
     ours = OurEngine(checkpoint.write(tmp_path / "tiny", "tiny"))
-    assert len(ours.text.encode(text_of(7, 100))) == 100
+    text = text_of(range(30))
+    assert len(ours.text.encode(text)) == len(text)
     words = b"".join(ours.text.piece(token) for token in prompt(50, ours.vocabulary))
     assert words.decode(errors="ignore")
 

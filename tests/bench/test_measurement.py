@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from mlxpool.bench import report
-from mlxpool.bench.measurement import OURS, Figures, Measurement, in_turn
-from mlxpool.bench.traffic.swarm import Arrivals, summarise, text_of
+from mlxpool.bench.measurement import OURS, Figures, Measurement, in_turn, merged, percentile
 
 DECODE = Measurement(
     "decode", "8 streams", "tokens/s", {OURS: (10.0, 20.0), "a": (5.0, 40.0), "b": (8.0, 1.0)}, at=8
@@ -82,24 +81,26 @@ def test_a_table_for_each_group_with_units_where_they_differ() -> None:
     )
 
 
-def test_tokens_count_while_all_streams_run() -> None:
-    streams = [
-        Arrivals((1.0, 2.0, 3.0, 4.0), (1, 1, 1, 1)),
-        Arrivals((2.0, 2.5, 3.5), (1, 4, 2)),
-    ]
-    # From 2.0, when the second began, to 3.5, when it ended: 1 + 4 + 2 tokens in 1.5 s.
-    assert summarise(streams).rate == pytest.approx(7 / 1.5 - 1 / 1.5 + 1 / 1.5)
-    assert summarise(streams).first == [1.0, 2.0]
-    assert sorted(summarise(streams).gaps) == [0.5, 1.0, 1.0, 1.0, 1.0]
+def test_lines_of_several_runs_are_merged_by_table_and_row() -> None:
+    one = Measurement("g", "n", "s", {"one": (1.0,)}, note="Of one.")
+    other = Measurement("g", "n", "s", {"other": (2.0,)}, note="Of the other.")
+    alone = Measurement("g", "m", "s", {"other": (3.0,)})
+    both, last = merged({"one": [one], "other": [other, alone]})
+    assert both.sides == {"one": (1.0,), "other": (2.0,)}
+    assert both.note == "Of one.\n\nOf the other." and last == alone
 
 
-def test_streams_that_never_overlap_count_in_full() -> None:
-    streams = [Arrivals((1.0, 2.0), (1, 1)), Arrivals((3.0, 4.0), (1, 1))]
-    assert summarise(streams).rate == pytest.approx(4 / 4.0)
-
-
-@pytest.mark.parametrize("tokens", [8, 128, 1000])
-def test_prompts_have_their_length_and_differ_from_the_start(tokens: int) -> None:
-    texts = [text_of(number, tokens) for number in (0, 1, 99)]
-    assert {len(text) for text in texts} == {tokens}
-    assert len({text[:6] for text in texts}) == 3
+@pytest.mark.parametrize(
+    ("values", "percent", "wanted"),
+    [
+        ([3.0], 99, 3.0),
+        ([1.0, 2.0], 50, 1.5),
+        ([4.0, 1.0, 3.0, 2.0, 5.0], 50, 3.0),
+        (list(map(float, range(101))), 99, 99.0),
+        ([0.0, 10.0], 99, 9.9),
+        ([7.0, 9.0], 0, 7.0),
+        ([7.0, 9.0], 100, 9.0),
+    ],
+)
+def test_percentiles_are_interpolated(values: list[float], percent: float, wanted: float) -> None:
+    assert percentile(values, percent) == pytest.approx(wanted)

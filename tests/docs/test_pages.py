@@ -103,6 +103,7 @@ PAGES = {
         needs=("anthropic", "ollama", "openai"),
         programs=("curl",),
     ),
+    "docs/groups.md": Page(),
     "docs/kv-cache.md": Page(),
     "docs/models.md": Page(
         (
@@ -122,6 +123,7 @@ PAGES = {
     "docs/operate.md": Page(),
     "docs/prefix-cache.md": Page(),
     "docs/speculation.md": Page(),
+    "docs/routing.md": Page(),
     "docs/quickstart.md": Page(needs=("openai",), programs=("curl",)),
     "docs/reliability.md": Page(),
     "docs/scale.md": Page(("mkdir -p /data/small",)),

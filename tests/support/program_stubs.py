@@ -31,7 +31,6 @@ ROOT_VARIABLE = "PROGRAM_STUBS_ROOT"  # environment variable: the folder that is
 # command -> why it is not run, and what is done instead
 REASONS = {
     "mlxpool bench": "measures for minutes: its own parser reads the arguments",
-    "python bench/": "the same",
     "python examples/train_demo_chat.py": "trains for most of an hour: its own parser reads these",
     "python examples/train_demo_embedding.py": "trains for minutes: its own parser reads these",
     "python examples/train_demo_head.py": "trains on a GPU: its own parser reads the arguments",
@@ -337,7 +336,7 @@ STUBS: dict[str, Callable[[Sequence[str]], None]] = {
 # Shell patterns of the arguments with which the stub runs; else the real program runs.
 STUBBED_ARGUMENTS = {
     "mlxpool": '*" bench "*',
-    "python": '" bench/"*|" examples/train_demo_"*|" -m pytest "*',
+    "python": '" examples/train_demo_"*|" -m pytest "*',
     "python3": '" -m venv "*',
 }
 

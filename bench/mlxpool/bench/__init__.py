@@ -1,4 +1,4 @@
-"""The measurements of `mlxpool bench`: engine, end to end, mixed load, broker and prefix cache.
+"""The scenarios of `mlxpool bench`, each of which answers one question.
 
 Each measures in rounds in which we and peers take turns, and yields tables with ratios.
 """

@@ -1,4 +1,4 @@
-"""Measures the cost of the broker, beside a bare relay of the same frames in the same run.
+"""The broker without a model: what does it cost, beside a bare relay of the same frames?
 
 A worker without a model (firehose.py) sends tokens to clients that only count them. The peer
 (relay.py) forwards frames and does nothing else.
@@ -6,22 +6,21 @@ A worker without a model (firehose.py) sends tokens to clients that only count t
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 import psutil
 import zmq
 
-from mlxpool.bench.measurement import OURS, Measurement
-from mlxpool.bench.pools import serving, started
+from mlxpool.bench.measurement import OURS, Measurement, Progress, percentile
+from mlxpool.bench.pools import MODEL, serving, started, temporary_run_dir, toml_of
 from mlxpool.bench.traffic.firehose import Flood, environment
 from mlxpool.common.protocol import frames, from_client, to_client
 from mlxpool.common.protocol.frames import Header
@@ -31,43 +30,24 @@ TOKEN_TIMEOUT_MS = 60_000
 PING_INTERVAL = 1.0  # seconds
 MAX_READS = 1000
 RELAY = "bare relay"
-SETTINGS = """\
-[pool]
-beat_limit = 1000
-[models.m]
-path = "builtin:counting"
-sequences = 4096
-"""
+# The one worker of the model has room for all streams.
+SETTINGS = toml_of({"path": "builtin:counting", "sequences": 4096}, {"beat_limit": 1000})
 SINGLE = Flood(streams=16, rows=1, tokens=4000)
 BATCHED = Flood(streams=16, rows=16, tokens=60_000)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What is measured. `seconds`: the length of a paced round."""
-
-    rounds: int = 5
-    seconds: float = 5.0
-
-    @property
-    def paced(self) -> Flood:
-        """50 streams of 100 tokens/s each."""
-        return Flood(streams=50, rows=50, tokens=int(100 * self.seconds), rate=100)
-
-
-@dataclass(frozen=True, slots=True)
 class Cost:
-    """The cost of one round: tokens/s, processor time a token, share of a core, delays, bytes."""
+    """The cost of one round: tokens/s, processor time a token, share of a core, delays."""
 
     per_s: float
     cpu_us: float
     share: float
     delays_ms: Sequence[float]
-    resident: int  # bytes of the broker's process at the end
 
-    def delay(self, share: float) -> float:
+    def delay(self, percent: float) -> float:
         """The delay in ms that this share of the rows does not exceed."""
-        return sorted(self.delays_ms)[int(share * (len(self.delays_ms) - 1))]
+        return percentile(self.delays_ms, percent)
 
 
 class CountingClient:
@@ -83,7 +63,7 @@ class CountingClient:
     def ask(self, streams: int, tokens: int, *, batch: bool) -> None:
         for _ in range(streams):
             body = {
-                "model": "m", "prompt": "x", "batch": batch, "window": 1 << 20,
+                "model": MODEL, "prompt": "x", "batch": batch, "window": 1 << 20,
                 "options": {"max_tokens": tokens},
             }  # fmt: skip
             header = Header(from_client.Generate.kind, os.urandom(16), 0, 1)
@@ -122,27 +102,25 @@ class CountingClient:
         self.delays += [(now - int(stamp)) / 1e6 for text in texts for stamp in text.split()]
 
 
-def through_broker(
-    flood: Flood, clients: int, *, batch: bool, delays: bool = False, settings: str = SETTINGS
-) -> Cost:
-    """One round. With `batch` a frame carries the rows of all streams of a client.
-
-    The model `m` of the settings has room for all streams in its one worker.
-    """
+def through_broker(flood: Flood, clients: int, *, batch: bool, delays: bool = False) -> Cost:
+    """One round. With `batch` a frame carries the rows of all streams of a client."""
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mlxpool-")))
-        broker = stack.enter_context(serving(folder, settings, environment(folder, flood)))
+        folder = stack.enter_context(temporary_run_dir())
+        broker = stack.enter_context(serving(folder, SETTINGS, environment(folder, flood)))
         counters = stack.enter_context(_counters(sockets.ipc(folder, "front"), clients))
         for counter in counters:
             counter.ask(flood.streams // clients, flood.tokens, batch=batch)
-        finished = partial(ended, counters, flood.streams)
-        return cost_of(counters, finished, broker.pid, delays=delays)
+
+        def finished() -> bool:
+            return sum(counter.ended for counter in counters) >= flood.streams
+
+        return _cost(counters, finished, broker.pid, delays=delays)
 
 
 def through_relay(flood: Flood, *, delays: bool = False) -> Cost:
     """One round of the same worker frames, forwarded unchanged."""
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mlxpool-")))
+        folder = stack.enter_context(temporary_run_dir())
         front, back = f"ipc://{folder}/front", f"ipc://{folder}/back"
         python = [sys.executable, "-P", "-m"]
         command = [*python, "mlxpool.bench.traffic.relay", front, back]
@@ -151,8 +129,11 @@ def through_relay(flood: Flood, *, delays: bool = False) -> Cost:
         counters[0].socket.send(b"hello")
         command = [*python, "mlxpool.bench.traffic.firehose", back]
         stack.enter_context(started(command, folder / "talker.log", environment(folder, flood)))
-        arrived = partial(_arrived, counters, flood.streams * flood.tokens)
-        return cost_of(counters, arrived, relay.pid, delays=delays)
+
+        def arrived() -> bool:
+            return counters[0].ids >= flood.streams * flood.tokens
+
+        return _cost(counters, arrived, relay.pid, delays=delays)
 
 
 @contextmanager
@@ -165,16 +146,7 @@ def _counters(endpoint: str, count: int) -> Iterator[list[CountingClient]]:
         context.destroy(linger=0)
 
 
-def ended(counters: Sequence[CountingClient], streams: int) -> bool:
-    """Whether at least `streams` streams have ended."""
-    return sum(counter.ended for counter in counters) >= streams
-
-
-def _arrived(counters: Sequence[CountingClient], tokens: int) -> bool:
-    return counters[0].ids >= tokens
-
-
-def cost_of(
+def _cost(
     counters: Sequence[CountingClient], finished: Callable[[], bool], pid: int, *, delays: bool
 ) -> Cost:
     """The cost from the first message with a token to the end."""
@@ -195,8 +167,7 @@ def cost_of(
         raise SystemExit(f"all {first_ids} tokens came in one message; measure with more")
     cpu = (after.user - before.user) + (after.system - before.system)
     waits = [delay for one in counters for delay in one.delays]
-    resident = process.memory_info().rss
-    return Cost(ids / seconds, cpu / ids * 1e6, cpu / seconds, waits, resident)
+    return Cost(ids / seconds, cpu / ids * 1e6, cpu / seconds, waits)
 
 
 def _read_first(counter: CountingClient) -> None:
@@ -237,48 +208,45 @@ class Rounds:
         return {name: tuple(map(figure, costs)) for name, costs in self.found.items()}
 
 
-def measure(plan: Plan, progress: Callable[[str], None]) -> Iterator[Measurement]:
+def about(options: argparse.Namespace) -> str:
+    """The conditions in words."""
+    return f"No model; {options.rounds} rounds."
+
+
+def measure(options: argparse.Namespace, progress: Progress) -> Iterator[Measurement]:
     """Yields each measurement when it is complete."""
+    # 50 streams of 100 tokens/s each
+    flood = Flood(streams=50, rows=50, tokens=int(100 * options.seconds), rate=100)
+    peers = not options.no_peers
     single, batched, paced, alone = Rounds(), Rounds(), Rounds(), Rounds()
-    for number in range(plan.rounds):
-        progress(f"as fast as it goes, round {number + 1} of {plan.rounds}")
+    for number in range(options.rounds):
+        progress(f"as fast as it goes, round {number + 1} of {options.rounds}")
         single.add(OURS, through_broker(SINGLE, 1, batch=False))
-        single.add(RELAY, through_relay(SINGLE))
+        if peers:
+            single.add(RELAY, through_relay(SINGLE))
         batched.add(OURS, through_broker(BATCHED, 4, batch=True))
-    for number in range(plan.rounds):
-        progress(f"at a pace, round {number + 1} of {plan.rounds}")
-        paced.add(OURS, through_broker(plan.paced, 2, batch=True, delays=True))
-        alone.add(OURS, through_broker(plan.paced, 2, batch=False, delays=True))
-        relayed = through_relay(plan.paced, delays=True)
-        paced.add(RELAY, relayed)
-        alone.add(RELAY, relayed)
-    yield Measurement("broker", "one row a frame", "worker frames/s", single.of(_per_s), digits=0)
-    yield _lower_is_better(
-        "processor time", "one row a frame", "us a token", single, lambda one: one.cpu_us
-    )
-    yield Measurement(
-        "broker", "16 rows a frame, 4 clients", "tokens/s", batched.of(_per_s), digits=0
-    )
-    yield _lower_is_better(
-        "processor time", "16 rows a frame", "us a token", batched, lambda one: one.cpu_us
-    )
+    for number in range(options.rounds):
+        progress(f"at a pace, round {number + 1} of {options.rounds}")
+        paced.add(OURS, through_broker(flood, 2, batch=True, delays=True))
+        alone.add(OURS, through_broker(flood, 2, batch=False, delays=True))
+        if peers:
+            relayed = through_relay(flood, delays=True)
+            paced.add(RELAY, relayed)
+            alone.add(RELAY, relayed)
+    for name, unit, rounds in (
+        ("one row a frame", "worker frames/s", single),
+        ("16 rows a frame, 4 clients", "tokens/s", batched),
+    ):
+        yield Measurement("broker", name, unit, rounds.of(lambda one: one.per_s), digits=0)
+        row = ("processor time", name.partition(",")[0], "us a token")
+        yield _lower(*row, rounds.of(lambda one: one.cpu_us))
     for name, rounds in (("batch", paced), ("no batch", alone)):
         group = "50 streams of 100 tokens/s"
-        yield _lower_is_better(group, name, "share of a core", rounds, lambda one: one.share)
-        for share in (0.5, 0.99):
-            shown = f"{name}, p{100 * share:.0f}"
-            yield _lower_is_better(f"{group}, worker to client", shown, "ms", rounds, _delay(share))
+        yield _lower(group, name, "share of a core", rounds.of(lambda one: one.share))
+        for percent in (50, 99):
+            delays = rounds.of(partial(Cost.delay, percent=percent))
+            yield _lower(f"{group}, worker to client", f"{name}, p{percent}", "ms", delays)
 
 
-def _lower_is_better(
-    group: str, name: str, unit: str, rounds: Rounds, figure: Callable[[Cost], float]
-) -> Measurement:
-    return Measurement(group, name, unit, rounds.of(figure), less_is_better=True, digits=3)
-
-
-def _per_s(cost: Cost) -> float:
-    return cost.per_s
-
-
-def _delay(share: float) -> Callable[[Cost], float]:
-    return lambda one: one.delay(share)
+def _lower(group: str, name: str, unit: str, sides: dict[str, tuple[float, ...]]) -> Measurement:
+    return Measurement(group, name, unit, sides, less_is_better=True, digits=3)

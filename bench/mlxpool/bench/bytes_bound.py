@@ -1,21 +1,15 @@
 """The bytes that a decode step must read, which with the memory's rate bound its tokens/s.
 
-python -m mlxpool.bench.bytes_bound --shape qwen3-30b-a3b --layers 24 --memory-rate 4300 \
-    --streams 1 8 32 128 --prompt 128
-
-Prints the bound of each number of streams; `mlxpool bench engine --memory-rate` prints measured
-shares of it.
+`mlxpool bench engine --memory-rate` prints measured shares of the bound.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlxpool.bench import checkpoint, tensors
-from mlxpool.worker import models
+from mlxpool.bench import tensors
 from mlxpool.worker.caches.specs import CacheSpec, KeyValueSpec, RecurrentSpec
 
 WIDTH = 2  # bytes of a number that is not quantised
@@ -70,35 +64,3 @@ def cache_bytes(caches: Sequence[CacheSpec], lengths: Sequence[int], width: int 
         token = sum(one.token_bytes(width) for one in spec.stored())
         total += sum(min(length, window or length) for length in lengths) * token
     return total
-
-
-def stored_bytes(config: Mapping[str, Any]) -> dict[str, int]:
-    """The bytes of each tensor of the folder of a shape in 16 bits or quantised."""
-    return {one.name: one.nbytes(WIDTH) for one in tensors.planned(config)}
-
-
-def step_bytes(config: Mapping[str, Any], lengths: Sequence[int]) -> float:
-    """The bytes that a decode step of rows of these lengths must read, of a shape's config.json."""
-    weights = weight_bytes(stored_bytes(config), Routing.from_config(config), len(lengths))
-    return weights + cache_bytes(models.plan(config).caches, lengths)
-
-
-def main() -> None:
-    """See the module."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", required=True)
-    parser.add_argument("--layers", type=int, default=0, help="0: as many as the shape has")
-    parser.add_argument("--quantise", default="", metavar="MODE", help="affine, mxfp4, …")
-    parser.add_argument("--memory-rate", type=float, required=True, metavar="GB/S")
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32, 128])
-    parser.add_argument("--prompt", type=int, default=128, help="tokens that each row has")
-    options = parser.parse_args()
-    config = checkpoint.config_of(options.shape, options.layers, options.quantise)
-    for streams in options.streams:
-        read = step_bytes(config, [options.prompt] * streams)
-        rate = streams * options.memory_rate * 1e9 / read
-        print(f"{streams} streams: {read / 1e9:.3f} GB a step, at most {rate:,.0f} tokens/s")
-
-
-if __name__ == "__main__":
-    main()

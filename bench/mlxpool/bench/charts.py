@@ -22,7 +22,7 @@ def draw(figures: Figures, folder: Path) -> Iterator[Path]:
     """Yields the files it draws. Raises ImportError naming the extra if matplotlib is missing."""
     _use_matplotlib()
     if figures.what == "load":
-        yield draw_load(figures, folder / "load.png")
+        yield _load_picture(figures, folder / "load.png")
         return
     for lines in grouped(figures.lines):
         if len({line.at for line in lines}) > 1:
@@ -31,9 +31,8 @@ def draw(figures: Figures, folder: Path) -> Iterator[Path]:
                 yield _picture(figures, [_latency(line) for line in lines], folder)
 
 
-def draw_load(figures: Figures, file: Path) -> Path:
-    """Draw the figures of `bench load` over the rate. Raises ImportError as `draw` does."""
-    _use_matplotlib()
+def _load_picture(figures: Figures, file: Path) -> Path:
+    """Draw the figures of `bench load` over the rate."""
     from matplotlib.figure import Figure
 
     picture = Figure(figsize=LOAD_SIZE, layout="constrained")

@@ -1,4 +1,4 @@
-"""The command line `mlxpool bench`. Imports MLX and the measurements only when a command runs."""
+"""The command line `mlxpool bench`. A scenario is imported when it runs, as is MLX."""
 
 from __future__ import annotations
 
@@ -7,24 +7,37 @@ import json
 import math
 import sys
 from contextlib import closing
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlxpool.bench import runners
 from mlxpool.common.process import private_temp
 
 if TYPE_CHECKING:
     from mlxpool.bench.measurement import Figures, Measurement
 
+# Each module has `about(options)`, the conditions in words, and `measure(options, progress)`, which
+# yields measurements.
+MODULES = {"load": "load.scenario", "routing": "routing.scenario"}
 COUNTS = (
-    *("rounds", "steps", "streams", "prompt", "prefill", "tokens", "clients", "turns"),
-    *("requests", "sequences"),
+    *("rounds", "steps", "streams", "prompt", "prefill", "tokens", "clients", "turns", "rows"),
+    *("requests", "sequences", "workers", "replicas", "devices"),
 )
 NUMBERS = (
-    *("rate", "context", "warm_up", "memory_rate"),
+    *("rate", "context", "warm_up", "memory_rate", "acceptance", "cache", "count", "layers"),
     *("slo_ttft", "slo_tpot", "slo_itl", "slo_e2el"),
 )
-LEFT_OUT = ("--out", "--picture", "--api-key")  # flags that a saved command line does not have
+LEFT_OUT = ("--out", "--api-key")  # flags that a saved command line does not have
+LENGTHS = ("MEDIAN", "SIGMA", "MIN", "MAX")
+PROMPT_LENGTHS = (270, 1.0, 16, 1500)  # with the outputs they fit into the embedded model's context
+OUTPUT_LENGTHS = (121, 0.7, 16, 512)
+OBJECTIVES = {
+    "ttft": "time to the first token",
+    "tpot": "time per output token",
+    "itl": "time between two pieces",
+    "e2el": "time to the last token",
+}
+CPU_TIME = "figures of processor time, which the load of other programs changes less"
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -32,27 +45,35 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     bench = commands.add_parser(
         "bench",
         help="measure this machine",
-        description="Measures engine, end to end, mixed load, broker or prefix cache. Measures in"
-        " rounds, beside peers where they are installed, and prints tables"
-        " with ratios. Starts a pool of its own; `load` can measure a running one.",
+        description="Measures one part of mlxpool, in rounds, beside peers where they are"
+        " installed, and prints tables with ratios. Starts a pool of its own where it needs one;"
+        " `load` can measure a running one.",
     )
     kinds = bench.add_subparsers(dest="kind", metavar="WHAT", required=True)
-    _add_engine(kinds, common)
-    _add_end_to_end(kinds, common)
-    _add_load(kinds, common)
-    _add_broker(kinds, common)
-    _add_prefix(kinds, common)
-    _add_checkpoint(kinds, common)
-    _add_report(kinds, common)
+    for add in (
+        *(_add_engine, _add_end_to_end, _add_load, _add_broker, _add_prefix, _add_routing),
+        *(_add_groups, _add_speculation, _add_formats, _add_deaths, _add_checkpoint, _add_report),
+    ):
+        add(kinds, common)
 
 
 def _add_engine(kinds: Any, common: argparse.ArgumentParser) -> None:
     parser = _kind(kinds, common, "engine", "decode and prefill, in one process, beside mlx-lm")
     _model(parser)
-    _counts(parser, "--streams", [1, 8], "rows that decode at once")
-    _counts(parser, "--prompt", [128], "tokens of their prompts, which the rows take in turn")
-    _counts(parser, "--prefill", [], "tokens of prompts whose prefill is timed", many="*")
-    parser.add_argument("--turn", type=int, default=0, help="tokens of a conversation's first turn")
+    _flags(
+        parser,
+        streams=([1, 8], "rows that decode at once"),
+        prompt=([128], "tokens of their prompts, which the rows take in turn"),
+        prefill=([], "tokens of prompts whose prefill is timed"),
+        turn=(0, "tokens of a conversation's first turn"),
+        steps=(24, "decode steps of a burst"),
+        deterministic=(False, "with the model setting of this name, on a CPU"),
+        as_installed=(
+            False,
+            "beside mlx-lm as it comes: without OpenBLAS, in the dtype of the files",
+        ),
+        memory_rate=(0.0, "GB/s of this machine's memory: also the share of the bytes' bound"),
+    )
     parser.add_argument(
         "--sampled",
         nargs="*",
@@ -60,66 +81,175 @@ def _add_engine(kinds: Any, common: argparse.ArgumentParser) -> None:
         default=[],
         help="decode again with temperature 0.8 and top_p 0.9, with and without top_k 40",
     )
-    parser.add_argument("--steps", type=int, default=24, help="decode steps of a burst (24)")
     parser.add_argument(
-        "--deterministic", action="store_true", help="with the model setting of this name, on a CPU"
+        "--beside", type=Path, metavar="CHECKOUT", help="beside the engine of another checkout"
     )
-    parser.add_argument(
-        "--as-installed",
-        action="store_true",
-        help="beside mlx-lm as it comes: without OpenBLAS, in the dtype of the files",
-    )
-    parser.add_argument(
-        "--memory-rate",
-        type=float,
-        default=0.0,
-        metavar="GB/S",
-        help="of this machine's memory: also print what decode reaches of the bound that it sets",
-    )
-    parser.add_argument(
-        "--profile", action="store_true", help="where a decode step's time goes, and nothing else"
-    )
-    parser.set_defaults(run=run, measure=runners.run_engine)
 
 
 def _add_end_to_end(kinds: Any, common: argparse.ArgumentParser) -> None:
     text = "through broker, worker and client, beside the engine alone and mlx_lm.server"
     parser = _kind(kinds, common, "end-to-end", text)
     _model(parser)
-    _counts(parser, "--streams", [1, 8], "streams at once")
-    parser.add_argument("--prompt", type=int, default=128, help="bytes of a prompt (128)")
-    parser.add_argument("--tokens", type=int, default=128, help="tokens of a completion (128)")
-    parser.add_argument("--clients", type=int, default=4, help="client processes at most (4)")
-    parser.add_argument(
-        "--no-engine", action="store_true", help="without the engine alone, a third model in memory"
+    _flags(
+        parser,
+        streams=([1, 8], "streams at once"),
+        prompt=(128, "bytes of a prompt"),
+        tokens=(128, "tokens of a completion"),
+        clients=(4, "client processes at most"),
+        no_engine=(False, "without the engine alone, a third model in memory"),
     )
-    parser.set_defaults(run=run, measure=runners.run_end_to_end)
 
 
 def _add_load(kinds: Any, common: argparse.ArgumentParser) -> None:
-    from mlxpool.bench.load import options
-
     text = "mixed load as users make it, on a pool and on any server with OpenAI's completions"
-    parser = _kind(kinds, common, "load", text, rounds=options.ROUNDS, peers=False)
+    parser = _kind(kinds, common, "load", text, rounds=3, peers=False)
     which = _model(parser)
     which.add_argument("--running", default="", metavar="NAME", help="a model of the running pool")
-    options.add_flags(parser)
-    parser.set_defaults(run=run, measure=runners.run_load)
+    _add_work(parser, [0.0])
+    _flags(
+        parser,
+        sequences=(32, "of a pool of its own"),
+        clients=(4, "processes that send"),
+        against=("", "the URL of a server to compare, as http://127.0.0.1:8000"),
+        against_model=("", "its model (its first one)"),
+        against_text=(False, "send it text instead of token ids"),
+        api_key=("", "its key ($OPENAI_API_KEY)"),
+        no_pool=(False, "measure that server alone"),
+    )
+
+
+def _add_work(parser: argparse.ArgumentParser, rates: list[float]) -> None:
+    """Add what a mixed load is."""
+    for name, default in (("prompt", PROMPT_LENGTHS), ("output", OUTPUT_LENGTHS)):
+        parser.add_argument(
+            f"--{name}-lengths",
+            type=float,
+            nargs=len(LENGTHS),
+            default=default,
+            metavar=LENGTHS,
+            help=f"tokens, log-normal ({' '.join(map(str, default))})",
+        )
+    parser.add_argument(
+        "--rate", type=float, nargs="+", default=rates, metavar="PER_S", help="0: all at once"
+    )
+    parser.add_argument(
+        "--warm-up", type=int, metavar="REQUESTS", help="before the first load (--requests)"
+    )
+    parser.add_argument(
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="generate every output to its length (default)",
+    )
+    _flags(
+        parser,
+        requests=(128, "of a load"),
+        context=(0, "tokens; of a pool of its own (as needed)"),
+        seed=(0, "of lengths, ids and arrivals"),
+        goodput=(False, "refuse to run without an --slo-…"),
+        **{
+            f"slo_{name}": (0.0, f"ms; goodput: longest {text}")
+            for name, text in OBJECTIVES.items()
+        },
+    )
 
 
 def _add_broker(kinds: Any, common: argparse.ArgumentParser) -> None:
     parser = _kind(kinds, common, "broker", "the broker without a model, beside a bare relay")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of a paced round (5)")
-    parser.set_defaults(run=run, measure=runners.run_broker)
+    _flags(parser, seconds=(5.0, "of a paced round"))
 
 
 def _add_prefix(kinds: Any, common: argparse.ArgumentParser) -> None:
     parser = _kind(kinds, common, "prefix", "what the prefix cache gives back, beside mlx-lm's")
     _model(parser)
-    parser.add_argument("--conversations", type=int, default=8)
-    parser.add_argument("--turns", type=int, default=10)
-    parser.add_argument("--tokens", type=int, default=4000, help="of a conversation at its end")
-    parser.set_defaults(run=run, measure=runners.run_prefix)
+    _flags(
+        parser,
+        conversations=(8, "that grow"),
+        turns=(10, "of a conversation"),
+        tokens=(4000, "of a conversation at its end"),
+        disk=(False, "instead: first tokens after a restart, and gaps beside saving"),
+    )
+
+
+def _add_routing(kinds: Any, common: argparse.ArgumentParser) -> None:
+    text = "routing beside one that knows the future, on simulated or real workers"
+    parser = _kind(kinds, common, "routing", text, rounds=3, peers=False)
+    _flags(
+        parser,
+        workers=(4, "of the model"),
+        cache=(0, "tokens that a worker caches (32000; real: 12000)"),
+        slow=(1.0, "how many times slower one simulated worker is"),
+        load=("", "only this one, such as chats"),
+        recorded=("", "a file with a recorded load instead of the drawn ones"),
+        real=(False, "pools of real workers of the shape small"),
+        rate=(4.0, "arrivals a second of real loads"),
+        count=(0, "chats, agents or calls of a load (its own number)"),
+    )
+
+
+def _add_groups(kinds: Any, common: argparse.ArgumentParser) -> None:
+    text = "one model on several devices, beside replicas"
+    parser = _kind(kinds, common, "groups", text, rounds=3, peers=False)
+    _model(parser)
+    _flags(
+        parser,
+        setup=(["1x1", "2x1", "1x2"], "pools: workers x devices of each"),
+        streams=([1, 32, 128], "streams at once"),
+        prompt=(128, "tokens of a prompt"),
+        tokens=(128, "tokens of a completion"),
+        prefill=(4096, "tokens of a long prompt"),
+        clients=(4, "processes that send"),
+    )
+    parser.add_argument("--sequences", type=int, help="of a worker (the most streams)")
+    parser.add_argument("--sums", choices=("auto", "nccl"), default="auto", help="device_sums")
+    _add_work(parser, [])
+
+
+def _add_speculation(kinds: Any, common: argparse.ArgumentParser) -> None:
+    parser = _kind(kinds, common, "speculation", "tokens/s with drafts and without", peers=False)
+    _model(parser)
+    parser.add_argument(
+        "--speculation",
+        choices=("off", "ngram", "mtp", "draft", "auto"),
+        default="auto",
+        help="whose drafts, as the setting of this name (auto)",
+    )
+    _flags(
+        parser,
+        draft=("", "the draft model, as the setting of this name"),
+        streams=([1, 8, 32, 128], "requests at once"),
+        tokens=(128, "that each request generates"),
+        loads=(["edits", "completions", "sampled"], "kinds of prompts"),
+        processor=(False, CPU_TIME),
+        acceptance=(0.0, "drafts count as right with this chance"),
+    )
+
+
+def _add_formats(kinds: Any, common: argparse.ArgumentParser) -> None:
+    text = "tokens/s of a batch with formats, beside one without"
+    parser = _kind(kinds, common, "formats", text, rounds=7, peers=False)
+    _model(parser)
+    _flags(
+        parser,
+        rows=([8, 32], "of a batch"),
+        tokens=(96, "of each row"),
+        processor=(False, CPU_TIME),
+    )
+
+
+def _add_deaths(kinds: Any, common: argparse.ArgumentParser) -> None:
+    text = "how long streams wait after kills and stops of workers, ranks and brokers"
+    parser = _kind(kinds, common, "deaths", text, rounds=3, peers=False)
+    _flags(
+        parser,
+        model=("builtin:counting", "a reference; but the default it has to count to 90"),
+        faults=(["kill", "stop", "broker"], "kinds: SIGKILL or SIGSTOP of a process of a worker"),
+        streams=(8, "that run when a fault comes"),
+        tokens=(400, "of each stream"),
+        replicas=(3, "workers of the model"),
+        devices=(1, "of each worker; more are a group"),
+        limit=(1.5, "seconds; step_limit and prefill_limit"),
+    )
 
 
 def _add_checkpoint(kinds: Any, common: argparse.ArgumentParser) -> None:
@@ -145,12 +275,14 @@ def _kind(
     rounds: int = 5,
     peers: bool = True,
 ) -> argparse.ArgumentParser:
+    """Adds the parser of a scenario, with the flags that all have."""
     parser: argparse.ArgumentParser = kinds.add_parser(
         name, parents=[common], help=text, description=text[0].upper() + text[1:] + "."
     )
-    parser.add_argument("--rounds", type=int, default=rounds, help=f"of everything ({rounds})")
+    parser.set_defaults(run=run)
+    _flags(parser, rounds=(rounds, "of everything"))
     if peers:
-        parser.add_argument("--no-peers", action="store_true", help="without anything but mlxpool")
+        _flags(parser, no_peers=(False, "without anything but mlxpool"))
     parser.add_argument(
         "--out", type=Path, metavar="FOLDER", help="figures as JSON, tables, and pictures there"
     )
@@ -168,15 +300,28 @@ def _model(parser: argparse.ArgumentParser) -> Any:
 def _shape(parser: argparse.ArgumentParser, which: Any = None, *, required: bool = False) -> None:
     text = "random weights of a known shape: small, llama-3.1-8b, …"
     (which or parser).add_argument("--shape", default="", required=required, help=text)
-    parser.add_argument("--layers", type=int, default=0, help="of the shape (default: all)")
+    _flags(parser, layers=(0, "of the shape (all)"))
     parser.add_argument("--quantise", default="", metavar="MODE", help="affine, mxfp4, …")
 
 
-def _counts(
-    parser: argparse.ArgumentParser, name: str, default: list[int], text: str, many: str = "+"
-) -> None:
-    shown = " ".join(map(str, default)) or "none"
-    parser.add_argument(name, type=int, nargs=many, default=default, help=f"{text} ({shown})")
+def _flags(parser: argparse.ArgumentParser, **flags: tuple[Any, str]) -> None:
+    """Adds a flag for each name: its default, whose type it has, and its text.
+
+    A list takes several values, of the type of the first, integers if it is empty.
+    """
+    for name, (default, text) in flags.items():
+        flag = f"--{name.replace('_', '-')}"
+        if default is False:
+            parser.add_argument(flag, action="store_true", help=text)
+        elif isinstance(default, list):
+            kind, shown = type([*default, 0][0]), " ".join(map(str, default)) or "none"
+            many = "+" if default else "*"
+            parser.add_argument(
+                flag, type=kind, nargs=many, default=default, help=f"{text} ({shown})"
+            )
+        else:
+            shown = f" ({default})" if default else ""
+            parser.add_argument(flag, type=type(default), default=default, help=text + shown)
 
 
 # ---- running -------------------------------------------------------------------------------------
@@ -185,19 +330,20 @@ def _counts(
 def run(options: argparse.Namespace) -> int:
     """Measure, print the tables, and save them if --out is given."""
     _check(options)
-    from mlxpool.bench.pools import restart_with_openblas
+    from mlxpool.bench.pools import interrupt_at_signals, restart_with_openblas
 
     restart_with_openblas(["-P", "-m", "mlxpool.cli.main", *sys.argv[1:]])
     private_temp.use()
     from mlxpool.bench import report as pages
     from mlxpool.bench.measurement import Figures
-    from mlxpool.bench.pools import interrupt_at_signals
 
+    module = MODULES.get(options.kind, options.kind.replace("-", "_"))
+    scenario = import_module(f"mlxpool.bench.{module}")
     interrupt_at_signals()
     lines: list[Measurement] = []
-    about, found = options.measure(options, _print_progress)
-    with closing(found):  # ends what it started, also when interrupted here
-        for line in found:
+    about = scenario.about(options)
+    with closing(scenario.measure(options, _print_progress)) as found:
+        for line in found:  # closing ends what it started, also when interrupted here
             lines.append(line)
             _print_progress(pages.short(line))
     figures = Figures(
@@ -211,8 +357,6 @@ def run(options: argparse.Namespace) -> int:
     )
     if options.out is not None:
         _save(figures, options.out)
-    if getattr(options, "picture", None) is not None:
-        _draw_load(figures, options.picture)
     print(json.dumps(figures.as_json()) if options.json else pages.markdown(figures), end="")
     return 0
 
@@ -255,17 +399,6 @@ def _save(figures: Figures, folder: Path) -> None:
             _print_progress(f"wrote {file}")
     except ImportError as error:
         _print_progress(str(error))
-
-
-def _draw_load(figures: Figures, file: Path) -> None:
-    from mlxpool.bench import charts
-
-    try:
-        charts.draw_load(figures, file)
-    except ImportError as error:
-        _print_progress(str(error))
-        return
-    _print_progress(f"wrote {file}")
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -1,184 +1,136 @@
-"""Measures streams through broker, worker and client, beside the engine alone and mlx_lm.server."""
+"""Streams through broker, worker and client: what do they take of the engine's tokens/s?
+
+Beside the engine alone, in this process, and `mlx_lm.server`; all get the same prompts. A note says
+how many streams had the engine's own tokens.
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
-import json
 import socket
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from operator import eq
 from pathlib import Path
-from typing import Any
 
-from mlxpool.bench import mlx_lm
-from mlxpool.bench.measurement import OURS, Measurement
-from mlxpool.bench.pools import START_TIMEOUT, serving, started
-from mlxpool.bench.traffic.swarm import MODEL, Arrivals, Job, RoundFigures, run, summarise, text_of
+from mlxpool.bench import mlx_lm, models
+from mlxpool.bench.load import closed_loop
+from mlxpool.bench.load.closed_loop import LoopFigures, counted
+from mlxpool.bench.load.measure import loaded
+from mlxpool.bench.load.targets import Target
+from mlxpool.bench.load.workload import Request, Workload, draw
+from mlxpool.bench.measurement import OURS, Measurement, Progress
+from mlxpool.bench.our_engine import OurEngine, decode, enter
+from mlxpool.bench.pools import MODEL, START_TIMEOUT, serving, started, temporary_run_dir, toml_of
+from mlxpool.common.options import Options
+from mlxpool.worker.scheduling.sequence import Sequence as EngineSequence
 
 ENGINE, SERVER = "engine alone", "mlx_lm.server"
 SPARE_CONTEXT = 64  # tokens beyond prompt and completion
 PREFIX_BYTES = 2**30  # bound of the prefix cache; two more models are on the device
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What is measured. `clients`: the maximum of processes that share the streams."""
-
-    streams: Sequence[int] = (1, 8)
-    prompt: int = 128
-    tokens: int = 128
-    clients: int = 4
-    rounds: int = 5
-    peers: bool = True
-    alone: bool = True  # measure the engine in this process as well
-
-
-def measure(
-    folder: Path, plan: Plan, run_dir: Path, progress: Callable[[str], None]
-) -> Iterator[Measurement]:
-    """Yields each measurement when it is complete."""
-    from mlxpool.bench.our_engine import OurEngine
-
-    progress("starting the pool")
-    with ExitStack() as stack:
-        stack.enter_context(pool(run_dir, folder, plan))
-        targets = {OURS: Job(str(run_dir), False, (), plan.prompt, plan.tokens)}
-        if plan.peers and mlx_lm.installed():
-            progress(f"starting {SERVER}")
-            address = stack.enter_context(_server(run_dir, folder, max(plan.streams)))
-            targets[SERVER] = Job(address, True, (), plan.prompt, plan.tokens)
-        engine = None
-        if plan.alone:
-            progress("loading the model here")
-            engine = OurEngine(folder)
-        numbers = iter(range(10**6))
-        for streams in plan.streams:
-            yield from _measurements(engine, targets, plan, streams, numbers, progress)
-
-
-def _measurements(
-    engine: Any,
-    targets: Mapping[str, Job],
-    plan: Plan,
-    streams: int,
-    numbers: Iterator[int],
-    progress: Callable[[str], None],
-) -> Iterator[Measurement]:
-    alone = [] if engine is None else [ENGINE]
-    found: dict[str, list[RoundFigures]] = {name: [] for name in (*targets, *alone)}
-    same, shown = 0, f"{streams} stream" if streams == 1 else f"{streams} streams"
-    for count in range(-1, plan.rounds):  # round -1 is the warm-up
-        own = [next(numbers) for _ in range(streams)]
-        which = f"round {count + 1}" if count >= 0 else "warming up"
-        for name, job in targets.items():
-            progress(f"{shown}, {which}: {name}")
-            arrivals = run(_with(job, own), min(plan.clients, streams))
-            if count >= 0:
-                found[name].append(summarise(arrivals))
-            if name == OURS:
-                through = arrivals
-        if engine is None:
-            continue
-        progress(f"{shown}, {which}: {ENGINE}")
-        its_own, ids = _alone(engine, own, plan)
-        if count >= 0:
-            found[ENGINE].append(its_own)
-            same += _same(through, ids, own, min(plan.clients, streams))
-    total = plan.rounds * streams
-    note = f"{shown}: {same:,} of {total:,} streams gave the engine's own tokens." if alone else ""
-    rates = {name: tuple(one.rate for one in rounds) for name, rounds in found.items()}
-    yield Measurement("end to end", shown, "tokens/s", rates, at=streams, note=note)
-    for what, share in (("first token, p50", 0.5), ("first token, p99", 0.99)):
-        yield _times(what, shown, streams, targets, found, lambda one: one.first, share)
-    if not all(one.gaps for name in targets for one in found[name]):
-        return  # all tokens came in one piece
-    for what, share in (("between tokens, p50", 0.5), ("between tokens, p99", 0.99)):
-        yield _times(what, shown, streams, targets, found, lambda one: one.gaps, share)
-
-
-def _times(
-    what: str,
-    shown: str,
-    streams: int,
-    targets: Mapping[str, Job],
-    found: Mapping[str, Sequence[RoundFigures]],
-    of: Callable[[RoundFigures], Sequence[float]],
-    share: float,
-) -> Measurement:
-    sides = {
-        name: tuple(1000 * quantile(of(one), share) for one in found[name]) for name in targets
-    }
-    return Measurement(what, shown, "ms", sides, at=streams, less_is_better=True)
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """The quantile `share` of the values."""
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
-
-
-def _with(job: Job, numbers: Sequence[int]) -> Job:
-    return Job(job.target, job.http, numbers, job.prompt, job.tokens)
-
-
-def _same(
-    through: Sequence[Arrivals], ids: Mapping[int, list[int]], own: Sequence[int], processes: int
-) -> int:
-    """How many streams have the engine's tokens. Arrivals are ordered by process."""
-    order = [number for which in range(processes) for number in own[which::processes]]
-    return sum(
-        list(stream.ids) == ids[number] for number, stream in zip(order, through, strict=True)
+def about(options: argparse.Namespace) -> str:
+    """The conditions in words."""
+    return (
+        f"{models.named(options)}, greedy, prompts of {options.prompt} bytes, {options.tokens}"
+        f" tokens each, at most {options.clients} clients, {options.rounds} rounds."
     )
 
 
-def _alone(
-    engine: Any, numbers: Sequence[int], plan: Plan
-) -> tuple[RoundFigures, dict[int, list[int]]]:
-    """The same requests in the engine alone, without queues, sockets or text."""
-    from mlxpool.bench.our_engine import decode, enter
-    from mlxpool.common.options import Options
-    from mlxpool.worker.scheduling.sequence import Sequence as EngineSequence
+def measure(options: argparse.Namespace, progress: Progress) -> Iterator[Measurement]:
+    """Yields each measurement when it is complete."""
+    with (
+        models.folder(options, progress) as folder,
+        temporary_run_dir() as at,
+        ExitStack() as stack,
+    ):
+        progress("starting the pool")
+        targets = {OURS: stack.enter_context(_pool(at, folder, options))}
+        if not options.no_peers and mlx_lm.installed():
+            progress(f"starting {SERVER}")
+            targets[SERVER] = stack.enter_context(_server(at, folder, max(options.streams)))
+        engine = None
+        if not options.no_engine:
+            progress("loading the model here")
+            engine = OurEngine(folder)
+        for streams in options.streams:
+            yield from _measurements(engine, targets, options, streams, progress)
 
-    batch = engine.engine(len(numbers), plan.prompt + plan.tokens + SPARE_CONTEXT)
+
+def _measurements(
+    engine: OurEngine | None,
+    targets: dict[str, Target],
+    options: argparse.Namespace,
+    streams: int,
+    progress: Progress,
+) -> Iterator[Measurement]:
+    work = closed_loop.workload(streams, options.prompt, options.tokens, text=True)
+    found: dict[str, list[LoopFigures]] = {name: [] for name in targets}
+    alone: list[LoopFigures] = []
+    same = 0
+    for number in range(options.rounds + 1):  # round 0 is the warm-up
+        seed, ids = f"{streams} {number}", list[Sequence[int]]()
+        for name, target in targets.items():
+            progress(f"{counted(streams)}, round {number} of {options.rounds}: {name}")
+            samples = closed_loop.run_streams(target, work, options.clients, seed)
+            found[name].append(closed_loop.summarise(samples))
+            if name == OURS:
+                ids = [sample.ids for sample in samples]
+        if engine is not None:
+            its_own, expected = _alone(engine, draw(work, 0.0, seed), options)
+            alone.append(its_own)
+            same += sum(map(eq, map(list, ids), expected)) if number else 0
+    found = {name: figures[1:] for name, figures in found.items()}
+    if engine is None:
+        yield closed_loop.rates(found, streams)
+    else:
+        total = options.rounds * streams
+        note = f"{counted(streams)}: {same:,} of {total:,} streams gave the engine's own tokens."
+        yield closed_loop.rates({**found, ENGINE: alone[1:]}, streams, note)
+    yield from closed_loop.times(found, streams)
+
+
+def _alone(
+    engine: OurEngine, requests: Sequence[Request], options: argparse.Namespace
+) -> tuple[LoopFigures, list[list[int]]]:
+    """The same requests in the engine alone, without queues, sockets or text; with its tokens."""
+    batch = engine.engine(len(requests), options.prompt + options.tokens + SPARE_CONTEXT)
     greedy = Options.parse({"temperature": 0, "ignore_eos": True})
-    sequences = []
-    for number in numbers:
-        ids = tuple(engine.text.encode(text_of(number, plan.prompt)))
-        sequences.append(EngineSequence(b"", 0, ids, greedy, number, plan.tokens))
-        enter(batch, sequences[-1])
+    rows = []
+    for number, request in enumerate(requests):
+        ids = tuple(engine.text.encode(str(request.prompt)))
+        rows.append(EngineSequence(b"", 0, ids, greedy, number, options.tokens))
+        enter(batch, rows[-1])
     started, took = time.perf_counter(), list[float]()
-    for _ in range(plan.tokens):
-        decode(batch, sequences)
+    for _ in range(options.tokens):
+        decode(batch, rows)
         took.append(time.perf_counter())
-    for sequence in sequences:
-        batch.release(sequence)
-    rate = len(sequences) * (plan.tokens - 1) / (took[-1] - took[0])
-    ids_of = {
-        number: list(sequence.ids) for number, sequence in zip(numbers, sequences, strict=True)
-    }
-    return RoundFigures(rate, [took[0] - started], []), ids_of
+    for row in rows:
+        batch.release(row)
+    rate = len(rows) * (options.tokens - 1) / (took[-1] - took[0])
+    return LoopFigures(rate, [took[0] - started]), [list(row.ids) for row in rows]
 
 
 # ---- processes -----------------------------------------------------------------------------------
 
 
 @contextmanager
-def pool(run_dir: Path, folder: Path, plan: Plan) -> Iterator[None]:
-    """Run a broker with the model of swarm.py meanwhile; entered when it is loaded."""
-    from mlxpool.client import Client
-
-    settings = (
-        f"[models.{MODEL}]\npath = {json.dumps(str(folder))}\nsequences = {max(plan.streams)}\n"
-        f'context = {plan.prompt + plan.tokens + SPARE_CONTEXT}\nkeep_alive = "-1"\n'
-        f"prefix_bytes = {PREFIX_BYTES}\n"
-    )
-    with serving(run_dir, settings):
-        with Client(run_dir) as client:
-            client.generate(MODEL, "a", max_tokens=1)
-        yield
+def _pool(at: Path, folder: Path, options: argparse.Namespace) -> Iterator[Target]:
+    """Run a broker with the model meanwhile; entered when it is loaded."""
+    model = {
+        "path": str(folder),
+        "sequences": max(options.streams),
+        "context": options.prompt + options.tokens + SPARE_CONTEXT,
+        "keep_alive": "-1",
+        "prefix_bytes": PREFIX_BYTES,
+    }
+    with serving(at, toml_of(model)):
+        yield loaded(at, MODEL, ignore_eos=True)
 
 
 def _held_port() -> socket.socket:
@@ -190,22 +142,29 @@ def _held_port() -> socket.socket:
 
 
 @contextmanager
-def _server(run_dir: Path, folder: Path, streams: int) -> Iterator[str]:
-    """Run mlx_lm.server on loopback meanwhile; yields its HOST:PORT."""
+def _server(at: Path, folder: Path, streams: int) -> Iterator[Target]:
+    """Run mlx_lm.server on loopback meanwhile."""
     command = [sys.executable, "-P", "-m", "mlx_lm", "server", "--model", str(folder)]
     command += ["--host", "127.0.0.1", "--decode-concurrency", str(streams)]
+    log = at / "server.log"
     with ExitStack() as stack:
-        held = stack.enter_context(_held_port())
-        port = held.getsockname()[1]
-        address = f"127.0.0.1:{port}"
+        port = stack.enter_context(_held_port()).getsockname()[1]
         command += ["--port", str(port), "--log-level", "ERROR"]
-        process = stack.enter_context(started(command, run_dir / "server.log"))
+        process = stack.enter_context(started(command, log))
+        url = f"http://127.0.0.1:{port}/v1"
+        target = Target("default_model", url=url, ignore_eos=False, connect_first=True)
         end = time.monotonic() + START_TIMEOUT
         while time.monotonic() < end and process.poll() is None:
             with contextlib.suppress(OSError):
-                urllib.request.urlopen(f"http://{address}/v1/models", timeout=5).close()
-                run(Job(address, True, [0], 8, 4), 1)  # loads the model
-                yield address
+                urllib.request.urlopen(f"{url}/models", timeout=5).close()
+                _load(target)
+                yield target
                 return
             time.sleep(0.2)
-        raise SystemExit(f"{SERVER} did not start:\n{(run_dir / 'server.log').read_text()[-2000:]}")
+        raise SystemExit(f"{SERVER} did not start:\n{log.read_text()[-2000:]}")
+
+
+def _load(target: Target) -> None:
+    """Have the server load its model."""
+    work: Workload = closed_loop.workload(1, 8, 4, text=True)
+    closed_loop.run_streams(target, work, 1, "first")

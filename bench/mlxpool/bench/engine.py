@@ -1,19 +1,26 @@
-"""Measures the engine beside mlx-lm: decode, prefill, sampling, a second turn, memory bandwidth."""
+"""The engine in one process: how many tokens/s has it in decode and prefill, beside mlx-lm?
+
+Also sampling, a second turn, and the share of what the memory's rate allows; or beside the engine
+of another checkout (`--beside`).
+"""
 
 from __future__ import annotations
 
+import argparse
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from mlxpool.bench.measurement import OURS, Measurement, in_turn
+import mlx.core as mx
 
-if TYPE_CHECKING:
-    from mlxpool.bench.our_engine import Burst, OurEngine
+from mlxpool.bench import engine_process, mlx_lm, models
+from mlxpool.bench.load.closed_loop import counted
+from mlxpool.bench.measurement import OURS, Measurement, Progress, in_turn
+from mlxpool.bench.our_engine import GREEDY, Burst, OurEngine, burst
+from mlxpool.worker.kernels import device
 
 SAMPLINGS: Mapping[str, Mapping[str, Any]] = {
     "top_k": {"temperature": 0.8, "top_k": 40, "top_p": 0.9},
@@ -21,93 +28,101 @@ SAMPLINGS: Mapping[str, Mapping[str, Any]] = {
 }
 COPY_BYTES = 1024**3  # of the array whose copy measures the memory bandwidth
 WARMUP_STEPS = 8  # not counted
+OTHER = "the other checkout"
 SPARE_TOKENS = 16  # of a row's context that are still free after all steps
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What is measured; all lengths are in tokens.
-
-    `prompts`: the lengths of the rows' prompts, used in rotation. `as_installed`: the peer is
-    mlx_lm.AsInstalled. `memory_rate`: bytes/s of this machine's memory, 0 where it is not given.
-    """
-
-    streams: Sequence[int] = (1, 8)
-    prompts: Sequence[int] = (128,)
-    prefill: Sequence[int] = ()
-    turn: int = 0
-    sampled: Sequence[str] = ()
-    rounds: int = 5
-    steps: int = 24
-    peers: bool = True
-    deterministic: bool = False
-    as_installed: bool = False
-    memory_rate: float = 0.0
+def about(options: argparse.Namespace) -> str:
+    """The conditions in words."""
+    how = "deterministic, " if options.deterministic else ""
+    if options.beside:
+        how = f"beside the checkout {options.beside.name}, "
+    rounds = f"rounds: {options.rounds} of {options.steps} steps"
+    return f"{models.named(options)}, {how}greedy, {rounds}."
 
 
-def measure(folder: Path, plan: Plan, progress: Callable[[str], None]) -> Iterator[Measurement]:
-    """Yields each measurement when it is complete. `progress` is called with what comes next."""
-    from mlxpool.bench.our_engine import OurEngine
+def measure(options: argparse.Namespace, progress: Progress) -> Iterator[Measurement]:
+    """Yields each measurement when it is complete."""
+    with models.folder(options, progress) as folder:
+        if options.beside:
+            yield from _beside(folder, options, progress)
+        else:
+            yield from _of_engine(folder, options, progress)
 
+
+def _of_engine(
+    folder: Path, options: argparse.Namespace, progress: Progress
+) -> Iterator[Measurement]:
     progress("loading the model")
-    ours = OurEngine(folder, deterministic=plan.deterministic, spare=_tokens(plan))
-    peers = _peers(folder, plan)
-    progress("copying memory")
-    bandwidth = _copy_bandwidth(plan.rounds)
-    for streams in plan.streams:
+    ours = OurEngine(folder, deterministic=options.deterministic, spare=_tokens(options))
+    peers = _peers(folder, options)
+    for streams in options.streams:
         progress(f"decode, {counted(streams)}")
-        line = _decode(ours, peers, plan, streams)
+        lengths = lengths_of(streams, options.prompt)
+        line = _decode([ours, *peers], options, streams)
         yield line
-        if plan.memory_rate:
-            lengths = lengths_of(streams, plan.prompts)
-            yield _share_of_bound(line, ours.step_bytes(lengths), streams, plan.memory_rate)
+        if options.memory_rate:
+            rate = 1e9 * options.memory_rate
+            yield _share_of_bound(line, ours.step_bytes(lengths), streams, rate)
         if streams == 1:
-            yield _reading(line, ours.weight_bytes, bandwidth)
-    for name in plan.sampled:
-        for streams in plan.streams:
+            progress("copying memory")
+            yield _reading(line, ours.weight_bytes, _copy_bandwidth(options.rounds))
+    for name in options.sampled:
+        for streams in options.streams:
             progress(f"{name}, {counted(streams)}")
-            yield _sampled(ours, plan, name, streams)
-    for tokens in plan.prefill:
+            yield _sampled(ours, options, name, streams)
+    for tokens in options.prefill:
         progress(f"prefill of {tokens:,} tokens")
-        yield _prefill(ours, peers, plan, tokens)
-    if plan.turn:
-        progress(f"the second turn of {plan.turn:,} tokens")
-        yield _turn(ours, plan)
+        yield _prefill([ours, *peers], options, tokens)
+    if options.turn:
+        progress(f"the second turn of {options.turn:,} tokens")
+        yield _turn(ours, options)
+
+
+def _beside(folder: Path, options: argparse.Namespace, progress: Progress) -> Iterator[Measurement]:
+    """This checkout and another one, each in a process of its own; on a CPU by processor time."""
+    checkouts = {OURS: engine_process.HERE, OTHER: options.beside.resolve()}
+    sides = [
+        engine_process.of_checkout(name, checkout, folder, processor=not device.on_gpu())
+        for name, checkout in checkouts.items()
+    ]
+    for streams in options.streams:
+        progress(f"decode, {counted(streams)}")
+        yield _decode(sides, options, streams)
+    for name in options.sampled:
+        for streams in options.streams:
+            progress(f"{name}, {counted(streams)}")
+            yield _decode(sides, options, streams, SAMPLINGS[name])
+    for tokens in options.prefill:
+        progress(f"prefill of {tokens:,} tokens")
+        yield _prefill(sides, options, tokens)
 
 
 class Peer(Protocol):
     """An engine that is measured beside ours, in one or more ways, each with a name."""
 
     def decodes(self, lengths: Sequence[int]) -> Mapping[str, Burst]:
-        """Decode steps: a token for each row."""
+        """Decode steps: a token for each row, behind prompts of these lengths."""
 
     def prefills(self, tokens: int) -> Mapping[str, Burst]:
         """Prefills: a prompt up to its first token."""
 
 
-def _peers(folder: Path, plan: Plan) -> list[Peer]:
+def _peers(folder: Path, options: argparse.Namespace) -> list[Peer]:
     """mlx-lm; with `deterministic`, our engine without it."""
-    from mlxpool.bench import mlx_lm
-    from mlxpool.bench.our_engine import NotDeterministic
-    from mlxpool.worker.kernels import device
-
-    if plan.deterministic:
-        return [NotDeterministic(folder)]
-    if not plan.peers or not mlx_lm.installed():
+    if options.deterministic:
+        return [OurEngine(folder, name="not deterministic")]
+    if options.no_peers or not mlx_lm.installed():
         return []
-    if plan.as_installed:
-        return [mlx_lm.AsInstalled(folder)]
-    return [mlx_lm.MlxLmProcess(folder) if device.on_gpu() else mlx_lm.MlxLm(folder)]
+    if options.as_installed or device.on_gpu():
+        return [mlx_lm.in_process(folder, as_installed=options.as_installed)]
+    return [mlx_lm.MlxLm(folder)]
 
 
-def counted(streams: int) -> str:
-    """The count in the words of the tables."""
-    return f"{streams} stream" if streams == 1 else f"{streams} streams"
-
-
-def _tokens(plan: Plan) -> int:
+def _tokens(options: argparse.Namespace) -> int:
     """The tokens that a row decodes at most, and some more."""
-    return WARMUP_STEPS + plan.steps * (plan.rounds + 2) + SPARE_TOKENS
+    steps: int = options.steps * (options.rounds + 2)
+    return WARMUP_STEPS + steps + SPARE_TOKENS
 
 
 def lengths_of(streams: int, prompts: Sequence[int]) -> list[int]:
@@ -115,70 +130,75 @@ def lengths_of(streams: int, prompts: Sequence[int]) -> list[int]:
     return list(islice(cycle(prompts), streams))
 
 
-def _decode(ours: OurEngine, peers: Sequence[Peer], plan: Plan, streams: int) -> Measurement:
-    from mlxpool.bench.our_engine import burst
-
-    lengths = lengths_of(streams, plan.prompts)
-    bursts: dict[str, Burst] = {OURS: partial(burst, ours.steps(lengths))}
-    _free_memory()  # a peer in a process of its own needs the memory that our prefill used
-    for peer in peers:
-        bursts |= peer.decodes(lengths)
-    found = _rates(bursts, plan, streams)
+def _decode(
+    sides: Sequence[Any],
+    options: argparse.Namespace,
+    streams: int,
+    sampling: Mapping[str, Any] | None = None,
+) -> Measurement:
+    """Decode steps of each side; `sampling`: of sides that take options."""
+    lengths = lengths_of(streams, options.prompt)
+    given = () if sampling is None else (sampling,)
+    bursts: dict[str, Burst] = {}
+    for side in sides:
+        bursts |= side.decodes(lengths, *given)
+        _free_memory()  # another one in a process of its own needs what a prefill here used
+    found = _rates(bursts, options.rounds, options.steps, streams)
     del bursts
     _free_memory()
-    shown = " and ".join(f"{n:,}" for n in plan.prompts)
-    return Measurement(
-        f"decode, prompts of {shown}", counted(streams), "tokens/s", found, at=streams
-    )
+    shown = " and ".join(f"{n:,}" for n in options.prompt)
+    group = f"decode, prompts of {shown}" if sampling is None else _named(sampling)
+    return Measurement(group, counted(streams), "tokens/s", found, at=streams)
 
 
-def _rates(bursts: Mapping[str, Burst], plan: Plan, tokens: int) -> dict[str, tuple[float, ...]]:
+def _named(sampling: Mapping[str, Any]) -> str:
+    return "sampled: " + ", ".join(f"{key} {value}" for key, value in sampling.items())
+
+
+def _rates(
+    bursts: Mapping[str, Burst], rounds: int, steps: int, tokens: int
+) -> dict[str, tuple[float, ...]]:
     """Tokens/s of each contestant in each round; a step gives `tokens` tokens."""
     for work in bursts.values():
-        work(min(WARMUP_STEPS, plan.steps))
-    contestants = {name: partial(_rate, work, plan.steps, tokens) for name, work in bursts.items()}
-    return in_turn(contestants, plan.rounds)
+        work(min(WARMUP_STEPS, steps))
+    contestants = {name: partial(_rate, work, steps, tokens) for name, work in bursts.items()}
+    return in_turn(contestants, rounds)
 
 
 def _rate(work: Burst, steps: int, tokens: int) -> float:
     return tokens / work(steps)
 
 
-def _sampled(ours: OurEngine, plan: Plan, name: str, streams: int) -> Measurement:
+def _sampled(ours: OurEngine, options: argparse.Namespace, name: str, streams: int) -> Measurement:
     """Decode with this sampling, beside our greedy decode."""
-    from mlxpool.bench.our_engine import burst
-
-    lengths = lengths_of(streams, plan.prompts)
-    bursts: dict[str, Burst] = {
-        OURS: partial(burst, ours.steps(lengths, SAMPLINGS[name])),
-        "greedy": partial(burst, ours.steps(lengths)),
-    }
-    found = _rates(bursts, plan, streams)
-    del bursts
+    lengths = lengths_of(streams, options.prompt)
+    sampled, greedy = (ours.decodes(lengths, given)[OURS] for given in (SAMPLINGS[name], GREEDY))
+    bursts = {OURS: sampled, "greedy": greedy}
+    found = _rates(bursts, options.rounds, options.steps, streams)
+    del bursts, sampled, greedy
     _free_memory()
-    shown = ", ".join(f"{key} {value}" for key, value in SAMPLINGS[name].items())
-    return Measurement(f"sampled: {shown}", counted(streams), "tokens/s", found, at=streams)
+    return Measurement(_named(SAMPLINGS[name]), counted(streams), "tokens/s", found, at=streams)
 
 
-def _prefill(ours: OurEngine, peers: Sequence[Peer], plan: Plan, tokens: int) -> Measurement:
-    from mlxpool.bench.our_engine import burst
-
-    bursts: dict[str, Burst] = {OURS: partial(burst, ours.prefill(tokens))}
-    for peer in peers:
-        bursts |= peer.prefills(tokens)
-    found = _rates(bursts, replace(plan, steps=1), tokens)
+def _prefill(sides: Sequence[Peer], options: argparse.Namespace, tokens: int) -> Measurement:
+    bursts: dict[str, Burst] = {}
+    for side in sides:
+        bursts |= side.prefills(tokens)
+    found = _rates(bursts, options.rounds, 1, tokens)
     del bursts
     _free_memory()
     return Measurement("prefill", f"{tokens:,} tokens", "tokens/s", found, at=tokens)
 
 
-def _turn(ours: OurEngine, plan: Plan) -> Measurement:
-    once = ours.turn(plan.turn)
+def _turn(ours: OurEngine, options: argparse.Namespace) -> Measurement:
+    once = ours.turn(options.turn)
     once()
-    pairs = [once() for _ in range(plan.rounds)]
+    pairs = [once() for _ in range(options.rounds)]
     sides = {OURS: tuple(warm for _, warm in pairs), "cold": tuple(cold for cold, _ in pairs)}
-    name = f"next turn of {plan.turn:,} tokens"
-    return Measurement("first token", name, "s", sides, at=plan.turn, less_is_better=True, digits=4)
+    name = f"next turn of {options.turn:,} tokens"
+    return Measurement(
+        "first token", name, "s", sides, at=options.turn, less_is_better=True, digits=4
+    )
 
 
 def _reading(line: Measurement, weight_bytes: int, bandwidth: tuple[float, ...]) -> Measurement:
@@ -213,10 +233,6 @@ def _share_of_bound(
 
 def _copy_bandwidth(rounds: int) -> tuple[float, ...]:
     """GB/s of copies; bytes read and bytes written both count."""
-    import mlx.core as mx
-
-    from mlxpool.bench.our_engine import burst
-
     source = mx.zeros((COPY_BYTES // 4,), dtype=mx.float32)
     mx.eval(source)
 
@@ -228,7 +244,5 @@ def _copy_bandwidth(rounds: int) -> tuple[float, ...]:
 
 
 def _free_memory() -> None:
-    import mlx.core as mx
-
     gc.collect()
     mx.clear_cache()

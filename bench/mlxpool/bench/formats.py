@@ -1,9 +1,28 @@
-"""A format whose answers go on for as long as a measurement takes."""
+"""Formats: what do rows with a format cost a batch, and its other rows?
+
+Batches run in turn on one engine in this process: no row has a format, all have one, one has one.
+Prompts are short and read before the time is taken.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import argparse
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
+
+from mlxpool.bench import models
+from mlxpool.bench.batches import Batch
+from mlxpool.bench.measurement import OURS, Measurement, Progress, in_turn
+from mlxpool.common.options import Options
+from mlxpool.worker.constraints.compiler import Compiler
+from mlxpool.worker.constraints.vocabulary import load_vocabulary
+from mlxpool.worker.engine.model_engine import ModelEngine
+from mlxpool.worker.prompt.tokenizer import ChatTokenizer
+from mlxpool.worker.weights.inspect import inspect
+from mlxpool.worker.weights.load import load
 
 # An answer that does not end within the measurement, of the kinds of values that answers have.
 RECORDS: Mapping[str, Any] = {
@@ -22,3 +41,74 @@ RECORDS: Mapping[str, Any] = {
     },
 }
 FORMAT = {"type": "json_schema", "schema": RECORDS}
+PROMPT = "import json\n\n\ndef load(path):\n    "
+CONTEXT = 4096  # tokens, at most
+NONE, ALL, ONE = "no row", "all rows", "one row"  # that have a format
+
+
+class Bench:
+    """An engine with a model, and the grammars of its vocabulary."""
+
+    def __init__(self, path: Path, rows: int, clock: Callable[[], float]) -> None:
+        """`clock` gives seconds: of the wall, or of this process on its processors."""
+        self._clock = clock
+        folder = inspect(path)
+        self._text = ChatTokenizer.from_folder(folder)
+        size = folder.plan.vocab_size
+        self._engine = ModelEngine(
+            load(folder), self._text, prefix="off", max_sequences=rows, context=CONTEXT
+        )
+        self._engine.warm_up(lambda: None)
+        pieces = self._text.table(size).pieces
+        vocabulary = partial(load_vocabulary, self._text.source, pieces, folder.eos_ids)
+        self._compiler = Compiler(vocabulary, "", folder.eos_ids, size)
+        self._compiler.load()
+
+    def tokens_per_second(self, rows: int, tokens: int, kind: str) -> float:
+        """Tokens/s of a batch while all its rows decode; of ONE, of the rows without a format."""
+        batch, prompt = Batch(self._engine), self._text.encode(PROMPT)
+        for number in range(rows):
+            if kind == ALL or (kind == ONE and number == 0):
+                options = Options.parse({"format": FORMAT, "seed": number})
+                most = tokens * (2 if kind == ONE else 1)  # the others end first
+                batch.add(prompt, options, most + 2, self._compiler.constraint(FORMAT))
+            else:
+                options = Options.parse({"ignore_eos": True, "seed": number})
+                batch.add(prompt, options, tokens + 2)
+        counted = batch.rows[1:] if kind == ONE else batch.rows
+        batch.read_prompts()
+        before, began = sum(len(row.ids) for row in counted), self._clock()
+        while batch.running == rows:
+            batch.step()
+        seconds = self._clock() - began
+        drawn = sum(len(row.ids) for row in counted) - before
+        batch.end()
+        return drawn / seconds * rows / len(counted)
+
+
+def about(options: argparse.Namespace) -> str:
+    """The conditions in words."""
+    of = "processor time" if options.processor else "the clock"
+    return (
+        f"{models.named(options)}; {options.tokens} tokens of each row by {of}, {options.rounds}"
+        " rounds. With one row that has a format the figures are those of the others."
+    )
+
+
+def measure(options: argparse.Namespace, progress: Progress) -> Iterator[Measurement]:
+    """Yields the tokens/s of each number of rows. Raises ValueError for a batch of one row."""
+    if min(options.rows) < 2:
+        raise ValueError(f"--rows {min(options.rows)} must be at least 2")
+    clock = time.process_time if options.processor else time.perf_counter
+    with models.folder(options, progress) as folder:
+        progress("loading the model")
+        bench = Bench(folder, max(options.rows), clock)
+        for rows in options.rows:
+            progress(f"{rows} rows")
+            once = partial(bench.tokens_per_second, rows, options.tokens)
+            kinds = {kind: partial(once, kind) for kind in (NONE, ALL, ONE)}
+            found = in_turn(kinds, options.rounds + 1)  # the first round is not counted
+            for kind in (ALL, ONE):
+                sides = {OURS: found[kind][1:], NONE: found[NONE][1:]}
+                name = f"{rows} rows"
+                yield Measurement(f"a format: {kind}", name, "tokens/s", sides, at=rows)

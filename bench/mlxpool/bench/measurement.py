@@ -6,12 +6,14 @@ one run. A ratio is that of one round; above 1 is always better.
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, TypeAlias
 
 OURS = "mlxpool"
+Progress: TypeAlias = Callable[[str], None]  # prints what comes next
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,3 +93,22 @@ def in_turn(
         for name in names[number % len(names) :] + names[: number % len(names)]:
             found[name].append(contestants[name]())
     return {name: tuple(values) for name, values in found.items()}
+
+
+def merged(runs: Mapping[str, Sequence[Measurement]]) -> Iterator[Measurement]:
+    """Yields the lines of runs that measured the same, with the sides of all runs."""
+    found: dict[tuple[str, str], Measurement] = {}
+    for line in (line for lines in runs.values() for line in lines):
+        known = found.setdefault((line.group, line.name), line)
+        note = "\n\n".join(dict.fromkeys(filter(None, (known.note, line.note))))
+        sides = {**known.sides, **line.sides}
+        found[line.group, line.name] = replace(known, sides=sides, note=note)
+    yield from found.values()
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Returns a percentile, interpolated linearly between the two nearest values."""
+    ordered = sorted(values)
+    at = (len(ordered) - 1) * percent / 100
+    below, above = ordered[math.floor(at)], ordered[math.ceil(at)]
+    return below + (above - below) * (at - math.floor(at))

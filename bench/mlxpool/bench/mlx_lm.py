@@ -1,26 +1,25 @@
 """mlx-lm, used as its own server uses it: the peer of the engine.
 
-It runs in this process with its BLAS, or in one of its own (`MlxLmProcess`, `AsInstalled`):
+It runs in this process with its BLAS, or in one of its own, see `in_process`:
 
-    python -m mlxpool.bench.mlx_lm FOLDER   # in: a job as JSON a line; out: mean seconds a line
+    python -m mlxpool.bench.mlx_lm FOLDER   # answers as step_server does
 """
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import mlx.core as mx
 
+from mlxpool.bench.engine_process import EngineProcess
 from mlxpool.bench.our_engine import UNLIMITED_TOKENS, Burst, burst, prompt
+from mlxpool.bench.step_server import Step, private_output, serve
 
 NAME = "mlx-lm"
 
@@ -50,13 +49,29 @@ class MlxLm:
 
     def decodes(self, lengths: Sequence[int]) -> Mapping[str, Burst]:
         """See engine.Peer; for one row with both of mlx-lm's interfaces."""
+        return {f"{NAME} {way}": partial(burst, step) for way, step in self.steps(lengths).items()}
+
+    def prefills(self, tokens: int) -> Mapping[str, Burst]:
+        """See engine.Peer."""
+        return {f"{NAME} generate_step": partial(burst, self.prefill(tokens))}
+
+    def steps(self, lengths: Sequence[int]) -> Mapping[str, Step]:
+        """Decode steps of rows with prompts of these lengths, by the name of the interface."""
         prompts = [prompt(n, self._vocabulary, number) for number, n in enumerate(lengths)]
         found = {"BatchGenerator": self._batch(prompts)}
         if len(prompts) == 1:
             found["generate_step"] = self._single(prompts[0])
-        return {f"{NAME} {way}": partial(burst, step) for way, step in found.items()}
+        return found
 
-    def _batch(self, prompts: list[list[int]]) -> Callable[[], object]:
+    def prefill(self, tokens: int) -> Step:
+        """A prefill up to the first token."""
+        from mlx_lm.generate import generate_step
+
+        ids = mx.array(prompt(tokens, self._vocabulary))
+        once = partial(generate_step, ids, self._model, max_tokens=1)
+        return lambda: next(iter(once()))
+
+    def _batch(self, prompts: list[list[int]]) -> Step:
         from mlx_lm.generate import BatchGenerator
 
         batch: Any = BatchGenerator(
@@ -67,86 +82,36 @@ class MlxLm:
             pass
         return partial(batch.next)
 
-    def _single(self, ids: list[int]) -> Callable[[], object]:
+    def _single(self, ids: list[int]) -> Step:
         from mlx_lm.generate import generate_step
 
         tokens: Any = generate_step(mx.array(ids), self._model, max_tokens=UNLIMITED_TOKENS)
         next(tokens)
         return partial(next, tokens)
 
-    def prefills(self, tokens: int) -> Mapping[str, Burst]:
-        """See engine.Peer."""
-        from mlx_lm.generate import generate_step
 
-        ids = mx.array(prompt(tokens, self._vocabulary))
-        once = partial(generate_step, ids, self._model, max_tokens=1)
-        return {f"{NAME} generate_step": partial(burst, lambda: next(iter(once())))}
+def in_process(folder: Path, *, as_installed: bool = False) -> EngineProcess:
+    """mlx-lm in a process of its own, so that neither side shares graphs and buffers.
 
-
-class MlxLmProcess:
-    """mlx-lm in a process of its own, so that neither side shares graphs and buffers."""
-
-    NAME: ClassVar[str] = NAME
-
-    def __init__(self, folder: Path) -> None:
-        self._child = subprocess.Popen(
-            [sys.executable, "-P", "-m", "mlxpool.bench.mlx_lm", str(folder)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=self.environment(),
-        )
-        weakref.finalize(self, _end, self._child)
-
-    def environment(self) -> dict[str, str]:
-        return dict(os.environ)
-
-    def decodes(self, lengths: Sequence[int]) -> Mapping[str, Burst]:
-        """See engine.Peer."""
-        return {self.NAME: partial(self._burst, {"decode": list(lengths)})}
-
-    def prefills(self, tokens: int) -> Mapping[str, Burst]:
-        """See engine.Peer."""
-        return {self.NAME: partial(self._burst, {"prefill": tokens})}
-
-    def _burst(self, job: Mapping[str, Any], steps: int) -> float:
-        assert self._child.stdin is not None and self._child.stdout is not None
-        print(json.dumps({**job, "steps": steps}), file=self._child.stdin, flush=True)
-        answer = self._child.stdout.readline()
-        if not answer:
-            raise SystemExit(f"{self.NAME} ended by itself; see above")
-        return float(answer)
-
-
-class AsInstalled(MlxLmProcess):
-    """Without preloaded OpenBLAS, in the dtype of the files."""
-
-    NAME = f"{NAME} as installed"
-
-    def environment(self) -> dict[str, str]:
-        return {key: value for key, value in super().environment().items() if key != "LD_PRELOAD"}
-
-
-def _end(child: subprocess.Popen[str]) -> None:
-    child.kill()
-    child.communicate()
+    `as_installed`: without preloaded OpenBLAS.
+    """
+    left_out = "LD_PRELOAD" if as_installed else ""
+    environment = {key: value for key, value in os.environ.items() if key != left_out}
+    name = f"{NAME} as installed" if as_installed else NAME
+    command = [sys.executable, "-P", "-m", "mlxpool.bench.mlx_lm", str(folder)]
+    return EngineProcess(name, command, environment)
 
 
 def main() -> None:
-    """The child process of MlxLmProcess. A job that repeats continues its sequences.
-
-    With more than one interface the faster one counts.
-    """
+    """The process of `in_process`, in the dtype of the files."""
     model = MlxLm(Path(sys.argv[1]), as_stored=True)
-    begun: dict[str, Sequence[Burst]] = {}
-    for line in sys.stdin:
-        job = json.loads(line)
-        steps = job.pop("steps")
-        name = json.dumps(job)
-        if name not in begun:
-            ways = model.decodes(job["decode"]) if "decode" in job else None
-            begun = {name: list((ways or model.prefills(job["prefill"])).values())}
-        print(min(work(steps) for work in begun[name]), flush=True)
+
+    def begin(job: Mapping[str, Any]) -> Sequence[Step]:
+        if "prefill" in job:
+            return [model.prefill(job["prefill"])]
+        return [*model.steps(job["decode"]).values()]
+
+    serve(begin, private_output())
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxpool.bench import bytes_bound
+from mlxpool.bench.measurement import OURS
 from mlxpool.common.options import Options
 from mlxpool.worker.attention.row_shape import RowShape
 from mlxpool.worker.caches.stored import AUTO
@@ -45,9 +46,11 @@ def prompt(tokens: int, vocabulary: int, seed: int = 0) -> list[int]:
 class OurEngine:
     """A loaded model; every measurement gets an engine of its own."""
 
-    def __init__(self, folder: Path, *, deterministic: bool = False, spare: int = SPARE) -> None:
-        """`spare`: tokens of a running row's context beyond its prompt."""
-        self._spare = spare
+    def __init__(
+        self, folder: Path, *, deterministic: bool = False, spare: int = SPARE, name: str = OURS
+    ) -> None:
+        """`spare`: tokens of a running row's context beyond its prompt. `name`: in tables."""
+        self._name, self._spare = name, spare
         found = inspect(folder)
         limit, float32 = device.memory_limit(0), not device.on_gpu()
         opened = dequantises_at_load(found, limit=limit, float32=float32)
@@ -116,6 +119,16 @@ class OurEngine:
 
         return once
 
+    def decodes(
+        self, lengths: Sequence[int], options: Mapping[str, Any] = GREEDY
+    ) -> Mapping[str, Burst]:
+        """See engine.Peer."""
+        return {self._name: partial(burst, self.steps(lengths, options))}
+
+    def prefills(self, tokens: int) -> Mapping[str, Burst]:
+        """See engine.Peer."""
+        return {self._name: partial(burst, self.prefill(tokens))}
+
     def turn(self, tokens: int, said: int = 32) -> Callable[[], tuple[float, float]]:
         """A function whose call measures a conversation of `tokens` tokens.
 
@@ -144,20 +157,6 @@ class OurEngine:
         admit(engine, sequence)
         decode(engine, [sequence])
         return sequence
-
-
-class NotDeterministic(OurEngine):
-    """Our engine without `deterministic`, as a peer."""
-
-    NAME = "not deterministic"
-
-    def decodes(self, lengths: Sequence[int]) -> Mapping[str, Burst]:
-        """See engine.Peer."""
-        return {self.NAME: partial(burst, self.steps(lengths))}
-
-    def prefills(self, tokens: int) -> Mapping[str, Burst]:
-        """See engine.Peer."""
-        return {self.NAME: partial(burst, self.prefill(tokens))}
 
 
 def admit(engine: Engine, sequence: EngineSequence) -> None:

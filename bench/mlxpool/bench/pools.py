@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from mlxpool.broker.processes.blas import preload
+from mlxpool.common.transport import question, sockets
 
+MODEL = "bench"  # the name of the model in pools of measurements
 START_TIMEOUT = 600.0  # seconds
 RESTARTED = "MLXPOOL_BENCH"  # environment variable that is set after the restart with OpenBLAS
 
@@ -71,6 +76,23 @@ def _wait_until_it_answers(process: subprocess.Popen[bytes], run_dir: Path, log:
         client.models()
 
 
+def toml_of(model: Mapping[str, Any], pool: Mapping[str, Any] | None = None) -> str:
+    """The TOML of a pool with one model, MODEL."""
+    sections = {"pool": pool or {}, f"models.{MODEL}": model}
+    lines = [
+        "\n".join([f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in given.items())])
+        for name, given in sections.items()
+    ]
+    return "\n".join([*lines, ""])
+
+
+@contextmanager
+def temporary_run_dir() -> Iterator[Path]:
+    """A temporary folder with a short path, since socket paths have a length limit."""
+    with tempfile.TemporaryDirectory(prefix="mlxpool-") as made:
+        yield Path(made)
+
+
 @contextmanager
 def serving(
     run_dir: Path, settings: str, environment: Mapping[str, str] | None = None
@@ -88,3 +110,24 @@ def serving(
     with started([*command, "--config", str(file)], log, environment) as process:
         _wait_until_it_answers(process, run_dir, log)
         yield process
+
+
+def workers(run_dir: Path) -> list[dict[str, Any]]:
+    """The workers of a pool, as `mlxpool ps` has them; none where the broker does not answer."""
+    answer = question.ask(sockets.ipc(run_dir, "admin"), None, "ps", {}) or {}
+    return [dict(worker) for worker in answer.get("workers", ())]
+
+
+def ready_workers(run_dir: Path, count: int) -> list[dict[str, Any]]:
+    """The workers of a pool when `count` are ready. Raises RuntimeError where one does not come."""
+    end = time.monotonic() + START_TIMEOUT
+    while time.monotonic() < end:
+        every = workers(run_dir)
+        for worker in every:
+            if worker["restarts"]:
+                raise RuntimeError(f"a worker ended: {worker['last_exit']}")
+        ready = [worker for worker in every if worker["state"] == "ready"]
+        if len(ready) >= count:
+            return ready
+        time.sleep(0.1)
+    raise RuntimeError(f"not all of {count} workers are ready after {START_TIMEOUT:.0f} s")

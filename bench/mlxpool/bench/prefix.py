@@ -1,4 +1,6 @@
-"""Measures how much of each prompt the prefix cache has, beside mlx-lm's server cache.
+"""The prefix cache: how much of each prompt does it have, beside mlx-lm's server cache?
+
+With `--disk` what it gives back after a restart and costs other streams, see prefix_disk.
 
 Conversations take turns, each with its own history after a common system prompt; every answer is
 part of the next prompt. Each request goes to the tree, the single entry and mlx-lm (its
@@ -10,30 +12,34 @@ tokens.
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
+import mlx.core as mx
 import numpy as np
 
-from mlxpool.bench import mlx_lm
-from mlxpool.bench.measurement import OURS, Measurement
+from mlxpool.bench import mlx_lm, models, prefix_disk
+from mlxpool.bench.measurement import OURS, Measurement, Progress
 from mlxpool.bench.our_engine import OurEngine, admit, decode
+from mlxpool.common.options import Options
+from mlxpool.worker.scheduling.sequence import Sequence as EngineSequence
 
 SYSTEM_TOKENS = 100  # at the start of every conversation
 ANSWER_TOKENS = 40
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What is measured. `tokens`: the length of a conversation at its end."""
-
-    conversations: int = 8
-    turns: int = 10
-    tokens: int = 4000
-    peers: bool = True
+def about(options: argparse.Namespace) -> str:
+    """The conditions in words."""
+    if options.disk:
+        return f"{models.named(options)}; conversations of {options.tokens:,} tokens."
+    return (
+        f"{models.named(options)}; {options.conversations} conversations over {options.turns}"
+        f" turns, each growing to {options.tokens:,} tokens."
+    )
 
 
 class Contestant(Protocol):
@@ -56,16 +62,13 @@ class OurCache:
         self.name = OURS if mode == "tree" else f"{mode} entry"
         self.engine = ours.engine(8, context, prefix=mode)
 
-    def begin(self, prompt: list[int]) -> Any:
+    def begin(self, prompt: list[int]) -> EngineSequence:
         """A sequence with a row."""
-        from mlxpool.common.options import Options
-        from mlxpool.worker.scheduling.sequence import Sequence
-
-        seq = Sequence(b"", 1, tuple(prompt), Options(temperature=0.0), 1, ANSWER_TOKENS)
+        seq = EngineSequence(b"", 1, tuple(prompt), Options(temperature=0.0), 1, ANSWER_TOKENS)
         admit(self.engine, seq)
         return seq
 
-    def step(self, seq: Any) -> None:
+    def step(self, seq: EngineSequence) -> None:
         """Draw one token; the first step reads the prompt."""
         decode(self.engine, [seq])
 
@@ -99,7 +102,6 @@ class MlxLmCache:
 
     def ask(self, prompt: list[int]) -> tuple[int, list[int], float]:
         """See Contestant."""
-        import mlx.core as mx
         from mlx_lm.generate import generate_step
         from mlx_lm.models.cache import make_prompt_cache
 
@@ -162,17 +164,22 @@ def common(left: Iterable[int], right: Iterable[int]) -> int:
 
 
 def converse(
-    contestants: list[Contestant], plan: Plan, vocabulary: int, progress: Callable[[str], None]
+    contestants: list[Contestant],
+    options: argparse.Namespace,
+    vocabulary: int,
+    progress: Progress,
 ) -> tuple[dict[str, Score], dict[str, list[list[int]]]]:
     """Run all turns of all conversations; returns the scores and the final histories."""
     rng = np.random.default_rng(7)
-    user_tokens = (plan.tokens - SYSTEM_TOKENS) // plan.turns - ANSWER_TOKENS  # in each turn
+    user_tokens = (options.tokens - SYSTEM_TOKENS) // options.turns - ANSWER_TOKENS  # in each turn
     system = rng.integers(0, vocabulary - 2, SYSTEM_TOKENS).tolist()
     scores = {one.name: Score() for one in contestants}
-    histories = {one.name: [list(system) for _ in range(plan.conversations)] for one in contestants}
-    for turn in range(plan.turns):
-        progress(f"turn {turn + 1} of {plan.turns}")
-        for which in range(plan.conversations):
+    histories = {
+        one.name: [list(system) for _ in range(options.conversations)] for one in contestants
+    }
+    for turn in range(options.turns):
+        progress(f"turn {turn + 1} of {options.turns}")
+        for which in range(options.conversations):
             words = rng.integers(0, vocabulary - 2, user_tokens).tolist()
             for one in contestants:
                 history = histories[one.name][which]
@@ -195,25 +202,36 @@ def memory_of_all(tree: OurCache, histories: list[list[int]]) -> dict[str, int]:
     return {"prefix": memory.prefix, "rows": memory.kv}
 
 
-def measure(folder: Path, plan: Plan, progress: Callable[[str], None]) -> Iterator[Measurement]:
+def measure(options: argparse.Namespace, progress: Progress) -> Iterator[Measurement]:
     """Yields the measurements. Raises ValueError if conversations exceed the model's context."""
+    with models.folder(options, progress) as folder:
+        if options.disk:
+            yield from prefix_disk.measure(folder, options, progress)
+        else:
+            yield from _in_memory(folder, options, progress)
+
+
+def _in_memory(
+    folder: Path, options: argparse.Namespace, progress: Progress
+) -> Iterator[Measurement]:
     progress("loading the model")
     ours = OurEngine(folder)
-    context = plan.tokens + SYSTEM_TOKENS + 4 * ANSWER_TOKENS
+    context = options.tokens + SYSTEM_TOKENS + 4 * ANSWER_TOKENS
     if context > ours.longest:
         raise ValueError(
-            f"--tokens {plan.tokens} needs a context of {context}, this model has {ours.longest};"
-            f" give --tokens {ours.longest - context + plan.tokens} or less, or --shape small"
+            f"--tokens {options.tokens} needs a context of {context}, this model has"
+            f" {ours.longest}; give --tokens {ours.longest - context + options.tokens} or less, or"
+            " --shape small"
         )
     tree = OurCache(ours, "tree", context)
     contestants: list[Contestant] = [tree, OurCache(ours, "single", context)]
-    if plan.peers and mlx_lm.installed():
+    if not options.no_peers and mlx_lm.installed():
         contestants.append(MlxLmCache(folder))
-    scores, histories = converse(contestants, plan, ours.vocabulary, progress)
+    scores, histories = converse(contestants, options, ours.vocabulary, progress)
     together = memory_of_all(tree, histories[OURS])
     yield from _measurements(contestants, scores, ours.token_bytes)
     sides = {part: (size / 1e6,) for part, size in together.items()}
-    name = f"all {plan.conversations} conversations at once"
+    name = f"all {options.conversations} conversations at once"
     yield Measurement("memory at work", name, "MB", sides, compared=False)
 
 

@@ -136,7 +136,7 @@ def read(file: Path) -> Figures:
 
 
 def save(path: Path | None, figures: Mapping[str, Any]) -> None:
-    """Write the figures of a bench script as JSON, with versions and machine; None: do nothing."""
+    """Write the figures of a chaos test as JSON, with versions and machine; None: do nothing."""
     if path is not None:
         whole = {"versions": versions(), "machine": machine(), **figures}
         path.write_text(json.dumps(whole, indent=1) + "\n")

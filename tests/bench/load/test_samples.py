@@ -9,7 +9,6 @@ from mlxpool.bench.load.samples import (
     Sample,
     Slo,
     errors,
-    percentile,
     summarise,
     tokens_per_piece,
 )
@@ -22,22 +21,6 @@ FAILED = Sample(0.5, 0.5, (), prompt_tokens=99, output_tokens=0, error="queue_fu
 
 def figures(*samples: Sample, slo: Slo | None = None) -> dict[str, float]:
     return {metric.name: value for metric, value in summarise(samples, slo or Slo()).items()}
-
-
-@pytest.mark.parametrize(
-    ("values", "percent", "wanted"),
-    [
-        ([3.0], 99, 3.0),
-        ([1.0, 2.0], 50, 1.5),
-        ([4.0, 1.0, 3.0, 2.0, 5.0], 50, 3.0),
-        (list(map(float, range(101))), 99, 99.0),
-        ([0.0, 10.0], 99, 9.9),
-        ([7.0, 9.0], 0, 7.0),
-        ([7.0, 9.0], 100, 9.0),
-    ],
-)
-def test_percentiles_are_interpolated(values: list[float], percent: float, wanted: float) -> None:
-    assert percentile(values, percent) == pytest.approx(wanted)
 
 
 def test_throughput_counts_from_the_first_due_to_the_last_token() -> None:

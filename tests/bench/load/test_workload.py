@@ -58,7 +58,7 @@ def test_a_draw_stays_the_same_over_versions() -> None:
         (120, 170, 1.227),
         (263, 50, 2.635),
     ]
-    assert all(0 <= token < VOCABULARY for request in first for token in request.prompt)
+    assert all(0 <= int(token) < VOCABULARY for request in first for token in request.prompt)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mlxpool.bench.measurement import OURS
 from mlxpool.bench.routing.loads import (
     SYNTHETIC,
     Call,
@@ -49,7 +50,7 @@ def test_ours_reads_about_as_little_as_the_oracle(draw: type) -> None:
     loads = [draw(seed, count) for seed in range(2)]
     ours, oracle, least = (
         [run(load, POLICIES[name](), MACHINES) for load in loads]
-        for name in ("ours", "oracle", "least loaded")
+        for name in (OURS, "oracle", "least loaded")
     )
     read = sum(each.read for each in ours)
     assert read <= 1.25 * sum(each.read for each in oracle)
@@ -63,7 +64,7 @@ def test_a_slow_replica_gets_less() -> None:
     loads = [nothing_shared(seed, 60, rate=1.5) for seed in range(2)]
     ours, least = (
         [run(load, POLICIES[name](), [*MACHINES[:3], slow]) for load in loads]
-        for name in ("ours", "least loaded")
+        for name in (OURS, "least loaded")
     )
     assert sum(each.processor_s for each in ours) < sum(each.processor_s for each in least)
     assert all(

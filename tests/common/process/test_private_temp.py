@@ -268,7 +268,6 @@ CHILDREN = {
     "worker/mlxpool/worker/preparation/fork_server.py",
     "bench/mlxpool/bench/mlx_lm.py",
 }
-RANKS = re.compile(r"run_ranks\(")  # which set it
 
 
 def programs() -> Iterator[Path]:
@@ -292,9 +291,9 @@ def test_every_program_that_computes_sets_it() -> None:
         if name not in CHILDREN:
             text = file.read_text("utf-8")
             seen += 1
-            if not (SETS.search(text) or RANKS.search(text)):
+            if not SETS.search(text):
                 missing.append(name)
-    assert not missing and seen > 10
+    assert not missing and seen > 5
 
 
 def test_no_module_is_imported_from_the_folder_in_which_a_program_was_started() -> None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+Link = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
 MAX_LINE = 2**20  # bytes of a line of the head, or of an event
 READ = 2**16  # bytes that are read at once at most
 MAX_MESSAGE = 160  # characters of an error's text that are shown
@@ -59,22 +61,33 @@ class Response:
         return b"".join([piece async for piece in self.pieces()])
 
 
-@asynccontextmanager
-async def opened(
-    url: str, *, api_key: str = "", body: Mapping[str, Any] | None = None
-) -> AsyncIterator[Response]:
-    """Sends a request (POST with a JSON body, else GET); ends the connection when left.
-
-    Raises HttpFailure for a status that is not 200, OSError if the server cannot be reached.
-    """
+async def connected(url: str) -> Link:
+    """Returns a connection to the server of a URL. Raises OSError if it cannot be reached."""
     parts = urlsplit(url)
     secure = parts.scheme == "https"
-    reader, writer = await asyncio.open_connection(
+    return await asyncio.open_connection(
         parts.hostname,
         parts.port or (443 if secure else 80),
         ssl=ssl.create_default_context() if secure else None,
         limit=MAX_LINE,
     )
+
+
+@asynccontextmanager
+async def opened(
+    url: str,
+    *,
+    api_key: str = "",
+    body: Mapping[str, Any] | None = None,
+    link: Link | None = None,
+) -> AsyncIterator[Response]:
+    """Sends a request (POST with a JSON body, else GET); ends the connection when left.
+
+    `link`: a connection to use instead of a new one. Raises HttpFailure for a status that is not
+    200, OSError if the server cannot be reached.
+    """
+    parts = urlsplit(url)
+    reader, writer = link or await connected(url)
     try:
         writer.write(_request(parts.netloc, parts.path or "/", api_key, body))
         response = await _head(reader)

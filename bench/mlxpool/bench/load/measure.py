@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,11 +12,10 @@ from mlxpool.bench.load.samples import Sample, Slo, errors, summarise, tokens_pe
 from mlxpool.bench.load.sender import Job
 from mlxpool.bench.load.targets import Target
 from mlxpool.bench.load.workload import Workload
-from mlxpool.bench.measurement import Measurement
-from mlxpool.bench.pools import serving
+from mlxpool.bench.measurement import Measurement, Progress
+from mlxpool.bench.pools import MODEL, serving, temporary_run_dir, toml_of
 from mlxpool.common.errors import Internal
 
-MODEL = "bench"  # name of the model in a pool of our own
 CONTEXT_BLOCK = 256  # a context of our own choice is a multiple of it
 MIN_QUEUE = 512  # requests, the pool's own default
 
@@ -46,9 +44,7 @@ class Plan:
         return self.context or -(-longest // CONTEXT_BLOCK) * CONTEXT_BLOCK
 
 
-def measure(
-    plan: Plan, targets: Mapping[str, Target], progress: Callable[[str], None]
-) -> Iterator[Measurement]:
+def measure(plan: Plan, targets: Mapping[str, Target], progress: Progress) -> Iterator[Measurement]:
     """Yields the rows of each rate when its rounds have ended.
 
     Every load has a draw of its own, which all contestants get: a repeated draw would find its
@@ -129,15 +125,18 @@ def _notes(found: Mapping[str, Sequence[Sequence[Sample]]]) -> Iterator[str]:
 
 
 @contextmanager
-def pool(run_dir: Path, path: str, plan: Plan, *, ignore_eos: bool) -> Iterator[Target]:
+def pool(path: str, plan: Plan, *, ignore_eos: bool) -> Iterator[Target]:
     """Run a broker with one model meanwhile; entered when the model is loaded."""
-    settings = (
-        f"[pool]\nqueue_limit = {max(MIN_QUEUE, plan.workload.requests)}\n"
-        f"[models.{MODEL}]\npath = {json.dumps(path)}\nsequences = {plan.sequences}\n"
-        f'context = {plan.whole_context}\nkeep_alive = "-1"\nprefix_cache = "off"\n'
-    )
-    with serving(run_dir, settings):
-        yield loaded(run_dir, MODEL, ignore_eos=ignore_eos)
+    model = {
+        "path": path,
+        "sequences": plan.sequences,
+        "context": plan.whole_context,
+        "keep_alive": "-1",
+        "prefix_cache": "off",
+    }
+    queue = {"queue_limit": max(MIN_QUEUE, plan.workload.requests)}
+    with temporary_run_dir() as at, serving(at, toml_of(model, queue)):
+        yield loaded(at, MODEL, ignore_eos=ignore_eos)
 
 
 def loaded(run_dir: Path, model: str, *, ignore_eos: bool) -> Target:

@@ -19,7 +19,8 @@ START_DELAY = 0.3  # seconds from the time all processes are ready to the start 
 def run(job: Job) -> list[Sample]:
     """Send a whole load from `job.processes` processes, which all end with this call.
 
-    Raises ChildProcessError if one of them fails; its traceback is on standard error.
+    Returns the samples in the order of the requests. Raises ChildProcessError if a process fails;
+    its traceback is on standard error.
     """
     with ExitStack() as stack:
         children = [
@@ -32,7 +33,10 @@ def run(job: Job) -> list[Sample]:
         begin = time.monotonic() + START_DELAY
         for child in children:
             _tell(child, str(begin))
-        return [sample for child in children for sample in _samples(job, child)]
+        found: list[Sample | None] = [None] * job.workload.requests
+        for number, child in enumerate(children):
+            found[number :: job.processes] = _samples(job, child)
+        return [sample for sample in found if sample is not None]
 
 
 def _samples(job: Job, child: subprocess.Popen[str]) -> Sequence[Sample]:

@@ -7,12 +7,13 @@ E2EL: end-to-end latency, from the moment at which the request was due to its la
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+
+from mlxpool.bench.measurement import percentile
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,8 @@ class Sample:
     output_tokens: int
     error: str = ""  # why it failed
     exact: bool = True  # False: tokens were not reported, and each piece counts as one
+    counts: Sequence[int] = ()  # tokens of each piece
+    ids: Sequence[int] = ()  # of the answer; of a pool alone
 
     @property
     def ttft(self) -> float:
@@ -82,14 +85,6 @@ class Metric:
     less_is_better: bool = False
     digits: int = 1
     compared: bool = True
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Returns a percentile, interpolated linearly between the two nearest values."""
-    ordered = sorted(values)
-    at = (len(ordered) - 1) * percent / 100
-    below, above = ordered[math.floor(at)], ordered[math.ceil(at)]
-    return below + (above - below) * (at - math.floor(at))
 
 
 STATISTICS: Mapping[str, Callable[[Sequence[float]], float]] = {

@@ -60,7 +60,7 @@ class Job:
 async def run(job: Job) -> list[Sample]:
     """Send every request when it is due, and return when all answers have ended."""
     requests = job.requests()
-    async with opened(job.target) as send:
+    async with opened(job.target, len(requests)) as send:
         begin = _read_start_time()
         ignore_eos = job.target.ignore_eos
         each = (sample_of(send, request, begin, exact=ignore_eos) for request in requests)
@@ -87,6 +87,8 @@ async def sample_of(send: Send, request: Request, begin: float, *, exact: bool) 
         answer.output_tokens,
         error,
         answer.exact,
+        answer.counts,
+        answer.ids,
     )
 
 

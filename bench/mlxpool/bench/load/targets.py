@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +29,7 @@ class Target:
     api_key: str = field(default="", repr=False)
     as_text: bool = False  # prompts are text instead of token ids; servers only
     ignore_eos: bool = True
+    connect_first: bool = False  # before the load starts; servers only
 
 
 @dataclass(slots=True)
@@ -40,24 +41,32 @@ class Answer:
     times: list[float] = field(default_factory=list)
     output_tokens: int = 0
     exact: bool = True  # False: the server did not report its tokens
+    counts: list[int] = field(default_factory=list)  # tokens of each piece
+    ids: list[int] = field(default_factory=list)  # where they are known
 
-    def add(self, tokens: int) -> None:
+    def add(self, tokens: int, ids: Sequence[int] = ()) -> None:
         """Records a piece that has just come."""
         self.times.append(time.monotonic() - self.begin)
+        self.counts.append(tokens)
         self.output_tokens += tokens
+        self.ids += ids
 
 
 Send: TypeAlias = Callable[[Request, Answer], Awaitable[None]]
 
 
 @asynccontextmanager
-async def opened(target: Target) -> AsyncIterator[Send]:
+async def opened(target: Target, requests: int = 0) -> AsyncIterator[Send]:
     """Yields a function that sends one request and records its answer until the end.
 
-    The function raises PoolError, HttpFailure or OSError for a request that fails.
+    The function raises PoolError, HttpFailure or OSError for a request that fails. With
+    `connect_first` there are connections for so many requests, opened one after the other: the
+    backlog of a server may be short, and one that finds it full is retried after seconds.
     """
     if target.url:
-        yield lambda request, answer: _to_server(target, request, answer)
+        ready = requests if target.connect_first else 0
+        links = [await http_stream.connected(target.url) for _ in range(ready)]
+        yield lambda request, answer: _to_server(target, request, answer, links)
         return
     from mlxpool.client import AsyncClient
 
@@ -67,9 +76,11 @@ async def opened(target: Target) -> AsyncIterator[Send]:
 
 
 async def _to_pool(client: Any, target: Target, request: Request, answer: Answer) -> None:
+    text = isinstance(request.prompt, str)
     stream = client.stream(
         target.model,
-        tokens=request.prompt,
+        request.prompt if text else None,
+        tokens=None if text else request.prompt,
         max_tokens=request.output,
         temperature=0.0,
         ignore_eos=target.ignore_eos,
@@ -77,12 +88,17 @@ async def _to_pool(client: Any, target: Target, request: Request, answer: Answer
     async with stream:
         async for delta in stream:
             if delta.ids:
-                answer.add(len(delta.ids))
+                answer.add(len(delta.ids), delta.ids)
 
 
-async def _to_server(target: Target, request: Request, answer: Answer) -> None:
+async def _to_server(
+    target: Target, request: Request, answer: Answer, links: list[http_stream.Link]
+) -> None:
     async with http_stream.opened(
-        f"{target.url}/completions", api_key=target.api_key, body=body_of(target, request)
+        f"{target.url}/completions",
+        api_key=target.api_key,
+        body=body_of(target, request),
+        link=links.pop() if links else None,
     ) as response:
         ended = False
         async for line in response.lines():
@@ -99,9 +115,12 @@ async def _to_server(target: Target, request: Request, answer: Answer) -> None:
 
 def body_of(target: Target, request: Request) -> dict[str, Any]:
     """Returns the body of POST /v1/completions."""
+    prompt = request.prompt
+    if not isinstance(prompt, str):
+        prompt = text_of(prompt) if target.as_text else list(prompt)
     body: dict[str, Any] = {
         "model": target.model,
-        "prompt": text_of(request.prompt) if target.as_text else list(request.prompt),
+        "prompt": prompt,
         "max_tokens": request.output,
         "temperature": 0.0,
         "stream": True,

@@ -35,6 +35,11 @@ class Lengths:
                 " 0, and a sigma of 0 or more"
             )
 
+    @classmethod
+    def of(cls, tokens: int) -> Lengths:
+        """Every length is this one."""
+        return cls(tokens, 0.0, tokens, tokens)
+
     def draw(self, random: Random) -> int:
         """Returns a length in tokens."""
         drawn = random.lognormvariate(math.log(self.median), self.sigma)
@@ -46,11 +51,15 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is drawn: the number of requests and their lengths in tokens."""
+    """What is drawn: the number of requests and their lengths in tokens.
+
+    `text`: prompts are text, of as many bytes as `prompt` says.
+    """
 
     requests: int
     prompt: Lengths
     output: Lengths
+    text: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +67,7 @@ class Request:
     """One request. `due`: seconds after the start of the load. `output`: tokens to generate."""
 
     due: float
-    prompt: Sequence[int]  # token ids
+    prompt: Sequence[int] | str  # token ids, or text
     output: int
 
 
@@ -71,9 +80,11 @@ def draw(workload: Workload, rate: float, seed: str) -> list[Request]:
     lengths, ids, arrivals = (Random(f"{seed} {what}") for what in ("lengths", "ids", "arrivals"))
     requests, due = [], 0.0
     for _ in range(workload.requests):
-        prompt = workload.prompt.draw(lengths)
+        length = workload.prompt.draw(lengths)
         output = workload.output.draw(lengths)
-        requests.append(Request(due, ids.choices(range(VOCABULARY), k=prompt), output))
+        prompt = ids.choices(range(VOCABULARY), k=length)
+        given = text_of(prompt)[:length] if workload.text else prompt
+        requests.append(Request(due, given, output))
         due += arrivals.expovariate(rate) if rate else 0.0
     return requests
 

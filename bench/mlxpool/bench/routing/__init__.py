@@ -1,4 +1,4 @@
 """Compares routing policies: simulated workers under loads whose prompts share beginnings.
 
-`python -m mlxpool.bench.routing` runs it. The broker's policy is that of mlxpool.broker.routing.
+`mlxpool bench routing` runs it. The broker's policy is that of mlxpool.broker.routing.
 """

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
 
+from mlxpool.bench.measurement import OURS
 from mlxpool.bench.routing.loads import Call, Segment
 from mlxpool.bench.routing.simulated_worker import Row, SimulatedWorker
 from mlxpool.broker.routing.prompt_pieces import BYTES_PER_TOKEN, PromptPieces, pieces_of
@@ -203,7 +204,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "round robin": RoundRobin,
     "least loaded": LeastLoaded,
     "session": SessionOnly,
-    "ours": Ours,
+    OURS: Ours,
     "oracle": Oracle,
 }
 

@@ -13,24 +13,12 @@ from random import Random
 
 import psutil
 
-from mlxpool.bench.pools import serving
+from mlxpool.bench.pools import MODEL, ready_workers, serving, temporary_run_dir, toml_of
 from mlxpool.bench.routing.loads import Call, Load, Segment
-from mlxpool.bench.routing.simulator import Outcome, unique_tokens
+from mlxpool.bench.routing.simulator import Outcome
 from mlxpool.client import Client
-from mlxpool.common.transport import question, sockets
 
-MODEL = "routed"
 ONE_CORE = {"OPENBLAS_NUM_THREADS": "1"}  # of each worker, so that its time is of its own work
-SETTINGS = """\
-[models.{model}]
-path = "{path}"
-replicas = {workers}
-sequences = {sequences}
-context = {context}
-routing = "{routing}"
-prefix_bytes = {prefix_bytes}
-keep_alive = "-1"
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,54 +32,30 @@ class RealPool:
     sequences: int = 8
     context: int = 8192
 
-    def run(self, load: Load, folder: Path) -> Outcome:
-        """Start it in `folder`, send the load's calls at their times, and stop it."""
-        settings = SETTINGS.format(
-            model=MODEL,
-            path=self.checkpoint,
-            workers=self.workers,
-            sequences=self.sequences,
-            context=self.context,
-            routing=self.routing,
-            prefix_bytes=self.prefix_bytes,
-        )
-        folder.mkdir(mode=0o700)
-        with serving(folder, settings, ONE_CORE), Client(folder, connect_timeout=120) as client:
-            _load_all(client, self.workers)
-            processes = _worker_processes(folder)
+    def run(self, load: Load) -> Outcome:
+        """Start it, send the load's calls at their times, and stop it."""
+        model = {
+            "path": str(self.checkpoint),
+            "replicas": self.workers,
+            "sequences": self.sequences,
+            "context": self.context,
+            "routing": self.routing,
+            "prefix_bytes": self.prefix_bytes,
+            "pin": True,
+        }
+        with temporary_run_dir() as folder, serving(folder, toml_of(model), ONE_CORE):
+            ready = ready_workers(folder, self.workers)
+            processes = [psutil.Process(worker["pid"]) for worker in ready]
             before = _processor_seconds(processes)
-            outcome = _Sender(client, load).run()
+            with Client(folder, connect_timeout=120) as client:
+                outcome = _Sender(client, load).run()
             return replace(outcome, processor_s=_processor_seconds(processes) - before)
-
-
-def _worker_processes(run_dir: Path) -> list[psutil.Process]:
-    """The processes of a pool's workers. Raises RuntimeError where the broker does not answer."""
-    answer = question.ask(sockets.ipc(run_dir, "admin"), None, "ps", {})
-    if answer is None:
-        raise RuntimeError(f"the broker of {run_dir} does not answer")
-    return [psutil.Process(row["pid"]) for row in answer["workers"]]
 
 
 def _processor_seconds(processes: Sequence[psutil.Process]) -> float:
     """What these processes have taken of the processors since they started."""
     times = [process.cpu_times() for process in processes]
     return float(sum(each.user + each.system for each in times))
-
-
-def _load_all(client: Client, workers: int) -> None:
-    """One short call for each worker at once makes the broker load all of them."""
-    calls = [
-        threading.Thread(target=client.generate, args=(MODEL,), kwargs=_short(number))
-        for number in range(workers * 4)
-    ]
-    for call in calls:
-        call.start()
-    for call in calls:
-        call.join()
-
-
-def _short(number: int) -> dict[str, object]:
-    return {"tokens": [1 + number] * 8, "max_tokens": 2, "ignore_eos": True}
 
 
 class _Sender:
@@ -116,18 +80,9 @@ class _Sender:
         for thread in threads:
             thread.join()
         seconds = time.monotonic() - begin
-        firsts, tokens = sorted(self._firsts), sum(call.output for call in self._load.calls)
-        if len(firsts) != len(self._load.calls):
-            raise RuntimeError(f"{len(firsts)} of {len(self._load.calls)} calls have ended")
-        return Outcome(
-            self._read,
-            unique_tokens(self._load),
-            tokens / seconds,
-            firsts[len(firsts) // 2],
-            firsts[int((len(firsts) - 1) * 0.99)],
-            tokens,
-            0.0,
-        )
+        if len(self._firsts) != len(self._load.calls):
+            raise RuntimeError(f"{len(self._firsts)} of {len(self._load.calls)} calls have ended")
+        return Outcome.of(self._load, self._read, seconds, self._firsts, 0.0)
 
     def _send(self, number: int, begin: float) -> None:
         call = self._load.calls[number]

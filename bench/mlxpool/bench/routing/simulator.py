@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mlxpool.bench.measurement import percentile
 from mlxpool.bench.routing.loads import Load
 from mlxpool.bench.routing.policies import Policy, Waiting
 from mlxpool.bench.routing.simulated_worker import Machine, SimulatedWorker
@@ -28,6 +29,16 @@ class Outcome:
     first_p99: float
     tokens: int  # of answers
     processor_s: float
+
+    @classmethod
+    def of(
+        cls, load: Load, read: int, seconds: float, firsts: Sequence[float], processor_s: float
+    ) -> Outcome:
+        """The outcome of a whole load; `firsts` are the milliseconds to the first tokens."""
+        tokens = sum(call.output for call in load.calls)
+        median, late = percentile(firsts, 50), percentile(firsts, 99)
+        unique = unique_tokens(load)
+        return cls(read, unique, tokens / seconds, median, late, tokens, processor_s)
 
     @property
     def read_over_unique(self) -> float:
@@ -69,14 +80,11 @@ class _Simulation:
             for index, worker in enumerate(self._workers):
                 if worker.rows and not self._busy[index]:
                     self._step(index, worker, now)
-        tokens, firsts = sum(call.output for call in self._load.calls), sorted(self._firsts)
-        return Outcome(
+        return Outcome.of(
+            self._load,
             sum(worker.read for worker in self._workers),
-            unique_tokens(self._load),
-            tokens / max(1e-9, now - begin),
-            firsts[len(firsts) // 2],
-            firsts[int((len(firsts) - 1) * 0.99)],
-            tokens,
+            max(1e-9, now - begin),
+            self._firsts,
             self._computed,
         )
 

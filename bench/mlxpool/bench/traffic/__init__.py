@@ -1,1 +1,1 @@
-"""Clients and workers of measurements: processes that send requests, or answer them at once."""
+"""Processes of the measurement of the broker: a worker without a model, and a bare relay."""

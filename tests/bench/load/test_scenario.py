@@ -1,4 +1,4 @@
-"""The flags of `mlxpool bench load`."""
+"""The flags of `mlxpool bench load`, and what they mean."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import argparse
 import pytest
 
 from mlxpool.bench import cli
-from mlxpool.bench.load import options
+from mlxpool.bench.load import scenario
 from mlxpool.bench.load.targets import Target, body_of, server_url
 from mlxpool.bench.load.workload import Request
 from support.command_lines import parsed
@@ -18,7 +18,7 @@ def given(*words: str) -> argparse.Namespace:
 
 
 def test_the_defaults_fit_into_the_embedded_models_context() -> None:
-    plan = options.plan_of(given())
+    plan = scenario.plan_of(given())
     assert plan.whole_context == 2048
     assert (plan.rates, plan.warm_up, plan.rounds) == ([0.0], plan.workload.requests, 3)
 
@@ -27,13 +27,13 @@ def test_the_flags_make_the_plan() -> None:
     words = ["--rate", "0", "12.5", "--requests", "9", "--warm-up", "0", "--seed", "7"]
     words += ["--prompt-lengths", "270", "1", "16", "3000", "--context", "4352", "--sequences", "8"]
     words += ["--goodput", "--slo-ttft", "500", "--slo-itl", "80", "--clients", "3"]
-    plan = options.plan_of(given(*words))
+    plan = scenario.plan_of(given(*words))
     assert plan.rates == [0.0, 12.5] and plan.workload.requests == 9
     assert (plan.warm_up, plan.seed, plan.clients) == (0, 7, 3)
     assert (plan.whole_context, plan.sequences) == (4352, 8)
     assert plan.slo.given() == {"ttft": 500.0, "itl": 80.0}
     assert plan.workload.prompt.maximum == 3000
-    said = options.about(given(*words), plan, "The embedded model")
+    said = scenario.about(given(*words))
     assert "context 4,352" in said and "TTFT 500 ms, ITL 80 ms" in said
 
 
@@ -48,7 +48,7 @@ def test_the_flags_make_the_plan() -> None:
 )
 def test_flags_that_make_no_sense_are_refused(words: list[str], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        options.plan_of(given(*words))
+        scenario.plan_of(given(*words))
 
 
 @pytest.mark.parametrize(
@@ -69,21 +69,21 @@ def test_numbers_out_of_bounds_are_refused(words: list[str], says: str) -> None:
 
 def test_the_server_and_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "from-environment")
-    assert options.other_server(given()) is None
+    assert scenario.other_server(given()) is None
     words = ["--against", "http://host:8000/", "--against-model", "m"]
-    server = options.other_server(given(*words))
+    server = scenario.other_server(given(*words))
     assert server == Target("m", url="http://host:8000/v1", api_key="from-environment")
     assert "from-environment" not in repr(server)
-    assert options.name_of(server) == "host:8000"
-    keyed = options.other_server(given(*words, "--api-key", "k"))
+    assert scenario.name_of(server) == "host:8000"
+    keyed = scenario.other_server(given(*words, "--api-key", "k"))
     assert keyed is not None and keyed.api_key == "k"
     with pytest.raises(ValueError, match="--no-pool measures nothing"):
-        options.other_server(given("--no-pool"))
+        scenario.other_server(given("--no-pool"))
 
 
 def test_a_saved_command_line_has_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["bench", "load", "--api-key", "secret", "--api-key=secret2", "--rate", "0"]
-    monkeypatch.setattr("sys.argv", ["x", *words, "--out", "/f", "--picture=/g"])
+    monkeypatch.setattr("sys.argv", ["x", *words, "--out", "/f", "--out=/g"])
     assert cli._command() == "mlxpool bench load --rate 0"
 
 

@@ -1,0 +1,274 @@
+"""Deaths: how long do streams wait after a fault, and has each of them every token?
+
+In a round each kind of fault comes once while all streams run: SIGKILL and SIGSTOP of a process of
+a worker (of each rank of a group), while prompts are read and while all streams decode, and SIGKILL
+of the broker, which is started again at once. The answer of a stream is compared with that of the
+same request without a fault. Times are the waits of the streams that were moved, for a token since
+the fault. Where there are fewer GPUs than ranks, groups share them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from mlxpool.bench.measurement import Measurement, Progress, percentile
+from mlxpool.bench.models import absolute
+from mlxpool.bench.pools import MODEL, START_TIMEOUT, serving, temporary_run_dir, toml_of, workers
+from mlxpool.client import Client
+from mlxpool.common.errors import Internal, PoolError
+
+COUNTING = "builtin:counting"
+STEP_US = 2000  # of the counting model, so that streams run when a fault comes
+COUNT = [{"role": "user", "content": "Count to 90."}]  # for all other models
+STUCK = 60.0  # seconds after a fault after which a stream that has not ended is stuck
+LOOK_INTERVAL = 0.02  # seconds between two looks at the workers
+PREFILL, DECODE = "prefill", "decode"
+KILL, STOP, BROKER = "kill", "stop", "broker"  # values of --faults
+SIGNALS = {KILL: signal.SIGKILL, STOP: signal.SIGSTOP}
+PERCENTS = {"p50": 50.0, "p99": 99.0, "max": 100.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A fault: the signal, when a process gets it, and which rank of a worker; -1: the broker."""
+
+    signal: signal.Signals
+    moment: str
+    rank: int
+
+    def __str__(self) -> str:
+        whom = f"rank {self.rank} of a worker" if self.rank >= 0 else "the broker"
+        return f"{self.signal.name} of {whom} in {self.moment}"
+
+
+def kinds(faults: Sequence[str], devices: int) -> list[Kind]:
+    """The kinds of faults that `--faults` names. Raises ValueError for another name."""
+    if unknown := set(faults) - {*SIGNALS, BROKER}:
+        raise ValueError(f"--faults {min(unknown)} must be of {KILL}, {STOP}, {BROKER}")
+    signals = [number for name, number in SIGNALS.items() if name in faults]
+    found = itertools.product(signals, (PREFILL, DECODE), reversed(range(devices)))
+    broker = [Kind(signal.SIGKILL, DECODE, -1)] if BROKER in faults else []
+    return [*itertools.starmap(Kind, found), *broker]
+
+
+@dataclass(slots=True)
+class Watched:
+    """One stream: when its deltas came, and what they were."""
+
+    seed: int
+    times: list[float] = field(default_factory=list)
+    text: str = ""
+    error: str = ""
+    attempts: int = 0
+
+    def read(self, client: Client, prompt: dict[str, Any], tokens: int) -> None:
+        """Reads a stream to its end."""
+        given = {**prompt, "temperature": 0, "max_tokens": tokens, "seed": self.seed}
+        try:
+            with client.stream(MODEL, **given) as stream:
+                for delta in stream:
+                    self.times.append(time.monotonic())
+                    self.text += delta.text
+                self.attempts = stream.result.attempts
+        except PoolError as error:
+            self.error = f"{type(error).__name__}: {error}"
+
+    def wait_after(self, fault: float) -> float | None:
+        """The longest wait for a token since the fault, in seconds; None: it had all of them.
+
+        Tokens that were under way arrive first.
+        """
+        times = [fault, *(one for one in self.times if one > fault)]
+        return max((after - before for before, after in pairwise(times)), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a fault did: `waits` are those of streams that were moved, in seconds."""
+
+    kind: Kind
+    streams: int
+    wrong: tuple[str, ...]
+    waits: tuple[float, ...]
+
+    @classmethod
+    def of(
+        cls, kind: Kind, streams: Sequence[Watched], texts: Sequence[str], fault: float
+    ) -> Outcome:
+        """The outcome for these streams, which should have had these texts.
+
+        A broker's death moves all of them.
+        """
+        pairs = zip(streams, texts, strict=True)
+        bad = [one for one, text in pairs if one.error or one.text != text]
+        moved = [one for one in streams if (one.attempts > 1 or kind.rank < 0) and one not in bad]
+        waits = [one.wait_after(fault) for one in moved]
+        return cls(
+            kind,
+            len(streams),
+            tuple(f"{kind}: {one.error or repr(one.text)}" for one in bad),
+            tuple(wait for wait in waits if wait is not None),
+        )
+
+    def __str__(self) -> str:
+        right = self.streams - len(self.wrong)
+        longest = f", longest wait {max(self.waits):.3f} s" if self.waits else ""
+        return (
+            f"{self.kind}: {right} of {self.streams} streams are right, {len(self.waits)} were"
+            f" moved{longest}"
+        )
+
+
+def about(options: argparse.Namespace) -> str:
+    """The conditions in words."""
+    return (
+        f"{options.model}, {options.replicas} workers of {options.devices} devices,"
+        f" {options.streams} streams of at most {options.tokens} tokens, {options.rounds} faults of"
+        f" each kind, a limit of {options.limit:g} s for a step."
+    )
+
+
+def measure(options: argparse.Namespace, progress: Progress) -> Iterator[Measurement]:
+    """Yields the waits after each kind of fault. Raises Internal if a stream was wrong."""
+    with temporary_run_dir() as run_dir, Pool(run_dir, options) as pool:
+        progress("without a fault")
+        streams = pool.streams()
+        pool.end_of(streams)
+        if failed := [one.error for one in streams if one.error]:
+            raise Internal(f"a stream failed without a fault: {failed[0]}")
+        texts = [one.text for one in streams]
+        outcomes: list[Outcome] = []
+        for number in range(options.rounds):
+            for kind in kinds(options.faults, options.devices):
+                outcomes.append(pool.fault(kind, texts))
+                progress(f"round {number + 1} of {options.rounds}: {outcomes[-1]}")
+    yield from lines(outcomes)
+    if wrong := [one for outcome in outcomes for one in outcome.wrong]:
+        raise Internal(f"{len(wrong)} streams were wrong: {'; '.join(wrong)}")
+
+
+def lines(outcomes: Sequence[Outcome]) -> Iterator[Measurement]:
+    """Yields the waits after each kind of fault that met a stream, of all its faults."""
+    for kind in dict.fromkeys(one.kind for one in outcomes):
+        these = [one for one in outcomes if one.kind == kind]
+        waits = [1000 * wait for one in these for wait in one.waits]
+        streams, wrong = sum(one.streams for one in these), sum(len(one.wrong) for one in these)
+        note = (
+            f"{kind}: {len(these)} times, {streams - wrong} of {streams} streams were right,"
+            f" {len(waits)} were moved."
+        )
+        if waits:
+            sides = {name: (percentile(waits, percent),) for name, percent in PERCENTS.items()}
+            group = "the next token after a fault"
+            yield Measurement(group, str(kind), "ms", sides, less_is_better=True, note=note)
+
+
+class Pool:
+    """A pool whose processes get faults, and a client with streams."""
+
+    def __init__(self, run_dir: Path, options: argparse.Namespace) -> None:
+        self._run_dir, self._options = run_dir, options
+        self._draw = random.Random(1)
+        self._prompt: dict[str, Any] = {"messages": COUNT}
+        model: dict[str, Any] = {
+            "path": absolute(options.model),
+            "devices": options.devices,
+            "replicas": options.replicas,
+            "sequences": options.streams,
+            "pin": True,
+        }
+        if options.model == COUNTING:
+            self._prompt = {"prompt": COUNT[0]["content"], "ignore_eos": True}
+            model["counting.step_us"] = STEP_US
+        self._toml = toml_of(
+            model,
+            {
+                "step_limit": options.limit,
+                "prefill_limit": options.limit,
+                "restart_delay": 0.05,
+                "restart_delay_max": 0.05,
+                "restart_limit": 1000,
+                "poison_life": 0,
+                "stop_grace": 1.0,
+            },
+        )
+
+    def __enter__(self) -> Pool:
+        with ExitStack() as stack:
+            self._broker = stack.enter_context(serving(self._run_dir, self._toml))
+            self._client = stack.enter_context(Client(self._run_dir, connect_timeout=60))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def streams(self) -> list[Watched]:
+        """Starts streams when all workers are ready."""
+        self._ready()
+        found = [Watched(seed) for seed in range(self._options.streams)]
+        given = (self._client, self._prompt, self._options.tokens)
+        self._threads = [
+            threading.Thread(target=one.read, args=given, daemon=True) for one in found
+        ]
+        for thread in self._threads:
+            thread.start()
+        return found
+
+    def end_of(self, streams: Sequence[Watched]) -> None:
+        """Waits for the ends of streams; one that does not end has an error."""
+        end = time.monotonic() + STUCK
+        for one, thread in zip(streams, self._threads, strict=True):
+            thread.join(max(0.0, end - time.monotonic()))
+            if thread.is_alive():
+                one.error = f"stuck: no end after {STUCK:.0f} s"
+
+    def fault(self, kind: Kind, texts: Sequence[str]) -> Outcome:
+        """Starts streams and makes a fault; returns its outcome when all streams have ended."""
+        streams = self.streams()
+        if kind.moment == DECODE:
+            _wait(lambda: all(one.times or one.error for one in streams), "all streams have begun")
+        time.sleep(self._draw.uniform(0.0, 0.01))
+        victim = max(self._ready(), key=lambda worker: int(worker["running"]))
+        fault = time.monotonic()
+        if kind.rank < 0:
+            self._broker.kill()
+            self._broker.wait()
+            self._broker = self._stack.enter_context(serving(self._run_dir, self._toml))
+        else:
+            pids = [victim["pid"], *(rank["pid"] for rank in victim.get("ranks") or ())]
+            os.kill(int(pids[kind.rank]), kind.signal)
+        self.end_of(streams)
+        return Outcome.of(kind, streams, texts, fault)
+
+    def _ready(self) -> list[dict[str, Any]]:
+        """The workers, when all are ready."""
+        found: list[dict[str, Any]] = []
+
+        def ready() -> bool:
+            found[:] = [one for one in workers(self._run_dir) if one["state"] == "ready"]
+            return len(found) == int(self._options.replicas)
+
+        _wait(ready, f"{self._options.replicas} workers are ready")
+        return found
+
+
+def _wait(happened: Callable[[], bool], what: str) -> None:
+    """Raises Internal where something does not happen in time."""
+    end = time.monotonic() + START_TIMEOUT
+    while not happened():
+        if time.monotonic() > end:
+            raise Internal(f"not {what} within {START_TIMEOUT:.0f} s")
+        time.sleep(LOOK_INTERVAL)

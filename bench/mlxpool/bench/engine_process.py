@@ -1,0 +1,86 @@
+"""Peers of the engine that compute in processes of their own: mlx-lm, and another checkout."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mlxpool.bench import step_server
+from mlxpool.bench.our_engine import GREEDY, Burst
+
+ROOTS = ("broker", "worker", "common", "client", "gateway", "bench")  # of a checkout
+HERE = Path(__file__).resolve().parents[3]  # this checkout
+# A BLAS thread that waits for others uses processor time as well.
+ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
+
+
+class EngineProcess:
+    """A process that answers as step_server does.
+
+    `processor`: figures are seconds of the processor instead of the clock, which other programs
+    change less.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        processor: bool = False,
+    ) -> None:
+        self._name, self._which = name, int(processor)
+        self._child = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=dict(environment),
+        )
+        weakref.finalize(self, _end, self._child)
+
+    def decodes(
+        self, lengths: Sequence[int], options: Mapping[str, Any] = GREEDY
+    ) -> Mapping[str, Burst]:
+        """See engine.Peer."""
+        job = {"decode": list(lengths), "options": dict(options)}
+        return {self._name: partial(self._burst, job)}
+
+    def prefills(self, tokens: int) -> Mapping[str, Burst]:
+        """See engine.Peer."""
+        return {self._name: partial(self._burst, {"prefill": tokens})}
+
+    def _burst(self, job: Mapping[str, Any], steps: int) -> float:
+        """Raises SystemExit where the process has ended."""
+        assert self._child.stdin is not None and self._child.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which the next read shows
+            print(json.dumps({**job, "steps": steps}), file=self._child.stdin, flush=True)
+        answer = self._child.stdout.readline()
+        if not answer:
+            raise SystemExit(f"{self._name} ended by itself; see above")
+        return float(json.loads(answer)[self._which])
+
+
+def of_checkout(name: str, checkout: Path, folder: Path, *, processor: bool) -> EngineProcess:
+    """The engine of a checkout with the model of a folder. Raises ValueError if it is none."""
+    if not (checkout / "worker" / "mlxpool").is_dir():
+        raise ValueError(f"{checkout} is no checkout of mlxpool")
+    # -S: an editable installation of this checkout would come before PYTHONPATH.
+    packages = [one for one in sys.path if Path(one).name in ("site-packages", "dist-packages")]
+    path = os.pathsep.join([*(str(checkout / root) for root in ROOTS), *packages])
+    command = [sys.executable, "-S", "-P", str(step_server.__file__), str(folder.resolve())]
+    environment = {**ONE_THREAD, **os.environ, "PYTHONPATH": path}
+    return EngineProcess(name, command, environment, processor=processor)
+
+
+def _end(child: subprocess.Popen[str]) -> None:
+    child.kill()
+    child.communicate()

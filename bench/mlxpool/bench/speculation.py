@@ -1,0 +1,265 @@
+"""Speculation: how many tokens/s do drafts gain, and cost where hardly any is right?
+
+Batches of requests run on an engine in this process with drafts and without, in turn. All prompts
+are read before the time is taken, and every request has as many tokens. With `--acceptance` each
+draft counts as right with this chance, whatever the model draws: a model with random weights shows
+what one of its shape gains by drafts as good as these. Loads, of text that every installation has:
+
+    edits        a function of the standard library, and the begin of it again under another name:
+                 the model writes it again, as far as it does
+    completions  the begin of a function of the standard library, greedy
+    sampled      the same with temperature 1, so that hardly any draft is right
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import random
+import sysconfig
+import time
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Many
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path
+from unittest import mock
+
+from mlxpool.bench import models
+from mlxpool.bench.batches import Batch
+from mlxpool.bench.load.closed_loop import counted
+from mlxpool.bench.measurement import OURS, Measurement, Progress, in_turn
+from mlxpool.common.options import Options
+from mlxpool.worker.compute.drafting_rows import make_drafter
+from mlxpool.worker.draft_model.opening import inspect_draft, load_draft
+from mlxpool.worker.engine import flight
+from mlxpool.worker.engine.model_engine import ModelEngine
+from mlxpool.worker.prompt.tokenizer import ChatTokenizer
+from mlxpool.worker.sampling.batch import SampledNumbers
+from mlxpool.worker.scheduling.sequence import SampledToken, Sequence
+from mlxpool.worker.speculation.drafter import AUTO, DRAFT, MTP, OFF, Drafter, Drafts
+from mlxpool.worker.speculation.speculator import Speculator, max_drafts_of_step
+from mlxpool.worker.weights.inspect import inspect
+from mlxpool.worker.weights.load import load
+
+MODULES = ("argparse", "csv", "difflib", "fractions", "heapq", "inspect", "tarfile", "textwrap")
+SHORTEST, LONGEST = 150, 400  # tokens of a text that is written again
+REPEATED = 32  # tokens of it that the prompt has again
+BEGIN = 24  # tokens of a prompt that is completed
+EDITS, SAMPLED = "edits", "sampled"
+LOADS = (EDITS, "completions", SAMPLED)
+NO_DRAFTS = "no drafts"
+
+
+# ---- texts ---------------------------------------------------------------------------------------
+
+
+@cache  # to cut the sources out takes seconds
+def functions() -> list[tuple[str, str]]:
+    """Returns functions of the standard library: name and source."""
+    found = []
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    for module in MODULES:
+        source = (folder / f"{module}.py").read_text("utf-8")
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef):
+                found.append((node.name, ast.get_source_segment(source, node) or ""))
+    return found
+
+
+@cache  # to count the tokens of all texts takes a second
+def fitting_texts(text: ChatTokenizer) -> list[tuple[str, str]]:
+    """Returns the functions that are neither short nor long, and each under another name."""
+    return [
+        (one, one.replace(f"def {name}", f"def new_{name}", 1))
+        for name, one in functions()
+        if SHORTEST <= len(text.encode(one)) <= LONGEST
+    ]
+
+
+def prompts(load: str, text: ChatTokenizer, count: int, seed: int = 0) -> list[list[int]]:
+    """Returns the prompts of a load; the same ones for a seed."""
+    draw = random.Random(seed)
+    fitting = [*fitting_texts(text)]
+    found = []
+    for number in range(count):
+        if not number % len(fitting):
+            draw.shuffle(fitting)
+        first, again = fitting[number % len(fitting)]
+        if load == EDITS:
+            repeated = text.decode(text.encode(again)[len(text.prefix) :][:REPEATED])
+            found.append(text.encode(f"{first}\n\n\n{repeated}"))
+        else:
+            found.append(text.encode(first)[:BEGIN])
+    return found
+
+
+# ---- drafts that are right with a chance ---------------------------------------------------------
+
+
+class GivenAcceptance:
+    """A Drafter whose drafts count as right with a chance, whatever the model draws."""
+
+    name = "given acceptance"
+
+    def __init__(self, chance: float) -> None:
+        self._chance = chance
+        self._draw = random.Random(0)
+
+    def follow(self, seq: Sequence) -> bool:
+        return True
+
+    def chances(self, seq: Sequence, most: int) -> tuple[float, ...]:
+        return (self._chance,) * most
+
+    def seconds(self, rows: int, depth: int) -> float:
+        return 0.0
+
+    def reading_seconds(self, seq: Sequence, depth: int) -> float:
+        return 0.0
+
+    def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
+        return {seq: (1,) * depth for seq, depth in depths.items()}
+
+    def sharper_chances(self, seq: Sequence) -> tuple[float, ...]:
+        return ()
+
+    def reset(self) -> None:
+        pass
+
+    def forget(self, seq: Sequence) -> None:
+        pass
+
+    def accepted(
+        self, sampled: SampledNumbers, seq: Sequence, row: int, drafts: Many[int]
+    ) -> list[SampledToken]:
+        """Takes the place of `accepted_tokens`."""
+        wrong = (n for n in range(len(drafts)) if self._draw.random() >= self._chance)
+        right = next(wrong, len(drafts))
+        tokens = [*drafts[:right], max(0, sampled.tokens[row + right])]
+        return [SampledToken(seq, token, None) for token in tokens]
+
+
+# ---- batches -------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Way:
+    """How batches are computed: with these drafts, or without; and what came of them."""
+
+    engine: ModelEngine
+    text: ChatTokenizer
+    clock: Callable[[], float]
+    speculator: Speculator | None = None
+    ids: list[list[list[int]]] = field(default_factory=list)  # of each batch
+    steps: int = 0  # of all batches but the first
+    tokens: int = 0  # that a stream had in them, in the mean
+
+    def run(self, load: str, streams: int, tokens: int) -> float:
+        """The tokens/s of the next batch behind its prompts; each batch has others."""
+        temperature = 1.0 if load == SAMPLED else 0.0
+        options = Options.parse({"temperature": temperature, "ignore_eos": True})
+        batch = Batch(self.engine, self.speculator)
+        for prompt in prompts(load, self.text, streams, seed=len(self.ids)):
+            batch.add(prompt, options, tokens)
+        batch.read_prompts()
+        steps, before, began = 0, sum(len(row.ids) for row in batch.rows), self.clock()
+        while batch.running:
+            batch.step()
+            steps += 1
+        took = self.clock() - began
+        batch.end()
+        drawn = sum(len(row.ids) for row in batch.rows) - before
+        if self.ids:
+            self.steps += steps
+            self.tokens += drawn // streams
+        elif self.speculator is not None:
+            self.speculator.drafted = self.speculator.accepted = 0
+        self.ids.append([list(row.ids) for row in batch.rows])
+        return drawn / took
+
+
+def about(options: argparse.Namespace) -> str:
+    """The conditions in words."""
+    of = "processor time" if options.processor else "the clock"
+    right = f", right with a chance of {options.acceptance:g}" if options.acceptance else ""
+    return (
+        f"{models.named(options)}; drafts: {options.speculation}{right}; {options.tokens} tokens of"
+        f" each request by {of}, {options.rounds} rounds."
+    )
+
+
+def measure(options: argparse.Namespace, progress: Progress) -> Iterator[Measurement]:
+    """Yields the tokens/s of each load and number of streams.
+
+    Raises ValueError where the model has no such drafts.
+    """
+    if unknown := set(options.loads) - set(LOADS):
+        raise ValueError(f"--loads {min(unknown)} must be of {', '.join(LOADS)}")
+    clock = time.process_time if options.processor else time.perf_counter
+    with models.folder(options, progress) as folder:
+        progress("loading the model")
+        engine, text = _engine(folder, options)
+        for load_ in options.loads:
+            for streams in options.streams:
+                progress(f"{load_}, {counted(streams)}")
+                with _speculator(engine, options, clock) as speculator:
+                    on, off = Way(engine, text, clock, speculator), Way(engine, text, clock)
+                    work = (load_, streams, options.tokens)
+                    contestants = {OURS: partial(on.run, *work), NO_DRAFTS: partial(off.run, *work)}
+                    found = in_turn(contestants, options.rounds + 1)  # the first one warms up
+                sides = {name: rates[1:] for name, rates in found.items()}
+                name = counted(streams)
+                note = _note(name, on, off)
+                yield Measurement(load_, name, "tokens/s", sides, at=streams, note=note)
+
+
+def _engine(folder: Path, options: argparse.Namespace) -> tuple[ModelEngine, ChatTokenizer]:
+    found = inspect(folder, predicts=options.speculation in (MTP, AUTO))
+    if options.speculation == MTP and not found.plan.predicts:
+        raise ValueError(f"{folder} has no head that predicts further tokens (MTP)")
+    if options.speculation == DRAFT and not options.draft:
+        raise ValueError("name the draft model, --draft MODEL")
+    text, most, draft = ChatTokenizer.from_folder(found), max(options.streams), None
+    if options.draft:
+        opened = inspect_draft(options.draft, found)
+        draft = load_draft(opened, lambda tensors, size: None, rows=most, limit=0)
+    engine = ModelEngine(load(found), text, prefix="off", max_sequences=most, draft=draft)
+    if engine.no_drafts:
+        raise ValueError(f"{folder}: {engine.no_drafts}")
+    engine.expect_drafts(max_drafts_of_step(engine.vocab_size))
+    engine.warm_up()
+    return engine, text
+
+
+@contextmanager
+def _speculator(
+    engine: ModelEngine, options: argparse.Namespace, clock: Callable[[], float]
+) -> Iterator[Speculator | None]:
+    """What makes drafts meanwhile; None with `--speculation off`."""
+    if options.speculation == OFF:
+        yield None
+        return
+    given = GivenAcceptance(options.acceptance)
+    drafter: Drafter = (
+        given if options.acceptance else make_drafter(options.speculation, engine, clock)
+    )
+    most, ahead = max_drafts_of_step(engine.vocab_size), engine.limits.ahead > 0
+    with ExitStack() as stack:
+        if options.acceptance:
+            stack.enter_context(mock.patch.object(flight, "accepted_tokens", given.accepted))
+        yield Speculator(drafter, engine.cost.seconds, clock, ahead=ahead, most_drafts=most)
+
+
+def _note(streams: str, on: Way, off: Way) -> str:
+    """What came of the drafts of all batches but the first."""
+    pairs = zip(on.ids[1:], off.ids[1:], strict=True)
+    same = [one == other for pair in pairs for one, other in zip(*pair, strict=True)]
+    drafted = on.speculator.drafted if on.speculator else 0
+    accepted = on.speculator.accepted if on.speculator else 0
+    return (
+        f"{streams}: {accepted / max(1, drafted):.0%} of {drafted:,} drafts were right,"
+        f" {on.tokens / max(1, on.steps):.2f} tokens a step; {sum(same):,} of {len(same):,}"
+        " streams had the same ids."
+    )

@@ -1,0 +1,79 @@
+"""An engine in a process of its own, whose steps are timed on request of another process.
+
+    python step_server.py FOLDER   # with the modules of a checkout in PYTHONPATH, also those of 0.1
+
+In: a job as JSON a line, {"decode": [length of each prompt], "options": {…}, "steps": 24} or
+{"prefill": tokens, "steps": 1}. Out: the mean seconds of a step, of the clock and of this process
+on its processors. A job that repeats goes on with its sequences.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import IO, Any
+
+SPARE = 2048  # tokens of a row's context beyond its prompt
+
+Step = Callable[[], object]
+
+
+def serve(begin: Callable[[Mapping[str, Any]], Sequence[Step]], answers: IO[str]) -> None:
+    """Answer the lines of standard input.
+
+    `begin`: the step of a job, or several that do the same, of which the fastest counts.
+    """
+    import mlx.core as mx
+
+    name, ways = "", list[Step]()
+    for line in sys.stdin:
+        job = json.loads(line)
+        steps = job.pop("steps")
+        if json.dumps(job) != name:
+            ways.clear()  # frees their rows
+            name, ways = json.dumps(job), [*begin(job)]
+        found = []
+        for step in ways:
+            mx.synchronize()
+            clock, processor = time.perf_counter(), time.process_time()
+            for _ in range(steps):
+                step()
+            mx.synchronize()
+            took = time.perf_counter() - clock, time.process_time() - processor
+            found.append([one / steps for one in took])
+        print(json.dumps(min(found)), file=answers, flush=True)
+
+
+def private_output() -> IO[str]:
+    """Standard output for answers alone; whatever a library prints goes to standard error."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return answers
+
+
+def main() -> None:
+    answers = private_output()
+    with contextlib.suppress(ImportError):  # 0.1 sets nothing
+        import_module("mlxpool.worker.system.mlx_environment").set_mlx_environment()
+    try:
+        engine = import_module("mlxpool.bench.our_engine").OurEngine
+    except ImportError:
+        engine = import_module("mlxpool.bench.ours").Ours  # as 0.1 has it
+    ours = engine(Path(sys.argv[1]), spare=SPARE)
+
+    def begin(job: Mapping[str, Any]) -> Sequence[Step]:
+        if "prefill" in job:
+            return [ours.prefill(job["prefill"])]
+        return [ours.steps(job["decode"], job["options"])]
+
+    serve(begin, answers)
+
+
+if __name__ == "__main__":
+    main()
