@@ -249,14 +249,14 @@ def test_another_content_type(http: httpx.Client) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", None),
         ({"model": 5}, "model", "bad_request"),
         ({"stream": "yes"}, "stream", "bad_request"),
-        ({"stream_options": {"include_usage": True}}, "stream_options", "bad_request"),
+        ({"stream_options": {"bogus": 1}}, "stream_options.bogus", "unknown_parameter"),
         ({"max_tokens": 0}, "max_tokens", "bad_request"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens", "bad_request"),
-        ({"seed": -1}, "seed", "bad_request"),
+        ({"seed": -2}, "seed", "bad_request"),
         ({"n": 65}, "n", "bad_request"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "bad_request"),
-        ({"stop": [""]}, "stop", "bad_request"),
-        ({"store": True}, "store", "unsupported_parameter"),
+        ({"stop": [5]}, "stop", "bad_request"),
+        ({"min_tokens": 5}, "min_tokens", "unsupported_parameter"),
         ({"parallel_tool_calls": 1}, "parallel_tool_calls", "bad_request"),
         ({"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs.x", "unknown_parameter"),
         ({"tools": [{"type": 5}]}, "tools", "bad_request"),
@@ -281,18 +281,27 @@ def test_an_unsupported_field_is_named(
 
 def test_neutral_values_are_accepted(http: httpx.Client) -> None:
     harmless = {
-        "user": "u", "metadata": {"a": "b"}, "store": False, "parallel_tool_calls": True,
-        "response_format": {"type": "text"}, "tools": None, "n": None, "stop": None,
-        "tool_choice": "auto", "service_tier": "auto", "prompt_cache_key": "s",
+        "user": "u", "metadata": {"a": "b"}, "store": True, "parallel_tool_calls": True,
+        "response_format": {"type": "text"}, "tools": None, "n": None,
+        "tool_choice": "auto", "service_tier": "auto", "prompt_cache_key": "s", "stop": [""],
+        "stream_options": {"include_usage": True}, "typical_p": 1, "keep_alive": "5m",
     }  # fmt: skip
     response = http.post("/v1/chat/completions", json={**CHAT, **harmless})
     assert response.status_code == 200, response.text
 
 
-@pytest.mark.parametrize("prompt", [None, "", [], [""], [1, "x"], [-1], 5, [[]], {"a": 1}])
+@pytest.mark.parametrize("prompt", [[], [1, "x"], [-1], 5, [[]], {"a": 1}])
 def test_an_invalid_prompt(http: httpx.Client, prompt: object) -> None:
     response = http.post("/v1/completions", json={"model": "counting", "prompt": prompt})
     assert refused(response, 400, "bad_request")["param"] == "prompt"
+
+
+@pytest.mark.parametrize("prompt", [None, "", [""]])
+def test_an_empty_prompt_is_refused_where_no_token_stands_in_front(
+    http: httpx.Client, prompt: object
+) -> None:
+    response = http.post("/v1/completions", json={"model": "counting", "prompt": prompt})
+    assert "the model puts none in front" in refused(response, 400, "bad_request")["message"]
 
 
 LONE_SURROGATE = "\\ud800"

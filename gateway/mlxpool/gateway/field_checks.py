@@ -18,7 +18,7 @@ from mlxpool.common.errors import BadRequest
 from mlxpool.common.options import CHECKS, MAX_TOP_LOGPROBS
 from mlxpool.common.protocol.chat import check_tools
 from mlxpool.gateway.description.schemas import Schema, nullable, one_of
-from mlxpool.gateway.errors import bad_request, unsupported_parameter
+from mlxpool.gateway.errors import HttpError, bad_request, unsupported_parameter
 from mlxpool.gateway.left_out import leave_tool_out
 
 # field -> (values that request nothing, what to do instead)
@@ -150,12 +150,22 @@ def check_names(
             message = f"unknown field {prefix + name!r}{hint}"
             raise bad_request(message, prefix + name, "unknown_parameter")
         neutral, advice = refused[name]
-        if not any(value == one and type(value) is type(one) for one in neutral):
+        if not any(_same(value, one) for one in neutral):
             raise unsupported_parameter(prefix + name, advice)
 
 
+def _same(value: Any, neutral: Any) -> bool:
+    """Whether both are one value of JSON: 1 is 1.0, true is none of them."""
+    return value == neutral and isinstance(value, bool) is isinstance(neutral, bool)
+
+
 def option(name: str, value: Any, target: str) -> Any:
-    """The value of the pool's option `target`, checked. Raises HttpError naming the field."""
+    """The value of the pool's option `target`, checked. Raises HttpError naming the field.
+
+    Empty texts to stop at are left out: clients send the empty field of a form.
+    """
+    if target == "stop" and isinstance(value, str | list):
+        value = [one for one in ([value] if isinstance(value, str) else value) if one != ""]
     try:
         return CHECKS[target](name, value)
     except BadRequest as error:
@@ -247,6 +257,12 @@ def tools_of_kind(
             raise bad_request(message, "tools") from None
     checked("tools", check_tools, [tool for _, tool in found])
     return found
+
+
+def no_such_tool(wanted: object) -> HttpError:
+    """The error for a `tool_choice` that wants a call of a tool which the model is not told of."""
+    message = f"'tool_choice' wants a call of {shown(wanted)}, which is no function of 'tools'"
+    return bad_request(f"{message}: tools of other types are left out", "tool_choice")
 
 
 def mapping(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:

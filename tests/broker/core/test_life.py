@@ -216,7 +216,6 @@ def test_formats_count_in_the_bytes_of_a_queue() -> None:
         ({"options": [1]}, "options must be a map"),
         ({"name": ""}, "model"),
         ({"name": 3}, "model"),
-        ({"prompt": ""}, "the prompt is empty"),
         ({"prompt": 3}, "prompt must be text or true"),
         ({"prompt": None}, "got none"),
         ({"prompt": "a", "tokens": True}, "prompt"),

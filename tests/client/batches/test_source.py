@@ -71,7 +71,7 @@ def test_lines_are_read_as_they_are_needed() -> None:
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([{"prompt": "a"}, {"prompt": ""}], "line 2: the prompt is empty"),
+        ([{"prompt": "a"}, {"prompt": 5}], "line 2: prompt must be text"),
         ([{"id": "x", "prompt": "a", "deadline_ms": 3}], r"line 1 \(id 'x'\): deadline_ms is of"),
         (["{"], "line 1: no JSON"),
         (['{"prompt":\n"x"}'], "line 1 has a line end in it"),

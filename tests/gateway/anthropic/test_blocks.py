@@ -86,7 +86,7 @@ def test_what_other_servers_have_done_is_left_out_or_kept_as_text() -> None:
     pdf = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf"}}
     (told,) = messages(user({**RESULT, "content": [pdf, TEXT]}))
     assert "cannot read" in told["content"] and "I look." in told["content"]
-    with pytest.raises(HttpError, match="has the type 'document'"):
+    with pytest.raises(HttpError, match=r"document of 'application/pdf': .* send the text"):
         messages(user(pdf))
 
 

@@ -121,9 +121,7 @@ def blobs_of_prompt(body: Mapping[str, Any]) -> int:
 
 
 def _text(body: Mapping[str, Any], blobs: Sequence[bytes]) -> TextPrompt:
-    text = body["prompt"]
-    if not text:
-        raise BadRequest("the prompt is empty")
+    text = body["prompt"]  # an empty one is the model's begin token, if it has one
     images = images_of.parse_images(body, blobs, 0)
     if images:
         images_of.check_named(images_of.images_of_text(text), len(images))

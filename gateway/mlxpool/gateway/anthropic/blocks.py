@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,9 +19,24 @@ CALLED = "the last message calls tools: their results are missing"
 # Blocks with text in a member of their own, which a model reads as text.
 TEXTS: Mapping[str, str] = {"text": "text", "compaction": "content"}
 SEEN = "[an image, which follows]"
-LEFT_OUT = frozenset({"container_upload", "mid_conv_system"})
+# Blocks that a user's message has no text of: of an assistant's, or of what other servers keep.
+LEFT_OUT = frozenset(
+    {
+        "container_upload",
+        "mid_conv_system",
+        "thinking",
+        "redacted_thinking",
+        "server_tool_use",
+        "mcp_tool_use",
+        "tool_use",
+    }
+)
 FOREIGN_RESULT = "_tool_result"  # ends the type of the result of a tool that ran elsewhere
 LEFT_OUT_EVENT = "a block of a conversation is left out"
+AS_TEXT = (
+    "models read text and images only: send the text of it, as {type: 'document', source: {type:"
+    " 'text', media_type: 'text/plain', data: TEXT}}"
+)
 ERROR = "Error: "  # begins the result of a tool that failed
 
 
@@ -51,7 +67,7 @@ class Conversation:
         if role == "system":
             text = texts(where, content, "must be text")
             self.messages.append({"role": "system", "content": text})
-        elif isinstance(content, str) or (content is None and role == "assistant"):
+        elif isinstance(content, str | None):
             content = content or ""
             self.messages.append({"role": role, "content": content})
         elif role == "user":
@@ -102,6 +118,8 @@ class Conversation:
         """A message with the texts of a result. Returns its images, which a user's message has."""
         call = _text(where, block, "tool_use_id")
         content = block.get("content")
+        if isinstance(content, Mapping):  # a result as it is
+            content = json.dumps(content, ensure_ascii=False)
         given = [] if isinstance(content, str | None) else blocks(f"{where}.content", content)
         images = [one for one in given if one["type"] == "image"]
         parts = [self._part(f"{where}.content", one) for one in images]
@@ -183,7 +201,24 @@ def _read(where: str, block: Mapping[str, Any]) -> str:
             return title + _text(f"{where}.source", source, "data")
         if source.get("type") == "content":
             return title + texts(f"{where}.source.content", source.get("content"), "must be text")
+        if source.get("type") == "base64" and _is_text(source.get("media_type")):
+            return title + _decoded(f"{where}.source.data", source.get("data"))
+        what = source.get("media_type") if source.get("type") == "base64" else source.get("type")
+        raise _fault(f"{where} is a document of {shown(what)}: {AS_TEXT}")
     raise _fault(f"{where} has the type {shown(kind)}, {OF_USERS}")
+
+
+def _is_text(media_type: object) -> bool:
+    """Whether a document of this type is text, such as text/plain."""
+    return isinstance(media_type, str) and media_type.lower().startswith("text/")
+
+
+def _decoded(where: str, data: object) -> str:
+    """The text of a document in base64. Raises HttpError."""
+    try:
+        return from_base64(where, data, "messages").decode()
+    except UnicodeDecodeError as error:
+        raise _fault(f"{where} is not text in UTF-8: {error}") from None
 
 
 def _of_result(where: str, block: Mapping[str, Any]) -> str:

@@ -73,12 +73,8 @@ TOOL = Body(
         EAGER: described("arguments are streamed as the model writes them", FLAG),
     },
     required=("name",),
-    accepted={
-        **CACHED,
-        "allowed_callers": ANY,
-        "defer_loading": ANY,  # nothing searches for tools: every one is offered
-        "input_examples": ANY,
-    },
+    refused={"parameters": ((), "use `input_schema`")},
+    open=True,  # nothing else of a declaration says what a call is
 )
 ANY_TOOL: Schema = one_of(
     TOOL.schema(),
@@ -153,10 +149,8 @@ MESSAGES = Body(
         "max_tokens": integer(1, MAX_COUNT),
         "stream": FLAG,
         **{name: option(target) for name, target in SAMPLING.items()},
-        "stop_sequences": listed(
-            {"type": "string", "minLength": 1, "maxLength": MAX_STOP_BYTES}, 0, MAX_STOPS
-        ),
-        "seed": integer(0, MAX_SEED),
+        "stop_sequences": listed({"type": "string", "maxLength": MAX_STOP_BYTES}, 0, MAX_STOPS),
+        "seed": integer(-1, MAX_SEED),
         "top_k": integer(-1, MAX_COUNT),
     },
     required=("model", "messages", "max_tokens"),

@@ -65,7 +65,7 @@ def message(body: Mapping[str, Any]) -> MessageRequest:
         _chat(body, options),
         fields.flag(body, "stream", False),
         max_tokens,
-        stops or (),
+        options.get("stop", ()),
         _level(body),
         fields.choice(thinking, "display", DISPLAYS, "thinking.") != "omitted",
         frozenset(str(one.get("name")) for one in body.get("tools") or () if one.get(EAGER)),
@@ -165,8 +165,7 @@ def _tools(
         name = choice.get("name")
         forced = [tool for tool in tools if kind == "any" or tool["function"]["name"] == name]
         if not forced:
-            message = "'tool_choice' wants a call of a tool that is not in 'tools'"
-            raise bad_request(message, "tool_choice")
+            raise fields.no_such_tool("any" if kind == "any" else name)
     return tools, forced, several
 
 

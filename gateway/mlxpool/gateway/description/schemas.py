@@ -99,7 +99,7 @@ def nullable(schema: Schema) -> Schema:
     return {**outer, "anyOf": [inner, {"type": "null"}]}
 
 
-_STOP: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_BYTES}
+_STOP: Schema = {"type": "string", "maxLength": MAX_STOP_BYTES}  # an empty one is left out
 # options whose check is neither IntegerIn nor NumberIn
 _OTHER_OPTIONS: Mapping[str, Schema] = {
     "suffix": {"type": "string"},

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlxpool.gateway.formats.relaxed_schema import relaxed
+from mlxpool.gateway.formats.relaxed_schema import relaxed, without_nulls
 from mlxpool.gateway.formats.tagged_arguments import (
     DEFINITIONS,
     FUNCTION_XML,
@@ -134,7 +134,7 @@ def _call_schema(tool: Mapping[str, Any]) -> str:
     """The schema of a call in llama_json, as JSON text."""
     function = tool["function"]
     strict, parameters = bool(function.get("strict")), function.get("parameters") or {}
-    parameters = dict(parameters) if strict else relaxed(dict(parameters))
+    parameters = without_nulls(parameters) if strict else relaxed(parameters)
     members = {
         "name": {"const": function["name"]},
         "parameters": {**parameters, "type": "object"},
@@ -192,7 +192,7 @@ def _lark(rules: Sequence[str]) -> dict[str, str]:
 
 
 def _schema(parameters: Mapping[str, Any] | None, held: Held) -> str:
-    found = {} if held is Held.NONE else dict(parameters or {})
+    found = {} if held is Held.NONE else without_nulls(parameters or {})
     options = WHITE_SPACE
     if held is Held.MOST:
         found, options = relaxed(found), LENIENT

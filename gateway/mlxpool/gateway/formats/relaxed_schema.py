@@ -1,4 +1,4 @@
-"""The schema of a tool whose calls are not `strict`: as much of it as a grammar can follow. Pure.
+"""The schema of a tool as a grammar can follow it: all of a `strict` one, as much of others. Pure.
 
 A call is forced by every legal declaration. What the library of grammars leaves out by itself, such
 as `not`, stays in; what it fails at is taken out here.
@@ -29,6 +29,23 @@ def relaxed(schema: Any) -> Any:
     """The schema without what cannot be followed; {} for what is none."""
     root = schema if isinstance(schema, Mapping) else {}
     return _relaxed(root, root)
+
+
+def without_nulls(schema: Any) -> Any:
+    """The schema without keywords that are null: programs write so what their types leave out."""
+    if not isinstance(schema, Mapping):
+        return schema
+    found: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in DATA - {"enum"}:
+            found[key] = value
+        elif key in _BY_NAME and isinstance(value, Mapping):
+            found[key] = {name: without_nulls(value[name] or {}) for name in value}
+        elif isinstance(value, list):
+            found[key] = value if key == "enum" else [without_nulls(one) for one in value]
+        elif value is not None:
+            found[key] = without_nulls(value)
+    return found
 
 
 def _relaxed(schema: Any, root: Mapping[str, Any]) -> Any:

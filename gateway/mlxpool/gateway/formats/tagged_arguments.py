@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from mlxpool.gateway.formats.relaxed_schema import relaxed
+from mlxpool.gateway.formats.relaxed_schema import relaxed, without_nulls
 
 # White space in arguments is at most one space: see docs/structured-output.md.
 WHITE_SPACE: Mapping[str, Any] = {
@@ -80,7 +80,7 @@ def tagged_call(
     of others, they may be any. Raises ValueError naming what cannot be followed.
     """
     front = style.front.replace("NAME", _name(function["name"], "the name"))
-    parameters = dict(function.get("parameters") or {})
+    parameters = without_nulls(function.get("parameters") or {})
     if held is Held.MOST:
         parameters = _writable(relaxed(parameters))
     if held is Held.NONE or (held is Held.MOST and _COMPOSED & parameters.keys()):

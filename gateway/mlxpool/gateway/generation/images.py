@@ -19,8 +19,7 @@ PARTS = (
     " {type: 'image_url', image_url: {url: 'data:image/TYPE;base64,…'}}"
 )
 ADVICE = {  # types of parts of other interfaces, or of what models do not take
-    "input_text": "in /v1/chat/completions its type is 'text'",
-    "input_image": "in /v1/chat/completions its type is 'image_url'",
+    "input_image": "send the image as a data URL in `image_url`",
     "image": "the type of an image is 'image_url'",
     "input_audio": "models take text and images only",
     "audio": "models take text and images only",

@@ -20,11 +20,14 @@ DEFAULTS: Mapping[str, Any] = {
 
 
 def sampling_options(body: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """The pool's options, with these defaults; `names`: field -> option. Raises HttpError."""
+    """The pool's options, with these defaults; `names`: field -> option. Raises HttpError.
+
+    A `seed` of -1 is a drawn one, a `top_k` of -1 is off: so other servers have it.
+    """
     given = {**body, "top_k": 0} if body.get("top_k") == -1 else body
     options = {**DEFAULTS, **fields.options(given, names)}
-    if options.get("seed", 0) < 0:
-        raise bad_request(f"'seed' is {options['seed']}, must not be negative", "seed")
+    if options.get("seed") == -1:
+        del options["seed"]  # choice i of a request has seed + i
     return options
 
 

@@ -103,7 +103,8 @@ KEEP_ALIVE = described(
     {"type": ["number", "string"]},
 )
 IMAGES = described("base64 of files", listed(TEXT))
-THINK = choice(True, False, *LEVELS)
+MOST = "max"  # Ollama's level above those of the pool, which here is the highest of these
+THINK = choice(True, False, *LEVELS, MOST)
 MESSAGE: Schema = {
     "type": "object",
     "properties": {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlxpool.common.checks import shown
-from mlxpool.common.protocol.chat import check_messages, check_think, joined
+from mlxpool.common.protocol.chat import LEVELS, check_messages, check_think, joined
 from mlxpool.gateway import field_checks as fields
 from mlxpool.gateway.errors import bad_request
 from mlxpool.gateway.field_checks import Body
@@ -23,6 +23,7 @@ from mlxpool.gateway.ollama.fields import (
     GENERATE,
     GENERATION_OPTIONS,
     IN_OPTIONS,
+    MOST,
     NEGATIVE,
     OPTIONS,
     PULL,
@@ -209,11 +210,19 @@ def _common(body: Mapping[str, Any], known: Body) -> dict[str, Any]:
         "model": fields.text(body, "model"),
         "stream": fields.flag(body, "stream", True),
         "options": options,
-        "think": fields.checked("think", check_think, body.get("think")),
+        "think": _think(body.get("think")),
         "keep_alive": keep_alive(body.get("keep_alive")),
         "ignored": _ignored(given, GENERATION_OPTIONS),
         "unknown": known.unknown(body),
     }
+
+
+def _think(given: object) -> bool | str | None:
+    """The pool's `think`. Raises HttpError."""
+    if given == MOST:
+        return LEVELS[-1]
+    found: bool | str | None = fields.checked("think", check_think, given)
+    return found
 
 
 def _messages(given: Any) -> tuple[list[Mapping[str, Any]], list[bytes]]:

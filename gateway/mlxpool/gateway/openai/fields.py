@@ -40,10 +40,15 @@ from mlxpool.gateway.description.schemas import (
 from mlxpool.gateway.field_checks import Body, RefusedFields
 from mlxpool.gateway.generation import structured
 from mlxpool.gateway.generation.sampling import MAX_CACHE_KEY
+from mlxpool.gateway.openai.neutral_values import NEUTRAL, WITHOUT_EFFECT
 
 MAX_INPUTS = 2048  # of one request for vectors, as in OpenAI's interface
 MAX_TOP = 2**31 - 1
 FORMATS = ("float", "base64")
+UNBOUNDED: Schema = {
+    "type": "integer",
+    "const": -1,
+}  # of tokens, as Ollama, llama.cpp and LM Studio have it
 
 # field -> option of the pool
 SAMPLING: Mapping[str, str] = {
@@ -57,6 +62,7 @@ SAMPLING: Mapping[str, str] = {
     "top_k": "top_k",
     "min_p": "min_p",
     "repetition_penalty": "repeat_penalty",
+    "repeat_penalty": "repeat_penalty",  # llama.cpp's and LM Studio's name
     "repeat_last_n": "repeat_last_n",
     "ignore_eos": "ignore_eos",
     "truncate": "truncate",
@@ -70,6 +76,7 @@ SAMPLING: Mapping[str, str] = {
 ACCEPTED: Mapping[str, Schema] = dict.fromkeys(
     (
         "user",
+        "store",  # of the provider's log of chats: nothing is kept
         "metadata",
         "safety_identifier",
         "service_tier",
@@ -97,7 +104,6 @@ ACCEPTED: Mapping[str, Schema] = dict.fromkeys(
         "guardrails",
         "vl_high_resolution_images",
         "include_stop_str_in_output",
-        "spaces_between_special_tokens",
         "return_token_ids",
         "kv_transfer_params",
         "cache_prompt",  # llama.cpp's, of its slots and timings, as are the next three
@@ -109,12 +115,15 @@ ACCEPTED: Mapping[str, Schema] = dict.fromkeys(
         "base_url",
         "timeout",
         "max_retries",
+        *WITHOUT_EFFECT,
     ),
     ANY,
 )
-STREAM_OPTIONS = Body({"include_usage": FLAG}, accepted={"include_obfuscation": ANY}, refused={
-    "continuous_usage_stats": ((False,), "usage comes at the end"),
-})  # fmt: skip
+STREAM_OPTIONS = Body(
+    {"include_usage": FLAG},
+    # Usage comes at the end alone.
+    accepted={"include_obfuscation": ANY, "continuous_usage_stats": ANY},
+)
 CHAT_TEMPLATE_KWARGS = Body(
     {
         "enable_thinking": FLAG,
@@ -186,36 +195,22 @@ ALLOWED_TOOLS: Schema = {
     "required": ["type", "allowed_tools"],
 }
 PROMPT = one_of(
-    NAME, TOKEN_IDS, listed(one_of(NAME, TOKEN_IDS), 1, MAX_CHOICES)
+    TEXT, TOKEN_IDS, listed(one_of(TEXT, TOKEN_IDS), 1, MAX_CHOICES)
 )  # a text, token ids, or a list of either
 
 COMMON: Mapping[str, Schema] = {
     "model": described("a name of /v1/models", NAME),
     "n": integer(1, MAX_CHOICES),
     "stream": FLAG,
-    "stream_options": described("with `stream` only", STREAM_OPTIONS.schema()),
-    "max_tokens": integer(1, MAX_COUNT),
+    "stream_options": described("has no effect without `stream`", STREAM_OPTIONS.schema()),
+    "max_tokens": described("-1: up to the context", one_of(integer(1, MAX_COUNT), UNBOUNDED)),
     "prompt_cache_key": {"type": "string", "maxLength": MAX_CACHE_KEY},
     **{name: option(target) for name, target in SAMPLING.items()},
-    "seed": integer(0, MAX_SEED),
+    "seed": described("-1: a drawn one", integer(-1, MAX_SEED)),
     "top_k": integer(-1, MAX_COUNT),  # -1 and 0: off
     "prompt_logprobs": described(
         "log-probabilities of the prompt with so many alternatives", integer(0, MAX_TOP_LOGPROBS)
     ),
-}
-REFUSED: RefusedFields = {
-    "store": ((False,), "nothing is kept; leave it out"),
-    **dict.fromkeys(
-        ("lora", "lora_path", "lora_request", "adapter", "adapters", "adapter_id"),
-        ((), "LoRA adapters are not applied: merge one into the weights of its model"),
-    ),
-    "min_tokens": ((0,), "leave it out"),
-    "stop_token_ids": (([],), "name texts in `stop`"),
-    "truncate_prompt_tokens": ((), "use `truncate`, with `num_keep` and `num_ctx`"),
-    "skip_special_tokens": ((), "special tokens are text like any other"),
-    "use_beam_search": ((False,), "leave it out"),
-    "length_penalty": ((1.0, 1), "leave it out"),
-    "priority": ((0,), "leave it out"),
 }
 EFFORTS: Mapping[str, str] = {  # names of clients -> levels of the pool
     "minimal": "low",
@@ -226,6 +221,7 @@ EFFORTS: Mapping[str, str] = {  # names of clients -> levels of the pool
     "max": "high",
 }
 EFFORT = choice("none", *EFFORTS)
+THINK: Schema = described("Ollama's", one_of(FLAG, EFFORT))
 REASONING = Body(  # OpenRouter's
     {
         "effort": EFFORT,
@@ -246,7 +242,7 @@ CHAT = Body(
         ),
         "logprobs": FLAG,
         "top_logprobs": described("with `logprobs` only", integer(0, MAX_TOP_LOGPROBS)),
-        "max_completion_tokens": integer(1, MAX_COUNT),
+        "max_completion_tokens": one_of(integer(1, MAX_COUNT), UNBOUNDED),
         "reasoning_effort": EFFORT,
         "reasoning": described("OpenRouter's", REASONING.schema()),
         "thinking": {
@@ -254,6 +250,7 @@ CHAT = Body(
             "properties": {"type": choice("enabled", "disabled", "adaptive", None)},
         },
         "enable_thinking": FLAG,
+        "think": THINK,
         "chat_template_kwargs": CHAT_TEMPLATE_KWARGS.schema(),
         "continue_message": FLAG,
         "continue_final_message": described("vLLM's name of `continue_message`", FLAG),
@@ -263,12 +260,14 @@ CHAT = Body(
     required=("model", "messages"),
     accepted=ACCEPTED,
     refused={
-        **REFUSED,
+        **NEUTRAL,
         "functions": (([],), "use `tools`"),
         "function_call": (("none",), "use `tools`"),
         "modalities": ((["text"],), "models give text only"),
         "audio": ((), "models take text and images, and give text"),
-        "prediction": ((), "leave it out"),
+        "best_of": ((1,), "use `n`"),
+        "echo": ((False,), "the prompt is in the request"),
+        "add_special_tokens": ((False,), "the template has them"),
         "prompt": ((), "this is /v1/chat/completions: use `messages`"),
         "chat_template": ((), "the template is the model's own"),
     },
@@ -277,8 +276,10 @@ COMPLETION = Body(
     {
         **COMMON,
         **structured.OF_COMPLETIONS,
-        "prompt": PROMPT,
-        "max_tokens": described("0 with `echo` or `prompt_logprobs` only", integer(0, MAX_COUNT)),
+        "prompt": described("absent or empty: the model's begin token, if it has one", PROMPT),
+        "max_tokens": described(
+            "0 with `echo` or `prompt_logprobs` only; -1: up to the context", integer(-1, MAX_COUNT)
+        ),
         "echo": FLAG,
         "suffix": option("suffix"),
         "best_of": described(
@@ -286,20 +287,37 @@ COMPLETION = Body(
         ),
         "logprobs": described("the number of alternatives", integer(0, MAX_TOP_LOGPROBS)),
     },
-    required=("model", "prompt"),
+    required=("model",),
     accepted=ACCEPTED,
     refused={
-        **REFUSED,
+        **NEUTRAL,
         "messages": ((), "this is /v1/completions: use `prompt`"),
         "tools": (([],), "use /v1/chat/completions"),
         "top_logprobs": ((), "here `logprobs` is the number of alternatives"),
+        "add_special_tokens": ((True,), "send token ids as `prompt`"),
     },
 )
 
 # ---- models of texts -------------------------------------------------------------------------
 
 INPUTS = listed(NAME, 1, MAX_INPUTS)
-VECTORS_ACCEPTED: Mapping[str, Schema] = {"user": ANY, "metadata": ANY}
+CUTS: Mapping[str, bool] = {"END": True, "NONE": False}  # names of clients -> `truncate`
+VECTORS_ACCEPTED: Mapping[str, Schema] = dict.fromkeys(
+    (
+        "user",
+        "metadata",
+        "options",  # Ollama's, which its own /v1/embeddings ignores, as the next one
+        "keep_alive",
+        "ttl",
+        "extra_body",
+        "timeout",
+        "max_retries",
+        "api_key",
+        "base_url",
+    ),
+    ANY,
+)
+NOTHING: RefusedFields = {}
 VECTORS_REFUSED: RefusedFields = {
     "truncate_prompt_tokens": ((), "use `truncate`"),
     "priority": ((0,), "leave it out"),
@@ -309,9 +327,14 @@ VECTORS_REFUSED: RefusedFields = {
 }
 
 
-def _of_texts(required: tuple[str, ...], honoured: Mapping[str, Schema]) -> Body:
-    every = {"model": NAME, **honoured, "truncate": FLAG}
-    return Body(every, ("model", *required), VECTORS_ACCEPTED, VECTORS_REFUSED)
+TRUNCATE: Schema = described("END is true, NONE false: Cohere's names", choice(True, False, *CUTS))
+
+
+def _of_texts(
+    required: tuple[str, ...], honoured: Mapping[str, Schema], refused: RefusedFields = NOTHING
+) -> Body:
+    every = {"model": NAME, **honoured, "truncate": TRUNCATE}
+    return Body(every, ("model", *required), VECTORS_ACCEPTED, {**VECTORS_REFUSED, **refused})
 
 
 EMBEDDINGS = _of_texts(
@@ -322,6 +345,14 @@ EMBEDDINGS = _of_texts(
         "dimensions": integer(1),
         "normalize": FLAG,
         "prompt_name": TEXT,
+        "input_type": described("of the model's prompts that for this type, if it has one", TEXT),
+    },
+    {
+        "embedding_types": ((["float"],), "use `encoding_format`"),
+        "embedding_type": (("float",), "use `encoding_format`"),
+        "output_dtype": (("float",), "use `encoding_format`"),
+        "output_dimension": ((), "use `dimensions`"),
+        "late_chunking": ((False,), "send each text by itself"),
     },
 )
 _DOCUMENT: Mapping[str, Any] = one_of(

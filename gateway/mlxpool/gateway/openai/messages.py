@@ -15,7 +15,15 @@ from mlxpool.gateway.left_out import NO_ROOM
 # Types of parts of an earlier answer that are no text for the next one.
 NOT_SAID = ("thinking", "redacted_thinking", "reasoning", "audio")
 READ = ("text", "image_url")
-MAY_LACK_CONTENT = ("assistant", "tool")
+# Types of parts that a result may have besides, which no model reads.
+FILES = ("file", "input_file", "image", "input_image", "input_audio", "audio_url", "video_url")
+# Types of parts of the other interfaces with text -> its member.
+TEXTS: Mapping[str, str] = {
+    "input_text": "text",
+    "output_text": "text",
+    "summary_text": "text",
+    "refusal": "refusal",
+}
 
 
 def as_taken(raw: object) -> object:
@@ -34,15 +42,48 @@ def _message(message: Mapping[str, Any]) -> Mapping[str, Any]:
         found["tool_calls"] = [{"type": "function", "function": called}]
     if role == "assistant" and isinstance(found.get("tool_calls"), list):
         found["tool_calls"] = [_call(call) for call in found["tool_calls"]]
-    content = found.get("content")
-    if role == "assistant" and isinstance(content, list):
-        content = [_said(part) for part in content if _type(part) not in NOT_SAID]
-    if role == "tool" and isinstance(content, list):
-        content = [_readable(part) for part in content]
+    content = _parts(role, found.get("content"))
     refusal = found.pop("refusal", None)
-    if not content and role in MAY_LACK_CONTENT and isinstance(content, list | None):
+    if not content and role == "assistant":
         content = refusal if isinstance(refusal, str) else ""
-    return {**found, "content": "" if content == [] else content}
+    return {**found, "content": content}
+
+
+def _parts(role: Any, content: Any) -> Any:
+    """The content of a message of this role; what is none is left as it is, null is ""."""
+    if content is None or content == []:
+        return ""
+    if role == "tool" and not isinstance(content, str) and not _is_parts(content):
+        return json.dumps(content, ensure_ascii=False)  # a result as it is
+    if isinstance(content, Mapping) and "type" in content:
+        content = [content]
+    if not isinstance(content, list):
+        return content
+    parts = [_part(part) for part in content]
+    if role == "assistant":
+        return [part for part in parts if _type(part) not in NOT_SAID] or ""
+    return [_readable(part) for part in parts] if role == "tool" else parts
+
+
+def _is_parts(content: Any) -> bool:
+    """Whether the content of a result is a list of parts, and no result that is itself a list."""
+    kinds = (*READ, *TEXTS, *FILES)
+    return isinstance(content, list) and all(_type(part) in kinds for part in content)
+
+
+def _part(part: Any) -> Any:
+    """A part in this interface's form."""
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    kind = _type(part)
+    if kind is None and isinstance(part, Mapping) and isinstance(part.get("text"), str):
+        return {**part, "type": "text"}
+    if isinstance(kind, str) and kind in TEXTS:
+        return {"type": "text", "text": part.get(TEXTS[kind]) or ""}
+    if kind == "input_image" and isinstance(part.get("image_url"), str):
+        image = {"url": part["image_url"], "detail": part.get("detail")}
+        return {"type": "image_url", "image_url": image}
+    return part
 
 
 def _call(call: Any) -> Any:
@@ -62,12 +103,6 @@ def _readable(part: Any) -> Any:
     if not isinstance(kind, str) or kind in READ:
         return part
     return {"type": "text", "text": NO_ROOM.format(kind=kind)}
-
-
-def _said(part: Any) -> Any:
-    if _type(part) in ("refusal", "output_text"):
-        return {"type": "text", "text": part.get("refusal") or part.get("text") or ""}
-    return part
 
 
 def _type(part: Any) -> Any:

@@ -25,9 +25,10 @@ from mlxpool.gateway.openai.fields import (
     REASONING,
     SAMPLING,
     STREAM_OPTIONS,
+    UNBOUNDED,
 )
 from mlxpool.gateway.openai.messages import as_taken
-from mlxpool.gateway.openai.tool_choice import plain_choice
+from mlxpool.gateway.openai.tool_choice import plain_choice, wanted_tool
 
 THINKING_TYPES = ("enabled", "disabled", "adaptive")
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions
@@ -76,7 +77,7 @@ def chat(body: Mapping[str, Any]) -> CompletionRequest:
     tools = tools_of(body)
     forced = _forced(body, tools)
     options = _options(body)
-    max_tokens = fields.integer(body, "max_completion_tokens", 1, MAX_COUNT)
+    max_tokens = max_tokens_of(body, "max_completion_tokens")
     if max_tokens is not None and options.setdefault("max_tokens", max_tokens) != max_tokens:
         raise bad_request(
             "'max_tokens' and 'max_completion_tokens' differ", "max_completion_tokens"
@@ -163,30 +164,37 @@ def _candidates(body: Mapping[str, Any], choices: int, *, stream: bool) -> int:
 
 def _options(body: Mapping[str, Any], least_tokens: int = 1) -> dict[str, Any]:
     options = {**sampling_options(body, SAMPLING), **openai_format(body)}
-    max_tokens = fields.integer(body, "max_tokens", least_tokens, MAX_COUNT)
+    max_tokens = max_tokens_of(body, "max_tokens", least_tokens)
     options |= {} if max_tokens is None else {"max_tokens": max_tokens}
     of_prompt = fields.integer(body, "prompt_logprobs", 0, MAX_TOP_LOGPROBS)
     options |= {} if of_prompt is None else {"prompt_logprobs": of_prompt}
     return {**options, **session_option(body)}
 
 
+def max_tokens_of(body: Mapping[str, Any], name: str, least: int = 1) -> int | None:
+    """A bound of tokens, -1: up to the context; None: it is absent. Raises HttpError."""
+    if type(body.get(name)) is int and body[name] == UNBOUNDED["const"]:
+        return -1
+    return fields.integer(body, name, least, MAX_COUNT)
+
+
 def _usage(body: Mapping[str, Any], stream: bool) -> bool:
+    """Whether the stream ends with usage; wrappers of clients ask for it without a stream, too."""
     given = fields.mapping(body, "stream_options")
-    if given and not stream:
-        raise bad_request("'stream_options' goes with 'stream': true", "stream_options")
     prefix = "stream_options."
     STREAM_OPTIONS.check(given, prefix)
-    return fields.flag(given, "include_usage", False, prefix)
+    return fields.flag(given, "include_usage", False, prefix) and stream
 
 
 def tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The functions that are offered. Maps of other servers without a type run elsewhere, too."""
     found: list[dict[str, Any]] = []
-    for number, tool in fields.tools_of_kind(body, ("function", None)):
+    for _, tool in fields.tools_of_kind(body, ("function", None)):
         if isinstance(tool.get("function"), Mapping):
             found.append({**tool, "type": "function"})
-        elif tool.get("type"):
-            raise bad_request(f"tools[{number}] must be {{type: 'function', function: …}}", "tools")
+        elif tool.get("type"):  # as in /v1/responses
+            members = {key: value for key, value in tool.items() if key != "type"}
+            found.append({"type": "function", "function": members})
         else:
             leave_tool_out(next(iter(tool), None))
     if plain_choice(body.get("tool_choice")) == "none":
@@ -232,18 +240,17 @@ def _forced(
     if choice == "required" or allowed:
         found = tools
     else:
-        name = choice.get("name") if isinstance(choice, Mapping) else None
-        if not isinstance(name, str) or choice.get("type") != "function":
+        name = wanted_tool(choice)
+        if name is None:
             message = (
                 f"'tool_choice' is {shown(choice)}, must be auto, none, required or"
                 " {type: 'function', function: {name: …}}"
             )
             raise bad_request(message, "tool_choice")
-        found = [tool for tool in tools if tool["function"]["name"] == name]
+        of_functions = choice["type"] == "function"
+        found = [one for one in tools if of_functions and one["function"]["name"] == name]
     if not found:
-        raise bad_request(
-            "'tool_choice' wants a call of a tool that is not in 'tools'", "tool_choice"
-        )
+        raise fields.no_such_tool("any" if choice == "required" or allowed else name)
     return found
 
 
@@ -272,6 +279,7 @@ def _effort(body: Mapping[str, Any]) -> str | None:
     effort = fields.choice(body, "reasoning_effort", efforts)
     given = REASONING.check(fields.mapping(body, "reasoning"), "reasoning.")
     effort = effort or fields.choice(given, "effort", efforts, "reasoning.")
+    effort = effort or think_effort(body)
     if effort is not None:
         return effort
     kind = fields.choice(fields.mapping(body, "thinking"), "type", THINKING_TYPES, "thinking.")
@@ -286,6 +294,13 @@ def _effort(body: Mapping[str, Any]) -> str | None:
     if asked is None and given.get("max_tokens") is not None:
         asked = True  # a bound of thoughts asks for some
     return None if asked is None else "enabled" if asked else "none"
+
+
+def think_effort(body: Mapping[str, Any]) -> str | None:
+    """The effort of Ollama's `think`; None: nothing is said of it. Raises HttpError."""
+    if isinstance(body.get("think"), bool):
+        return "enabled" if body["think"] else "none"
+    return fields.choice(body, "think", ("none", *EFFORTS))
 
 
 def _budget(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -326,20 +341,24 @@ def _suffix(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _prompts(given: object) -> list[dict[str, Any]]:
-    """The prompts of a text, a list of token ids, or a list of either."""
-    every = given if isinstance(given, list) and not _is_ids(given) else [given]
+    """The prompts of a text, a list of token ids, or a list of either; an absent one is empty."""
+    every = (
+        given
+        if isinstance(given, list) and not _is_ids(given)
+        else ["" if given is None else given]
+    )
     if not every:
         raise bad_request("'prompt' must not be empty", "prompt")
     return [_prompt(one) for one in every]
 
 
 def _prompt(given: object) -> dict[str, Any]:
-    if isinstance(given, str) and given:
+    if isinstance(given, str):
         return {"prompt": given}
     if isinstance(given, list) and _is_ids(given):
         return {"tokens": given}
     raise bad_request(
-        "'prompt' must be text, a list of token ids, or a list of these, none of them empty;"
+        "'prompt' must be text, a list of token ids, or a list of these, no list of them empty;"
         f" got {shown(given)}",
         "prompt",
     )

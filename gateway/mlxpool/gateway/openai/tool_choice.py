@@ -28,3 +28,17 @@ def plain_choice(given: Any) -> Any:
     inside = given.get("function")
     name = inside.get("name") if isinstance(inside, Mapping) else given.get("name")
     return {"type": "function", "name": name} if isinstance(name, str) and name else given
+
+
+def wanted_tool(choice: Any) -> str | None:
+    """The name, or else the type, of the tool that a choice of one tool wants; None: it names none.
+
+    Of a type that runs elsewhere it may stand in a member of this name, as `custom`.
+    """
+    kind = choice.get("type") if isinstance(choice, Mapping) else None
+    if not isinstance(kind, str):
+        return None
+    inside = choice.get(kind)
+    named = inside if isinstance(inside, Mapping) else choice
+    name = named.get("name")
+    return name if isinstance(name, str) and name else kind if kind != "function" else None

@@ -14,7 +14,7 @@ from mlxpool.gateway.generation.pool_access import PoolAccess
 from mlxpool.gateway.http import JSON, ResponseWriter
 from mlxpool.gateway.json_parts import encode_in_parts
 from mlxpool.gateway.openai import decisions, vectors
-from mlxpool.gateway.openai.vectors import ScoreRequest
+from mlxpool.gateway.openai.vectors import EmbeddingRequest, ScoreRequest
 
 AT_ONCE = 16  # calls of one /v1/score that are open at a time
 
@@ -31,13 +31,22 @@ class VectorRoutes:
         """POST /v1/embeddings."""
         request = vectors.embeddings(body)
         model, late = await self._model(request.model, response)
-        asked = self._pool.client.embed(model, request.inputs, **request.settings, **late)
+        settings = {**request.settings, **await self._prompt(request)}
+        asked = self._pool.client.embed(model, request.inputs, **settings, **late)
         found = await _answer(asked, "input")
         response.exchange.count(found.usage)
         data = await asyncio.to_thread(
             lambda: encode_in_parts(vectors.embeddings_body(request, found))
         )
         await response.data(data, JSON)
+
+    async def _prompt(self, request: EmbeddingRequest) -> dict[str, str]:
+        """The model's prompt for the type of the inputs; empty without one."""
+        if not request.input_type:
+            return {}
+        about = (await self._pool.models.described(request.model)).about
+        name = vectors.prompt_of_type(request.input_type, about.get("prompts") or ())
+        return {} if name is None else {"prompt_name": name}
 
     async def rerank(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
         """POST /v1/rerank."""

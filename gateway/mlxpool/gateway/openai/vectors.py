@@ -17,6 +17,7 @@ from mlxpool.gateway import field_checks as fields
 from mlxpool.gateway.errors import bad_request
 from mlxpool.gateway.openai.fields import (
     CLASSIFY,
+    CUTS,
     EMBEDDINGS,
     FORMATS,
     MAX_INPUTS,
@@ -25,15 +26,22 @@ from mlxpool.gateway.openai.fields import (
     SCORE,
 )
 
+# Types of inputs by the names of Cohere's, NVIDIA's and Voyage's clients, and of prompts.
+SAME_TYPES = (("query", "search_query"), ("document", "passage", "search_document"))
+
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRequest:
-    """A checked /v1/embeddings. `settings`: keyword arguments of the client's `embed`."""
+    """A checked /v1/embeddings. `settings`: keyword arguments of the client's `embed`.
+
+    `input_type`: what the texts are, such as query; "": it is not said, or a prompt is named.
+    """
 
     model: str
     inputs: list[Any]
     as_base64: bool
     settings: Mapping[str, Any]
+    input_type: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +91,17 @@ def embeddings(body: Mapping[str, Any]) -> EmbeddingRequest:
         "prompt_name": fields.text(body, "prompt_name", "") or None,
     }
     inputs = _inputs(body.get("input"))
-    return EmbeddingRequest(fields.text(body, "model"), inputs, encoding == "base64", settings)
+    kind = fields.text(body, "input_type", "") if settings["prompt_name"] is None else ""
+    return EmbeddingRequest(
+        fields.text(body, "model"), inputs, encoding == "base64", settings, kind
+    )
+
+
+def prompt_of_type(input_type: str, prompts: Sequence[str]) -> str | None:
+    """Which of a model's prompts, by their names, is for this type; None: none of them."""
+    kind = input_type.lower()
+    same = next((group for group in SAME_TYPES if kind in group), ())
+    return next((name for name in (kind, *same) if name in prompts), None)
 
 
 def rerank(body: Mapping[str, Any]) -> RerankRequest:
@@ -134,6 +152,13 @@ def _normalise(body: Mapping[str, Any]) -> bool | None:
 
 
 def _truncate(body: Mapping[str, Any]) -> dict[str, bool]:
+    given = body.get("truncate")
+    if isinstance(given, str):
+        if given not in CUTS:
+            names = ", ".join(CUTS)
+            message = f"'truncate' is {shown(given)}, must be true, false or one of {names}"
+            raise bad_request(f"{message}: texts are cut at their end", "truncate")
+        return {"truncate": CUTS[given]}
     return {"truncate": fields.flag(body, "truncate", False)}
 
 

@@ -119,7 +119,7 @@ def test_calls_of_other_kinds_are_kept_as_text(
         ({"role": "user", "content": [{"type": "input_text"}]}, "content[0].text must be text"),
         ({"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}, "file_id"),
         ({"role": "user", "content": [REMOTE]}, "not fetched"),
-        ({**CALL, "arguments": {}}, "input[0].arguments must be JSON text"),
+        ({**CALL, "arguments": 5}, "input[0].arguments must be JSON text"),
         ({**CALL, "call_id": ""}, "input[0].call_id must not be empty"),
         ({"type": "reasoning", "content": 5}, "input[0].content must be a list"),
     ],

@@ -112,7 +112,9 @@ def check_bytes(size: int, max_bytes: int | None, context: int) -> None:
 def check_tokens(count: int, context: int) -> None:
     """Raises BadRequest for an empty prompt, ContextExceeded for one that leaves no token free."""
     if not count:
-        raise BadRequest("the prompt is empty: it has no tokens")
+        raise BadRequest(
+            "the prompt is empty: it has no tokens, and the model puts none in front of it"
+        )
     if count >= context:
         raise ContextExceeded(
             f"the prompt has {count} tokens, the context is {context}, where at most {context - 1}"

@@ -22,9 +22,11 @@ from mlxpool.gateway.description.schemas import (
 )
 from mlxpool.gateway.field_checks import Body
 from mlxpool.gateway.generation.queries import page_fields
-from mlxpool.gateway.openai.fields import ACCEPTED, COMMON, EFFORT, OTHER_CHOICES
+from mlxpool.gateway.openai.fields import ACCEPTED, COMMON, EFFORT, OTHER_CHOICES, THINK
 from mlxpool.gateway.openai.fields import SAMPLING as OF_CHATS
+from mlxpool.gateway.openai.fields import TOOL as OF_CHATS_TOOL
 from mlxpool.gateway.openai.fields import TOOL_CHOICE as OF_CHATS_CHOICE
+from mlxpool.gateway.openai.neutral_values import NEUTRAL
 
 LOGPROBS = "message.output_text.logprobs"
 MAX_METADATA, MAX_KEY, MAX_VALUE = 16, 64, 512  # pairs, and characters of each
@@ -56,7 +58,8 @@ REASONING = Body(
     },
     accepted={"context": ANY, "mode": ANY, "enabled": ANY, "exclude": ANY},
 )
-STREAM_OPTIONS = Body({}, accepted={"include_obfuscation": ANY})
+# Usage is in the last event always.
+STREAM_OPTIONS = Body({}, accepted={"include_obfuscation": ANY, "include_usage": ANY})
 
 _CONTENT = one_of(TEXT, listed(MAP))
 ITEM = one_of(
@@ -75,7 +78,7 @@ ITEM = one_of(
             "type": {"const": "function_call"},
             "call_id": NAME,
             "name": NAME,
-            "arguments": described("a map as JSON text", TEXT),
+            "arguments": described("a map, or its JSON text", one_of(TEXT, MAP)),
         },
         "required": ["type", "call_id", "name", "arguments"],
     },
@@ -111,15 +114,12 @@ TOOL = Body(
         "strict": FLAG,
     },
     required=("type", "name"),
-    accepted={
-        "defer_loading": ANY,
-        "cache_control": ANY,
-        "allowed_callers": ANY,
-        "output_schema": ANY,
-    },
+    refused={"input_schema": ((), "use `parameters`")},
+    open=True,  # nothing else of a declaration says what a call is
 )
 ANY_TOOL: Schema = one_of(
     TOOL.schema(),
+    OF_CHATS_TOOL,
     described(
         "a group of functions, which are offered as NAME__FUNCTION",
         {
@@ -164,13 +164,14 @@ RESPONSE = Body(
         "input": one_of(TEXT, listed(ITEM, 1, MAX_MESSAGES)),
         "instructions": TEXT,
         "stream": FLAG,
-        "stream_options": described("with `stream` only", STREAM_OPTIONS.schema()),
+        "stream_options": described("has no effect", STREAM_OPTIONS.schema()),
         "max_output_tokens": integer(1, MAX_COUNT),
         "tools": listed(ANY_TOOL, 0, MAX_TOOLS),
         "tool_choice": TOOL_CHOICE,
         "parallel_tool_calls": FLAG,
         "text": TEXT_CONFIG.schema(),
         "reasoning": REASONING.schema(),
+        "think": THINK,
         "include": described(f"{LOGPROBS}; others have no effect", listed(TEXT)),
         "top_logprobs": described(
             f"with {LOGPROBS} in `include` only", integer(0, MAX_TOP_LOGPROBS)
@@ -187,18 +188,20 @@ RESPONSE = Body(
     },
     required=("model", "input"),
     accepted={
-        **{name: schema for name, schema in ACCEPTED.items() if name != "metadata"},
+        **{name: schema for name, schema in ACCEPTED.items() if name not in ("metadata", "store")},
         "max_tool_calls": ANY,  # of tools that the server runs, of which there are none
         "context_management": ANY,  # nothing is compacted: see `truncation`
         "background_options": ANY,
         "access_programs": ANY,
     },
     refused={
+        **NEUTRAL,
         "conversation": ((), "use `previous_response_id`, or send the whole conversation"),
         "prompt": ((), "there are no stored prompts: use `instructions` and `input`"),
         "image": ((), "leave it out"),
         "messages": ((), "this is /v1/responses: use `input`"),
         "max_tokens": ((), "use `max_output_tokens`"),
+        "max_completion_tokens": ((), "use `max_output_tokens`"),
         "response_format": ((), "use `text.format`"),
         "reasoning_effort": ((), "use `reasoning.effort`"),
         "n": ((1,), "a response has one answer"),

@@ -90,6 +90,8 @@ class Conversation:
     def _call(self, where: str, item: Mapping[str, Any]) -> None:
         call_id, name = _name(where, item, "call_id"), _name(where, item, "name")
         arguments = item.get("arguments")
+        if isinstance(arguments, Mapping):
+            arguments = json.dumps(arguments, ensure_ascii=False)
         if not isinstance(arguments, str | None):
             raise _fault(f"{where}.arguments must be JSON text, got {shown(arguments)}")
         self._calls(call_id, joined(item.get(NAMESPACE), name), arguments or "")

@@ -14,6 +14,7 @@ from mlxpool.gateway.errors import bad_request
 from mlxpool.gateway.generation.chat_request import ChatRequest
 from mlxpool.gateway.generation.sampling import sampling_options, session_option
 from mlxpool.gateway.openai.fields import EFFORTS
+from mlxpool.gateway.openai.requests import think_effort
 from mlxpool.gateway.openai.responses_api.fields import (
     FORMAT,
     LOGPROBS,
@@ -30,7 +31,7 @@ from mlxpool.gateway.openai.responses_api.fields import (
 )
 from mlxpool.gateway.openai.responses_api.items import Earlier, conversation_of
 from mlxpool.gateway.openai.responses_api.namespaces import NAMESPACE, joined
-from mlxpool.gateway.openai.tool_choice import plain_choice
+from mlxpool.gateway.openai.tool_choice import plain_choice, wanted_tool
 
 TOOL_CHOICES = (
     "must be auto, none, required, {type: 'function', name: …} or"
@@ -78,13 +79,11 @@ def response(body: Mapping[str, Any], earlier: Earlier | None = None) -> Respons
     max_tokens = fields.integer(body, "max_output_tokens", 1, MAX_COUNT)
     options |= {} if max_tokens is None else {"max_tokens": max_tokens}
     effort, summary, budget = _reasoning(body)
-    options |= {} if effort is None else {"think": EFFORTS.get(effort, False)}
+    asked = effort or think_effort(body)
+    options |= {} if asked is None else {"think": EFFORTS.get(asked, asked == "enabled")}
     options |= {} if budget is None else {"think": True, "thinking_budget": budget, **options}
     stream = fields.flag(body, "stream", False)
-    given = fields.mapping(body, "stream_options")
-    if given and not stream:
-        raise bad_request("'stream_options' goes with 'stream': true", "stream_options")
-    STREAM_OPTIONS.check(given, "stream_options.")
+    STREAM_OPTIONS.check(fields.mapping(body, "stream_options"), "stream_options.")
     chat = ChatRequest(
         fields.text(body, "model"),
         messages,
@@ -163,24 +162,20 @@ def _tools(body: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str
         offered = [] if mode == "none" else found
         forced = found if mode == "required" else []
         if mode == "required" and not found:
-            raise bad_request("'tool_choice' wants a call, and there are no 'tools'", "tool_choice")
+            raise fields.no_such_tool("any")
     return offered, forced
 
 
 def _function(prefix: str, tool: Mapping[str, Any], group: str = "") -> dict[str, Any]:
     """A function in the pool's form; `group`: the namespace that it is in. Raises HttpError."""
-    _check_tool(prefix, tool)
-    known = {key: tool[key] for key in TOOL.honoured if key != "type" and tool.get(key) is not None}
-    return {"type": "function", "function": {**known, "name": joined(group, tool["name"])}}
-
-
-def _check_tool(prefix: str, tool: Mapping[str, Any]) -> None:
-    if "function" in tool:
-        message = f"{prefix}function is the form of /v1/chat/completions: here its members stand in"
-        raise bad_request(f"{message} the tool itself", "tools")
+    inside = tool.get("function")
+    if isinstance(inside, Mapping):  # as in /v1/chat/completions
+        tool = {**inside, "type": "function"}
     TOOL.check(tool, prefix)
     fields.flag(tool, "strict", False, prefix)
     fields.text(tool, "description", "")
+    known = {key: tool[key] for key in TOOL.honoured if key != "type" and tool.get(key) is not None}
+    return {"type": "function", "function": {**known, "name": joined(group, tool["name"])}}
 
 
 def _chosen(
@@ -191,6 +186,8 @@ def _chosen(
         named = [choice]
     elif choice.get("type") == "allowed_tools" and choice.get("mode") in ("auto", "required"):
         named = choice["tools"] if isinstance(choice.get("tools"), list) else []
+    elif choice.get("type") != "allowed_tools" and (wanted := wanted_tool(choice)) is not None:
+        raise fields.no_such_tool(wanted)
     else:
         named = []
     names = [one.get("name") if isinstance(one, Mapping) else None for one in named]
@@ -201,7 +198,8 @@ def _chosen(
         names = [one["name"] for one in named if one.get("type", "function") == "function"]
     found = [tool for tool in tools if tool["function"]["name"] in names]
     if len(found) < len(set(names)):
-        raise bad_request("'tool_choice' names a tool that is not in 'tools'", "tool_choice")
+        offered = {tool["function"]["name"] for tool in found}
+        raise fields.no_such_tool(next(name for name in names if name not in offered))
     if choice["type"] == "function":
         return list(tools), found
     return found, found if choice["mode"] == "required" else []

@@ -1,0 +1,125 @@
+"""Fields of vLLM, SGLang, llama.cpp, TGI and other servers that this one has not.
+
+Their clients send them whether they are wanted or not: with its neutral value a field asks for
+nothing and is taken, with another value it would change the answer and is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mlxpool.gateway.description.schemas import ANY, Schema
+from mlxpool.gateway.field_checks import RefusedFields
+
+_LEAVE_OUT = "leave it out"
+NEUTRAL: RefusedFields = {
+    **dict.fromkeys(  # off at 0: samplers that are not built
+        (
+            "min_tokens",
+            "mirostat",
+            "mirostat_mode",
+            "xtc_probability",
+            "dry_multiplier",
+            "dynatemp_range",
+            "smoothing_factor",
+            "top_a",
+            "penalty_alpha",
+            "epsilon_cutoff",
+            "eta_cutoff",
+            "no_repeat_ngram_size",
+            "n_probs",
+            "top_logprobs_num",
+            "priority",
+        ),
+        ((0,), _LEAVE_OUT),
+    ),
+    **dict.fromkeys(  # off at 1
+        (
+            "typical_p",
+            "typical",
+            "tfs_z",
+            "tfs",
+            "length_penalty",
+            "encoder_repetition_penalty",
+            "guidance_scale",
+            "num_beams",
+        ),
+        ((1,), _LEAVE_OUT),
+    ),
+    **dict.fromkeys(
+        (
+            "use_beam_search",
+            "early_stopping",
+            "watermark",
+            "dynamic_temperature",
+            "ban_eos_token",
+            "return_full_text",
+            "decoder_input_details",
+            "return_tokens_as_token_ids",
+            "return_hidden_states",
+            "no_stop_trim",
+            "safe_prompt",
+            "enable_search",
+            "backend_sampling",
+            "post_sampling_probs",
+            "deferred",
+        ),
+        ((False,), _LEAVE_OUT),
+    ),
+    **dict.fromkeys(  # lists and maps, empty where nothing is wanted
+        (
+            "bad_words",
+            "banned_tokens",
+            "logits_processors",
+            "allowed_token_ids",
+            "documents",
+            "data_sources",
+            "mm_processor_kwargs",
+        ),
+        ((), _LEAVE_OUT),
+    ),
+    "do_sample": ((True,), "use a `temperature` of 0"),
+    "n_predict": ((-1,), "use `max_tokens`"),
+    "max_new_tokens": ((-1,), "use `max_tokens`"),
+    "top_n_sigma": ((-1, 0), _LEAVE_OUT),
+    "nsigma": ((-1, 0), _LEAVE_OUT),
+    "top_n_tokens": ((0,), "use `logprobs`"),
+    "penalize_nl": ((True, False), _LEAVE_OUT),
+    "grammar": ((), "use `structured_outputs.grammar`"),
+    "json_schema": ((), "use `response_format`"),
+    "regex": ((), "use `structured_outputs.regex`"),
+    "ebnf": ((), "use `structured_outputs.grammar`"),
+    "format": ((), "use `response_format`"),
+    "negative_prompt": ((), _LEAVE_OUT),
+    "stop_token_ids": ((), "name texts in `stop`"),
+    "stop_regex": ((), "name texts in `stop`"),
+    "truncate_prompt_tokens": ((), "use `truncate`, with `num_keep` and `num_ctx`"),
+    "draft_model": ((), "drafts are the model's own (docs/speculation.md)"),
+    **dict.fromkeys(
+        ("lora", "lora_path", "lora_request", "adapter", "adapters", "adapter_id"),
+        ((), "LoRA adapters are not applied: merge one into the weights of its model"),
+    ),
+}
+# Settings of samplers that are off, and what says nothing of the answer.
+WITHOUT_EFFECT: Mapping[str, Schema] = dict.fromkeys(
+    (
+        "mirostat_tau",
+        "mirostat_eta",
+        "xtc_threshold",
+        "dry_base",
+        "dry_allowed_length",
+        "dry_penalty_last_n",
+        "dry_sequence_breakers",
+        "dynatemp_exponent",
+        "samplers",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "details",
+        "rid",
+        "prediction",  # a guess at the answer, which would only be faster
+        "options",  # Ollama's, which its own routes of this interface ignore, as the next one
+        "keep_alive",
+        "ttl",  # LM Studio's, of a model that the request loads
+    ),
+    ANY,
+)
