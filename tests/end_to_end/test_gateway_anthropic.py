@@ -341,7 +341,7 @@ CALLED = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
         ({"tool_choice": {"name": "f"}}, "'tool_choice.type' is missing"),
         ({"thinking": {"type": "between_tools"}}, "'thinking.type'"),
         ({"output_config": {"format": {"type": "json_object"}}}, "output_config.format.type"),
-        ({"stop_sequences": [""]}, "stop_sequences"),
+        ({"stop_sequences": [5]}, "stop_sequences"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"bogus": 1}, "unknown field 'bogus'"),
     ],

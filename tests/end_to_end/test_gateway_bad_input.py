@@ -122,7 +122,9 @@ def test_without_keys_other_host_names_are_refused(pool: Pool, http: httpx.Clien
             "elsewhere.example:80",
             "127.0.0.1.elsewhere",
             "[::2]",
-            "10.0.0.1",
+            "8.8.8.8",
+            "localhost.elsewhere",
+            "internal",
             ":",
         ):
             refused(
@@ -136,9 +138,13 @@ def test_without_keys_other_host_names_are_refused(pool: Pool, http: httpx.Clien
             "[::1]",
             "127.0.1.1",
             "0.0.0.0:1",
+            "10.0.0.1",
+            "host.docker.internal:11434",
         )
         for host in own:
             assert httpx.get(url, headers={"host": host}, timeout=PATIENCE).status_code == 200
+        headers = {"host": "a.local", "origin": "http://a.local"}
+        refused(httpx.get(url, headers=headers, timeout=PATIENCE), 403, "host_not_allowed")
     assert http.get("/v1/models", headers={"host": "elsewhere.example"}).status_code == 200
 
 

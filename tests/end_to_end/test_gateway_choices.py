@@ -65,6 +65,15 @@ def completion(client: openai.OpenAI, prompt: Any, **body: Any) -> dict[str, Any
     return found
 
 
+@pytest.mark.parametrize("prompt", ["", [""]])
+def test_an_empty_prompt_is_the_begin_token(client: openai.OpenAI, prompt: Any) -> None:
+    found = completion(client, prompt, max_tokens=1)
+    assert found["usage"]["prompt_tokens"] == 1
+    assert (
+        found["choices"][0]["text"] == completion(client, [0], max_tokens=1)["choices"][0]["text"]
+    )
+
+
 def told(seed: int, count: int, prompt: str = "hello") -> str:
     return text_of(expected_ids(prompt, seed, count))
 

@@ -77,6 +77,21 @@ def test_only_one_call_without_parallel_calls(served: Served) -> None:
     assert (choice.message.content, choice.finish_reason) == ("I look.", "tool_calls")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_stops_within_a_call_has_none(served: Served, stream: bool) -> None:
+    cut = CALL[: CALL.index("Paris")]
+    url = served.start(THINKER, "I look. ", *cut)
+    with openai_client(url) as client:
+        answer: Any = client.chat.completions.create(
+            model="m", messages=HI, tools=TOOLS, stop=["Paris"], stream=stream
+        )
+        choices = [part.choices[0] for part in (answer if stream else [answer])]
+    messages = [choice.delta if stream else choice.message for choice in choices]
+    assert "".join(one.content or "" for one in messages) == "I look."
+    assert not any(one.tool_calls for one in messages) and choices[-1].finish_reason == "stop"
+    assert served.asked["options"]["stop"] == ["Paris"]
+
+
 def test_harmony_channels(served: Served) -> None:
     url = served.start(
         CHANNELS,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxpool.gateway.auth import ApiKeys
+from mlxpool.gateway.auth import ApiKeys, is_local_host
 from mlxpool.gateway.settings import Settings
 
 KEY, OTHER = "k" * 32, "o" * 32
@@ -48,6 +48,26 @@ def test_a_line_that_is_none(tmp_path: Path, line: str, words: str) -> None:
     with pytest.raises(ValueError, match=words) as caught:
         ApiKeys(file)
     assert KEY not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("host", "program", "page"),
+    [
+        ("localhost", True, True), ("localhost.", True, True), ("127.0.1.1", True, True),
+        ("::1", True, True), ("0.0.0.0", True, True), ("192.168.1.5", True, True),
+        ("172.17.0.1", True, True), ("host.docker.internal", True, False),
+        ("gateway.docker.internal", True, False), ("host.containers.internal", True, False),
+        ("studio.local", True, False), ("app.localhost", True, False), ("studio", True, False),
+        ("8.8.8.8", False, False), ("::2", False, False), ("evil.example", False, False),
+        ("localhost.example", False, False), ("local", False, False), ("", False, False),
+        ("host.docker.internal.example", False, False), ("studio.example", False, False),
+    ],
+)  # fmt: skip
+def test_hosts_that_a_page_on_the_internet_cannot_have(
+    host: str, program: bool, page: bool
+) -> None:
+    assert is_local_host(host, "studio", from_page=False) is program
+    assert is_local_host(host, "studio", from_page=True) is page
 
 
 @pytest.mark.parametrize(

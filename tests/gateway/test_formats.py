@@ -364,3 +364,33 @@ def test_no_call_has_a_name_that_a_message_does_not_take(name: str, text: str) -
     parser = formats.TOOLS[name](())
     calls = [one.name for one in (*parser.push(text), *parser.finish()) if hasattr(one, "name")]
     assert calls in ([], [UNNAMED])
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "clock", "arguments": {"a": "b'),
+        ("llama_json", '{"name": "clock", "parameters": {"a": "b'),
+        ("mistral", '[TOOL_CALLS][{"name": "clock", "arguments": {"a": "b'),
+        ("glm", "<tool_call>clock<arg_key>a</arg_key><arg_value>b</arg_value><arg_key>c"),
+        ("function_xml", "<tool_call><function=clock><parameter=a>b</parameter><parameter=c>"),
+        ("harmony", '<|channel|>commentary to=functions.clock<|message|>{"a": "b'),
+    ],
+)
+def test_a_call_that_a_text_of_stop_cuts_is_left_out(name: str, text: str) -> None:
+    chat = formats.ChatFormats(name)
+    for pieces in ([text], [*text]):
+        assert any(isinstance(one, CallBegin) for one in parse(parser(name), *pieces))
+        made = formats.make_parser(chat, TOOLS, thinks=False, stops=True)
+        assert not any(isinstance(one, CallBegin | CallEnd) for one in parse(made, *pieces))
+
+
+def test_a_call_that_is_whole_is_given_in_front_of_a_text_of_stop() -> None:
+    written = '<tool_call>{"name": "weather", "arguments": ' + PARIS
+    made = formats.make_parser(formats.ChatFormats("hermes"), TOOLS, thinks=False, stops=True)
+    assert parse(made, "So. ", *written, "}") == [Content("So."), *call("weather", PARIS)]
+    made = formats.make_parser(formats.ChatFormats("hermes"), TOOLS, thinks=False, stops=True)
+    assert parse(made, *written) == call("weather", PARIS), "only its end is missing"
+    broken = '<tool_call>{"name": "weather", "arguments": {"city": Paris}}</tool_call>'
+    made = formats.make_parser(formats.ChatFormats("hermes"), TOOLS, thinks=False, stops=True)
+    assert parse(made, broken) == call("weather", '{"city": Paris}'), "it was not cut"

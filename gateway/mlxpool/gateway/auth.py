@@ -13,6 +13,7 @@ import hmac
 import ipaddress
 import logging
 import re
+import socket
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from mlxpool.gateway.errors import HttpError
 log = logging.getLogger("mlxpool.gateway")
 
 HOST = re.compile(r"\[?([^\]]*?)\]?(?::\d+)?")  # a name or an address, and a port
+LOCAL_ENDS = (".localhost", ".local", ".internal")  # of names that only a network of one's own has
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +46,21 @@ NOBODY = Owner(b"", None, operator=True)
 current_owner: contextvars.ContextVar[str] = contextvars.ContextVar("current_owner", default="")
 
 
-def _is_own_name(host: str) -> bool:
-    """Whether a host is this machine's loopback, which no page can give another address.
+def is_local_host(host: str, machine: str, *, from_page: bool) -> bool:
+    """Whether a host is this machine, or one of its network, by names that Ollama takes too.
 
-    Programs also name it by 0.0.0.0, the address that a server was told to listen at.
+    `machine`: the name of this one. A page on the internet cannot have such a host: nobody can give
+    an address another one, and no registry sells names that end so. A neighbour in the network can
+    answer for some of the names: of a page they are not taken.
     """
-    if host.removesuffix(".") in LOOPBACK:
+    host = host.removesuffix(".")
+    if host in LOOPBACK:
         return True
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
-        return False
-    return address.is_loopback or address.is_unspecified
+        return not from_page and (host == machine or host.endswith(LOCAL_ENDS))
+    return address.is_private or address.is_unspecified  # loopback is private
 
 
 class ApiKeys:
@@ -138,8 +143,9 @@ class ConcurrencyLimit:
 class AccessControl:
     """Admits requests: known keys only, and of each key a bounded number at once.
 
-    Without keys the gateway serves its own machine only. The Host header must then be a loopback
-    name, so that a page in a browser cannot reach it by a foreign name for this address.
+    Without keys the gateway serves its own machine only. The Host header must then be a local
+    name, so that a page in a browser cannot reach it by a foreign name for this address; of a page
+    a name of the loopback, for a neighbour in the network can answer for the other ones.
     """
 
     def __init__(
@@ -160,6 +166,7 @@ class AccessControl:
         self._running: dict[asyncio.Task[object], Owner] = {}
         self._revoked: set[asyncio.Task[object]] = set()
         self._cors_origins = cors_origins
+        self._machine = socket.gethostname().lower()
 
     def check_origin(self, request: Request) -> None:
         """Raises HttpError for a request of a page of another origin, unless it only reads."""
@@ -181,11 +188,8 @@ class AccessControl:
 
         Raises KeyRevoked inside of it when `end_revoked` finds that the key was taken away.
         """
-        # Browsers send a host always; programs with HTTP/1.0 need not.
-        host = HOST.fullmatch(request.headers.get("host", "localhost"))
-        if not self._keys.required and (host is None or not _is_own_name(host[1].lower())):
-            message = f"without keys it is asked as {' or '.join(LOOPBACK)} only; see --keys"
-            raise HttpError(403, message, "host_not_allowed", retry=False)
+        if not self._keys.required:
+            self._check_host(request)
         if len(request.headers.getlist("authorization")) > 1:
             message = "the header Authorization is there more than once; send one"
             raise HttpError(400, message, "bad_request", retry=False)
@@ -199,6 +203,18 @@ class AccessControl:
                 yield owner
             finally:
                 current_owner.reset(before)
+
+    def _check_host(self, request: Request) -> None:
+        """Raises HttpError for a Host that a page on the internet could have."""
+        # Browsers send a host always; programs with HTTP/1.0 need not.
+        host = HOST.fullmatch(request.headers.get("host", "localhost"))
+        allowed, origin = self._cors_origins, request.headers.get("origin")
+        from_page = origin is not None and origin not in allowed and "*" not in allowed
+        if host and is_local_host(host[1].lower(), self._machine, from_page=from_page):
+            return
+        ends = "" if from_page else "".join(f", *{end}" for end in LOCAL_ENDS)
+        message = f"without keys it is asked as localhost{ends} or a private address only"
+        raise HttpError(403, f"{message}; see --keys", "host_not_allowed", retry=False)
 
     @contextlib.contextmanager
     def _revocable(self, owner: Owner) -> Iterator[None]:

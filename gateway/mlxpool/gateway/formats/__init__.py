@@ -19,6 +19,7 @@ from mlxpool.gateway.formats.mistral import Mistral
 from mlxpool.gateway.formats.one_call import OneCall
 from mlxpool.gateway.formats.system_text import with_stable_first
 from mlxpool.gateway.formats.thinking import Thinking
+from mlxpool.gateway.formats.whole_calls import WholeCalls
 
 HARMONY = "harmony"  # one format for thoughts and calls, so it is parsed without tools as well
 
@@ -50,16 +51,19 @@ def make_parser(
     *,
     thinks: bool,
     several_calls: bool = True,
+    stops: bool = False,
 ) -> Parser:
     """A parser for one completion.
 
     `thinks`: the prompt has opened the thoughts, so the completion begins within them.
-    `several_calls` False: what follows the first call is left out.
+    `several_calls` False: what follows the first call is left out. `stops`: it may end at a text
+    of the request's, and a call that it ends within is left out.
     """
     tool_format = chat.tools or ""
     rest: Parser = PlainParser()
     if tool_format in TOOLS and (tools or tool_format == HARMONY):
         rest = TOOLS[tool_format](tools)
+        rest = WholeCalls(rest) if stops else rest
         rest = rest if several_calls else OneCall(rest)
     marks = THINKING.get(chat.thinking or "")
     return rest if marks is None else Thinking(rest, marks, inside=thinks)

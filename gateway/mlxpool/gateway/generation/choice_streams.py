@@ -42,6 +42,11 @@ class ChoiceRequest:
     thinks: bool = False
     several_calls: bool = True
 
+    @property
+    def stops(self) -> bool:
+        """Whether the answer may end at a text of the request's."""
+        return bool(self.arguments.get("stop"))
+
 
 @dataclass(frozen=True, slots=True)
 class ChoiceUpdate:
@@ -119,7 +124,11 @@ class Choice:
             thinks = self._request.thinks or self.stream.facts.get("thinks") is True
             asked = self._request
             self._parser = make_parser(
-                asked.chat, asked.tools, thinks=thinks, several_calls=asked.several_calls
+                asked.chat,
+                asked.tools,
+                thinks=thinks,
+                several_calls=asked.several_calls,
+                stops=asked.stops,
             )
         return self._parser
 

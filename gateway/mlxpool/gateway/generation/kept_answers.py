@@ -57,12 +57,13 @@ class KeptAnswer:
         tools: Sequence[Mapping[str, Any]],
         *,
         several_calls: bool,
+        stops: bool = False,
         thinks: bool = False,
     ) -> None:
         """`stream` reads a job from 0 on with its steps; the others are those of its request."""
         self._stream = stream
         self._chat, self._tools, self._several_calls = chat, tools, several_calls
-        self._thinks = thinks
+        self._stops, self._thinks = stops, thinks
         self._parser: Parser | None = None  # made with the first delta, which has the facts
         self._in_thoughts = True
         self.thought_tokens = 0  # before the first text that is no thought
@@ -121,7 +122,11 @@ class KeptAnswer:
         if self._parser is None:
             thinks = self._thinks or self._stream.facts.get("thinks") is True
             self._parser = make_parser(
-                self._chat, self._tools, thinks=thinks, several_calls=self._several_calls
+                self._chat,
+                self._tools,
+                thinks=thinks,
+                several_calls=self._several_calls,
+                stops=self._stops,
             )
         return self._parser
 

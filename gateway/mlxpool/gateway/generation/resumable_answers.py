@@ -156,6 +156,7 @@ class ResumableGeneration:
             request.chat,
             request.tools,
             several_calls=request.several_calls,
+            stops=request.stops,
             thinks=request.thinks,
         )
 

@@ -88,7 +88,10 @@ def _answer(
         return call_body(endpoint, line, asked, name, result)
     thinks = (row.get("facts") or {}).get("thinks") is True
     tools = line.get("tools") or ()
-    parser = make_parser(asked.chat, tools, thinks=thinks, several_calls=asked.several_calls)
+    stops = bool((line.get("options") or {}).get("stop"))
+    parser = make_parser(
+        asked.chat, tools, thinks=thinks, several_calls=asked.several_calls, stops=stops
+    )
     events = (*(parser.push(result.text) if result.text else ()), *parser.finish())
     update = ChoiceUpdate(0, events, result.logprobs, result)
     created, model = int(row["submitted"]), asked.model or str(row["model"])

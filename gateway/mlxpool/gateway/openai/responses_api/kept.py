@@ -94,6 +94,11 @@ class KeptResponse:
         return WAITING.get(str(self.job["state"]))
 
     @property
+    def stops(self) -> bool:
+        """Whether the answer may end at a text of the request's."""
+        return bool((self.request.get("options") or {}).get("stop"))
+
+    @property
     def first_number(self) -> int:
         """The number of the first event of this generation."""
         return GENERATION * int(self.job["gen"])

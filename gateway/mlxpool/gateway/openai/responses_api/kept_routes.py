@@ -184,7 +184,9 @@ class KeptResponseRoutes:
     def _read(self, kept: KeptResponse) -> KeptAnswer:
         key, gen, note = response_id(kept.id), int(kept.job["gen"]), kept.note
         stream = self._pool.job_client.fetch(key, 0, gen, steps=True)
-        return KeptAnswer(stream, note.chat, note.tools, several_calls=note.several_calls)
+        return KeptAnswer(
+            stream, note.chat, note.tools, several_calls=note.several_calls, stops=kept.stops
+        )
 
     async def _answer(
         self,

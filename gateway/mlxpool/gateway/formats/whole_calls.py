@@ -1,0 +1,44 @@
+"""Calls of answers that end at a text of `stop`, which may stand within a call. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from mlxpool.common.protocol.call_arguments import parsed_arguments
+from mlxpool.gateway.formats.events import CallArguments, CallBegin, CallEnd, Event, Parser
+
+
+class WholeCalls:
+    """Gives each call when it is complete, and leaves one out that the answer ends within.
+
+    Such an answer has ended as the client wished, with a call that nobody can perform.
+    """
+
+    def __init__(self, parser: Parser) -> None:
+        """`parser`: of the answer as the model writes it."""
+        self._parser = parser
+        self._held: list[Event] = []  # of the call that is open
+
+    def push(self, text: str) -> list[Event]:
+        return self._complete(self._parser.push(text), ended=False)
+
+    def finish(self) -> list[Event]:
+        return self._complete(self._parser.finish(), ended=True)
+
+    def _complete(self, events: Iterable[Event], *, ended: bool) -> list[Event]:
+        given: list[Event] = []
+        for event in events:
+            if self._held or isinstance(event, CallBegin):
+                self._held.append(event)
+            else:
+                given.append(event)
+            if isinstance(event, CallEnd):
+                given += self._held if not ended or _is_whole(self._held) else []
+                self._held = []
+        return given
+
+
+def _is_whole(call: Iterable[Event]) -> bool:
+    """Whether the arguments of a call are a whole map, though its end mark is missing."""
+    text = "".join(event.text for event in call if isinstance(event, CallArguments))
+    return bool(text) and parsed_arguments(text) is not None
