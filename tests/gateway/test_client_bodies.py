@@ -7,19 +7,27 @@ each has the fields that its program sends without being asked for them.
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
+from anthropic.types import message_create_params as of_messages
+from anthropic.types.beta import message_create_params as beta_messages
+from openai.types import completion_create_params as of_texts
+from openai.types import embedding_create_params as of_vectors
+from openai.types.chat import completion_create_params as of_chats
+from openai.types.responses import response_create_params as of_responses
 
 from mlxpool.gateway.anthropic import requests as anthropic
 from mlxpool.gateway.errors import HttpError
+from mlxpool.gateway.field_checks import ABOUT_REQUEST
 from mlxpool.gateway.formats import ChatFormats
 from mlxpool.gateway.generation.chat_request import calls_format
 from mlxpool.gateway.ollama import requests as ollama
 from mlxpool.gateway.openai import requests as chats
 from mlxpool.gateway.openai import vectors
 from mlxpool.gateway.openai.responses_api import requests as responses
+from mlxpool.gateway.route_table import ROUTES
 
 Body = dict[str, Any]
 PARSERS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
@@ -398,11 +406,10 @@ def test_what_a_user_did_not_say_is_left_out() -> None:
 def test_a_strict_function_may_have_no_parameters(format: str, schema: Body | None) -> None:
     function = {"name": "f", "strict": True, "parameters": schema}
     chat = parsed(CHAT, {"tools": [{"type": "function", "function": function}]})
-    of_responses = parsed(RESPONSES, {"tools": [{"type": "function", **function}]}).chat
-    of_messages = parsed(
-        MESSAGES, {"tools": [{"name": "f", "strict": True, "input_schema": schema}]}
-    ).chat
-    for found in (chat, of_responses, of_messages):
+    response = parsed(RESPONSES, {"tools": [{"type": "function", **function}]}).chat
+    tool = {"name": "f", "strict": True, "input_schema": schema}
+    message = parsed(MESSAGES, {"tools": [tool]}).chat
+    for found in (chat, response, message):
         made = calls_format(ChatFormats(format), found.tools, found.forced, found.options)
         assert "null" not in made["format"]["grammar"]
 
@@ -422,3 +429,18 @@ def test_a_type_of_inputs_is_the_models_prompt_of_this_kind() -> None:
     }
     assert parsed(EMBED, {"input_type": "query", "prompt_name": "x"}).input_type == ""
     assert parsed(EMBED, {"truncate": "END"}).settings["truncate"] is True
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, RESPONSES, EMBED, MESSAGES])
+def test_every_parameter_of_the_official_clients_is_known(path: str) -> None:
+    types: Mapping[str, Sequence[type]] = {
+        CHAT: [of_chats.CompletionCreateParamsBase],
+        TEXT: [of_texts.CompletionCreateParamsBase],
+        RESPONSES: [of_responses.ResponseCreateParamsBase],
+        EMBED: [of_vectors.EmbeddingCreateParams],
+        MESSAGES: [of_messages.MessageCreateParamsBase, beta_messages.MessageCreateParamsBase],
+    }
+    (body,) = [route.body for route in ROUTES if (route.method, route.path) == ("POST", path)]
+    assert body is not None
+    names = {name for one in types[path] for name in one.__annotations__}
+    assert not {one for one in names - body.names if not ABOUT_REQUEST.fullmatch(one)}

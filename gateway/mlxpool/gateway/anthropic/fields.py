@@ -132,6 +132,8 @@ ACCEPTED: Mapping[str, Schema] = {
             "anthropic_beta",
             "anthropic_version",
             "fallbacks",
+            "fallback_credit_token",
+            "billing_policy",
             "mcp_toolsets",
             "user",
         ),
@@ -140,6 +142,8 @@ ACCEPTED: Mapping[str, Schema] = {
 }
 _REFUSED: RefusedFields = {
     "prefill": ((), "leave it out"),
+    "compaction": ((), "ask for a summary in a message"),
+    "thread": ((), "send the whole conversation"),
     "max_completion_tokens": ((), "use `max_tokens`"),
     "stop": ((), "use `stop_sequences`"),
 }
