@@ -33,6 +33,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (broken / "tokenizer.json").unlink()
     nothing = shutil.copytree(sound, root / "models" / "nothing")
     (nothing / "config.json").write_text("\0")
+    (root / "old.gguf").write_bytes(b"GGUF" + (1).to_bytes(4, "little") + bytes(16))
     write_checkpoint(root / "outside")
     (root / "models" / "link").symlink_to(root / "outside")
     return root / "models"
@@ -48,6 +49,8 @@ path = "{models / "sound"}"
 [models.short]
 path = "{models / "sound"}"
 context = 64
+[models.gguf]
+path = "{models.parent / "old.gguf"}"
 [models.kept]
 path = "builtin:counting"
 pin = true
@@ -84,7 +87,7 @@ def refused(pool: Pool, name: str) -> PoolError:
 def test_every_folder_is_listed_as_a_model(pool: Pool) -> None:
     wanted = {
         "demo", "demo-chat", "demo-embed", "counting", "kept", "alias", "short",
-        "sound", "org/copy", "broken", "nothing", "link",
+        "sound", "org/copy", "broken", "nothing", "link", "gguf",
     }  # fmt: skip
     until(lambda: wanted <= names(pool), "all are found")  # an answer waits only so long for them
     assert names(pool) == wanted
@@ -105,6 +108,7 @@ def test_the_row_of_a_model_that_was_never_loaded(pool: Pool) -> None:
         ("broken", "broken has no "),
         ("nothing", "is not JSON"),
         ("link", "leads out of the models folder"),
+        ("gguf", "version 1"),
     ],
 )
 def test_a_broken_model_fails_alone_with_the_message_of_check(
@@ -115,6 +119,7 @@ def test_a_broken_model_fails_alone_with_the_message_of_check(
     error = refused(pool, name)
     assert (error.code, error.message) == ("model_load_failed", row["error"])
     assert check(name, load(pool.config).models[name])["problems"][0] == error.message
+    assert not any(one["slot"].startswith(name) for one in pool.ask("ps")["workers"])
 
 
 def test_names_of_one_folder_share_a_worker_and_those_with_other_settings_do_not(
@@ -158,7 +163,17 @@ def test_a_repaired_model(pool: Pool, models: Path, tmp_path: Path) -> None:
     assert "rms_norm_eps" in looked_at(pool, "mended")["error"]
     write_json(tmp_path / "config.json", {**settings, "rms_norm_eps": 1e-6})
     (tmp_path / "config.json").replace(models / "mended" / "config.json")
-    until(lambda: looked_at(pool, "mended")["error"] is None, "the change was seen")
+    with pool.client() as client:  # which does not list the models: the request looks again
+
+        def answers() -> bool:
+            try:
+                return len(client.generate("mended", "x", max_tokens=2, ignore_eos=True).ids) == 2
+            except PoolError as error:
+                assert error.code == "model_load_failed"
+                return False
+
+        until(answers, "the change was seen")
+    assert looked_at(pool, "mended")["error"] is None
 
 
 @pytest.mark.parametrize("name", ["../models/sound", "sound/../broken", "a\0b", "x" * 10_000])

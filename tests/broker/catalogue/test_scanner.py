@@ -144,7 +144,7 @@ def test_a_disk_that_hangs_is_reported_as_a_problem_of_the_model(
     scanner, reports = start(models, program("__import__('time').sleep(600)"), max_seconds=0.1)
     scan(scanner, reports)
     for _, about in reports.described:
-        assert about["problems"] == ["its files could not be read in 0.1 s"]
+        assert about == {"problems": ["its files could not be read in 0.1 s"], "unread": True}
     assert [name for name, _ in reports.described] == ["one", "two"]
 
 
@@ -153,7 +153,7 @@ def test_an_inspector_that_cannot_be_started_is_reported(start: Start, tmp_path:
     scanner, reports = start(models, (str(tmp_path / "nothing"),))
     scan(scanner, reports)
     ((_, about),) = reports.described
-    assert "no process could be started" in about["problems"][0]
+    assert "no process could be started" in about["problems"][0] and about["unread"]
 
 
 def test_close_ends_a_process_that_hangs(start: Start, tmp_path: Path) -> None:

@@ -121,13 +121,13 @@ def test_a_fault_of_a_shared_model_is_shown_for_all_its_names() -> None:
 
 def test_why_a_model_failed_is_shown_until_it_is_asked_for_or_mended() -> None:
     story = twins()
-    describe(story, "a", "", problems=["no config.json"])
     story.generate(name="b")
     worker = story.workers["a/0"].hello()
+    describe(story, "a", "", problems=["no config.json"])
     worker.bye("model_load_failed", "no weights")
     worker.die("exit code 1", own=True)
     story.later(story.core.state.config.probe_interval + 1)
-    assert (row(story, "b")["state"], row(story, "b")["error"]) == ("failed", "no weights")
+    assert (row(story, "b")["state"], row(story, "b")["error"]) == ("failed", "no config.json")
     describe(story, "a", "d1")
     assert (row(story, "b")["state"], row(story, "b")["error"]) == ("cold", None)
 
@@ -270,14 +270,55 @@ def test_the_list_shows_the_tree_only_where_it_is_on(mode: str, shown: list[str]
     assert row(story, "a")["features"] == shown
 
 
-def test_a_fault_of_a_cold_model_is_shown_and_refuses_no_request() -> None:
-    story = pool({"a": HERE}, a=model())
+def test_a_fault_of_the_files_is_shown_and_starts_no_worker() -> None:
+    story = twins()
     describe(story, "a", "", problems=["first", "second"])
     assert (row(story, "a")["state"], row(story, "a")["error"]) == ("failed", "first")
-    worker = story.ready_worker("a")
-    worker.end(story.generate(name="a"))
+    for ask in (lambda: story.generate(name="a"), lambda: story.generate(name="b")):
+        ask()
+        story.assert_refused("model_load_failed", "first")
+    ident = story.ask(kinds.TOKENIZE, model="a", text="x")
+    story.assert_sent(1, "error", id=ident, code="model_load_failed")
+    assert story.started() == [] and story.core.state.registry.is_faulty("b")
     describe(story, "a", "d")
-    assert (row(story, "a")["state"], row(story, "a")["error"]) == ("ready", None)
+    story.generate(name="a")
+    assert story.started() == ["a/0"], "its files were mended"
+
+
+def test_a_worker_that_serves_goes_on_when_its_files_are_damaged() -> None:
+    story = pool({"a": HERE}, a=model())
+    worker = story.ready_worker("a")
+    describe(story, "a", "", problems=["no config.json"])
+    worker.end(story.generate(name="a"))
+
+
+def test_files_that_could_not_be_looked_at_refuse_nothing() -> None:
+    story = pool({"a": HERE}, a=model())
+    describe(story, "a", "", problems=["its files could not be read in 60 s"], unread=True)
+    assert row(story, "a")["error"] == "its files could not be read in 60 s"
+    story.generate(name="a")
+    assert story.started() == ["a/0"]
+
+
+def test_a_model_that_only_workers_elsewhere_have_has_no_fault_here() -> None:
+    story = pool({"a": HERE}, a=model(replicas=0))
+    describe(story, "a", "", problems=["no config.json"])
+    assert story.generate(name="a") in story.core.state.requests
+
+
+@pytest.mark.parametrize("about", [{"chat": None}, {"chat": {"tools": None}}, {}])
+def test_a_chat_with_a_model_without_a_template_starts_nothing(about: dict[str, Any]) -> None:
+    story = pool({"a": HERE}, a=model())
+    describe(story, "a", "d", **about)
+    messages = [{"role": "user", "content": "hi"}]
+    story.generate(name="a", messages=messages)
+    if about.get("chat", about) is None:
+        story.assert_refused("bad_request", "has no chat template")
+        ident = story.ask(kinds.TOKENIZE, model="a", messages=messages)
+        story.assert_sent(1, "error", id=ident, code="bad_request")
+        assert story.started() == []
+        story.generate(name="a")
+    assert story.started() == ["a/0"]
 
 
 def test_it_is_told_whether_files_were_inspected() -> None:

@@ -32,7 +32,7 @@ from support.stored_jobs import StoredJobs
 BATCHES = 3
 FAULTS = 25
 REST = 300.0  # seconds without faults, in which everything has to end
-BAD = {"id": "bad", "prompt": ""}
+BAD = {"id": "bad", "prompt": 5}
 
 
 class World:

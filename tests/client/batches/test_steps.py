@@ -124,7 +124,7 @@ def test_a_file_that_changes_meanwhile_is_noticed() -> None:
 def test_a_bad_line_leaves_nothing_behind() -> None:
     broker = Broker()
     with pytest.raises(BadRequest, match="line 2"):
-        submit(broker, [*LINES, {"prompt": ""}])
+        submit(broker, [*LINES, {"prompt": 5}])
     assert broker.kinds == ["file", "file_delete"]
 
 

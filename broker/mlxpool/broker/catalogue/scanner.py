@@ -137,7 +137,7 @@ class Scanner(threading.Thread):
         try:
             inspector = Inspector(self._command, self._max_seconds)
         except InspectionError as error:
-            self._report(self._uninspected.popleft(), {"problems": [str(error)]})
+            self._report(self._uninspected.popleft(), _unread(error))
             return
         with self._changed:
             self._inspector = inspector
@@ -148,7 +148,7 @@ class Scanner(threading.Thread):
                     try:
                         self._report(name, inspector.inspect(name, self._known[name]))
                     except InspectionError as error:
-                        self._report(name, {"problems": [str(error)]})
+                        self._report(name, _unread(error))
                         break
                     if self._requested != self._begun:  # a scan requested meanwhile reports early
                         self._scan()
@@ -162,4 +162,11 @@ class Scanner(threading.Thread):
             self._paths[name], self._fingerprints[name] = path, fingerprints(Path(path))
         model = report.get("model") or {}
         problems = list(report.get("problems") or ())
-        self._on_described(name, {**model, "problems": problems[:1]})  # `check` lists them all
+        unread = {"unread": True} if report.get("unread") else {}
+        about = {**model, "problems": problems[:1], **unread}  # `check` lists all problems
+        self._on_described(name, about)
+
+
+def _unread(error: InspectionError) -> dict[str, Any]:
+    """The report on files that could not be read here: a worker may yet load them."""
+    return {"problems": [str(error)], "unread": True}

@@ -25,6 +25,7 @@ from mlxpool.common.protocol.frames import Header
 from mlxpool.common.protocol.from_client import Generate, ModelCall
 from mlxpool.common.protocol.images import VISION, no_image_input
 from mlxpool.common.protocol.kept.job_work import Work
+from mlxpool.common.protocol.prompts import ChatPrompt
 from mlxpool.common.protocol.to_client import Accepted, Failed
 from mlxpool.common.protocol.token_ids import count_of
 
@@ -115,7 +116,7 @@ class Admission:
         state.check_admits(model, work.model)
         state.registry.check_task(work.model, work.kind)
         if isinstance(work, Generate):
-            _check_images(state, model, work)
+            _check_prompt(state, model, work)
         _check_cancels(state, owner, now)
         self._ended.check_quarantine(digest)
 
@@ -151,7 +152,7 @@ class Admission:
         model = state.registry.model(message.model)
         state.check_admits(model, message.model)
         state.registry.check_task(message.model, message.kind)
-        _check_images(state, model, message)
+        _check_prompt(state, model, message)
         _check_live_requests(state, event.owner, message)
         _check_waiting_tokens(state, event.owner, message)
         _check_cancels(state, event.owner, now)
@@ -307,11 +308,13 @@ def _places(message: Generate) -> int:
     return choice.of if choice is not None and choice.index == 0 and not message.resume_ids else 1
 
 
-def _check_images(state: State, model: Model, message: Generate) -> None:
-    """Raises BadRequest for images if the files of the model are known to take none.
+def _check_prompt(state: State, model: Model, message: Generate) -> None:
+    """Raises BadRequest for a chat, or images, if the files of the model are known to take none.
 
     Where they are not known, its worker refuses them.
     """
+    if isinstance(message.prompt, ChatPrompt):
+        state.registry.check_template(model)
     known = state.registry.names.known.get(model.name)
     features = None if known is None else known.about.get("features")
     takes = not isinstance(features, list | tuple) or VISION in features

@@ -25,7 +25,7 @@ from mlxpool.common.errors import (
     WorkerLost,
 )
 from mlxpool.common.protocol.frames import VERSION, Content
-from mlxpool.common.protocol.from_client import KEEP_FOREVER, Cancel, Keep, ModelCall
+from mlxpool.common.protocol.from_client import KEEP_FOREVER, TOKENIZE, Cancel, Keep, ModelCall
 from mlxpool.common.protocol.to_client import Done, Failed, Kept, ModelList, Pong
 
 MAX_LOSSES = 2  # of workers that had a call of the tokenizer
@@ -134,6 +134,8 @@ class Calls:
         self._state.check_admits(model, name)
         registry.check_available(model, now, name)
         registry.check_task(name, message.kind)
+        if message.kind == TOKENIZE and message.fields.get("messages") is not None:
+            registry.check_template(model)
         return model
 
     def _add(self, model: Model, call: Call, now: float) -> None:

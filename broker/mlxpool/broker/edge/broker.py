@@ -192,6 +192,7 @@ class Broker:
             boot=self.boot,
             settings=self._current,
             is_live=lambda id: id in self.state.requests,
+            is_faulty=self.state.registry.is_faulty,
             after_scan=self.catalogue.after_scan,
             jobs=self.jobs,
             jobs_off=self._jobs_off,

@@ -48,12 +48,14 @@ class ClientIngress:
         boot: int,
         settings: Callable[[], PoolConfig],
         is_live: Callable[[bytes], bool],
+        is_faulty: Callable[[str], bool],
         after_scan: AnswerLater,
         jobs: JobService | None,
         jobs_off: str,
     ) -> None:
-        """`is_live`: whether a request with this id is live. `jobs` is None where none are
-        kept, and `jobs_off` says why.
+        """`is_live`: whether a request with this id is live. `is_faulty`: whether the files of the
+        model of this name were found to be unusable. `jobs` is None where none are kept, and
+        `jobs_off` says why.
 
         `after_scan` calls its argument when the models on the disk are known.
         """
@@ -63,6 +65,7 @@ class ClientIngress:
         self._boot = boot
         self._settings = settings
         self._is_live = is_live
+        self._is_faulty = is_faulty
         self._after_scan = after_scan
         self._jobs = jobs
         self._jobs_off = jobs_off
@@ -121,7 +124,7 @@ class ClientIngress:
     def _handle(self, event: ev.Event, now: float) -> None:
         """Give an event to whom it is for: the core, the job manager, or both."""
         jobs = self._jobs
-        if isinstance(event, ev.ClientListModels):
+        if isinstance(event, ev.ClientListModels) or self._needs_files(event):
             self._after_scan(partial(self._perform, event), now)
         elif isinstance(event, ev.CancelRequest):
             self._cancel(event, now)
@@ -129,6 +132,13 @@ class ClientIngress:
             self._perform(event, now)
             if jobs is not None and isinstance(event, ev.ClientAck):
                 jobs.acknowledged(event, now)
+
+    def _needs_files(self, event: ev.Event) -> bool:
+        """Whether an event asks for a model whose files, which may be mended, decide about it."""
+        if not isinstance(event, ev.ClientGenerate | ev.ClientModelCall | ev.ClientKeep):
+            return False
+        message = event.message
+        return not isinstance(message, PoolError) and self._is_faulty(message.model)
 
     def _cancel(self, event: ev.CancelRequest, now: float) -> None:
         """End a reading of this owner; the core answers for every other id, also an unknown one."""

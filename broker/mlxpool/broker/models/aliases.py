@@ -55,6 +55,11 @@ class Name:
         problems = self.about.get("problems")
         return str(problems[0]) if isinstance(problems, list | tuple) and problems else None
 
+    @property
+    def unusable(self) -> str | None:
+        """The fault of files that were read: no worker could load them."""
+        return None if self.about.get("unread") else self.fault
+
 
 class Names:
     """Invariant: the model of a name is a name that runs as itself."""

@@ -11,7 +11,15 @@ from mlxpool.broker.models.model import Model
 from mlxpool.broker.models.model_states import FAILING
 from mlxpool.broker.workers.worker import Slot, Worker
 from mlxpool.common.config.schema import ModelConfig
-from mlxpool.common.errors import BadRequest, ModelUnavailable, PoolError, UnknownModel, from_body
+from mlxpool.common.errors import (
+    BadRequest,
+    ModelLoadFailed,
+    ModelUnavailable,
+    PoolError,
+    UnknownModel,
+    from_body,
+)
+from mlxpool.common.protocol.chat import NO_TEMPLATE
 from mlxpool.common.protocol.decisions import DECIDE
 from mlxpool.common.protocol.encoder_calls import TASKS
 from mlxpool.common.protocol.from_client import Generate
@@ -208,10 +216,32 @@ class Registry:
             purpose = f"it is a model for {' and '.join(tasks)}" if tasks else "it generates text"
             raise BadRequest(f"model {name!r} does not {kind}: {purpose}")
 
+    def check_template(self, model: Model) -> None:
+        """Raises BadRequest if the files of a model are known to have no chat template."""
+        about = self.names.known[model.name].about
+        if "chat" in about and about["chat"] is None:
+            raise BadRequest(NO_TEMPLATE)
+
+    def fault(self, model: Model) -> str | None:
+        """Why the files from which this broker would start a worker can be loaded by none."""
+        known = self.names.known.get(model.name)
+        startable = known is not None and model.local_slots and not model.served_soon
+        return known.unusable if known is not None and startable else None
+
+    def is_faulty(self, name: str) -> bool:
+        """Whether a name is known, and its model has a fault."""
+        model = self.names.model_of(name)
+        return model is not None and self.fault(self.models[model]) is not None
+
     def check_available(self, model: Model, now: float, name: str) -> None:
-        """Raises the reason for which the model, asked for as `name`, cannot be served now."""
+        """Raises the reason for which the model, asked for as `name`, cannot be served now.
+
+        One whose files are known to be unusable is refused with their fault: no worker is started.
+        """
         if model.served_soon:
             return
+        if (fault := self.fault(model)) is not None:
+            raise ModelLoadFailed(fault, details={"model": name})
         if model.floor > self.memory:
             raise ModelUnavailable(
                 f"model {name!r} needs {model.floor} bytes, the pool's memory_limit is"

@@ -16,6 +16,9 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES = 4096
 MAX_TOOLS = 256
 MAX_TOOL_CALLS = 256  # of one message
+NO_TEMPLATE = (
+    "this model has no chat template, so it takes no `messages`: send the finished text as `prompt`"
+)
 LEVELS = ("low", "medium", "high")  # of thinking, for templates that know such
 _TEXTS = (
     "name",

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlxpool.common.errors import BadRequest, ModelLoadFailed
-from mlxpool.common.protocol.chat import joined
+from mlxpool.common.protocol.chat import NO_TEMPLATE, joined
 from mlxpool.worker.prompt.chat_template import output_format
 from mlxpool.worker.prompt.chat_template.sandbox import ContentForm, Template
 from mlxpool.worker.weights.chat_template_files import DEFAULT, TOOL_USE, find_sources
@@ -20,9 +20,6 @@ from mlxpool.worker.weights.special_tokens import token_names
 DEVELOPER = "developer"  # a role that not every template knows
 MAX_TEMPLATE_CHARS = 2**18  # characters of one template; real ones have 20,000
 NO_TOOLS = "the chat template of this model has no place for tools: leave `tools` out"
-NO_TEMPLATE = (
-    "this model has no chat template, so it takes no `messages`: send the finished text as `prompt`"
-)
 
 
 class ChatTemplates:
