@@ -74,10 +74,10 @@ def test_a_run_directory_in_which_no_broker_starts_is_named(
     arguments: list[str], empty: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A broker in the background has said so in its log only."""
-    empty.chmod(0o755)
+    empty.chmod(0o777)
     assert main([*arguments, "--run-dir", str(empty)]) == UNREACHABLE
     said = capsys.readouterr().err
-    assert "has the mode 0755, with which other users reach the pool; it must be 0700" in said
+    assert "has the mode 0777, with which other users may put files there; it must be 0700" in said
     assert f"chmod 700 {empty}" in said and "start one" not in said
 
 

@@ -121,9 +121,10 @@ def test_exit_codes(pool: Pool, tmp_path: Path) -> None:
     nobody = pool.cli("--run-dir", str(tmp_path), "ps")
     assert nobody.returncode == 3 and str(tmp_path) in nobody.stderr
     open_to_all = tmp_path / "open"
-    open_to_all.mkdir(mode=0o755)
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
     refused = cli(pool, "--run-dir", str(open_to_all), "serve")
-    assert refused.returncode == 2 and "has the mode 0755" in refused.stderr
+    assert refused.returncode == 2 and "has the mode 0777" in refused.stderr
     assert cli(pool, "serve", "--config", str(tmp_path / "none.toml")).returncode == 2
 
 

@@ -391,7 +391,7 @@ def test_tags_and_show_are_complete(client: ollama.Client) -> None:
     for entry in (tag, shown):
         details = entry.details
         assert details is not None and (details.family, details.families) == ("llama", ["llama"])
-        assert details.format == "safetensors" and details.quantization_level == "f32"
+        assert details.format == "safetensors" and details.quantization_level == "F32"
         assert details.parameter_size and details.parameter_size.endswith("K")
         assert entry.modified_at is not None
         assert abs((entry.modified_at - datetime.now(UTC)).total_seconds()) < 3600

@@ -32,6 +32,20 @@ def test_the_number_of_parameters(count: int | None, words: str) -> None:
     assert tag(info(parameters=count), 0)["details"]["parameter_size"] == words
 
 
+@pytest.mark.parametrize(
+    ("words", "level"),
+    [
+        ("4-bit affine g64", "Q4_0"), ("4-bit affine g32, some layers otherwise", "Q4_0"),
+        ("5-bit affine g32", "Q5_0"), ("8-bit affine g32", "Q8_0"), ("6-bit affine g64", "Q6_K"),
+        ("3-bit affine g64", "Q3_K_M"), ("2-bit affine g64", "Q2_K"), ("4-bit mxfp4 g32", "MXFP4"),
+        ("8-bit mxfp8 g32", "MXFP8"), ("4-bit nvfp4 g16", "NVFP4"), ("f32", "F32"),
+        ("f16", "F16"), ("bf16", "BF16"), (None, ""),
+    ],
+)  # fmt: skip
+def test_quantisation_is_told_in_ollamas_words(words: str | None, level: str) -> None:
+    assert tag(info(quantisation=words), 0)["details"]["quantization_level"] == level
+
+
 def test_a_digest_is_long_enough_for_ollamas_command_line() -> None:
     assert tag(info(), 0)["digest"] == "0" * 12
     assert tag(info(digest="counting-500"), 0)["digest"] == "counting-500"

@@ -392,8 +392,19 @@ def test_the_run_directory_is_made_for_us_alone(tmp_path: Path) -> None:
     assert list((run_dir / "logs").iterdir()) == []
 
 
-@pytest.mark.parametrize("mode", [0o770, 0o701, 0o777])
-def test_a_run_directory_that_is_open_to_others(tmp_path: Path, mode: int) -> None:
+@pytest.mark.parametrize("mode", [0o755, 0o750, 0o701])
+def test_a_run_directory_that_others_may_only_read_becomes_ours_alone(
+    tmp_path: Path, mode: int
+) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    run_dir.chmod(mode)
+    check_run_dir(run_dir)
+    assert run_dir.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o702, 0o777])
+def test_a_run_directory_that_others_may_write_to(tmp_path: Path, mode: int) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     run_dir.chmod(mode)

@@ -49,10 +49,8 @@ class CoreView:
             return None
 
     def available(self, model: str, now: float) -> bool:
-        registry, known = self._state.registry, self._state.registry.models[model]
-        if registry.fault(known) is not None:
-            return known.admits  # its jobs are begun: they fail with the fault
-        return known.admits and registry.unavailable(known, now) is None
+        known = self._state.registry.models[model]
+        return known.admits and self._state.registry.unavailable(known, now) is None
 
     def places(self, model: str) -> int:
         known = self._state.registry.models[model]

@@ -378,11 +378,18 @@ def _bad_notify(values: Mapping[str, Any], where: str) -> Iterator[str]:
 
 
 def check_run_dir(run_dir: Path) -> None:
-    """Make the run directory, mode 0700. Raises ConfigError if it cannot be used."""
+    """Make the run directory, mode 0700. Raises ConfigError if it cannot be used.
+
+    One that was made with a mode such as 0755 gets this one: nobody else can have put anything
+    there.
+    """
     try:
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if fault := access_fault(run_dir, run_dir.stat()):
+        status = run_dir.stat()
+        if fault := access_fault(run_dir, status):
             raise ConfigError(fault)
+        if status.st_mode & 0o077:
+            run_dir.chmod(0o700)
         (run_dir / "logs").mkdir(mode=0o700, exist_ok=True)
         with tempfile.TemporaryFile(dir=run_dir / "logs"):
             pass
@@ -394,16 +401,17 @@ def check_run_dir(run_dir: Path) -> None:
 
 
 def access_fault(run_dir: Path, status: os.stat_result) -> str:
-    """Why no broker starts in a directory: it is of another user, or open to others; else ""."""
+    """Why no broker starts in a directory: others own it, or may write there; else ""."""
     if status.st_uid != os.getuid():
         return (
             f"the run directory {run_dir} belongs to the user {_user(status.st_uid)}, and this"
             f" process runs as {_user(os.getuid())}; give another with --run-dir"
         )
-    if status.st_mode & 0o077:
+    if status.st_mode & 0o022:
         return (
             f"the run directory {run_dir} has the mode {status.st_mode & 0o7777:04o}, with which"
-            f" other users reach the pool; it must be 0700: chmod 700 {shlex.quote(str(run_dir))}"
+            f" other users may put files there; it must be 0700: chmod 700"
+            f" {shlex.quote(str(run_dir))}"
         )
     return ""
 

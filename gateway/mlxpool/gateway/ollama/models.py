@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
@@ -14,6 +15,9 @@ from mlxpool.gateway.models import ModelInfo
 FOREVER = 292 * 365.25 * 86_400  # seconds: the longest duration of Ollama, shown as "Forever"
 MIN_DIGEST = 12  # digits that Ollama's command line shows
 UNITS = ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K"))  # of numbers of parameters
+LAYOUT = re.compile(r"(\d+)-bit (\w+)")  # begins the pool's words for quantised weights
+FLOATS = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
+LEVELS = {2: "Q2_K", 3: "Q3_K_M", 6: "Q6_K"}  # bits of which Ollama has no level Qn_0
 # detail of a model, see docs/models.md -> key of `model_info` behind its architecture
 DETAILS = {
     "width": "embedding_length",
@@ -36,8 +40,17 @@ def details(model: ModelInfo) -> dict[str, Any]:
         "family": family,
         "families": [family] if family else [],
         "parameter_size": _parameter_size(model.parameters),
-        "quantization_level": model.quantisation,
+        "quantization_level": quantization_level(model.quantisation),
     }
+
+
+def quantization_level(quantisation: str) -> str:
+    """The pool's words for a layout, such as `4-bit affine g64`, in Ollama's, such as Q4_0."""
+    found = LAYOUT.match(quantisation)
+    if found is None:
+        return FLOATS.get(quantisation, quantisation)
+    bits, mode = int(found[1]), found[2]
+    return LEVELS.get(bits, f"Q{bits}_0") if mode == "affine" else mode.upper()
 
 
 def _parameter_size(count: int) -> str:
