@@ -16,6 +16,8 @@ from mlxpool.common.config.schema import ModelConfig, PoolConfig
 from support.model_inspection import model_folder, program
 from support.pool import PATIENCE, until
 
+ENDED = "the process that looked at its files ended while it did"
+
 
 @dataclass
 class Reports:
@@ -135,6 +137,21 @@ def test_a_model_that_ends_the_process_costs_no_other(
     assert list(described) == ["first", "bad", "last"]
     assert "ended while it did" in described["bad"]["problems"][0]
     assert described["first"]["problems"] == described["last"]["problems"] == []
+
+
+def test_what_is_known_early_is_told_before_the_rest(start: Start, tmp_path: Path) -> None:
+    early = 'print(json.dumps({"early": {"type": "llama"}}), flush=True)'
+    ends = "asked['name'] == 'two' and sys.exit(3)"
+    models = {name: str(model_folder(tmp_path / name)) for name in ("one", "two")}
+    scanner, reports = start(models, program(f"{early}; {ends}"))
+    scan(scanner, reports)
+    known = {"type": "llama", "problems": [], "partial": True}
+    assert reports.described == [
+        ("one", known),
+        ("one", {"digest": "d-one", "problems": []}),
+        ("two", known),
+        ("two", {"problems": [ENDED], "unread": True}),
+    ]
 
 
 def test_a_disk_that_hangs_is_reported_as_a_problem_of_the_model(

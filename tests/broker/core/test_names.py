@@ -274,8 +274,8 @@ def test_a_fault_of_the_files_is_shown_and_starts_no_worker() -> None:
     story = twins()
     describe(story, "a", "", problems=["first", "second"])
     assert (row(story, "a")["state"], row(story, "a")["error"]) == ("failed", "first")
-    for ask in (lambda: story.generate(name="a"), lambda: story.generate(name="b")):
-        ask()
+    for name in "ab":
+        story.generate(name=name)
         story.assert_refused("model_load_failed", "first")
     ident = story.ask(kinds.TOKENIZE, model="a", text="x")
     story.assert_sent(1, "error", id=ident, code="model_load_failed")
@@ -319,6 +319,18 @@ def test_a_chat_with_a_model_without_a_template_starts_nothing(about: dict[str, 
         assert story.started() == []
         story.generate(name="a")
     assert story.started() == ["a/0"]
+
+
+def test_what_the_weights_say_is_shown_while_the_tokenizer_is_read() -> None:
+    story = pool({"a": HERE}, a=model())
+    early = {"type": "llama", "size": 7, "problems": [], "partial": True}
+    story.do(ev.ModelDescribed("a", early))
+    found = row(story, "a")
+    assert (found["type"], found["size"], found["inspected"]) == ("llama", 7, False)
+    describe(story, "a", "d1", type="llama", size=7, chat=None)
+    story.do(ev.ModelDescribed("a", {**early, "type": "qwen3"}))
+    found = row(story, "a")
+    assert (found["type"], found["digest"], found["inspected"]) == ("llama", "d1", True)
 
 
 def test_it_is_told_whether_files_were_inspected() -> None:

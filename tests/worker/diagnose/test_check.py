@@ -21,9 +21,10 @@ from mlxpool.worker.compute.model_source import open_source
 from mlxpool.worker.diagnose.check import check, memory_problems
 from mlxpool.worker.engine import description
 from mlxpool.worker.layers.quantisation import QuantLayout
+from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.scheduling import memory_estimate
 from mlxpool.worker.scheduling.memory_estimate import MemoryEstimate
-from mlxpool.worker.weights.inspect import inspect
+from mlxpool.worker.weights.inspect import ModelFolder, inspect
 from mlxpool.worker.weights.locate import DEMO_FOLDER
 from support import seeing_models as seeing
 from support.draft_models import write_draft
@@ -552,6 +553,23 @@ def test_a_line_for_each_model(good: Path) -> None:
     assert set(measured["memory"]) == MAX_RENDERER_MEMORY and set(measured["machine"]) == MACHINE
     assert (measured["memory"]["context"], measured["memory"]["sequences"]) == (64, 3)
     assert measured["machine"]["pool_limit"] == 5 and not measured["machine"]["fits"]
+
+
+def test_what_the_weights_say_is_told_before_the_tokenizer_is_read(
+    good: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+    read = ChatTokenizer.from_folder
+
+    def noted(folder: ModelFolder) -> ChatTokenizer:
+        told.append("text")
+        return read(folder)
+
+    monkeypatch.setattr(ChatTokenizer, "from_folder", noted)
+    report = check("m", ModelConfig(path=str(good)), tell=told.append)
+    known, text = told
+    assert text == "text" and known["type"] == "llama" and known["size"] > 0
+    assert known.items() <= report["model"].items()
 
 
 def test_checking_without_machine_imports_no_mlx(good: Path) -> None:

@@ -6,6 +6,8 @@ import json
 import select
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -13,6 +15,7 @@ from mlxpool.common.closing import Closing
 from mlxpool.common.config.schema import ModelConfig
 
 COMMAND = (sys.executable, "-P", "-m", "mlxpool.worker.diagnose.check", "--background")
+MAX_READ = 1 << 16  # bytes of output that are read at once
 MAX_SECONDS = 60.0  # for one model: beyond it the disk hangs, or a file is malicious
 
 
@@ -25,35 +28,58 @@ class Inspector(Closing):
 
     def __init__(self, command: tuple[str, ...], max_seconds: float) -> None:
         self._max_seconds = max_seconds
+        self._unread = b""  # of its output
         try:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                text=True,
+                bufsize=0,
                 start_new_session=True,
             )
         except OSError as error:
             why = f"no process could be started to look at it: {error.strerror}"
             raise InspectionError(why) from None
 
-    def inspect(self, name: str, model: ModelConfig) -> dict[str, Any]:
-        """The report on a model. Raises InspectionError when the process ended or was too slow."""
-        request, answer = self._process.stdin, self._process.stdout
-        assert request is not None and answer is not None
-        poll = select.poll()
-        poll.register(answer, select.POLLIN)
+    def inspect(
+        self, name: str, model: ModelConfig, on_early: Callable[[Mapping[str, Any]], None]
+    ) -> dict[str, Any]:
+        """The report on a model; `on_early` gets what is known before its tokenizer is read.
+
+        Raises InspectionError when the process ended or was too slow.
+        """
+        request = self._process.stdin
+        assert request is not None
+        end = time.monotonic() + self._max_seconds
         try:
-            request.write(json.dumps({"name": name, "model": asdict(model)}) + "\n")
-            request.flush()
-            if not poll.poll(self._max_seconds * 1000):
-                raise InspectionError(f"its files could not be read in {self._max_seconds:g} s")
-            report: dict[str, Any] = json.loads(answer.readline())
-            return report
-        except (OSError, ValueError):
+            query = json.dumps({"name": name, "model": asdict(model)})
+            request.write(f"{query}\n".encode())
+            while True:
+                report: dict[str, Any] = json.loads(self._line(end))
+                if "early" not in report:
+                    return report
+                on_early(report["early"])
+        except (OSError, EOFError, ValueError):
             raise InspectionError(
                 "the process that looked at its files ended while it did"
             ) from None
+
+    def _line(self, end: float) -> bytes:
+        """The next line of output. Raises InspectionError at `end`, in monotonic seconds."""
+        output = self._process.stdout
+        assert output is not None
+        poll = select.poll()
+        poll.register(output, select.POLLIN)
+        while b"\n" not in self._unread:
+            if not poll.poll(max(0.0, end - time.monotonic()) * 1000):
+                why = f"its files could not be read in {self._max_seconds:g} s"
+                raise InspectionError(why)
+            data = output.read(MAX_READ)
+            if not data:
+                raise EOFError
+            self._unread += data
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line
 
     def kill(self) -> None:
         """End an inspection under way; may be called from another thread."""

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,9 @@ class Scanner(threading.Thread):
                 while self._uninspected and not self._closing:
                     name = self._uninspected.popleft()
                     try:
-                        self._report(name, inspector.inspect(name, self._known[name]))
+                        known = self._known[name]
+                        report = inspector.inspect(name, known, partial(self._report_early, name))
+                        self._report(name, report)
                     except InspectionError as error:
                         self._report(name, _unread(error))
                         break
@@ -155,6 +158,9 @@ class Scanner(threading.Thread):
         finally:
             with self._changed:
                 self._inspector = None
+
+    def _report_early(self, name: str, model: Mapping[str, Any]) -> None:
+        self._on_described(name, {**model, "problems": [], "partial": True})
 
     def _report(self, name: str, report: Mapping[str, Any]) -> None:
         path = str(report.get("path") or self._known[name].path)

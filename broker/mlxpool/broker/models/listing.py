@@ -81,7 +81,7 @@ def _row(registry: Registry, name: str, now: float) -> dict[str, Any]:
         "workers": sum(worker.state in SERVING for worker in workers),
         "context": context or usual,
         # The files of a model that only workers elsewhere have are not inspected here.
-        "inspected": bool(about) or not model.local_slots,
+        "inspected": (bool(about) and not about.get("partial")) or not model.local_slots,
         "type": about.get("type"),
         "size": about.get("size"),
         "memory": _memory_of(workers),

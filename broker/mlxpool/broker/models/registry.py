@@ -105,8 +105,8 @@ class Registry:
         A model that is in use stays what it is until it is unused and its files are read again.
         """
         known = self.names.known.get(name)
-        if known is None:
-            return
+        if known is None or (about.get("partial") and known.about):
+            return  # what is known of files that are read again stays until they were
         if known.fault is not None and not about.get("problems"):
             self._mend(self.models[known.model])
         known.about = about

@@ -11,10 +11,10 @@ import logging
 import os
 import resource
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from mlxpool.common import logs
 from mlxpool.common.config.schema import ModelConfig
@@ -45,6 +45,7 @@ from mlxpool.worker.engine.description import (
     describe_counting,
     describe_encoder,
     features,
+    of_weights,
     require_deterministic,
     tokenizer_kind,
 )
@@ -71,17 +72,24 @@ from mlxpool.worker.weights.locate import COUNTING, locate, open_files
 NICENESS = 10  # of a check in the background, so that served requests go first
 MAX_BACKGROUND_BYTES = 8 * 2**30  # memory of a check in the background: any config is read
 
+Tell: TypeAlias = Callable[[Mapping[str, Any]], None]
 CACHE_FIELDS = ("token", "fixed", "sequence", "all_sequences", "least")  # of a MemoryEstimate
 
 
 def check(
-    name: str, config: ModelConfig, *, machine: bool = False, memory_limit: int = 0
+    name: str,
+    config: ModelConfig,
+    *,
+    machine: bool = False,
+    memory_limit: int = 0,
+    tell: Tell | None = None,
 ) -> dict[str, Any]:
     """The report on a model; never raises for the contents of its files.
 
-    `memory_limit` is the pool's, in bytes; 0: the usual share of the machine's memory.
+    `memory_limit` is the pool's, in bytes; 0: the usual share of the machine's memory. `tell` gets
+    what its weights say, before its tokenizer is read.
     """
-    report = _check(name, config, machine=machine, memory_limit=memory_limit)
+    report = _check(name, config, machine=machine, memory_limit=memory_limit, tell=tell)
     if machine and (why := gpu_problem(config, visible_gpus(os.environ))):
         found = report.setdefault("machine", {"fits": True, "why": []})
         found.update(fits=False, why=[*found["why"], why])
@@ -97,7 +105,9 @@ def gpu_problem(config: ModelConfig, visible: Sequence[str]) -> str:
     return ""
 
 
-def _check(name: str, config: ModelConfig, *, machine: bool, memory_limit: int) -> dict[str, Any]:
+def _check(
+    name: str, config: ModelConfig, *, machine: bool, memory_limit: int, tell: Tell | None
+) -> dict[str, Any]:
     report: dict[str, Any] = {"name": name, "path": config.path, "problems": [], "notes": []}
     report["model"] = None
     problems = Problems()
@@ -114,7 +124,10 @@ def _check(name: str, config: ModelConfig, *, machine: bool, memory_limit: int) 
             return _check_encoder(
                 report, problems, location, config, machine=machine, memory_limit=memory_limit
             )
-        folder, found = find_problems(location, config.engine, predicts=uses_head(config))
+        on_weights = None if tell is None else lambda folder: tell(of_weights(folder))
+        folder, found = find_problems(
+            location, config.engine, predicts=uses_head(config), on_weights=on_weights
+        )
         problems.add(found)
     if folder is not None:
         report["notes"] += folder.notes
@@ -298,12 +311,12 @@ def memory_problems(need: MemoryEstimate, limit: int, pool: int, floor: int) -> 
     return why
 
 
-def answer(line: str) -> dict[str, Any]:
-    """The report on the model in a line of input."""
+def answer(line: str, tell: Tell | None = None) -> dict[str, Any]:
+    """The report on the model in a line of input; see `check`."""
     query: Mapping[str, Any] = json.loads(line)
     config = ModelConfig.from_table(query["model"])
     rest = {key: query[key] for key in ("machine", "memory_limit") if key in query}
-    return check(str(query["name"]), config, **rest)
+    return check(str(query["name"]), config, **rest, tell=tell)
 
 
 def bound_memory(size: int) -> None:
@@ -313,8 +326,16 @@ def bound_memory(size: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (size, hard))
 
 
+def _tell_early(model: Mapping[str, Any]) -> None:
+    print(json.dumps({"early": model}), flush=True)
+
+
 def main(arguments: list[str]) -> int:
-    """Answers every line of standard input; `--background` lowers priority and bounds memory."""
+    """Answers every line of standard input.
+
+    `--background` lowers priority and bounds memory; in front of an answer there may be a line with
+    what the weights say, under `early`.
+    """
     logs.set_up(json_lines=False, level=logging.WARNING)
     core_dumps.turn_off()
     try:
@@ -326,8 +347,9 @@ def main(arguments: list[str]) -> int:
         os.nice(NICENESS)
         bound_memory(MAX_BACKGROUND_BYTES)
         parent_death.die_with_parent()
+    tell = _tell_early if "--background" in arguments else None
     for line in sys.stdin:
-        print(json.dumps(answer(line)), flush=True)
+        print(json.dumps(answer(line, tell)), flush=True)
     return 0
 
 

@@ -70,14 +70,23 @@ def _message(error: Exception) -> str:
 
 
 def find_problems(
-    location: Path | ModelFiles, engine: str = "auto", *, predicts: bool = False
+    location: Path | ModelFiles,
+    engine: str = "auto",
+    *,
+    predicts: bool = False,
+    on_weights: Callable[[ModelFolder], None] | None = None,
 ) -> tuple[ModelFolder | None, list[str]]:
-    """The model, or None where `inspect` raises, and all problems of its files; see `inspect`."""
+    """The model, or None where `inspect` raises, and all problems of its files; see `inspect`.
+
+    `on_weights` is called before the tokenizer is read, which takes the most time.
+    """
     problems = Problems()
     folder = problems.attempt(partial(inspect, predicts=predicts), location, engine)
     if folder is None:
         _check_files(location, problems)
     else:
+        if on_weights is not None:
+            problems.attempt(on_weights, folder)
         _check_text(folder.files, folder.path, folder.plan, problems)
         text = problems.attempt(ChatTokenizer.from_folder, folder)
         if text is not None:

@@ -46,13 +46,7 @@ def describe(folder: ModelFolder, prefix_cache: str = "tree", kv: str = AUTO) ->
     tokenizer = read_json(folder.files / "tokenizer.json")
     templates = ChatTemplates.from_folder(folder.files).templates
     return {
-        "type": folder.model_type,
-        "size": folder.weight_bytes,
-        "parameters": None if folder.uses_mlx_lm else _parameters(folder),
-        "layers": None if folder.uses_mlx_lm else folder.plan.layers or len(folder.plan.caches),
-        "context": folder.context,
-        "vocabulary": folder.plan.vocab_size,
-        "quantisation": quantisation(folder),
+        **of_weights(folder),
         "tokenizer": tokenizer_kind(tokenizer),
         "templates": sorted(templates),
         "chat": chat_format(template.source for template in templates.values()),
@@ -60,6 +54,19 @@ def describe(folder: ModelFolder, prefix_cache: str = "tree", kv: str = AUTO) ->
         "digest": versions.digest_of(folder.digest, kv),
         "features": [one for one in features(folder) if one != "tree" or prefix_cache == "tree"],
         "details": details(folder, templates),
+    }
+
+
+def of_weights(folder: ModelFolder) -> dict[str, Any]:
+    """The part of `describe` that needs no tokenizer."""
+    return {
+        "type": folder.model_type,
+        "size": folder.weight_bytes,
+        "parameters": None if folder.uses_mlx_lm else _parameters(folder),
+        "layers": None if folder.uses_mlx_lm else folder.plan.layers or len(folder.plan.caches),
+        "context": folder.context,
+        "vocabulary": folder.plan.vocab_size,
+        "quantisation": quantisation(folder),
     }
 
 
