@@ -413,7 +413,8 @@ def test_an_unusable_run_directory(pool: Pool, tmp_path: Path) -> None:
     done = pool.cli("--run-dir", str(file), "serve")
     assert done.returncode == 2 and "cannot use the run directory" in done.stderr
     open_to_all = tmp_path / "open"
-    open_to_all.mkdir(mode=0o755)
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
     done = pool.cli("--run-dir", str(open_to_all), "serve")
     assert done.returncode == 2 and "chmod 700" in done.stderr
 

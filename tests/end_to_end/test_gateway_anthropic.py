@@ -337,7 +337,7 @@ CALLED = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
         ({"messages": said({"type": "image", "source": PNG})}, "image input"),
         ({"system": [{"type": "image"}]}, "system[0]"),
         ({"tools": [{"name": "f", "input_schema": 5}]}, "input_schema must be a map"),
-        ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "f"}}, "not in 'tools'"),
+        ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "f"}}, "'f', which is no"),
         ({"tool_choice": {"name": "f"}}, "'tool_choice.type' is missing"),
         ({"thinking": {"type": "between_tools"}}, "'thinking.type'"),
         ({"output_config": {"format": {"type": "json_object"}}}, "output_config.format.type"),

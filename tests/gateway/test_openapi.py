@@ -117,7 +117,6 @@ UNSAID: Mapping[str, tuple[Any, ...]] = {
     "guided_json": ("x", "auto", "none", "low", "float", "text", "", "x" * 300, "x" * 1025),
     "images": (["x"], ["x", "y"], [""], ["text"], ["x"] * 65, ["y"] * 33),  # not base64
     "raw": (True,),
-    "stream": (None, False),  # with stream_options
     "name": ("",),  # beside a model
     "add_generation_prompt": (False,),  # with continue_message only
     "continue_message": (True,),  # behind a message of the assistant

@@ -259,9 +259,14 @@ def tools_of_kind(
     return found
 
 
-def no_such_tool(wanted: object) -> HttpError:
-    """The error for a `tool_choice` that wants a call of a tool which the model is not told of."""
+def no_such_tool(wanted: object = None) -> HttpError:
+    """The error for a `tool_choice` that wants a call of a tool which the model is not told of.
+
+    None: any would do, and there is none.
+    """
     message = f"'tool_choice' wants a call of {shown(wanted)}, which is no function of 'tools'"
+    if wanted is None:
+        message = "'tool_choice' wants a call, and there is no function in 'tools'"
     return bad_request(f"{message}: tools of other types are left out", "tool_choice")
 
 

@@ -165,7 +165,7 @@ def _tools(
         name = choice.get("name")
         forced = [tool for tool in tools if kind == "any" or tool["function"]["name"] == name]
         if not forced:
-            raise fields.no_such_tool("any" if kind == "any" else name)
+            raise fields.no_such_tool(None if kind == "any" else name)
     return tools, forced, several
 
 

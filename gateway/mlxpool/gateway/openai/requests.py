@@ -250,7 +250,7 @@ def _forced(
         of_functions = choice["type"] == "function"
         found = [one for one in tools if of_functions and one["function"]["name"] == name]
     if not found:
-        raise fields.no_such_tool("any" if choice == "required" or allowed else name)
+        raise fields.no_such_tool(None if choice == "required" or allowed else name)
     return found
 
 

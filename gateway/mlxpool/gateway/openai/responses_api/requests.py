@@ -162,7 +162,7 @@ def _tools(body: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str
         offered = [] if mode == "none" else found
         forced = found if mode == "required" else []
         if mode == "required" and not found:
-            raise fields.no_such_tool("any")
+            raise fields.no_such_tool()
     return offered, forced
 
 
