@@ -44,7 +44,7 @@ ANSWERS: dict[str, dict[str, Any]] = {
     "restart m/0": {"slot": HOSTILE},
     f"cancel {'0' * 32}": {"state": HOSTILE, "pos": 1},
 }
-LINES = {"ps": 5, "models": 4, "requests": 2, "stats": 5}  # of output; the others print one
+LINES = {"ps": 6, "models": 4, "requests": 2, "stats": 5}  # of output; the others print one
 
 Answer = Callable[..., Mapping[str, Any]]
 

@@ -13,6 +13,7 @@ from mlxpool.cli.load_progress import (
     LoadProgress,
     progress_text,
     remote_worker_needed,
+    wait_for,
 )
 from mlxpool.cli.status_line import StatusLine, in_one_line
 from mlxpool.cli.target import Target
@@ -22,6 +23,10 @@ from support.pool import PATIENCE
 def seen(*workers: dict[str, Any], **model: Any) -> dict[str, Any]:
     rows = [{"model": "m", "epoch": 1, "memory": {}, "uptime_s": 2.0, **row} for row in workers]
     return {"broker": {}, "workers": rows, "models": [{"name": "m", "queued": 0, **model}]}
+
+
+def in_phase(phase: str, seconds: float, **row: Any) -> dict[str, Any]:
+    return {"state": "loading", "load_phase": phase, "load_phases": {phase: seconds}, **row}
 
 
 LOADING = {"state": "loading", "load_progress": 0.25}
@@ -35,16 +40,27 @@ LOADING = {"state": "loading", "load_progress": 0.25}
         (seen({"state": "starting"}), "starting a worker for m, 2.0 s"),
         (seen({"state": "loading"}), "loading m, 2.0 s"),
         (
-            seen({"state": "loading", "uptime_s": 9.0}),
-            "loading m, 9.0 s (MLX itself is loaded; that takes longest the first time on a"
+            seen(in_phase("device", 1.5, uptime_s=9.0)),
+            "loading m, 9.0 s: opening the device, 1.5 s (this takes longest the first time on a"
             " machine)",
         ),
+        (seen(in_phase("weights", 1.0)), "loading m, 2.0 s: reading weights, 1.0 s"),
         (
-            seen({"state": "loading", "load_progress": 1.0}, size=1_000_000),
-            "warming m up, 2.0 s (kernels are compiled; later starts find them on the disk)",
+            seen(in_phase("weights", 1.0, load_progress=0.25, beat_age_ms=500)),
+            "loading m, 2.0 s: reading weights, 25 %, 1.5 s",
         ),
-        (seen(LOADING), "loading m: 25 %, 2.0 s"),
-        (seen(LOADING, size=1_000_000), "loading m: 25 % of 1.0 MB, 2.0 s"),
+        (
+            seen(in_phase("weights", 1.0, load_progress=0.25), size=1_000_000),
+            "loading m, 2.0 s: reading weights, 25 % of 1.0 MB, 1.0 s",
+        ),
+        (
+            seen(in_phase("kernels", 0.5, load_progress=1.0)),
+            "loading m, 2.0 s: compiling kernels, 0.5 s (later loads find them on the disk)",
+        ),
+        (
+            seen(in_phase("warm_up", 0.5, load_progress=1.0)),
+            "loading m, 2.0 s: warming up, 0.5 s (a pass of each kind is computed)",
+        ),
         (seen({"state": "none"}, {"state": "loading", "epoch": 2}), "loading m, 2.0 s"),
         (seen({"state": "ready"}), ""),
         (seen({"state": "ready"}, LOADING, queued=3), "waiting for m, 3 in its queue"),
@@ -116,3 +132,27 @@ def test_the_end_does_not_wait_for_an_answer_and_nothing_is_shown_after_it(
     for thread in set(threading.enumerate()) - before:
         thread.join(PATIENCE)
     assert shown == []
+
+
+def test_where_there_is_no_terminal_each_phase_of_a_load_has_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    rows = [
+        {"state": "none"},
+        {"state": "starting", "pid": 3},
+        in_phase("imports", 0.1, pid=3),
+        in_phase("weights", 0.1, pid=3, load_progress=0.1),
+        in_phase("weights", 0.4, pid=3, load_progress=0.5),
+        in_phase("kernels", 0.1, pid=3, load_progress=1.0),
+        {"state": "ready", "pid": 3},
+    ]
+    answers = iter([seen(row) | {"broker": {"state": "ready"}} for row in rows])
+    monkeypatch.setattr(load_progress, "ask", lambda target, kind: next(answers))
+    monkeypatch.setattr(load_progress, "WAIT_INTERVAL", 0.0)
+    assert wait_for(Target(tmp_path), "m") == "m"
+    assert capsys.readouterr().err.splitlines() == [
+        "mlxpool: starting a worker for m",
+        "mlxpool: starting a worker for m, 2.0 s",
+        "mlxpool: loading m, 2.0 s: reading weights, 10 %, 0.1 s",
+        "mlxpool: loading m, 2.0 s: compiling kernels, 0.1 s (later loads find them on the disk)",
+    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -315,13 +316,37 @@ def test_models(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     Asked(monkeypatch, {"models": rows})
     assert main(["models", "--run-dir", "/a"]) == OK
     head, good, bad, *notes = capsys.readouterr().out.splitlines()
-    assert head.split()[:6] == ["NAME", "STATE", "TYPE", "SIZE", "QUANTISATION", "CONTEXT"]
-    assert head.split()[6:] == ["QUEUED", "LAYOUT", "DIGEST", "SUPPORTS"]
-    assert good.split() == [
-        "demo", "cold", "llama", "5.0", "GB", "bf16", "-", "2", "-", "0123", "batching", "tree"
-    ]  # fmt: skip
-    assert bad.split() == ["bad", "failed", "-", "-", "-", "-", "2", "-", "-", "-"]
+    assert head.split() == ["NAME", "STATE", "TYPE", "SIZE", "QUANTISATION", "CONTEXT", "QUEUED"]
+    assert good.split() == ["demo", "cold", "llama", "5.0", "GB", "bf16", "-", "2"]
+    assert bad.split() == ["bad", "failed", "-", "-", "-", "-", "2"]
+    assert max(map(len, (head, good, bad))) <= 100
     assert notes == ["bad cannot be had: no config.json", "demo shares the workers of other"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "shown"),
+    [
+        (None, "-"),
+        ("slabs", "paged"),
+        ("rows, int8", "contiguous, int8"),
+        ("pool, own kernels", "paged, own kernels"),
+        ("pool, own kernels, int8", "paged, own kernels, int8"),
+        ("mlx-lm's code", "mlx-lm"),
+        ("of a newer worker", "of a newer worker"),
+    ],
+)
+def test_the_kv_cache_of_a_model_in_the_words_of_the_field(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    layout: str | None,
+    shown: str,
+) -> None:
+    row = {"name": "demo", "state": "cold", "context": 0, "queued": 0, "layout": layout}
+    Asked(monkeypatch, {"models": [{**row, "features": ["batching", "tree"]}]})
+    assert main(["models", "--wide", "--run-dir", "/a"]) == OK
+    head, line = (re.split(" {2,}", one) for one in capsys.readouterr().out.splitlines())
+    assert head[7:] == ["KV CACHE", "DIGEST", "SUPPORTS"]
+    assert line[7:] == [shown, "-", "batching prefix-cache"]
 
 
 def test_check_shows_the_first_of_many_problems() -> None:
@@ -383,9 +408,9 @@ def test_ps_of_a_slot_without_a_worker(
     row = {**slot, "model": "m", "restarts": 2, "last_exit": "killed by SIGKILL", "epoch": None}
     Asked(monkeypatch, {"broker": broker, "workers": [row], "models": []})
     assert main(["ps", "--run-dir", "/a"]) == OK
-    first, _head, line = capsys.readouterr().out.splitlines()
+    first, _head, _slot, line = capsys.readouterr().out.splitlines()
     assert "broker 5 ready" in first
-    assert line.startswith("m/0") and line.endswith("killed by SIGKILL")
+    assert line == "m/0: last exit: killed by SIGKILL"
 
 
 def test_a_table_is_as_wide_as_its_cells() -> None:

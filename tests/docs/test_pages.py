@@ -65,7 +65,7 @@ def section(name: str, role: str) -> tuple[str, str]:
 
 LOADED = "mlxpool load demo --wait && mlxpool load counting --wait"
 KNOWN = tuple(
-    f"until mlxpool models | grep -q '{name} .*batching'; do :; done"
+    f"until mlxpool models --wide | grep -q '{name} .*batching'; do :; done"
     for name in ("demo", "counting")
 )
 BROKEN = (

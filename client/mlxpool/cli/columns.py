@@ -26,6 +26,7 @@ class Column:
     rank: int = 0
     shortens: str = ""  # "text", "id", or "" for what is shown as it is or not at all
     right: bool = False  # figures that change are easier to compare when they end together
+    wide: bool = False  # only with --wide
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,17 @@ from typing import Any
 from mlxpool.common.errors import BadRequest, Internal, PoolError
 from mlxpool.common.escapes import escape_line
 
+# How a loaded model keeps keys and values, and what it supports, in the words of `models`, `check`
+# and `prefix ls`; by the names in their JSON.
+KV_CACHES = {
+    "slabs": "paged",
+    "rows": "contiguous",
+    "pool": "paged",
+    "pool, own kernels": "paged, own kernels",
+    "mlx-lm's code": "mlx-lm",
+    "passes": "none",
+}
+FEATURES = {"tree": "prefix-cache"}
 UNNAMED = (BadRequest.code, Internal.code)  # codes that add nothing to their messages
 
 
@@ -74,6 +85,19 @@ def jobs_line(jobs: Mapping[str, Any] | None) -> Sequence[str]:
     parts += [f"{refused} refused"] if refused else []
     store = [] if jobs["store"] == "ok" else [f"store {jobs['store']}"]
     return (f"jobs {parts[0]}", *parts[1:], f"{size(jobs['bytes'])} kept", *store)
+
+
+def kv_cache(layout: str | None) -> str:
+    """How keys and values are kept, by the name that JSON has; "-" while that is not known."""
+    name, comma, kv = (layout or "").rpartition(", ")
+    if comma and layout not in KV_CACHES:
+        return f"{KV_CACHES.get(name, name)}, {kv}"
+    return KV_CACHES.get(layout or "", layout or "-")
+
+
+def feature(name: str) -> str:
+    """What a model supports, by the name that JSON has."""
+    return FEATURES.get(name, name)
 
 
 def share(value: float | None) -> str:

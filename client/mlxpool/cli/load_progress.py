@@ -9,7 +9,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlxpool.cli.admin import ask
@@ -19,19 +19,16 @@ from mlxpool.cli.target import Target
 from mlxpool.common.closing import Closing
 from mlxpool.common.errors import DeadlineExceeded, Draining, ModelLoadFailed, PoolError
 from mlxpool.common.escapes import escape_line
+from mlxpool.common.load_times import ACTIVITIES
 
 FIRST_DELAY = 0.5  # seconds of waiting before the first question: a short wait shows nothing
 SHOW_INTERVAL = 0.5  # seconds between two questions of `LoadProgress`
 WAIT_INTERVAL = 0.1  # seconds between two questions of `wait_for`
-SLOW_START = 3.0  # seconds without a loaded weight that need a reason
-SLOW_START_REASON = "MLX itself is loaded; that takes longest the first time on a machine"
-KERNELS_REASON = "kernels are compiled; later starts find them on the disk"
-# By the phase of the load, of those that take seconds.
+KERNELS_REASON = "later loads find them on the disk"
+# Behind the phases of a load that take seconds.
 REASONS = {
-    "ranks": "the processes of its other devices start",
-    "links": "its devices are connected",
-    "engine": KERNELS_REASON,
-    "memory": "the memory of a pass is measured",
+    "device": "this takes longest the first time on a machine",
+    "trials": KERNELS_REASON,
     "kernels": KERNELS_REASON,
     "warm_up": "a pass of each kind is computed",
     "preparers": "the processes that tokenise requests start",
@@ -54,19 +51,22 @@ def progress_text(answer: Mapping[str, Any], name: str) -> str:
     if "ready" in states:
         queued = model.get("queued", 0)
         return f"waiting for {name}, {queued} in its queue" if queued else ""
-    newest = max(own, key=lambda row: row.get("epoch") or 0)
-    seconds: float = newest.get("uptime_s", 0.0)
-    since = duration(seconds)
+    newest = _newest(own)
+    since, phase = duration(newest.get("uptime_s", 0.0)), newest.get("load_phase") or ""
     if newest["state"] != "loading":
         return f"starting a worker for {name}, {since}"
-    loaded = newest.get("load_progress") or 0.0
-    reason = REASONS.get(newest.get("load_phase") or "", "")
-    if loaded >= 1:
-        return f"warming {name} up, {since} ({reason or KERNELS_REASON})"
-    if not loaded:
-        reason = f" ({reason or SLOW_START_REASON})" if seconds >= SLOW_START else ""
-        return f"loading {name}, {since}{reason}"
-    return f"loading {name}{_loaded_share(newest, model)}, {since}"
+    share = _loaded_share(newest, model)
+    if phase not in ACTIVITIES:
+        return f"loading {name}, {since}{share}"
+    reason = f" ({REASONS[phase]})" if phase in REASONS else ""
+    took = duration(phase_seconds(newest))
+    return f"loading {name}, {since}: {ACTIVITIES[phase]}{share}, {took}{reason}"
+
+
+def phase_seconds(worker: Mapping[str, Any]) -> float:
+    """For how long a load is in its phase; 0 where the worker has not said so."""
+    took: float = (worker.get("load_phases") or {}).get(worker.get("load_phase"), 0.0)
+    return took + worker.get("beat_age_ms", 0) / 1000
 
 
 def remote_worker_needed(name: str) -> str:
@@ -88,12 +88,24 @@ def _worker_rows(
     return [row for row in answer["workers"] if row["model"] == (model.get("shares") or name)]
 
 
+def _newest(own: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    return max(own, key=lambda row: row.get("epoch") or 0)
+
+
+def _step(own: Sequence[Mapping[str, Any]]) -> str:
+    """What the newest worker does; it changes with the phase of its load."""
+    if not own:
+        return "none"
+    newest = _newest(own)
+    return ACTIVITIES.get(newest.get("load_phase") or "", newest["state"])
+
+
 def _loaded_share(worker: Mapping[str, Any], model: Mapping[str, Any]) -> str:
-    """The part of the weights that is loaded; "" if it is not known."""
-    loaded, whole = worker.get("load_progress"), model.get("size")
-    if not loaded:
+    """The part of the weights that is loaded; "" if it is not known, none or all of them."""
+    loaded, whole = worker.get("load_progress") or 0.0, model.get("size")
+    if not 0 < loaded < 1:
         return ""
-    return f": {100 * loaded:.0f} %" + (f" of {size(whole)}" if whole else "")
+    return f", {100 * loaded:.0f} %" + (f" of {size(whole)}" if whole else "")
 
 
 class LoadProgress(Closing):
@@ -133,10 +145,12 @@ class LoadProgress(Closing):
 def wait_for(target: Target, name: str, seconds: float = math.inf) -> str:
     """Wait until a worker of the model is ready, at most `seconds`; returns the model's name.
 
+    A terminal shows the progress in one line; elsewhere each phase of the load gets a line.
+
     Raises ModelLoadFailed with the worker's reason, Draining if no worker will be started,
     DeadlineExceeded after `seconds`, BrokerLost if the broker does not answer.
     """
-    line, begun, told = StatusLine(), False, False
+    line, begun, told = StatusLine(), False, ""
     end = time.monotonic() + seconds
     try:
         while True:
@@ -152,10 +166,9 @@ def wait_for(target: Target, name: str, seconds: float = math.inf) -> str:
             text = progress_text(answer, name)
             if time.monotonic() >= end:
                 raise DeadlineExceeded(f"{name} is not loaded after {seconds:g} s: {text}")
-            if text == remote_worker_needed(name) and not told and not line.live:
-                told = True
-                print(f"mlxpool: {escape_line(text)}", file=sys.stderr, flush=True)
             line.show(text)
+            if not line.live and told != (told := _step(own)):
+                print(f"mlxpool: {escape_line(text)}", file=sys.stderr, flush=True)
             time.sleep(WAIT_INTERVAL)
     finally:
         line.clear()

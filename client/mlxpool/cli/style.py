@@ -110,9 +110,11 @@ def print_table(
     above: Sequence[str] = (),
     errors: Sequence[str] = (),
     notes: Sequence[str] = (),
+    width: int | None = None,
 ) -> None:
-    """Print a table that fits standard output, between lines above and below it."""
-    width, paint = width_of(sys.stdout), paint_of(sys.stdout)
+    """Print a table between lines above and below it. `width` None: that of standard output."""
+    paint = paint_of(sys.stdout)
+    width = width_of(sys.stdout) if width is None else width
     lines = [
         *map(escape_line, above),
         *table_lines(columns, rows, width, paint),

@@ -24,6 +24,32 @@ LOAD_PHASES = (
     "preparers",  # until the processes that tokenise requests are ready
 )
 
+# What a worker does in each phase, in the words that commands and the status page show.
+ACTIVITIES = {
+    "start": "starting",
+    "imports": "starting",
+    "check": "checking files",
+    "device": "opening the device",
+    "ranks": "starting ranks",
+    "links": "connecting ranks",
+    "weights": "reading weights",
+    "build": "building the model",
+    "trials": "compiling kernels",
+    "engine": "trying kernels",
+    "memory": "measuring memory",
+    "passes": "compiling kernels",
+    "kernels": "compiling kernels",
+    "warm_up": "warming up",
+    "preparers": "starting tokenizers",
+}
+
+
+def activity(phase: str, load_phase: str) -> str:
+    """What a worker does, for people, by its phase and the phase of its load, or ""."""
+    if phase == "boot":
+        return ACTIVITIES["start"]
+    return ACTIVITIES.get(load_phase, phase) if phase == "load" else phase
+
 
 @dataclass(frozen=True, slots=True)
 class LoadTimes:

@@ -26,6 +26,7 @@ from mlxpool.broker.telemetry.snapshot import (
     Snapshot,
     WorkerSnapshot,
 )
+from mlxpool.common.load_times import activity
 
 MINUTES = round(MAX_POINTS * POINT_INTERVAL / 60)
 LEVELS = tuple(Level)
@@ -187,12 +188,6 @@ def _model(model: ModelSnapshot, rate: float, recent: Sequence[float | None]) ->
     }
 
 
-def _shown_phase(worker: WorkerSnapshot) -> str:
-    """Its phase; of a load also which of its own it is in."""
-    part = "" if worker.beat is None else worker.beat.load.now
-    return f"load: {part}" if part and worker.phase == "load" else worker.phase
-
-
 def _load_progress(worker: WorkerSnapshot) -> float | None:
     """The share of the weights that a worker has loaded so far; None: it loads none now."""
     if worker.beat is None or worker.state not in ("starting", "loading"):
@@ -210,7 +205,7 @@ def _worker(worker: WorkerSnapshot, recent_restarts: int) -> dict[str, Any]:
         "model": worker.model,
         "gpus": [gpu[:GPU_CHARS] for gpu in worker.gpus],
         "state": worker.shown_state,
-        "phase": _shown_phase(worker),
+        "phase": activity(worker.phase, "" if worker.beat is None else worker.beat.load.now),
         "running": worker.running,
         "uptime_s": round(worker.uptime, 1),
         "load_progress": _load_progress(worker),

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from mlxpool.cli.formatting import size, table
+from mlxpool.cli.formatting import feature, size, table
 from mlxpool.cli.json_text import json_text
 from mlxpool.cli.pool_flags import add_settings, settings_of
 from mlxpool.common.escapes import escape_line
@@ -132,7 +132,7 @@ def _model_rows(model: Mapping[str, Any]) -> list[tuple[str, str]]:
         *_encoder_rows(model),
         ("chat templates", ", ".join(model["templates"]) or _without_template(model)),
         ("end of text", ", ".join(map(str, model["eos_ids"])) or "none"),
-        ("supports", ", ".join(model["features"])),
+        ("supports", ", ".join(map(feature, model["features"]))),
         ("digest", model["digest"]),
     ]
 

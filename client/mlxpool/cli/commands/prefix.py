@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlxpool.cli.formatting import duration, size, table
+from mlxpool.cli.formatting import duration, kv_cache, size, table
 from mlxpool.cli.json_text import json_text
 from mlxpool.cli.pool_flags import add_settings, settings_of
 from mlxpool.common.escapes import escape_line
@@ -143,15 +143,14 @@ def _rows(root: Path, found: Sequence[Contents]) -> Iterator[str]:
     if not found:
         yield escape_line(_nothing_in(root))
         return
-    rows = [("MODEL", "DIGEST", "LAYOUT", "DEVICE", "RECORDS", "TOKENS", "SIZE", "USED")]
+    rows = [("MODEL", "DIGEST", "KV CACHE", "DEVICE", "RECORDS", "TOKENS", "SIZE", "USED")]
     for one in found:
-        about = {name: str(one.about.get(name, "-")) for name in ("layout", "device")}
         rows.append(
             (
                 one.model,
                 one.digest[:SHOWN_DIGEST],
-                about["layout"],
-                about["device"],
+                kv_cache(str(one.about.get("layout", "-"))),
+                str(one.about.get("device", "-")),
                 f"{one.records:,}",
                 f"{one.tokens:,}",
                 size(one.bytes),

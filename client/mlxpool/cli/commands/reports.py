@@ -1,6 +1,7 @@
 """`mlxpool ps`, `models` and `requests`: tables of what the broker's admin socket answers.
 
-On a terminal they have the columns for which there is room; elsewhere all.
+`ps` and `models` have a few columns, which fit 100 characters, and with --wide all. A terminal that
+is too narrow gets those for which there is room.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlxpool.cli.admin import ask
-from mlxpool.cli.columns import Column, fitted, joined
-from mlxpool.cli.formatting import duration, jobs_line, share, size
+from mlxpool.cli.columns import Column, joined
+from mlxpool.cli.formatting import duration, feature, jobs_line, kv_cache, share, size
 from mlxpool.cli.json_text import json_text
-from mlxpool.cli.style import Cells, print_table, width_of
+from mlxpool.cli.load_progress import phase_seconds
+from mlxpool.cli.style import UNBOUNDED, Cells, print_table, width_of
+from mlxpool.common.load_times import activity
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -24,7 +27,10 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         ("models", "show the models: state, size, context, errors", models),
         ("requests", "show live requests and their ids", requests),
     ):
-        commands.add_parser(name, parents=[common], help=text).set_defaults(run=action)
+        parser = commands.add_parser(name, parents=[common], help=text)
+        parser.set_defaults(run=action)
+        if action is not requests:
+            parser.add_argument("--wide", action="store_true", help="show all columns")
 
 
 # ---- ps ------------------------------------------------------------------------------------------
@@ -32,23 +38,30 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 PS = (
     Column("SLOT", 0, "text"),
     Column("PID", 6),
-    Column("GPU", 5, "text"),  # left out where no worker was given one
+    Column("GPU", wide=True),  # left out where no worker was given one
     Column("STATE", 0),
     Column("PHASE", 5),
     Column("FOR", 8),
     Column("RUN", 1),
     Column("WAIT", 2),
-    Column("WEIGHTS", 10),
-    Column("KV", 11),
-    Column("PREFIX", 12),
-    Column("COMPUTE", 13),
-    Column("TOTAL", 3),
-    Column("RSS", 9),
-    Column("DRAFTS", 9),
+    Column("WEIGHTS", wide=True),
+    Column("KV CACHE", wide=True),
+    Column("PREFIX CACHE", wide=True),
+    Column("COMPUTE", wide=True),
+    Column("MEMORY", 3),  # the sum of the four before it
+    Column("RSS", wide=True),
+    Column("DRAFTS", wide=True),
     Column("RESTARTS", 4),
-    Column("LAST EXIT", 7),
+    Column("LAST EXIT", wide=True),
 )
-MEMORY = ("weights", "kv", "prefix", "compute", "total", "rss")
+MEMORY = {  # columns, by the keys of a worker's memory
+    "weights": "WEIGHTS",
+    "kv": "KV CACHE",
+    "prefix": "PREFIX CACHE",
+    "compute": "COMPUTE",
+    "total": "MEMORY",
+    "rss": "RSS",
+}
 
 
 def ps(options: argparse.Namespace) -> int:
@@ -64,12 +77,13 @@ def ps(options: argparse.Namespace) -> int:
         broker["run_dir"],
         *([f"status page {broker['metrics']}"] if broker.get("metrics") else []),
     )
-    columns = [one for one in PS if one.name != "GPU" or any(w.get("gpus") for w in workers)]
-    rows = [
-        tuple(cells.get(column.name, "-") for column in columns)
-        for worker in workers
-        for cells in (_worker_cells(worker), *_rank_cells(worker))
+    columns = [
+        one
+        for one in _columns(PS, options)
+        if one.name != "GPU" or any(w.get("gpus") for w in workers)
     ]
+    found = [cells for worker in workers for cells in (_worker_cells(worker), *_rank_cells(worker))]
+    rows = [tuple(cells.get(column.name, "-") for column in columns) for cells in found]
     dumps = [f"{w['slot']}: stacks in {w['last_dump']}" for w in workers if w.get("last_dump")]
     print_table(
         columns,
@@ -83,7 +97,8 @@ def ps(options: argparse.Namespace) -> int:
             *([broker["trouble"]] if broker.get("trouble") else []),
             *(f"{m['name']}: {m['error']}" for m in answer["models"] if m.get("error")),
         ],
-        notes=[*_last_exits(columns, rows), *dumps],
+        notes=[*([] if options.wide else _last_exits(found)), *dumps],
+        width=_width(options),
     )
     return 0
 
@@ -102,11 +117,19 @@ def _gateway(gateway: Mapping[str, Any] | None) -> Sequence[str]:
     )
 
 
-def _last_exits(columns: Sequence[Column], rows: Sequence[Cells]) -> list[str]:
-    """Lines with the last exits for which the table has no room."""
-    if "LAST EXIT" not in fitted(columns, rows, width_of(sys.stdout)).left_out:
-        return []
-    return [f"{row[0]}: last exit: {row[-1]}" for row in rows if row[-1] != "-"]
+def _columns(columns: Sequence[Column], options: argparse.Namespace) -> Sequence[Column]:
+    return [one for one in columns if options.wide or not one.wide]
+
+
+def _width(options: argparse.Namespace) -> int | None:
+    """The width of a table; None: that of standard output."""
+    return UNBOUNDED if options.wide else None
+
+
+def _last_exits(found: Sequence[Mapping[str, str]]) -> list[str]:
+    """Lines with the last exits of workers, in place of their column."""
+    exits = ((cells["SLOT"], cells.get("LAST EXIT", "-")) for cells in found)
+    return [f"{slot}: last exit: {last}" for slot, last in exits if last != "-"]
 
 
 def _rank_cells(worker: Mapping[str, Any]) -> list[Mapping[str, str]]:
@@ -127,25 +150,30 @@ def _rank_cells(worker: Mapping[str, Any]) -> list[Mapping[str, str]]:
     ]
 
 
-def _phase(worker: Mapping[str, Any]) -> str:
-    """The phase; of a load also which of its own it is in."""
-    phase, part = worker.get("phase") or "-", worker.get("load_phase")
-    return f"{phase}: {part}" if part and phase == "load" else phase
+def _phase(worker: Mapping[str, Any]) -> tuple[str, float]:
+    """What a worker does, and for how many seconds."""
+    seconds = worker.get("phase_age_ms", 0) / 1000
+    loading = worker.get("load_phase") if worker.get("phase") == "load" else None
+    return (
+        activity(worker.get("phase") or "-", loading or ""),
+        seconds if loading is None else phase_seconds(worker),
+    )
 
 
 def _worker_cells(worker: Mapping[str, Any]) -> Mapping[str, str]:
     """The cells of a worker's row, by column; that of a group has the GPU of its first rank."""
     memory = worker.get("memory") or {}
+    phase, seconds = _phase(worker)
     return {
         "SLOT": worker["slot"],
         "PID": str(worker.get("pid") or "-"),
         "GPU": next(iter(worker.get("gpus") or ()), "-"),
         "STATE": "suspect" if worker.get("suspect") else worker["state"],
-        "PHASE": _phase(worker),
-        "FOR": duration(worker.get("phase_age_ms", 0) / 1000),
+        "PHASE": phase,
+        "FOR": duration(seconds),
         "RUN": str(worker.get("running", 0)),
         "WAIT": str(worker.get("waiting", 0)),
-        **{key.upper(): size(memory.get(key)) for key in MEMORY},
+        **{name: size(memory.get(key)) for key, name in MEMORY.items()},
         "DRAFTS": share(worker.get("acceptance")),
         "RESTARTS": str(worker.get("restarts", 0)),
         "LAST EXIT": worker.get("last_exit") or "-",
@@ -162,9 +190,9 @@ MODELS = (
     Column("QUANTISATION", 5),
     Column("CONTEXT", 2),
     Column("QUEUED", 4),
-    Column("LAYOUT", 7),
-    Column("DIGEST", 8),
-    Column("SUPPORTS", 6),
+    Column("KV CACHE", wide=True),
+    Column("DIGEST", wide=True),
+    Column("SUPPORTS", wide=True),
 )
 
 
@@ -175,13 +203,15 @@ def models(options: argparse.Namespace) -> int:
         print(json_text(answer))
         return 0
     found = answer["models"]
+    columns = _columns(MODELS, options)
     print_table(
-        MODELS,
-        [_model_row(model) for model in found],
+        columns,
+        [_model_row(model)[: len(columns)] for model in found],
         errors=[f"{m['name']} cannot be had: {m['error']}" for m in found if m.get("error")],
         notes=[
             f"{m['name']} shares the workers of {m['shares']}" for m in found if m.get("shares")
         ],
+        width=_width(options),
     )
     return 0
 
@@ -195,9 +225,9 @@ def _model_row(model: Mapping[str, Any]) -> Cells:
         model.get("quantisation") or "-",
         str(model["context"] or "-"),
         str(model["queued"]),
-        model.get("layout") or "-",
+        kv_cache(model.get("layout")),
         model.get("digest") or "-",
-        " ".join(model.get("features") or ()) or "-",
+        " ".join(map(feature, model.get("features") or ())) or "-",
     )
 
 

@@ -154,7 +154,7 @@ class Follower:
         )
         if layout.name != message.layout:
             raise RuntimeError(
-                f"rank {self._collectives.rank} has the layout {layout.name!r}, rank 0 has"
+                f"rank {self._collectives.rank} has the KV cache {layout.name!r}, rank 0 has"
                 f" {message.layout!r}: the devices of a group must be alike"
             )
         layout.notice.tell = self._progress.compiles

@@ -54,7 +54,8 @@ def open_disk(
     """
     if not isinstance(cache, TreeCache):
         raise ModelLoadFailed(
-            "prefix_disk is set, but this engine keeps no prefix tree: leave prefix_disk out"
+            "prefix_disk is set, but the prefix cache of this model cannot be kept on disk: leave"
+            " prefix_disk out"
         )
     about = {**rules, **machine()}
     folder = ModelFolder(settings.root, settings.model, settings.budget)

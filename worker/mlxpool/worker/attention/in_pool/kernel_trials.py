@@ -130,6 +130,6 @@ def kernels_write(shape: RowShape) -> bool:
             if not all(bool(mx.allclose(one, mx.ones(1), 0.01).item()) for one in written):
                 raise RuntimeError("what was written is not there")
     except (RuntimeError, ValueError) as error:
-        log.warning("our CUDA kernels do not work here, rows have arrays of their own: %s", error)
+        log.warning("our CUDA kernels do not work here, the KV cache is not paged: %s", error)
         return False
     return True
