@@ -63,6 +63,26 @@ def test_a_job_runs_and_its_ids_are_stored_with_its_end() -> None:
     story.assert_conserved()
 
 
+def test_the_count_of_jobs_is_of_one_moment_and_follows_their_ends() -> None:
+    """A job that has ended was shown as waiting until the next count: it no longer ran."""
+
+    def counts() -> tuple[int, int, int]:
+        figures = story.manager.figures()
+        return figures.waiting, figures.running, figures.done
+
+    story = JobStory()
+    worker, job = started(story)
+    story.pass_time(0.2)
+    assert counts() == (0, 1, 0)
+    worker.end(job.id, count=1)
+    story.drain()
+    story.pass_time(0.05)  # the end is stored, and was not counted yet
+    story.assert_state("a", JobState.DONE)
+    assert counts() in ((0, 1, 0), (0, 0, 1))
+    story.pass_time(0.2)
+    assert counts() == (0, 0, 1)
+
+
 def test_a_reader_gets_ids_after_the_commit_that_holds_them() -> None:
     story = JobStory()
     worker, job = started(story)

@@ -34,10 +34,12 @@ from mlxpool.broker.store.records import (
     Backlog,
     Changed,
     Fate,
+    Fed,
     JobView,
     Poisons,
     Result,
     StoreFigures,
+    Submitted,
     Swept,
 )
 from mlxpool.common.errors import DeadlineExceeded, Draining, PoolError, StoreUnavailable
@@ -50,7 +52,9 @@ POLL_INTERVAL = 0.1  # seconds between two looks for places, while jobs are due
 PLACE_DELAY = 0.01  # seconds from the end of a run until its worker has said that a place is free
 SWEEP_INTERVAL = 1.0  # seconds between two looks for deadlines and results that are kept no longer
 READER_INTERVAL = 1.0  # seconds between two looks for readers that are slow, or gone
-FIGURES_INTERVAL = 2.0  # seconds between two counts of the jobs in the store
+FIGURES_INTERVAL = 2.0  # seconds between two counts of the jobs in the store, if none changed
+RECOUNT_DELAY = 0.1  # seconds between two counts, if one changed
+RECOUNT_COST = 20  # the same, in times of what a count takes: it holds the store up
 BACKLOG_RETRY = 1.0  # seconds until the store is asked again which jobs wait, if it refused
 BROKER_RETRY_MS = 1000  # `retry_after_ms` of readings that end with the broker
 
@@ -98,6 +102,8 @@ class JobManager:
             ev.Wake: self._on_wake,
         }
         self._stored = StoreFigures((), 0, 0, 0, 0, 0)
+        self._running = 0  # jobs, when they were counted in the store
+        self._count_began = self._recount_at = 0.0
         self._open = False
         self._sweeping = self._counting = False
         self._sweep_at = self._figures_at = self._readers_at = self._poll_at = math.inf
@@ -125,6 +131,8 @@ class JobManager:
         if isinstance(result, Changed | Fate) and result.job.batch is not None:
             self.batches.touched(result.job.batch, now)
         if self._open:
+            if isinstance(result, Submitted | Changed) or (isinstance(result, Fed) and result.jobs):
+                self._recount()
             self._feed(now)
             self.notices.read_due(now)
         return self._outbox.take()
@@ -143,10 +151,9 @@ class JobManager:
         )
 
     def figures(self) -> JobFigures:
-        """How many jobs there are, and what they take."""
-        running, readers = len(self.runs.active), len(self.readers.all)
+        """How many jobs there are, and what they take. Their states are those of the last count."""
         live, refused = len(self.batches.live), self._outbox.refused
-        return JobFigures.of(self._stored, running, readers, live, refused)
+        return JobFigures.of(self._stored, self._running, len(self.readers.all), live, refused)
 
     def _on_asked(self, event: ev.Asked, now: float) -> None:
         if not self._open:
@@ -291,10 +298,17 @@ class JobManager:
     def _count(self, now: float) -> None:
         self._figures_at = now + FIGURES_INTERVAL
         if not self._counting:
-            self._counting = True
+            self._counting, self._count_began = True, now
             self._outbox.store(store.ReadFigures(), self._counted)
 
+    def _recount(self) -> None:
+        """A job has changed. A count that is under way has it: results come in their order."""
+        if not self._counting:
+            self._figures_at = min(self._figures_at, self._recount_at)
+
     def _counted(self, result: Result, now: float) -> None:
+        """The jobs that run are counted as waiting; these are the ones that run at that time."""
         self._counting = False
+        self._recount_at = now + max(RECOUNT_DELAY, RECOUNT_COST * (now - self._count_began))
         if isinstance(result, StoreFigures):
-            self._stored = result
+            self._stored, self._running = result, len(self.runs.active)
