@@ -137,7 +137,7 @@ def test_the_end_does_not_wait_for_an_answer_and_nothing_is_shown_after_it(
 def test_where_there_is_no_terminal_each_phase_of_a_load_has_a_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"state": "none"},
         {"state": "starting", "pid": 3},
         in_phase("imports", 0.1, pid=3),

@@ -394,6 +394,42 @@ def test_drain_tells_a_slot_from_a_model(
     assert asked.calls == [(Path("/a"), "drain", {key: target}, None)]
 
 
+@pytest.mark.parametrize(
+    ("target", "told"),
+    [
+        (["m"], "m: draining, 30.0 s at most; closed to new requests until `mlxpool load m`"),
+        (["m/0"], "m/0: draining, 30.0 s at most; then its slot is free for a new worker"),
+        ([], "pool: draining, 30.0 s at most; then the broker ends"),
+    ],
+)
+def test_drain_says_what_follows(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    target: list[str],
+    told: str,
+) -> None:
+    Asked(monkeypatch, {"draining": (target or ["pool"])[0], "timeout_ms": 30_000})
+    assert main(["drain", *target, "--run-dir", "/a"]) == OK
+    assert capsys.readouterr().out == told + "\n"
+
+
+def test_ps_shows_a_drained_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broker = {"pid": 5, "state": "ready", "uptime_s": 7.0, "run_dir": "/a"}
+    slots = [
+        {"slot": f"{name}/0", "model": name, "pid": None, "state": "none", "phase": None}
+        for name in ("m", "other")
+    ]
+    models = [{"name": "m", "state": "drained"}, {"name": "other", "state": "cold"}]
+    Asked(monkeypatch, {"broker": broker, "workers": slots, "models": models})
+    assert main(["ps", "--run-dir", "/a"]) == OK
+    *_, drained, cold, note = capsys.readouterr().out.splitlines()
+    assert drained.split()[:3] == ["m/0", "-", "drained"]
+    assert cold.split()[:3] == ["other/0", "-", "none"]
+    assert note == "m is drained: closed to new requests until `mlxpool load m`"
+
+
 def test_ps_of_a_slot_without_a_worker(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -66,7 +66,8 @@ def progress_text(answer: Mapping[str, Any], name: str) -> str:
 def phase_seconds(worker: Mapping[str, Any]) -> float:
     """For how long a load is in its phase; 0 where the worker has not said so."""
     took: float = (worker.get("load_phases") or {}).get(worker.get("load_phase"), 0.0)
-    return took + worker.get("beat_age_ms", 0) / 1000
+    beat_age_ms: float = worker.get("beat_age_ms", 0)
+    return took + beat_age_ms / 1000
 
 
 def remote_worker_needed(name: str) -> str:
@@ -97,7 +98,8 @@ def _step(own: Sequence[Mapping[str, Any]]) -> str:
     if not own:
         return "none"
     newest = _newest(own)
-    return ACTIVITIES.get(newest.get("load_phase") or "", newest["state"])
+    state: str = newest["state"]
+    return ACTIVITIES.get(newest.get("load_phase") or "", state)
 
 
 def _loaded_share(worker: Mapping[str, Any], model: Mapping[str, Any]) -> str:

@@ -135,8 +135,16 @@ def drain(options: argparse.Namespace) -> int:
     if options.timeout is not None:
         body["timeout_ms"] = round(options.timeout * 1000)
     answer = ask(options.admin_target, "drain", body)
-    text = f"{answer['draining']}: draining, {duration(answer['timeout_ms'] / 1000)} at most"
+    drained, seconds = answer["draining"], duration(answer["timeout_ms"] / 1000)
+    text = f"{drained}: draining, {seconds} at most; {_after_drain(body, drained)}"
     return _show(options, answer, text)
+
+
+def _after_drain(body: Mapping[str, Any], drained: str) -> str:
+    """What follows a drain that the broker was asked for with this body."""
+    if "model" in body:
+        return f"closed to new requests until `mlxpool load {drained}`"
+    return "then its slot is free for a new worker" if "slot" in body else "then the broker ends"
 
 
 def restart(options: argparse.Namespace) -> int:

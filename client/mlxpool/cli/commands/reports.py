@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from mlxpool.cli.admin import ask
@@ -54,6 +54,7 @@ PS = (
     Column("RESTARTS", 4),
     Column("LAST EXIT", wide=True),
 )
+DRAINED = ("draining", "drained")  # states of a model that takes no requests
 MEMORY = {  # columns, by the keys of a worker's memory
     "weights": "WEIGHTS",
     "kv": "KV CACHE",
@@ -82,7 +83,12 @@ def ps(options: argparse.Namespace) -> int:
         for one in _columns(PS, options)
         if one.name != "GPU" or any(w.get("gpus") for w in workers)
     ]
-    found = [cells for worker in workers for cells in (_worker_cells(worker), *_rank_cells(worker))]
+    drained = {m["name"] for m in answer["models"] if m.get("state") in DRAINED}
+    found = [
+        cells
+        for worker in workers
+        for cells in (_worker_cells(worker, drained), *_rank_cells(worker))
+    ]
     rows = [tuple(cells.get(column.name, "-") for column in columns) for cells in found]
     dumps = [f"{w['slot']}: stacks in {w['last_dump']}" for w in workers if w.get("last_dump")]
     print_table(
@@ -97,7 +103,7 @@ def ps(options: argparse.Namespace) -> int:
             *([broker["trouble"]] if broker.get("trouble") else []),
             *(f"{m['name']}: {m['error']}" for m in answer["models"] if m.get("error")),
         ],
-        notes=[*([] if options.wide else _last_exits(found)), *dumps],
+        notes=[*_drained(answer["models"]), *([] if options.wide else _last_exits(found)), *dumps],
         width=_width(options),
     )
     return 0
@@ -124,6 +130,15 @@ def _columns(columns: Sequence[Column], options: argparse.Namespace) -> Sequence
 def _width(options: argparse.Namespace) -> int | None:
     """The width of a table; None: that of standard output."""
     return UNBOUNDED if options.wide else None
+
+
+def _drained(models: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Lines about models that take no requests because an operator has drained them."""
+    return [
+        f"{m['name']} is {m['state']}: closed to new requests until `mlxpool load {m['name']}`"
+        for m in models
+        if m.get("state") in DRAINED
+    ]
 
 
 def _last_exits(found: Sequence[Mapping[str, str]]) -> list[str]:
@@ -160,15 +175,19 @@ def _phase(worker: Mapping[str, Any]) -> tuple[str, float]:
     )
 
 
-def _worker_cells(worker: Mapping[str, Any]) -> Mapping[str, str]:
-    """The cells of a worker's row, by column; that of a group has the GPU of its first rank."""
+def _worker_cells(worker: Mapping[str, Any], drained: Collection[str]) -> Mapping[str, str]:
+    """The cells of a worker's row, by column; that of a group has the GPU of its first rank.
+
+    A slot without a worker is drained if its model is.
+    """
+    state = "suspect" if worker.get("suspect") else worker["state"]
     memory = worker.get("memory") or {}
     phase, seconds = _phase(worker)
     return {
         "SLOT": worker["slot"],
         "PID": str(worker.get("pid") or "-"),
         "GPU": next(iter(worker.get("gpus") or ()), "-"),
-        "STATE": "suspect" if worker.get("suspect") else worker["state"],
+        "STATE": "drained" if state == "none" and worker.get("model") in drained else state,
         "PHASE": phase,
         "FOR": duration(seconds),
         "RUN": str(worker.get("running", 0)),
