@@ -248,7 +248,7 @@ def test_on_a_phone_a_worker_that_ended_shows_how(browser: Chromium, pool: Pool)
     )
 
 
-def test_an_operator_cancels_a_request(browser: Chromium, tmp_path: Path) -> None:
+def test_an_operator_cancels_a_request_and_reads_a_log(browser: Chromium, tmp_path: Path) -> None:
     token = tmp_path / "status.token"
     token.write_text(f"{TOKEN}\n")
     token.chmod(0o600)
@@ -275,6 +275,9 @@ def test_an_operator_cancels_a_request(browser: Chromium, tmp_path: Path) -> Non
         browser.wait_for_text("#cancel-what", left["id"][:12])
         assert browser.run("return document.querySelector('#cancel-token').hidden"), "it is known"
         browser.click("#cancel-no")
+        browser.click("#workers tbody button")
+        browser.wait_for_text("#log-text", "event=")
+        browser.click("#log-close")
         assert len(pool.ask("requests")["requests"]) == 1
         assert pool.log().count("event=operator command=cancel") == 1
         assert TOKEN not in pool.log()

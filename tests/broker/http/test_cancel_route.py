@@ -161,7 +161,7 @@ def test_without_a_token_there_is_no_cancel() -> None:
 
 def test_other_paths_take_no_post(server: HttpServer, cancelled: list[str]) -> None:
     status, told, _ = post(server, path="/metrics")
-    assert (status, told) == (405, "only /cancel and /jobs take POST, not '/metrics'\n")
+    assert (status, told) == (405, "only /cancel, /jobs, /log take POST, not '/metrics'\n")
 
 
 def test_a_browser_may_not_ask_from_elsewhere(server: HttpServer) -> None:

@@ -15,7 +15,7 @@ from mlxpool.broker.http.status_page import FOLDER, PAGE, POLICY, assembled
 from support.colours import DEFICIENCIES, contrast, difference, palettes
 
 TEXT = PAGE.decode()
-SCRIPTS = ("figures.js", "plots.js", "tables.js", "cancel.js", "jobs.js", "page.js")
+SCRIPTS = ("figures.js", "plots.js", "tables.js", "cancel.js", "jobs.js", "log.js", "page.js")
 LIGHT, DARK = palettes((FOLDER / "page.css").read_text())
 
 

@@ -443,4 +443,5 @@ def _http_server(config: PoolConfig) -> HttpServer:
     from mlxpool.broker.http.server import HttpServer
 
     file = config.metrics_admin_token
-    return HttpServer(config.metrics, operator_token=None if file is None else read_token(file))
+    token = None if file is None else read_token(file)
+    return HttpServer(config.metrics, operator_token=token, run_dir=config.run_dir)

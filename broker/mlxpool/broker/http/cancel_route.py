@@ -6,7 +6,7 @@ import logging
 import re
 from typing import Any, ClassVar
 
-from mlxpool.broker.http.operator_route import OperatorRoute
+from mlxpool.broker.http.operator_route import LoopRoute
 from mlxpool.common.errors import BadRequest
 
 log = logging.getLogger("mlxpool.broker")
@@ -14,7 +14,7 @@ log = logging.getLogger("mlxpool.broker")
 PREFIX = re.compile(r"[0-9a-f]{8,32}")  # of a request's id
 
 
-class CancelRoute(OperatorRoute[str]):
+class CancelRoute(LoopRoute[str]):
     """What is asked is the beginning of a request's id."""
 
     path: ClassVar[str] = "/cancel"

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from mlxpool.broker.http.loop_queue import Fate
-from mlxpool.broker.http.operator_route import OperatorRoute
+from mlxpool.broker.http.operator_route import LoopRoute
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.protocol.kept import job_messages, job_operations
 from mlxpool.common.protocol.kept.json_form import IDS, as_json
@@ -22,7 +22,7 @@ ID = re.compile(r"[0-9a-f]{32}")
 Question = tuple[str, Mapping[str, Any]]  # the kind of a question of job_operations, and its body
 
 
-class JobsRoute(OperatorRoute[Question]):
+class JobsRoute(LoopRoute[Question]):
     """A body is {"ask": KIND} with the keys of that question; ids are hexadecimal digits."""
 
     path: ClassVar[str] = "/jobs"

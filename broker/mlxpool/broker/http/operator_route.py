@@ -30,9 +30,8 @@ class OperatorRoute(ABC, Generic[Asked]):
     path: ClassVar[str]
     max_body: ClassVar[int]  # bytes
 
-    def __init__(self, queue: LoopQueue[Asked], token: bytes) -> None:
+    def __init__(self, token: bytes) -> None:
         """`token` is the digest of the operators' token."""
-        self.queue = queue
         self._token = token
         self._lock = threading.Lock()
         self._quiet_until = 0.0
@@ -42,9 +41,9 @@ class OperatorRoute(ABC, Generic[Asked]):
     def parse(self, asked: dict[str, Any], peer: str) -> Asked:
         """What a body asks for. Raises BadRequest saying what it must be."""
 
-    def shown(self, fate: Fate) -> Any:
-        """The answer of the loop as JSON."""
-        return fate
+    @abstractmethod
+    def perform(self, asked: Asked) -> Any:
+        """The answer, as JSON. Raises PoolError if it cannot be, Unavailable if nobody answers."""
 
     def read_body(self, headers: Message, stream: BufferedIOBase) -> bytes | None:
         """The body of a request; None: it is too large, or its length is not told."""
@@ -56,10 +55,7 @@ class OperatorRoute(ABC, Generic[Asked]):
         return stream.read(int(length))
 
     def answer(self, headers: Message, body: bytes | None, peer: str) -> Answer:
-        """Do what a body says that `read_body` returned; `peer` is the address of the other side.
-
-        It waits for the loop, at most `queue.max_wait`, and as long again if that has begun.
-        """
+        """Do what a body of `read_body` says; `peer` is the address of the other side."""
         if body is None:
             why = f"the body must have a Content-Length of at most {self.max_body} bytes"
             return _error(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, why)
@@ -74,7 +70,7 @@ class OperatorRoute(ABC, Generic[Asked]):
         except BadRequest as error:
             return _error(HTTPStatus.BAD_REQUEST, error.message)
         try:
-            return _json(HTTPStatus.OK, self.shown(self.queue.ask(asked)))
+            return _json(HTTPStatus.OK, self.perform(asked))
         except PoolError as error:
             return _error(HTTPStatus.CONFLICT, error.message)
         except Unavailable as error:
@@ -91,6 +87,24 @@ class OperatorRoute(ABC, Generic[Asked]):
             untold, self._not_logged = self._not_logged, 0
         what = f"{self.path.strip('/')} refused"
         log.warning(what, extra={"why": refused.why, "address": peer, "untold": untold})
+
+
+class LoopRoute(OperatorRoute[Asked]):
+    """A path whose questions the broker's loop answers.
+
+    A thread waits for that, at most `queue.max_wait`, and as long again if the loop has begun.
+    """
+
+    def __init__(self, queue: LoopQueue[Asked], token: bytes) -> None:
+        super().__init__(token)
+        self.queue = queue
+
+    def shown(self, fate: Fate) -> Any:
+        """The answer of the loop as JSON."""
+        return fate
+
+    def perform(self, asked: Asked) -> Any:
+        return self.shown(self.queue.ask(asked))
 
 
 def _map(body: bytes) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import sys
 import threading
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from socketserver import TCPServer
 from time import monotonic
 from typing import Any
@@ -20,6 +21,7 @@ from mlxpool.broker.http.cancel_route import CancelRoute
 from mlxpool.broker.http.connections import MAX_SECONDS, Connections, Stage
 from mlxpool.broker.http.jobs_route import JobsRoute, Question
 from mlxpool.broker.http.latest_snapshot import LatestSnapshot, Unavailable
+from mlxpool.broker.http.log_route import LogRoute
 from mlxpool.broker.http.loop_queue import LoopQueue
 from mlxpool.broker.http.operator_access import host_refusal, is_loopback
 from mlxpool.broker.http.operator_route import OperatorRoute
@@ -38,7 +40,7 @@ from mlxpool.common.config.bounds import host_port
 
 log = logging.getLogger("mlxpool.broker")
 
-POST_PATHS = (CancelRoute.path, JobsRoute.path)
+POST_PATHS = (CancelRoute.path, JobsRoute.path, LogRoute.path)
 BACKLOG = 128  # connections that the kernel queues until they are accepted
 POLL_INTERVAL = 0.1  # seconds between two looks for overdue connections, or for the end
 # Seconds for which a thread that writes text may hold the interpreter while the loop wants it.
@@ -53,10 +55,12 @@ class HttpServer(Closing):
         address: str,
         history_interval: float = POINT_INTERVAL,
         operator_token: bytes | None = None,
+        run_dir: Path | None = None,
     ) -> None:
         """`history_interval`: seconds between two points of the history.
 
-        `operator_token` is the digest of the token with which operators may change the pool.
+        `operator_token` is the digest of the token with which operators may change the pool, and
+        read the logs of workers in `run_dir`.
         """
         host, port = host_port(address)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -69,6 +73,7 @@ class HttpServer(Closing):
             operator_routes = (
                 CancelRoute(self.cancels, operator_token),
                 JobsRoute(self.jobs, operator_token),
+                *([LogRoute(run_dir, operator_token)] if run_dir is not None else []),
             )
         try:
             self._server = _Server((host, port), family, self.latest, operator_routes)
@@ -201,7 +206,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _post_answer(self) -> Answer:
         if self.path not in POST_PATHS:
-            only = f"only {' and '.join(POST_PATHS)} take POST, not {self.path!r:.80}\n"
+            only = f"only {', '.join(POST_PATHS)} take POST, not {self.path!r:.80}\n"
             return HTTPStatus.METHOD_NOT_ALLOWED, TEXT, only.encode()
         route = self.server.operator_routes.get(self.path)
         if route is None:

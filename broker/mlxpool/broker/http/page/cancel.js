@@ -27,17 +27,18 @@ const cancelButton = (cell, row) => {
   cell.firstChild.disabled = cancelling.has(row.id);
 };
 
-const sendCancel = async (id, token) => {
-  const answer = await fetch("cancel", {
+// Asks a route of operators.
+const askOperator = async (route, question, token) => {
+  const answer = await fetch(route, {
     method: "POST",
     cache: "no-store",
     credentials: "omit",
     headers: { Authorization: `Bearer ${token}`, "Content-Type": "application/json" },
-    body: JSON.stringify({ id }),
-    signal: AbortSignal.timeout(5000),
+    body: JSON.stringify(question),
+    signal: AbortSignal.timeout(PATIENCE),
   });
   const body = await answer.json();
-  return { status: answer.status, error: answer.ok ? "" : body.error };
+  return { status: answer.status, body, error: answer.ok ? "" : body.error };
 };
 
 const confirmCancel = async () => {
@@ -46,7 +47,7 @@ const confirmCancel = async () => {
   $("cancel-yes").disabled = true;
   let result;
   try {
-    result = await sendCancel(asked.id, token);
+    result = await askOperator("cancel", { id: asked.id }, token);
   } catch (error) {
     result = { status: 0, error: "no answer from the broker: nothing is known of this cancel" };
   }

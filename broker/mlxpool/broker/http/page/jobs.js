@@ -16,26 +16,13 @@ Object.assign(MOODS, { done: "good", running: "busy", dead: "bad", expired: "war
 let shownJob = null; // the job that the dialog shows
 let olderThan = 0; // the number behind which the next page of the list begins
 
-const askJobs = async (question, token) => {
-  const answer = await fetch("jobs", {
-    method: "POST",
-    cache: "no-store",
-    credentials: "omit",
-    headers: { Authorization: `Bearer ${token}`, "Content-Type": "application/json" },
-    body: JSON.stringify(question),
-    signal: AbortSignal.timeout(PATIENCE),
-  });
-  const body = await answer.json();
-  return { status: answer.status, body, error: answer.ok ? "" : body.error };
-};
-
 // The answer, or null when there is none: then `node` says why.
 const askedJobs = async (question, node) => {
   const token = operatorToken || $("jobs-token").value.trim();
   if (!token) { say(node, "The operators’ token is needed."); $("jobs-token").focus(); return null; }
   let result;
   try {
-    result = await askJobs(question, token);
+    result = await askOperator("jobs", question, token);
   } catch (error) {
     result = { status: 0, error: "no answer from the broker" };
   }

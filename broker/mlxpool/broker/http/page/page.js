@@ -53,7 +53,7 @@ const show = (status) => {
   MODELS.name(RECENT, `Tokens/s, last ${long(rangeOf(status))}`);
   MODELS.show(status.models, status);
   WORKERS.show(status.workers, status);
-  LIVE.node.classList.toggle("operators", status.cancels);
+  for (const table of [LIVE, WORKERS]) table.node.classList.toggle("operators", status.cancels);
   LIVE.show(status.live, status);
   ERRORS.show(status.errors, status);
   countJobs(status);

@@ -102,6 +102,7 @@ const WORKERS = new Table("workers", "slot", [
     say(cell, row.last_exit || "–");
     cell.className = row.last_exit ? "quiet" : "quiet none";
   }],
+  ["", "act", (cell, row) => logButton(cell, row)],
 ]);
 const LIVE = new Table("live", "id", [
   ["Request", "name code", text((row) => row.id)],
