@@ -121,8 +121,8 @@ class Options:
     max_tokens: Annotated[
         int,
         IntegerIn(-(2**31), MAX_COUNT),
-        "tokens to generate at most (default, 0 or below: up to the context)",
-    ] = -1
+        "tokens to generate at most, 0: up to the context (default: as the settings say)",
+    ] = -1  # below 0: default_max_tokens of the settings, without it up to the context
     temperature: Annotated[float, NumberIn(0, 100), "0 is greedy (default 0.8)"] = 0.8
     top_p: Annotated[
         float, NumberIn(0, 1), "keep the most likely tokens of this mass (default 0.9)"
@@ -275,7 +275,7 @@ def _nearest(name: object) -> str:
 class GenerateOptions(TypedDict, total=False):
     """Keyword arguments of `generate` and `stream`; None is the same as not given."""
 
-    max_tokens: int | None  # tokens of the whole completion; 0 and below: up to the context
+    max_tokens: int | None  # tokens of the whole completion; 0: up to the context
     num_predict: int | None  # another name of max_tokens, which wins where both are set
     temperature: float | None  # 0 is greedy
     top_p: float | None  # keep the most likely tokens of this mass; 1 or 0: off

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from mlxpool.common.checks import shown
 from mlxpool.common.errors import BadRequest
-from mlxpool.common.options import CHECKS, MAX_TOP_LOGPROBS
+from mlxpool.common.options import CHECKS, MAX_TOP_LOGPROBS, Check
 from mlxpool.common.protocol.chat import check_tools
 from mlxpool.gateway.description.schemas import Schema, nullable, one_of
 from mlxpool.gateway.errors import HttpError, bad_request, unsupported_parameter
@@ -159,7 +159,7 @@ def _same(value: Any, neutral: Any) -> bool:
     return value == neutral and isinstance(value, bool) is isinstance(neutral, bool)
 
 
-def option(name: str, value: Any, target: str) -> Any:
+def option(name: str, value: Any, target: str, checks: Mapping[str, Check] = CHECKS) -> Any:
     """The value of the pool's option `target`, checked. Raises HttpError naming the field.
 
     Empty texts to stop at are left out: clients send the empty field of a form.
@@ -167,15 +167,20 @@ def option(name: str, value: Any, target: str) -> Any:
     if target == "stop" and isinstance(value, str | list):
         value = [one for one in ([value] if isinstance(value, str) else value) if one != ""]
     try:
-        return CHECKS[target](name, value)
+        return checks[target](name, value)
     except BadRequest as error:
         raise bad_request(error.message, name) from None
 
 
-def options(body: Mapping[str, Any], names: Mapping[str, str], prefix: str = "") -> dict[str, Any]:
+def options(
+    body: Mapping[str, Any],
+    names: Mapping[str, str],
+    prefix: str = "",
+    checks: Mapping[str, Check] = CHECKS,
+) -> dict[str, Any]:
     """The pool's options that the fields of `body` set; `names`: field -> option."""
     return {
-        target: option(prefix + name, body[name], target)
+        target: option(prefix + name, body[name], target, checks)
         for name, target in names.items()
         if body.get(name) is not None
     }

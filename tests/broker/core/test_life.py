@@ -304,3 +304,26 @@ def test_two_streams_of_one_worker_are_kept_apart(story: Story) -> None:
         assert [frame.link for frame in story.to_client()] == [2]
         worker.say(worker.row(first, 1))
         assert [frame.link for frame in story.to_client()] == [1]
+
+
+# ---- the default of max_tokens -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pool", "own", "named", "given"),
+    [
+        (0, 0, None, -1),
+        (100, 0, None, 100),
+        (100, 7, None, 7),
+        (100, 7, 3, 3),
+        (100, 7, 0, 0),  # up to the context
+        (100, 7, -1, 7),
+    ],
+)
+def test_a_request_that_names_no_max_tokens_gets_that_of_the_settings(
+    pool: int, own: int, named: int | None, given: int
+) -> None:
+    story = Story({"m": model(default_max_tokens=own)}, default_max_tokens=pool)
+    request = story.generate(options={} if named is None else {"max_tokens": named})
+    worker = story.ready_worker()
+    assert worker.runs[request].body["options"]["max_tokens"] == given

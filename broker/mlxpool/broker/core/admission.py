@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.actions import ToClient
@@ -159,6 +160,7 @@ class Admission:
         _check_queue(state, model, message)
         self._ended.check_quarantine(event.digest)
         state.registry.check_available(model, now, message.model)
+        message = _bounded(state, message)
         state.last_arrival += 1
         request = self._new_request(event, message, model.name, run, rank, now)
         state.counters.accept(request)
@@ -235,6 +237,7 @@ class Admission:
         model, run = self._state.model_of(request), request.run
         _check_ids(run, message.resume_ids)
         self._state.registry.check_available(model, now, message.model)
+        message = _bounded(self._state, message)
         self._pool.cancel_run(request)
         self._state.detach(request)
         if request.state is RequestState.QUEUED:
@@ -255,6 +258,21 @@ class Admission:
 def _new_reader(event: ev.ClientGenerate, message: Generate) -> Reader:
     have = count_of(message.resume_ids)
     return Reader(event.link, event.attempt, message.window, message.batch, sent=have, acked=have)
+
+
+def _bounded(state: State, message: Generate) -> Generate:
+    """The message, with the default of the settings if it names no max_tokens.
+
+    What a stream got from its first worker stays, see Facts.
+    """
+    if message.options.max_tokens >= 0:
+        return message
+    known = state.registry.names.known.get(message.model)
+    own = 0 if known is None else known.config.default_max_tokens
+    bound = own or state.config.default_max_tokens
+    if not bound:
+        return message
+    return replace(message, options=replace(message.options, max_tokens=bound))
 
 
 def _set_ids(run: Run, message: Generate) -> None:

@@ -106,6 +106,8 @@ class ModelConfig:
     path: str = ""
     # Tokens of prompt and completion; 0: the model's own bound.
     context: Annotated[int, Within(0, MAX_COUNT)] = 0
+    # Of a request that names no max_tokens; 0: that of the pool.
+    default_max_tokens: Annotated[int, Within(0, MAX_COUNT)] = 0
     # Workers of this model.
     replicas: Annotated[int, Within(1, 64)] = 1
     # Devices that hold one copy of it together, each a part; each worker is a group of so many
@@ -254,6 +256,8 @@ class PoolConfig:
     queue_bytes: Annotated[Bytes, Within(1024, 2**50)] = 256 * 1024 * 1024
     # Of a request that names no deadline.
     deadline: Annotated[Seconds, Within(0.001, 10**7)] = 3600.0
+    # Tokens of a completion whose request names no max_tokens; 0: up to the context.
+    default_max_tokens: Annotated[int, Within(0, MAX_COUNT)] = 0
     # How long the streams and calls of a silent client are kept.
     client_grace: Annotated[Seconds, Within(0.1, 10**6)] = 10.0
     # How long a stream with unread data may go without an ack.

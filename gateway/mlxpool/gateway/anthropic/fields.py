@@ -8,6 +8,7 @@ from mlxpool.common.options import MAX_COUNT, MAX_SEED, MAX_STOP_BYTES, MAX_STOP
 from mlxpool.common.protocol.chat import MAX_MESSAGES, MAX_TOOLS
 from mlxpool.gateway.description.schemas import (
     ANY,
+    API_CHECKS,
     FLAG,
     MAP,
     NAME,
@@ -152,7 +153,7 @@ MESSAGES = Body(
         **PROMPT,
         "max_tokens": integer(1, MAX_COUNT),
         "stream": FLAG,
-        **{name: option(target) for name, target in SAMPLING.items()},
+        **{name: option(target, API_CHECKS) for name, target in SAMPLING.items()},
         "stop_sequences": listed({"type": "string", "maxLength": MAX_STOP_BYTES}, 0, MAX_STOPS),
         "seed": integer(-1, MAX_SEED),
         "top_k": integer(-1, MAX_COUNT),

@@ -14,6 +14,7 @@ from mlxpool.common.options import (
     MAX_BIASES,
     MAX_STOP_BYTES,
     MAX_STOPS,
+    Check,
     IntegerIn,
     NumberIn,
 )
@@ -113,9 +114,19 @@ _OTHER_OPTIONS: Mapping[str, Schema] = {
 }
 
 
-def option(name: str) -> Schema:
+# Checks of options in OpenAI's and Anthropic's interfaces. Where these differ from the pool's they
+# have the bounds of OpenAI's, which vLLM has, too; Ollama and llama.cpp have none.
+API_CHECKS: Mapping[str, Check] = {
+    **CHECKS,
+    "temperature": NumberIn(0, 2),
+    "presence_penalty": NumberIn(-2, 2),
+    "frequency_penalty": NumberIn(-2, 2),
+}
+
+
+def option(name: str, checks: Mapping[str, Check] = CHECKS) -> Schema:
     """The schema of a pool option, with the bounds of its check."""
-    check = CHECKS[name]
+    check = checks[name]
     if isinstance(check, IntegerIn):
         return integer(check.low, check.high)
     if isinstance(check, NumberIn):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlxpool.gateway import field_checks as fields
+from mlxpool.gateway.description.schemas import API_CHECKS
 from mlxpool.gateway.errors import bad_request
 
 MAX_CACHE_KEY = 256  # characters of prompt_cache_key
@@ -25,7 +26,7 @@ def sampling_options(body: Mapping[str, Any], names: Mapping[str, str]) -> dict[
     A `seed` of -1 is a drawn one, a `top_k` of -1 is off: so other servers have it.
     """
     given = {**body, "top_k": 0} if body.get("top_k") == -1 else body
-    options = {**DEFAULTS, **fields.options(given, names)}
+    options = {**DEFAULTS, **fields.options(given, names, checks=API_CHECKS)}
     if options.get("seed") == -1:
         del options["seed"]  # choice i of a request has seed + i
     return options

@@ -80,7 +80,11 @@ OPTIONS_REFUSED: RefusedFields = {
     "penalize_newline": ((True,), "leave it out"),
 }
 # Options of which Ollama takes every negative value, and the pool's value for all of these.
-NEGATIVE: Mapping[str, int] = {"seed": -1, "top_k": 0}  # a drawn seed; all tokens
+NEGATIVE: Mapping[str, int] = {
+    "seed": -1,  # a drawn one
+    "top_k": 0,  # all tokens
+    "num_predict": 0,  # up to the context
+}
 ANY_INTEGER: Schema = {"type": "integer"}
 GENERATION_OPTIONS = Body(
     {name: ANY_INTEGER if name in NEGATIVE else option(target) for name, target in OPTIONS.items()},

@@ -23,6 +23,7 @@ from mlxpool.common.protocol.decisions import (
 from mlxpool.common.protocol.decisions import MAX_CHOICES as MAX_LABELS
 from mlxpool.gateway.description.schemas import (
     ANY,
+    API_CHECKS,
     FLAG,
     MAP,
     NAME,
@@ -205,7 +206,7 @@ COMMON: Mapping[str, Schema] = {
     "stream_options": described("has no effect without `stream`", STREAM_OPTIONS.schema()),
     "max_tokens": described("-1: up to the context", one_of(integer(1, MAX_COUNT), UNBOUNDED)),
     "prompt_cache_key": {"type": "string", "maxLength": MAX_CACHE_KEY},
-    **{name: option(target) for name, target in SAMPLING.items()},
+    **{name: option(target, API_CHECKS) for name, target in SAMPLING.items()},
     "seed": described("-1: a drawn one", integer(-1, MAX_SEED)),
     "top_k": integer(-1, MAX_COUNT),  # -1 and 0: off
     "prompt_logprobs": described(
