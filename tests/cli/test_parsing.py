@@ -18,7 +18,7 @@ import pytest
 from mlxpool.cli import admin, formatting
 from mlxpool.cli import main as cli
 from mlxpool.cli.command_table import COMMAND_MODULES
-from mlxpool.cli.commands import check, pool, reports, run, stats
+from mlxpool.cli.commands import check, jobs, pool, reports, run, stats
 from mlxpool.cli.main import FAILED, OK, UNREACHABLE, USAGE, main
 from mlxpool.cli.target import Target
 from mlxpool.common.errors import BadRequest, BrokerLost, QueueFull
@@ -90,10 +90,11 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("mlxpool 0.")
 
 
+@pytest.mark.parametrize("command", ["run", "submit"])
 @pytest.mark.parametrize("prompt", ["Hello there", "-"])
 @pytest.mark.parametrize("flags", [["--chat"], ["--chat", "--max-tokens", "3", "--stop", "x"]])
 def test_a_prompt_may_follow_flags(
-    prompt: str, flags: list[str], monkeypatch: pytest.MonkeyPatch
+    command: str, prompt: str, flags: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[argparse.Namespace] = []
 
@@ -102,8 +103,9 @@ def test_a_prompt_may_follow_flags(
         return OK
 
     monkeypatch.setattr(run, "run", note)
+    monkeypatch.setattr(jobs, "submit", note)
     for arguments in ([*flags, "m", prompt], ["m", *flags, prompt], ["m", prompt, *flags]):
-        assert main(["run", *arguments]) == OK
+        assert main([command, *arguments]) == OK
     assert [(one.model, one.prompt, one.chat) for one in seen] == [("m", prompt, True)] * 3
 
 
@@ -122,6 +124,7 @@ def test_a_prompt_may_follow_flags(
         ["run", "m", "--chat", "--nonsense"],
         ["run", "m", "p", "--chat", "surplus"],
         ["run", "m", "--chat", "p", "surplus"],
+        ["submit", "m", "--chat", "p", "surplus"],
         ["run", "m", "p", "--deadline", "x"],
         ["serve", "--log-format", "xml"],
         ["--run-dir"],

@@ -156,7 +156,7 @@ def _parsed(arguments: list[str] | None) -> argparse.Namespace:
         sys.exit(USAGE)
     options, rest = root.parse_known_args(given)
     take_rest: Callable[[argparse.Namespace, list[str]], bool] | None
-    take_rest = getattr(options, "take_rest", None)  # set by `run`
+    take_rest = getattr(options, "take_rest", None)  # set by `run` and `submit`
     if rest and not (take_rest and take_rest(options, rest)):
         root.error(f"unrecognized arguments: {' '.join(rest)}")
     return options

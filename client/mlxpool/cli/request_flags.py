@@ -64,6 +64,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def take_prompt(options: argparse.Namespace, rest: list[str]) -> bool:
+    """Take the prompt from the arguments that argparse left over; returns whether it could.
+
+    In `run MODEL --chat PROMPT`, and in `submit`, the argparse of Python 3.11 takes the prompt for
+    absent at MODEL.
+    """
+    missing = options.prompt is None and len(rest) == 1
+    if not missing or (rest[0].startswith("-") and rest[0] != "-"):
+        return False
+    options.prompt = rest[0]
+    return True
+
+
 def seconds(text: str) -> float:
     """A time of a flag. Raises ArgumentTypeError outside its bounds."""
     value = float(text)

@@ -30,6 +30,7 @@ from mlxpool.cli.request_flags import (
     decode_utf8,
     options_of,
     shown_form,
+    take_prompt,
 )
 from mlxpool.cli.style import print_table
 from mlxpool.cli.target import KEY_VARIABLE, add_flags
@@ -209,7 +210,7 @@ def _add_submit(parser: argparse.ArgumentParser) -> None:
     )
     add_options(parser)
     add_connect_timeout(parser)
-    parser.set_defaults(run=submit)
+    parser.set_defaults(run=submit, take_rest=take_prompt)
 
 
 def _seconds(text: str) -> float:

@@ -25,6 +25,7 @@ from mlxpool.cli.request_flags import (
     decode_utf8,
     options_of,
     shown_form,
+    take_prompt,
 )
 from mlxpool.cli.style import NOTE, paint_of
 from mlxpool.common.escapes import escape_line
@@ -75,18 +76,6 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     add_connect_timeout(run_parser)
     run_parser.add_argument("--quiet", action="store_true", help="no figures on standard error")
     run_parser.set_defaults(run=run, take_rest=take_prompt)
-
-
-def take_prompt(options: argparse.Namespace, rest: list[str]) -> bool:
-    """Take the prompt from the arguments that argparse left over; returns whether it could.
-
-    In `run MODEL --chat PROMPT` the argparse of Python 3.11 takes the prompt for absent at MODEL.
-    """
-    missing = options.prompt is None and len(rest) == 1
-    if not missing or (rest[0].startswith("-") and rest[0] != "-"):
-        return False
-    options.prompt = rest[0]
-    return True
 
 
 def run(options: argparse.Namespace) -> int:
