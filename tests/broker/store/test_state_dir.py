@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sqlite3
 import subprocess
@@ -15,25 +14,19 @@ from mlxpool.broker.jobs.figures import JobFigures
 from mlxpool.broker.store import sqlite_store, state_dir
 from mlxpool.broker.store.errors import OutOfSpace, StoreFailed, StoreInUse, StoreUnusable
 from mlxpool.broker.store.opening import opener
-from mlxpool.broker.store.operations import FeedNext, FetchPage, ReadJob, VerifyJobs
-from mlxpool.broker.store.records import Changed, Fed, Found, Page, Verified
+from mlxpool.broker.store.operations import ReadJob
+from mlxpool.broker.store.records import Found
 from mlxpool.broker.store.sql import schema
 from mlxpool.broker.store.sqlite_store import SqliteDatabase, SqliteOpener, SqliteStore
 from mlxpool.broker.store.state_dir import StateDir, check_file_system, file_system
-from support import job_store
 from support.job_store import (
     BEGIN,
     BOOT,
     MAX_BYTES,
     RESERVE,
-    chunk,
-    finish,
     job_id,
-    progress,
     submit,
 )
-
-SCHEMA_1 = Path(job_store.__file__).with_name("store_schema_1.sql")
 
 
 def open_folder(path: Path) -> SqliteOpener:
@@ -334,113 +327,26 @@ def with_job(folder: SqliteOpener) -> None:
         store.transaction([submit(1)], BEGIN)
 
 
-def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("other", [schema.VERSION - 1, schema.VERSION + 1])
+def test_another_schema_is_refused_and_left_alone(tmp_path: Path, other: int) -> None:
     with open_folder(tmp_path) as folder:
         with_job(folder)
-        with SqliteDatabase(folder.folder.database(), MAX_BYTES) as database:
-            database.write_version(schema.VERSION + 1)
-        with pytest.raises(StoreUnusable, match=rf"schema {schema.VERSION + 1}.*newer one"):
-            folder.open()
-
-
-NEXT, LAST = schema.VERSION + 1, schema.VERSION + 2
-STEPS = {
-    schema.VERSION: ("ALTER TABLE job ADD COLUMN note TEXT NOT NULL DEFAULT 'none'",),
-    NEXT: ("UPDATE job SET note = 'two'", "CREATE TABLE other (one {integer}) {strict}"),
-}
-
-
-def test_an_older_schema_is_brought_up_to_date_after_a_copy(tmp_path: Path) -> None:
-    with open_folder(tmp_path) as folder:
-        with_job(folder)
-        with folder.open() as store:
-            done = schema.bring_up_to_date(
-                store.database, schema.SQLITE, store.copy_before, LAST, STEPS
-            )
-            assert done and store.database.read_version() == LAST
-            assert store.database.execute("SELECT note FROM job") == [("two",)]
-    (copy,) = tmp_path.glob(f"before-schema-{LAST}-*.db")
-    with SqliteDatabase(copy, MAX_BYTES) as database:
-        assert database.read_version() == schema.VERSION
-        assert database.number("SELECT COUNT(*) FROM job") == 1
-
-
-def test_a_copy_that_is_interrupted_leaves_no_part_of_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def half(database: SqliteDatabase, path: Path) -> None:
-        path.write_bytes(b"half")
-        raise OutOfSpace("no room")
-
-    with open_folder(tmp_path) as folder:
-        with_job(folder)
-        monkeypatch.setattr(SqliteDatabase, "copy_to", half)
-        with folder.open() as store, pytest.raises(OutOfSpace):
-            schema.bring_up_to_date(store.database, schema.SQLITE, store.copy_before, LAST, STEPS)
-        assert not list(tmp_path.glob("before-schema*"))
-        monkeypatch.undo()
-        (tmp_path / "before-schema.new").write_bytes(b"of a start that was killed")
-        with folder.open() as store:
-            schema.bring_up_to_date(store.database, schema.SQLITE, store.copy_before, LAST, STEPS)
-    (copy,) = tmp_path.glob("before-schema*")
-    with SqliteDatabase(copy, MAX_BYTES) as database:
-        assert database.number("SELECT COUNT(*) FROM job") == 1
-
-
-def test_a_step_that_fails_changes_nothing(tmp_path: Path) -> None:
-    with open_folder(tmp_path) as folder:
-        with_job(folder)
-        steps = {schema.VERSION: STEPS[schema.VERSION], NEXT: ("UPDATE missing SET a = 1",)}
-        with folder.open() as store:
-            with pytest.raises(sqlite3.OperationalError, match="no such table: missing"):
-                schema.bring_up_to_date(
-                    store.database, schema.SQLITE, store.copy_before, LAST, steps
-                )
-            assert store.database.read_version() == schema.VERSION
-            store.begin(BOOT, BEGIN)
-            (found,) = store.transaction([ReadJob(job_id(1))], BEGIN)
-            assert isinstance(found, Found)
-
-
-def test_a_version_from_which_nothing_leads_is_refused() -> None:
-    schema.check_version(0, 3, {})
-    schema.check_version(2, 3, {2: ()})
-    with pytest.raises(StoreUnusable, match="nothing leads from 1 to 3"):
-        schema.check_version(1, 3, {2: ()})
-
-
-def test_a_store_of_schema_1_goes_on(tmp_path: Path) -> None:
-    """Its rows have no checksums; what is written from now on has."""
-    with open_folder(tmp_path) as folder:
         path = folder.folder.database()
-        with contextlib.closing(sqlite3.connect(path)) as old:
-            old.executescript(SCHEMA_1.read_text())
-            old.execute(
-                "INSERT INTO job (id, owner, tenant, key, digest, gen, kind, model, priority,"
-                " seed, state, pos, starts, attempts, charge, submitted, due, size, line, label,"
-                " notify, cause, facts, request) VALUES (?, 'a', '', 'old', x'00', 0, 'generate',"
-                " 'm', 0, 7, 'waiting', 0, 0, 0, 0, 1, 1, 9, -1, '', '', '', x'01', x'02')",
-                (job_id(1),),
-            )
-            old.commit()
+        with SqliteDatabase(path, MAX_BYTES) as database:
+            database.write_version(other)
+        with pytest.raises(
+            StoreUnusable,
+            match=rf"schema {other}, .*schema {schema.VERSION} alone.*empty state_dir",
+        ):
+            folder.open()
+        with SqliteDatabase(path, MAX_BYTES) as database:
+            assert database.read_version() == other
+            assert database.number("SELECT COUNT(*) FROM job") == 1
+            database.write_version(schema.VERSION)
         with folder.open() as store:
-            store.begin(BOOT, BEGIN)
-            assert store.database.read_version() == schema.VERSION
-            results = store.transaction(
-                [
-                    FeedNext("m", 0, 1),
-                    progress(1, 0, facts=b"other"),
-                    finish(1),
-                    VerifyJobs(),
-                    FetchPage(job_id(1)),
-                ],
-                BEGIN,
-            )
-    fed, _, ended, verified, page = results
-    assert isinstance(fed, Fed) and fed.jobs[0].request == b"\2"
-    assert isinstance(ended, Changed) and ended.job.facts == b"\1"
-    assert isinstance(verified, Verified) and (verified.checked, verified.damaged) == (1, ())
-    assert isinstance(page, Page) and page.chunks == (chunk(1, 0),) and page.job.end == b"end"
+            store.begin(BOOT + 1, BEGIN)
+            (found,) = store.transaction([ReadJob(job_id(1))], BEGIN)
+    assert isinstance(found, Found)
 
 
 # ---- the choice ----------------------------------------------------------------------------------

@@ -139,7 +139,7 @@ class PostgresOpener(Opener):
         self._url, self._max_bytes, self._key_life = url, max_bytes, key_life
 
     def open(self) -> SqlStore:
-        """Open the store, and make or bring up to date its tables. Raises StoreUnusable."""
+        """Open the store, and make its tables if there are none. Raises StoreUnusable."""
         try:
             return self._open()
         except StoreUnusable:
@@ -157,7 +157,7 @@ class PostgresOpener(Opener):
     def _open(self) -> SqlStore:
         database = PostgresDatabase(self._url)
         try:
-            schema.bring_up_to_date(database, schema.POSTGRES, copy=_no_copy)
+            schema.ensure(database, schema.POSTGRES)
             return SqlStore(database, self._max_bytes, self._key_life)
         except BaseException:
             database.close()
@@ -165,7 +165,3 @@ class PostgresOpener(Opener):
 
     def close(self) -> None:
         """The lock ended with the session."""
-
-
-def _no_copy(version: int) -> None:
-    """Copies of a server's database are made by its operator."""

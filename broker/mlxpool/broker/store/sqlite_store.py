@@ -7,11 +7,8 @@ so that no second connection can be made, by which SQLite before 3.51.3 could da
 
 from __future__ import annotations
 
-import logging
 import math
-import os
 import sqlite3
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,8 +25,6 @@ from mlxpool.broker.store.sql import schema
 from mlxpool.broker.store.sql.database import Database, Row
 from mlxpool.broker.store.sql.sql_store import ADMIT_SHARE, KEY_LIFE, Opener, SqlStore
 from mlxpool.broker.store.state_dir import RESERVE_BYTES, StateDir, make_private, sync
-
-log = logging.getLogger("mlxpool.broker")
 
 MIN_VERSION = (3, 37, 0)  # STRICT tables, RETURNING
 PAGE = 4096  # bytes
@@ -210,7 +205,7 @@ class SqliteStore(SqlStore):
         self._hold_reserve_at = math.inf  # a time of the store's clock
         self._sqlite = database = SqliteDatabase(folder.database(), max_bytes)
         try:
-            if schema.bring_up_to_date(database, schema.SQLITE, copy=self.copy_before):
+            if schema.ensure(database, schema.SQLITE):
                 sync(folder.path)
             super().__init__(database, max_bytes, key_life)
             # Until there are jobs to write on a full disk, nothing is held for that.
@@ -226,27 +221,6 @@ class SqliteStore(SqlStore):
     def begin(self, boot: int, now: float) -> None:
         super().begin(boot, now)
         self._hold_reserve_at = now + RESERVE_PAUSE  # it may have been given away to open this
-
-    def copy_before(self, version: int) -> None:
-        """Keep a copy from before the change to a version of the schema.
-
-        It has its name once it is whole, so a start that is interrupted leaves no part of one.
-        """
-        folder = self._folder.path
-        stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
-        copy = folder / f"before-schema-{version}-{stamp}.db"
-        log.info(
-            "the schema of the store is changed: it is copied first",
-            extra={"schema": version, "copy": str(copy)},
-        )
-        made = folder / "before-schema.new"
-        try:
-            self._sqlite.copy_to(made)
-            os.rename(made, copy)
-        except BaseException:
-            made.unlink(missing_ok=True)
-            raise
-        sync(folder)
 
     def transaction(self, operations: Sequence[Operation], now: float) -> list[Result]:
         if not self._holds_reserve and any(operation.admits for operation in operations):
@@ -297,7 +271,7 @@ class SqliteOpener(Opener):
         self._max_bytes, self._key_life = max_bytes, key_life
 
     def open(self) -> SqliteStore:
-        """Open the store, and make or bring up to date what is there.
+        """Open the store, and make it if there is none.
 
         Raises StoreUnusable, with what to do, and leaves everything as it was.
         """

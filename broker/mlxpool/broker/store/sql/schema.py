@@ -1,12 +1,10 @@
-"""The tables, in the dialects of both databases, and the steps from older versions to this one."""
+"""The tables, in the dialects of both databases, and their version."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mlxpool.broker.store.errors import StoreUnusable
-from mlxpool.broker.store.sql import older_notices
 from mlxpool.broker.store.sql.database import Database
 
 VERSION = 5
@@ -44,43 +42,12 @@ POSTGRES = Dialect(
     clustered="",
 )
 
-# What went wrong with a job; see rows.add_failure.
-FAILURE = """CREATE TABLE failure (
-        job {integer} NOT NULL, number {integer} NOT NULL, at {real} NOT NULL, cause TEXT NOT NULL,
-        stacks TEXT NOT NULL, PRIMARY KEY (job, number)
-    ) {clustered}"""
-
 # Jobs that were started so often without a durable id. There are few, and each turn that looks for
 # them would read all other jobs. A query has to have the same number in its text. It is made behind
 # job_waiting: of indices that serve a query alike SQLite takes the newest.
 OFTEN_STARTED = 3
 SUSPECTS = f"""CREATE INDEX job_suspect ON job (model, priority, owner, due, seq)
         WHERE state = 'waiting' AND starts >= {OFTEN_STARTED}"""
-
-# Notices of ends that are not delivered. They end with `body`, what is posted.
-OUTBOX = (
-    """CREATE TABLE outbox (
-        end_seq {integer} PRIMARY KEY, kind TEXT NOT NULL, subject {blob} NOT NULL,
-        url TEXT NOT NULL, origin {text} NOT NULL, since {real} NOT NULL, tries {integer} NOT NULL,
-        due {real} NOT NULL, given_up {real}, cause TEXT NOT NULL, body {blob} NOT NULL
-    ) {strict}""",
-    "CREATE INDEX outbox_due ON outbox (origin, due, end_seq) WHERE given_up IS NULL",
-)
-
-# What pages of files and batches are read by, and what keeps a file.
-LISTED = (
-    "CREATE INDEX file_listed ON file (owner, tenant, created, id)",
-    "CREATE INDEX file_of_purpose ON file (owner, tenant, purpose, created, id)",
-    "CREATE INDEX file_waiting ON file (waits_since) WHERE waits_since IS NOT NULL",
-    "CREATE INDEX batch_listed ON batch (owner, tenant, created, id)",
-    "CREATE INDEX batch_file ON batch (file)",
-)
-
-# Places in lists of files that were deleted, for those who read on behind them.
-DELETED_FILE = """CREATE TABLE deleted_file (
-        id {blob} PRIMARY KEY, owner {text} NOT NULL, tenant {text} NOT NULL,
-        created {real} NOT NULL, forget {real} NOT NULL
-    ) {strict}"""
 
 # Large columns come last: SQLite reads through a row up to the column that is asked for.
 TABLES = (
@@ -125,17 +92,27 @@ TABLES = (
     ) {clustered}""",
     """CREATE TABLE usage (
         owner {text} PRIMARY KEY, jobs {integer} NOT NULL, bytes {integer} NOT NULL,
-        file_bytes {integer} NOT NULL DEFAULT 0
+        file_bytes {integer} NOT NULL
     ) {strict}""",
     """CREATE TABLE poison (
         digest {blob} PRIMARY KEY, until {real} NOT NULL
     ) {strict}""",
-    FAILURE,
-    *OUTBOX,
+    # What went wrong with a job; see rows.add_failure.
+    """CREATE TABLE failure (
+        job {integer} NOT NULL, number {integer} NOT NULL, at {real} NOT NULL, cause TEXT NOT NULL,
+        stacks TEXT NOT NULL, PRIMARY KEY (job, number)
+    ) {clustered}""",
+    # Notices of ends that are not delivered. `body` is what is posted.
+    """CREATE TABLE outbox (
+        end_seq {integer} PRIMARY KEY, kind TEXT NOT NULL, subject {blob} NOT NULL,
+        url TEXT NOT NULL, origin {text} NOT NULL, since {real} NOT NULL, tries {integer} NOT NULL,
+        due {real} NOT NULL, given_up {real}, cause TEXT NOT NULL, body {blob} NOT NULL
+    ) {strict}""",
+    "CREATE INDEX outbox_due ON outbox (origin, due, end_seq) WHERE given_up IS NULL",
     """CREATE TABLE file (
         id {blob} PRIMARY KEY, owner {text} NOT NULL, tenant {text} NOT NULL, name TEXT NOT NULL,
         purpose TEXT NOT NULL, size {integer} NOT NULL, complete {integer} NOT NULL,
-        created {real} NOT NULL, forget {real}, key TEXT NOT NULL DEFAULT '',
+        created {real} NOT NULL, forget {real}, key TEXT NOT NULL,
         waits_since {real}
     ) {strict}""",
     "CREATE INDEX file_forget ON file (forget) WHERE forget IS NOT NULL",
@@ -158,119 +135,44 @@ TABLES = (
         batch {blob} NOT NULL, line {integer} NOT NULL, label TEXT NOT NULL, cause TEXT NOT NULL,
         PRIMARY KEY (batch, line)
     ) {clustered}""",
-    DELETED_FILE,
+    # Places in lists of files that were deleted, for those who read on behind them.
+    """CREATE TABLE deleted_file (
+        id {blob} PRIMARY KEY, owner {text} NOT NULL, tenant {text} NOT NULL,
+        created {real} NOT NULL, forget {real} NOT NULL
+    ) {strict}""",
     "CREATE INDEX deleted_file_forget ON deleted_file (forget)",
-    *LISTED,
+    # What pages of files and batches are read by, and what keeps a file.
+    "CREATE INDEX file_listed ON file (owner, tenant, created, id)",
+    "CREATE INDEX file_of_purpose ON file (owner, tenant, purpose, created, id)",
+    "CREATE INDEX file_waiting ON file (waits_since) WHERE waits_since IS NOT NULL",
+    "CREATE INDEX batch_listed ON batch (owner, tenant, created, id)",
+    "CREATE INDEX batch_file ON batch (file)",
 )
-
-# For each older version what makes the next one of it: statements, and functions of the database.
-Steps = Mapping[int, Sequence[str | Callable[[Database], None]]]
-COUNTED = ("done", "cancelled", "dead", "expired")  # states of jobs that a batch counts
-STEPS: Steps = {
-    1: (
-        "CREATE INDEX job_alone ON job (owner, tenant, seq) WHERE batch IS NULL",
-        "CREATE INDEX job_counted ON job (state)",
-        "ALTER TABLE file ADD COLUMN key TEXT NOT NULL DEFAULT ''",
-        *(
-            f"ALTER TABLE batch ADD COLUMN {name} {{integer}} NOT NULL DEFAULT 0"
-            for name in ("jobs", *COUNTED, "failed")
-        ),
-        "UPDATE batch SET jobs = (SELECT COUNT(*) FROM job WHERE job.batch = batch.id),"
-        " failed = (SELECT COUNT(*) FROM failed_line WHERE failed_line.batch = batch.id)",
-        *(
-            f"UPDATE batch SET {state} ="
-            f" (SELECT COUNT(*) FROM job WHERE job.batch = batch.id AND job.state = '{state}')"
-            for state in COUNTED
-        ),
-        "ALTER TABLE chunk ADD COLUMN crc {integer}",
-        "ALTER TABLE job ADD COLUMN facts_crc {integer}",
-        "ALTER TABLE job ADD COLUMN ending_crc {integer}",
-        "ALTER TABLE job ADD COLUMN request_crc {integer}",
-        FAILURE,
-        "ALTER TABLE outbox ADD COLUMN given_up {real}",
-        "ALTER TABLE outbox ADD COLUMN cause TEXT NOT NULL DEFAULT ''",
-    ),
-    2: (
-        "ALTER TABLE batch ADD COLUMN end_seq {integer}",
-        "DROP INDEX outbox_due",
-        "ALTER TABLE outbox RENAME TO outbox_2",
-        *OUTBOX,
-        older_notices.copy_notices,
-        "DROP TABLE outbox_2",
-        "ALTER TABLE file ADD COLUMN waits_since {real}",
-        "UPDATE file SET waits_since = created WHERE complete = 0",
-        "ALTER TABLE usage ADD COLUMN file_bytes {integer} NOT NULL DEFAULT 0",
-        *LISTED,  # before the sum of each owner's files, which is read by the first of them
-        "INSERT INTO usage (owner, jobs, bytes) SELECT DISTINCT owner, 0, 0 FROM file"
-        " WHERE owner IS NOT NULL ON CONFLICT (owner) DO NOTHING",
-        "UPDATE usage SET file_bytes = (SELECT COALESCE(SUM(size + 512), 0) FROM file"
-        " WHERE file.owner = usage.owner)",
-        DELETED_FILE,
-        "CREATE INDEX deleted_file_forget ON deleted_file (forget)",
-    ),
-    3: (
-        "ALTER TABLE job ADD COLUMN retried {blob}",
-        "ALTER TABLE batch ADD COLUMN deleted {integer} NOT NULL DEFAULT 0",
-    ),
-    4: (SUSPECTS,),
-}
-
-
-def perform(
-    database: Database, dialect: Dialect, steps: Sequence[str | Callable[[Database], None]]
-) -> None:
-    """Perform steps in the transaction that is open; statements are spelled for every dialect."""
-    spelled = {name: getattr(dialect, name) for name in Dialect.__slots__}
-    for step in steps:
-        if isinstance(step, str):
-            database.change(step.format(**spelled))
-        else:
-            step(database)
 
 
 def create(database: Database, dialect: Dialect) -> None:
-    """Make the tables in an empty database, in the transaction that is open."""
-    perform(database, dialect, TABLES)
-    database.change("INSERT INTO meta (one, boot, wall_seen, last_end) VALUES (1, 0, 0, 0)")
+    """Make the tables in an empty database, in one transaction."""
+    spelled = {name: getattr(dialect, name) for name in Dialect.__slots__}
+    with database.transaction():
+        for statement in TABLES:
+            database.change(statement.format(**spelled))
+        database.change("INSERT INTO meta (one, boot, wall_seen, last_end) VALUES (1, 0, 0, 0)")
+        database.write_version(VERSION)
 
 
-def check_version(found: int, version: int = VERSION, steps: Steps = STEPS) -> None:
-    """Raises StoreUnusable for a schema of a later version, or of one that nothing leads from."""
-    if found > version:
-        raise StoreUnusable(
-            f"the store has schema {found}, this mlxpool knows schemas up to {version}:"
-            " start the mlxpool that wrote it, or a newer one; docs/operate.md#jobs says how to go"
-            " back to the copy from before the change"
-        )
-    missing = [older for older in range(found, version) if older not in steps]
-    if found and missing:
-        raise StoreUnusable(
-            f"the store has schema {found}, and nothing leads from {missing[0]} to {version}"
-        )
+def ensure(database: Database, dialect: Dialect) -> bool:
+    """Make the tables if there are none; returns whether it did.
 
-
-def bring_up_to_date(
-    database: Database,
-    dialect: Dialect,
-    copy: Callable[[int], None],
-    version: int = VERSION,
-    steps: Steps = STEPS,
-) -> bool:
-    """Make the tables, or those of `version` of older ones, in one transaction.
-
-    `copy` is called with the version before tables are changed. Returns whether anything was done.
-    Raises StoreUnusable, see `check_version`.
+    Raises StoreUnusable for tables of another version: nothing leads from one to another.
     """
     found = database.read_version()
-    if found == version:
+    if found == VERSION:
         return False
-    check_version(found, version, steps)
     if found:
-        copy(version)
-    with database.transaction():
-        if not found:
-            create(database, dialect)
-        for older in range(found, version) if found else ():
-            perform(database, dialect, steps[older])
-        database.write_version(version)
+        raise StoreUnusable(
+            f"the store has schema {found}, this mlxpool reads and writes schema {VERSION} alone:"
+            " start the mlxpool that wrote it, or give this one an empty state_dir; jobs are not"
+            " carried over (docs/operate.md#jobs)"
+        )
+    create(database, dialect)
     return True

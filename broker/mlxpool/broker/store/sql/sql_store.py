@@ -232,7 +232,7 @@ class Opener(Closing):
 
     @abstractmethod
     def open(self) -> SqlStore:
-        """Open the store, and make or bring up to date what is there. Raises StoreUnusable."""
+        """Open the store, and make it if there is none. Raises StoreUnusable."""
 
     @abstractmethod
     def reopen(self) -> SqlStore:
