@@ -34,6 +34,8 @@ ORPHANS = {
     "blobs without a job": "SELECT refs FROM blob WHERE refs <> "
     "(SELECT COUNT(*) FROM job_blob WHERE job_blob.sha = blob.sha)",
     "blobs of no job": "SELECT job FROM job_blob WHERE job NOT IN (SELECT seq FROM job)",
+    "jobs without a request": "SELECT seq FROM job WHERE seq NOT IN (SELECT job FROM request)",
+    "requests without a job": "SELECT job FROM request WHERE job NOT IN (SELECT seq FROM job)",
     "failures without a job": "SELECT job FROM failure WHERE job NOT IN (SELECT seq FROM job)",
     "parts without a file": "SELECT file FROM file_part WHERE file NOT IN (SELECT id FROM file)",
     "notices of no job and no batch": (

@@ -71,10 +71,7 @@ class StoredJobs:
 
     def lines(self, batch: bytes) -> list[JobView]:
         """The jobs of a batch in the order of lines."""
-        found = self._store.database.execute(
-            f"SELECT {rows.VIEW} FROM job WHERE batch = ? ORDER BY line", batch
-        )
-        return [rows.view(row) for row in found]
+        return rows.select(self._store.database, "batch = ? ORDER BY line", batch)
 
     def job(self, key: str, owner: str = "uid:1", tenant: str = "") -> JobView:
         job = rows.find(self._store.database, Scope(owner, tenant, key))

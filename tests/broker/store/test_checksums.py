@@ -15,6 +15,7 @@ from mlxpool.broker.store.operations import (
     ListJobs,
     ReadHistory,
     ReadJob,
+    ReadRequest,
     Release,
     Retry,
     SetBack,
@@ -29,8 +30,10 @@ from mlxpool.broker.store.records import (
     JobState,
     Page,
     Refused,
+    StoredRequest,
     Verified,
 )
+from mlxpool.broker.store.sql.rows import END_DAMAGED, RECORD_DAMAGED
 from support.job_store import OpenedStore, chunk, finish, job_id, progress
 
 
@@ -87,7 +90,7 @@ def test_a_damaged_end_is_told_and_others_are_listed(store: OpenedStore) -> None
 def test_a_damaged_request_is_not_run(store: OpenedStore) -> None:
     store.submitted(1)
     store.submitted(2, blobs=(b"other",))
-    flip(store, "job", "request", "key = 'key-1'")
+    flip(store, "request", "data", "job = (SELECT seq FROM job WHERE key = 'key-1')")
     flip(store, "blob", "data", "LENGTH(data) = 5")
     fed = store.one(FeedNext("m", 0, 2))
     assert isinstance(fed, Fed)
@@ -112,9 +115,48 @@ def test_a_job_whose_output_is_damaged_begins_anew(store: OpenedStore) -> None:
 def test_damaged_facts_begin_a_new_generation(store: OpenedStore) -> None:
     store.submitted(1)
     store.do(progress(1, 0, facts=b"facts"))
-    flip(store, "job", "facts")
+    flip(store, "job", "record")
     fed = store.one(FeedNext("m", 0, 1))
     assert fed.jobs[0].job.gen == 1 and fed.jobs[0].job.damaged == ""
+
+
+@pytest.mark.parametrize(
+    ("table", "column", "told"),
+    [
+        ("job", "record", RECORD_DAMAGED),
+        ("job", "ending", END_DAMAGED),
+        ("request", "data", "its request"),
+    ],
+)
+def test_damage_to_one_part_costs_no_other(
+    store: OpenedStore, table: str, column: str, told: str
+) -> None:
+    store.submitted(1)
+    store.do(progress(1, 0, facts=b"facts"), finish(1, JobState.DEAD, cause="why"))
+    flip(store, table, column)
+    job = store.one(ReadJob(job_id(1))).job
+    ((_, what),) = verified(store)
+    assert told in what and (job.damaged in told)
+    parts = {"record": (job.facts, job.cause), "ending": job.end}
+    whole: dict[str, object] = {"record": (b"facts", "why"), "ending": b"end"}
+    parts.pop(column, None)
+    assert parts == {name: whole[name] for name in parts}
+    request = store.one(ReadRequest(job_id(1)))
+    assert isinstance(request, Refused if column == "data" else StoredRequest)
+
+
+def test_a_damaged_record_is_told_until_the_job_begins_anew(store: OpenedStore) -> None:
+    store.submitted(1)
+    store.do(progress(1, 0, facts=b"facts"))
+    flip(store, "job", "record")
+    for asked in (Defer(job_id(1), 0, 0.0, 1, 0.5), progress(1, 4, facts=b"other")):
+        store.one(asked)
+        assert store.one(ReadJob(job_id(1))).job.damaged == RECORD_DAMAGED
+    store.one(finish(1, JobState.DEAD))
+    again = store.one(Retry(job_id(1)))
+    assert isinstance(again, Changed) and again.job.damaged
+    fed = store.one(FeedNext("m", 0, 1)).jobs[0]
+    assert (fed.job.gen, fed.job.pos, fed.job.facts, fed.job.damaged) == (1, 0, None, "")
 
 
 def test_missing_output_is_found(store: OpenedStore) -> None:

@@ -14,19 +14,18 @@ from mlxpool.broker.jobs.figures import JobFigures
 from mlxpool.broker.store import sqlite_store, state_dir
 from mlxpool.broker.store.errors import OutOfSpace, StoreFailed, StoreInUse, StoreUnusable
 from mlxpool.broker.store.opening import opener
-from mlxpool.broker.store.operations import ReadJob
-from mlxpool.broker.store.records import Found
+from mlxpool.broker.store.operations import Defer, FeedNext, Operation, ReadJob
+from mlxpool.broker.store.records import Changed, Durable, Fed, Found
 from mlxpool.broker.store.sql import schema
-from mlxpool.broker.store.sqlite_store import SqliteDatabase, SqliteOpener, SqliteStore
-from mlxpool.broker.store.state_dir import StateDir, check_file_system, file_system
-from support.job_store import (
-    BEGIN,
-    BOOT,
-    MAX_BYTES,
-    RESERVE,
-    job_id,
-    submit,
+from mlxpool.broker.store.sqlite_store import (
+    FRAME_HEAD,
+    PAGE,
+    SqliteDatabase,
+    SqliteOpener,
+    SqliteStore,
 )
+from mlxpool.broker.store.state_dir import StateDir, check_file_system, file_system
+from support.job_store import BEGIN, BOOT, MAX_BYTES, RESERVE, finish, job_id, progress, submit
 
 
 def open_folder(path: Path) -> SqliteOpener:
@@ -245,17 +244,48 @@ def test_the_log_is_copied_into_the_database_and_pages_are_given_back(
         for number in range(40):
             store.transaction([submit(number, request=b"x" * 50_000)], BEGIN)
             store.tend()
-            assert log.stat().st_size < 300_000
+            assert log.stat().st_size < 400_000
         before = (tmp_path / "jobs-1.db").stat().st_size
-        store.database.change("DELETE FROM job")
+        delete_jobs(store)
         for _ in range(20):
             folder.folder.free_reserve()
             store.transaction([submit(100, request=b"y" * 120_000)], BEGIN)
-            store.database.change("DELETE FROM job")
+            delete_jobs(store)
             store.tend()
         assert (tmp_path / "reserve").exists()
         assert store.database.number("PRAGMA freelist_count") <= sqlite_store.FREE_PAGES
         assert (tmp_path / "jobs-1.db").stat().st_size < before
+
+
+@pytest.mark.parametrize("prompt", [100, 30_000])
+def test_no_change_of_a_job_writes_its_prompt_again(tmp_path: Path, prompt: int) -> None:
+    """The log has whole pages, so many jobs are changed in one transaction."""
+    jobs = range(200)
+    with open_folder(tmp_path) as folder, folder.open() as store:
+        store.begin(BOOT, BEGIN)
+        database = store.database
+        assert isinstance(database, SqliteDatabase)
+        store.transaction([submit(one, request=b"x" * prompt) for one in jobs], BEGIN)
+
+        def logged(*operations: Operation) -> float:
+            """Bytes of the log that a transaction writes for each job."""
+            database.copy_log()
+            results = store.transaction(operations, BEGIN)
+            assert {type(result) for result in results} <= {Fed, Durable, Changed}
+            frames = database.execute("PRAGMA wal_checkpoint(PASSIVE)")[0][1]
+            return float(frames) * (FRAME_HEAD + PAGE) / len(jobs)
+
+        fed = logged(FeedNext("m", 0, len(jobs)))
+        first = logged(*(progress(one, 0, facts=b"facts") for one in jobs))
+        second = logged(*(progress(one, 4) for one in jobs))
+        deferred = logged(*(Defer(job_id(one), 0, 1.0, 1, 0.5, cause="why") for one in jobs))
+        ended = logged(*map(finish, jobs))
+    assert all(0 < size <= 1024 for size in (fed, first, second, deferred, ended))
+
+
+def delete_jobs(store: SqliteStore) -> None:
+    for table in ("job", "request"):
+        store.database.change(f"DELETE FROM {table}")
 
 
 def test_a_store_has_no_reserve_until_it_has_something_to_write(tmp_path: Path) -> None:

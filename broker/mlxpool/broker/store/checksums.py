@@ -1,7 +1,7 @@
 """Checksums of what is stored of a job, so that a bit which the disk has changed is never served.
 
-Each is a CRC-32, which any change of up to 32 bits in a row alters. None stands for a row that was
-written before there were checksums: it is not checked.
+Each is a CRC-32, which any change of up to 32 bits in a row alters. The record, the request, the
+end and each chunk of output of a job have one of their own: damage to one never costs another.
 """
 
 from __future__ import annotations
@@ -24,25 +24,20 @@ def of_request(
     return _crc(id, digest, kind, model, seed, request, notify)
 
 
-def of_facts(id: bytes, facts: bytes | None) -> int | None:
-    """The checksum of the facts that the first worker of a generation told of its model."""
-    return None if facts is None else _crc(id, facts)
+def of_record(id: bytes, record: bytes) -> int:
+    """The checksum of what is noted of a job."""
+    return _crc(id, record)
 
 
-def of_end(id: bytes, state: str, end: bytes | None) -> int | None:
+def of_end(id: bytes, state: str, end: bytes) -> int:
     """The checksum of how a job ended."""
-    return None if end is None else _crc(id, state, end)
-
-
-def differs(stored: int | None, computed: int | None) -> bool:
-    """Whether what was read is not what was written."""
-    return stored is not None and stored != computed
+    return _crc(id, state, end)
 
 
 def _crc(*parts: Part) -> int:
     """Of the parts with their lengths, so that no byte can move from one to the next."""
-    pieces: list[bytes] = []
+    crc = 0
     for part in parts:
-        data = str(part).encode(errors="surrogatepass") if isinstance(part, str | int) else part
-        pieces += (len(data).to_bytes(8, "big"), data)
-    return zlib.crc32(b"".join(pieces))
+        data = part if isinstance(part, bytes) else str(part).encode(errors="surrogatepass")
+        crc = zlib.crc32(data, zlib.crc32(len(data).to_bytes(8, "big"), crc))
+    return crc

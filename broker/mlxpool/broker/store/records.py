@@ -90,7 +90,8 @@ class JobView:
     since its last durable id. `end` is what `Finish` stored, None while it waits. `end_seq` orders
     the ends of all jobs, 0 while it waits. `batch` and `line` say of which batch it is a line.
     `due`: not before this time. `notice` is `waiting` or `given_up` if that of its end was not
-    delivered. `damaged` says which of `end` and `facts` the disk has changed; it is None then.
+    delivered. `damaged` says what the disk has changed: `end` is None then, or `facts`, `ended`,
+    `cause`, `attempts`, `charge` and `retried` are those of a job that nothing was noted of.
     """
 
     seq: int

@@ -172,9 +172,12 @@ def _options(body: Mapping[str, Any], least_tokens: int = 1) -> dict[str, Any]:
 
 
 def max_tokens_of(body: Mapping[str, Any], name: str, least: int = 1) -> int | None:
-    """A bound of tokens, -1: up to the context; None: it is absent. Raises HttpError."""
+    """A bound of tokens, 0: up to the context; None: it is absent. Raises HttpError.
+
+    If `least` is 0, a bound of 0 is a prompt without an answer, and -1 is the pool's default.
+    """
     if type(body.get(name)) is int and body[name] == UNBOUNDED["const"]:
-        return -1
+        return 0 if least else -1
     return fields.integer(body, name, least, MAX_COUNT)
 
 

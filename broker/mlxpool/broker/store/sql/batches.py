@@ -170,14 +170,13 @@ def _jobs(
     database: Database, batch: BatchView, states: tuple[JobState, ...], count: int
 ) -> list[JobView]:
     """The first jobs of a batch that are in one of these states."""
-    found = database.execute(
-        f"SELECT {rows.VIEW} FROM job WHERE batch = ?"
-        f" AND state IN ({', '.join('?' * len(states))}) LIMIT ?",
+    return rows.select(
+        database,
+        f"batch = ? AND state IN ({', '.join('?' * len(states))}) LIMIT ?",
         batch.id,
         *(state.value for state in states),
         count,
     )
-    return [rows.view(row) for row in found]
 
 
 def end_batch(database: Database, asked: EndBatch, now: float) -> Result:
@@ -225,11 +224,9 @@ def sweep(database: Database, now: float, key_life: float, count: int) -> bool:
         if state == BatchState.GONE.value:
             _delete(database, id, end_seq, now)
             continue
-        jobs = database.execute(
-            f"SELECT {rows.VIEW} FROM job WHERE batch = ? AND state <> 'gone' LIMIT ?", id, left
-        )
-        for row in jobs:
-            endings.empty_job(database, rows.view(row), now + key_life)
+        jobs = rows.select(database, "batch = ? AND state <> 'gone' LIMIT ?", id, left)
+        for job in jobs:
+            endings.empty_job(database, job, now + key_life)
         left -= len(jobs)
         if left <= 0:
             break

@@ -49,8 +49,7 @@ def release(database: Database, asked: Release, now: float, key_life: float) -> 
     job = rows.find(database, asked.name)
     if job is None or job.state not in ENDED:
         return rows.fate(database, asked.name)
-    endings.empty_job(database, job, now + key_life)
-    return Changed(rows.by_seq(database, job.seq))
+    return Changed(endings.empty_job(database, job, now + key_life))
 
 
 # ---- time ----------------------------------------------------------------------------------------
@@ -76,13 +75,12 @@ def sweep(database: Database, asked: Sweep, now: float, key_life: float) -> Swep
 
 
 def _overdue(database: Database, asked: Sweep, now: float) -> list[JobView]:
-    found = database.execute(
-        f"SELECT {rows.VIEW} FROM job WHERE state = 'waiting' AND deadline <= ?"
-        " ORDER BY deadline, seq LIMIT ?",
+    jobs = rows.select(
+        database,
+        "state = 'waiting' AND deadline <= ? ORDER BY deadline, seq LIMIT ?",
         now,
         asked.count + len(asked.held),
     )
-    jobs = [rows.view(row) for row in found]
     return [job for job in jobs if job.id not in asked.held][: asked.count]
 
 
@@ -96,6 +94,7 @@ def _forget(database: Database, seq: int, now: float, key_life: float) -> None:
         database.change("UPDATE job SET forget = ? WHERE seq = ?", now + outbox.HOLD, seq)
         return
     outbox.drop(database, job.end_seq)
+    database.change("DELETE FROM request WHERE job = ?", seq)
     database.change("DELETE FROM job WHERE seq = ?", seq)
 
 

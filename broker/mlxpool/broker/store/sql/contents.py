@@ -18,9 +18,7 @@ CHUNK = "pos, ids, text, borders, logprobs, crc"
 def chunk_of(job: JobView, row: Row) -> Chunk:
     """The chunk of a row of the columns CHUNK. Raises Damaged naming the job and the ids."""
     pos, ids, text, borders, logprobs, crc = row
-    if checksums.differs(
-        crc, checksums.of_chunk(job.seq, job.gen, pos, (ids, text, borders, logprobs))
-    ):
+    if crc != checksums.of_chunk(job.seq, job.gen, pos, (ids, text, borders, logprobs)):
         raise rows.damage(
             job, f"ids from {pos} on, about {count_of(ids)} of {job.pos}, of generation {job.gen}"
         )
@@ -60,21 +58,17 @@ def add_chunk(database: Database, seq: int, gen: int, chunk: Chunk) -> None:
     )
 
 
-def drop_output(database: Database, job: JobView) -> None:
-    """Delete all output of a job and its facts; it is counted no more."""
+def begin_anew(database: Database, job: JobView) -> JobView:
+    """Delete all output of a job and its facts, and let it begin as the next generation."""
     size = database.number(
         "SELECT SUM(LENGTH(ids) + LENGTH(text) + LENGTH(borders) + LENGTH(logprobs))"
         " FROM chunk WHERE job = ?",
         job.seq,
     )
     database.change("DELETE FROM chunk WHERE job = ?", job.seq)
-    database.change(
-        "UPDATE job SET pos = 0, facts = NULL, facts_crc = NULL, retried = NULL, size = size - ?"
-        " WHERE seq = ?",
-        size,
-        job.seq,
+    return rows.change(
+        database, job, gen=job.gen + 1, pos=0, facts=None, retried=(), size=job.size - size
     )
-    rows.count_usage(database, job.scope.owner, 0, -size)
 
 
 def add_blobs(database: Database, seq: int, blobs: Iterable[tuple[int, bytes]]) -> None:
@@ -86,13 +80,13 @@ def add_blobs(database: Database, seq: int, blobs: Iterable[tuple[int, bytes]]) 
         database.change("INSERT INTO job_blob (job, place, sha) VALUES (?, ?, ?)", seq, place, sha)
 
 
-def add_answer(database: Database, job: JobView, blobs: Sequence[bytes]) -> None:
-    """Store the blobs of the answer of a job that ends, at the places -1, -2 and so on."""
-    if blobs:
-        add_blobs(database, job.seq, ((-1 - index, data) for index, data in enumerate(blobs)))
-        size = sum(map(len, blobs))
-        database.change("UPDATE job SET size = size + ? WHERE seq = ?", size, job.seq)
-        rows.count_usage(database, job.scope.owner, 0, size)
+def add_answer(database: Database, job: JobView, blobs: Sequence[bytes]) -> int:
+    """Store the blobs of the answer of a job that ends, at the places -1, -2 and so on.
+
+    Returns their bytes.
+    """
+    add_blobs(database, job.seq, ((-1 - index, data) for index, data in enumerate(blobs)))
+    return sum(map(len, blobs))
 
 
 def count_blobs(database: Database, job: JobView, *, of_answer: bool = False) -> int:
@@ -131,24 +125,18 @@ def read_answer(database: Database, job: JobView) -> tuple[bytes, ...]:
 
 
 def read_request(database: Database, job: JobView) -> bytes:
-    """The packed request of a job. Raises Damaged."""
-    row = database.one("SELECT request, request_crc FROM job WHERE seq = ?", job.seq)
+    """The packed request of a job; that of one that is gone is empty. Raises Damaged."""
+    row = database.one("SELECT data, crc FROM request WHERE job = ?", job.seq)
     assert row is not None
     return checked_request(job, *row)
 
 
-def checked_request(job: JobView, request: bytes, crc: int | None) -> bytes:
+def checked_request(job: JobView, data: bytes, crc: int | None) -> bytes:
     """A request as it was submitted. Raises Damaged if the disk has changed it."""
-    if checksums.differs(crc, request_crc(job, request)):
+    submitted = (job.id, job.digest, job.kind, job.model, job.seed, data, job.notify)
+    if crc is not None and crc != checksums.of_request(*submitted):
         raise rows.damage(job, "its request")
-    return request
-
-
-def request_crc(job: JobView, request: bytes) -> int:
-    """The checksum of what a client has submitted."""
-    return checksums.of_request(
-        job.id, job.digest, job.kind, job.model, job.seed, request, job.notify
-    )
+    return data
 
 
 def drop_blobs(database: Database, seq: int) -> None:

@@ -37,13 +37,9 @@ def export_jobs(database: Database, asked: ExportJobs, now: float) -> Export:
 
 
 def _first_from(database: Database, seq: int, states: tuple[JobState, ...]) -> JobView | None:
-    row = database.one(
-        f"SELECT {rows.VIEW} FROM job WHERE seq >= ? AND state IN"
-        f" ({', '.join('?' * len(states))}) ORDER BY seq LIMIT 1",
-        seq,
-        *(state.value for state in states),
-    )
-    return None if row is None else rows.view(row)
+    condition = f"seq >= ? AND state IN ({', '.join('?' * len(states))}) ORDER BY seq LIMIT 1"
+    found = rows.select(database, condition, seq, *(state.value for state in states))
+    return found[0] if found else None
 
 
 def _exported(
@@ -121,13 +117,11 @@ def _size(exported: ExportedJob) -> int:
 
 def verify_jobs(database: Database, asked: VerifyJobs, now: float) -> Verified:
     """Read jobs as they are stored, and name those that are not what was written."""
-    found = database.execute(
-        f"SELECT {rows.VIEW} FROM job WHERE seq > ? ORDER BY seq LIMIT ?", asked.after, asked.count
-    )
+    found = rows.select(database, "seq > ? ORDER BY seq LIMIT ?", asked.after, asked.count)
     damaged: list[tuple[JobView, str]] = []
     size = checked = 0
     last = asked.after
-    for job in map(rows.view, found):
+    for job in found:
         if checked and size + job.size > asked.max_bytes:
             return Verified(checked, size, tuple(damaged), last)
         damaged += [(job, what) for what in _damages(database, job)]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from mlxpool.broker.store import checksums
-from mlxpool.broker.store.chunks import pack_borders, stored_size
+from mlxpool.broker.store.chunks import stored_size
 from mlxpool.broker.store.notice_bodies import job_notice
 from mlxpool.broker.store.records import ENDED, MAX_RETRIES, Chunk, JobState, JobView
 from mlxpool.broker.store.sql import contents, outbox, rows
@@ -22,46 +21,39 @@ def end_job(
     last: Chunk | None = None,
     facts: bytes | None = None,
     attempts: int | None = None,
+    added: int = 0,
 ) -> JobView:
     """Let a waiting job end: the next number of an end is its own, and a notice if it asks so.
 
     `last` is appended to its output, with the facts if they are the first. `attempts` replaces
-    what is stored, unless None.
+    what is stored, unless None. `added`: bytes that were stored of it and are not counted yet.
     """
     if state not in ENDED:
         raise ValueError(f"a job cannot end as {state.value!r}")
-    size, pos = len(ending), job.pos
+    size, pos = job.size + added + len(ending), job.pos
     if last is not None:
         contents.add_chunk(database, job.seq, job.gen, last)
         size, pos = size + stored_size(last), last.end
-    end_seq = outbox.next_end(database)
-    row = database.one(
-        "UPDATE job SET state = ?, ending = ?, ending_crc = ?, cause = ?, end_seq = ?, ended = ?,"
-        " forget = ?, starts = 0, size = size + ?, attempts = COALESCE(?, attempts), pos = ?,"
-        " facts = COALESCE(facts, ?),"
-        " facts_crc = CASE WHEN facts IS NULL THEN ? ELSE facts_crc END"
-        f" WHERE seq = ? RETURNING {rows.VIEW}",
-        state.value,
-        ending,
-        checksums.of_end(job.id, state.value, ending),
-        rows.storable(cause),
-        end_seq,
-        now,
-        None if job.keep is None else now + job.keep,
-        size,
-        attempts,
-        pos,
-        facts,
-        checksums.of_facts(job.id, facts),
-        job.seq,
+    ended = rows.change(
+        database,
+        job,
+        state=state,
+        end=ending,
+        cause=cause,
+        end_seq=outbox.next_end(database),
+        ended=now,
+        forget=None if job.keep is None else now + job.keep,
+        starts=0,
+        attempts=job.attempts if attempts is None else attempts,
+        size=size,
+        pos=pos,
+        **({} if facts is None or job.facts is not None or job.damaged else {"facts": facts}),
     )
-    assert row is not None
-    rows.count_usage(database, job.scope.owner, 0, size)
     count_line(database, job, state, 1)
-    ended = rows.view(row)
     if not job.notify:
         return ended
-    outbox.add(database, end_seq, outbox.JOB, job.id, job.notify, job_notice(ended), now)
+    body = job_notice(ended)
+    outbox.add(database, ended.end_seq, outbox.JOB, job.id, job.notify, body, now)
     return rows.by_seq(database, job.seq)
 
 
@@ -80,19 +72,24 @@ def let_wait(
     """
     outbox.drop(database, job.end_seq)
     database.change("DELETE FROM poison WHERE digest = ?", job.digest)
-    given_back = len(job.end or b"")
-    database.change(
-        "UPDATE job SET state = 'waiting', gen = gen + ?, starts = 0, attempts = 0, charge = 0,"
-        " due = ?, deadline = ?, forget = NULL, ended = NULL, end_seq = NULL, ending = NULL,"
-        " ending_crc = NULL, cause = '', retried = ?, size = size - ? WHERE seq = ?",
-        int(new_generation),
-        now,
-        deadline,
-        pack_borders(_retried_again(job)),
-        given_back,
-        job.seq,
+    waiting = rows.change(
+        database,
+        job,
+        state=JobState.WAITING,
+        starts=0,
+        attempts=0,
+        charge=0.0,
+        due=now,
+        deadline=deadline,
+        forget=None,
+        ended=None,
+        end_seq=0,
+        end=None,
+        cause="",
+        notice="",
+        retried=_retried_again(job),
+        size=job.size - len(job.end or b""),
     )
-    rows.count_usage(database, job.scope.owner, 0, -given_back)
     count_line(database, job, job.state, -1)
     if job.batch is not None:  # its batch, if that has ended, has not any more
         row = database.one("SELECT end_seq FROM batch WHERE id = ? AND state = 'ended'", job.batch)
@@ -103,9 +100,7 @@ def let_wait(
                 " deleted = 0 WHERE id = ?",
                 job.batch,
             )
-    if new_generation:
-        contents.drop_output(database, job)
-    return rows.by_seq(database, job.seq)
+    return contents.begin_anew(database, waiting) if new_generation else waiting
 
 
 def may_retry(job: JobView) -> bool:
@@ -128,17 +123,13 @@ def count_line(database: Database, job: JobView, state: JobState, change: int) -
         database.change(f"UPDATE batch SET {column} = {column} + ? WHERE id = ?", change, job.batch)
 
 
-def empty_job(database: Database, job: JobView, until: float) -> None:
+def empty_job(database: Database, job: JobView, until: float) -> JobView:
     """Delete the request and the result of an ended job; its key is remembered until then."""
     database.change("DELETE FROM chunk WHERE job = ?", job.seq)
     database.change("DELETE FROM failure WHERE job = ?", job.seq)
     contents.drop_blobs(database, job.seq)
-    database.change(
-        "UPDATE job SET state = ?, request = ?, request_crc = NULL, ending = NULL,"
-        " ending_crc = NULL, facts = NULL, facts_crc = NULL, size = 0, forget = ? WHERE seq = ?",
-        JobState.GONE.value,
-        b"",
-        until,
-        job.seq,
+    database.change("UPDATE request SET data = ?, crc = NULL WHERE job = ?", b"", job.seq)
+    rows.count_usage(database, job.scope.owner, -1, 0)
+    return rows.change(
+        database, job, state=JobState.GONE, end=None, facts=None, size=0, forget=until
     )
-    rows.count_usage(database, job.scope.owner, -1, -job.size)

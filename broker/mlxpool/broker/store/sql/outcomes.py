@@ -19,8 +19,9 @@ def read_outcomes(database: Database, asked: ReadOutcomes, now: float) -> Result
     batch = find(database, asked.name)
     if batch is None:
         return UnknownName()
-    jobs = database.execute(
-        f"SELECT {rows.VIEW} FROM job WHERE batch = ? AND line > ? ORDER BY line LIMIT ?",
+    jobs = rows.select(
+        database,
+        "batch = ? AND line > ? ORDER BY line LIMIT ?",
         batch.id,
         asked.after,
         asked.count + 1,
@@ -32,7 +33,7 @@ def read_outcomes(database: Database, asked: ReadOutcomes, now: float) -> Result
         asked.after,
         asked.count + 1,
     )
-    both = [LineOutcome(job.line, job.label, job.cause, job) for job in map(rows.view, jobs)]
+    both = [LineOutcome(job.line, job.label, job.cause, job) for job in jobs]
     both += [LineOutcome(line, label, cause, None) for line, label, cause in failed]
     both.sort(key=lambda outcome: outcome.line)
     page: list[LineOutcome] = []

@@ -132,12 +132,8 @@ def _filters(
 def _jobs(
     database: Database, where: list[str], values: list[Any], order: str, count: int
 ) -> tuple[JobView, ...]:
-    found = database.execute(
-        f"SELECT {rows.VIEW} FROM job WHERE {' AND '.join(where)} ORDER BY {order} LIMIT ?",
-        *values,
-        count,
-    )
-    return tuple(map(rows.view, found))
+    condition = f"{' AND '.join(where)} ORDER BY {order} LIMIT ?"
+    return tuple(rows.select(database, condition, *values, count))
 
 
 def read_backlog(database: Database, asked: ReadBacklog, now: float) -> Backlog:

@@ -1,13 +1,18 @@
-"""Rows of jobs: how they are read and named, what counts as stored, and what failed."""
+"""Rows of jobs: how they are read, named and changed, what counts as stored, and what failed.
+
+What SQL asks for and what is counted are columns of `job`. What a client has submitted and nothing
+changes is in `request`, so that no change of a job writes its prompt again. Everything else is the
+packed `record` of the job.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import msgpack
 
 from mlxpool.broker.store import checksums
-from mlxpool.broker.store.chunks import (
-    unpack_borders,
-)
 from mlxpool.broker.store.errors import Damaged
 from mlxpool.broker.store.records import (
     MAX_FAILURES,
@@ -25,28 +30,155 @@ from mlxpool.broker.store.sql import outbox
 from mlxpool.broker.store.sql.database import Database, Row
 
 ROW_BYTES = 512  # what a job takes beside its request and its output, about
-VIEW = f"""seq, id, owner, tenant, key, digest, gen, kind, model, priority, seed, facts, state, pos,
-    starts, attempts, charge, submitted, due, deadline, keep, forget, ended, end_seq, ending, cause,
-    size, batch, line, label, notify, {outbox.state_of("job")}, facts_crc, ending_crc,
-    retried"""
 WAITING = JobState.WAITING.value
+RECORD_DAMAGED = "its record (times, attempts, cause, model)"
+END_DAMAGED = "its end"
+
+
+class StoredJob(NamedTuple):
+    """The columns of a job, and of its request without the data."""
+
+    seq: int
+    id: bytes
+    owner: str
+    tenant: str
+    key: str
+    model: str
+    priority: int
+    batch: bytes | None
+    line: int
+    state: str
+    gen: int
+    pos: int
+    starts: int
+    size: int
+    due: float
+    deadline: float | None
+    forget: float | None
+    end_seq: int | None
+    record: bytes | None
+    record_crc: int | None
+    ending: bytes | None
+    ending_crc: int | None
+    digest: bytes
+    kind: str
+    seed: int
+    submitted: float
+    keep: float | None
+    label: str
+    notify: str
+    notice: str | None
+
+
+class Record(NamedTuple):
+    """What is noted of a job and no query asks for, packed in this order."""
+
+    attempts: int = 0
+    charge: float = 0.0
+    ended: float | None = None
+    cause: str = ""
+    facts: bytes | None = None
+    retried: tuple[tuple[int, int], ...] = ()
+
+
+def packed(id: bytes, record: Record) -> tuple[bytes, int]:
+    """The record of a job as it is stored, and its checksum."""
+    data = msgpack.packb(record)
+    return data, checksums.of_record(id, data)
+
+
+def unpacked(id: bytes, data: bytes | None, crc: int | None) -> Record | None:
+    """Undo `packed`; None if the disk has changed it. Nothing stored is nothing noted."""
+    if data is None:
+        return Record()
+    if crc != checksums.of_record(id, data):
+        return None
+    return Record(*msgpack.unpackb(data, use_list=False))
+
+
+# LEFT: the join never begins with the requests.
+JOBS = "job LEFT JOIN request ON request.job = job.seq"
+COLUMNS = ", ".join((*StoredJob._fields[:-1], outbox.state_of("job")))
+CHANGED = frozenset(  # columns that have the name and the value of a field of JobView
+    ("gen", "pos", "starts", "size", "due", "deadline", "forget")
+)
 
 
 def view(row: Row) -> JobView:
-    """The job of a row of the columns VIEW."""
-    seq, id, owner, tenant, key, digest, gen, kind, model, priority, seed, facts, state = row[:13]
-    end, facts_crc, end_crc = row[24], *row[-3:-1]
-    damaged = ""
-    if checksums.differs(facts_crc, checksums.of_facts(id, facts)):
-        facts, damaged = None, "what its model was"
-    if checksums.differs(end_crc, checksums.of_end(id, state, end)):
-        end, damaged = None, "its end"
-    fields: Any = (
-        *(seq, id, Scope(owner, tenant, key), digest, gen, kind, model, priority),
-        *(unsigned(seed), facts, JobState(state), *row[13:23], row[23] or 0, end, *row[25:-4]),
-        *(row[-4] or "", damaged, unpack_borders(row[-1] or b"")),
+    """The job of a row of COLUMNS."""
+    stored = StoredJob(*row)
+    damages = []
+    end = stored.ending
+    record = unpacked(stored.id, stored.record, stored.record_crc)
+    if record is None:
+        record = Record()
+        damages.append(RECORD_DAMAGED)
+    if end is not None and stored.ending_crc != checksums.of_end(stored.id, stored.state, end):
+        end = None
+        damages.append(END_DAMAGED)
+    return JobView(
+        seq=stored.seq,
+        id=stored.id,
+        scope=Scope(stored.owner, stored.tenant, stored.key),
+        digest=stored.digest,
+        gen=stored.gen,
+        kind=stored.kind,
+        model=stored.model,
+        priority=stored.priority,
+        seed=unsigned(stored.seed),
+        facts=record.facts,
+        state=JobState(stored.state),
+        pos=stored.pos,
+        starts=stored.starts,
+        attempts=record.attempts,
+        charge=record.charge,
+        submitted=stored.submitted,
+        due=stored.due,
+        deadline=stored.deadline,
+        keep=stored.keep,
+        forget=stored.forget,
+        ended=record.ended,
+        end_seq=stored.end_seq or 0,
+        end=end,
+        cause=record.cause,
+        size=stored.size,
+        batch=stored.batch,
+        line=stored.line,
+        label=stored.label,
+        notify=stored.notify,
+        notice=stored.notice or "",
+        damaged=" and ".join(damages),
+        retried=record.retried,
     )
-    return JobView(*fields)
+
+
+def change(database: Database, job: JobView, **changes: Any) -> JobView:
+    """Store other values of fields of a job, count its bytes for its owner, and return it.
+
+    `job` is as this transaction has it. A record that the disk has changed stays so, and is told,
+    until the facts in it are replaced.
+    """
+    if "cause" in changes:
+        changes["cause"] = storable(changes["cause"])
+    after = replace(job, **changes)
+    columns = {name: value for name, value in changes.items() if name in CHANGED}
+    if "state" in changes:
+        columns["state"] = after.state.value
+    if "end_seq" in changes:
+        columns["end_seq"] = after.end_seq or None
+    if "end" in changes:
+        columns["ending"] = after.end
+        columns["ending_crc"] = (
+            None if after.end is None else checksums.of_end(job.id, after.state.value, after.end)
+        )
+    noted = not changes.keys().isdisjoint(Record._fields)
+    if noted and ("facts" in changes or RECORD_DAMAGED not in job.damaged):
+        record = Record(*(getattr(after, name) for name in Record._fields))
+        columns["record"], columns["record_crc"] = packed(job.id, record)
+    names = ", ".join(f"{name} = ?" for name in columns)
+    database.change(f"UPDATE job SET {names} WHERE seq = ?", *columns.values(), job.seq)
+    count_usage(database, job.scope.owner, 0, after.size - job.size)
+    return by_seq(database, job.seq) if job.damaged else after
 
 
 def has_nul(scope: Scope) -> bool:
@@ -69,27 +201,28 @@ def unsigned(stored: int) -> int:
     return stored + (1 << 64) if stored < 0 else stored
 
 
+def select(database: Database, condition: str, *values: Any) -> list[JobView]:
+    """The jobs for which a condition holds, and what follows on it, such as an order."""
+    found = database.execute(f"SELECT {COLUMNS} FROM {JOBS} WHERE {condition}", *values)
+    return list(map(view, found))
+
+
 def find(database: Database, name: Name) -> JobView | None:
     """The job of this name; None if there is none, or another owner's or tenant's."""
     if isinstance(name, bytes):
-        row = database.one(f"SELECT {VIEW} FROM job WHERE id = ?", name)
+        found = select(database, "id = ?", name)
     elif has_nul(name):
         return None
     else:
-        row = database.one(
-            f"SELECT {VIEW} FROM job WHERE owner = ? AND tenant = ? AND key = ?",
-            name.owner,
-            name.tenant,
-            name.key,
-        )
-    return None if row is None else view(row)
+        scope = (name.owner, name.tenant, name.key)
+        found = select(database, "owner = ? AND tenant = ? AND key = ?", *scope)
+    return found[0] if found else None
 
 
 def by_seq(database: Database, seq: int) -> JobView:
     """The job with this number, which exists."""
-    row = database.one(f"SELECT {VIEW} FROM job WHERE seq = ?", seq)
-    assert row is not None
-    return view(row)
+    (job,) = select(database, "seq = ?", seq)
+    return job
 
 
 def fate(database: Database, name: Name) -> Result:
@@ -120,10 +253,13 @@ def count_usage(database: Database, owner: str, jobs: int, size: int, file_bytes
         )
 
 
-def add_failure(database: Database, job: JobView, cause: str, stacks: str, now: float) -> None:
-    """Note what went wrong with a job, if anything did; only the newest are kept."""
+def add_failure(database: Database, job: JobView, cause: str, stacks: str, now: float) -> int:
+    """Note what went wrong with a job, if anything did; only the newest are kept.
+
+    Returns the bytes that the job has more by it, below 0 if it has fewer.
+    """
     if not cause:
-        return
+        return 0
     cause, stacks = storable(cause), storable(stacks[:MAX_STACKS])
     number = 1 + database.number("SELECT MAX(number) FROM failure WHERE job = ?", job.seq)
     oldest = number - MAX_FAILURES
@@ -141,9 +277,7 @@ def add_failure(database: Database, job: JobView, cause: str, stacks: str, now: 
         cause,
         stacks,
     )
-    added = len(cause) + len(stacks) - dropped
-    database.change("UPDATE job SET size = size + ? WHERE seq = ?", added, job.seq)
-    count_usage(database, job.scope.owner, 0, added)
+    return len(cause) + len(stacks) - dropped
 
 
 def failures_of(database: Database, seq: int) -> tuple[Failure, ...]:

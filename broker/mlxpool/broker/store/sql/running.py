@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from mlxpool.broker.store import checksums
 from mlxpool.broker.store.chunks import check, stored_size, without_gap
 from mlxpool.broker.store.errors import Damaged
 from mlxpool.broker.store.operations import (
@@ -153,24 +152,23 @@ def _next_due(database: Database, asked: FeedNext, owners: list[str], now: float
 
 def _feed(database: Database, seq: int, now: float) -> FedJob:
     """A job with its durable ids; one whose output the disk has changed begins anew."""
+    database.change("UPDATE job SET starts = starts + 1 WHERE seq = ?", seq)
     row = database.one(
-        f"UPDATE job SET starts = starts + 1 WHERE seq = ? RETURNING {rows.VIEW}, request,"
-        " request_crc, EXISTS (SELECT 1 FROM job_blob WHERE job_blob.job = job.seq)",
-        seq,
+        f"SELECT {rows.COLUMNS}, request.data, request.crc FROM {rows.JOBS} WHERE seq = ?", seq
     )
     assert row is not None
-    job = rows.view(row[:-3])
-    stored, crc, has_blobs = row[-3:]
+    *columns, data, crc = row
+    job = rows.view(columns)
     left = None if job.deadline is None else job.deadline - now
     try:
-        request = contents.checked_request(job, stored, crc)
-        blobs = contents.read_blobs(database, job) if has_blobs else ()
+        request = contents.checked_request(job, data, crc)
+        blobs = contents.read_blobs(database, job)
     except Damaged as error:
         return FedJob(job, b"", (), b"", left, damaged=str(error))
     ids = _durable_ids(database, job)
     if ids is None:
         # Readers may have had ids from behind the damage: what is computed again is another text.
-        job, ids = _begin_anew(database, job), b""
+        job, ids = contents.begin_anew(database, job), b""
     return FedJob(job, request, blobs, ids, left)
 
 
@@ -187,12 +185,6 @@ def _durable_ids(database: Database, job: JobView) -> bytes | None:
     return ids if count_of(ids) == job.pos else None
 
 
-def _begin_anew(database: Database, job: JobView) -> JobView:
-    database.change("UPDATE job SET gen = gen + 1 WHERE seq = ?", job.seq)
-    contents.drop_output(database, job)
-    return rows.by_seq(database, job.seq)
-
-
 # ---- output and ends -----------------------------------------------------------------------------
 
 
@@ -202,21 +194,24 @@ def progress(database: Database, asked: Progress, now: float) -> Result:
     check(chunk)
     size = stored_size(chunk)
     row = database.one(
-        "UPDATE job SET pos = ?, starts = 0, size = size + ?, facts = COALESCE(facts, ?),"
-        " facts_crc = CASE WHEN facts IS NULL THEN ? ELSE facts_crc END"
-        " WHERE id = ? AND gen = ? AND pos = ? AND state = 'waiting' RETURNING seq, owner",
+        "UPDATE job SET pos = ?, starts = 0, size = size + ?"
+        " WHERE id = ? AND gen = ? AND pos = ? AND state = 'waiting'"
+        " RETURNING seq, owner, record, record_crc",
         chunk.end,
         size,
-        asked.facts,
-        checksums.of_facts(asked.id, asked.facts),
         asked.id,
         asked.gen,
         chunk.pos,
     )
     if row is None:
         return rows.fate(database, asked.id)
-    contents.add_chunk(database, row[0], asked.gen, chunk)
-    rows.count_usage(database, row[1], 0, size)
+    seq, owner, record, crc = row
+    contents.add_chunk(database, seq, asked.gen, chunk)
+    rows.count_usage(database, owner, 0, size)
+    noted = None if asked.facts is None else rows.unpacked(asked.id, record, crc)
+    if noted is not None and noted.facts is None:
+        columns = rows.packed(asked.id, noted._replace(facts=asked.facts))
+        database.change("UPDATE job SET record = ?, record_crc = ? WHERE seq = ?", *columns, seq)
     return Durable(asked.id, asked.gen, chunk.end)
 
 
@@ -228,8 +223,8 @@ def finish(database: Database, asked: Finish, now: float) -> Result:
         raise ValueError(f"the answer of a job has {size} bytes, at most {MAX_ANSWER}")
     if asked.answer and asked.state is not JobState.DONE:
         raise ValueError(f"a job that is {asked.state.value} has no answer")
-    job = rows.find(database, asked.id)
-    if job is None or job.gen != asked.gen or job.state.value != rows.WAITING:
+    job = _running(database, asked.id, asked.gen)
+    if job is None:
         return rows.fate(database, asked.id)
     last, facts = asked.chunk, None
     if last is not None:
@@ -237,57 +232,62 @@ def finish(database: Database, asked: Finish, now: float) -> Result:
         if last.pos != job.pos:
             return Fate(job)
         facts = asked.facts
-    rows.add_failure(database, job, asked.cause, asked.stacks, now)
-    contents.add_answer(database, job, asked.answer)
+    added = rows.add_failure(database, job, asked.cause, asked.stacks, now)
+    added += contents.add_answer(database, job, asked.answer)
     ended = endings.end_job(
-        database, job, asked.state, asked.end, asked.cause, now, last, facts, asked.attempts
+        database,
+        job,
+        asked.state,
+        asked.end,
+        asked.cause,
+        now,
+        last,
+        facts,
+        asked.attempts,
+        added,
     )
     return Changed(ended)
 
 
+def _running(database: Database, id: bytes, gen: int) -> JobView | None:
+    """A waiting job of this generation."""
+    job = rows.find(database, id)
+    fits = job is not None and job.gen == gen and job.state is JobState.WAITING
+    return job if fits else None
+
+
 def defer(database: Database, asked: Defer, now: float) -> Result:
     """Let a job that ran wait until it is due again."""
-    row = database.one(
-        "UPDATE job SET due = ?, attempts = ?, charge = ?, starts = COALESCE(?, starts), cause = ?"
-        " WHERE id = ? AND gen = ? AND state = 'waiting' RETURNING seq",
-        now + asked.delay,
-        asked.attempts,
-        asked.charge,
-        asked.starts,
-        rows.storable(asked.cause),
-        asked.id,
-        asked.gen,
-    )
-    if row is None:
+    job = _running(database, asked.id, asked.gen)
+    if job is None:
         return rows.fate(database, asked.id)
-    job = rows.by_seq(database, row[0])
-    rows.add_failure(database, job, asked.cause, asked.stacks, now)
-    return Changed(rows.by_seq(database, row[0]))
+    added = rows.add_failure(database, job, asked.cause, asked.stacks, now)
+    job = rows.change(
+        database,
+        job,
+        due=now + asked.delay,
+        attempts=asked.attempts,
+        charge=asked.charge,
+        starts=job.starts if asked.starts is None else asked.starts,
+        cause=asked.cause,
+        size=job.size + added,
+    )
+    return Changed(job)
 
 
 def set_back(database: Database, asked: SetBack, now: float) -> Result:
     """Note the loss of a worker that ran a job."""
-    row = database.one(
-        "UPDATE job SET charge = ? WHERE id = ? AND gen = ? AND state = 'waiting' RETURNING seq",
-        asked.charge,
-        asked.id,
-        asked.gen,
-    )
-    if row is None:
+    job = _running(database, asked.id, asked.gen)
+    if job is None:
         return rows.fate(database, asked.id)
-    rows.add_failure(database, rows.by_seq(database, row[0]), asked.cause, asked.stacks, now)
+    added = rows.add_failure(database, job, asked.cause, asked.stacks, now)
+    rows.change(database, job, charge=asked.charge, size=job.size + added)
     return Done()
 
 
 def new_generation(database: Database, asked: NewGeneration, now: float) -> Result:
     """Delete the output of a waiting job, which begins anew."""
-    row = database.one(
-        "UPDATE job SET gen = gen + 1 WHERE id = ? AND gen = ? AND state = 'waiting' RETURNING seq",
-        asked.id,
-        asked.gen,
-    )
-    if row is None:
+    job = _running(database, asked.id, asked.gen)
+    if job is None:
         return rows.fate(database, asked.id)
-    job = rows.by_seq(database, row[0])
-    contents.drop_output(database, job)
-    return Changed(rows.by_seq(database, job.seq))
+    return Changed(contents.begin_anew(database, job))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from mlxpool.broker.store.errors import StoreUnusable
 from mlxpool.broker.store.sql.database import Database
 
-VERSION = 5
+VERSION = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +57,18 @@ TABLES = (
     ) {strict}""",
     """CREATE TABLE job (
         seq {numbered}, id {blob} NOT NULL UNIQUE,
-        owner {text} NOT NULL, tenant {text} NOT NULL, key {text} NOT NULL,
-        digest {blob} NOT NULL, gen {integer} NOT NULL, kind TEXT NOT NULL, model {text} NOT NULL,
-        priority {integer} NOT NULL, seed {integer} NOT NULL, state TEXT NOT NULL,
-        pos {integer} NOT NULL, starts {integer} NOT NULL, attempts {integer} NOT NULL,
-        charge {real} NOT NULL, submitted {real} NOT NULL, due {real} NOT NULL, deadline {real},
-        keep {real}, forget {real}, ended {real}, end_seq {integer} UNIQUE, size {integer} NOT NULL,
-        batch {blob}, line {integer} NOT NULL, label TEXT NOT NULL, notify TEXT NOT NULL,
-        cause TEXT NOT NULL, facts_crc {integer}, ending_crc {integer}, request_crc {integer},
-        retried {blob}, facts {blob}, ending {blob}, request {blob} NOT NULL,
-        UNIQUE (owner, tenant, key)
+        owner {text} NOT NULL, tenant {text} NOT NULL, key {text} NOT NULL, model {text} NOT NULL,
+        priority {integer} NOT NULL, batch {blob}, line {integer} NOT NULL, state TEXT NOT NULL,
+        gen {integer} NOT NULL, pos {integer} NOT NULL, starts {integer} NOT NULL,
+        size {integer} NOT NULL, due {real} NOT NULL, deadline {real}, forget {real},
+        end_seq {integer} UNIQUE, record_crc {integer}, ending_crc {integer}, record {blob},
+        ending {blob}, UNIQUE (owner, tenant, key)
+    ) {strict}""",
+    # What was submitted: apart, for SQLite writes the whole row of a job that is changed.
+    """CREATE TABLE request (
+        job {integer} PRIMARY KEY, digest {blob} NOT NULL, kind TEXT NOT NULL,
+        seed {integer} NOT NULL, submitted {real} NOT NULL, keep {real}, label TEXT NOT NULL,
+        notify TEXT NOT NULL, crc {integer}, data {blob} NOT NULL
     ) {strict}""",
     """CREATE INDEX job_waiting ON job (model, priority, owner, due, seq)
         WHERE state = 'waiting'""",
@@ -80,7 +82,8 @@ TABLES = (
     "CREATE INDEX job_counted ON job (state)",
     """CREATE TABLE chunk (
         job {integer} NOT NULL, gen {integer} NOT NULL, pos {integer} NOT NULL, ids {blob} NOT NULL,
-        borders {blob} NOT NULL, text {blob} NOT NULL, logprobs {blob} NOT NULL, crc {integer},
+        borders {blob} NOT NULL, text {blob} NOT NULL, logprobs {blob} NOT NULL,
+        crc {integer} NOT NULL,
         PRIMARY KEY (job, gen, pos)
     ) {clustered}""",
     """CREATE TABLE blob (

@@ -91,44 +91,41 @@ def _insert(database: Database, asked: Submit, size: int, now: float) -> int | N
     check_names(asked.scope, asked.kind, asked.model, asked.label, asked.notify)
     scope = asked.scope
     row = database.one(
-        "INSERT INTO job (id, owner, tenant, key, digest, gen, kind, model, priority, seed, state,"
-        " pos, starts, attempts, charge, submitted, due, deadline, keep, size, batch, line, label,"
-        " notify, cause, request_crc, request)"
-        " VALUES (?, ?, ?, ?, ?, 0, ?, ?, ?, ?, ?, 0, 0, 0, 0, ?, ?, ?, ?, ?, ?, ?, ?, ?, '', ?,"
-        " ?) ON CONFLICT (owner, tenant, key) DO NOTHING"
-        " RETURNING seq",
+        "INSERT INTO job (id, owner, tenant, key, model, priority, batch, line, state, gen, pos,"
+        " starts, size, due, deadline) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 0, 0, 0, ?, ?, ?)"
+        " ON CONFLICT (owner, tenant, key) DO NOTHING RETURNING seq",
         asked.id,
         scope.owner,
         scope.tenant,
         scope.key,
-        asked.digest,
-        asked.kind,
         asked.model,
         asked.priority,
-        rows.signed(asked.seed),
-        rows.WAITING,
-        now,
-        max(now + asked.delay, asked.not_before),
-        None if asked.deadline is None else now + asked.deadline,
-        asked.keep,
-        size,
         asked.batch,
         asked.line,
-        asked.label,
-        asked.notify,
-        checksums.of_request(
-            asked.id,
-            asked.digest,
-            asked.kind,
-            asked.model,
-            asked.seed,
-            asked.request,
-            asked.notify,
-        ),
-        asked.request,
+        rows.WAITING,
+        size,
+        max(now + asked.delay, asked.not_before),
+        None if asked.deadline is None else now + asked.deadline,
     )
     if row is None:
         return None
     seq: int = row[0]
+    crc = checksums.of_request(
+        asked.id, asked.digest, asked.kind, asked.model, asked.seed, asked.request, asked.notify
+    )
+    database.change(
+        "INSERT INTO request (job, digest, kind, seed, submitted, keep, label, notify, crc, data)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        seq,
+        asked.digest,
+        asked.kind,
+        rows.signed(asked.seed),
+        now,
+        asked.keep,
+        asked.label,
+        asked.notify,
+        crc,
+        asked.request,
+    )
     contents.add_blobs(database, seq, enumerate(asked.blobs))
     return seq
