@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from mlxpool.broker.store.batch_operations import ListBatches, ReadBatch
 from mlxpool.broker.store.batch_records import (
@@ -13,62 +13,90 @@ from mlxpool.broker.store.batch_records import (
 )
 from mlxpool.broker.store.records import JobState, Name, Result, Scope, UnknownName
 from mlxpool.broker.store.sql import outbox, rows
-from mlxpool.broker.store.sql.database import Database, Row
+from mlxpool.broker.store.sql.database import Database
 
-VIEW = f"""batch.id, batch.owner, batch.tenant, batch.key, batch.file, batch.digest, batch.defaults,
-    batch.state, batch.next_line, batch.next_start, batch.created, batch.ended, batch.deadline,
-    batch.keep, batch.notify, batch.forget, batch.jobs, batch.done, batch.cancelled, batch.dead,
-    batch.expired, batch.failed, batch.end_seq, {outbox.state_of("batch")}, batch.deleted"""
 COUNTED = (JobState.DONE, JobState.CANCELLED, JobState.DEAD, JobState.EXPIRED)
 LIVE = "batch.ended IS NULL AND batch.state IN ('open', 'fed', 'cancelled')"
 
 
-def view(database: Database, row: Row) -> BatchView:
-    """The batch of a row of the columns VIEW, with its counts."""
-    id, owner, tenant, key, file, digest, defaults, state = row[:8]
-    jobs, *ended = row[16:21]
-    counts = (*zip(COUNTED, ended, strict=True), (JobState.WAITING, jobs - sum(ended)))
+class StoredBatch(NamedTuple):
+    """The columns of a batch."""
+
+    id: bytes
+    owner: str
+    tenant: str
+    key: str
+    file: bytes
+    digest: bytes
+    defaults: bytes
+    state: str
+    next_line: int
+    next_start: int
+    created: float
+    ended: float | None
+    deadline: float | None
+    keep: float | None
+    forget: float | None
+    notify: str
+    jobs: int
+    done: int
+    cancelled: int
+    dead: int
+    expired: int
+    failed: int
+    end_seq: int | None
+    deleted: int
+    notice: str | None
+
+
+COLUMNS = ", ".join(
+    (*(f"batch.{name}" for name in StoredBatch._fields[:-1]), outbox.state_of("batch"))
+)
+
+
+def select(database: Database, condition: str, *values: Any) -> list[BatchView]:
+    """The batches for which a condition holds, and what follows on it, such as an order."""
+    found = database.execute(f"SELECT {COLUMNS} FROM batch WHERE {condition}", *values)
+    return [_view(database, StoredBatch(*row)) for row in found]
+
+
+def _view(database: Database, stored: StoredBatch) -> BatchView:
+    ended = {state: getattr(stored, state.value) for state in COUNTED}
+    counts = {**ended, JobState.WAITING: stored.jobs - sum(ended.values())}
     return BatchView(
-        id=id,
-        scope=Scope(owner, tenant, key),
-        file=file,
-        file_size=database.number("SELECT size FROM file WHERE id = ?", file),
-        digest=digest,
-        defaults=defaults,
-        state=BatchState(state),
-        next_line=row[8],
-        next_start=row[9],
-        failed=row[21],
-        counts=tuple(pair for pair in counts if pair[1]),
-        created=row[10],
-        ended=row[11],
-        deadline=row[12],
-        keep=row[13],
-        notify=row[14],
-        forget=row[15],
-        end_seq=row[22] or 0,
-        notice=row[23] or "",
-        deleted=Outcomes(row[24]),
-    )
-
-
-def find_row(database: Database, name: Name) -> Row | None:
-    if isinstance(name, bytes):
-        return database.one(f"SELECT {VIEW} FROM batch WHERE id = ?", name)
-    if rows.has_nul(name):
-        return None
-    return database.one(
-        f"SELECT {VIEW} FROM batch WHERE owner = ? AND tenant = ? AND key = ?",
-        name.owner,
-        name.tenant,
-        name.key,
+        id=stored.id,
+        scope=Scope(stored.owner, stored.tenant, stored.key),
+        file=stored.file,
+        file_size=database.number("SELECT size FROM file WHERE id = ?", stored.file),
+        digest=stored.digest,
+        defaults=stored.defaults,
+        state=BatchState(stored.state),
+        next_line=stored.next_line,
+        next_start=stored.next_start,
+        failed=stored.failed,
+        counts=tuple(pair for pair in counts.items() if pair[1]),
+        created=stored.created,
+        ended=stored.ended,
+        deadline=stored.deadline,
+        keep=stored.keep,
+        notify=stored.notify,
+        forget=stored.forget,
+        end_seq=stored.end_seq or 0,
+        notice=stored.notice or "",
+        deleted=Outcomes(stored.deleted),
     )
 
 
 def find(database: Database, name: Name) -> BatchView | None:
     """The batch of this name; None if there is none, or another owner's or tenant's."""
-    row = find_row(database, name)
-    return None if row is None else view(database, row)
+    if isinstance(name, bytes):
+        found = select(database, "id = ?", name)
+    elif rows.has_nul(name):
+        return None
+    else:
+        scope = (name.owner, name.tenant, name.key)
+        found = select(database, "owner = ? AND tenant = ? AND key = ?", *scope)
+    return found[0] if found else None
 
 
 # ---- operations ----------------------------------------------------------------------------------
@@ -89,11 +117,6 @@ def list_batches(database: Database, asked: ListBatches, now: float) -> BatchLis
     if asked.behind is not None:
         where.append("(created, id) < (?, ?)")
         values += asked.behind
-    found = database.execute(
-        f"SELECT {VIEW} FROM batch WHERE {' AND '.join(where)}"
-        " ORDER BY created DESC, id DESC LIMIT ?",
-        *values,
-        asked.count + 1,
-    )
-    batches = tuple(view(database, row) for row in found[: asked.count])
-    return BatchList(batches, len(found) > asked.count)
+    condition = f"{' AND '.join(where)} ORDER BY created DESC, id DESC LIMIT ?"
+    found = select(database, condition, *values, asked.count + 1)
+    return BatchList(tuple(found[: asked.count]), len(found) > asked.count)

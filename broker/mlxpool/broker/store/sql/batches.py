@@ -37,7 +37,7 @@ from mlxpool.broker.store.records import (
     UnknownName,
 )
 from mlxpool.broker.store.sql import endings, files, outbox, rows
-from mlxpool.broker.store.sql.batch_reading import LIVE, find, find_row, view
+from mlxpool.broker.store.sql.batch_reading import LIVE, find
 from mlxpool.broker.store.sql.database import Database
 from mlxpool.broker.store.sql.submitting import check_names, submit_line
 
@@ -47,11 +47,10 @@ from mlxpool.broker.store.sql.submitting import check_names, submit_line
 def submit_batch(database: Database, asked: SubmitBatch, now: float) -> Result:
     """Store a batch, or answer the one that its key names already."""
     scope = asked.scope
-    row = find_row(database, scope)
-    if row is not None:
-        known = view(database, row)
+    known = find(database, scope)
+    if known is not None:
         if known.state is BatchState.GONE:
-            return KeyGone(known.id, row[15])
+            return KeyGone(known.id, known.forget or now)
         if known.digest != asked.digest:
             return DuplicateKey(known.id)
         return BatchSubmitted(known, new=False)

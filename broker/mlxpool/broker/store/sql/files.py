@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from mlxpool.broker.store.batch_operations import (
@@ -15,7 +15,7 @@ from mlxpool.broker.store.batch_operations import (
 from mlxpool.broker.store.batch_records import FileDiffers, FileList, FilePart, FileView, Outcomes
 from mlxpool.broker.store.records import Refused, Result, Scope, UnknownName
 from mlxpool.broker.store.sql import rows
-from mlxpool.broker.store.sql.database import Database, Row
+from mlxpool.broker.store.sql.database import Database
 from mlxpool.broker.store.sql.submitting import check_names
 from mlxpool.common.protocol.kept.file_messages import LINES_PURPOSE
 
@@ -32,23 +32,22 @@ NEEDED = (
     f" OR file.purpose = '{LINES_PURPOSE}' AND batch.state <> 'gone'"
     f" AND batch.deleted <> {int(Outcomes.DONE | Outcomes.OTHERS)})"
 )
-VIEW = "id, owner, tenant, key, name, purpose, size, complete, created, forget"
+COLUMNS = tuple(field.name for field in fields(FileView))  # the record has those of the table
 
 
-def view(row: Row) -> FileView:
-    """The file of a row of the columns VIEW."""
-    fields: Any = (*row[:7], bool(row[7]), *row[8:])
-    return FileView(*fields)
+def select(database: Database, condition: str, *values: Any) -> list[FileView]:
+    """The files for which a condition holds, and what follows on it, such as an order."""
+    found = database.execute(f"SELECT {', '.join(COLUMNS)} FROM file WHERE {condition}", *values)
+    named = (dict(zip(COLUMNS, row, strict=True)) for row in found)
+    return [FileView(**{**columns, "complete": bool(columns["complete"])}) for columns in named]
 
 
 def find(database: Database, id: bytes, owner: str | None, tenant: str | None) -> FileView | None:
     """The file with this id; None if there is none, or another owner's or tenant's."""
-    row = database.one(f"SELECT {VIEW} FROM file WHERE id = ?", id)
-    if row is None:
+    found = select(database, "id = ?", id)
+    if not found or owner not in (None, found[0].owner) or tenant not in (None, found[0].tenant):
         return None
-    file = view(row)
-    fits = owner in (None, file.owner) and tenant in (None, file.tenant)
-    return file if fits else None
+    return found[0]
 
 
 def create_file(database: Database, asked: CreateFile, now: float, room: int) -> Result:
@@ -194,13 +193,9 @@ def list_files(database: Database, asked: ListFiles, now: float) -> FileList:
     if asked.behind is not None:
         where.append(f"(created, id) {sign} (?, ?)")
         values += asked.behind
-    found = database.execute(
-        f"SELECT {VIEW} FROM file WHERE {' AND '.join(where)}"
-        f" ORDER BY created {order}, id {order} LIMIT ?",
-        *values,
-        asked.count + 1,
-    )
-    return FileList(tuple(map(view, found[: asked.count])), len(found) > asked.count)
+    condition = f"{' AND '.join(where)} ORDER BY created {order}, id {order} LIMIT ?"
+    found = select(database, condition, *values, asked.count + 1)
+    return FileList(tuple(found[: asked.count]), len(found) > asked.count)
 
 
 def delete_file(database: Database, asked: DeleteFile, now: float) -> Result:
@@ -261,20 +256,12 @@ def sweep(database: Database, now: float) -> bool:
 
     Also forget where files were that were deleted long ago. Returns whether more may be left.
     """
-    expired = database.execute(
-        f"SELECT {VIEW} FROM file WHERE forget <= ? AND NOT EXISTS"
-        f" (SELECT 1 FROM batch WHERE {NEEDED}) ORDER BY forget LIMIT ?",
-        now,
-        SWEPT,
+    needed = f"EXISTS (SELECT 1 FROM batch WHERE {NEEDED})"
+    expired = select(database, f"forget <= ? AND NOT {needed} ORDER BY forget LIMIT ?", now, SWEPT)
+    abandoned = select(
+        database, "waits_since <= ? ORDER BY waits_since LIMIT ?", now - UPLOAD_LIFE, SWEPT
     )
-    for row in expired:
-        drop(database, view(row))
-    abandoned = database.execute(
-        f"SELECT {VIEW} FROM file WHERE waits_since <= ? ORDER BY waits_since LIMIT ?",
-        now - UPLOAD_LIFE,
-        SWEPT,
-    )
-    for row in abandoned:
-        drop(database, view(row))
+    for file in {file.id: file for file in (*expired, *abandoned)}.values():
+        drop(database, file)
     database.change("DELETE FROM deleted_file WHERE forget <= ?", now)
     return SWEPT in (len(expired), len(abandoned))
