@@ -13,7 +13,14 @@ import pytest
 from mlxpool.common.errors import BrokerLost
 from support.pool import until
 
-WORKER = {"model": "demo", "epoch": 1, "state": "loading", "load_progress": 1.0, "uptime_s": 5.0}
+WORKER = {
+    "model": "demo",
+    "epoch": 1,
+    "state": "loading",
+    "load_phase": "kernels",
+    "load_phases": {"kernels": 2.0},
+    "uptime_s": 5.0,
+}
 ANSWER = {"broker": {}, "models": [{"name": "demo"}], "workers": [WORKER]}
 
 
@@ -50,7 +57,7 @@ def noted(demo: ModuleType, answer: Any, monkeypatch: pytest.MonkeyPatch) -> lis
 def test_a_long_load_is_explained(demo: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     told = noted(demo, ANSWER, monkeypatch)
     assert told == [
-        "(warming demo up, 5.0 s (kernels are compiled; later starts find them on the disk))"
+        "(loading demo, 5.0 s: compiling kernels, 2.0 s (later loads find them on the disk))"
     ]
 
 

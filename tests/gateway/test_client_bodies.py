@@ -328,8 +328,8 @@ def test_empty_texts_are_nothing_to_stop_at() -> None:
 
 def test_minus_one_is_unbounded_and_a_drawn_seed() -> None:
     found = parsed(CHAT, {"max_tokens": -1, "seed": -1, "n": 2})
-    assert found.options["max_tokens"] == -1 and "seed" not in found.options
-    assert parsed(TEXT, {"max_tokens": -1}).options["max_tokens"] == -1
+    assert found.options["max_tokens"] == 0 and "seed" not in found.options
+    assert parsed(TEXT, {"max_tokens": -1}).options["max_tokens"] == 0
 
 
 def test_usage_of_a_stream_needs_one() -> None:

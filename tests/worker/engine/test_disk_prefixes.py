@@ -532,7 +532,9 @@ def test_what_is_saved_is_not_looked_at_again(loaded: Any, tmp_path: Path) -> No
 def test_engines_without_a_tree_are_refused(loaded: Any, tmp_path: Path) -> None:
     for mode in ("off", "single"):
         engine = ModelEngine(loaded("full"), prefix=mode)
-        with pytest.raises(ModelLoadFailed, match="prefix_disk is set, but this engine keeps no"):
+        with pytest.raises(
+            ModelLoadFailed, match="the prefix cache of this model cannot be kept on disk"
+        ):
             engine.open_disk(DiskSettings(tmp_path, "m", 2**26), lambda: None)
 
 
