@@ -217,7 +217,7 @@ class Registry:
             raise BadRequest(f"model {name!r} does not {kind}: {purpose}")
 
     def check_template(self, model: Model) -> None:
-        """Raises BadRequest if a model is known to have no chat template, or to generate no text."""
+        """Raises BadRequest if a model is known to have no chat template, or to make no text."""
         about = self.names.known[model.name].about
         if self.answers_calls(model.name):
             raise BadRequest(f"model {model.name!r} does not generate text, so it takes no chat")
