@@ -6,8 +6,9 @@ looks into its cache folder. So our kernels are compiled here, without these hea
 under the names that MLX looks for: a restarted worker compiles nothing. When anything fails here,
 MLX compiles as usual.
 
-MLX hashes a kernel's text at each launch, 1 to 3 us for 20,000 characters. So it is given a text
-that includes the kernel's code from files beside the compiled kernels.
+MLX hashes a kernel's text at each launch: 0.3 of the 6.8 ms of a step with 232 launches (a profile
+of 8B in 4 bits, 128 rows). So MLX gets a text that includes the code from files beside the compiled
+kernels.
 """
 
 from __future__ import annotations

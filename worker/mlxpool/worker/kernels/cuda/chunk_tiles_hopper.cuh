@@ -9,10 +9,6 @@ if (!decodes) {
   auto swizzled = [](int line, int piece, int lines) -> unsigned {
     return piece / 8 * lines * 128 + line * 128 + ((piece ^ line) & 7) * 16;
   };
-  // The descriptor of a matrix: eight lines in 1,024 bytes, swizzled.
-  auto matrix = [](unsigned at) -> unsigned long long {
-    return (unsigned long long)((at & 0x3ffff) >> 4) | 64ull << 16 | 64ull << 32 | 1ull << 62;
-  };
   auto fetch = [&](int token, int stage) {
     if (token < last) {
       const long at = place(token);
@@ -82,8 +78,8 @@ if (!decodes) {
       begin_products();
       #pragma unroll
       for (int c = 0; c < SIZE / 16; c++)
-        group_mma(score, matrix(query_from + c / 4 * ROWS * 128) + c % 4 * 2,
-                  matrix(here + c / 4 * KEYS * 128) + c % 4 * 2);
+        group_mma(score, matrix_at(query_from + c / 4 * ROWS * 128, 64) + c % 4 * 2,
+                  matrix_at(here + c / 4 * KEYS * 128, 64) + c % 4 * 2);
       commit_products();
       wait_products<0>();
       hold(score);
@@ -133,7 +129,7 @@ if (!decodes) {
         #pragma unroll
         for (int h = 0; h < PANELS; h++)
           group_mma_values(sum[h], share[t][0], share[t][1], share[t][2], share[t][3],
-                           matrix(here + TILE + h * KEYS * 128 + t * 16 * 128));
+                           matrix_at(here + TILE + h * KEYS * 128 + t * 16 * 128, 64));
       commit_products();
       wait_products<0>();
       #pragma unroll

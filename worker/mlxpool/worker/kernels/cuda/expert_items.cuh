@@ -33,10 +33,6 @@ auto note_targets = [&](const int* item, int parity) {
   if (thread < item[0] >> 16)
     targets[parity][thread] = GATED ? item[1] + thread : sorted[item[1] + thread];
 };
-// The descriptor of a matrix: swizzled rows of 128 bytes, eight rows in 1,024 bytes.
-auto matrix = [](unsigned at) -> unsigned long long {
-  return (unsigned long long)((at & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
-};
 // Where number `at` of a result is written. OUT_ORDERED: in the order in which expert_product_packed.cu multiplies:
 // a thread has 16 neighbours of 64 columns, as pairs (0, 4), (1, 5) and so on of eight. All first pairs of the four
 // threads are neighbours, then all second ones.

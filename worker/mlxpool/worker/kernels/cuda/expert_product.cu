@@ -59,8 +59,8 @@ for (int unit = blockIdx.x; unit < units; unit += gridDim.x, parity ^= 1) {
     __syncthreads();  // all threads have multiplied what the next columns overwrite
     fetch();
     begin_products();
-    const unsigned long long rows = matrix(at + thread / 128 * 8192);
-    const unsigned long long columns = matrix(at + ROWS * 128);
+    const unsigned long long rows = matrix_at(at + thread / 128 * 8192);
+    const unsigned long long columns = matrix_at(at + ROWS * 128);
     #pragma unroll
     for (int k = 0; k < 4; k++) group_mma(sum, rows + 2 * k, columns + 2 * k);
     commit_products();

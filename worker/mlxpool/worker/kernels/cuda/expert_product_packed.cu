@@ -130,7 +130,7 @@ for (int unit = blockIdx.x; unit < units; unit += gridDim.x, parity ^= 1) {
             a[k][n * 2 + other] = IN_ORDERED ? opened.pair_apart(some, k * 2 + n) : opened.pair(some, k * 2 + n);
       }
       begin_products();
-      const unsigned long long columns = matrix(at + LINES_AT + half * HALF);
+      const unsigned long long columns = matrix_at(at + LINES_AT + half * HALF);
       #pragma unroll
       for (int k = 0; k < 4; k++)
         group_mma_by_lines(sum, a[k][0], a[k][1], a[k][2], a[k][3], columns + 2 * k);

@@ -19,11 +19,8 @@ __device__ inline void latent_chunk_tile(const LatentTile<N>& tile, float rate, 
   char* const aligned = space + (base - unaligned);
   float* const tops = (float*)(aligned + QUERIES_AT + PANELS * ROWS * 128);  // [2][ROWS]: of each group
   float* const totals = tops + 2 * ROWS;  // [2][ROWS]
-  // The descriptor of a matrix: eight lines in 1,024 bytes, swizzled. Transposed ones may have several panels,
-  // `apart` pieces of 16 bytes behind each other.
-  auto matrix = [](unsigned at, unsigned long long apart = 64) -> unsigned long long {
-    return (unsigned long long)((at & 0x3ffff) >> 4) | apart << 16 | 64ull << 32 | 1ull << 62;
-  };
+  // A lambda of the template, so that calls with it are checked only if the tile is used: else group_mma has other sizes.
+  auto matrix = [](unsigned at, unsigned long long apart = 64) { return matrix_at(at, apart); };
   const int count = max(tile.last - tile.first + TILE_KEYS - 1, 0) / TILE_KEYS;
   // Copies tile t, of this group, to its stage: eight threads 128 bytes of a line, panel by panel.
   auto fetch = [&](int t) {

@@ -30,10 +30,6 @@ __device__ inline void latent_tile(const LatentTile<N>& tile, float rate, char* 
   float* const shrinks = tops + ROWS * 4;  // [ROWS]
   float* const totals = shrinks + ROWS;  // [ROWS]
   int* const stops = (int*)(totals + ROWS);  // [ROWS]: the latents that a row sees
-  // The descriptor of a matrix: eight lines in 1,024 bytes, swizzled.
-  auto matrix = [](unsigned at) -> unsigned long long {
-    return (unsigned long long)((at & 0x3ffff) >> 4) | 64ull << 16 | 64ull << 32 | 1ull << 62;
-  };
   auto block_of = [&](int token) -> long { return tile.table[min(token, tile.last - 1) / BLOCK]; };
   // Eight threads copy 128 bytes of a line, panel by panel.
   auto fetch = [&](int token, long block, int stage) {
@@ -94,8 +90,8 @@ __device__ inline void latent_tile(const LatentTile<N>& tile, float rate, char* 
       begin_products();
       #pragma unroll
       for (int c = 0; c < LINE / 16; c++)
-        group_mma(score, matrix(here + c / 4 * TILE_KEYS * 128) + c % 4 * 2,
-                  matrix(base + QUERIES_AT + c / 4 * ROWS * 128) + c % 4 * 2);
+        group_mma(score, matrix_at(here + c / 4 * TILE_KEYS * 128, 64) + c % 4 * 2,
+                  matrix_at(base + QUERIES_AT + c / 4 * ROWS * 128, 64) + c % 4 * 2);
       commit_products();
       wait_products<0>();
       hold(score);
@@ -154,8 +150,8 @@ __device__ inline void latent_tile(const LatentTile<N>& tile, float rate, char* 
     for (int k = 0; k < TILE_KEYS / 16; k++)
       #pragma unroll
       for (int own = 0; own < OWN; own++)
-        group_mma_columns(sum[own], matrix(here + (group * OWN + own) * TILE_KEYS * 128 + k * 16 * 128),
-                          matrix(base + SHARES_AT) + k * 2);
+        group_mma_columns(sum[own], matrix_at(here + (group * OWN + own) * TILE_KEYS * 128 + k * 16 * 128, 64),
+                          matrix_at(base + SHARES_AT, 64) + k * 2);
     commit_products();
     wait_products<0>();
     #pragma unroll

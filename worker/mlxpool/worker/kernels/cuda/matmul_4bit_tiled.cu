@@ -86,9 +86,7 @@ for (int n = begin; n < end; n += DEEP) {
   #pragma unroll
   for (int i = 0; i < DEEP; i++) fetch();
   const unsigned at = base + stage * ALL * 128;
-  // The descriptor of a matrix: swizzled rows of 128 bytes, eight rows in 1,024 bytes.
-  const unsigned long long columns
-      = (unsigned long long)((at & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+  const unsigned long long columns = matrix_at(at);
   unsigned words[TILES][4];
   Some<N, 4> factors[TILES][GROUPS];
   #pragma unroll
@@ -186,13 +184,7 @@ for (int i = threadIdx.x; i < LINES * EACH / 2; i += THREADS) {
   const float* const sums = found + l * WHOLE + row;
   Some<N, 2> two;
   #pragma unroll
-  for (int n = 0; n < 2; n++) {
-    float one = sums[n], other = GATED ? sums[EACH + n] : 0;
-    if (BIASED) {
-      one += up(((const N*)bias)[first + row + n]);
-      if (GATED) other += up(((const N*)bias)[OUT + first + row + n]);
-    }
-    down(GATED ? gated(one, other, N()) : one, &two.n[n]);
-  }
+  for (int n = 0; n < 2; n++)
+    down(result_of<GATED, BIASED>(sums[n], GATED ? sums[EACH + n] : 0, (const N*)bias, first + row + n, OUT), &two.n[n]);
   *(Some<N, 2>*)((N*)out + (long)(section * ALL + l) * OUT + first + row) = two;
 }

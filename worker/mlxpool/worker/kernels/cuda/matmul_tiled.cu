@@ -46,10 +46,6 @@ __syncthreads();
 for (int i = threadIdx.x; i < LINES * EACH; i += THREADS) {
   const int row = i % EACH;
   const float* const line = found + i / EACH * (ROWS + 1);
-  float one = line[row], other = GATED ? line[EACH + row] : 0;
-  if (BIASED) {
-    one += up(((const N*)bias)[first + row]);
-    if (GATED) other += up(((const N*)bias)[OUT + first + row]);
-  }
-  down(GATED ? gated(one, other, N()) : one, (N*)out + (long)(i / EACH) * OUT + first + row);
+  down(result_of<GATED, BIASED>(line[row], GATED ? line[EACH + row] : 0, (const N*)bias, first + row, OUT),
+       (N*)out + (long)(i / EACH) * OUT + first + row);
 }

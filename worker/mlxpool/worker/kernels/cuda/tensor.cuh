@@ -36,3 +36,8 @@ template <typename N> __device__ inline uint4 weighed(uint4 x, uint4 by, float& 
   for (int i = 0; i < 8; i++) squares += up(some.n[i]) * up(some.n[i]);
   return {product_pair(x.x, by.x, N()), product_pair(x.y, by.y, N()), product_pair(x.z, by.z, N()), product_pair(x.w, by.w, N())};
 }
+// The descriptor of a matrix in shared memory whose lines of 128 bytes are swizzled, eight in 1,024 bytes. `apart`: pieces
+// of 16 bytes from a panel to the next one, of transposed matrices wider than one.
+__device__ inline unsigned long long matrix_at(unsigned at, unsigned long long apart = 1) {
+  return (unsigned long long)((at & 0x3ffff) >> 4) | apart << 16 | 64ull << 32 | 1ull << 62;
+}

@@ -48,10 +48,6 @@ template <int SETS, int STAGES, int THREADS, typename N>
 __device__ inline void tiled_product(float (&sum)[4 * SETS], const WeightTile<N>& tile, const N* x, int lines,
                                      unsigned base, int begun) {
   constexpr int ALL = TILE_ROWS + 8 * SETS;
-  // The descriptor of a matrix: swizzled rows of 128 bytes, eight rows in 1,024 bytes.
-  auto matrix = [](unsigned at) -> unsigned long long {
-    return (unsigned long long)((at & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
-  };
   #pragma unroll
   for (int i = 0; i < 4 * SETS; i++) sum[i] = 0;
   #pragma unroll 1
@@ -71,8 +67,8 @@ __device__ inline void tiled_product(float (&sum)[4 * SETS], const WeightTile<N>
     if (THREADS == 2 * TILE_ROWS || group < TILE_ROWS / 64) {
       const unsigned here = base + (step - tile.begin) % STAGES * stage_bytes(SETS);
       begin_products();
-      const unsigned long long rows = matrix(here + group * 64 * 128);
-      const unsigned long long columns = matrix(here + TILE_ROWS * 128);
+      const unsigned long long rows = matrix_at(here + group * 64 * 128);
+      const unsigned long long columns = matrix_at(here + TILE_ROWS * 128);
       #pragma unroll
       for (int k = 0; k < 4; k++) group_mma(sum, rows + 2 * k, columns + 2 * k);
       commit_products();

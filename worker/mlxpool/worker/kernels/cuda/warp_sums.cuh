@@ -36,11 +36,7 @@ for (int i = threadIdx.x; i < LINES * EACH; i += THREADS) {
     one *= factor;
     other *= factor;
   }
-  if (BIASED) {
-    one += up(((const N*)bias)[first + row]);
-    if (GATED) other += up(((const N*)bias)[OUT + first + row]);
-  }
-  if (GATED) one = gated(one, other, N());
+  one = result_of<GATED, BIASED>(one, other, (const N*)bias, first + row, OUT);
   if (ADDED) {
     N rounded;
     down(one, &rounded);
