@@ -16,14 +16,7 @@ const askToCancel = (row) => {
 };
 
 const cancelButton = (cell, row) => {
-  if (!cell.firstChild) {
-    const button = make("button", "", "Cancel");
-    button.type = "button";
-    button.addEventListener("click", () => askToCancel(cell.row));
-    cell.append(button);
-  }
-  cell.row = row;
-  cell.firstChild.setAttribute("aria-label", `Cancel ${row.id}`);
+  rowButton(cell, row, "Cancel", row.id, askToCancel);
   cell.firstChild.disabled = cancelling.has(row.id);
 };
 

@@ -48,16 +48,7 @@ const JOBS = new Table("jobs", "job", [
     say(cell, row.damaged || row.cause || "–");
     cell.className = row.damaged ? "quiet bad" : row.cause ? "quiet" : "quiet none";
   }],
-  ["", "act", (cell, row) => {
-    if (!cell.firstChild) {
-      const button = make("button", "", "Show");
-      button.type = "button";
-      button.addEventListener("click", () => showJob(cell.row.job));
-      cell.append(button);
-    }
-    cell.row = row;
-    cell.firstChild.setAttribute("aria-label", `Show ${row.key}`);
-  }],
+  ["", "act", (cell, row) => rowButton(cell, row, "Show", row.key, ({ job }) => showJob(job))],
 ]);
 
 const listJobs = async (older) => {

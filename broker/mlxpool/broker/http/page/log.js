@@ -3,18 +3,9 @@
 
 let loggedSlot = ""; // the slot that the dialog shows
 
-const logButton = (cell, row) => {
-  if (!cell.firstChild) {
-    const button = make("button", "", "Log");
-    button.type = "button";
-    button.addEventListener("click", () => openLog(cell.row.slot));
-    cell.append(button);
-  }
-  cell.row = row;
-  cell.firstChild.setAttribute("aria-label", `Log of ${row.slot}`);
-};
+const logButton = (cell, row) => rowButton(cell, row, "Log", `of ${row.slot}`, openLog);
 
-const openLog = (slot) => {
+const openLog = ({ slot }) => {
   loggedSlot = slot;
   say($("log-title"), `Log of ${slot}`);
   say($("log-error"), "");

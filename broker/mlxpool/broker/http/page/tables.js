@@ -3,6 +3,18 @@
 
 const ASLEEP = new Set(["cold", "drained", "none"]); // states of rows without figures
 
+// Puts the button of a row into its cell; `act` gets the row that is shown when it is clicked.
+const rowButton = (cell, row, title, name, act) => {
+  if (!cell.firstChild) {
+    const button = make("button", "", title);
+    button.type = "button";
+    button.addEventListener("click", () => act(cell.row));
+    cell.append(button);
+  }
+  cell.row = row;
+  cell.firstChild.setAttribute("aria-label", `${title} ${name}`);
+};
+
 class Table {
   // `columns`: [title, class, (cell, row, status) => …]; `key`: the row's name.
   constructor(id, key, columns) {
