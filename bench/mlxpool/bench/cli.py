@@ -119,7 +119,7 @@ def _add_load(kinds: Any, common: argparse.ArgumentParser) -> None:
 
 
 def _add_work(parser: argparse.ArgumentParser, rates: list[float]) -> None:
-    """Add what a mixed load is."""
+    """Adds the flags that define a mixed load: lengths, rates, objectives."""
     for name, default in (("prompt", PROMPT_LENGTHS), ("output", OUTPUT_LENGTHS)):
         parser.add_argument(
             f"--{name}-lengths",

@@ -65,7 +65,7 @@ def kinds(faults: Sequence[str], devices: int) -> list[Kind]:
 
 @dataclass(slots=True)
 class Watched:
-    """One stream: when its deltas came, and what they were."""
+    """The deltas of one stream and the times at which they came."""
 
     seed: int
     times: list[float] = field(default_factory=list)

@@ -32,7 +32,7 @@ REST = 2.0  # seconds in which an idle worker saves what is left
 
 
 def measure(folder: Path, options: argparse.Namespace, progress: Progress) -> Iterator[Measurement]:
-    """Yields both measurements. Raises RuntimeError where an answer changes."""
+    """Yields both measurements. Raises RuntimeError if an answer changes."""
     vocabulary = inspect(folder).plan.vocab_size
     draw = np.random.default_rng(1)
 

@@ -146,7 +146,7 @@ class GivenAcceptance:
 
 @dataclass(slots=True)
 class Way:
-    """How batches are computed: with these drafts, or without; and what came of them."""
+    """Computes batches with drafts or without, and keeps their results."""
 
     engine: ModelEngine
     text: ChatTokenizer

@@ -29,7 +29,7 @@ from mlxpool.gateway.errors import HttpError
 log = logging.getLogger("mlxpool.gateway")
 
 HOST = re.compile(r"\[?([^\]]*?)\]?(?::\d+)?")  # a name or an address, and a port
-LOCAL_ENDS = (".localhost", ".local", ".internal")  # of names that only a network of one's own has
+LOCAL_ENDS = (".localhost", ".local", ".internal")  # top-level names of private networks
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +47,12 @@ current_owner: contextvars.ContextVar[str] = contextvars.ContextVar("current_own
 
 
 def is_local_host(host: str, machine: str, *, from_page: bool) -> bool:
-    """Whether a host is this machine, or one of its network, by names that Ollama takes too.
+    """Whether a Host names this machine or one of its network; the list is Ollama's.
 
-    `machine`: the name of this one. A page on the internet cannot have such a host: nobody can give
-    an address another one, and no registry sells names that end so. A neighbour in the network can
-    answer for some of the names: of a page they are not taken.
+    `machine`: this machine's name. `from_page`: the request has the Origin of a page. A page on the
+    internet cannot have such a host: an IP address cannot be rebound, and these top-level names
+    cannot be registered. A neighbour in the network can answer for the names, so they are refused
+    for pages.
     """
     host = host.removesuffix(".")
     if host in LOOPBACK:
@@ -144,8 +145,7 @@ class AccessControl:
     """Admits requests: known keys only, and of each key a bounded number at once.
 
     Without keys the gateway serves its own machine only. The Host header must then be a local
-    name, so that a page in a browser cannot reach it by a foreign name for this address; of a page
-    a name of the loopback, for a neighbour in the network can answer for the other ones.
+    name, see `is_local_host`, so that a page cannot reach the gateway by DNS rebinding.
     """
 
     def __init__(

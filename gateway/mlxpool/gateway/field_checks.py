@@ -265,9 +265,9 @@ def tools_of_kind(
 
 
 def no_such_tool(wanted: object = None) -> HttpError:
-    """The error for a `tool_choice` that wants a call of a tool which the model is not told of.
+    """The error for a `tool_choice` that demands a call of a tool that was left out.
 
-    None: any would do, and there is none.
+    None: it demands a call of any tool, and none is left.
     """
     message = f"'tool_choice' wants a call of {shown(wanted)}, which is no function of 'tools'"
     if wanted is None:

@@ -151,7 +151,7 @@ class JobManager:
         )
 
     def figures(self) -> JobFigures:
-        """How many jobs there are, and what they take. Their states are those of the last count."""
+        """The numbers of jobs and their bytes. Numbers by state are of the last count."""
         live, refused = len(self.batches.live), self._outbox.refused
         return JobFigures.of(self._stored, self._running, len(self.readers.all), live, refused)
 

@@ -25,7 +25,7 @@ def of_request(
 
 
 def of_record(id: bytes, record: bytes) -> int:
-    """The checksum of what is noted of a job."""
+    """The CRC-32 of the packed record of a job."""
     return _crc(id, record)
 
 

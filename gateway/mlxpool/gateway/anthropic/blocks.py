@@ -19,7 +19,7 @@ CALLED = "the last message calls tools: their results are missing"
 # Blocks with text in a member of their own, which a model reads as text.
 TEXTS: Mapping[str, str] = {"text": "text", "compaction": "content"}
 SEEN = "[an image, which follows]"
-# Blocks that a user's message has no text of: of an assistant's, or of what other servers keep.
+# Blocks without text for the model: an assistant's, and references to files of other servers.
 LEFT_OUT = frozenset(
     {
         "container_upload",

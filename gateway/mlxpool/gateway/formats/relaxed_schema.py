@@ -32,7 +32,7 @@ def relaxed(schema: Any) -> Any:
 
 
 def without_nulls(schema: Any) -> Any:
-    """The schema without keywords that are null: programs write so what their types leave out."""
+    """The schema without keywords that are null: typed clients send null for absent ones."""
     if not isinstance(schema, Mapping):
         return schema
     found: dict[str, Any] = {}

@@ -9,9 +9,9 @@ from mlxpool.gateway.formats.events import CallArguments, CallBegin, CallEnd, Ev
 
 
 class WholeCalls:
-    """Gives each call when it is complete, and leaves one out that the answer ends within.
+    """Gives each call when it is complete, and omits a call in which the answer ends.
 
-    Such an answer has ended as the client wished, with a call that nobody can perform.
+    A text of `stop` has ended such an answer, so its last call cannot be performed.
     """
 
     def __init__(self, parser: Parser) -> None:

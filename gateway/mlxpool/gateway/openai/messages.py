@@ -27,7 +27,7 @@ TEXTS: Mapping[str, str] = {
 
 
 def as_taken(raw: object) -> object:
-    """The messages; what is none is left as it is, for the check of messages."""
+    """The messages. Values that are no message stay, for the check of messages to refuse."""
     if not isinstance(raw, list):
         return raw
     return [_message(message) if isinstance(message, Mapping) else message for message in raw]
@@ -50,7 +50,7 @@ def _message(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _parts(role: Any, content: Any) -> Any:
-    """The content of a message of this role; what is none is left as it is, null is ""."""
+    """The content of a message of this role, "" for null. Other values stay, to be refused."""
     if content is None or content == []:
         return ""
     if role == "tool" and not isinstance(content, str) and not _is_parts(content):

@@ -109,7 +109,7 @@ NEUTRAL: RefusedFields = {
         ((), "LoRA adapters are not applied: merge one into the weights of its model"),
     ),
 }
-# Settings of samplers that are off, and what says nothing of the answer.
+# Parameters of samplers that are off, and fields that cannot change the answer.
 WITHOUT_EFFECT: Mapping[str, Schema] = dict.fromkeys(
     (
         "mirostat_tau",

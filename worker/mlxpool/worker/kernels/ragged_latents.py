@@ -87,7 +87,7 @@ def value_numbers(line: int, rank: int) -> int:
 
 
 def _chunk_bytes(line: int) -> int:
-    """Returns the shared memory of a tile of many rows, whose sums lie where its latents were."""
+    """Returns the bytes of shared memory of a tile of many rows. Its sums overwrite its latents."""
     return 2 * PANEL * line * 2 + MAX_ROWS * line * 2 + MAX_ROWS * 4 * 4 + ALIGNMENT
 
 

@@ -55,7 +55,7 @@ COLUMNS = ", ".join(
 
 
 def select(database: Database, condition: str, *values: Any) -> list[BatchView]:
-    """The batches for which a condition holds, and what follows on it, such as an order."""
+    """The batches that meet a condition of SQL, which may end with an order and a limit."""
     found = database.execute(f"SELECT {COLUMNS} FROM batch WHERE {condition}", *values)
     return [_view(database, StoredBatch(*row)) for row in found]
 

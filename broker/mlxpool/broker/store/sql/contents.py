@@ -125,7 +125,7 @@ def read_answer(database: Database, job: JobView) -> tuple[bytes, ...]:
 
 
 def read_request(database: Database, job: JobView) -> bytes:
-    """The packed request of a job; that of one that is gone is empty. Raises Damaged."""
+    """The packed request of a job, b"" for a job that was released. Raises Damaged."""
     row = database.one("SELECT data, crc FROM request WHERE job = ?", job.seq)
     assert row is not None
     return checked_request(job, *row)

@@ -1,4 +1,4 @@
-"""Rows of jobs: how they are read, named and changed, what counts as stored, and what failed.
+"""Rows of jobs: reads, names and changes them, counts their bytes and keeps their failures.
 
 What SQL asks for and what is counted are columns of `job`. What a client has submitted and nothing
 changes is in `request`, so that no change of a job writes its prompt again. Everything else is the
@@ -202,7 +202,7 @@ def unsigned(stored: int) -> int:
 
 
 def select(database: Database, condition: str, *values: Any) -> list[JobView]:
-    """The jobs for which a condition holds, and what follows on it, such as an order."""
+    """The jobs that meet a condition of SQL, which may end with an order and a limit."""
     found = database.execute(f"SELECT {COLUMNS} FROM {JOBS} WHERE {condition}", *values)
     return list(map(view, found))
 
@@ -254,9 +254,9 @@ def count_usage(database: Database, owner: str, jobs: int, size: int, file_bytes
 
 
 def add_failure(database: Database, job: JobView, cause: str, stacks: str, now: float) -> int:
-    """Note what went wrong with a job, if anything did; only the newest are kept.
+    """Adds a failure, if there is one, to those of a job; only the newest are kept.
 
-    Returns the bytes that the job has more by it, below 0 if it has fewer.
+    Returns by how many bytes the job has grown, below 0 if it has shrunk.
     """
     if not cause:
         return 0

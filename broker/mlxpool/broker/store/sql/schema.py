@@ -144,7 +144,7 @@ TABLES = (
         created {real} NOT NULL, forget {real} NOT NULL
     ) {strict}""",
     "CREATE INDEX deleted_file_forget ON deleted_file (forget)",
-    # What pages of files and batches are read by, and what keeps a file.
+    # Indexes for pages of files and batches, and for the batches that keep a file.
     "CREATE INDEX file_listed ON file (owner, tenant, created, id)",
     "CREATE INDEX file_of_purpose ON file (owner, tenant, purpose, created, id)",
     "CREATE INDEX file_waiting ON file (waits_since) WHERE waits_since IS NOT NULL",
