@@ -258,9 +258,8 @@ class Pool(Closing):
         gave up a broker that runs.
         """
         end = time.monotonic() + PATIENCE
-        elsewhere = not {"--endpoint", "--run-dir"}.isdisjoint(arguments)
         while True:
-            asks_ours = self._runs() and not elsewhere
+            asks_ours = self._runs() and self.is_asked(arguments)
             if process or is_server(arguments):
                 done = self._cli_process(arguments, stdin)
             else:
@@ -270,6 +269,10 @@ class Pool(Closing):
             given_up = done.returncode == UNREACHABLE and "does not answer" in done.stderr
             if not (given_up and self._runs()) or time.monotonic() > end:
                 return done
+
+    def is_asked(self, arguments: Sequence[str]) -> bool:
+        """Whether a command with these arguments asks this pool's broker."""
+        return {"--endpoint", "--run-dir"}.isdisjoint(arguments)
 
     def _runs(self) -> bool:
         return self.process is not None and self.process.poll() is None

@@ -63,6 +63,7 @@ class SecurePool(Pool):
         ):
             self.keys.make(name, role)
         self.pool, self.models = pool, models
+        self._admin_endpoints: set[str] = set()  # that `flags` has given
         super().__init__(tmp_path, verb=verb)
         self.write("alice", "bob", "hand", "chief")
 
@@ -98,11 +99,18 @@ class SecurePool(Pool):
 
     def flags(self, name: str, socket: str) -> tuple[str, ...]:
         """The command-line flags to connect with this key."""
+        endpoint = self.endpoint(socket)
+        if socket == "admin":
+            self._admin_endpoints.add(endpoint)
         return (
-            *("--endpoint", self.endpoint(socket)),
+            *("--endpoint", endpoint),
             *("--server-key", self.server_key),
             *("--key", str(self.keys.path(name))),
         )
+
+    def is_asked(self, arguments: Sequence[str]) -> bool:
+        """See Pool; also at its admin endpoint over tcp."""
+        return super().is_asked(arguments) or not self._admin_endpoints.isdisjoint(arguments)
 
     def reload(self) -> None:
         """Reload the settings, and wait until they are applied or refused."""
