@@ -300,6 +300,13 @@ static inline unsigned __reduce_min_sync(unsigned, unsigned x) {
   for (int lane = 0; lane < simt::LANES; lane++) x = found[lane] < x ? found[lane] : x;
   return x;
 }
+static inline int __reduce_add_sync(unsigned, int x) {
+  const auto found = simt::told(x);
+  int sum = 0;
+  for (int lane = 0; lane < simt::LANES; lane++) sum += found[lane];
+  return sum;
+}
+static inline int __float2int_rn(float x) { return x == x ? (int)lrintf(x) : 0; }
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 template <typename T> T __shfl_up_sync(unsigned, T x, int by) {
   const int lane = simt::here->number % simt::LANES;
@@ -337,6 +344,22 @@ template <typename N> void mma(float (&c)[4], const unsigned (&a)[4], unsigned b
     for (int k = 0; k < 16; k++)
       c[i] += told[line * 4 + k % 8 / 2].a[i / 2 + k / 8 * 2][k % 2]
               * told[(2 * quarter + i % 2) * 4 + k % 8 / 2].b[k / 8][k % 2];
+}
+
+static inline void mma_integers(int (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+  struct Words {
+    uint8_t a[4][4];
+    int8_t b[2][4];
+  } mine;
+  const unsigned b[2] = {b0, b1};
+  memcpy(mine.a, a, sizeof a);
+  memcpy(mine.b, b, sizeof b);
+  const auto told = simt::told(mine);
+  const int lane = simt::here->number % simt::LANES, line = lane / 4, quarter = lane % 4;
+  for (int i = 0; i < 4; i++)
+    for (int k = 0; k < 32; k++)
+      c[i] += told[line * 4 + k % 16 / 4].a[i / 2 + k / 16 * 2][k % 4]
+              * told[(2 * quarter + i % 2) * 4 + k % 16 / 4].b[k / 16][k % 4];
 }
 
 static inline void prefetch(const void*) {}

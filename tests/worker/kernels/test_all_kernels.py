@@ -68,7 +68,15 @@ MODELS: dict[str, tuple[dict[str, Any], bool, set[str]]] = {
     "llama, 4 bits in tiles": (
         {**SIZES, "vocab_size": 320},  # a whole number of tiles
         True,
-        RAGGED | {"tile_4bit", "rows_4bit", "matmul_4bit_few", "matmul_4bit_tiled", "matmul_small"},
+        RAGGED
+        | {
+            "tile_4bit",
+            "rows_4bit",
+            "matmul_4bit_few",
+            "matmul_4bit_integers",
+            "matmul_4bit_tiled",
+            "matmul_small",
+        },
     ),
     "llama, int8 keys and values": (
         SIZES,

@@ -610,7 +610,7 @@ def test_products_with_4_bit_weights_in_tiles_equal_float64(
     opened = _exact(weight, scales, biases, group, tiles_4bit.BITS)
     assert matmul_4bit_tiles.works(group, kind)
     tiles = tiles_4bit.in_tiles(weight, scales, biases, group)
-    for lines in (1, 2, 8, 9, 16, 17, 33, 100, 128, 129, 256) if ON_GPU else (2, 8, 9, 30, 130):
+    for lines in (1, 2, 8, 9, 16, 17, 33, 100, 128, 129, 256) if ON_GPU else (1, 2, 8, 9, 30, 130):
         x = mx.random.normal((lines, columns)).astype(kind)
         expected = _numbers(x) @ opened.T
         for _ in range(2):  # counters are reset
@@ -653,7 +653,7 @@ def test_few_blocks_multiply_all_strips_of_a_weight_in_tiles(
     opened = _exact(weight, scales, biases, group, tiles_4bit.BITS)
     tiles = tiles_4bit.in_tiles(weight, scales, biases, group)
     gain = mx.random.normal((columns,)).astype(mx.bfloat16)
-    for lines in (5, 97):
+    for lines in (1, 5, 97):
         x = mx.random.normal((lines, columns)).astype(mx.bfloat16)
         expected = _numbers(x) @ opened.T
         found = matmul_4bit_tiles.kernel_matmul(x, tiles, group)
@@ -690,6 +690,9 @@ def test_rows_of_a_weight_in_tiles_are_divided_among_blocks() -> None:
     fragments = matmul_4bit_tiles.fragments_of
     assert [fragments(rows, gated=False) for rows in (64, 4096, 6144, 28672)] == [1, 2, 4, 4]
     assert fragments(64, gated=True) == 2
+    integers = matmul_4bit_tiles.integers_of
+    assert [integers(lines, 224, 64) for lines in (1, 2, 3)] == [(1, 14), (2, 14), None]
+    assert [integers(lines, 832, 32) for lines in (1, 2)] == [None, None]  # too many columns
     parts, wide = matmul_4bit_tiles.parts_of, matmul_4bit_tiles.WIDE
     two, alone = (2, 1, 1), (2, 1, 2)  # thread blocks on a multiprocessor
     found = [parts(lines, 28672, 64, gated=True) for lines in (64, 96, 128, 1024)]

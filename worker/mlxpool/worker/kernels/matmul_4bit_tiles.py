@@ -32,6 +32,8 @@ from mlxpool.worker.kernels.tiles_4bit import BITS, TILE, fragment_bytes
 
 MAX_TOKENS = 1024  # for more, dequantising the weight first is faster
 FEW_TOKENS = 8
+INTEGER_TOKENS = (1, 2)  # for which there are kernels that multiply integers
+INTEGER_BYTES = 128 * 1024  # of shared memory, at most, for the integers of tokens
 WARPS = 16  # of a thread block, for few tokens: its instructions wait for those before them
 FEW_BLOCKS = 1  # of few tokens, that run on a multiprocessor at a time
 MAX_STAGES = 6  # of a warp
@@ -74,7 +76,9 @@ def kernel_matmul(
     fragments = fragments_of(rows, fused.gated)
     blocks = min(rows // (FRAGMENT_ROWS * fragments), FULL_GPU_BLOCKS * FEW_BLOCKS)
     threads = WARPS * WARP_SIZE
-    found: list[mx.array] = _few_kernel(fragments, group, x.dtype, *fused.constants.items())(
+    integers = integers_of(x.shape[0], tiles.shape[1], group)
+    kernel = _few_kernel(fragments, integers, group, x.dtype, *fused.constants.items())
+    found: list[mx.array] = kernel(
         inputs=[x, tiles, *fused.inputs],
         grid=(blocks * threads, 1, 1),
         threadgroup=(threads, 1, 1),
@@ -89,6 +93,22 @@ def fragments_of(rows: int, gated: bool) -> int:
     fitting = [n for n in FRAGMENTS if n > gated]
     enough = (n for n in fitting if rows // (FRAGMENT_ROWS * n) >= BUSY_BLOCKS)
     return next(enough, fitting[-1])
+
+
+def integers_of(tokens: int, steps: int, group: int) -> tuple[int, int] | None:
+    """Returns the tokens that a kernel has as integers, and the steps of 64 columns of a warp.
+
+    None: numbers are multiplied as they are, which is as fast for more tokens.
+    """
+    lines = next((n for n in INTEGER_TOKENS if n >= tokens), 0)
+    held = -(-steps // WARPS)
+    fits = WARPS * held * _integer_bytes(lines, group) <= INTEGER_BYTES
+    return (lines, held) if lines and fits else None
+
+
+def _integer_bytes(lines: int, group: int) -> int:
+    """Returns the bytes of the integers of 64 columns, of their factors, and of gains."""
+    return lines * (2 * TILE + (8 if group == TILE else 16)) + 2 * TILE
 
 
 def many(
@@ -155,25 +175,32 @@ def splits_of(blocks: int, steps: int) -> int:
 
 
 @cache
-def _few_kernel(fragments: int, group: int, dtype: mx.Dtype, *fused: tuple[str, Constant]) -> Any:
-    sums = sums_of(1, WARPS, fragments)
-    normed = dict(fused)["NORMED"]
-    stage = fragments * fragment_bytes(group) + 2 * TILE * (FEW_TOKENS + bool(normed))
-    stages = min(MAX_STAGES, (_room(FEW_BLOCKS) - sums) // (WARPS * stage))
-    constants: dict[str, Constant] = {
-        "WARPS": WARPS,
-        "STAGES": stages,
-        "FRAGMENTS": fragments,
-        "N": dtype,
-        **dict(fused),
-    }
+def _few_kernel(
+    fragments: int,
+    integers: tuple[int, int] | None,
+    group: int,
+    dtype: mx.Dtype,
+    *fused: tuple[str, Constant],
+) -> Any:
+    """Builds the kernel for few tokens; `integers`: see `integers_of`."""
+    stage = fragments * fragment_bytes(group)
+    constants: dict[str, Constant] = {"WARPS": WARPS, "FRAGMENTS": fragments, "N": dtype}
+    if integers is None:
+        stage += 2 * TILE * (FEW_TOKENS + bool(dict(fused)["NORMED"]))
+        shared = sums_of(1, WARPS, fragments)
+    else:
+        lines, steps = integers
+        constants |= {"HELD_LINES": lines, "HELD_STEPS": steps}
+        sums = 4 * WARPS * (FRAGMENT_ROWS * fragments * (lines + 1) + lines)  # of warp_sums.cuh
+        shared = sums + WARPS * steps * _integer_bytes(lines, group)
+    stages = min(MAX_STAGES, (_room(FEW_BLOCKS) - shared) // (WARPS * stage))
     return build_kernel(
-        "matmul_4bit_few",
+        "matmul_4bit_few" if integers is None else "matmul_4bit_integers",
         ["x", "weight", *FUSED_INPUTS],
         ["out"],
-        constants,
+        {**constants, "STAGES": stages, **dict(fused)},
         contiguous=True,
-        shared=WARPS * stages * stage + sums,
+        shared=WARPS * stages * stage + shared,
         header=tiles_4bit.header(group) + name_files({"STRIP_END": "warp_sums.cuh"}),
         bounds=(WARPS * WARP_SIZE, FEW_BLOCKS),
     )

@@ -12,6 +12,13 @@ __device__ inline void mma(float (&c)[4], const unsigned (&a)[4], unsigned b0, u
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+// c += a * b of 16 x 32 integers of 8 bits without sign and 32 x 8 with one.
+__device__ inline void mma_integers(int (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
 // Loads four matrices of 8 x 8 halves from shared memory: lane l gives the address of row l % 8 of matrix
 // l / 8, and gets numbers 2 * (l % 4) and the next of row l / 4 of each. Transposed: of the columns.
 __device__ inline void load_matrices(unsigned (&to)[4], unsigned from) {

@@ -3,7 +3,7 @@
 // block has TILES * 16 rows of the weight, half of them gates where products are gated; its warps
 // multiply 128 columns each in turn and add up their sums. A thread reads 32 numbers of a row at a
 // time. A word has eight; the first pairs with the fifth and so on, in both operands.
-constexpr int COLUMNS = WARPS * 128, THREADS = WARPS * 32;
+constexpr int COLUMNS = WARPS * 128, THREADS = WARPS * 32, LANE_LINES = 2, HELD_LINES = SETS * 8;
 constexpr int EACH = GATED ? TILES * 8 : TILES * 16;  // results of a thread block for a line
 constexpr int SCALES = 128 / GROUP;  // of a row in a warp's columns
 const int LINES = x_shape[0], IN = x_shape[1], OUT = weight_shape[0] / (GATED ? 2 : 1);

@@ -6,7 +6,7 @@
 // The weight is not dequantised: tensor cores multiply its integers plus OFFSET, exact in N, and each group's
 // scale and bias are applied to the sums, with the sum of x over the group, which is a product with ones.
 // NORMED: squares of x are products of the lines with themselves.
-constexpr int SETS = 1, TILES = FRAGMENTS, THREADS = WARPS * 32, RUNS = GATED ? 2 : 1;
+constexpr int SETS = 1, TILES = FRAGMENTS, THREADS = WARPS * 32, RUNS = GATED ? 2 : 1, LANE_LINES = 2, HELD_LINES = 8;
 constexpr int EACH = 16 * FRAGMENTS / RUNS;  // results of a strip for a line
 constexpr int RUN = FRAGMENTS / RUNS * FRAGMENT;  // bytes of neighbouring fragments
 constexpr int LINES_AT = RUNS * RUN, GAIN_AT = LINES_AT + 8 * 128, STAGE = GAIN_AT + (NORMED ? 128 : 0);

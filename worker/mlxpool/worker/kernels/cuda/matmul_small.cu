@@ -7,7 +7,7 @@
 // NORMED: the norm of x is multiplied; x is multiplied by `gain` here and divided by its RMS at the end
 // (warp_sums.cuh), where what is ADDED is added, too.
 constexpr int TILES = GATED ? 2 : 1, COLUMNS = WARPS * 32;
-constexpr int THREADS = WARPS * 32, EACH = 16;
+constexpr int THREADS = WARPS * 32, EACH = 16, LANE_LINES = 2, HELD_LINES = SETS * 8;
 const int LINES = x_shape[0], IN = x_shape[1], OUT = weight_shape[0] / TILES;
 extern __shared__ uint4 space[];  // [STAGES][TILES * 2][THREADS], later the sums of the warps
 const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, line = lane >> 2, quarter = lane & 3;

@@ -1,23 +1,26 @@
 // The end of products of few lines: adds up the sums of the warps of a thread block in shared memory, `found`,
 // and writes EACH results of a line. NORMED: also divides by the RMS, from the warps' sums of squares.
-// BIASED: `bias` [rows of the weight] is added to the sums. `beside` is ADDED last.
+// BIASED: `bias` [rows of the weight] is added to the sums. `beside` is ADDED last. A lane has the sums of LANE_LINES
+// lines, `quarter` * LANE_LINES and so on, of two rows, and the squares of the line of its number in one of four lanes.
 __syncthreads();
-constexpr int WHOLE = SETS * 8 + 1;  // found [WARPS][TILES * 16][WHOLE]
-float* const lengths = found + WARPS * TILES * 16 * WHOLE;  // [WARPS][SETS * 8]
+constexpr int WHOLE = HELD_LINES + 1;  // found [WARPS][TILES * 16][WHOLE]
+float* const lengths = found + WARPS * TILES * 16 * WHOLE;  // [WARPS][HELD_LINES]
 #pragma unroll
 for (int tile = 0; tile < TILES; tile++)
   #pragma unroll
   for (int set = 0; set < SETS; set++)
     #pragma unroll
-    for (int i = 0; i < 4; i++)
-      found[((warp * TILES + tile) * 16 + line + i / 2 * 8) * WHOLE + set * 8 + quarter * 2 + i % 2]
-          = sum[tile][set][i];
+    for (int i = 0; i < 2 * LANE_LINES; i++)
+      if (quarter * LANE_LINES < HELD_LINES)
+        found[((warp * TILES + tile) * 16 + line + i / LANE_LINES * 8) * WHOLE + set * 8 + quarter * LANE_LINES
+              + i % LANE_LINES] = sum[tile][set][i];
 #pragma unroll
 for (int set = 0; set < SETS; set++)
   if (NORMED) {
-    squares[set] += __shfl_xor_sync(0xffffffff, squares[set], 1);
-    squares[set] += __shfl_xor_sync(0xffffffff, squares[set], 2);
-    if (quarter == 0) lengths[warp * SETS * 8 + set * 8 + line] = squares[set];
+    float squares_of = squares[set];
+    squares_of += __shfl_xor_sync(0xffffffff, squares_of, 1);
+    squares_of += __shfl_xor_sync(0xffffffff, squares_of, 2);
+    if (quarter == 0 && line < HELD_LINES) lengths[warp * HELD_LINES + set * 8 + line] = squares_of;
   }
 __syncthreads();
 #pragma unroll 1
@@ -29,7 +32,7 @@ for (int i = threadIdx.x; i < LINES * EACH; i += THREADS) {
   for (int w = 0; w < WARPS; w++) {
     one += found[(w * TILES * 16 + row) * WHOLE + l];
     if (GATED) other += found[(w * TILES * 16 + EACH + row) * WHOLE + l];
-    if (NORMED) length += lengths[w * SETS * 8 + l];
+    if (NORMED) length += lengths[w * HELD_LINES + l];
   }
   if (NORMED) {
     const float factor = rsqrtf(length / IN + EPS);
