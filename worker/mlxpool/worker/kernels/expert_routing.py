@@ -28,6 +28,7 @@ from mlxpool.worker.kernels.kernel_builder import (
     Constant,
     build_kernel,
     kernel_works,
+    name_files,
 )
 from mlxpool.worker.kernels.routing_params import RoutingParams
 
@@ -44,6 +45,7 @@ COLUMNS = 32  # of the router that a warp reads at a time
 # shape took 848 us instead of 640 on an H200.
 ITEM_LINES = (8, 16, 32, 64, 128)
 HEADER_WORDS = 4
+CHOICE = {"EXPERT_CHOICE": "expert_choice.cuh"}
 COUNTER_ARRAYS = 128  # more than the 100 operations of a graph of MLX
 
 
@@ -185,15 +187,8 @@ def _kernel(
 ) -> Any:
     """Builds the kernel; `lines`: of a thread block; `normed`: numbers of a line, or 0."""
     constants: dict[str, Constant] = {
-        "EXPERTS": routing.count,
-        "CHOSEN": routing.chosen,
-        "SIGMOID": routing.sigmoid,
-        "NORMED": routing.normed and (routing.chosen > 1 or not routing.sigmoid),
-        "FACTOR": float(routing.factor),
-        "GROUPS": routing.groups,
-        "CHOSEN_GROUPS": routing.chosen_groups,
+        **choice_constants(routing, added=added),
         "MULTIPLIES": multiplied,
-        "ADDED": added,
         "SHARED": shared,
         "LINES": lines,
         "NORMED_LINES": normed,
@@ -210,9 +205,23 @@ def _kernel(
         constants,
         contiguous=True,
         shared=4 * words + norms,
-        header="" if normed else "#define normed plan\n",  # it is not written
+        header=name_files(CHOICE) + ("" if normed else "#define normed plan\n"),  # not written
         bounds=(THREADS, 1),
     )
+
+
+def choice_constants(routing: RoutingParams, *, added: bool) -> dict[str, Constant]:
+    """Returns the constants of expert_choice.cuh."""
+    return {
+        "EXPERTS": routing.count,
+        "CHOSEN": routing.chosen,
+        "SIGMOID": routing.sigmoid,
+        "NORMED": routing.normed and (routing.chosen > 1 or not routing.sigmoid),
+        "FACTOR": float(routing.factor),
+        "GROUPS": routing.groups,
+        "CHOSEN_GROUPS": routing.chosen_groups,
+        "ADDED": added,
+    }
 
 
 @cache

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import mlx.core as mx
 
-from mlxpool.worker.kernels import expert_products, expert_routing, matmul_small
+from mlxpool.worker.kernels import expert_products, expert_routing, expert_token, matmul_small
 from mlxpool.worker.kernels.device import on_cuda
 from mlxpool.worker.kernels.expert_products import (
     MAX_MXFP4_SCALE,
@@ -17,6 +17,7 @@ from mlxpool.worker.kernels.expert_products import (
     WeightedSum,
 )
 from mlxpool.worker.kernels.expert_routing import LineNorm
+from mlxpool.worker.kernels.expert_token import TokenMixture
 from mlxpool.worker.kernels.routing_params import RoutingParams
 from mlxpool.worker.layers.gated_mlp import GatedMLPLayer
 from mlxpool.worker.layers.layer_types import (
@@ -111,6 +112,10 @@ class SwitchGLU:
         if weights is None or not expert_routing.supports(given.shape[0], routing):
             return None
         alike = _weights_alike(shared, weights)
+        if shared is None or alike is not None:
+            token = _token_mixture(x, router, routing, added, weights, alike)
+            if token is not None:
+                return PendingProduct(TokenExperts(token), given)
         plan, normed = _plan(x, router, routing, added, shared=alike is not None)
         beside = shared(normed) if shared is not None and alike is None else None
         made, whole = expert_products.pending_mixture(normed, plan, routing, weights, alike, beside)
@@ -171,6 +176,51 @@ class ExpertSum:
         return self.whole(x, residual) if few else None
 
 
+@dataclass(frozen=True, slots=True)
+class TokenExperts:
+    """Implements layer_types.Linear: what its experts make of the norm of one token."""
+
+    mixture: TokenMixture
+
+    def __call__(self, x: LinearInput) -> mx.array:
+        assert isinstance(x, mx.array)
+        return self.mixture(x)
+
+    def add_to(self, x: mx.array, residual: mx.array) -> mx.array | None:
+        """See layer_types.Linear."""
+        return self.mixture(x, residual) if residual.dtype == x.dtype else None
+
+
+def _token_mixture(
+    x: LinearInput,
+    router: AnyLinear,
+    routing: RoutingParams,
+    added: mx.array | None,
+    experts: ExpertWeights,
+    shared: tuple[mx.array, mx.array] | None,
+) -> TokenMixture | None:
+    """The mixture for one token, where a kernel computes all of it."""
+    chooser = _chooser(router, routing, added)
+    if chooser is None or not isinstance(x, PendingNorm) or not isinstance(x.norm, RMSNorm):
+        return None
+    gate, more = chooser
+    norm = LineNorm(x.norm.weight, x.norm.eps)
+    if not expert_token.supports(x.x, norm, gate, routing, experts):
+        return None
+    return TokenMixture(norm, gate, more, routing, experts, shared)
+
+
+def _chooser(
+    router: AnyLinear, routing: RoutingParams, added: mx.array | None
+) -> tuple[mx.array, mx.array | None] | None:
+    """The router's dense weight, and what is added to choose by, for kernels; or None."""
+    if not isinstance(router, Linear):
+        return None
+    if router.bias is None:
+        return router.weight, added
+    return (router.weight, router.bias) if added is None and not routing.sigmoid else None
+
+
 def _plan(
     x: LinearInput,
     router: AnyLinear,
@@ -182,11 +232,9 @@ def _plan(
     """The experts of x [T, in] and their work, see expert_routing.py; and x, normed."""
     given = x.x if isinstance(x, PendingNorm) else x
     gate: mx.array | None = None
-    if isinstance(router, Linear) and expert_routing.multiplies(given, router.weight):
-        if router.bias is None:
-            gate = router.weight
-        elif added is None and not routing.sigmoid:
-            gate, added = router.weight, router.bias
+    chooser = _chooser(router, routing, added)
+    if chooser is not None and expert_routing.multiplies(given, chooser[0]):
+        gate, added = chooser
     if isinstance(x, PendingNorm):
         norm = x.norm
         if gate is not None and isinstance(norm, RMSNorm) and expert_routing.can_norm(given):

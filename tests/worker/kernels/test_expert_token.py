@@ -1,0 +1,111 @@
+"""The experts of one token in one kernel, against the kernels for any number of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
+
+from mlxpool.worker.kernels import device, expert_token  # noqa: E402
+from mlxpool.worker.kernels.expert_products import ExpertWeight, ExpertWeights  # noqa: E402
+from mlxpool.worker.kernels.expert_routing import LineNorm  # noqa: E402
+from mlxpool.worker.kernels.expert_token import TokenMixture  # noqa: E402
+from mlxpool.worker.kernels.routing_params import RoutingParams  # noqa: E402
+from support import simt  # noqa: E402
+
+ON_GPU = mx.cuda.is_available()
+GLM = RoutingParams(64, 4, sigmoid=True, normed=True, factor=1.8)
+QWEN = RoutingParams(128, 8, sigmoid=False, normed=True)
+GROUPS = RoutingParams(16, 4, sigmoid=True, normed=True, groups=4, chosen_groups=2)
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A GPU, or a simulated one with three multiprocessors."""
+    if not ON_GPU:
+        monkeypatch.setattr(device, "multiprocessors", lambda: 3)
+        monkeypatch.setattr(expert_token, "MIN_MULTIPROCESSORS", 2)
+    with nullcontext() if ON_GPU else simt.simulated():
+        yield
+
+
+def mixture_of(
+    routing: RoutingParams, hidden: int, width: int, kind: Any, *, shared: bool
+) -> tuple[TokenMixture, Any]:
+    """Returns a mixture of random weights, whose scores are far apart, and a token."""
+    mx.random.seed(routing.count)
+
+    def weight(*shape: int, size: float = 1.0) -> Any:
+        return (size * mx.random.normal(shape) * shape[-1] ** -0.5).astype(kind)
+
+    count = routing.count
+    more = (weight(2 * width, hidden), weight(hidden, width)) if shared else None
+    mixture = TokenMixture(
+        LineNorm(1 + weight(hidden), 1e-5),
+        weight(count, hidden, size=4),
+        mx.random.normal((count,)) / 8 if routing.sigmoid else None,
+        routing,
+        ExpertWeights(
+            ExpertWeight(weight(count, 2 * width, hidden)),
+            ExpertWeight(weight(count, hidden, width)),
+        ),
+        more,
+    )
+    return mixture, (4 * mx.random.normal((1, hidden))).astype(kind)
+
+
+@pytest.mark.parametrize(
+    ("routing", "hidden", "width", "dtype", "shared"),
+    [(GLM, 320, 192, "bfloat16", True), (QWEN, 2560, 64, "float16", False)],
+    ids=["GLM", "qwen3_moe"],
+)
+def test_one_token_equals_the_kernels_of_many(
+    routing: RoutingParams, hidden: int, width: int, dtype: str, shared: bool
+) -> None:
+    """With more columns than a lane asks for at a time; twice, as launches share their memory."""
+    kind = getattr(mx, dtype)
+    mixture, x = mixture_of(routing, hidden, width, kind, shared=shared)
+    assert expert_token.supports(x, mixture.norm, mixture.gate, mixture.routing, mixture.experts)
+    for _ in range(2):
+        expected = numbers(expert_token.by_kernels(mixture, x))
+        assert np.abs(numbers(mixture(x)) - expected).max() < 0.02 * np.abs(expected).max()
+        found = numbers(mixture(x, x))
+        assert np.abs(found - expected - numbers(x)).max() < 0.02 * np.abs(found).max()
+        x = x[:, ::-1] + 1
+
+
+def test_groups_of_experts_and_one_shared() -> None:
+    mixture, x = mixture_of(GROUPS, 192, 64, mx.bfloat16, shared=True)
+    expected = numbers(expert_token.by_kernels(mixture, x))
+    assert np.abs(numbers(mixture(x)) - expected).max() < 0.02 * np.abs(expected).max()
+
+
+def test_what_the_kernel_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    mixture, x = mixture_of(GROUPS, 192, 64, mx.bfloat16, shared=False)
+    norm, gate, routing, experts = mixture.norm, mixture.gate, GROUPS, mixture.experts
+    assert expert_token.supports(x, norm, gate, routing, experts)
+    assert not expert_token.supports(mx.concatenate([x, x]), norm, gate, routing, experts)
+    assert not expert_token.supports(x, norm, gate.astype(mx.float16), routing, experts)
+    limited = replace(experts, limit=7.0)
+    assert not expert_token.supports(x, norm, gate, routing, limited)
+    monkeypatch.setattr(device, "shares_multiprocessors", lambda: True)
+    assert not expert_token.supports(x, norm, gate, routing, experts)
+
+
+@pytest.mark.skipif(ON_GPU, reason="simulates a GPU whose thread blocks are not all resident")
+def test_thread_blocks_that_are_not_resident_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simt, "resident", False)
+    mixture, x = mixture_of(GROUPS, 192, 64, mx.bfloat16, shared=False)
+    assert not expert_token.supports(
+        x, mixture.norm, mixture.gate, mixture.routing, mixture.experts
+    )
+
+
+def numbers(array: Any) -> Any:
+    return np.array(array.astype(mx.float32)).astype(np.float64)

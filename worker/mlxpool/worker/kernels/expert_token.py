@@ -1,0 +1,209 @@
+"""The weighted sum of what its experts make of one token, in one kernel with its norm and residual.
+
+With one token each kernel costs the host more than the device: one launch replaces those of
+expert_routing.py and expert_products.py. All its thread blocks must be resident at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+
+from mlxpool.worker.kernels import device, expert_products, expert_routing
+from mlxpool.worker.kernels.expert_products import ExpertWeight, ExpertWeights
+from mlxpool.worker.kernels.expert_routing import CHOICE, LineNorm
+from mlxpool.worker.kernels.kernel_builder import (
+    HALF_DTYPES,
+    WARP_SIZE,
+    Constant,
+    build_kernel,
+    include_line,
+    kernel_works,
+    name_files,
+)
+from mlxpool.worker.kernels.routing_params import RoutingParams
+
+WARPS = 16
+THREADS = WARPS * WARP_SIZE
+COLUMNS = 64  # a row of a weight has a multiple of them
+STATE_WORDS = 4  # of the grid's barrier
+MIN_MULTIPROCESSORS = 64  # fewer take longer than they save
+MAX_SHARED_BYTES = 128 * 1024
+INPUTS = (
+    "x", "gain", "gate", "added", "gate_up", "down_weight", "shared_gate_up", "shared_down",
+    "residual", "memory",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMixture:
+    """A mixture of experts with the norm before it, for one token.
+
+    `gate` [E, d] is the router, `added` [E] see RoutingParams. `shared`: gates and ups [2 * W, d]
+    and down [d, W] of an expert that every token has.
+    """
+
+    norm: LineNorm
+    gate: mx.array
+    added: mx.array | None
+    routing: RoutingParams
+    experts: ExpertWeights
+    shared: tuple[mx.array, mx.array] | None
+
+    def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
+        """Returns what the experts make of the norm of x [1, d], plus `residual` [1, d]."""
+        return _launch(self, x, residual, gives_up=False)
+
+
+def supports(
+    x: mx.array,
+    norm: LineNorm,
+    gate: mx.array,
+    routing: RoutingParams,
+    experts: ExpertWeights,
+) -> bool:
+    """Returns whether a TokenMixture of these serves x [T, d]; the first call tries the kernel."""
+    weights = experts.gate_up, experts.down
+    plain = all(one.packed is None and one.bias is None for one in weights) and not experts.limit
+    size, width = x.shape[1], experts.down.weight.shape[2]
+    alike = {one.dtype for one in (x, norm.gain, gate, *(one.weight for one in weights))}
+    if len(x) != 1 or not plain or len(alike) > 1 or x.dtype not in HALF_DTYPES:
+        return False
+    if size % COLUMNS or width % COLUMNS:
+        return False
+    if _shared_bytes(size, width, routing, shared=True) > MAX_SHARED_BYTES:
+        return False
+    return expert_routing.supports(1, routing) and _is_resident() and _kernel_works(x.dtype)
+
+
+def _is_resident() -> bool:
+    """Returns whether a thread block for each multiprocessor is resident at a time."""
+    return device.multiprocessors() >= MIN_MULTIPROCESSORS and not device.shares_multiprocessors()
+
+
+def _shared_bytes(size: int, width: int, routing: RoutingParams, *, shared: bool) -> int:
+    """Returns the shared memory of a thread block."""
+    slots = routing.chosen + shared
+    return 2 * max(size, slots * width) + 4 * (routing.count + WARPS + 2 * routing.chosen + 1)
+
+
+def _launch(
+    mixture: TokenMixture, x: mx.array, residual: mx.array | None, *, gives_up: bool
+) -> mx.array:
+    """Runs the kernel; where it gives up, since blocks are not resident, results are no numbers."""
+    routing, shared = mixture.routing, mixture.shared or (None, None)
+    size, width = mixture.experts.down.weight.shape[1:]
+    slots = routing.chosen + (mixture.shared is not None)
+    kernel = _kernel(
+        (size, width),
+        routing,
+        x.dtype,
+        mixture.added is not None,
+        mixture.shared is not None,
+        residual is not None,
+        float(mixture.norm.eps),
+        gives_up,
+    )
+    found: list[mx.array] = kernel(
+        inputs=[
+            x,
+            mixture.norm.gain,
+            mixture.gate,
+            mixture.added,
+            mixture.experts.gate_up.weight,
+            mixture.experts.down.weight,
+            *shared,
+            residual,
+            _memory(routing.count, slots * width),
+        ],
+        grid=(device.multiprocessors() * THREADS, 1, 1),
+        threadgroup=(THREADS, 1, 1),
+        output_shapes=[x.shape],
+        output_dtypes=[x.dtype],
+    )
+    return found[0]
+
+
+@cache
+def _memory(experts: int, numbers: int) -> mx.array:
+    """Returns memory that launches use, one after the other: each depends on the one before."""
+    words = STATE_WORDS + -(-experts // 4) * 4 + -(-numbers // 2)
+    memory = mx.zeros((words,), dtype=mx.int32)
+    mx.eval(memory)
+    return memory
+
+
+@cache
+def _kernel(
+    sizes: tuple[int, int],
+    routing: RoutingParams,
+    dtype: mx.Dtype,
+    added: bool,
+    shared: bool,
+    residual: bool,
+    eps: float,
+    gives_up: bool,
+) -> Any:
+    constants: dict[str, Constant] = {
+        **expert_routing.choice_constants(routing, added=added),
+        "SIZE": sizes[0],
+        "WIDTH": sizes[1],
+        "SHARED": shared,
+        "RESIDUAL": residual,
+        "EPS": eps,
+        "GIVES_UP": gives_up,
+        "N": dtype,
+    }
+    return build_kernel(
+        "expert_token",
+        INPUTS,
+        ["out"],
+        constants,
+        contiguous=True,
+        shared=_shared_bytes(*sizes, routing, shared=shared),
+        header=include_line("grid_barrier.cuh") + name_files(CHOICE),
+        bounds=(THREADS, 1),
+    )
+
+
+@cache
+def _kernel_works(dtype: mx.Dtype) -> bool:
+    return kernel_works("the experts of one token", lambda: _is_right(dtype))
+
+
+def _is_right(dtype: mx.Dtype) -> bool:
+    """Compares a token's experts, twice, with the kernels for more tokens."""
+    mixture, x = trial(dtype)
+    expected = x + by_kernels(mixture, x)
+    found = [_launch(mixture, x, x, gives_up=True) for _ in range(2)]
+    return all(mx.allclose(one, expected, 0.03, 0.05).item() for one in found)
+
+
+def trial(dtype: mx.Dtype) -> tuple[TokenMixture, mx.array]:
+    """Returns a mixture of random weights and a token."""
+    routing = RoutingParams(count=5, chosen=2, sigmoid=True, normed=True, factor=1.5)
+    hidden, width = 3 * COLUMNS, 2 * COLUMNS
+
+    def weight(seed: int, *shape: int) -> mx.array:
+        drawn: mx.array = mx.random.normal(shape, key=mx.random.key(seed)) * shape[-1] ** -0.5
+        return drawn.astype(dtype)
+
+    gate_up, down = weight(1, 5, 2 * width, hidden), weight(2, 5, hidden, width)
+    norm = LineNorm(1 + weight(3, hidden), 1e-5)
+    experts = ExpertWeights(ExpertWeight(gate_up), ExpertWeight(down))
+    shared = weight(4, 2 * width, hidden), weight(5, hidden, width)
+    mixture = TokenMixture(norm, 4 * weight(6, 5, hidden), None, routing, experts, shared)
+    return mixture, 4 * weight(7, 1, hidden)
+
+
+def by_kernels(mixture: TokenMixture, x: mx.array) -> mx.array:
+    """Returns what the kernels for any number of tokens make of x [T, d]."""
+    normed = mx.fast.rms_norm(x, mixture.norm.gain, mixture.norm.eps)
+    shared = mixture.shared is not None
+    plan = expert_routing.plan_tokens(
+        normed, mixture.gate, mixture.added, mixture.routing, shared=shared
+    )
+    return expert_products.mixture(normed, plan, mixture.routing, mixture.experts, mixture.shared)
