@@ -21,7 +21,7 @@ from mlxpool.worker.attention.row_spans import RowSpan  # noqa: E402
 from mlxpool.worker.engine.engine import StepResult  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.engine.pass_spans import PassSpans  # noqa: E402
-from mlxpool.worker.kernels import device, expert_token, kernel_cache  # noqa: E402
+from mlxpool.worker.kernels import device, kernel_cache, token_grid  # noqa: E402
 from mlxpool.worker.layers import builder  # noqa: E402
 from mlxpool.worker.sampling.row_masks import RowMasks  # noqa: E402
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence  # noqa: E402
@@ -90,7 +90,8 @@ MODELS: dict[str, tuple[dict[str, Any], bool, set[str]]] = {
         (RAGGED - {"paged_attention", "ragged_attention", "rotate_and_write", "block_write"})
         | {"latent_attention", "latent_lines", "ragged_latents", "head_product"}
         | {"matmul_small", "matmul_tiled"}
-        | {"expert_routing", "expert_product", "expert_sum", "expert_token"},
+        | {"expert_routing", "expert_product", "expert_sum", "expert_token"}
+        | {"latent_token", "latent_token_out"},
     ),
 }
 PROMPTS = [tuple((7 * n + n * n + salt) % 256 for n in range(40)) for salt in (0, 0, 3)]
@@ -184,7 +185,7 @@ def test_kernels_do_not_change_the_tokens_of_an_engine(
     machine: AbstractContextManager[set[str]] = nullcontext(set()) if ON_GPU else simt.simulated()
     if not ON_GPU:
         monkeypatch.setattr(device, "multiprocessors", lambda: 2)
-        monkeypatch.setattr(expert_token, "MIN_MULTIPROCESSORS", 2)
+        monkeypatch.setattr(token_grid, "MIN_MULTIPROCESSORS", 2)
     with machine as called:
         if "tiles" in name:  # which are made at load, on a GPU
             monkeypatch.setattr(builder, "on_gpu", lambda: True)

@@ -12,7 +12,7 @@ import pytest
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.worker.kernels import device, expert_token  # noqa: E402
+from mlxpool.worker.kernels import device, expert_token, token_grid  # noqa: E402
 from mlxpool.worker.kernels.expert_products import ExpertWeight, ExpertWeights  # noqa: E402
 from mlxpool.worker.kernels.expert_routing import LineNorm  # noqa: E402
 from mlxpool.worker.kernels.expert_token import TokenMixture  # noqa: E402
@@ -30,7 +30,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A GPU, or a simulated one with three multiprocessors."""
     if not ON_GPU:
         monkeypatch.setattr(device, "multiprocessors", lambda: 3)
-        monkeypatch.setattr(expert_token, "MIN_MULTIPROCESSORS", 2)
+        monkeypatch.setattr(token_grid, "MIN_MULTIPROCESSORS", 2)
     with nullcontext() if ON_GPU else simt.simulated():
         yield
 

@@ -14,7 +14,14 @@ import numpy.typing as npt
 from mlxpool.worker.kernels.block_write import RopeTables, makes_tables, rope_tables
 from mlxpool.worker.kernels.score_params import ScoreParams
 from mlxpool.worker.layers.config_fields import Heads
-from mlxpool.worker.layers.layer_types import ForwardBatch, LatentLayer, LatentProjections, Rope
+from mlxpool.worker.layers.layer_types import (
+    ForwardBatch,
+    LatentLayer,
+    LatentProjections,
+    LatentToken,
+    PendingNorm,
+    Rope,
+)
 
 # Below, MLX's CUDA kernel fails past 64 tokens: its thread blocks are too deep.
 MIN_KERNEL_DIMS = 32
@@ -172,6 +179,12 @@ class RotateThenAttend(WithoutImages):
         """See ForwardBatch."""
         q, latent = attention.split(lines, cast("ForwardBatch", self))
         return self.attend_latent(layer, q, latent, attention.scale, attention.heads)
+
+    def attend_latent_token(
+        self, layer: int, x: PendingNorm, token: LatentToken, attention: LatentLayer
+    ) -> mx.array | None:
+        """See ForwardBatch."""
+        return None
 
 
 def split_lines(lines: mx.array, heads: Heads) -> tuple[mx.array, mx.array]:

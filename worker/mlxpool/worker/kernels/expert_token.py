@@ -1,7 +1,6 @@
 """The weighted sum of what its experts make of one token, in one kernel with its norm and residual.
 
-With one token each kernel costs the host more than the device: one launch replaces those of
-expert_routing.py and expert_products.py. All its thread blocks must be resident at a time.
+One launch replaces those of expert_routing.py and expert_products.py, see token_grid.py.
 """
 
 from __future__ import annotations
@@ -12,26 +11,13 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxpool.worker.kernels import device, expert_products, expert_routing
+from mlxpool.worker.kernels import expert_products, expert_routing, token_grid
 from mlxpool.worker.kernels.expert_products import ExpertWeight, ExpertWeights
 from mlxpool.worker.kernels.expert_routing import CHOICE, LineNorm
-from mlxpool.worker.kernels.kernel_builder import (
-    HALF_DTYPES,
-    WARP_SIZE,
-    Constant,
-    build_kernel,
-    include_line,
-    kernel_works,
-    name_files,
-)
+from mlxpool.worker.kernels.kernel_builder import HALF_DTYPES, Constant, kernel_works, name_files
 from mlxpool.worker.kernels.routing_params import RoutingParams
+from mlxpool.worker.kernels.token_grid import COLUMNS, MAX_SHARED_BYTES, WARPS
 
-WARPS = 16
-THREADS = WARPS * WARP_SIZE
-COLUMNS = 64  # a row of a weight has a multiple of them
-STATE_WORDS = 4  # of the grid's barrier
-MIN_MULTIPROCESSORS = 64  # fewer take longer than they save
-MAX_SHARED_BYTES = 128 * 1024
 INPUTS = (
     "x", "gain", "gate", "added", "gate_up", "down_weight", "shared_gate_up", "shared_down",
     "residual", "memory",
@@ -76,12 +62,9 @@ def supports(
         return False
     if _shared_bytes(size, width, routing, shared=True) > MAX_SHARED_BYTES:
         return False
-    return expert_routing.supports(1, routing) and _is_resident() and _kernel_works(x.dtype)
-
-
-def _is_resident() -> bool:
-    """Returns whether a thread block for each multiprocessor is resident at a time."""
-    return device.multiprocessors() >= MIN_MULTIPROCESSORS and not device.shares_multiprocessors()
+    return (
+        expert_routing.supports(1, routing) and token_grid.is_resident() and _kernel_works(x.dtype)
+    )
 
 
 def _shared_bytes(size: int, width: int, routing: RoutingParams, *, shared: bool) -> int:
@@ -107,33 +90,12 @@ def _launch(
         float(mixture.norm.eps),
         gives_up,
     )
-    found: list[mx.array] = kernel(
-        inputs=[
-            x,
-            mixture.norm.gain,
-            mixture.gate,
-            mixture.added,
-            mixture.experts.gate_up.weight,
-            mixture.experts.down.weight,
-            *shared,
-            residual,
-            _memory(routing.count, slots * width),
-        ],
-        grid=(device.multiprocessors() * THREADS, 1, 1),
-        threadgroup=(THREADS, 1, 1),
-        output_shapes=[x.shape],
-        output_dtypes=[x.dtype],
-    )
-    return found[0]
-
-
-@cache
-def _memory(experts: int, numbers: int) -> mx.array:
-    """Returns memory that launches use, one after the other: each depends on the one before."""
-    words = STATE_WORDS + -(-experts // 4) * 4 + -(-numbers // 2)
-    memory = mx.zeros((words,), dtype=mx.int32)
-    mx.eval(memory)
-    return memory
+    words = -(-routing.count // 4) * 4 + -(-slots * width // 2)
+    inputs = [
+        x, mixture.norm.gain, mixture.gate, mixture.added, mixture.experts.gate_up.weight,
+        mixture.experts.down.weight, *shared, residual, token_grid.memory("experts", words),
+    ]  # fmt: skip
+    return token_grid.launch(kernel, inputs, x.shape, x.dtype)
 
 
 @cache
@@ -157,16 +119,8 @@ def _kernel(
         "GIVES_UP": gives_up,
         "N": dtype,
     }
-    return build_kernel(
-        "expert_token",
-        INPUTS,
-        ["out"],
-        constants,
-        contiguous=True,
-        shared=_shared_bytes(*sizes, routing, shared=shared),
-        header=include_line("grid_barrier.cuh") + name_files(CHOICE),
-        bounds=(THREADS, 1),
-    )
+    bytes_ = _shared_bytes(*sizes, routing, shared=shared)
+    return token_grid.build("expert_token", INPUTS, constants, bytes_, name_files(CHOICE))
 
 
 @cache

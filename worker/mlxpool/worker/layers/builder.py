@@ -13,8 +13,10 @@ from mlxpool.worker.kernels.device import on_gpu
 from mlxpool.worker.layers.activations import ClampedSwiGLU
 from mlxpool.worker.layers.derived_weights import MODULE_TENSORS
 from mlxpool.worker.layers.experts import SwitchGLU, SwitchLinear, fits_kernels
-from mlxpool.worker.layers.layer_types import Activation
+from mlxpool.worker.layers.latent_token import LatentToken, latent_token_of
+from mlxpool.worker.layers.layer_types import Activation, GainNorm
 from mlxpool.worker.layers.layer_types import Linear as AnyLinear
+from mlxpool.worker.layers.layer_types import MultiLinear as AnyMultiLinear
 from mlxpool.worker.layers.linear import (
     ConcatenatedLinear,
     Embedding,
@@ -94,6 +96,17 @@ class WeightLayerBuilder:
     def multi_linear(self, name: str) -> MultiLinear:
         """One linear layer for each head, weight [H, out, in]."""
         return MultiLinear(self._weight(name), self._batch_invariant)
+
+    def latent_token(
+        self,
+        down: AnyLinear,
+        norms: tuple[GainNorm, GainNorm],
+        up: AnyLinear,
+        heads: tuple[AnyMultiLinear, AnyMultiLinear],
+        out: AnyLinear,
+    ) -> LatentToken | None:
+        """A layer of latent attention for one token, see latent_token_of."""
+        return None if self.divided else latent_token_of(down, norms, up, heads, out)
 
     def switch_linear(self, name: str) -> SwitchLinear:
         """The stacked linear layers of experts, weight [E, out, in]."""

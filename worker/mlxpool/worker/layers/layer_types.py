@@ -109,6 +109,23 @@ class LatentLayer(Protocol):
         """Lines -> queries [T, H, D] and latents [T, dim], normed and rotated."""
 
 
+class LatentToken(Protocol):
+    """A layer of latent attention for one token: a Linear of what its heads have read."""
+
+    def queries(
+        self, x: PendingNorm, pool: mx.array, slots: mx.array, turns: RopeTables
+    ) -> mx.array | None:
+        """Queries [1, H, R + D] of x [1, d]; writes the token's latent into slots[0] of the pool.
+
+        None where no kernel does both.
+        """
+
+    def __call__(self, x: LinearInput) -> mx.array: ...
+
+    def add_to(self, x: mx.array, residual: mx.array) -> mx.array | None:
+        """See Linear."""
+
+
 class ForwardBatch(Protocol):
     """The tokens of one forward pass on one axis [T], with the caches of their sequences.
 
@@ -183,6 +200,14 @@ class ForwardBatch(Protocol):
 
     def attend_latent_lines(self, layer: int, lines: mx.array, attention: LatentLayer) -> mx.array:
         """`attend_latent` of lines [T, C + dim] as the first product of `attention` gives them."""
+
+    def attend_latent_token(
+        self, layer: int, x: PendingNorm, token: LatentToken, attention: LatentLayer
+    ) -> mx.array | None:
+        """Attends with the queries that `token` makes of one token x [1, d] -> [1, H * R].
+
+        None where the pass has more tokens, or no kernel makes the queries.
+        """
 
     def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
         """Inputs [T, ...] -> outputs [T or E, ...] of `scan` over each sequence, from its state."""
@@ -325,6 +350,15 @@ class LayerBuilder(Protocol):
     def tensor(self, name: str) -> mx.array: ...
 
     def multi_linear(self, name: str) -> MultiLinear: ...
+
+    def latent_token(
+        self,
+        down: Linear,
+        norms: tuple[GainNorm, GainNorm],
+        up: Linear,
+        heads: tuple[MultiLinear, MultiLinear],
+        out: Linear,
+    ) -> LatentToken | None: ...
 
     def switch_linear(self, name: str) -> SwitchLayer: ...
 

@@ -24,9 +24,11 @@ from mlxpool.worker.layers.derived_weights import DerivedWeights, StoredTensors,
 from mlxpool.worker.layers.layer_types import (
     ForwardBatch,
     GainNorm,
+    LatentToken,
     LayerBuilder,
     LinearInput,
     MultiLinear,
+    PendingNorm,
     PendingProduct,
     Rope,
 )
@@ -140,10 +142,19 @@ class _Attention(FusableSublayer):
         values = builder.multi_linear(f"{name}.unembed_out")
         self.heads = LatentAttentionProjections(spec.sizes, keys, values)
         self.o = builder.linear(f"{name}.o_proj")
+        self.token: LatentToken | None = None
+        if spec.query_rank:
+            self.token = builder.latent_token(
+                self.down, self.norms, self.up, (keys, values), self.o
+            )
 
     def pending(self, x: LinearInput, *batches: ForwardBatch) -> PendingProduct:
         """See FusableSublayer."""
         (batch,) = batches
+        if self.token is not None and isinstance(x, PendingNorm):
+            read = batch.attend_latent_token(self.layer, x, self.token, self)
+            if read is not None:
+                return PendingProduct(self.token, read)
         if self.spec.query_rank:
             out = batch.attend_latent_lines(self.layer, self.down(x), self)
         else:

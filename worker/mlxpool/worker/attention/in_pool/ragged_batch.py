@@ -24,6 +24,8 @@ from mlxpool.worker.layers.config_fields import Heads
 from mlxpool.worker.layers.layer_types import (
     LatentLayer,
     LatentProjections,
+    LatentToken,
+    PendingNorm,
     Rope,
     Scan,
     SpanScan,
@@ -173,12 +175,27 @@ class RaggedBatch(WithoutImages):
         absorbed = heads.absorb_and_rotate(q, turns)
         if absorbed is None:
             absorbed = heads.absorb(attention.rotated_queries(q, self))
-        _, count, size = absorbed.shape
-        plan = arrays.plans[ragged_latents.tile_shape(count, size, heads.rank)]
-        read = ragged_latents.attend(absorbed, pool, plan, attention.scale, heads.rank)
+        read = self._read_latents(absorbed, pool, attention)
         if arrays.chunks and layer < self._last and ends_part(layer):
             self.parts.append(read)
         return heads.to_values(self.lines_after(layer, read))
+
+    def attend_latent_token(
+        self, layer: int, x: PendingNorm, token: LatentToken, attention: LatentLayer
+    ) -> mx.array | None:
+        """See ForwardBatch.attend_latent_token."""
+        (pool,), arrays = self._pool.arrays[layer], self._arrays
+        if arrays.wanted is not None:
+            return None
+        q = token.queries(x, pool, arrays.slots, self._rotation.turns(attention.rope))
+        return None if q is None else self._read_latents(q, pool, attention).reshape(1, -1)
+
+    def _read_latents(self, q: mx.array, pool: mx.array, attention: LatentLayer) -> mx.array:
+        """What queries [T, H, line] read in the pool: [T, H, rank]."""
+        _, count, size = q.shape
+        rank = attention.heads.rank
+        plan = self._arrays.plans[ragged_latents.tile_shape(count, size, rank)]
+        return ragged_latents.attend(q, pool, plan, attention.scale, rank)
 
     def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
         """See ForwardBatch.recur."""
@@ -277,6 +294,12 @@ class AttentionProbe(WithoutImages):
             self.shapes.add(tiles)
             self.chunk_shapes.add(tiles)
         return heads.to_values(absorbed[..., :rank])
+
+    def attend_latent_token(
+        self, layer: int, x: PendingNorm, token: LatentToken, attention: LatentLayer
+    ) -> mx.array | None:
+        """See ForwardBatch.attend_latent_token. Leaves it to `attend_latent_lines`."""
+        return None
 
     def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
         """See ForwardBatch.recur."""

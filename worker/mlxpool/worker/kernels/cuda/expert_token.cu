@@ -1,48 +1,25 @@
-// What its experts make of one token, in one launch whose thread blocks wait for each other twice (grid_barrier.cuh):
+// What its experts make of one token, in one launch whose thread blocks wait for each other twice (token_rows.cuh):
 // out [1, SIZE] = the RESIDUAL, if any, + the weighted sum of down(silu(gate) * up) of the chosen experts, and of the
 // SHARED one, of the norm of x [1, SIZE] with `gain`. A warp has the logit of an expert, then pairs of rows of gate and
-// up, then rows of all downs; all its loads of a row are in flight at a time. The router's row, and the first rows of the
-// shared expert, are asked for before it is known what they are multiplied with. Numbers are rounded as by the
-// separate kernels. `memory`: the state of the barrier, the logits [EXPERTS], and what gates and ups make [SLOTS, WIDTH].
-constexpr int WARPS = 16, THREADS = 32 * WARPS, EACH = (EXPERTS + 31) / 32;
+// up, then rows of all downs. The router's row, and the first rows of the shared expert, are asked for before it is known
+// what they are multiplied with. Numbers are rounded as by the separate kernels. `memory`: the state of the barrier, the
+// logits [EXPERTS], and what gates and ups make [SLOTS, WIDTH].
+constexpr int EACH = (EXPERTS + 31) / 32, ALL = TOKEN_WARPS * BLOCKS;
 constexpr int SLOTS = SHARED + CHOSEN;  // experts, the shared one first
-constexpr int LOADS = (SIZE + 255) / 256, WIDTH_LOADS = (WIDTH + 255) / 256;  // of 16 bytes, of a lane in a row
-constexpr int BATCH = 8, DOWN_BATCH = 12;  // loads of a row that a lane has in flight
-constexpr int COUNT = (SIZE / 8 + THREADS - 1) / THREADS;  // pieces of 16 bytes of x, of a thread
+constexpr int LOADS = (SIZE + 255) / 256, WIDTH_LOADS = (WIDTH + 255) / 256;  // of a lane in a row
+constexpr int BATCH = 8, DOWN_BATCH = 12;  // loads that a lane has in flight, of gate and up each, and of downs
 constexpr float TINY = 1e-20f, NONE = -3e38f;
-using Eight = Some<N, 8>;
 extern __shared__ uint4 space[];
 uint4* const line = space;  // the normed token, then what gates and ups make
 float* const scores = (float*)(line + (SIZE > SLOTS * WIDTH ? SIZE : SLOTS * WIDTH) / 8);  // [EXPERTS]
-float* const sums = scores + EXPERTS;  // [WARPS]
-float* const weights = sums + WARPS;  // [CHOSEN]
+float* const sums = scores + EXPERTS;  // [TOKEN_WARPS]
+float* const weights = sums + TOKEN_WARPS;  // [CHOSEN]
 int* const experts = (int*)(weights + CHOSEN);  // [CHOSEN]
-const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
-const int own = warp * gridDim.x + blockIdx.x, all = WARPS * gridDim.x;  // the number of this warp
+const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, own = warp * BLOCKS + blockIdx.x;
 float* const logits = (float*)memory + 4;
 N* const inner = (N*)(logits + (EXPERTS + 3) / 4 * 4);
 GridBarrier barrier((unsigned*)memory, (bool*)(experts + CHOSEN));
-// Asks for up to COUNT loads of a row of LENGTH numbers.
-auto ask = [&](const N* row, int from, int length, uint4& into) {
-  const int at = (from * 32 + lane) * 8;
-  into = at < length ? *(const uint4*)(row + at) : uint4{0, 0, 0, 0};
-};
-// The sum of the products of eight numbers.
-auto multiplied = [&](uint4 row, const uint4* with, int from, int length) -> float {
-  const int at = from * 32 + lane;
-  if (at * 8 >= length) return 0.f;
-  const Eight left = *(const Eight*)&row, right = *(const Eight*)(with + at);
-  float sum = 0;
-  #pragma unroll
-  for (int i = 0; i < 8; i++) sum = fmaf(up(left.n[i]), up(right.n[i]), sum);
-  return sum;
-};
-auto whole = [](float sum) -> float {
-  #pragma unroll
-  for (int by = 1; by < 32; by *= 2) sum += __shfl_xor_sync(0xffffffff, sum, by);
-  return sum;
-};
-// Gate and up of a unit, a row of an expert; its up is WIDTH rows behind.
+// The gate of a unit, a row of an expert; its up is WIDTH rows behind.
 auto unit_row = [&](int unit) -> const N* {
   const int slot = unit / WIDTH;
   const N* const from = SHARED && slot == 0 ? (const N*)shared_gate_up
@@ -55,73 +32,22 @@ auto ask_unit = [&](int unit, int from) {
   #pragma unroll
   for (int i = 0; i < BATCH; i++)
     if (from + i < LOADS) {
-      ask(row, from + i, SIZE, one[i]);
-      ask(row + (long)WIDTH * SIZE, from + i, SIZE, other[i]);
+      one[i] = load_of<N, SIZE>(row, from + i);
+      other[i] = load_of<N, SIZE>(row + (long)WIDTH * SIZE, from + i);
     }
 };
-#pragma unroll
-for (int i = 0; i < BATCH; i++)
-  if (i < LOADS && own < EXPERTS) ask((const N*)gate + (long)own * SIZE, i, SIZE, one[i]);
-// The norm of the token.
-Eight raw[COUNT];
-float squares = 0;
-#pragma unroll
-for (int n = 0; n < COUNT; n++) {
-  const int piece = n * THREADS + thread;
-  if (piece * 8 >= SIZE) continue;
-  raw[n] = ((const Eight*)x)[piece];
-  #pragma unroll
-  for (int i = 0; i < 8; i++) squares += up(raw[n].n[i]) * up(raw[n].n[i]);
-}
-squares = whole(squares);
-if (lane == 0) sums[warp] = squares;
-__syncthreads();
-squares = 0;
-#pragma unroll
-for (int w = 0; w < WARPS; w++) squares += sums[w];
-const float factor = rsqrtf(squares / SIZE + EPS);
-#pragma unroll
-for (int n = 0; n < COUNT; n++) {
-  const int piece = n * THREADS + thread;
-  if (piece * 8 >= SIZE) continue;
-  const Eight by = ((const Eight*)gain)[piece];
-  Eight result;
-  #pragma unroll
-  for (int i = 0; i < 8; i++) {
-    N rounded;
-    down(up(raw[n].n[i]) * factor, &rounded);
-    down(up(rounded) * up(by.n[i]), &result.n[i]);
-  }
-  *(Eight*)(line + piece) = result;
-}
-__syncthreads();
-#pragma unroll 1
-for (int expert = own; expert < EXPERTS; expert += all) {
-  float sum = 0;
-  #pragma unroll 1
-  for (int from = 0; from < LOADS; from += BATCH) {
-    if (expert != own || from > 0)
-      #pragma unroll
-      for (int i = 0; i < BATCH; i++)
-        if (from + i < LOADS) ask((const N*)gate + (long)expert * SIZE, from + i, SIZE, one[i]);
-    #pragma unroll
-    for (int i = 0; i < BATCH; i++)
-      if (from + i < LOADS) sum += multiplied(one[i], line, from + i, SIZE);
-  }
-  sum = whole(sum);
+TokenRows<N, SIZE, EXPERTS, ALL> router;
+auto router_row = [&](int expert) { return (const N*)gate + (long)expert * SIZE; };
+router.ask(own, 0, router_row);
+norm_token<N, SIZE>((const N*)x, (const N*)gain, EPS, line, sums);
+router.multiply(own, router_row, [&](int) { return line; }, [&](int expert, float sum) {
   if (lane == 0) logits[expert] = sum;
-}
+});
 const bool early = SHARED && own < WIDTH;  // this warp's first unit is the shared expert's
 if (early) ask_unit(own, 0);
-// No expert's weights are known before all logits are, and its sums.
-auto wait_for_all = [&]() -> bool {
-  if (barrier.wait<GIVES_UP>()) return true;
-  for (int i = thread; i < SIZE; i += THREADS) down(__uint_as_float(0x7fffffff), (N*)out + i);
-  return false;
-};
 barrier.arrive();
-if (!wait_for_all()) return;
-for (int i = thread; i < EXPERTS; i += THREADS) scores[i] = __ldcg(logits + i);
+if (!wait_for_all<GIVES_UP>(barrier, (N*)out, SIZE)) return;
+for (int i = threadIdx.x; i < EXPERTS; i += TOKEN_THREADS) scores[i] = __ldcg(logits + i);
 __syncthreads();
 if (warp == 0) {
   float* const mine = scores;
@@ -136,7 +62,7 @@ if (warp == 0) {
 }
 __syncthreads();
 #pragma unroll 1
-for (int unit = own; unit < SLOTS * WIDTH; unit += all) {
+for (int unit = own; unit < SLOTS * WIDTH; unit += ALL) {
   float left = 0, right = 0;
   #pragma unroll 1
   for (int from = 0; from < LOADS; from += BATCH) {
@@ -144,12 +70,12 @@ for (int unit = own; unit < SLOTS * WIDTH; unit += all) {
     #pragma unroll
     for (int i = 0; i < BATCH; i++)
       if (from + i < LOADS) {
-        left += multiplied(one[i], line, from + i, SIZE);
-        right += multiplied(other[i], line, from + i, SIZE);
+        left += product_of<N, SIZE>(one[i], line, from + i);
+        right += product_of<N, SIZE>(other[i], line, from + i);
       }
   }
-  left = whole(left);
-  right = whole(right);
+  left = whole_sum(left);
+  right = whole_sum(right);
   if (lane == 0) down(gated(left, right, N()), inner + unit);
 }
 auto down_row = [&](int slot, int row) -> const N* {
@@ -160,13 +86,12 @@ auto down_row = [&](int slot, int row) -> const N* {
 for (int i = lane; own < SIZE && i < SLOTS * (WIDTH / 64); i += 32)
   prefetch(down_row(i / (WIDTH / 64), own) + i % (WIDTH / 64) * 64);
 barrier.arrive();
-if (!wait_for_all()) return;
+if (!wait_for_all<GIVES_UP>(barrier, (N*)out, SIZE)) return;
 barrier.end();
-for (int i = thread; i < SLOTS * WIDTH / 8; i += THREADS) line[i] = __ldcg((const uint4*)inner + i);
-__syncthreads();
+read_token(inner, SLOTS * WIDTH, line);
 constexpr int JOBS = SLOTS * WIDTH_LOADS;
 #pragma unroll 1
-for (int row = own; row < SIZE; row += all) {
+for (int row = own; row < SIZE; row += ALL) {
   float sum[SLOTS] = {};
   #pragma unroll
   for (int from = 0; from < JOBS; from += DOWN_BATCH) {
@@ -174,18 +99,18 @@ for (int row = own; row < SIZE; row += all) {
     #pragma unroll
     for (int i = 0; i < DOWN_BATCH; i++)
       if (from + i < JOBS)
-        ask(down_row((from + i) / WIDTH_LOADS, row), (from + i) % WIDTH_LOADS, WIDTH, some[i]);
+        some[i] = load_of<N, WIDTH>(down_row((from + i) / WIDTH_LOADS, row), (from + i) % WIDTH_LOADS);
     #pragma unroll
     for (int i = 0; i < DOWN_BATCH; i++)
       if (from + i < JOBS) {
         const int slot = (from + i) / WIDTH_LOADS;
-        sum[slot] += multiplied(some[i], line + slot * (WIDTH / 8), (from + i) % WIDTH_LOADS, WIDTH);
+        sum[slot] += product_of<N, WIDTH>(some[i], line + slot * (WIDTH / 8), (from + i) % WIDTH_LOADS);
       }
   }
   float made = 0;
   N rounded;
   #pragma unroll
-  for (int slot = 0; slot < SLOTS; slot++) sum[slot] = whole(sum[slot]);
+  for (int slot = 0; slot < SLOTS; slot++) sum[slot] = whole_sum(sum[slot]);
   #pragma unroll
   for (int n = 0; n < CHOSEN; n++) {
     down(sum[SHARED + n], &rounded);

@@ -1,0 +1,74 @@
+"""The grid of kernels that compute several operations of one token, see cuda/token_rows.cuh.
+
+With one token each kernel costs the host more than the device. Thread blocks of such a kernel wait
+for each other, so all of them must be resident at a time: one on each multiprocessor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+
+from mlxpool.worker.kernels import device
+from mlxpool.worker.kernels.kernel_builder import WARP_SIZE, Constant, build_kernel, include_line
+
+WARPS = 16  # of a thread block
+THREADS = WARPS * WARP_SIZE
+STATE_WORDS = 4  # of memory, for the barrier of the grid
+COLUMNS = 64  # a row of a weight has a multiple of them
+MIN_MULTIPROCESSORS = 64  # fewer take longer than they save
+MAX_SHARED_BYTES = 128 * 1024  # of a thread block
+
+
+def is_resident() -> bool:
+    """Returns whether a thread block for each multiprocessor is resident at a time."""
+    count = device.multiprocessors()
+    return count >= MIN_MULTIPROCESSORS and not device.shares_multiprocessors()
+
+
+def build(
+    name: str,
+    inputs: Sequence[str],
+    constants: Mapping[str, Constant],
+    shared: int,
+    header: str = "",
+) -> Any:
+    """Builds the kernel of `name`.cu, which has one output, see `kernel_builder.build_kernel`."""
+    return build_kernel(
+        name,
+        inputs,
+        ["out"],
+        {"BLOCKS": device.multiprocessors(), **constants},
+        contiguous=True,
+        shared=shared,
+        header=include_line("grid_barrier.cuh") + include_line("token_rows.cuh") + header,
+        bounds=(THREADS, 1),
+    )
+
+
+def launch(
+    kernel: Any, inputs: Sequence[mx.array | None], shape: Sequence[int], dtype: mx.Dtype
+) -> mx.array:
+    """Runs a kernel that `build` has built; returns its output."""
+    found: list[mx.array] = kernel(
+        inputs=list(inputs),
+        grid=(device.multiprocessors() * THREADS, 1, 1),
+        threadgroup=(THREADS, 1, 1),
+        output_shapes=[tuple(shape)],
+        output_dtypes=[dtype],
+    )
+    return found[0]
+
+
+@cache
+def memory(name: str, words: int) -> mx.array:
+    """Returns memory of the launches of a kernel, with so many words besides the barrier's.
+
+    Launches use it one after the other: each needs what the one before has made.
+    """
+    made = mx.zeros((STATE_WORDS + words,), dtype=mx.int32)
+    mx.eval(made)
+    return made

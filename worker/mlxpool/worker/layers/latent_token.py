@@ -1,0 +1,81 @@
+"""A layer of latent attention for one token, by two kernels around the attention itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+
+from mlxpool.worker.kernels import latent_token
+from mlxpool.worker.kernels.block_write import RopeTables
+from mlxpool.worker.kernels.latent_token import LatentTokenWeights
+from mlxpool.worker.layers.layer_types import GainNorm, LinearInput, PendingNorm
+from mlxpool.worker.layers.layer_types import Linear as AnyLinear
+from mlxpool.worker.layers.layer_types import MultiLinear as AnyMultiLinear
+from mlxpool.worker.layers.linear import Linear, MultiLinear, RMSNorm
+
+
+@dataclass(frozen=True, slots=True)
+class LatentToken:
+    """Implements layer_types.LatentToken. The norm before the layer is that of its input."""
+
+    weights: LatentTokenWeights
+
+    def queries(
+        self, x: PendingNorm, pool: mx.array, slots: mx.array, turns: RopeTables
+    ) -> mx.array | None:
+        """See layer_types.LatentToken."""
+        if x.x.shape[0] != 1 or not isinstance(x.norm, RMSNorm):
+            return None
+        weights = replace(self.weights, gain=x.norm.weight, eps=x.norm.eps)
+        if not latent_token.supports(weights, x.x.dtype):
+            return None
+        return latent_token.before_attention(x.x, weights, pool, slots, turns)
+
+    def __call__(self, x: LinearInput) -> mx.array:
+        """See layer_types.Linear: what heads have read, [1, H * R] -> [1, d]."""
+        assert isinstance(x, mx.array)
+        return latent_token.behind_attention(x, self.weights)
+
+    def add_to(self, x: mx.array, residual: mx.array) -> mx.array | None:
+        """See layer_types.Linear."""
+        fits = residual.dtype == x.dtype
+        return latent_token.behind_attention(x, self.weights, residual) if fits else None
+
+
+def latent_token_of(
+    down: AnyLinear,
+    norms: tuple[GainNorm, GainNorm],
+    up: AnyLinear,
+    heads: tuple[AnyMultiLinear, AnyMultiLinear],
+    out: AnyLinear,
+) -> LatentToken | None:
+    """The layer for one token; None where its weights are quantised or have a bias.
+
+    `norms`: of compressed queries and of latents; `heads`: the projections of keys and of values.
+    """
+    queries, latents = norms
+    first, second, last = (_dense(one) for one in (down, up, out))
+    keys, values = (_dense_heads(one) for one in heads)
+    if first is None or second is None or last is None or keys is None or values is None:
+        return None
+    if queries.eps != latents.eps:
+        return None
+    gain = queries.weight  # in place of that of the norm before the layer
+    return LatentToken(
+        LatentTokenWeights(
+            gain, first, queries.weight, latents.weight, second, keys, values, last, 0.0,
+            queries.eps,
+        )
+    )  # fmt: skip
+
+
+def _dense(layer: AnyLinear) -> mx.array | None:
+    plain = type(layer) is Linear and layer.bias is None and not layer.batch_invariant
+    return layer.weight if plain and isinstance(layer, Linear) else None
+
+
+def _dense_heads(layer: AnyMultiLinear) -> mx.array | None:
+    if not isinstance(layer, MultiLinear) or layer.batch_invariant:
+        return None
+    return layer.weight if isinstance(layer.weight, mx.array) else None
