@@ -25,7 +25,8 @@ template <typename N, int LENGTH> __device__ inline float product_of(uint4 load,
 }
 // The rows of a warp in a weight of COUNT rows of LENGTH numbers.
 template <typename N, int LENGTH, int COUNT, int ALL> struct TokenRows {
-  static constexpr int LOADS = (LENGTH + 255) / 256, HELD = LOADS < 8 ? LOADS : 8;  // of a row; those asked for at a time
+  static constexpr int LOADS = (LENGTH + 255) / 256, TURNS = (LOADS + 9) / 10;
+  static constexpr int HELD = (LOADS + TURNS - 1) / TURNS;  // loads of a row that are asked for at a time
   static constexpr int EACH = (COUNT + ALL - 1) / ALL, FIT = MOST_LOADS / HELD;
   static constexpr int AHEAD = EACH < FIT ? EACH : FIT;  // rows asked for at a time
   uint4 some[AHEAD][HELD];
