@@ -363,6 +363,7 @@ static inline void mma_integers(int (&c)[4], const unsigned (&a)[4], unsigned b0
 }
 
 static inline void prefetch(const void*) {}
+template <int COUNT> void load_once(unsigned (&to)[COUNT], const void* from) { memcpy(to, from, sizeof to); }
 template <int COUNT> void sync_team(int number) {
   auto& barrier = simt::here->home->named[number];
   barrier.members = COUNT;

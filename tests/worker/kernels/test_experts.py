@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,9 @@ import pytest
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.worker.kernels import expert_products, expert_routing  # noqa: E402
-from mlxpool.worker.kernels.expert_products import (  # noqa: E402
-    ExpertWeight,
-    ExpertWeights,
-    PackedFormat,
-)
+from mlxpool.worker.kernels import expert_fragments, expert_products, expert_routing  # noqa: E402
+from mlxpool.worker.kernels.expert_fragments import PackedArrays, PackedFormat  # noqa: E402
+from mlxpool.worker.kernels.expert_products import ExpertWeight, ExpertWeights  # noqa: E402
 from mlxpool.worker.kernels.routing_params import RoutingParams  # noqa: E402
 from support import simt  # noqa: E402
 
@@ -244,9 +242,14 @@ class Experts:
             return (mx.random.normal(shape) * shape[-1] ** -0.5).astype(self.kind)
 
         shapes = (count, 2 * width, hidden), (count, hidden, width)
-        made = [expert_products.quantised(weight(*shape), self.packed) for shape in shapes]
+        self.dense = [weight(*shape) for shape in shapes]
+        made = [ExpertWeight(one) for one in self.dense]
+        if self.packed is not None:
+            both = [expert_fragments.quantised(one, self.packed) for one in self.dense]
+            made = [expert_products.of_packed(one, gated=one is both[0]) for one in both]
+            self.dense = [exact(one) for one in both]
         if self.biased:
-            made = [replace(one, bias=weight(*one.weight.shape[:2]) * 8) for one in made]
+            made = [replace(one, bias=weight(count, one.rows) * 8) for one in made]
         self.weights = ExpertWeights(made[0], made[1], self.limit)
         self.shared = weight(2 * width, hidden), weight(hidden, width)
 
@@ -255,7 +258,7 @@ class Experts:
         layers, biases = [numbers(one) for one in self.shared], [0, 0]
         if expert is not None:
             both = self.weights.gate_up, self.weights.down
-            layers = [numbers(exact(one)[expert]) for one in both]
+            layers = [numbers(one[expert]) for one in self.dense]
             biases = [0 if one.bias is None else numbers(one.bias[expert]) for one in both]
         gate, up = np.split(x @ layers[0].T + biases[0], 2, axis=-1)
         if self.limit and expert is not None:
@@ -271,12 +274,12 @@ class Experts:
         return out + (self.one(x, None) if shared else 0)
 
 
-def exact(weight: ExpertWeight) -> Any:
+def exact(given: PackedArrays) -> Any:
     """The dequantised weight; in bfloat16 MLX rounds intermediate results."""
-    if weight.scales is None or weight.biases is None:
-        return expert_products.opened(weight)
-    factors = weight.scales.astype(mx.float32), weight.biases.astype(mx.float32)
-    return expert_products.opened(replace(weight, scales=factors[0], biases=factors[1]))
+    if given.biases is None:
+        return given.opened()
+    scales, biases = given.scales.astype(mx.float32), given.biases.astype(mx.float32)
+    return replace(given, scales=scales, biases=biases).opened()
 
 
 THREE = RoutingParams(8, 3, sigmoid=False, normed=True)
@@ -288,11 +291,11 @@ PRODUCTS = {
 FOUR, EIGHT = PackedFormat(4, 64, floats=False), PackedFormat(8, 32, floats=False)
 MXFP4 = PackedFormat(4, 32, floats=True)
 PACKED = {
-    "4 bits": Experts(THREE, 256, 192, mx.bfloat16, FOUR),
-    "4 bits, groups of 32": Experts(TWO, 192, 128, mx.float16, replace(FOUR, group=32)),
-    "8 bits": Experts(TWO, 192, 128, mx.bfloat16, EIGHT),
-    "mxfp4": Experts(THREE, 320, 192, mx.bfloat16, MXFP4, biased=True, limit=2.0),
-    "mxfp4, float16": Experts(TWO, 128, 192, mx.float16, MXFP4),
+    "4 bits": partial(Experts, THREE, 256, 192, mx.bfloat16, FOUR),
+    "4 bits, groups of 32": partial(Experts, TWO, 192, 128, mx.float16, replace(FOUR, group=32)),
+    "8 bits": partial(Experts, TWO, 192, 128, mx.bfloat16, EIGHT),
+    "mxfp4": partial(Experts, THREE, 320, 192, mx.bfloat16, MXFP4, biased=True, limit=2.0),
+    "mxfp4, float16": partial(Experts, TWO, 128, 192, mx.float16, MXFP4),
 }
 
 
@@ -327,9 +330,23 @@ def test_the_mixture_equals_float64(name: str) -> None:
 
 @pytest.mark.parametrize("name", PACKED)
 def test_the_mixture_of_quantised_experts_equals_float64(name: str) -> None:
-    experts = PACKED[name]
+    experts = PACKED[name]()
     formats = (experts.packed, experts.packed)
     assert expert_products.supports(experts.hidden, experts.width, experts.kind, formats)
-    few = (33,) if experts.kind == mx.float16 else (135,)
+    few = (33,) if experts.kind == mx.float16 else (20, 135)
     for tokens in few if not ON_GPU else (1, 4, 9, 17, 33, 64, 150, 300, 1000):
         check_mixture(experts, tokens, skewed=tokens == 135, shared=False)
+
+
+@pytest.mark.parametrize("tokens", [3, 20])
+def test_few_blocks_multiply_all_units_of_quantised_experts(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With room for the lines of one item, a block has those of several after one another."""
+    experts = PACKED["mxfp4"]()
+    monkeypatch.setattr(expert_products, "MULTIPROCESSORS", 2)
+    room = expert_routing.item_lines(tokens, experts.routing) * 2 * (experts.hidden + 8)
+    monkeypatch.setattr(expert_products, "FEW_SHARED_BYTES", room + 1024)
+    expert_products.few_layout.cache_clear()
+    check_mixture(experts, tokens, skewed=False, shared=False)
+    expert_products.few_layout.cache_clear()

@@ -16,10 +16,11 @@ from mlxpool.worker.models.gpt_oss import GptOssMoE
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.worker.kernels import expert_products  # noqa: E402
+from mlxpool.worker.kernels import expert_products, expert_routing  # noqa: E402
 from mlxpool.worker.layers import builder  # noqa: E402
 from mlxpool.worker.layers.builder import WeightLayerBuilder  # noqa: E402
 from mlxpool.worker.layers.linear import RMSNorm  # noqa: E402
+from mlxpool.worker.layers.packed_experts import PackedGLU  # noqa: E402
 from support import simt  # noqa: E402
 
 ON_GPU = mx.cuda.is_available()
@@ -118,7 +119,37 @@ def test_the_kernels_of_quantised_experts_equal_mlx_in_float32(
         dense[one] = mx.dequantize(*parts, **settings).astype(mx.float32)
     ours = built(spec, stored, mx.bfloat16, layouts=layouts)
     plain = built(spec, dense, mx.float32)
-    check(ours, plain, called, {"expert_routing", "expert_product_packed", "expert_sum"}, (20,))
+    check(ours, plain, called, {"expert_routing", "expert_product_few", "expert_sum"}, (20,))
+
+
+def test_quantised_experts_take_choices_of_others(
+    called: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where MLX chooses the experts; of more tokens than a plan has, in parts."""
+    monkeypatch.setattr(builder, "on_gpu", lambda: True)
+    monkeypatch.setattr(expert_routing, "MAX_CHOICES", 12)
+    settings: dict[str, Any] = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
+    stored: dict[str, Any] = {}
+    dense: dict[str, Any] = {}
+    shapes = {
+        "gate_proj": (WIDTH, HIDDEN),
+        "up_proj": (WIDTH, HIDDEN),
+        "down_proj": (HIDDEN, WIDTH),
+    }
+    for seed, (name, shape) in enumerate(shapes.items()):
+        drawn = mx.random.normal((6, *shape), key=mx.random.key(seed)) * shape[-1] ** -0.5
+        parts = mx.quantize(drawn, **settings)
+        stored |= {f"mlp.{name}.weight": parts[0], f"mlp.{name}.scales": parts[1]}
+        dense[f"mlp.{name}.weight"] = mx.dequantize(*parts, **settings).astype(mx.float32)
+    layouts = {f"mlp.{name}": QuantLayout("mxfp4", 4, 32) for name in shapes}
+    ours = WeightLayerBuilder(stored, layouts, mx.bfloat16).switch_glu("mlp")
+    assert isinstance(ours, PackedGLU)
+    x = mx.random.normal((7, HIDDEN), key=mx.random.key(9))
+    chosen = mx.argsort(mx.random.uniform(shape=(7, 6), key=mx.random.key(8)))[:, :3]
+    found = ours(x, chosen)
+    expected = WeightLayerBuilder(dense, {}, mx.float32).switch_glu("mlp")(x, chosen)
+    assert found.dtype == mx.float32 and found.shape == (7, 3, HIDDEN)
+    assert (mx.abs(found - expected).max() < 0.02 * mx.abs(expected).max()).item()
 
 
 def test_kernels_of_few_lines_include_norms_and_residual_additions(called: set[str]) -> None:

@@ -13,9 +13,17 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxpool.worker.kernels import expert_routing
+from mlxpool.worker.kernels import expert_fragments, expert_routing
+from mlxpool.worker.kernels.expert_fragments import (
+    PACKED_FORMATS,
+    PackedArrays,
+    PackedFormat,
+    in_fragments,
+    quantised,
+)
 from mlxpool.worker.kernels.kernel_builder import (
     HALF_DTYPES,
+    WARP_SIZE,
     Constant,
     build_kernel,
     include_line,
@@ -26,7 +34,7 @@ from mlxpool.worker.kernels.matmul_tiled import group_mma, group_mma_by_lines
 from mlxpool.worker.kernels.routing_params import RoutingParams
 
 COLUMNS = 64  # of a weight that are multiplied at a time
-PACKED_COLUMNS = 128  # the same of a quantised weight
+PACKED_COLUMNS = 128  # the same of a quantised weight, with some lines
 ROWS = 128  # of a weight in a tile; of a gated weight 64 gates and 64 others
 THREADS = 256  # four warps for each 64 rows
 MULTIPROCESSORS = 132  # of a large GPU
@@ -37,37 +45,28 @@ MIN_STAGES = 3  # one is multiplied, one was before, one is copied
 SHARED_ALIGNMENT = 1024  # bytes
 SUM_THREADS = 256  # of a thread block of `weighted_sum`
 NUMBERS_PER_THREAD = 8
-MAX_MXFP4_SCALE = 128  # E8M0; a larger one stands for 4 and more
+FEW_WARPS = 16  # of a thread block with few lines, which is alone on a multiprocessor
+FEW_SETS = 4  # of 8 lines
+FEW_DEEP = 9  # steps of one strip that a warp reads ahead, as far as registers allow
+FEW_SHARED_BYTES = 220 * 1024
 FILES = {"EXPERT_ITEMS": "expert_items.cuh"}
 
 
 @dataclass(frozen=True, slots=True)
-class PackedFormat:
-    """How numbers are quantised: `bits` each in groups of `group` with a scale, as in MLX.
-
-    `floats`: in mxfp4; otherwise affine, with biases.
-    """
-
-    bits: int
-    group: int
-    floats: bool
-
-
-PACKED_FORMATS = (
-    *(PackedFormat(bits, group, floats=False) for bits in (4, 8) for group in (32, 64)),
-    PackedFormat(4, 32, floats=True),
-)
-
-
-@dataclass(frozen=True, slots=True)
 class ExpertWeight:
-    """The weights [E, out, in] of all experts, dense or packed, and a bias [E, out] or None."""
+    """The weights of all experts and a bias [E, out] or None.
+
+    Dense weights are [E, out, in], quantised ones as `expert_fragments.in_fragments` has them.
+    """
 
     weight: mx.array
     bias: mx.array | None = None
-    scales: mx.array | None = None
-    biases: mx.array | None = None
     packed: PackedFormat | None = None
+
+    @property
+    def rows(self) -> int:
+        """Those of an expert."""
+        return self.weight.shape[1] * (1 if self.packed is None else expert_fragments.ROWS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +92,9 @@ def supports(
     if dtype not in HALF_DTYPES or hidden % COLUMNS or width % COLUMNS:
         return False
     for one, columns in zip(packed, (hidden, width), strict=True):
-        if one is not None and (one not in PACKED_FORMATS or columns % one.group):
-            return False
         sets = expert_routing.ITEM_LINES[-1] // 8
+        if one is not None and one not in PACKED_FORMATS:
+            return False
         if one is not None and _packed_layout(sets, columns, one)[0] < MIN_STAGES:
             return False
     return all(_kernel_works(dtype, one) for one in packed)
@@ -134,29 +133,9 @@ def pending_mixture(
     tokens = x.shape[0]
     shared_gate_up, shared_down = shared or (None, None)
     gate_up, down, limit = experts.gate_up, experts.down, experts.limit
-    between = down.packed is not None
-    # Another kernel that orders x costs the host more than it saves in products of few lines.
-    ordered = gate_up.packed is not None and expert_routing.item_lines(tokens, routing) > 8
-    inner = product(
-        in_product_order(x) if ordered else x,
-        tokens,
-        plan,
-        routing,
-        gate_up,
-        shared_gate_up,
-        gated=True,
-        limit=limit,
-        ordered=(ordered, between),
-    )
-    made = product(
-        inner, tokens, plan, routing, down, shared_down, gated=False, ordered=(between, False)
-    )
+    inner = product(x, tokens, plan, routing, gate_up, shared_gate_up, gated=True, limit=limit)
+    made = product(inner, tokens, plan, routing, down, shared_down, gated=False)
     return made, WeightedSum(plan, tokens, routing, shared is not None, beside)
-
-
-def in_product_order(x: mx.array) -> mx.array:
-    """Returns x [T, d] with the columns in the order of `place_of` in expert_items.cuh."""
-    return x.reshape(len(x), -1, 4, 2, 2, 4).transpose(0, 1, 3, 5, 2, 4).reshape(x.shape)
 
 
 def product(
@@ -169,16 +148,11 @@ def product(
     *,
     gated: bool,
     limit: float = 0.0,
-    ordered: tuple[bool, bool] = (False, False),
 ) -> mx.array:
-    """Returns the products of lines with the weights of their experts, see expert_items.cuh.
-
-    `ordered`: whether x and the result are in the order of `in_product_order`.
-    """
+    """Returns the products of lines with the weights of their experts, see expert_items.cuh."""
     shared = shared_weight is not None
     lines = expert_routing.item_lines(tokens, routing)
-    out = experts.weight.shape[1] // (1 + gated)
-    tiles = -(-out // (ROWS // (1 + gated)))
+    out = experts.rows // (1 + gated)
     items = expert_routing.max_items(tokens, lines, routing, shared)
     constants: dict[str, Constant] = {
         "SETS": lines // 8,
@@ -188,23 +162,28 @@ def product(
         "CHOSEN": routing.chosen,
         "BIASED": experts.bias is not None,
         "LIMIT": float(limit),
-        "IN_ORDERED": ordered[0],
-        "OUT_ORDERED": ordered[1],
         "N": x.dtype,
     }
-    more: list[mx.array | None]
+    kind, inputs = tuple(constants.items()), [x, plan, experts.weight, experts.bias]
+    threads, blocks, rows = THREADS, 1, ROWS
     if experts.packed is None:
-        kernel, blocks = _kernel(tuple(constants.items())), 1
-        more = [shared_weight]
+        kernel = _kernel(kind)
+        inputs.append(shared_weight)
     else:
-        assert experts.scales is not None and not shared
-        blocks = _packed_layout(lines // 8, x.shape[1], experts.packed)[1]
-        kernel = _packed_kernel(tuple(constants.items()), x.shape[1], experts.packed)
-        more = [experts.scales, experts.biases]
+        assert not shared
+        columns = x.shape[1]
+        few = few_layout(lines // 8, columns, experts.packed)
+        if few is not None:
+            kernel = _few_kernel(kind, columns, experts.packed, few)
+            threads, rows = FEW_WARPS * WARP_SIZE, expert_fragments.ROWS * few.high
+        else:
+            kernel = _packed_kernel(kind, columns, experts.packed)
+            blocks = _packed_layout(lines // 8, columns, experts.packed)[1]
+    units = items * -(-out // (rows // (1 + gated)))
     found: list[mx.array] = kernel(
-        inputs=[x, plan, experts.weight, experts.bias, *more],
-        grid=(min(MULTIPROCESSORS * blocks, items * tiles) * THREADS, 1, 1),
-        threadgroup=(THREADS, 1, 1),
+        inputs=inputs,
+        grid=(min(MULTIPROCESSORS * blocks, units) * threads, 1, 1),
+        threadgroup=(threads, 1, 1),
         output_shapes=[(tokens * (routing.chosen + shared), out)],
         output_dtypes=[x.dtype],
     )
@@ -233,21 +212,16 @@ def _kernel(constants: tuple[tuple[str, Constant], ...]) -> Any:
 
 @cache
 def _packed_layout(sets: int, columns: int, packed: PackedFormat) -> tuple[int, int, int]:
-    """Returns the stages in flight, the thread blocks of a multiprocessor and a block's memory.
-
-    A tile's scales are in shared memory as a whole, with those of the next one: more stages than
-    steps of a tile would need room for more.
-    """
-    line = columns // packed.group * (1 if packed.floats else 2)
-    line += 0 if line % 16 else 16
-    scales = 2 * (1 if packed.floats else 2) * ROWS * line
-    stage = ROWS * PACKED_COLUMNS * packed.bits // 8 + 8 * sets * PACKED_COLUMNS * 2
+    """Returns the stages in flight, the thread blocks of a multiprocessor and a block's memory."""
+    stage = (
+        ROWS // expert_fragments.ROWS * 2 * packed.fragment_bytes + 8 * sets * PACKED_COLUMNS * 2
+    )
     most = min(MAX_STAGES, -(-columns // PACKED_COLUMNS) + 2)
     bounds = {2: MAX_PAIR_BYTES, 1: MAX_SHARED_BYTES}
-    fitting = {n: (bound - scales - SHARED_ALIGNMENT) // stage for n, bound in bounds.items()}
+    fitting = {n: (bound - SHARED_ALIGNMENT) // stage for n, bound in bounds.items()}
     blocks = 2 if fitting[2] >= min(most, 4) else 1
     stages = min(most, fitting[blocks])
-    return stages, blocks, stages * stage + scales + SHARED_ALIGNMENT
+    return stages, blocks, stages * stage + SHARED_ALIGNMENT
 
 
 @cache
@@ -259,25 +233,75 @@ def _packed_kernel(
     sets, dtype = given["SETS"], given["N"]
     assert isinstance(sets, int) and isinstance(dtype, mx.Dtype)
     stages, blocks, shared = _packed_layout(sets, columns, packed)
-    more: dict[str, Constant] = {
-        "STAGES": stages,
-        "BITS": packed.bits,
-        "FLOATS": packed.floats,
-        "GROUP": packed.group,
-        "GROUPS": columns // packed.group,
-    }
+    more: dict[str, Constant] = {"STAGES": stages, "STEPS": columns // COLUMNS}
     return build_kernel(
         "expert_product_packed",
-        ["x", "plan", "weight", "bias", "scales", "biases"],
+        ["x", "plan", "weight", "bias"],
         ["out"],
         {**given, **more},
         contiguous=True,
         shared=shared,
         header=group_mma_by_lines(sets, dtype)
         + include_line("expert_activation.cuh")
-        + include_line("expert_numbers.cuh")
+        + expert_fragments.header(packed)
         + name_files(FILES),
         bounds=(THREADS, blocks),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class FewLayout:
+    """How a thread block multiplies few lines, see expert_product_few.cu."""
+
+    high: int  # strips of 16 rows of a warp
+    deep: int  # steps of 64 columns that a warp reads ahead
+    room: int  # lines in shared memory
+
+
+@cache
+def few_layout(sets: int, columns: int, packed: PackedFormat) -> FewLayout | None:
+    """Returns the layout for items of 8 * `sets` lines, or None where there are too many."""
+    room = (FEW_SHARED_BYTES - SHARED_ALIGNMENT) // _few_line_bytes(columns)
+    if sets > FEW_SETS or room < 8 * sets:
+        return None
+    high = 1 if sets == 1 else 2
+    steps = columns // COLUMNS
+    most = min(steps, (FEW_DEEP if sets == 1 else FEW_DEEP // 3) * 4 // packed.bits)
+    # A number of steps that is no multiple costs a turn with some steps left out.
+    whole = (n for n in range(most, most // 2, -1) if steps % n == 0)
+    return FewLayout(high, next(whole, most), room)
+
+
+def _few_line_bytes(columns: int) -> int:
+    return 2 * columns + 16
+
+
+@cache
+def _few_kernel(
+    constants: tuple[tuple[str, Constant], ...],
+    columns: int,
+    packed: PackedFormat,
+    layout: FewLayout,
+) -> Any:
+    """Builds the kernel for few lines and quantised weights with so many columns."""
+    more: dict[str, Constant] = {
+        "WARPS": FEW_WARPS,
+        "HIGH": layout.high,
+        "DEEP": layout.deep,
+        "ROOM": layout.room,
+        "STEPS": columns // COLUMNS,
+    }
+    return build_kernel(
+        "expert_product_few",
+        ["x", "plan", "weight", "bias"],
+        ["out"],
+        {**dict(constants), **more},
+        contiguous=True,
+        shared=layout.room * _few_line_bytes(columns) + SHARED_ALIGNMENT,
+        header=include_line("expert_activation.cuh")
+        + expert_fragments.header(packed)
+        + name_files(FILES),
+        bounds=(FEW_WARPS * WARP_SIZE, 1),
     )
 
 
@@ -351,39 +375,24 @@ def trial(tokens: int, dtype: mx.Dtype, packed: PackedFormat | None) -> tuple[mx
 
     gate_up, down = weight(1, 3, 2 * width, hidden), weight(2, 3, hidden, width)
     shared = (gate_up[2], down[2]) if packed is None else None
-    experts = ExpertWeights(quantised(gate_up, packed), quantised(down, packed))
     x = 4 * weight(3, tokens, hidden)
     logits = mx.broadcast_to(mx.array([0.0, 40.0, 0.0]), (tokens, 3))  # a weight of 1
     plan = expert_routing.plan_logits(logits, None, routing, shared=shared is not None)
-    expected = _one(x, opened(experts.gate_up)[1], opened(experts.down)[1])
+    if packed is None:
+        experts = ExpertWeights(ExpertWeight(gate_up), ExpertWeight(down))
+    else:
+        both = quantised(gate_up, packed), quantised(down, packed)
+        experts = ExpertWeights(of_packed(both[0], gated=True), of_packed(both[1], gated=False))
+        gate_up, down = both[0].opened(), both[1].opened()
+    expected = _one(x, gate_up[1], down[1])
     if shared is not None:
         expected = expected + _one(x, *shared)
     return mixture(x, plan, routing, experts, shared), expected
 
 
-def quantised(weight: mx.array, packed: PackedFormat | None) -> ExpertWeight:
-    """Returns experts' weights [E, out, in] in this format."""
-    if packed is None:
-        return ExpertWeight(weight)
-    mode = "mxfp4" if packed.floats else "affine"
-    found = mx.quantize(weight, group_size=packed.group, bits=packed.bits, mode=mode)
-    return ExpertWeight(found[0], None, found[1], None if packed.floats else found[2], packed)
-
-
-def opened(experts: ExpertWeight) -> mx.array:
-    """Returns experts' weights dequantised."""
-    packed = experts.packed
-    if packed is None:
-        return experts.weight
-    assert experts.scales is not None
-    return mx.dequantize(
-        experts.weight,
-        experts.scales,
-        experts.biases,
-        group_size=packed.group,
-        bits=packed.bits,
-        mode="mxfp4" if packed.floats else "affine",
-    )
+def of_packed(given: PackedArrays, *, gated: bool, bias: mx.array | None = None) -> ExpertWeight:
+    """Returns quantised weights in fragments."""
+    return ExpertWeight(in_fragments(given, gated=gated), bias, given.packed)
 
 
 def _one(x: mx.array, gate_up: mx.array, down: mx.array) -> mx.array:

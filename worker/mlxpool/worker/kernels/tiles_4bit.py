@@ -38,7 +38,8 @@ def fragment_bytes(group: int) -> int:
 
 def header(group: int) -> str:
     """Returns the code that kernels over tiles begin with."""
-    return declarations({"GROUP": group}) + include_line("tiles_4bit.cuh")
+    files = ("raised_numbers.cuh", "tiles_4bit.cuh")
+    return declarations({"GROUP": group}) + "".join(map(include_line, files))
 
 
 def in_tiles(weight: mx.array, scales: mx.array, biases: mx.array, group: int) -> mx.array:

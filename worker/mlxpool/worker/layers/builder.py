@@ -12,7 +12,7 @@ from mlxpool.worker.kernels import cpu_exp
 from mlxpool.worker.kernels.device import on_gpu
 from mlxpool.worker.layers.activations import ClampedSwiGLU
 from mlxpool.worker.layers.derived_weights import MODULE_TENSORS
-from mlxpool.worker.layers.experts import SwitchGLU, SwitchLinear, fits_kernels
+from mlxpool.worker.layers.experts import SwitchGLU, SwitchLinear
 from mlxpool.worker.layers.latent_token import LatentToken, latent_token_of
 from mlxpool.worker.layers.layer_types import Activation, GainNorm
 from mlxpool.worker.layers.layer_types import Linear as AnyLinear
@@ -27,6 +27,7 @@ from mlxpool.worker.layers.linear import (
     QuantisedLinear,
     RMSNorm,
 )
+from mlxpool.worker.layers.packed_experts import PackedGLU, in_fragments
 from mlxpool.worker.layers.quantisation import GLOBAL_SCALES, QuantLayout
 from mlxpool.worker.layers.quantised_weight import QuantisedWeight, concatenated
 from mlxpool.worker.layers.tiled_weight import in_tiles
@@ -112,7 +113,7 @@ class WeightLayerBuilder:
         """The stacked linear layers of experts, weight [E, out, in]."""
         return SwitchLinear(self._weight(name), self._concatenated_bias([name]))
 
-    def switch_glu(self, name: str, activation: Activation | None = None) -> SwitchGLU:
+    def switch_glu(self, name: str, activation: Activation | None = None) -> SwitchGLU | PackedGLU:
         """Experts with `name`.gate_proj, .up_proj and .down_proj; without `activation` swiglu."""
         names = [f"{name}.gate_proj", f"{name}.up_proj"]
         weight = self._concatenated_weight(names)
@@ -124,9 +125,9 @@ class WeightLayerBuilder:
         limit = 0.0 if activation is None else None
         if isinstance(activation, ClampedSwiGLU):
             limit = activation.limit
-        if not all(fits_kernels(layer) for layer in (*gate_up, down)):
-            limit = None
-        return SwitchGLU(gate_up, down, activation or self.swiglu, self._batch_invariant, limit)
+        made = activation or self.swiglu
+        experts = SwitchGLU(gate_up, down, made, self._batch_invariant, limit)
+        return in_fragments(experts, self._dtype)
 
     def swiglu(self, gate: mx.array, up: mx.array) -> mx.array:
         if on_gpu():

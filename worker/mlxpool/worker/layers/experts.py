@@ -9,13 +9,7 @@ import mlx.core as mx
 
 from mlxpool.worker.kernels import expert_products, expert_routing, expert_token, matmul_small
 from mlxpool.worker.kernels.device import on_cuda
-from mlxpool.worker.kernels.expert_products import (
-    MAX_MXFP4_SCALE,
-    ExpertWeight,
-    ExpertWeights,
-    PackedFormat,
-    WeightedSum,
-)
+from mlxpool.worker.kernels.expert_products import ExpertWeight, ExpertWeights, WeightedSum
 from mlxpool.worker.kernels.expert_routing import LineNorm
 from mlxpool.worker.kernels.expert_token import TokenMixture
 from mlxpool.worker.kernels.routing_params import RoutingParams
@@ -111,53 +105,49 @@ class SwitchGLU:
         weights = self._kernel_weights(given)
         if weights is None or not expert_routing.supports(given.shape[0], routing):
             return None
-        alike = _weights_alike(shared, weights)
-        if shared is None or alike is not None:
-            token = _token_mixture(x, router, routing, added, weights, alike)
-            if token is not None:
-                return PendingProduct(TokenExperts(token), given)
-        plan, normed = _plan(x, router, routing, added, shared=alike is not None)
-        beside = shared(normed) if shared is not None and alike is None else None
-        made, whole = expert_products.pending_mixture(normed, plan, routing, weights, alike, beside)
-        return PendingProduct(ExpertSum(whole), made)
+        return kernel_sum(weights, x, router, routing, added, shared)
 
     def _kernel_weights(self, x: mx.array) -> ExpertWeights | None:
-        """The weights, if our kernels multiply x [T, in] with them."""
+        """The weights, if they are dense and our kernels multiply x [T, in] with them."""
         if self.batch_invariant or self.limit is None or len(self.gate_up) != 1 or x.ndim != 2:
             return None
-        gate_up, down = (_kernel_weight(one, x.dtype) for one in (self.gate_up[0], self.down))
+        gate_up, down = (_dense_weight(one, x.dtype) for one in (self.gate_up[0], self.down))
         if gate_up is None or down is None:
             return None
-        size, width = down.weight.shape[1], gate_up.weight.shape[1] // 2
-        formats = gate_up.packed, down.packed
-        if size != x.shape[1] or not expert_products.supports(size, width, x.dtype, formats):
+        size, width = down.rows, gate_up.rows // 2
+        if size != x.shape[1] or not expert_products.supports(size, width, x.dtype):
             return None
         return ExpertWeights(gate_up, down, self.limit)
 
 
-def fits_kernels(layer: SwitchLinear) -> bool:
-    """Whether our kernels can multiply by all scales of the weight; reads them."""
-    weight = layer.weight
-    if not isinstance(weight, QuantisedWeight) or weight.layout.mode != "mxfp4" or not on_cuda():
-        return True
-    return bool((weight.scales.max() <= MAX_MXFP4_SCALE).item())
-
-
-def _kernel_weight(layer: SwitchLinear, dtype: mx.Dtype) -> ExpertWeight | None:
+def _dense_weight(layer: SwitchLinear, dtype: mx.Dtype) -> ExpertWeight | None:
     """The weight of a layer for our kernels, which multiply numbers of `dtype` with it."""
     weight, bias = layer.weight, layer.bias
     if bias is not None and bias.dtype != dtype:
         return None
-    if isinstance(weight, mx.array):
-        return ExpertWeight(weight, bias) if weight.dtype == dtype else None
-    layout = weight.layout
-    floats, scales = layout.mode == "mxfp4", weight.scales
-    if weight.factor is not None or not (floats or layout.mode == "affine"):
+    if not isinstance(weight, mx.array) or weight.dtype != dtype:
         return None
-    if not floats and (weight.biases is None or not scales.dtype == weight.biases.dtype == dtype):
-        return None
-    packed = PackedFormat(layout.bits, layout.group_size, floats)
-    return ExpertWeight(weight.weight, bias, scales, weight.biases, packed)
+    return ExpertWeight(weight, bias)
+
+
+def kernel_sum(
+    weights: ExpertWeights,
+    x: LinearInput,
+    router: AnyLinear,
+    routing: RoutingParams,
+    added: mx.array | None,
+    shared: LayerFunction | None,
+) -> PendingProduct:
+    """See layer_types.SwitchGLU.routed_sum: by our kernels, which support x and the weights."""
+    alike = _weights_alike(shared, weights)
+    if shared is None or alike is not None:
+        token = _token_mixture(x, router, routing, added, weights, alike)
+        if token is not None:
+            return PendingProduct(TokenExperts(token), x.x if isinstance(x, PendingNorm) else x)
+    plan, normed = _plan(x, router, routing, added, shared=alike is not None)
+    beside = shared(normed) if shared is not None and alike is None else None
+    made, whole = expert_products.pending_mixture(normed, plan, routing, weights, alike, beside)
+    return PendingProduct(ExpertSum(whole), made)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,20 @@
 // Products with experts' weights of 16 bits, see expert_items.cuh. Both operands come through shared memory as in
 // tiled_product.cuh, STAGES - 2 steps of 64 columns ahead, also across tiles. The shared expert has a weight of
 // its own.
+constexpr int ROWS = 128, THREADS = 256;
+const int WEIGHT_ROWS = weight_shape[1];
 #include EXPERT_ITEMS
+__shared__ int targets[2][ALL];  // rows of `out`, of this unit and the one before
+// Notes the rows of `out` of an item's lines, before any barrier ahead of its results.
+auto note_targets = [&](const int* item, int parity) {
+  if (thread < item[0] >> 16) targets[parity][thread] = target_of(item, thread);
+};
+// The row of an expert's weight that is row `at` of a tile; rows behind the last one are like it.
+auto row_of = [&](int unit, int at) -> int {
+  const int first = unit % tiles * EACH;
+  if (!GATED) return min(first + at, OUT - 1);
+  return min(first + at / 16 * 8 + at % 8, OUT - 1) + (at % 16 >= 8 ? OUT : 0);
+};
 constexpr int STAGE = (ROWS + ALL) * 128;
 constexpr int WEIGHT_COPIES = ROWS * 8 / THREADS, LINE_COPIES = (ALL * 8 + THREADS - 1) / THREADS;
 const int IN = x_shape[1], steps = IN / 64;
@@ -69,6 +82,7 @@ for (int unit = blockIdx.x; unit < units; unit += gridDim.x, parity ^= 1) {
   }
   wait_products<0>();
   hold(sum);
-  store_results(sum, unit, item, parity);
+  store_results(sum, unit % tiles * EACH + thread / 32 * (EACH / 8) + thread % 32 / 4, item,
+                [&](int line) { return targets[parity][line]; });
 }
 wait_copies<0>();

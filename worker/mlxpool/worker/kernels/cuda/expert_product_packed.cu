@@ -1,79 +1,53 @@
-// Products with quantised weights of experts, see expert_items.cuh, in MLX's layout: BITS a number, and a scale for
-// each GROUP of a row, of which there are GROUPS: affine ones have a bias as well; FLOATS are those of mxfp4.
-// Weights and lines come through shared memory STAGES - 2 steps of 128 columns ahead, a tile's scales with its
-// first step. A weight is dequantised in registers as the first operand. The order of columns is free as long
-// as both operands agree: of 64 columns, a thread has 16 neighbours of a row. IN_ORDERED: x has its columns in that
-// order (`place_of` in expert_items.cuh), otherwise pairs of a line's columns are copied to other places.
-// SETS is a power of two. expert_items.cuh also reads x_shape.
+// Products of some lines with quantised weights of experts, see expert_items.cuh, in fragments of their rows
+// (expert_fragments.cuh), of which there are STEPS in a row. Weights and lines come through shared memory STAGES - 2
+// steps of 128 columns ahead. A warp dequantises a fragment in registers as the first operand.
+// SETS is a power of two. expert_items.cuh also reads x_shape and weight_shape.
+constexpr int ROWS = 128, THREADS = 256;
+const int STRIPS = weight_shape[1], WEIGHT_ROWS = STRIPS * 16;
 #include EXPERT_ITEMS
-using Scale = ScaleOf<N, FLOATS>::Type;
-constexpr int IN = GROUPS * GROUP, steps = (IN + 127) / 128, KINDS = FLOATS ? 1 : 2;
-constexpr int ROW_BYTES = 16 * BITS, PIECES = ROW_BYTES / 16;  // of a step; pieces of 16 bytes
-constexpr int WEIGHT_COPIES = ROWS * PIECES / THREADS;
-constexpr int LINES_AT = ROWS * ROW_BYTES, HALF = ALL * 128, STAGE = LINES_AT + 2 * HALF;
-constexpr int SCALE_BYTES = GROUPS * sizeof(Scale);  // of a row
-constexpr int SCALE_LINE = SCALE_BYTES % 16 == 0 ? SCALE_BYTES + 16 : SCALE_BYTES;  // in shared memory
-constexpr int THREADS_PER_LINE = THREADS / ALL, PAIRS = 64 / THREADS_PER_LINE;  // of columns that a thread copies
-constexpr int CHUNKS = (16 + THREADS_PER_LINE - 1) / THREADS_PER_LINE;  // of 8 columns
-const unsigned all_scales = base + STAGES * STAGE;  // [2][KINDS][ROWS] lines, of a unit and the next one
-const int lane = thread % 32, quarter = lane % 4;
-const int piece = thread % PIECES, row = thread / PIECES;
-auto swizzled = [](int row, int piece) -> int { return piece ^ (BITS == 4 ? row & 2 : (row & 1) * 4); };
+__shared__ int targets[2][ALL];  // rows of `out`, of this unit and the one before
+// Notes the rows of `out` of an item's lines, before any barrier ahead of its results.
+auto note_targets = [&](const int* item, int parity) {
+  if (thread < item[0] >> 16) targets[parity][thread] = target_of(item, thread);
+};
+constexpr int IN = STEPS * 64, steps = (STEPS + 1) / 2;  // of 128 columns
+constexpr int PIECES = 2 * FRAGMENT / 16, TILE = ROWS / 16 * 2 * FRAGMENT;  // of a warp's fragments, 16 bytes each
+constexpr int WEIGHT_COPIES = (TILE / 16 + THREADS - 1) / THREADS;
+constexpr int HALF = ALL * 128, LINES = 2 * HALF;  // of 64 columns; bytes
+constexpr int THREADS_PER_LINE = THREADS / ALL, CHUNKS = (16 + THREADS_PER_LINE - 1) / THREADS_PER_LINE;
+const unsigned all_tiles = base + STAGES * LINES;
+const int lane = thread % 32, line = thread / THREADS_PER_LINE;
 const char* from;  // the weight of the expert whose tile is copied
 const N* line_from;  // the line that this thread copies a part of; 0: none
 int weight_at[WEIGHT_COPIES];
-int ahead_parity = 0;
 auto open = [&](int unit) {
   const int* const item = items + unit / tiles * 2;
-  const int expert = item[0] & 0xffff, count = item[0] >> 16, first = unit % tiles * EACH;
-  const long experts_rows = (long)expert * weight_shape[1];
-  from = (const char*)weight + experts_rows * (IN / 8 * BITS);
+  const int expert = item[0] & 0xffff, count = item[0] >> 16, first = unit % tiles * (ROWS / 16);
+  from = (const char*)weight + (long)expert * STRIPS * STEPS * FRAGMENT;
   #pragma unroll
-  for (int n = 0; n < WEIGHT_COPIES; n++)
-    weight_at[n] = row_of(unit, n * (THREADS / PIECES) + row) * (IN / 8 * BITS) + piece * 16;
-  const int line = thread / THREADS_PER_LINE;
-  line_from = line < count ? (const N*)x + (long)source_of(item, line) * IN : (const N*)0;
-  #pragma unroll
-  for (int part = 0; part < KINDS * (1 + GATED); part++) {
-    const int kind = part / (1 + GATED), beside = GATED ? part % 2 : 0;
-    const long begin = (experts_rows + beside * OUT + first) * SCALE_BYTES;
-    const char* const its = (kind ? (const char*)biases : (const char*)scales) + begin;
-    const unsigned into = all_scales + ((ahead_parity * KINDS + kind) * ROWS + beside * EACH) * SCALE_LINE;
-    for (int i = thread; i < min(EACH, OUT - first) * SCALE_BYTES / 16; i += THREADS) {
-      const int padding = SCALE_LINE > SCALE_BYTES ? i / (SCALE_BYTES / 16) * 16 : 0;
-      copy(into + i * 16 + padding, its + i * 16);
-    }
+  for (int n = 0; n < WEIGHT_COPIES; n++) {
+    const int i = n * THREADS + thread, strip = min(first + i / PIECES, STRIPS - 1);
+    weight_at[n] = strip * (STEPS * FRAGMENT) + i % PIECES * 16;
   }
-  ahead_parity ^= 1;
+  line_from = line < count ? (const N*)x + (long)source_of(item, line) * IN : (const N*)0;
 };
-int ahead_unit = blockIdx.x, ahead_step = 0;
-unsigned ahead_at = base;  // of the stage that is copied next
+int ahead_unit = blockIdx.x, ahead_step = 0, ahead = 0;  // its stage
 auto fetch = [&]() {
   if (ahead_unit < units) {
     if (ahead_step == 0) open(ahead_unit);
-    if (IN % 128 == 0 || ahead_step * 128 + piece * (128 / PIECES) < IN)
-      #pragma unroll
-      for (int n = 0; n < WEIGHT_COPIES; n++) {
-        const int at = n * (THREADS / PIECES) + row;
-        copy(ahead_at + at * ROW_BYTES + swizzled(at, piece) * 16,
-             from + weight_at[n] + ahead_step * ROW_BYTES);
-      }
+    #pragma unroll
+    for (int n = 0; n < WEIGHT_COPIES; n++) {
+      const int i = n * THREADS + thread;
+      if (i < TILE / 16 && (STEPS % 2 == 0 || ahead_step < steps - 1 || i % PIECES < PIECES / 2))
+        copy(all_tiles + ahead * TILE + i * 16, from + weight_at[n] + ahead_step * (2 * FRAGMENT));
+    }
     if (line_from) {
-      const int line = thread / THREADS_PER_LINE;
       #pragma unroll
-      for (int n = 0; IN_ORDERED && n < CHUNKS; n++) {
+      for (int n = 0; n < CHUNKS; n++) {
         const int chunk = n * THREADS_PER_LINE + thread % THREADS_PER_LINE;  // of 16
-        if (chunk < 16 && (IN % 128 == 0 || ahead_step * 128 + chunk * 8 < IN))
-          copy(ahead_at + LINES_AT + chunk / 8 * HALF + line * 128 + (chunk % 8 ^ line % 8) * 16,
+        if (chunk < 16 && (STEPS % 2 == 0 || ahead_step * 128 + chunk * 8 < IN))
+          copy(base + ahead * LINES + chunk / 8 * HALF + line * 128 + (chunk % 8 ^ line % 8) * 16,
                line_from + ahead_step * 128 + chunk * 8);
-      }
-      #pragma unroll
-      for (int n = 0; !IN_ORDERED && n < PAIRS; n++) {
-        const int pair = n * THREADS_PER_LINE + thread % THREADS_PER_LINE;  // of 64
-        const int slot = pair % 8 / 2 * 2 + pair % 2, word = pair % 32 / 8;
-        if (IN % 128 == 0 || ahead_step * 128 + pair * 2 < IN)
-          copy_bytes<4>(ahead_at + LINES_AT + pair / 32 * HALF + line * 128 + (slot ^ line % 8) * 16 + word * 4,
-                        line_from + ahead_step * 128 + pair * 2);
       }
     }
     if (++ahead_step == steps) {
@@ -82,14 +56,13 @@ auto fetch = [&]() {
     }
   }
   commit_copies();
-  ahead_at = ahead_at == base + (STAGES - 1) * STAGE ? base : ahead_at + STAGE;
+  ahead = ahead == STAGES - 1 ? 0 : ahead + 1;
 };
 #pragma unroll 1
 for (int i = 0; i < STAGES - 2; i++) fetch();
-unsigned at = base;  // of the stage that is multiplied next
-int parity = 0;
-const int low = thread / 32 * 16 + lane / 4;  // this thread's rows of the tile: low and low + 8
-const char* const shared_bytes = (const char*)space - shared_address(space);
+int stage = 0, parity = 0;
+const char* const fragments = (const char*)space + (all_tiles - shared_address(space)) + thread / 32 * (2 * FRAGMENT);
+const unsigned held = held_pair<N>(x_shape[0]);
 #pragma unroll 1
 for (int unit = blockIdx.x; unit < units; unit += gridDim.x, parity ^= 1) {
   const int* const item = items + unit / tiles * 2;
@@ -105,42 +78,27 @@ for (int unit = blockIdx.x; unit < units; unit += gridDim.x, parity ^= 1) {
     fetch();
     #pragma unroll
     for (int half = 0; half < 2; half++) {
-      if (IN % 128 && half == 1 && step == steps - 1) break;
+      if (STEPS % 2 && half == 1 && step == steps - 1) break;
+      const char* const here = fragments + stage * TILE + half * FRAGMENT;
+      Fragment fragment;
+      #pragma unroll
+      for (int i = 0; i < BITS / 4; i++) *(uint4*)fragment.words[i] = ((const uint4*)here)[i * 32 + lane];
+      *(Some<unsigned, FACTORS / 4>*)fragment.factors = ((const Some<unsigned, FACTORS / 4>*)(here + WORDS))[lane / 4];
       unsigned a[4][4];
       #pragma unroll
-      for (int other = 0; other < 2; other++) {
-        const int its = low + other * 8;
-        // Gates and others alternate in the tile, and are apart among the scales.
-        const int scale_row = GATED ? its / 16 * 8 + its % 8 + other * EACH : its;
-        const unsigned scale_at = all_scales + (parity * KINDS * ROWS + scale_row) * SCALE_LINE
-                                  + (step * 128 + half * 64 + quarter * 16) / GROUP * sizeof(Scale);
-        const Scale scale = *(const Scale*)(shared_bytes + scale_at);
-        const Scale bias_of = *(const Scale*)(shared_bytes + scale_at + (KINDS - 1) * ROWS * SCALE_LINE);
-        const Opened<N, BITS, FLOATS> opened(scale, bias_of);
-        const char* const its_words = shared_bytes + at + its * ROW_BYTES;
-        unsigned some[BITS / 2];  // 16 numbers
-        if (BITS == 4)
-          *(uint2*)some = *(const uint2*)(its_words + swizzled(its, half * 2 + quarter / 2) * 16 + quarter % 2 * 8);
-        else
-          *(uint4*)some = *(const uint4*)(its_words + swizzled(its, half * 4 + quarter) * 16);
-        #pragma unroll
-        for (int k = 0; k < 4; k++)
-          #pragma unroll
-          for (int n = 0; n < 2; n++)
-            a[k][n * 2 + other] = IN_ORDERED ? opened.pair_apart(some, k * 2 + n) : opened.pair(some, k * 2 + n);
-      }
+      for (int j = 0; j < 4; j++) open_columns<N>(fragment, j, held, a[j]);
       begin_products();
-      const unsigned long long columns = matrix_at(at + LINES_AT + half * HALF);
+      const unsigned long long columns = matrix_at(base + stage * LINES + half * HALF);
       #pragma unroll
-      for (int k = 0; k < 4; k++)
-        group_mma_by_lines(sum, a[k][0], a[k][1], a[k][2], a[k][3], columns + 2 * k);
+      for (int j = 0; j < 4; j++) group_mma_by_lines(sum, a[j][0], a[j][1], a[j][2], a[j][3], columns + 2 * j);
       commit_products();
       wait_products<1>();
     }
-    at = at == base + (STAGES - 1) * STAGE ? base : at + STAGE;
+    stage = stage == STAGES - 1 ? 0 : stage + 1;
   }
   wait_products<0>();
   hold(sum);
-  store_results(sum, unit, item, parity);
+  store_results(sum, unit % tiles * EACH + thread / 32 * (EACH / 8) + thread % 32 / 4, item,
+                [&](int line) { return targets[parity][line]; });
 }
 wait_copies<0>();

@@ -39,6 +39,17 @@ __device__ inline float power2(float x) {
 __device__ inline void prefetch(const void* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 }
+// Loads words that nothing else will read, in the order of the text: early loads stay early.
+__device__ inline void load_once(unsigned (&to)[4], const void* from) {
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "l"(from));
+}
+__device__ inline void load_once(unsigned (&to)[2], const void* from) {
+  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "l"(from));
+}
+__device__ inline void load_once(unsigned (&to)[1], const void* from) {
+  asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(to[0]) : "l"(from));
+}
 // Waits for COUNT threads of a thread block that call it with the same `number`, from 1 to 15.
 template <int COUNT> __device__ inline void sync_team(int number) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(COUNT) : "memory");

@@ -1,0 +1,123 @@
+"""Quantised weights of experts in the order of tensor cores; see expert_fragments.cuh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+
+from mlxpool.worker.kernels.kernel_builder import (
+    Constant,
+    build_kernel,
+    declarations,
+    include_line,
+)
+
+ROWS = 16  # of a fragment
+COLUMNS = 64
+THREADS = 256
+MAX_MXFP4_SCALE = 128  # E8M0; a larger one stands for 4 and more
+
+
+@dataclass(frozen=True, slots=True)
+class PackedFormat:
+    """How numbers are quantised: `bits` each in groups of `group` with a scale, as in MLX.
+
+    `floats`: in mxfp4; otherwise affine, with biases.
+    """
+
+    bits: int
+    group: int
+    floats: bool
+
+    @property
+    def mode(self) -> str:
+        """The name of it in MLX."""
+        return "mxfp4" if self.floats else "affine"
+
+    @property
+    def fragment_bytes(self) -> int:
+        """The bytes of 16 rows and 64 columns, with their scales and biases."""
+        factors = COLUMNS // self.group * (2 if self.floats else 8)
+        return ROWS * COLUMNS * self.bits // 8 + ROWS // 2 * factors
+
+
+PACKED_FORMATS = (
+    *(PackedFormat(bits, group, floats=False) for bits in (4, 8) for group in (32, 64)),
+    PackedFormat(4, 32, floats=True),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedArrays:
+    """Quantised weights [E, out, in] as MLX has them, in words of uint32."""
+
+    weight: mx.array
+    scales: mx.array
+    biases: mx.array | None
+    packed: PackedFormat
+
+    def opened(self) -> mx.array:
+        """Returns the weights dequantised."""
+        return mx.dequantize(
+            self.weight,
+            self.scales,
+            self.biases,
+            group_size=self.packed.group,
+            bits=self.packed.bits,
+            mode=self.packed.mode,
+        )
+
+
+def quantised(weight: mx.array, packed: PackedFormat) -> PackedArrays:
+    """Returns experts' weights [E, out, in] in this format."""
+    found = mx.quantize(weight, group_size=packed.group, bits=packed.bits, mode=packed.mode)
+    return PackedArrays(found[0], found[1], None if packed.floats else found[2], packed)
+
+
+def in_fragments(given: PackedArrays, *, gated: bool) -> mx.array:
+    """Returns fragments [E, out / 16, in / 64, words] in uint32.
+
+    `gated`: the first half of the rows are gates; a fragment has eight of them and their others.
+    """
+    packed, (experts, rows, words) = given.packed, given.weight.shape
+    steps = words * 32 // packed.bits // COLUMNS
+    shape = (experts, rows // ROWS, steps, packed.fragment_bytes // 4)
+    count = experts * shape[1] * steps * shape[3]
+    found: list[mx.array] = _kernel(packed, gated, given.scales.dtype)(
+        inputs=[given.weight, given.scales, given.biases],
+        grid=(-(-count // THREADS) * THREADS, 1, 1),
+        threadgroup=(THREADS, 1, 1),
+        output_shapes=[shape],
+        output_dtypes=[mx.uint32],
+    )
+    return found[0]
+
+
+def header(packed: PackedFormat) -> str:
+    """Returns the code that kernels over fragments begin with."""
+    constants: dict[str, Constant] = {
+        "BITS": packed.bits,
+        "GROUP": packed.group,
+        "FLOATS": packed.floats,
+    }
+    files = ("raised_numbers.cuh", "expert_fragments.cuh")
+    return declarations(constants) + "".join(map(include_line, files))
+
+
+@cache
+def _kernel(packed: PackedFormat, gated: bool, dtype: mx.Dtype) -> Any:
+    constants: dict[str, Constant] = {
+        "GATED": gated,
+        "N": mx.bfloat16 if packed.floats else dtype,
+    }
+    return build_kernel(
+        "expert_fragments",
+        ["weight", "scales", "biases"],
+        ["out"],
+        constants,
+        contiguous=True,
+        header=header(packed),
+    )

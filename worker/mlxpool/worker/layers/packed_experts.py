@@ -1,0 +1,111 @@
+"""Experts with quantised weights that a GPU has in the order in which its kernels multiply them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlxpool.worker.kernels import expert_fragments, expert_products, expert_routing
+from mlxpool.worker.kernels.expert_fragments import MAX_MXFP4_SCALE, PackedArrays, PackedFormat
+from mlxpool.worker.kernels.expert_products import ExpertWeights
+from mlxpool.worker.kernels.kernel_builder import WARP_SIZE
+from mlxpool.worker.kernels.routing_params import RoutingParams
+from mlxpool.worker.layers.experts import SwitchGLU, SwitchLinear, kernel_sum
+from mlxpool.worker.layers.layer_types import (
+    LayerFunction,
+    LinearInput,
+    PendingNorm,
+    PendingProduct,
+)
+from mlxpool.worker.layers.layer_types import Linear as AnyLinear
+from mlxpool.worker.layers.quantised_weight import QuantisedWeight
+
+
+@dataclass(frozen=True, slots=True)
+class PackedGLU:
+    """Implements layer_types.SwitchGLU over weights in fragments, see expert_fragments.cuh."""
+
+    weights: ExpertWeights
+    count: int  # of experts
+    dtype: mx.Dtype  # of what the kernels multiply
+
+    def __call__(self, x: mx.array, experts: mx.array) -> mx.array:
+        """x [T, in] and the experts [T, k] of each token -> [T, k, in]."""
+        tokens, chosen = experts.shape
+        most = expert_routing.MAX_CHOICES // chosen
+        if chosen > WARP_SIZE:
+            parts = [experts[:, :WARP_SIZE], experts[:, WARP_SIZE:]]
+            return mx.concatenate([self(x, part) for part in parts], axis=1)
+        if tokens > most:
+            return mx.concatenate([self(x[:most], experts[:most]), self(x[most:], experts[most:])])
+        # The plan of logits that fall from one of a token's experts to the next.
+        ranks = mx.broadcast_to(mx.arange(chosen, 0, -1).astype(mx.float32), experts.shape)
+        logits = mx.put_along_axis(mx.zeros((tokens, self.count)), experts, ranks, axis=1)
+        routing = RoutingParams(self.count, chosen, sigmoid=False, normed=False)
+        plan = expert_routing.plan_logits(logits, None, routing, shared=False)
+        given = x.astype(self.dtype)
+        made, _ = expert_products.pending_mixture(given, plan, routing, self.weights)
+        return made.reshape(tokens, chosen, -1).astype(x.dtype)
+
+    def routed_sum(
+        self,
+        x: LinearInput,
+        router: AnyLinear,
+        routing: RoutingParams,
+        added: mx.array | None = None,
+        shared: LayerFunction | None = None,
+    ) -> PendingProduct | None:
+        """See layer_types.SwitchGLU."""
+        given = x.x if isinstance(x, PendingNorm) else x
+        fits = given.ndim == 2 and given.dtype == self.dtype
+        if not fits or not expert_routing.supports(given.shape[0], routing):
+            return None
+        return kernel_sum(self.weights, x, router, routing, added, shared)
+
+
+def in_fragments(experts: SwitchGLU, dtype: mx.Dtype) -> SwitchGLU | PackedGLU:
+    """The experts in the order of our kernels, where these take them and numbers of `dtype`.
+
+    Evaluated, so that no more than one weight of them is in memory twice.
+    """
+    if experts.batch_invariant or experts.limit is None or len(experts.gate_up) != 1:
+        return experts
+    layers = experts.gate_up[0], experts.down
+    gate_up, down = (_packed_arrays(one, dtype) for one in layers)
+    if gate_up is None or down is None:
+        return experts
+    count, size, _ = down.weight.shape
+    formats, width = (gate_up.packed, down.packed), gate_up.weight.shape[1] // 2
+    routing = RoutingParams(count, 1, sigmoid=False, normed=False)
+    if not expert_products.supports(size, width, dtype, formats):
+        return experts
+    if not expert_routing.supports(1, routing) or not all(map(_has_small_scales, (gate_up, down))):
+        return experts
+    made = [
+        expert_products.of_packed(one, gated=one is gate_up, bias=layer.bias)
+        for one, layer in zip((gate_up, down), layers, strict=True)
+    ]
+    mx.eval([one.weight for one in made])
+    return PackedGLU(ExpertWeights(made[0], made[1], experts.limit), count, dtype)
+
+
+def _packed_arrays(layer: SwitchLinear, dtype: mx.Dtype) -> PackedArrays | None:
+    """The weight of a layer, where it is one that our kernels multiply numbers of `dtype` with."""
+    weight, bias = layer.weight, layer.bias
+    if not isinstance(weight, QuantisedWeight) or weight.factor is not None:
+        return None
+    if bias is not None and bias.dtype != dtype:
+        return None
+    layout, scales, biases = weight.layout, weight.scales, weight.biases
+    packed = PackedFormat(layout.bits, layout.group_size, layout.mode == "mxfp4")
+    if packed.mode != layout.mode or packed not in expert_fragments.PACKED_FORMATS:
+        return None
+    if not packed.floats and (biases is None or not scales.dtype == biases.dtype == dtype):
+        return None
+    return PackedArrays(weight.weight, scales, biases, packed)
+
+
+def _has_small_scales(given: PackedArrays) -> bool:
+    """Whether our kernels can multiply by all scales of the weight; reads them."""
+    return not given.packed.floats or bool((given.scales.max() <= MAX_MXFP4_SCALE).item())
