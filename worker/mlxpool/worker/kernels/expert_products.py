@@ -41,6 +41,7 @@ MULTIPROCESSORS = 132  # of a large GPU
 MAX_SHARED_BYTES = 200 * 1024  # of a thread block alone on a multiprocessor
 MAX_PAIR_BYTES = 110 * 1024  # of each of two thread blocks
 MAX_STAGES = 10
+WIDE_SETS = 16  # of 8 lines, from which on a tile of a quantised weight has 256 rows
 MIN_STAGES = 3  # one is multiplied, one was before, one is copied
 SHARED_ALIGNMENT = 1024  # bytes
 SUM_THREADS = 256  # of a thread block of `weighted_sum`
@@ -95,7 +96,7 @@ def supports(
         sets = expert_routing.ITEM_LINES[-1] // 8
         if one is not None and one not in PACKED_FORMATS:
             return False
-        if one is not None and _packed_layout(sets, columns, one)[0] < MIN_STAGES:
+        if one is not None and packed_layout(sets, columns, one).stages < MIN_STAGES:
             return False
     return all(_kernel_works(dtype, one) for one in packed)
 
@@ -177,8 +178,9 @@ def product(
             kernel = _few_kernel(kind, columns, experts.packed, few)
             threads, rows = FEW_WARPS * WARP_SIZE, expert_fragments.ROWS * few.high
         else:
-            kernel = _packed_kernel(kind, columns, experts.packed)
-            blocks = _packed_layout(lines // 8, columns, experts.packed)[1]
+            some = packed_layout(lines // 8, columns, experts.packed)
+            kernel = _packed_kernel(kind, columns, experts.packed, some)
+            threads, blocks, rows = 2 * some.rows, some.blocks, some.rows
     units = items * -(-out // (rows // (1 + gated)))
     found: list[mx.array] = kernel(
         inputs=inputs,
@@ -210,42 +212,68 @@ def _kernel(constants: tuple[tuple[str, Constant], ...]) -> Any:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class PackedLayout:
+    """How a thread block multiplies some lines, see expert_product_packed.cu."""
+
+    rows: int  # of a tile, with two threads each
+    stages: int  # in shared memory
+    blocks: int  # of a multiprocessor
+    shared: int  # bytes of a block
+
+
 @cache
-def _packed_layout(sets: int, columns: int, packed: PackedFormat) -> tuple[int, int, int]:
-    """Returns the stages in flight, the thread blocks of a multiprocessor and a block's memory."""
-    stage = (
-        ROWS // expert_fragments.ROWS * 2 * packed.fragment_bytes + 8 * sets * PACKED_COLUMNS * 2
-    )
+def packed_layout(sets: int, columns: int, packed: PackedFormat) -> PackedLayout:
+    """Returns the layout for items of 8 * `sets` lines.
+
+    Where items have many lines, they are read once for 256 rows, if there is memory for that.
+    """
     most = min(MAX_STAGES, -(-columns // PACKED_COLUMNS) + 2)
-    bounds = {2: MAX_PAIR_BYTES, 1: MAX_SHARED_BYTES}
-    fitting = {n: (bound - SHARED_ALIGNMENT) // stage for n, bound in bounds.items()}
-    blocks = 2 if fitting[2] >= min(most, 4) else 1
-    stages = min(most, fitting[blocks])
-    return stages, blocks, stages * stage + SHARED_ALIGNMENT
+
+    def fitting(rows: int, bound: int) -> tuple[int, int]:
+        weights = rows // expert_fragments.ROWS * 2 * packed.fragment_bytes
+        stage = weights + 8 * sets * PACKED_COLUMNS * 2
+        stages = min(most, (bound - SHARED_ALIGNMENT) // stage)
+        return stages, stages * stage + SHARED_ALIGNMENT
+
+    stages, shared = fitting(2 * ROWS, MAX_SHARED_BYTES)
+    if sets >= WIDE_SETS and stages >= MIN_STAGES:
+        return PackedLayout(2 * ROWS, stages, 1, shared)
+    stages, shared = fitting(ROWS, MAX_PAIR_BYTES)
+    if stages >= min(most, 4):
+        return PackedLayout(ROWS, stages, 2, shared)
+    stages, shared = fitting(ROWS, MAX_SHARED_BYTES)
+    return PackedLayout(ROWS, stages, 1, shared)
 
 
 @cache
 def _packed_kernel(
-    constants: tuple[tuple[str, Constant], ...], columns: int, packed: PackedFormat
+    constants: tuple[tuple[str, Constant], ...],
+    columns: int,
+    packed: PackedFormat,
+    layout: PackedLayout,
 ) -> Any:
     """Builds the kernel for quantised weights with so many columns."""
     given = dict(constants)
     sets, dtype = given["SETS"], given["N"]
     assert isinstance(sets, int) and isinstance(dtype, mx.Dtype)
-    stages, blocks, shared = _packed_layout(sets, columns, packed)
-    more: dict[str, Constant] = {"STAGES": stages, "STEPS": columns // COLUMNS}
+    more: dict[str, Constant] = {
+        "ROWS": layout.rows,
+        "STAGES": layout.stages,
+        "STEPS": columns // COLUMNS,
+    }
     return build_kernel(
         "expert_product_packed",
         ["x", "plan", "weight", "bias"],
         ["out"],
         {**given, **more},
         contiguous=True,
-        shared=shared,
+        shared=layout.shared,
         header=group_mma_by_lines(sets, dtype)
         + include_line("expert_activation.cuh")
         + expert_fragments.header(packed)
         + name_files(FILES),
-        bounds=(THREADS, blocks),
+        bounds=(2 * layout.rows, layout.blocks),
     )
 
 

@@ -1,8 +1,9 @@
 // Products of some lines with quantised weights of experts, see expert_items.cuh, in fragments of their rows
 // (expert_fragments.cuh), of which there are STEPS in a row. Weights and lines come through shared memory STAGES - 2
-// steps of 128 columns ahead. A warp dequantises a fragment in registers as the first operand.
+// steps of 128 columns ahead. A warp dequantises fragments in registers as the first operand: the next 16 columns while
+// up to three products before them run.
 // SETS is a power of two. expert_items.cuh also reads x_shape and weight_shape.
-constexpr int ROWS = 128, THREADS = 256;
+constexpr int THREADS = 2 * ROWS;
 const int STRIPS = weight_shape[1], WEIGHT_ROWS = STRIPS * 16;
 #include EXPERT_ITEMS
 __shared__ int targets[2][ALL];  // rows of `out`, of this unit and the one before
@@ -84,21 +85,23 @@ for (int unit = blockIdx.x; unit < units; unit += gridDim.x, parity ^= 1) {
       #pragma unroll
       for (int i = 0; i < BITS / 4; i++) *(uint4*)fragment.words[i] = ((const uint4*)here)[i * 32 + lane];
       *(Some<unsigned, FACTORS / 4>*)fragment.factors = ((const Some<unsigned, FACTORS / 4>*)(here + WORDS))[lane / 4];
-      unsigned a[4][4];
-      #pragma unroll
-      for (int j = 0; j < 4; j++) open_columns<N>(fragment, j, held, a[j]);
-      begin_products();
       const unsigned long long columns = matrix_at(base + stage * LINES + half * HALF);
       #pragma unroll
-      for (int j = 0; j < 4; j++) group_mma_by_lines(sum, a[j][0], a[j][1], a[j][2], a[j][3], columns + 2 * j);
-      commit_products();
-      wait_products<1>();
+      for (int j = 0; j < 4; j++) {
+        unsigned a[4];
+        wait_products<3>();  // those that read the registers of `a`
+        hold(fragment.words[j * BITS / 16][j * BITS / 4 % 4]);
+        open_columns<N>(fragment, j, held, a);
+        begin_products();
+        group_mma_by_lines(sum, a[0], a[1], a[2], a[3], columns + 2 * j);
+        commit_products();
+      }
     }
     stage = stage == STAGES - 1 ? 0 : stage + 1;
   }
   wait_products<0>();
   hold(sum);
-  store_results(sum, unit % tiles * EACH + thread / 32 * (EACH / 8) + thread % 32 / 4, item,
+  store_results(sum, unit % tiles * EACH + thread / 32 * (EACH * 16 / ROWS) + thread % 32 / 4, item,
                 [&](int line) { return targets[parity][line]; });
 }
 wait_copies<0>();
