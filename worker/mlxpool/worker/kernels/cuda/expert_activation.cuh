@@ -4,5 +4,5 @@ template <typename N> __device__ inline float activated(float gate, float beside
   if (limit <= 0) return gated(gate, beside, rounded);
   gate = fminf(gate, limit);
   beside = fminf(fmaxf(beside, -limit), limit);
-  return (beside + 1) * gate / (1 + expf(-1.702f * gate));
+  return __fdividef((beside + 1) * gate, 1 + power2(-1.702f * 1.44269504f * gate));
 }

@@ -27,14 +27,18 @@ auto target_of = [&](const int* item, int line) -> int { return GATED ? item[1] 
 auto store_results = [&](const float (&sum)[4 * SETS], int row, const int* item, auto target) {
   const int count = item[0] >> 16, expert = item[0] & 0xffff;
   const long biases_at = (long)expert * OUT * (GATED ? 2 : 1);
-  auto biased = [&](float x, int at) -> float { return BIASED ? x + up(bias[biases_at + at]) : x; };
+  auto bias_of = [&](int at, bool used) -> float { return BIASED && used ? up(bias[biases_at + at]) : 0.f; };
+  const float first = bias_of(row, row < OUT), second = GATED ? bias_of(OUT + row, row < OUT) : bias_of(row + 8, row + 8 < OUT);
+  float found[4 * SETS];  // all of them first: with a branch around each they would wait for each other
+  #pragma unroll
+  for (int i = 0; i < 4 * SETS; i++) found[i] = BIASED ? sum[i] + (i % 4 >= 2 ? second : first) : sum[i];
+  #pragma unroll
+  for (int i = 0; i < 4 * SETS; i++)
+    if (GATED && i % 4 < 2) found[i] = activated(found[i], found[i + 2], LIMIT, N());
   #pragma unroll
   for (int i = 0; i < 4 * SETS; i++) {
     const int line = i / 4 * 8 + thread % 4 * 2 + i % 2, to = row + i % 4 / 2 * 8;
-    if (GATED && i % 4 >= 2) continue;
-    if (line >= count || to >= OUT) continue;
-    float one = biased(sum[i], to);
-    if (GATED) one = activated(one, biased(sum[i + 2], OUT + to), LIMIT, N());
-    down(one, (N*)out + (long)target(line) * OUT + to);
+    if (line < count && to < OUT && !(GATED && i % 4 >= 2))
+      down(found[i], (N*)out + (unsigned)(target(line) * OUT + to));
   }
 };
