@@ -47,8 +47,8 @@ SHARED_ALIGNMENT = 1024  # bytes
 SUM_THREADS = 256  # of a thread block of `weighted_sum`
 NUMBERS_PER_THREAD = 8
 FEW_WARPS = 16  # of a thread block with few lines, which is alone on a multiprocessor
-FEW_SETS = 4  # of 8 lines
-FEW_DEEP = 9  # steps of one strip that a warp reads ahead, as far as registers allow
+FEW_SETS = 2  # of 8 lines
+FEW_DEEP = 15  # steps of one strip that a warp reads ahead, as far as registers allow
 FEW_SHARED_BYTES = 220 * 1024
 FILES = {"EXPERT_ITEMS": "expert_items.cuh"}
 

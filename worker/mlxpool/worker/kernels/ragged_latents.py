@@ -41,7 +41,7 @@ THREADS = 256
 MAX_FEW_ROWS = 32  # up to which a tile's rows are the columns of the tensor cores' matrices
 VALUE_NUMBERS = 256  # of a latent in one instruction; 64 is 3 to 6 % slower
 ALIGNMENT = 1024  # bytes, of swizzled matrices
-LEAST_KEYS = 256  # latents of a part: the sums of a part take as long as these
+LEAST_KEYS = 160  # latents of a part: the sums of a part take as long as these
 SUM_KEYS = 32  # latents that a thread block could read while it adds up one part
 
 
