@@ -11,7 +11,7 @@ import dataclasses
 import inspect
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from mlxpool.client.job_options import BatchOptions, CallOptions, JobOptions
 from mlxpool.common.config.bounds import OneOf, Within, declarations
 from mlxpool.common.config.loading import variables
 from mlxpool.common.config.schema import Counting, ModelConfig, PoolConfig
-from mlxpool.common.errors import BY_CODE
+from mlxpool.common.errors import BY_CODE, PoolError
 from mlxpool.common.options import GenerateOptions
 
 DOCS = Path(__file__).parent
@@ -102,30 +102,23 @@ def configuration() -> str:
 HEAD = """\
 # The Python API
 
-What `from mlxpool.client import …` gives; everything else may change without notice. Made from the
-docstrings by docs/make_pages.py.
+The names of `mlxpool.client`, made from the docstrings by docs/make_pages.py. All other names may
+change without notice. [quickstart.md](quickstart.md) and [examples.md](examples.md) have programs.
+An argument with the default None may be None.
 
-[quickstart.md](quickstart.md) has a first program, [examples.md](examples.md) whole ones;
-[protocol.md](protocol.md) lists the options of `stream` and `generate`.
-
-## Inputs
-
-`Inputs` of `embed` and `classify` are a text, or a list of texts; for `classify` also a list of
-pairs of texts, tuples of two. In place of texts there may be token ids with the special ones: a
-list of ids for each input, or one list of ids for one input. Every list may be a tuple, an iterator
-or a NumPy array.
-
-## Questions
-
-The `AnswerChoices` of `decide` are None, for yes or no, a list of 2 to 26 different texts, or a
-`range` of 2 to 101 whole numbers from 0 to 1,000. `Asked` of `decide_all` is a question, or a
-tuple of a question and its choices. [decisions.md](decisions.md) says what the answers are worth.
+- `Inputs` of `embed` and `classify`: a text or a list of texts; for `classify` also a list of
+  pairs of texts. Token ids with the special ids may replace texts: a list of ids for each input,
+  or one list for one input. A list may be a tuple, an iterator or a NumPy array.
+- `AnswerChoices` of `decide`: None (yes or no), a list of 2 to 26 different texts, or a `range` of
+  2 to 101 whole numbers from 0 to 1,000. `Asked` of `decide_all`: a question, or a tuple of a
+  question and its choices. [decisions.md](decisions.md) explains the answers.
+- `JobRef`: a `Job`, its `key` or its `id`.
 
 ## Images
 
-An `Image` is the content of a png, jpeg, webp or gif file, as bytes, bytearray or memoryview, or
-the path of a file as a `pathlib.Path`. A path as a `str` is refused: texts often come from others,
-who must not choose files of this machine. Models whose `features` have `vision` take images:
+An `Image` is the content of a file (bytes, bytearray or memoryview) or a `pathlib.Path`. A path as
+a `str` is refused: texts often come from users, who must not choose files of this machine. Models
+with `vision` among their `features` take images:
 
 <!-- not run: needs a model that reads images -->
 ```python
@@ -134,108 +127,137 @@ from pathlib import Path
 from mlxpool.client import Client
 
 photo, drawing = Path("photo.jpg"), Path("drawing.png").read_bytes()
-
+question = [
+    {"type": "image", "image": photo},
+    {"type": "text", "text": "What is in this picture?"},
+]
 with Client() as client:
-    question = [
-        {"type": "image", "image": photo},
-        {"type": "text", "text": "What is in this picture?"},
-    ]
-    answer = client.generate("eyes", messages=[{"role": "user", "content": question}])
-    print(answer.text)
-
+    client.generate("eyes", messages=[{"role": "user", "content": question}])
     # A prompt without a chat template names its images by their index.
-    answer = client.generate("eyes", "[img-0] and [img-1] show", images=[photo, drawing])
-    print(answer.text)
+    client.generate("eyes", "[img-0] and [img-1] show", images=[photo, drawing])
 ```
 
-A request has at most 16 images, 8 MiB each and 32 MiB together. A chat sends its whole history each
-time, so leave older images out before there are 17. `images` of a message, as in Ollama's
-interface, is refused. [protocol.md](protocol.md#images) has all bounds.
+[protocol.md](protocol.md#images) has formats and bounds. A chat sends all its images in each
+request, and a request has at most 16: leave out older ones. Images are parts of `content`;
+the member `images` of a message is refused.
 """
 FORKS = """
 ## Processes that fork
 
-A connection has a thread of its own, and `os.fork` copies no threads. So a client serves the
-process that made it, and no fork of that: there each call and each read of a stream raises
-BadRequest at once, with both process ids. The parent's client and its streams are not affected.
-Make a client in each process, after the fork:
+A client has a thread, and `os.fork` copies no threads: in a fork each call of the parent's client
+and each read of its streams raises BadRequest. Make a client in each process, after the fork:
 
-| program | where |
+| program | place |
 |---|---|
-| gunicorn with `--preload` | in a function with `functools.cache` that requests call |
-| uWSGI | in a function with the decorator `uwsgidecorators.postfork` |
-| celery, prefork pool | in a function that `celery.signals.worker_process_init` calls |
-| multiprocessing, start method `fork` | in the pool's `initializer`, or in the target |
+| gunicorn with `--preload` | a function with `functools.cache` that requests call |
+| uWSGI | a function with the decorator `uwsgidecorators.postfork` |
+| celery, prefork pool | a function that `celery.signals.worker_process_init` calls |
+| multiprocessing, start method `fork` | the pool's `initializer`, or the target |
 
-A module that makes its client when it is imported can be used with gunicorn without `--preload`,
-and with the start methods `spawn` and `forkserver`: each process imports it by itself.
+With gunicorn without `--preload`, `spawn` and `forkserver` a module may make its client at import.
 """
 OPTIONS = """
 ## Options
 
-The keyword arguments of `stream` and `generate`; `mlxpool.common.options.GenerateOptions` is their
-type. None is the same as not given. [protocol.md](protocol.md#generate) has bounds and defaults.
+Keyword arguments of `stream` and `generate`, of the type `mlxpool.common.options.GenerateOptions`.
+None means absent. [protocol.md](protocol.md#generate) has the meaning, bounds and default of each;
+`batch` is true by default.
 
 """
 JOB_OPTIONS = """
 ## Options of jobs
 
-`submit` takes these, whose types are in `mlxpool.client.job_options`, and the options above without
-those of the reading: `queue_ms`, `first_token_ms`, `window`, `batch` and `durable`.
-[jobs.md](jobs.md) says what a job is.
+`submit` takes these options (`mlxpool.client.job_options`) and the options above except `queue_ms`,
+`first_token_ms`, `window`, `batch` and `durable`. Its `priority` may also be -1 or "idle": the job
+runs when nothing else waits. Without `deadline_ms` a [job](jobs.md) has no deadline.
 
 """
 CALL_OPTIONS = """
 ## Options of calls
 
-`submit_call` takes the options of jobs and these; [protocol.md](protocol.md) says which of them the
-call of a kind has.
+`submit_call` takes `priority`, `deadline_ms`, the options of jobs, and the keys of the kind of call
+([embed, rerank, classify](protocol.md#embed-rerank-classify), [decide](protocol.md#decide)):
 
 """
 BATCH_OPTIONS = """
 ## Options of batches
 
-`submit_batch` takes these, and the options above for lines that do not say otherwise.
+`submit_batch` takes these options, `priority`, and as defaults of its lines `tools`, `think`,
+`session` and the options of sampling.
 
 """
 ERRORS = """
 ## Errors
 
-Each is a `PoolError` with `code`, `message`, `details`, `retryable` (the same request can succeed
-later) and `retry_after_ms`. They are in `mlxpool.common.errors`; [protocol.md](protocol.md#errors)
-says what to do about each.
+Each error is a `PoolError` of `mlxpool.common.errors` with `code`, `message`, `details`,
+`retryable` and `retry_after_ms`. [protocol.md](protocol.md#errors) explains each code.
+`QueueFull` has the code `queue_full`, and so on.
 
-| class | code | retryable |
-|---|---|---|
 """
 
 
 def python_api() -> str:
     """The whole page."""
+    assert sorted(ORDER) == sorted(mlxpool.client.__all__)
     parts = [HEAD]
-    for name in sorted(mlxpool.client.__all__):
+    for name in ORDER:
         parts += _of_class(name, getattr(mlxpool.client, name))
-    rows = [
-        f"| `{kind.__name__}` | `{code}` | {'yes' if kind.retryable else 'no'} |"
-        for code, kind in sorted(BY_CODE.items())
-    ]
-    options = (
-        (OPTIONS, GenerateOptions),
-        (JOB_OPTIONS, JobOptions),
-        (CALL_OPTIONS, CallOptions),
-        (BATCH_OPTIONS, BatchOptions),
+    options = "".join(
+        (
+            OPTIONS + _names(GenerateOptions),
+            JOB_OPTIONS + _options(JobOptions),
+            CALL_OPTIONS + _names(CallOptions),
+            BATCH_OPTIONS + _options(BatchOptions),
+        )
     )
-    tables = "".join(head + _options(kind) for head, kind in options)
-    return "\n".join(parts) + FORKS + tables + ERRORS + "\n".join(rows) + "\n"
+    return "\n".join(parts) + FORKS + options + ERRORS + _errors()
+
+
+def _errors() -> str:
+    """The classes of errors, those first whose request can succeed later."""
+    for code, kind in BY_CODE.items():
+        assert code.replace("_", "") == kind.__name__.lower(), f"{kind} has the code {code}"
+    return "".join(
+        f"- {head}: {', '.join(f'`{kind.__name__}`' for kind in kinds)}.\n"
+        for head, kinds in (
+            ("Retryable, the same request can succeed later", _sorted(retryable=True)),
+            ("Not retryable", _sorted(retryable=False)),
+        )
+    )
+
+
+def _sorted(*, retryable: bool) -> list[type[PoolError]]:
+    kinds = [kind for kind in BY_CODE.values() if kind.retryable is retryable]
+    return sorted(kinds, key=lambda kind: kind.__name__)
+
+
+ORDER = (
+    *("Client", "AsyncClient", "Stream", "AsyncStream", "Delta", "Result"),
+    *("ChoicesStream", "AsyncChoicesStream", "Choices", "ChatTokens"),
+    *("Vectors", "Ranking", "Ranked", "Decision", "DecisionList"),
+    *("Job", "Batch", "AsyncBatch", "LineResult", "Pace", "PoolError"),
+)
+MADE = frozenset({"Client", "Pace"})  # by users; other objects are answers
 
 
 def _options(kind: type[Any]) -> str:
-    """A table of the options that a TypedDict adds to those of its bases, from its source."""
+    """A table of the options that a TypedDict adds to those of its bases."""
+    rows = [(f"`{name}`", f"`{_short(kind)}`", text) for name, kind, text in _declared(kind)]
+    return _table(("option", "type", "meaning"), rows)
+
+
+def _names(kind: type[Any]) -> str:
+    """The options that a TypedDict adds to those of its bases, with their types alone."""
+    names = ", ".join(f"`{name}: {_short(kind)}`" for name, kind, _ in _declared(kind))
+    return f"{names}.\n"
+
+
+def _declared(kind: type[Any]) -> list[tuple[str, str, str]]:
+    """Name, type and comment of the options that a TypedDict adds, from its source."""
     found = OPTION.findall(inspect.getsource(kind))
     names = [name for name, _, _ in found]
     assert names == list(kind.__annotations__)[-len(names) :], f"{kind} has a line of another form"
-    rows = (f"| `{name}` | `{_cell(kind)}` | {text} |\n" for name, kind, text in found)
-    return "| option | type | is |\n|---|---|---|\n" + "".join(rows)
+    return found
 
 
 OPTION = re.compile(r"^    (\w+): (.*) \| None  # (.*)$", re.M)
@@ -243,25 +265,70 @@ OPTION = re.compile(r"^    (\w+): (.*) \| None  # (.*)$", re.M)
 
 def _of_class(name: str, kind: type[Any]) -> Iterator[str]:
     yield f"## {name}\n"
-    if not (dataclasses.is_dataclass(kind) or name in NOT_MADE):
+    if name in MADE and not dataclasses.is_dataclass(kind):
         yield f"`{name}{_signature(kind)}`\n"
     yield f"{_text(kind)}\n"
+    members = {key: value for key, value in _members(kind).items() if _is_documented(key, value)}
+    if name.startswith("Async"):
+        twin = name.removeprefix("Async")
+        same = set(_members(getattr(mlxpool.client, twin))) & set(members)
+        members = {key: value for key, value in members.items() if key not in same}
+    fields = [*_fields(kind, name in MADE), *_properties(members)]
+    if fields:
+        yield _table(("field", "type", "default", "meaning"), fields)
+    methods = {key: value for key, value in members.items() if not isinstance(value, property)}
+    if methods and not name.endswith("Client"):
+        yield _table(("method", "meaning"), [_method_row(*each) for each in methods.items()])
+        return
+    for key, value in methods.items():
+        yield f"### {name}.{key}\n\n`{_call(key, value)}`\n\n{_text(value)}\n"
+
+
+def _fields(kind: type[Any], is_made: bool) -> Iterator[tuple[str, ...]]:
+    """Rows of a dataclass: name, type, default where users make such objects, and comment."""
     if dataclasses.is_dataclass(kind):
-        said = dict(COMMENT.findall(inspect.getsource(kind)))
-        yield "| field | type | default | is |\n|---|---|---|---|"
-        fields = dataclasses.fields(kind)
-        yield "\n".join(_field(each, said.get(each.name, "")) for each in fields) + "\n"
-    for key, value in _members(kind).items():
-        if key.startswith("_") or not _is_documented(value):
-            continue
-        if isinstance(value, property):
-            yield f"### {name}.{key}\n\n{_text(value)}\n"
-        else:
-            word = "await " if inspect.iscoroutinefunction(value) else ""
-            yield f"### {name}.{key}\n\n`{word}{key}{_signature(value)}`\n\n{_text(value)}\n"
+        comments = dict(COMMENT.findall(inspect.getsource(kind)))
+        for each in dataclasses.fields(kind):
+            default = f"`{each.default!r}`" if is_made else ""
+            yield (
+                f"`{each.name}`",
+                f"`{_short(str(each.type))}`",
+                default,
+                comments.get(each.name, ""),
+            )
 
 
-NOT_MADE = frozenset({"Batch", "AsyncBatch", "Stream", "AsyncStream"})  # a client makes them
+def _properties(members: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    for key, value in members.items():
+        if isinstance(value, property) and value.fget is not None:
+            kind = inspect.signature(value.fget).return_annotation
+            yield f"`{key}`", f"`{_short(kind)}`", "", _line(value)
+
+
+def _method_row(key: str, value: Any) -> tuple[str, str]:
+    return f"`{_call(key, value)}`", _line(value)
+
+
+def _call(key: str, value: Any) -> str:
+    word = "await " if inspect.iscoroutinefunction(value) else ""
+    return f"{word}{key}{_signature(value)}"
+
+
+def _line(value: object) -> str:
+    """The docstring in one line, for a cell of a table."""
+    return " ".join(_text(value).split())
+
+
+COMMENT = re.compile(r"^    (\w+): .*?  # (.*)$", re.M)
+
+
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    """A table without the columns that are empty in all rows; `|` in cells is escaped."""
+    used = [number for number in range(len(head)) if any(row[number] for row in rows)]
+    lines = [[head[number] for number in used]]
+    lines += [[row[number].replace("|", "\\|") for number in used] for row in rows]
+    first, *others = [f"| {' | '.join(line)} |" for line in lines]
+    return "\n".join((first, "|---" * len(used) + "|", *others, ""))
 
 
 def _members(kind: type[Any]) -> dict[str, Any]:
@@ -269,41 +336,55 @@ def _members(kind: type[Any]) -> dict[str, Any]:
     members: dict[str, Any] = {}
     for each in kind.__mro__:
         if each.__module__.startswith(mlxpool.client.__name__):
-            members = {**members, **{k: v for k, v in vars(each).items() if k not in members}}
+            own = {
+                k: v.__func__ if isinstance(v, classmethod) else v for k, v in vars(each).items()
+            }
+            members = {**members, **{k: v for k, v in own.items() if k not in members}}
     return members
 
 
-def _is_documented(value: object) -> bool:
-    return bool(isinstance(value, property) or inspect.isfunction(value)) and bool(
-        inspect.getdoc(value)
-    )
+def _is_documented(key: str, value: object) -> bool:
+    """Whether a member is public; `ask` takes questions that are not."""
+    is_member = isinstance(value, property) or inspect.isfunction(value)
+    return is_member and not key.startswith("_") and key != "ask" and bool(inspect.getdoc(value))
 
 
 def _signature(value: Any) -> str:
     whole = inspect.signature(value)
-    kept = [p for p in whole.parameters.values() if p.name != "self"]
-    return str(whole.replace(parameters=kept)).replace("'", "").removesuffix(" -> None")
+    kept = [p for p in whole.parameters.values() if p.name not in ("self", "cls")]
+    text = _short(str(whole.replace(parameters=kept))).removesuffix(" -> None")
+    return text if value.__name__ == "stream" else text.replace(OF_REQUESTS, "…")
+
+
+OF_REQUESTS = (  # the arguments of all requests: `stream` shows them
+    "model: str, prompt: str = None, *, messages: Sequence[Mapping] = None, "
+    "tokens: Sequence[int] = None, images: Sequence[Image] = ()"
+)
+
+
+def _short(annotation: str) -> str:
+    """Types and defaults without quotes, types of JSON without those of their members.
+
+    A default of None says that None is of the type.
+    """
+    for long, short in SHORTER.items():
+        annotation = annotation.replace(long, short)
+    return annotation.replace("'", "")
+
+
+SHORTER = {
+    "Mapping[str, Any]": "Mapping",
+    "dict[str, Any]": "dict",
+    "= ''": '= ""',
+    " | None' = None": " = None",
+}
 
 
 def _text(value: object) -> str:
     return inspect.getdoc(value) or ""
 
 
-COMMENT = re.compile(r"^    (\w+): .*?  # (.*)$", re.M)
-
-
-def _field(field: dataclasses.Field[Any], said: str) -> str:
-    default = ""
-    if field.default is not dataclasses.MISSING:
-        default = f"`{field.default!r}`"
-    return f"| `{field.name}` | `{_cell(str(field.type))}` | {default} | {said} |"
-
-
 PAGES = {"configuration.md": configuration, "python-api.md": python_api}
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
 
 
 def main() -> None:

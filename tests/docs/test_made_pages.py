@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
@@ -11,9 +12,12 @@ from types import ModuleType
 import pytest
 
 import mlxpool.client
+from mlxpool.client.job_options import BatchOptions, CallOptions, JobOptions
 from mlxpool.common.config.loading import variables
 from mlxpool.common.config.origins import OTHER_VARIABLES
 from mlxpool.common.config.schema import NO_SETTINGS, Counting, ModelConfig, PoolConfig
+from mlxpool.common.errors import BY_CODE
+from mlxpool.common.options import GenerateOptions
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ("configuration.md", "python-api.md")
@@ -54,15 +58,35 @@ def test_every_variable_is_on_the_page() -> None:
         assert re.search(rf"^\|.*`{name}`.* \|", page, re.M)
 
 
-def test_every_public_name_is_on_the_page() -> None:
+def sections() -> dict[str, str]:
+    """The sections of the page of the Python API by their headings."""
     page = (DOCS / "python-api.md").read_text("utf-8")
-    assert set(re.findall(r"^## (\w+)$", page, re.M)) == {
-        *mlxpool.client.__all__,
-        "Questions",
-        "Inputs",
-        "Images",
-        "Options",
-        "Errors",
-    }
-    for method in ("Client.stream", "Client.generate", "AsyncClient.tokenize", "Stream.result"):
-        assert f"### {method}\n" in page
+    return dict(re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", page, re.M | re.S))
+
+
+def test_every_public_name_is_on_the_page() -> None:
+    names = {name for name in sections() if re.fullmatch(r"\w+", name)}
+    assert names == {*mlxpool.client.__all__, "Images", "Options", "Errors"}
+
+
+def test_every_public_member_is_on_the_page() -> None:
+    """A member of AsyncX is in its own section, or in that of X."""
+    page = sections()
+    seen = set()
+    for name in mlxpool.client.__all__:
+        text = page[name] + page[name.removeprefix("Async")]
+        for key in dir(getattr(mlxpool.client, name)):
+            of_base = name == "PoolError" or hasattr(Sequence, key) or hasattr(list, key)
+            if not key.startswith("_") and not of_base and key != "ask":
+                assert re.search(rf"^(?:\| )?`(?:await )?{key}\b", text, re.M), (name, key)
+                seen.add(f"{name}.{key}")
+    assert {"Client.stream", "AsyncClient.tokenize", "Stream.result", "Vectors.of"} <= seen
+
+
+def test_every_option_and_error_is_on_the_page() -> None:
+    text = "".join(sections().values())
+    for kind in (GenerateOptions, JobOptions, CallOptions, BatchOptions):
+        assert not {name for name in kind.__annotations__ if not re.search(rf"`{name}\b", text)}
+    assert {kind.__name__ for kind in BY_CODE.values()} <= set(
+        re.findall(r"`(\w+)`", sections()["Errors"])
+    )

@@ -29,10 +29,9 @@ Put = Callable[[Item], None]
 
 
 class Choices(Sequence[Result]):
-    """The completions of one prompt, in the order of their `index`.
+    """A sequence of the completions of one prompt, in the order of their `index`.
 
-    Choice i has seed + i, where `seed` is that of the request, or one that was drawn: `generate`
-    with that seed and no `n` gives the same completion again.
+    Choice i has seed + i: `generate` with this seed and no `n` gives the same completion.
     """
 
     def __init__(self, results: Sequence[Result]) -> None:
@@ -46,12 +45,12 @@ class Choices(Sequence[Result]):
 
     @property
     def seed(self) -> int:
-        """The seed of choice 0."""
+        """The seed of choice 0: of the request, or drawn."""
         return self._results[0].seed
 
     @property
     def usage(self) -> Mapping[str, int]:
-        """Token counts of all choices together: the prompt counts once."""
+        """Token counts of all choices; the prompt counts once."""
         prompt = self._results[0].usage.get("prompt_tokens", 0)
         completion = sum(one.usage.get("completion_tokens", 0) for one in self._results)
         return {
@@ -63,7 +62,7 @@ class Choices(Sequence[Result]):
 
     @property
     def prompt(self) -> tuple[Mapping[str, Any], ...]:
-        """The tokens of the prompt, if echo or prompt_logprobs asks for them."""
+        """The tokens of the prompt, with echo or prompt_logprobs."""
         return self._results[0].prompt
 
     @overload
@@ -184,9 +183,8 @@ def _put(put: Put, number: int, delta: Delta | None) -> None:
 class ChoicesStream(Closing):
     """An iterator over the deltas of several choices, as they arrive; `index` names the choice.
 
-    No delta comes before every choice is accepted. An error of one choice is raised, and ends the
-    others. Leaving the loop, `close`, the end of a `with` or the end of the object cancels what is
-    not finished. After the last delta `result` holds all completions.
+    No delta arrives before every choice is accepted. An error of one choice is raised, and ends the
+    others. An unfinished stream is cancelled as a `Stream` is.
     """
 
     def __init__(self, connection: AnyConnection, drafts: Sequence[GenerateDraft]) -> None:
@@ -201,11 +199,7 @@ class ChoicesStream(Closing):
 
     @property
     def result(self) -> Choices:
-        """All completions.
-
-        Raises the error of the first choice that has one, and RuntimeError before the end; `read`
-        waits for it. In a fork of the process it raises BadRequest if they had not ended before.
-        """
+        """All completions. Raises the first error of a choice, and RuntimeError before the end."""
         return self._choices.whole()
 
     def __iter__(self) -> Iterator[Delta]:
@@ -217,13 +211,13 @@ class ChoicesStream(Closing):
             self.close()
 
     def read(self) -> Choices:
-        """Wait for the end of all choices. Raises the error of the first that ends with one."""
+        """Wait for the end of all choices. Raises the error of the first that has one."""
         for _ in self:
             pass
         return self.result
 
     def close(self) -> None:
-        """Cancel the choices that are not finished."""
+        """Cancel the unfinished choices."""
         self._choices.close()
 
     def __del__(self) -> None:

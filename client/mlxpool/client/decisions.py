@@ -27,26 +27,21 @@ Asked: TypeAlias = str | tuple[str, AnswerChoices]
 class Decision:
     """The answer to a question: the label with the greatest probability.
 
-    A label is a text, True or False (yes or no), or a number. `probabilities` has each label's, in
-    their order, together 1. `outside` is the probability that the model says something else, which
-    the others leave out.
+    A label is a text, True or False (yes or no), or a number.
     """
 
     answer: Label
-    probabilities: Mapping[Label, float]
-    outside: float
+    probabilities: Mapping[Label, float]  # of all labels in their order; their sum is 1
+    outside: float  # the probability that the model gives another answer
 
     @property
     def probability(self) -> float:
-        """That of the answer."""
+        """The probability of the answer."""
         return self.probabilities[self.answer]
 
     @property
     def expected(self) -> float:
-        """The mean of a scale's numbers, weighted; of yes or no the probability of yes.
-
-        Raises TypeError where the labels are texts.
-        """
+        """The mean of a scale, or the probability of yes. Raises TypeError for texts."""
         mean = 0.0
         for label, share in self.probabilities.items():
             if isinstance(label, str):
@@ -56,7 +51,7 @@ class Decision:
 
 
 class DecisionList(list[Decision]):
-    """An answer for each question, in their order. `usage` is {prompt_tokens, total_tokens}."""
+    """The answers in the order of the questions; `usage` is {prompt_tokens, total_tokens}."""
 
     def __init__(self, found: Iterable[Decision], usage: Mapping[str, int]) -> None:
         super().__init__(found)
@@ -64,9 +59,9 @@ class DecisionList(list[Decision]):
 
     @classmethod
     def of(cls, result: Result, questions: Sequence[Asked | Mapping[str, Any]]) -> DecisionList:
-        """The answers of a job that is a `decide` with these questions, also as its line has them.
+        """The answers of a `decide` job with these questions, also in the form of its line.
 
-        Raises ValueError for the result of another job.
+        Raises ValueError for another job.
         """
         answer = result.answer
         if answer is None or answer.kind != protocol.DECISIONS:

@@ -18,10 +18,10 @@ class JobOptions(TypedDict, total=False):
     """What is said of a job itself, whatever it computes."""
 
     key: str | None  # names the job; default: a new one is drawn
-    keep: float | None  # seconds for which the result stays after the end
-    not_before: float | None  # it does not begin before this time, as of `time.time()`
+    keep: float | None  # seconds that the result stays after the end; default: `job_keep`
+    not_before: float | None  # earliest time of its begin, as of `time.time()`
     notify: str | None  # the URL to which its end is posted
-    note: bytes | None  # up to 64 KiB of the program's own, which `submitted` returns
+    note: bytes | None  # up to 64 KiB that `submitted` returns
 
 
 class SubmitOptions(GenerateOptions, JobOptions, total=False):
@@ -31,7 +31,7 @@ class SubmitOptions(GenerateOptions, JobOptions, total=False):
 class CallOptions(JobOptions, total=False):
     """Keyword arguments of `submit_call`: those of the job, then the keys of a call."""
 
-    priority: int | str | None  # 0 to 2, 2 goes first; -1 or "idle": when nothing else waits
+    priority: int | str | None  # 0 to 2, 2 is first; -1 or "idle": when nothing else waits
     deadline_ms: int | None  # milliseconds from acceptance to the end
     inputs: Sequence[str] | Sequence[Sequence[str]] | None  # texts, or pairs of texts
     tokens: Sequence[int] | Sequence[Sequence[int]] | None  # token ids in the place of `inputs`
@@ -39,8 +39,8 @@ class CallOptions(JobOptions, total=False):
     documents: Sequence[str] | None  # of `rerank`
     prompt: str | None  # of `embed` and `rerank`, before each text; of `decide`, the text itself
     prompt_name: str | None  # of `embed`: one of the model's prompts
-    dimensions: int | None  # of `embed`: numbers of a vector that are kept; 0: all
-    normalise: bool | None  # of `embed`: whether vectors get the length 1
+    dimensions: int | None  # of `embed`: how many numbers of a vector are kept; 0: all
+    normalise: bool | None  # of `embed`: vectors of the length 1
     truncate: bool | None  # a longer input loses its end; otherwise it is refused
     questions: Sequence[Mapping[str, Any]] | None  # of `decide`
     temperature: float | None  # of `decide`: divides the logarithms of probabilities
@@ -50,12 +50,12 @@ class BatchOptions(GenerateOptions, total=False):
     """Keyword arguments of `submit_batch`: the batch's own; the others hold for its lines."""
 
     key: str | None  # names the batch; default: a new one is drawn
-    keep: float | None  # seconds for which the results stay after the end of the batch
-    deadline: float | None  # seconds after which what is not done expires
+    keep: float | None  # seconds that the results stay after the end of the batch
+    deadline: float | None  # seconds after which unfinished lines expire
     metadata: Mapping[str, Any] | None  # a map of your own
     notify: str | None  # the URL to which the end of the batch is posted
-    check: bool | None  # false: bad lines are listed as failed; else the first one raises
-    on_sent: OnSent | None  # is called with the bytes that were sent so far
+    check: bool | None  # false: invalid lines are listed as failed
+    on_sent: OnSent | None  # is called with the number of bytes sent
 
 
 OF_JOBS = frozenset(JobOptions.__annotations__)

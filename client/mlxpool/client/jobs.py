@@ -51,13 +51,13 @@ READING_CODES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job that the pool has accepted: it is on the disk, and outlives this program."""
+    """A job in the pool: it is on the disk, and survives the end of this program."""
 
-    key: str  # names it, for whoever connects as the same user or with the same key
+    key: str  # its name, for clients of the same user or with the same key
     id: bytes  # 16 bytes, the same job
-    gen: int  # how often it was begun anew, because its model had changed
+    gen: int  # the number of times that it began again because its model had changed
     seed: int
-    state: str  # when it was submitted: waiting, or that of the earlier submission with this key
+    state: str  # at its submission: waiting, or that of the earlier submission with this key
     warnings: tuple[str, ...] = ()  # of the broker, about keys of the request that it ignores
 
 

@@ -243,13 +243,10 @@ def tokenize(model: str, text: str) -> Question[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class ChatTokens:
-    """A chat as the model's template renders it, in token ids.
-
-    `thinks`: the prompt ends inside the model's thoughts, so the completion begins with them.
-    """
+    """A chat in token ids, as the model's template renders it."""
 
     ids: list[int]
-    thinks: bool
+    thinks: bool  # the prompt ends inside the thoughts: the completion begins with them
 
 
 def tokenize_chat(

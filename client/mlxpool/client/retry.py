@@ -26,21 +26,21 @@ Peer = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How long a client waits before it sends again or gives up. All values are seconds.
+    """The time that a client waits before it sends again or gives up, in seconds.
 
-    The n-th value of a list is for the n-th time in a row, the last one for every further time.
+    The n-th value of a list is for the n-th time in a row, the last value for all further times.
     """
 
     ping: float = 1.0  # between two pings, while a stream or a call is open
     tick: float = 0.25  # between two checks of what is due
-    gap: float = 0.5  # the most that one turn of the loop counts as time waited
+    gap: float = 0.5  # the bound of one turn of the loop in measured time
     silence: float = 3.0  # without any frame, until the connection is replaced
     answer: tuple[float, ...] = (2.0, 4.0, 8.0)  # wait for `accepted` or `fate`, then send again
     pause: tuple[float, ...] = (0.0, 0.0, 2.0, 4.0, 8.0)  # before sending again without a new id
     overdue: float = 1.0  # after a deadline, until the client ends the stream itself
     broker_grace: float = BROKER_GRACE  # of silence, until the client ends its streams
-    connect_grace: float = CONNECT_GRACE  # the same when no broker ever answered
-    handshake_grace: float = math.inf  # the same when there never was a connection
+    connect_grace: float = CONNECT_GRACE  # the same if no broker ever answered
+    handshake_grace: float = math.inf  # the same if there never was a connection
 
 
 class Action(Enum):

@@ -28,17 +28,15 @@ from mlxpool.common.protocol.token_ids import unpack_ids
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A piece of a completion. `pos` is the index of `ids[0]` in the completion."""
+    """A piece of a completion."""
 
     text: str
     ids: tuple[int, ...] = ()
-    pos: int = 0
-    logprobs: tuple[Mapping[str, Any], ...] = ()  # one for each id, if they were asked for
-    prompt: tuple[Mapping[str, Any], ...] = ()  # the next tokens of the prompt, if asked for
-    index: int = 0  # of the choice, where a request has several
-    # of a job, if asked for: ids and characters of this delta up to the end of each of its steps;
-    # (0, 0) in front for each time that the job had ended with an error here and was tried again
-    steps: tuple[tuple[int, int], ...] = ()
+    pos: int = 0  # the index of `ids[0]` in the completion
+    logprobs: tuple[Mapping[str, Any], ...] = ()  # one for each id, with the option
+    prompt: tuple[Mapping[str, Any], ...] = ()  # the next tokens of the prompt, with the option
+    index: int = 0  # of the choice
+    steps: tuple[tuple[int, int], ...] = ()  # of a job, see `Client.fetch`
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +49,12 @@ class Result:
     usage: Mapping[str, int]  # prompt_tokens, cached_tokens, completion_tokens, total_tokens
     timings_ms: Mapping[str, float]  # queue, prepare, prefill, first_token, decode, total
     seed: int
-    attempts: int  # how often the broker gave it to a worker; 0: no broker reported it
-    logprobs: tuple[Mapping[str, Any], ...] = ()  # one for each id, if they were asked for
+    attempts: int  # the number of workers that had the request; 0: no broker reported it
+    logprobs: tuple[Mapping[str, Any], ...] = ()  # one for each id, with the option
     warnings: tuple[str, ...] = ()  # of the broker, about keys of the request that it ignores
-    complete: bool | None = None  # whether it is all that its format asks for; None: it has none
-    prompt: tuple[
-        Mapping[str, Any], ...
-    ] = ()  # its tokens, if echo or prompt_logprobs asks for them
-    index: int = 0  # of the choice, where a request has several
+    complete: bool | None = None  # whether it has the requested format; None: no format
+    prompt: tuple[Mapping[str, Any], ...] = ()  # tokens of the prompt, with the option
+    index: int = 0  # of the choice
     answer: CallAnswer | None = None  # of a job that is a call, see `Vectors.of`
 
 

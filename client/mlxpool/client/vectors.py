@@ -47,7 +47,7 @@ class Ranked:
 
 
 class Ranking(list[Ranked]):
-    """The documents of `rerank`, best first. `usage` is {prompt_tokens, total_tokens}."""
+    """A list of the ranked documents, best first; `usage`: {prompt_tokens, total_tokens}."""
 
     def __init__(self, found: Iterable[Ranked], usage: Mapping[str, int]) -> None:
         super().__init__(found)
@@ -56,24 +56,22 @@ class Ranking(list[Ranked]):
 
 @dataclass(frozen=True, slots=True)
 class Vectors(Sequence["list[float]"]):
-    """A row of numbers for each input, in the order of the inputs: vectors, or probabilities.
+    """A sequence of rows of numbers, one for each input: vectors, or probabilities.
 
-    `vectors[0]` is the first row as a list, `numpy.asarray(vectors)` the array [rows, columns];
-    `data` are its bytes, little-endian float32. `labels` name the columns of `classify`. `usage` is
-    {prompt_tokens, total_tokens}.
+    `vectors[0]` is the first row as a list, `numpy.asarray(vectors)` the array [rows, columns].
     """
 
-    data: bytes = field(repr=False)
+    data: bytes = field(repr=False)  # little-endian float32
     rows: int
     columns: int
-    labels: tuple[str, ...] = ()
-    usage: Mapping[str, int] = field(default_factory=dict)
+    labels: tuple[str, ...] = ()  # names of the columns, of `classify`
+    usage: Mapping[str, int] = field(default_factory=dict)  # prompt_tokens, total_tokens
 
     @classmethod
     def of(cls, result: Result) -> Vectors:
-        """The vectors of a job that is an `embed`, a `rerank` or a `classify`.
+        """The vectors of an `embed`, `rerank` or `classify` job.
 
-        Raises ValueError for the result of another job.
+        Raises ValueError for another job.
         """
         answer = result.answer
         if answer is None or answer.kind != VECTORS:

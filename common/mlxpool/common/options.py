@@ -276,40 +276,40 @@ class GenerateOptions(TypedDict, total=False):
     """Keyword arguments of `generate` and `stream`; None is the same as not given."""
 
     max_tokens: int | None  # tokens of the whole completion; 0: up to the context
-    num_predict: int | None  # another name of max_tokens, which wins where both are set
+    num_predict: int | None  # another name of max_tokens; max_tokens has precedence
     temperature: float | None  # 0 is greedy
-    top_p: float | None  # keep the most likely tokens of this mass; 1 or 0: off
+    top_p: float | None  # keep the most likely tokens of this total probability; 1 or 0: off
     top_k: int | None  # keep this many of the most likely tokens; 0: off
     min_p: float | None  # drop tokens this much less likely than the first; 0: off
     repeat_penalty: float | None  # divides the logits of recent tokens; 1: off
-    repeat_last_n: int | None  # tokens that are recent; -1: the context, 0: none
+    repeat_last_n: int | None  # number of recent tokens; -1: the context, 0: none
     presence_penalty: float | None  # subtracted from the logits of recent tokens once
     frequency_penalty: float | None  # subtracted for each time that a recent token occurred
     logit_bias: Mapping[int, float] | Mapping[str, float] | None  # added to logits, by token id
-    seed: int | None  # of the random numbers; below 0: the broker draws one
+    seed: int | None  # below 0: the broker draws one
     stop: str | Sequence[str] | None  # text that ends the completion and is not sent
     logprobs: bool | None  # report each token's log-probability
     top_logprobs: int | None  # alternatives reported for each token, with logprobs
     ignore_eos: bool | None  # go on past the model's end-of-sequence token
-    truncate: bool | None  # a prompt over the context loses tokens; otherwise it is refused
-    shift: bool | None  # go on at a full context, without tokens after the kept ones
+    truncate: bool | None  # a prompt that is too long loses tokens; otherwise it is refused
+    shift: bool | None  # at a full context drop tokens after the kept ones and continue
     num_keep: int | None  # first tokens that truncate and shift keep; -1: the prompt
     num_ctx: int | None  # context of this request; 0: the model's, which it may not exceed
-    format: Mapping[str, Any] | None  # what the answer has to be, see docs/structured-output.md
-    thinking_budget: int | None  # tokens of thoughts, after which they are ended; -1: no bound
-    continue_message: bool | None  # go on behind the last message, which is an assistant's
-    suffix: str | None  # the text behind the gap that the answer fills; with prompt
+    format: Mapping[str, Any] | None  # the form of the answer, see docs/structured-output.md
+    thinking_budget: int | None  # bound of the tokens of thoughts; -1: no bound
+    continue_message: bool | None  # continue the last message, an assistant's
+    suffix: str | None  # the text after the gap that the answer fills; with prompt
     plain_contents: bool | None  # control tokens in contents of messages are text
     echo: bool | None  # give the prompt first, with its tokens; see docs/choices.md
-    prompt_logprobs: int | None  # report the prompt's tokens with so many alternatives; -1: do not
+    prompt_logprobs: int | None  # report the prompt's tokens with this many alternatives; -1: no
     deadline_ms: int | None  # milliseconds from acceptance to the end
-    queue_ms: int | None  # milliseconds that the request may wait for a worker
+    queue_ms: int | None  # milliseconds until a worker takes it
     first_token_ms: int | None  # milliseconds to the first token
-    priority: int | None  # 0 to 2; 2 goes first
+    priority: int | None  # 0 to 2; 2 is first
     window: int | None  # token ids that may be sent and not acknowledged
     batch: bool | None  # one frame a step for all streams of the client; default true
     durable: bool | None  # false: a lost worker or connection ends the stream
     session: str | None  # prefer the worker of the session's last request
     tools: Sequence[Mapping[str, Any]] | None  # what the template offers to the model
-    traceparent: str | None  # W3C's header of this name: the span to which the request belongs
+    traceparent: str | None  # W3C's header of this name: the span of the request
     think: bool | str | None  # whether, or how much ("low", "medium", "high"), the model thinks

@@ -16,7 +16,10 @@ from mlxpool.common.protocol.kept.batch_messages import CANCEL, READ, RELEASE, R
 
 
 class AsyncBatch:
-    """A batch that the pool has; see `Batch`."""
+    """A batch in the pool, with the members of `Batch`.
+
+    `progress` and `results` are asynchronous iterators, the other methods are coroutines.
+    """
 
     def __init__(self, caller: AsyncCaller, row: Mapping[str, Any]) -> None:
         self._caller = caller
@@ -24,7 +27,7 @@ class AsyncBatch:
         self.row = dict(row)
 
     async def progress(self) -> AsyncIterator[dict[str, Any]]:
-        """The row of the batch now, and whenever it has changed; see `Batch.progress`."""
+        """The row of the batch now, and after each change; see `Batch.progress`."""
         seen = ""
         while True:
             self.row = await self._caller.run(steps.progress(self.key, seen))
@@ -40,7 +43,7 @@ class AsyncBatch:
         return self.row
 
     async def results(self, *, wait: bool = True, after: int = -1) -> AsyncIterator[LineResult]:
-        """What became of each line, in the order of the file; see `Batch.results`."""
+        """The outcome of each line, in the order of the file; see `Batch.results`."""
         if wait:
             await self.wait()
         while True:
@@ -67,15 +70,15 @@ class AsyncBatch:
         return await self._about(READ)
 
     async def cancel(self) -> dict[str, Any]:
-        """End the batch: no further line is begun, and what runs is cancelled."""
+        """End the batch; see `Batch.cancel`."""
         return await self._about(CANCEL)
 
     async def retry(self) -> dict[str, Any]:
-        """Let the lines that are dead or expired be tried again."""
+        """Try the dead and expired lines again."""
         return await self._about(RETRY)
 
     async def release(self) -> dict[str, Any]:
-        """Delete the results of a batch that has ended; its key answers Gone for some time."""
+        """Delete the results of an ended batch; see `Batch.release`."""
         return await self._about(RELEASE)
 
     async def _about(self, kind: str) -> dict[str, Any]:

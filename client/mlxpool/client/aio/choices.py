@@ -15,9 +15,10 @@ from mlxpool.common.protocol.from_client import GenerateDraft
 
 
 class AsyncChoicesStream(AsyncClosing):
-    """An asynchronous iterator over the deltas of several choices; see `ChoicesStream`.
+    """An asynchronous iterator over the deltas of several choices, see `ChoicesStream`.
 
-    Belongs to the event loop that started it.
+    It has the members of `ChoicesStream`, `read` is a coroutine. It belongs to the event loop that
+    started it.
     """
 
     def __init__(self, connection: AnyConnection, drafts: Sequence[GenerateDraft]) -> None:

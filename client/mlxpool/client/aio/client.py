@@ -44,10 +44,11 @@ Answer = TypeVar("Answer")
 
 
 class AsyncClient(AsyncJobMethods):
-    """A client for asyncio, with the arguments and errors of `Client`.
+    """A client for asyncio, with the constructor, methods and errors of `Client`.
 
-    `stream` is no coroutine, only reading the stream is. Calls wait without a bound: use
-    `asyncio.timeout`.
+    Its methods are coroutines, except `stream`, `streams`, `fetch`, `for_owner` and the
+    asynchronous iterator `follow_jobs`. Calls wait without a bound: use `asyncio.timeout`. The
+    cancellation of a task cancels its request or call.
     """
 
     def __init__(
@@ -68,12 +69,7 @@ class AsyncClient(AsyncJobMethods):
         self._caller = AsyncCaller(self._connection)
 
     def for_owner(self, owner: str) -> Self:
-        """This client on behalf of an owner: quotas, turns and jobs are those of the owner.
-
-        It shares the connection, so close this one alone. For gateways: the broker takes it of its
-        own user and of keys with `may_name_owners`, and answers others with Unauthorized. Raises
-        BadRequest unless `owner` is 1 to 200 printable characters.
-        """
+        """A client on behalf of an owner; see `Client.for_owner`."""
         named = copy.copy(self)
         named._connection = OwnerConnection(self._connection, owner_name(owner))
         named._caller = AsyncCaller(named._connection)
@@ -116,7 +112,7 @@ class AsyncClient(AsyncJobMethods):
         n: int | None = None,
         **options: Unpack[GenerateOptions],
     ) -> AsyncStream | AsyncChoicesStream:
-        """Start a completion; takes the arguments of `Client.stream`, and raises what it does."""
+        """Start a completion; see `Client.stream`."""
         draft = generate(model, prompt, messages, tokens, options, images)
         if n is None:
             return AsyncStream(self._connection, draft)
@@ -133,7 +129,7 @@ class AsyncClient(AsyncJobMethods):
         n: int,
         **options: Unpack[GenerateOptions],
     ) -> list[AsyncStream]:
-        """Start `n` choices, with a stream for each to be read by itself; else as `stream`."""
+        """Start `n` choices, with a separate stream for each; otherwise as `stream`."""
         drafts = drafts_of(generate(model, prompt, messages, tokens, options, images), n)
         started: list[AsyncStream] = []
         try:
@@ -182,10 +178,7 @@ class AsyncClient(AsyncJobMethods):
         n: int | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Result | Choices:
-        """A whole completion, or `n`; takes the arguments of `stream`, and raises its error.
-
-        Cancelling the task cancels the request.
-        """
+        """A whole completion, or `n`; see `Client.generate`."""
         draft = generate(model, prompt, messages, tokens, options, images)
         if n is not None:
             async with AsyncChoicesStream(self._connection, drafts_of(draft, n)) as choices:
@@ -194,22 +187,19 @@ class AsyncClient(AsyncJobMethods):
             return await stream.read()
 
     async def models(self) -> list[dict[str, Any]]:
-        """The pool's models, each a map: name, state, context, … (docs/protocol.md, `models`)."""
+        """The models of the pool, each a map; see `Client.models`."""
         return await self._caller.call(list_models())
 
     async def describe(self, model: str) -> dict[str, Any]:
-        """All that is known of one model; see `Client.describe`."""
+        """One model; see `Client.describe`."""
         return await self._caller.call(describe(model))
 
     async def keep(self, model: str, seconds: float) -> float:
-        """Keep a model loaded for so many seconds after its last work; see `Client.keep`."""
+        """Load a model, and keep it loaded after its last work; see `Client.keep`."""
         return await self._caller.call(keep(model, seconds))
 
     async def tokenize(self, model: str, text: str) -> list[int]:
-        """The token ids of a text, as the model would read it as a prompt.
-
-        Loads the model if it is not loaded. Raises UnknownModel.
-        """
+        """The token ids of a text, as the model reads it as a prompt; see `Client.tokenize`."""
         return await self._caller.call(tokenize(model, text))
 
     async def tokenize_chat(
@@ -224,11 +214,11 @@ class AsyncClient(AsyncJobMethods):
         return await self._caller.call(tokenize_chat(model, messages, tools, think))
 
     async def detokenize(self, model: str, ids: Sequence[int]) -> str:
-        """The text of token ids. Raises what `tokenize` does."""
+        """The text of token ids; see `Client.detokenize`."""
         return await self._caller.call(detokenize(model, ids))
 
     async def token_texts(self, model: str, ids: Sequence[int]) -> list[str]:
-        """What each of these token ids adds to a text; see `Client.token_texts`."""
+        """The text that each token id adds; see `Client.token_texts`."""
         return await self._caller.call(token_texts(model, ids))
 
     async def embed(
@@ -243,10 +233,7 @@ class AsyncClient(AsyncJobMethods):
         prompt: str | None = None,
         deadline_ms: int | None = None,
     ) -> Vectors:
-        """A vector for each input; takes the arguments of `Client.embed`, and raises what it does.
-
-        Cancelling the task cancels the calls.
-        """
+        """A vector for each input; see `Client.embed`."""
         return await self._vectors(
             vectors.embed(
                 model,
@@ -308,7 +295,7 @@ class AsyncClient(AsyncJobMethods):
         temperature: float | None = None,
         deadline_ms: int | None = None,
     ) -> Decision:
-        """How a model answers a prompt that ends with a question; see `Client.decide`."""
+        """The answer to a prompt that ends with a question; see `Client.decide`."""
         calls = decide(
             model, prompt, [("", choices)], temperature=temperature, deadline_ms=deadline_ms
         )

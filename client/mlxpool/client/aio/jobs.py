@@ -45,7 +45,7 @@ class AsyncJobMethods:
         images: Sequence[Image] = (),
         **options: Unpack[SubmitOptions],
     ) -> Job:
-        """Have a completion made, whoever is there to read it; see `Client.submit`."""
+        """Submit a completion as a job; see `Client.submit`."""
         question = jobs.submit(model, prompt, messages, tokens, images, options)
         return await self._caller.call(question)
 
@@ -55,13 +55,13 @@ class AsyncJobMethods:
         model: str,
         **options: Unpack[CallOptions],
     ) -> Job:
-        """Have a call answered, whoever is there to read it; see `Client.submit_call`."""
+        """Submit a call as a job; see `Client.submit_call`."""
         return await self._caller.call(jobs.submit_call(kind, model, options))
 
     def fetch(
         self, job: JobRef, start: int = 0, gen: int | None = None, *, steps: bool = False
     ) -> AsyncStream:
-        """Read a job, its key or its id; see `Client.fetch`."""
+        """Read a job; see `Client.fetch`."""
         return AsyncStream(self._connection, jobs.fetch(job, start, gen, steps))
 
     async def jobs(
@@ -73,7 +73,7 @@ class AsyncJobMethods:
         limit: int = 0,
         batch: str = "",
     ) -> list[dict[str, Any]]:
-        """The jobs of this user, each a map; see `Client.jobs`."""
+        """The jobs of this user; see `Client.jobs`."""
         pages = jobs.Pages(after, state, limit, batch, before)
         while not pages.complete:
             pages.add(await self._caller.call(pages.question()))
@@ -82,7 +82,7 @@ class AsyncJobMethods:
     async def follow_jobs(
         self, after: int = 0, *, interval: float = 1.0
     ) -> AsyncIterator[dict[str, Any]]:
-        """Each job of this user that ended since, and that will end; see `Client.follow_jobs`."""
+        """The ended jobs of this user, without end; see `Client.follow_jobs`."""
         while True:
             for row in await self.jobs(after=after):
                 after = row["end_seq"]
@@ -90,28 +90,25 @@ class AsyncJobMethods:
             await asyncio.sleep(interval)
 
     async def job(self, job: JobRef) -> dict[str, Any]:
-        """The map of one job; `failures` are what went wrong with it. Raises UnknownJob."""
+        """The map of one job; see `Client.job`."""
         return await self._caller.call(jobs.about(READ, job))
 
     async def submitted(self, job: JobRef) -> SubmittedJob:
-        """A job with what was submitted and its note. Raises UnknownJob, and Gone."""
+        """A job with its submitted request; see `Client.submitted`."""
         return await self._caller.call(jobs.submitted(job))
 
     async def retry(self, job: JobRef) -> dict[str, Any]:
-        """Let a job that is dead or expired be tried again, from the ids that it has."""
+        """Try a dead or expired job again; see `Client.retry`."""
         return await self._caller.call(jobs.about(RETRY, job))
 
     async def release(self, job: JobRef) -> dict[str, Any]:
-        """Delete the result of a job that has ended; its key answers Gone for some time."""
+        """Delete the result of an ended job; see `Client.release`."""
         return await self._caller.call(jobs.about(RELEASE, job))
 
     async def cancel(
         self, request: bytes | Job | None = None, *, key: str | None = None
     ) -> dict[str, Any]:
-        """Cancel any request of this owner by its id, 16 bytes, or a job, also by its `key`.
-
-        Returns {state, pos} and raises as `Client.cancel` does.
-        """
+        """Cancel a request or a job; see `Client.cancel`."""
         return await self._caller.call(jobs.cancel_request(request, key))
 
     async def submit_batch(
@@ -120,9 +117,9 @@ class AsyncJobMethods:
         model: str | None = None,
         **options: Unpack[BatchOptions],
     ) -> AsyncBatch:
-        """Have every line of a file become a job; see `Client.submit_batch`.
+        """Submit each line of a file as a job; see `Client.submit_batch`.
 
-        The lines are read and checked in a thread.
+        A thread reads and checks the lines.
         """
         sending = submission(lines, model, options)
         return AsyncBatch(self._caller, await self._caller.run(sending))
@@ -133,10 +130,7 @@ class AsyncJobMethods:
         return AsyncBatch(self._caller, row)
 
     async def batches(self, *, limit: int = 0) -> list[dict[str, Any]]:
-        """The batches of this user, the newest first; `limit` 0: all.
-
-        Each is a map: key, state, lines, done, … (docs/protocol.md, `batch`).
-        """
+        """The batches of this user; see `Client.batches`."""
         pages = steps.BatchPages(limit)
         while not pages.complete:
             pages.add(await self._caller.call(pages.question()))
@@ -145,20 +139,12 @@ class AsyncJobMethods:
     async def files(
         self, *, purpose: str = "", limit: int = 0, oldest_first: bool = False
     ) -> list[dict[str, Any]]:
-        """The files of this user, the newest first or the oldest; `limit` 0: all.
-
-        They are what batches are made of: each is a map with key, name, purpose, size, … as
-        docs/protocol.md has it at `file`. `purpose`: only those that were sent with it, such as
-        "batch", uploads of OpenAI's interface.
-        """
+        """The files of this user; see `Client.files`."""
         pages = FilePages(limit, purpose, oldest_first=oldest_first)
         while not pages.complete:
             pages.add(await self._caller.call(pages.question()))
         return pages.rows
 
     async def delete_file(self, key: str) -> dict[str, Any]:
-        """Delete a file; returns the map that it had.
-
-        Raises UnknownJob if there is none, BadRequest while an open batch reads it.
-        """
+        """Delete a file; see `Client.delete_file`."""
         return await self._caller.call(delete(key))

@@ -17,8 +17,8 @@ from mlxpool.common.closing import AsyncClosing
 class AsyncStream(AsyncClosing):
     """An asynchronous iterator over the deltas of one completion, as they arrive.
 
-    Belongs to the event loop that started it. Leaving the loop, `close`, the end of an `async with`
-    or the end of the object cancels what is not finished.
+    It has the members of `Stream`, `read` is a coroutine, and belongs to the event loop that
+    started it. It is cancelled as a `Stream` is.
     """
 
     def __init__(self, connection: AnyConnection, draft: Draft) -> None:
@@ -45,19 +45,12 @@ class AsyncStream(AsyncClosing):
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What the stream's first worker reported (docs/protocol.md, `facts`).
-
-        Empty before the first delta.
-        """
+        """The report of the first worker (docs/protocol.md); empty before the first delta."""
         return self._open.state.facts.raw if self._open.state.facts else {}
 
     @property
     def result(self) -> Result:
-        """The whole completion.
-
-        Raises the stream's error, and RuntimeError before the end; `read` waits for it. In a fork
-        of the process it raises BadRequest if the stream had not ended before.
-        """
+        """The whole completion. Raises the stream's error, and RuntimeError before the end."""
         return self._connection.result(self._open)
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
@@ -74,9 +67,9 @@ class AsyncStream(AsyncClosing):
         return self._connection.took(self._open, await self._queue.get())
 
     async def ready(self) -> list[Delta]:
-        """Wait for the next delta; returns it and all others that are there, none at the end.
+        """Wait for the next delta; returns it and all others that have arrived, none at the end.
 
-        Raises the stream's error. No delta is lost if the wait is cancelled.
+        Raises the stream's error. A cancelled wait loses no delta.
         """
         first = await self._next()
         deltas = [] if first is None else [first]
@@ -96,7 +89,7 @@ class AsyncStream(AsyncClosing):
         return self.result
 
     def close(self) -> None:
-        """Cancel the stream if it is not finished."""
+        """Cancel the stream if it is unfinished."""
         self._connection.leave(self._open)
 
     def __del__(self) -> None:

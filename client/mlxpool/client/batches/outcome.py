@@ -18,12 +18,12 @@ from mlxpool.common.protocol.token_ids import unpack_ids
 
 @dataclass(frozen=True, slots=True)
 class LineResult:
-    """What became of one line of a batch: a `result`, or an `error`."""
+    """The outcome of one line of a batch: a `result`, or an `error`."""
 
     line: int  # the number of the line in the file, from 0
     id: str  # the `id` of the line, "" if it has none
-    state: str  # done, dead, expired, cancelled, gone, or failed: it could not become a job
-    job: bytes | None  # the id of its job; None: it failed, or expired, before it was one
+    state: str  # done, dead, expired, cancelled, gone, or failed: the line is no job
+    job: bytes | None  # the id of its job; None: it failed or expired before it became one
     result: Result | None
     error: PoolError | None
 
@@ -34,7 +34,7 @@ class LineResult:
 
     @property
     def vectors(self) -> Vectors | None:
-        """The vectors of a line that is an `embed`, a `rerank` or a `classify`; None without."""
+        """The vectors of an `embed`, `rerank` or `classify` line; None without."""
         answer = None if self.result is None else self.result.answer
         if self.result is None or answer is None or answer.kind != VECTORS:
             return None

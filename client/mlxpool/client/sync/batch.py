@@ -16,11 +16,10 @@ from mlxpool.common.protocol.kept.batch_messages import CANCEL, READ, RELEASE, R
 
 
 class Batch:
-    """A batch that the pool has: it is on the disk, and outlives this program.
+    """A batch in the pool: it is on the disk, and survives the end of this program.
 
-    `key` names it, for whoever connects as the same user or with the same key. `row` is the map
-    that the pool answered last: state, lines, waiting, running, done, … (docs/protocol.md,
-    `batch`).
+    `key` names it, for clients of the same user or with the same key. `row` is the newest map of
+    the batch: state, lines, waiting, running, done, … (docs/protocol.md, `batch`).
     """
 
     def __init__(self, caller: Caller, row: Mapping[str, Any]) -> None:
@@ -29,9 +28,9 @@ class Batch:
         self.row = dict(row)
 
     def progress(self) -> Iterator[dict[str, Any]]:
-        """The row of the batch now, and whenever it has changed, until the batch has ended.
+        """The row of the batch now, and after each change, until the batch has ended.
 
-        Any number of programs may follow a batch, also over the end of a broker.
+        Several programs may follow a batch, also across a restart of the broker.
         """
         seen = ""
         while True:
@@ -48,10 +47,10 @@ class Batch:
         return self.row
 
     def results(self, *, wait: bool = True, after: int = -1) -> Iterator[LineResult]:
-        """What became of each line, in the order of the file, a page at a time.
+        """The outcome of each line, in the order of the file, one page at a time.
 
-        Waits for the end of the batch first; with wait=False those lines come that have ended.
-        `after` is the number of the last line that was read, to go on from there.
+        Waits for the end of the batch; with wait=False it gives the lines that have ended. `after`
+        is the number of the last line that was read.
         """
         if wait:
             self.wait()
@@ -78,17 +77,17 @@ class Batch:
         return self._about(READ)
 
     def cancel(self) -> dict[str, Any]:
-        """End the batch: no further line is begun, and what runs is cancelled."""
+        """End the batch: waiting lines do not begin, running lines are cancelled."""
         return self._about(CANCEL)
 
     def retry(self) -> dict[str, Any]:
-        """Let the lines that are dead or expired be tried again."""
+        """Try the dead and expired lines again."""
         return self._about(RETRY)
 
     def release(self) -> dict[str, Any]:
-        """Delete the results of a batch that has ended; its key answers Gone for some time.
+        """Delete the results of an ended batch; its key answers Gone for some time.
 
-        The notice of its end is delivered all the same, and says how it ended.
+        The notice of its end is still delivered.
         """
         return self._about(RELEASE)
 

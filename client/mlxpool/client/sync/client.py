@@ -45,19 +45,17 @@ Answer = TypeVar("Answer")
 class Client(JobMethods):
     """A blocking client: one connection to a broker, for any number of threads and streams.
 
-    `run_dir` is the run directory of a local broker (default: the usual one), `endpoint` any front
-    endpoint in its place; BadRequest is raised for one that is not tcp://HOST:PORT or ipc://PATH.
-    An endpoint that speaks CURVE needs `server_key`, the broker's public key (text or a file), and
-    `key`, the file of a key that the broker knows; BadKey is raised for keys that cannot be used.
-    Calls and streams end with BrokerLost if no broker answers within `connect_timeout` seconds or
-    is silent for `broker_grace` seconds, and with Unauthorized if the broker refuses the key. Other
-    errors are listed below.
+    `run_dir` is the run directory of a local broker (default: the usual one). `endpoint` replaces
+    it: tcp://HOST:PORT or ipc://PATH, else BadRequest. An endpoint with CURVE needs `server_key`,
+    the broker's public key (text or a file), and `key`, the file of a key that the broker knows;
+    BadKey is raised for keys that cannot be used. Calls and streams end with BrokerLost if no
+    broker answers within `connect_timeout` seconds or is silent for `broker_grace` seconds, and
+    with Unauthorized if the broker refuses the key.
 
-    A client belongs to the process that made it. In a fork of that process each call, and each read
-    of a stream, raises BadRequest at once; see "Processes that fork".
-
-    A stream goes on after the loss of its connection, worker or broker, unless it has
-    durable=False; `pace` sets the intervals of these retries.
+    A stream survives the loss of its connection, worker or broker, unless durable=False; `pace`
+    sets the intervals of the retries. A client works only in the process that made it, see
+    "Processes that fork". Calls other than `embed`, `rerank`, `classify` and `decide` raise
+    DeadlineExceeded after 60 seconds without an answer.
     """
 
     def __init__(
@@ -78,11 +76,11 @@ class Client(JobMethods):
         self._caller = Caller(self._connection)
 
     def for_owner(self, owner: str) -> Self:
-        """This client on behalf of an owner: quotas, turns and jobs are those of the owner.
+        """A client on behalf of an owner: quotas, shares and jobs are those of the owner.
 
-        It shares the connection, so close this one alone. For gateways: the broker takes it of its
-        own user and of keys with `may_name_owners`, and answers others with Unauthorized. Raises
-        BadRequest unless `owner` is 1 to 200 printable characters.
+        It shares the connection: close only this client. For gateways: the broker permits it to its
+        own user and to keys with `may_name_owners`, and answers other clients with Unauthorized.
+        Raises BadRequest unless `owner` is 1 to 200 printable characters.
         """
         named = copy.copy(self)
         named._connection = OwnerConnection(self._connection, owner_name(owner))
@@ -128,12 +126,11 @@ class Client(JobMethods):
     ) -> Stream | ChoicesStream:
         """Start a completion of exactly one of `prompt`, `messages` and `tokens`.
 
-        `messages` are maps with role and content, `tokens` are token ids. `images` are the bytes or
-        the paths of image files, which a prompt names by `[img-n]`; in a message the part
-        {type: "image", image: …} gives one, see "Images". `n`, 1 to 64: several choices, that is,
-        completions with seed, seed + 1, …, in one stream. The options are listed below. Raises
-        BadRequest for what cannot be sent; every other error ends the stream and is raised where
-        that is read.
+        `messages` are maps with role and content, `tokens` token ids, `images` image files that a
+        prompt names by `[img-n]`, see "Images". `n`, 1 to 64, requests several choices in one
+        stream: completions with seed, seed + 1, …. The options are listed below. Raises BadRequest
+        for a request that cannot be sent; any other error ends the stream and is raised by its
+        reader.
         """
         draft = generate(model, prompt, messages, tokens, options, images)
         if n is None:
@@ -177,7 +174,7 @@ class Client(JobMethods):
         n: int | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Result | Choices:
-        """A whole completion, or `n`; takes the arguments of `stream`, and raises its error."""
+        """A whole completion, or `n`; takes the arguments of `stream` and raises its error."""
         draft = generate(model, prompt, messages, tokens, options, images)
         if n is not None:
             with ChoicesStream(self._connection, drafts_of(draft, n)) as choices:
@@ -186,31 +183,29 @@ class Client(JobMethods):
             return stream.read()
 
     def models(self) -> list[dict[str, Any]]:
-        """The pool's models, each a map: name, state, context, … (docs/protocol.md, `models`)."""
+        """The models of the pool, each a map: name, state, … (docs/protocol.md, `models`)."""
         return self._caller.call(list_models())
 
     def describe(self, model: str) -> dict[str, Any]:
-        """All that is known of one model: its map in `models`, and `about`, what its files say.
+        """One model: its map in `models`, and `about`, the content of its files.
 
         Raises UnknownModel.
         """
         return self._caller.call(describe(model))
 
     def keep(self, model: str, seconds: float) -> float:
-        """Keep a model loaded for so many seconds after its last work; loads it if need be.
+        """Load a model, and keep it loaded for this number of seconds after its last work.
 
-        0 unloads it once it has no work; below 0 it stays. This holds for all its clients, until it
-        is unloaded or the next `keep`. Returns the seconds that hold: the pool's settings may allow
-        less, or keep it longer. Raises UnknownModel, and the error of a model that is not
-        available.
+        0 unloads it as soon as it is idle; a negative number keeps it loaded. This holds for all
+        clients until the model is unloaded or the next `keep`. Returns the seconds that the pool's
+        settings permit. Raises UnknownModel, and the error of an unavailable model.
         """
         return self._caller.call(keep(model, seconds))
 
     def tokenize(self, model: str, text: str) -> list[int]:
-        """The token ids of a text, as the model would read it as a prompt.
+        """The token ids of a text, as the model reads it as a prompt. Loads the model.
 
-        Loads the model if it is not loaded. Raises UnknownModel, and DeadlineExceeded without an
-        answer within 60 seconds.
+        Raises UnknownModel.
         """
         return self._caller.call(tokenize(model, text))
 
@@ -222,20 +217,20 @@ class Client(JobMethods):
         tools: Sequence[Mapping[str, Any]] | None = None,
         think: bool | str | None = None,
     ) -> ChatTokens:
-        """The token ids of a chat as the model's template renders it. Raises what `tokenize` does,
-        and BadRequest for messages that the template does not take.
+        """The token ids of a chat as the model's template renders it.
+
+        Raises the errors of `tokenize`, and BadRequest for messages that the template refuses.
         """
         return self._caller.call(tokenize_chat(model, messages, tools, think))
 
     def detokenize(self, model: str, ids: Sequence[int]) -> str:
-        """The text of token ids. Raises what `tokenize` does."""
+        """The text of token ids. Raises the errors of `tokenize`."""
         return self._caller.call(detokenize(model, ids))
 
     def token_texts(self, model: str, ids: Sequence[int]) -> list[str]:
-        """What each of these token ids adds to a text. Raises what `tokenize` does.
+        """The text that each token id adds. Raises the errors of `tokenize`.
 
-        A token that is a part of a character is U+FFFD, so the texts do not always join to that of
-        `detokenize`.
+        A part of a character is U+FFFD, so the joined texts may differ from that of `detokenize`.
         """
         return self._caller.call(token_texts(model, ids))
 
@@ -251,14 +246,14 @@ class Client(JobMethods):
         prompt: str | None = None,
         deadline_ms: int | None = None,
     ) -> Vectors:
-        """A vector for each input: texts, or lists of token ids with the special ones.
+        """A vector for each input.
 
-        `dimensions` keeps the first numbers of each vector, for models that were trained for it;
-        `normalise` makes their length 1 (default: as the model has it). `prompt_name` puts one of
-        the model's prompts, such as "query", in front of each text, `prompt` any text; give one of
-        them at most. A text that is too long raises ContextExceeded, with `truncate` it loses its
-        end; too many token ids always raise it. Any number of inputs is sent, several calls at a
-        time. Raises BadRequest, TooLarge, and DeadlineExceeded after `deadline_ms`.
+        `dimensions` keeps the first numbers of each vector, for models trained for it; `normalise`
+        makes the length of each vector 1 (default: the model's own). `prompt_name` puts one of the
+        model's prompts, such as "query", before each text; `prompt` puts any text there. A text
+        that is too long raises ContextExceeded, or loses its end with `truncate`; token ids are
+        never cut. The number of inputs has no bound. Raises BadRequest, TooLarge, and
+        DeadlineExceeded after `deadline_ms`.
         """
         return self._vectors(
             vectors.embed(
@@ -284,11 +279,10 @@ class Client(JobMethods):
         prompt: str | None = None,
         deadline_ms: int | None = None,
     ) -> Ranking:
-        """The documents as (index, score), those that fit the query best first.
+        """The documents with their scores, best first; equal scores keep the order of the request.
 
-        Equal documents have equal scores, and equal scores the order of the request.
-        `top` keeps so many; `prompt` is the instruction of a model that takes one; the other
-        arguments and the errors are those of `embed`.
+        `top` limits the number of documents; `prompt` is the instruction of a model that takes one.
+        Other arguments and errors are those of `embed`.
         """
         texts = listed("documents", documents)
         questions = vectors.rerank(
@@ -312,7 +306,7 @@ class Client(JobMethods):
     ) -> Vectors:
         """The probability of each label for each input, a text or a pair of texts.
 
-        `labels` of the result name the columns. The arguments and the errors are those of `embed`.
+        `labels` of the result name the columns. Other arguments and errors are those of `embed`.
         """
         return self._vectors(
             vectors.embed(
@@ -329,12 +323,12 @@ class Client(JobMethods):
         temperature: float | None = None,
         deadline_ms: int | None = None,
     ) -> Decision:
-        """How a model answers a prompt that ends with a question, as probabilities of answers.
+        """The answer to a prompt that ends with a question, with the probability of each answer.
 
-        `choices`: 2 to 26 texts of which one is picked, a range such as range(1, 11) for a whole
-        number of a scale, or None: yes or no. `temperature` above 1 makes the probabilities less
-        sure, below 1 surer. Raises BadRequest for a model that generates no text,
-        ContextExceeded, and DeadlineExceeded after `deadline_ms`.
+        `choices`: texts, a range such as range(1, 11) for a scale, or None for yes or no.
+        `temperature` above 1 flattens the probabilities, below 1 sharpens them. Raises BadRequest
+        for a model that generates no text, ContextExceeded, and DeadlineExceeded after
+        `deadline_ms`.
         """
         calls = decide(
             model, prompt, [("", choices)], temperature=temperature, deadline_ms=deadline_ms
@@ -350,11 +344,10 @@ class Client(JobMethods):
         temperature: float | None = None,
         deadline_ms: int | None = None,
     ) -> DecisionList:
-        """The answers to questions about a text, which is read once for all of them.
+        """The answers to questions about a text, which is read once for all questions.
 
-        A question is a text, answered yes or no, or a pair of it and its choices, see `decide`.
-        Any number is sent, 64 in each call. An error names the first question that it is about;
-        then none is answered.
+        A question is a text, answered yes or no, or a pair of a text and its choices, see `decide`.
+        The number of questions has no bound. An error names the first question that it concerns.
         """
         calls = decide(model, prompt, questions, temperature=temperature, deadline_ms=deadline_ms)
         return joined_decisions(self._caller.answers(calls, 1))

@@ -15,8 +15,8 @@ from mlxpool.common.closing import Closing
 class Stream(Closing):
     """An iterator over the deltas of one completion, as they arrive.
 
-    Leaving the loop, `close`, the end of a `with` or the end of the object cancels what is not
-    finished. After the last delta `result` holds the whole completion.
+    Leaving the loop, `close`, the end of a `with` block or the end of the object cancels an
+    unfinished stream.
     """
 
     def __init__(self, connection: AnyConnection, draft: Draft) -> None:
@@ -36,19 +36,12 @@ class Stream(Closing):
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What the stream's first worker reported (docs/protocol.md, `facts`).
-
-        Empty before the first delta.
-        """
+        """The report of the first worker (docs/protocol.md); empty before the first delta."""
         return self._open.state.facts.raw if self._open.state.facts else {}
 
     @property
     def result(self) -> Result:
-        """The whole completion.
-
-        Raises the stream's error, and RuntimeError before the end; `read` waits for it. In a fork
-        of the process it raises BadRequest if the stream had not ended before.
-        """
+        """The whole completion. Raises the stream's error, and RuntimeError before the end."""
         return self._connection.result(self._open)
 
     def __iter__(self) -> Iterator[Delta]:
@@ -71,7 +64,7 @@ class Stream(Closing):
         return self.result
 
     def close(self) -> None:
-        """Cancel the stream if it is not finished."""
+        """Cancel the stream if it is unfinished."""
         self._connection.leave(self._open)
 
     def __del__(self) -> None:
