@@ -100,7 +100,7 @@ PAGES = {
     "docs/choices.md": Page(),
     "docs/deploy.md": Page(("mkdir -p /var/lib/mlxpool/models ~/Library/LaunchAgents",)),
     "docs/gateway.md": Page(
-        needs=("anthropic", "ollama", "openai"),
+        needs=("openai",),
         programs=("curl",),
     ),
     "docs/groups.md": Page(),

@@ -1,4 +1,7 @@
-"""docs/gateway.md names every field, path and error code of the gateway."""
+"""docs/gateway.md names every field that is taken, every path and every error code of the gateway.
+
+/openapi.json names the fields that are refused.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import pytest
 
 from mlxpool.common.errors import BY_CODE
 from mlxpool.gateway import errors, formats
+from mlxpool.gateway.field_checks import Body
 from mlxpool.gateway.ollama import fields as ollama_fields
 from mlxpool.gateway.route_table import ANTHROPIC, NOT_BUILT, OLLAMA, OPENAI, ROUTES, Interface
 
@@ -22,11 +26,16 @@ def quoted(text: str) -> set[str]:
     return set(re.findall(r"`([\w.]+)`", text))
 
 
-BODIES = [(route.interface, route.body) for route in ROUTES if route.body is not None]
+BODIES = [(route, route.body) for route in ROUTES if route.body is not None]
+
+
+def taken(body: Body) -> set[str]:
+    """The fields that are honoured, or accepted without effect."""
+    return {*body.honoured, *body.accepted}
 
 
 def fields_of(interface: Interface) -> set[str]:
-    return {name for one, body in BODIES if one is interface for name in body.names}
+    return {name for route, body in BODIES if route.interface is interface for name in taken(body)}
 
 
 @pytest.mark.parametrize(
@@ -34,12 +43,22 @@ def fields_of(interface: Interface) -> set[str]:
     [
         (fields_of(OPENAI), OPENAI_DOCS),
         (fields_of(ANTHROPIC), ANTHROPIC_DOCS),
-        (fields_of(OLLAMA) | ollama_fields.GENERATION_OPTIONS.names, OLLAMA_DOCS),
+        (fields_of(OLLAMA) | taken(ollama_fields.GENERATION_OPTIONS), OLLAMA_DOCS),
     ],
     ids=["openai", "anthropic", "ollama"],
 )
-def test_every_field_is_named(names: set[str], section: str) -> None:
+def test_every_field_that_is_taken_is_named(names: set[str], section: str) -> None:
+    assert len(names) > 10
     assert not names - quoted(section)
+
+
+def test_the_description_names_every_field_that_is_refused() -> None:
+    """With the values that request nothing, and what to do instead."""
+    for route, body in BODIES:
+        properties = body.schema()["properties"]
+        for name, (neutral, advice) in body.refused.items():
+            assert properties[name]["description"] == f"not supported: {advice}", route.path
+            assert all(value in properties[name]["enum"] for value in neutral), route.path
 
 
 def test_every_path_is_named() -> None:
