@@ -103,6 +103,7 @@ format: $(READY)          ## put the code in form
 pages: figures            ## make the pages of docs/ that come from the code again
 	$(BIN)/python docs/make_pages.py
 	$(BIN)/python docs/make_architecture.py
+	$(BIN)/python docs/make_metrics.py
 
 figures: $(READY)         ## write the measured figures of all pages again, from bench/figures/
 	$(BIN)/python bench/update_docs.py

@@ -11,7 +11,7 @@ from mlxpool.broker.core import actions as act
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.core import Core
 from mlxpool.broker.telemetry.history import RecentHistory
-from mlxpool.broker.telemetry.metric_table import REQUESTS
+from mlxpool.broker.telemetry.metric_table import MODELS
 from mlxpool.broker.telemetry.reports import live_requests, pool_stats, top
 from mlxpool.broker.telemetry.snapshot import Snapshot
 from mlxpool.broker.telemetry.status import status
@@ -33,7 +33,7 @@ def story() -> Story:
 
 def by_model(snapshot: Snapshot, name: str, label: str | None = None) -> Counter[str]:
     """A family of the metrics by its first label; of several values that of the last label."""
-    (family,) = (each for each in REQUESTS if each.name == name)
+    (family,) = (each for each in MODELS if each.name == name)
     found: Counter[str] = Counter()
     for labels, value in family.rows(snapshot):
         if isinstance(value, list):
