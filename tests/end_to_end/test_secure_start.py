@@ -110,12 +110,6 @@ def test_the_section_that_keygen_prints_is_valid(tmp_path: Path) -> None:
 
 def test_every_test_that_the_document_names_exists() -> None:
     text = (ROOT / "docs" / "security.md").read_text("utf-8")
-    named = set(re.findall(r"`(test_\w+)`", text))
-    here = "".join(
-        (ROOT / "tests" / "end_to_end" / f"{name}.py").read_text("utf-8")
-        for name in ("test_attacks", "test_remote_workers")
-    )
+    named = re.findall(r"tests/[\w/]+/test_\w+\.py", text)
     assert len(named) > 12
-    assert {name for name in named if f"def {name}(" not in here} == set()
-    for file in re.findall(r"(tests/\w+/\w+\.py)", text):
-        assert (ROOT / file).is_file(), file
+    assert [name for name in named if not (ROOT / name).is_file()] == []
