@@ -27,6 +27,8 @@ PROFILE = os.environ.get("MLXPOOL_HYPOTHESIS", "fixed")
 settings.load_profile(PROFILE)
 # Nor on the settings of whoever runs the tests.
 os.environ.setdefault("MLXPOOL_CONFIG", os.devnull)
+os.environ["HF_TOKEN_PATH"] = os.devnull
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"  # else it asks huggingface.co who calls it
 # Processes of a pool and these share the kernels that MLX compiles. What tests make stays in the
 # temporary folder, whose name is short enough for sockets.
 tempfile.tempdir = os.environ.setdefault("MLXPOOL_TESTS_TMPDIR", tempfile.gettempdir())

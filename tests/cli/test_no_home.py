@@ -32,6 +32,7 @@ ARGUMENTS = {
     "keygen": ["x", "--role", "client"],
     "load": ["m"],
     "prefix": ["ls"],
+    "pull": ["a name"],
     "ray": ["--help"],
     "rerank": ["m", "x", "y"],
     "restart": ["m/0"],

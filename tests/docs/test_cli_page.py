@@ -14,6 +14,7 @@ import pytest
 from mlxpool.cli.main import parser
 from support.disk_records import records_of, tier_at, write_all
 from support.json_shapes import faults
+from support.model_hub import Repository, running_hub
 from support.pool import PATIENCE, Pool
 from worker.encoders.checkpoints import CASES, write
 
@@ -119,6 +120,7 @@ TRIED: tuple[tuple[str, ...], ...] = (
     ("stats", "--watch", "--count", "1"),
     ("logs",),
     ("models",),
+    ("pull", "org/small"),
     ("check", "demo"),
     ("check", "counting"),
     ("check", "broken"),
@@ -165,7 +167,11 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list
         Pool(tmp_path_factory.mktemp("pool"), config, arguments=state_dir) as pool,
         pool.client() as client,
         client.stream("slow", "x") as stream,
+        running_hub() as hub,
     ):
+        hub.repositories["org/small"] = Repository({"x.gguf": b"x"})
+        cache = str(tmp_path_factory.mktemp("hub"))
+        pool.environment |= {"HF_ENDPOINT": hub.url, "HF_HUB_CACHE": cache}
         pool.environment["MLXPOOL_CONFIG"] = str(pool.config)
         deltas = iter(stream)
         next(deltas)

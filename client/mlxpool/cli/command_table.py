@@ -51,6 +51,7 @@ GROUPS = MappingProxyType(
             "reload": f"{_COMMANDS}.pool",
         },
         "models, settings, keys": {
+            "pull": f"{_COMMANDS}.pull",
             "check": f"{_COMMANDS}.check",
             "config": f"{_COMMANDS}.settings",
             "prefix": f"{_COMMANDS}.prefix",

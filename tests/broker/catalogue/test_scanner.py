@@ -85,6 +85,20 @@ def test_each_model_is_inspected_once_until_its_files_change(start: Start, tmp_p
     assert [name for name, _ in reports.described[2:]] == ["two"]
 
 
+def test_a_reference_is_inspected_again_when_it_can_be_found(start: Start, tmp_path: Path) -> None:
+    """The report on one that cannot names the places where it would be."""
+    places = [str(tmp_path / one / "manifest") for one in "ab"]
+    deed = f"print(json.dumps({{'problems': ['gone'], 'places': {places}}}), flush=True); continue"
+    scanner, reports = start({"one": "store:one"}, program(deed))
+    for _ in range(2):
+        scan(scanner, reports)
+        assert reports.described == [("one", {"problems": ["gone"]})]
+    Path(places[1]).parent.mkdir()
+    Path(places[1]).touch()
+    scan(scanner, reports)
+    assert len(reports.described) == 2
+
+
 def test_a_folder_that_appears_later_is_found(start: Start, tmp_path: Path) -> None:
     model_folder(tmp_path / "old")
     models = {"old": str(tmp_path / "old")}

@@ -365,8 +365,11 @@ def test_models_of_ollamas_store(
     one, two = (check("m", ModelConfig(path=f"ollama:small:{tag}")) for tag in ("1b", "latest"))
     assert (two["path"], two["problems"]) == (str(manifest), [])
     assert one["model"] == two["model"], "two tags for one model have one digest"
-    (words,) = check("m", ModelConfig(path="ollama:nothing"))["problems"]
+    (words,) = check("m", missing := ModelConfig(path="ollama:nothing"))["problems"]
     assert "nothing" in words
+    assert check("m", missing, tell=print)["places"] == [
+        str(manifest.parents[1] / "nothing/latest")
+    ]
 
 
 def test_models_of_the_hugging_face_cache(
@@ -376,8 +379,10 @@ def test_models_of_the_hugging_face_cache(
     folder = put_in_hub(good, tmp_path / "hub", "org/name")
     report = check("m", ModelConfig(path="org/name"))
     assert (report["path"], report["problems"]) == (str(folder), [])
-    (words,) = check("m", ModelConfig(path="org/other"))["problems"]
-    assert "hf download org/other" in words
+    (words,) = check("m", missing := ModelConfig(path="org/other"))["problems"]
+    assert "mlxpool pull org/other" in words
+    places = check("m", missing, tell=print)["places"]
+    assert places == [str(tmp_path / "hub" / "models--org--other")], "where changes are looked for"
 
 
 # ---- what it needs -------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.weights import hub_cache
 from mlxpool.worker.weights.inspect import inspect
 from mlxpool.worker.weights.locate import find_files
-from support.worker_checkpoints import write_checkpoint
+from support.gguf_files import write_gguf
+from support.worker_checkpoints import config, random_weights, write_checkpoint
 from support.worker_stores import REVISION, put_in_hub
 
 NAME = "some-org/Some.Model-4bit"
@@ -58,9 +59,58 @@ def test_a_folder_of_that_name_takes_precedence(folder: Path, cache: Path, tmp_p
 
 def test_a_model_that_is_not_downloaded(cache: Path) -> None:
     place = cache / "models--some-org--Some.Model-4bit"
-    assert f"nor in the Hugging Face cache (looked for {place})" in refusal()
-    assert f"download it with `hf download {NAME}`" in refusal()
+    assert f"is not in the Hugging Face cache (looked for {place})" in refusal()
+    assert f"get it with `mlxpool pull {NAME}`" in refusal()
     assert "some-org/a/b does not exist" in refusal("some-org/a/b")
+
+
+def test_references_with_a_prefix_mean_the_cache_alone(
+    folder: Path, cache: Path, tmp_path: Path
+) -> None:
+    write_checkpoint(tmp_path / NAME)  # a folder of that name
+    assert f"get it with `mlxpool pull {NAME}`" in refusal(f"hf:{NAME}")
+    snapshot = put_in_hub(folder, cache, NAME)
+    assert find_files(f"hf:{NAME}").where == snapshot
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["name", "a/b/c", "org/name:", "org/name:model.bin", "org/name:../x.gguf", "org/name:/x.gguf",
+     "../name", "org/..", ""],
+)  # fmt: skip
+def test_texts_that_name_no_model_of_the_hub(text: str, cache: Path) -> None:
+    assert "is no model of the hub: write ORG/NAME" in refusal(f"hf:{text}")
+
+
+def test_a_gguf_file_of_several(tmp_path: Path, cache: Path) -> None:
+    several = tmp_path / "several"
+    several.mkdir()
+    settings = config(hidden_size=64, intermediate_size=96)
+    for name in ("a.gguf", "b.gguf"):
+        write_gguf(several / name, random_weights(settings), settings)
+    snapshot = put_in_hub(several, cache, NAME)
+    assert find_files(f"hf:{NAME}:b.gguf").where == snapshot / "b.gguf"
+    assert "has 2 models (a.gguf, b.gguf): name one of the files" in refusal(f"hf:{NAME}")
+    words = f"without the file c.gguf: get it with `mlxpool pull {NAME}:c.gguf`"
+    assert words in refusal(f"hf:{NAME}:c.gguf")
+
+
+def test_a_download_without_weights_yet(folder: Path, cache: Path) -> None:
+    (put_in_hub(folder, cache, NAME) / "model.safetensors").unlink()
+    assert f"has no weights: the download is not complete, repeat `mlxpool pull {NAME}" in refusal()
+
+
+def test_blobs_that_the_repositories_of_a_cache_share(folder: Path, cache: Path) -> None:
+    """A blob is then a link into the cache's own folder of blobs."""
+    snapshot = put_in_hub(folder, cache, NAME)
+    blob = (snapshot / "model.safetensors").resolve()
+    shared = cache / "blobs" / "ab" / "abcd"
+    shared.parent.mkdir(parents=True)
+    blob.rename(shared)
+    blob.symlink_to("../../blobs/ab/abcd")
+    assert inspect(find_files(NAME)).digest == inspect(folder).digest
+    shared.unlink()
+    assert f"is a link to {shared}, which is missing" in refusal()
 
 
 @pytest.mark.parametrize(
@@ -87,7 +137,7 @@ def test_an_incomplete_download(folder: Path, cache: Path) -> None:
     blob = (snapshot / "model.safetensors").resolve()
     blob.unlink()
     assert f"is a link to {blob}, which is missing" in refusal()
-    assert f"repeat `hf download {NAME}`" in refusal()
+    assert f"repeat `mlxpool pull {NAME}`" in refusal()
     (snapshot.parents[1] / "refs" / "main").write_text("../../elsewhere")
     assert "refs/main holds '../../elsewhere', must be a revision" in refusal()
     (snapshot.parents[1] / "refs" / "main").write_text(REVISION[::-1])

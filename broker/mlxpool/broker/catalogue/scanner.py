@@ -46,7 +46,7 @@ class Scanner(threading.Thread):
         self._on_found, self._on_described, self._on_scanned = on_found, on_described, on_scanned
         self._command, self._max_seconds, self._fresh = command, max_seconds, fresh
         self._fingerprints: dict[str, Fingerprints] = {}
-        self._paths: dict[str, str] = {}  # the folder of a reference, once it is known
+        self._paths: dict[str, tuple[Path, ...]] = {}  # where a reference leads, once it is known
         self._changed = threading.Condition()
         self._uninspected: deque[str] = deque()
         self._requested = self._begun = self._done = 0  # numbers of scans
@@ -127,8 +127,8 @@ class Scanner(threading.Thread):
             if name not in self._known:
                 self._known[name] = config
                 self._on_found(name, config, location(config), weights_bytes(config))
-        for name, config in self._known.items():
-            found = fingerprints(Path(self._paths.get(name, config.path)))
+        for name in self._known:
+            found = self._fingerprints_of(name)
             if self._fingerprints.get(name) != found:
                 self._fingerprints[name] = found
                 self._uninspected.append(name)
@@ -159,13 +159,21 @@ class Scanner(threading.Thread):
             with self._changed:
                 self._inspector = None
 
+    def _paths_of(self, name: str) -> tuple[Path, ...]:
+        return self._paths.get(name) or (Path(self._known[name].path),)
+
+    def _fingerprints_of(self, name: str) -> Fingerprints:
+        return tuple(one for path in self._paths_of(name) for one in fingerprints(path))
+
     def _report_early(self, name: str, model: Mapping[str, Any]) -> None:
         self._on_described(name, {**model, "problems": [], "partial": True})
 
     def _report(self, name: str, report: Mapping[str, Any]) -> None:
-        path = str(report.get("path") or self._known[name].path)
-        if path != self._paths.get(name, self._known[name].path):
-            self._paths[name], self._fingerprints[name] = path, fingerprints(Path(path))
+        path = report.get("path") or self._known[name].path
+        paths = tuple(map(Path, report.get("places") or (path,)))
+        if paths != self._paths_of(name):
+            self._paths[name] = paths
+            self._fingerprints[name] = self._fingerprints_of(name)
         model = report.get("model") or {}
         problems = list(report.get("problems") or ())
         unread = {"unread": True} if report.get("unread") else {}

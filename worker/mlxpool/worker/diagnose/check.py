@@ -67,7 +67,7 @@ from mlxpool.worker.system import parent_death
 from mlxpool.worker.weights.files import ModelFiles
 from mlxpool.worker.weights.inspect import ModelFolder
 from mlxpool.worker.weights.json_files import read_json
-from mlxpool.worker.weights.locate import COUNTING, locate, open_files
+from mlxpool.worker.weights.locate import COUNTING, locate, open_files, places
 
 NICENESS = 10  # of a check in the background, so that served requests go first
 MAX_BACKGROUND_BYTES = 8 * 2**30  # memory of a check in the background: any config is read
@@ -129,6 +129,8 @@ def _check(
             location, config.engine, predicts=uses_head(config), on_weights=on_weights
         )
         problems.add(found)
+    elif tell is not None:  # the broker looks there for changes
+        report["places"] = list(map(str, places(config)))
     if folder is not None:
         report["notes"] += folder.notes
         report["model"] = problems.attempt(describe, folder, config.prefix_cache, config.kv)

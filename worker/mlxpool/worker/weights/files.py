@@ -21,6 +21,7 @@ from mlxpool.worker.weights.tensor_names import mlx_names
 if TYPE_CHECKING:
     import mlx.core as mx
 
+INDEX = "model.safetensors.index.json"
 PACKED_DTYPE = "U32"  # of weights that MLX has quantised
 _MAX_LISTED = 3  # names that an error lists
 _NUMBERED = re.compile(r"model-(\d{1,6})-of-(\d{1,6})\.safetensors")
@@ -177,7 +178,7 @@ def find_shards(path: Path) -> tuple[Path, ...]:
     They are those that the index names, else model.safetensors, else the numbered ones, else all
     that are named so: another file may be a copy of them.
     """
-    index = path / "model.safetensors.index.json"
+    index = path / INDEX
     if is_present(index):
         return _indexed(index)
     shards = tuple(sorted(path.glob("model*.safetensors")))

@@ -1,20 +1,49 @@
-"""Models in the Hugging Face cache, by repository name. Nothing is downloaded.
+"""Models in the Hugging Face cache, by repository name. Nothing is downloaded here.
 
-The cache has a folder for each repository: refs/main holds the name of a revision, and
-snapshots/REVISION its files, which are links into blobs.
+The cache, which `mlxpool pull` and other programs fill, has a folder for each repository: refs/main
+holds the name of a revision, and snapshots/REVISION its files, which are links into the folder of
+the repository's blobs. A blob may be a link into the blobs that all repositories of a cache share.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.common.paths import expanded
+from mlxpool.worker.weights.other_formats import PYTORCH
 
+PREFIX = "hf:"
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 _REVISION = re.compile(r"[0-9a-f]{7,64}")
+_WEIGHTS = (".safetensors", ".gguf", *PYTORCH)
+
+
+@dataclass(frozen=True, slots=True)
+class HubModel:
+    """A model of the hub: ORG/NAME, and the GGUF file in it; "": all that the repository has."""
+
+    repository: str
+    file: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.repository}:{self.file}" if self.file else self.repository
+
+
+def parse(text: str) -> HubModel:
+    """The model that [hf:]ORG/NAME[:FILE.gguf] means; raises ModelLoadFailed for another text."""
+    repository, colon, file = text.removeprefix(PREFIX).partition(":")
+    parts = file.split("/")
+    named = file.endswith(".gguf") and not {"", ".", ".."}.intersection(parts)
+    if not is_repository_name(repository) or (colon and not named):
+        raise ModelLoadFailed(
+            f"{text!r} is no model of the hub: write ORG/NAME, or ORG/NAME:FILE.gguf for one file"
+            " of several"
+        )
+    return HubModel(repository, file)
 
 
 def is_repository_name(path: str) -> bool:
@@ -33,49 +62,66 @@ def cache_folder() -> Path:
     return expanded(home) / "hub"
 
 
-def snapshot(name: str) -> Path:
-    """The snapshot folder of the repository `name`, org/name.
+def repository_folder(repository: str) -> Path:
+    """The folder of a repository in the cache, whether it exists or not."""
+    return cache_folder() / f"models--{repository.replace('/', '--')}"
 
-    Raises ModelLoadFailed where it is missing, incomplete, or a link in it leads outside.
+
+def find(model: HubModel) -> Path:
+    """The snapshot folder of a model's repository, or its file there.
+
+    Raises ModelLoadFailed where it is missing or incomplete, or a link in it leads out of the
+    cache.
     """
-    repository = cache_folder() / f"models--{name.replace('/', '--')}"
+    repository = repository_folder(model.repository)
     if not repository.is_dir():
         raise ModelLoadFailed(
-            f"{name!r} is neither a folder here nor in the Hugging Face cache (looked for "
-            f"{repository}): download it with `hf download {name}`, or set HF_HOME to the cache "
-            "that has it"
+            f"{model.repository!r} is not in the Hugging Face cache (looked for {repository}): get"
+            f" it with `mlxpool pull {model}`, or set HF_HOME to the cache that has it; if a folder"
+            " is meant, it does not exist"
         )
-    folder = repository / "snapshots" / _revision(name, repository)
+    folder = repository / "snapshots" / _revision(model, repository)
     if not folder.is_dir():
-        raise ModelLoadFailed(f"{folder} does not exist: {_again(name)}")
-    for file in sorted(folder.rglob("*")):
-        _require_inside(name, repository, file)
-    return folder
+        raise ModelLoadFailed(f"{folder} does not exist: {_again(model)}")
+    files = sorted(folder.rglob("*"))
+    for file in files:
+        _require_inside(model, repository, file)
+    if model.file and not (folder / model.file).is_file():
+        raise ModelLoadFailed(
+            f"the Hugging Face cache has {model.repository!r} without the file {model.file}: get it"
+            f" with `mlxpool pull {model}`"
+        )
+    if not any(file.suffix in _WEIGHTS for file in files):
+        raise ModelLoadFailed(f"{folder} has no weights: {_again(model)}")
+    return folder / model.file
 
 
-def _again(name: str) -> str:
-    return f"the download is not complete, repeat `hf download {name}`"
+def _again(model: HubModel) -> str:
+    return f"the download is not complete, repeat `mlxpool pull {model}`"
 
 
-def _revision(name: str, repository: Path) -> str:
+def _revision(model: HubModel, repository: Path) -> str:
     """The revision in refs/main, else the only snapshot."""
     file = repository / "refs" / "main"
     if file.is_file():
         revision = file.read_text(encoding="utf-8", errors="replace").strip()
         if not _REVISION.fullmatch(revision):
-            raise ModelLoadFailed(f"{file} holds {revision!r}, must be a revision: {_again(name)}")
+            raise ModelLoadFailed(f"{file} holds {revision!r}, must be a revision: {_again(model)}")
         return revision
     found = sorted(path.name for path in (repository / "snapshots").glob("*"))
     if len(found) != 1:
         raise ModelLoadFailed(
-            f"{repository} has no refs/main and {len(found)} snapshots: {_again(name)}"
+            f"{repository} has no refs/main and {len(found)} snapshots: {_again(model)}"
         )
     return found[0]
 
 
-def _require_inside(name: str, repository: Path, file: Path) -> None:
+def _require_inside(model: HubModel, repository: Path, file: Path) -> None:
     target = file.resolve()
-    if not target.is_relative_to(repository.resolve()):
-        raise ModelLoadFailed(f"{file} is a link to {target}, which is not of {name!r}: refused")
+    shared = repository.parent / "blobs"
+    if not any(target.is_relative_to(border.resolve()) for border in (repository, shared)):
+        raise ModelLoadFailed(
+            f"{file} is a link to {target}, which is not of {model.repository!r}: refused"
+        )
     if not target.exists():
-        raise ModelLoadFailed(f"{file} is a link to {target}, which is missing: {_again(name)}")
+        raise ModelLoadFailed(f"{file} is a link to {target}, which is missing: {_again(model)}")

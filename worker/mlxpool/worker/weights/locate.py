@@ -26,10 +26,10 @@ FOLDERS = {
 def locate(config: ModelConfig) -> Path | ModelFiles:
     """The location of a model: a folder, which need not exist, or the files of another form.
 
-    `path` is a folder, a GGUF file or a folder that has one, `ollama:NAME`, or `org/name` in the
-    Hugging Face cache where no such folder exists. Raises ModelLoadFailed for a model that is not
-    found, saying how to get it, for a GGUF file that is not read, and for a model in the models
-    folder with a link that leads outside of it.
+    `path` is a folder, a GGUF file or a folder that has one, `ollama:NAME`, or in the Hugging Face
+    cache `hf:ORG/NAME`, `hf:ORG/NAME:FILE.gguf` and, where no such folder exists, `ORG/NAME`.
+    Raises ModelLoadFailed for a model that is not found, saying how to get it, for a GGUF file that
+    is not read, and for a model in the models folder with a link that leads outside of it.
     """
     if config.path in FOLDERS:
         return FOLDERS[config.path]
@@ -41,10 +41,27 @@ def locate(config: ModelConfig) -> Path | ModelFiles:
     path = Path(config.path)
     if config.within:
         _refuse_way_out(path, Path(config.within))
-    if hub_cache.is_repository_name(config.path) and not path.exists():
-        path = hub_cache.snapshot(config.path)
+    if _is_of_hub(config.path):
+        path = hub_cache.find(hub_cache.parse(config.path))
     gguf = find_gguf(path)
     return open_gguf(gguf) if gguf else path
+
+
+def places(config: ModelConfig) -> list[Path]:
+    """Where a reference leads, whether there is anything or not; none for what is no reference."""
+    try:
+        if config.path.startswith(ollama_store.PREFIX):
+            return ollama_store.places(config.path.removeprefix(ollama_store.PREFIX))
+        if _is_of_hub(config.path):
+            return [hub_cache.repository_folder(hub_cache.parse(config.path).repository)]
+    except ModelLoadFailed:  # no name of one
+        pass
+    return []
+
+
+def _is_of_hub(path: str) -> bool:
+    named = hub_cache.is_repository_name(path) and not Path(path).exists()
+    return named or path.startswith(hub_cache.PREFIX)
 
 
 def open_files(location: Path | ModelFiles) -> ModelFiles:

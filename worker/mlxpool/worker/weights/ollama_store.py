@@ -110,8 +110,8 @@ def _open_gguf(name: str, manifest: Path, layers: Sequence[ManifestLayer]) -> Mo
     )
 
 
-def _manifest(name: str) -> tuple[Path, Path]:
-    """The store that has the model, and its manifest there."""
+def places(name: str) -> list[Path]:
+    """The manifest of a model in each store, whether it exists or not."""
     path, tag = name, "latest"
     if ":" in name.rpartition("/")[2]:
         path, _, tag = name.rpartition(":")
@@ -121,11 +121,16 @@ def _manifest(name: str) -> tuple[Path, Path]:
         raise ModelLoadFailed(
             f"{PREFIX}{name} is no model's name: write {PREFIX}[[host/]namespace/]model[:tag]"
         )
-    for store in stores():
-        manifest = store.joinpath("manifests", *parts)
+    return [store.joinpath("manifests", *parts) for store in stores()]
+
+
+def _manifest(name: str) -> tuple[Path, Path]:
+    """The store that has the model, and its manifest there."""
+    manifests = places(name)
+    for store, manifest in zip(stores(), manifests, strict=True):
         if manifest.is_file():
             return store, manifest
-    looked = " and ".join(str(store.joinpath("manifests", *parts)) for store in stores())
+    looked = " and ".join(map(str, manifests))
     raise ModelLoadFailed(
         f"Ollama has no model {name!r} here (looked for {looked}): get it with `ollama pull "
         f"{name}`, or set OLLAMA_MODELS to the store that has it"

@@ -34,7 +34,7 @@ from mlxpool.worker.weights.safetensors_header import Header
 FORM = "1"  # of the files that are made: another one makes them again
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 GGUF_SUFFIX = ".gguf"
-_PROJECTOR = "mmproj"  # begins the name of a file that reads images
+PROJECTOR = "mmproj"  # begins the name of a file that reads images
 _MAX_FACTORS = 4096
 
 
@@ -55,8 +55,8 @@ def find_gguf(path: Path) -> tuple[Path, ...]:
     if any(path.glob("model*.safetensors*")):  # or their index
         return ()
     named = [file for file in sorted(path.glob(f"[!.]*{GGUF_SUFFIX}")) if file.is_file()]
-    found = [file for file in named if not file.name.startswith(_PROJECTOR)]
-    models = {match[1] if (match := _SPLIT.fullmatch(file.name)) else file.name for file in found}
+    found = [file for file in named if not file.name.startswith(PROJECTOR)]
+    models = {split_names(file.name)[0] for file in found}
     if len(models) > 1:
         names = ", ".join(file.name for file in found)
         raise ModelLoadFailed(f"{path} has {len(models)} models ({names}): name one of the files")
@@ -65,20 +65,23 @@ def find_gguf(path: Path) -> tuple[Path, ...]:
 
 def split_files(file: Path) -> tuple[Path, ...]:
     """All files of the split model that `file` is a part of; itself where it is whole."""
-    match = _SPLIT.fullmatch(file.name)
-    if match is None:
-        return (file,)
-    count = int(match[3])
-    files = [
-        file.with_name(f"{match[1]}-{at + 1:05}-of-{count:05}{GGUF_SUFFIX}") for at in range(count)
-    ]
-    missing = [one.name for one in files if not one.is_file()]
+    files = tuple(file.with_name(name) for name in split_names(file.name))
+    missing = [one.name for one in files if one != file and not one.is_file()]
     if missing:
         raise ModelLoadFailed(
-            f"{file} is one of {count} parts, of which {len(missing)} are missing, the first is"
-            f" {missing[0]}; download them"
+            f"{file} is one of {len(files)} parts, of which {len(missing)} are missing, the first"
+            f" is {missing[0]}; download them"
         )
-    return tuple(files)
+    return files
+
+
+def split_names(name: str) -> tuple[str, ...]:
+    """The names of all parts of a split model by that of one; this one where it is whole."""
+    match = _SPLIT.fullmatch(name)
+    if match is None:
+        return (name,)
+    parts = range(1, int(match[3]) + 1)
+    return tuple(f"{match[1]}-{at:05}-of-{match[3]}{GGUF_SUFFIX}" for at in parts)
 
 
 def open_gguf(files: Sequence[Path]) -> ModelFiles:

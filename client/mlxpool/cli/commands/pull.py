@@ -1,0 +1,63 @@
+"""`mlxpool pull`: downloads a model from the Hugging Face hub. Needs no broker."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from typing import Any
+
+from mlxpool.cli.formatting import size
+from mlxpool.cli.json_text import json_text
+from mlxpool.common.errors import BadRequest, ModelLoadFailed
+
+
+def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
+    """Add `pull`."""
+    parser = commands.add_parser(
+        "pull",
+        parents=[common],
+        help="download a model from the Hugging Face hub",
+        description="Downloads the files that a model needs into the Hugging Face cache, and checks"
+        " their hashes; what is there already is checked alone. Needs `pip install"
+        " 'mlxpool[hub]'`.",
+    )
+    parser.add_argument(
+        "model",
+        metavar="ORG/NAME[:FILE.gguf]",
+        help="the repository, and the GGUF file if it has several",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Download; prints the path, and the command that serves the model."""
+    from mlxpool.cli.hub_download import download
+    from mlxpool.worker.weights import hub_cache
+
+    try:
+        model = hub_cache.parse(options.model)
+    except ModelLoadFailed as error:
+        raise BadRequest(str(error)) from None
+    found = download(model)
+    reference = f"{hub_cache.PREFIX}{found.model}"
+    if options.json:
+        print(
+            json_text(
+                {
+                    "model": reference,
+                    "path": str(found.path),
+                    "files": found.files,
+                    "size": found.size,
+                }
+            )
+        )
+        return 0
+    print(found.path)
+    name = model.repository.rpartition("/")[2]
+    told = f"{found.files} files, {size(found.size)}" if found.files > 1 else size(found.size)
+    print(
+        f"{told}; serve it: mlxpool serve --model {shlex.quote(f'{name}={reference}')}",
+        file=sys.stderr,
+    )
+    return 0

@@ -1,0 +1,214 @@
+"""A hub of models on loopback: the part of huggingface.co's HTTP that downloads use, with faults.
+
+Large files (safetensors, GGUF) are redirected to another host name, as the real hub redirects them
+to a store; small ones are answered at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+LARGE = (".safetensors", ".gguf", ".bin")
+COMMIT = "1123456789abcdef0123456789abcdef01234567"
+TOKEN = "hf_a-token-of-these-tests"
+_RESOLVE = re.compile(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
+_STORED = re.compile(r"/stored/([^/]+/[^/]+)/(.+)")
+_RANGE = re.compile(r"bytes=(\d+)-")
+
+
+@dataclass(slots=True)
+class Repository:
+    """The files of a repository by name, and what is wrong with it.
+
+    `cuts`: bytes of a file after which the connection ends, once. `sent`: what is sent of a file in
+    place of its contents. `status`: the answer for each file. `gated`: only TOKEN may read it.
+    """
+
+    files: Mapping[str, bytes]
+    commit: str = COMMIT
+    gated: bool = False
+    status: int = 200
+    cuts: dict[str, int] = field(default_factory=dict)
+    sent: dict[str, bytes] = field(default_factory=dict)
+
+    def entries(self) -> list[dict[str, Any]]:
+        """The list of files in the form of the hub's API."""
+        return [
+            {
+                "rfilename": name,
+                "size": len(content),
+                "blobId": git_hash(content),
+                **({"lfs": _lfs(content)} if name.endswith(LARGE) else {}),
+            }
+            for name, content in self.files.items()
+        ]
+
+
+def folder_of(path: Path) -> dict[str, bytes]:
+    """The files of a model's folder."""
+    return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+def git_hash(content: bytes) -> str:
+    """The name that git gives to a file's contents."""
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+def _lfs(content: bytes) -> dict[str, Any]:
+    return {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}
+
+
+class ModelHub(ThreadingHTTPServer):
+    """The server; `repositories` by ORG/NAME. `asked` has method, path, Range and Authorization.
+
+    `held`: contents of a file are sent when its event is set.
+    """
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.repositories: dict[str, Repository] = {}
+        self.status = 200  # of every answer
+        self.held: dict[str, threading.Event] = {}
+        self.asked: list[tuple[str, str, str, str]] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def gets(self, file: str) -> list[str]:
+        """The Range of each GET for the contents of a file; "" for the whole."""
+        return [
+            part
+            for method, path, part, _ in self.asked
+            if method == "GET" and path.endswith(f"/{file}")
+        ]
+
+
+@contextmanager
+def running_hub() -> Iterator[ModelHub]:
+    """A hub that answers until the end of the block."""
+    with ModelHub() as hub:
+        thread = threading.Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        try:
+            yield hub
+        finally:
+            hub.shutdown()
+            thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: ModelHub
+
+    def log_message(self, *words: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def _answer(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        part, key = (self.headers.get(name, "") for name in ("Range", "Authorization"))
+        self.server.asked.append((self.command, path, part, key))
+        if self.server.status != 200:
+            self._fail(self.server.status, "", "the hub is under repair")
+        elif path.startswith("/api/models/"):
+            self._describe(path.removeprefix("/api/models/"))
+        elif (found := _RESOLVE.fullmatch(path)) is not None:
+            self._resolve(*found.groups())
+        elif (found := _STORED.fullmatch(path)) is not None:
+            self._send_file(self.server.repositories[found[1]], found[2], {})
+        else:
+            self._fail(404, "", "Sorry, we can't find the page you are looking for.")
+
+    def _repository(self, name: str) -> Repository | None:
+        """None, after the answer, where there is none or the caller may not read it."""
+        key = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        found = self.server.repositories.get(name)
+        if key not in ("", TOKEN, "hf_of-another-account"):
+            self._fail(401, "", "Invalid credentials in Authorization header")
+        elif found is None:
+            self._fail(404 if key else 401, "RepoNotFound", "Repository not found")
+        elif found.gated and key != TOKEN:
+            self._fail(403 if key else 401, "GatedRepo", f"Access to model {name} is restricted.")
+        else:
+            return found
+        return None
+
+    def _describe(self, name: str) -> None:
+        # The real hub describes a gated repository to all, and keeps its files back.
+        found = self.server.repositories.get(name)
+        if found is None and self._repository(name) is None:
+            return
+        assert found is not None
+        about = {"id": name, "sha": found.commit, "siblings": found.entries(), "private": False}
+        self._send(200, {"Content-Type": "application/json"}, json.dumps(about).encode())
+
+    def _resolve(self, name: str, revision: str, file: str) -> None:
+        found = self._repository(name)
+        if found is None:
+            return
+        if found.status != 200:
+            self._fail(found.status, "", "the store is under repair")
+        elif revision not in ("main", found.commit):
+            self._fail(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+        elif file not in found.files:
+            self._fail(404, "EntryNotFound", "Entry not found")
+        elif file.endswith(LARGE):
+            about = _lfs(found.files[file])
+            headers = {
+                "X-Repo-Commit": found.commit,
+                "X-Linked-Etag": f'"{about["sha256"]}"',
+                "X-Linked-Size": str(about["size"]),
+                "Location": f"http://localhost:{self.server.server_port}/stored/{name}/{file}",
+            }
+            self._send(302, headers, b"")
+        else:
+            etag = f'"{git_hash(found.files[file])}"'
+            self._send_file(found, file, {"X-Repo-Commit": found.commit, "ETag": etag})
+
+    def _send_file(self, found: Repository, file: str, headers: dict[str, str]) -> None:
+        content = found.sent.get(file, found.files[file])
+        wanted = _RANGE.match(self.headers.get("Range", ""))
+        begin = int(wanted[1]) if wanted else 0
+        if wanted:
+            about = f"bytes {begin}-{len(content) - 1}/{len(content)}"
+            headers = {**headers, "Content-Range": about}
+        if self.command == "GET" and file in self.server.held:
+            self.server.held[file].wait()
+        cut = found.cuts.pop(file, None) if self.command == "GET" else None
+        self._send(206 if wanted else 200, headers, content[begin:], cut)
+
+    def _fail(self, status: int, code: str, words: str) -> None:
+        headers = {"X-Error-Code": code} if code else {}
+        body = json.dumps({"error": words}).encode()
+        self._send(status, {**headers, "X-Error-Message": words}, body)
+
+    def _send(
+        self, status: int, headers: Mapping[str, str], body: bytes, cut: int | None = None
+    ) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        self.wfile.write(body[:cut])
+        if cut is not None:
+            self.close_connection = True
