@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -82,6 +83,11 @@ class ModelHub(ThreadingHTTPServer):
         self.status = 200  # of every answer
         self.held: dict[str, threading.Event] = {}
         self.asked: list[tuple[str, str, str, str]] = []
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that ends in the middle of an answer is none."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
     @property
     def url(self) -> str:

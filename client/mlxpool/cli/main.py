@@ -38,6 +38,7 @@ EXAMPLES = {
     "mlxpool serve &": "start a broker",
     'mlxpool run demo "def main():"': "complete a text",
     "mlxpool ps": "workers and what they are doing",
+    "mlxpool pull ORG/NAME": "download a model",
     "mlxpool check /path/to/model": "what a model is and needs",
 }
 

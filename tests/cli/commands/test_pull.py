@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -274,6 +275,20 @@ def test_a_disk_that_becomes_full(hub: ModelHub, tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (FAILED, "")
     assert f"no room is left in {tmp_path / 'hub'}" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_leaves_whole_files_alone(hub: ModelHub, cache: Path, capsys: Output) -> None:
+    hub.held[WEIGHTS] = threading.Event()
+    pull = [sys.executable, "-m", "mlxpool.cli.main", "pull", NAME]
+    with subprocess.Popen(pull, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        until(lambda: hub.gets(WEIGHTS), "the weights are being downloaded")
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate()
+    assert (process.returncode, said) == (130, b"")
+    assert not list(cache.rglob("*.incomplete"))
+    hub.held[WEIGHTS].set()
+    assert main(["pull", NAME]) == OK
+    assert len(hub.gets("config.json")) == 1
 
 
 def test_two_pulls_at_once_download_once(
