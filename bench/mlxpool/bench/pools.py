@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from mlxpool.broker.processes.blas import preload
+from mlxpool.common.process.blas import preload
 from mlxpool.common.transport import question, sockets
 
 MODEL = "bench"  # the name of the model in pools of measurements

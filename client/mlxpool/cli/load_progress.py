@@ -117,6 +117,7 @@ class LoadProgress(Closing):
     """
 
     def __init__(self, target: Target | None, model: str) -> None:
+        self.slow_blas = ""  # of the broker that was waited for, see BrokerInfo
         self._over = threading.Event()
         self._line = StatusLine()
         self._writing = threading.Lock()
@@ -130,9 +131,11 @@ class LoadProgress(Closing):
         while not self._over.wait(seconds):
             seconds = SHOW_INTERVAL
             try:
-                text = progress_text(ask(target, "ps"), model)
+                answer = ask(target, "ps")
+                text = progress_text(answer, model)
             except (PoolError, OSError, ValueError):
                 continue  # the stream that is waited for ends with the error
+            self.slow_blas = answer["broker"].get("slow_blas", "")
             with self._writing:
                 if not self._over.is_set():
                     self._line.show(text)

@@ -44,6 +44,11 @@ def default_gguf_dir() -> Path:
     return _cache_dir() / "gguf"
 
 
+def default_blas_dir() -> Path:
+    """The folder of the BLAS that is made of a package's."""
+    return _cache_dir() / "openblas"
+
+
 def _cache_dir() -> Path:
     """mlxpool's folder of caches of the user.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 
@@ -17,6 +18,9 @@ from mlxpool.broker.transport.listener import Listener
 from mlxpool.broker.transport.memory_guard import MemoryGuard
 from mlxpool.broker.transport.peers import Peers
 from mlxpool.common.config.schema import PoolConfig
+from mlxpool.common.process.blas import why_slow
+
+log = logging.getLogger("mlxpool.broker")
 
 
 class Reporter:
@@ -58,6 +62,9 @@ class Reporter:
         self._gateway = gateway
         self._jobs = jobs
         self._run_dir = run_dir
+        self._slow_blas = why_slow() if settings().local_workers else ""
+        if self._slow_blas:
+            log.warning(self._slow_blas)
 
     def snapshot(self, now: float, listing: bool = False) -> Snapshot:
         """With `listing` also the rows of models that `ps` shows."""
@@ -98,4 +105,5 @@ class Reporter:
             endpoints={**self._endpoints, "front": self._listener.endpoints[1:]},
             metrics=self._metrics_url,
             trouble=self._run_dir.trouble,
+            slow_blas=self._slow_blas,
         )

@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from mlxpool.broker.host import os_process
-from mlxpool.broker.processes.blas import preload
 from mlxpool.broker.processes.records import ProcessRecords, kill_group
 from mlxpool.broker.workers.exit_causes import WorkerExit, exit_of, last_line
 from mlxpool.broker.workers.gpu_places import GpuPlaces
@@ -23,6 +22,7 @@ from mlxpool.broker.workers.liveness import Sample
 from mlxpool.common.config.schema import WORKER_VARIABLE, ModelConfig, PoolConfig, WorkerConfig
 from mlxpool.common.gpus import chosen_gpus, environment_of, visible_gpus
 from mlxpool.common.paths import file_stem, worker_log
+from mlxpool.common.process.blas import preload
 from mlxpool.common.progress import Block
 
 KILL_INTERVAL = 1.0  # seconds between SIGKILLs to a process that the kernel has not ended yet

@@ -94,6 +94,9 @@ def _broker(snapshot: Snapshot) -> Iterator[Problem]:
     if snapshot.broker.trouble:
         what = "new workers and commands cannot reach the pool"
         yield Problem(Level.BAD, what, (snapshot.broker.trouble,))
+    if snapshot.broker.slow_blas:
+        what = "workers compute on the CPU without OpenBLAS"
+        yield Problem(Level.WARNING, what, (snapshot.broker.slow_blas,))
     if snapshot.gateway is not None and snapshot.gateway.state == "restarting":
         why = f"it ended: {snapshot.gateway.last_exit}"
         yield Problem(Level.BAD, "the gateway is restarting: nothing answers over HTTP", (why,))

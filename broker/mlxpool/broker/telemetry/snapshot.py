@@ -50,6 +50,7 @@ class BrokerInfo:
     endpoints: Mapping[str, list[str]]  # beside those of the run directory
     metrics: str | None  # the URL of the HTTP server
     trouble: str = ""  # why the pool cannot be reached by new workers and commands; "": it can
+    slow_blas: str = ""  # why its workers compute slowly on this CPU, and what mends it
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,7 +103,12 @@ def ps(options: argparse.Namespace) -> int:
             *([broker["trouble"]] if broker.get("trouble") else []),
             *(f"{m['name']}: {m['error']}" for m in answer["models"] if m.get("error")),
         ],
-        notes=[*_drained(answer["models"]), *([] if options.wide else _last_exits(found)), *dumps],
+        notes=[
+            *filter(None, [broker.get("slow_blas")]),
+            *_drained(answer["models"]),
+            *([] if options.wide else _last_exits(found)),
+            *dumps,
+        ],
         width=_width(options),
     )
     return 0

@@ -111,6 +111,7 @@ def run(options: argparse.Namespace) -> int:
         if not options.quiet:
             now = time.monotonic()
             line = escape_line(figures_of(results, now - started, now - first))
-            print(paint_of(sys.stderr)(line, NOTE), file=sys.stderr)
+            for told in filter(None, [line, escape_line(progress.slow_blas)]):
+                print(paint_of(sys.stderr)(told, NOTE), file=sys.stderr)
     # Cancelled by another client: the text is not complete.
     return int(any(result.reason == "cancelled" for result in results))

@@ -21,6 +21,7 @@ from mlxpool.common.config.schema import ModelConfig
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.common.gpus import GpusUnavailable, check_enough, chosen_gpus, visible_gpus
 from mlxpool.common.process import core_dumps, private_temp
+from mlxpool.common.process.blas import why_slow
 from mlxpool.worker.caches.stored import INT8
 from mlxpool.worker.compute.model_source import (
     A_MODEL_OF_TEXTS,
@@ -132,7 +133,7 @@ def _check(
     elif tell is not None:  # the broker looks there for changes
         report["places"] = list(map(str, places(config)))
     if folder is not None:
-        report["notes"] += folder.notes
+        report["notes"] += [*folder.notes, *filter(None, [why_slow() if machine else ""])]
         report["model"] = problems.attempt(describe, folder, config.prefix_cache, config.kv)
         if config.context > folder.context:
             report["notes"].append(
@@ -201,7 +202,7 @@ def _check_encoder(
     _check_plain(report, problems, config, A_MODEL_OF_TEXTS)
     found = problems.attempt(inspect_encoder, files, config.task, config.context)
     if found is not None:
-        report["notes"] += found.folder.notes
+        report["notes"] += [*found.folder.notes, *filter(None, [why_slow() if machine else ""])]
         tokenizer = tokenizer_kind(read_json(files / "tokenizer.json"))
         report["model"] = problems.attempt(describe_encoder, found, tokenizer)
         if machine:

@@ -13,8 +13,9 @@ import sys
 import mlx.core as mx
 import psutil
 
-log = logging.getLogger("mlxpool.worker")
+from mlxpool.common.process.blas import MENDED_BY
 
+log = logging.getLogger("mlxpool.worker")
 
 GPU_CHUNK, CPU_CHUNK = 2048, 512  # tokens of a prefill chunk
 DEFAULT_MEMORY_SHARE = 0.8  # of the device's memory, for a worker without a configured limit
@@ -139,6 +140,6 @@ def log_device() -> None:
         log.info("computing on the CPU in float32", extra={"blas": blas})
     else:
         log.warning(
-            "computing on the CPU with the reference BLAS, some 30 times slower than OpenBLAS:"
-            " install libopenblas0-pthread (Debian, Ubuntu) or set MLXPOOL_OPENBLAS to its file"
+            f"computing on the CPU with the reference BLAS, some 30 times slower than OpenBLAS:"
+            f" {MENDED_BY}"
         )
