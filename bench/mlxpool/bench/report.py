@@ -63,8 +63,7 @@ def markdown(figures: Figures) -> str:
     """The command, its conditions, and a table for each group."""
     parts = [
         f"```sh\n{figures.command}\n```",
-        f"{figures.about}\n{_conditions(figures)}.\n"
-        "Median (minimum - maximum); a ratio is that of one round, above 1 is better.",
+        f"{figures.about}\n{_conditions(figures)}.{_how_to_read(figures.lines)}",
         *map(_table_of, grouped(figures.lines)),
     ]
     return "\n\n".join(parts) + "\n"
@@ -74,6 +73,13 @@ def _conditions(figures: Figures) -> str:
     commit = f"commit {figures.commit}" if figures.commit else ""
     day = day_of(figures.date) if figures.date else ""
     return "; ".join(filter(None, (day, commit, figures.versions, figures.machine)))
+
+
+def _how_to_read(lines: Sequence[Measurement]) -> str:
+    """What a cell of several rounds holds; nothing for figures of one round."""
+    if all(len(values) == 1 for line in lines for values in line.sides.values()):
+        return ""
+    return "\nMedian (minimum - maximum); a ratio is that of one round, above 1 is better."
 
 
 def day_of(date: str) -> str:
