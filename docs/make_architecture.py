@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ SOURCES = {  # folder of the sources of each package below mlxpool
 }  # fmt: skip
 TABLE = re.compile(r"^TRANSITIONS\b", re.M)
 SENTENCE = re.compile(r"(?<=[.])\s+(?=[A-Z`])")
+MANY = 3  # an event that leads from as many states to one state is listed below the drawing
 Imports = dict[str, set[str]]
 Transitions = Mapping[Enum, Mapping[str, Enum]]
 
@@ -48,12 +49,12 @@ def packages(top: str) -> list[str]:
 
 
 def table() -> str:
-    """A row for each package: its docstring says what it is for."""
+    """A row for each package: its docstring says what it is for. Inner packages follow theirs."""
     rows = ["| package | is for |", "|---|---|"]
     for top in SOURCES:
         rows += [
             _row(top, f"**{top}**"),
-            *(_row(inner, inner.replace(".", "/")) for inner in packages(top)),
+            *(_row(inner, inner.removeprefix(f"{top}.")) for inner in packages(top)),
         ]
     return "\n".join(rows) + "\n"
 
@@ -129,25 +130,53 @@ def states() -> str:
             inner = path.relative_to(folder_of("broker")).with_suffix("")
             module = importlib.import_module(".".join(["mlxpool.broker", *inner.parts]))
             table: Transitions = module.TRANSITIONS
-            name = type(next(iter(table))).__name__.removesuffix("State") or inner.name
-            parts += [f"### {name.capitalize()}\n\n`broker/{inner}.py`\n\n", state_diagram(table)]
-    return "\n".join(parts) + "\n"
+            name = re.sub("State$|Phase$", "", type(next(iter(table))).__name__) or inner.name
+            parts += [f"### {name.capitalize()}\n\n`broker/{inner}.py`\n", state_diagram(table)]
+    return "\n".join(parts)
 
 
 def state_diagram(transitions: Transitions) -> str:
-    """The drawing of one table, whose first state is the initial one."""
+    """The drawing of one table, whose first state is the initial one.
+
+    Events that lead from many states to one would hide the others: lines below list them.
+    """
     first, *_ = transitions
+    common = {found: froms for found, froms in _ways(transitions).items() if len(froms) >= MANY}
     lines = ["stateDiagram-v2", f"  [*] --> {first.value}"]
     for state, events in transitions.items():
         following: dict[Any, list[str]] = {}
         for event, after in events.items():
-            if after is not state:
+            if after is not state and (event, after) not in common:
                 following.setdefault(after.value, []).append(event)
         for after, names in following.items():
             lines.append(f"  {state.value} --> {after}: {', '.join(names)}")
         if not events:
             lines.append(f"  {state.value} --> [*]")
-    return _fence(lines)
+    below = [
+        f"- `{event}`: to {after.value} from {_listed(froms, transitions, after)}\n"
+        for (event, after), froms in common.items()
+    ]
+    return _fence(lines) + ("\n" + "".join(below) if below else "")
+
+
+def _ways(transitions: Transitions) -> dict[tuple[str, Enum], list[Enum]]:
+    """The states from which an event leads to another state, by event and that state."""
+    found: dict[tuple[str, Enum], list[Enum]] = {}
+    for state, events in transitions.items():
+        for event, after in events.items():
+            if after is not state:
+                found.setdefault((event, after), []).append(state)
+    return found
+
+
+def _listed(froms: Sequence[Enum], transitions: Transitions, after: Enum) -> str:
+    """The names of states, or those that are missing where that is shorter."""
+    others = [state.value for state in transitions if state is not after and state not in froms]
+    if not others:
+        return "every other state"
+    if 2 * len(others) < len(froms):
+        return f"every other state but {', '.join(others)}"
+    return ", ".join(state.value for state in froms)
 
 
 def _fence(lines: list[str]) -> str:

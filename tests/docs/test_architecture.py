@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from enum import Enum
 from pathlib import Path
 
 import pytest
@@ -68,3 +69,38 @@ def test_imports_that_follow_from_others_are_left_out() -> None:
     assert make_architecture.reduced(graph) == {"a": {"b"}, "b": {"c"}, "c": set()}
     circle = {"a": {"b"}, "b": {"a"}}
     assert make_architecture.reduced(circle) == circle, "a circle is shown, not hidden"
+
+
+class Colour(Enum):
+    RED = "red"
+    BLUE = "blue"
+    GREEN = "green"
+    BLACK = "black"
+    WHITE = "white"
+    GREY = "grey"
+
+
+def test_an_event_from_many_states_is_listed_below_the_drawing() -> None:
+    transitions: dict[Enum, dict[str, Enum]] = {
+        Colour.RED: {"mix": Colour.BLUE, "end": Colour.BLACK},
+        Colour.BLUE: {"mix": Colour.GREEN, "end": Colour.BLACK},
+        Colour.GREEN: {"mix": Colour.GREEN, "end": Colour.BLACK},
+        Colour.BLACK: {},
+    }
+    drawing, below = make_architecture.state_diagram(transitions).split("```\n\n")
+    assert below == "- `end`: to black from every other state\n"
+    arrows = re.findall(r"^  (\S+ --> .*)$", drawing, re.M)
+    assert arrows == ["[*] --> red", "red --> blue: mix", "blue --> green: mix", "black --> [*]"]
+
+
+def test_the_states_of_a_listed_event_are_named_where_many_lack_it() -> None:
+    red, blue, green, *_ = Colour
+    transitions: dict[Enum, dict[str, Enum]] = {
+        each: {"end": Colour.BLACK} for each in (red, blue, green)
+    }
+    transitions |= {Colour.WHITE: {}, Colour.BLACK: {}}
+    below = make_architecture.state_diagram(transitions).partition("```\n\n")[2]
+    assert below == "- `end`: to black from every other state but white\n"
+    transitions |= {Colour.GREY: {}}
+    below = make_architecture.state_diagram(transitions).partition("```\n\n")[2]
+    assert below == "- `end`: to black from red, blue, green\n"

@@ -1,1 +1,1 @@
-"""Processes of the measurement of the broker: a worker without a model, and a bare relay."""
+"""Processes that measure the broker: a worker without a model, and a bare relay."""

@@ -1,4 +1,4 @@
-"""What operators ask over the admin socket: commands, subscriptions to figures, reloads.
+"""Answers operators on the admin socket: commands, subscriptions, reloads.
 
 Also the messages to a service manager.
 """

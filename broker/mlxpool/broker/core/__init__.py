@@ -1,4 +1,4 @@
-"""The broker's decisions: components around one State, from an event and a time to actions.
+"""Decides: components around one State, from an event and a time to actions.
 
 Pure: no I/O, no clock, no random number.
 """

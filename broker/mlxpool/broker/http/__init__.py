@@ -1,4 +1,4 @@
-"""The HTTP server for metrics, health and the status page, on threads of its own.
+"""Serves metrics, health and the status page over HTTP, on its own threads.
 
 It reads snapshots and never touches the core.
 """

@@ -1,4 +1,4 @@
-"""Posts notices of ended jobs and batches over HTTP, signed, to hosts that the settings allow.
+"""Posts signed notices of ended jobs and batches to allowed hosts.
 
 A thread of its own does that: names, connections and slow servers never hold up the broker's loop.
 """

@@ -1,4 +1,4 @@
-"""Worker processes: a supervisor starts, observes and ends those of this machine.
+"""The supervisor: starts, observes and ends the worker processes of this machine.
 
 Workers of other supervisors dial in; `remote_supervisor` is what runs on their machine.
 """

@@ -1,4 +1,4 @@
-"""One request: its record, its state table, its place in the queue and its output buffer.
+"""One request: its record, state table, place in the queue and output buffer.
 
 Pure.
 """

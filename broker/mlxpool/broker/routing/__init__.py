@@ -1,4 +1,4 @@
-"""Which worker of a model is the cheapest for a request, by its cache, its speed and its load.
+"""Finds the cheapest worker for a request by cache, speed and load.
 
 Pure; `workers.placement` asks it.
 """

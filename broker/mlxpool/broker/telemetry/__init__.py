@@ -1,4 +1,4 @@
-"""One snapshot of the pool, and what renders it: stats, ps, top, the status page, Prometheus.
+"""One snapshot of the pool, rendered as stats, ps, top, status page, Prometheus.
 
 It only reads: nothing here changes the core.
 """

@@ -1,4 +1,4 @@
-"""The broker's sockets: the peers of each ROUTER, the front's endpoints, which worker is connected.
+"""The broker's sockets: peers of each ROUTER, endpoints, connected workers.
 
 Also what protects them: the guard against messages that are never finished.
 """

@@ -1,4 +1,4 @@
-"""The workers: state table, slots, liveness, their GPUs, and which of them is given a request.
+"""The workers: state table, slots, liveness, GPUs, and the choice for a request.
 
 Pure; processes are started and ended by `processes`.
 """

@@ -1,1 +1,1 @@
-"""What commands draw on a terminal again and again, as `top` and `stats --watch` do."""
+"""Draws what commands such as `top` and `stats --watch` refresh on a terminal."""

@@ -1,4 +1,4 @@
-"""The client for asyncio: the same connection; what arrives comes through asyncio queues."""
+"""The asyncio client: the same connection behind asyncio queues."""
 
 from mlxpool.client.aio.batch import AsyncBatch
 from mlxpool.client.aio.choices import AsyncChoicesStream

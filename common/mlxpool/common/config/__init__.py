@@ -1,4 +1,4 @@
-"""Settings of a pool: their declarations, how they are read, their bounds and their origins.
+"""Settings: declarations, reading, bounds and origins.
 
 Every process gets one frozen object with its settings and never changes it.
 """

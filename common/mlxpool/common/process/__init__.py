@@ -1,3 +1,1 @@
-"""What a process does before its work, so that other users of the machine get nothing from it and
-nothing into it.
-"""
+"""Protects a new process from other users of the machine."""

@@ -1,4 +1,4 @@
-"""MLXP/1: the messages between clients, broker and workers, and the bytes that they travel as.
+"""MLXP/1: the messages between clients, broker and workers, and their bytes.
 
 Nothing here does I/O.
 """

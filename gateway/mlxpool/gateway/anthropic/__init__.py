@@ -1,4 +1,4 @@
-"""The endpoints of Anthropic's Messages: routes, fields and checks of requests, responses.
+"""Anthropic's Messages: routes, fields and checks of requests, responses.
 
 All but the routes is pure.
 """

@@ -1,4 +1,4 @@
-"""From a checked request of any interface to the pool's answer: options, images, formats, streams.
+"""From a checked request to the pool's answer: options, images, formats, streams.
 
 The interfaces in openai, anthropic and ollama import it; it knows none of them.
 """

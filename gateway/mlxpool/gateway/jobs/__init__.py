@@ -1,1 +1,1 @@
-"""The pool's own jobs over HTTP: submitted, listed, read as server-sent events, cancelled."""
+"""The pool's own jobs over HTTP: submit, list, read as events, cancel."""

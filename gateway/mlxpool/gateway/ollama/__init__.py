@@ -1,4 +1,4 @@
-"""The endpoints of Ollama's interface: routes, fields and checks of requests, responses.
+"""Ollama's interface: routes, fields and checks of requests, responses.
 
 Requests and responses are pure: they do no I/O.
 """

@@ -1,4 +1,4 @@
-"""The endpoints of OpenAI's interface: routes, fields and checks of requests, responses.
+"""OpenAI's interface: routes, fields and checks of requests, responses.
 
 Requests and responses are pure: they do no I/O.
 """

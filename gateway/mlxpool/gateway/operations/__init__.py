@@ -1,4 +1,4 @@
-"""What operators need of the gateway: the record of each request, its metrics, its drain.
+"""The record of each request, metrics and drain of the gateway.
 
 None of it knows routes or the pool.
 """

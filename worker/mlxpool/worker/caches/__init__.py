@@ -1,4 +1,4 @@
-"""What each layer of a model keeps of a sequence, and how it is kept for later prompts.
+"""What each layer of a model keeps of a sequence, also for later prompts.
 
 Pure: `specs` count bytes, `stored` says which arrays hold them, `kinds` say where a kept prefix can
 be cut.

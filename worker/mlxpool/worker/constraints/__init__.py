@@ -1,4 +1,4 @@
-"""Constrained answers: grammars of formats, compiled with llguidance, and masks of next tokens.
+"""Formats of answers: grammars, compiled with llguidance, and masks of next tokens.
 
 Imports no MLX. Only this package imports llguidance.
 """

@@ -1,4 +1,4 @@
-"""Decisions: questions whose answers are given, as prompts and as probabilities of next tokens.
+"""Questions with given answers, as prompts and probabilities of next tokens.
 
 Imports no MLX. `decide` reads a text once and each question behind it; see docs/decisions.md.
 """

@@ -1,4 +1,4 @@
-"""A pass in which rows decode or check drafts as one kernel, for dense models that are small.
+"""One kernel for a decode step of all rows, for small dense models.
 
 The host needs longer for the 130 kernels of such a pass than the device does for their work. The
 kernel of cuda/decode_pass.cu computes all layers of models such as llama and qwen2 in one

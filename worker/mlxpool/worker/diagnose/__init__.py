@@ -1,4 +1,4 @@
-"""Checks models without serving them: what they are and need, and what is wrong with their files.
+"""Checks models without serving them: their kind, needs and errors.
 
 `mlxpool check` and the broker's catalogue run it in a process of its own.
 """

@@ -1,1 +1,1 @@
-"""The draft model: a small model beside the one that is served, which proposes its next tokens."""
+"""The draft model: a smaller model beside the served one proposes next tokens."""

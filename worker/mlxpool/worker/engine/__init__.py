@@ -1,4 +1,4 @@
-"""Engines: they compute prefill chunks and decode steps and account for memory.
+"""Engines: compute prefill chunks and decode steps, and account for memory.
 
 ModelEngine runs our own model code, CountingEngine no model at all; that of encoder models is in
 encoding/, that of mlx-lm in mlx_lm/.

@@ -1,6 +1,6 @@
-"""Our own kernels: CUDA texts in cuda/*.cu, compiled at their first use, and `cpu_exp` for CPUs.
+"""Our own kernels: CUDA texts in cuda/*.cu, compiled at first use, and `cpu_exp` for CPUs.
 
-device.py asks MLX for the device's memory and health. Some kernels write into their input arrays,
+The module device.py asks MLX for the device's memory and health. Some kernels write into their input arrays,
 which MLX's value semantics does not provide for. It is correct because the arrays of the pool are
 whole, contiguous and never replaced, because in an evaluation in which a kernel writes an array
 nothing else uses it, and because readers of what was written depend on the kernel's output: they

@@ -1,4 +1,4 @@
-"""Building blocks of models, and the interfaces between models and the rest of the worker.
+"""Building blocks of models, and their interfaces to the rest of the worker.
 
 A layer knows no architecture and no files; it is described without MLX and built of loaded weights.
 """

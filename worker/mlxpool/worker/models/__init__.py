@@ -1,4 +1,4 @@
-"""The supported architectures, one a file, and the map from a config's model_type to its file.
+"""The supported architectures, one a file, and their table by model_type.
 
 A file describes a model without MLX; it may extend a related one, other shared code is in layers/.
 """

@@ -1,4 +1,4 @@
-"""The disk tier of the prefix cache: checksummed records in append-only segments of a folder.
+"""The prefix cache on disk: checksummed records in append-only segments.
 
 Workers of one host share the folder. Imports no MLX: contents are NumPy arrays of bytes.
 """

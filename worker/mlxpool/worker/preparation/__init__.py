@@ -1,4 +1,4 @@
-"""Prepares requests: renders chats and tokenises texts in child processes with bounds.
+"""Renders chats and tokenises texts in child processes with bounds.
 
 A preparation has a known size, a place in a fair queue, a limit of time and memory, and a cancel.
 """

@@ -1,4 +1,4 @@
-"""The main thread of a worker: link to the broker, runs, heartbeats; and the preparer thread.
+"""The worker's main thread (link, runs, heartbeats) and its preparer thread.
 
 Imports no MLX, and never waits for the compute thread.
 """

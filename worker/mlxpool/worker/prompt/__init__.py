@@ -1,4 +1,4 @@
-"""Turns a request's text or chat into token ids, and generated token ids into text.
+"""From a text or chat to token ids, and from generated ids to text.
 
 Imports no MLX. Chat templates run in a process of their own, see chat_template/.
 """

@@ -1,4 +1,4 @@
-"""What a worker asks of the operating system: CPU threads, priorities, stack dumps, parent death.
+"""The operating system: CPU threads, priorities, stack dumps, parent death.
 
 Imports no other package of the worker.
 """

@@ -1,4 +1,4 @@
-"""Faults that tests inject into a worker: wrappers around its engine, its link and its preparer.
+"""Faults that tests inject into engine, link and preparer.
 
 The worker's __main__ installs them when the settings of the counting model ask for a fault.
 """

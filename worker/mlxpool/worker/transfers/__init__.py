@@ -1,4 +1,4 @@
-"""What a CUDA GPU takes from the host and gives it: the numbers of passes, and weights.
+"""Numbers of passes and weights, from the host to a CUDA GPU and back.
 
 They are in memory that host and device both address, allocated once: see shared_array.py for why.
 """

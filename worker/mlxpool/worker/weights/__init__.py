@@ -1,4 +1,4 @@
-"""Finds, checks and loads the files of a model: from a `path` setting to weights in memory.
+"""Finds, checks and loads a model's files, from `path` to weights in memory.
 
 Everything but load.py works without MLX.
 """
