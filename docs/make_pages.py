@@ -18,7 +18,6 @@ from typing import Any
 import mlxpool.client
 from mlxpool.client.job_options import BatchOptions, CallOptions, JobOptions
 from mlxpool.common.config.bounds import OneOf, Within, declarations
-from mlxpool.common.config.loading import variables
 from mlxpool.common.config.schema import Counting, ModelConfig, PoolConfig
 from mlxpool.common.errors import BY_CODE, PoolError
 from mlxpool.common.options import GenerateOptions
@@ -43,11 +42,8 @@ def tables() -> str:
             section = match[1]
             if section not in SHOWN:
                 continue
-            pool = section == "pool"
             parts += ["", f"### {SHOWN[section]}", "", "| key | default | bounds | is |"]
             parts += ["|---|---|---|---|"]
-            if pool:
-                parts[-2:] = ["| key | variable | default | bounds | is |", "|---|---|---|---|---|"]
         elif section in SHOWN and (match := LINE.match(line)) is not None:
             parts.append(_row(section, match))
     return "\n".join(parts) + "\n\n"
@@ -65,16 +61,14 @@ KINDS = {"pool": PoolConfig, "models.demo": ModelConfig, "models.counting.counti
 
 def _row(section: str, match: re.Match[str]) -> str:
     key = match["key"]
-    default = "" if match["off"] or key == "path" else f"`{match['value']}`"
+    text = match["text"] or ""
+    example = key == "path" or (match["off"] and not text.endswith("else this"))
     cells = [
         f"`{key}`",
-        default,
+        "" if example else f"`{match['value']}`",
         _bounds(KINDS[section], key),
-        (match["text"] or "").replace("|", "\\|"),
+        text.replace("|", "\\|"),
     ]
-    if section == "pool":
-        variable = variables().get(key)
-        cells.insert(1, f"`{variable}`" if variable else "")
     return f"| {' | '.join(cells)} |"
 
 
@@ -83,7 +77,7 @@ def _bounds(kind: type, key: str) -> str:
         if isinstance(check, OneOf):
             return ", ".join(f'`"{choice}"`' for choice in check.choices)
         if isinstance(check, Within) and check.high >= NO_BOUND:
-            return f"at least {check.low:,g}"
+            return f"at least {check.low:,}"
         if isinstance(check, Within):
             return f"{check.low:,g} to {int(check.high):,}"
     return ""

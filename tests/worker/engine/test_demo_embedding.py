@@ -95,11 +95,10 @@ def test_a_text_is_nearer_to_what_it_describes_than_to_others(
 def test_its_card_has_the_figures_of_its_training() -> None:
     training: dict[str, Any] = json.loads((FOLDER / "training.json").read_text(encoding="utf-8"))
     card = (FOLDER / "README.md").read_text(encoding="utf-8")
-    page = PROGRAM.parents[1] / "docs" / "demo-model.md"
     for side in ("model", "tf_idf"):
         for figures in training[side].values():
             for value in figures.values():
-                assert f"{value:.4f}" in card and f"{value:.4f}" in page.read_text(encoding="utf-8")
+                assert f"{value:.4f}" in card
     assert all(
         training["model"][name][key] > value
         for name, figures in training["tf_idf"].items()
