@@ -30,7 +30,7 @@ BEGIN, END = "<!-- made by docs/make_pages.py -->\n", "<!-- until here -->\n"
 
 SECTION = re.compile(r"^\[([^\]]+)\]")
 LINE = re.compile(r"^(?P<off># )?(?P<key>\w+) = (?P<value>.*?)(?:\s{2,}#\s*(?P<text>.*))?$")
-NO_BOUND = 2**31 - 1  # a bound as high as this is not shown: it only refuses nonsense
+NO_BOUND = 1_000_000  # a bound as high as this is not shown: it only refuses nonsense
 
 
 def tables() -> str:
@@ -66,18 +66,19 @@ def _row(section: str, match: re.Match[str]) -> str:
     cells = [
         f"`{key}`",
         "" if example else f"`{match['value']}`",
-        _bounds(KINDS[section], key),
+        _bounds(KINDS[section], key, text),
         text.replace("|", "\\|"),
     ]
     return f"| {' | '.join(cells)} |"
 
 
-def _bounds(kind: type, key: str) -> str:
+def _bounds(kind: type, key: str, text: str) -> str:
+    """The bounds of a setting that its text does not name."""
     for check in declarations(kind)[key].checks:
-        if isinstance(check, OneOf):
+        if isinstance(check, OneOf) and not all(choice in text for choice in check.choices):
             return ", ".join(f'`"{choice}"`' for choice in check.choices)
         if isinstance(check, Within) and check.high >= NO_BOUND:
-            return f"at least {check.low:,}"
+            return f"at least {check.low:,.16g}" if check.low else ""
         if isinstance(check, Within):
             return f"{check.low:,g} to {int(check.high):,}"
     return ""
