@@ -1,6 +1,9 @@
 """Makes every ZeroMQ socket: high-water marks, linger, reconnects, limits on sizes.
 
-docs/protocol.md (Sockets) says why each option has its value.
+No socket has a heartbeat: libzmq aborts the process when one meets a peer that went while its input
+was full (libzmq#4364); the protocol detects silence itself. None has a routing id: the ROUTER names
+connections, and with CURVE the handshake names the owner. IMMEDIATE stays 0: with 1 a broker that
+exits loses terminals that were not read.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ KEEPALIVE = {  # intervals in seconds; CNT is a number of probes
     zmq.TCP_KEEPALIVE_CNT: 3,
 }
 BACKLOG = 100  # connections that may wait to be accepted
+RECONNECT_MS = (50, 250)  # the first and the longest wait: found soon, and not asked too often
+HANDSHAKE_MS = 5000  # a peer that connects and sends nothing holds no descriptor for longer
 MAX_PATH = 107  # bytes of a Unix socket's path
 
 
@@ -35,16 +40,15 @@ def router(
 ) -> zmq.Socket[bytes]:
     """A bound ROUTER that reports unknown and full peers instead of dropping silently.
 
-    It has no heartbeats: libzmq aborts the process when one meets a peer that went while its input
-    was full (libzmq#4364). On tcp the kernel frees the descriptors of hosts that vanished. Up to
-    `backlog` connections wait to be accepted; they come all at once to a process that was stopped.
-    With a `domain` the context's ZAP handler is asked about every connection; it has to run before.
+    On tcp the kernel frees the descriptors of hosts that vanished. Up to `backlog` connections wait
+    to be accepted; they come all at once to a process that was stopped. With a `domain` the
+    context's ZAP handler is asked about every connection; it has to run before.
     Raises OSError naming the endpoint if it cannot be bound.
     """
     socket = context.socket(zmq.ROUTER)
     _common(socket)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     socket.setsockopt(zmq.BACKLOG, backlog)
     for option, value in KEEPALIVE.items():
         socket.setsockopt(option, value)
@@ -64,7 +68,7 @@ def bind(socket: zmq.Socket[bytes], endpoint: str, key: KeyPair | None = None) -
 
     Returns the endpoint with the port that was bound. Raises OSError naming the endpoint.
     """
-    before = os.umask(0o077)
+    before = os.umask(0o077)  # only the broker's user can open the socket files
     secure = key is not None and endpoint.startswith("tcp:")
     # libzmq copies a socket's options at each bind: one ROUTER has plain and secure endpoints.
     socket.setsockopt(zmq.CURVE_SERVER, int(secure))
@@ -95,8 +99,8 @@ def dealer(
         socket.setsockopt(zmq.CURVE_SERVERKEY, credentials.server.encode())
         socket.setsockopt(zmq.CURVE_PUBLICKEY, credentials.own.public.encode())
         socket.setsockopt(zmq.CURVE_SECRETKEY, credentials.own.secret.encode())
-    socket.setsockopt(zmq.RECONNECT_IVL, 50)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 250)
+    socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS[0])
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS[1])
     try:
         socket.connect(endpoint)
     except zmq.ZMQError as error:
@@ -109,7 +113,7 @@ def _common(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER)
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)  # above the legal parts, which get an answer
 
 
 def ipc(run_dir: Path, name: str) -> str:
