@@ -15,11 +15,10 @@ pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.bench.cli import MODULES
 from mlxpool.bench.measurement import Figures
-from support.json_shapes import faults
+from support.json_shapes import faults, named_shapes, sections_of, shapes_of
 
-PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text("utf-8")
-SECTIONS = PAGE[PAGE.index("## mlxpool bench engine") : PAGE.index("## mlxpool bench report")]
-SHAPES = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", SECTIONS, re.S)]
+PAGE = (Path(__file__).parents[2] / "docs" / "bench.md").read_text("utf-8")
+NAMED = named_shapes(PAGE)
 PNG = b"\x89PNG"
 SCENARIOS = (
     *("engine", "end-to-end", "load", "broker", "prefix", "routing", "groups", "speculation"),
@@ -36,7 +35,7 @@ def figures(*words: str) -> Figures:
     done = bench(*words, "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert list(faults(found, SHAPES[0])) == []
+    assert list(faults(found, NAMED["FIGURES"])) == []
     return Figures.from_json(found)
 
 
@@ -45,7 +44,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shapes") / "tiny"
     done = bench("checkpoint", "--shape", "tiny", "--layers", "1", str(folder), "--json")
     told = json.loads(done.stdout)
-    assert list(faults(told, SHAPES[1])) == []
+    (shape,) = shapes_of(sections_of(PAGE)["mlxpool bench checkpoint"], NAMED)
+    assert list(faults(told, shape)) == []
     assert told == {"folder": str(folder), "bytes": sum(f.stat().st_size for f in folder.iterdir())}
     return folder
 

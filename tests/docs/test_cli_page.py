@@ -1,4 +1,4 @@
-"""docs/cli.md: every command with its options, and JSON of the shape it gives."""
+"""docs/cli.md, docs/bench.md: every command with its options, and JSON of the shape it gives."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import pytest
 
 from mlxpool.cli.main import parser
 from support.disk_records import records_of, tier_at, write_all
-from support.json_shapes import faults
+from support.json_shapes import faults, named_shapes, parsed, sections_of, shapes_of
 from support.model_hub import Repository, running_hub
 from support.pool import PATIENCE, Pool
 from worker.encoders.checkpoints import CASES, write
 
-PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text("utf-8")
-SECTIONS = {
-    part.partition("\n")[0]: part.partition("\n")[2] for part in PAGE.split("\n## ") if part
-}
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE, BENCH = ((DOCS / name).read_text("utf-8") for name in ("cli.md", "bench.md"))
+SECTIONS = sections_of(PAGE) | sections_of(BENCH)
+NAMED = named_shapes(PAGE)
 OF_ALL = (
     "--help", "-h", "--run-dir", "--json", "--version", "-V", "--endpoint", "--server-key", "--key"
 )  # fmt: skip
@@ -40,24 +40,46 @@ def commands(above: argparse.ArgumentParser, words: str = "mlxpool") -> dict[str
 COMMANDS = commands(parser())
 
 
-def blocks(section: str) -> list[Any]:
-    return [json.loads(block) for block in re.findall(r"```json\n(.*?)```", section, re.S)]
+OPTION = re.compile(r"(?<![\w-])(--[a-z][a-z0-9-]*)")
+LIST_OF = re.compile(r"the options of `([\w ]+)`(?: but ((?:`--[\w-]+`(?:,\s)?)+))?")
 
 
-NAMED: dict[str, Any] = blocks(SECTIONS["JSON"])[0]
+def options_of(name: str) -> set[str]:
+    """The long options that a command has besides those of every command."""
+    own = {text for action in COMMANDS[name]._actions for text in action.option_strings}
+    return {text for text in own if text.startswith("--")} - set(OF_ALL)
 
 
-def expanded(shape: Any) -> Any:
-    """Returns a shape with the named shapes of the section JSON in place of their names."""
-    if isinstance(shape, dict):
-        return {key: expanded(inner) for key, inner in shape.items()}
-    if isinstance(shape, list):
-        return [expanded(inner) for inner in shape]
-    return expanded(NAMED[shape]) if shape in NAMED else shape
+def commands_of(cell: str, above: str) -> set[str]:
+    """The commands that a table names; `config` stands for all that begin so."""
+    named = {f"{above} {word}" for word in re.findall(r"`([\w -]+)`", cell)}
+    found = {name for name in COMMANDS if name in named or name.rpartition(" ")[0] in named}
+    assert all(any(f"{name} ".startswith(f"{one} ") for name in found) for one in named), cell
+    return {n for n in COMMANDS if n.startswith(above)} - found if "all but" in cell else found
 
 
-def shapes(section: str) -> list[Any]:
-    return [expanded(block) for block in blocks(section)]
+def shared_options() -> dict[str, set[str]]:
+    """The options that two tables give to several commands, by command."""
+    found: dict[str, set[str]] = {name: set() for name in COMMANDS}
+    first = BENCH.partition("\n## ")[0]
+    for text, above in ((SECTIONS["Shared options"], "mlxpool"), (first, "mlxpool bench")):
+        for row in re.findall(r"^\| (`--.*?) \| (.*?) \| ", text, re.M):
+            for name in commands_of(row[1], above):
+                assert not found[name] & set(OPTION.findall(row[0])), (name, row)
+                found[name] |= set(OPTION.findall(row[0]))
+    return found
+
+
+SHARED = shared_options()
+
+
+def told_options(name: str) -> set[str]:
+    """The options of a command by the page: its section's, lists of others', shared ones."""
+    text = SECTIONS[name]
+    told = set(OPTION.findall(LIST_OF.sub("", text))) | SHARED[name]
+    for other, without in LIST_OF.findall(text):
+        told |= told_options(f"mlxpool {other}") - set(OPTION.findall(without))
+    return told - set(OF_ALL)
 
 
 def test_the_sections_are_the_commands() -> None:
@@ -66,13 +88,7 @@ def test_the_sections_are_the_commands() -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_options_of_each_section_are_those_of_the_command(name: str) -> None:
-    own = {text for action in COMMANDS[name]._actions for text in action.option_strings}
-    own = {text for text in own if text.startswith("--")} - set(OF_ALL)
-    told = set(re.findall(r"(?<![\w-])(--[a-z][a-z0-9-]*)", SECTIONS[name])) - set(OF_ALL)
-    if "those of `run`" in SECTIONS[name]:
-        told |= own & {text for a in COMMANDS["mlxpool run"]._actions for text in a.option_strings}
-        told -= {"--chat", "--quiet"} - own
-    assert told == own
+    assert told_options(name) == options_of(name)
 
 
 # ---- JSON ----------------------------------------------------------------------------------------
@@ -191,7 +207,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list
 
 @pytest.mark.parametrize("name", sorted(set(COMMANDS) - NO_JSON))
 def test_json_has_the_shape_that_the_page_gives(name: str, answers: dict[str, list[Any]]) -> None:
-    known = shapes(SECTIONS[name])
+    known = shapes_of(SECTIONS[name], NAMED)
     assert known and answers[name]
     for value in answers[name]:
         wrong = sorted((list(faults(value, shape)) for shape in known), key=len)
@@ -241,3 +257,28 @@ def test_an_error_has_the_shape_that_the_page_gives(tmp_path: Path) -> None:
 )
 def test_values_that_do_not_fit_a_shape_are_found(value: Any, shape: Any, count: int) -> None:
     assert len(list(faults(value, shape))) == count
+
+
+@pytest.mark.parametrize(
+    ("text", "shape"),
+    [
+        ("string", "string"),
+        ("integer or null", "integer or null"),
+        ("[[number]]", [["number"]]),
+        ("{*: any}", {"*": "any"}),
+        (
+            "{a, b?: integer, c: [{d: string}]}",
+            {"a": "integer", "b?": "integer", "c": [{"d": "string"}]},
+        ),
+    ],
+)
+def test_shapes_are_read(text: str, shape: Any) -> None:
+    assert parsed(text) == shape
+
+
+@pytest.mark.parametrize(
+    "text", ["{a b: integer}", "{a: integer, a: string}", "[a, b]", "a b", "'a'"]
+)
+def test_another_form_is_no_shape(text: str) -> None:
+    with pytest.raises(ValueError):
+        parsed(text)

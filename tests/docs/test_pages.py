@@ -23,11 +23,11 @@ from support.free_ports import free_ports
 
 ROOT = Path(__file__).parents[2]
 ELSEWHERE = {  # kinds of blocks that other tests run
-    "json": "test_cli_page.py compares shapes; tests/end_to_end/test_metrics.py the log line",
+    "json": "tests/end_to_end/test_metrics.py the log line",
     "hex": "test_protocol_page.py sends them to a broker",
     "js": "tests/examples/test_node_client.py",
     "mermaid": "test_site.py has a browser draw them",
-    "text": "no code: a picture, a prompt, an answer",
+    "text": "no code: a picture, a prompt, an answer; test_cli_page.py compares shapes of JSON",
 }
 PORT_NAMES = ("7200", "7201", "7202", "9464", "11434", "11435")
 PORTS = re.compile(rf"(?<=[: ])({'|'.join(PORT_NAMES)})\b")

@@ -1,9 +1,17 @@
-"""Compares JSON values with the shapes that docs/cli.md documents."""
+"""Reads the shapes of JSON that docs/cli.md and docs/bench.md have, and compares values."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
+
+from support.doc_blocks import blocks
+
+PARAGRAPH = re.compile(r"^JSON.*?(?=\n\n|\Z)", re.M | re.S)
+CODE = re.compile(r"`([^`]+)`")
+NAMED = re.compile(r"[A-Z]+: \{")
+TOKEN = re.compile(r"[\w?*]+|[][{}:,]")
 
 TYPES: dict[str, tuple[type, ...]] = {
     "integer": (int,),
@@ -12,6 +20,83 @@ TYPES: dict[str, tuple[type, ...]] = {
     "boolean": (bool,),
     "null": (type(None),),
 }
+
+
+def sections_of(page: str) -> dict[str, str]:
+    """The text of each section, by its heading."""
+    parts = page.split("\n## ")[1:]
+    return {part.partition("\n")[0]: part.partition("\n")[2] for part in parts}
+
+
+def named_shapes(page: str) -> dict[str, Any]:
+    """The shapes that the first block of a page names, each without the names of others."""
+    block = next(block.text for block in blocks(page) if NAMED.match(block.text))
+    named = parsed(f"{{{block}}}")
+    return {name: expanded(shape, named) for name, shape in named.items()}
+
+
+def shapes_of(section: str, named: dict[str, Any]) -> list[Any]:
+    """The shapes in the paragraphs of a section that begin with JSON."""
+    codes = [code for text in PARAGRAPH.findall(section) for code in CODE.findall(text)]
+    return [expanded(parsed(code), named) for code in codes if code in named or code[0] == "{"]
+
+
+def expanded(shape: Any, named: dict[str, Any]) -> Any:
+    """A shape with named shapes in place of their names."""
+    if isinstance(shape, dict):
+        return {key: expanded(inner, named) for key, inner in shape.items()}
+    if isinstance(shape, list):
+        return [expanded(inner, named) for inner in shape]
+    return expanded(named[shape], named) if shape in named else shape
+
+
+def parsed(text: str) -> Any:
+    """Reads a shape, such as `{a, b: integer, c?: [string or null]}`.
+
+    Returns a dict for an object, a list of one shape for a list, and a str for types. Raises
+    ValueError for another form.
+    """
+    tokens = TOKEN.findall(text)
+    if "".join(tokens) != "".join(text.split()):
+        raise ValueError(f"{text!r} has a character that no shape has")
+    shape, rest = _shape(tokens)
+    if rest:
+        raise ValueError(f"{text!r} goes on after the shape: {rest}")
+    return shape
+
+
+def _shape(tokens: list[str]) -> tuple[Any, list[str]]:
+    """The shape at the beginning, and the tokens after it."""
+    first, rest = tokens[0], tokens[1:]
+    if first == "[":
+        inner, rest = _shape(rest)
+        return [inner], _after("]", rest)
+    if first == "{":
+        return _object(rest)
+    while rest and rest[0] == "or":
+        first, rest = f"{first} or {rest[1]}", rest[2:]
+    return first, rest
+
+
+def _object(rest: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """The keys up to the brace that ends them; keys that commas separate share the next type."""
+    found: dict[str, Any] = {}
+    while rest[0] != "}":
+        end = rest.index(":")
+        keys = rest[:end:2]
+        if any(comma != "," for comma in rest[1:end:2]) or set(keys) & set(found):
+            raise ValueError(f"{rest[:end]} are no new keys")
+        inner, rest = _shape(rest[end + 1 :])
+        found |= dict.fromkeys(keys, inner)
+        if rest[0] == ",":
+            rest = rest[1:]
+    return found, rest[1:]
+
+
+def _after(token: str, rest: list[str]) -> list[str]:
+    if rest[0] != token:
+        raise ValueError(f"{rest[0]!r} is in the place of {token!r}")
+    return rest[1:]
 
 
 def faults(value: Any, shape: Any, where: str = "$") -> Iterator[str]:

@@ -65,14 +65,22 @@ def _add_engine(kinds: Any, common: argparse.ArgumentParser) -> None:
         streams=([1, 8], "rows that decode at once"),
         prompt=([128], "tokens of their prompts, which the rows take in turn"),
         prefill=([], "tokens of prompts whose prefill is timed"),
-        turn=(0, "tokens of a conversation's first turn"),
+        turn=(
+            0,
+            "tokens of a conversation: time the first token of its next turn, with and without the"
+            " prefix cache",
+        ),
         steps=(24, "decode steps of a burst"),
-        deterministic=(False, "with the model setting of this name, on a CPU"),
+        deterministic=(False, "compare with the model setting of this name, on a CPU"),
         as_installed=(
             False,
             "beside mlx-lm as it comes: without OpenBLAS, in the dtype of the files",
         ),
-        memory_rate=(0.0, "GB/s of this machine's memory: also the share of the bytes' bound"),
+        memory_rate=(
+            0.0,
+            "GB/s of this machine's memory: also the share of the tokens/s that it allows, if a"
+            " step reads needed weights, keys and values once, and experts are chosen evenly",
+        ),
     )
     parser.add_argument(
         "--sampled",
@@ -82,7 +90,11 @@ def _add_engine(kinds: Any, common: argparse.ArgumentParser) -> None:
         help="decode again with temperature 0.8 and top_p 0.9, with and without top_k 40",
     )
     parser.add_argument(
-        "--beside", type=Path, metavar="CHECKOUT", help="beside the engine of another checkout"
+        "--beside",
+        type=Path,
+        metavar="CHECKOUT",
+        help="beside the engine of another checkout; on a CPU by processor time, with one BLAS"
+        " thread unless OPENBLAS_NUM_THREADS says more",
     )
 
 
@@ -112,7 +124,7 @@ def _add_load(kinds: Any, common: argparse.ArgumentParser) -> None:
         clients=(4, "processes that send"),
         against=("", "the URL of a server to compare, as http://127.0.0.1:8000"),
         against_model=("", "its model (its first one)"),
-        against_text=(False, "send it text instead of token ids"),
+        against_text=(False, "send it text of about as many tokens instead of token ids"),
         api_key=("", "its key ($OPENAI_API_KEY)"),
         no_pool=(False, "measure that server alone"),
     )
@@ -167,7 +179,11 @@ def _add_prefix(kinds: Any, common: argparse.ArgumentParser) -> None:
         conversations=(8, "that grow"),
         turns=(10, "of a conversation"),
         tokens=(4000, "of a conversation at its end"),
-        disk=(False, "instead: first tokens after a restart, and gaps beside saving"),
+        disk=(
+            False,
+            "instead, of prefixes on disk: first tokens of a new conversation, after a restart,"
+            " from memory; gaps of streams beside saving",
+        ),
     )
 
 
@@ -183,7 +199,10 @@ def _add_routing(kinds: Any, common: argparse.ArgumentParser) -> None:
         recorded=("", "a file with a recorded load instead of the drawn ones"),
         real=(False, "pools of real workers of the shape small"),
         rate=(4.0, "arrivals a second of real loads"),
-        count=(0, "chats, agents or calls of a load (its own number)"),
+        count=(
+            0,
+            "chats, agents or calls of a load (its own number; real: 16 agents or 120 calls)",
+        ),
     )
 
 
@@ -212,16 +231,24 @@ def _add_speculation(kinds: Any, common: argparse.ArgumentParser) -> None:
         "--speculation",
         choices=("off", "ngram", "mtp", "draft", "auto"),
         default="auto",
-        help="whose drafts, as the setting of this name (auto)",
+        help="whose drafts, as the setting of this name (auto); off: no drafts on either side,"
+        " which shows how far equal batches differ",
     )
     _flags(
         parser,
         draft=("", "the draft model, as the setting of this name"),
         streams=([1, 8, 32, 128], "requests at once"),
         tokens=(128, "that each request generates"),
-        loads=(["edits", "completions", "sampled"], "kinds of prompts"),
+        loads=(
+            ["edits", "completions", "sampled"],
+            "kinds of prompts: a function of Python's library and its begin again under another"
+            " name, the begin of one, the same with temperature 1",
+        ),
         processor=(False, CPU_TIME),
-        acceptance=(0.0, "drafts count as right with this chance"),
+        acceptance=(
+            0.0,
+            "drafts count as right with this chance, so random weights show what a shape gains",
+        ),
     )
 
 
@@ -242,8 +269,12 @@ def _add_deaths(kinds: Any, common: argparse.ArgumentParser) -> None:
     parser = _kind(kinds, common, "deaths", text, rounds=3, peers=False)
     _flags(
         parser,
-        model=("builtin:counting", "a reference; but the default it has to count to 90"),
-        faults=(["kill", "stop", "broker"], "kinds: SIGKILL or SIGSTOP of a process of a worker"),
+        model=("builtin:counting", "a reference; another than the default has to count to 90"),
+        faults=(
+            ["kill", "stop", "broker"],
+            "kinds: SIGKILL or SIGSTOP of each process of a worker while it reads prompts and while"
+            " it decodes, SIGKILL of the broker",
+        ),
         streams=(8, "that run when a fault comes"),
         tokens=(400, "of each stream"),
         replicas=(3, "workers of the model"),

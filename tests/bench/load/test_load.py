@@ -15,11 +15,11 @@ import pytest
 
 from mlxpool.bench.measurement import OURS, Figures
 from support.gateway_thread import GatewayThread
-from support.json_shapes import faults
+from support.json_shapes import faults, named_shapes
 from support.pool import PATIENCE, Pool, gone, until
 
-PAGE = (Path(__file__).parents[3] / "docs" / "cli.md").read_text("utf-8")
-SHAPE = json.loads(re.findall(r"```json\n(\{\"what\".*?)```", PAGE, re.S)[0])
+PAGE = (Path(__file__).parents[3] / "docs" / "bench.md").read_text("utf-8")
+SHAPE = named_shapes(PAGE)["FIGURES"]
 COMMAND = [sys.executable, "-m", "mlxpool.cli.main", "bench", "load"]
 SMALL = ["--requests", "6", "--rounds", "2", "--clients", "2", "--warm-up", "2"]
 SMALL += ["--prompt-lengths", "12", "0.5", "4", "40", "--output-lengths", "8", "0.5", "2", "20"]
