@@ -81,6 +81,20 @@ def test_every_diagram_is_drawn(name: str, site: Path, browser: Chromium) -> Non
     assert not [url for one in sent if (url := one["request"]["url"]).startswith("http")]
 
 
+@pytest.mark.parametrize("name", ["index", "concepts", "benchmarks", "operate"])
+def test_a_page_fits_a_narrow_screen(name: str, site: Path, browser: Chromium) -> None:
+    """Wide tables and code scroll by themselves; the page does not."""
+    browser.open((site / f"{name}.html").as_uri(), width=400)
+    until(
+        lambda: browser.run("return document.querySelectorAll('.md-typeset__table').length") > 0,
+        "the theme has put its tables into boxes that scroll",
+    )
+    width, seen = browser.run(
+        "const page = document.documentElement; return [page.scrollWidth, page.clientWidth]"
+    )
+    assert width <= seen == 400
+
+
 def drawings(browser: Chromium) -> list[str]:
     """`aria-roledescription` of each SVG in a shadow root, such as sequence, or error."""
     tree = browser.command("DOM.getDocument", depth=-1, pierce=True)
