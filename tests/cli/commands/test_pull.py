@@ -13,6 +13,7 @@ import threading
 from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pytest
@@ -22,7 +23,7 @@ from mlxpool.cli.main import FAILED, OK, USAGE, main
 from mlxpool.worker.weights.inspect import inspect
 from mlxpool.worker.weights.locate import find_files
 from support.model_hub import TOKEN, ModelHub, Repository, folder_of, running_hub
-from support.pool import until
+from support.pool import Pool, until
 from support.worker_checkpoints import write_checkpoint
 
 NAME = "some-org/Some.Model"
@@ -313,6 +314,22 @@ def test_two_pulls_at_once_download_once(
     assert codes == [OK, OK]
     assert hub.gets(WEIGHTS) == [""]
     assert inspect(find_files(NAME)).digest == inspect(folder).digest
+
+
+def test_a_pool_names_the_command_and_finds_the_model_after_it(
+    hub: ModelHub, tmp_path: Path
+) -> None:
+    def row() -> dict[str, Any]:
+        return next(dict(one) for one in pool.ask("models")["models"] if one["name"] == "m")
+
+    with Pool(tmp_path, f'[models.m]\npath = "hf:{NAME}"\n') as pool:
+        until(lambda: row()["error"], "the model is found to be missing")
+        done = pool.cli("run", "m", "x")
+        assert done.returncode == FAILED
+        assert f"get it with `mlxpool pull {NAME}`" in done.stderr
+        assert pool.cli("pull", NAME).returncode == OK
+        found = until(lambda: (one := row())["type"] and one, "the model is seen")
+        assert (found["state"], found["error"]) == ("cold", None)
 
 
 def test_the_endpoint_may_end_with_a_slash(hub: ModelHub, monkeypatch: pytest.MonkeyPatch) -> None:
