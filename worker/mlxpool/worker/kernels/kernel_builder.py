@@ -148,7 +148,7 @@ def _declaration(name: str, value: Constant) -> str:
 
 def warps_of(pieces: int, most: int) -> int:
     """Returns the warps of a thread block that share `pieces` evenly, at best 4 or more each."""
-    fitting = [n for n in (16, 8, 4, 2, 1) if n <= most and pieces % n == 0]
+    fitting = [n for n in range(most, 0, -1) if pieces % n == 0]
     return next((n for n in fitting if pieces // n >= 4), fitting[-1])
 
 

@@ -185,7 +185,7 @@ def attend_fresh(
     found: list[mx.array] = made(
         inputs=[
             lines, lines, lines, *pools, plan.begins, plan.ends, plan.tables, plan.items,
-            turns.cosines, turns.sines, _sinks(scores, plan), plan.arrived, plan.partial,
+            turns.cosines, turns.sines, scores.sinks, plan.arrived, plan.partial,
         ],
         grid=(pairs * warps_of(False) * WARP_SIZE, plan.items.shape[0], 1),
         threadgroup=(warps_of(False) * WARP_SIZE, 1, 1),
@@ -198,10 +198,6 @@ def attend_fresh(
 def _dtype(q: mx.array, pools: tuple[mx.array, ...]) -> mx.Dtype:
     """Returns the dtype of the numbers that are multiplied: of integers that of the queries."""
     return q.dtype if is_quantised(pools) else pools[0].dtype
-
-
-def _sinks(scores: ScoreParams, plan: RaggedPlan) -> mx.array:
-    return plan.arrived if scores.sinks is None else scores.sinks.astype(mx.float32)
 
 
 def _kernel_of(
@@ -255,10 +251,9 @@ def _attend(
     q, unused = q.astype(dtype), plan.arrived
     k, v = (q, q) if fresh is None else (fresh.k.astype(dtype), fresh.v.astype(dtype))
     cosines, sines = (unused, unused) if turns is None else (turns.cosines, turns.sines)
-    sinks = _sinks(scores, plan)
     inputs = [
-        q, k, v, *pools, plan.begins, plan.ends, plan.tables, plan.items, cosines, sines, sinks,
-        plan.arrived, plan.partial,
+        q, k, v, *pools, plan.begins, plan.ends, plan.tables, plan.items, cosines, sines,
+        scores.sinks, plan.arrived, plan.partial,
     ]  # fmt: skip
     found: list[mx.array] = made(
         inputs=inputs,

@@ -24,14 +24,26 @@ from mlxpool.worker.layers.config_fields import (
     require,
 )
 from mlxpool.worker.layers.decoder import Decoder
-from mlxpool.worker.layers.decoder_layer import PreNormLayer, WeightShapes, linear_shapes
+from mlxpool.worker.layers.decoder_layer import (
+    FusableSublayer,
+    PreNormLayer,
+    WeightShapes,
+    computed,
+    linear_shapes,
+)
 from mlxpool.worker.layers.derived_weights import (
     DerivedWeights,
     StoredTensors,
     TensorSpec,
     from_mxfp4_blocks,
 )
-from mlxpool.worker.layers.layer_types import LayerBuilder, LayerFunction
+from mlxpool.worker.layers.layer_types import (
+    ForwardBatch,
+    LayerBuilder,
+    LayerFunction,
+    LinearInput,
+    PendingProduct,
+)
 from mlxpool.worker.layers.model_plan import ModelPlan
 from mlxpool.worker.layers.rope import parse_rope
 
@@ -118,25 +130,31 @@ class GptOssMoE:
 
     def build(self, builder: LayerBuilder, name: str) -> LayerFunction:
         """See FeedForward."""
+        return _GptOssExperts(self, builder, name)
+
+
+class _GptOssExperts(FusableSublayer):
+    def __init__(self, spec: GptOssMoE, builder: LayerBuilder, name: str) -> None:
+        self.spec = spec
+        self.router = builder.linear(f"{name}.router")
+        self.experts = builder.switch_glu(f"{name}.experts", ClampedSwiGLU(spec.limit))
+        self.whole_sum, self.divided = builder.whole_sum, builder.divided
+
+    def pending(self, x: LinearInput, *batch: ForwardBatch) -> mx.array | PendingProduct:
+        """See FusableSublayer."""
         import mlx.core as mx
 
-        router = builder.linear(f"{name}.router")
-        experts = builder.switch_glu(f"{name}.experts", ClampedSwiGLU(self.limit))
-        routing = RoutingParams(self.count, self.chosen, sigmoid=False, normed=True)
-
-        def feed(x: mx.array) -> mx.array:
-            product = experts.routed_sum(x, router, routing)
-            if product is not None:
-                out = product()
-            else:
-                logits = router(x)
-                chosen = mx.argpartition(logits, kth=-self.chosen, axis=-1)[:, -self.chosen :]
-                ranks = mx.take_along_axis(logits, chosen, axis=-1)
-                weights = mx.softmax(ranks, axis=-1, precise=True)
-                out = (experts(x, chosen) * weights[..., None]).sum(axis=-2)
-            return builder.whole_sum(out)
-
-        return feed
+        spec = self.spec
+        routing = RoutingParams(spec.count, spec.chosen, sigmoid=False, normed=True)
+        product = self.experts.routed_sum(x, self.router, routing)
+        if product is not None:
+            return self.whole_sum(product()) if self.divided else product
+        x = computed(x)
+        logits = self.router(x)
+        chosen = mx.argpartition(logits, kth=-spec.chosen, axis=-1)[:, -spec.chosen :]
+        ranks = mx.take_along_axis(logits, chosen, axis=-1)
+        weights = mx.softmax(ranks, axis=-1, precise=True)
+        return self.whole_sum((self.experts(x, chosen) * weights[..., None]).sum(axis=-2))
 
 
 def _from_transposed(

@@ -72,7 +72,7 @@ auto scored = [&](float product) -> float {
   if (!(CAP > 0)) return product;
   return LOG2E * CAP * (1 - 2 / (1 + power2(product * (2 * LOG2E * SCALE / (CAP > 0 ? CAP : 1)))));
 };
-auto sink_of = [&](int row) -> float { return sinks[head * GROUP + row % GROUP] * LOG2E; };
+auto sink_of = [&](int row) -> float { return up(sinks[head * GROUP + row % GROUP]) * LOG2E; };
 auto sunk = [&](int row, float top) -> float { return SINKS ? power2(sink_of(row) - top) : 1e-30f; };
 auto least = [&](int row) -> float { return SINKS ? sink_of(row) : -1e30f; };
 auto output_at = [&](int row) -> N* {
