@@ -18,9 +18,11 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from mlxpool.bench import report
 from mlxpool.bench.measurement import OURS, Figures, Measurement
@@ -33,8 +35,7 @@ WHOLE_FROM = 100  # figures from here on are shown without decimals in tables an
 LEVEL = 0.95  # runs of one program differ by as much; a ratio below is shown in bold
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(Struct, frozen=True):
     """A row of a table: one or several lines of one group, in one cell for each contestant."""
 
     run: str
@@ -45,8 +46,7 @@ class Row:
     ours: str = OURS  # the side, or several with ` / ` between them
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
+class Table(Struct, frozen=True):
     """`beside`: the heading of the second column, which is the side of most rows.
 
     `sides`: columns instead of ours and the one beside it; `SIDE / SIDE` is a ratio.

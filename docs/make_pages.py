@@ -7,13 +7,15 @@ checks that both pages are up to date.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import msgspec
+import msgspec.structs
 
 import mlxpool.client
 from mlxpool.client.job_options import BatchOptions, CallOptions, JobOptions
@@ -260,7 +262,7 @@ OPTION = re.compile(r"^    (\w+): (.*) \| None  # (.*)$", re.M)
 
 def _of_class(name: str, kind: type[Any]) -> Iterator[str]:
     yield f"## {name}\n"
-    if name in MADE and not dataclasses.is_dataclass(kind):
+    if name in MADE and not issubclass(kind, msgspec.Struct):
         yield f"`{name}{_signature(kind)}`\n"
     yield f"{_text(kind)}\n"
     members = {key: value for key, value in _members(kind).items() if _is_documented(key, value)}
@@ -280,14 +282,15 @@ def _of_class(name: str, kind: type[Any]) -> Iterator[str]:
 
 
 def _fields(kind: type[Any], is_made: bool) -> Iterator[tuple[str, ...]]:
-    """Rows of a dataclass: name, type, default where users make such objects, and comment."""
-    if dataclasses.is_dataclass(kind):
+    """Rows of a record: name, type, default where users make such objects, and comment."""
+    if issubclass(kind, msgspec.Struct):
         comments = dict(COMMENT.findall(inspect.getsource(kind)))
-        for each in dataclasses.fields(kind):
+        types = inspect.get_annotations(kind)
+        for each in msgspec.structs.fields(kind):
             default = f"`{each.default!r}`" if is_made else ""
             yield (
                 f"`{each.name}`",
-                f"`{_short(str(each.type))}`",
+                f"`{_short(types[each.name])}`",
                 default,
                 comments.get(each.name, ""),
             )

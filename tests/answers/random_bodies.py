@@ -348,7 +348,7 @@ def bodies(reader: Reader, seed: str) -> Iterator[dict[str, Any]]:
 
 def plain(value: object) -> object:
     """A value by its type, fields and elements, however its type is declared."""
-    names = getattr(value, "__match_args__", None)
+    names = getattr(type(value), "__match_args__", None)
     if names is not None and not isinstance(value, tuple):
         return [type(value).__name__, *(plain(getattr(value, name)) for name in names)]
     if isinstance(value, Mapping):

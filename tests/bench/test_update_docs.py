@@ -6,10 +6,10 @@ import importlib.util
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from mlxpool.bench import report
 from mlxpool.bench.measurement import OURS, Figures, Measurement

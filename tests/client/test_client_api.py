@@ -10,12 +10,12 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from mlxpool.client import AsyncClient, ChatTokens, Client
 from mlxpool.client.connection import Connection

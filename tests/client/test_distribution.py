@@ -17,7 +17,7 @@ from support.counting_checker import expected_ids, text_of
 from support.pool import PATIENCE, Pool
 
 ROOT = Path(__file__).parents[2]
-NEEDED = ("pyzmq", "msgpack")
+NEEDED = ("pyzmq", "msgpack", "msgspec")
 MAX_BYTES = 210_000  # of the wheel
 
 

@@ -6,10 +6,10 @@ import socket
 import tempfile
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from mlxpool.client import Client
 from mlxpool.client.connection import Connection

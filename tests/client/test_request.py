@@ -76,7 +76,7 @@ def test_keys_of_the_request_and_options_of_the_sampler() -> None:
 
 
 def test_every_key_of_the_request_is_known() -> None:
-    fields = set(Generate.__dataclass_fields__)
+    fields = set(Generate.__struct_fields__)
     assert fields >= set(REQUEST_KEYS) - {"tools", "think"}, "which are part of the prompt"
 
 

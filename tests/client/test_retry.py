@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from mlxpool.client.retry import Action, Pace, SilenceTimer, StreamRetry
 from mlxpool.client.stream import Delta, StreamState, parse_frame

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from mlxpool.cluster.pool_spec import ModelSpec, PoolSpec, check_name, read
 from mlxpool.common.config.bounds import ConfigError
@@ -31,7 +31,7 @@ def spec_of(tmp_path: Path, text: str, front: int = 7200, back: int = 7201) -> P
 
 def test_models_with_a_section_are_those_of_the_cluster(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, f"[pool]\nstate_dir = '/jobs'\n{MODELS}")
-    same = {model.name: dataclasses.replace(model, fingerprint="") for model in spec.models}
+    same = {model.name: replace(model, fingerprint="") for model in spec.models}
     assert same == {
         "small": ModelSpec("small", 1, 4, -1, 60.0, ""),
         "fixed": ModelSpec("fixed", 2, 2, 2, 300.0, ""),

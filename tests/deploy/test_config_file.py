@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import tomllib
-from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import fields, replace
 
 from mlxpool.common.config.loading import load
 from mlxpool.common.config.schema import BUILTIN, Counting, KeyConfig, ModelConfig, PoolConfig

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import tomllib
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import kubernetes_validate
 import promql_parser
 import pytest
 import yaml
+from msgspec.structs import fields
 
 from mlxpool.broker.telemetry.metric_table import FAMILIES
 from mlxpool.broker.telemetry.reports import pool_stats

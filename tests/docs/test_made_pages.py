@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from msgspec.structs import fields
 
 import mlxpool.client
 from mlxpool.client.job_options import BatchOptions, CallOptions, JobOptions

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from mlxpool.broker.jobs.figures import JobFigures
 from mlxpool.broker.telemetry import snapshot

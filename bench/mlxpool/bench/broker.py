@@ -13,11 +13,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 
 import psutil
 import zmq
+from msgspec import Struct, field
 
 from mlxpool.bench.measurement import OURS, Measurement, Progress, percentile
 from mlxpool.bench.pools import MODEL, serving, started, temporary_run_dir, toml_of
@@ -36,8 +36,7 @@ SINGLE = Flood(streams=16, rows=1, tokens=4000)
 BATCHED = Flood(streams=16, rows=16, tokens=60_000)
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
+class Cost(Struct, frozen=True):
     """The cost of one round: tokens/s, processor time a token, share of a core, delays."""
 
     per_s: float
@@ -195,8 +194,7 @@ def _read_until(
 # ---- tables --------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class Rounds:
+class Rounds(Struct):
     """The costs of all rounds with one flood, by contestant."""
 
     found: dict[str, list[Cost]] = field(default_factory=dict)

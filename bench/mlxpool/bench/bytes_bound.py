@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from mlxpool.bench import tensors
 from mlxpool.worker.caches.specs import CacheSpec, KeyValueSpec, RecurrentSpec
@@ -17,8 +18,7 @@ EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 EMBEDDING, HEAD = "model.embed_tokens.", "lm_head."
 
 
-@dataclass(frozen=True, slots=True)
-class Routing:
+class Routing(Struct, frozen=True):
     """Each token chooses `chosen` of `count` experts; 1 of 1 in a model without experts."""
 
     count: int = 1

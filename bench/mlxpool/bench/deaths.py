@@ -18,10 +18,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
 
 from mlxpool.bench.measurement import Measurement, Progress, percentile
 from mlxpool.bench.models import absolute
@@ -40,8 +41,7 @@ SIGNALS = {KILL: signal.SIGKILL, STOP: signal.SIGSTOP}
 PERCENTS = {"p50": 50.0, "p99": 99.0, "max": 100.0}
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
+class Kind(Struct, frozen=True):
     """A fault: the signal, when a process gets it, and which rank of a worker; -1: the broker."""
 
     signal: signal.Signals
@@ -63,8 +63,7 @@ def kinds(faults: Sequence[str], devices: int) -> list[Kind]:
     return [*itertools.starmap(Kind, found), *broker]
 
 
-@dataclass(slots=True)
-class Watched:
+class Watched(Struct):
     """The deltas of one stream and the times at which they came."""
 
     seed: int
@@ -94,8 +93,7 @@ class Watched:
         return max((after - before for before, after in pairwise(times)), default=None)
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(Struct, frozen=True):
     """What a fault did: `waits` are those of streams that were moved, in seconds."""
 
     kind: Kind

@@ -9,15 +9,18 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeAlias
+
+from msgspec import Struct, field
+from msgspec.structs import replace
+
+from mlxpool.common.records import as_map
 
 OURS = "mlxpool"
 Progress: TypeAlias = Callable[[str], None]  # prints what comes next
 
 
-@dataclass(frozen=True, slots=True)
-class Measurement:
+class Measurement(Struct, frozen=True):
     """One quantity: `sides` has the figures of each contestant, one a round.
 
     `group`: the table it is a row of. `at`: its position on the axis of a chart, in streams,
@@ -55,15 +58,14 @@ class Measurement:
 
     def as_json(self) -> dict[str, Any]:
         """The form that `from_json` reads, with the ratios."""
-        return {**asdict(self), "ratios": self.ratios()}
+        return {**as_map(self), "ratios": self.ratios()}
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Measurement:
         return cls(**{key: value for key, value in found.items() if key != "ratios"})
 
 
-@dataclass(frozen=True, slots=True)
-class Figures:
+class Figures(Struct, frozen=True):
     """The figures of one run of `mlxpool bench`, and its conditions."""
 
     what: str
@@ -76,7 +78,7 @@ class Figures:
     commit: str = ""  # of mlxpool
 
     def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "lines": [line.as_json() for line in self.lines]}
+        return {**as_map(self), "lines": [line.as_json() for line in self.lines]}
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Figures:

@@ -15,12 +15,13 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from mlxpool.bench import mlx_lm, models, prefix_disk
 from mlxpool.bench.measurement import OURS, Measurement, Progress
@@ -122,8 +123,7 @@ class MlxLmCache:
         return int(self._cache.nbytes)
 
 
-@dataclass
-class Score:
+class Score(Struct):
     """The cached and the reusable tokens of one contestant."""
 
     reusable: int = 0

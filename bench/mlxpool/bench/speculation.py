@@ -21,10 +21,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from unittest import mock
+
+from msgspec import Struct, field
 
 from mlxpool.bench import models
 from mlxpool.bench.batches import Batch
@@ -144,8 +145,7 @@ class GivenAcceptance:
 # ---- batches -------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class Way:
+class Way(Struct):
     """Computes batches with drafts or without, and keeps their results."""
 
     engine: ModelEngine

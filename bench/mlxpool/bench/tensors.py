@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from mlxpool.worker import models
 from mlxpool.worker.layers.quantisation import MODES, WORD_BITS, QuantLayout, parse_quant_config
@@ -23,8 +24,7 @@ CORRECTION = ".e_score_correction_bias"
 EXPERTS = (".switch_mlp.", ".experts.")  # in names of tensors of all experts of a layer
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedTensor:
+class PlannedTensor(Struct, frozen=True):
     """A tensor of a model, or a quantised weight, which a folder stores as several."""
 
     name: str

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from mlxpool.common.escapes import escape_line
 
@@ -14,8 +15,7 @@ GOOD_TEXT = 20  # the same, as long as there are columns of DETAIL to leave out 
 DETAIL = 5  # the least rank of a column that is left out before texts get shorter than that
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
+class Column(Struct, frozen=True):
     """A column of a table. Columns leave a narrow terminal in the order of `rank`, highest first.
 
     What a column is for says how it gives way: `text` can be shortened in its middle, `id` to a
@@ -29,8 +29,7 @@ class Column:
     wide: bool = False  # only with --wide
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
+class Table(Struct, frozen=True):
     """What of a table is shown: the columns, their cells and widths, and the names left out."""
 
     columns: Sequence[Column]

@@ -6,8 +6,9 @@ Pure but for `read_message`, which reads by a function that it is given, and `at
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from mlxpool.cli.json_text import json_text
 from mlxpool.cli.parser import nearest
@@ -59,8 +60,7 @@ def read_message(read: Read) -> str | None:
     return f"/{text}" if text.startswith("/") else text  # it is no command
 
 
-@dataclass(eq=False, slots=True)
-class Conversation:
+class Conversation(Struct, eq=False):
     """The messages so far, the system message, and the options of answers.
 
     `attached`: images for the next message, the contents of their files.

@@ -13,9 +13,10 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from mlxpool.cli.formatting import size
 from mlxpool.cli.status_line import StatusLine
@@ -30,8 +31,7 @@ from mlxpool.worker.weights.json_files import read_json
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
-@dataclass(frozen=True, slots=True)
-class Download:
+class Download(Struct, frozen=True):
     """A model in the cache. `model` names it as settings do; `size`: bytes of all its files."""
 
     model: HubModel

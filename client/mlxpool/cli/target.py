@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.transport import endpoints, sockets
@@ -57,8 +58,7 @@ def add_flags(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(Struct, frozen=True):
     """A broker's address and the keys for it; `endpoint` None: the local broker of `run_dir`."""
 
     run_dir: Path

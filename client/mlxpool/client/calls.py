@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from mlxpool.client.retry import UNKNOWN_PEER, Pace, Peer, nth
 from mlxpool.common.errors import DuplicateId, PoolError, from_body
@@ -28,8 +29,7 @@ OnReply = Callable[[Message | PoolError], None]
 Send = Callable[[Sequence[bytes]], None]
 
 
-@dataclass(eq=False, slots=True)
-class Call:
+class Call(Struct, eq=False):
     """One call. `peer` is the one that it was sent to; `due` is when it is sent again.
 
     `owner`: on whose behalf it is sent; "": of the client itself.

@@ -6,9 +6,10 @@ import os
 import queue
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, overload
+
+from msgspec.structs import replace
 
 from mlxpool.client.open_stream import OpenStream
 from mlxpool.client.owner_connection import AnyConnection

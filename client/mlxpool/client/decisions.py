@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
+
+from msgspec import Struct
 
 from mlxpool.client.request import Question
 from mlxpool.client.stream import Result
@@ -23,8 +24,7 @@ AnswerChoices: TypeAlias = Sequence[str] | range | None
 Asked: TypeAlias = str | tuple[str, AnswerChoices]
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(Struct, frozen=True):
     """The answer to a question: the label with the greatest probability.
 
     A label is a text, True or False (yes or no), or a number.
@@ -133,8 +133,7 @@ def _pair(name: str, raw: Any) -> tuple[Any, Any]:
     return raw[0], raw[1]
 
 
-@dataclass(frozen=True, slots=True)
-class _Reader:
+class _Reader(Struct, frozen=True):
     """Reads the answer to a call with these questions."""
 
     questions: tuple[protocol.Question, ...]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
+
+from msgspec import Struct
 
 from mlxpool.client.images import Image
 from mlxpool.client.job_options import OF_JOBS, CallOptions, JobOptions, SubmitOptions
@@ -49,8 +50,7 @@ READING_CODES = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(Struct, frozen=True):
     """A job in the pool: it is on the disk, and survives the end of this program."""
 
     key: str  # its name, for clients of the same user or with the same key
@@ -158,8 +158,7 @@ def about(kind: str, job: JobRef) -> Question[dict[str, Any]]:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class SubmittedJob:
+class SubmittedJob(Struct, frozen=True):
     """A job with what was submitted: the body of its `submit`, its blobs, and the note."""
 
     row: Mapping[str, Any]

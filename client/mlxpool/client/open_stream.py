@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from mlxpool.client.request import Draft
 from mlxpool.client.retry import StreamRetry
@@ -15,8 +16,7 @@ from mlxpool.common.paths import default_run_dir
 from mlxpool.common.transport import endpoints, sockets
 
 
-@dataclass(eq=False, slots=True)
-class OpenStream:
+class OpenStream(Struct, eq=False):
     """A stream on its connection: its state, its retries and where its deltas go."""
 
     state: StreamState

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from mlxpool.client.images import Image, read_images, take_images
 from mlxpool.client.stream import StreamState
@@ -178,8 +180,7 @@ def deadline_of(draft: Draft) -> float | None:
 # ---- calls ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Question(Generic[Answer]):
+class Question(Struct, Generic[Answer], frozen=True):
     """A message with one answer, the id under which it is sent, and how to read the answer."""
 
     id: bytes
@@ -241,8 +242,7 @@ def tokenize(model: str, text: str) -> Question[list[int]]:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class ChatTokens:
+class ChatTokens(Struct, frozen=True):
     """A chat in token ids, as the model's template renders it."""
 
     ids: list[int]

@@ -7,8 +7,9 @@ real time; they are passed as `left`, the seconds until then.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from enum import Enum
+
+from msgspec import Struct
 
 from mlxpool.client.stream import Delta, Frame, StreamState
 from mlxpool.common.errors import BrokerLost, Draining, DuplicateId, PoolError
@@ -24,8 +25,7 @@ UNKNOWN_PEER = (0, 0)
 Peer = tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Pace:
+class Pace(Struct, frozen=True):
     """The time that a client waits before it sends again or gives up, in seconds.
 
     The n-th value of a list is for the n-th time in a row, the last value for all further times.
@@ -120,8 +120,7 @@ class SilenceTimer:
         return self.silent > grace
 
 
-@dataclass(eq=False, slots=True)
-class StreamRetry:
+class StreamRetry(Struct, eq=False):
     """The sendings of one stream. At `due` it is sent again, for the reason `why`."""
 
     state: StreamState

@@ -9,8 +9,9 @@ that sending was accepted, and only if their `pos` is the number of ids received
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from mlxpool.common.checks import mapping
 from mlxpool.common.errors import Internal, PoolError
@@ -26,8 +27,7 @@ from mlxpool.common.protocol.token_ids import unpack_ids
 # ---- what the reader gets ------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(Struct, frozen=True):
     """A piece of a completion."""
 
     text: str
@@ -39,8 +39,7 @@ class Delta:
     steps: tuple[tuple[int, int], ...] = ()  # of a job, see `Client.fetch`
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
+class Result(Struct, frozen=True):
     """A whole completion."""
 
     text: str
@@ -61,8 +60,7 @@ class Result:
 # ---- what the broker says ------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(Struct, frozen=True):
     """Text and token ids of a stream: of a `delta` message, or of a row of `deltas`.
 
     `prompt`: what it reports of tokens of the prompt, which come before all ids.
@@ -77,8 +75,7 @@ class Piece:
     steps: tuple[tuple[int, int], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(Struct, frozen=True):
     """One message about a stream.
 
     `attempt` is the sending that it answers, 0 if the broker could not read that. `pos` is the
@@ -148,8 +145,7 @@ def _divided(entries: Sequence[Mapping[str, Any]] | None) -> tuple[Entries, Entr
 # ---- the state -----------------------------------------------------------------------------------
 
 
-@dataclass(eq=False, slots=True)
-class StreamState:
+class StreamState(Struct, eq=False):
     """The state of one stream; belongs to the thread that reads the socket."""
 
     id: bytes

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from msgspec import Struct
+
 from mlxpool.client.request import Question
 from mlxpool.client.stream import Result
 from mlxpool.common.checks import integer, shown
@@ -38,8 +40,7 @@ MAX_CALL_TEXT = 512 * 1024  # characters of one call: more texts are divided amo
 Inputs = str | Sequence[str] | Sequence[tuple[str, str]] | Sequence[int] | Sequence[Sequence[int]]
 
 
-@dataclass(frozen=True, slots=True)
-class Ranked:
+class Ranked(Struct, frozen=True):
     """One document of `rerank`: its index in the request, and its score."""
 
     index: int

@@ -10,9 +10,10 @@ import logging
 import secrets
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+from msgspec import Struct
 
 from mlxpool.cluster.broker_child import BrokerChild
 from mlxpool.cluster.plan import Changes, NodeView, WorkerView, changes, choose_node, gpus_of
@@ -27,8 +28,7 @@ TICK = 0.5  # seconds between two looks
 MARK = "pool-id"  # the file that tells this pool's folder from an empty one
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerOrder:
+class WorkerOrder(Struct, frozen=True):
     """What a worker host is started with. It has no secret: Ray shows it to others."""
 
     pool: str
@@ -39,8 +39,7 @@ class WorkerOrder:
     node: str  # the id of the node that it should be on; "": any
 
 
-@dataclass(frozen=True, slots=True)
-class Admission:
+class Admission(Struct, frozen=True):
     """The endpoint and the public key that an admitted worker connects to."""
 
     endpoint: str

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from mlxpool.cluster.pool_spec import ModelSpec
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerView:
+class WorkerView(Struct, frozen=True):
     """A worker that was started and is not being ended."""
 
     id: str
@@ -24,16 +24,14 @@ class WorkerView:
     placed: bool = False  # it is on that node, which is alive
 
 
-@dataclass(frozen=True, slots=True)
-class Changes:
+class Changes(Struct, frozen=True):
     """`start`: models, one entry for each new worker. `end`: ids of workers."""
 
     start: tuple[str, ...] = ()
     end: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class NodeView:
+class NodeView(Struct, frozen=True):
     """A machine of the cluster, with all that it has, whoever uses it."""
 
     id: str
@@ -42,8 +40,7 @@ class NodeView:
     gpus: float
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(Struct, frozen=True):
     """What the broker says: the workers that models should have, and how long it has looked."""
 
     wanted: Mapping[str, int]  # of models that were asked for something

@@ -8,14 +8,17 @@ from __future__ import annotations
 import hashlib
 import re
 import tomllib
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from mlxpool.cluster.worker_table import KEY_PREFIX
 from mlxpool.common.config import loading
 from mlxpool.common.config.bounds import ConfigError
 from mlxpool.common.config.schema import BUILTIN_PREFIX, ModelConfig
 from mlxpool.common.paths import expanded, home
+from mlxpool.common.records import as_map
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
 MADE = ("run_dir", "front", "back", "admin", "secret_key", "local_workers")  # settings of [pool]
@@ -23,8 +26,7 @@ COUNTING = f"{BUILTIN_PREFIX}counting"
 FRONT_PORT, BACK_PORT = 7200, 7201
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSpec:
+class ModelSpec(Struct, frozen=True):
     """A model that the cluster runs workers of: `min` to `max` of them."""
 
     name: str
@@ -36,8 +38,7 @@ class ModelSpec:
     devices: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class PoolSpec:
+class PoolSpec(Struct, frozen=True):
     """A pool as `up` was asked for it."""
 
     name: str
@@ -124,5 +125,5 @@ def model_spec(name: str, config: ModelConfig) -> ModelSpec:
     fewest, most = (scaling.min, scaling.max) if scaling.max else (config.replicas,) * 2
     gpus = 0 if config.path == COUNTING and config.gpus < 0 else config.gpus
     same = replace(config, replicas=1, scaling=type(scaling)())
-    digest = hashlib.blake2b(repr(asdict(same)).encode(), digest_size=8).hexdigest()
+    digest = hashlib.blake2b(repr(as_map(same)).encode(), digest_size=8).hexdigest()
     return ModelSpec(name, fewest, most, gpus, scaling.cool_down, digest, config.devices)

@@ -10,17 +10,19 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from msgspec import Struct
+from msgspec.structs import replace
+
+from mlxpool.common.records import as_map
 from mlxpool.common.transport import keys
 
 FILE = "workers.json"
 KEY_PREFIX = "ray-"  # of the names of workers' keys
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerRecord:
+class WorkerRecord(Struct, frozen=True):
     """A worker; `public` is empty until it was admitted, and `node` then where it should be."""
 
     id: str
@@ -76,7 +78,7 @@ class WorkerTable:
                 yield f'\n{head}\nrole = "worker"\npublic = "{record.public}"\n'
 
     def _write(self) -> None:
-        rows = [asdict(record) for record in self.by_id.values()]
+        rows = [as_map(record) for record in self.by_id.values()]
         replace_text(self._path, json.dumps({"last": self._last, "workers": rows}))
 
 

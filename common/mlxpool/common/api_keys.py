@@ -10,8 +10,9 @@ import os
 import re
 import shlex
 import stat
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from mlxpool.common.regular_files import open_regular
 
@@ -22,8 +23,7 @@ OPERATOR = "operator"
 OTHERS = 0o077  # of a mode
 
 
-@dataclass(frozen=True, slots=True)
-class ApiKey:
+class ApiKey(Struct, frozen=True):
     """What the file says of a key. `name` is its owner."""
 
     name: str

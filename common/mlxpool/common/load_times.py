@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 # In the order in which they begin; a load lacks those that its model does not need.
 LOAD_PHASES = (
@@ -51,8 +52,7 @@ def activity(phase: str, load_phase: str) -> str:
     return ACTIVITIES.get(load_phase, phase) if phase == "load" else phase
 
 
-@dataclass(frozen=True, slots=True)
-class LoadTimes:
+class LoadTimes(Struct, frozen=True):
     """Seconds of each phase that has begun, by its name; `now` is the one that lasts, or ""."""
 
     seconds: Mapping[str, float] = field(default_factory=dict)

@@ -11,8 +11,9 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Annotated, Any, TypedDict, get_type_hints
+
+from msgspec import Struct, field
 
 from mlxpool.common.answer_format import check_format
 from mlxpool.common.checks import is_integer, is_number, shown
@@ -33,8 +34,7 @@ MAX_DEADLINE_MS = 7 * 24 * 3600 * 1000
 Check = Callable[[str, Any], Any]
 
 
-@dataclass(frozen=True, slots=True)
-class IntegerIn:
+class IntegerIn(Struct, frozen=True):
     """Checks an integer from `low` to `high`, both inclusive."""
 
     low: int
@@ -49,8 +49,7 @@ class IntegerIn:
         return value
 
 
-@dataclass(frozen=True, slots=True)
-class NumberIn:
+class NumberIn(Struct, frozen=True):
     """Checks a finite number from `low` to `high`, both inclusive; the value is a float."""
 
     low: float
@@ -110,8 +109,7 @@ def _biases(name: str, value: Any) -> dict[int, float]:
     return biases
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
+class Options(Struct, frozen=True):
     """Checked options of one request; build them with `Options.parse`.
 
     The annotation of a field holds its type, its check and, if the command line has a flag for it,

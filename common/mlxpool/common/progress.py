@@ -12,7 +12,8 @@ import mmap
 import os
 import sys
 import tempfile
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 PHASES = ("boot", "load", "idle", "prefill", "decode", "blocked", "unload")
 NO_REQUEST = bytes(16)
@@ -39,8 +40,7 @@ _INDEX = {name: index for index, name in enumerate(_WORDS)}
 SIZE = mmap.PAGESIZE
 
 
-@dataclass(frozen=True, slots=True)
-class ProgressReading:
+class ProgressReading(Struct, frozen=True):
     """One reading of a block; the fields are its words, see above."""
 
     phase: str = "boot"

@@ -9,8 +9,9 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
+
+from msgspec import Struct
 
 MAX_URL = 2048  # characters
 PORTS = {"https": 443, "http": 80}
@@ -26,8 +27,7 @@ IpNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 Parsed = TypeVar("Parsed")
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
+class Origin(Struct, frozen=True):
     """Scheme, host and port. `host` is a name in lower case, or an address without brackets."""
 
     scheme: str
@@ -47,8 +47,7 @@ class Origin:
             return None
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(Struct, frozen=True):
     """A URL to post to: `path` begins with a slash and includes the query."""
 
     origin: Origin
@@ -102,8 +101,7 @@ def parse_origin(text: str) -> Origin:
     return target.origin
 
 
-@dataclass(frozen=True, slots=True)
-class Allowed:
+class Allowed(Struct, frozen=True):
     """Where notices may go: to these origins, at public addresses or those of `networks`."""
 
     origins: frozenset[Origin] = frozenset()

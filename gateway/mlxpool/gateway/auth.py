@@ -16,9 +16,9 @@ import re
 import socket
 from collections import Counter
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
+from msgspec import Struct
 from starlette.requests import Request
 
 from mlxpool.common.api_keys import digest, read_keys
@@ -32,8 +32,7 @@ HOST = re.compile(r"\[?([^\]]*?)\]?(?::\d+)?")  # a name or an address, and a po
 LOCAL_ENDS = (".localhost", ".local", ".internal")  # top-level names of private networks
 
 
-@dataclass(frozen=True, slots=True)
-class Owner:
+class Owner(Struct, frozen=True):
     """Who sends a request: the digest of the key, and its name in logs, None without keys."""
 
     digest: bytes

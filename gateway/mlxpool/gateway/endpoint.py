@@ -11,9 +11,9 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from msgspec import Struct
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -53,8 +53,7 @@ ABORT_TIME = 1.0  # seconds to write the error of a request that is cancelled
 ENDING = "the gateway is ending"
 
 
-@dataclass(frozen=True, slots=True)
-class Surroundings:
+class Surroundings(Struct, frozen=True):
     """What all endpoints share. `logged`: a line of the access log for each request."""
 
     access: AccessControl

@@ -10,8 +10,9 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
 from typing import Any, TypeAlias
+
+from msgspec import Struct, field
 
 from mlxpool.common.checks import shown
 from mlxpool.common.errors import BadRequest
@@ -33,8 +34,7 @@ ABOUT_REQUEST = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Body:
+class Body(Struct, frozen=True):
     """The fields of a map in a request: what its check takes, and its schema in openapi.json.
 
     Names of fields lead to schemas. `accepted` fields have no effect, `refused` ones have to have

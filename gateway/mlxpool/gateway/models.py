@@ -6,8 +6,9 @@ import asyncio
 import difflib
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, Self
+
+from msgspec import Struct, field
 
 from mlxpool.client import AsyncClient
 from mlxpool.common.errors import ModelUnavailable, UnknownModel
@@ -21,8 +22,7 @@ MAX_NAMES_SHOWN = 20
 LATEST = ":latest"  # the tag that Ollama's users write after a name
 
 
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
+class ModelInfo(Struct, frozen=True):
     """What the pool reports of a model; unknown numbers are 0, unknown texts empty."""
 
     name: str

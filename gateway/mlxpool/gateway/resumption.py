@@ -6,17 +6,16 @@ import asyncio
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from msgspec import Struct
 from starlette.requests import Request
 
 from mlxpool.gateway.errors import bad_request
 from mlxpool.gateway.event_numbers import number_of
 
 
-@dataclass(frozen=True, slots=True)
-class Resumption:
+class Resumption(Struct, frozen=True):
     """What a request with an Idempotency-Key says of its answer.
 
     `key`: under which the pool keeps it; it is made of the header and of the API key that the

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from msgspec import Struct, field
 from starlette.requests import Request
 
 from mlxpool.gateway.anthropic.bodies import error_body as anthropic_body
@@ -31,8 +31,7 @@ from mlxpool.gateway.operation_routes import OperationRoutes
 Work: TypeAlias = Coroutine[Any, Any, None]
 
 
-@dataclass(frozen=True, slots=True)
-class Interface:
+class Interface(Struct, frozen=True):
     """An interface, and how it encodes an error: as a whole response, and at a stream's end."""
 
     name: str
@@ -55,8 +54,7 @@ OLLAMA = Interface(
 OPERATIONS = Interface("Operations", HttpError.openai_body, error_event, "Error")
 
 
-@dataclass(frozen=True, slots=True)
-class Services:
+class Services(Struct, frozen=True):
     """The objects whose methods answer requests."""
 
     openai: OpenAIRoutes
@@ -73,8 +71,7 @@ class Services:
     operations: OperationRoutes
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(Struct, frozen=True):
     """One request with its body, empty for GET, and what answers it."""
 
     request: Request
@@ -93,8 +90,7 @@ class Call:
         return self.request.headers.get("idempotency-key")
 
 
-@dataclass(frozen=True, slots=True)
-class RouteSpec:
+class RouteSpec(Struct, frozen=True):
     """A method and a path. `answer` names the schema of the response.
 
     `stream`: the content type of a streamed response, whose events or lines have the schema
@@ -127,8 +123,7 @@ class RouteSpec:
         return self.path.replace(":path}", "}")
 
 
-@dataclass(frozen=True, slots=True)
-class Routes:
+class Routes(Struct, frozen=True):
     """Makes the routes of one interface."""
 
     interface: Interface

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from mlxpool.common.config.bounds import LOOPBACK, origin_faults, proxy_faults
 from mlxpool.common.paths import default_run_dir
 from mlxpool.common.transport import sockets
 
 
-@dataclass(frozen=True, slots=True)
-class Broker:
+class Broker(Struct, frozen=True):
     """A broker that the gateway asks."""
 
     endpoint: str
     server_key: str | None = None  # its public key, or a file with it
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(Struct, frozen=True):
     """Raises ValueError for a value out of bounds, and for an open host without keys."""
 
     run_dir: Path | None = None  # of the broker

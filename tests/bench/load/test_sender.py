@@ -6,7 +6,6 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from mlxpool.bench.load.targets import Answer, Target, first_model
 from mlxpool.bench.load.targets import opened as target_opened
 from mlxpool.bench.load.workload import Lengths, Request, Workload
 from mlxpool.common.errors import QueueFull
+from mlxpool.common.records import as_map
 
 REQUEST = Request(0.0, [5, 6, 7], 4)
 DONE = b"data: [DONE]\n\n"
@@ -183,7 +183,7 @@ def test_shares_of_a_load_are_the_whole_of_it() -> None:
     due = sorted(request.due for job in jobs for request in job.requests())
     whole = Job(Target("m"), work, 2.0, "0 1", 0, 1)
     assert due == [request.due for request in whole.requests()]
-    assert Job.from_json(json.loads(json.dumps(asdict(whole)))) == whole
+    assert Job.from_json(json.loads(json.dumps(as_map(whole)))) == whole
 
 
 def test_a_server_without_models_is_refused() -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import replace
 from pathlib import Path
 from select import select
 
 import pytest
+from msgspec.structs import replace
 
 from mlxpool.broker.admin.reload import FIXED, CurrentSettings, Reloader, compare
 from mlxpool.broker.admin.service_notifier import ServiceNotifier
@@ -48,7 +48,7 @@ def test_compare_reports_every_kind_of_change() -> None:
 
 
 def test_each_fixed_setting_is_a_field_of_the_settings() -> None:
-    assert set(FIXED) <= set(PoolConfig.__dataclass_fields__)
+    assert set(FIXED) <= set(PoolConfig.__struct_fields__)
 
 
 class FakeTarget:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.calls import allowed_keep

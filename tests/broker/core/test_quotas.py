@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.bulk_endings import MAX_ENDED

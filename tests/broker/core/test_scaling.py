@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from mlxpool.broker.admin.reload import without_local_workers
 from mlxpool.broker.core import events as ev

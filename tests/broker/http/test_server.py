@@ -10,12 +10,12 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
 from select import select
 
 import pytest
+from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from mlxpool.broker.http import routes

@@ -11,11 +11,11 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from mlxpool.broker.jobs import events as ev
 from mlxpool.broker.jobs.actions import Post

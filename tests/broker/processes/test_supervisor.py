@@ -10,12 +10,12 @@ import stat
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from mlxpool.broker.processes.supervisor import (
     KEPT_DUMPS,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import pytest
+from msgspec import Struct
+from msgspec.structs import asdict, replace
 
 from mlxpool.broker.store.operations import (
     Cancel,
@@ -103,8 +104,8 @@ def comparable(value: Any) -> Any:
         return replace(value, seq=0)
     if isinstance(value, tuple):
         return tuple(map(comparable, value))
-    if is_dataclass(value) and not isinstance(value, type):
-        of = {field.name: comparable(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Struct):
+        of = {name: comparable(one) for name, one in asdict(value).items()}
         return type(value).__name__, {**of, "next": bool(of.get("next"))}
     return value
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from mlxpool.broker.jobs.retries import ALONE_STARTS
 from mlxpool.broker.store.batch_operations import CreateFile

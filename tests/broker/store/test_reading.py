@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from mlxpool.broker.store.chunks import check, cut_from, cut_to, pack_text, unpack_text
 from mlxpool.broker.store.operations import (

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from mlxpool.broker.jobs.figures import JobFigures
 from mlxpool.broker.telemetry.history import RecentEvents
@@ -27,7 +27,7 @@ QUIET = RecentEvents(0, Counter(), Counter(), Counter(), Counter())
 
 
 def found(snapshot: Snapshot, **recent: Counter[str] | int) -> list[Problem]:
-    return problems(snapshot, replace(QUIET, **recent), 10)  # type: ignore[arg-type]
+    return problems(snapshot, replace(QUIET, **recent), 10)
 
 
 def failed(story: Story, name: str, why: str) -> None:

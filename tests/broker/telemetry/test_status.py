@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.http.status_page import PAGE

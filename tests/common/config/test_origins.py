@@ -96,7 +96,7 @@ def test_models_of_the_models_folder(tmp_path: Path) -> None:
 def test_every_setting_is_told() -> None:
     told = found(None)
     pool = {key.removeprefix("pool.") for key in told if key.startswith("pool.")}
-    assert pool == set(PoolConfig.__dataclass_fields__) - set(NO_SETTINGS)
+    assert pool == set(PoolConfig.__struct_fields__) - set(NO_SETTINGS)
 
 
 def test_variables_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:

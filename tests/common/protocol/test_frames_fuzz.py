@@ -177,7 +177,7 @@ SCALARS = (
     | st.text(max_size=8)
     | st.binary(max_size=20)
 )
-KEYS = st.sampled_from([*Generate.__dataclass_fields__, "messages", "tokens", "rows", "have"])
+KEYS = st.sampled_from([*Generate.__struct_fields__, "messages", "tokens", "rows", "have"])
 VALUES = st.recursive(
     SCALARS,
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner),

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgpack
 import pytest
+from msgspec import Struct
 
 from mlxpool.common.errors import BadRequest, QueueFull
 from mlxpool.common.options import Options
@@ -167,7 +168,8 @@ def test_every_kind_is_known_and_every_message_is_frozen(module: Any) -> None:
     assert contents
     for each in contents:
         # A delta is filled step by step: a new object for each step would cost the hot path.
-        assert vars(each)["__dataclass_params__"].frozen or each is to_client.StreamDelta, each
+        frozen = issubclass(each, Struct) and each.__struct_config__.frozen
+        assert frozen or each is to_client.StreamDelta, each
         assert each in (from_client.ModelCall, from_worker.CallAnswer) or each.kind in known
 
 

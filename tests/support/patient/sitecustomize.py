@@ -24,11 +24,12 @@ def _commands(module: ModuleType) -> None:
 def _clients(module: ModuleType) -> None:
     module.CONNECT_GRACE = PATIENCE  # type: ignore[attr-defined]
     # Of a class that has its defaults already: a deadline is the broker's to tell, however late.
-    defaults = module.Pace.__init__.__defaults__
-    names = list(module.Pace.__dataclass_fields__)[-len(defaults) :]
-    given = dict(zip(names, defaults, strict=True))
-    given.update(overdue=PATIENCE, connect_grace=PATIENCE)
-    module.Pace.__init__.__defaults__ = tuple(given.values())
+    import msgspec
+
+    patient = [(name, float, PATIENCE) for name in ("overdue", "connect_grace")]
+    module.Pace = msgspec.defstruct(  # type: ignore[attr-defined]
+        "Pace", patient, bases=(module.Pace,), frozen=True
+    )
 
 
 def _requests(module: ModuleType) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,8 +27,7 @@ SCALE = 0.2
 FLOAT = 4  # bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Bent(LatentAttentionProjections):
+class Bent(LatentAttentionProjections, frozen=True):
     """Projections that use the way that a test chooses."""
 
     way: bool

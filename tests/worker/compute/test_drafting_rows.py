@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from support.constrained_answers import Answers, demo
 from support.drafting import ClockedSpeculator, EagerSpeculator, OracleDrafter

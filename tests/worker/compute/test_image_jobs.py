@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from mlxpool.common.config.schema import Counting
 from mlxpool.common.errors import BadRequest

@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from msgspec.structs import replace
 
 from mlxpool.common.config.schema import Counting
 from mlxpool.common.options import Options

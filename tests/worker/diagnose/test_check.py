@@ -7,15 +7,16 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from mlxpool.cli.commands.check import lines
 from mlxpool.common.config.schema import ModelConfig
 from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.common.records import as_map
 from mlxpool.worker import versions
 from mlxpool.worker.compute.model_source import open_source
 from mlxpool.worker.diagnose.check import check, memory_problems
@@ -548,7 +549,7 @@ def test_a_gpu_refuses_to_be_deterministic(good: Path, monkeypatch: pytest.Monke
 
 def test_a_line_for_each_model(good: Path) -> None:
     pytest.importorskip("mlx.core")
-    spec = asdict(ModelConfig(path=str(good), context=64, sequences=3))
+    spec = as_map(ModelConfig(path=str(good), context=64, sequences=3))
     listed, measured = ask(
         {"name": "a", "model": spec},
         {"name": "b", "model": spec, "machine": True, "memory_limit": 5},

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from support.engine_steps import decode, decode_spans, enter
 from support.worker_checkpoints import QWEN3_NEXT, write_checkpoint

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import force_setattr
 
 from support.worker_checkpoints import GLM, write_checkpoint
 
@@ -67,7 +68,7 @@ class Counted:
 
 def engine_of(tmp_path: Path, sizes: dict[str, Any], rows: int) -> ModelEngine:
     loaded = load(inspect(write_checkpoint(tmp_path, **sizes)), dtype=mx.bfloat16)
-    object.__setattr__(loaded, "model", Counted(loaded.model))
+    force_setattr(loaded, "model", Counted(loaded.model))
     return ModelEngine(loaded, layout="pool", context=300, max_sequences=rows, blocks=30)
 
 

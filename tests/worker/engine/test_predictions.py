@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from msgspec.structs import replace
 
 from support.engine_steps import decode, decode_spans, enter, read, step
 from support.predicting_models import FAMILIES, TOKENS, sequence, write_predicting

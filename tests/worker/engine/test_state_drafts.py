@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from msgspec.structs import replace
 
 from support.engine_steps import decode, decode_spans, drain, enter, step
 from support.predicting_models import TOKENS, sequence, write_predicting

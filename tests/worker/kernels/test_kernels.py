@@ -6,12 +6,12 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 

@@ -6,12 +6,12 @@ import struct
 import subprocess
 import sys
 import zlib
-from dataclasses import replace
 from io import BytesIO
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from PIL import Image
 
 from mlxpool.common.errors import BadRequest

@@ -5,13 +5,14 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from support import mlx_lm_peer
 from support.engine_steps import ScheduledSteps, decode, enter, read

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from mlxpool.worker.media.spans import MediaSpan, slot_items
 from mlxpool.worker.prefix.cache import PrefixCache, SingleCache

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import queue
 import threading
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.protocol.to_worker import Work

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import asdict
 from tokenizers import Tokenizer
 
 from mlxpool.common.errors import BadRequest, ModelLoadFailed

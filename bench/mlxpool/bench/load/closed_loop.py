@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from mlxpool.bench.load.processes import run
 from mlxpool.bench.load.samples import Sample, errors
@@ -14,8 +15,7 @@ from mlxpool.bench.measurement import Measurement, percentile
 from mlxpool.common.errors import Internal
 
 
-@dataclass(frozen=True, slots=True)
-class LoopFigures:
+class LoopFigures(Struct, frozen=True):
     """One round: tokens/s while all streams ran, seconds to first tokens, gaps in seconds."""
 
     rate: float

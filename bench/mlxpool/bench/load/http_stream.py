@@ -7,9 +7,10 @@ import json
 import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
+
+from msgspec import Struct
 
 Link = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -22,8 +23,7 @@ class HttpFailure(Exception):
     """The server refused, or answered with something that is no answer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Response:
+class Response(Struct, frozen=True):
     """The head of an answer, and the connection that has its body."""
 
     status: int

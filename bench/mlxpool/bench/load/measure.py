@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from mlxpool.bench.load.processes import run
 from mlxpool.bench.load.samples import Sample, Slo, errors, summarise, tokens_per_piece
@@ -20,8 +22,7 @@ CONTEXT_BLOCK = 256  # a context of our own choice is a multiple of it
 MIN_QUEUE = 512  # requests, the pool's own default
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Struct, frozen=True):
     """What is measured. `rates`: requests/s, 0: all at once. `warm_up`: requests before the first.
 
     `clients`: processes that send. `sequences` and `context` are settings of a pool of our own.

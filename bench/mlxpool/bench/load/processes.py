@@ -8,10 +8,12 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+
+from msgspec.structs import replace
 
 from mlxpool.bench.load.samples import Sample
 from mlxpool.bench.load.sender import Job
+from mlxpool.common.records import as_map
 
 START_DELAY = 0.3  # seconds from the time all processes are ready to the start of the load
 
@@ -58,7 +60,7 @@ def _started(job: Job) -> Iterator[subprocess.Popen[str]]:
     )
     with child:
         try:
-            _tell(child, json.dumps(asdict(job)))
+            _tell(child, json.dumps(as_map(job)))
             yield child
         finally:
             child.kill()  # does nothing to a process that was waited for

@@ -10,14 +10,14 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
+
+from msgspec import Struct
 
 from mlxpool.bench.measurement import percentile
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(Struct, frozen=True):
     """One request as its client saw it. Times are seconds after the start of the load."""
 
     due: float
@@ -48,8 +48,7 @@ class Sample:
         return [after - before for before, after in pairwise(self.times)]
 
 
-@dataclass(frozen=True, slots=True)
-class Slo:
+class Slo(Struct, frozen=True):
     """Service level objectives of one request, in milliseconds; 0: none.
 
     `itl` is the bound of every gap of the request.
@@ -76,8 +75,7 @@ class Slo:
         return all(1000 * had[name] <= bound for name, bound in self.given().items())
 
 
-@dataclass(frozen=True, slots=True)
-class Metric:
+class Metric(Struct, frozen=True):
     """A row of the report. `compared`: whether a ratio has a meaning."""
 
     name: str

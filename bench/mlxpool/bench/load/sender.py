@@ -17,20 +17,21 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from typing import Any, Self
+
+from msgspec import Struct
 
 from mlxpool.bench.load.http_stream import HttpFailure
 from mlxpool.bench.load.samples import Sample
 from mlxpool.bench.load.targets import Answer, Send, Target, opened
 from mlxpool.bench.load.workload import Lengths, Request, Workload, draw
 from mlxpool.common.errors import PoolError
+from mlxpool.common.records import as_map
 
 REQUEST_TIMEOUT = 600.0  # seconds from sending a request to the end of its answer
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(Struct, frozen=True):
     """One process's share of a load: every `processes`-th request from `number` on."""
 
     target: Target
@@ -145,7 +146,7 @@ def main() -> None:
         return
     _allow_connections()
     samples = asyncio.run(run(Job.from_json(json.loads(line))))
-    json.dump([asdict(sample) for sample in samples], sys.stdout)
+    json.dump([as_map(sample) for sample in samples], sys.stdout)
     sys.stdout.flush()
     os._exit(0)  # the thread that reads standard input never ends by itself
 

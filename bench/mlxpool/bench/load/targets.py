@@ -7,10 +7,11 @@ import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
+
+from msgspec import Struct, field
 
 from mlxpool.bench.load import http_stream
 from mlxpool.bench.load.http_stream import HttpFailure
@@ -19,21 +20,22 @@ from mlxpool.bench.load.workload import Request, text_of
 MODELS_TIMEOUT = 30.0  # seconds until a server has named its models
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(Struct, frozen=True):
     """A model of the pool at a run directory, or of the server at a URL that ends with /v1."""
 
     model: str
     run_dir: str = ""
     url: str = ""
-    api_key: str = field(default="", repr=False)
+    api_key: str = ""
     as_text: bool = False  # prompts are text instead of token ids; servers only
     ignore_eos: bool = True
     connect_first: bool = False  # before the load starts; servers only
 
+    def __repr__(self) -> str:  # without the key
+        return f"Target({self.model!r}, {self.run_dir or self.url!r})"
 
-@dataclass(slots=True)
-class Answer:
+
+class Answer(Struct):
     """What has come of one answer. `begin`: the monotonic time from which its times count."""
 
     begin: float

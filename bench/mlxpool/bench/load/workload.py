@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from random import Random
+
+from msgspec import Struct
 
 VOCABULARY = 256  # ids of prompts are below it, so that every model has them
 # Common tokenizers have each of these words, with the space before it, as one token.
@@ -17,8 +18,7 @@ TEXT = (
 WORDS = TEXT.split()
 
 
-@dataclass(frozen=True, slots=True)
-class Lengths:
+class Lengths(Struct, frozen=True):
     """A log-normal distribution of tokens, clipped. Raises ValueError if it makes no sense."""
 
     median: float
@@ -49,8 +49,7 @@ class Lengths:
         return f"median {self.median:g}, sigma {self.sigma:g}, {self.minimum:,} to {self.maximum:,}"
 
 
-@dataclass(frozen=True, slots=True)
-class Workload:
+class Workload(Struct, frozen=True):
     """What is drawn: the number of requests and their lengths in tokens.
 
     `text`: prompts are text, of as many bytes as `prompt` says.
@@ -62,8 +61,7 @@ class Workload:
     text: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(Struct, frozen=True):
     """One request. `due`: seconds after the start of the load. `output`: tokens to generate."""
 
     due: float

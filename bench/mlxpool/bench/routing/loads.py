@@ -9,15 +9,15 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
+
+from msgspec import Struct, field
 
 BLOCK = 512  # tokens that one hash of a recorded load stands for
 Segment = tuple[str, int]  # a name, the same wherever the text is the same, and its tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(Struct, frozen=True):
     """One request. `after` is the index of the call that it follows, `delay` seconds behind it.
 
     Without one it comes `delay` seconds after the begin. `prompt` is the whole prompt.
@@ -35,8 +35,7 @@ class Call:
         return sum(length for _, length in self.prompt)
 
 
-@dataclass(slots=True)
-class Load:
+class Load(Struct):
     """The calls of a load in the order in which they were drawn."""
 
     name: str

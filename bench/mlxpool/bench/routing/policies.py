@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
+
+from msgspec import Struct
 
 from mlxpool.bench.measurement import OURS
 from mlxpool.bench.routing.loads import Call, Segment
@@ -19,8 +20,7 @@ from mlxpool.broker.routing.worker_speed import WorkerSpeed
 from mlxpool.common.protocol.prompts import ChatPrompt
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
+class Waiting(Struct, frozen=True):
     """A call that no worker has yet."""
 
     number: int

@@ -6,12 +6,13 @@ import threading
 import time
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from random import Random
 
 import psutil
+from msgspec import Struct
+from msgspec.structs import replace
 
 from mlxpool.bench.pools import MODEL, ready_workers, serving, temporary_run_dir, toml_of
 from mlxpool.bench.routing.loads import Call, Load, Segment
@@ -21,8 +22,7 @@ from mlxpool.client import Client
 ONE_CORE = {"OPENBLAS_NUM_THREADS": "1"}  # of each worker, so that its time is of its own work
 
 
-@dataclass(frozen=True, slots=True)
-class RealPool:
+class RealPool(Struct, frozen=True):
     """A pool of several workers of one model. `prefix_bytes`: of each one's prefix cache."""
 
     checkpoint: Path

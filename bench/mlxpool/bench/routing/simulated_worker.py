@@ -6,13 +6,14 @@ import itertools
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from msgspec import Struct
+
 from mlxpool.bench.routing.loads import Call, Segment
 
 CACHE_BLOCK = 32  # tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
+class Machine(Struct, frozen=True):
     """What a worker can do.
 
     A step takes `prompt_ms` for each prompt token, and for its rows `step_ms` and `row_ms` a row.
@@ -26,8 +27,7 @@ class Machine:
     cache: int = 32_000  # tokens
 
 
-@dataclass(eq=False, slots=True)
-class Row:
+class Row(Struct, eq=False):
     """A request in a worker."""
 
     number: int

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from mlxpool.bench.measurement import percentile
 from mlxpool.bench.routing.loads import Load
@@ -14,8 +15,7 @@ from mlxpool.bench.routing.simulated_worker import Machine, SimulatedWorker
 COMES, STEPS = 0, 1
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(Struct, frozen=True):
     """`read`: prompt tokens that the workers computed; `unique`: those that one cache would have.
 
     Times of first tokens are milliseconds since a call came. `processor_s` is the processor time of

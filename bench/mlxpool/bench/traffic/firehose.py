@@ -15,17 +15,18 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from itertools import cycle, islice
 from pathlib import Path
 
 import msgpack
 import zmq
+from msgspec import Struct
 
 from mlxpool.common.config.schema import WORKER_VARIABLE, WorkerConfig
 from mlxpool.common.protocol import deltas, from_worker, to_worker
 from mlxpool.common.protocol import frames as wire
 from mlxpool.common.protocol.frames import Header
+from mlxpool.common.records import as_map
 from mlxpool.common.transport import sockets
 
 VARIABLE = "FIREHOSE"
@@ -40,8 +41,7 @@ if "{WORKER_VARIABLE}" in os.environ:
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Flood:
+class Flood(Struct, frozen=True):
     """What is sent: `tokens` of each stream, `rows` a frame, `rate` frames/s (0: no limit)."""
 
     streams: int
@@ -54,7 +54,7 @@ def environment(folder: Path, flood: Flood) -> dict[str, str]:
     """The environment of a broker whose workers are to be firehoses."""
     (folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {"PYTHONPATH": path, VARIABLE: json.dumps(asdict(flood))}
+    return {"PYTHONPATH": path, VARIABLE: json.dumps(as_map(flood))}
 
 
 def serve() -> None:

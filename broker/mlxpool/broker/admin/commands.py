@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from mlxpool.broker.admin.subscriptions import MAX_SUBSCRIBERS
 from mlxpool.broker.core import events as ev
@@ -28,8 +29,7 @@ SHOWN_SLOTS = 20  # in an error
 Answer = Mapping[str, Any]  # the body of the answer, which the command line prints as JSON
 
 
-@dataclass(frozen=True, slots=True)
-class Controls:
+class Controls(Struct, frozen=True):
     """What commands read or start outside the core."""
 
     snapshot: Callable[[float, bool], Snapshot]  # at a time, with rows of models or without

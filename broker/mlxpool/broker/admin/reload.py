@@ -10,8 +10,10 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Protocol
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from mlxpool.broker.admin.service_notifier import ServiceNotifier
 from mlxpool.broker.catalogue.files import all_locations, all_weights_bytes
@@ -99,8 +101,7 @@ def require_gpus(old: PoolConfig, new: PoolConfig, visible: Sequence[str]) -> No
         raise ConfigError(*problems)
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(Struct, frozen=True):
     """What new settings mean for a running broker. `config` is in force from now on."""
 
     config: PoolConfig
@@ -123,7 +124,7 @@ def compare(old: PoolConfig, new: PoolConfig) -> Change:
     """Pure."""
     differing = [
         name
-        for name in PoolConfig.__dataclass_fields__
+        for name in PoolConfig.__struct_fields__
         if name not in ("models", "keys") and getattr(old, name) != getattr(new, name)
     ]
     kept = {name: getattr(old, name) for name in FIXED}
@@ -148,8 +149,7 @@ def compare(old: PoolConfig, new: PoolConfig) -> Change:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class NewSettings:
+class NewSettings(Struct, frozen=True):
     """The settings as they were read, and what the disk tells of their models."""
 
     config: PoolConfig

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from mlxpool.broker.transport.peers import Peers
 from mlxpool.common.protocol import admin, frames
@@ -21,8 +22,7 @@ LEASE = 5.0  # seconds for which one request is answered
 MAX_SUBSCRIBERS = 64
 
 
-@dataclass(eq=False, slots=True)
-class Subscription:
+class Subscription(Struct, eq=False):
     """One connection; `id` is that of its newest request, `since` the time of its first."""
 
     id: bytes | None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from mlxpool.broker.catalogue.scanner import Scanner
 from mlxpool.broker.core import events as ev
@@ -20,8 +21,7 @@ MAX_WAITING = 1000  # answers that may wait; further ones are given at once
 MakeScanner = Callable[..., Scanner]  # the arguments are those of Scanner
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
+class Waiting(Struct, frozen=True):
     """An answer that is due after a scan, or at a time."""
 
     scan: int

@@ -8,11 +8,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from typing import Any
 
 from mlxpool.common.closing import Closing
 from mlxpool.common.config.schema import ModelConfig
+from mlxpool.common.records import as_map
 
 COMMAND = (sys.executable, "-P", "-m", "mlxpool.worker.diagnose.check", "--background")
 MAX_READ = 1 << 16  # bytes of output that are read at once
@@ -52,7 +52,7 @@ class Inspector(Closing):
         assert request is not None
         end = time.monotonic() + self._max_seconds
         try:
-            query = json.dumps({"name": name, "model": asdict(model)})
+            query = json.dumps({"name": name, "model": as_map(model)})
             request.write(f"{query}\n".encode())
             while True:
                 report: dict[str, Any] = json.loads(self._line(end))

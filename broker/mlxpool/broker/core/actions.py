@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from mlxpool.common.protocol.frames import Content, Header
 
 
-@dataclass(frozen=True, slots=True)
-class ToClient:
+class ToClient(Struct, frozen=True):
     """Send a message to a client."""
 
     link: int
@@ -17,8 +17,7 @@ class ToClient:
     message: Content
 
 
-@dataclass(frozen=True, slots=True)
-class ToWorker:
+class ToWorker(Struct, frozen=True):
     """Send a message to the worker of a slot."""
 
     slot: str
@@ -26,38 +25,33 @@ class ToWorker:
     message: Content
 
 
-@dataclass(frozen=True, slots=True)
-class StartWorker:
+class StartWorker(Struct, frozen=True):
     """Start the worker process of a slot."""
 
     slot: str
     model: str
 
 
-@dataclass(frozen=True, slots=True)
-class StopWorker:
+class StopWorker(Struct, frozen=True):
     """Ask a process to end, then kill it; `at_once`: kill it now, for it cannot react."""
 
     slot: str
     at_once: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ForgetLink:
+class ForgetLink(Struct, frozen=True):
     """The next frame on this connection makes a new link."""
 
     link: int
 
 
-@dataclass(frozen=True, slots=True)
-class DumpStacks:
+class DumpStacks(Struct, frozen=True):
     """Have the worker write the stacks of its threads into its log."""
 
     slot: str
 
 
-@dataclass(frozen=True, slots=True)
-class JobSetBack:
+class JobSetBack(Struct, frozen=True):
     """Tell the job manager that a worker which ran a job was lost; the job's run goes on, or fails.
 
     `charge` is how far the ends of workers speak against the job now. `cause` is a sentence.
@@ -70,13 +64,11 @@ class JobSetBack:
     cause: str
 
 
-@dataclass(frozen=True, slots=True)
-class StopPool:
+class StopPool(Struct, frozen=True):
     """The drain of the pool is complete."""
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
+class Note(Struct, frozen=True):
     """A log line. It never holds a prompt or a completion."""
 
     level: str
@@ -84,8 +76,7 @@ class Note:
     fields: Mapping[str, object] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class RequestEnded:
+class RequestEnded(Struct, frozen=True):
     """What spans are made of, with the setting `traces`. Times are seconds on the core's clock.
 
     `assigned_at`: first given to a worker, 0: never. `resumes`: when it lost a worker or gave up

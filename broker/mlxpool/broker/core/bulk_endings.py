@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 from itertools import chain
+
+from msgspec import Struct
 
 from mlxpool.broker.core.calls import Calls
 from mlxpool.broker.core.delivery import Delivery
@@ -19,8 +20,7 @@ MAX_LOOKED_AT = 4096  # ids that one event looks at: most of a bulk may be none 
 TIMER = "endings"  # key of the timer that is due while some are left
 
 
-@dataclass(eq=False, slots=True)
-class Bulk:
+class Bulk(Struct, eq=False):
     """Streams and calls that end together, some in each event.
 
     `newest` is the number of the newest request that may be one of them: a later one may have the

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from mlxpool.broker.workers.liveness import Sample
 from mlxpool.common.config.schema import ModelConfig, PoolConfig
@@ -27,8 +28,7 @@ AnswerLater = Callable[[Callable[[float], None], float], None]
 # ---- clients ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ClientGenerate(Event):
+class ClientGenerate(Event, Struct, frozen=True):
     """A client sent `generate`.
 
     `digest` is that of the sending, see `from_client.request_digest`. `message` is the error that
@@ -45,8 +45,7 @@ class ClientGenerate(Event):
     entropy: int
 
 
-@dataclass(frozen=True, slots=True)
-class StartJob(Event):
+class StartJob(Event, Struct, frozen=True):
     """The job manager has a job run; what comes of it goes to JOBS_LINK.
 
     `message` has the ids that the store holds, the deadline and the window, or is a call. `charge`
@@ -66,23 +65,20 @@ class StartJob(Event):
     idle: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Quarantine(Event):
+class Quarantine(Event, Struct, frozen=True):
     """Refuse requests with this digest for so many seconds; 0: no longer."""
 
     digest: bytes
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class WantModel(Event):
+class WantModel(Event, Struct, frozen=True):
     """Jobs wait for a model: start its workers, as far as its breaker and its drain allow."""
 
     model: str
 
 
-@dataclass(frozen=True, slots=True)
-class CancelRequest(Event):
+class CancelRequest(Event, Struct, frozen=True):
     """`cancel` of a client, or of the admin (`link` and `owner` None), who may cancel anything."""
 
     link: int | None
@@ -90,16 +86,14 @@ class CancelRequest(Event):
     id: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class ClientAck(Event):
+class ClientAck(Event, Struct, frozen=True):
     """`ack` of a client, or the error that parsing it raised."""
 
     link: int
     message: from_client.Ack | PoolError
 
 
-@dataclass(frozen=True, slots=True)
-class ClientPing(Event):
+class ClientPing(Event, Struct, frozen=True):
     """`ping` of a client."""
 
     link: int
@@ -107,8 +101,7 @@ class ClientPing(Event):
     attempt: int
 
 
-@dataclass(frozen=True, slots=True)
-class ClientListModels(Event):
+class ClientListModels(Event, Struct, frozen=True):
     """`models` of a client, or the error that parsing it raised."""
 
     link: int
@@ -117,8 +110,7 @@ class ClientListModels(Event):
     message: from_client.ListModels | PoolError = field(default_factory=from_client.ListModels)
 
 
-@dataclass(frozen=True, slots=True)
-class ClientKeep(Event):
+class ClientKeep(Event, Struct, frozen=True):
     """`keep` of a client, or the error that parsing it raised."""
 
     link: int
@@ -127,8 +119,7 @@ class ClientKeep(Event):
     message: from_client.Keep | PoolError
 
 
-@dataclass(frozen=True, slots=True)
-class ClientModelCall(Event):
+class ClientModelCall(Event, Struct, frozen=True):
     """A call of a client, or the error that parsing it raised."""
 
     link: int
@@ -137,22 +128,19 @@ class ClientModelCall(Event):
     message: from_client.ModelCall | PoolError
 
 
-@dataclass(frozen=True, slots=True)
-class ClientHeard(Event):
+class ClientHeard(Event, Struct, frozen=True):
     """A frame came on this link that makes no other event."""
 
     link: int
 
 
-@dataclass(frozen=True, slots=True)
-class LinkLost(Event):
+class LinkLost(Event, Struct, frozen=True):
     """The connection is gone, or its peer receives nothing any more."""
 
     link: int
 
 
-@dataclass(frozen=True, slots=True)
-class Revoked(Event):
+class Revoked(Event, Struct, frozen=True):
     """The key of an owner is no longer allowed: all streams and calls of the owner end."""
 
     owner: str
@@ -161,8 +149,7 @@ class Revoked(Event):
 # ---- workers ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Spawned(Event):
+class Spawned(Event, Struct, frozen=True):
     """The process of a slot was started, and was given `gpus`, one for each rank."""
 
     slot: str
@@ -170,16 +157,14 @@ class Spawned(Event):
     gpus: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class SpawnFailed(Event):
+class SpawnFailed(Event, Struct, frozen=True):
     """The process of a slot could not be started."""
 
     slot: str
     message: str
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerHello(Event):
+class WorkerHello(Event, Struct, frozen=True):
     """The worker of a slot sent `hello` with its one-time token, which the edge has checked.
 
     `token` is the one that its next `hello` needs.
@@ -190,8 +175,7 @@ class WorkerHello(Event):
     token: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerDialled(Event):
+class WorkerDialled(Event, Struct, frozen=True):
     """A worker of another supervisor dialled in; the edge has checked its key.
 
     It serves `model`, which may be a name that was unknown before, and fills `slot`. `token` is the
@@ -204,32 +188,28 @@ class WorkerDialled(Event):
     token: str
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerDeltas(Event):
+class WorkerDeltas(Event, Struct, frozen=True):
     """Rows of `deltas`, gathered over several messages of one worker."""
 
     epoch: int
     rows: Sequence[Delta]
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerBeat(Event):
+class WorkerBeat(Event, Struct, frozen=True):
     """`beat` of a worker."""
 
     epoch: int
     message: from_worker.Beat
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerCredit(Event):
+class WorkerCredit(Event, Struct, frozen=True):
     """`credit` of a worker."""
 
     epoch: int
     message: from_worker.Credit
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerAnswer(Event):
+class WorkerAnswer(Event, Struct, frozen=True):
     """The answer to the call with this id."""
 
     epoch: int
@@ -237,32 +217,28 @@ class WorkerAnswer(Event):
     message: from_worker.CallAnswer
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerYield(Event):
+class WorkerYield(Event, Struct, frozen=True):
     """`yield` of a drained worker."""
 
     epoch: int
     message: from_worker.Yield
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerPrompts(Event):
+class WorkerPrompts(Event, Struct, frozen=True):
     """`prompts` of a worker: the sizes of prompts that it has prepared."""
 
     epoch: int
     message: from_worker.PromptSizes
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerBye(Event):
+class WorkerBye(Event, Struct, frozen=True):
     """`bye` of a worker."""
 
     epoch: int
     message: from_worker.Bye
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerExited(Event):
+class WorkerExited(Event, Struct, frozen=True):
     """The process is gone; everything that it had sent has been handled before.
 
     `own`: it ended by itself, so that a request in it may be to blame. `prefill` is the request
@@ -275,8 +251,7 @@ class WorkerExited(Event):
     prefill: bytes | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Looked(Event):
+class Looked(Event, Struct, frozen=True):
     """The supervisor sampled a worker; it does so every `tick` seconds."""
 
     slot: str
@@ -287,8 +262,7 @@ class Looked(Event):
 # ---- models and settings ---------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFound(Event):
+class ModelFound(Event, Struct, frozen=True):
     """A model that was not there before; see Registry.add for the fields."""
 
     name: str
@@ -297,24 +271,21 @@ class ModelFound(Event):
     need: int
 
 
-@dataclass(frozen=True, slots=True)
-class ModelDescribed(Event):
+class ModelDescribed(Event, Struct, frozen=True):
     """The files of a model were read; `about` is described in docs/protocol.md, `models`."""
 
     name: str
     about: Mapping[str, object]
 
 
-@dataclass(frozen=True, slots=True)
-class ModelGone(Event):
+class ModelGone(Event, Struct, frozen=True):
     """A name was taken out of the settings: what it has accepted has `grace` seconds to end."""
 
     name: str
     grace: float
 
 
-@dataclass(frozen=True, slots=True)
-class ModelChanged(Event):
+class ModelChanged(Event, Struct, frozen=True):
     """A model has other settings: its workers are replaced, their streams have `grace` seconds."""
 
     name: str
@@ -324,8 +295,7 @@ class ModelChanged(Event):
     grace: float
 
 
-@dataclass(frozen=True, slots=True)
-class Reload(Event):
+class Reload(Event, Struct, frozen=True):
     """New settings of the pool; models come by ModelFound and go by ModelGone."""
 
     config: PoolConfig
@@ -335,22 +305,19 @@ class Reload(Event):
 # ---- operations ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class LoadModel(Event):
+class LoadModel(Event, Struct, frozen=True):
     """Start a model, whatever its breaker and its drain say."""
 
     model: str
 
 
-@dataclass(frozen=True, slots=True)
-class UnloadModel(Event):
+class UnloadModel(Event, Struct, frozen=True):
     """Fail what runs in a model and stop its workers."""
 
     model: str
 
 
-@dataclass(frozen=True, slots=True)
-class StartDrain(Event):
+class StartDrain(Event, Struct, frozen=True):
     """Let a worker, a model or (both None) the pool finish within `grace` seconds."""
 
     slot: str | None
@@ -358,15 +325,13 @@ class StartDrain(Event):
     grace: float
 
 
-@dataclass(frozen=True, slots=True)
-class RestartWorker(Event):
+class RestartWorker(Event, Struct, frozen=True):
     """Replace a slot's worker: its streams are resumed in the next one."""
 
     slot: str
 
 
-@dataclass(frozen=True, slots=True)
-class Shutdown(Event):
+class Shutdown(Event, Struct, frozen=True):
     """The broker ends: every live stream gets its terminal now.
 
     `final`: no other broker follows, so clients are not told when to retry.
@@ -375,8 +340,7 @@ class Shutdown(Event):
     final: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Unreachable(Event):
+class Unreachable(Event, Struct, frozen=True):
     """New workers and commands cannot reach the broker, for this reason; "": they can again."""
 
     why: str
@@ -385,13 +349,11 @@ class Unreachable(Event):
 # ---- time ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Wake(Event):
+class Wake(Event, Struct, frozen=True):
     """The time that `Core.next_wake` named has come."""
 
 
-@dataclass(frozen=True, slots=True)
-class Late(Event):
+class Late(Event, Struct, frozen=True):
     """The broker did not run for so many seconds; they count as nobody's silence."""
 
     seconds: float

@@ -6,9 +6,10 @@ import heapq
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Hashable
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import Generic, TypeVar
+
+from msgspec import Struct, field
 
 from mlxpool.broker.metrics.counters import Counters
 from mlxpool.broker.models.model import Model
@@ -93,8 +94,7 @@ class PoolPhase(Enum):
     CLOSING = "closing"  # the broker ends: every stream has its terminal, no worker is started
 
 
-@dataclass(eq=False, slots=True)
-class Link:
+class Link(Struct, eq=False):
     """A client's connection that has live streams or open calls, or was heard from lately."""
 
     heard_at: float
@@ -104,8 +104,7 @@ class Link:
     lost: bool = False  # nothing can be sent on it any more
 
 
-@dataclass(eq=False, slots=True)
-class State:
+class State(Struct, eq=False):
     """`boot` is the random number of this broker process. Numbers and epochs never repeat."""
 
     config: PoolConfig

@@ -7,9 +7,10 @@ import os
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from mlxpool.broker.admin.commands import Commands, Controls
 from mlxpool.broker.admin.reload import CurrentSettings, Reloader, without_local_workers

@@ -11,8 +11,9 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from mlxpool.broker.admin.server import AskJobs
 from mlxpool.broker.core import actions as core_actions

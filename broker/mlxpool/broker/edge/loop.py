@@ -10,11 +10,11 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
 import zmq
+from msgspec import Struct
 
 log = logging.getLogger("mlxpool.broker")
 
@@ -39,14 +39,12 @@ class Priority(IntEnum):
     OPERATIONS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(Struct, frozen=True):
     priority: Priority
     handle: Handler
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
+class Task(Struct, frozen=True):
     """Called in every turn; `next_wake` is the time at which it needs a turn at the latest."""
 
     run: Handler

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import socket
 import threading
-from dataclasses import dataclass
 from enum import Enum
+
+from msgspec import Struct
 
 MAX_CONNECTIONS = 8  # each takes a descriptor that clients cannot have
 MAX_SECONDS = 5.0  # from the first byte of a request to the last of its answer
@@ -27,8 +28,7 @@ class Stage(Enum):
 IDLE_STAGES = (Stage.REQUEST, Stage.SENDING)
 
 
-@dataclass(eq=False, slots=True)
-class Connection:
+class Connection(Struct, eq=False):
     """`since` is when it was accepted, in seconds."""
 
     socket: socket.socket

@@ -16,11 +16,12 @@ import ipaddress
 import os
 import re
 import stat
-from dataclasses import dataclass
 from email.message import Message
 from http import HTTPStatus
 from pathlib import Path
 from urllib.parse import urlsplit
+
+from msgspec import Struct
 
 from mlxpool.common.config.bounds import ConfigError
 from mlxpool.common.cross_site import foreign_page
@@ -31,8 +32,7 @@ TOKEN = re.compile(r"[!-~]+")  # visible ASCII: what a header can carry
 SETTING = "pool.metrics_admin_token"
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
+class Refusal(Struct, frozen=True):
     """Why a request may not change the pool, and the status that says so."""
 
     status: HTTPStatus

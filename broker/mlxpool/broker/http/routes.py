@@ -7,12 +7,12 @@ import os
 import platform
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from http import HTTPStatus
 from importlib.metadata import PackageNotFoundError, version
 from time import monotonic
 
 import zmq
+from msgspec.structs import replace
 
 from mlxpool.broker.host import os_process
 from mlxpool.broker.http.status_page import PAGE, POLICY

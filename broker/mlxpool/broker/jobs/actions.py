@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from mlxpool.broker.core.events import Event
 from mlxpool.broker.jobs.events import Asked
@@ -15,15 +16,13 @@ from mlxpool.common.protocol.frames import Content, Header
 from mlxpool.common.protocol.to_client import Failed
 
 
-@dataclass(frozen=True, slots=True)
-class Store:
+class Store(Struct, frozen=True):
     """Give an operation to the store; its result comes back to `JobManager.stored`."""
 
     operation: Operation
 
 
-@dataclass(frozen=True, slots=True)
-class Tell:
+class Tell(Struct, frozen=True):
     """Send a message to a client."""
 
     link: int
@@ -31,22 +30,19 @@ class Tell:
     message: Content
 
 
-@dataclass(frozen=True, slots=True)
-class Perform:
+class Perform(Struct, frozen=True):
     """Let the core handle an event."""
 
     event: Event
 
 
-@dataclass(frozen=True, slots=True)
-class Forget:
+class Forget(Struct, frozen=True):
     """The next frame on this connection makes a new link, so that its client notices a loss."""
 
     link: int
 
 
-@dataclass(frozen=True, slots=True)
-class Post:
+class Post(Struct, frozen=True):
     """Post a notice to a URL; what came of it comes back as `Posted`."""
 
     end_seq: int

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from mlxpool.broker.jobs.feeding import Group
 from mlxpool.broker.jobs.job_states import TRANSITIONS, JobPhase
@@ -30,8 +32,7 @@ class Step(NamedTuple):
     size: int
 
 
-@dataclass(eq=False, slots=True)
-class ActiveJob:
+class ActiveJob(Struct, eq=False):
     """A job between the commit that gave it to the core and the one that ends or defers it.
 
     `durable` ids are on the disk and `taken` have come from its run; the steps between them are in

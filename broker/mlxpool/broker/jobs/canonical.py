@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
 from typing import Any
+
+from msgspec import NODEFAULT
+from msgspec.structs import fields
 
 from mlxpool.common.protocol.decisions import DECIDE, DecideCall
 from mlxpool.common.protocol.encoder_calls import EncoderCall
@@ -15,7 +17,7 @@ from mlxpool.common.protocol.packing import pack
 
 DIGEST_BYTES = 16
 DEFAULTS = {
-    one: {each.name: each.default for each in fields(one) if each.default is not MISSING}
+    one: {each.name: each.default for each in fields(one) if each.default is not NODEFAULT}
     for one in (EncoderCall, DecideCall)
 }
 PLAIN = (str, int, bool, bytes)  # as nearly all values are: they mean what they are

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from mlxpool.common.errors import PoolError
 from mlxpool.common.protocol.deltas import Delta
@@ -12,8 +13,7 @@ from mlxpool.common.protocol.kept.kept_questions import Question
 from mlxpool.common.protocol.to_client import Done, Failed
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(Struct, frozen=True):
     """A client asks about jobs, files or batches.
 
     `message` is the error that parsing raised if the body is bad. `new_id` and `seed` are drawn; a
@@ -33,16 +33,14 @@ class Asked:
     submits: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Acknowledged:
+class Acknowledged(Struct, frozen=True):
     """A client has read so many ids in all, of each of these readings."""
 
     link: int
     have: Sequence[tuple[bytes, int]]
 
 
-@dataclass(frozen=True, slots=True)
-class ReaderLeft:
+class ReaderLeft(Struct, frozen=True):
     """A client ends its reading; the job goes on."""
 
     link: int
@@ -50,15 +48,13 @@ class ReaderLeft:
     id: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class Output(Struct, frozen=True):
     """Rows of jobs that run, from the core."""
 
     rows: Sequence[Delta]
 
 
-@dataclass(frozen=True, slots=True)
-class RunEnded:
+class RunEnded(Struct, frozen=True):
     """The core has ended the run of a job, or refused it."""
 
     id: bytes
@@ -66,8 +62,7 @@ class RunEnded:
     terminal: Done | Failed
 
 
-@dataclass(frozen=True, slots=True)
-class SetBack:
+class SetBack(Struct, frozen=True):
     """A worker that ran a job was lost; its run goes on, or `RunEnded` follows.
 
     `stacks` are those of its threads if it hung or crashed on this machine, "" else.
@@ -80,8 +75,7 @@ class SetBack:
     stacks: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Posted:
+class Posted(Struct, frozen=True):
     """A try to post a notice is over. `why` it failed; `final`: no other try can help.
 
     `unreachable`: no notice to its origin can be delivered now.
@@ -95,25 +89,21 @@ class Posted:
     unreachable: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class StoreOpened:
+class StoreOpened(Struct, frozen=True):
     """The store takes operations: for the first time, or again after a failure of the disk."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoreLost:
+class StoreLost(Struct, frozen=True):
     """The store takes no operation: what is under way was refused, and stands as it was."""
 
 
-@dataclass(frozen=True, slots=True)
-class Closing:
+class Closing(Struct, frozen=True):
     """The broker ends. `final`: no other broker follows."""
 
     final: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Wake:
+class Wake(Struct, frozen=True):
     """The time that `JobManager.next_wake` named has come, or the pool may have room."""
 
 

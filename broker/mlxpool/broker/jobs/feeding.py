@@ -20,7 +20,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from mlxpool.broker.jobs.answer_room import AnswerRoom
 from mlxpool.broker.jobs.pool_view import PoolView
@@ -43,8 +44,7 @@ MIN_OTHERS_TURN = 1.0  # seconds for others after a suspect that went first
 Group = tuple[str, int]  # (the model's name as jobs have it, priority)
 
 
-@dataclass(eq=False, slots=True)
-class Backlog:
+class Backlog(Struct, eq=False):
     """What is known of the jobs that wait in one group. The store has the jobs themselves."""
 
     due: float = math.inf  # when the earliest may be run; the past: now
@@ -77,8 +77,7 @@ class Backlog:
         return 0 <= over < math.inf and over // SUSPECT_WAIT % 2 == 0
 
 
-@dataclass(eq=False, slots=True)
-class Feeder:
+class Feeder(Struct, eq=False):
     """Plans reads of the store; `came` and `fed` tell it what is there."""
 
     answer_room: AnswerRoom

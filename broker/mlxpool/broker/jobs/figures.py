@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from mlxpool.broker.store.records import JobState, StoreFigures
 
@@ -11,8 +12,7 @@ UNUSABLE = "unusable"  # nothing is kept until the broker is started anew; see J
 REFUSING = "refusing"  # new jobs, for want of room; those that run go on
 
 
-@dataclass(frozen=True, slots=True)
-class JobFigures:
+class JobFigures(Struct, frozen=True):
     """Counts of jobs by state, and bytes; lines of batches are jobs.
 
     The fields are the keys of `jobs` in `ps` and `stats`.

@@ -15,8 +15,9 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
+
+from msgspec import Struct
 
 from mlxpool.broker.jobs import events as ev
 from mlxpool.broker.jobs.actions import Outbox, Post
@@ -38,16 +39,14 @@ FIRST_PAUSE, MAX_PAUSE = 1.0, 60.0  # seconds until an origin that was not reach
 RETRY_INTERVAL = 1.0  # seconds until a store that refused is asked again
 
 
-@dataclass(frozen=True, slots=True)
-class Try:
+class Try(Struct, frozen=True):
     """A notice that is under way. `age`: for how many seconds it had been tried when it began."""
 
     notice: Notice
     age: float
 
 
-@dataclass(frozen=True, slots=True)
-class Pause:
+class Pause(Struct, frozen=True):
     """An origin that could not be reached `failures` times in a row is tried again at `until`."""
 
     failures: int

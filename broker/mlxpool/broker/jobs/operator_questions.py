@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from mlxpool.broker.jobs import answers
@@ -30,6 +29,7 @@ from mlxpool.common.protocol.kept.job_messages import AboutJob
 from mlxpool.common.protocol.packing import unpack
 from mlxpool.common.protocol.to_client import Done
 from mlxpool.common.protocol.token_ids import unpack_ids
+from mlxpool.common.records import as_map
 
 SHOWN_IDS = 2000  # of a job's output that one look has, the last
 PAGE_BYTES = 64 * 1024
@@ -87,7 +87,7 @@ class OperatorQuestions:
 
     def _look_at_text(self, event: ev.Asked, history: History) -> None:
         job = history.job
-        told = {**self._row(job), "failures": [asdict(one) for one in history.failures]}
+        told = {**self._row(job), "failures": [as_map(one) for one in history.failures]}
 
         def then(result: Result, now: float) -> None:
             if isinstance(result, Page):
@@ -140,7 +140,7 @@ class OperatorQuestions:
                 self._fail(event, result)
                 return
             items = [item for job in result.jobs for item in items_of(job, self._row(job.job))]
-            following = None if result.next is None else asdict(result.next)
+            following = None if result.next is None else as_map(result.next)
             exported = asked.Exported(items, following)
             self._outbox.send(event.link, exported, event.id, event.attempt)
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.protocol.kept.job_messages import Notify
 from mlxpool.common.web_targets import Allowed
 
 
-@dataclass(frozen=True, slots=True)
-class JobPolicy:
+class JobPolicy(Struct, frozen=True):
     """Settings of jobs, see PoolConfig. Times are seconds; a quota of 0 is none."""
 
     keep: float
@@ -19,7 +18,7 @@ class JobPolicy:
     quota_file_bytes: int = 0
     notify_url: str = ""  # of jobs and batches that name none
     notify_for: float = 86400.0  # seconds after the end, until a notice is given up
-    notify_allowed: Allowed = Allowed()  # noqa: RUF009  # frozen
+    notify_allowed: Allowed = Allowed()  # frozen
 
     def told(self, notify: Notify | None) -> str:
         """The URL that is told of an end, "": none is. Raises BadRequest for one not allowed."""

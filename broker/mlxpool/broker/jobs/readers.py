@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container
-from dataclasses import dataclass, replace
 from functools import partial
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from mlxpool.broker.jobs.actions import Outbox
 from mlxpool.broker.jobs.answers import name_of, restarted, store_error, unknown
@@ -41,8 +43,7 @@ LATER = frozenset({"store_busy", "store_closed"})  # refusals after which a page
 ReaderKey = tuple[int, bytes]  # link, id of the reading
 
 
-@dataclass(eq=False, slots=True)
-class Reader:
+class Reader(Struct, eq=False):
     """One reading. `sent` and `acked` count ids from the start of the job, as its client does."""
 
     link: int

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from mlxpool.broker.core import events as core
 from mlxpool.broker.core.state import JOBS_LINK

@@ -7,15 +7,16 @@ name under which its model runs, whatever name it asked for, so sums over `model
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from mlxpool.broker.metrics.histograms import Figures
 from mlxpool.broker.requests.request import Request
 from mlxpool.broker.requests.request_states import RequestState
 
 
-@dataclass(eq=False, slots=True)
-class Counters:
+class Counters(Struct, eq=False):
     """No value ever goes down."""
 
     accepted: int = 0

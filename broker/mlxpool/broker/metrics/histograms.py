@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from mlxpool.broker.requests.request import Request
 from mlxpool.common.errors import BY_CODE
@@ -57,8 +58,7 @@ class Histogram:
         return self._frozen
 
 
-@dataclass(frozen=True, slots=True)
-class Frozen:
+class Frozen(Struct, frozen=True):
     """A histogram at one moment."""
 
     bounds: tuple[float, ...]

@@ -7,7 +7,9 @@ same if they are at the same location on the disk or have the same digest.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from mlxpool.common.config.schema import ModelConfig
 
@@ -34,8 +36,7 @@ SHARED_SETTINGS = (  # that a worker is started with: names that share one must 
 )
 
 
-@dataclass(eq=False, slots=True)
-class Name:
+class Name(Struct, eq=False):
     """One name. `about` is what its files say, see docs/protocol.md, `models`."""
 
     config: ModelConfig

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from mlxpool.broker.models.model import Model
 from mlxpool.broker.models.registry import Registry
@@ -29,8 +30,7 @@ BRIEF_KEYS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
+class Fault(Struct, frozen=True):
     """A name whose model cannot be had, or could not be loaded: why, as `ps` and `models` say."""
 
     name: str

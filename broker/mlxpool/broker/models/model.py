@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from mlxpool.broker.models.model_states import ADMITTING, TRANSITIONS, ModelState, shown_state
 from mlxpool.broker.models.replica_scaling import ReplicaScale
@@ -19,8 +20,7 @@ from mlxpool.common.config.schema import ModelConfig
 ANSWER_WEIGHT = 0.05  # of the newest answer in `Model.answer_tokens`
 
 
-@dataclass(eq=False, slots=True)
-class Model:
+class Model(Struct, eq=False):
     name: str
     config: ModelConfig
     slots: list[Slot]

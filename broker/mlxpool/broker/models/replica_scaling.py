@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from itertools import islice
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from mlxpool.broker.requests.fair_queue import cost
 from mlxpool.broker.requests.request import Request
@@ -20,8 +22,7 @@ FULL = 0.75  # share of its sequences that a worker may be asked to run when oth
 MAX_COUNTED = 1024  # requests of a queue whose tokens are counted; the rest is taken to be alike
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaLoad:
+class ReplicaLoad(Struct, frozen=True):
     """What a model has to do now."""
 
     waiting: int  # requests
@@ -31,8 +32,7 @@ class ReplicaLoad:
     workers: int = 0  # that serve
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaScale:
+class ReplicaScale(Struct, frozen=True):
     """The number of workers that a model should have, and since when it seems wrong."""
 
     wanted: int = 0

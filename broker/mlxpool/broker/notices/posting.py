@@ -12,11 +12,11 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from time import time
 
 import h11
+from msgspec import Struct
 
 from mlxpool.broker.notices.names import Names
 from mlxpool.common.web_targets import PORTS, Allowed, IpAddress, Origin, Target
@@ -29,8 +29,7 @@ READ_SIZE = 16 * 1024  # bytes
 USER_AGENT = "mlxpool"
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(Struct, frozen=True):
     """What came of a try. `why` says it in a few words if it failed.
 
     `final`: no other try can help. `retry_after`: seconds that the server asked for, or 0.

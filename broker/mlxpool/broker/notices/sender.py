@@ -11,9 +11,10 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from time import time
+
+from msgspec import Struct
 
 from mlxpool.broker.notices.posting import Outcome, Poster
 from mlxpool.broker.notices.signing import headers, read_secrets
@@ -26,8 +27,7 @@ CLOSE_TIMEOUT = 10.0  # seconds for the end of the thread, which waits for nothi
 log = logging.getLogger("mlxpool.broker")
 
 
-@dataclass(frozen=True, slots=True)
-class Posting:
+class Posting(Struct, frozen=True):
     """A notice to be posted. `end_seq` names it, `id` is what the receiver knows it by."""
 
     end_seq: int
@@ -36,8 +36,7 @@ class Posting:
     body: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class PostingRules:
+class PostingRules(Struct, frozen=True):
     """What the settings say. `secret` is the file of the secrets, None: notices are unsigned."""
 
     allowed: Allowed

@@ -12,9 +12,9 @@ import os
 import secrets
 import struct
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 
 import zmq
+from msgspec import Struct, field
 
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.events import Perform
@@ -38,8 +38,7 @@ MAX_REMOTE_WORKERS = 4096
 MAX_MODELS = 10_000  # names, above which a worker may bring no new one
 
 
-@dataclass(eq=False, slots=True)
-class RemoteSlot:
+class RemoteSlot(Struct, eq=False):
     """A worker that dialled in. Its next connection needs `token`: nobody else takes its slot."""
 
     name: str

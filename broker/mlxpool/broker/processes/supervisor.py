@@ -11,8 +11,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from mlxpool.broker.host import os_process
 from mlxpool.broker.processes.records import ProcessRecords, kill_group
@@ -24,6 +26,7 @@ from mlxpool.common.gpus import chosen_gpus, environment_of, visible_gpus
 from mlxpool.common.paths import file_stem, worker_log
 from mlxpool.common.process.blas import preload
 from mlxpool.common.progress import Block
+from mlxpool.common.records import as_map
 
 KILL_INTERVAL = 1.0  # seconds between SIGKILLs to a process that the kernel has not ended yet
 OBSERVE_INTERVAL = 0.5  # seconds
@@ -31,8 +34,7 @@ SAVE_SHARE = 0.7  # of stop_grace: a worker that ends may write prefixes for so 
 KEPT_DUMPS = 3  # files with stacks, of each slot
 
 
-@dataclass(eq=False, slots=True)
-class Child:
+class Child(Struct, eq=False):
     """A running worker. `exit_descriptor` becomes readable when its process has ended."""
 
     slot: str
@@ -68,8 +70,7 @@ class Child:
             self.used_token, self.token = token, secrets.token_hex(16)
 
 
-@dataclass(frozen=True, slots=True)
-class DialSettings:
+class DialSettings(Struct, frozen=True):
     """How a worker reaches a broker elsewhere; the fields are those of WorkerConfig."""
 
     server_key: str = ""
@@ -172,7 +173,7 @@ class Supervisor:
             wait_limit=rank_wait_limit(self.config),
         )
         if self.dial is not None:
-            settings = replace(settings, dials=True, token="", **asdict(self.dial))
+            settings = replace(settings, dials=True, token="", **as_map(self.dial))
         try:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "mlxpool.worker"],

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from mlxpool.common.protocol.from_client import ModelCall
 
 
-@dataclass(eq=False, slots=True)
-class Call:
+class Call(Struct, eq=False):
     """An open call. `epoch`: of the worker that has it, 0 while it waits in the model's record.
 
     `losses` counts workers that had it and ended; `charge` is its share in the ends of workers,

@@ -18,7 +18,8 @@ import heapq
 import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from mlxpool.broker.requests.request import Request
 
@@ -34,8 +35,7 @@ KEEP = 1.0
 LOOK_AGAIN = 0.25  # seconds until a run whose turn is over is asked again whether it had an output
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(Struct, frozen=True):
     """A run that has a place of the worker with the epoch `worker` since the time `since`.
 
     `proven`: it has had an output there, so that what was read for it was not read in vain.
@@ -47,16 +47,14 @@ class Held:
     proven: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(Struct, frozen=True):
     """A request that waits, and the epochs of the workers that it may be given to."""
 
     request: Request
     workers: Collection[int]
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(Struct, frozen=True):
     """The runs that give up their places, each with the owner that takes it.
 
     `again`: when to decide again if nothing happens until then; infinity: nothing would change.
@@ -154,8 +152,7 @@ def _may_have(want: Wanted, run: Held) -> bool:
     return run.worker in want.workers and run.request.rank <= want.request.rank
 
 
-@dataclass(eq=False, slots=True)
-class Places:
+class Places(Struct, eq=False):
     """The places of a model that its owners have, and those promised to them or kept for them."""
 
     held: Counter[str] = field(default_factory=Counter)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from mlxpool.broker.requests.request_states import TERMINAL, TRANSITIONS, RequestState
 from mlxpool.broker.routing.prompt_pieces import PromptPieces
@@ -24,8 +25,7 @@ def rank_of(priority: int, *, kept: bool, idle: bool) -> int:
     return IDLE_RANK if idle else 1 + 2 * priority + (not kept)
 
 
-@dataclass(eq=False, slots=True)
-class Run:
+class Run(Struct, eq=False):
     """A completion in the making, over all workers that it is given to.
 
     `ids` are the packed ids received from workers, delivered or not: a resume is made of the
@@ -76,8 +76,7 @@ class Run:
         return self.epoch == epoch and self.number == number
 
 
-@dataclass(eq=False, slots=True)
-class Reader:
+class Reader(Struct, eq=False):
     """A client that reads a run.
 
     Flow control with these values is in core/delivery.py. Counts are of token ids. Invariant:
@@ -96,8 +95,7 @@ class Reader:
     blocked_since: float = 0.0  # the window is full and output waits behind it; 0: it is not
 
 
-@dataclass(eq=False, slots=True)
-class Request:
+class Request(Struct, eq=False):
     """A live request: a run and its reader. Times are seconds on the core's clock."""
 
     id: bytes
@@ -144,8 +142,7 @@ class Request:
         return self.reader.attempt
 
 
-@dataclass(frozen=True, slots=True)
-class Tombstone:
+class Tombstone(Struct, frozen=True):
     """What is remembered of an ended id: a late cancel learns its fate, a late sending is refused.
 
     `final`: its end was asked for, so that no later sending starts it again.

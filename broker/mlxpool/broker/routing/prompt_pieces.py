@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import msgpack
+from msgspec import Struct
 
 from mlxpool.common.protocol.images import TOKENS_PER_IMAGE
 from mlxpool.common.protocol.prompts import ChatPrompt, PackedPrompt, Prompt, TextPrompt
@@ -23,8 +23,7 @@ BYTES_PER_TOKEN = 4  # of text, roughly, until a worker has counted
 KEY_BYTES = 8
 
 
-@dataclass(frozen=True, slots=True)
-class PromptPieces:
+class PromptPieces(Struct, frozen=True):
     """The pieces of one prompt. `keys[i]` stands for the prompt up to the end of piece i.
 
     A worker that was sent a prompt with that key has cached about `ends[i]` tokens of this one: up

@@ -9,8 +9,9 @@ earlier.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+from msgspec import Struct
 
 R = TypeVar("R")
 W = TypeVar("W")
@@ -19,8 +20,7 @@ MAX_REQUESTS = 16  # of an owner, among which the choice is made
 MAX_PASSED = 32  # later requests that are given to a worker before one
 
 
-@dataclass(frozen=True, slots=True)
-class Pair(Generic[R, W]):
+class Pair(Struct, Generic[R, W], frozen=True):
     """A request and the worker that it is given to; `loss`: milliseconds above its cheapest."""
 
     request: R

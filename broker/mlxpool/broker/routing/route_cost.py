@@ -7,7 +7,8 @@ on one that is four times slower.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from mlxpool.broker.routing.prefix_index import PrefixIndex
 from mlxpool.broker.routing.prompt_pieces import PromptPieces
@@ -22,8 +23,7 @@ MAX_SESSIONS = 512  # remembered of one worker
 MAX_GROUPS = 512  # likewise
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
+class Demand(Struct, frozen=True):
     """What a request asks of a worker. `session` is empty for a request without one."""
 
     pieces: PromptPieces
@@ -31,8 +31,7 @@ class Demand:
     session: tuple[str, str] = ("", "")  # owner and name
 
 
-@dataclass(eq=False, slots=True)
-class Route:
+class Route(Struct, eq=False):
     """What the broker knows of one incarnation of a worker for the choice among workers."""
 
     index: PrefixIndex = field(default_factory=PrefixIndex)
@@ -94,8 +93,7 @@ class Route:
             self.evicted = evicted
 
 
-@dataclass(frozen=True, slots=True)
-class Crowd:
+class Crowd(Struct, frozen=True):
     """What the choice for one request takes account of beside each single worker.
 
     `cached` tokens of the prompt are taken to be in the cache that has most of them. To read them

@@ -7,7 +7,7 @@ was observed lately, and less with each heartbeat for which it rests.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 DEFAULT_PROMPT_MS = 1.0  # of a prompt token, until a worker of the model has read one
 DEFAULT_STEP_MS = 30.0  # of a decode step of one row, until a worker of the model has made one
@@ -17,8 +17,7 @@ REST_DECAY = 0.93  # the same, with each heartbeat of a worker that has nothing 
 PRIOR = 0.25  # heartbeats for which the speed of the model's workers counts
 
 
-@dataclass(eq=False, slots=True)
-class WorkerSpeed:
+class WorkerSpeed(Struct, eq=False):
     """Milliseconds of a prompt token, and of a decode step as a line over its rows.
 
     The first is a weighted mean, the line a weighted least-squares fit; newer ones weigh more.

@@ -7,16 +7,16 @@ operations have in common.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
+
+from msgspec import Struct
 
 from mlxpool.broker.store.batch_records import MAX_LINE, BatchState, Outcomes, Place
 from mlxpool.broker.store.operations import Operation, Submit
 from mlxpool.broker.store.records import Name, Scope
 
 
-@dataclass(frozen=True, slots=True)
-class CreateFile(Operation):
+class CreateFile(Operation, Struct, frozen=True):
     """Begin a file with its first part. Results: FileView, FileDiffers.
 
     One that is there already stays; the part is then appended as AppendFile does. `keep`: seconds
@@ -40,8 +40,7 @@ class CreateFile(Operation):
         return len(self.data)
 
 
-@dataclass(frozen=True, slots=True)
-class AppendFile(Operation):
+class AppendFile(Operation, Struct, frozen=True):
     """Append `data` at `start`, the present size. Results: FileView, FileDiffers, UnknownName.
 
     Bytes that are there already are compared and skipped, so a part may be sent again, also to a
@@ -66,8 +65,7 @@ class AppendFile(Operation):
         return len(self.data)
 
 
-@dataclass(frozen=True, slots=True)
-class ReadFile(Operation):
+class ReadFile(Operation, Struct, frozen=True):
     """Bytes of a file. Results: FilePart, UnknownName."""
 
     writes: ClassVar[bool] = False
@@ -78,8 +76,7 @@ class ReadFile(Operation):
     max_bytes: int = 1024 * 1024
 
 
-@dataclass(frozen=True, slots=True)
-class ListFiles(Operation):
+class ListFiles(Operation, Struct, frozen=True):
     """Files of a tenant, the newest first or the oldest. Result: FileList.
 
     `purpose` "": of all. `behind`: those that follow the file with this time and id, which need not
@@ -95,8 +92,7 @@ class ListFiles(Operation):
     oldest_first: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class DeleteFile(Operation):
+class DeleteFile(Operation, Struct, frozen=True):
     """Delete a file. Results: FileView, UnknownName; Refused while a batch needs it.
 
     An open batch needs its file, and one made by a gateway the lines as long as it has results.
@@ -108,8 +104,7 @@ class DeleteFile(Operation):
     tenant: str
 
 
-@dataclass(frozen=True, slots=True)
-class SubmitBatch(Operation):
+class SubmitBatch(Operation, Struct, frozen=True):
     """Store a batch of a complete file. Results: BatchSubmitted, DuplicateKey, KeyGone.
 
     Of a file that is not complete FileView, of one that is not there UnknownName.
@@ -130,8 +125,7 @@ class SubmitBatch(Operation):
     max_live: int = 1 << 30
 
 
-@dataclass(frozen=True, slots=True)
-class ReadLines(Operation):
+class ReadLines(Operation, Struct, frozen=True):
     """The next lines of a batch that are no jobs yet. Results: Lines, UnknownName."""
 
     writes: ClassVar[bool] = False
@@ -140,8 +134,7 @@ class ReadLines(Operation):
     max_bytes: int = MAX_LINE
 
 
-@dataclass(frozen=True, slots=True)
-class AddLines(Operation):
+class AddLines(Operation, Struct, frozen=True):
     """Make jobs of lines, in one transaction. Results: BatchView, UnknownName.
 
     `first_line` is the batch's `next_line`, or another call was first: nothing is changed, and the
@@ -166,16 +159,14 @@ class AddLines(Operation):
         return sum(job.size for job in self.jobs)
 
 
-@dataclass(frozen=True, slots=True)
-class ReadBatch(Operation):
+class ReadBatch(Operation, Struct, frozen=True):
     """Look a batch up, with counts. Results: BatchView, UnknownName."""
 
     writes: ClassVar[bool] = False
     name: Name
 
 
-@dataclass(frozen=True, slots=True)
-class ListBatches(Operation):
+class ListBatches(Operation, Struct, frozen=True):
     """Batches, the newest first. Result: BatchList. `states` empty: all. `owner` None: of all.
 
     `live`: those that have not ended. `behind`: those that follow the batch with this time and id.
@@ -190,8 +181,7 @@ class ListBatches(Operation):
     behind: Place | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class CancelBatch(Operation):
+class CancelBatch(Operation, Struct, frozen=True):
     """No line becomes a job any more, and at most `count` waiting jobs are cancelled.
 
     Results: BatchChanged with those jobs, UnknownName. Repeat it while the batch has waiting ones.
@@ -202,8 +192,7 @@ class CancelBatch(Operation):
     end: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class RetryBatch(Operation):
+class RetryBatch(Operation, Struct, frozen=True):
     """At most `count` dead or expired jobs of a batch wait again. Results as of CancelBatch.
 
     A batch that had ended has not any more. Nothing is changed of a cancelled or a gone one.
@@ -213,8 +202,7 @@ class RetryBatch(Operation):
     count: int = 1000
 
 
-@dataclass(frozen=True, slots=True)
-class ReleaseBatch(Operation):
+class ReleaseBatch(Operation, Struct, frozen=True):
     """Delete the results of an ended batch before their time. Results: BatchView, UnknownName.
 
     Sweeps do it, some jobs at a time; `forget` of the view is in the past then. One that has not
@@ -225,8 +213,7 @@ class ReleaseBatch(Operation):
     name: Name
 
 
-@dataclass(frozen=True, slots=True)
-class ReleaseOutcomes(Operation):
+class ReleaseOutcomes(Operation, Struct, frozen=True):
     """Delete some results of an ended batch before their time. Results: BatchChanged, UnknownName.
 
     At most `count` jobs lose theirs, which are those of the result: repeat it while there are as
@@ -241,8 +228,7 @@ class ReleaseOutcomes(Operation):
     count: int = 1000
 
 
-@dataclass(frozen=True, slots=True)
-class EndBatch(Operation):
+class EndBatch(Operation, Struct, frozen=True):
     """A fed or cancelled batch without waiting jobs has ended. Results: BatchView, UnknownName.
 
     Another batch stays as it is, and the view says so. From its end on `keep` counts for it. One
@@ -254,8 +240,7 @@ class EndBatch(Operation):
     error_file: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class ReadOutcomes(Operation):
+class ReadOutcomes(Operation, Struct, frozen=True):
     """What became of the lines behind `after`. Results: LineOutcomes, UnknownName.
 
     Jobs that wait come without their output, and so do those with more than MAX_OUTPUT bytes.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import IntFlag, StrEnum
+
+from msgspec import Struct
 
 from mlxpool.broker.store.records import JobState, JobView, Result, Scope
 
@@ -13,8 +14,7 @@ MAX_OUTPUT = 2 * 1024 * 1024  # bytes of a job's output and end in a page of out
 Place = tuple[float, bytes]  # in a list of files or batches: when one was created, and its id
 
 
-@dataclass(frozen=True, slots=True)
-class FileView(Result):
+class FileView(Result, Struct, frozen=True):
     """A stored file. It is `complete` once its end is known, and then never changes."""
 
     id: bytes
@@ -29,24 +29,21 @@ class FileView(Result):
     forget: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class FileDiffers(Result):
+class FileDiffers(Result, Struct, frozen=True):
     """What was to be appended at `start` is not what the file has there; nothing was changed."""
 
     file: FileView
     start: int
 
 
-@dataclass(frozen=True, slots=True)
-class FileList(Result):
+class FileList(Result, Struct, frozen=True):
     """Files in the order that was asked for; `more`: others follow them."""
 
     files: tuple[FileView, ...]
     more: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class FilePart(Result):
+class FilePart(Result, Struct, frozen=True):
     """Bytes of a file from `start` on; none behind its end."""
 
     file: FileView
@@ -72,8 +69,7 @@ class BatchState(StrEnum):
     GONE = "gone"  # the key is remembered until `key_life` has passed
 
 
-@dataclass(frozen=True, slots=True)
-class BatchView(Result):
+class BatchView(Result, Struct, frozen=True):
     """A batch. `next_line` is the number, from 0, of the first line that is no job yet.
 
     `next_start` is where that line begins in the file, which has `file_size` bytes. `counts` has
@@ -115,16 +111,14 @@ class BatchView(Result):
         return dict(self.counts).get(JobState.WAITING, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class BatchSubmitted(Result):
+class BatchSubmitted(Result, Struct, frozen=True):
     """The batch is durable. `new` is false if the same batch was there before."""
 
     batch: BatchView
     new: bool
 
 
-@dataclass(frozen=True, slots=True)
-class BatchList(Result):
+class BatchList(Result, Struct, frozen=True):
     """Batches, the newest first; `more`: others follow them."""
 
     batches: tuple[BatchView, ...]
@@ -136,16 +130,14 @@ class BatchList(Result):
         return (self.batches[-1].created, self.batches[-1].id) if self.more else None
 
 
-@dataclass(frozen=True, slots=True)
-class BatchChanged(Result):
+class BatchChanged(Result, Struct, frozen=True):
     """The batch as it is now, and those of its jobs that the operation has changed."""
 
     batch: BatchView
     jobs: tuple[JobView, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Lines(Result):
+class Lines(Result, Struct, frozen=True):
     """The next lines of a batch, without their line ends. (number, where it begins, bytes).
 
     `end` is where the line behind the last of them begins. `last`: the file ends there. Empty lines
@@ -161,8 +153,7 @@ class Lines(Result):
     deadline_left: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class LineOutcome:
+class LineOutcome(Struct, frozen=True):
     """What became of a line: a job, or a cause of failure.
 
     An ended job has its text and ids, or the blobs of its answer.
@@ -181,8 +172,7 @@ class LineOutcome:
     answer: tuple[bytes, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class LineOutcomes(Result):
+class LineOutcomes(Result, Struct, frozen=True):
     """Outcomes in the order of lines. `next` goes into the following `after`; -1: the last."""
 
     outcomes: tuple[LineOutcome, ...]

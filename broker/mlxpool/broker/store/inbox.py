@@ -6,7 +6,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from mlxpool.broker.store.operations import Operation
 from mlxpool.broker.store.records import Refused
@@ -16,8 +17,7 @@ ADMIT_SHARE = 2  # operations that bring new work may take 1 / ADMIT_SHARE of th
 OPERATION_BYTES = 512  # an operation without its data
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
+class Bounds(Struct, frozen=True):
     """How much may wait, and how much of it one transaction takes."""
 
     operations: int = 4096
@@ -26,8 +26,7 @@ class Bounds:
     group_bytes: int = 8 * 1024 * 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(Struct, frozen=True):
     """What waits; what the thread works on is counted too, until its results are there."""
 
     operations: int

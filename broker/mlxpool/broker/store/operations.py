@@ -1,4 +1,4 @@
-"""What can be asked of the store about jobs: one frozen dataclass for each write and each read.
+"""What can be asked of the store about jobs: one frozen record for each write and each read.
 
 Files and batches are in batch_operations.py. The results are in records.py; each docstring names
 those that its operation can have, and any operation can also be `Refused`. A write is told only
@@ -9,8 +9,9 @@ after the commit that holds it, and changes nothing if its result is `Fate`, `Un
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
+
+from msgspec import Struct
 
 from mlxpool.broker.store.records import Chunk, Cursor, JobState, Name, Scope
 
@@ -42,8 +43,7 @@ class Operation:
 # ---- the life of a job ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Submit(Operation):
+class Submit(Operation, Struct, frozen=True):
     """Store a job. Results: Submitted, DuplicateKey, KeyGone.
 
     `request` is the packed request, which the store does not read, and `blobs` are those of its
@@ -80,8 +80,7 @@ class Submit(Operation):
         return len(self.request) + sum(map(len, self.blobs))
 
 
-@dataclass(frozen=True, slots=True)
-class FeedNext(Operation):
+class FeedNext(Operation, Struct, frozen=True):
     """Take jobs that wait and are due, to be run. Result: Fed.
 
     One job of each owner in turn, owners in the order of their names from the first behind
@@ -102,8 +101,7 @@ class FeedNext(Operation):
     but_owners: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class Progress(Operation):
+class Progress(Operation, Struct, frozen=True):
     """Append output to a job that runs. Results: Durable, Fate, UnknownName.
 
     `chunk.pos` is the number of ids that are stored, or there is a gap and the result is `Fate`.
@@ -124,8 +122,7 @@ class Progress(Operation):
         return self.chunk.size
 
 
-@dataclass(frozen=True, slots=True)
-class Finish(Operation):
+class Finish(Operation, Struct, frozen=True):
     """End a job that waits or runs, with its last output. Results: Changed, Fate, UnknownName.
 
     `state` is one of `ENDED`. `end` is the packed terminal, of at most MAX_END bytes, `answer` the
@@ -156,8 +153,7 @@ class Finish(Operation):
         return len(self.end) + output + sum(map(len, self.answer))
 
 
-@dataclass(frozen=True, slots=True)
-class Defer(Operation):
+class Defer(Operation, Struct, frozen=True):
     """Put a job that ran back: it waits and is due in `delay` seconds. Results as of Finish.
 
     `attempts` and `charge` replace those that are stored; `starts` too, unless None. A `cause` is
@@ -174,8 +170,7 @@ class Defer(Operation):
     stacks: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class SetBack(Operation):
+class SetBack(Operation, Struct, frozen=True):
     """A worker that ran the job was lost; the job goes on. Results: Done, Fate, UnknownName.
 
     `charge` replaces the one that is stored, so that it outlives the broker. `cause` is kept as a
@@ -193,8 +188,7 @@ class SetBack(Operation):
         return len(self.stacks)
 
 
-@dataclass(frozen=True, slots=True)
-class NewGeneration(Operation):
+class NewGeneration(Operation, Struct, frozen=True):
     """Begin the output of a job anew, as generation `gen` + 1 at 0. Results as of Finish.
 
     For a worker whose model has another digest: the ids so far are deleted, its facts too.
@@ -204,8 +198,7 @@ class NewGeneration(Operation):
     gen: int
 
 
-@dataclass(frozen=True, slots=True)
-class Cancel(Operation):
+class Cancel(Operation, Struct, frozen=True):
     """End a job that waits or runs as `cancelled`. Results: Changed, Fate, UnknownName."""
 
     name: Name
@@ -213,8 +206,7 @@ class Cancel(Operation):
     cause: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Retry(Operation):
+class Retry(Operation, Struct, frozen=True):
     """Let a dead or expired job wait again. Results: Changed, Fate, UnknownName.
 
     Its attempts, starts and charge become 0 and its quarantine ends. `new_generation`: the output
@@ -226,16 +218,14 @@ class Retry(Operation):
     deadline: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Release(Operation):
+class Release(Operation, Struct, frozen=True):
     """Delete the result of an ended job; its key is `gone`. Results: Changed, Fate, UnknownName."""
 
     frees: ClassVar[bool] = True
     name: Name
 
 
-@dataclass(frozen=True, slots=True)
-class Sweep(Operation):
+class Sweep(Operation, Struct, frozen=True):
     """Do what time asks for, at most `count` jobs of each sort. Result: Swept.
 
     Waiting jobs past their deadline expire, unless they are `held`: the broker ends those itself.
@@ -252,32 +242,28 @@ class Sweep(Operation):
 # ---- reading jobs --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ReadJob(Operation):
+class ReadJob(Operation, Struct, frozen=True):
     """Look a job up. Results: Found, UnknownName."""
 
     writes: ClassVar[bool] = False
     name: Name
 
 
-@dataclass(frozen=True, slots=True)
-class ReadHistory(Operation):
+class ReadHistory(Operation, Struct, frozen=True):
     """Look a job up, with what went wrong with it. Results: History, UnknownName."""
 
     writes: ClassVar[bool] = False
     name: Name
 
 
-@dataclass(frozen=True, slots=True)
-class ReadRequest(Operation):
+class ReadRequest(Operation, Struct, frozen=True):
     """Read what was submitted. Results: StoredRequest, KeyGone, UnknownName."""
 
     writes: ClassVar[bool] = False
     id: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class FetchPage(Operation):
+class FetchPage(Operation, Struct, frozen=True):
     """Read output. Results: Page, JobRestarted, KeyGone, UnknownName.
 
     Output that does not match its checksum is refused as `damaged`, and so is the end of a job.
@@ -293,8 +279,7 @@ class FetchPage(Operation):
     max_bytes: int = 64 * 1024
 
 
-@dataclass(frozen=True, slots=True)
-class ListJobs(Operation):
+class ListJobs(Operation, Struct, frozen=True):
     """Jobs in order of arrival behind the number `after`. Result: JobList of seqs.
 
     `owner` and `tenant` None: of all. `states` empty: of all but gone ones. `model` "": of all.
@@ -313,8 +298,7 @@ class ListJobs(Operation):
     model: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class ListEnded(Operation):
+class ListEnded(Operation, Struct, frozen=True):
     """The durable feed: ended jobs behind the end number `after`. Result: JobList of end_seqs.
 
     The numbers rise in the order of the commits, so that nothing appears later below one that was
@@ -328,8 +312,7 @@ class ListEnded(Operation):
     count: int = 100
 
 
-@dataclass(frozen=True, slots=True)
-class ReadBacklog(Operation):
+class ReadBacklog(Operation, Struct, frozen=True):
     """Which models have jobs that wait. Result: Backlog."""
 
     writes: ClassVar[bool] = False
@@ -338,23 +321,20 @@ class ReadBacklog(Operation):
 # ---- poison and notices --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class SetPoison(Operation):
+class SetPoison(Operation, Struct, frozen=True):
     """Keep a digest in quarantine for `life` seconds; 0 ends it. Result: Done."""
 
     digest: bytes
     life: float
 
 
-@dataclass(frozen=True, slots=True)
-class ReadPoisons(Operation):
+class ReadPoisons(Operation, Struct, frozen=True):
     """The quarantine, at boot. Result: Poisons."""
 
     writes: ClassVar[bool] = False
 
 
-@dataclass(frozen=True, slots=True)
-class OriginLoad:
+class OriginLoad(Struct, frozen=True):
     """How many notices to an origin are under way, and for how many more it has room."""
 
     origin: str
@@ -362,8 +342,7 @@ class OriginLoad:
     room: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReadNotices(Operation):
+class ReadNotices(Operation, Struct, frozen=True):
     """Notices that are due and not given up; those of `held` are under way. Result: Notices.
 
     At most `count` come, and of one origin `per_origin`, or as many as it has room for in `loads`.
@@ -378,8 +357,7 @@ class ReadNotices(Operation):
     loads: tuple[OriginLoad, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class ListNotices(Operation):
+class ListNotices(Operation, Struct, frozen=True):
     """Notices that were not taken yet, or were given up, by `end_seq`. Result: Notices.
 
     `owner` None: of all.
@@ -391,16 +369,14 @@ class ListNotices(Operation):
     count: int = 100
 
 
-@dataclass(frozen=True, slots=True)
-class NoticeSent(Operation):
+class NoticeSent(Operation, Struct, frozen=True):
     """A notice was taken: it is deleted. Result: Done."""
 
     frees: ClassVar[bool] = True
     end_seq: int
 
 
-@dataclass(frozen=True, slots=True)
-class NoticeFailed(Operation):
+class NoticeFailed(Operation, Struct, frozen=True):
     """A notice is tried again in `delay` seconds; None: it is given up. Result: Done.
 
     `unreachable`: an origin that cannot be reached at all. With it those of its notices are given
@@ -417,29 +393,26 @@ class NoticeFailed(Operation):
 # ---- operators -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ReadFigures(Operation):
+class ReadFigures(Operation, Struct, frozen=True):
     """What the store holds. Result: StoreFigures."""
 
     writes: ClassVar[bool] = False
 
 
-@dataclass(frozen=True, slots=True)
-class ExportJobs(Operation):
+class ExportJobs(Operation, Struct, frozen=True):
     """Jobs with all that is stored of them, from `cursor` on, for a copy. Result: Export.
 
     Of a job whose output has more than `max_bytes` a page has only a part.
     """
 
     writes: ClassVar[bool] = False
-    cursor: Cursor = Cursor()  # noqa: RUF009  # frozen
+    cursor: Cursor = Cursor()  # frozen
     count: int = 100
     max_bytes: int = 1024 * 1024
     states: tuple[JobState, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyJobs(Operation):
+class VerifyJobs(Operation, Struct, frozen=True):
     """Compare jobs behind the number `after` with their checksums. Result: Verified.
 
     At most `count` jobs, and so many that `max_bytes` are read, or one.

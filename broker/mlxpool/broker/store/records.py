@@ -5,8 +5,9 @@ Times are seconds since 1970 on the store's clock (see clock.py), which never go
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
+
+from msgspec import Struct
 
 from mlxpool.common.protocol.token_ids import count_of
 
@@ -33,8 +34,7 @@ ENDED = frozenset({JobState.DONE, JobState.CANCELLED, JobState.DEAD, JobState.EX
 RETRYABLE = frozenset({JobState.DEAD, JobState.EXPIRED})
 
 
-@dataclass(frozen=True, slots=True)
-class Scope:
+class Scope(Struct, frozen=True):
     """The name of a job as its client knows it. Equal keys of two owners or tenants are two jobs.
 
     `owner` is the key or the uid of the connection; `tenant` is whom a gateway speaks for, "" else.
@@ -49,8 +49,7 @@ class Scope:
 Name = Scope | bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(Struct, frozen=True):
     """Output of a job from `pos` on, in whole steps.
 
     `ids` are packed ids. `borders` has for each step (ids, characters): how many there are in this
@@ -81,8 +80,7 @@ class Chunk:
         return len(self.ids) + 4 * len(self.text) + 8 * len(self.borders) + len(self.logprobs)
 
 
-@dataclass(frozen=True, slots=True)
-class JobView:
+class JobView(Struct, frozen=True):
     """A job without its request and its output. `seq` is its number in the order of arrival.
 
     `gen` counts the generations of its output, `pos` the durable ids of this generation, in which
@@ -131,8 +129,7 @@ class JobView:
         return dict(self.retried).get(pos, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(Struct, frozen=True):
     """What went wrong with a job once: `cause` in words, `at` seconds since 1970.
 
     `stacks` are those of the threads of a worker that hung or crashed, "" if there are none.
@@ -144,8 +141,7 @@ class Failure:
     stacks: str
 
 
-@dataclass(frozen=True, slots=True)
-class FedJob:
+class FedJob(Struct, frozen=True):
     """A job as it is given to a worker. `request` and `blobs` are those of `Submit`.
 
     `ids` are the packed durable ids, job.pos of them, without a gap. `deadline_left`: seconds.
@@ -169,8 +165,7 @@ class Result:
     __slots__ = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Refused(Result):
+class Refused(Result, Struct, frozen=True):
     """Nothing was changed, and the operation can be sent again later.
 
     `code`: `store_full` (the bound in bytes, or the disk), `over_quota` (of the owner),
@@ -186,23 +181,20 @@ class Refused(Result):
     bound: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Submitted(Result):
+class Submitted(Result, Struct, frozen=True):
     """The job is durable. `new` is false if the same job was there before."""
 
     job: JobView
     new: bool
 
 
-@dataclass(frozen=True, slots=True)
-class DuplicateKey(Result):
+class DuplicateKey(Result, Struct, frozen=True):
     """The key names a job or batch with another digest; `id` is that one's."""
 
     id: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class KeyGone(Result):
+class KeyGone(Result, Struct, frozen=True):
     """The key named a job or batch that is deleted; it is free again at `until`."""
 
     id: bytes
@@ -210,8 +202,7 @@ class KeyGone(Result):
     scope: Scope | None = None  # whose job it was, of FetchPage
 
 
-@dataclass(frozen=True, slots=True)
-class UnknownName(Result):
+class UnknownName(Result, Struct, frozen=True):
     """There is no such job, batch or file, or not one of this scope.
 
     `created`: of a file that was deleted lately, when it was made.
@@ -220,15 +211,13 @@ class UnknownName(Result):
     created: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Fate(Result):
+class Fate(Result, Struct, frozen=True):
     """The operation does not fit what is stored, which is `job`; nothing was changed."""
 
     job: JobView
 
 
-@dataclass(frozen=True, slots=True)
-class Fed(Result):
+class Fed(Result, Struct, frozen=True):
     """Jobs to be run, in the order of the round over owners. Their `starts` is one higher.
 
     `last_owner` goes into the next `FeedNext`. `next_due` is when the earliest job that waits for
@@ -243,8 +232,7 @@ class Fed(Result):
     more: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Durable(Result):
+class Durable(Result, Struct, frozen=True):
     """The ids of a generation below `pos` are on disk: readers may have them."""
 
     id: bytes
@@ -252,30 +240,26 @@ class Durable(Result):
     pos: int
 
 
-@dataclass(frozen=True, slots=True)
-class Changed(Result):
+class Changed(Result, Struct, frozen=True):
     """The operation was performed: this is the job now. Of an end, `job.end_seq` is set."""
 
     job: JobView
 
 
-@dataclass(frozen=True, slots=True)
-class Found(Result):
+class Found(Result, Struct, frozen=True):
     """The job as it is."""
 
     job: JobView
 
 
-@dataclass(frozen=True, slots=True)
-class History(Result):
+class History(Result, Struct, frozen=True):
     """A job and what went wrong with it, the oldest first; at most MAX_FAILURES are kept."""
 
     job: JobView
     failures: tuple[Failure, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StoredRequest(Result):
+class StoredRequest(Result, Struct, frozen=True):
     """What was submitted: `request` and `blobs` are those of `Submit`."""
 
     job: JobView
@@ -283,8 +267,7 @@ class StoredRequest(Result):
     blobs: tuple[bytes, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Page(Result):
+class Page(Result, Struct, frozen=True):
     """Output of a job from a step border on, in whole steps.
 
     `chunks` begin at or before the position asked for. `job.pos` says how far the output goes, and
@@ -297,23 +280,20 @@ class Page(Result):
     answer: tuple[bytes, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class JobRestarted(Result):
+class JobRestarted(Result, Struct, frozen=True):
     """The generation asked for is not the present one, which begins at 0."""
 
     job: JobView
 
 
-@dataclass(frozen=True, slots=True)
-class JobList(Result):
+class JobList(Result, Struct, frozen=True):
     """Jobs in order. `next` goes into the following operation's `after`; 0: these are the last."""
 
     jobs: tuple[JobView, ...]
     next: int
 
 
-@dataclass(frozen=True, slots=True)
-class Swept(Result):
+class Swept(Result, Struct, frozen=True):
     """What time has ended. `more`: at least as much is left, so sweep again at once.
 
     `next` is the earliest time at which a further sweep has something to do, None if none is known.
@@ -325,16 +305,14 @@ class Swept(Result):
     next: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class Backlog(Result):
+class Backlog(Result, Struct, frozen=True):
     """For each (model, priority) how many jobs wait or run, the earliest due time, most starts."""
 
     waiting: tuple[tuple[str, int, int, float, int], ...]
     now: float
 
 
-@dataclass(frozen=True, slots=True)
-class Notice(Result):
+class Notice(Result, Struct, frozen=True):
     """A job or a batch (`kind`) ended with `end_seq`, and `url` is to be told by posting `body`.
 
     `subject` is the id of the job or batch, `origin` the scheme, host and port of the URL. From
@@ -356,8 +334,7 @@ class Notice(Result):
     body: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Notices(Result):
+class Notices(Result, Struct, frozen=True):
     """Notices whose time has come; `next` is when the following one is due."""
 
     notices: tuple[Notice, ...]
@@ -365,23 +342,20 @@ class Notices(Result):
     now: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Poisons(Result):
+class Poisons(Result, Struct, frozen=True):
     """Digests of requests in quarantine, with the seconds that are left."""
 
     left: tuple[tuple[bytes, float], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Done(Result):
+class Done(Result, Struct, frozen=True):
     """The operation was performed and has nothing to tell."""
 
 
 # ---- operators -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class StoreFigures(Result):
+class StoreFigures(Result, Struct, frozen=True):
     """What the store holds. `used` and `bound` are bytes; new jobs are refused above `admit`.
 
     `room`: bytes that new jobs may take, as the bound and the disk allow; 0: they are refused.
@@ -398,8 +372,7 @@ class StoreFigures(Result):
     room: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Cursor:
+class Cursor(Struct, frozen=True):
     """Where an export goes on: at the job `seq` or the first behind it.
 
     `part` 0: with the job itself; else with the blob `part` - 1 of its request and of its answer,
@@ -412,8 +385,7 @@ class Cursor:
     pos: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ExportedJob:
+class ExportedJob(Struct, frozen=True):
     """A job, or only further blobs and output of it if `request` is None.
 
     `blobs` of its request and of its `answer` are (place, data). `damaged` says what of it the disk
@@ -428,8 +400,7 @@ class ExportedJob:
     answer: tuple[tuple[int, bytes], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Export(Result):
+class Export(Result, Struct, frozen=True):
     """Jobs in order of `seq`. `next` goes into the following operation; None: these are the last.
 
     Of the last job the output may go on in the next one.
@@ -439,8 +410,7 @@ class Export(Result):
     next: Cursor | None
 
 
-@dataclass(frozen=True, slots=True)
-class Verified(Result):
+class Verified(Result, Struct, frozen=True):
     """Jobs of `checked` were compared with their checksums: `damaged` are (job, what).
 
     `next` goes into the following operation's `after`; 0: these were the last.

@@ -7,8 +7,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
+
+from msgspec import Struct
 
 from mlxpool.broker.store.clock import StoreClock
 from mlxpool.broker.store.errors import OutOfSpace, StoreError, StoreFenced, StoreUnusable
@@ -32,8 +33,7 @@ class HealthState(StrEnum):
     CLOSED = "closed"
 
 
-@dataclass(frozen=True, slots=True)
-class Health:
+class Health(Struct, frozen=True):
     """What operators and the broker see. `busy` is for how many seconds the disk has not answered.
 
     `operations` and `bytes` wait or are worked on.

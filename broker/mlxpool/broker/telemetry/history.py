@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import islice
 from operator import add, sub
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from mlxpool.broker.metrics.histograms import FIRST_TOKEN, Frozen
 from mlxpool.broker.telemetry.snapshot import Snapshot
@@ -25,8 +27,7 @@ Buckets = tuple[int, ...]
 _EMPTY: Buckets = (0,) * (len(FIRST_TOKEN) + 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
+class Point(Struct, frozen=True):
     """The pool at one moment, and what was added since the point before. Seconds and bytes."""
 
     at: float
@@ -55,8 +56,7 @@ class Point:
         return sum(self.tokens.values()) / self.seconds
 
 
-@dataclass(eq=False, slots=True)
-class RateColumn:
+class RateColumn(Struct, eq=False):
     """Tokens of several points, for the plots of single models.
 
     It begins at a multiple of COLUMN_SECONDS, so that a plot moves and keeps its shape.
@@ -67,8 +67,7 @@ class RateColumn:
     tokens: Counter[str]
 
 
-@dataclass(frozen=True, slots=True)
-class RecentEvents:
+class RecentEvents(Struct, frozen=True):
     """What went wrong in the time that the points cover."""
 
     ended: int  # streams, however they ended

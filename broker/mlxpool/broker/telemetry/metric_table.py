@@ -11,7 +11,8 @@ process.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from mlxpool.broker.jobs.figures import REFUSING, UNUSABLE, JobFigures
 from mlxpool.broker.metrics.histograms import OTHER, Frozen
@@ -42,8 +43,7 @@ Rows = Iterable[tuple[tuple[str, ...], Value]]  # values of the labels, value
 GAUGE, COUNTER, HISTOGRAM = "gauge", "counter", "histogram"
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
+class Family(Struct, frozen=True):
     """One metric family. `rows` is called by a thread of the HTTP server, never by the loop.
 
     `last_label_values` are those of its last label when each row has a number for all of them.

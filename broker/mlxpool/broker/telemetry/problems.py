@@ -6,9 +6,10 @@ The bounds are those of the alerts in deploy/prometheus/alerts.yml where there i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
+
+from msgspec import Struct
 
 from mlxpool.broker.jobs.figures import REFUSING, UNUSABLE
 from mlxpool.broker.models.listing import Fault
@@ -39,8 +40,7 @@ class Level(Enum):
     BAD = "bad"
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(Struct, frozen=True):
     """`what` is a heading; `details` say which model, worker or error, a line for each."""
 
     level: Level

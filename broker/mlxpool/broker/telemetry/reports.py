@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from mlxpool.broker.metrics.histograms import FIRST_TOKEN, Frozen, Histogram
 from mlxpool.broker.requests.request import Request
 from mlxpool.broker.telemetry.snapshot import ModelSnapshot, Snapshot, WorkerSnapshot
+from mlxpool.common.records import as_map
 
 
 def stats(snapshot: Snapshot) -> dict[str, Any]:
@@ -19,9 +19,9 @@ def stats(snapshot: Snapshot) -> dict[str, Any]:
 
 def _processes(snapshot: Snapshot) -> dict[str, Any]:
     """The broker's own row, that of its gateway if it runs one, and its jobs if it keeps some."""
-    gateway = {} if snapshot.gateway is None else {"gateway": asdict(snapshot.gateway)}
-    jobs = {} if snapshot.jobs is None else {"jobs": asdict(snapshot.jobs)}
-    return {"broker": asdict(snapshot.broker), **gateway, **jobs}
+    gateway = {} if snapshot.gateway is None else {"gateway": as_map(snapshot.gateway)}
+    jobs = {} if snapshot.jobs is None else {"jobs": as_map(snapshot.jobs)}
+    return {"broker": as_map(snapshot.broker), **gateway, **jobs}
 
 
 def pool_stats(snapshot: Snapshot) -> dict[str, Any]:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
+
+from msgspec import Struct
 
 from mlxpool.broker.core.state import State
 from mlxpool.broker.jobs.figures import JobFigures
@@ -30,8 +31,7 @@ MAX_PHASE_CHARS = 20  # of a phase, which is a worker's own word
 _NO_FIGURES = Figures()  # of a model that was never requested
 
 
-@dataclass(frozen=True, slots=True)
-class BrokerInfo:
+class BrokerInfo(Struct, frozen=True):
     """The broker's own row; the fields are the keys of `broker` in `ps` and `stats`."""
 
     pid: int
@@ -53,8 +53,7 @@ class BrokerInfo:
     slow_blas: str = ""  # why its workers compute slowly on this CPU, and what mends it
 
 
-@dataclass(frozen=True, slots=True)
-class GatewayInfo:
+class GatewayInfo(Struct, frozen=True):
     """The gateway that the broker runs; the fields are the keys of `gateway` in `ps`, `stats`."""
 
     url: str
@@ -66,8 +65,7 @@ class GatewayInfo:
     last_exit: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSnapshot:
+class ModelSnapshot(Struct, frozen=True):
     """One model. `histograms` is empty until its first request, so that unused models are cheap."""
 
     name: str
@@ -92,8 +90,7 @@ class ModelSnapshot:
         return sum(self.outcomes.values()) - asked_for
 
 
-@dataclass(frozen=True, slots=True)
-class RankSnapshot:
+class RankSnapshot(Struct, frozen=True):
     """A rank behind the first of a group; `pid` 0: it has not begun."""
 
     pid: int
@@ -102,8 +99,7 @@ class RankSnapshot:
     rss: int  # bytes
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerSnapshot:
+class WorkerSnapshot(Struct, frozen=True):
     """A slot, and its worker where it has one. Times are seconds.
 
     Without a worker `state` is "none", and all that only a worker has is None, 0 or empty.
@@ -173,8 +169,7 @@ class WorkerSnapshot:
         return max(memory.get("total", memory.get("active", 0)), memory.get("rss", 0))
 
 
-@dataclass(frozen=True, slots=True)
-class LiveRequest:
+class LiveRequest(Struct, frozen=True):
     """One live request, without anything that it says. `slot` is "" while no worker has it."""
 
     id: bytes
@@ -185,8 +180,7 @@ class LiveRequest:
     age: float  # seconds since it was accepted
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessFigures:
+class ProcessFigures(Struct, frozen=True):
     """What the operating system says of the broker's process, and of what it was built."""
 
     versions: tuple[str, ...] = ("unknown",) * 4  # of mlxpool, Python, pyzmq, libzmq
@@ -195,8 +189,7 @@ class ProcessFigures:
     descriptors: int = 0  # that are open
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
+class Snapshot(Struct, frozen=True):
     """The whole pool. Who renders it adds `process` on its own thread: the loop does not wait."""
 
     broker: BrokerInfo

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any, TypeVar
 
 from mlxpool.broker.metrics.counters import Counters
@@ -27,6 +26,7 @@ from mlxpool.broker.telemetry.snapshot import (
     WorkerSnapshot,
 )
 from mlxpool.common.load_times import activity
+from mlxpool.common.records import as_map
 
 MINUTES = round(MAX_POINTS * POINT_INTERVAL / 60)
 LEVELS = tuple(Level)
@@ -65,7 +65,7 @@ def status(snapshot: Snapshot, history: RecentHistory, now: float) -> dict[str, 
         ],
         "levels": _levels(snapshot, recent),
         "gateway": _gateway(snapshot.gateway),
-        "jobs": None if snapshot.jobs is None else asdict(snapshot.jobs),
+        "jobs": None if snapshot.jobs is None else as_map(snapshot.jobs),
         "version": snapshot.process.versions[0],
         "lag_s": round(snapshot.lag, 4),
         "requests": pool["requests"],

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import zmq
+from msgspec import Struct, field
 
 from mlxpool.broker.transport.backlogs import MAX_SENDS, Backlogs, size_of
 from mlxpool.broker.transport.descriptors import has_ended, inode_of, shut_down
@@ -23,8 +23,7 @@ MAX_BACKLOG = 16 * 1024 * 1024  # bytes queued here for one peer, beyond what li
 Authorize = Callable[[str], str]  # the user id of a handshake -> the owner; "": not on this socket
 
 
-@dataclass(eq=False, slots=True)
-class Peer:
+class Peer(Struct, eq=False):
     """One connection; `number` is never used again."""
 
     name: bytes  # the routing id that the ROUTER gave it

@@ -7,7 +7,8 @@ was unloaded stands in the log alone: everywhere else its cause is STOPPED.
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from mlxpool.common.progress import ProgressReading
 
@@ -75,8 +76,7 @@ def wrong_report(due: int) -> str:
 # ---- exits of processes --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerExit:
+class WorkerExit(Struct, frozen=True):
     """`own`: it ended by itself, not by a signal from outside.
 
     `prefill` is the request whose prompt it was reading.

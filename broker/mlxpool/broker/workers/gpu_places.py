@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
+
+from msgspec import Struct
 
 from mlxpool.common.gpus import check_enough
 
@@ -31,8 +32,7 @@ TRANSITIONS: dict[PlaceState, dict[str, PlaceState]] = {
 }
 
 
-@dataclass(eq=False, slots=True)
-class Place:
+class Place(Struct, eq=False):
     """The GPUs of a slot, one for each rank, in the order of ranks."""
 
     slot: str

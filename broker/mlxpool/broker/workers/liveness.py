@@ -8,7 +8,9 @@ was frozen itself condemns no worker.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from mlxpool.broker.workers import exit_causes
 from mlxpool.common.config.schema import PoolConfig
@@ -18,8 +20,7 @@ USUAL_FACTOR = 40  # times the usual duration is past the limit
 EDGE_FRESH = 2.0  # seconds: an edge thread that moved so lately is alive
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(Struct, frozen=True):
     """A process as its supervisor sees it. Waits are nanoseconds spent runnable but not run."""
 
     look: ProgressReading
@@ -35,8 +36,7 @@ class Sample:
         return self.rss + sum(other.rss for other in self.others)
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(Struct, frozen=True):
     """Ages are seconds: past its limit a worker is suspect, past twice the limit it hangs."""
 
     age: float = 0.0
@@ -54,8 +54,7 @@ class Verdict:
         return self.age >= 2 * self.limit
 
 
-@dataclass(eq=False, slots=True)
-class Watch:
+class Watch(Struct, eq=False):
     """Ages in running seconds: since the compute thread moved, a beat came, the edge moved."""
 
     at: float = 0.0  # time of the last sample; 0: there was none

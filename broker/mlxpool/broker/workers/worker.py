@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from mlxpool.broker.routing.route_cost import Route
 from mlxpool.broker.workers.liveness import Watch
@@ -16,8 +17,7 @@ PROVEN_TOKENS = 16  # a worker that made so many has served
 RunKey = tuple[bytes, int]  # id of a request, number of its run
 
 
-@dataclass(eq=False, slots=True)
-class Worker:
+class Worker(Struct, eq=False):
     """`leases` holds the runs that were given to it and that it has not confirmed as ended.
 
     Invariant: credit() >= 0, and only a READY worker has credit.
@@ -127,8 +127,7 @@ class Worker:
         self.suspect_since = 0.0
 
 
-@dataclass(eq=False, slots=True)
-class Slot:
+class Slot(Struct, eq=False):
     name: str
     model: str
     worker: Worker | None = None

@@ -6,14 +6,16 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from mlxpool.cli.formatting import feature, size, table
 from mlxpool.cli.json_text import json_text
 from mlxpool.cli.pool_flags import add_settings, settings_of
 from mlxpool.common.escapes import escape_line
+from mlxpool.common.records import as_map
 
 SOUND, UNSOUND = 0, 1
 MAX_SHOWN = 40  # problems; a wrong size in config.json makes one of every tensor
@@ -65,7 +67,7 @@ def diagnose(options: argparse.Namespace) -> dict[str, Any]:
         spec = replace(spec, context=options.context)
     asked = {
         "name": options.name,
-        "model": asdict(spec),
+        "model": as_map(spec),
         "machine": True,
         "memory_limit": settings.memory_limit,
     }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ from mlxpool.cli.formatting import duration, kv_cache, size, table
 from mlxpool.cli.json_text import json_text
 from mlxpool.cli.pool_flags import add_settings, settings_of
 from mlxpool.common.escapes import escape_line
+from mlxpool.common.records import as_map
 
 if TYPE_CHECKING:
     from mlxpool.worker.prefix_disk.survey import Contents
@@ -89,7 +89,7 @@ def ls(options: argparse.Namespace) -> int:
     root = _root(options)
     found = _surveys().survey(root, options.name)
     if options.json:
-        models = [asdict(one) for one in found]
+        models = [as_map(one) for one in found]
         print(json_text({"prefix_dir": str(root), "models": models}))
     else:
         print("\n".join(_rows(root, found)))

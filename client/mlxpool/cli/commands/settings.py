@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from mlxpool.cli.formatting import table
@@ -13,6 +12,7 @@ from mlxpool.cli.json_text import json_text
 from mlxpool.cli.pool_flags import add_settings, flags_of, model_paths_of, settings_of
 from mlxpool.common.escapes import CONTROLS, escape_line
 from mlxpool.common.paths import config_file
+from mlxpool.common.records import as_map
 
 if TYPE_CHECKING:
     from mlxpool.common.config.origins import Setting
@@ -56,7 +56,7 @@ def show(options: argparse.Namespace) -> int:
     found = _settings(options)
     if options.json:
         file = config_file(options.config)
-        answer = {"file": str(file) if file else None, "settings": [asdict(one) for one in found]}
+        answer = {"file": str(file) if file else None, "settings": [as_map(one) for one in found]}
         print(json_text(answer))
     else:
         print("\n".join(as_toml(found, origin=options.origin)))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from mlxpool.cli.pool_flags import add_settings, settings_of
 from mlxpool.cli.target import add_flags, target_of

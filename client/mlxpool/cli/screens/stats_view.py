@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from mlxpool.cli.columns import joined
 from mlxpool.cli.formatting import duration, milliseconds
@@ -23,8 +24,7 @@ NAME = 15  # characters of the names, at least
 ROOMY = NAME + 3 + FIGURE + RATE  # columns of a terminal; the gaps of a narrower one are smaller
 
 
-@dataclass(frozen=True, slots=True)
-class Counter:
+class Counter(Struct, frozen=True):
     """A figure of `stats`: its name, and the key of its value, with dots between nested keys."""
 
     name: str

@@ -6,8 +6,10 @@ Times are the broker's own (`uptime_s`), so rates are right also for a slow read
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import asdict
 
 from mlxpool.cli.columns import Column
 from mlxpool.cli.formatting import duration, jobs_line, milliseconds, share, size
@@ -32,8 +34,7 @@ COLUMNS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(Struct, frozen=True):
     """One slot, or a model without workers. None: not known, or there are no samples."""
 
     model: str
@@ -50,11 +51,10 @@ class Row:
     up: float | None = None  # seconds
 
     def as_json(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__}
+        return asdict(self)
 
 
-@dataclass(frozen=True, slots=True)
-class SortOrder:
+class SortOrder(Struct, frozen=True):
     """A column to sort by; the largest number is first."""
 
     key: str  # the key to press

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack, overload
+
+from msgspec.structs import replace
 
 import mlxpool.client.vectors as vectors
 from mlxpool.client.aio.calls import AsyncCaller

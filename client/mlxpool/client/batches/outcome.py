@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from mlxpool.client.stream import Result
 from mlxpool.client.vectors import Vectors
@@ -16,8 +17,7 @@ from mlxpool.common.protocol.to_client import Done, Failed
 from mlxpool.common.protocol.token_ids import unpack_ids
 
 
-@dataclass(frozen=True, slots=True)
-class LineResult:
+class LineResult(Struct, frozen=True):
     """The outcome of one line of a batch: a `result`, or an `error`."""
 
     line: int  # the number of the line in the file, from 0
@@ -41,8 +41,7 @@ class LineResult:
         return Vectors.of(self.result)
 
 
-@dataclass(frozen=True, slots=True)
-class Page:
+class Page(Struct, frozen=True):
     """Outcomes in the order of lines. `next`: the `after` of the next page, -1: the last."""
 
     rows: tuple[Mapping[str, Any], ...]

@@ -6,9 +6,10 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
 
 from mlxpool.common.checks import shown
 from mlxpool.common.errors import BadRequest, TooLarge
@@ -18,8 +19,7 @@ from mlxpool.common.protocol.kept.file_messages import PART_BYTES
 Lines = str | os.PathLike[str] | Iterable[Mapping[str, Any] | str | bytes]
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(Struct, frozen=True):
     """Bytes of a file that begin at `start`. `last`: the file ends with them."""
 
     start: int
@@ -27,8 +27,7 @@ class Part:
     last: bool
 
 
-@dataclass(eq=False, slots=True)
-class Source:
+class Source(Struct, eq=False):
     """Reads lines as they are needed: no more than a part and a line are in memory.
 
     `lines`: the path of a file of JSON lines, or lines as maps, texts or bytes. `check`: raise

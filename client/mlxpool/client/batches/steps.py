@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
+
+from msgspec import Struct
 
 from mlxpool.client.batches.outcome import Page
 from mlxpool.client.batches.source import Part, Source
@@ -38,15 +39,13 @@ PAUSE = 1.0  # seconds, where the pool names no time
 Answer = TypeVar("Answer")
 
 
-@dataclass(frozen=True, slots=True)
-class Pause:
+class Pause(Struct, frozen=True):
     """A step that waits for `seconds`; it is answered with None."""
 
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(Struct, frozen=True):
     """Read or check something, which takes time. Its answer is what `call` returns."""
 
     call: Callable[[], Any]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeVar, Unpack, overload
+
+from msgspec.structs import replace
 
 import mlxpool.client.vectors as vectors
 from mlxpool.client.choices import Choices, ChoicesStream, drafts_of

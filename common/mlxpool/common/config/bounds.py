@@ -9,10 +9,11 @@ import ipaddress
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+from msgspec import Struct
 
 from mlxpool.common.gpus import GPU_ID
 from mlxpool.common.paths import expanded
@@ -67,8 +68,7 @@ class Unit(Enum):
     FLAG = "flag"  # a boolean; also the text "true" or "false", which the environment gives
 
 
-@dataclass(frozen=True, slots=True)
-class Within:
+class Within(Struct, frozen=True):
     """Bounds of a number, both inclusive."""
 
     low: float
@@ -86,8 +86,7 @@ def _exact(bound: float) -> str:
     return str(int(bound)) if float(bound).is_integer() else f"{bound:g}"
 
 
-@dataclass(frozen=True, slots=True)
-class OneOf:
+class OneOf(Struct, frozen=True):
     """The texts that a setting may have."""
 
     choices: tuple[str, ...]
@@ -97,8 +96,7 @@ class OneOf:
             raise ConfigError(f"{where} is {value!r}, must be of {self.choices}")
 
 
-@dataclass(frozen=True, slots=True)
-class Declaration:
+class Declaration(Struct, frozen=True):
     """One setting as `schema` declares it; each check raises ConfigError."""
 
     type: Any
@@ -106,7 +104,7 @@ class Declaration:
     checks: tuple[Callable[[Any, str], None], ...]
 
     def read(self, value: Any, where: str) -> Any:
-        """A value of a file, the environment or a flag as its dataclass holds it.
+        """A value of a file, the environment or a flag as its record holds it.
 
         Raises ConfigError naming `where`.
         """
@@ -117,7 +115,7 @@ class Declaration:
 
 
 def declarations(kind: type) -> Mapping[str, Declaration]:
-    """The settings of a dataclass by name, in their order."""
+    """The settings of a record by name, in their order."""
     hints = get_type_hints(kind, include_extras=True)
     return {name: _declaration(hint) for name, hint in hints.items()}
 

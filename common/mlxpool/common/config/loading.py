@@ -12,9 +12,10 @@ import shlex
 import tempfile
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import MISSING, Field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_origin
+
+from msgspec.structs import fields, replace
 
 from mlxpool.common.config.bounds import (
     LOOPBACK,
@@ -266,7 +267,7 @@ Kind = TypeVar("Kind", PoolConfig, ModelConfig, Counting, Scaling, KeyConfig)
 
 
 def _build(kind: type[Kind], table: Mapping[str, Any], where: str) -> Kind:
-    """A section as its dataclass. Raises ConfigError with every problem of it."""
+    """A section as its record. Raises ConfigError with every problem of it."""
     known = {
         name: setting for name, setting in declarations(kind).items() if name not in NO_SETTINGS
     }
@@ -276,7 +277,7 @@ def _build(kind: type[Kind], table: Mapping[str, Any], where: str) -> Kind:
         with problems.collected():
             values[key] = _setting(key, known, value, where)
     meant = {_nearest(key, known) for key in table}  # a key that is misspelt is not missing too
-    for name in (f.name for f in fields(kind) if _is_required(f) and f.name not in meant):
+    for name in (f.name for f in fields(kind) if f.required and f.name not in meant):
         problems.found.append(f"{where}.{name} is missing")
     if (kind is ModelConfig and "path" not in meant) or table.get("path") == "":
         problems.found.append(f"{where}.path is missing{PATH_HINT}")
@@ -313,10 +314,6 @@ def _unknown(key: str, known: Iterable[str], where: str) -> str:
     near = _nearest(key, known)
     hint = f"; did you mean {near!r}?" if near else f"; known: {', '.join(known)}"
     return f"{where}: unknown key {key!r}{hint}"
-
-
-def _is_required(setting: Field[Any]) -> bool:
-    return setting.default is MISSING and setting.default_factory is MISSING
 
 
 def _bad_endpoints(values: Mapping[str, Any], where: str) -> Iterator[str]:

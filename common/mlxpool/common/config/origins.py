@@ -10,12 +10,14 @@ import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct
+
 from mlxpool.common.config.loading import load, variables
 from mlxpool.common.config.schema import BUILTIN, NO_SETTINGS, ModelConfig, PoolConfig
+from mlxpool.common.records import as_map
 
 DEFAULT = "default"
 PREFIX = "MLXPOOL_"
@@ -38,8 +40,7 @@ OTHER_VARIABLES = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
+class Setting(Struct, frozen=True):
     """One setting; `key` is dotted, such as pool.queue_limit or models.demo.path."""
 
     key: str
@@ -62,8 +63,7 @@ def settings(
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class _SourceFile:
+class _SourceFile(Struct, frozen=True):
     """The file's table, and the line of each key."""
 
     file: str
@@ -85,7 +85,7 @@ class _SourceFile:
 
 def _pool(loaded: PoolConfig, flags: Mapping[str, Any], source: _SourceFile) -> Iterator[Setting]:
     known = variables()
-    for name in (field.name for field in fields(loaded) if field.name not in NO_SETTINGS):
+    for name in (name for name in loaded.__struct_fields__ if name not in NO_SETTINGS):
         if flags.get(name) is not None:
             origin = f"--{name.replace('_', '-')}"
         elif name in known and os.environ.get(known[name]):
@@ -97,12 +97,12 @@ def _pool(loaded: PoolConfig, flags: Mapping[str, Any], source: _SourceFile) -> 
 
 def _entries(loaded: PoolConfig, source: _SourceFile) -> Iterator[Setting]:
     """The settings of the named sections of the file, except models."""
-    for name in (field.name for field in fields(loaded) if field.name != "models"):
+    for name in (name for name in loaded.__struct_fields__ if name != "models"):
         entries = getattr(loaded, name)
         if not isinstance(entries, Mapping):
             continue
         for entry, table in entries.items():
-            for key, value in _flat(asdict(table)):
+            for key, value in _flat(as_map(table)):
                 origin = source.origin(name, entry, *key) or DEFAULT
                 yield Setting(_dotted(name, entry, *key), _plain(value), origin)
 
@@ -118,7 +118,7 @@ def _model(
     else:
         origin = DEFAULT
     from_file = name not in folders  # --model replaces the whole section
-    table = asdict(model)
+    table = as_map(model)
     if model.scaling.max:
         table["replicas"] = table["scaling"]
     for key, value in _flat(table):

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
+
+from msgspec import Struct, field
 
 from mlxpool.common.config.bounds import (
     OneOf,
@@ -21,6 +22,7 @@ from mlxpool.common.config.bounds import (
     check_host_port,
 )
 from mlxpool.common.paths import default_prefix_dir, default_run_dir
+from mlxpool.common.records import as_map
 from mlxpool.common.transport.keys import PEERS
 
 Bytes = Annotated[int, Unit.BYTES]
@@ -52,8 +54,7 @@ FAULTS = (  # that the `counting` model can inject
 FAULT_STAGES = ("load", "accept", "prefill", "decode", "end", "after_end", "send")
 
 
-@dataclass(frozen=True, slots=True)
-class Counting:
+class Counting(Struct, frozen=True):
     """How the weightless `counting` model behaves; its token i is f(prompt, seed, i)."""
 
     # Milliseconds that the load takes, in ten shards.
@@ -80,8 +81,7 @@ class Counting:
     fault_times: Annotated[int, Within(0, MAX_COUNT)] = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Scaling:
+class Scaling(Struct, frozen=True):
     """`replicas = { min = 1, max = 4 }` of a model: how its number of workers follows its load."""
 
     # Workers that there are at least.
@@ -98,8 +98,7 @@ CACHE_AWARE = "cache_aware"
 ROUTINGS = (CACHE_AWARE, "least_loaded")
 
 
-@dataclass(frozen=True, slots=True)
-class ModelConfig:
+class ModelConfig(Struct, frozen=True):
     """`[models.NAME]`."""
 
     # A folder, a reference, or "builtin:" and demo, demo-chat, demo-embed or counting.
@@ -185,8 +184,7 @@ class ModelConfig:
         return cls(**{**table, **inner})
 
 
-@dataclass(frozen=True, slots=True)
-class KeyConfig:
+class KeyConfig(Struct, frozen=True):
     """`[keys.NAME]`: a public key that may connect over tcp, and its role."""
 
     role: Annotated[str, OneOf(PEERS)]
@@ -196,8 +194,7 @@ class KeyConfig:
     may_name_owners: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class PoolConfig:
+class PoolConfig(Struct, frozen=True):
     """`[pool]`."""
 
     # Holds sockets, lock and logs.
@@ -333,8 +330,7 @@ class PoolConfig:
 WAIT_LIMIT = 300.0  # seconds; more than twice each limit of a worker without progress, by default
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerConfig:
+class WorkerConfig(Struct, frozen=True):
     """What a worker gets at its start, in the environment of its process."""
 
     endpoint: str  # the broker's back socket
@@ -366,7 +362,7 @@ class WorkerConfig:
 
     def to_environment(self) -> str:
         """The value of WORKER_VARIABLE."""
-        return json.dumps(asdict(self))
+        return json.dumps(as_map(self))
 
     @classmethod
     def from_environment(cls, text: str) -> WorkerConfig:
@@ -379,8 +375,7 @@ class WorkerConfig:
 WORKER_VARIABLE = "MLXPOOL_WORKER"
 
 
-@dataclass(frozen=True, slots=True)
-class GatewayConfig:
+class GatewayConfig(Struct, frozen=True):
     """What the gateway that a broker runs gets at its start, in the environment of its process.
 
     Its standard input ends with the broker. It writes a byte to `notify_fd` when it serves, and
@@ -407,7 +402,7 @@ class GatewayConfig:
 
     def to_environment(self) -> str:
         """The value of GATEWAY_VARIABLE."""
-        return json.dumps(asdict(self))
+        return json.dumps(as_map(self))
 
     @classmethod
     def from_environment(cls, text: str) -> GatewayConfig:

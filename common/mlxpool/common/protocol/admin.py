@@ -7,8 +7,9 @@ with what the broker's `telemetry.reports` and `models.listing` make.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from mlxpool.common.checks import is_integer
 from mlxpool.common.errors import BadRequest
@@ -18,8 +19,7 @@ WATCH = "watch"  # the one command that is answered more than once
 MAX_GRACE_MS = 24 * 3600 * 1000
 
 
-@dataclass(frozen=True, slots=True)
-class DrainRequest:
+class DrainRequest(Struct, frozen=True):
     """`drain` of a slot, a model, or (both None) the pool. `grace` is seconds, None: as set.
 
     `slot` is checked against the slots that there are, of whatever type it is.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from mlxpool.common.protocol.images import MAX_IMAGE, MAX_IMAGE_TOTAL, MAX_IMAGES
 
@@ -14,8 +15,7 @@ MAX_BLOB = 4 * 1024 * 1024  # bytes of a text or of token ids
 MAX_TOTAL = 8 * 1024 * 1024  # bytes of a message without images
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
+class Bounds(Struct, frozen=True):
     """The most parts of a message, bytes of one blob, and bytes of all parts."""
 
     parts: int = 4

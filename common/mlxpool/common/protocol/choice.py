@@ -5,8 +5,9 @@ together, so that one worker computes them and reads the prompt once.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from mlxpool.common.checks import integer
 from mlxpool.common.errors import BadRequest
@@ -16,8 +17,7 @@ MAX_CHOICES = 64  # of one prompt
 MAX_GROUP = 64  # characters
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(Struct, frozen=True):
     """Choice `index`, from 0, of the `of` choices of a prompt.
 
     `group` is a text that its client uses for these choices alone.

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from mlxpool.common.checks import integer, is_integer, is_number, shown
 from mlxpool.common.errors import BadRequest
@@ -29,8 +30,7 @@ KEYS = frozenset({"model", "prompt", "questions", "temperature", "first"}) | _OF
 QUESTION_KEYS = frozenset({"question", "choices", "scale"})
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
+class Question(Struct, frozen=True):
     """A question about the text, and its labels: at most one of `choices` and `scale` is given.
 
     `choices`: labels of which one is picked. `scale`: the least and the greatest of its whole
@@ -86,8 +86,7 @@ class Question:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class DecideCall:
+class DecideCall(Struct, frozen=True):
     """A worker's view of `decide`: questions about one text.
 
     `temperature` divides the logarithms of the labels' probabilities. `first`: the number that

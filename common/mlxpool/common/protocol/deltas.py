@@ -6,9 +6,10 @@ The hot path of worker, broker and client.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
+
+from msgspec import Struct, field
 
 from mlxpool.common.checks import mapping, optional_flag
 from mlxpool.common.errors import BadRequest
@@ -152,8 +153,7 @@ def unpack_deltas(message: Message) -> list[Delta]:
     return deltas
 
 
-@dataclass(frozen=True, slots=True)
-class Deltas(Content):
+class Deltas(Content, Struct, frozen=True):
     """What steps made: one row for each stream that got something.
 
     A worker sends it to the broker about runs. The broker sends it to a client about streams with
@@ -174,8 +174,7 @@ class Deltas(Content):
 # ---- the end of a run ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(Struct, frozen=True):
     """Counts of tokens of the whole completion, ids of a resume included."""
 
     prompt_tokens: int = 0
@@ -196,8 +195,7 @@ class Usage:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class RunEnd:
+class RunEnd(Struct, frozen=True):
     """How a run ended in its worker, as it travels in the last row of `deltas`.
 
     `usage` and `timings_ms` are passed on as the worker made them. `complete`: whether the answer

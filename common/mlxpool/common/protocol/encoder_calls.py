@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import msgpack
+from msgspec import Struct
+from msgspec.structs import replace
 
 from mlxpool.common.checks import flag, integer, is_integer, shown
 from mlxpool.common.errors import BadRequest, TooLarge
@@ -36,8 +37,7 @@ Pair: TypeAlias = tuple[str, str]
 Texts: TypeAlias = Sequence[str] | Sequence[Pair]
 
 
-@dataclass(frozen=True, slots=True)
-class EncoderCall:
+class EncoderCall(Struct, frozen=True):
     """A worker's view of `embed`, `rerank` or `classify`.
 
     One of `texts`, `pairs` and `ids` has the inputs: texts, pairs of texts, or lists of token ids

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, ClassVar
 
 import msgpack
+from msgspec import Struct, field
 
 from mlxpool.common.checks import shown
 from mlxpool.common.errors import BadRequest, PoolError, TooLarge, VersionMismatch
@@ -40,8 +40,7 @@ MAX_NUMBER = 2**63 - 1
 EXACT_BITS = 53  # of numbers that are drawn, so that JSON readers with doubles keep them
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(Struct, frozen=True):
     """`epoch`: the worker's epoch on the back socket, the broker's boot number on the front.
 
     `attempt` counts a client's sendings of an id on the front; on the back it is the number of a
@@ -56,8 +55,7 @@ class Header:
     pos: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(Struct, frozen=True):
     """One decoded message."""
 
     header: Header
@@ -254,9 +252,9 @@ def _check_sizes(kind: str, parts: Sequence[bytes], max_body: int) -> None:
 
 
 class Content:
-    """Base of every typed message. A subclass is a frozen dataclass with its fields.
+    """Base of every typed message. A subclass is a frozen record with its fields.
 
-    Where a message is received as well as sent, `parse` makes the dataclass from a body and its
+    Where a message is received as well as sent, `parse` makes the record from a body and its
     blobs; unknown keys are ignored.
     """
 

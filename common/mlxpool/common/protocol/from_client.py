@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import msgpack
+from msgspec import Struct, field
 
 from mlxpool.common import answer_format
 from mlxpool.common.checks import flag, integer, text
@@ -47,8 +47,7 @@ PER_SENDING = frozenset(
 # ---- clients ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Generate:
+class Generate(Struct, frozen=True):
     """A checked `generate`. Times are milliseconds, None where the client sets no bound."""
 
     kind: ClassVar[str] = "generate"
@@ -138,8 +137,7 @@ def _check_prompt_options(options: Options, prompt: Prompt) -> None:
             raise BadRequest("suffix goes without echo, prompt_logprobs and truncate")
 
 
-@dataclass(frozen=True, slots=True)
-class GenerateDraft(Content):
+class GenerateDraft(Content, Struct, frozen=True):
     """A `generate` as its user wrote it: the broker checks the values.
 
     `settings` are the keys beside prompt and options, such as `deadline_ms` and `session`.
@@ -172,8 +170,7 @@ def request_digest(body: Mapping[str, Any], blobs: Sequence[bytes]) -> bytes:
     return digest.digest()[:16]
 
 
-@dataclass(frozen=True, slots=True)
-class Ack(Content):
+class Ack(Content, Struct, frozen=True):
     """How many ids of each stream the client has read in all: pairs of (id, count)."""
 
     kind: ClassVar[str] = "ack"
@@ -200,15 +197,13 @@ def _is_pair(pair: object) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Cancel(Content):
+class Cancel(Content, Struct, frozen=True):
     """End the stream of the header's id. The broker sends the same to a worker about a run."""
 
     kind: ClassVar[str] = "cancel"
 
 
-@dataclass(frozen=True, slots=True)
-class Ping(Content):
+class Ping(Content, Struct, frozen=True):
     """Ask which broker process and which link this is; a sign of life."""
 
     kind: ClassVar[str] = "ping"
@@ -217,8 +212,7 @@ class Ping(Content):
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class ListModels(Content):
+class ListModels(Content, Struct, frozen=True):
     """Ask for every model that can be named, or for all that is known of one."""
 
     kind: ClassVar[str] = "models"
@@ -236,8 +230,7 @@ class ListModels(Content):
         return cls(model)
 
 
-@dataclass(frozen=True, slots=True)
-class Keep(Content):
+class Keep(Content, Struct, frozen=True):
     """Ask to keep a model loaded for `keep_ms` milliseconds after its last work.
 
     0: unload it once it has no work; -1: keep it without end. Other values than 0 load it.
@@ -262,8 +255,7 @@ class Keep(Content):
         return cls(model, keep_ms)
 
 
-@dataclass(frozen=True, slots=True)
-class ModelCall(Content):
+class ModelCall(Content, Struct, frozen=True):
     """What a client asks of a model and gets one answer to: `tokenize`, `embed` and the like.
 
     The broker checks the model's name and the deadline; the other keys and the blobs are the
@@ -271,7 +263,7 @@ class ModelCall(Content):
     `alone`: the worker computes it without others, see encoder_calls.
     """
 
-    kind: str  # type: ignore[misc]  # one dataclass for several kinds
+    kind: str  # type: ignore[misc]  # one record for several kinds
     model: str
     fields: Mapping[str, Any] = field(default_factory=dict)  # the body without what is below
     packed: tuple[bytes, ...] = ()

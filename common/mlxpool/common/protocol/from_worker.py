@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
+
+from msgspec import Struct, field
 
 from mlxpool.common.checks import is_number, mapping, natural
 from mlxpool.common.errors import BadRequest
@@ -17,8 +18,7 @@ TOKENS = "tokens"  # the kind of the answer to a call of the tokenizer
 ANSWERS = frozenset({TOKENS, VECTORS, DECISIONS})  # the kinds of a `CallAnswer`
 
 
-@dataclass(frozen=True, slots=True)
-class Hello(Content):
+class Hello(Content, Struct, frozen=True):
     """A worker introduces itself. `slot` is "" for one that dials in and asks for a slot.
 
     `token` is the newest one that the broker gave it; `start_time` is seconds since 1970.
@@ -62,8 +62,7 @@ class Hello(Content):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Credit(Content):
+class Credit(Content, Struct, frozen=True):
     """Room for more work: `sequences` are free, `works` frames were received in this epoch."""
 
     kind: ClassVar[str] = "credit"
@@ -78,8 +77,7 @@ class Credit(Content):
         return cls(natural(body.get("sequences")), natural(body.get("works")))
 
 
-@dataclass(frozen=True, slots=True)
-class ProgressSample:
+class ProgressSample(Struct, frozen=True):
     """What a worker that dialled in says in place of its progress block."""
 
     tokens: int = 0  # of the prompt chunk it reads
@@ -95,8 +93,7 @@ class ProgressSample:
         return cls()
 
 
-@dataclass(frozen=True, slots=True)
-class Beat(Content):
+class Beat(Content, Struct, frozen=True):
     """A heartbeat: what the worker does now and what it holds. Memory is bytes.
 
     `phase` None: the worker did not say. `prefill` is the request whose prompt it reads.
@@ -165,8 +162,7 @@ class Beat(Content):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class CallAnswer(Content):
+class CallAnswer(Content, Struct, frozen=True):
     """The answer to a call; the body of an error if it has a `code`.
 
     Its kind is `tokens` for those of the tokenizer, `vectors` or `decisions` for those that a model
@@ -175,7 +171,7 @@ class CallAnswer(Content):
 
     fields: Mapping[str, Any]
     packed: tuple[bytes, ...] = ()
-    kind: str = TOKENS  # type: ignore[misc]  # one dataclass for several kinds
+    kind: str = TOKENS  # type: ignore[misc]  # one record for several kinds
 
     @property
     def failed(self) -> bool:
@@ -188,8 +184,7 @@ class CallAnswer(Content):
         return self.packed
 
 
-@dataclass(frozen=True, slots=True)
-class Yield(Content):
+class Yield(Content, Struct, frozen=True):
     """A drained worker hands back the runs that it has not finished: (id, run number) each."""
 
     kind: ClassVar[str] = "yield"
@@ -215,8 +210,7 @@ class Yield(Content):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class PromptSizes(Content):
+class PromptSizes(Content, Struct, frozen=True):
     """How many tokens prompts have, before they are read: (id, run number, tokens) each."""
 
     kind: ClassVar[str] = "prompts"
@@ -241,8 +235,7 @@ def _is_size(run: object) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Bye(Content):
+class Bye(Content, Struct, frozen=True):
     """A worker leaves; `error` is the body of an error, if it cannot serve or no longer can."""
 
     kind: ClassVar[str] = "bye"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
+
+from msgspec import Struct
 
 from mlxpool.common.errors import BadRequest, TooLarge
 from mlxpool.common.protocol import images as images_of
@@ -15,8 +16,7 @@ from mlxpool.common.protocol.token_ids import ID_WIDTH
 KEYS = ("prompt", "messages", "tokens")
 
 
-@dataclass(frozen=True, slots=True)
-class TextPrompt:
+class TextPrompt(Struct, frozen=True):
     """Text that is tokenised as it stands. It names each of its `images` by `[img-n]`."""
 
     text: str
@@ -34,8 +34,7 @@ class TextPrompt:
         return _text_bytes(self.text)
 
 
-@dataclass(frozen=True, slots=True)
-class PackedPrompt:
+class PackedPrompt(Struct, frozen=True):
     """Text in UTF-8 (`prompt`) or packed token ids (`tokens`) that travel as the first blob.
 
     The `images` of a text are the blobs behind it; token ids have none.
@@ -57,8 +56,7 @@ class PackedPrompt:
         return len(self.blob)
 
 
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
+class ChatPrompt(Struct, frozen=True):
     """Messages for the model's chat template, with the tools and the thinking it is to offer.
 
     `messages` and `tools` are as the client sent them; `check_messages` gives templates their form.

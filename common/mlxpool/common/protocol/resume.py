@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from mlxpool.common.checks import integer, is_integer, is_number
 from mlxpool.common.errors import BadRequest, TooLarge
@@ -20,8 +21,7 @@ COUNTS = ("context", "max_tokens", "prompt_tokens", "truncated")  # facts that c
 DIGESTS = ("digest", "grammar")  # facts that are digests
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
+class Facts(Struct, frozen=True):
     """What holds for a stream from its first worker to its last.
 
     `prompt_tokens` and `max_tokens` are counts of ids; `prompt_tokens` is what is left of the
@@ -39,7 +39,10 @@ class Facts:
     thinks: bool = False
     truncated: int | None = None
     grammar: str | None = None
-    raw: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    raw: Mapping[str, Any] = field(default_factory=dict)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Facts) and self.body() == other.body()  # without `raw`
 
     def body(self) -> dict[str, Any]:
         """The map that the first row of a run carries."""
@@ -102,8 +105,7 @@ class Facts:
         return cls(digest, **counts, now=now, thinks=thinks, grammar=grammar, raw=raw)
 
 
-@dataclass(frozen=True, slots=True)
-class Resume:
+class Resume(Struct, frozen=True):
     """The part of `generate` and `work` by which a stream goes on.
 
     `ids` are the packed ids there are already. `seed` is the one that `accepted` told, `resumes`

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
+
+from msgspec import Struct, field
 
 from mlxpool.common.checks import mapping, natural, optional_flag
 from mlxpool.common.errors import PoolError, from_body
@@ -13,8 +14,7 @@ from mlxpool.common.protocol.from_worker import CallAnswer
 from mlxpool.common.protocol.token_ids import ID_WIDTH
 
 
-@dataclass(frozen=True, slots=True)
-class Accepted(Content):
+class Accepted(Content, Struct, frozen=True):
     """The broker has taken the request. `queue_position` requests wait in front of it.
 
     `warnings` say which keys of the request are ignored.
@@ -49,8 +49,7 @@ class Accepted(Content):
         )
 
 
-@dataclass(eq=False, slots=True)
-class StreamDelta(Content):
+class StreamDelta(Content, Struct, eq=False):
     """A piece of one stream: whole steps of the worker, merged until it is sent.
 
     The broker fills it step by step: a second object for each would cost the hot path. `pos`
@@ -92,8 +91,7 @@ class StreamDelta(Content):
         return (bytes(self.ids),)
 
 
-@dataclass(frozen=True, slots=True)
-class Done(Content):
+class Done(Content, Struct, frozen=True):
     """The terminal of a stream that ended without an error. Times are milliseconds.
 
     `text` is what was held back; `reason` is stop, length or cancelled; `attempts` counts how
@@ -155,8 +153,7 @@ def _answer(body: object, blobs: Sequence[bytes]) -> CallAnswer | None:
     return CallAnswer(fields, tuple(blobs), str(body.get("kind")))
 
 
-@dataclass(frozen=True, slots=True)
-class Failed(Content):
+class Failed(Content, Struct, frozen=True):
     """An `error`: the terminal of a stream, the answer to a call, or about a message.
 
     `fields` is the body that `PoolError.body` makes, passed on as it came.
@@ -186,8 +183,7 @@ class Failed(Content):
         return dict(self.fields)
 
 
-@dataclass(frozen=True, slots=True)
-class Fate(Content):
+class Fate(Content, Struct, frozen=True):
     """Answer to `cancel`: where the request stood before it; `pos` ids were sent."""
 
     kind: ClassVar[str] = "fate"
@@ -202,8 +198,7 @@ class Fate(Content):
         return cls(str(body.get("state")), natural(body.get("pos")))
 
 
-@dataclass(frozen=True, slots=True)
-class Pong(Content):
+class Pong(Content, Struct, frozen=True):
     """Answer to `ping`: which broker process this is, and which link of it."""
 
     kind: ClassVar[str] = "pong"
@@ -219,8 +214,7 @@ class Pong(Content):
         return cls(int(body["boot"]), int(body["link"]), natural(body.get("version")))
 
 
-@dataclass(frozen=True, slots=True)
-class Kept(Content):
+class Kept(Content, Struct, frozen=True):
     """Answer to `keep`: the time that holds, which may be another than the one asked for."""
 
     kind: ClassVar[str] = "kept"
@@ -234,8 +228,7 @@ class Kept(Content):
         return cls(int(body["keep_ms"]))
 
 
-@dataclass(frozen=True, slots=True)
-class ModelList(Content):
+class ModelList(Content, Struct, frozen=True):
     """Answer to `models`: a row for each name, see docs/protocol.md, `models`.
 
     The row of a request for one model has `about` in addition, what its files say.

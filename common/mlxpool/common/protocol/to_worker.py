@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
+
+from msgspec import Struct
 
 from mlxpool.common.checks import is_integer, is_number
 from mlxpool.common.errors import BadRequest
@@ -25,8 +26,7 @@ from mlxpool.common.protocol.resume import Resume
 _OF_CHATS = ("messages", "tools", "think")  # keys of a `tokenize` of a chat
 
 
-@dataclass(frozen=True, slots=True)
-class Welcome(Content):
+class Welcome(Content, Struct, frozen=True):
     """Answer to `hello`: the header's epoch is the worker's. The next `hello` needs `token`."""
 
     kind: ClassVar[str] = "welcome"
@@ -43,15 +43,13 @@ class Welcome(Content):
         return cls(boot if is_integer(boot) else 0, token if isinstance(token, str) else None)
 
 
-@dataclass(frozen=True, slots=True)
-class Heard(Content):
+class Heard(Content, Struct, frozen=True):
     """Answer to a beat: the broker lives."""
 
     kind: ClassVar[str] = "heard"
 
 
-@dataclass(frozen=True, slots=True)
-class Who(Content):
+class Who(Content, Struct, frozen=True):
     """The connection has no welcome: the worker drops all runs and says `hello` again."""
 
     kind: ClassVar[str] = "who"
@@ -60,15 +58,13 @@ class Who(Content):
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class Drain(Content):
+class Drain(Content, Struct, frozen=True):
     """Stop all runs, hand them back with `yield`, take no more."""
 
     kind: ClassVar[str] = "drain"
 
 
-@dataclass(frozen=True, slots=True)
-class Stop(Content):
+class Stop(Content, Struct, frozen=True):
     """Leave. `again`: a fresh worker is wanted in its place. `error`: its `hello` is refused."""
 
     kind: ClassVar[str] = "stop"
@@ -85,8 +81,7 @@ class Stop(Content):
         return cls(bool(body.get("again")), error if isinstance(error, Mapping) else None)
 
 
-@dataclass(frozen=True, slots=True)
-class Work(Content):
+class Work(Content, Struct, frozen=True):
     """A run: the prompt, checked options, the seed, and what a resumed stream brings along.
 
     `deadline_ms` is what is left of the request's time. `suspect`: the request may have ended a
@@ -141,8 +136,7 @@ class Work(Content):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Tokenize:
+class Tokenize(Struct, frozen=True):
     """A worker's view of `tokenize`: text, UTF-8 that travelled as a blob, or a chat."""
 
     kind: ClassVar[str] = TOKENIZE
@@ -171,8 +165,7 @@ class Tokenize:
         return cls(text, _owner(body))
 
 
-@dataclass(frozen=True, slots=True)
-class Detokenize:
+class Detokenize(Struct, frozen=True):
     """A worker's view of `detokenize`: packed token ids. `each`: the text of each is wanted."""
 
     kind: ClassVar[str] = DETOKENIZE

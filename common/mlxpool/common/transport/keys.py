@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 import re
 import stat
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import zmq
+from msgspec import Struct
 
 from mlxpool.common.paths import expanded, home
 
@@ -26,14 +26,16 @@ class BadKey(ValueError):
     """A key or its file cannot be used; the message names it and says what to do."""
 
 
-@dataclass(frozen=True, slots=True)
-class KeyPair:
+class KeyPair(Struct, frozen=True):
     """`public` and `secret` are 40 characters of Z85."""
 
     name: str
     role: str
     public: str
-    secret: str = field(repr=False)
+    secret: str
+
+    def __repr__(self) -> str:
+        return f"KeyPair({self.name!r}, {self.role!r}, {self.public!r})"
 
 
 def default_folder() -> Path:
@@ -153,8 +155,7 @@ def public_of(text: str) -> str:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Credentials:
+class Credentials(Struct, frozen=True):
     """The keys of a CURVE connection: the broker's public key, and the own pair."""
 
     server: str

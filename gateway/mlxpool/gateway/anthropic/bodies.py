@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from mlxpool.client import Result
 from mlxpool.gateway.errors import TOO_LONG, HttpError
@@ -23,8 +24,7 @@ ERROR_TYPES = {
 SIGNATURE = "unsigned"  # of thoughts: nobody signs them, and clients send no block back without one
 
 
-@dataclass(frozen=True, slots=True)
-class MessageFrame:
+class MessageFrame(Struct, frozen=True):
     """What the bodies of one answer have in common.
 
     `id`: the pool's, in hex. `shows_thoughts` False: their blocks are empty. `eager`: names of

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from mlxpool.common.checks import shown
 from mlxpool.common.options import MAX_COUNT
@@ -32,8 +33,7 @@ THOUGHTS = ("enabled", "disabled", "adaptive")
 CHOICES = ("auto", "any", "tool", "none")
 
 
-@dataclass(frozen=True, slots=True)
-class MessageRequest:
+class MessageRequest(Struct, frozen=True):
     """A checked request. `level`: how much a model that knows levels is to think; None: as it does.
 
     `shows_thoughts` False: thoughts are left out of the answer. `eager`: names of tools whose

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from mlxpool.gateway.anthropic.bodies import NOT_ENDED, SIGNATURE, MessageFrame, error_body
 from mlxpool.gateway.errors import HttpError
@@ -21,8 +22,7 @@ def error_event(error: HttpError) -> bytes:
     return sse(error_body(error), "error")
 
 
-@dataclass(eq=False, slots=True)
-class MessageEvents:
+class MessageEvents(Struct, eq=False):
     """Encodes the updates of one answer.
 
     The arguments of a call are one piece, when they are known to be a map: clients cannot read

@@ -6,8 +6,9 @@ The pool reports the names of a model's formats (docs/text.md); docs/gateway.md 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from mlxpool.gateway.formats.events import Parser, PlainParser
 from mlxpool.gateway.formats.function_xml import FunctionXml
@@ -34,8 +35,7 @@ TOOLS: Mapping[str, Callable[[Sequence[Mapping[str, Any]]], Parser]] = {
 THINKING = {"brackets": ("[THINK]", "[/THINK]"), "tags": ("<think>", "</think>")}
 
 
-@dataclass(frozen=True, slots=True)
-class ChatFormats:
+class ChatFormats(Struct, frozen=True):
     """The names of the formats that a model's chat template uses; None: it has no such part."""
 
     tools: str | None = None

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from mlxpool.gateway.formats.relaxed_schema import relaxed, without_nulls
 from mlxpool.gateway.formats.tagged_arguments import (
@@ -28,8 +29,7 @@ from mlxpool.gateway.formats.tagged_arguments import (
 _OTHER_ANSWER = r"/[ \t\r\n;,]*([^{ \t\r\n;,](.|\n)*)?/"
 
 
-@dataclass(frozen=True, slots=True)
-class JsonStyle:
+class JsonStyle(Struct, frozen=True):
     """Calls as JSON: `{"name": …, ARGUMENTS: …}` between texts in `front` and `behind`."""
 
     front: str

@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
+
+from msgspec import Struct
 
 from mlxpool.gateway.formats.relaxed_schema import relaxed, without_nulls
 
@@ -41,8 +42,7 @@ class Held(Enum):
     NONE = "none"
 
 
-@dataclass(frozen=True, slots=True)
-class TaggedStyle:
+class TaggedStyle(Struct, frozen=True):
     """What stands around a call and around a value; NAME and KEY stand for names.
 
     `mark` ends a value, so no value contains it.

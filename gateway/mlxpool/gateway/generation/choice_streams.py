@@ -6,9 +6,10 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
+
+from msgspec import Struct
 
 from mlxpool.client import AsyncClient, AsyncStream, Delta, Result
 from mlxpool.common.errors import PoolError
@@ -26,8 +27,7 @@ NO_TIMEOUT = 10.0**9  # seconds
 MAX_UNWRITTEN_UPDATES = 4  # updates of all choices together that are read but not yet written
 
 
-@dataclass(frozen=True, slots=True)
-class ChoiceRequest:
+class ChoiceRequest(Struct, frozen=True):
     """A prompt to complete: the model and the keyword arguments of the client's `stream`.
 
     `n`: how often, see `AsyncClient.streams`. `thinks`: a prompt of token ids ends inside the
@@ -48,8 +48,7 @@ class ChoiceRequest:
         return bool(self.arguments.get("stop"))
 
 
-@dataclass(frozen=True, slots=True)
-class ChoiceUpdate:
+class ChoiceUpdate(Struct, frozen=True):
     """New output of one choice; the last update of a choice has its `result`.
 
     `prompt`: what it reports of tokens of the prompt. `failures`: how many times in front of it a
@@ -300,8 +299,7 @@ def milliseconds(seconds: float | None) -> int | None:
 # ---- the response --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class StreamFormat:
+class StreamFormat(Struct, frozen=True):
     """How an interface encodes a streamed response."""
 
     content_type: str

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
+
+from msgspec import Struct, field
 
 from mlxpool.client import Result
 from mlxpool.common.protocol.call_arguments import arguments_map, parsed_arguments
@@ -43,8 +44,7 @@ class Action(Enum):
     END = "end"
 
 
-@dataclass(eq=False, slots=True)
-class Block:
+class Block(Struct, eq=False):
     """One block. `text` of a call is the JSON of its arguments, `name` its tool.
 
     `cut`: the answer ended within it, at its bound of tokens; arguments that are a whole map are
@@ -64,8 +64,7 @@ class Block:
         return {} if self.cut else arguments_map(self.text)
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(Struct, frozen=True):
     """A block begins, gets a piece of text, or ends; `logprobs`: of the piece's tokens."""
 
     action: Action

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from mlxpool.client import Delta, Result, Vectors
 from mlxpool.common.protocol.encoder_calls import VECTORS
@@ -38,8 +39,7 @@ def job_list(rows: Sequence[Mapping[str, Any]], following: int) -> dict[str, Any
     return {"object": "list", "data": [*map(job_body, rows)], "next": following}
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(Struct, frozen=True):
     """Where a reader is: a generation (None: the present one) and how many of its ids it has.
 
     `ended`: it has the result, which is final. `failed`: it has those ids and was told an error,

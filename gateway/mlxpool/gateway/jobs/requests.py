@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from mlxpool.common.checks import is_number, shown
 from mlxpool.common.errors import BadRequest
@@ -25,8 +26,7 @@ PROMPTS = ("prompt", "messages", "tokens")
 OF_JOBS = ("key", "keep", "not_before", "notify", "priority", "deadline_ms")
 
 
-@dataclass(frozen=True, slots=True)
-class JobRequest:
+class JobRequest(Struct, frozen=True):
     """A checked job: the model, its key (None: one is drawn), and the arguments of `submit`.
 
     With the `kind` of a call they are those of `submit_call`.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from mlxpool.common.checks import shown
 from mlxpool.common.protocol.chat import LEVELS, check_messages, check_think, joined
@@ -32,8 +33,7 @@ from mlxpool.gateway.ollama.fields import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class OllamaRequest:
+class OllamaRequest(Struct, frozen=True):
     """A checked request. Without `prompt`, `images` and `messages` it only loads the model.
 
     Parts of the messages name the images by their index. `keep_alive`: seconds, None: as it is.
@@ -101,8 +101,7 @@ def chat(body: Mapping[str, Any]) -> OllamaRequest:
     return OllamaRequest(**common, messages=messages, tools=tools, images=images)
 
 
-@dataclass(frozen=True, slots=True)
-class OllamaEmbedRequest:
+class OllamaEmbedRequest(Struct, frozen=True):
     """A checked /api/embed or /api/embeddings. Without `inputs` it only loads the model."""
 
     model: str

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
+
+from msgspec import Struct, field
 
 from mlxpool.client import Result, Vectors
 from mlxpool.gateway.errors import HttpError
@@ -32,8 +33,7 @@ def created_at(time: float) -> str:
     return datetime.fromtimestamp(time, UTC).isoformat().replace("+00:00", "Z")
 
 
-@dataclass(eq=False, slots=True)
-class OutputPart:
+class OutputPart(Struct, eq=False):
     """The output of one or more updates; a tool call is in the part that completes it."""
 
     content: str = ""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from mlxpool.client import Result, Vectors
 from mlxpool.common.checks import shown
@@ -54,8 +56,7 @@ MakeBody = Callable[[OutputPart, float], dict[str, Any]]  # the time is that of 
 Finish = Callable[[Result], Awaitable[Mapping[str, Any]]]  # further members of the end
 
 
-@dataclass(frozen=True, slots=True)
-class Conversation:
+class Conversation(Struct, frozen=True):
     """The prompt of a request: arguments of the client's `stream`, and how its output is read.
 
     `prompt_ids` are the ids of a prompt that was tokenised before; `thinks`: it ends inside the

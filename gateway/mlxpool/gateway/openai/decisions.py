@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from mlxpool.client import Decision, DecisionList
 from mlxpool.client.decisions import AnswerChoices, Asked
@@ -20,8 +21,7 @@ from mlxpool.gateway.errors import bad_request
 from mlxpool.gateway.openai.fields import DECISIONS, QUESTION
 
 
-@dataclass(frozen=True, slots=True)
-class DecisionRequest:
+class DecisionRequest(Struct, frozen=True):
     """A checked /v1/decisions. `settings`: keyword arguments of the client's `decide_all`."""
 
     model: str

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from mlxpool.client import Result
 from mlxpool.gateway.errors import HttpError
@@ -42,8 +44,7 @@ def usage(results: Sequence[Result], choices: int) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class StreamFrame:
+class StreamFrame(Struct, frozen=True):
     """The members that all chunks of a stream have in common."""
 
     members: Mapping[str, Any]
@@ -64,8 +65,7 @@ class StreamFrame:
 # ---- chats ---------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False, slots=True)
-class DeltaBuilder:
+class DeltaBuilder(Struct, eq=False):
     """Turns the events of one choice into deltas; numbers its tool calls.
 
     `call_id` makes the id of the call with a number.
@@ -98,8 +98,7 @@ class DeltaBuilder:
         return None
 
 
-@dataclass(eq=False, slots=True)
-class ChatChunks:
+class ChatChunks(Struct, eq=False):
     """The chunks of a streamed chat completion."""
 
     frame: StreamFrame
@@ -139,8 +138,7 @@ class ChatChunks:
         )
 
 
-@dataclass(eq=False, slots=True)
-class WholeChoice:
+class WholeChoice(Struct, eq=False):
     """Collects the updates of one choice of a response that is not streamed."""
 
     events: list[Event] = field(default_factory=list)
@@ -245,8 +243,7 @@ def _logprob(entry: Mapping[str, Any]) -> dict[str, Any]:
 # ---- completions of a text -----------------------------------------------------------------------
 
 
-@dataclass(eq=False, slots=True)
-class TextLogprobs:
+class TextLogprobs(Struct, eq=False):
     """Log-probabilities of /v1/completions; counts the characters before each token.
 
     Tokens of an echoed prompt come first: its first one has none, and what the tokenizer has put
@@ -302,8 +299,7 @@ def text_choice(
     return {"index": number, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
-@dataclass(eq=False, slots=True)
-class TextChunks:
+class TextChunks(Struct, eq=False):
     """The chunks of a streamed /v1/completions.
 
     `echoes`: how many choices of a prompt begin with it. Its log-probabilities come with the first

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from mlxpool.client import Ranking, Vectors
 from mlxpool.common.checks import shown
@@ -30,8 +31,7 @@ from mlxpool.gateway.openai.fields import (
 SAME_TYPES = (("query", "search_query"), ("document", "passage", "search_document"))
 
 
-@dataclass(frozen=True, slots=True)
-class EmbeddingRequest:
+class EmbeddingRequest(Struct, frozen=True):
     """A checked /v1/embeddings. `settings`: keyword arguments of the client's `embed`.
 
     `input_type`: what the texts are, such as query; "": it is not said, or a prompt is named.
@@ -44,8 +44,7 @@ class EmbeddingRequest:
     input_type: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class RerankRequest:
+class RerankRequest(Struct, frozen=True):
     """A checked /v1/rerank. `settings`: keyword arguments of the client's `rerank`."""
 
     model: str
@@ -55,8 +54,7 @@ class RerankRequest:
     settings: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class ScoreRequest:
+class ScoreRequest(Struct, frozen=True):
     """A checked /v1/score: `queries` has one text for all `documents`, or one for each."""
 
     model: str
@@ -65,8 +63,7 @@ class ScoreRequest:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class ClassifyRequest:
+class ClassifyRequest(Struct, frozen=True):
     """A checked /v1/classify. `settings`: keyword arguments of the client's `classify`."""
 
     model: str

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 # Routes of what the table of routes does not have.
 OTHER_ROUTE = "other"  # paths that are none, absolute URLs, CONNECT
@@ -23,8 +24,7 @@ SANE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:;=/+@-]{0,127}")
 SHOWN_PART = re.compile(r"[a-z_.*-]{0,15}(:\d{0,5})?|v\d{1,2}")
 
 
-@dataclass(eq=False, slots=True)
-class Exchange:
+class Exchange(Struct, eq=False):
     """What is known of one request. Times are monotonic seconds."""
 
     id: str

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize, quantize
+from msgspec.structs import replace
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import mlx.core as mx
+from msgspec.structs import replace
 
 from mlxpool.worker.attention.in_pool.kernel_trials import kernels_read, kernels_write
 from mlxpool.worker.attention.in_pool.paged_layout import PagedLayout

@@ -7,11 +7,11 @@ token is padded or masked for the sake of another text.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 
 import mlx.core as mx
 import numpy as np
+from msgspec import Struct
 
 from mlxpool.worker.attention.dot_product import MAX_CPU_PAIRS, MAX_SCORES, unfused_attention
 from mlxpool.worker.attention.rotary import RotaryEmbedding, RotateThenAttend
@@ -21,8 +21,7 @@ from mlxpool.worker.kernels.score_params import ScoreParams
 from mlxpool.worker.layers.layer_types import LatentProjections, Rope, Scan, SpanScan
 
 
-@dataclass(frozen=True, slots=True)
-class EqualTexts:
+class EqualTexts(Struct, frozen=True):
     """`count` texts of `length` tokens, the first of which is token `begin` of the pass."""
 
     begin: int

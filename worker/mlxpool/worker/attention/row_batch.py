@@ -8,12 +8,12 @@ last layer only those tokens go on that logits are computed of.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeAlias, cast
 
 import mlx.core as mx
 import numpy as np
+from msgspec import Struct
 
 from mlxpool.worker.attention.dot_product import (
     causal_attention,
@@ -33,8 +33,7 @@ from mlxpool.worker.layers.layer_types import LatentProjections, Rope, Scan, Spa
 RowAttention: TypeAlias = Callable[[mx.array, mx.array, mx.array, ScoreParams, int], mx.array]
 
 
-@dataclass(frozen=True, slots=True)
-class Queries:
+class Queries(Struct, frozen=True):
     """The tokens [first, end) of a pass, of one span; they attend in some layer."""
 
     span: int

@@ -7,11 +7,11 @@ never share memory with rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
 import mlx.core as mx
 import numpy as np
+from msgspec import Struct
 
 from mlxpool.worker.attention.row_shape import Arrays
 from mlxpool.worker.attention.stored_arrays import (
@@ -36,8 +36,7 @@ R = TypeVar("R", bound=LayeredRow[mx.array])
 Kept = tuple[Arrays, ...]  # of each FullCache layer: keys and values [1, KV, n, D]
 
 
-@dataclass(frozen=True, slots=True)
-class LayerStates:
+class LayerStates(Struct, frozen=True):
     """Snapshot of the layers that are not FullCache, after `end` tokens."""
 
     end: int

@@ -6,9 +6,10 @@ It is the same in every layout.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 import mlx.core as mx
+from msgspec import Struct
+from msgspec.structs import replace
 
 from mlxpool.worker.attention import int8_numbers
 from mlxpool.worker.caches.kinds import CacheKind, FullCache, StateCache, WindowCache
@@ -19,8 +20,7 @@ READS_AT_A_TIME = 3  # of integers that become numbers of the model, measured ov
 Arrays = tuple[mx.array, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class RowShape:
+class RowShape(Struct, frozen=True):
     """The shape of a row; `capacity` and `chunk` in tokens.
 
     `keeps_all`: layers with a window keep the tokens outside of it, too. `kv`: the setting of this

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from mlxpool.worker.attention.in_slabs.slabs import SlabRow
 from mlxpool.worker.attention.row_cache import RowCache
@@ -18,8 +18,7 @@ CacheRow = RowCache | SlabRow
 Ids: TypeAlias = Sequence[int] | npt.NDArray[np.int32]  # of the inputs of a pass
 
 
-@dataclass(frozen=True, slots=True)
-class ImageLines:
+class ImageLines(Struct, frozen=True):
     """The tokens [begin, end) of a span that are inputs of one image.
 
     `features` [1 + L, n, d]: see SeeingModel.encode_image. `group`: they attend both ways.
@@ -31,8 +30,7 @@ class ImageLines:
     group: bool
 
 
-@dataclass(frozen=True, slots=True)
-class ImageView:
+class ImageView(Struct, frozen=True):
     """The tokens [begin, end) of a span that attend to the same images in cross-attention.
 
     `features` of each image, [2 * C, KV, n, D]: keys and values of C layers, see
@@ -51,8 +49,8 @@ class ImageView:
         return mx.concatenate(keys, axis=2), mx.concatenate(values, axis=2)
 
 
-@dataclass(slots=True)  # not frozen, as scheduling.Span
-class RowSpan:
+# not frozen, as scheduling.Span
+class RowSpan(Struct):
     """`count` new tokens of `row`: one token of a row that decodes, or a chunk of a prompt.
 
     A pass that wants the span gives logits of its last `lines` tokens or, with `hidden`, their

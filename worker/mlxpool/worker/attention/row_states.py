@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
 import mlx.core as mx
 import numpy as np
+from msgspec import Struct
 
 from mlxpool.worker.attention.row_cache import RowCache
 from mlxpool.worker.kernels.recurrent.span_states import (
@@ -22,8 +22,7 @@ from mlxpool.worker.layers.layer_types import SpanScan
 Place = tuple[int, int]  # of a state: the number of its source, and its index there
 
 
-@dataclass(frozen=True, slots=True)
-class StateSpan:
+class StateSpan(Struct, frozen=True):
     """`count` new tokens of `row`; `checks`: they are drafts, so each state behind one is kept."""
 
     row: RowCache

@@ -7,11 +7,11 @@ NumPy has no bfloat16.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import mlx.core as mx
 import numpy as np
+from msgspec import Struct
 
 from mlxpool.worker.prefix.paths import Part
 from mlxpool.worker.prefix_disk.contents import NamedArray
@@ -42,8 +42,7 @@ _RAW = {"bfloat16": "uint16"}
 DeviceParts = tuple[tuple[mx.array, int, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceArray:
+class DeviceArray(Struct, frozen=True):
     """An array to store, on the device: of each part [heads, tokens, size] or [1, heads, tokens,
     size] the tokens [low, high).
 

@@ -7,8 +7,9 @@ as snapshots at some positions: the row itself has dropped what they held earlie
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol, TypeVar
+
+from msgspec import Struct
 
 A = TypeVar("A")  # an array; keys and values have their tokens on axis 2
 
@@ -54,15 +55,13 @@ class RecurrentRow(LayeredRow[A], Protocol[A]):
         """Fills an empty layer with a result of `state`."""
 
 
-@dataclass(frozen=True, slots=True)
-class FullCache:
+class FullCache(Struct, frozen=True):
     """Keys and values of every token: any prefix of them can be reused."""
 
     layer: int
 
 
-@dataclass(frozen=True, slots=True)
-class WindowCache:
+class WindowCache(Struct, frozen=True):
     """Keys and values of the last tokens: a token sees itself and `size` - 1 before it."""
 
     layer: int
@@ -73,8 +72,7 @@ class WindowCache:
         return max(0, end - self.size + 1)
 
 
-@dataclass(frozen=True, slots=True)
-class StateCache:
+class StateCache(Struct, frozen=True):
     """A recurrent state: valid for exactly the tokens that made it."""
 
     layer: int

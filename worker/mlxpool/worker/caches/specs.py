@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TypeAlias
+
+from msgspec import Struct
 
 from mlxpool.worker.caches.stored import AUTO, StoredArray, keys_and_values
 
@@ -17,8 +18,7 @@ def window_capacity(window: int, chunk: int) -> int:
     return window + max(chunk, WINDOW_SLACK)
 
 
-@dataclass(frozen=True, slots=True)
-class KeyValueSpec:
+class KeyValueSpec(Struct, frozen=True):
     """A layer keeps keys [heads, key_dim] and values [heads, value_dim] of each token.
 
     With a `window` a token sees that many tokens, itself included, and older ones are dropped;
@@ -46,8 +46,7 @@ class KeyValueSpec:
         return sum(one.token_bytes(item) for one in self.stored(kv))
 
 
-@dataclass(frozen=True, slots=True)
-class LatentSpec:
+class LatentSpec(Struct, frozen=True):
     """A layer keeps one latent vector [dim] of each token, shared by all heads (MLA).
 
     Its first `rank` numbers are the compressed keys and values; the rest is the rotated key.
@@ -69,8 +68,7 @@ class LatentSpec:
         return 0
 
 
-@dataclass(frozen=True, slots=True)
-class RecurrentSpec:
+class RecurrentSpec(Struct, frozen=True):
     """A layer keeps a state of float32 arrays of these shapes, whatever the sequence's length.
 
     The initial state is zeros.

@@ -27,8 +27,9 @@ the pass which stores it. attention/int8_numbers.py and the CUDA kernels `rotate
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
+
+from msgspec import Struct
 
 AUTO, INT8 = "auto", "int8"  # the values of the setting `kv`
 
@@ -45,8 +46,7 @@ class Numbers(Enum):
         return {Numbers.MODEL: item, Numbers.INT8: 1, Numbers.SCALE: 2}[self]
 
 
-@dataclass(frozen=True, slots=True)
-class StoredArray:
+class StoredArray(Struct, frozen=True):
     """One array that a layer stores: [heads, tokens, size]."""
 
     name: str

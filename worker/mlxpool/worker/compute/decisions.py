@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from itertools import count
 from time import monotonic
 from typing import Any, Self
+
+from msgspec import Struct, field
 
 from mlxpool.common.errors import PoolError
 from mlxpool.common.options import Options
@@ -32,17 +33,16 @@ MIN_SHARED = 64  # tokens; a shorter text is read with every question
 _OPTIONS = Options(temperature=0, max_tokens=1)
 
 
-@dataclass(eq=False, slots=True)
-class Line(Generation):
+class Line(Generation, eq=False, kw_only=True):
     """A line of a call: question `index` after the tokens `branch` of an answer.
 
     `goes_on` is asked when it has ended, and makes it another one if it can.
     """
 
-    call: CallKey = field(kw_only=True)
-    index: int = field(kw_only=True)
-    branch: Path = field(kw_only=True)
-    goes_on: Callable[[Line], bool] = field(kw_only=True)
+    call: CallKey
+    index: int
+    branch: Path
+    goes_on: Callable[[Line], bool]
     found: Mapping[int, float] | None = None  # log-probabilities of the tokens that may follow
     error: PoolError | None = None
 
@@ -112,8 +112,7 @@ class Line(Generation):
         return Delta(*self.key, 0, "", b"", end={})
 
 
-@dataclass(eq=False, slots=True)
-class DecideState:
+class DecideState(Struct, eq=False):
     """A call that is computed. `pending`: the lines that did not begin, as (question, branch).
 
     `leads`: whether its first line is still to read the text. `running`: the lines that run.

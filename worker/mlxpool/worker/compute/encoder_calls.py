@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from time import monotonic
 
 import numpy as np
+from msgspec import Struct, field
 
 from mlxpool.common.protocol.encoder_calls import NUMBER_BYTES, VECTORS
 from mlxpool.common.protocol.from_worker import CallAnswer
@@ -19,8 +19,7 @@ FLOAT32 = np.dtype("<f4")
 assert FLOAT32.itemsize == NUMBER_BYTES
 
 
-@dataclass(eq=False, slots=True)
-class EncoderCallState:
+class EncoderCallState(Struct, eq=False):
     """A call that is computed. `pending`: the indices of inputs that no pass has had, shortest
     first; `rows`: what is known of its vectors, by the index of the input.
     """
@@ -68,8 +67,7 @@ class EncoderCallState:
         return CallAnswer(fields, (found.astype(FLOAT32, copy=False).tobytes(),), VECTORS)
 
 
-@dataclass(frozen=True, slots=True)
-class PassInput:
+class PassInput(Struct, frozen=True):
     """One input of a pass: that of a call with this index."""
 
     call: EncoderCallState

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import mlx.core as mx
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from mlxpool.worker.attention.in_pool.kv_pool import KVPool, PagedRow, PagedStore
 from mlxpool.worker.attention.layout_choice import writes_in_place
@@ -59,8 +60,7 @@ class FollowerLayout(GroupLayout):
         return GivenStore(self.pool)
 
 
-@dataclass(frozen=True, slots=True)
-class _Flight:
+class _Flight(Struct, frozen=True):
     """A pass that was begun: over `rows` rows, of whose prompts it reads `tokens`.
 
     `fresh`: it compiles something. The evaluation of `done` ends it.
@@ -72,8 +72,7 @@ class _Flight:
     done: list[mx.array] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class _Pool:
+class _Pool(Struct):
     """The layout and its rows, by the numbers that rank 0 has for them."""
 
     layout: FollowerLayout

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
+import struct
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from struct import Struct
 from time import monotonic
 from typing import Self
+
+from msgspec import Struct, field
 
 from mlxpool.common.errors import DeadlineExceeded, PoolError
 from mlxpool.common.protocol.deltas import Delta, RunEnd, Usage, new_delta
@@ -23,13 +24,12 @@ from mlxpool.worker.prompt.detokenizer import Detokenizer
 from mlxpool.worker.scheduling.sequence import Phase, PromptLogprobs, SampledToken, Sequence
 from mlxpool.worker.scheduling.spans import Span
 
-_pack_id = Struct("<I").pack  # gives what `pack_ids` does, without its checks
+_pack_id = struct.Struct("<I").pack  # gives what `pack_ids` does, without its checks
 
 log = logging.getLogger("mlxpool.worker")
 
 
-@dataclass(eq=False, slots=True)
-class Generation:
+class Generation(Struct, eq=False):
     """One completion. Times are monotonic seconds; 0 until the event has happened.
 
     `bound`: that of its thoughts while they last, without a format; near it, it is the constraint.

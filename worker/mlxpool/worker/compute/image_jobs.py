@@ -9,8 +9,9 @@ others have given theirs up.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from mlxpool.common.errors import TooLarge
 from mlxpool.worker.compute.progress import Progress
@@ -21,8 +22,7 @@ from mlxpool.worker.media.spans import ImageKey
 from mlxpool.worker.scheduling.sequence import Phase, Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class ImageJob:
+class ImageJob(Struct, frozen=True):
     """An image that has to be encoded before `sequence` goes on; `pinned` are not given up."""
 
     sequence: Sequence
@@ -31,8 +31,7 @@ class ImageJob:
     pinned: frozenset[ImageKey]
 
 
-@dataclass(frozen=True, slots=True)
-class NoRoom:
+class NoRoom(Struct, frozen=True):
     """A sequence that needs the features of more images at once than may be kept."""
 
     sequence: Sequence

@@ -9,11 +9,11 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
 from time import monotonic
 from typing import NoReturn
 
 from mlxpool.common.protocol.deltas import Delta
+from mlxpool.common.records import as_map
 from mlxpool.worker.compute.admissions import Admissions
 from mlxpool.worker.compute.decisions import Decisions
 from mlxpool.worker.compute.generations import Generation, Generations
@@ -231,4 +231,4 @@ class ComputeLoop:
         disk = self._engine.disk
         if disk is None:
             return {}
-        return {f"disk_{name}": value for name, value in asdict(disk.counters).items()}
+        return {f"disk_{name}": value for name, value in as_map(disk.counters).items()}

@@ -6,7 +6,8 @@ import math
 import threading
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from mlxpool.common.errors import PoolError
 from mlxpool.common.protocol.deltas import Delta
@@ -28,8 +29,7 @@ MAX_UNTAKEN_STEPS = 256  # steps whose deltas may wait for the main thread
 RunKey = tuple[bytes, int]  # (request id, number of the run, which the broker counts)
 
 
-@dataclass(frozen=True, slots=True)
-class CallKey:
+class CallKey(Struct, frozen=True):
     """Names a call among all that this worker has had."""
 
     number: int
@@ -38,8 +38,7 @@ class CallKey:
 # ---- to the compute thread ---------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Admit:
+class Admit(Struct, frozen=True):
     """Run a prepared sequence; `facts` are sent with its first delta.
 
     `detokenizer` has replayed the ids of a resume: the client has their text already.
@@ -57,27 +56,23 @@ class Admit:
     bound: ThoughtBound | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Drop:
+class Drop(Struct, frozen=True):
     """Stop one run; it ends `cancelled`."""
 
     key: RunKey
 
 
-@dataclass(frozen=True, slots=True)
-class DropAll:
+class DropAll(Struct, frozen=True):
     """Drop every run without a delta; messages carry the new `fence` from now on."""
 
     fence: int
 
 
-@dataclass(frozen=True, slots=True)
-class HandBack:
+class HandBack(Struct, frozen=True):
     """Stop every run without a last delta; answered by `HandedBack`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Compute:
+class Compute(Struct, frozen=True):
     """Compute the inputs of a call with an encoder model; answered by `Answer`.
 
     `dimensions`, 0: all, and `normalise`, None: as the model has it, are those of `embed`. `first`:
@@ -94,8 +89,7 @@ class Compute:
     alone: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class AskedQuestion:
+class AskedQuestion(Struct, frozen=True):
     """The token ids of a question's prompt, its answers, and the tokens that may follow at each of
     their branches.
     """
@@ -105,8 +99,7 @@ class AskedQuestion:
     branches: Mapping[Path, tuple[int, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class Decide:
+class Decide(Struct, frozen=True):
     """Find the probabilities of answers with a model that generates text; answered by `Answer`.
 
     The prompts begin with the same `shared` tokens. For the other fields see DecideCall.
@@ -122,34 +115,29 @@ class Decide:
     alone: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class DropCall:
+class DropCall(Struct, frozen=True):
     """Stop computing a call, which gets no answer."""
 
     key: CallKey
 
 
-@dataclass(frozen=True, slots=True)
-class Reserve:
+class Reserve(Struct, frozen=True):
     """Keep so many bytes of the memory limit for the processes that prepare requests."""
 
     bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class MakeRoom:
+class MakeRoom(Struct, frozen=True):
     """Give up so many bytes of prefixes, encoded images and freed buffers."""
 
     bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class DiskNews:
+class DiskNews(Struct, frozen=True):
     """The disk tier of the prefix cache has read or written something."""
 
 
-@dataclass(frozen=True, slots=True)
-class SaveAll:
+class SaveAll(Struct, frozen=True):
     """Stop all runs without an answer and write prefixes to disk, until a monotonic time.
 
     The process ends behind it: `saved` is set when all is written, or the time is over.
@@ -176,22 +164,19 @@ Inbound = (
 # ---- to the main thread --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(Struct, frozen=True):
     """The engine is ready for work; `max_sequences` may run at once."""
 
     max_sequences: int
 
 
-@dataclass(frozen=True, slots=True)
-class Unusable:
+class Unusable(Struct, frozen=True):
     """The model cannot be served, or can no longer be served."""
 
     error: PoolError
 
 
-@dataclass(frozen=True, slots=True)
-class StepDeltas:
+class StepDeltas(Struct, frozen=True):
     """The deltas of one step: at most one with tokens of each sequence.
 
     `fence` counts the connections to the broker: what was made for an older connection must not be
@@ -202,15 +187,13 @@ class StepDeltas:
     fence: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class HandedBack:
+class HandedBack(Struct, frozen=True):
     """No run is left, and no delta will follow."""
 
     fence: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(Struct, frozen=True):
     """The answer to the call with this id. `fence`: see StepDeltas."""
 
     key: CallKey

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypedDict
+
+from msgspec import Struct
 
 from mlxpool.common.config.schema import Counting, ModelConfig
 from mlxpool.common.errors import ModelLoadFailed, PoolError
@@ -66,8 +67,7 @@ class EngineSettings(TypedDict):
     by_owner: bool
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSource:
+class ModelSource(Struct, frozen=True):
     """A checked model that is not loaded yet."""
 
     opened: Opened
@@ -76,8 +76,7 @@ class ModelSource:
     weight_bytes: int = 0  # as stored, of which `load` reports its progress; 0: not known
 
 
-@dataclass(frozen=True, slots=True)
-class EncoderSource:
+class EncoderSource(Struct, frozen=True):
     """A checked encoder model that is not loaded yet; the fields are those of ModelSource."""
 
     opened: OpenedEncoder

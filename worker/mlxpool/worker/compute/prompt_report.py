@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.options import Options
@@ -19,8 +20,7 @@ Piece = Callable[[int], bytes]
 Row = tuple[str, list[dict[str, Any]]]  # text, and entries as messages have them
 
 
-@dataclass(eq=False, slots=True)
-class PromptReport:
+class PromptReport(Struct, eq=False):
     """What is reported of a prompt. `reported` counts its tokens that were, from the first on.
 
     `alternatives`: of each token; -1: tokens have no log-probabilities. `unseen`: the first tokens

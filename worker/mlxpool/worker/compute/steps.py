@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Self
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from mlxpool.common.errors import Internal, OutOfMemory, PoolError
 from mlxpool.common.protocol.deltas import Delta
@@ -44,8 +46,7 @@ class DeviceLost(Exception):
         self.request = request
 
 
-@dataclass(frozen=True, slots=True)
-class StepInFlight:
+class StepInFlight(Struct, frozen=True):
     """A submitted step.
 
     `request` is the id of the request whose prompt it reads; None: it reads several or none.

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher
+from msgspec import Struct
 
 from mlxpool.common.errors import BadRequest
 from mlxpool.worker.constraints.grammar import reason
@@ -26,8 +26,7 @@ MAX_RUN = 64  # forced tokens that are appended at once
 Words: TypeAlias = npt.NDArray[np.uint32]
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class EndTokens:
+class EndTokens(Struct, frozen=True, eq=False):
     """The tokens of a model that end an answer, and all others.
 
     `ends` [ceil(vocabulary / 32)] has the bits of those that end an answer, `others` those of all
@@ -44,8 +43,7 @@ class EndTokens:
         return cls(ends, others, np.flatnonzero(others != np.uint32(2**WORD_BITS - 1)))
 
 
-@dataclass(eq=False, slots=True)
-class MaskRecord:
+class MaskRecord(Struct, eq=False):
     """What `masks.Masks` notes of a constraint: it alone reads and writes it.
 
     `quick`: quick masks in a row. `late`: a mask was late since the last quick one. `making`: what

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cache
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import fill_next_token_bitmask_par
+from msgspec import Struct, field
 
 from mlxpool.common.errors import PoolError
 from mlxpool.worker.constraints.constraint import Constraint, Words
@@ -24,8 +24,7 @@ MANY = 16  # tokens that are taken with Python's lock free
 FIRST_WORDS = 16  # of a mask; nearly all masks have a bit there
 
 
-@dataclass(frozen=True, slots=True)
-class FilledTable:
+class FilledTable(Struct, frozen=True):
     """The masks of several constraints.
 
     `lines`: the line of each in the table, or what `only` gives for a token that is forced.

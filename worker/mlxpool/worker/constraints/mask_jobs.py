@@ -11,11 +11,11 @@ import threading
 from _thread import allocate_lock
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import cache
 from time import monotonic, process_time, thread_time
 
 import numpy as np
+from msgspec import Struct, field
 
 from mlxpool.worker.constraints import mask_batch
 from mlxpool.worker.constraints.constraint import Constraint, Words
@@ -29,8 +29,7 @@ USUAL = 0.0002
 Found = Words | int | Exception  # a mask [1, words], the line of a row without one, or an error
 
 
-@dataclass(frozen=True, slots=True)
-class MadeMasks:
+class MadeMasks(Struct, frozen=True):
     """The masks that were made: the line of each constraint in `table`, or see mask_table.only.
 
     `used`: the lines of the table that have a mask. `failed`: what making one raised. `late`: the

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 WORD_BITS = 32  # tokens of a word of a mask
 ANY = -1  # the line of a row that may draw any token
 _ONLY = -2  # the line of a row that may draw token 0 alone; of another token it is less
 
 
-@dataclass(frozen=True, slots=True)
-class MaskTable:
+class MaskTable(Struct, frozen=True):
     """`words` [lines, words of a mask] int32: token i has bit i % 32 of word i // 32 of a line.
 
     `shared`: what an engine keeps of it where the device addresses the memory itself.

@@ -14,8 +14,9 @@ import threading
 from _thread import allocate_lock
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from time import monotonic
+
+from msgspec.structs import replace
 
 from mlxpool.worker.constraints import mask_batch
 from mlxpool.worker.constraints.constraint import Constraint, MaskRecord

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 Words: TypeAlias = npt.NDArray[np.uint32]
 
@@ -27,8 +27,7 @@ _LETTERS = frozenset(b"abcdfghijklmnopqrstuvwxyzABCDFGHIJKLMNOPQRSTUVWXYZ")
 _DIGITS = frozenset(b"0123456789")
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class NumberTokens:
+class NumberTokens(Struct, frozen=True, eq=False):
     """The tokens of a vocabulary, as far as numbers concern them.
 
     `tails`: the bytes at the end of a token that may be of a number; `whole`: tokens that have no

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 Path = tuple[int, ...]  # token ids
 Found = Mapping[Path, Mapping[int, float]]  # the log-probabilities of the next tokens at branches
 
 
-@dataclass(frozen=True, slots=True)
-class Decided:
+class Decided(Struct, frozen=True):
     """The probabilities of the labels, in their order, together 1.
 
     `outside`: the probability that the model writes something else.
@@ -27,8 +27,7 @@ class Decided:
     outside: float
 
 
-@dataclass(frozen=True, slots=True)
-class Answers:
+class Answers(Struct, frozen=True):
     """For each label the token sequences that stand for it."""
 
     paths: tuple[tuple[Path, ...], ...]

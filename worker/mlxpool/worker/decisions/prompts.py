@@ -6,8 +6,9 @@ Runs in the processes that prepare requests.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
+
+from msgspec import Struct
 
 from mlxpool.common.errors import BadRequest, ContextExceeded
 from mlxpool.common.protocol.decisions import Question
@@ -22,8 +23,7 @@ _ANCHOR = "\n"  # a text in front of parts, so that they get no begin-of-sequenc
 THINKS = "the chat template of this model opens its thoughts: its next token is no answer"
 
 
-@dataclass(frozen=True, slots=True)
-class AskQuestions:
+class AskQuestions(Struct, frozen=True):
     """Make the prompts of questions, maps as in `decide`, about a text.
 
     `chat`: the model has a chat template. `think` is the template's, `now`: seconds since 1970.
@@ -39,8 +39,7 @@ class AskQuestions:
     first: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Prompts:
+class Prompts(Struct, frozen=True):
     """The ids of each question's prompt behind the `shared` ones of all, and its answers.
 
     Each tail has at least one. Those of questions with the same labels are their own words alone.

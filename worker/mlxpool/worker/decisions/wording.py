@@ -7,8 +7,9 @@ answer is a letter. Yes, no and numbers are their own answers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from string import ascii_uppercase
+
+from msgspec import Struct
 
 from mlxpool.common.protocol.decisions import Question
 
@@ -16,8 +17,7 @@ BORDER = "\n\n"  # between the shared text and a question
 _RAW_END = "\nAnswer:"  # behind a question to a model without a chat template
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
+class Form(Struct, frozen=True):
     """One way to write the answers: a text for each label, in their order."""
 
     texts: tuple[str, ...]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from mlxpool.worker.decode_pass import kernel
 from mlxpool.worker.decode_pass.addresses import addresses_of
@@ -19,8 +19,7 @@ from mlxpool.worker.kernels.work_list import capacity_of
 STATE_NUMBERS = 3  # of grid_barrier.cuh
 
 
-@dataclass(frozen=True, slots=True)
-class PassMemory:
+class PassMemory(Struct, frozen=True):
     """What a pass reads besides weights.
 
     `pools`: keys and values of each layer, of which the lines of layer n see the last `windows[n]`

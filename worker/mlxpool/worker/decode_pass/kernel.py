@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import mlx.core as mx
+from msgspec import Struct
 
 from mlxpool.worker.decode_pass.model_weights import PassShape
 from mlxpool.worker.kernels import matmul_tiled
@@ -39,8 +39,7 @@ INPUTS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class PassArrays:
+class PassArrays(Struct, frozen=True):
     """The inputs of a launch besides its plan and the tokens in flight.
 
     `layers` is the table of addresses; `turns` are the angular frequencies of the rotation. Those

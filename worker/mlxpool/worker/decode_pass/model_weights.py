@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import mlx.core as mx
+from msgspec import Struct
 
 from mlxpool.worker.kernels import matmul_tiled
 from mlxpool.worker.kernels.kernel_builder import HALF_DTYPES
@@ -23,8 +23,7 @@ HEAD_SIZES = (64,)
 NORM_NUMBERS = 8  # that a thread has of a line
 
 
-@dataclass(frozen=True, slots=True)
-class PassShape:
+class PassShape(Struct, frozen=True):
     """What the kernel is compiled for; `eps` is that of all norms but those of heads.
 
     `head_eps` 0: queries and keys of heads are not normed. `biased`: queries, keys and values have
@@ -65,8 +64,7 @@ class PassShape:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
+class LayerWeights(Struct, frozen=True):
     """The weights of a layer; of what a layer lacks its norm takes the place, unread."""
 
     norm: mx.array
@@ -87,8 +85,7 @@ class LayerWeights:
         ]  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class PassWeights:
+class PassWeights(Struct, frozen=True):
     """The weights of a model that the kernel serves, and what it is compiled for."""
 
     shape: PassShape
@@ -136,8 +133,7 @@ def unsupported(shape: PassShape) -> str:
     return ""
 
 
-@dataclass(frozen=True, slots=True)
-class _LayerKind:
+class _LayerKind(Struct, frozen=True):
     """What all layers have in common, besides the sizes of their weights."""
 
     kv_heads: int

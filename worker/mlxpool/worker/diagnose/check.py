@@ -12,9 +12,10 @@ import os
 import resource
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeAlias
+
+from msgspec.structs import replace
 
 from mlxpool.common import logs
 from mlxpool.common.config.schema import ModelConfig
@@ -22,6 +23,7 @@ from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.common.gpus import GpusUnavailable, check_enough, chosen_gpus, visible_gpus
 from mlxpool.common.process import core_dumps, private_temp
 from mlxpool.common.process.blas import why_slow
+from mlxpool.common.records import as_map
 from mlxpool.worker.caches.stored import INT8
 from mlxpool.worker.compute.model_source import (
     A_MODEL_OF_TEXTS,
@@ -290,7 +292,7 @@ def _machine(
         "fits": not why,
         "why": why,
     }
-    memory: dict[str, int | str | None] = {**asdict(need), "least": need.least, "kv": config.kv}
+    memory: dict[str, int | str | None] = {**as_map(need), "least": need.least, "kv": config.kv}
     memory["prefix_disk"] = config.prefix_disk
     if folder.uses_mlx_lm:  # the bytes of a token are known to mlx-lm's code only
         memory |= dict.fromkeys(CACHE_FIELDS)

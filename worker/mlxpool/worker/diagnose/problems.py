@@ -6,11 +6,11 @@ Invariant: the error of `inspect` or `ChatTokenizer.from_folder` is always among
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+from msgspec.structs import replace
 from tokenizers import Tokenizer
 
 from mlxpool.common.errors import ModelLoadFailed, sendable

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+from msgspec import Struct
 from tokenizers import Tokenizer
 
 from mlxpool.common.errors import ModelLoadFailed
@@ -44,8 +44,7 @@ PROBLEMS: Mapping[str, Activation] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class EncoderFolder:
+class EncoderFolder(Struct, frozen=True):
     """An encoder model whose files have been checked and agree with each other."""
 
     folder: ModelFolder

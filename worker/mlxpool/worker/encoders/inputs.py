@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from mlxpool.common.protocol.encoder_calls import TASKS, Task
 
 __all__ = ["TASKS", "EncodeInputs", "EncoderInput", "Task"]
 
 
-@dataclass(frozen=True, slots=True)
-class EncoderInput:
+class EncoderInput(Struct, frozen=True):
     """One text, or pair of texts, as the model reads it: token ids with the special ones.
 
     `types`: the segment of each token, 0 or 1; empty: all are 0.
@@ -21,8 +21,7 @@ class EncoderInput:
     types: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class EncodeInputs:
+class EncodeInputs(Struct, frozen=True):
     """Make inputs of an encoder model of texts, or of pairs; the fields are those of EncoderCall.
 
     Pairs travel as lists.

@@ -7,8 +7,9 @@ is not implemented is refused by its name.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, cast, get_args
+
+from msgspec import Struct, field
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.layers.activations import FUNCTIONS
@@ -35,8 +36,7 @@ NO_STEP = ("Dropout",)  # modules that do nothing when a text is embedded
 assert all(name in {"", "tanh", *FUNCTIONS} for name in DENSE_ACTIVATIONS.values())
 
 
-@dataclass(frozen=True, slots=True)
-class Dense:
+class Dense(Struct, frozen=True):
     """A linear layer behind the pooling: `file` holds linear.weight and, with a bias, linear.bias.
 
     `activation`: a name of activations.FUNCTIONS or tanh; "": none.
@@ -49,8 +49,7 @@ class Dense:
     activation: str
 
 
-@dataclass(frozen=True, slots=True)
-class VectorSettings:
+class VectorSettings(Struct, frozen=True):
     """How an embedding model makes a vector of the states of a text.
 
     `poolings`: several give vectors behind each other. `max_tokens`: of a text; 0: the model's own.

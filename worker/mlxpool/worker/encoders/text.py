@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
+from msgspec import Struct, field
 from tokenizers import Encoding
 
 from mlxpool.common.errors import BadRequest, ContextExceeded, ModelLoadFailed
@@ -24,8 +24,7 @@ QUESTION = "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
 QUESTION_END = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
-@dataclass(frozen=True, slots=True)
-class EncoderTextSource:
+class EncoderTextSource(Struct, frozen=True):
     """What another process needs to prepare texts of an encoder model, see EncoderText.
 
     `sha256`: of the file `tokenizer`. `context`: tokens of an input at most. `prompts`: texts by
@@ -47,8 +46,7 @@ class EncoderTextSource:
     types: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class OpenedEncoder:
+class OpenedEncoder(Struct, frozen=True):
     """An encoder model's folder was checked; its weights are not loaded yet.
 
     `dimensions` and `normalises`: see engine.encoding.encoder.Encoder.

@@ -8,9 +8,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
+
+from msgspec import Struct, field
 
 from mlxpool.worker.attention.stored_arrays import PortableStore
 from mlxpool.worker.engine.disk_saves import DiskSaves
@@ -31,8 +32,7 @@ SAVE_AT = 0.5  # of the cache's budget; above it records are saved while sequenc
 SAVE_INTERVAL = 0.01  # seconds between two looks at whether the writer takes more
 
 
-@dataclass(eq=False, slots=True)
-class _Restore:
+class _Restore(Struct, eq=False):
     """The reading of a waiting sequence. `nodes`: what was grafted last, which is not evicted."""
 
     sequence: Sequence

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
+
+from msgspec import Struct, field
 
 from mlxpool.worker.attention.stored_arrays import (
     DeviceArray,
@@ -33,8 +34,7 @@ STEP_BLOCKS = 8  # of a path, whose keys are computed in one step
 STEP_NODES = 64  # of the tree, that one step looks at
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(Struct, frozen=True):
     """A record of a node's path: `ids` are its inputs [start, end), which have a key."""
 
     start: int
@@ -44,8 +44,7 @@ class Block:
     ids: tuple[int, ...]
 
 
-@dataclass(slots=True)
-class _Target:
+class _Target(Struct):
     """A node whose path is saved; `blocks`, from its beginning, hold while it ends where it did."""
 
     node: Node[Any, Any]
@@ -61,8 +60,7 @@ class _Target:
         return self.node.parent is not None and self.node.end == self.end
 
 
-@dataclass(frozen=True, slots=True)
-class _Next:
+class _Next(Struct, frozen=True):
     """A record that waits until the tier takes `size` bytes of arrays."""
 
     block: Block

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from mlxpool.worker.constraints.mask_table import MaskTable
 from mlxpool.worker.media.encoded import EncodedImages
@@ -34,8 +34,7 @@ if TYPE_CHECKING:  # it needs MLX
     from mlxpool.worker.engine.disk_prefixes import DiskPrefixes
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryUse:
+class MemoryUse(Struct, frozen=True):
     """Bytes in use: MLX's figures, and what `weights` to `draft` take of `active`.
 
     `kv` and `prefix` count a block that rows and prefixes share once, as the prefix's.
@@ -54,16 +53,14 @@ class MemoryUse:
     device_free: int = 0  # free on the machine or the GPU, for all processes; 0: unknown
 
 
-@dataclass(frozen=True, slots=True)
-class HiddenStates:
+class HiddenStates(Struct, frozen=True):
     """The states [count, d] of a span's inputs behind the last norm, which logits are made of."""
 
     span: Span
     states: npt.NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(Struct, frozen=True):
     """What one pass gave; sequences that have left since are not in it.
 
     `drawn`: one token of each sequence, or where drafts were checked the right ones and the next,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from mlxpool.worker.engine.engine import HiddenStates, StepResult
 from mlxpool.worker.sampling.batch import (
@@ -22,8 +23,7 @@ from mlxpool.worker.scheduling.step_cost import Load
 from mlxpool.worker.transfers.downloads import Download
 
 
-@dataclass(frozen=True, slots=True)
-class Flight:
+class Flight(Struct, frozen=True):
     """A pass that was submitted at `began`; `rows` has the first row of each sequence that draws.
 
     `fresh`: it compiles something, or one that was built while it was in flight does. `done`:

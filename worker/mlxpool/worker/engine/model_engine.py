@@ -13,13 +13,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import chain
 from time import monotonic
 from typing import cast
 
 import mlx.core as mx
 import numpy as np
+from msgspec.structs import replace
 
 from mlxpool.common.errors import PoolError
 from mlxpool.worker.attention.prediction_heads.head_drafts import StateDrafts

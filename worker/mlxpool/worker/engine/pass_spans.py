@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Self
+
+from msgspec import Struct
 
 from mlxpool.worker.attention.row_spans import RowSpan
 from mlxpool.worker.scheduling.sequence import Sequence
@@ -13,8 +14,7 @@ from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.scheduling.step_cost import Load
 
 
-@dataclass(frozen=True, slots=True)
-class PassSpans:
+class PassSpans(Struct, frozen=True):
     """The spans `every` of a pass.
 
     `chunks` read prompts, `checks` have drafts. `drawing` are the numbers of the spans that draw

@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, replace
 from itertools import pairwise
 from time import monotonic
 
 import mlx.core as mx
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from mlxpool.common.options import Options
 from mlxpool.worker.attention.layout import Layout
@@ -46,8 +47,7 @@ LONG_PASSES_LEAVE = 7 / 8  # of the blocks, at least: otherwise passes stay shor
 DECODE_STEPS = 12  # of one row, whose time decides about the time of all passes
 
 
-@dataclass(frozen=True, slots=True)
-class PassKind:
+class PassKind(Struct, frozen=True):
     """The spans of a pass that is computed at load.
 
     `counts`: the inputs of new rows, each of which draws a token. `drafts`: those that one more row

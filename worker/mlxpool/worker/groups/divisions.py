@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
 from enum import Enum
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker import models
@@ -66,8 +68,7 @@ def _experts(name: str) -> dict[str, Share]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class Division:
+class Division(Struct, frozen=True):
     """How an architecture is divided.
 
     `numbers` are the keys of config.json that are divided by the number of ranks: a rank's part is
@@ -135,8 +136,7 @@ def share_of(division: Division, name: str) -> Share:
     return found or division.shares.get(inner.rpartition(".")[0], Share.WHOLE)
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(Struct, frozen=True):
     """What rank `rank` of `ranks` has of a model.
 
     `folder` describes the model that the rank builds: its own heads and widths, with the whole

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
+from msgspec.structs import replace
 
 from mlxpool.worker.attention.layout import Layout
 from mlxpool.worker.attention.layout_choice import writes_in_place

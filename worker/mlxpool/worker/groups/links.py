@@ -6,8 +6,9 @@ import json
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import TypeAlias
+
+from msgspec import Struct, field
 
 from mlxpool.common.config.schema import WAIT_LIMIT
 from mlxpool.worker.groups.pipes import Orders
@@ -16,8 +17,7 @@ from mlxpool.worker.system.load_clock import LOAD
 LOOPBACK = "127.0.0.1"
 
 
-@dataclass(frozen=True, slots=True)
-class Meeting:
+class Meeting(Struct, frozen=True):
     """Where the ranks of a group find each other, on this machine.
 
     `hosts` is the path of a file with an address for each rank, and `port` the one on which rank 0
@@ -53,8 +53,7 @@ class Meeting:
         return f"it {does} {LOOPBACK}:{self.port}"
 
 
-@dataclass(frozen=True, slots=True)
-class GroupLinks:
+class GroupLinks(Struct, frozen=True):
     """Where the ranks meet, and the pipes to the others.
 
     `ready` is the descriptor of a pipe into which each of them writes a byte before it joins.

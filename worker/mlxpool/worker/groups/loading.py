@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 import mlx.core as mx
+from msgspec import Struct
 
 from mlxpool.common.config.schema import ModelConfig
 from mlxpool.worker.caches.stored import AUTO
@@ -19,8 +19,7 @@ from mlxpool.worker.system.load_clock import LOAD
 from mlxpool.worker.weights.load import LoadedModel, OnProgress, load
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedPart:
+class LoadedPart(Struct, frozen=True):
     """A rank's model, and the bytes that its process may use so that all ranks have as much."""
 
     loaded: LoadedModel

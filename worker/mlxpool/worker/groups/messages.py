@@ -7,14 +7,14 @@ is answered: a rank that cannot go on ends, and the group with it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import msgpack
+from msgspec import Struct
+from msgspec.structs import astuple
 
 
-@dataclass(frozen=True, slots=True)
-class Begin:
+class Begin(Struct, frozen=True):
     """The model can be divided: load your part.
 
     The first message. A rank's process starts, and imports what it needs, while rank 0 checks the
@@ -22,8 +22,7 @@ class Begin:
     """
 
 
-@dataclass(frozen=True, slots=True)
-class MakePool:
+class MakePool(Struct, frozen=True):
     """Make a pool of `blocks` blocks for `rows` rows, in place of the one before.
 
     `context` and `chunk` are tokens: of a row, and of a pass at most. `layout` is the name of the
@@ -38,16 +37,14 @@ class MakePool:
     kv: str
 
 
-@dataclass(frozen=True, slots=True)
-class CopyBlock:
+class CopyBlock(Struct, frozen=True):
     """Copy a block of the pool to another one, in all layers."""
 
     source: int
     target: int
 
 
-@dataclass(frozen=True, slots=True)
-class Pass:
+class Pass(Struct, frozen=True):
     """Compute one pass.
 
     `rows` are the numbers of the rows of its spans, `offsets` the tokens that they have, `counts`
@@ -72,8 +69,7 @@ class Pass:
     builds: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Again:
+class Again(Struct, frozen=True):
     """Compute the newest pass once more, each of whose rows has one token more.
 
     All its spans were single inputs. The fields are those of Pass.
@@ -85,29 +81,25 @@ class Again:
     drawn: int
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(Struct, frozen=True):
     """The oldest pass that was not ended yet has ended on rank 0."""
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
+class Head(Struct, frozen=True):
     """Compute logits of `lines` hidden states of `width` numbers, which rank 0 gives all ranks."""
 
     lines: int
     width: int
 
 
-@dataclass(frozen=True, slots=True)
-class CompileAhead:
+class CompileAhead(Struct, frozen=True):
     """Compute passes of padding alone, for rows of `context` tokens; see Layout.compile_ahead."""
 
     rows: int
     context: int
 
 
-@dataclass(frozen=True, slots=True)
-class Settle:
+class Settle(Struct, frozen=True):
     """The warm-up has ended: free what it took, and keep `cache` bytes of freed buffers."""
 
     cache: int
@@ -132,14 +124,8 @@ _NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
 
 def encoded(message: Message) -> bytes:
     """The bytes of a message: the number of its kind, then its fields."""
-    packed: bytes = msgpack.packb([_NUMBERS[type(message)], *_fields(message)])
+    packed: bytes = msgpack.packb([_NUMBERS[type(message)], *astuple(message)])
     return packed
-
-
-def _fields(message: Message) -> Sequence[Any]:
-    if isinstance(message, Pass | Again):  # those of every step, without a copy of each number
-        return [getattr(message, name) for name in message.__slots__]
-    return astuple(message)
 
 
 def decoded(data: bytes) -> Message:

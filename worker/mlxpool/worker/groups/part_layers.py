@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
 
 import mlx.core as mx
+from msgspec import Struct
 
 from mlxpool.worker.groups.collectives import Collectives
 from mlxpool.worker.groups.divisions import HEAD, Part, Share, share_of
@@ -60,8 +60,7 @@ class PartLayerBuilder(WeightLayerBuilder):
         return self._collectives.all_sum(x)
 
 
-@dataclass(frozen=True, slots=True)
-class SummedLinear:
+class SummedLinear(Struct, frozen=True):
     """x [T, in / ranks] -> [T, out]: the products of all ranks, added up."""
 
     layer: Linear
@@ -77,8 +76,7 @@ class SummedLinear:
         return self.collectives.sum_onto(residual, self.layer(x))
 
 
-@dataclass(frozen=True, slots=True)
-class JoinedLinear:
+class JoinedLinear(Struct, frozen=True):
     """x [T, in] -> [T, out], of which each rank computes out / ranks."""
 
     layer: Linear
@@ -91,8 +89,7 @@ class JoinedLinear:
         """See layer_types.Linear. It has no kernel."""
 
 
-@dataclass(frozen=True, slots=True)
-class PartEmbedding:
+class PartEmbedding(Struct, frozen=True):
     """A token table of which a rank has the `count` rows from `first` on."""
 
     table: Embedding

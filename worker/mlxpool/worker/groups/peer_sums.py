@@ -12,11 +12,11 @@ must be a chain, each of numbers that depend on the one before, as those of a mo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import mlx.core as mx
+from msgspec import Struct
 
 from mlxpool.worker.kernels.kernel_builder import (
     FLOAT_DTYPES,
@@ -41,8 +41,7 @@ LONGEST_BOUND = 10**9  # seconds
 DTYPES = (*FLOAT_DTYPES, mx.int32)
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(Struct, frozen=True):
     """The most bytes of an array that each kernel adds up; larger ones are NCCL's.
 
     `small` is that of words, `large` that of lines or chunks.
@@ -52,8 +51,7 @@ class Limits:
     large: int
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(Struct, frozen=True):
     """How the kernel for many bytes adds up arrays of at most `size` bytes.
 
     It has `blocks` thread blocks at most. Each of its threads has `unroll` pieces of a chunk, or
@@ -81,8 +79,7 @@ def limits_of(ranks: int) -> Limits:
     return LIMITS.get(ranks, OTHER_LIMITS)
 
 
-@dataclass(frozen=True, slots=True)
-class BufferShape:
+class BufferShape(Struct, frozen=True):
     """The places in a rank's buffer: words for small sums, and for large ones lines or chunks.
 
     `lines`: 128 bytes that a warp of one GPU writes at once into the memory of another one arrive

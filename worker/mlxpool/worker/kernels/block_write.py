@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from msgspec import Struct
 
 from mlxpool.worker.kernels.kernel_builder import (
     WARP_SIZE,
@@ -28,8 +28,7 @@ QUANTISED_INPUTS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class RopeTables:
+class RopeTables(Struct, frozen=True):
     """Cosines and sines [T, ..., D / 2] in float32, which rotate D numbers of each head."""
 
     cosines: mx.array

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import mlx.core as mx
+from msgspec import Struct
 
 from mlxpool.worker.kernels.kernel_builder import (
     Constant,
@@ -21,8 +21,7 @@ THREADS = 256
 MAX_MXFP4_SCALE = 128  # E8M0; a larger one stands for 4 and more
 
 
-@dataclass(frozen=True, slots=True)
-class PackedFormat:
+class PackedFormat(Struct, frozen=True):
     """How numbers are quantised: `bits` each in groups of `group` with a scale, as in MLX.
 
     `floats`: in mxfp4; otherwise affine, with biases.
@@ -50,8 +49,7 @@ PACKED_FORMATS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class PackedArrays:
+class PackedArrays(Struct, frozen=True):
     """Quantised weights [E, out, in] as MLX has them, in words of uint32."""
 
     weight: mx.array

@@ -7,11 +7,11 @@ that of any other is read from memory once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import mlx.core as mx
+from msgspec import Struct
 
 from mlxpool.worker.kernels import expert_fragments, expert_routing
 from mlxpool.worker.kernels.expert_fragments import (
@@ -53,8 +53,7 @@ FEW_SHARED_BYTES = 220 * 1024
 FILES = {"EXPERT_ITEMS": "expert_items.cuh"}
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertWeight:
+class ExpertWeight(Struct, frozen=True):
     """The weights of all experts and a bias [E, out] or None.
 
     Dense weights are [E, out, in], quantised ones as `expert_fragments.in_fragments` has them.
@@ -70,8 +69,7 @@ class ExpertWeight:
         return self.weight.shape[1] * (1 if self.packed is None else expert_fragments.ROWS)
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertWeights:
+class ExpertWeights(Struct, frozen=True):
     """The experts' gates and ups [E, 2 * W, d], gates first, and their downs [E, d, W].
 
     `limit`: above 0 the activation is that of gpt-oss, else silu(gate) * up.
@@ -212,8 +210,7 @@ def _kernel(constants: tuple[tuple[str, Constant], ...]) -> Any:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class PackedLayout:
+class PackedLayout(Struct, frozen=True):
     """How a thread block multiplies some lines, see expert_product_packed.cu."""
 
     rows: int  # of a tile, with two threads each
@@ -277,8 +274,7 @@ def _packed_kernel(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class FewLayout:
+class FewLayout(Struct, frozen=True):
     """How a thread block multiplies few lines, see expert_product_few.cu."""
 
     high: int  # strips of 16 rows of a warp
@@ -333,8 +329,7 @@ def _few_kernel(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class WeightedSum:
+class WeightedSum(Struct, frozen=True):
     """The sum [T, d] of made [T * k, d] with a plan's weights, in the order of choices.
 
     `shared`: `made` has [T, d] more that are added, or else `beside` [T, d] is.

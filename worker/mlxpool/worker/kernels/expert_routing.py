@@ -14,13 +14,13 @@ choices each, C = T * k, it has the words
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from itertools import cycle
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from msgspec import Struct
 
 from mlxpool.worker.kernels.kernel_builder import (
     HALF_DTYPES,
@@ -72,8 +72,7 @@ def multiplies(x: mx.array, gate: mx.array) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class LineNorm:
+class LineNorm(Struct, frozen=True):
     """An RMS norm with a gain [d] of bfloat16."""
 
     gain: mx.array

@@ -5,11 +5,11 @@ One launch replaces those of expert_routing.py and expert_products.py, see token
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import mlx.core as mx
+from msgspec import Struct
 
 from mlxpool.worker.kernels import expert_products, expert_routing, token_grid
 from mlxpool.worker.kernels.expert_products import ExpertWeight, ExpertWeights
@@ -24,8 +24,7 @@ INPUTS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class TokenMixture:
+class TokenMixture(Struct, frozen=True):
     """A mixture of experts with the norm before it, for one token.
 
     `gate` [E, d] is the router, `added` [E] see RoutingParams. `shared`: gates and ups [2 * W, d]

@@ -24,13 +24,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from msgspec import Struct
+from msgspec.structs import replace
 
 from mlxpool.worker.kernels import nvrtc
 from mlxpool.worker.system.compile_locks import compile_lock
@@ -88,8 +89,7 @@ OUR_PREFIX = "custom_kernel_mlxpool_"  # of the names of our files in MLX's fold
 InputKind = tuple[mx.Dtype, bool]  # dtype, and whether it has dimensions
 
 
-@dataclass(frozen=True, slots=True)
-class KernelText:
+class KernelText(Struct, frozen=True):
     """The arguments of mx.fast.cuda_kernel."""
 
     name: str
@@ -99,8 +99,7 @@ class KernelText:
     source: str
 
 
-@dataclass(frozen=True, slots=True)
-class KernelJob:
+class KernelJob(Struct, frozen=True):
     """A kernel that is to be compiled for inputs and outputs of these kinds."""
 
     text: KernelText

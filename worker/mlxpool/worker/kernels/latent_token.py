@@ -6,13 +6,13 @@ into the pool, and the queries in the space of latents. The second computes all 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeAlias
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from mlxpool.worker.kernels import token_grid
 from mlxpool.worker.kernels.block_write import RopeTables
@@ -29,8 +29,7 @@ LAST_INPUTS = ("x", "values", "last", "residual", "memory")
 VECTOR = 8  # numbers of 16 bytes
 
 
-@dataclass(frozen=True, slots=True)
-class LatentTokenWeights:
+class LatentTokenWeights(Struct, frozen=True):
     """The dense weights of a layer, of one dtype, and the eps of its norms.
 
     `first` [C + R + D, d], `second` [H * (P + D), C], `keys` [H, R, P], `values` [H, V, R] and

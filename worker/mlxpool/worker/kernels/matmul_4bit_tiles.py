@@ -6,11 +6,11 @@ of the tensor cores, each tile once for up to 128 tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import mlx.core as mx
+from msgspec import Struct
 
 from mlxpool.worker.kernels import matmul_tiled, tiles_4bit
 from mlxpool.worker.kernels.kernel_builder import (
@@ -130,8 +130,7 @@ def many(
     return found[0]
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
+class Parts(Struct, frozen=True):
     """How a product of many tokens is divided into thread blocks, and those into warpgroups."""
 
     sets: int  # of 8 tokens, of a thread block

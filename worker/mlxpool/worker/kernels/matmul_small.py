@@ -6,11 +6,11 @@ the reuse of a CUDA graph (docs/notes/engine-steps-on-a-gpu.md).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import mlx.core as mx
+from msgspec import Struct
 
 from mlxpool.worker.kernels import matmul_tiled
 from mlxpool.worker.kernels.kernel_builder import (
@@ -83,8 +83,7 @@ def supports_arrays(x: mx.array, weight: mx.array, bias: mx.array | None = None)
     return fits and supports(x.shape[0], x.shape[1], weight.shape[0], x.dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class FusedOps:
+class FusedOps(Struct, frozen=True):
     """Operations that a product of few tokens includes, each rounded like a separate operation."""
 
     gated: bool = False  # the first half of the weight are gates -> silu(gate) * other

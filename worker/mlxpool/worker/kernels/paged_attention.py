@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import mlx.core as mx
+from msgspec import Struct
 
 from mlxpool.worker.kernels.block_write import RopeTables
 from mlxpool.worker.kernels.kernel_builder import HALF_DTYPES, WARP_SIZE, Constant, build_kernel
@@ -31,8 +31,7 @@ def supports(heads: int, pairs: int, key_dim: int, value_dim: int, dtype: mx.Dty
     return fits and heads % pairs == 0 and heads // pairs <= MAX_GROUP and dtype in HALF_DTYPES
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionMetadata:
+class AttentionMetadata(Struct, frozen=True):
     """The positions [R] of a step's tokens and their block tables [R, B].
 
     `arrived` [FULL_GPU_BLOCKS] are zeros that count the finished parts of a row; the layers of a

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from msgspec import Struct
 
 from mlxpool.worker.caches.stored import AUTO, INT8, Numbers, keys_and_values
 from mlxpool.worker.kernels import block_write, kernel_cache
@@ -51,8 +51,7 @@ HOPPER_SIZES = (64, 128)  # of heads whose chunks have tiles of their own on Hop
 MULTIPROCESSORS = 132  # of a large GPU
 
 
-@dataclass(frozen=True, slots=True)
-class RaggedPlan:
+class RaggedPlan(Struct, frozen=True):
     """What the lines of a step see: int32 arrays, whose shapes are all that is compiled.
 
     Line t sees the cache indices [begins[t], ends[t]) [T]. `tables` [C] are the block tables of all
@@ -69,8 +68,7 @@ class RaggedPlan:
     partial: mx.array
 
 
-@dataclass(frozen=True, slots=True)
-class FreshLines:
+class FreshLines(Struct, frozen=True):
     """Keys and values [T, KV, D] of lines, views or not, which `attend` writes into the pools.
 
     It rotates the keys, and the queries, by `turns`.

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 
-@dataclass(frozen=True, slots=True)
-class RoutingParams:
+class RoutingParams(Struct, frozen=True):
     """Each token chooses the `chosen` best of `count` experts.
 
     Their weights are a softmax of all experts' logits, or sigmoids of them. An array [E] may be

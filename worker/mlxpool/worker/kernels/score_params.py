@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 if TYPE_CHECKING:
     import mlx.core as mx
 
 
-@dataclass(frozen=True, slots=True)
-class ScoreParams:
+class ScoreParams(Struct, frozen=True):
     """Parameters of attention scores.
 
     A score is the product of a query and a key times `scale`. Where `softcap` is not 0 it becomes

@@ -6,11 +6,11 @@ Imports no MLX.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 Numbers: TypeAlias = npt.NDArray[np.int32]
 StepKey: TypeAlias = tuple[bytes, bytes, int]  # see Division.key
@@ -44,8 +44,7 @@ STEPS_OF_PARTS = 32  # in which rows that go on decoding keep their parts, and o
 FIRST_LINE, LINES, TABLE, LOW, HIGH, PART, PARTS, UNIT = range(8)
 
 
-@dataclass(frozen=True, slots=True)
-class TileShape:
+class TileShape(Struct, frozen=True):
     """The tiles of a layer: `group` query heads share each of `kv_heads` key heads.
 
     `rows`: query rows of a tile of a chunk, TILE_ROWS or twice that. `blocks`: thread blocks that a
@@ -76,8 +75,7 @@ class TileShape:
         return self.decode_rows // self.group
 
 
-@dataclass(frozen=True, slots=True)
-class Spans:
+class Spans(Struct, frozen=True):
     """Neighbouring lines of rows: int32 arrays [S]; the spans lie one behind another from line 0.
 
     The last line of a span sees cache indices [begin, end), each line before it one key less.
@@ -190,16 +188,14 @@ class WorkLists:
         return step.parts(self._share.of_ideal * step.ideal)
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(Struct, frozen=True):
     """The keys of a part as a share of `Division.ideal`, or WHOLE; `ratio`: see that method."""
 
     of_ideal: float
     ratio: float
 
 
-@dataclass(frozen=True, slots=True)
-class Division:
+class Division(Struct, frozen=True):
     """How the tiles of a step may be divided: tile n has keys[n], at least least[n] a part.
 
     A part of it needs units[n] units of partial sums. `places` tiles run at a time; there may be

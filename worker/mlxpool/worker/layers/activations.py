@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.layers.layer_types import LayerFunction
@@ -49,8 +50,7 @@ def silu(x: mx.array) -> mx.array:
 SIGMOID_SLOPE = 1.702  # of the gate of a ClampedSwiGLU
 
 
-@dataclass(frozen=True, slots=True)
-class ClampedSwiGLU:
+class ClampedSwiGLU(Struct, frozen=True):
     """swiglu with clamped inputs, a steeper sigmoid, and up + 1 in place of up, as in gpt-oss."""
 
     limit: float  # up is clamped to -limit..limit, gate from above

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
 
 from mlxpool.worker.caches.specs import KeyValueSpec
 from mlxpool.worker.kernels.score_params import ScoreParams
@@ -30,8 +31,7 @@ if TYPE_CHECKING:
 ROTARY_FACTOR = 0.25  # rotated part of a head with gated outputs, unless config.json has it
 
 
-@dataclass(frozen=True, slots=True)
-class GroupedQueryAttention:
+class GroupedQueryAttention(Struct, frozen=True):
     """A Mixer: grouped-query attention, with the options that architectures differ in."""
 
     hidden: int
@@ -99,8 +99,7 @@ class GroupedQueryAttentionLayer(FusableSublayer):
         return PendingProduct(self.o, out.reshape(out.shape[0], -1))
 
 
-@dataclass(frozen=True, slots=True)
-class GatedAttention:
+class GatedAttention(Struct, frozen=True):
     """A Mixer: grouped-query attention in which each query head has a gate of its output."""
 
     hidden: int

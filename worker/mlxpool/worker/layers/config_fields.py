@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from mlxpool.common.errors import ModelLoadFailed
 
@@ -14,8 +15,7 @@ MAX_MODULES = 10_000  # layers of a model, or experts of a layer; each has tenso
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-@dataclass(frozen=True, slots=True)
-class Heads:
+class Heads(Struct, frozen=True):
     """The heads of an attention layer: numbers of query and of key-value heads, and their size."""
 
     query: int

@@ -11,9 +11,10 @@ itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+from msgspec import Struct
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.layers.config_fields import flag, integer, number
@@ -42,8 +43,7 @@ if TYPE_CHECKING:
 OutputLayer: TypeAlias = "Callable[[LinearInput], mx.array]"  # [E, d] -> [E, vocabulary]
 
 
-@dataclass(frozen=True, slots=True)
-class HeadNames:
+class HeadNames(Struct, frozen=True):
     """The names of a head's modules. `embed` and `output` empty: the model's are the head's.
 
     `drafted` is a tensor: the tokens that it drafts, where these are a part of the vocabulary.
@@ -75,8 +75,7 @@ def is_further_layer(name: str) -> bool:
     return name.startswith(f"{MTP}layers.") and not name.startswith(f"{MTP_NAMES.layer}.")
 
 
-@dataclass(frozen=True, slots=True)
-class PredictionHead:
+class PredictionHead(Struct, frozen=True):
     """Describes a head that predicts further tokens, see above; the sizes are the model's.
 
     `drafted`: the number of tokens that it drafts, whose embeddings are its output head; 0: all.
@@ -149,8 +148,7 @@ class HeadModel:
         return found if self.drafted is None else self.drafted[found]
 
 
-@dataclass(frozen=True, slots=True)
-class Decoder:
+class Decoder(Struct, frozen=True):
     """Describes a whole model; its tensors have the names that most checkpoints use."""
 
     vocab_size: int

@@ -1,6 +1,6 @@
 """A decoder layer: a mixer and a feed-forward, with norms around them. No MLX at run time.
 
-Each is described by a frozen dataclass, which lists the tensors it has under a name (`shapes`) and
+Each is described by a frozen record, which lists the tensors it has under a name (`shapes`) and
 builds a function over loaded weights (`build`). A mixer lets a token read earlier ones and says
 what it keeps of them (`cache`); a feed-forward sees each token alone.
 
@@ -12,8 +12,9 @@ be added, and the next one decides.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+
+from msgspec import Struct
 
 from mlxpool.worker.caches.specs import CacheSpec
 from mlxpool.worker.layers.layer_types import (
@@ -128,8 +129,7 @@ def linear_shapes(name: str, outputs: int, inputs: int, bias: bool = False) -> W
         yield f"{name}.bias", (outputs,)
 
 
-@dataclass(frozen=True, slots=True)
-class PreNormLayer:
+class PreNormLayer(Struct, frozen=True):
     """x + mixer(norm(x)), then the same with the feed-forward."""
 
     hidden: int
@@ -171,8 +171,7 @@ class PreNorm:
         return _residual(self.before_feed, self.feed, mixed)
 
 
-@dataclass(frozen=True, slots=True)
-class FeedLayer:
+class FeedLayer(Struct, frozen=True):
     """x + feed(norm(x)): a layer that sees each token alone, and so keeps nothing of a sequence."""
 
     hidden: int
@@ -194,8 +193,7 @@ class FeedLayer:
         return Feed(norm, self.feed.build(builder, f"{name}.mlp"))
 
 
-@dataclass(frozen=True, slots=True)
-class Feed:
+class Feed(Struct, frozen=True):
     """A FeedLayer with its weights: x + feed(norm(x)), x [T, d]."""
 
     norm: Norm

@@ -6,9 +6,11 @@ Its arithmetic is in delta_rule.py. MLX is imported only when a model is built.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.caches.specs import RecurrentSpec
@@ -38,8 +40,7 @@ if TYPE_CHECKING:
 FLOAT32 = ("A_log", "dt_bias")  # tensors kept in float32: they set how fast a state decays
 
 
-@dataclass(frozen=True, slots=True)
-class GatedDeltaNet:
+class GatedDeltaNet(Struct, frozen=True):
     """A Mixer. Groups of value heads share the queries and keys of one key head.
 
     One product gives its inputs: queries, keys, values, gates (z), rates (b) and decays (a), each

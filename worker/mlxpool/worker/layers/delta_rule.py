@@ -12,10 +12,10 @@ WY form), so that only S is passed from chunk to chunk.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from functools import cache
 
 import mlx.core as mx
+from msgspec import Struct
 
 from mlxpool.worker.kernels.kernel_builder import kernel_works
 from mlxpool.worker.kernels.recurrent import gated_delta
@@ -30,8 +30,7 @@ EPS = gated_delta.L2_EPS  # added to the squared norm of a query or key
 TRIAL_ERROR = 0.02  # of the numbers of a trial, relative to the largest one
 
 
-@dataclass(frozen=True, slots=True)
-class GatedDeltaRule:
+class GatedDeltaRule(Struct, frozen=True):
     """A Scan of one layer, over inputs qkv [B, n, C], a and b [B, n, heads].
 
     The state is (last inputs of the convolution [B, W - 1, C], S [B, heads, K, V]). The C channels

@@ -10,9 +10,11 @@ only when a weight is made.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.layers import quantisation
@@ -24,8 +26,7 @@ if TYPE_CHECKING:
 MODULE_TENSORS = ("weight", "scales", "biases", *quantisation.GLOBAL_SCALES, "bias")
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
+class TensorSpec(Struct, frozen=True):
     """Dtype and shape of a tensor, as a header lists it; `dtype` is a name of safetensors."""
 
     dtype: str
@@ -36,8 +37,7 @@ StoredTensors: TypeAlias = Mapping[str, TensorSpec]
 Transform: TypeAlias = "Callable[[Sequence[mx.array]], Sequence[mx.array]]"
 
 
-@dataclass(frozen=True, slots=True)
-class DerivedWeights:
+class DerivedWeights(Struct, frozen=True):
     """Weights made of stored tensors, which the model then does not get.
 
     `transform` maps the arrays of `sources` to those of `outputs`, both in this order. A missing

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
+
+from msgspec import Struct
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.layers.config_fields import integer
@@ -39,8 +40,7 @@ def text_batch(batch: ForwardBatch) -> TextBatch:
     return batch
 
 
-@dataclass(frozen=True, slots=True)
-class EncoderPlan:
+class EncoderPlan(Struct, frozen=True):
     """A checked config of an encoder model.
 
     The built model's `hidden_states` are those of all tokens. With a head, `logits_of` are the

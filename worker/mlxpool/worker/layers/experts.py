@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import mlx.core as mx
+from msgspec import Struct
 
 from mlxpool.worker.kernels import expert_products, expert_routing, expert_token, matmul_small
 from mlxpool.worker.kernels.device import on_cuda
@@ -34,8 +34,7 @@ SINGLE_CHOICES = 512
 Weight: TypeAlias = "mx.array | QuantisedWeight"
 
 
-@dataclass(frozen=True, slots=True)
-class SwitchLinear:
+class SwitchLinear(Struct, frozen=True):
     """The stacked linear layers of E experts: weight [E, out, in] and bias [E, out] or None."""
 
     weight: Weight
@@ -60,8 +59,7 @@ class SwitchLinear:
         return out if self.bias is None else out + self.bias[experts][..., None, :]
 
 
-@dataclass(frozen=True, slots=True)
-class SwitchGLU:
+class SwitchGLU(Struct, frozen=True):
     """down(activation(gate(x), up(x))) of the chosen experts.
 
     With `batch_invariant` rows are never sorted by expert, so that each is a product of its own.
@@ -150,8 +148,7 @@ def kernel_sum(
     return PendingProduct(ExpertSum(whole), made)
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertSum:
+class ExpertSum(Struct, frozen=True):
     """Implements layer_types.Linear: sums what experts have made of T tokens, [T * k, d]."""
 
     whole: WeightedSum
@@ -166,8 +163,7 @@ class ExpertSum:
         return self.whole(x, residual) if few else None
 
 
-@dataclass(frozen=True, slots=True)
-class TokenExperts:
+class TokenExperts(Struct, frozen=True):
     """Implements layer_types.Linear: what its experts make of the norm of one token."""
 
     mixture: TokenMixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from mlxpool.worker.layers.decoder_layer import (
     FusableSublayer,
@@ -19,8 +19,7 @@ from mlxpool.worker.layers.layer_types import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class GatedMLP:
+class GatedMLP(Struct, frozen=True):
     """A FeedForward: down(activation(gate(x), up(x))); without `activation` swiglu."""
 
     hidden: int

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 import mlx.core as mx
+from msgspec import Struct
+from msgspec.structs import replace
 
 from mlxpool.worker.kernels import latent_token
 from mlxpool.worker.kernels.block_write import RopeTables
@@ -15,8 +15,7 @@ from mlxpool.worker.layers.layer_types import MultiLinear as AnyMultiLinear
 from mlxpool.worker.layers.linear import Linear, MultiLinear, RMSNorm
 
 
-@dataclass(frozen=True, slots=True)
-class LatentToken:
+class LatentToken(Struct, frozen=True):
     """Implements layer_types.LatentToken. The norm before the layer is that of its input."""
 
     weights: LatentTokenWeights

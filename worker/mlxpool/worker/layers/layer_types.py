@@ -7,8 +7,9 @@ weights); the rest of the worker implements both.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+
+from msgspec import Struct
 
 from mlxpool.worker.kernels.routing_params import RoutingParams
 from mlxpool.worker.kernels.score_params import ScoreParams
@@ -32,8 +33,7 @@ Scan: TypeAlias = (
 SpanScan: TypeAlias = "Callable[[mx.array, SpanStates], tuple[mx.array, mx.array]]"
 
 
-@dataclass(frozen=True, slots=True)
-class Rope:
+class Rope(Struct, frozen=True):
     """Rotary position embedding of queries and keys.
 
     `freqs`, where given, replaces `base`. Rotated numbers are multiplied by `gain`. `axes`: which

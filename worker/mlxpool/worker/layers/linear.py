@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from typing import Any
 
 import mlx.core as mx
+from msgspec import Struct
+from msgspec.structs import force_setattr, replace
 
 from mlxpool.worker.kernels import head_product, matmul_small, row_ops
 from mlxpool.worker.kernels.block_write import RopeTables
@@ -66,19 +68,18 @@ def _around(x: PendingNorm, *, gated: bool = False) -> FusedOps:
     return FusedOps(gated=gated, gain=x.norm.weight, eps=x.norm.eps)
 
 
-@dataclass(frozen=True, slots=True)
-class Linear(FusableLinear):
+class Linear(FusableLinear, Struct, frozen=True):
     """x [T, in] -> [T, out] with weight [out, in] and bias [out] or None."""
 
     weight: mx.array
     bias: mx.array | None
     batch_invariant: bool = False
-    columns: mx.array = field(init=False)  # [in, out], a view of `weight` that is made once
+    columns: Any = None  # [in, out], a view of `weight` that is made once, here
 
     def __post_init__(self) -> None:
         columns = self.weight.T
         mx.eval(columns)
-        object.__setattr__(self, "columns", columns)
+        force_setattr(self, "columns", columns)
 
     def plain(self, x: mx.array) -> mx.array:
         """See FusableLinear."""
@@ -104,8 +105,7 @@ class Linear(FusableLinear):
         return matmul_small.kernel_matmul(x, self.weight, replace(around, bias=self.bias))
 
 
-@dataclass(frozen=True, slots=True)
-class GatedLinearUnit:
+class GatedLinearUnit(Struct, frozen=True):
     """x [T, in] -> activation(gate, up) [T, width], where `gate_up` computes gate, then up."""
 
     gate_up: AnyLinear
@@ -125,8 +125,7 @@ class GatedLinearUnit:
         return self.activation(both[:, : self.width], both[:, self.width :])
 
 
-@dataclass(frozen=True, slots=True)
-class QuantisedLinear(FusableLinear):
+class QuantisedLinear(FusableLinear, Struct, frozen=True):
     """x [T, in] -> [T, out] with a quantised weight [out, in] and bias [out] or None."""
 
     weight: QuantisedWeight | TiledWeight
@@ -157,8 +156,7 @@ class QuantisedLinear(FusableLinear):
         return self.weight.packed_product(x, replace(around, bias=self.bias))
 
 
-@dataclass(frozen=True, slots=True)
-class ConcatenatedLinear:
+class ConcatenatedLinear(Struct, frozen=True):
     """x [T, in] -> [T, sum of out]: the concatenated outputs of several layers."""
 
     layers: tuple[AnyLinear, ...]
@@ -171,8 +169,7 @@ class ConcatenatedLinear:
         """See layer_types.Linear. It has no kernel."""
 
 
-@dataclass(frozen=True, slots=True)
-class RMSNorm:
+class RMSNorm(Struct, frozen=True):
     """Root-mean-square norm over the last axis."""
 
     weight: mx.array
@@ -193,16 +190,15 @@ class RMSNorm:
         return PendingNorm(x, self) if matmul_small.can_fuse_norm(x, self.weight) else self(x)
 
 
-@dataclass(frozen=True, slots=True)
-class Embedding:
+class Embedding(Struct, frozen=True):
     """tokens [T] -> [T, d], and x [T, d] -> logits [T, vocabulary], with weight [vocabulary, d]."""
 
     weight: mx.array
     batch_invariant: bool = False
-    head: Linear = field(init=False)
+    head: Any = None  # the Linear of `weight`, made here
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "head", Linear(self.weight, None, self.batch_invariant))
+        force_setattr(self, "head", Linear(self.weight, None, self.batch_invariant))
 
     def __call__(self, tokens: mx.array) -> mx.array:
         taken = (
@@ -211,11 +207,11 @@ class Embedding:
         return row_ops.take_rows(self.weight, tokens) if taken else self.weight[tokens]
 
     def as_linear(self, x: LinearInput) -> mx.array:
-        return self.head(x)
+        logits: mx.array = self.head(x)
+        return logits
 
 
-@dataclass(frozen=True, slots=True)
-class QuantisedEmbedding:
+class QuantisedEmbedding(Struct, frozen=True):
     """As Embedding, with a quantised weight; rows are dequantised to `dtype`."""
 
     weight: QuantisedWeight | TiledWeight
@@ -228,8 +224,7 @@ class QuantisedEmbedding:
         return QuantisedLinear(self.weight, None)(x)
 
 
-@dataclass(frozen=True, slots=True)
-class MultiLinear:
+class MultiLinear(Struct, frozen=True):
     """A linear layer for each head, with weight [H, out, in]."""
 
     weight: mx.array | QuantisedWeight

@@ -9,8 +9,9 @@ latent has to be decompressed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from mlxpool.worker.caches.specs import LatentSpec
 from mlxpool.worker.layers.decoder_layer import (
@@ -41,8 +42,7 @@ if TYPE_CHECKING:
 MAX_DECOMPRESSED = 2**26  # numbers of decompressed keys and values in memory at once
 
 
-@dataclass(frozen=True, slots=True)
-class LatentDims:
+class LatentDims(Struct, frozen=True):
     """The sizes of one layer's heads."""
 
     heads: int
@@ -71,8 +71,7 @@ class LatentDims:
         return decompression < count * length * saved
 
 
-@dataclass(frozen=True, slots=True)
-class LatentAttention:
+class LatentAttention(Struct, frozen=True):
     """A Mixer: attention over latents; with a `query_rank` queries are compressed first, too."""
 
     hidden: int
@@ -210,8 +209,7 @@ class _Attention(FusableSublayer):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class LatentAttentionProjections:
+class LatentAttentionProjections(Struct, frozen=True):
     """Implements LatentProjections. Weights: keys [H, rank, plain], values [H, value, rank]."""
 
     sizes: LatentDims

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
+
+from msgspec import Struct
 
 from mlxpool.worker.caches.specs import CacheSpec
 from mlxpool.worker.layers.derived_weights import (
@@ -82,8 +83,7 @@ class SeeingModel(Model, Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
-class ModelPlan:
+class ModelPlan(Struct, frozen=True):
     """A checked config: which tensors the weights must have, and how to build the model of them.
 
     `shapes` are those of the unquantised weights, also where a checkpoint is quantised. Where a
@@ -113,8 +113,7 @@ class ModelPlan:
         return self.vocab_size + self.input_only
 
 
-@dataclass(frozen=True, slots=True)
-class PredictionPlan:
+class PredictionPlan(Struct, frozen=True):
     """The head of a model that predicts further tokens (MTP), see layers/decoder.py.
 
     A checkpoint may have it or lack it. `tensors` says how its tensors are named, for operators.
@@ -126,8 +125,7 @@ class PredictionPlan:
     tensors: str
 
 
-@dataclass(frozen=True, slots=True)
-class VisionPlan:
+class VisionPlan(Struct, frozen=True):
     """The image encoder of a model, which a checkpoint may have or lack.
 
     `whole` is the plan of the model with it. `settings` reads preprocessor_config.json and raises

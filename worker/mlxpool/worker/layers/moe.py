@@ -9,8 +9,9 @@ groups, groups are chosen first, by their two best experts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.kernels.routing_params import RoutingParams
@@ -51,8 +52,7 @@ def _derived_experts(found: StoredTensors, name: str, count: int) -> Iterator[De
         yield from stacked_experts(found, f"{name}.switch_mlp.{one}", count)
 
 
-@dataclass(frozen=True, slots=True)
-class SoftmaxMoE:
+class SoftmaxMoE(Struct, frozen=True):
     """A FeedForward: each token uses `chosen` of `count` experts.
 
     With a `shared_width` there is a shared expert for all tokens, whose output has a gate.
@@ -158,8 +158,7 @@ def _softmax_route(logits: mx.array, count: int, normed: bool) -> tuple[mx.array
     return chosen, weights / weights.sum(axis=-1, keepdims=True) if normed else weights
 
 
-@dataclass(frozen=True, slots=True)
-class SigmoidMoE:
+class SigmoidMoE(Struct, frozen=True):
     """A FeedForward: each token uses `chosen` of `count` experts, and the shared ones."""
 
     hidden: int

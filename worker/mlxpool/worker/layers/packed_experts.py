@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import mlx.core as mx
+from msgspec import Struct
 
 from mlxpool.worker.kernels import expert_fragments, expert_products, expert_routing
 from mlxpool.worker.kernels.expert_fragments import MAX_MXFP4_SCALE, PackedArrays, PackedFormat
@@ -22,8 +21,7 @@ from mlxpool.worker.layers.layer_types import Linear as AnyLinear
 from mlxpool.worker.layers.quantised_weight import QuantisedWeight
 
 
-@dataclass(frozen=True, slots=True)
-class PackedGLU:
+class PackedGLU(Struct, frozen=True):
     """Implements layer_types.SwitchGLU over weights in fragments, see expert_fragments.cuh."""
 
     weights: ExpertWeights

@@ -9,8 +9,9 @@ without `scales` is not quantised.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from mlxpool.common.errors import ModelLoadFailed
 
@@ -20,8 +21,7 @@ FLOAT_DTYPES = ("F32", "F16", "BF16")
 NVFP4_RANGE = 448.0 * 6.0  # largest scale times largest number: the divisor of global_scale
 
 
-@dataclass(frozen=True, slots=True)
-class QuantMode:
+class QuantMode(Struct, frozen=True):
     """What a mode allows; the first of `bits` and of `group_sizes` is its default."""
 
     bits: tuple[int, ...]
@@ -38,8 +38,7 @@ MODES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class QuantLayout:
+class QuantLayout(Struct, frozen=True):
     """A layout of quantised weights: bits of a number, and numbers of a row that share a scale."""
 
     mode: str
@@ -62,8 +61,7 @@ class QuantLayout:
         return columns % self.group_size == 0 and columns * self.bits % WORD_BITS == 0
 
 
-@dataclass(frozen=True, slots=True)
-class QuantConfig:
+class QuantConfig(Struct, frozen=True):
     """The layouts of a model's quantised modules.
 
     `named` has those of single modules, where None means not quantised; others have the `default`.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import mlx.core as mx
+from msgspec import Struct
 
 from mlxpool.worker.kernels import dequantise, matmul_4bit, matmul_small
 from mlxpool.worker.kernels.device import on_gpu
@@ -26,8 +26,7 @@ def _pays_to_dequantise(x: mx.array, group_size: int) -> bool:
     return x.shape[-2] >= GPU_DEQUANTISE_ROWS
 
 
-@dataclass(frozen=True, slots=True)
-class QuantisedWeight:
+class QuantisedWeight(Struct, frozen=True):
     """A quantised weight [..., out, in]; `factor` is float32 [] or [E], or None."""
 
     weight: mx.array

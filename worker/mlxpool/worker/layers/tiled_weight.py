@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import mlx.core as mx
+from msgspec import Struct
 
 from mlxpool.worker.kernels import matmul_4bit_tiles, matmul_small, tiles_4bit
 from mlxpool.worker.kernels.matmul_small import FusedOps
 from mlxpool.worker.layers.quantised_weight import QuantisedWeight
 
 
-@dataclass(frozen=True, slots=True)
-class TiledWeight:
+class TiledWeight(Struct, frozen=True):
     """A quantised weight [out, in] as tiles [out / 64, in / 64, words], see tiles_4bit.cuh."""
 
     tiles: mx.array

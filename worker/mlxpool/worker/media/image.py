@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from mlxpool.worker.media.spans import ImageKey
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PreparedImage:
+class PreparedImage(Struct, frozen=True, eq=False):
     """An image in the size that the encoder takes.
 
     `pixels` [height, width, 3] are RGB from 0 to 255; the encoder scales them. `grid`: patches in

@@ -9,7 +9,8 @@ where the request does not name it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.protocol.images import TAG, check_named, images_of_text
@@ -67,8 +68,7 @@ def check_slots(ids: Sequence[int], places: ImagePlaces, count: int) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Inputs:
+class Inputs(Struct, frozen=True):
     """The inputs of a prompt with images; `moved` gives places among the ids their new number."""
 
     items: tuple[int, ...]

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from typing import Any, Self
 
+from msgspec import Struct
+
 from mlxpool.common.errors import BadRequest
+from mlxpool.common.records import as_map
 
 VERSION = 1  # of decoding and resampling, a part of every image's key
 MAX_ASPECT = 200  # longer side by shorter side, where the sides are kept in proportion
 
 
-@dataclass(frozen=True, slots=True)
-class ImageSettings:
+class ImageSettings(Struct, frozen=True):
     """The preprocessing that a model was trained with, from its preprocessor_config.json.
 
     Every image gets the size `height` * `width`. Where these are 0, it keeps its proportions: its
@@ -116,8 +117,7 @@ def tile_arrangement(tiles: int, side: int, height: int, width: int) -> tuple[in
     return min(tile_arrangements(tiles), key=cost)
 
 
-@dataclass(frozen=True, slots=True)
-class ImagePlaces:
+class ImagePlaces(Struct, frozen=True):
     """How prompts of a model name an image.
 
     A chat template writes `marker` for it, which the model reads as `expansion`. For [img-n] in a
@@ -134,8 +134,7 @@ class ImagePlaces:
     crossed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ImageInput:
+class ImageInput(Struct, frozen=True):
     """All that the preparation of prompts needs to know of a model that reads images."""
 
     settings: ImageSettings
@@ -143,7 +142,7 @@ class ImageInput:
 
     def as_map(self) -> dict[str, Any]:
         """Returns plain values for another process, see `from_map`."""
-        return asdict(self)
+        return as_map(self)
 
     @classmethod
     def from_map(cls, fields: Mapping[str, Any]) -> Self:

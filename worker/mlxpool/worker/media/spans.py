@@ -10,8 +10,10 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass, replace
 from itertools import pairwise
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 ImageKey = bytes  # SHA-256 of the pixels as a model gets them, see `image_key`
 
@@ -19,8 +21,7 @@ FIRST_SLOT = 2**32  # token ids are below
 _SLOT_BIT = 2**63  # set in every slot
 
 
-@dataclass(frozen=True, slots=True)
-class MediaSpan:
+class MediaSpan(Struct, frozen=True):
     """Inputs [start, start + count) of a sequence are the slots of one image.
 
     `grid`: patches of the image in time, height and width, before a model merges them. `group`: the

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
 
 from mlxpool.worker.caches.specs import KeyValueSpec
 from mlxpool.worker.kernels.score_params import ScoreParams
@@ -56,8 +57,7 @@ def encoder_plan(config: Mapping[str, Any]) -> EncoderPlan:
     return EncoderPlan(model.plan(), hidden, labels=model.labels)
 
 
-@dataclass(frozen=True, slots=True)
-class HeadNames:
+class HeadNames(Struct, frozen=True):
     """The names of the two linear layers of a head: the first is followed by tanh."""
 
     dense: str
@@ -68,8 +68,7 @@ BERT_HEAD = HeadNames("pooler.dense", "classifier")
 ROBERTA_HEAD = HeadNames("classifier.dense", "classifier.out_proj")
 
 
-@dataclass(frozen=True, slots=True)
-class Bert:
+class Bert(Struct, frozen=True):
     """Describes a whole model; its tensors have the names that checkpoints use."""
 
     vocab_size: int

@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from mlxpool.worker.caches.specs import CacheSpec
 from mlxpool.worker.layers.activations import gelu_tanh
@@ -162,8 +164,7 @@ def _derived(found: StoredTensors) -> Iterator[DerivedWeights]:
             yield DerivedWeights((stored,), {name: spec}, tuple)
 
 
-@dataclass(frozen=True, slots=True)
-class SandwichNormLayer:
+class SandwichNormLayer(Struct, frozen=True):
     """A DecoderLayer: x + norm(mixer(norm(x))), then the same with the feed-forward."""
 
     hidden: int

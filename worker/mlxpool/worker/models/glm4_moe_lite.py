@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from mlxpool.worker.layers.config_fields import flag, integer, layer_count, number, require
 from mlxpool.worker.layers.decoder import Decoder, HeadNames, PredictionHead

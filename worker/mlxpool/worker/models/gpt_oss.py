@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.kernels.routing_params import RoutingParams
@@ -79,8 +81,7 @@ def _attention(config: Mapping[str, Any]) -> Iterator[GroupedQueryAttention]:
         yield GroupedQueryAttention(hidden, heads, rope, window, biases=biases, sinks=True)
 
 
-@dataclass(frozen=True, slots=True)
-class GptOssMoE:
+class GptOssMoE(Struct, frozen=True):
     """A FeedForward: each token uses the `chosen` experts of the highest logits, with biases."""
 
     hidden: int

@@ -8,8 +8,9 @@ With `mtp_draft_vocab_size` it drafts so many tokens of the vocabulary: `mtp.dra
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.layers.attention import GroupedQueryAttention

@@ -8,9 +8,10 @@ without an image before it leaves these layers as it came, as in Meta's own code
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.layers.attention import GroupedQueryAttention

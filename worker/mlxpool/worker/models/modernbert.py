@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.caches.specs import KeyValueSpec
@@ -91,8 +92,7 @@ def _rope(config: Mapping[str, Any], kind: str, dims: int) -> Rope:
     return parse_rope({**config, "rope_parameters": named.get(kind)}, dims, base=base)
 
 
-@dataclass(frozen=True, slots=True)
-class Biases:
+class Biases(Struct, frozen=True):
     """Which layers have biases."""
 
     norm: bool
@@ -101,8 +101,7 @@ class Biases:
     head: bool
 
 
-@dataclass(frozen=True, slots=True)
-class ModernBert:
+class ModernBert(Struct, frozen=True):
     """Describes a whole model; its tensors have the names that checkpoints use."""
 
     vocab_size: int

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
 
 from mlxpool.worker.caches.specs import KeyValueSpec
 from mlxpool.worker.kernels.score_params import ScoreParams
@@ -73,8 +74,7 @@ def encoder_plan(config: Mapping[str, Any]) -> EncoderPlan:
     return EncoderPlan(model.plan(), model.hidden)
 
 
-@dataclass(frozen=True, slots=True)
-class NomicBert:
+class NomicBert(Struct, frozen=True):
     """Describes a whole model; its tensors have the names that checkpoints use."""
 
     vocab_size: int

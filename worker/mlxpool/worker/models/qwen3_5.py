@@ -7,8 +7,9 @@ A multimodal model has the text part in `text_config` of config.json and its ten
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 from mlxpool.worker.layers.config_fields import text_config
 from mlxpool.worker.layers.delta_net import GatedDeltaNet

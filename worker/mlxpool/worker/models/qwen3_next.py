@@ -8,9 +8,10 @@ head that predicts further tokens, with the model's embedding and output head.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
+
+from msgspec.structs import replace
 
 from mlxpool.worker.layers.attention import GatedAttention
 from mlxpool.worker.layers.config_fields import (

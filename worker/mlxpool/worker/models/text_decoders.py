@@ -7,8 +7,10 @@ that rates answers a question: the score is the logit of `yes` less that of `no`
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.layers.config_fields import flag, integer
@@ -26,8 +28,7 @@ PREFIX = "model."
 BIDIRECTIONAL = "use_bidirectional_attention"
 
 
-@dataclass(frozen=True, slots=True)
-class Answers:
+class Answers(Struct, frozen=True):
     """The token ids of the two answers whose logits are compared."""
 
     yes: int
@@ -64,8 +65,7 @@ def _gemma(config: Mapping[str, Any]) -> ModelPlan:
     return gemma3.plan({**config, BIDIRECTIONAL: False, "sliding_window": window})
 
 
-@dataclass(frozen=True, slots=True)
-class _PrefixedTensors:
+class _PrefixedTensors(Struct, frozen=True):
     """A `derived` that adds the prefix to names without it, then makes what the plan's makes."""
 
     plan: ModelPlan

@@ -7,8 +7,9 @@ only the store knows what a row is made of.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+from msgspec import Struct
 
 from mlxpool.worker.media.spans import Spans, prefix_end
 from mlxpool.worker.prefix.store import PrefixRow, Store
@@ -144,8 +145,7 @@ class PrefixCache(Generic[R]):
         self.tokens += cached
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry(Generic[R]):
+class _Entry(Struct, Generic[R], frozen=True):
     row: R
     tokens: tuple[int, ...]  # as many as row.offset
     scope: str

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+from msgspec import Struct
 
 from mlxpool.worker.prefix.tree import Node
 
@@ -12,8 +13,7 @@ E = TypeVar("E")
 S = TypeVar("S")
 
 
-@dataclass(frozen=True, slots=True)
-class Part(Generic[E]):
+class Part(Struct, Generic[E], frozen=True):
     """Tokens [low, high) of a piece that has the tokens from `start` on."""
 
     held: E

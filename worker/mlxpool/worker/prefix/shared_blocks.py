@@ -8,7 +8,8 @@ has the tokens from b * size on. A row copies a block with other references befo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct
 
 from mlxpool.common.errors import OutOfMemory
 
@@ -50,17 +51,19 @@ class BlockPool:
         return self._references[block]
 
 
-@dataclass(eq=False, slots=True)
 class BlockRow:
     """The block table of one sequence.
 
     `changed`: its first entry that may differ from what a reader saw, who sets it to the length.
     """
 
-    block_bytes: int
-    offset: int = 0  # tokens
-    table: list[int] = field(default_factory=list)
-    changed: int = 0
+    __slots__ = ("block_bytes", "changed", "offset", "table")
+
+    def __init__(self, block_bytes: int, table: Iterable[int] = ()) -> None:
+        self.block_bytes = block_bytes
+        self.offset = 0  # tokens
+        self.table = list(table)
+        self.changed = 0
 
     @property
     def nbytes(self) -> int:
@@ -68,8 +71,7 @@ class BlockRow:
         return self.block_bytes * len(self.table)
 
 
-@dataclass(frozen=True, slots=True)
-class BlockRun:
+class BlockRun(Struct, frozen=True):
     """Blocks with the tokens [start, end); the first may also have earlier tokens."""
 
     start: int

@@ -9,8 +9,9 @@ its only child. Each scope has a root of its own: sequences of different scopes 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Generic, TypeVar
+
+from msgspec import Struct, field
 
 from mlxpool.worker.prefix.store import PieceStore
 
@@ -21,16 +22,14 @@ MAX_PIECE = 2048  # tokens; no piece crosses a multiple of it, so little is copi
 MAX_COPIED_JOIN = 256  # tokens; where a join copies, longer neighbours stay two pieces
 
 
-@dataclass(frozen=True, slots=True)
-class Piece(Generic[E]):
+class Piece(Struct, Generic[E], frozen=True):
     """`held` is what was kept of `tokens` neighbouring tokens."""
 
     tokens: int
     held: E
 
 
-@dataclass(eq=False, slots=True)
-class Node(Generic[E, S]):
+class Node(Struct, Generic[E, S], eq=False):
     """An edge and the node at its end; the edge has tokens [start, end), counted from the root."""
 
     start: int
@@ -49,8 +48,7 @@ class Node(Generic[E, S]):
         return self.start + len(self.tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class Match(Generic[E, S]):
+class Match(Struct, Generic[E, S], frozen=True):
     """The nodes on the path of a token sequence, and how many of its tokens they match."""
 
     nodes: tuple[Node[E, S], ...]

@@ -6,8 +6,9 @@ Used by the compute thread. Imports no MLX: only the store knows what a row is m
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+from msgspec import Struct
 
 from mlxpool.worker.media.spans import Spans, prefix_end
 from mlxpool.worker.prefix import tree as prefix_tree
@@ -23,8 +24,7 @@ R = TypeVar("R", bound=PrefixRow)
 RESTORE_POINT_INTERVAL = 8192
 
 
-@dataclass(slots=True)
-class _ActiveRow(Generic[R, E, S]):
+class _ActiveRow(Struct, Generic[R, E, S]):
     """A row in use; the reference keeps its id unique."""
 
     row: R

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from mlxpool.worker.prefix_disk.pacing import PIECE, Pace
 from mlxpool.worker.prefix_disk.records import ArrayPlace, Kind, payload_bytes
 from mlxpool.worker.prefix_disk.segments import Bytes
 
 
-@dataclass(frozen=True, slots=True)
-class NamedArray:
+class NamedArray(Struct, frozen=True):
     """An array of a record in parts, which are joined on `axis`; items are raw numbers.
 
     `dtype` is MLX's name: NumPy has no bfloat16, whose items are uint16 here.
@@ -35,8 +34,7 @@ class NamedArray:
         return tuple(shape)
 
 
-@dataclass(frozen=True, slots=True)
-class NewRecord:
+class NewRecord(Struct, frozen=True):
     """A record to write: what is kept of inputs `ids`, of which the first has number `start`."""
 
     kind: Kind

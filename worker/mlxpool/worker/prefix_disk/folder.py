@@ -14,9 +14,10 @@ import shlex
 import stat
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, unquote
+
+from msgspec import Struct
 
 from mlxpool.worker.prefix_disk.segments import FILE_MODE, SUFFIX
 
@@ -37,8 +38,7 @@ class Locked(OSError):
     """Another process held the lock for longer than LOCK_WAIT."""
 
 
-@dataclass(frozen=True, slots=True)
-class DiskSettings:
+class DiskSettings(Struct, frozen=True):
     """Where the records of a model are, and how many bytes of them."""
 
     root: Path
@@ -46,8 +46,7 @@ class DiskSettings:
     budget: int
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentFile:
+class SegmentFile(Struct, frozen=True):
     """A segment on the disk; `used` is when it was written or used last (seconds, epoch)."""
 
     path: Path

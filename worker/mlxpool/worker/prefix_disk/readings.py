@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from msgspec import Struct
+
 from mlxpool.worker.prefix_disk.index import Index
 from mlxpool.worker.prefix_disk.keys import BLOCK_TOKENS, block_key, chain
 from mlxpool.worker.prefix_disk.records import BadRecord, Kind, RecordHeader
@@ -21,8 +23,7 @@ MIN_GAIN = 64  # tokens more than the memory has; fewer are computed
 Unreadable = Callable[[Kind, bytes, Exception], None]  # of a record, by kind and key
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(Struct, frozen=True):
     """What a sequence can use: of its inputs `ids` at most the first `most`.
 
     The memory has the first `matched`, and can begin a row with `restorable` of them. `stateful`: a
@@ -37,8 +38,7 @@ class Wanted:
     stateful: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(Struct, frozen=True):
     """One record to read: inputs [start, end), or the snapshot behind `end` inputs."""
 
     kind: Kind
@@ -48,8 +48,7 @@ class Choice:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReadRecord:
+class ReadRecord(Struct, frozen=True):
     """A record that was read and checked. Of its inputs those up to `end` are wanted."""
 
     header: RecordHeader

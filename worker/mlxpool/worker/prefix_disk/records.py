@@ -12,12 +12,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from struct import Struct
 from struct import error as StructError
 from typing import Any
 
+import msgspec
 import xxhash
 
 from mlxpool.worker.prefix_disk.keys import BLOCK_TOKENS, ID_BYTES, KEY_BYTES, block_key
@@ -67,8 +67,7 @@ class Kind(IntEnum):
     STATE = 1  # snapshots behind the last input
 
 
-@dataclass(frozen=True, slots=True)
-class ArrayPlace:
+class ArrayPlace(msgspec.Struct, frozen=True):
     """An array of a record: `nbytes` bytes in C order at `offset` of its arrays."""
 
     name: str
@@ -78,8 +77,7 @@ class ArrayPlace:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class RecordHeader:
+class RecordHeader(msgspec.Struct, frozen=True):
     """`ids` are the packed inputs from number `start` on, behind those of the key `parent`."""
 
     kind: Kind

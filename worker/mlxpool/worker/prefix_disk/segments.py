@@ -12,12 +12,12 @@ import secrets
 import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from mlxpool.worker.prefix_disk import records
 from mlxpool.worker.prefix_disk.keys import unpacked
@@ -35,8 +35,7 @@ MAX_APPEND_REST = 0.25
 Bytes = npt.NDArray[np.uint8]
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(Struct, frozen=True):
     """Where a record is: at `offset` of a segment, with headers and arrays of so many bytes."""
 
     segment: Segment

@@ -8,9 +8,10 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
 
 from mlxpool.worker.prefix_disk.folder import ModelFolder, models_in, segment_files
 from mlxpool.worker.prefix_disk.keys import KEY_BYTES
@@ -18,8 +19,7 @@ from mlxpool.worker.prefix_disk.records import BadRecord, Kind, aligned
 from mlxpool.worker.prefix_disk.segments import Segment, read_description
 
 
-@dataclass(slots=True)
-class Contents:
+class Contents(Struct):
     """The segments of one model that have one digest, and what was found in them.
 
     `about`: what the digest covers, in words; empty where no segment says it. `bad`: records and

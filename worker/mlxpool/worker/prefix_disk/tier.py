@@ -13,12 +13,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from mlxpool.common.closing import Closing
 from mlxpool.worker.prefix_disk import records
@@ -61,8 +62,7 @@ UNREAD = "a segment of the prefix cache cannot be read now"
 PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.EINTR})
 
 
-@dataclass(slots=True)
-class TierCounters:
+class TierCounters(Struct):
     """What the tier did since the start; all but `dropped` are each written by one thread."""
 
     hits: int = 0  # sequences that got tokens from the disk

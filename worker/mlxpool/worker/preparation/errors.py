@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from mlxpool.common.errors import BadRequest, DeadlineExceeded, Internal, OutOfMemory, PoolError
 from mlxpool.worker.preparation.limits import (
@@ -26,8 +27,7 @@ def late(size: int) -> DeadlineExceeded:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryParts:
+class MemoryParts(Struct, frozen=True):
     """Bytes over `limit`: the `worker` itself, all processes that `prepare`, `own` of one job.
 
     `figures` are those of a heartbeat. `others`: jobs beside that one.

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import msgpack
 import numpy as np
+from msgspec import Struct, field
+from msgspec.structs import asdict
 
 from mlxpool.common.errors import BadRequest, Internal, PoolError, TooLarge, from_body
 from mlxpool.common.protocol.frames import MAX_BLOB, MAX_BODY
@@ -40,8 +41,7 @@ READ_BYTES = 2**20  # of one system call
 NO_IMAGES = "this model does not support image input: it takes text only"
 
 
-@dataclass(frozen=True, slots=True)
-class Render:
+class Render(Struct, frozen=True):
     """Render a chat, and encode the text unless it is long. `now`: seconds since 1970.
 
     `context`, `images`: see Encode. `continues`: the answer goes on behind the last message.
@@ -58,8 +58,7 @@ class Render:
     plain: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Encode:
+class Encode(Struct, frozen=True):
     """Encode a text, or its UTF-8. `context`: the bound of its tokens; 0: those of an answer.
 
     `messages_end`, `thinks`, `cuts`: see RenderedChat; `chat`: the text is one, so nothing is put
@@ -79,8 +78,7 @@ class Encode:
     suffix: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Decode:
+class Decode(Struct, frozen=True):
     """Turn packed ids into text. `vocab_size`: ids must be below. `each`: also each of them."""
 
     packed: bytes
@@ -88,20 +86,17 @@ class Decode:
     each: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class CheckFormat:
+class CheckFormat(Struct, frozen=True):
     """Check that a format can be followed."""
 
     format: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Checked:
+class Checked(Struct, frozen=True):
     """The format can be followed."""
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedInputs:
+class EncodedInputs(Struct, frozen=True):
     """Inputs of an encoder model: the packed ids of all, one after the other, of these lengths.
 
     `types` has a byte for each id, its segment; empty: all are 0.
@@ -112,8 +107,7 @@ class EncodedInputs:
     types: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(Struct, frozen=True):
     """The prompts of questions: packed ids of what they begin with, and of the rest of each.
 
     `answers`: for each question, for each of its labels, the token sequences that stand for it.
@@ -124,8 +118,7 @@ class Asked:
     answers: Sequence[Sequence[Sequence[Sequence[int]]]]
 
 
-@dataclass(frozen=True, slots=True)
-class Encoded:
+class Encoded(Struct, frozen=True):
     """The packed ids of a prompt. `restore_at` counts those before the generation prompt, where a
     later conversation may branch off; 0: unknown. `thinks`: see RenderedChat.
 
@@ -140,8 +133,7 @@ class Encoded:
     named: Sequence[int] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class Decoded:
+class Decoded(Struct, frozen=True):
     """The text of ids. `each`: what each of them adds to a text, if that was asked for."""
 
     text: str
@@ -385,8 +377,7 @@ def pack(message: Job | Result) -> bytes:
     if isinstance(message, PoolError):
         fields: Mapping[str, Any] = {"error": message.body()}
     else:
-        names = type(message).__slots__
-        fields = {"kind": type(message).__name__, **{one: getattr(message, one) for one in names}}
+        fields = {"kind": type(message).__name__, **asdict(message)}
     return pack_map(fields)
 
 

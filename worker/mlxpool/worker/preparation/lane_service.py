@@ -12,11 +12,12 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic
 
 import psutil
+from msgspec import Struct
+from msgspec.structs import replace
 
 from mlxpool.common.errors import Internal, PoolError
 from mlxpool.common.transport.waker import Waker
@@ -55,8 +56,7 @@ def end_process() -> None:
     os._exit(1)
 
 
-@dataclass(eq=False, slots=True)
-class Running:
+class Running(Struct, eq=False):
     """A job in a lane. `long`: short jobs do not wait for it. `tries`: lanes it was given to.
 
     `announced`: steps leave a core to it.

@@ -13,11 +13,11 @@ import socket
 import subprocess
 import sys
 import weakref
-from dataclasses import asdict
 
 import psutil
 
 from mlxpool.common.errors import Internal
+from mlxpool.common.records import as_map
 from mlxpool.worker.encoders.text import EncoderTextSource
 from mlxpool.worker.preparation import fork_server
 from mlxpool.worker.preparation.fork_server import FORK, KILL, REAP, REPLY, REQUEST
@@ -47,8 +47,8 @@ class ForkServer:
     def __init__(self, source: TextSource | EncoderTextSource, limits: Limits) -> None:
         self.limits = limits
         encodes = isinstance(source, EncoderTextSource)
-        fields = source.as_map() if isinstance(source, TextSource) else asdict(source)
-        self._first = pack_map({**fields, "encodes": encodes, "limits": asdict(limits)})
+        fields = source.as_map() if isinstance(source, TextSource) else as_map(source)
+        self._first = pack_map({**fields, "encodes": encodes, "limits": as_map(limits)})
         self._process: _ServerProcess | None = None
 
     def fork(self) -> Lane:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 SHORT_TEXT = 16 * 1024  # characters or bytes; to encode so many takes a few milliseconds
 QUIET_TIME = 0.003  # seconds after which steps leave a core to a preparation
@@ -18,8 +18,7 @@ GRAMMAR_SECONDS = 1.0  # of processor time for a format: one of 50 properties ta
 BYTES_PER_SECOND = 100_000  # of text; every tokenizer is faster
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(Struct, frozen=True):
     """Of one request. `render`: seconds of a chat template; `tokenize`: see `encoding`."""
 
     render: float = 2.0

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Hashable, Set
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from mlxpool.worker.preparation.jobs import Job
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
+class Waiting(Struct, frozen=True):
     """A preparation that waits. `size` in bytes; `deadline` in monotonic seconds."""
 
     key: Hashable

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 ROOM_SECONDS = 2.0  # that the worker has to make room: it does so between two steps
 MIN_CHANGE = 2**20  # bytes; smaller changes of what the processes take at rest are not told
@@ -14,8 +15,7 @@ def _ignore(size: int) -> None:
     """Take no notice of a number of bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerMemory:
+class WorkerMemory(Struct, frozen=True):
     """What the worker does about its own memory; any thread may call these.
 
     `reserve` keeps so many bytes of its budget for these processes. `make_room` gives up so many

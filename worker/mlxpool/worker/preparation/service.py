@@ -5,9 +5,11 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from mlxpool.worker.preparation.jobs import Render, Result, encode_of, perform
 from mlxpool.worker.preparation.limits import SHORT_TEXT
@@ -17,8 +19,7 @@ from mlxpool.worker.prompt.text_model import RenderedChat, TextModel
 Deliver = Callable[[Hashable, Result], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(Struct, frozen=True):
     """What waits and runs. `bytes`: of these jobs; `memory`: resident bytes of all processes."""
 
     waiting: int = 0

@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 import zmq
+from msgspec import Struct
+from msgspec.structs import replace
 
 from mlxpool.common.errors import PoolError, TooLarge
 from mlxpool.common.protocol.deltas import Delta, Deltas
@@ -38,8 +39,7 @@ MAX_COUNTED_TURN = 2.0  # seconds that one turn of the loop counts at most
 NEVER = float("inf")
 
 
-@dataclass(slots=True)
-class Silence:
+class Silence(Struct):
     """How long the broker has sent nothing, in seconds of counted time.
 
     Time counts only while the loop turns: a worker that was stopped did not listen.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from mlxpool.common.errors import PoolError
 from mlxpool.common.protocol.chat import check_messages, check_think, check_tools
@@ -35,8 +36,7 @@ from mlxpool.worker.prompt.text_model import Opened, TokenTable
 from mlxpool.worker.system.cpu_threads import process_cpu_threads
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
+class Prepared(Struct, frozen=True):
     """A run for the compute thread, or the error that it ends with. `fence`: see StepDeltas."""
 
     key: RunKey
@@ -45,8 +45,7 @@ class Prepared:
     fence: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedInputs:
+class PreparedInputs(Struct, frozen=True):
     """The inputs of a call for an encoder model. `id`: the call's; `fence`: see StepDeltas."""
 
     key: CallKey
@@ -56,8 +55,7 @@ class PreparedInputs:
     fence: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedQuestions:
+class PreparedQuestions(Struct, frozen=True):
     """A call of `decide` for the compute thread. `fence`: see StepDeltas."""
 
     message: Decide

@@ -16,8 +16,9 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import NoReturn
+
+from msgspec.structs import replace
 
 from mlxpool.common.config.schema import WORKER_VARIABLE, WorkerConfig
 from mlxpool.common.errors import ModelLoadFailed

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
+
+from msgspec import Struct
 
 from mlxpool.common.errors import Internal, PoolError
 from mlxpool.common.protocol.deltas import Delta, RunEnd
@@ -34,8 +35,7 @@ class RunState(Enum):
     COMPUTING = auto()
 
 
-@dataclass(slots=True)
-class LiveRun:
+class LiveRun(Struct):
     """A run that was received and has not ended. `position`: the index of its first new id."""
 
     position: int

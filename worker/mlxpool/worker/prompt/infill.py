@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from mlxpool.common.errors import BadRequest
 
@@ -24,8 +25,7 @@ ENDS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class InfillTokens:
+class InfillTokens(Struct, frozen=True):
     """The tokens before the text in front of the gap, before the one behind it, and at the end.
 
     `suffix_first`: the text behind the gap comes first. `middle`: "" for none.

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
+from msgspec import Struct
+
+from mlxpool.common.records import as_map
 from mlxpool.worker.media.image import PreparedImage
 from mlxpool.worker.media.settings import ImageInput
 from mlxpool.worker.prompt.detokenizer import WholeTexts
 
 
-@dataclass(frozen=True, slots=True)
-class RenderedChat:
+class RenderedChat(Struct, frozen=True):
     """A chat as text; `messages_end` characters of it precede the generation prompt, 0: unknown.
 
     `thinks`: the text ends inside the model's thoughts. `cuts`: places in the text at which it is
@@ -72,8 +74,7 @@ class TextModel(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
-@dataclass(frozen=True, slots=True)
-class TokenTable:
+class TokenTable(Struct, frozen=True):
     """The bytes of each token, by its id: all that the compute thread needs of a tokenizer.
 
     `max_bytes_per_token`: see size_bound.
@@ -87,8 +88,7 @@ class TokenTable:
         return self.pieces[token] if 0 <= token < len(self.pieces) else b""
 
 
-@dataclass(frozen=True, slots=True)
-class TextSource:
+class TextSource(Struct, frozen=True):
     """What another process needs to prepare requests of a model, see ChatTokenizer.from_source.
 
     `sha256`: of the file `tokenizer`. `templates`: sources of chat templates by name; `tokens`:
@@ -110,7 +110,7 @@ class TextSource:
 
     def as_map(self) -> dict[str, Any]:
         """Plain values for another process, of which `from_map` makes it again."""
-        return asdict(self)
+        return as_map(self)
 
     @classmethod
     def from_map(cls, fields: Mapping[str, Any]) -> Self:

@@ -9,14 +9,14 @@ import copy
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Self
+
+from msgspec import Struct
 
 from mlxpool.common.errors import BadRequest
 
 
-@dataclass(frozen=True, slots=True)
-class ThoughtMarks:
+class ThoughtMarks(Struct, frozen=True):
     """The texts around thoughts in one format of chat templates.
 
     `closings`: what ends thoughts at a bound; beside tools the first time, otherwise and later the

@@ -11,10 +11,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from msgspec import Struct
+from msgspec.structs import replace
 from tokenizers import Tokenizer
 
 from mlxpool.common.errors import ModelLoadFailed
@@ -40,8 +41,7 @@ _CLEAN_UP = (
 DecodeStep = Callable[[str, bool], str]  # of a token's text, and whether the text begins with it
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeRule:
+class DecodeRule(Struct, frozen=True):
     """How the text of a token in the vocabulary becomes bytes.
 
     `literal`: added tokens stand for their own text and skip the steps. `strip` is the number of

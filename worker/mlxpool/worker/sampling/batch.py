@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import repeat
 
 import mlx.core as mx
 import numpy as np
+from msgspec import Struct
 
 from mlxpool.common.options import Options
 from mlxpool.worker.constraints.mask_table import ANY, only
@@ -45,8 +45,7 @@ _new_token: Callable[[tuple[Sequence, int, None]], SampledToken] = partial(
 # ---- inputs ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class SampleRequest:
+class SampleRequest(Struct, frozen=True):
     """The sampler input of one row.
 
     `position` counts the completion tokens before this one. `history` is prompt and completion so
@@ -238,8 +237,7 @@ def _top_k(options: Options, size: int) -> int:
     return options.top_k if options.temperature > 0 and options.top_k < size else 0
 
 
-@dataclass(frozen=True, slots=True)
-class TokenMasks:
+class TokenMasks(Struct, frozen=True):
     """The tokens that R rows may draw.
 
     `numbers` int32 are the line of each row, see constraints/mask_table.py: one of those behind
@@ -264,8 +262,7 @@ class TokenMasks:
 # ---- outputs -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class SamplerOutput:
+class SamplerOutput(Struct, frozen=True):
     """R tokens, not evaluated yet, and log-probabilities when some row requests them."""
 
     tokens: mx.array  # [R] int32, NO_TOKEN where logits were not numbers
@@ -288,8 +285,7 @@ class SamplerOutput:
         return cls(*(mx.concatenate(list(each)) for each in every))
 
 
-@dataclass(frozen=True, slots=True)
-class SampledNumbers:
+class SampledNumbers(Struct, frozen=True):
     """A SamplerOutput on the host, as lists of its rows."""
 
     tokens: list[int]

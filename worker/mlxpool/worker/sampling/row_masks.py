@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct, field
 
 from mlxpool.worker.constraints.mask_table import MaskTable, new_table
 from mlxpool.worker.scheduling.sequence import Sequence
@@ -16,8 +16,7 @@ from mlxpool.worker.scheduling.sequence import Sequence
 Mask: TypeAlias = npt.NDArray[np.uint32]
 
 
-@dataclass(frozen=True, slots=True)
-class RowMasks:
+class RowMasks(Struct, frozen=True):
     """The line of each sequence that may not draw every token.
 
     It is a line of the table, of which `used` have masks, or one of mask_table.only. A sequence

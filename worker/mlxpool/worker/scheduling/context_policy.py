@@ -7,7 +7,7 @@ stream. A cut that would end inside an image takes the rest of it, too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from mlxpool.common.errors import ContextExceeded
 from mlxpool.worker.media.spans import MediaSpan, Spans, cut_end, kept_end
@@ -56,8 +56,7 @@ def shift_discard(tokens: int, context: int, keep: int) -> int:
     return min(max(0, wanted), max(0, tokens - keep))
 
 
-@dataclass(frozen=True, slots=True)
-class ContextShift:
+class ContextShift(Struct, frozen=True):
     """The shifts of one stream: a full context of `context` tokens keeps its first `keep`.
 
     A shift is due when one token more than the context holds has to be read. `media`: the images of

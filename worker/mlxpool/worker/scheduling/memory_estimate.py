@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from mlxpool.worker.caches.stored import AUTO
 from mlxpool.worker.weights.inspect import FLOAT_BYTES, ModelFolder, dequantised_growth
@@ -18,8 +19,7 @@ MAX_DRAFT_CONTEXT = 1024
 DTYPE_NAMES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryEstimate:
+class MemoryEstimate(Struct, frozen=True):
     """Bytes, but for `context` (tokens) and `sequences`.
 
     Temporary memory of a step and the process itself are not included: a worker measures both at

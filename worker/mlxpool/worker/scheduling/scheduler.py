@@ -11,9 +11,11 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, replace
 from math import isqrt
 from typing import Self
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from mlxpool.worker.media.spans import touches_images
 from mlxpool.worker.scheduling.sequence import Phase, Sequence
@@ -32,8 +34,7 @@ Clip = Callable[[Sequence, int], int]
 Predict = Callable[[Load], float]  # -> seconds of a pass
 
 
-@dataclass(frozen=True, slots=True)
-class StepLimits:
+class StepLimits(Struct, frozen=True):
     """The bounds of one pass.
 
     `lines` are its inputs, `prompts` its chunks (0: no bound), `pairs` their query-key pairs,

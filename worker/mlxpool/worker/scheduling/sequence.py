@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
+
+from msgspec import Struct, field
 
 from mlxpool.common.options import Options
 from mlxpool.worker.media.image import PreparedImage
@@ -23,8 +24,7 @@ class Phase(Enum):
     FINISHED = auto()
 
 
-@dataclass(eq=False, slots=True)
-class Sequence:
+class Sequence(Struct, eq=False):
     """Compared by identity: one request may be here twice, in two runs.
 
     `prompt` is never empty. `ids` is the completion so far; of a resumed request it begins with the
@@ -204,8 +204,7 @@ class Sequence:
         self.preempt()
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
+class TokenLogprob(Struct, frozen=True):
     """The log-probability of one sampled token (float32, from raw logits) and of others.
 
     These are the likeliest, or of a sequence with `scored` those tokens, in their order.
@@ -215,8 +214,7 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()  # (id, logprob); the likeliest: most likely first
 
 
-@dataclass(frozen=True, slots=True)
-class PromptLogprobs:
+class PromptLogprobs(Struct, frozen=True):
     """The log-probabilities of tokens of a prompt, from number `first` on."""
 
     sequence: Sequence

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Self
+
+from msgspec import Struct
 
 from mlxpool.worker.scheduling.sequence import Sequence
 
 
-@dataclass(slots=True)  # not frozen: that would double the time to make one, and there are many
-class Span:
+# not frozen: that would double the time to make one, and there are many
+class Span(Struct):
     """Inputs [start, start + count) of a sequence in one pass.
 
     `draws`: the logits after so many of the last inputs draw the tokens that follow these: 0, 1, or
@@ -42,8 +43,7 @@ class Span:
         return self.draws == self.count
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(Struct, frozen=True):
     """The spans of one pass: those of `rows` decode steps first, then chunks of prompts.
 
     A decode step may have several inputs, see Sequence.reads_run.

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from mlxpool.worker.scheduling.spans import Span
 
@@ -28,8 +28,7 @@ _RIDGE = 1e-6
 Floats = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(Struct, frozen=True):
     """What a pass computes: its inputs, the keys that its decode rows read, pairs, drawn tokens."""
 
     lines: int = 0
@@ -61,8 +60,7 @@ class Load:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class StepTarget:
+class StepTarget(Struct, frozen=True):
     """The seconds that a pass may take while sequences decode.
 
     They are those of `steps` decode steps of one row, in bounds.

@@ -10,8 +10,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field, replace
 from typing import Protocol
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from mlxpool.worker.scheduling.context_policy import ContextShift
 from mlxpool.worker.scheduling.sequence import Phase, SampledToken, Sequence
@@ -104,8 +106,7 @@ class DraftEngine(Protocol):
         """Frees all rows and arrays."""
 
 
-@dataclass(slots=True)
-class _Stream:
+class _Stream(Struct):
     """A sequence and its row in the draft model.
 
     `proposed`: the newest drafts, each with its class, behind the first `known` inputs of the row.
@@ -121,8 +122,7 @@ class _Stream:
     rate_before_probe: float | None = None  # in a probe: the rate before it
 
 
-@dataclass(slots=True)
-class ModelDrafter:
+class ModelDrafter(Struct):
     """The Drafter that asks a draft model; `vocab_size` is that of the model."""
 
     engine: DraftEngine

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Protocol
+
+from msgspec import Struct, field
 
 from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.speculation.drafter import MTP, Drafts
@@ -41,8 +42,7 @@ class Predictor(Protocol):
         """
 
 
-@dataclass(slots=True)
-class _Average:
+class _Average(Struct):
     """The share of the drafts of one depth that were right, and as how many of them it counts."""
 
     share: float
@@ -54,8 +54,7 @@ class _Average:
         self.share += max(least, 1 / self.seen) * (right - self.share)
 
 
-@dataclass(slots=True)
-class _Stream:
+class _Stream(Struct):
     """What is known of one sequence: `drafts` were proposed behind its first `count` ids.
 
     `own`: of its drafts alone, by depth. `others`: of all streams that choose tokens as it does.
@@ -79,8 +78,7 @@ def _first_averages() -> list[_Average]:
     return [_Average(share, PRIOR_DRAFTS) for share in FIRST_CHANCES]
 
 
-@dataclass(slots=True)
-class MtpDrafter:
+class MtpDrafter(Struct):
     """The Drafter of a model's own head."""
 
     head: Predictor

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field
 from math import prod
+
+from msgspec import Struct, field
 
 from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.speculation.drafter import NGRAM, Drafts
@@ -26,8 +27,7 @@ _CLASS_OF = tuple(
 )
 
 
-@dataclass(slots=True)
-class _Stream:
+class _Stream(Struct):
     """What is known of one sequence: `place` is that of the next draft in its tokens."""
 
     tokens: StreamTokens
@@ -37,8 +37,7 @@ class _Stream:
     known: bool = False  # False behind tokens that were taken in bulk, until `place` is searched
 
 
-@dataclass(slots=True)
-class NgramDrafter:
+class NgramDrafter(Struct):
     """The Drafter of n-grams.
 
     A match is followed token by token while it is right. After a wrong token the longest match is

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import ceil
+
+from msgspec import Struct
 
 SHARE = 0.01  # of the time of steps, at first and while drafts are found
 LEAST_SHARE = SHARE / 4  # the same where none was found for long
@@ -16,8 +17,7 @@ MIN_OVERHEADS = 4
 MAX_REST = 1024  # steps without a search, one after the other
 
 
-@dataclass(slots=True)
-class SearchBudget:
+class SearchBudget(Struct):
     """Seconds `saved` that may be spent on searches: a share of the time of steps and of the gain.
 
     The share becomes smaller where nothing is found, down to LEAST_SHARE, and is whole again when

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
 from typing import TypeAlias
+
+from msgspec import Struct
 
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS
 from mlxpool.worker.scheduling.scheduler import StepLimits
@@ -61,8 +62,7 @@ LEAST_REMAINING = 16  # tokens that an answer is expected to go on for, or as ma
 Seconds: TypeAlias = Callable[[int, int, int], float]
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(Struct, frozen=True):
     """A sequence that decodes in the next step, and how many drafts it may check."""
 
     sequence: Sequence

@@ -17,10 +17,11 @@ import os
 import threading
 import time
 from collections.abc import Callable, Set
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Protocol
+
+from msgspec import Struct
 
 SAMPLE_INTERVAL = 0.1  # seconds between two samples of the processor time
 SAMPLE_LIFE = 2.0  # seconds; after a rest, an older sample says nothing about the present
@@ -61,8 +62,7 @@ class OpenBlas:
         self._set(count)
 
 
-@dataclass(frozen=True, slots=True)
-class CpuUse:
+class CpuUse(Struct, frozen=True):
     """Processor seconds used until `at` (monotonic): by this process, and by all processes."""
 
     at: float

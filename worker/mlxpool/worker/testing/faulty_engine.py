@@ -103,10 +103,10 @@ def open_source(
     return model_source.open_generator(config, faulty if faults.site else counting)
 
 
-class FaultyGeneration(Generation):
+class FaultyGeneration(Generation, eq=False):
     """Injects the fault of the site `end` when its last row is made."""
 
-    faults = NO_FAULTS
+    faults: Faults = NO_FAULTS
 
     def commit(self, drawn: SampledToken, eos: frozenset[int], now: float, **forced: Any) -> Delta:
         delta = super().commit(drawn, eos, now, **forced)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from mlxpool.common.protocol import deltas
 from mlxpool.common.protocol.deltas import Delta
@@ -24,8 +25,7 @@ from mlxpool.worker.testing.faults import FRAME_FAULTS, Faults
 FRAMES_BEFORE_LATE = 3  # `deltas` frames that overtake a late one
 
 
-@dataclass(slots=True)
-class _LateFrame:
+class _LateFrame(Struct):
     frames_before: int  # that are still to be sent before it
     epoch: int
     parts: list[bytes]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.weights.json_files import FileLookup, is_present, optional_json, read_file
@@ -15,8 +16,7 @@ JINJA_FOLDER = "additional_chat_templates"
 SETTINGS = "tokenizer_config.json"
 
 
-@dataclass(frozen=True, slots=True)
-class TemplateSources:
+class TemplateSources(Struct, frozen=True):
     """A model's chat templates by name, the file that has them, and what is odd about them."""
 
     where: Path

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
+from msgspec import Struct
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.weights.cuts import Cut
@@ -24,8 +24,7 @@ RUN_BYTES = 64 * 1024  # that are together in the file, from which on they are r
 WORD = 4  # bytes of a number of the arrays that are read
 
 
-@dataclass(frozen=True, slots=True)
-class Runs:
+class Runs(Struct, frozen=True):
     """Bytes of a file: `count` runs of `size` bytes from `begin` on, one each `step` bytes."""
 
     begin: int

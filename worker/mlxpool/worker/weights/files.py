@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.layers.quantisation import QuantLayout
@@ -27,8 +29,7 @@ _MAX_LISTED = 3  # names that an error lists
 _NUMBERED = re.compile(r"model-(\d{1,6})-of-(\d{1,6})\.safetensors")
 
 
-@dataclass(frozen=True, slots=True)
-class ShardContent:
+class ShardContent(Struct, frozen=True):
     """The contents of one safetensors file: its tensors by the model's names for them.
 
     `layouts` has the modules whose quantisation the file itself states.
@@ -77,8 +78,7 @@ class ShardReads(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class ShardFormat:
+class ShardFormat(Struct, frozen=True):
     """How the files of weights are read; `open` runs in the thread that computes."""
 
     header: Callable[[Path], Header]  # raises ModelLoadFailed for an invalid one
@@ -88,8 +88,7 @@ class ShardFormat:
 SAFETENSORS = ShardFormat(read_header)
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFiles:
+class ModelFiles(Struct, frozen=True):
     """The files of a model; `files / NAME` is the path of one, whether it exists or not.
 
     Files lie in the folder `where`, but for those in `named`. `read` maps headers to contents.

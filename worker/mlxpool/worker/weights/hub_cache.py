@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.common.paths import expanded
@@ -22,8 +23,7 @@ _REVISION = re.compile(r"[0-9a-f]{7,64}")
 _WEIGHTS = (".safetensors", ".gguf", *PYTORCH)
 
 
-@dataclass(frozen=True, slots=True)
-class HubModel:
+class HubModel(Struct, frozen=True):
     """A model of the hub: ORG/NAME, and the GGUF file in it; "": all that the repository has."""
 
     repository: str

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker import models
@@ -54,16 +55,14 @@ _DIGESTED = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Vision:
+class Vision(Struct, frozen=True):
     """How a checked model reads images."""
 
     plan: VisionPlan
     settings: ImageSettings
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFolder:
+class ModelFolder(Struct, frozen=True):
     """A model whose files have been checked and agree with each other."""
 
     path: Path  # shown in errors

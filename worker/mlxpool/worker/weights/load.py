@@ -10,10 +10,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
+
+from msgspec import Struct
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.layers.derived_weights import DerivedWeights
@@ -36,8 +37,7 @@ OnProgress = Callable[[int, int], None]  # tensors done, bytes done (as stored)
 NO_CUTS: Mapping[str, Cut] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
+class LoadedModel(Struct, frozen=True):
     """A model with its weights in memory."""
 
     folder: ModelFolder
@@ -165,8 +165,7 @@ class _Parts(Protocol):
     def read(self, name: str, shape: tuple[int, ...], cut: Cut, /) -> mx.array | None: ...
 
 
-@dataclass(slots=True)
-class _OpenedFile:
+class _OpenedFile(Struct):
     """A file that is being read: what whole tensors are taken of, and what parts are."""
 
     tensors: _Tensors | None = None

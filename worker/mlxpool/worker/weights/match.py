@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.layers.derived_weights import MODULE_TENSORS, DerivedWeights, TensorSpec
@@ -25,8 +26,7 @@ from mlxpool.worker.weights.safetensors_header import Tensor
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
-@dataclass(frozen=True, slots=True)
-class WeightMatch:
+class WeightMatch(Struct, frozen=True):
     """How the weights of a model are made of the tensors of a checkpoint."""
 
     weights: Mapping[str, TensorSpec]  # those that the model is built of, in the order of use

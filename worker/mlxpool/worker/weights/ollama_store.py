@@ -10,9 +10,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.common.paths import expanded
@@ -43,8 +45,7 @@ _QUANT_TYPES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class ManifestLayer:
+class ManifestLayer(Struct, frozen=True):
     """One entry of a manifest."""
 
     kind: str

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
+from msgspec import Struct
 from safetensors import SafetensorError, safe_open
 
 from mlxpool.common.errors import ModelLoadFailed
@@ -18,8 +18,7 @@ from mlxpool.worker.weights.wrong_contents import HEAD_BYTES
 MAX_AXES = 32  # of a tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Tensor:
+class Tensor(Struct, frozen=True):
     """One tensor of a file. `name` is the model's name for it, `stored` the file's."""
 
     name: str
@@ -33,8 +32,7 @@ class Tensor:
         return math.prod(self.shape) * BITS[self.dtype] // 8
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(Struct, frozen=True):
     """The header of a file: its bytes, its tensors by name, and its metadata."""
 
     raw: bytes

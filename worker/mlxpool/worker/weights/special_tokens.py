@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.weights.chat_template_files import find_sources
@@ -23,8 +24,7 @@ END_OF_TURN = (
 CHANNELS = "<|channel|>"  # in a template that ends with END_OF_TURN each message, of several a turn
 
 
-@dataclass(frozen=True, slots=True)
-class SpecialTokens:
+class SpecialTokens(Struct, frozen=True):
     """The tokens that begin and end a text. `notes`: what the files say differently."""
 
     eos_ids: frozenset[int]
@@ -75,8 +75,7 @@ def texts_of(value: Any) -> list[str]:
     return [text.encode(errors="replace").decode()]  # replaces lone surrogates
 
 
-@dataclass(frozen=True, slots=True)
-class TokenIds:
+class TokenIds(Struct, frozen=True):
     """The ids of a tokenizer's tokens by their texts: of those that are no words, and of words."""
 
     added: Mapping[str, int]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from mlxpool.broker.jobs.answers import notice_state
 from mlxpool.broker.jobs.canonical import DIGEST_BYTES, canonical
@@ -29,8 +30,7 @@ RUNNING, CANCELLING = "running", "cancelling"
 RELEASED = {DONE: Outcomes.DONE, OTHERS: Outcomes.OTHERS}  # results, as clients name them
 
 
-@dataclass(frozen=True, slots=True)
-class BatchSettings:
+class BatchSettings(Struct, frozen=True):
     """What a batch has beside what the store reads: the store keeps it packed, as `defaults`."""
 
     file: str = ""

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass, field
 from typing import Protocol
+
+from msgspec import Struct, field
 
 from mlxpool.broker.jobs.batches.batch_rows import BatchSettings, failure_text
 from mlxpool.broker.jobs.canonical import DIGEST_BYTES, job_digest
@@ -36,8 +37,7 @@ class Check(Protocol):
     def __call__(self, owner: str, work: Work, digest: bytes, now: float) -> None: ...
 
 
-@dataclass(eq=False, slots=True)
-class Portion:
+class Portion(Struct, eq=False):
     """Lines on their way from the file into jobs. `at` of them are checked."""
 
     lines: Lines
@@ -137,8 +137,7 @@ def line_seed(batch: bytes, number: int) -> int:
     return int.from_bytes(drawn[:8], "big") >> (64 - EXACT_BITS)
 
 
-@dataclass(eq=False, slots=True)
-class FeedPause:
+class FeedPause(Struct, eq=False):
     """When more lines of a batch may become jobs, and what keeps them from it."""
 
     pause_until: float = 0.0  # the pool, or the store, did not take the last ones

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from mlxpool.broker.jobs import answers
 from mlxpool.broker.jobs import events as ev
@@ -47,8 +48,7 @@ MAX_WATCHERS = 64  # of one batch
 CANCELLED_END = packed_end(Done("cancelled"))
 
 
-@dataclass(frozen=True, slots=True)
-class Watcher:
+class Watcher(Struct, frozen=True):
     """A client that waits until a batch is no longer as `seen` says."""
 
     question: ev.Asked
@@ -56,8 +56,7 @@ class Watcher:
     until: float
 
 
-@dataclass(eq=False, slots=True)
-class LiveBatch:
+class LiveBatch(Struct, eq=False):
     """A batch that has not ended. At most one operation of its own is under way: `busy`."""
 
     view: BatchView

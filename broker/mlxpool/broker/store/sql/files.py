@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from mlxpool.broker.store.batch_operations import (
     AppendFile,
@@ -32,7 +33,7 @@ NEEDED = (
     f" OR file.purpose = '{LINES_PURPOSE}' AND batch.state <> 'gone'"
     f" AND batch.deleted <> {int(Outcomes.DONE | Outcomes.OTHERS)})"
 )
-COLUMNS = tuple(field.name for field in fields(FileView))  # the record has those of the table
+COLUMNS = FileView.__struct_fields__  # the record has those of the table
 
 
 def select(database: Database, condition: str, *values: Any) -> list[FileView]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from mlxpool.broker.store.batch_operations import ReadOutcomes
 from mlxpool.broker.store.batch_records import MAX_OUTPUT, LineOutcome, LineOutcomes

@@ -7,10 +7,10 @@ packed `record` of the job.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import msgpack
+from msgspec.structs import replace
 
 from mlxpool.broker.store import checksums
 from mlxpool.broker.store.errors import Damaged

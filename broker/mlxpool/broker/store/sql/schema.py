@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from mlxpool.broker.store.errors import StoreUnusable
 from mlxpool.broker.store.sql.database import Database
@@ -10,8 +10,7 @@ from mlxpool.broker.store.sql.database import Database
 VERSION = 6
 
 
-@dataclass(frozen=True, slots=True)
-class Dialect:
+class Dialect(Struct, frozen=True):
     """How a database writes what differs."""
 
     blob: str
@@ -155,7 +154,7 @@ TABLES = (
 
 def create(database: Database, dialect: Dialect) -> None:
     """Make the tables in an empty database, in one transaction."""
-    spelled = {name: getattr(dialect, name) for name in Dialect.__slots__}
+    spelled = {name: getattr(dialect, name) for name in Dialect.__struct_fields__}
     with database.transaction():
         for statement in TABLES:
             database.change(statement.format(**spelled))

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, NoReturn
+
+from msgspec import Struct
 
 from mlxpool.common.checks import shown
 from mlxpool.common.errors import BadRequest, PoolError, TooLarge
@@ -34,8 +35,7 @@ DEFAULTS = ("model", "options", "tools", "think", "session")  # calls have the m
 OF_CLIENTS = "asked"  # a key that the pool leaves alone: what a gateway makes its answer with
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(Struct, frozen=True):
     """A line that can become a job. `label` is its `id`, `packed` the body of its request."""
 
     label: str

@@ -7,8 +7,9 @@ files, of batches and of jobs are apart.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
+
+from msgspec import Struct, field
 
 from mlxpool.common.checks import integer, is_integer, shown, text
 from mlxpool.common.errors import BadRequest, TooLarge
@@ -40,8 +41,7 @@ READ, CANCEL, RETRY, RELEASE = "batch", "batch_cancel", "batch_retry", "batch_re
 RELEASE_RESULTS = "batch_release_results"
 
 
-@dataclass(frozen=True, slots=True)
-class SubmitBatch(Content):
+class SubmitBatch(Content, Struct, frozen=True):
     """Have each line of a complete file become a job.
 
     `file` is the key of the file. `digest` tells its content from another one's, so that another
@@ -111,8 +111,7 @@ def _file_key(value: object, name: str = "file") -> str:
         raise BadRequest(f"{name} must be the key of a file: {error.message}") from None
 
 
-@dataclass(frozen=True, slots=True)
-class WaitForProgress(Content):
+class WaitForProgress(Content, Struct, frozen=True):
     """Ask for a batch once it is no longer as `seen` says, or after `wait_ms`.
 
     `seen` is the `mark` of the last answer, "" at first: then the answer comes at once.
@@ -135,8 +134,7 @@ class WaitForProgress(Content):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class ReadOutcomes(Content):
+class ReadOutcomes(Content, Struct, frozen=True):
     """Ask what became of the lines behind the one with the number `after`, in their order.
 
     The answer leaves out lines that have not ended.
@@ -162,8 +160,7 @@ class ReadOutcomes(Content):
         return cls(KeyName.parse(body), after, limit)
 
 
-@dataclass(frozen=True, slots=True)
-class ListBatches(Content):
+class ListBatches(Content, Struct, frozen=True):
     """Ask for the batches of a tenant, the newest first.
 
     `before`: those behind the batch with this key; or `older`: those created before this time.
@@ -197,14 +194,13 @@ class ListBatches(Content):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class AboutBatch(Content):
+class AboutBatch(Content, Struct, frozen=True):
     """Ask for one batch, or change it: the kinds of CALLS.
 
     `only` is for RELEASE_RESULTS: results of lines that are DONE, or of the OTHERS.
     """
 
-    kind: str  # type: ignore[misc]  # one dataclass for several kinds
+    kind: str  # type: ignore[misc]  # one record for several kinds
     name: KeyName
     only: str = ""
 
@@ -243,8 +239,7 @@ def parse_question(kind: str, body: Mapping[str, Any]) -> Question:
 # ---- broker ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class BatchRow(Content):
+class BatchRow(Content, Struct, frozen=True):
     """The map of one batch, see docs/protocol.md, `batch`."""
 
     kind: ClassVar[str] = "batch"
@@ -254,8 +249,7 @@ class BatchRow(Content):
         return dict(self.row)
 
 
-@dataclass(frozen=True, slots=True)
-class BatchList(Content):
+class BatchList(Content, Struct, frozen=True):
     """Answer to `batches`. `next` is the `before` of the following question; "": the last."""
 
     kind: ClassVar[str] = "batches"
@@ -270,8 +264,7 @@ class BatchList(Content):
         return cls(list(body["batches"]), str(body["next"]))
 
 
-@dataclass(frozen=True, slots=True)
-class Outcomes(Content):
+class Outcomes(Content, Struct, frozen=True):
     """Answer to `batch_results`. `packed`: the map of each line, a packed list, as a blob.
 
     `next` is the `after` of the following question; -1: these are the last.

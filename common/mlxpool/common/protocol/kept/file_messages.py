@@ -7,8 +7,9 @@ it is complete.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, TypeGuard
+
+from msgspec import Struct
 
 from mlxpool.common.checks import flag, integer, is_number, shown, text
 from mlxpool.common.errors import BadRequest, TooLarge
@@ -28,8 +29,7 @@ def is_time(value: object) -> TypeGuard[int | float]:
     return is_number(value) and 0 <= value <= MAX_TIME
 
 
-@dataclass(frozen=True, slots=True)
-class KeyName:
+class KeyName(Struct, frozen=True):
     """Which file or batch is meant."""
 
     key: str
@@ -47,8 +47,7 @@ class KeyName:
         return repr(self.key)
 
 
-@dataclass(frozen=True, slots=True)
-class PutFile(Content):
+class PutFile(Content, Struct, frozen=True):
     """Send a part of a file, which begins at byte `start`; the first part makes the file.
 
     A part may be sent again: what is there already is compared. `last`: the file ends with it.
@@ -101,8 +100,7 @@ class PutFile(Content):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class ReadFile(Content):
+class ReadFile(Content, Struct, frozen=True):
     """Ask for at most `limit` bytes of a file from byte `start` on."""
 
     kind: ClassVar[str] = "file_read"
@@ -123,8 +121,7 @@ class ReadFile(Content):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class FilePlace:
+class FilePlace(Struct, frozen=True):
     """A place in a list of files: when a file was created, and its key.
 
     The file need not be there any more: those behind it are found all the same.
@@ -146,8 +143,7 @@ class FilePlace:
         return cls(float(value[0]), job_key(value[1]))
 
 
-@dataclass(frozen=True, slots=True)
-class ListFiles(Content):
+class ListFiles(Content, Struct, frozen=True):
     """Ask for the files of a tenant, the newest first, or the oldest.
 
     `purpose` "": of all purposes. `behind`: those that follow this place in that order.
@@ -180,11 +176,10 @@ class ListFiles(Content):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class AboutFile(Content):
+class AboutFile(Content, Struct, frozen=True):
     """Ask for one file, or delete it: the kinds READ and DELETE."""
 
-    kind: str  # type: ignore[misc]  # one dataclass for both kinds
+    kind: str  # type: ignore[misc]  # one record for both kinds
     name: KeyName
 
     def body(self) -> dict[str, Any]:
@@ -209,8 +204,7 @@ def parse_question(kind: str, body: Mapping[str, Any], blobs: Sequence[bytes]) -
 # ---- broker ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class FileRow(Content):
+class FileRow(Content, Struct, frozen=True):
     """Answer to `file`, `file_put` and `file_delete`: the map of a file, see docs/protocol.md."""
 
     kind: ClassVar[str] = "file"
@@ -220,8 +214,7 @@ class FileRow(Content):
         return dict(self.row)
 
 
-@dataclass(frozen=True, slots=True)
-class FilePart(Content):
+class FilePart(Content, Struct, frozen=True):
     """Answer to `file_read`: the map of the file with `start`, and the bytes as a blob."""
 
     kind: ClassVar[str] = "file_part"
@@ -235,8 +228,7 @@ class FilePart(Content):
         return (self.data,)
 
 
-@dataclass(frozen=True, slots=True)
-class FileList(Content):
+class FileList(Content, Struct, frozen=True):
     """Answer to `files`: the map of each file.
 
     `next` is the `behind` of the following question; None: these are the last.

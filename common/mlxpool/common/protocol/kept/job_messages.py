@@ -7,8 +7,9 @@ submitted it: to others it is unknown.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
+
+from msgspec import Struct, field
 
 from mlxpool.common.checks import flag, integer, is_number, shown, text
 from mlxpool.common.errors import BadRequest
@@ -70,8 +71,7 @@ def job_state(value: object) -> str:
     return str(value)
 
 
-@dataclass(frozen=True, slots=True)
-class JobName:
+class JobName(Struct, frozen=True):
     """Which job is meant: `id` if it is not empty, else `key`."""
 
     key: str = ""
@@ -95,8 +95,7 @@ class JobName:
         return self.id.hex() if self.id else repr(self.key)
 
 
-@dataclass(frozen=True, slots=True)
-class Notify:
+class Notify(Struct, frozen=True):
     """The URL to which the end of a job or of a batch is posted."""
 
     url: str
@@ -122,8 +121,7 @@ class Notify:
 # ---- clients -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Submit:
+class Submit(Struct, frozen=True):
     """A checked `submit`: a request that is to be done, whoever is there to read it.
 
     `request` is the body of the `generate`, or of the call, that it holds and `blobs` are its
@@ -183,8 +181,7 @@ def _note(body: Mapping[str, Any]) -> bytes:
     return note
 
 
-@dataclass(frozen=True, slots=True)
-class SubmitDraft(GenerateDraft):
+class SubmitDraft(GenerateDraft, frozen=True):
     """A `submit` as its user wrote it: the broker checks the values.
 
     `settings` have keep_ms, not_before, priority, notify and note in addition.
@@ -197,8 +194,7 @@ class SubmitDraft(GenerateDraft):
         return {**GenerateDraft.body(self), "key": self.key}
 
 
-@dataclass(frozen=True, slots=True)
-class SubmitCall(Content):
+class SubmitCall(Content, Struct, frozen=True):
     """A `submit` of a call, as its user wrote it: `request` is its body, with kind and model.
 
     `settings` are those of SubmitDraft.
@@ -217,8 +213,7 @@ class SubmitCall(Content):
         return self.attached
 
 
-@dataclass(frozen=True, slots=True)
-class Fetch(Content):
+class Fetch(Content, Struct, frozen=True):
     """Read a job's ids from the one with the index `start` on, whether they exist yet or not.
 
     The header's id is that of the reading, which has windows and acks as a stream does. `gen` names
@@ -249,8 +244,7 @@ class Fetch(Content):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class ListJobs(Content):
+class ListJobs(Content, Struct, frozen=True):
     """Ask for jobs: with `after` for those that ended after the end with this number.
 
     Without it for all, the newest first, or for those in one state; with `before` for those that
@@ -294,11 +288,10 @@ class ListJobs(Content):
         return cls(after, before, state, tenant_of(body), limit, key)
 
 
-@dataclass(frozen=True, slots=True)
-class AboutJob(Content):
+class AboutJob(Content, Struct, frozen=True):
     """Ask for one job, or change it: the kinds of JOB_CALLS, all with a name and nothing else."""
 
-    kind: str  # type: ignore[misc]  # one dataclass for several kinds
+    kind: str  # type: ignore[misc]  # one record for several kinds
     name: JobName
 
     def body(self) -> dict[str, Any]:
@@ -333,8 +326,7 @@ def parse_question(kind: str, body: Mapping[str, Any], blobs: Sequence[bytes]) -
 # ---- broker ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class JobAccepted(Content):
+class JobAccepted(Content, Struct, frozen=True):
     """A job is on the disk, or a reading of one begins: `accepted` with the job in addition.
 
     `state` is what the job was in when it was answered.
@@ -370,8 +362,7 @@ class JobAccepted(Content):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class JobRow(Content):
+class JobRow(Content, Struct, frozen=True):
     """Answer to `job`, `retry` and `release`: the map of one job, see docs/protocol.md, `jobs`."""
 
     kind: ClassVar[str] = "job"
@@ -381,8 +372,7 @@ class JobRow(Content):
         return dict(self.row)
 
 
-@dataclass(frozen=True, slots=True)
-class JobRequest(Content):
+class JobRequest(Content, Struct, frozen=True):
     """Answer to `job_request`: the map of a job, and as blobs its packed request and its blobs.
 
     The request is the body of its `submit` with the note, without what the map has.
@@ -400,8 +390,7 @@ class JobRequest(Content):
         return (self.packed, *self.attached)
 
 
-@dataclass(frozen=True, slots=True)
-class JobList(Content):
+class JobList(Content, Struct, frozen=True):
     """Answer to `jobs`: the map of each job.
 
     `next` is the `after` or `before` of the following question; 0: these are the last.

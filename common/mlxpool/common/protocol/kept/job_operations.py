@@ -7,8 +7,10 @@ A job is named by `job`, its id of 16 bytes, or by `owner` and `key`. `jobs`, `j
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, ClassVar
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from mlxpool.common.checks import integer, shown, text
 from mlxpool.common.errors import BadRequest
@@ -34,8 +36,7 @@ KINDS = frozenset(
 CHANGING = frozenset({CANCEL_JOB, messages.RETRY, messages.RELEASE})
 
 
-@dataclass(frozen=True, slots=True)
-class BatchPlace:
+class BatchPlace(Struct, frozen=True):
     """A place in a list of batches: when a batch was created, and its id.
 
     The batch need not be there any more: those behind it are found all the same.
@@ -57,8 +58,7 @@ class BatchPlace:
         return cls(float(value[0]), job_id(value[1]))
 
 
-@dataclass(frozen=True, slots=True)
-class ListAllBatches:
+class ListAllBatches(Struct, frozen=True):
     """Batches, the newest first, behind a place; `owner` None: of all owners."""
 
     owner: str | None
@@ -66,8 +66,7 @@ class ListAllBatches:
     limit: int
 
 
-@dataclass(frozen=True, slots=True)
-class ListNotices:
+class ListNotices(Struct, frozen=True):
     """Notices that were not delivered yet, or were given up, behind the end with this number."""
 
     owner: str | None
@@ -75,8 +74,7 @@ class ListNotices:
     limit: int
 
 
-@dataclass(frozen=True, slots=True)
-class ExportJobs:
+class ExportJobs(Struct, frozen=True):
     """Jobs with all that is stored of them, from a place on; see `Exported`."""
 
     seq: int
@@ -86,8 +84,7 @@ class ExportJobs:
     states: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyJobs:
+class VerifyJobs(Struct, frozen=True):
     """Compare jobs behind the one with this number with their checksums."""
 
     after: int
@@ -129,8 +126,7 @@ def _number(body: Mapping[str, Any], name: str) -> int:
     return integer(body, name, 0, MAX_NUMBER) or 0
 
 
-@dataclass(frozen=True, slots=True)
-class Told(Content):
+class Told(Content, Struct, frozen=True):
     """An answer to an operator: a map."""
 
     kind: ClassVar[str] = "told"
@@ -140,8 +136,7 @@ class Told(Content):
         return dict(self.told)
 
 
-@dataclass(frozen=True, slots=True)
-class Exported(Content):
+class Exported(Content, Struct, frozen=True):
     """Answer to `export_jobs`: items of the export in order, and where to go on.
 
     `next` is {seq, gen, part, pos} of the following question, None: these are the last. An item is

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from mlxpool.common.protocol.kept.batch_messages import DONE, OTHERS
 from mlxpool.common.protocol.kept.file_messages import LINES_PURPOSE
@@ -76,8 +77,7 @@ def results_body(batch: Mapping[str, Any], kind: str, size: int) -> dict[str, An
     }
 
 
-@dataclass(frozen=True, slots=True)
-class BatchRequest:
+class BatchRequest(Struct, frozen=True):
     """What a batch was made with, as the pool keeps it in the batch's metadata."""
 
     endpoint: str

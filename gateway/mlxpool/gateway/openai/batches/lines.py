@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import asdict, replace
 
 from mlxpool.client.request import divide_options
 from mlxpool.common.checks import shown
@@ -45,8 +47,7 @@ LINE = Body(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class LineFault:
+class LineFault(Struct, frozen=True):
     """Why a line cannot be a request. `line` counts from 1."""
 
     line: int
@@ -55,8 +56,7 @@ class LineFault:
     param: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(Struct, frozen=True):
     """What the answer of a line is made with.
 
     `formats` are those of the model, of tools and of thoughts; `echoed` and `summary` are those of
@@ -79,9 +79,7 @@ class Asked:
 
     def body(self) -> dict[str, Any]:
         """The fields as a map, without those that have their default value."""
-        names = type(self).__dataclass_fields__
-        found = {name: getattr(self, name) for name in names}
-        return {name: v for name, v in found.items() if v != names[name].default}
+        return {name: v for name, v in asdict(self).items() if v != _DEFAULTS[name]}
 
     @classmethod
     def of(cls, line: Mapping[str, Any]) -> Asked:
@@ -89,6 +87,9 @@ class Asked:
         given = dict(line.get(OF_CLIENTS) or {})
         tools, thoughts = given.pop("formats", (None, None))
         return cls(formats=(tools, thoughts), **given)
+
+
+_DEFAULTS = asdict(Asked())
 
 
 def parsed_line(data: bytes, endpoint: str) -> dict[str, Any]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from email.message import Message
 from urllib.parse import unquote
+
+from msgspec import Struct
 
 from mlxpool.gateway.errors import HttpError, bad_request
 
@@ -16,23 +17,20 @@ MAX_PREAMBLE = 8 * 1024  # bytes before the first part
 _PARAMETER = re.compile(r';\s*([\w*-]+)\s*=\s*(?:"((?:[^"\\]|\\.)*)"|([^\s;]+))')
 
 
-@dataclass(frozen=True, slots=True)
-class PartBegin:
+class PartBegin(Struct, frozen=True):
     """A part begins; `filename` is None unless it is a file."""
 
     name: str
     filename: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class PartData:
+class PartData(Struct, frozen=True):
     """Bytes of the part that began last."""
 
     data: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class PartEnd:
+class PartEnd(Struct, frozen=True):
     """The part that began last is whole."""
 
 

@@ -6,8 +6,9 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from mlxpool.common.options import MAX_DEADLINE_MS
 from mlxpool.common.protocol.kept.job_messages import Notify
@@ -23,8 +24,7 @@ from mlxpool.gateway.openai.responses_api.requests import metadata_of
 HOURS = {"h": 1, "d": 24}
 
 
-@dataclass(frozen=True, slots=True)
-class NewBatch:
+class NewBatch(Struct, frozen=True):
     """A checked request. `seconds` is the window, `keep` how long results stay."""
 
     file: str
@@ -77,8 +77,7 @@ def _notify(body: Mapping[str, Any]) -> Notify | None:
     return notify
 
 
-@dataclass(eq=False, slots=True)
-class LineReader:
+class LineReader(Struct, eq=False):
     """Makes the pool's lines of those of an input file, as far as they have no fault."""
 
     endpoint: str

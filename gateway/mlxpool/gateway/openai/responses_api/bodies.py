@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from mlxpool.client import Result
 from mlxpool.gateway.errors import HttpError
@@ -22,8 +23,7 @@ def response_id(id: str) -> str:
     return f"resp_{id}"
 
 
-@dataclass(frozen=True, slots=True)
-class ResponseFrame:
+class ResponseFrame(Struct, frozen=True):
     """What the response objects of one request have in common.
 
     `id`: the pool's, in hex. `echoed`: members that repeat the request. `summary`: thoughts are

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from mlxpool.common.checks import shown
 from mlxpool.common.protocol.chat import MAX_MESSAGES
@@ -174,8 +175,7 @@ class Conversation:
         return {"type": "image", "blob": len(self.images) - 1}
 
 
-@dataclass(frozen=True, slots=True)
-class Earlier:
+class Earlier(Struct, frozen=True):
     """The conversation of an earlier response: what its model was given, and what it answered."""
 
     messages: Sequence[dict[str, Any]]

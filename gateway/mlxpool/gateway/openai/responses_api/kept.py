@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from mlxpool.client.jobs import SubmittedJob
 from mlxpool.common.protocol.kept.job_messages import MAX_NOTE
+from mlxpool.common.records import as_map
 from mlxpool.gateway.errors import HttpError, bad_request
 from mlxpool.gateway.event_numbers import GENERATION
 from mlxpool.gateway.formats import ChatFormats
@@ -20,8 +22,7 @@ MAX_UNPACKED = 16 * 1024 * 1024  # bytes of a note
 WAITING = {"waiting": "queued", "running": "in_progress"}  # state of the job -> of the response
 
 
-@dataclass(frozen=True, slots=True)
-class ResponseNote:
+class ResponseNote(Struct, frozen=True):
     """What a response has beside its job: see ResponseFrame and KeptAnswer.
 
     `tools` and `several_calls` are those of the request, `formats` those of the model.
@@ -41,7 +42,7 @@ class ResponseNote:
 
     def packed(self) -> bytes:
         """The bytes that are kept with the job. Raises HttpError for too many."""
-        text = json.dumps({"kind": KIND, **asdict(self)}, separators=(",", ":"))
+        text = json.dumps({"kind": KIND, **as_map(self)}, separators=(",", ":"))
         packed = zlib.compress(text.encode("utf-8", "surrogatepass"))
         if len(packed) > MAX_NOTE:
             raise bad_request(
@@ -65,8 +66,7 @@ class ResponseNote:
             return None
 
 
-@dataclass(frozen=True, slots=True)
-class KeptResponse:
+class KeptResponse(Struct, frozen=True):
     """A response whose job was found."""
 
     id: str  # without its prefix

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from mlxpool.common.checks import shown
 from mlxpool.common.options import MAX_COUNT, MAX_TOP_LOGPROBS
@@ -39,8 +40,7 @@ TOOL_CHOICES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ResponseRequest:
+class ResponseRequest(Struct, frozen=True):
     """A checked request.
 
     `truncates`: old items are left out until the rest fits. `summary`: thoughts are told as a

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from mlxpool.gateway.errors import HttpError
 from mlxpool.gateway.generation.choice_streams import ChoiceUpdate
@@ -15,8 +16,7 @@ from mlxpool.gateway.server_sent_events import sse
 ENDS = {"cancelled": "incomplete"}  # status -> name of the event, where it is another
 
 
-@dataclass(eq=False, slots=True)
-class ResponseEvents:
+class ResponseEvents(Struct, eq=False):
     """Encodes the updates of one answer. Numbers the events from `number` on.
 
     Events up to the number `after` are left out: their reader has them.

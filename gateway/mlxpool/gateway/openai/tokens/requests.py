@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from mlxpool.common.checks import shown
 from mlxpool.common.protocol.chat import check_messages
@@ -20,8 +21,7 @@ IMAGES = "the tokens of images are not counted beforehand; leave the images out"
 OF_TEMPLATE = "special tokens of a chat are those that its template writes; leave it out"
 
 
-@dataclass(frozen=True, slots=True)
-class TokenizeRequest:
+class TokenizeRequest(Struct, frozen=True):
     """A checked request. `prompt` is None for a chat. `strings`: the text of each token too."""
 
     model: str
@@ -31,8 +31,7 @@ class TokenizeRequest:
     strings: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class DetokenizeRequest:
+class DetokenizeRequest(Struct, frozen=True):
     """A checked request."""
 
     model: str

@@ -8,9 +8,9 @@ the pool is tested without a GPU.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import mlx.core as mx
+from msgspec.structs import replace
 
 from mlxpool.worker.attention.row_shape import Arrays, RowShape
 from mlxpool.worker.attention.stored_arrays import (

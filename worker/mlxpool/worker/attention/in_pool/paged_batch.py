@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import cast
 
 import mlx.core as mx
+from msgspec.structs import replace
 
 from mlxpool.worker.attention.dot_product import unfused_attention
 from mlxpool.worker.attention.in_pool.kv_pool import KVPool

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from mlxpool.worker.attention.in_pool.ragged_batch import RaggedArrays
 from mlxpool.worker.kernels.ragged_attention import RaggedPlan
@@ -17,8 +16,7 @@ ITEM = 8  # numbers of an item of the work list
 Int32s = npt.NDArray[np.int32]
 
 
-@dataclass(frozen=True, slots=True)
-class PassMemory:
+class PassMemory(Struct, frozen=True):
     """Arrays on the device that all passes use: block tables, and memory for sums of parts."""
 
     tables: mx.array
@@ -26,8 +24,7 @@ class PassMemory:
     partial: mx.array
 
 
-@dataclass(frozen=True, slots=True)
-class PlanShape:
+class PlanShape(Struct, frozen=True):
     """The places of a pass's numbers in one int32 array, which is sent to the device at once.
 
     `wanted`: lines that go on behind the last layer, which the array names; 0: every line does, in

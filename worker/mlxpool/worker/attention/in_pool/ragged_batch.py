@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import isqrt
 
 import mlx.core as mx
+from msgspec import Struct
 
 from mlxpool.worker.attention.in_pool.kv_pool import KVPool
 from mlxpool.worker.attention.rotary import (
@@ -33,8 +33,7 @@ from mlxpool.worker.layers.layer_types import (
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS
 
 
-@dataclass(frozen=True, slots=True)
-class RaggedArrays:
+class RaggedArrays(Struct, frozen=True):
     """The arrays of one pass over T lines, of which E get logits.
 
     `positions` [T] of the rotation; `slots` [T] of the pool where keys and values are written, -1

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from typing import TypeAlias, cast
 
 import mlx.core as mx
 import numpy as np
+from msgspec import Struct, field
 
 from mlxpool.worker.attention.in_pool.block_tables import BlockTables
 from mlxpool.worker.attention.in_pool.kv_pool import KVPool, PagedRow, PagedStore
@@ -61,8 +61,7 @@ def attention_of(model: Model, dtype: mx.Dtype, *, quantised: bool = False) -> A
     return probe
 
 
-@dataclass(slots=True)
-class DecodingRows:
+class DecodingRows(Struct):
     """What passes over the same `spans` have in common, which are single lines with logits.
 
     `lines`: those of the rows in the block tables. `seen`: what the spans see; its ends are those

@@ -7,9 +7,9 @@ of a row are combined by their softmax weights.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import mlx.core as mx
+from msgspec import Struct
 
 from mlxpool.worker.attention.dot_product import softmax_terms
 from mlxpool.worker.attention.row_shape import Arrays, RowShape
@@ -19,8 +19,7 @@ from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS
 MASKED_SCORE = -1e30  # finite, so that fully masked blocks give no NaN
 
 
-@dataclass(frozen=True, slots=True)
-class SlabPart:
+class SlabPart(Struct, frozen=True):
     """A SlabAccess as a pass uses it: B blocks of `width` tokens, W new tokens."""
 
     first: int

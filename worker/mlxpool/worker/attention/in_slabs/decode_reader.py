@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import mlx.core as mx
+from msgspec import Struct
 
 from mlxpool.worker.attention.dot_product import apply_softcap, softmax_average
 from mlxpool.worker.attention.in_slabs.block_attention import (
@@ -27,8 +27,7 @@ from mlxpool.worker.kernels.score_params import ScoreParams
 PartConstants: TypeAlias = tuple[int, int, int, bool, bool, bool]
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeStep:
+class DecodeStep(Struct, frozen=True):
     """The slabs that a decode step over R rows reads and writes.
 
     A pass is compiled for the `constants` of each slab, and gets as `arrays` of each: owner, fill,

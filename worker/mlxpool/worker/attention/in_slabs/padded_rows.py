@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import mlx.core as mx
+from msgspec import Struct
 
 from mlxpool.worker.attention.dot_product import apply_softcap
 from mlxpool.worker.attention.in_slabs.block_attention import (
@@ -18,8 +18,7 @@ from mlxpool.worker.attention.row_shape import Arrays, RowShape
 from mlxpool.worker.kernels.score_params import ScoreParams
 
 
-@dataclass(frozen=True, slots=True)
-class PaddedRows:
+class PaddedRows(Struct, frozen=True):
     """R rows whose T inputs are padded to L of each row.
 
     `padded` [R * L]: the number of the input in each place; `kept` [T]: the place of each input.

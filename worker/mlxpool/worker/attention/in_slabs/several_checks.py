@@ -10,13 +10,13 @@ some may be of no row. To compile a pass takes as long as two such passes gain b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import repeat
 from typing import TypeAlias
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from mlxpool.worker.attention.in_slabs.block_attention import MASKED_SCORE, SlabPart, stored_of
 from mlxpool.worker.attention.in_slabs.compiled_batch import CompiledRunner
@@ -51,8 +51,7 @@ Kind: TypeAlias = tuple[int, int, int, tuple[PartConstants, ...]]
 Int32s: TypeAlias = npt.NDArray[np.int32]
 
 
-@dataclass(frozen=True, slots=True)
-class PassPart:
+class PassPart(Struct, frozen=True):
     """What a pass reads and writes in one slab; B blocks, T inputs.
 
     `owners` [B]: the row of each block, or NOBODY. `fills` [B]: the tokens that its first input
@@ -72,8 +71,7 @@ class PassPart:
         return [self.owners, self.fills, self.lines, self.places]
 
 
-@dataclass(frozen=True, slots=True)
-class CheckPlan:
+class CheckPlan(Struct, frozen=True):
     """A pass over rows with `counts` inputs each.
 
     `order` [T]: the numbers of its inputs among those that are given; T is rounded up.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from mlxpool.worker.attention.in_slabs.slabs import Slab, SlabRow
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
@@ -13,8 +14,7 @@ WIDTH_STEP = 64  # tokens; the width that is read of each block is a multiple of
 NOBODY = -1  # in place of the number of a row: the owner of blocks that are read and of no row
 
 
-@dataclass(frozen=True, slots=True)
-class SlabAccess:
+class SlabAccess(Struct, frozen=True):
     """What a pass reads and writes in one slab; B blocks, W new tokens.
 
     It reads the blocks [first, last) in place or, when `listed`, the blocks `blocks` [B].
@@ -31,8 +31,7 @@ class SlabAccess:
     places: list[int]  # [W] their token numbers in the slab
 
 
-@dataclass(frozen=True, slots=True)
-class SlabTokens:
+class SlabTokens(Struct, frozen=True):
     """The blocks of rows in one slab, and where new tokens of these are written in it.
 
     `blocks`: of each block the number of its row, the tokens that the row's first query sees of it

@@ -13,6 +13,7 @@ from heapq import heappop, heappush
 from itertools import groupby
 
 import mlx.core as mx
+from msgspec import Struct
 
 from mlxpool.worker.attention.row_shape import Arrays, RowShape
 from mlxpool.worker.caches.specs import KeyValueSpec
@@ -21,8 +22,7 @@ from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 SLAB_BLOCKS = 16  # blocks of a slab; more leave more unused, fewer need more products for a step
 
 
-@dataclass(eq=False, slots=True)
-class Slab:
+class Slab(Struct, eq=False):
     """`layers`: of each layer the arrays that it stores, [KV, blocks * KV_BLOCK_TOKENS, size].
 
     A slab has the only references to its arrays, so that MLX writes them in place. Unused tokens
@@ -85,8 +85,7 @@ class Slabs:
         self._slabs.clear()
 
 
-@dataclass(frozen=True, slots=True)
-class TokenRun:
+class TokenRun(Struct, frozen=True):
     """Neighbouring tokens of a row that are also neighbours in a slab."""
 
     slab: Slab

@@ -8,12 +8,12 @@ threads that wait for each other.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Self, TypeAlias
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from mlxpool.worker.kernels import device
 from mlxpool.worker.layers.decoder import HeadModel, PartOfVocabulary
@@ -25,8 +25,7 @@ from mlxpool.worker.layers.model_plan import Prediction
 Floats: TypeAlias = npt.NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True)
-class HostNorm:
+class HostNorm(Struct, frozen=True):
     """A root-mean-square norm [d] -> [d]."""
 
     weight: Floats
@@ -38,8 +37,7 @@ class HostNorm:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class HostHead:
+class HostHead(Struct, frozen=True):
     """The weights of a head, in the memory of MLX; used by the thread that computes the model."""
 
     embeddings: Floats  # [vocabulary, d]

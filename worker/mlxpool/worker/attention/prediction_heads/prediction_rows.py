@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from msgspec import Struct, field
 
 from mlxpool.worker.attention.prediction_heads.head_drafts import HeadDrafts
 from mlxpool.worker.attention.row_batch import RowBatch
@@ -29,8 +29,7 @@ from mlxpool.worker.scheduling.spans import Span
 MAX_WAITING = 32  # inputs of a row whose states wait for drafts; then the head reads them
 
 
-@dataclass(slots=True)
-class _States:
+class _States(Struct):
     """The states of the inputs [start, start + count): rows of an array from `line` on."""
 
     start: int
@@ -43,8 +42,7 @@ class _States:
         return self.start + self.count
 
 
-@dataclass(slots=True)
-class _Row:
+class _Row(Struct):
     """What the head has of a sequence: entries in `row`, and behind them states that wait."""
 
     row: RowCache

@@ -12,11 +12,11 @@ sequence is divided into: from equal inputs, a chunk gives the bits that its tok
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+from msgspec import Struct
 
 from mlxpool.worker.kernels.kernel_builder import (
     FLOAT_DTYPES,
@@ -53,8 +53,7 @@ class DeltaNetWeights(NamedTuple):
     gain: mx.array  # [value_dim], of the gated norm
 
 
-@dataclass(frozen=True, slots=True)
-class DeltaNetShape:
+class DeltaNetShape(Struct, frozen=True):
     """The sizes of a gated delta net.
 
     Lines of inputs have queries, keys, values (the `channels`), gates, rates and decays, each of

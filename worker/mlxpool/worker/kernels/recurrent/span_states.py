@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeAlias
 
 import mlx.core as mx
+from msgspec import Struct
 
 MAX_SOURCES = 4  # arrays from which a kernel reads states
 NO_SOURCE = -1  # of a span that begins with a state of zeros
@@ -17,8 +17,8 @@ NO_SOURCE = -1  # of a span that begins with a state of zeros
 PlanLine: TypeAlias = tuple[int, int, int, int, int, int]
 
 
-@dataclass(slots=True, eq=False)  # not frozen: a pass makes one for each row and layer
-class StateSlice:
+# not frozen: a pass makes one for each row and layer
+class StateSlice(Struct, eq=False):
     """The state of one sequence in one layer: line `index` of `whole` [R, size] in float32.
 
     A line has the numbers of all arrays of the state, one array behind the other. `whole` has those
@@ -46,8 +46,7 @@ class StateSlice:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class SpanStates:
+class SpanStates(Struct, frozen=True):
     """The states of one layer that a pass reads and writes.
 
     `sources`: at most MAX_SOURCES arrays [R, size]. `plan` [spans, 6] in int32: a PlanLine for each

@@ -5,8 +5,9 @@ Its keys and values are of images alone and are computed once for each, outside 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from mlxpool.worker.kernels.score_params import ScoreParams
 from mlxpool.worker.layers.config_fields import Heads
@@ -24,8 +25,7 @@ if TYPE_CHECKING:
     import mlx.core as mx
 
 
-@dataclass(frozen=True, slots=True)
-class CrossAttentionLayer:
+class CrossAttentionLayer(Struct, frozen=True):
     """A DecoderLayer: x + gate * attention(norm(x)), then the same with the feed-forward.
 
     A token that sees no image leaves it as it came.

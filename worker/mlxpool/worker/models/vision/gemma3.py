@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.layers.config_fields import integer
@@ -97,8 +99,7 @@ def _derived(found: StoredTensors) -> Iterator[DerivedWeights]:
             yield DerivedWeights((stored,), {name: spec}, tuple)
 
 
-@dataclass(frozen=True, slots=True)
-class ImageEncoder:
+class ImageEncoder(Struct, frozen=True):
     """Describes the encoder: the tower, and what makes inputs of its patches.
 
     `merge` * `merge` patches become one input with `hidden` numbers.

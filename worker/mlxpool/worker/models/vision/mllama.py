@@ -9,8 +9,9 @@ are the last ones, beside those in front of some layers.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.kernels.score_params import ScoreParams
@@ -50,8 +51,7 @@ def derived(found: StoredTensors) -> Iterator[DerivedWeights]:
             yield DerivedWeights((stored,), {name: spec}, tuple)
 
 
-@dataclass(frozen=True, slots=True)
-class TiledEncoder:
+class TiledEncoder(Struct, frozen=True):
     """Describes the encoder and the projection; `taken`: see TAKEN."""
 
     hidden: int

@@ -8,12 +8,12 @@ its weights are added up.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import isqrt
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.kernels.score_params import ScoreParams
@@ -71,8 +71,7 @@ def _patch_weights(stored: str, spec: TensorSpec) -> DerivedWeights:
     return DerivedWeights((stored,), {PATCHES: TensorSpec("F32", shape)}, transform)
 
 
-@dataclass(frozen=True, slots=True)
-class QwenTower:
+class QwenTower(Struct, frozen=True):
     """Describes the encoder; its tensors begin with `visual.`.
 
     `side`: learned positions of a side. `deep`: the layers whose output goes to the text part, too.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.kernels.score_params import ScoreParams
@@ -22,8 +23,7 @@ CHANNELS = 3
 UNUSED = "vision_tower.head."  # pools a whole image, which no language model asks for
 
 
-@dataclass(frozen=True, slots=True)
-class Siglip:
+class Siglip(Struct, frozen=True):
     """Describes a tower; its tensors begin with `vision_tower.`."""
 
     hidden: int

@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NoReturn
+
+from msgspec import Struct, field
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.layers.rope import parse_rope
@@ -73,8 +74,7 @@ _GEMMA3 = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Architecture:
+class Architecture(Struct, frozen=True):
     """How files of an architecture are read.
 
     `names`: of a layer's modules, or whole tensors, llama.cpp's -> ours. `scales`: the dtype in

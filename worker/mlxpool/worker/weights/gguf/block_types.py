@@ -8,15 +8,14 @@ as docs/models.md has figures of (with 6 bits, Q3_K's perplexity rose by 5 %).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from mlxpool.worker.layers.quantisation import QuantLayout
 
 GROUP = 32
 
 
-@dataclass(frozen=True, slots=True)
-class BlockType:
+class BlockType(Struct, frozen=True):
     """`nbytes` of a block, and how many `numbers` it has; a `dtype` of floats, or a `layout`."""
 
     name: str

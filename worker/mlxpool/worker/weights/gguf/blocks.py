@@ -8,10 +8,10 @@ named _K the high ones belong to the next group of 32.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from mlxpool.worker.weights.gguf.block_types import GROUP, BlockType
 
@@ -24,8 +24,7 @@ _LOW, _SIX, _FOUR = np.uint8(0x0F), np.uint8(0x3F), np.uint8(4)
 _BITS, _PAIRS = np.arange(8, dtype=np.uint8)[:, None], np.arange(0, 8, 2, dtype=np.uint8)[:, None]
 
 
-@dataclass(frozen=True, slots=True)
-class Groups:
+class Groups(Struct, frozen=True):
     """Numbers [n, 32] of as many groups, with the scale and the bias of each."""
 
     numbers: Bytes
@@ -33,8 +32,7 @@ class Groups:
     biases: Floats
 
 
-@dataclass(frozen=True, slots=True)
-class PackedRows:
+class PackedRows(Struct, frozen=True):
     """A weight [rows, columns]: packed uint32 [rows, words]; scales, and biases, [rows, groups]."""
 
     weight: npt.NDArray[np.uint32]

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from msgspec import Struct
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.weights.gguf.block_types import BLOCK_TYPES, UNREAD_TYPES, BlockType
@@ -38,8 +39,7 @@ _SCALARS = {
 _STRING, _ARRAY = 8, 9
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
+class StoredTensor(Struct, frozen=True):
     """A tensor of a file: `shape` has rows before columns, `begin` is its first byte."""
 
     name: str
@@ -53,8 +53,7 @@ class StoredTensor:
         return math.prod(self.shape) // self.kind.numbers * self.kind.nbytes
 
 
-@dataclass(frozen=True, slots=True)
-class GgufHeader:
+class GgufHeader(Struct, frozen=True):
     """The header of a file: its bytes, its metadata, and its tensors in the order of the file."""
 
     file: Path
