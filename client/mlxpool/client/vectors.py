@@ -6,12 +6,13 @@ import math
 import operator
 import os
 import sys
+from abc import ABCMeta
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from msgspec import Struct
+from msgspec import Struct, StructMeta, field
+from msgspec.structs import replace
 
 from mlxpool.client.request import Question
 from mlxpool.client.stream import Result
@@ -55,14 +56,17 @@ class Ranking(list[Ranked]):
         self.usage = usage
 
 
-@dataclass(frozen=True, slots=True)
-class Vectors(Sequence["list[float]"]):
+class _SequenceRecord(StructMeta, ABCMeta):
+    """The metaclass of a record that is a Sequence as well."""
+
+
+class Vectors(Sequence["list[float]"], Struct, frozen=True, metaclass=_SequenceRecord):
     """A sequence of rows of numbers, one for each input: vectors, or probabilities.
 
     `vectors[0]` is the first row as a list, `numpy.asarray(vectors)` the array [rows, columns].
     """
 
-    data: bytes = field(repr=False)  # little-endian float32
+    data: bytes  # little-endian float32
     rows: int
     columns: int
     labels: tuple[str, ...] = ()  # names of the columns, of `classify`
@@ -78,6 +82,10 @@ class Vectors(Sequence["list[float]"]):
         if answer is None or answer.kind != VECTORS:
             raise ValueError("the result has no vectors: its job is no embed, rerank or classify")
         return _read({**answer.fields, "usage": result.usage}, answer.packed)
+
+    def __repr__(self) -> str:  # without the data
+        shape = f"rows={self.rows}, columns={self.columns}"
+        return f"Vectors({shape}, labels={self.labels!r}, usage={self.usage!r})"
 
     def __len__(self) -> int:
         return self.rows
