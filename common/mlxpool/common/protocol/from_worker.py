@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from msgspec import Struct, field
+from msgspec import Meta, Struct, field
+from msgspec.structs import asdict, astuple
 
-from mlxpool.common.checks import is_number, mapping, natural
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.load_times import LoadTimes
 from mlxpool.common.protocol.decisions import DECISIONS
 from mlxpool.common.protocol.encoder_calls import VECTORS
 from mlxpool.common.protocol.frames import Content
+from mlxpool.common.records import Natural, read
 
 TOKENS = "tokens"  # the kind of the answer to a call of the tokenizer
 ANSWERS = frozenset({TOKENS, VECTORS, DECISIONS})  # the kinds of a `CallAnswer`
@@ -25,56 +26,38 @@ class Hello(Content, Struct, frozen=True):
     """
 
     kind: ClassVar[str] = "hello"
-    slot: str
+    slot: str = ""
     model: str | None = None
     token: str = ""
-    pid: int = 0
+    pid: Natural = 0
     start_time: float = 0.0
     host: str | None = None
     digest: str = ""
-    context: int = 0
+    context: Natural = 0
 
     def body(self) -> dict[str, Any]:
-        return {
-            "slot": self.slot,
-            "model": self.model,
-            "pid": self.pid,
-            "start_time": self.start_time,
-            "host": self.host,
-            "digest": self.digest,
-            "context": self.context,
-            "token": self.token,
-        }
+        return asdict(self)
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Hello:
         """Read leniently: a wrong type counts as absent."""
-        model, host, start = body.get("model"), body.get("host"), body.get("start_time")
-        return cls(
-            str(body.get("slot") or ""),
-            model if isinstance(model, str) else None,
-            str(body.get("token")),
-            natural(body.get("pid")),
-            float(start) if isinstance(start, int | float) else 0.0,
-            host if isinstance(host, str) else None,
-            str(body.get("digest") or ""),
-            natural(body.get("context")),
-        )
+        return read(body, cls, lenient=True, token=str(body.get("token")))
 
 
 class Credit(Content, Struct, frozen=True):
     """Room for more work: `sequences` are free, `works` frames were received in this epoch."""
 
     kind: ClassVar[str] = "credit"
-    sequences: int = 0
-    works: int = 0
+    sequences: Natural = 0
+    works: Natural = 0
 
     def body(self) -> dict[str, Any]:
-        return {"sequences": self.sequences, "works": self.works}
+        return asdict(self)
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Credit:
-        return cls(natural(body.get("sequences")), natural(body.get("works")))
+        """Read leniently: a wrong type counts as absent."""
+        return read(body, cls, lenient=True)
 
 
 class ProgressSample(Struct, frozen=True):
@@ -104,62 +87,30 @@ class Beat(Content, Struct, frozen=True):
     kind: ClassVar[str] = "beat"
     phase: str | None = None
     phase_age_ms: float = 0
-    progress: int = 0
+    progress: Natural = 0
     prefill: bytes | None = None
     step_ms: float = 0
-    running: int = 0
-    waiting: int = 0
+    running: Natural = 0
+    waiting: Natural = 0
     layout: str = ""
     memory: Mapping[str, Any] = field(default_factory=dict)
     prefix: Mapping[str, Any] = field(default_factory=dict)
     look: ProgressSample | None = None
-    load_progress: float | None = None
+    load_progress: Annotated[float, Meta(ge=0, le=1)] | None = None
     speculation: Mapping[str, Any] = field(default_factory=dict)
     load: LoadTimes = field(default_factory=LoadTimes)
 
     def body(self) -> dict[str, Any]:
-        body: dict[str, Any] = {
-            "phase": self.phase,
-            "phase_age_ms": self.phase_age_ms,
-            "progress": self.progress,
-            "prefill": self.prefill,
-            "step_ms": self.step_ms,
-            "running": self.running,
-            "waiting": self.waiting,
-            "layout": self.layout,
-            "load_progress": self.load_progress,
-            "memory": self.memory,
-            "prefix": self.prefix,
-            "speculation": self.speculation,
-            "load_phase": self.load.now,
-            "load_ms": self.load.milliseconds,
-        }
-        if (look := self.look) is not None:
-            body["look"] = [look.tokens, look.fresh, look.usual_token_ns, look.usual_step_ns]
-        return body
+        body = {**asdict(self), "load_phase": self.load.now, "load_ms": self.load.milliseconds}
+        del body["load"], body["look"]
+        return body if self.look is None else {**body, "look": astuple(self.look)}
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Beat:
         """Read leniently: a wrong type counts as absent."""
-        phase, age, step = body.get("phase"), body.get("phase_age_ms"), body.get("step_ms")
-        prefill, layout = body.get("prefill"), body.get("layout")
-        loaded = body.get("load_progress")
-        return cls(
-            phase if isinstance(phase, str) else None,
-            age if isinstance(age, int | float) else 0,
-            natural(body.get("progress")),
-            prefill if isinstance(prefill, bytes) else None,
-            step if isinstance(step, int | float) else 0,
-            natural(body.get("running")),
-            natural(body.get("waiting")),
-            layout if isinstance(layout, str) else "",
-            mapping(body.get("memory")),
-            mapping(body.get("prefix")),
-            ProgressSample.parse(body["look"]) if "look" in body else None,
-            float(loaded) if is_number(loaded) and 0 <= loaded <= 1 else None,
-            mapping(body.get("speculation")),
-            LoadTimes.parse(body.get("load_phase"), body.get("load_ms")),
-        )
+        look = ProgressSample.parse(body["look"]) if "look" in body else None
+        load = LoadTimes.parse(body.get("load_phase"), body.get("load_ms"))
+        return read(body, cls, lenient=True, look=look, load=load)
 
 
 class CallAnswer(Content, Struct, frozen=True):

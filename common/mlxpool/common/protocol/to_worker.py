@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from msgspec import Struct
+from msgspec.structs import asdict
 
 from mlxpool.common.checks import is_integer, is_number
 from mlxpool.common.errors import BadRequest
@@ -22,6 +23,7 @@ from mlxpool.common.protocol.prompts import (
     parse_prompt,
 )
 from mlxpool.common.protocol.resume import Resume
+from mlxpool.common.records import read
 
 _OF_CHATS = ("messages", "tools", "think")  # keys of a `tokenize` of a chat
 
@@ -34,13 +36,12 @@ class Welcome(Content, Struct, frozen=True):
     token: str | None = None
 
     def body(self) -> dict[str, Any]:
-        return {"boot": self.boot, "token": self.token}
+        return asdict(self)
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Welcome:
-        """Read leniently: a token that is no text counts as absent."""
-        boot, token = body.get("boot"), body.get("token")
-        return cls(boot if is_integer(boot) else 0, token if isinstance(token, str) else None)
+        """Read leniently: a wrong type counts as absent."""
+        return read(body, cls, lenient=True)
 
 
 class Heard(Content, Struct, frozen=True):

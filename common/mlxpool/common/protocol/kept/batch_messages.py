@@ -7,11 +7,11 @@ files, of batches and of jobs are apart.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from msgspec import Struct, field
+from msgspec import Meta, Struct, field
 
-from mlxpool.common.checks import integer, is_integer, shown, text
+from mlxpool.common.checks import is_integer, shown, text
 from mlxpool.common.errors import BadRequest, TooLarge
 from mlxpool.common.options import MAX_DEADLINE_MS
 from mlxpool.common.protocol.frames import Content
@@ -26,6 +26,7 @@ from mlxpool.common.protocol.kept.job_messages import (
     tenant_of,
 )
 from mlxpool.common.protocol.packing import pack
+from mlxpool.common.records import ShortText, read
 
 MAX_LINES = 10_000_000  # that a client can say a file has
 MAX_BATCHES = 100  # in one answer
@@ -57,11 +58,11 @@ class SubmitBatch(Content, Struct, frozen=True):
     name: KeyName
     file: str
     digest: bytes = b""
-    lines: int = 0
+    lines: Annotated[int, Meta(ge=0, le=MAX_LINES)] = 0
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    priority: int = 0
-    keep_ms: int | None = None
-    deadline_ms: int | None = None
+    priority: Annotated[int, Meta(ge=IDLE, le=MAX_PRIORITY)] = 0
+    keep_ms: Annotated[int, Meta(ge=0, le=MAX_KEEP_MS)] | None = None
+    deadline_ms: Annotated[int, Meta(ge=1, le=MAX_DEADLINE_MS)] | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     notify: Notify | None = None
     output_file: str = ""
@@ -88,20 +89,22 @@ class SubmitBatch(Content, Struct, frozen=True):
             raise BadRequest(f"metadata must be a map, got {shown(metadata)}")
         if (size := len(pack(metadata))) > MAX_METADATA:
             raise TooLarge(f"metadata has {size} bytes, at most {MAX_METADATA}")
-        return cls(
-            KeyName.parse(body),
-            _file_key(body.get("file")),
-            digest,
-            integer(body, "lines", 0, MAX_LINES) or 0,
-            check_defaults(body.get("defaults") or {}),
-            integer(body, "priority", IDLE, MAX_PRIORITY) or 0,
-            integer(body, "keep_ms", 0, MAX_KEEP_MS),
-            integer(body, "deadline_ms", 1, MAX_DEADLINE_MS),
-            metadata,
-            None if body.get("notify") is None else Notify.parse(body["notify"]),
-            _file_key(body["output_file"], "output_file") if body.get("output_file") else "",
-            _file_key(body["error_file"], "error_file") if body.get("error_file") else "",
+        return read(
+            body,
+            cls,
+            name=KeyName.parse(body),
+            file=_file_key(body.get("file")),
+            digest=digest,
+            defaults=check_defaults(body.get("defaults") or {}),
+            metadata=metadata,
+            notify=None if body.get("notify") is None else Notify.parse(body["notify"]),
+            output_file=_result_key(body, "output_file"),
+            error_file=_result_key(body, "error_file"),
         )
+
+
+def _result_key(body: Mapping[str, Any], name: str) -> str:
+    return _file_key(body[name], name) if body.get(name) else ""
 
 
 def _file_key(value: object, name: str = "file") -> str:
@@ -119,8 +122,8 @@ class WaitForProgress(Content, Struct, frozen=True):
 
     kind: ClassVar[str] = "batch_progress"
     name: KeyName
-    seen: str = ""
-    wait_ms: int = MAX_WAIT_MS
+    seen: ShortText = ""
+    wait_ms: Annotated[int, Meta(ge=0, le=MAX_WAIT_MS)] = MAX_WAIT_MS
 
     def body(self) -> dict[str, Any]:
         return {**self.name.body(), "seen": self.seen, "wait_ms": self.wait_ms}
@@ -128,10 +131,7 @@ class WaitForProgress(Content, Struct, frozen=True):
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> WaitForProgress:
         """Raises BadRequest naming the key, its value and its bound."""
-        wait_ms = integer(body, "wait_ms", 0, MAX_WAIT_MS)
-        return cls(
-            KeyName.parse(body), text(body, "seen"), MAX_WAIT_MS if wait_ms is None else wait_ms
-        )
+        return read(body, cls, name=KeyName.parse(body))
 
 
 class ReadOutcomes(Content, Struct, frozen=True):
@@ -143,7 +143,7 @@ class ReadOutcomes(Content, Struct, frozen=True):
     kind: ClassVar[str] = "batch_results"
     name: KeyName
     after: int = -1
-    limit: int = DEFAULT_OUTCOMES
+    limit: Annotated[int, Meta(ge=1, le=MAX_OUTCOMES)] = DEFAULT_OUTCOMES
 
     def body(self) -> dict[str, Any]:
         return {**self.name.body(), "after": self.after, "limit": self.limit}
@@ -156,8 +156,7 @@ class ReadOutcomes(Content, Struct, frozen=True):
             raise BadRequest(
                 f"after must be the number of a line, or -1 for all; got {shown(after)}"
             )
-        limit = integer(body, "limit", 1, MAX_OUTCOMES) or DEFAULT_OUTCOMES
-        return cls(KeyName.parse(body), after, limit)
+        return read(body, cls, name=KeyName.parse(body), after=after)
 
 
 class ListBatches(Content, Struct, frozen=True):
@@ -169,7 +168,7 @@ class ListBatches(Content, Struct, frozen=True):
     kind: ClassVar[str] = "batches"
     tenant: str = ""
     before: str = ""
-    limit: int = MAX_BATCHES
+    limit: Annotated[int, Meta(ge=1, le=MAX_BATCHES)] = MAX_BATCHES
     older: float | None = None
 
     def body(self) -> dict[str, Any]:
@@ -186,12 +185,8 @@ class ListBatches(Content, Struct, frozen=True):
             raise BadRequest(f"older must be seconds since 1970, got {shown(older)}")
         if older is not None and before not in (None, ""):
             raise BadRequest("give one of before and older, not both")
-        return cls(
-            tenant_of(body),
-            "" if before in (None, "") else job_key(before),
-            integer(body, "limit", 1, MAX_BATCHES) or MAX_BATCHES,
-            None if older is None else float(older),
-        )
+        key = "" if before in (None, "") else job_key(before)
+        return read(body, cls, tenant=tenant_of(body), before=key, older=older)
 
 
 class AboutBatch(Content, Struct, frozen=True):

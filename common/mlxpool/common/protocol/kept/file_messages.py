@@ -7,15 +7,16 @@ it is complete.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, TypeGuard
+from typing import Annotated, Any, ClassVar, TypeGuard
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from mlxpool.common.checks import flag, integer, is_number, shown, text
 from mlxpool.common.errors import BadRequest, TooLarge
 from mlxpool.common.protocol.frames import Content
 from mlxpool.common.protocol.kept.job_messages import MAX_KEEP_MS, job_key, tenant_of
 from mlxpool.common.protocol.resume import MAX_TIME
+from mlxpool.common.records import ShortText, read
 
 PART_BYTES = 256 * 1024  # of a file that one message sends or reads
 MAX_FILE = 1024 * 1024 * 1024  # bytes
@@ -105,8 +106,8 @@ class ReadFile(Content, Struct, frozen=True):
 
     kind: ClassVar[str] = "file_read"
     name: KeyName
-    start: int = 0
-    limit: int = PART_BYTES
+    start: Annotated[int, Meta(ge=0, le=MAX_FILE)] = 0
+    limit: Annotated[int, Meta(ge=1, le=PART_BYTES)] = PART_BYTES
 
     def body(self) -> dict[str, Any]:
         return {**self.name.body(), "start": self.start, "limit": self.limit}
@@ -114,11 +115,7 @@ class ReadFile(Content, Struct, frozen=True):
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> ReadFile:
         """Raises BadRequest naming the key, its value and its bound."""
-        return cls(
-            KeyName.parse(body),
-            integer(body, "start", 0, MAX_FILE) or 0,
-            integer(body, "limit", 1, PART_BYTES) or PART_BYTES,
-        )
+        return read(body, cls, name=KeyName.parse(body))
 
 
 class FilePlace(Struct, frozen=True):
@@ -151,8 +148,8 @@ class ListFiles(Content, Struct, frozen=True):
 
     kind: ClassVar[str] = "files"
     tenant: str = ""
-    limit: int = MAX_FILES
-    purpose: str = ""
+    limit: Annotated[int, Meta(ge=1, le=MAX_FILES)] = MAX_FILES
+    purpose: ShortText = ""
     behind: FilePlace | None = None
     oldest_first: bool = False
 
@@ -167,13 +164,8 @@ class ListFiles(Content, Struct, frozen=True):
     def parse(cls, body: Mapping[str, Any]) -> ListFiles:
         """Raises BadRequest naming the key, its value and its bound."""
         behind = body.get("behind")
-        return cls(
-            tenant_of(body),
-            integer(body, "limit", 1, MAX_FILES) or MAX_FILES,
-            text(body, "purpose"),
-            None if behind is None else FilePlace.parse(behind),
-            flag(body, "oldest_first", False),
-        )
+        place = None if behind is None else FilePlace.parse(behind)
+        return read(body, cls, tenant=tenant_of(body), behind=place)
 
 
 class AboutFile(Content, Struct, frozen=True):

@@ -7,11 +7,12 @@ submitted it: to others it is unknown.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from msgspec import Struct, field
+from msgspec import Meta, Struct, field
+from msgspec.structs import replace
 
-from mlxpool.common.checks import flag, integer, is_number, shown, text
+from mlxpool.common.checks import integer, is_number, shown, text
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.protocol.frames import ID_BYTES, Content, Message
 from mlxpool.common.protocol.from_client import (
@@ -24,6 +25,7 @@ from mlxpool.common.protocol.from_client import (
 from mlxpool.common.protocol.kept.job_work import Work, parse_work
 from mlxpool.common.protocol.resume import MAX_TIME
 from mlxpool.common.protocol.to_client import Accepted
+from mlxpool.common.records import read
 from mlxpool.common.web_targets import Target
 
 IDLE = -1  # priority of a job that starts only when nothing else waits for its model
@@ -40,6 +42,8 @@ JOBS_OFF = (
     " with `mlxpool serve --state-dir DIR`"
 )
 MAX_NUMBER = 2**62  # of an end_seq
+Number = Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
+Count = Annotated[int, Meta(ge=0, le=2**31)]  # of ids, or of generations
 
 
 def job_key(value: object) -> str:
@@ -222,9 +226,9 @@ class Fetch(Content, Struct, frozen=True):
 
     kind: ClassVar[str] = "fetch"
     name: JobName
-    start: int = 0
-    gen: int | None = None
-    window: int = DEFAULT_WINDOW
+    start: Count = field(default=0, name="from")
+    gen: Count | None = None
+    window: Annotated[int, Meta(ge=1, le=MAX_WINDOW)] = DEFAULT_WINDOW
     steps: bool = False  # tell where each step of the output ends
 
     def body(self) -> dict[str, Any]:
@@ -235,13 +239,7 @@ class Fetch(Content, Struct, frozen=True):
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Fetch:
         """Raises BadRequest naming the key, its value and its bound."""
-        return cls(
-            JobName.parse(body),
-            integer(body, "from", 0, 2**31) or 0,
-            integer(body, "gen", 0, 2**31),
-            integer(body, "window", 1, MAX_WINDOW) or DEFAULT_WINDOW,
-            flag(body, "steps", False),
-        )
+        return read(body, cls, name=JobName.parse(body))
 
 
 class ListJobs(Content, Struct, frozen=True):
@@ -254,11 +252,11 @@ class ListJobs(Content, Struct, frozen=True):
     """
 
     kind: ClassVar[str] = "jobs"
-    after: int | None = None
-    before: int = 0
+    after: Number | None = None
+    before: Number = 0
     state: str = ""
     tenant: str | None = ""
-    limit: int = DEFAULT_LISTED
+    limit: Annotated[int, Meta(ge=1, le=MAX_LISTED)] = DEFAULT_LISTED
     batch: str = ""
     owner: str | None = None
     model: str = ""
@@ -276,16 +274,12 @@ class ListJobs(Content, Struct, frozen=True):
     def parse(cls, body: Mapping[str, Any]) -> ListJobs:
         """Raises BadRequest naming the key, its value and its bound."""
         state = "" if not body.get("state") else job_state(body["state"])
-        after = integer(body, "after", 0, MAX_NUMBER)
-        if state and after is not None:
-            raise BadRequest("give one of after and state")
-        limit = integer(body, "limit", 1, MAX_LISTED) or DEFAULT_LISTED
-        before = integer(body, "before", 0, MAX_NUMBER) or 0
-        batch = body.get("batch")
-        key = "" if batch is None else job_key(batch)
-        if key and after is not None:
-            raise BadRequest("give one of after and batch")
-        return cls(after, before, state, tenant_of(body), limit, key)
+        found = read({name: body.get(name) for name in ("after", "before", "limit")}, cls)
+        batch = "" if body.get("batch") is None else job_key(body["batch"])
+        for name, given in (("state", state), ("batch", batch)):
+            if given and found.after is not None:
+                raise BadRequest(f"give one of after and {name}")
+        return replace(found, state=state, tenant=tenant_of(body), batch=batch)
 
 
 class AboutJob(Content, Struct, frozen=True):
