@@ -8,9 +8,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from mlxpool.worker.prefix_disk.index import Index
 from mlxpool.worker.prefix_disk.keys import BLOCK_TOKENS, block_key, chain
@@ -175,8 +174,7 @@ class Room:
         return not self.used or self.used + size <= self.limit
 
 
-@dataclass(eq=False)
-class Reading:
+class Reading(Struct, eq=False):
     """The records that the disk has for one sequence, as far as they were read.
 
     The tier's thread calls `put` and `finish`, the compute thread all else. `room` is that of all

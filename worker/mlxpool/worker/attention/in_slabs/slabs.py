@@ -8,12 +8,11 @@ Slabs without used blocks are freed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import groupby
 
 import mlx.core as mx
-from msgspec import Struct
+from msgspec import Struct, field
 
 from mlxpool.worker.attention.row_shape import Arrays, RowShape
 from mlxpool.worker.caches.specs import KeyValueSpec
@@ -98,8 +97,7 @@ class TokenRun(Struct, frozen=True):
         return self.start + self.count
 
 
-@dataclass(eq=False)
-class SlabRow:
+class SlabRow(Struct, eq=False):
     """The blocks of one sequence; has the methods of RowCache."""
 
     slabs: Slabs
