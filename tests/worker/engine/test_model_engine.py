@@ -21,7 +21,7 @@ from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker.attention.in_pool.kv_pool import PagedRow  # noqa: E402
 from mlxpool.worker.attention.in_pool.paged_layout import PagedLayout  # noqa: E402
 from mlxpool.worker.attention.in_slabs.slab_layout import SlabLayout  # noqa: E402
-from mlxpool.worker.attention.in_slabs.slabs import Slabs  # noqa: E402
+from mlxpool.worker.attention.in_slabs.slabs import Slab, Slabs  # noqa: E402
 from mlxpool.worker.attention.row_cache import RowCache  # noqa: E402
 from mlxpool.worker.attention.row_shape import RowShape  # noqa: E402
 from mlxpool.worker.caches.specs import KeyValueSpec  # noqa: E402
@@ -638,13 +638,26 @@ def test_the_prefix_cache_gets_blocks_when_there_are_few(
     assert engine.prefix_blocks() == 2 and engine._bytes_left() == 3 * engine._block_bytes
 
 
-def test_warm_up_leaves_nothing_behind(loaded: LoadedModel, text: ChatTokenizer) -> None:
+def test_warm_up_leaves_nothing_behind(
+    loaded: LoadedModel, text: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes share one allocation for rows, but for the two whose memory is measured."""
+    empty, allocated = Slab.empty, list[int]()
+
+    def counted(shape: RowShape, blocks: int) -> Slab:
+        allocated[-1] += 1
+        return empty(shape, blocks)
+
+    monkeypatch.setattr(device, "on_gpu", lambda: False)
+    monkeypatch.setattr(Slab, "empty", counted)
     for context in (4, 16, None):
         engine = ModelEngine(loaded, text, context=context, layout="slabs")
         moves: list[int] = []
+        allocated.append(0)
         engine.warm_up(lambda moves=moves: moves.append(1))  # type: ignore[misc]
-        # chunks; a step with every option and eight decode widths, each twice
-        assert len(moves) == 1 + 2 * (1 + 8)
+        # chunks; a step with every option, and one, two and eight rows, each twice
+        assert len(moves) == 1 + 2 * (1 + 3)
+        assert allocated[-1] <= 4
         assert (engine.memory().kv, engine.memory().prefix) == (0, 0)
         assert slabs_of(engine).nbytes == 0
         assert engine.prefix.hits + engine.prefix.misses == 0

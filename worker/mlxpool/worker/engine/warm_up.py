@@ -294,12 +294,26 @@ class WarmedEngine(RowEngine[CacheRow]):
 
         The second pass of a kind shows the cost model its time.
         """
+        held = self._hold_rows()
         self._warm_up(PassKind((1,)), on_progress, ALL_OPTIONS)
         if self._uploads is not None:
             self._warm_up_masks(1, ALL_OPTIONS)
             self._warm_up_masks(self._most_rows())
         for kind in self._kinds_of_passes():
             self._warm_up(kind, on_progress)
+        self._drop_rows(held)
+
+    def _hold_rows(self) -> list[Sequence]:
+        """Returns a row that keeps the arrays of rows allocated while passes are warmed.
+
+        Elsewhere than in a pool they are freed with the last row that has a place in them, and each
+        pass would write hundreds of MB of zeros.
+        """
+        if self._layout.holds_prefixes:
+            return []
+        held = self._dummy_rows(1, 1)
+        self._layout.reserve(self._rows[held[0]], 1)
+        return held
 
     def _kinds_of_passes(self) -> Iterator[PassKind]:
         """Yields the spans of each pass that is computed at load."""
@@ -409,7 +423,7 @@ class WarmedEngine(RowEngine[CacheRow]):
         """Returns the numbers of rows for which decode passes are warmed, one for each width."""
         sizes = [size for size in self._layout.sizes if size <= rows]
         widths = {self._layout.decode_width(count): count for count in range(1, rows + 1)}
-        return sizes or list(widths.values())
+        return sizes or _first_and_last(list(widths.values()), on_gpu=device.on_gpu())
 
     def _warm_up(
         self, kind: PassKind, on_progress: Callable[[], None], options: Options | None = None
@@ -452,6 +466,15 @@ class WarmedEngine(RowEngine[CacheRow]):
             self._layout.store.release(self._rows.pop(seq))
             if self._predictions is not None:
                 self._predictions.release(seq)
+
+
+def _first_and_last(counts: list[int], *, on_gpu: bool) -> list[int]:
+    """Returns the counts of rows of which passes are computed at load.
+
+    On a CPU passes of two rows and more are fused into the same functions, which a C++ compiler
+    compiles: the first with several rows and the widest show what the others take.
+    """
+    return counts if on_gpu or len(counts) < 4 else [*counts[:2], counts[-1]]
 
 
 def _dummy_sequence(tokens: int, options: Options | None = None) -> Sequence:
