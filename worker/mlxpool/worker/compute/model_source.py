@@ -272,7 +272,7 @@ def _folder(
             "max_sequences": config.sequences,
             "limit": config.memory_limit,
             "step_target": config.step_target,
-            "batch": config.batch,
+            "batch": device.worker_chunk(config.batch, config.sequences),
             "by_owner": config.prefix_scope == "owner",
         }
         if folder.uses_mlx_lm:

@@ -18,6 +18,9 @@ from mlxpool.common.process.blas import MENDED_BY
 log = logging.getLogger("mlxpool.worker")
 
 GPU_CHUNK, CPU_CHUNK = 2048, 512  # tokens of a prefill chunk
+SLOW_CHUNK = (
+    64  # the same with the reference BLAS, for which 512 may take longer than prefill_limit
+)
 DEFAULT_MEMORY_SHARE = 0.8  # of the device's memory, for a worker without a configured limit
 MMAP_THRESHOLD = 2**20  # bytes from which on an array has pages of its own
 _M_MMAP_THRESHOLD = -3  # the parameter of mallopt
@@ -128,6 +131,15 @@ def blas_of(platform: str, preload: str) -> str | None:
     if platform != "linux":
         return "Accelerate"
     return next((path for path in re.split("[: ]", preload) if "blas" in path), None)
+
+
+def worker_chunk(configured: int, sequences: int) -> int:
+    """Returns `configured`, or the tokens of a worker's chunk with the reference BLAS, else 0.
+
+    It exceeds `sequences`, as a step of that many has a token of each.
+    """
+    slow = not on_gpu() and blas_of(sys.platform, os.environ.get("LD_PRELOAD", "")) is None
+    return configured or (max(SLOW_CHUNK, 2 * sequences) if slow else 0)
 
 
 def log_device() -> None:
