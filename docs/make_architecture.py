@@ -1,7 +1,7 @@
 """Makes what docs/architecture.md takes from the code: `python docs/make_architecture.py`.
 
-The table of packages comes from their docstrings, the drawing of packages from their imports, and
-the drawings of states from the tables of transitions. A test compares the page with the result.
+The table of packages comes from their docstrings, the drawings of states from the tables of
+transitions. A test compares the page with the result.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
-
-import grimp
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -29,7 +27,6 @@ SOURCES = {  # folder of the sources of each package below mlxpool
 TABLE = re.compile(r"^TRANSITIONS\b", re.M)
 SENTENCE = re.compile(r"(?<=[.])\s+(?=[A-Z`])")
 MANY = 3  # an event that leads from as many states to one state is listed below the drawing
-Imports = dict[str, set[str]]
 Transitions = Mapping[Enum, Mapping[str, Enum]]
 
 
@@ -66,57 +63,6 @@ def _row(package: str, name: str) -> str:
     if not text:
         raise ValueError(f"mlxpool.{package} has no docstring")
     return f"| {name} | {text} |"
-
-
-# ---- imports -------------------------------------------------------------------------------------
-
-
-def imports() -> Imports:
-    """Which packages each package imports."""
-    graph = grimp.build_graph(*(f"mlxpool.{top}" for top in SOURCES), cache_dir=None)
-    found: Imports = {top: set() for top in SOURCES}
-    for module in graph.modules:
-        here = _top(module)
-        found[here] |= {_top(each) for each in graph.find_modules_directly_imported_by(module)}
-        found[here].discard(here)
-    return found
-
-
-def _top(module: str) -> str:
-    """The package of a module, such as `broker`."""
-    return module.split(".")[1]
-
-
-def reduced(graph: Imports) -> Imports:
-    """Without the imports that follow from others: those that a longer way leads to, too.
-
-    The imports of a circle are kept.
-    """
-    below = {name: _reached(graph, targets) for name, targets in graph.items()}
-
-    def follows(name: str, target: str) -> bool:
-        others = graph[name] - {target}
-        return any(target in below[other] and name not in below[other] for other in others)
-
-    return {name: {t for t in graph[name] if not follows(name, t)} for name in graph}
-
-
-def _reached(graph: Imports, names: set[str]) -> set[str]:
-    seen: set[str] = set()
-    waiting = list(names)
-    while waiting:
-        name = waiting.pop()
-        if name not in seen:
-            seen.add(name)
-            waiting += graph[name]
-    return seen
-
-
-def drawing() -> str:
-    """Which package imports which."""
-    graph = reduced(imports())
-    arrows = [f"  {name} --> {target}" for name in sorted(graph) for target in sorted(graph[name])]
-    return _fence(["flowchart TB", *arrows])
 
 
 # ---- states --------------------------------------------------------------------------------------
@@ -187,7 +133,6 @@ def _fence(lines: list[str]) -> str:
 
 PARTS: dict[str, Callable[[], str]] = {
     "packages": table,
-    "imports": drawing,
     "states": states,
 }
 

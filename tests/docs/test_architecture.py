@@ -64,13 +64,6 @@ def test_every_change_has_a_bound() -> None:
     assert set(re.findall(r"^### To add (.*)$", PAGE, re.M)) == set(BOUNDS)
 
 
-def test_imports_that_follow_from_others_are_left_out() -> None:
-    graph = {"a": {"b", "c"}, "b": {"c"}, "c": set()}
-    assert make_architecture.reduced(graph) == {"a": {"b"}, "b": {"c"}, "c": set()}
-    circle = {"a": {"b"}, "b": {"a"}}
-    assert make_architecture.reduced(circle) == circle, "a circle is shown, not hidden"
-
-
 class Colour(Enum):
     RED = "red"
     BLUE = "blue"
