@@ -19,7 +19,7 @@ import msgspec.structs
 
 import mlxpool.client
 from mlxpool.client.job_options import BatchOptions, CallOptions, JobOptions
-from mlxpool.common.config.bounds import OneOf, Within, declarations
+from mlxpool.common.config.bounds import Within, declarations
 from mlxpool.common.config.schema import Counting, ModelConfig, PoolConfig
 from mlxpool.common.errors import BY_CODE, PoolError
 from mlxpool.common.options import GenerateOptions
@@ -44,8 +44,7 @@ def tables() -> str:
             section = match[1]
             if section not in SHOWN:
                 continue
-            parts += ["", f"### {SHOWN[section]}", "", "| key | default | bounds | is |"]
-            parts += ["|---|---|---|---|"]
+            parts += ["", f"### {SHOWN[section]}", "", "| key | default | is |", "|---|---|---|"]
         elif section in SHOWN and (match := LINE.match(line)) is not None:
             parts.append(_row(section, match))
     return "\n".join(parts) + "\n\n"
@@ -68,21 +67,18 @@ def _row(section: str, match: re.Match[str]) -> str:
     cells = [
         f"`{key}`",
         "" if example else f"`{match['value']}`",
-        _bounds(KINDS[section], key, text),
-        text.replace("|", "\\|"),
+        text.replace("|", "\\|") + _bounds(KINDS[section], key),
     ]
     return f"| {' | '.join(cells)} |"
 
 
-def _bounds(kind: type, key: str, text: str) -> str:
-    """The bounds of a setting that its text does not name."""
+def _bounds(kind: type, key: str) -> str:
+    """The bounds of a number behind its text, unless they only refuse nonsense."""
     for check in declarations(kind)[key].checks:
-        if isinstance(check, OneOf) and not all(choice in text for choice in check.choices):
-            return ", ".join(f'`"{choice}"`' for choice in check.choices)
         if isinstance(check, Within) and check.high >= NO_BOUND:
-            return f"at least {check.low:,.16g}" if check.low else ""
+            return f"; at least {check.low:,.16g}" if check.low else ""
         if isinstance(check, Within):
-            return f"{check.low:,g} to {int(check.high):,}"
+            return f"; {check.low:,g} to {int(check.high):,}"
     return ""
 
 
