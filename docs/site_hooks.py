@@ -1,7 +1,7 @@
 """What the site needs besides the pages of docs/: MkDocs calls these functions (mkdocs.yml, hooks).
 
 README.md, CONTRIBUTING.md and CHANGELOG.md become pages. A file that a page links to outside docs/
-is copied into the site.
+is copied into the site, unless it is Markdown.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def linked_files(files: Files) -> set[str]:
     for file in files.documentation_pages():
         for match in LINK.finditer(file.content_string):
             target = from_root(match[1], file.src_uri)
-            if target is not None and (ROOT / target).is_file() and target not in ROOT_PAGES:
+            if target is not None and (ROOT / target).is_file() and not target.endswith(".md"):
                 found.add(target)
-    return found - {"README.md"}
+    return found
 
 
 def from_root(link: str, page: str) -> str | None:
@@ -55,8 +55,8 @@ def from_root(link: str, page: str) -> str | None:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """The text of a page in the site.
 
-    Links out of docs/ lead to the copies, and to no folder, for a site lists none. A link whose
-    text is the name of a page shows the page's title.
+    Links out of docs/ lead to the copies; folders and other Markdown files are only named. A link
+    whose text is the name of a page shows the page's title.
     """
     uri = page.file.src_uri
     depth = "../" * uri.count("/")
@@ -71,13 +71,16 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return f"]({depth}index.md)"
         return f"]({depth}{ROOT_PAGES.get(target, target)}{anchor})"
 
-    def folder(match: re.Match[str]) -> str:
+    def unlinked(match: re.Match[str]) -> str:
         target = from_root(match[2], uri)
-        is_folder = target is not None and (ROOT / target).is_dir()
-        return f"{match[1]} (`{target}/`)" if is_folder else match[0]
+        if target is None or target in ROOT_PAGES or target == "README.md":
+            return match[0]
+        if target.endswith(".md"):
+            return f"`{target}`"
+        return f"{match[1]} (`{target}/`)" if (ROOT / target).is_dir() else match[0]
 
     titled = FILE_AS_TEXT.sub(lambda match: f"[{title_of(match[1])}]", markdown)
-    return LINK.sub(link, TEXT_OF_LINK.sub(folder, titled))
+    return LINK.sub(link, TEXT_OF_LINK.sub(unlinked, titled))
 
 
 def title_of(name: str) -> str:
