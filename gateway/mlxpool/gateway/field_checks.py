@@ -18,7 +18,7 @@ from mlxpool.common.checks import shown
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.options import CHECKS, MAX_TOP_LOGPROBS, Check
 from mlxpool.common.protocol.chat import check_tools
-from mlxpool.gateway.description.schemas import Schema, nullable, one_of
+from mlxpool.gateway.description.schemas import Schema, described, nullable, one_of
 from mlxpool.gateway.errors import HttpError, bad_request, unsupported_parameter
 from mlxpool.gateway.left_out import leave_tool_out
 
@@ -92,8 +92,9 @@ class Body(Struct, frozen=True):
 
     def schema(self) -> Schema:
         """The JSON schema. null counts as absent, so every optional field may be null."""
-        known = {**self.honoured, **self.accepted}
-        properties = {name: self._optional(name, schema) for name, schema in known.items()}
+        properties = {name: self._optional(name, schema) for name, schema in self.honoured.items()}
+        for name, schema in self.accepted.items():
+            properties[name] = described("has no effect", self._optional(name, schema))
         for name, (neutral, advice) in self.refused.items():
             why = f"not supported: {advice}"
             empty = [one for one in EMPTY.values() if one not in neutral]
