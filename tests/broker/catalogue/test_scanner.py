@@ -85,7 +85,9 @@ def test_each_model_is_inspected_once_until_its_files_change(start: Start, tmp_p
     assert [name for name, _ in reports.described[2:]] == ["two"]
 
 
-def test_a_reference_is_inspected_again_when_it_can_be_found(start: Start, tmp_path: Path) -> None:
+def test_a_reference_is_inspected_again_when_it_can_be_found(
+    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The report on one that cannot names the places where it would be."""
     places = [str(tmp_path / one / "manifest") for one in "ab"]
     deed = f"print(json.dumps({{'problems': ['gone'], 'places': {places}}}), flush=True); continue"
@@ -93,6 +95,8 @@ def test_a_reference_is_inspected_again_when_it_can_be_found(start: Start, tmp_p
     for _ in range(2):
         scan(scanner, reports)
         assert reports.described == [("one", {"problems": ["gone"]})]
+    logged = [(vars(one)["model"], vars(one)["why"]) for one in caplog.records]
+    assert logged == [("one", "gone")], "it is logged once"
     Path(places[1]).parent.mkdir()
     Path(places[1]).touch()
     scan(scanner, reports)

@@ -47,6 +47,7 @@ class Scanner(threading.Thread):
         self._command, self._max_seconds, self._fresh = command, max_seconds, fresh
         self._fingerprints: dict[str, Fingerprints] = {}
         self._paths: dict[str, tuple[Path, ...]] = {}  # where a reference leads, once it is known
+        self._logged: dict[str, str] = {}  # the problem of each model that the log has
         self._changed = threading.Condition()
         self._uninspected: deque[str] = deque()
         self._requested = self._begun = self._done = 0  # numbers of scans
@@ -176,9 +177,16 @@ class Scanner(threading.Thread):
             self._fingerprints[name] = self._fingerprints_of(name)
         model = report.get("model") or {}
         problems = list(report.get("problems") or ())
+        self._log_problem(name, problems[0] if problems else "")
         unread = {"unread": True} if report.get("unread") else {}
         about = {**model, "problems": problems[:1], **unread}  # `check` lists all problems
         self._on_described(name, about)
+
+    def _log_problem(self, name: str, problem: str) -> None:
+        """Log a model's problem once, so that who starts a pool need not ask `ps` for it."""
+        if problem and self._logged.get(name) != problem:
+            log.warning("a model has a problem", extra={"model": name, "why": problem})
+        self._logged[name] = problem
 
 
 def _unread(error: InspectionError) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def lock(run_dir: Path) -> int:
     except FolderLocked as locked:
         raise AlreadyRunning(
             f"another broker (pid {locked.holder}) serves the run directory {run_dir};"
-            " stop it, or give another with --run-dir"
+            " stop it with `mlxpool stop`, or give another with --run-dir"
         ) from None
 
 

@@ -164,7 +164,7 @@ def folder_files(path: Path) -> ModelFiles:
 def require_model_folder(path: Path) -> None:
     """Raises ModelLoadFailed where `path` is no model folder, saying what it is instead."""
     if not path.exists():
-        raise ModelLoadFailed(f"{path} does not exist")
+        raise ModelLoadFailed(f"{path.absolute()} does not exist: name a folder or a GGUF file")
     if path.is_file():
         other_formats.refuse_file(path)
     if not is_present(path / "config.json"):

@@ -34,7 +34,7 @@ def refuse_folder(path: Path) -> NoReturn:
         )
     raise ModelLoadFailed(
         f"{path} has no config.json{instead_of_weights(path)}: name the folder of a Hugging Face"
-        " model (config.json, tokenizer.json, safetensors)"
+        " model (config.json, tokenizer.json, safetensors), or a GGUF file"
     )
 
 
