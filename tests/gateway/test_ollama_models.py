@@ -35,7 +35,7 @@ def test_the_number_of_parameters(count: int | None, words: str) -> None:
 @pytest.mark.parametrize(
     ("words", "level"),
     [
-        ("4-bit affine g64", "Q4_0"), ("4-bit affine g32, some layers otherwise", "Q4_0"),
+        ("4-bit affine g64", "Q4_0"), ("4-bit affine g32, mixed", "Q4_0"),
         ("5-bit affine g32", "Q5_0"), ("8-bit affine g32", "Q8_0"), ("6-bit affine g64", "Q6_K"),
         ("3-bit affine g64", "Q3_K_M"), ("2-bit affine g64", "Q2_K"), ("4-bit mxfp4 g32", "MXFP4"),
         ("8-bit mxfp8 g32", "MXFP8"), ("4-bit nvfp4 g16", "NVFP4"), ("f32", "F32"),

@@ -206,7 +206,7 @@ def test_the_built_in_models() -> None:
                 "b": QuantLayout("affine", 4, 64),
                 "c": QuantLayout("affine", 8, 64),
             },
-            "4-bit affine g64, some layers otherwise",
+            "4-bit affine g64, mixed",
         ),
     ],
 )

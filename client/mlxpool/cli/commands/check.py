@@ -170,10 +170,10 @@ def _memory_rows(memory: Mapping[str, Any]) -> list[tuple[str, str]]:
     many = f"{memory['sequences']} of {memory['context']:,} tokens"
     return [
         ("weights in memory", size(memory["weights"])),
-        ("one token", f"{size(memory['token'])}{_kind_of_kv(memory['kv'])}"),
-        ("of any length", size(memory["fixed"])),
-        ("one sequence", f"{size(memory['sequence'])} with {memory['context']:,} tokens"),
-        ("all sequences", f"{size(memory['all_sequences'])}, {many}"),
+        ("cache, a token", f"{size(memory['token'])}{_kind_of_kv(memory['kv'])}"),
+        ("cache, constant", size(memory["fixed"])),
+        ("cache, a sequence", f"{size(memory['sequence'])} with {memory['context']:,} tokens"),
+        ("cache, all", f"{size(memory['all_sequences'])}, {many}"),
         ("prefix cache", f"up to {size(memory['prefix_cache'])}"),
         *(
             [("  on disk", f"up to {size(memory['prefix_disk'])}")]

@@ -151,13 +151,16 @@ def describe_counting(engine: CountingEngine) -> dict[str, Any]:
 
 
 def quantisation(folder: ModelFolder) -> str:
-    """The most frequent layout, such as `4-bit affine g64`; for dense weights their main dtype."""
+    """The most frequent layout, such as `4-bit affine g64`; for dense weights their main dtype.
+
+    "mixed" follows it where some layers have another layout.
+    """
     layouts = Counter(_layouts(folder)).most_common()
     if not layouts:
         return DTYPE_NAMES[main_dtype(folder.tensors.values())]
     layout, _ = layouts[0]
     text = f"{layout.bits}-bit {layout.mode} g{layout.group_size}"
-    return f"{text}, some layers otherwise" if len(layouts) > 1 else text
+    return f"{text}, mixed" if len(layouts) > 1 else text
 
 
 def _layouts(folder: ModelFolder) -> Iterable[QuantLayout]:
