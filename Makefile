@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# The MLX back end: cpu on Linux, nothing more on a Mac; `make demo EXTRA=cuda13` on an NVIDIA GPU.
-EXTRA ?= $(if $(filter Linux,$(shell uname -s)),cpu,)
+# The MLX back end: that for a CPU and a fast BLAS on Linux, nothing more on a Mac;
+# `make demo EXTRA=cuda13` on an NVIDIA GPU.
+EXTRA ?= $(if $(filter Linux,$(shell uname -s)),cpu$(COMMA)openblas,)
 # Files of tests that run at once; twice as many as cores, for most tests wait for processes.
 JOBS ?= $(shell $(PYTHON) -c 'import os; print(2 * (os.cpu_count() or 1))')
 COMMA := ,
