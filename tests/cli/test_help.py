@@ -57,6 +57,21 @@ def test_the_help_of_a_command(words: list[str], capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out == text
 
 
+@pytest.mark.parametrize(
+    ("command", "columns"),
+    [
+        ("ps", ["SLOT", "PHASE", "FOR", "RUN", "WAIT", "RESTARTS"]),
+        ("top", ["RUN", "WAIT", "TOK/S", "TTFT", "KV%", "DRAFTS"]),
+    ],
+)
+def test_the_help_of_a_table_explains_its_columns(
+    command: str, columns: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ended(command, "--help") == OK
+    text = capsys.readouterr().out.partition("options:")[0]
+    assert [name for name in columns if f"{name}: " not in text and f"{name}, " not in text] == []
+
+
 def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert ended() == USAGE
     written = capsys.readouterr()

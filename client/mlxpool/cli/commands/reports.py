@@ -19,15 +19,21 @@ from mlxpool.cli.load_progress import phase_seconds
 from mlxpool.cli.style import UNBOUNDED, Cells, print_table, width_of
 from mlxpool.common.load_times import activity
 
+PS_COLUMNS = (
+    "A row for each worker. SLOT: the name by which logs, drain and restart take it; PHASE, FOR:"
+    " what it does, and since when; RUN: requests that it computes; WAIT: those in the queue of its"
+    " model; RESTARTS: of the slot."
+)
+
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     """Add `ps`, `models` and `requests`."""
-    for name, text, action in (
-        ("ps", "show workers: state, phase, memory, last end", ps),
-        ("models", "show the models: state, size, context, errors", models),
-        ("requests", "show live requests and their ids", requests),
+    for name, text, about, action in (
+        ("ps", "show workers: state, phase, memory, last end", PS_COLUMNS, ps),
+        ("models", "show the models: state, size, context, errors", None, models),
+        ("requests", "show live requests and their ids", None, requests),
     ):
-        parser = commands.add_parser(name, parents=[common], help=text)
+        parser = commands.add_parser(name, parents=[common], help=text, description=about)
         parser.set_defaults(run=action)
         if action is not requests:
             parser.add_argument("--wide", action="store_true", help="show all columns")

@@ -37,7 +37,10 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         "top",
         parents=[common],
         help="show workers and their work, live",
-        description=f"A snapshot each second. Keys: {', '.join(KEYS)}.",
+        description="A snapshot each second. RUN: requests that a worker computes; WAIT: those in"
+        " the queue of its model; TOK/S: over three seconds; TTFT: median time to the first token;"
+        " KV%: share of the memory beside the weights that running requests take; DRAFTS: share of"
+        f" the drafted tokens that were right. Keys: {', '.join(KEYS)}.",
     )
     columns = [order.name for order in SORT_ORDERS]
     parser.add_argument(
