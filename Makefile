@@ -42,7 +42,7 @@ $(READY): $(SERVES)        # and what its tests need besides
 	$(BIN)/python tests/support/mlx_header.py
 	@touch $@
 
-demo: $(SERVES)           ## a broker, a worker and a completion on the embedded model
+demo: $(SERVES)           ## a broker, a worker and an answer of an embedded model
 	@$(BIN)/python examples/demo.py
 
 # A file stays together, for its tests may share a pool. Folders follow each other by name, so that

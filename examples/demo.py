@@ -1,4 +1,4 @@
-"""`make demo`: a broker, a worker on the embedded model, one completion, and a clean end."""
+"""`make demo`: a broker, a worker on an embedded model, one answer, and a clean end."""
 
 from __future__ import annotations
 
@@ -14,16 +14,10 @@ from mlxpool.cli.admin import ask
 from mlxpool.cli.load_progress import progress_text
 from mlxpool.common.errors import PoolError
 
-PROMPT = '''class Stack:
-    """A last-in, first-out collection."""
-
-    def __init__(self):
-        self.items = []
-
-    def push(self, item):
-'''
-OPTIONS = ("--max-tokens", "120", "--temperature", "0.4", "--seed", "7")
-NOTE_DELAY = 4.0  # seconds until a line tells what the completion waits for
+MODEL = "demo-chat"
+QUESTION = "Count to 30."
+OPTIONS = ("--temperature", "0")
+NOTE_DELAY = 4.0  # seconds until a line tells what the answer waits for
 START_TIMEOUT = 60  # seconds until the broker answers, and until it has ended
 
 
@@ -57,7 +51,7 @@ def note_on_delay(run_dir: Path) -> Iterator[None]:
 
     def note() -> None:
         with contextlib.suppress(PoolError):
-            if text := progress_text(ask(run_dir, "ps"), "demo"):
+            if text := progress_text(ask(run_dir, "ps"), MODEL):
                 print(f"({text})", file=sys.stderr, flush=True)
 
     timer = threading.Timer(NOTE_DELAY, note)
@@ -71,11 +65,11 @@ def note_on_delay(run_dir: Path) -> Iterator[None]:
 
 def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mlxpool-") as folder, broker(Path(folder)):
-        say("run", "demo", '"class Stack: …"', *OPTIONS)
-        print(PROMPT, end="", flush=True)
+        say("run", MODEL, "--chat", f'"{QUESTION}"', *OPTIONS)
+        asked = ("run", MODEL, "--chat", QUESTION, *OPTIONS)
         wait = ("--connect-timeout", str(START_TIMEOUT))
         with note_on_delay(Path(folder)):
-            done = subprocess.run(mlxpool(Path(folder), "run", "demo", PROMPT, *OPTIONS, *wait))
+            done = subprocess.run(mlxpool(Path(folder), *asked, *wait))
         say("ps")
         subprocess.run(mlxpool(Path(folder), "ps"), check=True)
     print(

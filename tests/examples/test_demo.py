@@ -14,14 +14,14 @@ from mlxpool.common.errors import BrokerLost
 from support.pool import until
 
 WORKER = {
-    "model": "demo",
+    "model": "demo-chat",
     "epoch": 1,
     "state": "loading",
     "load_phase": "kernels",
     "load_phases": {"kernels": 2.0},
     "uptime_s": 5.0,
 }
-ANSWER = {"broker": {}, "models": [{"name": "demo"}], "workers": [WORKER]}
+ANSWER = {"broker": {}, "models": [{"name": "demo-chat"}], "workers": [WORKER]}
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def noted(demo: ModuleType, answer: Any, monkeypatch: pytest.MonkeyPatch) -> lis
 def test_a_long_load_is_explained(demo: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     told = noted(demo, ANSWER, monkeypatch)
     assert told == [
-        "(loading demo, 5.0 s: compiling kernels, 2.0 s (later loads find them on the disk))"
+        "(loading demo-chat, 5.0 s: compiling kernels, 2.0 s (later loads find them on the disk))"
     ]
 
 
