@@ -1,9 +1,14 @@
-"""Imports of the product: no two modules import each other, directly or through others."""
+"""Imports of the product: no two modules import each other, directly or through others.
+
+What takes long to import, a process imports when it needs it.
+"""
 
 from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -67,3 +72,43 @@ def test_every_folder_with_modules_is_a_package() -> None:
     for folder in SOURCES:
         for path in {*(ROOT / folder / "mlxpool").rglob("*.py")} - OF_NAMESPACE:
             assert (path.parent / "__init__.py").exists(), path
+
+
+# By process: the module that imports what its start needs, and what it imports later or never.
+STARTS = {
+    "client": ("client/mlxpool/client/__init__.py", {"asyncio", "numpy", "ssl"}),
+    "worker": (
+        "worker/mlxpool/worker/__main__.py",
+        {"PIL", "asyncio", "importlib.metadata", "jinja2", "llguidance", "mlx"},
+    ),
+}
+
+
+def imported_at_start(path: Path) -> set[str]:
+    """The modules that a module imports, and those of its functions that no condition keeps out."""
+    found: set[str] = set()
+    unread: list[ast.AST] = [ast.parse(path.read_text("utf-8"))]
+    while unread:
+        node = unread.pop()
+        if isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}:{one.name}" for one in node.names}
+        elif isinstance(node, ast.Module | ast.FunctionDef):
+            unread += node.body
+    return found
+
+
+@pytest.mark.parametrize("process", STARTS)
+def test_a_process_starts_without_what_takes_long_to_import(process: str) -> None:
+    file, later = STARTS[process]
+    names = sorted(imported_at_start(ROOT / file))
+    code = f"""
+import sys
+for name in {names}:
+    module, _, attribute = name.partition(":")
+    __import__(module, fromlist=[attribute])
+print(*sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found = set(done.stdout.split())
+    assert "mlxpool.common.errors" in found  # the start was imported
+    assert later & found == set()

@@ -8,18 +8,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLMatcher
 from msgspec import Struct
 
 from mlxpool.common.errors import BadRequest
-from mlxpool.worker.constraints.grammar import reason
 from mlxpool.worker.constraints.mask_table import WORD_BITS
 from mlxpool.worker.constraints.numbers import NumberBound
+from mlxpool.worker.constraints.refusals import reason
 from mlxpool.worker.prompt.thoughts import Thoughts
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 MAX_RUN = 64  # forced tokens that are appended at once
 

@@ -18,7 +18,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from mlxpool.common.answer_format import text_of
 from mlxpool.common.errors import BadRequest
 from mlxpool.worker.constraints.numbers import MAX_DIGITS, MAX_EXPONENT
-from mlxpool.worker.constraints.refusals import member_of, rule_of
+from mlxpool.worker.constraints.refusals import member_of, reason, rule_of
 
 # Of one mask. The library's default is five times that; at a third patterns with classes of Unicode
 # such as \p{L} fail in the middle of an answer.
@@ -34,7 +34,6 @@ JSON_OPTIONS: Any = {
 OWN_OPTIONS = "x-guidance"  # a key by which a schema could change JSON_OPTIONS
 _DATA = ("const", "default", "enum", "examples")  # keys whose values are no schemas
 _META = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")
-_NOT_VERBOSE = "<non-verbose/>"  # llguidance writes it behind its errors
 
 LIMITS = LLParserLimits(
     step_lexer_fuel=STEP_LEXER_FUEL,
@@ -153,11 +152,6 @@ def refused(format: Mapping[str, Any], why: str) -> str:
     """Returns the message of a format that cannot be followed."""
     kind = format["type"]
     return f"format: the {_NAMES.get(kind, kind)} cannot be followed: {reason(why)}"
-
-
-def reason(error: str) -> str:
-    """Returns the error of a matcher without llguidance's mark."""
-    return error.replace(_NOT_VERBOSE, "").strip()
 
 
 _NAMES = {"json_schema": "schema", "regex": "pattern", "choice": "choices", "lark": "grammar"}

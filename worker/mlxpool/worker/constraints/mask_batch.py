@@ -8,15 +8,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher
-from llguidance.numpy import fill_next_token_bitmask_par
 from msgspec import Struct, field
 
 from mlxpool.common.errors import PoolError
 from mlxpool.worker.constraints.constraint import Constraint, Words
 from mlxpool.worker.constraints.mask_table import MaskTable, only
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher
 
 SHARE = 2  # of the cores, one in so many: others run the steps, and wait less for each other
 MAX_THREADS = 8  # more make no mask sooner
@@ -112,6 +114,8 @@ def fill_table(
         accepts.append(one.accepts)
     begins()
     if matchers:
+        from llguidance.numpy import fill_next_token_bitmask_par
+
         fill_next_token_bitmask_par(executor(), matchers, table.words)
         masks = table.masks[: len(places)]
         _set_ends(constraints[places[0]], masks, accepts)
@@ -154,4 +158,6 @@ def threads() -> int:
 @cache
 def executor() -> LLExecutor:
     """Returns the threads, which all models of the process share."""
+    from llguidance import LLExecutor
+
     return LLExecutor(threads())

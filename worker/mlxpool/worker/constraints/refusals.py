@@ -18,10 +18,16 @@ _RULE = re.compile(r"^at (\d+)\(\d+\): ")  # the line of a grammar in llguidance
 _SOURCE = re.compile(r"\n +\d+ \| ")  # behind it come lines of the grammar
 _OF_SCHEMA = "failed to compile JSON schema: "
 _COMMENT = "//"
+_NOT_VERBOSE = "<non-verbose/>"  # llguidance writes it behind its errors
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 _ONE = ("items", "additionalProperties", "additionalItems", "not")
 _SEVERAL = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _DEFINITIONS = ("$defs", "definitions")
+
+
+def reason(error: str) -> str:
+    """Returns the error of a matcher without llguidance's mark."""
+    return error.replace(_NOT_VERBOSE, "").strip()
 
 
 def member_of(schema: Any, fails: Fails) -> str:

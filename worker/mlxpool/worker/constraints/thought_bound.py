@@ -7,15 +7,17 @@ then its steps are those of other rows, and behind the thoughts as well.
 from __future__ import annotations
 
 from functools import cache
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
-from llguidance import LLMatcher
 
 from mlxpool.worker.constraints.constraint import Constraint, EndTokens
 from mlxpool.worker.constraints.mask_table import WORD_BITS, words_of_mask
 from mlxpool.worker.constraints.masks import QUICK_MASKS
 from mlxpool.worker.prompt.thoughts import Thoughts
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 NEAR = 32  # tokens: more than a step checks of a row, with those of the step that is in flight
 
@@ -24,7 +26,7 @@ class ThoughtBound(Constraint):
     """Used as a constraint is, and only while its thoughts last."""
 
     def __init__(self, thoughts: Thoughts, vocab_size: int) -> None:
-        matcher = cast(LLMatcher, _AnyToken(vocab_size))
+        matcher = cast("LLMatcher", _AnyToken(vocab_size))
         super().__init__(matcher, _all_tokens(vocab_size), "", tokens=vocab_size)
         self.begin_in_thoughts(thoughts)
         self.record.quick = QUICK_MASKS

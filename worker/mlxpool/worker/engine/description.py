@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlxpool.common.checks import is_integer
 from mlxpool.common.errors import ModelLoadFailed
@@ -18,13 +18,15 @@ from mlxpool.worker.engine.counting_engine import CountingEngine
 from mlxpool.worker.layers import quantisation as quant
 from mlxpool.worker.layers.quantisation import QuantLayout
 from mlxpool.worker.prompt.chat_template.output_format import chat_format
-from mlxpool.worker.prompt.chat_template.sandbox import Template
 from mlxpool.worker.prompt.chat_template.templates import ChatTemplates
 from mlxpool.worker.scheduling.memory_estimate import DTYPE_NAMES, main_dtype
 from mlxpool.worker.weights import card, mlx_lm_models
 from mlxpool.worker.weights.chat_template_files import DEFAULT
 from mlxpool.worker.weights.inspect import ModelFolder
 from mlxpool.worker.weights.json_files import read_json
+
+if TYPE_CHECKING:
+    from mlxpool.worker.prompt.chat_template.sandbox import Template
 
 FEATURES = ("batching", "tree", "resume", "format")  # of every architecture in models/
 CONFIG_NUMBERS = {  # detail -> key of config.json

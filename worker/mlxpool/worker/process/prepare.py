@@ -39,7 +39,6 @@ from mlxpool.worker.preparation.jobs import (
     image_of,
 )
 from mlxpool.worker.preparation.queue import Waiting
-from mlxpool.worker.process.formats import Formats
 from mlxpool.worker.process.preparations import (
     Finish,
     MakeService,
@@ -70,7 +69,12 @@ class Preparer(Preparations):
     ) -> None:
         super().__init__(opened, post, make_service)
         self.opened = opened
-        self._formats = None if opened.no_format or opened.source is None else Formats(opened)
+        self._formats = None
+        if not opened.no_format and opened.source is not None:
+            # Imports llguidance, which encoders and the counting model do not need.
+            from mlxpool.worker.process.formats import Formats
+
+            self._formats = Formats(opened)
 
     def start(self) -> None:
         """Starts to prepare, and to load the vocabulary of formats: no stream runs yet."""

@@ -20,8 +20,7 @@ from mlxpool.worker.prompt import thoughts
 from mlxpool.worker.prompt.added_tokens import AddedTokens, TokenFields
 from mlxpool.worker.prompt.added_tokens import add as add_tokens
 from mlxpool.worker.prompt.chat_template.output_format import chat_format, opens_thinking
-from mlxpool.worker.prompt.chat_template.sandbox import Template
-from mlxpool.worker.prompt.chat_template.templates import ChatTemplates
+from mlxpool.worker.prompt.chat_template.templates import ChatTemplates, compiled
 from mlxpool.worker.prompt.infill import infill_ids
 from mlxpool.worker.prompt.size_bound import max_bytes_per_token
 from mlxpool.worker.prompt.text_model import RenderedChat, TextSource, TokenTable
@@ -94,8 +93,7 @@ class ChatTokenizer:
         add_tokens(tokenizer, source.added)
         if hashlib.sha256(data).hexdigest() != source.sha256:
             raise ModelLoadFailed(f"{source.tokenizer} has changed since the model was loaded")
-        templates = {name: Template(text) for name, text in source.templates.items()}
-        return cls(tokenizer, ChatTemplates(templates, source.tokens), source)
+        return cls(tokenizer, ChatTemplates(compiled(source.templates), source.tokens), source)
 
     def encode(self, text: str, cuts: Sequence[int] = (), *, begins: bool = True) -> list[int]:
         """The ids of a prompt, which begin with `prefix`: it is added unless the text has it.

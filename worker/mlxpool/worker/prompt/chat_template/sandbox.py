@@ -22,6 +22,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mlxpool.common.errors import BadRequest, ModelLoadFailed
+from mlxpool.common.protocol.chat import joined
 
 MAX_MEMORY = 2**30  # bytes of address space that the process may take to render a chat
 _FILE = "<template>"  # the file name that jinja2 gives to a template without one
@@ -76,6 +77,15 @@ class Template:
             raise BadRequest(
                 f"the chat template failed{_line_of(error)}: {_message_of(error)}"
             ) from error
+
+    def adapted(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The message with its content in the form that the template expects."""
+        content = message.get("content")
+        if isinstance(content, list | tuple) and self.content_form is ContentForm.TEXT:
+            return {**message, "content": joined(content)}
+        if isinstance(content, str) and self.content_form is ContentForm.PARTS:
+            return {**message, "content": [{"type": "text", "text": content}]}
+        return message
 
 
 class _GenerationTag(Extension):

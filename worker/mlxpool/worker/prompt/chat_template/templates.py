@@ -7,15 +7,17 @@ request gives the same prompt on every worker.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlxpool.common.errors import BadRequest, ModelLoadFailed
 from mlxpool.common.protocol.chat import NO_TEMPLATE, joined
 from mlxpool.worker.prompt.chat_template import output_format
-from mlxpool.worker.prompt.chat_template.sandbox import ContentForm, Template
 from mlxpool.worker.weights.chat_template_files import DEFAULT, TOOL_USE, find_sources
 from mlxpool.worker.weights.json_files import FileLookup
 from mlxpool.worker.weights.special_tokens import token_names
+
+if TYPE_CHECKING:
+    from mlxpool.worker.prompt.chat_template.sandbox import Template
 
 DEVELOPER = "developer"  # a role that not every template knows
 MAX_TEMPLATE_CHARS = 2**18  # characters of one template; real ones have 20,000
@@ -49,11 +51,7 @@ class ChatTemplates:
                     f"{where}: chat template {name!r} has {len(source)} characters, at most"
                     f" {MAX_TEMPLATE_CHARS} are allowed"
                 )
-        templates = {
-            name: Template(source, f"{where}: chat template {name!r}")
-            for name, source in found.texts.items()
-        }
-        return cls(templates, token_names(path), found.notes)
+        return cls(compiled(found.texts, where), token_names(path), found.notes)
 
     def render(
         self,
@@ -73,7 +71,7 @@ class ChatTemplates:
         if tools and not template.reads_tools:
             raise BadRequest(NO_TOOLS)
         known = messages if DEVELOPER in template.source else _as_system(messages)
-        adapted = [_adapted(message, template.content_form) for message in known]
+        adapted = [template.adapted(message) for message in known]
         variables = {
             **self.tokens,
             **output_format.variables(think, template.source),
@@ -97,6 +95,19 @@ class ChatTemplates:
         return "add_generation_prompt" in self.template_for(tools).source
 
 
+def compiled(sources: Mapping[str, str], where: object = "the model") -> dict[str, Template]:
+    """Templates by name; `where` has them. Raises ModelLoadFailed for one that does not compile."""
+    if not sources:
+        return {}
+    # Imports jinja2, which a model without a template does not need.
+    from mlxpool.worker.prompt.chat_template.sandbox import Template
+
+    return {
+        name: Template(source, f"{where}: chat template {name!r}")
+        for name, source in sources.items()
+    }
+
+
 def _as_system(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
     """Messages of the developer as the system's, for a template that would leave them out.
 
@@ -114,13 +125,3 @@ def _as_system(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, A
         for message in messages[first:]
     ]
     return [*begin, *rest]
-
-
-def _adapted(message: Mapping[str, Any], form: ContentForm) -> Mapping[str, Any]:
-    """The message with its content in the form that the template expects."""
-    content = message.get("content")
-    if isinstance(content, list | tuple) and form is ContentForm.TEXT:
-        return {**message, "content": joined(content)}
-    if isinstance(content, str) and form is ContentForm.PARTS:
-        return {**message, "content": [{"type": "text", "text": content}]}
-    return message
