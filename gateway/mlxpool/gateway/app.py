@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Sequence
-from importlib.metadata import version
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -17,6 +16,7 @@ from starlette.routing import Route
 from mlxpool.client import AsyncClient
 from mlxpool.common.config.bounds import ANY_ORIGIN
 from mlxpool.common.errors import PoolError
+from mlxpool.common.version import VERSION
 from mlxpool.gateway.anthropic.routes import MessageRoutes
 from mlxpool.gateway.auth import AccessControl, ApiKeys, ConcurrencyLimit
 from mlxpool.gateway.endpoint import READ, ByMethod, Endpoint, PreflightRecords, Surroundings
@@ -64,7 +64,7 @@ class Gateway:
         self.settings = settings
         self.keys = ApiKeys(settings.keys)
         self.drain = Drain()
-        self.metrics = Metrics(version("mlxpool"), (route.shown_path for route in ROUTES))
+        self.metrics = Metrics(VERSION, (route.shown_path for route in ROUTES))
         limit = ConcurrencyLimit(settings.per_key)
         self._loop: asyncio.AbstractEventLoop | None = None  # while it serves
         self.access = AccessControl(
@@ -120,7 +120,7 @@ class Gateway:
 
     def routes(self, pool: PoolAccess) -> list[Route]:
         """All paths, in the order in which they are matched."""
-        described = document(ROUTES, version("mlxpool"), keys=self.keys.required)
+        described = document(ROUTES, VERSION, keys=self.keys.required)
         kept_responses = KeptResponseRoutes(pool)
         services = Services(
             OpenAIRoutes(pool),

