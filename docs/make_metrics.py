@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from mlxpool.broker.telemetry import metric_table
-from mlxpool.broker.telemetry.metric_table import HISTOGRAM, Family
+from mlxpool.broker.telemetry.snapshot import Snapshot
+from mlxpool.common.metrics import HISTOGRAM, Family
 
 PAGE = Path(__file__).parent / "metrics.md"
 PART = re.compile(
@@ -23,12 +24,12 @@ GROUPS = {  # name of the part -> labels of all its families, families
 }
 
 
-def table(common: tuple[str, ...], families: Iterable[Family]) -> str:
+def table(common: tuple[str, ...], families: Iterable[Family[Snapshot]]) -> str:
     """A row for each family: its name, its labels beside the common ones, its help text."""
     return "| name | is |\n|---|---|\n" + "".join(_row(common, family) for family in families)
 
 
-def _row(common: tuple[str, ...], family: Family) -> str:
+def _row(common: tuple[str, ...], family: Family[Snapshot]) -> str:
     assert family.labels[: len(common)] == common, family.name
     further = ", ".join(family.labels[len(common) :])
     text = family.help

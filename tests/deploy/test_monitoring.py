@@ -170,6 +170,8 @@ def test_every_metric_of_requests_workers_and_gateways_is_shown_or_watched() -> 
         "mlxpool_requests_waiting_bytes",
         "mlxpool_spec_decode_drafts_total",
         "mlxpool_worker_gpu_info",
+        "process_start_time_seconds",
+        "process_virtual_memory_bytes",
     }
     families = {re.sub(r"_(sum|count|bucket)$", "", name) for name in OF_GATEWAY}
     assert not [name for name in families if not any(one.startswith(name) for one in used if one)]

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxpool.broker.metrics import histograms
-from mlxpool.broker.metrics.histograms import Figures, Histogram
+from mlxpool.broker.metrics.histograms import Figures
+from mlxpool.common.metrics import Histogram
 from mlxpool.common.protocol.token_ids import pack_ids
 from support import kinds
 from support.core_harness import START, FakeWorker, Story, X

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxpool.broker.metrics.histograms import FIRST_TOKEN, Histogram
+from mlxpool.broker.metrics.histograms import FIRST_TOKEN
 from mlxpool.broker.telemetry import history
 from mlxpool.broker.telemetry.history import (
     COLUMN_SECONDS,
@@ -18,6 +18,7 @@ from mlxpool.broker.telemetry.history import (
     recent_events,
     recent_rates,
 )
+from mlxpool.common.metrics import Histogram
 from support import snapshots
 from support.core_harness import Story
 

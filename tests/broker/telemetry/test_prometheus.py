@@ -11,9 +11,9 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from mlxpool.broker.core import events as ev
-from mlxpool.broker.telemetry.metric_table import FAMILIES, HISTOGRAM, WORKER_STATES
-from mlxpool.broker.telemetry.prometheus import PrometheusWriter
+from mlxpool.broker.telemetry.metric_table import FAMILIES, WORKER_STATES
 from mlxpool.broker.workers.worker_states import WorkerState
+from mlxpool.common.metrics import HISTOGRAM, MetricsWriter
 from support import snapshots
 from support.core_harness import Story, model
 
@@ -57,10 +57,10 @@ BEAT: dict[str, Any] = {
 }
 
 
-def read(story: Story, writer: PrometheusWriter | None = None, **about: Any) -> dict[str, Metric]:
-    text = (writer or PrometheusWriter()).text(snapshots.of(story, **about)).decode()
-    assert text.endswith("\n")
-    return {metric.name: metric for metric in text_string_to_metric_families(text)}
+def read(story: Story, writer: MetricsWriter[Any] | None = None, **about: Any) -> dict[str, Metric]:
+    data = (writer or MetricsWriter(FAMILIES)).text(snapshots.of(story, **about))[0].decode()
+    assert data.endswith("\n")
+    return {metric.name: metric for metric in text_string_to_metric_families(data)}
 
 
 def value(metrics: dict[str, Metric], name: str, **labels: str) -> float:
@@ -216,7 +216,7 @@ def test_every_shown_state_of_a_worker_has_a_series() -> None:
 def test_what_happens_to_requests_adds_no_series(story: Story) -> None:
     """Labels are models, slots and codes: neither owners nor ids nor what a worker says."""
     busy(story)
-    writer = PrometheusWriter()
+    writer = MetricsWriter(FAMILIES)
     before = {name: len(metric.samples) for name, metric in read(story, writer).items()}
     worker = story.workers["m/0"]
     for number in range(20):
@@ -250,7 +250,7 @@ def test_the_name_of_a_model_may_be_anything(name: str) -> None:
 
 def test_a_writer_renders_changed_histograms_again(story: Story) -> None:
     busy(story)
-    writer = PrometheusWriter()
+    writer = MetricsWriter(FAMILIES)
     first = read(story, writer)
     worker = story.workers["m/0"]
     for request in list(worker.runs):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from prometheus_client.openmetrics.parser import (
+    text_string_to_metric_families as openmetrics_families,
+)
 from prometheus_client.parser import text_string_to_metric_families
 
 from mlxpool.gateway.operations.exchange import CLIENT_DISCONNECTED, OTHER_ROUTE, Exchange
@@ -73,3 +76,12 @@ def test_the_drain_is_shown_and_the_format_is_negotiated() -> None:
     assert of(metrics, "draining") == 1
     data, content_type = metrics.text("application/openmetrics-text; version=1.0.0")
     assert content_type.startswith("application/openmetrics-text") and data.endswith(b"# EOF\n")
+    families = openmetrics_families(data.decode())  # type: ignore[no-untyped-call]
+    kinds = {one.name: one.type for one in families}
+    assert kinds["mlxpool_gateway_requests"] == "counter"
+
+
+def test_the_process_is_measured() -> None:
+    found = values(Metrics("1.2", [CHAT]))
+    names = ("resident_memory_bytes", "cpu_seconds_total", "open_fds", "max_fds")
+    assert all(found[f"process_{name}", frozenset()] > 0 for name in names)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import threading
 from collections.abc import Callable
@@ -13,13 +12,13 @@ from time import monotonic
 import zmq
 from msgspec.structs import replace
 
-from mlxpool.broker.host import os_process
 from mlxpool.broker.http.status_page import PAGE, POLICY
 from mlxpool.broker.telemetry.history import RecentHistory
-from mlxpool.broker.telemetry.prometheus import CONTENT_TYPE, PrometheusWriter
+from mlxpool.broker.telemetry.metric_table import FAMILIES
 from mlxpool.broker.telemetry.reports import stats
-from mlxpool.broker.telemetry.snapshot import ProcessFigures, Snapshot
+from mlxpool.broker.telemetry.snapshot import Snapshot
 from mlxpool.broker.telemetry.status import status
+from mlxpool.common.metrics import MetricsWriter
 from mlxpool.common.version import VERSION
 
 Answer = tuple[HTTPStatus, str, bytes]  # status, content type, body
@@ -34,19 +33,7 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }
-
-
 VERSIONS = (VERSION, platform.python_version(), zmq.__version__, zmq.zmq_version())
-
-
-def with_process(snapshot: Snapshot) -> Snapshot:
-    """The snapshot with the figures of this process, as they are now."""
-    pid, times = os.getpid(), os.times()
-    descriptors = len(os.listdir("/dev/fd"))
-    figures = ProcessFigures(
-        VERSIONS, os_process.resident_bytes(pid), times.user + times.system, descriptors
-    )
-    return replace(snapshot, process=figures)
 
 
 class Renderers:
@@ -56,16 +43,17 @@ class Renderers:
         """`cancels`: operators may cancel requests."""
         self.cancels = cancels
         self.history = RecentHistory()
-        self._writer = PrometheusWriter()
+        self._writer = MetricsWriter(FAMILIES)
         self._writing = threading.Lock()  # its cache is for one thread at a time
 
-    def prometheus(self, snapshot: Snapshot) -> bytes:
+    def prometheus(self, snapshot: Snapshot) -> tuple[bytes, str]:
         with self._writing:
             return self._writer.text(snapshot)
 
 
 def _metrics(renderers: Renderers, snapshot: Snapshot) -> Answer:
-    return HTTPStatus.OK, CONTENT_TYPE, renderers.prometheus(with_process(snapshot))
+    text, content_type = renderers.prometheus(replace(snapshot, versions=VERSIONS))
+    return HTTPStatus.OK, content_type, text
 
 
 def _stats(renderers: Renderers, snapshot: Snapshot) -> Answer:
@@ -90,8 +78,7 @@ def _readyz(renderers: Renderers, snapshot: Snapshot) -> Answer:
 
 def _status_json(renderers: Renderers, snapshot: Snapshot) -> Answer:
     """What the status page shows."""
-    shown = replace(snapshot, process=ProcessFigures(VERSIONS))
-    told = {**status(shown, renderers.history, monotonic()), "cancels": renderers.cancels}
+    told = {**status(snapshot, renderers.history, monotonic()), "cancels": renderers.cancels}
     return HTTPStatus.OK, "application/json", json.dumps(told, separators=(",", ":")).encode()
 
 

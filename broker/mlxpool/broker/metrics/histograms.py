@@ -6,13 +6,11 @@ dashboards and alerts fit; `INTER_TOKEN` has three more below them, for small mo
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
-
-from msgspec import Struct
 
 from mlxpool.broker.requests.request import Request
 from mlxpool.common.errors import BY_CODE
+from mlxpool.common.metrics import Histogram
 from mlxpool.common.protocol.token_ids import ID_WIDTH
 
 # Upper bounds, seconds.
@@ -33,37 +31,6 @@ TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2
 
 OTHER = "other"  # a reason or code of a worker that we do not know
 OUTCOMES = frozenset({"stop", "length", "cancelled", *BY_CODE})
-
-
-class Histogram:
-    """Counts of values by bucket: `counts[i]` are those above bound i - 1 and up to bound i."""
-
-    __slots__ = ("_frozen", "bounds", "counts", "total")
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)  # the last: above every bound
-        self.total = 0.0
-        self._frozen: Frozen | None = None  # of the values so far, if it was made
-
-    def observe(self, value: float, times: int = 1) -> None:
-        self.counts[bisect_left(self.bounds, value)] += times
-        self.total += value * times
-        self._frozen = None
-
-    def frozen(self) -> Frozen:
-        """A copy that other threads may read; the same one as long as nothing is observed."""
-        if self._frozen is None:
-            self._frozen = Frozen(self.bounds, tuple(self.counts), self.total)
-        return self._frozen
-
-
-class Frozen(Struct, frozen=True):
-    """A histogram at one moment."""
-
-    bounds: tuple[float, ...]
-    counts: tuple[int, ...]
-    total: float
 
 
 class Figures:

@@ -14,8 +14,9 @@ from operator import add, sub
 from msgspec import Struct
 from msgspec.structs import replace
 
-from mlxpool.broker.metrics.histograms import FIRST_TOKEN, Frozen
+from mlxpool.broker.metrics.histograms import FIRST_TOKEN
 from mlxpool.broker.telemetry.snapshot import Snapshot
+from mlxpool.common.metrics import Frozen
 
 POINT_INTERVAL = 2.0  # seconds
 MAX_POINTS = 300  # ten minutes

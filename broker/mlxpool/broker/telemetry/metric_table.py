@@ -10,20 +10,18 @@ process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-
-from msgspec import Struct
+from collections.abc import Callable
 
 from mlxpool.broker.jobs.figures import REFUSING, UNUSABLE, JobFigures
-from mlxpool.broker.metrics.histograms import OTHER, Frozen
+from mlxpool.broker.metrics.histograms import OTHER
 from mlxpool.broker.telemetry.snapshot import (
     GatewayInfo,
     ModelSnapshot,
-    ProcessFigures,
     Snapshot,
     WorkerSnapshot,
 )
 from mlxpool.common.errors import BY_CODE
+from mlxpool.common.metrics import COUNTER, GAUGE, HISTOGRAM, PROCESS, Family, Rows, Value
 
 REASONS = ("stop", "length", "cancelled")
 BROKER_STATES = ("ready", "draining", "stopping")
@@ -37,30 +35,6 @@ MEMORY = (
     "weights", "kv", "prefix", "compute", "total",  # the sum of those before it
     "kv_used", "images", "draft", "active", "cache", "peak", "rss", "prepare",
 )  # fmt: skip
-
-Value = float | Sequence[float] | Frozen
-Rows = Iterable[tuple[tuple[str, ...], Value]]  # values of the labels, value
-GAUGE, COUNTER, HISTOGRAM = "gauge", "counter", "histogram"
-
-
-class Family(Struct, frozen=True):
-    """One metric family. `rows` is called by a thread of the HTTP server, never by the loop.
-
-    `last_label_values` are those of its last label when each row has a number for all of them.
-    """
-
-    name: str
-    kind: str  # GAUGE | COUNTER | HISTOGRAM
-    help: str
-    labels: tuple[str, ...]
-    rows: Callable[[Snapshot], Rows]
-    last_label_values: tuple[str, ...] = ()
-
-    def series(self) -> tuple[str, ...]:
-        """The series names that a query may use."""
-        if self.kind != HISTOGRAM:
-            return (self.name,)
-        return tuple(f"{self.name}_{end}" for end in ("bucket", "sum", "count"))
 
 
 def _pool(value: Callable[[Snapshot], float]) -> Callable[[Snapshot], Rows]:
@@ -194,15 +168,11 @@ def _disk(name: str) -> Callable[[Snapshot], Rows]:
     return _beat(lambda worker: worker.prefix.get(f"disk_{name}"))
 
 
-def _process(value: Callable[[ProcessFigures], float]) -> Callable[[Snapshot], Rows]:
-    return lambda snapshot: [((), value(snapshot.process))]
-
-
 _MODEL, _WORKER = ("model",), ("model", "worker")
 
 BROKER = (
     Family("mlxpool_build_info", GAUGE, "Versions of the broker; always 1",
-           ("version", "python", "pyzmq", "libzmq"), lambda s: [(s.process.versions, 1.0)]),
+           ("version", "python", "pyzmq", "libzmq"), lambda s: [(s.versions, 1.0)]),
     Family("mlxpool_broker_state", GAUGE, "1 for the current state, 0 for the others",
            ("state",), _broker_states, BROKER_STATES),
     Family("mlxpool_broker_uptime_seconds", GAUGE, "Time since the broker's start",
@@ -264,14 +234,7 @@ BROKER = (
     Family("mlxpool_job_submissions_refused_total", COUNTER,
            "Refused jobs, batches and parts of files, without bad lines of a batch",
            ("error",), _jobs(lambda j: [j.refused.get(code, 0) for code in CODES]), CODES),
-    Family("process_resident_memory_bytes", GAUGE, "Resident memory of the broker",
-           (), _process(lambda p: p.resident)),
-    Family("process_cpu_seconds_total", COUNTER, "Processor time of the broker",
-           (), _process(lambda p: p.cpu_seconds)),
-    Family("process_open_fds", GAUGE, "Open descriptors of the broker",
-           (), _process(lambda p: p.descriptors)),
-    Family("process_max_fds", GAUGE, "Bound of the broker's open descriptors",
-           (), _pool(lambda s: s.broker.descriptors)),
+    *PROCESS,
 )  # fmt: skip
 
 MODELS = (

@@ -15,7 +15,7 @@ from msgspec import Struct
 from mlxpool.broker.core.state import State
 from mlxpool.broker.jobs.figures import JobFigures
 from mlxpool.broker.metrics.counters import Counters
-from mlxpool.broker.metrics.histograms import Figures, Frozen, Histogram
+from mlxpool.broker.metrics.histograms import Figures
 from mlxpool.broker.models import listing as model_listing
 from mlxpool.broker.models.listing import Fault
 from mlxpool.broker.models.model import Model
@@ -23,6 +23,7 @@ from mlxpool.broker.models.registry import Registry
 from mlxpool.broker.requests.request import Request
 from mlxpool.broker.workers.liveness import Watch
 from mlxpool.broker.workers.worker import Slot, Worker
+from mlxpool.common.metrics import Frozen, Histogram
 from mlxpool.common.protocol.from_worker import Beat
 
 GATEWAY = "gateway"  # beside the names of slots, which all have a slash
@@ -180,17 +181,8 @@ class LiveRequest(Struct, frozen=True):
     age: float  # seconds since it was accepted
 
 
-class ProcessFigures(Struct, frozen=True):
-    """What the operating system says of the broker's process, and of what it was built."""
-
-    versions: tuple[str, ...] = ("unknown",) * 4  # of mlxpool, Python, pyzmq, libzmq
-    resident: int = 0  # bytes
-    cpu_seconds: float = 0.0
-    descriptors: int = 0  # that are open
-
-
 class Snapshot(Struct, frozen=True):
-    """The whole pool. Who renders it adds `process` on its own thread: the loop does not wait."""
+    """The whole pool. Who renders its metrics adds `versions`."""
 
     broker: BrokerInfo
     counters: Counters  # a copy
@@ -202,7 +194,7 @@ class Snapshot(Struct, frozen=True):
     listing: tuple[Mapping[str, Any], ...] = ()  # a row for each name, with its path
     faults: tuple[Fault, ...] = ()  # names that cannot be had, with the reasons that `ps` prints
     live: tuple[LiveRequest, ...] = ()  # the oldest MAX_LIVE
-    process: ProcessFigures = ProcessFigures()
+    versions: tuple[str, ...] = ("unknown",) * 4  # of mlxpool, Python, pyzmq, libzmq
     gateway: GatewayInfo | None = None  # None: the broker runs none
     jobs: JobFigures | None = None  # None: the broker keeps none
 

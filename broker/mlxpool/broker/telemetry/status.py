@@ -27,6 +27,7 @@ from mlxpool.broker.telemetry.snapshot import (
 )
 from mlxpool.common.load_times import activity
 from mlxpool.common.records import as_map
+from mlxpool.common.version import VERSION
 
 MINUTES = round(MAX_POINTS * POINT_INTERVAL / 60)
 LEVELS = tuple(Level)
@@ -66,7 +67,7 @@ def status(snapshot: Snapshot, history: RecentHistory, now: float) -> dict[str, 
         "levels": _levels(snapshot, recent),
         "gateway": _gateway(snapshot.gateway),
         "jobs": None if snapshot.jobs is None else as_map(snapshot.jobs),
-        "version": snapshot.process.versions[0],
+        "version": VERSION,
         "lag_s": round(snapshot.lag, 4),
         "requests": pool["requests"],
         "rejected": sum(pool["rejected"].values()),

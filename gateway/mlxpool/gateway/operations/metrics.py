@@ -6,12 +6,20 @@ model that a client named, or an id. The broker's own metrics have the figures o
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable
+from functools import partial
 
-import prometheus_client
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
-from prometheus_client.exposition import choose_encoder
-
+from mlxpool.common.metrics import (
+    COUNTER,
+    GAUGE,
+    HISTOGRAM,
+    PROCESS,
+    Family,
+    Histogram,
+    MetricsWriter,
+    Rows,
+)
 from mlxpool.gateway.operations.exchange import CLIENT_DISCONNECTED, FURTHER_ROUTES, Exchange
 
 # Upper bounds in seconds; those of the broker's histograms of the same things.
@@ -26,96 +34,86 @@ DURATION_BUCKETS = (
 PREFIX = "mlxpool_gateway"
 CAUSES = ERROR, DISCONNECT = "error", "disconnect"  # of streams that end before their end
 
+Counts = Counter[tuple[str, ...]]  # by the values of the labels
+Histograms = defaultdict[tuple[str, ...], Histogram]  # the same
+
 
 class Metrics:
     """Used by the event loop's thread alone."""
 
     def __init__(self, version: str, routes: Iterable[str]) -> None:
         """`routes`: all that can be counted; their series begin at 0, so that rates are right."""
-        prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
-        self.registry = registry = CollectorRegistry(auto_describe=True)
-        self._requests = Counter(
-            f"{PREFIX}_requests", "Answered requests.", ("route", "status"), registry=registry
-        )
-        self._in_flight = Gauge(
-            f"{PREFIX}_requests_in_flight",
-            "Requests that are being answered.",
-            ("route",),
-            registry=registry,
-        )
-        self._duration = Histogram(
-            f"{PREFIX}_request_duration_seconds",
-            "Time from a request's headers to the end of its response.",
-            ("route",),
-            buckets=DURATION_BUCKETS,
-            registry=registry,
-        )
-        self._first_token = Histogram(
-            f"{PREFIX}_time_to_first_token_seconds",
-            "Time from a request's headers to its first token.",
-            ("route",),
-            buckets=FIRST_TOKEN_BUCKETS,
-            registry=registry,
-        )
-        self._prompt = Counter(
-            f"{PREFIX}_prompt_tokens", "Tokens of prompts.", ("route",), registry=registry
-        )
-        self._cached = Counter(
-            f"{PREFIX}_cached_tokens",
-            "Tokens of prompts that the prefix cache had.",
-            ("route",),
-            registry=registry,
-        )
-        self._completion = Counter(
-            f"{PREFIX}_generation_tokens", "Tokens generated.", ("route",), registry=registry
-        )
-        self._failures = Counter(
-            f"{PREFIX}_stream_failures",
-            "Responses with the status 200 that ended with an error, or whose client was gone.",
-            ("route", "cause"),
-            registry=registry,
-        )
-        self._draining = Gauge(
-            f"{PREFIX}_draining", "1 after SIGTERM, until the process ends.", registry=registry
-        )
-        info = Gauge(
-            f"{PREFIX}_build_info", "1, with the version.", ("version",), registry=registry
-        )
-        info.labels(version).set(1)
-        ProcessCollector(registry=registry)
-        for route in (*routes, *FURTHER_ROUTES):
-            self._in_flight.labels(route)
-            self._requests.labels(route, "200")
-            for cause in CAUSES:
-                self._failures.labels(route, cause)
+        routes = (*routes, *FURTHER_ROUTES)
+        self.version = version
+        self.draining = False
+        self.requests: Counts = Counter({(route, "200"): 0 for route in routes})
+        self.in_flight: Counts = Counter({(route,): 0 for route in routes})
+        self.failures: Counts = Counter({(route, one): 0 for route in routes for one in CAUSES})
+        self.prompt_tokens: Counts = Counter()
+        self.cached_tokens: Counts = Counter()
+        self.completion_tokens: Counts = Counter()
+        self.durations: Histograms = defaultdict(partial(Histogram, DURATION_BUCKETS))
+        self.first_tokens: Histograms = defaultdict(partial(Histogram, FIRST_TOKEN_BUCKETS))
+        self._writer = MetricsWriter(FAMILIES)
 
     def begun(self, exchange: Exchange) -> None:
         """A request came."""
-        self._in_flight.labels(exchange.route).inc()
+        self.in_flight[exchange.route,] += 1
 
     def ended(self, exchange: Exchange, now: float) -> None:
         """A request that had begun was answered, or its client is gone."""
-        route = exchange.route
-        self._in_flight.labels(route).dec()
-        self._requests.labels(route, str(exchange.status)).inc()
-        self._duration.labels(route).observe(now - exchange.started)
+        route = (exchange.route,)
+        self.in_flight[route] -= 1
+        self.requests[exchange.route, str(exchange.status)] += 1
+        self.durations[route].observe(now - exchange.started)
         if exchange.status == 200 and exchange.failure is not None:
             gone = exchange.failure == CLIENT_DISCONNECTED
-            self._failures.labels(route, DISCONNECT if gone else ERROR).inc()
+            self.failures[exchange.route, DISCONNECT if gone else ERROR] += 1
         if exchange.first_token is not None:
-            self._first_token.labels(route).observe(exchange.first_token - exchange.started)
-        for counter, tokens in (
-            (self._prompt, exchange.prompt_tokens),
-            (self._cached, exchange.cached_tokens),
-            (self._completion, exchange.completion_tokens),
+            self.first_tokens[route].observe(exchange.first_token - exchange.started)
+        for counts, tokens in (
+            (self.prompt_tokens, exchange.prompt_tokens),
+            (self.cached_tokens, exchange.cached_tokens),
+            (self.completion_tokens, exchange.completion_tokens),
         ):
             if tokens is not None:
-                counter.labels(route).inc(tokens)
+                counts[route] += tokens
 
     def drain_begun(self) -> None:
-        self._draining.set(1)
+        self.draining = True
 
     def text(self, accept: str) -> tuple[bytes, str]:
         """All metrics in the newest format that the Accept header names, and its content type."""
-        encode, content_type = choose_encoder(accept)
-        return encode(self.registry), content_type
+        return self._writer.text(self, accept)
+
+
+def _frozen(histograms: Histograms) -> Rows:
+    return [(labels, one.frozen()) for labels, one in histograms.items()]
+
+
+FAMILIES = (
+    Family(f"{PREFIX}_requests_total", COUNTER, "Answered requests.",
+           ("route", "status"), lambda metrics: metrics.requests.items()),
+    Family(f"{PREFIX}_requests_in_flight", GAUGE, "Requests that are being answered.",
+           ("route",), lambda metrics: metrics.in_flight.items()),
+    Family(f"{PREFIX}_request_duration_seconds", HISTOGRAM,
+           "Time from a request's headers to the end of its response.",
+           ("route",), lambda metrics: _frozen(metrics.durations)),
+    Family(f"{PREFIX}_time_to_first_token_seconds", HISTOGRAM,
+           "Time from a request's headers to its first token.",
+           ("route",), lambda metrics: _frozen(metrics.first_tokens)),
+    Family(f"{PREFIX}_prompt_tokens_total", COUNTER, "Tokens of prompts.",
+           ("route",), lambda metrics: metrics.prompt_tokens.items()),
+    Family(f"{PREFIX}_cached_tokens_total", COUNTER, "Tokens of prompts that the prefix cache had.",
+           ("route",), lambda metrics: metrics.cached_tokens.items()),
+    Family(f"{PREFIX}_generation_tokens_total", COUNTER, "Tokens generated.",
+           ("route",), lambda metrics: metrics.completion_tokens.items()),
+    Family(f"{PREFIX}_stream_failures_total", COUNTER,
+           "Responses with the status 200 that ended with an error, or whose client was gone.",
+           ("route", "cause"), lambda metrics: metrics.failures.items()),
+    Family(f"{PREFIX}_draining", GAUGE, "1 after SIGTERM, until the process ends.",
+           (), lambda metrics: [((), int(metrics.draining))]),
+    Family(f"{PREFIX}_build_info", GAUGE, "1, with the version.",
+           ("version",), lambda metrics: [((metrics.version,), 1)]),
+    *PROCESS,
+)  # fmt: skip

@@ -1,0 +1,173 @@
+"""Metric families, histograms, and their text for Prometheus. Used by broker and gateway.
+
+Not prometheus_client: for nine histograms of each of 50 models it takes far longer, and meanwhile
+the broker's loop needs the interpreter.
+"""
+
+from __future__ import annotations
+
+import resource
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from msgspec import Struct
+
+if TYPE_CHECKING:
+    import psutil
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+OPENMETRICS = "application/openmetrics-text"
+GAUGE, COUNTER, HISTOGRAM = "gauge", "counter", "histogram"
+
+Source = TypeVar("Source")
+
+
+class Histogram:
+    """Counts of values by bucket: `counts[i]` are those above bound i - 1 and up to bound i."""
+
+    __slots__ = ("_frozen", "bounds", "counts", "total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)  # the last: above every bound
+        self.total = 0.0
+        self._frozen: Frozen | None = None  # of the values so far, if it was made
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
+        self._frozen = None
+
+    def frozen(self) -> Frozen:
+        """A copy that other threads may read; the same one as long as nothing is observed."""
+        if self._frozen is None:
+            self._frozen = Frozen(self.bounds, tuple(self.counts), self.total)
+        return self._frozen
+
+
+class Frozen(Struct, frozen=True):
+    """A histogram at one moment."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    total: float
+
+
+Value = float | Sequence[float] | Frozen
+Rows = Iterable[tuple[tuple[str, ...], Value]]  # values of the labels, value
+
+
+class Family(Struct, Generic[Source], frozen=True):
+    """One metric family. `rows` reads its values of what the writer is given.
+
+    `last_label_values` are those of its last label when each row has a number for all of them.
+    """
+
+    name: str
+    kind: str  # GAUGE | COUNTER | HISTOGRAM
+    help: str
+    labels: tuple[str, ...]
+    rows: Callable[[Source], Rows]
+    last_label_values: tuple[str, ...] = ()
+
+    def series(self) -> tuple[str, ...]:
+        """The series names that a query may use."""
+        if self.kind != HISTOGRAM:
+            return (self.name,)
+        return tuple(f"{self.name}_{end}" for end in ("bucket", "sum", "count"))
+
+
+class MetricsWriter(Generic[Source]):
+    """Caches the text around the numbers, and the text of histograms that have not changed."""
+
+    def __init__(self, families: Sequence[Family[Source]]) -> None:
+        self._families = families
+        # By family, then by the values of its labels: text with a % conversion for each number.
+        self._templates: dict[str, dict[tuple[str, ...], bytes]] = {f.name: {} for f in families}
+        self._written: dict[tuple[str, tuple[str, ...]], tuple[Frozen, bytes]] = {}
+
+    def text(self, source: Source, accept: str = "") -> tuple[bytes, str]:
+        """The text and its content type: OpenMetrics, if a header Accept names it."""
+        if OPENMETRICS not in accept:
+            return b"".join(self._parts(source, False)), CONTENT_TYPE
+        text = b"".join((*self._parts(source, True), b"# EOF\n"))
+        return text, f"{OPENMETRICS}; version=1.0.0; charset=utf-8"
+
+    def _parts(self, source: Source, openmetrics: bool) -> Iterator[bytes]:
+        for family in self._families:
+            yield _head(family, family.name.removesuffix("_total") if openmetrics else family.name)
+            templates = self._templates[family.name]
+            for labels, value in family.rows(source):
+                template = templates.get(labels)
+                if template is None:
+                    template = templates[labels] = _template(family, labels, value).encode()
+                if isinstance(value, Frozen):
+                    yield self._histogram((family.name, labels), template, value)
+                else:
+                    yield template % (tuple(value) if isinstance(value, Sequence) else value)
+
+    def _histogram(self, key: tuple[str, tuple[str, ...]], template: bytes, value: Frozen) -> bytes:
+        """The cached text, if the histogram has no new value."""
+        before, text = self._written.get(key, (None, b""))
+        if before is not value:
+            counts = tuple(accumulate(value.counts))
+            text = template % (*counts, value.total, counts[-1])
+            self._written[key] = (value, text)
+        return text
+
+
+def _head(family: Family[Any], name: str) -> bytes:
+    return f"# HELP {name} {family.help}\n# TYPE {name} {family.kind}\n".encode()
+
+
+def _template(family: Family[Any], labels: tuple[str, ...], value: Value) -> str:
+    """One line, a line for each value of the last label, or those of a histogram."""
+    name = family.name
+    if isinstance(value, Frozen):
+        text = _labels(family, labels)
+        ends = (*value.bounds, "+Inf")
+        buckets = "".join(f'{name}_bucket{{{text},le="{end}"}} %d\n' for end in ends)
+        return f"{buckets}{name}_sum{{{text}}} %a\n{name}_count{{{text}}} %d\n"
+    if family.last_label_values:
+        lines = (_labels(family, (*labels, last)) for last in family.last_label_values)
+        return "".join(f"{name}{{{text}}} %a\n" for text in lines)
+    return f"{name}{{{_labels(family, labels)}}} %a\n" if labels else f"{name} %a\n"
+
+
+def _labels(family: Family[Any], values: tuple[str, ...]) -> str:
+    """For a template, so with each % doubled."""
+    pairs = zip(family.labels, values, strict=True)
+    return ",".join(f'{name}="{_escaped(value)}"' for name, value in pairs)
+
+
+def _escaped(value: str) -> str:
+    value = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return value.replace("%", "%%")
+
+
+def _process(value: Callable[[psutil.Process], float]) -> Callable[[object], Rows]:
+    def rows(source: object) -> Rows:
+        import psutil  # the client has none
+
+        return [((), value(psutil.Process()))]
+
+    return rows
+
+
+# Of the process that renders them.
+PROCESS: tuple[Family[Any], ...] = (
+    Family("process_virtual_memory_bytes", GAUGE, "Virtual memory",
+           (), _process(lambda process: process.memory_info().vms)),
+    Family("process_resident_memory_bytes", GAUGE, "Resident memory",
+           (), _process(lambda process: process.memory_info().rss)),
+    Family("process_start_time_seconds", GAUGE, "Time of the start, in seconds since 1970",
+           (), _process(lambda process: process.create_time())),
+    Family("process_cpu_seconds_total", COUNTER, "Processor time",
+           (), _process(lambda process: sum(process.cpu_times()[:2]))),
+    Family("process_open_fds", GAUGE, "Open descriptors",
+           (), _process(lambda process: process.num_fds())),
+    Family("process_max_fds", GAUGE, "Bound of open descriptors",
+           (), lambda source: [((), resource.getrlimit(resource.RLIMIT_NOFILE)[0])]),
+)  # fmt: skip
