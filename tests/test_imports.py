@@ -76,7 +76,7 @@ def test_every_folder_with_modules_is_a_package() -> None:
 
 # By process: the module that imports what its start needs, and what it imports later or never.
 STARTS = {
-    "client": ("client/mlxpool/client/__init__.py", {"asyncio", "numpy", "ssl"}),
+    "client": ("client/mlxpool/client/__init__.py", {"_hashlib", "asyncio", "numpy", "ssl"}),
     "worker": (
         "worker/mlxpool/worker/__main__.py",
         {"PIL", "asyncio", "importlib.metadata", "jinja2", "llguidance", "mlx"},

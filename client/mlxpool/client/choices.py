@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import queue
-import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, overload
@@ -99,7 +98,7 @@ def drafts_of(draft: GenerateDraft, n: int) -> list[GenerateDraft]:
     options = dict(draft.options)
     seed = options.get("seed")
     if seed is None or (is_integer(seed) and seed < 0):
-        seed = secrets.randbelow(DRAWN_SEEDS)
+        seed = int.from_bytes(os.urandom(8), "little") % DRAWN_SEEDS
     if is_integer(seed) and seed <= MAX_SEED < seed + n - 1:
         raise BadRequest(f"seed is {seed}: choice {n - 1} would have {seed + n - 1}, over 2^64 - 1")
     group = os.urandom(16).hex()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -108,7 +107,7 @@ def _divided(options: Mapping[str, Any]) -> tuple[JobOptions, dict[str, Any]]:
 
 def _named(options: JobOptions) -> str:
     key = options.get("key")
-    return secrets.token_hex(KEY_BYTES) if key is None else job_key(key)
+    return os.urandom(KEY_BYTES).hex() if key is None else job_key(key)
 
 
 def _settings(options: JobOptions) -> dict[str, Any]:

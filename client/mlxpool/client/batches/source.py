@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,6 +26,12 @@ class Part(Struct, frozen=True):
     last: bool
 
 
+def _sha256() -> Any:
+    import hashlib  # with OpenSSL it is a twentieth of the client's import
+
+    return hashlib.sha256()
+
+
 class Source(Struct, eq=False):
     """Reads lines as they are needed: no more than a part and a line are in memory.
 
@@ -39,7 +44,7 @@ class Source(Struct, eq=False):
     check: bool = True
     count: int = 0  # lines that are not empty, of those read
     size: int = 0  # bytes read
-    digest: Any = field(default_factory=hashlib.sha256)
+    digest: Any = field(default_factory=_sha256)
 
     @property
     def repeatable(self) -> bool:

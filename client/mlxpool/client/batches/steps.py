@@ -6,7 +6,6 @@ A generator yields a step and is sent its answer, or has the step's error thrown
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Callable, Generator, Mapping
 from functools import partial
 from typing import Any, TypeVar
@@ -78,7 +77,7 @@ def _patiently(content: Content, read: Callable[[Message], Any]) -> Steps[Any]:
 
 
 def drawn_key() -> str:
-    return secrets.token_hex(KEY_BYTES)
+    return os.urandom(KEY_BYTES).hex()
 
 
 def submit(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -162,6 +161,8 @@ class GenerateDraft(Content, Struct, frozen=True):
 
 def request_digest(body: Mapping[str, Any], blobs: Sequence[bytes]) -> bytes:
     """What makes two `generate` messages the same request: 16 bytes, equal for every sending."""
+    import hashlib  # with OpenSSL, which the client does not need
+
     kept = {key: body[key] for key in sorted(body) if key not in PER_SENDING}
     digest = hashlib.sha256(msgpack.packb(kept, use_bin_type=True))
     for blob in blobs[: blobs_of_prompt(body)]:  # what follows is the blob of `resume`
