@@ -77,6 +77,11 @@ def test_every_folder_with_modules_is_a_package() -> None:
 # By process: the module that imports what its start needs, and what it imports later or never.
 STARTS = {
     "client": ("client/mlxpool/client/__init__.py", {"_hashlib", "asyncio", "numpy", "ssl"}),
+    "broker": ("broker/mlxpool/broker/__main__.py", {"importlib.metadata", "numpy"}),
+    "gateway": (
+        "gateway/mlxpool/gateway/__main__.py",
+        {"importlib.metadata", "numpy", "prometheus_client", "psutil"},
+    ),
     "worker": (
         "worker/mlxpool/worker/__main__.py",
         {"PIL", "asyncio", "importlib.metadata", "jinja2", "llguidance", "mlx"},
