@@ -1,7 +1,12 @@
-"""Tools are refused by name where a model's template has no place for them, in every interface."""
+"""Tools of models whose template has no place for them, in every interface.
+
+A call that is forced is made all the same, and with the setting `always` any; else they are refused
+by name.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,14 +29,21 @@ TOOLS: list[Any] = [
         },
     }
 ]
+PLACE = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Lisbon", "Porto"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
 HI: list[Any] = [{"role": "user", "content": "What is the weather in Lisbon?"}]
 WITHOUT = ("demo", "counting")
 SAID = "tools; leave `tools` out"
+CONFIG = '[models.always]\npath = "builtin:demo"\ngeneric_tools = "always"'
 
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    with Pool(tmp_path_factory.mktemp("pool")) as running:
+    with Pool(tmp_path_factory.mktemp("pool"), CONFIG) as running:
         yield running
 
 
@@ -60,8 +72,10 @@ def test_natively(client: Client, model: str, said: str) -> None:
     assert len(answer.ids) == 3  # whatever the seed is
 
 
-@pytest.mark.parametrize("choice", ["auto", "required"])
-@pytest.mark.parametrize("model", WITHOUT)
+@pytest.mark.parametrize(
+    ("model", "choice"),
+    [("demo", "auto"), ("counting", "auto"), ("counting", "required")],  # it follows no grammar
+)
 def test_in_openais_interface(openais: openai.OpenAI, model: str, choice: Any) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         openais.chat.completions.create(
@@ -69,6 +83,73 @@ def test_in_openais_interface(openais: openai.OpenAI, model: str, choice: Any) -
         )
     body: Any = refused.value.body
     assert body["param"] == "tools" and SAID in body["message"], body
+
+
+def forced(interface: str, *, stream: bool) -> dict[str, Any]:
+    """A request that forces a call."""
+    of_chat = {"name": "get_weather", "description": "Of a city.", "parameters": PLACE}
+    tool: dict[str, Any] = {"type": "function", "function": of_chat}
+    body: dict[str, Any] = {"model": "demo", "messages": HI, "stream": stream, "temperature": 0}
+    if interface == "responses":
+        del body["messages"]
+        tool = {"type": "function", **of_chat}
+        choice: Any = {"type": "function", "name": "get_weather"}
+        body |= {"input": HI, "store": False}
+    elif interface == "messages":
+        tool = {"name": "get_weather", "input_schema": PLACE}
+        choice = {"type": "any"}
+        body["max_tokens"] = 60
+    else:
+        choice = "required"
+    return {**body, "tools": [tool], "tool_choice": choice}
+
+
+def call_of(interface: str, body: Any) -> tuple[str, Any]:
+    """The name and the arguments of the one call of an answer."""
+    if interface == "responses":
+        (call,) = body["output"]
+        return call["name"], json.loads(call["arguments"])
+    if interface == "messages":
+        (call,) = body["content"]
+        return call["name"], call["input"]
+    (call,) = body["choices"][0]["message"]["tool_calls"]
+    return call["function"]["name"], json.loads(call["function"]["arguments"])
+
+
+@pytest.mark.parametrize(
+    ("interface", "streams"),
+    [
+        ("chat/completions", '"finish_reason":"tool_calls"'),
+        ("responses", "response.function_call_arguments.done"),
+        ("messages", '"type":"tool_use"'),
+    ],
+)
+def test_a_forced_call(url: str, interface: str, streams: str) -> None:
+    asked = forced(interface, stream=False)
+    answer = httpx.post(f"{url}/v1/{interface}", json=asked, timeout=PATIENCE)
+    name, arguments = call_of(interface, answer.json())
+    assert name == "get_weather" and arguments["city"] in ("Lisbon", "Porto")
+    asked = forced(interface, stream=True)
+    streamed = httpx.post(f"{url}/v1/{interface}", json=asked, timeout=PATIENCE).text
+    assert "get_weather" in streamed and streams in streamed.replace('": "', '":"')
+
+
+def test_tokens_of_tools_as_text_are_counted(url: str) -> None:
+    asked = forced("messages", stream=False)
+    answer = httpx.post(f"{url}/v1/messages", json=asked, timeout=PATIENCE).json()
+    counted = {key: asked[key] for key in ("model", "messages", "tools", "tool_choice")}
+    found = httpx.post(f"{url}/v1/messages/count_tokens", json=counted, timeout=PATIENCE).json()
+    usage = answer["usage"]
+    assert found["input_tokens"] == usage["input_tokens"] + usage["cache_read_input_tokens"] > 100
+
+
+def test_the_setting_always_takes_tools_without_force(url: str) -> None:
+    body: dict[str, Any] = {"model": "always", "messages": HI, "tools": TOOLS, "stream": False}
+    body["options"] = {"num_predict": 3}
+    answer = httpx.post(f"{url}/api/chat", json=body, timeout=PATIENCE)
+    assert answer.status_code == 200 and answer.json()["prompt_eval_count"] > 100
+    shown = httpx.post(f"{url}/api/show", json={"model": "always"}, timeout=PATIENCE).json()
+    assert "tools" in shown["capabilities"]
 
 
 @pytest.mark.parametrize("model", WITHOUT)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import jsonschema
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from tokenizers import Tokenizer
 from mlxpool.client import Client, Stream
 from mlxpool.common.errors import BadRequest
 from support import published_models
-from support.pool import Pool
+from support.pool import PATIENCE, Pool
 from worker.encoders.plain_numpy import POOLS, bert
 
 mx = pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)
@@ -84,6 +85,35 @@ def test_a_chat(client: Client, model: str) -> None:
         return
     answer = client.generate(model, messages=asked, temperature=0, max_tokens=16)
     assert answer.text == "The capital of France is Paris." and answer.reason == "stop"
+
+
+def test_a_tool_call_and_the_answer_with_its_result(url: str, model: str) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 20}},
+        "required": ["city"],
+        "additionalProperties": False,
+    }
+    weather = {"name": "weather", "description": "Get the weather.", "parameters": parameters}
+    said: list[Any] = [{"role": "user", "content": "What is the weather in Lisbon?"}]
+    body: dict[str, Any] = {"model": model, "messages": said, "temperature": 0, "max_tokens": 40}
+    asked = {
+        **body,
+        "tools": [{"type": "function", "function": weather}],
+        "tool_choice": "required",
+    }
+    answer = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=PATIENCE)
+    if model == "gemma3":  # its file has no template
+        assert answer.status_code == 400 and "template" in answer.json()["error"]["message"]
+        return
+    message = answer.json()["choices"][0]["message"]
+    (call,) = message["tool_calls"]
+    assert call["function"]["name"] == "weather"
+    assert json.loads(call["function"]["arguments"]) == {"city": "Lisbon"}
+    said += [message, {"role": "tool", "tool_call_id": call["id"], "content": "Sunny, 31 degrees"}]
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=PATIENCE)
+    told = answer.json()["choices"][0]["message"]["content"]
+    assert "sunny" in told and "31" in told
 
 
 def test_an_answer_in_a_format_knows_what_the_model_knows(client: Client, model: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Self
 from msgspec import Struct, field
 
 from mlxpool.client import AsyncClient
+from mlxpool.common.config.schema import OFF
 from mlxpool.common.errors import ModelUnavailable, UnknownModel
 from mlxpool.common.protocol.images import VISION
 from mlxpool.gateway.formats import ChatFormats
@@ -65,7 +66,10 @@ class ModelInfo(Struct, frozen=True):
             memory=row.get("memory") or 0,
             digest=row.get("digest") or "",
             quantisation=row.get("quantisation") or "",
-            chat=chat and ChatFormats(chat.get("tools"), chat.get("thinking")),
+            chat=chat
+            and ChatFormats(
+                chat.get("tools"), chat.get("thinking"), chat.get("generic_tools") or OFF
+            ),
             features=tuple(row.get("features") or ()),
             parameters=row.get("parameters") or 0,
             modified=row.get("modified"),

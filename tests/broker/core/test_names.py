@@ -233,12 +233,19 @@ def test_the_list_shows_what_was_found_in_the_files() -> None:
         "quantisation": "bf16",
         "features": ["batching"],
         "layout": None,
-        "chat": {"tools": "hermes", "thinking": None},
+        "chat": {"tools": "hermes", "thinking": None, "generic_tools": "off"},
         "digest": "0123456789ab",
         "shares": None,
         "error": None,
     }
     assert story.model("a").need == 500
+
+
+def test_tools_as_text_need_a_model_that_follows_formats() -> None:
+    story = pool({"a": HERE}, a=model(generic_tools="always"))
+    for features, shown in (["format"], "always"), (["batching"], "off"):
+        describe(story, "a", "d", type="llama", features=features, chat={"tools": None})
+        assert row(story, "a")["chat"]["generic_tools"] == shown
 
 
 def test_the_list_shows_how_far_a_model_is_loaded() -> None:

@@ -11,7 +11,9 @@ from mlxpool.broker.models.model import Model
 from mlxpool.broker.models.registry import Registry
 from mlxpool.broker.workers.worker import Worker
 from mlxpool.broker.workers.worker_states import SERVING
+from mlxpool.common.answer_format import FORMAT
 from mlxpool.common.checks import mapping
+from mlxpool.common.config.schema import OFF
 
 DIGEST_DIGITS = 12  # that are shown
 MAX_DETAILED = 150  # models whose details fit into one body
@@ -72,7 +74,7 @@ def _row(registry: Registry, name: str, now: float) -> dict[str, Any]:
     context = max((worker.context for worker in workers), default=0)
     bounds = (known.config.context, about.get("context"))
     usual = min((bound for bound in bounds if isinstance(bound, int) and bound), default=0)
-    features = about.get("features")
+    shown = _shown_features(about.get("features"), known.config.prefix_cache)
     return {
         "name": name,
         "state": state,
@@ -90,8 +92,8 @@ def _row(registry: Registry, name: str, now: float) -> dict[str, Any]:
         "parameters": about.get("parameters"),
         "modified": mapping(about.get("details")).get("modified"),
         "quantisation": about.get("quantisation"),
-        "features": _shown_features(features, known.config.prefix_cache),
-        "chat": _chat_of(about),
+        "features": shown,
+        "chat": _chat_of(about, shown, known.config.generic_tools),
         "layout": next(filter(None, (worker.beat.layout for worker in workers)), None),
         "digest": digest[:DIGEST_DIGITS] or None,
         "shares": None if model.name == name else model.name,
@@ -109,11 +111,15 @@ def _state_and_error(registry: Registry, name: str, now: float) -> tuple[str, st
     return state, trouble.message if trouble is not None else _last_error(model) or known.fault
 
 
-def _chat_of(about: Mapping[str, object]) -> dict[str, str | None] | None:
+def _chat_of(
+    about: Mapping[str, object], features: Sequence[str], generic_tools: str
+) -> dict[str, str | None] | None:
+    """The formats of its chats, and the setting `generic_tools`: off without formats of answers."""
     chat = about.get("chat")
     if not isinstance(chat, Mapping) or not chat:
         return None
-    return {key: chat.get(key) for key in ("tools", "thinking")}
+    generic = generic_tools if FORMAT in features else OFF
+    return {"tools": chat.get("tools"), "thinking": chat.get("thinking"), "generic_tools": generic}
 
 
 def _memory_of(workers: Sequence[Worker]) -> int | None:

@@ -96,6 +96,7 @@ class Scaling(Struct, frozen=True):
 
 CACHE_AWARE = "cache_aware"
 ROUTINGS = (CACHE_AWARE, "least_loaded")
+FORCED, ALWAYS, OFF = "forced", "always", "off"  # of generic_tools
 
 
 class ModelConfig(Struct, frozen=True):
@@ -167,6 +168,10 @@ class ModelConfig(Struct, frozen=True):
     # Whether control tokens that contents of messages have as text, such as <|im_end|>, are text:
     # no content ends a message or begins another then. Requests may say so, too.
     plain_contents: bool = False
+    # When the gateway describes tools in the system's text, and reads JSON as calls, where the
+    # chat template knows no tools. forced: for an answer that has to call one; always: whenever a
+    # request has tools; off: never.
+    generic_tools: Annotated[str, OneOf((FORCED, ALWAYS, OFF))] = FORCED
     # Whether no bit of an answer depends on the other rows of its batch; slower, CPU only.
     deterministic: bool = False
     counting: Counting = field(default_factory=Counting)

@@ -10,6 +10,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from mlxpool.common.config.schema import OFF
 from mlxpool.gateway.formats.events import Parser, PlainParser
 from mlxpool.gateway.formats.function_xml import FunctionXml
 from mlxpool.gateway.formats.glm import Glm
@@ -36,10 +37,14 @@ THINKING = {"brackets": ("[THINK]", "[/THINK]"), "tags": ("<think>", "</think>")
 
 
 class ChatFormats(Struct, frozen=True):
-    """The names of the formats that a model's chat template uses; None: it has no such part."""
+    """The names of the formats that a model's chat template uses; None: it has no such part.
+
+    `generic_tools`: the setting of the model, see `generic_tools.offered_tools`.
+    """
 
     tools: str | None = None
     thinking: str | None = None
+    generic_tools: str = OFF
 
 
 NO_CHAT = ChatFormats()

@@ -7,10 +7,12 @@ from typing import Any
 
 from msgspec import Struct
 
+from mlxpool.common.config.schema import OFF
 from mlxpool.gateway import field_checks as fields
 from mlxpool.gateway.errors import bad_request, unsupported_parameter
 from mlxpool.gateway.formats import NO_CHAT, ChatFormats
 from mlxpool.gateway.formats.forced_calls import calls_or_answer, forced_call, strict_calls
+from mlxpool.gateway.formats.generic_tools import offered_tools
 from mlxpool.gateway.generation.choice_streams import ChoiceRequest
 from mlxpool.gateway.models import ModelInfo
 
@@ -33,7 +35,8 @@ class ChatRequest(Struct, frozen=True):
 
     Parts of the messages name the images by their index. `forced`: the tools of which the answer
     has to call one; none: that is left to the model. `think_field`: the field that asks for
-    thoughts. `several_calls` False: the answer has one call at most.
+    thoughts. `several_calls` False: the answer has one call at most. `function`: where a tool has
+    its function, in the words of an error.
     """
 
     model: str
@@ -44,16 +47,19 @@ class ChatRequest(Struct, frozen=True):
     tools: Sequence[Mapping[str, Any]] = ()
     forced: Sequence[Mapping[str, Any]] = ()
     several_calls: bool = True
+    function: str = ""
 
     def choice(self, model: ModelInfo) -> ChoiceRequest:
         """What the pool is asked for. Raises HttpError for what the model's template has not."""
-        chat = model.chat or NO_CHAT
-        known = check_formats(self.model, chat, self.tools, self.options, self.think_field)
-        options = {**known, **calls_format(chat, self.tools, self.forced, known)}
+        own, tools, forced = model.chat or NO_CHAT, self.tools, self.forced
+        told = offered_tools(own, self.messages, tools, forced=bool(forced))
+        chat = told.formats
+        known = check_formats(self.model, chat, tools, self.options, self.think_field)
+        options = {**known, **calls_format(chat, tools, forced, known, self.function)}
         arguments = {
-            "messages": self.messages,
+            "messages": told.messages,
             **({"images": self.images} if self.images else {}),
-            **({"tools": self.tools} if self.tools else {}),
+            **({"tools": told.tools} if told.tools else {}),
             **options,
         }
         return ChoiceRequest(
@@ -74,7 +80,8 @@ def check_formats(
     else. How much is thought is left out: programs send it to every model.
     """
     if tools and chat.tools is None:
-        message = f"the chat template of {name!r} knows no tools; leave `tools` out"
+        advice = "" if chat.generic_tools == OFF else ", or have a call forced by `tool_choice`"
+        message = f"the chat template of {name!r} knows no tools; leave `tools` out{advice}"
         raise bad_request(message, "tools", "unsupported_parameter")
     if "think" not in options or chat.thinking is not None:
         return options

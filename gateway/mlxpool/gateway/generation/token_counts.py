@@ -23,7 +23,7 @@ async def chat_ids(client: AsyncClient, chat: ChatRequest, model: ModelInfo) -> 
     choice = chat.choice(model)
     found = await client.tokenize_chat(
         model.name,
-        template_messages(model.chat or NO_CHAT, chat.messages),
+        template_messages(choice.chat, choice.arguments["messages"]),
         tools=choice.arguments.get("tools"),
         think=choice.arguments.get("think"),
     )

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from mlxpool.common.answer_format import FORMAT
+from mlxpool.common.config.schema import ALWAYS
 from mlxpool.common.protocol.encoder_calls import TASKS
 from mlxpool.gateway.formats import NO_CHAT
 from mlxpool.gateway.models import ModelInfo
@@ -97,7 +98,7 @@ def capabilities(model: ModelInfo) -> list[str]:
     found = {
         "completion": not encodes,
         "embedding": "embed" in model.features,
-        "tools": chat.tools is not None,
+        "tools": chat.tools is not None or chat.generic_tools == ALWAYS,
         "thinking": chat.thinking is not None,
         "vision": model.vision,
         "format": FORMAT in model.features,  # not a word of Ollama's

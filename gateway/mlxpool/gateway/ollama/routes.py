@@ -16,6 +16,7 @@ from mlxpool.common.checks import shown
 from mlxpool.common.errors import ModelUnavailable, PoolError
 from mlxpool.gateway.errors import bad_request
 from mlxpool.gateway.formats import HARMONY, NO_CHAT, ChatFormats
+from mlxpool.gateway.formats.generic_tools import offered_tools
 from mlxpool.gateway.generation.chat_request import calls_format
 from mlxpool.gateway.generation.choice_streams import (
     Answers,
@@ -94,15 +95,17 @@ class OllamaRoutes:
         make_body = partial(chat_body, request.model)
         if not request.messages:
             return await self._load(model, request, make_body, response)
-        template = model.chat or NO_CHAT
+        own, given = model.chat or NO_CHAT, request.tools
+        told = offered_tools(own, request.messages, given, forced=False)
+        template = told.formats
         if request.tools and not template.tools:
             raise bad_request(f"{request.model!r} does not support tools", "tools")
-        tools = {"tools": request.tools} if request.tools else {}
+        tools = {"tools": told.tools} if told.tools else {}
         if request.tools and "format" in request.options:
             functions = [{"function": one.get("function", one)} for one in request.tools]
             format = calls_format(template, functions, (), request.options)
             request = replace(request, options={**request.options, **format})
-        prompt = {"messages": request.messages, **tools, **_think(request, template)}
+        prompt = {"messages": told.messages, **tools, **_think(request, template)}
         async with self._pool.kept(model.name, request.keep_alive):
             conversation = Conversation(prompt, template)
             await self._generate(model, request, conversation, make_body, response, _no_members)

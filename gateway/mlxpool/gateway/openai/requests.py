@@ -14,7 +14,7 @@ from mlxpool.common.protocol.chat import check_continued, check_messages
 from mlxpool.common.protocol.choice import MAX_CHOICES
 from mlxpool.gateway import field_checks as fields
 from mlxpool.gateway.errors import bad_request, unsupported_parameter
-from mlxpool.gateway.generation.chat_request import ENABLE_THINKING
+from mlxpool.gateway.generation.chat_request import ENABLE_THINKING, ChatRequest
 from mlxpool.gateway.generation.images import take_image_urls
 from mlxpool.gateway.generation.sampling import sampling_options, session_option
 from mlxpool.gateway.generation.structured import openai_format
@@ -65,6 +65,22 @@ class CompletionRequest(Struct, frozen=True):
         """Whether the text begins with the prompt."""
         return bool(self.options.get("echo"))
 
+    @property
+    def chat(self) -> ChatRequest:
+        """The one prompt of /v1/chat/completions."""
+        (prompt,) = self.prompts
+        return ChatRequest(
+            self.model,
+            prompt["messages"],
+            self.options,
+            self.think_field,
+            prompt.get("images", ()),
+            self.tools,
+            self.forced,
+            self.several_calls,
+            ".function",
+        )
+
     def arguments(self) -> list[dict[str, Any]]:
         """The arguments of `stream` for each prompt."""
         return [{**prompt, **self.options} for prompt in self.prompts]
@@ -89,7 +105,6 @@ def chat(body: Mapping[str, Any]) -> CompletionRequest:
     options |= _budget(body)
     options |= _continued(body, messages)
     options |= fields.options(body, {"plain_contents": "plain_contents"})
-    options |= {"tools": tools} if tools else {}
     prompt = {"messages": messages, **({"images": images} if images else {})}
     given_effort = _effort(body) is not None
     field = "reasoning_effort" if given_effort else ENABLE_THINKING

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from datetime import UTC, datetime
 from typing import Any
 
 from msgspec.structs import replace
 
-from mlxpool.gateway.formats import NO_CHAT, ChatFormats
 from mlxpool.gateway.formats.events import Content
-from mlxpool.gateway.generation.chat_request import calls_format, check_formats
 from mlxpool.gateway.generation.choice_streams import (
     Answers,
     ChoiceRequest,
@@ -82,12 +79,8 @@ class OpenAIRoutes:
         """POST /v1/chat/completions."""
         request = requests.chat(body)
         model = await self._pool.model(request.model, response)
-        chat = model.chat or NO_CHAT
-        tools, options = request.tools, request.options
-        options = check_formats(request.model, chat, tools, options, request.think_field)
-        format = calls_format(chat, tools, request.forced, options, ".function")
-        request = replace(request, options={**options, **format})
-        async with self._generate(request, model.name, chat, response) as generation:
+        choice = replace(request.chat.choice(model), n=request.candidates)
+        async with self._pool.generate([choice], response) as generation:
             members = _members(f"chatcmpl-{generation.id}", "chat.completion", request, generation)
             ids = [generation.call_ids(number) for number in range(generation.choices)]
             if request.stream:
@@ -109,7 +102,9 @@ class OpenAIRoutes:
         """POST /v1/completions."""
         request = requests.completion(body)
         model = await self._pool.model(request.model, response)
-        async with self._generate(request, model.name, NO_CHAT, response) as generation:
+        candidates, prompts = request.candidates, request.arguments()
+        asked = [ChoiceRequest(model.name, one, n=candidates) for one in prompts]
+        async with self._pool.generate(asked, response) as generation:
             members = _members(f"cmpl-{generation.id}", "text_completion", request, generation)
             if request.stream:
                 frame = StreamFrame(members, request.usage)
@@ -129,22 +124,6 @@ class OpenAIRoutes:
             if request.prompt_logprobs:
                 choices[-1]["prompt_logprobs"] = vllm_prompt_logprobs(first.prompt)
         await response.json(_with_usage({**members, "choices": choices}, wholes, request))
-
-    def _generate(
-        self, request: CompletionRequest, model: str, chat: ChatFormats, response: ResponseWriter
-    ) -> AbstractAsyncContextManager[Answers]:
-        choices = [
-            ChoiceRequest(
-                model,
-                one,
-                chat,
-                request.tools,
-                request.candidates,
-                several_calls=request.several_calls,
-            )
-            for one in request.arguments()
-        ]
-        return self._pool.generate(choices, response)
 
     async def _stream(
         self,

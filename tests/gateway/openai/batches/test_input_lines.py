@@ -7,12 +7,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from mlxpool.gateway.formats import ChatFormats
 from mlxpool.gateway.models import ModelInfo
 from mlxpool.gateway.openai.batches import lines as input_lines
 from mlxpool.gateway.openai.batches.bodies import MAX_FAULTS
 from mlxpool.gateway.openai.batches.fields import CHATS, COMPLETIONS, MAX_LINE, MAX_LINES
+from mlxpool.gateway.openai.batches.lines import Asked
 from mlxpool.gateway.openai.batches.requests import LineReader
 
 MODEL = ModelInfo.from_row({"name": "m", "state": "ready", "context": 100_000})
@@ -120,6 +122,19 @@ def test_chats_with_faults(given: dict[str, Any], code: str | None) -> None:
     reader, _ = read([chat(**given)], CHATS, CHAT_MODEL)
     assert code in (None, *(one.code for one in reader.faults))
     assert code is None or reader.faults
+
+
+def test_tools_that_the_pool_gets_as_text_are_kept_for_the_answer() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    told = ChatFormats(None, None, "forced")
+    for formats, as_text in (told, True), (ChatFormats("hermes", None), False):
+        model = replace(CHAT_MODEL, chat=formats)
+        reader, (made,) = read([chat(tools=tools, tool_choice="required")], CHATS, model)
+        asked = Asked.of(made)
+        assert not reader.faults and made["options"]["format"]["type"] == "lark"
+        assert made.get("tools") == (None if as_text else tools)
+        assert list(asked.tools) == (tools if as_text else [])
+        assert asked.chat.tools == ("llama_json" if as_text else "hermes")
 
 
 def test_one_bad_byte_near_the_end_of_a_long_file() -> None:

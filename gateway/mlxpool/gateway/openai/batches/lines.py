@@ -19,8 +19,9 @@ from mlxpool.common.protocol.unicode_text import not_unicode, place_of
 from mlxpool.gateway.description.schemas import MAP, NAME
 from mlxpool.gateway.errors import HttpError, bad_request, unsupported_parameter
 from mlxpool.gateway.field_checks import Body
-from mlxpool.gateway.formats import NO_CHAT, ChatFormats, template_messages
-from mlxpool.gateway.generation.chat_request import calls_format, check_formats
+from mlxpool.gateway.formats import ChatFormats
+from mlxpool.gateway.generation.chat_request import ChatRequest
+from mlxpool.gateway.generation.choice_streams import stream_arguments
 from mlxpool.gateway.http import may_break_text
 from mlxpool.gateway.json_parts import decode_in_parts, encode_in_parts
 from mlxpool.gateway.models import ModelInfo
@@ -59,14 +60,16 @@ class LineFault(Struct, frozen=True):
 class Asked(Struct, frozen=True):
     """What the answer of a line is made with.
 
-    `formats` are those of the model, of tools and of thoughts; `echoed` and `summary` are those of
-    a response, `as_base64` of embeddings, `top` and `with_documents` of a reranking.
+    `formats` are those of the answer, of tools and of thoughts; `tools` are those of the request
+    that the pool gets as text; `echoed` and `summary` are those of a response, `as_base64` of
+    embeddings, `top` and `with_documents` of a reranking.
     """
 
     model: str = ""
     formats: tuple[str | None, str | None] = (None, None)
     logprobs: bool = False
     several_calls: bool = True
+    tools: Sequence[Mapping[str, Any]] = ()
     echoed: Mapping[str, Any] | None = None
     summary: bool = False
     as_base64: bool = False
@@ -155,28 +158,30 @@ def _members(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _chat(body: Mapping[str, Any], model: ModelInfo) -> tuple[dict[str, Any], Asked]:
-    request, chat = requests.chat(body), model.chat or NO_CHAT
-    tools, options = request.tools, request.options
-    options = check_formats(request.model, chat, tools, options, request.think_field)
-    format = calls_format(chat, tools, request.forced, options, ".function")
-    arguments = {**_single(replace(request, options=options)), **format}
-    arguments["messages"] = template_messages(chat, arguments["messages"])
-    formats = (chat.tools, chat.thinking)
-    several = request.several_calls
-    return _members(arguments), Asked(request.model, formats, request.logprobs, several)
+    request = requests.chat(body)
+    _check_single(request)
+    return _asked(request.chat, model, request.logprobs)
+
+
+def _asked(chat: ChatRequest, model: ModelInfo, logprobs: bool) -> tuple[dict[str, Any], Asked]:
+    choice = chat.choice(model)
+    arguments = stream_arguments(choice, None)
+    as_text = () if "tools" in arguments else tuple(choice.tools)
+    formats = (choice.chat.tools, choice.chat.thinking)
+    return _members(arguments), Asked(chat.model, formats, logprobs, choice.several_calls, as_text)
 
 
 def _completion(body: Mapping[str, Any], model: ModelInfo) -> tuple[dict[str, Any], Asked]:
     request = requests.completion(body)
-    return _members(_single(request)), Asked(request.model, logprobs=request.logprobs)
+    _check_single(request)
+    (arguments,) = request.arguments()
+    return _members(arguments), Asked(request.model, logprobs=request.logprobs)
 
 
-def _single(request: CompletionRequest) -> dict[str, Any]:
+def _check_single(request: CompletionRequest) -> None:
     if len(request.prompts) != 1 or request.candidates != 1:
         message = "a line has one prompt and one answer: give a line for each"
         raise unsupported_parameter("body.n", message)
-    (arguments,) = request.arguments()
-    return arguments
 
 
 def _response(body: Mapping[str, Any], model: ModelInfo) -> tuple[dict[str, Any], Asked]:
@@ -186,18 +191,8 @@ def _response(body: Mapping[str, Any], model: ModelInfo) -> tuple[dict[str, Any]
         raise unsupported_parameter(f"body.{name}", "a line of a batch stands alone")
     if request.truncates:
         raise unsupported_parameter("body.truncation", "shorten the input of the line")
-    choice = request.chat.choice(model)
-    arguments = dict(choice.arguments)
-    arguments["messages"] = template_messages(choice.chat, arguments["messages"])
-    asked = Asked(
-        request.chat.model,
-        (choice.chat.tools, choice.chat.thinking),
-        request.logprobs,
-        choice.several_calls,
-        request.echoed,
-        request.summary,
-    )
-    return _members(arguments), asked
+    members, asked = _asked(request.chat, model, request.logprobs)
+    return members, replace(asked, echoed=request.echoed, summary=request.summary)
 
 
 def _embeddings(body: Mapping[str, Any], model: ModelInfo) -> tuple[dict[str, Any], Asked]:

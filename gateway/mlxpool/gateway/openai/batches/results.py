@@ -87,7 +87,7 @@ def _answer(
     if endpoint in CALLS:
         return call_body(endpoint, line, asked, name, result)
     thinks = (row.get("facts") or {}).get("thinks") is True
-    tools = line.get("tools") or ()
+    tools = line.get("tools") or asked.tools
     stops = bool((line.get("options") or {}).get("stop"))
     parser = make_parser(
         asked.chat, tools, thinks=thinks, several_calls=asked.several_calls, stops=stops

@@ -1,0 +1,123 @@
+"""Tools for a chat template that knows none: tools, calls and results as texts of messages. Pure.
+
+The model writes calls in the format llama_json, whose grammar and parser serve them. When this is
+done: the setting `generic_tools` of the model. Earlier calls are told in words: SmolLM2 repeats one
+that it finds in JSON instead of answering with its result.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from mlxpool.common.config.schema import ALWAYS, OFF
+from mlxpool.gateway.formats import ChatFormats
+
+FORMAT = "llama_json"
+SHOWN = ("name", "description", "parameters")  # members of a function that the model reads
+INSTRUCTION = """\
+You can call functions. Here are their names, what they do and JSON schemas of their parameters:
+
+{functions}
+
+To call one, answer only with a JSON object of its name and its parameters, and nothing else:
+{{"name": "NAME", "parameters": {{"PARAMETER": VALUE}}}}"""
+
+
+class OfferedTools(Struct, frozen=True):
+    """How a model is told of tools: in the `messages`, or by its template, which gets `tools`.
+
+    `formats` are those in which the answer is written.
+    """
+
+    formats: ChatFormats
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]]
+
+
+def offered_tools(
+    chat: ChatFormats,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    forced: bool,
+) -> OfferedTools:
+    """How a model with these formats is told of checked messages and tools.
+
+    `forced`: the answer has to call a tool. Tools that the model cannot be told of stay in `tools`,
+    without a format of theirs.
+    """
+    if chat.tools is not None or chat.generic_tools == OFF:
+        return OfferedTools(chat, messages, tools)
+    messages = with_calls_as_text(messages)
+    if not tools or not (forced or chat.generic_tools == ALWAYS):
+        return OfferedTools(chat, messages, tools)
+    return OfferedTools(replace(chat, tools=FORMAT), with_tools_as_text(messages, tools), ())
+
+
+def with_tools_as_text(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """The messages; that of the system, which may be a new one, ends with the tools."""
+    functions = [tool.get("function", tool) for tool in tools]
+    shown = [{key: one[key] for key in SHOWN if one.get(key)} for one in functions]
+    text = INSTRUCTION.format(functions="\n".join(map(_json, shown)))
+    first = messages[0] if messages else {}
+    if first.get("role") not in ("system", "developer"):
+        return [{"role": "system", "content": text}, *messages]
+    return [{**first, "content": _joined(first["content"], text)}, *messages[1:]]
+
+
+def with_calls_as_text(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """The messages with earlier calls as texts of the assistant, and their results of the user.
+
+    Results in a row and what the user says to them are one message, for templates whose roles
+    alternate.
+    """
+    if not any(one["role"] == "tool" or one.get("tool_calls") for one in messages):
+        return messages
+    names: dict[Any, str] = {}  # id of a call -> its function
+    found: list[Mapping[str, Any]] = []
+    after_result = False
+    for message in messages:
+        role, content = message["role"], message.get("content")
+        if role == "tool":
+            name = names.get(message.get("tool_call_id")) or message.get("name") or "the function"
+            content = _joined(f"Result of {name}:", content, "\n")
+            message = {"role": "user", "content": content}
+        elif calls := message.get("tool_calls"):
+            names |= {one["id"]: one["function"]["name"] for one in calls if one.get("id")}
+            text = "\n".join(_call(one["function"]) for one in calls)
+            kept = {key: value for key, value in message.items() if key != "tool_calls"}
+            message = {**kept, "content": _joined(content, text)}
+        if after_result and message["role"] == "user":
+            content = _joined(found.pop()["content"], content)
+            message = {**message, "content": content}
+        found.append(message)
+        after_result = message["role"] == "user" and (role == "tool" or after_result)
+    return found
+
+
+def _call(function: Mapping[str, Any]) -> str:
+    return f"Called {function['name']} with {_json(function['arguments'])}"
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _joined(first: Any, second: Any, between: str = "\n\n") -> Any:
+    """Two contents as one: a text, or a list of parts if one of them is."""
+    if not first or not second:
+        return first or second or ""
+    if isinstance(first, str) and isinstance(second, str):
+        return first + between + second
+    return [*_parts(first), {"type": "text", "text": between}, *_parts(second)]
+
+
+def _parts(content: Any) -> Sequence[Mapping[str, Any]]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
