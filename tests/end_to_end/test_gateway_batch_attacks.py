@@ -229,7 +229,7 @@ def test_a_client_that_leaves_while_its_batch_is_made(
     connection.request("POST", "/v1/batches", json.dumps(body), kind)
     until(lambda: written(native) != before, "its lines are written")
     connection.close()
-    metric = 'mlxpool_gateway_requests_in_flight{route="/v1/batches"} 0.0'
+    metric = 'mlxpool_gateway_requests_in_flight{route="/v1/batches"} 0\n'
     until(
         lambda: metric in httpx.get(f"{url}/metrics", timeout=PATIENCE).text, "nobody waits for it"
     )

@@ -285,7 +285,7 @@ def is_in(client: Client, job: bytes, state: str) -> bool:
 
 def nobody_waits(url: str) -> bool:
     """Whether the gateway serves no request for a response now."""
-    metric = 'mlxpool_gateway_requests_in_flight{route="/v1/responses"} 0.0'
+    metric = 'mlxpool_gateway_requests_in_flight{route="/v1/responses"} 0\n'
     return metric in httpx.get(f"{url}/metrics", timeout=PATIENCE).text
 
 
