@@ -209,9 +209,10 @@ def test_every_request_is_taken_once(entries: list[tuple[str, int, int, bool, bo
     assert (queue.count, queue.bytes, queue.head()) == (0, 0, None)
 
 
-class Incomparable(Request, eq=False):
+class Incomparable(Request):
     """A request that is found without a comparison with others."""
 
+    __slots__ = ()
     __hash__ = Request.__hash__
 
     def __eq__(self, other: object) -> bool:

@@ -7,16 +7,15 @@ name under which its model runs, whatever name it asked for, so sums over `model
 from __future__ import annotations
 
 from collections import Counter
-
-from msgspec import Struct, field
-from msgspec.structs import replace
+from dataclasses import dataclass, field, replace
 
 from mlxpool.broker.metrics.histograms import Figures
 from mlxpool.broker.requests.request import Request
 from mlxpool.broker.requests.request_states import RequestState
 
 
-class Counters(Struct, eq=False):
+@dataclass(eq=False, slots=True)  # a Struct's attributes are set more slowly
+class Counters:
     """No value ever goes down."""
 
     accepted: int = 0

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass, field
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from mlxpool.broker.requests.request_states import TERMINAL, TRANSITIONS, RequestState
 from mlxpool.broker.routing.prompt_pieces import PromptPieces
@@ -25,7 +26,8 @@ def rank_of(priority: int, *, kept: bool, idle: bool) -> int:
     return IDLE_RANK if idle else 1 + 2 * priority + (not kept)
 
 
-class Run(Struct, eq=False):
+@dataclass(eq=False, slots=True)  # a Struct's attributes are set more slowly
+class Run:
     """A completion in the making, over all workers that it is given to.
 
     `ids` are the packed ids received from workers, delivered or not: a resume is made of the
@@ -76,7 +78,8 @@ class Run(Struct, eq=False):
         return self.epoch == epoch and self.number == number
 
 
-class Reader(Struct, eq=False):
+@dataclass(eq=False, slots=True)  # a Struct's attributes are set more slowly
+class Reader:
     """A client that reads a run.
 
     Flow control with these values is in core/delivery.py. Counts are of token ids. Invariant:
@@ -95,7 +98,8 @@ class Reader(Struct, eq=False):
     blocked_since: float = 0.0  # the window is full and output waits behind it; 0: it is not
 
 
-class Request(Struct, eq=False):
+@dataclass(eq=False, slots=True)  # a Struct's attributes are set more slowly
+class Request:
     """A live request: a run and its reader. Times are seconds on the core's clock."""
 
     id: bytes

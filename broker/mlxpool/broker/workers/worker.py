@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from mlxpool.broker.routing.route_cost import Route
 from mlxpool.broker.workers.liveness import Watch
@@ -17,7 +18,8 @@ PROVEN_TOKENS = 16  # a worker that made so many has served
 RunKey = tuple[bytes, int]  # id of a request, number of its run
 
 
-class Worker(Struct, eq=False):
+@dataclass(eq=False, slots=True)  # a Struct's attributes are set more slowly
+class Worker:
     """`leases` holds the runs that were given to it and that it has not confirmed as ended.
 
     Invariant: credit() >= 0, and only a READY worker has credit.
