@@ -49,10 +49,11 @@ class Accepted(Content, Struct, frozen=True):
         )
 
 
-class StreamDelta(Content, Struct, eq=False):
+class StreamDelta(Content):
     """A piece of one stream: whole steps of the worker, merged until it is sent.
 
-    The broker fills it step by step: a second object for each would cost the hot path. `pos`
+    The broker fills it step by step: a second object for each would cost the hot path, and the
+    attributes of a Struct are set more slowly than slots. `pos`
     travels in the header, `size` (bytes of text, ids and log-probabilities) not at all. `facts`
     come with the first ids of a worker, as the worker made them. `steps` has for each step how many
     ids and characters there are up to its end, where a reader of a job asked for it; (0, 0) in
@@ -60,13 +61,25 @@ class StreamDelta(Content, Struct, eq=False):
     """
 
     kind: ClassVar[str] = "delta"
-    pos: int
-    texts: list[str] = field(default_factory=list)
-    ids: bytearray = field(default_factory=bytearray)
-    logprobs: list[Any] = field(default_factory=list)
-    facts: dict[str, Any] | None = None
-    size: int = 0
-    steps: tuple[tuple[int, int], ...] = ()
+    __slots__ = ("facts", "ids", "logprobs", "pos", "size", "steps", "texts")
+
+    def __init__(
+        self,
+        pos: int,
+        texts: list[str] | None = None,
+        ids: bytearray | None = None,
+        logprobs: list[Any] | None = None,
+        facts: dict[str, Any] | None = None,
+        size: int = 0,
+        steps: tuple[tuple[int, int], ...] = (),
+    ) -> None:
+        self.pos = pos
+        self.texts = [] if texts is None else texts
+        self.ids = bytearray() if ids is None else ids
+        self.logprobs = [] if logprobs is None else logprobs
+        self.facts = facts
+        self.size = size
+        self.steps = steps
 
     @property
     def text(self) -> str:
