@@ -371,7 +371,8 @@ def test_check_shows_a_dash_for_unknown_figures() -> None:
     report = {"name": "m", "path": "/m", "problems": [], "machine": {**machine, "fits": True}}
     report |= {"model": {**model, "layers": None, "parameters": None}, "memory": memory}
     shown = [line.split() for line in "\n".join(check.lines(report)).splitlines()]
-    for row in ("type phi3, - layers", "parameters -", "cache, a token -", "longest that fits - tokens"):
+    rows = ("type phi3, - layers", "parameters -", "cache, a token -", "longest that fits - tokens")
+    for row in rows:
         assert row.split() in shown
 
 
