@@ -28,7 +28,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlxpool.worker.kernels import kernel_cache, nvrtc
+from mlxpool.worker.kernels import device, kernel_cache, nvrtc, token_grid
 from mlxpool.worker.kernels.kernel_cache import KernelText
 
 HERE = Path(__file__).parent
@@ -73,6 +73,18 @@ def simulated() -> Iterator[set[str]]:
         finally:
             mx.enable_compile()
             forget_kernels()
+
+
+@contextmanager
+def token_grid_machine() -> Iterator[set[str]]:
+    """A GPU, or a simulated one with three multiprocessors that takes kernels of one token."""
+    if mx.cuda.is_available():
+        yield set()
+        return
+    with pytest.MonkeyPatch.context() as patch, simulated() as called:
+        patch.setattr(device, "multiprocessors", lambda: 3)
+        patch.setattr(token_grid, "MIN_MULTIPROCESSORS", 2)
+        yield called
 
 
 def forget_kernels() -> None:

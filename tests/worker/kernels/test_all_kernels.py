@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from mlxpool.worker.attention.row_spans import RowSpan  # noqa: E402
 from mlxpool.worker.engine.engine import StepResult  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.engine.pass_spans import PassSpans  # noqa: E402
-from mlxpool.worker.kernels import device, kernel_cache, token_grid  # noqa: E402
+from mlxpool.worker.kernels import kernel_cache  # noqa: E402
 from mlxpool.worker.layers import builder  # noqa: E402
 from mlxpool.worker.sampling.row_masks import RowMasks  # noqa: E402
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence  # noqa: E402
@@ -182,11 +182,7 @@ def test_kernels_do_not_change_the_tokens_of_an_engine(
     alone = ModelEngine(load(folder), layout="rows", lookahead=False, kv=kv)
     plain = drawn(alone, set(), fused=False)
     loaded = load(folder, dtype=mx.bfloat16)
-    machine: AbstractContextManager[set[str]] = nullcontext(set()) if ON_GPU else simt.simulated()
-    if not ON_GPU:
-        monkeypatch.setattr(device, "multiprocessors", lambda: 2)
-        monkeypatch.setattr(token_grid, "MIN_MULTIPROCESSORS", 2)
-    with machine as called:
+    with simt.token_grid_machine() as called:
         if "tiles" in name:  # which are made at load, on a GPU
             monkeypatch.setattr(builder, "on_gpu", lambda: True)
             loaded = load(folder, dtype=mx.bfloat16)
@@ -274,8 +270,7 @@ def test_ragged_passes_check_drafts_give_hidden_states_and_draw_late(
     row = RowSpan(plain._layout.store.new_row(), len(text))
     states = exact.model.hidden_states(mx.array(text, dtype=mx.int32), RowBatch([row], None))
     loaded = load(folder, dtype=mx.bfloat16)
-    machine: AbstractContextManager[set[str]] = nullcontext(set()) if ON_GPU else simt.simulated()
-    with machine:
+    with simt.token_grid_machine():
         monkeypatch.setattr(layout_choice, "writes_in_place", lambda shape, on_gpu: True)
         engine = ModelEngine(loaded, layout="pool", lookahead=True, blocks=30, max_sequences=3)
         assert isinstance(engine._layout, PagedLayout) and engine._layout.ragged is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from msgspec.structs import replace
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.worker.kernels import device, expert_token, token_grid  # noqa: E402
+from mlxpool.worker.kernels import device, expert_token  # noqa: E402
 from mlxpool.worker.kernels.expert_products import ExpertWeight, ExpertWeights  # noqa: E402
 from mlxpool.worker.kernels.expert_routing import LineNorm  # noqa: E402
 from mlxpool.worker.kernels.expert_token import TokenMixture  # noqa: E402
@@ -26,12 +25,9 @@ GROUPS = RoutingParams(16, 4, sigmoid=True, normed=True, groups=4, chosen_groups
 
 
 @pytest.fixture(autouse=True)
-def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A GPU, or a simulated one with three multiprocessors."""
-    if not ON_GPU:
-        monkeypatch.setattr(device, "multiprocessors", lambda: 3)
-        monkeypatch.setattr(token_grid, "MIN_MULTIPROCESSORS", 2)
-    with nullcontext() if ON_GPU else simt.simulated():
+def machine() -> Iterator[None]:
+    """See simt.token_grid_machine."""
+    with simt.token_grid_machine():
         yield
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from msgspec.structs import replace
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.worker.kernels import device, latent_token, token_grid  # noqa: E402
+from mlxpool.worker.kernels import device, latent_token  # noqa: E402
 from mlxpool.worker.kernels.block_write import RopeTables  # noqa: E402
 from mlxpool.worker.kernels.latent_token import LatentTokenWeights  # noqa: E402
 from support import simt  # noqa: E402
@@ -21,12 +20,9 @@ ON_GPU = mx.cuda.is_available()
 
 
 @pytest.fixture(autouse=True)
-def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A GPU, or a simulated one with three multiprocessors."""
-    if not ON_GPU:
-        monkeypatch.setattr(device, "multiprocessors", lambda: 3)
-        monkeypatch.setattr(token_grid, "MIN_MULTIPROCESSORS", 2)
-    with nullcontext() if ON_GPU else simt.simulated():
+def machine() -> Iterator[None]:
+    """See simt.token_grid_machine."""
+    with simt.token_grid_machine():
         yield
 
 
@@ -72,8 +68,8 @@ def test_both_kernels_equal_float64(sizes: tuple[int, ...], dtype: str, traditio
             x, weights, pool, mx.array([slot], dtype=mx.int32), turns
         )
         out = (
-            latent_token.behind_attention(read, weights),
-            latent_token.behind_attention(read, weights, x),
+            latent_token.after_attention(read, weights),
+            latent_token.after_attention(read, weights, x),
         )
         mx.eval(found, out)
         asked, latent = latent_token.expected_before(x, weights, turns)
@@ -83,7 +79,7 @@ def test_both_kernels_equal_float64(sizes: tuple[int, ...], dtype: str, traditio
             near(mx.array(after[slot]), latent)
             before.reshape(8, -1)[slot] = after[slot]
         assert np.array_equal(before.reshape(8, -1), after)
-        expected = latent_token.expected_behind(read, weights)
+        expected = latent_token.expected_after(read, weights)
         near(out[0], expected)
         near(out[1], expected + np.array(x.astype(mx.float32)))
 

@@ -14,7 +14,7 @@ from mlxpool.broker.requests.request import Request
 from mlxpool.broker.requests.request_states import RequestState
 
 
-@dataclass(eq=False, slots=True)  # a Struct's attributes are set more slowly
+@dataclass(eq=False, slots=True)
 class Counters:
     """No value ever goes down."""
 

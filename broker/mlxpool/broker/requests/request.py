@@ -26,7 +26,7 @@ def rank_of(priority: int, *, kept: bool, idle: bool) -> int:
     return IDLE_RANK if idle else 1 + 2 * priority + (not kept)
 
 
-@dataclass(eq=False, slots=True)  # a Struct's attributes are set more slowly
+@dataclass(eq=False, slots=True)
 class Run:
     """A completion in the making, over all workers that it is given to.
 
@@ -78,7 +78,7 @@ class Run:
         return self.epoch == epoch and self.number == number
 
 
-@dataclass(eq=False, slots=True)  # a Struct's attributes are set more slowly
+@dataclass(eq=False, slots=True)
 class Reader:
     """A client that reads a run.
 
@@ -98,7 +98,7 @@ class Reader:
     blocked_since: float = 0.0  # the window is full and output waits behind it; 0: it is not
 
 
-@dataclass(eq=False, slots=True)  # a Struct's attributes are set more slowly
+@dataclass(eq=False, slots=True)
 class Request:
     """A live request: a run and its reader. Times are seconds on the core's clock."""
 

@@ -18,7 +18,7 @@ PROVEN_TOKENS = 16  # a worker that made so many has served
 RunKey = tuple[bytes, int]  # id of a request, number of its run
 
 
-@dataclass(eq=False, slots=True)  # a Struct's attributes are set more slowly
+@dataclass(eq=False, slots=True)
 class Worker:
     """`leases` holds the runs that were given to it and that it has not confirmed as ended.
 

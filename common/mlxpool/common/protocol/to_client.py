@@ -52,8 +52,7 @@ class Accepted(Content, Struct, frozen=True):
 class StreamDelta(Content):
     """A piece of one stream: whole steps of the worker, merged until it is sent.
 
-    The broker fills it step by step: a second object for each would cost the hot path, and the
-    attributes of a Struct are set more slowly than slots. `pos`
+    The broker fills it step by step: a second object for each would cost the hot path. `pos`
     travels in the header, `size` (bytes of text, ids and log-probabilities) not at all. `facts`
     come with the first ids of a worker, as the worker made them. `steps` has for each step how many
     ids and characters there are up to its end, where a reader of a job asked for it; (0, 0) in

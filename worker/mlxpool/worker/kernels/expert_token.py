@@ -75,7 +75,7 @@ def _shared_bytes(size: int, width: int, routing: RoutingParams, *, shared: bool
 def _launch(
     mixture: TokenMixture, x: mx.array, residual: mx.array | None, *, gives_up: bool
 ) -> mx.array:
-    """Runs the kernel; where it gives up, since blocks are not resident, results are no numbers."""
+    """Runs the kernel. If it `gives_up`, because blocks are not resident, the result is NaN."""
     routing, shared = mixture.routing, mixture.shared or (None, None)
     size, width = mixture.experts.down.weight.shape[1:]
     slots = routing.chosen + (mixture.shared is not None)

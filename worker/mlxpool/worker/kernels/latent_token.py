@@ -1,7 +1,7 @@
 """Latent attention (MLA) of one token around the attention itself, in two kernels.
 
 The first computes all before it: the norm, the compressed queries and the latent, which it writes
-into the pool, and the queries in the space of latents. The second computes all behind it.
+into the pool, and the queries in the space of latents. The second computes all after it.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def before_attention(
     """Returns the queries [1, H, R + D] of x [1, d], and writes its latent into slots[0] of a pool.
 
     That is [blocks, 1, block, R + D]; with slot -1 nothing is written. Whatever reads the pool must
-    depend on the result. If the kernel `gives_up`, since thread blocks are not resident, results
-    are no numbers.
+    depend on the result. If the kernel `gives_up`, because thread blocks are not resident, the
+    result is NaN.
     """
     heads, rank, plain = weights.keys.shape
     turned = weights.turned
@@ -115,7 +115,7 @@ def before_attention(
     return token_grid.launch(kernel, inputs, (1, heads, rank + turned), x.dtype)
 
 
-def behind_attention(
+def after_attention(
     x: mx.array,
     weights: LatentTokenWeights,
     residual: mx.array | None = None,
@@ -196,10 +196,10 @@ def _is_right(dtype: mx.Dtype) -> bool:
     slots = mx.array([2], dtype=mx.int32)
     mx.eval(pool)
     asked, latent = expected_before(x, weights, turns)
-    last = expected_behind(read, weights) + _numbers(x)
+    last = expected_after(read, weights) + _numbers(x)
     for _ in range(2):
         found = before_attention(x, weights, pool, slots, turns, gives_up=True)
-        result = behind_attention(read, weights, x, gives_up=True)
+        result = after_attention(read, weights, x, gives_up=True)
         mx.eval(found, result)
         alike = [(found, asked), (result, last), (pool[0, 0, 2], latent)]
         if not all(np.allclose(_numbers(one), other, 0.03, 0.05) for one, other in alike):
@@ -258,8 +258,8 @@ def expected_before(
     return asked[None], np.concatenate([latent, rotated(key)])
 
 
-def expected_behind(read: mx.array, weights: LatentTokenWeights) -> Floats:
-    """Returns what `behind_attention` does without a residual, by NumPy."""
+def expected_after(read: mx.array, weights: LatentTokenWeights) -> Floats:
+    """Returns what `after_attention` does without a residual, by NumPy."""
     heads, value, rank = weights.values.shape
     values = np.einsum("hr,hvr->hv", _numbers(read).reshape(heads, rank), _numbers(weights.values))
     found: Floats = values.reshape(1, heads * value) @ _numbers(weights.last).T

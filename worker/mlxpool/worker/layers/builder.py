@@ -14,9 +14,8 @@ from mlxpool.worker.layers.activations import ClampedSwiGLU
 from mlxpool.worker.layers.derived_weights import MODULE_TENSORS
 from mlxpool.worker.layers.experts import SwitchGLU, SwitchLinear
 from mlxpool.worker.layers.latent_token import LatentToken, latent_token_of
-from mlxpool.worker.layers.layer_types import Activation, GainNorm
+from mlxpool.worker.layers.layer_types import Activation, LatentParts
 from mlxpool.worker.layers.layer_types import Linear as AnyLinear
-from mlxpool.worker.layers.layer_types import MultiLinear as AnyMultiLinear
 from mlxpool.worker.layers.linear import (
     ConcatenatedLinear,
     Embedding,
@@ -98,16 +97,9 @@ class WeightLayerBuilder:
         """One linear layer for each head, weight [H, out, in]."""
         return MultiLinear(self._weight(name), self._batch_invariant)
 
-    def latent_token(
-        self,
-        down: AnyLinear,
-        norms: tuple[GainNorm, GainNorm],
-        up: AnyLinear,
-        heads: tuple[AnyMultiLinear, AnyMultiLinear],
-        out: AnyLinear,
-    ) -> LatentToken | None:
+    def latent_token(self, parts: LatentParts) -> LatentToken | None:
         """A layer of latent attention for one token, see latent_token_of."""
-        return None if self.divided else latent_token_of(down, norms, up, heads, out)
+        return None if self.divided else latent_token_of(parts)
 
     def switch_linear(self, name: str) -> SwitchLinear:
         """The stacked linear layers of experts, weight [E, out, in]."""

@@ -99,10 +99,7 @@ class SwitchGLU(Struct, frozen=True):
         shared: LayerFunction | None = None,
     ) -> PendingProduct | None:
         """See layer_types.SwitchGLU."""
-        given = x.x if isinstance(x, PendingNorm) else x
-        weights = self._kernel_weights(given)
-        if weights is None or not expert_routing.supports(given.shape[0], routing):
-            return None
+        weights = self._kernel_weights(x.x if isinstance(x, PendingNorm) else x)
         return kernel_sum(weights, x, router, routing, added, shared)
 
     def _kernel_weights(self, x: mx.array) -> ExpertWeights | None:
@@ -129,19 +126,25 @@ def _dense_weight(layer: SwitchLinear, dtype: mx.Dtype) -> ExpertWeight | None:
 
 
 def kernel_sum(
-    weights: ExpertWeights,
+    weights: ExpertWeights | None,
     x: LinearInput,
     router: AnyLinear,
     routing: RoutingParams,
     added: mx.array | None,
     shared: LayerFunction | None,
-) -> PendingProduct:
-    """See layer_types.SwitchGLU.routed_sum: by our kernels, which support x and the weights."""
+) -> PendingProduct | None:
+    """See layer_types.SwitchGLU.routed_sum: by our kernels.
+
+    `weights` are the experts' weights if a kernel supports them and x, else None.
+    """
+    given = x.x if isinstance(x, PendingNorm) else x
+    if weights is None or not expert_routing.supports(given.shape[0], routing):
+        return None
     alike = _weights_alike(shared, weights)
     if shared is None or alike is not None:
         token = _token_mixture(x, router, routing, added, weights, alike)
         if token is not None:
-            return PendingProduct(TokenExperts(token), x.x if isinstance(x, PendingNorm) else x)
+            return PendingProduct(ExpertSum(token), given)
     plan, normed = _plan(x, router, routing, added, shared=alike is not None)
     beside = shared(normed) if shared is not None and alike is None else None
     made, whole = expert_products.pending_mixture(normed, plan, routing, weights, alike, beside)
@@ -149,32 +152,22 @@ def kernel_sum(
 
 
 class ExpertSum(Struct, frozen=True):
-    """Implements layer_types.Linear: sums what experts have made of T tokens, [T * k, d]."""
+    """Implements layer_types.Linear: the experts' weighted sum [T, d].
 
-    whole: WeightedSum
+    A WeightedSum sums the outputs [T * k, d] of the chosen experts. A TokenMixture computes these
+    outputs as well, from one token [1, d] that is not normed yet.
+    """
+
+    whole: WeightedSum | TokenMixture
 
     def __call__(self, x: LinearInput) -> mx.array:
         assert isinstance(x, mx.array)
         return self.whole(x)
 
     def add_to(self, x: mx.array, residual: mx.array) -> mx.array | None:
-        """See layer_types.Linear. Of more tokens the norm behind it adds them."""
+        """See layer_types.Linear. With more tokens the next norm adds the residual."""
         few = matmul_small.is_fusable(residual) and residual.dtype == x.dtype
         return self.whole(x, residual) if few else None
-
-
-class TokenExperts(Struct, frozen=True):
-    """Implements layer_types.Linear: what its experts make of the norm of one token."""
-
-    mixture: TokenMixture
-
-    def __call__(self, x: LinearInput) -> mx.array:
-        assert isinstance(x, mx.array)
-        return self.mixture(x)
-
-    def add_to(self, x: mx.array, residual: mx.array) -> mx.array | None:
-        """See layer_types.Linear."""
-        return self.mixture(x, residual) if residual.dtype == x.dtype else None
 
 
 def _token_mixture(

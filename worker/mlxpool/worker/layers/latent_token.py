@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from mlxpool.worker.kernels import latent_token
 from mlxpool.worker.kernels.block_write import RopeTables
 from mlxpool.worker.kernels.latent_token import LatentTokenWeights
-from mlxpool.worker.layers.layer_types import GainNorm, LinearInput, PendingNorm
+from mlxpool.worker.layers.layer_types import LatentParts, LinearInput, PendingNorm
 from mlxpool.worker.layers.layer_types import Linear as AnyLinear
 from mlxpool.worker.layers.layer_types import MultiLinear as AnyMultiLinear
 from mlxpool.worker.layers.linear import Linear, MultiLinear, RMSNorm
@@ -34,28 +34,19 @@ class LatentToken(Struct, frozen=True):
     def __call__(self, x: LinearInput) -> mx.array:
         """See layer_types.Linear: what heads have read, [1, H * R] -> [1, d]."""
         assert isinstance(x, mx.array)
-        return latent_token.behind_attention(x, self.weights)
+        return latent_token.after_attention(x, self.weights)
 
     def add_to(self, x: mx.array, residual: mx.array) -> mx.array | None:
         """See layer_types.Linear."""
         fits = residual.dtype == x.dtype
-        return latent_token.behind_attention(x, self.weights, residual) if fits else None
+        return latent_token.after_attention(x, self.weights, residual) if fits else None
 
 
-def latent_token_of(
-    down: AnyLinear,
-    norms: tuple[GainNorm, GainNorm],
-    up: AnyLinear,
-    heads: tuple[AnyMultiLinear, AnyMultiLinear],
-    out: AnyLinear,
-) -> LatentToken | None:
-    """The layer for one token; None where its weights are quantised or have a bias.
-
-    `norms`: of compressed queries and of latents; `heads`: the projections of keys and of values.
-    """
-    queries, latents = norms
-    first, second, last = (_dense(one) for one in (down, up, out))
-    keys, values = (_dense_heads(one) for one in heads)
+def latent_token_of(parts: LatentParts) -> LatentToken | None:
+    """The layer for one token; None if a weight is quantised or has a bias, or norms differ."""
+    queries, latents = parts.query_norm, parts.latent_norm
+    first, second, last = (_dense(one) for one in (parts.down, parts.up, parts.out))
+    keys, values = (_dense_heads(one) for one in (parts.keys, parts.values))
     if first is None or second is None or last is None or keys is None or values is None:
         return None
     if queries.eps != latents.eps:

@@ -296,6 +296,18 @@ class MultiLinear(Protocol):
         """x [H, T, out] -> [H, T, in], with the same weights."""
 
 
+class LatentParts(NamedTuple):
+    """The layers of latent attention (MLA) with compressed queries."""
+
+    down: Linear  # x -> compressed query and latent, [T, d] -> [T, C + R + D]
+    query_norm: GainNorm
+    latent_norm: GainNorm
+    up: Linear  # compressed query -> the queries of all heads
+    keys: MultiLinear  # projects a head's query into the space of latents
+    values: MultiLinear  # projects what a head reads to its value
+    out: Linear
+
+
 class SwitchLayer(Protocol):
     """x [T, in] and the experts [T, k] chosen for each token -> [T, k, out].
 
@@ -351,14 +363,7 @@ class LayerBuilder(Protocol):
 
     def multi_linear(self, name: str) -> MultiLinear: ...
 
-    def latent_token(
-        self,
-        down: Linear,
-        norms: tuple[GainNorm, GainNorm],
-        up: Linear,
-        heads: tuple[MultiLinear, MultiLinear],
-        out: Linear,
-    ) -> LatentToken | None: ...
+    def latent_token(self, parts: LatentParts) -> LatentToken | None: ...
 
     def switch_linear(self, name: str) -> SwitchLayer: ...
 

@@ -25,6 +25,7 @@ from mlxpool.worker.layers.derived_weights import DerivedWeights, StoredTensors,
 from mlxpool.worker.layers.layer_types import (
     ForwardBatch,
     GainNorm,
+    LatentParts,
     LatentToken,
     LayerBuilder,
     LinearInput,
@@ -143,9 +144,8 @@ class _Attention(FusableSublayer):
         self.o = builder.linear(f"{name}.o_proj")
         self.token: LatentToken | None = None
         if spec.query_rank:
-            self.token = builder.latent_token(
-                self.down, self.norms, self.up, (keys, values), self.o
-            )
+            parts = LatentParts(self.down, *self.norms, self.up, keys, values, self.o)
+            self.token = builder.latent_token(parts)
 
     def pending(self, x: LinearInput, *batches: ForwardBatch) -> PendingProduct:
         """See FusableSublayer."""

@@ -57,9 +57,7 @@ class PackedGLU(Struct, frozen=True):
         """See layer_types.SwitchGLU."""
         given = x.x if isinstance(x, PendingNorm) else x
         fits = given.ndim == 2 and given.dtype == self.dtype
-        if not fits or not expert_routing.supports(given.shape[0], routing):
-            return None
-        return kernel_sum(self.weights, x, router, routing, added, shared)
+        return kernel_sum(self.weights if fits else None, x, router, routing, added, shared)
 
 
 def in_fragments(experts: SwitchGLU, dtype: mx.Dtype) -> SwitchGLU | PackedGLU:

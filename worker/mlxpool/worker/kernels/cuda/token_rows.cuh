@@ -1,6 +1,6 @@
-// Products of one token with the rows of weights, in kernels of one token whose thread blocks wait for each other
-// (grid_barrier.cuh). A warp has rows `own`, `own` + ALL and so on of a weight; it asks for the first of them before it is
-// known what they are multiplied with. 16 bytes of a row are a load of a lane.
+// Products of one token with the rows of weights, in kernels whose thread blocks wait for each other (grid_barrier.cuh).
+// A warp computes rows `own`, `own` + ALL and so on of a weight; it loads the first of them into registers before the
+// barrier after which their other factor is known. A load of a lane has 16 bytes.
 constexpr int TOKEN_WARPS = 16, TOKEN_THREADS = 32 * TOKEN_WARPS;
 constexpr int MOST_LOADS = 16;  // that a lane asks for before a barrier
 __device__ inline float whole_sum(float sum) {
@@ -107,7 +107,7 @@ template <typename N, int SIZE> __device__ inline void norm_token(const N* x, co
   }
   __syncthreads();
 }
-// Waits for all thread blocks; where it gives up, makes `out` no numbers and returns false.
+// Waits for all thread blocks; if it gives up, fills `out` with NaN and returns false.
 template <bool GIVES_UP, typename N> __device__ inline bool wait_for_all(GridBarrier& barrier, N* out, int count) {
   if (barrier.wait<GIVES_UP>()) return true;
   for (int i = threadIdx.x; i < count; i += TOKEN_THREADS) down(__uint_as_float(0x7fffffff), out + i);
