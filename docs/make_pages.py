@@ -96,7 +96,7 @@ HEAD = """\
 # The Python API
 
 The names of `mlxpool.client`, made from the docstrings by docs/make_pages.py. All other names may
-change without notice. [quickstart.md](quickstart.md) and [examples.md](examples.md) have programs.
+change without notice. [Quickstart](quickstart.md) and [Examples](examples.md) have programs.
 An argument with the default None may be None.
 
 - `Inputs` of `embed` and `classify`: a text or a list of texts; for `classify` also a list of
@@ -104,7 +104,7 @@ An argument with the default None may be None.
   or one list for one input. A list may be a tuple, an iterator or a NumPy array.
 - `AnswerChoices` of `decide`: None (yes or no), a list of 2 to 26 different texts, or a `range` of
   2 to 101 whole numbers from 0 to 1,000. `Asked` of `decide_all`: a question, or a tuple of a
-  question and its choices. [decisions.md](decisions.md) explains the answers.
+  question and its choices. [Decisions](decisions.md) explains the answers.
 - `JobRef`: a `Job`, its `key` or its `id`.
 
 ## Images
@@ -130,7 +130,7 @@ with Client() as client:
     client.generate("eyes", "[img-0] and [img-1] show", images=[photo, drawing])
 ```
 
-[protocol.md](protocol.md#images) has formats and bounds. A chat sends all its images in each
+[Protocol](protocol.md#images) has formats and bounds. A chat sends all its images in each
 request, and a request has at most 16: leave out older ones. Images are parts of `content`;
 the member `images` of a message is refused.
 """
@@ -153,7 +153,7 @@ OPTIONS = """
 ## Options
 
 Keyword arguments of `stream` and `generate`, of the type `mlxpool.common.options.GenerateOptions`.
-None means absent. [protocol.md](protocol.md#generate) has the meaning, bounds and default of each;
+None means absent. [Protocol](protocol.md#generate) has the meaning, bounds and default of each;
 `batch` is true by default.
 
 """
@@ -183,7 +183,7 @@ ERRORS = """
 ## Errors
 
 Each error is a `PoolError` of `mlxpool.common.errors` with `code`, `message`, `details`,
-`retryable` and `retry_after_ms`. [protocol.md](protocol.md#errors) explains each code.
+`retryable` and `retry_after_ms`. [Protocol](protocol.md#errors) explains each code.
 `QueueFull` has the code `queue_full`, and so on.
 
 """

@@ -1,4 +1,4 @@
-"""Every file and every test that a page names exists."""
+"""What a page names exists, and links read as words."""
 
 from __future__ import annotations
 
@@ -51,3 +51,9 @@ def test_every_test_that_a_page_names_exists(page: Path) -> None:
     text = FENCE.sub("", page.read_text("utf-8"))
     named = set(TEST.findall(text)) - NOT_OURS
     assert sorted(named - names_in_tests()) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_text_of_a_link_to_a_page_is_its_subject(page: Path) -> None:
+    """Not the name of its file, which a reader of the site does not know."""
+    assert re.findall(r"\[([a-z-]+\.md)\]\(", page.read_text("utf-8")) == []
