@@ -94,7 +94,7 @@ def _indexed(index: Path) -> set[str]:
 
 
 def _require_room(cache: Path, needed: int) -> None:
-    """Raises ModelLoadFailed where the disk of the cache lacks so many bytes."""
+    """Raises ModelLoadFailed if the disk of the cache has fewer free bytes."""
     place = next(one for one in (cache, *cache.parents) if one.exists())
     free = shutil.disk_usage(place).free
     if needed > free:
@@ -105,7 +105,7 @@ def _require_room(cache: Path, needed: int) -> None:
 
 
 def _verify(files: Mapping[str, Path], known: Mapping[str, Any]) -> None:
-    """Raises ModelLoadFailed for a file without the hash that the hub says; removes such a file."""
+    """Removes a file whose hash is not the hub's, and raises ModelLoadFailed."""
     line = StatusLine()
     for name, file in files.items():
         line.show(f"checking {name}")

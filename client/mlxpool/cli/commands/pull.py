@@ -55,9 +55,9 @@ def run(options: argparse.Namespace) -> int:
         return 0
     print(found.path)
     name = model.repository.rpartition("/")[2]
-    told = f"{found.files} files, {size(found.size)}" if found.files > 1 else size(found.size)
+    files = f"{found.files} files, {size(found.size)}" if found.files > 1 else size(found.size)
     print(
-        f"{told}; serve it: mlxpool serve --model {shlex.quote(f'{name}={reference}')}",
+        f"{files}; serve it: mlxpool serve --model {shlex.quote(f'{name}={reference}')}",
         file=sys.stderr,
     )
     return 0

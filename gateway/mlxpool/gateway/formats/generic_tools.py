@@ -1,8 +1,8 @@
-"""Tools for a chat template that knows none: tools, calls and results as texts of messages. Pure.
+"""Writes tools, calls and results into message texts, for chat templates without tools. Pure.
 
-The model writes calls in the format llama_json, whose grammar and parser serve them. When this is
-done: the setting `generic_tools` of the model. Earlier calls are told in words: SmolLM2 repeats one
-that it finds in JSON instead of answering with its result.
+The model writes its calls in the format llama_json, with that format's grammar and parser. The
+model's setting `generic_tools` decides when. Earlier calls are written as sentences, because
+SmolLM2 repeats a call that it reads as JSON instead of answering with its result.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ To call one, answer only with a JSON object of its name and its parameters, and 
 
 
 class OfferedTools(Struct, frozen=True):
-    """How a model is told of tools: in the `messages`, or by its template, which gets `tools`.
+    """How a prompt contains tools: in the texts of `messages`, or in `tools` for the template.
 
     `formats` are those in which the answer is written.
     """
@@ -46,10 +46,9 @@ def offered_tools(
     *,
     forced: bool,
 ) -> OfferedTools:
-    """How a model with these formats is told of checked messages and tools.
+    """Returns how the prompt of a model with these formats contains checked messages and tools.
 
-    `forced`: the answer has to call a tool. Tools that the model cannot be told of stay in `tools`,
-    without a format of theirs.
+    `forced`: the answer has to call a tool. Without a format for tools, `tools` stays as it is.
     """
     if chat.tools is not None or chat.generic_tools == OFF:
         return OfferedTools(chat, messages, tools)
@@ -73,10 +72,10 @@ def with_tools_as_text(
 
 
 def with_calls_as_text(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """The messages with earlier calls as texts of the assistant, and their results of the user.
+    """Returns the messages with earlier calls as assistant texts, and their results as user texts.
 
-    Results in a row and what the user says to them are one message, for templates whose roles
-    alternate.
+    Consecutive results and the user's next text become one message, because some templates
+    require alternating roles.
     """
     if not any(one["role"] == "tool" or one.get("tool_calls") for one in messages):
         return messages

@@ -52,14 +52,14 @@ class ChatRequest(Struct, frozen=True):
     def choice(self, model: ModelInfo) -> ChoiceRequest:
         """What the pool is asked for. Raises HttpError for what the model's template has not."""
         own, tools, forced = model.chat or NO_CHAT, self.tools, self.forced
-        told = offered_tools(own, self.messages, tools, forced=bool(forced))
-        chat = told.formats
+        offered = offered_tools(own, self.messages, tools, forced=bool(forced))
+        chat = offered.formats
         known = check_formats(self.model, chat, tools, self.options, self.think_field)
         options = {**known, **calls_format(chat, tools, forced, known, self.function)}
         arguments = {
-            "messages": told.messages,
+            "messages": offered.messages,
             **({"images": self.images} if self.images else {}),
-            **({"tools": told.tools} if told.tools else {}),
+            **({"tools": offered.tools} if offered.tools else {}),
             **options,
         }
         return ChoiceRequest(

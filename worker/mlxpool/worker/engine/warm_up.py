@@ -469,7 +469,7 @@ class WarmedEngine(RowEngine[CacheRow]):
 
 
 def _first_and_last(counts: list[int], *, on_gpu: bool) -> list[int]:
-    """Returns the counts of rows of which passes are computed at load.
+    """Returns the numbers of rows for which a load computes a pass.
 
     On a CPU passes of two rows and more are fused into the same functions, which a C++ compiler
     compiles: the first with several rows and the widest show what the others take.

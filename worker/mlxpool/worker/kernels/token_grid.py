@@ -65,9 +65,9 @@ def launch(
 
 @cache
 def memory(name: str, words: int) -> mx.array:
-    """Returns memory of the launches of a kernel, with so many words besides the barrier's.
+    """Returns scratch memory of a kernel: `words` words after those of the barrier.
 
-    Launches use it one after the other: each needs what the one before has made.
+    Launches that share it never overlap, because each reads the output of the one before.
     """
     made = mx.zeros((STATE_WORDS + words,), dtype=mx.int32)
     mx.eval(made)

@@ -87,7 +87,7 @@ def in_fragments(experts: SwitchGLU, dtype: mx.Dtype) -> SwitchGLU | PackedGLU:
 
 
 def _packed_arrays(layer: SwitchLinear, dtype: mx.Dtype) -> PackedArrays | None:
-    """The weight of a layer, where it is one that our kernels multiply numbers of `dtype` with."""
+    """The packed weight of a layer if our kernels multiply numbers of `dtype` with it."""
     weight, bias = layer.weight, layer.bias
     if not isinstance(weight, QuantisedWeight) or weight.factor is not None:
         return None

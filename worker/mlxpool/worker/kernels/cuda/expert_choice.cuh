@@ -1,5 +1,5 @@
-// A warp chooses the experts of a line: behind it lane n < CHOSEN has the n-th best, `chosen`, and its `weight`. Of equal
-// ones the lower is better. `mine` [EXPERTS] are the line's logits, in shared memory, which it overwrites; lane l has
+// A warp chooses the experts of a line. Afterwards lane n < CHOSEN has the n-th best expert, `chosen`, and its `weight`;
+// of equal scores the lower expert is better. `mine` [EXPERTS] are the line's logits, in shared memory, which it overwrites; lane l has
 // the numbers `added` to those of experts l, l + 32 and so on in `addition` [EACH]. NONE is less than any number, TINY is
 // added to a sum of sigmoids, against a division by zero.
 // A number's place in the order of floats, above 0; 0 is an expert that cannot be chosen (again).

@@ -1,8 +1,8 @@
 // What its experts make of one token, in one launch whose thread blocks wait for each other twice (token_rows.cuh):
 // out [1, SIZE] = the RESIDUAL, if any, + the weighted sum of down(silu(gate) * up) of the chosen experts, and of the
 // SHARED one, of the norm of x [1, SIZE] with `gain`. A warp has the logit of an expert, then pairs of rows of gate and
-// up, then rows of all downs. The router's row, and the first rows of the shared expert, are asked for before it is known
-// what they are multiplied with. Numbers are rounded as by the separate kernels. `memory`: the state of the barrier, the
+// up, then rows of all downs. The router's row, and the first rows of the shared expert, are loaded before their other
+// factor is known. Numbers are rounded as by the separate kernels. `memory`: the state of the barrier, the
 // logits [EXPERTS], and what gates and ups make [SLOTS, WIDTH].
 constexpr int EACH = (EXPERTS + 31) / 32, ALL = TOKEN_WARPS * BLOCKS;
 constexpr int SLOTS = SHARED + CHOSEN;  // experts, the shared one first
@@ -19,7 +19,7 @@ const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, own = warp * BLOCKS 
 float* const logits = (float*)memory + 4;
 N* const inner = (N*)(logits + (EXPERTS + 3) / 4 * 4);
 GridBarrier barrier((unsigned*)memory, (bool*)(experts + CHOSEN));
-// The gate of a unit, a row of an expert; its up is WIDTH rows behind.
+// The gate row of a unit, which is a row of an expert; its up row is WIDTH rows further.
 auto unit_row = [&](int unit) -> const N* {
   const int slot = unit / WIDTH;
   const N* const from = SHARED && slot == 0 ? (const N*)shared_gate_up

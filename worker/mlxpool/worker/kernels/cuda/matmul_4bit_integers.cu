@@ -81,7 +81,7 @@ __syncwarp();
       const Some<N, 2> two = *(const Some<N, 2>*)&raw;
       const float left = up(two.n[0]), right = up(two.n[1]);
       const unsigned size = max(__float_as_uint(fabsf(left)), __float_as_uint(fabsf(right)));
-      const float most = __uint_as_float(__reduce_max_sync(0xffffffff, size));  // also if that is no number
+      const float most = __uint_as_float(__reduce_max_sync(0xffffffff, size));  // NaN stays NaN
       const float factor = most > 1e-30f ? MOST / most : 0.f, scale = most / MOST;
       const int a = __float2int_rn(left * factor), b = __float2int_rn(right * factor);
       const int sum = __reduce_add_sync(0xffffffff, a + b);
@@ -92,9 +92,9 @@ __syncwarp();
       const bool later = lane & 4;
       const unsigned other = __shfl_xor_sync(0xffffffff, later ? high : low, 4);
       to[later * 16 + quarter * 4 + lane / 8] = later ? low << 8 | other : high | other << 8;
-      float* const told = factors + (held * HELD_LINES + l) * FACTORS;
-      if (lane < GROUPS) told[1 + lane] = scale * (lane == 0 ? low_sum : sum - low_sum);
-      if (lane == 0) told[0] = scale;
+      float* const own_factors = factors + (held * HELD_LINES + l) * FACTORS;
+      if (lane < GROUPS) own_factors[1 + lane] = scale * (lane == 0 ? low_sum : sum - low_sum);
+      if (lane == 0) own_factors[0] = scale;
     }
   if (NORMED)
     #pragma unroll

@@ -8,7 +8,7 @@ __device__ inline float whole_sum(float sum) {
   for (int by = 1; by < 32; by *= 2) sum += __shfl_xor_sync(0xffffffff, sum, by);
   return sum;
 }
-// The load `at` of a row of LENGTH numbers of this lane; zeros behind the row.
+// This lane's load number `at` of a row of LENGTH numbers; zeros after the end of the row.
 template <typename N, int LENGTH> __device__ inline uint4 load_of(const N* row, int at) {
   const int number = (at * 32 + threadIdx.x % 32) * 8;
   return number < LENGTH ? *(const uint4*)(row + number) : uint4{0, 0, 0, 0};
@@ -40,8 +40,8 @@ template <typename N, int LENGTH, int COUNT, int ALL> struct TokenRows {
         for (int i = 0; i < HELD; i++) some[n][i] = load_of<N, LENGTH>(row_of(row), i);
     }
   }
-  // Multiplies all rows, of which `ask(own, 0, row_of)` has asked for the first, each with what `with_of` gives for it,
-  // and gives row and sum to `put`.
+  // Multiplies each row of the warp with the vector `with_of(row)`, and calls `put(row, sum)`. `ask(own, 0, row_of)` has
+  // loaded the first rows.
   template <typename Row, typename With, typename Put>
   __device__ inline void multiply(int own, Row row_of, With with_of, Put put) {
     #pragma unroll 1
