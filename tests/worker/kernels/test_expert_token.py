@@ -11,7 +11,8 @@ from msgspec.structs import replace
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.worker.kernels import device, expert_token  # noqa: E402
+from mlxpool.worker.kernels import device, expert_products, expert_token  # noqa: E402
+from mlxpool.worker.kernels.expert_fragments import PACKED_FORMATS, PackedFormat  # noqa: E402
 from mlxpool.worker.kernels.expert_products import ExpertWeight, ExpertWeights  # noqa: E402
 from mlxpool.worker.kernels.expert_routing import LineNorm  # noqa: E402
 from mlxpool.worker.kernels.expert_token import TokenMixture  # noqa: E402
@@ -21,6 +22,7 @@ from support import simt  # noqa: E402
 ON_GPU = mx.cuda.is_available()
 GLM = RoutingParams(64, 4, sigmoid=True, normed=True, factor=1.8)
 QWEN = RoutingParams(128, 8, sigmoid=False, normed=True)
+OSS = RoutingParams(32, 4, sigmoid=False, normed=True)
 GROUPS = RoutingParams(16, 4, sigmoid=True, normed=True, groups=4, chosen_groups=2)
 
 
@@ -80,6 +82,41 @@ def test_groups_of_experts_and_one_shared() -> None:
     mixture, x = mixture_of(GROUPS, 192, 64, mx.bfloat16, shared=True)
     expected = numbers(expert_token.by_kernels(mixture, x))
     assert np.abs(numbers(mixture(x)) - expected).max() < 0.02 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize(
+    ("packed", "routing", "hidden", "width", "biased"),
+    [
+        (PACKED_FORMATS[-1], OSS, 17 * 64, 192, True),
+        (PackedFormat(4, 64, floats=False), QWEN, 192, 128, False),
+        (PackedFormat(8, 32, floats=False), GROUPS, 448, 64, True),
+        (PackedFormat(4, 32, floats=False), OSS, 192, 192, False),
+    ],
+    ids=["mxfp4", "4 bits", "8 bits", "4 bits in groups of 32"],
+)
+def test_one_token_with_quantised_weights(
+    packed: PackedFormat, routing: RoutingParams, hidden: int, width: int, biased: bool
+) -> None:
+    """With more columns than a warp holds, and more strips of downs than there are blocks."""
+    kind = mx.bfloat16
+    mixture, x = mixture_of(routing, hidden, width, kind, shared=False)
+    dense = mixture.experts
+    experts = expert_products.quantised_experts(dense.gate_up.weight, dense.down.weight, packed)
+    if biased:
+        gate_up, down = (
+            replace(one, bias=(mx.random.normal((routing.count, rows)) / 2).astype(kind))
+            for one, rows in ((experts.gate_up, 2 * width), (experts.down, hidden))
+        )
+        experts = ExpertWeights(gate_up, down, 1.5)
+    added = (mx.random.normal((routing.count,)) / 8).astype(kind) if biased else None
+    mixture = replace(mixture, experts=experts, added=added)
+    assert expert_token.supports(x, mixture.norm, mixture.gate, routing, experts)
+    for _ in range(2):
+        expected = numbers(expert_token.by_kernels(mixture, x))
+        assert np.abs(numbers(mixture(x)) - expected).max() < 0.02 * np.abs(expected).max()
+        found = numbers(mixture(x, x))
+        assert np.abs(found - expected - numbers(x)).max() < 0.02 * np.abs(found).max()
+        x = x[:, ::-1] + 1
 
 
 def test_what_the_kernel_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,6 +79,11 @@ class ExpertWeights(Struct, frozen=True):
     down: ExpertWeight
     limit: float = 0.0
 
+    @property
+    def width(self) -> int:
+        """Returns W."""
+        return self.gate_up.rows // 2
+
 
 @cache
 def supports(
@@ -404,13 +409,18 @@ def trial(tokens: int, dtype: mx.Dtype, packed: PackedFormat | None) -> tuple[mx
     if packed is None:
         experts = ExpertWeights(ExpertWeight(gate_up), ExpertWeight(down))
     else:
-        both = quantised(gate_up, packed), quantised(down, packed)
-        experts = ExpertWeights(of_packed(both[0], gated=True), of_packed(both[1], gated=False))
-        gate_up, down = both[0].opened(), both[1].opened()
+        experts = quantised_experts(gate_up, down, packed)
+        gate_up, down = (quantised(one, packed).opened() for one in (gate_up, down))
     expected = _one(x, gate_up[1], down[1])
     if shared is not None:
         expected = expected + _one(x, *shared)
     return mixture(x, plan, routing, experts, shared), expected
+
+
+def quantised_experts(gate_up: mx.array, down: mx.array, packed: PackedFormat) -> ExpertWeights:
+    """Returns experts with weights quantised in this format, without biases."""
+    one, other = quantised(gate_up, packed), quantised(down, packed)
+    return ExpertWeights(of_packed(one, gated=True), of_packed(other, gated=False))
 
 
 def of_packed(given: PackedArrays, *, gated: bool, bias: mx.array | None = None) -> ExpertWeight:

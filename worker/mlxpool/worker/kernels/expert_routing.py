@@ -47,6 +47,9 @@ ITEM_LINES = (8, 16, 32, 64, 128)
 HEADER_WORDS = 4
 CHOICE = {"EXPERT_CHOICE": "expert_choice.cuh"}
 COUNTER_ARRAYS = 128  # more than the 100 operations of a graph of MLX
+# Of an array that is read by its first number: MLX's arrays of 8 bytes and fewer, and those of
+# numbers of the host, are in managed memory, where each atomic operation takes about 1 us.
+DEVICE_NUMBERS = 16
 
 
 @cache
@@ -229,15 +232,16 @@ def _counters() -> Any:
 
     The kernel resets them to zero. Only one thread of a process computes.
     """
-    counters = [mx.zeros((1,), dtype=mx.int32) for _ in range(COUNTER_ARRAYS)]
+    shape = (DEVICE_NUMBERS,)
+    counters = [mx.zeros(shape, dtype=mx.int32) for _ in range(COUNTER_ARRAYS)]
     mx.eval(counters)
     return cycle(counters)
 
 
 @cache
 def _item_lines_array(lines: int) -> mx.array:
-    """Returns `lines` in an array that is made once."""
-    array = mx.array([lines], dtype=mx.int32)
+    """Returns `lines` in an array that is made once; see DEVICE_NUMBERS."""
+    array = mx.full((DEVICE_NUMBERS,), lines, dtype=mx.int32)
     mx.eval(array)
     return array
 

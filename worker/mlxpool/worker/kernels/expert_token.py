@@ -11,17 +11,25 @@ from typing import Any
 import mlx.core as mx
 from msgspec import Struct
 
-from mlxpool.worker.kernels import expert_products, expert_routing, token_grid
+from mlxpool.worker.kernels import expert_fragments, expert_products, expert_routing, token_grid
+from mlxpool.worker.kernels.expert_fragments import PackedFormat
 from mlxpool.worker.kernels.expert_products import ExpertWeight, ExpertWeights
 from mlxpool.worker.kernels.expert_routing import CHOICE, LineNorm
-from mlxpool.worker.kernels.kernel_builder import HALF_DTYPES, Constant, kernel_works, name_files
+from mlxpool.worker.kernels.kernel_builder import (
+    HALF_DTYPES,
+    Constant,
+    include_line,
+    kernel_works,
+    name_files,
+)
 from mlxpool.worker.kernels.routing_params import RoutingParams
 from mlxpool.worker.kernels.token_grid import COLUMNS, MAX_SHARED_BYTES, WARPS
 
 INPUTS = (
-    "x", "gain", "gate", "added", "gate_up", "down_weight", "shared_gate_up", "shared_down",
-    "residual", "memory",
+    "x", "gain", "gate", "added", "gate_up", "gate_up_bias", "down_weight", "down_bias",
+    "shared_gate_up", "shared_down", "residual", "memory",
 )  # fmt: skip
+FILES = {**CHOICE, "TOKEN_CHOICE": "token_choice.cuh"}
 
 
 class TokenMixture(Struct, frozen=True):
@@ -51,91 +59,98 @@ def supports(
     experts: ExpertWeights,
 ) -> bool:
     """Returns whether a TokenMixture of these serves x [T, d]; the first call tries the kernel."""
-    weights = experts.gate_up, experts.down
-    plain = all(one.packed is None and one.bias is None for one in weights) and not experts.limit
-    size, width = x.shape[1], experts.down.weight.shape[2]
-    alike = {one.dtype for one in (x, norm.gain, gate, *(one.weight for one in weights))}
-    if len(x) != 1 or not plain or len(alike) > 1 or x.dtype not in HALF_DTYPES:
+    weights, sizes = (experts.gate_up, experts.down), (x.shape[1], experts.width)
+    biases = [one.bias for one in weights if one.bias is not None]
+    dense = [one.weight for one in weights if one.packed is None]
+    alike = {one.dtype for one in (x, norm.gain, gate, *dense, *biases)}
+    if len(x) != 1 or len(alike) > 1 or x.dtype not in HALF_DTYPES:
         return False
-    if size % COLUMNS or width % COLUMNS:
+    packed = experts.down.packed
+    if packed != experts.gate_up.packed or len(biases) == 1:
         return False
-    if _shared_bytes(size, width, routing, shared=True) > MAX_SHARED_BYTES:
+    if packed is None and (biases or experts.limit):
         return False
-    return (
-        expert_routing.supports(1, routing) and token_grid.is_resident() and _kernel_works(x.dtype)
-    )
+    if any(one % COLUMNS for one in sizes):
+        return False
+    if _shared_bytes(*sizes, routing, shared=packed is None) > MAX_SHARED_BYTES:
+        return False
+    resident = expert_routing.supports(1, routing) and token_grid.is_resident()
+    return resident and _kernel_works(x.dtype, packed)
 
 
 def _shared_bytes(size: int, width: int, routing: RoutingParams, *, shared: bool) -> int:
     """Returns the shared memory of a thread block."""
     slots = routing.chosen + shared
-    return 2 * max(size, slots * width) + 4 * (routing.count + WARPS + 2 * routing.chosen + 1)
+    sums = 16 * max(WARPS, routing.chosen)  # of strips of downs, where weights are quantised
+    words = routing.count + WARPS + 2 * routing.chosen + 1 + sums
+    return 2 * max(size, slots * width) + 4 * words
 
 
 def _launch(
     mixture: TokenMixture, x: mx.array, residual: mx.array | None, *, gives_up: bool
 ) -> mx.array:
     """Runs the kernel. If it `gives_up`, because blocks are not resident, the result is NaN."""
-    routing, shared = mixture.routing, mixture.shared or (None, None)
-    size, width = mixture.experts.down.weight.shape[1:]
-    slots = routing.chosen + (mixture.shared is not None)
+    routing, experts, shared = mixture.routing, mixture.experts, mixture.shared
+    size, width = x.shape[1], experts.width
+    constants: dict[str, Constant] = {
+        "SIZE": size,
+        "WIDTH": width,
+        "RESIDUAL": residual is not None,
+        "EPS": float(mixture.norm.eps),
+        "GIVES_UP": gives_up,
+        "N": x.dtype,
+    }
+    if experts.down.packed is None:
+        constants["SHARED"] = shared is not None
+    else:
+        constants |= {"BIASED": experts.down.bias is not None, "LIMIT": float(experts.limit)}
     kernel = _kernel(
-        (size, width),
+        tuple(constants.items()),
         routing,
-        x.dtype,
         mixture.added is not None,
-        mixture.shared is not None,
-        residual is not None,
-        float(mixture.norm.eps),
-        gives_up,
+        experts.down.packed,
+        _shared_bytes(size, width, routing, shared=shared is not None),
     )
+    slots = routing.chosen + (shared is not None)
     words = -(-routing.count // 4) * 4 + -(-slots * width // 2)
     inputs = [
-        x, mixture.norm.gain, mixture.gate, mixture.added, mixture.experts.gate_up.weight,
-        mixture.experts.down.weight, *shared, residual, token_grid.memory("experts", words),
+        x, mixture.norm.gain, mixture.gate, mixture.added, experts.gate_up.weight,
+        experts.gate_up.bias, experts.down.weight, experts.down.bias, *(shared or (None, None)),
+        residual, token_grid.memory("experts", words),
     ]  # fmt: skip
     return token_grid.launch(kernel, inputs, x.shape, x.dtype)
 
 
 @cache
 def _kernel(
-    sizes: tuple[int, int],
+    constants: tuple[tuple[str, Constant], ...],
     routing: RoutingParams,
-    dtype: mx.Dtype,
     added: bool,
-    shared: bool,
-    residual: bool,
-    eps: float,
-    gives_up: bool,
+    packed: PackedFormat | None,
+    shared_bytes: int,
 ) -> Any:
-    constants: dict[str, Constant] = {
-        **expert_routing.choice_constants(routing, added=added),
-        "SIZE": sizes[0],
-        "WIDTH": sizes[1],
-        "SHARED": shared,
-        "RESIDUAL": residual,
-        "EPS": eps,
-        "GIVES_UP": gives_up,
-        "N": dtype,
-    }
-    bytes_ = _shared_bytes(*sizes, routing, shared=shared)
-    return token_grid.build("expert_token", INPUTS, constants, bytes_, name_files(CHOICE))
+    name, header = "expert_token", name_files(FILES)
+    if packed is not None:
+        name = "expert_token_packed"
+        header += include_line("expert_activation.cuh") + expert_fragments.header(packed)
+    choice = expert_routing.choice_constants(routing, added=added)
+    return token_grid.build(name, INPUTS, {**choice, **dict(constants)}, shared_bytes, header)
 
 
 @cache
-def _kernel_works(dtype: mx.Dtype) -> bool:
-    return kernel_works("the experts of one token", lambda: _is_right(dtype))
+def _kernel_works(dtype: mx.Dtype, packed: PackedFormat | None) -> bool:
+    return kernel_works("the experts of one token", lambda: _is_right(dtype, packed))
 
 
-def _is_right(dtype: mx.Dtype) -> bool:
+def _is_right(dtype: mx.Dtype, packed: PackedFormat | None) -> bool:
     """Compares a token's experts, twice, with the kernels for more tokens."""
-    mixture, x = trial(dtype)
+    mixture, x = trial(dtype, packed)
     expected = x + by_kernels(mixture, x)
     found = [_launch(mixture, x, x, gives_up=True) for _ in range(2)]
     return all(mx.allclose(one, expected, 0.03, 0.05).item() for one in found)
 
 
-def trial(dtype: mx.Dtype) -> tuple[TokenMixture, mx.array]:
+def trial(dtype: mx.Dtype, packed: PackedFormat | None) -> tuple[TokenMixture, mx.array]:
     """Returns a mixture of random weights and a token."""
     routing = RoutingParams(count=5, chosen=2, sigmoid=True, normed=True, factor=1.5)
     hidden, width = 3 * COLUMNS, 2 * COLUMNS
@@ -146,8 +161,12 @@ def trial(dtype: mx.Dtype) -> tuple[TokenMixture, mx.array]:
 
     gate_up, down = weight(1, 5, 2 * width, hidden), weight(2, 5, hidden, width)
     norm = LineNorm(1 + weight(3, hidden), 1e-5)
-    experts = ExpertWeights(ExpertWeight(gate_up), ExpertWeight(down))
-    shared = weight(4, 2 * width, hidden), weight(5, hidden, width)
+    shared: tuple[mx.array, mx.array] | None = None
+    if packed is None:
+        experts = ExpertWeights(ExpertWeight(gate_up), ExpertWeight(down))
+        shared = weight(4, 2 * width, hidden), weight(5, hidden, width)
+    else:
+        experts = expert_products.quantised_experts(gate_up, down, packed)
     mixture = TokenMixture(norm, 4 * weight(6, 5, hidden), None, routing, experts, shared)
     return mixture, 4 * weight(7, 1, hidden)
 

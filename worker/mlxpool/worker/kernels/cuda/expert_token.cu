@@ -47,20 +47,7 @@ const bool early = SHARED && own < WIDTH;  // this warp's first unit is the shar
 if (early) ask_unit(own, 0);
 barrier.arrive();
 if (!wait_for_all<GIVES_UP>(barrier, (N*)out, SIZE)) return;
-for (int i = threadIdx.x; i < EXPERTS; i += TOKEN_THREADS) scores[i] = __ldcg(logits + i);
-__syncthreads();
-if (warp == 0) {
-  float* const mine = scores;
-  float addition[EACH];
-  #pragma unroll
-  for (int i = 0; i < EACH; i++) addition[i] = ADDED && i * 32 + lane < EXPERTS ? up(added[i * 32 + lane]) : 0.f;
-#include EXPERT_CHOICE
-  if (lane < CHOSEN) {
-    experts[lane] = chosen;
-    weights[lane] = weight;
-  }
-}
-__syncthreads();
+#include TOKEN_CHOICE
 #pragma unroll 1
 for (int unit = own; unit < SLOTS * WIDTH; unit += ALL) {
   float left = 0, right = 0;
