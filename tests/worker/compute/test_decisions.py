@@ -29,7 +29,8 @@ from mlxpool.worker.compute.model_source import ModelSource
 from mlxpool.worker.decisions.answers import Path
 from mlxpool.worker.preparation.jobs import perform
 from mlxpool.worker.process.preparations import PreparedQuestions
-from mlxpool.worker.process.prepare_questions import job_of_questions, product_of_questions
+from mlxpool.worker.process.prepare import product_of_questions
+from mlxpool.worker.process.questions import job_of_questions
 from mlxpool.worker.prompt.text_model import Opened
 from support.compute_harness import ComputeHarness, ids_of
 from support.worker_checkpoints import GLM, QWEN3_NEXT, write_checkpoint

@@ -15,7 +15,8 @@ from mlxpool.worker.engine.counting_engine import CountingText
 from mlxpool.worker.preparation.jobs import Encoded, perform
 from mlxpool.worker.preparation.limits import Limits
 from mlxpool.worker.process.preparations import Prepared, Product, service_of
-from mlxpool.worker.process.prepare import Preparer, admit_of, began_at, job_of
+from mlxpool.worker.process.prepare import Preparer
+from mlxpool.worker.process.prompts import admit_of, began_at, job_of
 from mlxpool.worker.prompt.text_model import Opened
 from mlxpool.worker.scheduling.context_policy import MAX_SHIFTED_IDS, ContextShift
 from support.context_window import window

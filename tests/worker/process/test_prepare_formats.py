@@ -17,7 +17,7 @@ from mlxpool.worker.constraints.vocabulary import load_vocabulary
 from mlxpool.worker.preparation.jobs import Encoded
 from mlxpool.worker.process import formats
 from mlxpool.worker.process.formats import Formats
-from mlxpool.worker.process.prepare import admit_of
+from mlxpool.worker.process.prompts import admit_of
 from mlxpool.worker.prompt.text_model import Opened
 from support.constrained_answers import constraint, demo, tokens_of
 from support.pool import PATIENCE

@@ -12,7 +12,7 @@ from mlxpool.worker.compute.messages import Admit
 from mlxpool.worker.engine.counting_engine import CountingText
 from mlxpool.worker.media.spans import is_slot
 from mlxpool.worker.preparation.jobs import Encode, Encoded, perform
-from mlxpool.worker.process.prepare import admit_of, job_of
+from mlxpool.worker.process.prompts import admit_of, job_of
 from mlxpool.worker.prompt.text_model import Opened
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.weights.inspect import inspect

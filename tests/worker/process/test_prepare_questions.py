@@ -12,11 +12,11 @@ from mlxpool.common.protocol.token_ids import pack_ids
 from mlxpool.worker.compute.messages import Answer, AskedQuestion, CallKey
 from mlxpool.worker.preparation.jobs import Asked, Result, Unpacker, pack, unpack
 from mlxpool.worker.process.preparations import PreparedQuestions
-from mlxpool.worker.process.prepare_questions import (
+from mlxpool.worker.process.prepare import product_of_questions
+from mlxpool.worker.process.questions import (
     CHANNELS,
     COUNTS,
     job_of_questions,
-    product_of_questions,
 )
 from mlxpool.worker.prompt.text_model import Opened, TextSource, TokenTable
 

@@ -8,22 +8,14 @@ from collections.abc import Callable, Hashable
 from msgspec import Struct
 
 from mlxpool.common.errors import PoolError
-from mlxpool.common.protocol.chat import check_messages, check_think, check_tools
 from mlxpool.common.protocol.encoder_calls import EncoderCall
-from mlxpool.common.protocol.from_worker import CallAnswer
-from mlxpool.common.protocol.prompts import ChatPrompt
 from mlxpool.common.protocol.to_worker import Detokenize, Tokenize
-from mlxpool.common.protocol.token_ids import count_of
 from mlxpool.worker.compute.messages import Admit, Answer, CallKey, Decide, RunKey
 from mlxpool.worker.encoders.inputs import EncoderInput
 from mlxpool.worker.encoders.text import OpenedEncoder
 from mlxpool.worker.preparation.jobs import (
     Decode,
-    Decoded,
-    Encode,
-    Encoded,
     Job,
-    Render,
     Result,
 )
 from mlxpool.worker.preparation.lane_service import LaneService
@@ -32,6 +24,7 @@ from mlxpool.worker.preparation.limits import Limits
 from mlxpool.worker.preparation.queue import Waiting
 from mlxpool.worker.preparation.room import WorkerMemory
 from mlxpool.worker.preparation.service import Deliver, InlineService, Load, Service
+from mlxpool.worker.process.questions import answer_of, encode_of_call
 from mlxpool.worker.prompt.text_model import Opened, TokenTable
 from mlxpool.worker.system.cpu_threads import process_cpu_threads
 
@@ -120,7 +113,9 @@ class Preparations:
     def answer(self, key: CallKey, id: bytes, call: Tokenize | Detokenize, fence: int = 0) -> None:
         """Begin a call of the tokenizer."""
         job = (
-            encode_of_call(call, self._plain) if isinstance(call, Tokenize) else self._decode(call)
+            encode_of_call(call, self._plain, time.time())
+            if isinstance(call, Tokenize)
+            else self._decode(call)
         )
         waiting = Waiting(key, call.owner, call.size, job)
         self._submit(waiting, lambda result: Answer(key, id, answer_of(result), fence))
@@ -155,33 +150,3 @@ class Preparations:
         """Post a product, if there is one. Any thread may call it."""
         if product is not None:
             self._post(product)
-
-
-def encode_of_call(call: Tokenize, plain: bool) -> Job:
-    """The job of a `tokenize`; `plain`: see Render.
-
-    Raises BadRequest for a chat that no template can take.
-    """
-    if not isinstance(call.text, ChatPrompt):
-        return Encode(call.text)
-    chat = call.text
-    return Render(
-        check_messages(chat.messages),
-        check_tools(chat.tools),
-        check_think(chat.think),
-        time.time(),
-        context=0,
-        plain=plain,
-    )
-
-
-def answer_of(result: Result) -> CallAnswer:
-    """The answer to a call of the tokenizer."""
-    if isinstance(result, Encoded):
-        thinks = {"thinks": True} if result.thinks else {}
-        return CallAnswer({"n": count_of(result.packed), **thinks}, (result.packed,))
-    if isinstance(result, Decoded):
-        each = {} if result.each is None else {"each": result.each}
-        return CallAnswer({"text": result.text, **each})
-    assert isinstance(result, PoolError)
-    return CallAnswer(result.body())

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mlxpool.common.errors import BadRequest, PoolError, TooLarge
-from mlxpool.common.protocol.bounds import MAX_BLOB
+from mlxpool.common.errors import BadRequest, PoolError
 from mlxpool.common.protocol.decisions import DecideCall
-from mlxpool.common.protocol.encoder_calls import NUMBER_BYTES, EncoderCall
+from mlxpool.common.protocol.encoder_calls import EncoderCall
 from mlxpool.common.protocol.from_worker import CallAnswer
 from mlxpool.common.protocol.to_worker import Work
-from mlxpool.common.protocol.token_ids import unpack_ids
 from mlxpool.worker.compute.messages import Answer, CallKey, RunKey
 from mlxpool.worker.encoders.inputs import EncodeInputs, EncoderInput
 from mlxpool.worker.encoders.text import OpenedEncoder, check_ids
-from mlxpool.worker.encoders.vectors import require_dimensions
 from mlxpool.worker.preparation.jobs import ENCODES, EncodedInputs, Result
 from mlxpool.worker.preparation.queue import Waiting
 from mlxpool.worker.process.preparations import (
@@ -23,6 +20,7 @@ from mlxpool.worker.process.preparations import (
     PreparedInputs,
     Product,
 )
+from mlxpool.worker.process.questions import check_call, inputs_of
 
 
 class InputPreparer(Preparations):
@@ -61,29 +59,3 @@ class InputPreparer(Preparations):
             call.texts, call.pairs, call.prompt_name, call.prompt, call.truncate, call.first
         )
         self._submit(Waiting(key, call.owner, call.size, job), finish)
-
-
-def check_call(opened: OpenedEncoder, call: EncoderCall) -> None:
-    """Raises BadRequest for what this model does not do, TooLarge for an answer over its bound."""
-    if call.task not in opened.tasks:
-        can = " and ".join(sorted(opened.tasks))
-        raise BadRequest(f"this model does not {call.task}: it is a model for {can}")
-    if call.dimensions:
-        require_dimensions(call.dimensions, opened.dimensions)
-    columns = call.dimensions or opened.dimensions or len(opened.labels) or 1
-    size = call.count * columns * NUMBER_BYTES
-    if size > MAX_BLOB:
-        raise TooLarge(
-            f"{call.count} vectors of {columns} numbers have {size} bytes, an answer has at most"
-            f" {MAX_BLOB}: send {MAX_BLOB // (columns * NUMBER_BYTES)} inputs at most in a call"
-        )
-
-
-def inputs_of(found: EncodedInputs) -> tuple[EncoderInput, ...]:
-    """The inputs that a lane made."""
-    ids, types, begin, inputs = unpack_ids(found.packed), found.types, 0, []
-    for length in found.lengths:
-        end = begin + length
-        inputs.append(EncoderInput(tuple(ids[begin:end]), tuple(types[begin:end])))
-        begin = end
-    return tuple(inputs)

@@ -1,0 +1,299 @@
+"""From a `work` to its prompt, and from the ids of the prompt to a sequence. Pure."""
+
+from __future__ import annotations
+
+from mlxpool.common.errors import BadRequest
+from mlxpool.common.options import Options
+from mlxpool.common.protocol.chat import check_messages, check_think, check_tools
+from mlxpool.common.protocol.prompts import ChatPrompt, PackedPrompt, TextPrompt
+from mlxpool.common.protocol.resume import Facts
+from mlxpool.common.protocol.to_worker import Work
+from mlxpool.common.protocol.token_ids import count_of, unpack_ids
+from mlxpool.worker.compute.messages import Admit, RunKey
+from mlxpool.worker.compute.prompt_report import PromptReport
+from mlxpool.worker.constraints.constraint import Constraint
+from mlxpool.worker.constraints.thought_bound import ThoughtBound
+from mlxpool.worker.media.literals import check_ids_of_text
+from mlxpool.worker.media.places import Inputs, with_images
+from mlxpool.worker.media.spans import without
+from mlxpool.worker.preparation.jobs import (
+    NO_IMAGES,
+    Encode,
+    Encoded,
+    Render,
+    image_of,
+)
+from mlxpool.worker.prompt.chat_template.output_format import chat_format, opens_thinking
+from mlxpool.worker.prompt.detokenizer import Detokenizer
+from mlxpool.worker.prompt.infill import ENDS
+from mlxpool.worker.prompt.size_bound import NO_BOUND, check_bytes, check_ids, check_tokens
+from mlxpool.worker.prompt.text_model import Opened
+from mlxpool.worker.prompt.thoughts import MARKS, Thoughts
+from mlxpool.worker.scheduling import context_policy
+from mlxpool.worker.scheduling.context_policy import ContextShift
+from mlxpool.worker.scheduling.sequence import Sequence
+
+MAX_MARK_TOKENS = 16  # of the mark that begins thoughts, with white space behind it
+
+
+def began_at(work: Work, now: float) -> float:
+    """What chat templates call the time: a resume keeps the time at which its stream began."""
+    known = None if work.resume is None else work.resume.facts
+    return now if known is None or known.now is None else known.now
+
+
+def job_of(opened: Opened, work: Work, now: float) -> Render | Encode | Encoded:
+    """What has to be done before the prompt's ids are known; Encoded if they are.
+
+    Raises BadRequest and ContextExceeded for what can be refused before.
+    """
+    context = _context(opened, _facts(work), work.options)
+    bound = NO_BOUND if work.options.truncate else context
+    _check_biases(opened, work.options)
+    if work.options.prompt_alternatives >= 0 and opened.no_prompt_logprobs:
+        raise BadRequest(
+            f"log-probabilities of prompts are not supported: {opened.no_prompt_logprobs}"
+        )
+    prompt = work.prompt
+    if prompt.images and opened.images is None:
+        raise BadRequest(NO_IMAGES)
+    if isinstance(prompt, ChatPrompt):
+        messages, tools = check_messages(prompt.messages), check_tools(prompt.tools)
+        think = check_think(prompt.think)
+        plain = work.options.plain_contents
+        plain = opened.plain_contents if plain is None else plain
+        begun = work.options.continue_message
+        return Render(messages, tools, think, now, bound, prompt.images, begun, plain)
+    if isinstance(prompt, PackedPrompt) and prompt.key == "tokens":
+        check_tokens(count_of(prompt.blob), bound)
+        return Encoded(prompt.blob)
+    check_bytes(prompt.size, opened.text.max_bytes_per_token, bound)
+    text = prompt.text if isinstance(prompt, TextPrompt) else prompt.blob
+    return Encode(text, bound, images=prompt.images, suffix=work.options.suffix)
+
+
+def admit_of(
+    opened: Opened,
+    key: RunKey,
+    work: Work,
+    received: float,
+    deadline: float,
+    now: float,
+    prompt: Encoded,
+    constraint: Constraint | None = None,
+) -> Admit:
+    """The run of a prompt whose ids are known. Raises BadRequest, or ContextExceeded.
+
+    `received` and `deadline` are monotonic seconds, `now` is that of `job_of`. The ids of a resume
+    are replayed here, to keep that work away from the compute thread; also in the `constraint` of
+    the request's format.
+    """
+    if constraint is not None:
+        _require_known_thoughts(opened, work, prompt)
+    known, ids = _facts(work), unpack_ids(b"" if work.resume is None else work.resume.ids)
+    options, context = work.options, _context(opened, known, work.options)
+    whole = _inputs(opened, prompt)
+    count, media = len(whole.items), whole.media
+    keep = context_policy.kept_tokens(options.num_keep, count, context, media)
+    removed = 0
+    if options.truncate:
+        removed = context_policy.truncated_tokens(count, context, keep, media)
+    prompt_ids = whole.items[:keep] + whole.items[keep + removed :]
+    media = without(media, keep, removed)
+    check_tokens(len(prompt_ids), context)
+    check_ids(ids, opened.vocab_size, "resume")
+    grammar = None if constraint is None else constraint.digest
+    _compare(
+        known,
+        Facts(opened.digest, prompt_tokens=len(prompt_ids), truncated=removed, grammar=grammar),
+    )
+    max_tokens = _max_tokens(known, len(prompt_ids), context, options)
+    shift = ContextShift(context, keep, media) if options.shift else None
+    if len(ids) > max_tokens:
+        raise BadRequest(f"resume has {len(ids)} ids, max_tokens is {max_tokens}")
+    discarded = 0 if shift is None else shift.discarded(len(prompt_ids) + len(ids))
+    inside = without(media, keep, discarded)
+    stops = (*options.stop, *ENDS) if options.suffix else options.stop
+    detokenizer = Detokenizer(opened.text.piece, stops, opened.texts)
+    detokenizer.replay(ids)
+    thoughts = _thoughts(opened, work, prompt, prompt_ids, formatted=constraint is not None)
+    bound = None
+    if constraint is not None:
+        if thoughts is not None:
+            constraint.begin_in_thoughts(thoughts)
+        constraint.replay(ids)
+    elif thoughts is not None:
+        bound = ThoughtBound(thoughts, opened.vocab_size)
+        bound.replay(ids)
+    reported = 0 if work.resume is None else work.resume.reported
+    unseen = _unseen(opened, work, prompt_ids)
+    report = PromptReport.of(options, prompt_ids, opened.text.piece, reported, unseen)
+    if report is not None and ids and reported < len(prompt_ids):
+        raise BadRequest(
+            f"resume has {len(ids)} ids and {reported} of {len(prompt_ids)} reported tokens of the"
+            " prompt, which come before all ids"
+        )
+    sequence = Sequence(
+        id=key[0],
+        run_number=key[1],
+        prompt=prompt_ids,
+        options=options,
+        seed=work.seed,
+        max_tokens=max_tokens,
+        ids=ids,
+        read_alone=work.suspect,
+        restore_at=_restore_at(whole.moved(prompt.restore_at), keep, removed),
+        shift=shift,
+        discarded=discarded,
+        media=inside,
+        owner=work.owner,
+        images={span.image: whole.images[span.image] for span in inside},
+        shared=work.shared,
+        reported=max(1, reported) if options.prompt_alternatives >= 0 else 0,
+    )
+    facts = Facts(
+        opened.digest,
+        context,
+        max_tokens,
+        len(prompt_ids),
+        now,
+        prompt.thinks,
+        removed,
+        grammar,
+    )
+    return Admit(sequence, facts, detokenizer, received, deadline, constraint, report, bound)
+
+
+def _thoughts(
+    opened: Opened, work: Work, prompt: Encoded, ids: tuple[int, ...], *, formatted: bool
+) -> Thoughts | None:
+    """The thoughts with which the answer may begin, where a bound or a format depends on them.
+
+    Raises BadRequest for a bound that cannot be kept.
+    """
+    piece, most, source = opened.text.piece, work.options.thinking_budget, opened.source
+    if most < 0 or source is None or not source.closings:
+        return Thoughts(piece) if formatted and prompt.thinks else None
+    if opened.no_format:
+        raise BadRequest(f"thinking_budget is not supported: {opened.no_format}")
+    closings = source.closings
+    if not (isinstance(work.prompt, ChatPrompt) and work.prompt.tools):
+        closings = closings[-1:]
+    if formatted:
+        return Thoughts(piece, most=most, closings=closings) if prompt.thinks else None
+    name = (chat_format(source.templates.values()) or {})["thinking"] or ""
+    end = b"".join(map(piece, ids[-MAX_MARK_TOKENS:])).decode("utf-8", "replace")
+    inside = opens_thinking(end)
+    return Thoughts(piece, MARKS[name], inside=inside, most=most, closings=closings)
+
+
+def _unseen(opened: Opened, work: Work, prompt: tuple[int, ...]) -> int:
+    """How many first tokens of a text prompt the tokenizer has added to the text."""
+    added = () if opened.source is None else tuple(opened.source.prefix)
+    given = work.prompt
+    is_text = isinstance(given, TextPrompt) or (
+        isinstance(given, PackedPrompt) and given.key == "prompt"
+    )
+    return len(added) if is_text and prompt[: len(added)] == added else 0
+
+
+def _require_known_thoughts(opened: Opened, work: Work, prompt: Encoded) -> None:
+    """Raises BadRequest where an answer with a format might begin with thoughts, unknown here."""
+    if not isinstance(work.prompt, ChatPrompt):
+        return
+    templates = {} if opened.source is None else opened.source.templates
+    if (chat_format(templates.values()) or {}).get("thinking") == "harmony":
+        raise BadRequest("format is not supported in chats with models that answer in channels")
+    if work.prompt.think and not prompt.thinks:
+        raise BadRequest(
+            "format beside think is supported where the chat template opens the thoughts, which"
+            " that of this model does not: leave `think` out"
+        )
+
+
+def _inputs(opened: Opened, prompt: Encoded) -> Inputs:
+    """The inputs of a prompt, with its images. Raises BadRequest for an id without a row."""
+    ids = unpack_ids(prompt.packed)
+    if not prompt.named:
+        if opened.images is not None:
+            check_ids_of_text(ids, opened.images.places)
+        check_ids(ids, opened.vocab_size, "prompt")
+        return Inputs(tuple(ids), (), {}, ())
+    assert opened.images is not None
+    places = opened.images.places
+    check_ids([one for one in ids if one != places.slot_id], opened.vocab_size, "prompt")
+    return with_images(ids, places, prompt.named, [*map(image_of, prompt.images)])
+
+
+def _restore_at(place: int, keep: int, removed: int) -> int:
+    """A restore point after a cut; 0 if the cut took it."""
+    if not removed or place <= keep:
+        return place
+    return max(0, place - removed) if place > keep + removed else 0
+
+
+def _facts(work: Work) -> Facts:
+    """The facts with which a resumed stream began; none for a new one."""
+    return (None if work.resume is None else work.resume.facts) or Facts()
+
+
+def _check_biases(opened: Opened, options: Options) -> None:
+    bad = next((token for token in options.logit_bias if token >= opened.vocab_size), None)
+    if bad is not None:
+        raise BadRequest(f"logit_bias: token id {bad} is not below {opened.vocab_size}")
+
+
+def _context(opened: Opened, known: Facts, options: Options) -> int:
+    """The context of this stream: a larger one of this worker does not change it."""
+    if 0 < options.num_ctx < context_policy.MIN_CONTEXT:
+        raise BadRequest(
+            f"option num_ctx is {options.num_ctx}, must be at least {context_policy.MIN_CONTEXT},"
+            " a token of the prompt and one of the completion, or 0 for the context of the model"
+        )
+    if options.num_ctx > opened.context:
+        raise BadRequest(
+            f"option num_ctx is {options.num_ctx}, the context of the model is {opened.context}"
+        )
+    if known.context is not None and known.context < context_policy.MIN_CONTEXT:
+        raise BadRequest(
+            f"resume.facts.context is {known.context}, must be at least"
+            f" {context_policy.MIN_CONTEXT}: send the facts that came with the first delta"
+        )
+    if known.context is not None and known.context > opened.context:
+        raise BadRequest(
+            f"resume: the stream began with context {known.context},"
+            f" this worker has {opened.context}"
+        )
+    if known.context is None:
+        return options.num_ctx or opened.context
+    return known.context
+
+
+def _max_tokens(known: Facts, prompt: int, context: int, options: Options) -> int:
+    """The bound of ids over all attempts, which the first worker of the stream decided."""
+    shift = options.shift
+    if options.prompt_only:
+        return 1  # one is drawn, which ends the reading of the prompt, and dropped
+    if known.max_tokens is None:
+        return context_policy.completion_tokens(options.max_tokens, prompt, context, shift=shift)
+    limit = context_policy.completion_limit(prompt, context, shift=shift)
+    if not 1 <= known.max_tokens <= limit:
+        raise BadRequest(
+            f"resume.facts.max_tokens is {known.max_tokens}, must be from 1 to {limit}:"
+            " the ids that this prompt leaves room for"
+        )
+    return known.max_tokens
+
+
+def _compare(known: Facts, found: Facts) -> None:
+    """Raises BadRequest when the stream began with another model or another prompt."""
+    for key, began, here in (
+        ("digest", known.digest, found.digest),
+        ("prompt_tokens", known.prompt_tokens, found.prompt_tokens),
+        ("truncated", known.truncated, found.truncated),
+        ("grammar", known.grammar, found.grammar),
+    ):
+        if began is not None and began != here:
+            raise BadRequest(
+                f"resume: the stream began with {key} {began!r:.80}, this worker has {here!r}"
+            )
