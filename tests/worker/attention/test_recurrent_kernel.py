@@ -130,7 +130,7 @@ def test_chunks_and_single_tokens_of_a_pass_are_one_launch_a_layer(
     assert kernel == [4, 4]
     # The states of rows that decode are in one array, so none is copied for the next pass; what a
     # prompt keeps while it waits is its own state alone.
-    layers = [cast(RowCache, engine._rows[seq])._layers[0] for seq in (*rows, late)]
+    layers = [cast(RowCache, engine.inspect().rows[seq])._layers[0] for seq in (*rows, late)]
     states = [cast(StateLayer, layer) for layer in layers]
     *decoding, (waiting,) = [state.arrays for state in states]
     assert len({id(whole) for (whole,) in decoding}) == 1 and decoding[0][0].shape[0] == 4
@@ -163,10 +163,10 @@ def test_checked_drafts_right_and_wrong_give_the_tokens_without_drafts(
         for seq in rows:
             del seq.ids[12:]
             assert seq.ids == answers[seq][: len(seq.ids)], number
-            layers = cast(RowCache, engine._rows[seq])._layers
+            layers = cast(RowCache, engine.inspect().rows[seq])._layers
             states = [layer for layer in layers if isinstance(layer, StateLayer)]
             written = sum(array.nbytes for layer in states for array in layer.held())
-            shape = engine._layout.store.new_row().shape
+            shape = engine.inspect().layout.store.new_row().shape
             most = 2 * (1 + engine.limits.drafts) * shape.state_bytes
             assert written <= len(rows) * most
         rows = [seq for seq in rows if len(seq.ids) < 12]
@@ -176,7 +176,7 @@ def test_checked_drafts_right_and_wrong_give_the_tokens_without_drafts(
 
 def held_bytes(engine: ModelEngine, rows: Iterable[Sequence]) -> int:
     """Returns the bytes of all arrays with states of these rows, each once."""
-    layers = [layer for seq in rows for layer in cast(RowCache, engine._rows[seq])._layers]
+    layers = [layer for seq in rows for layer in cast(RowCache, engine.inspect().rows[seq])._layers]
     arrays = [one for layer in layers if isinstance(layer, StateLayer) for one in layer.held()]
     return sum(one.nbytes for one in {id(one): one for one in arrays}.values())
 
@@ -195,7 +195,7 @@ def test_a_row_that_sits_out_keeps_its_own_states_alone(
     enter(engine, late)
     assert held_bytes(engine, rows[:1]) == before
     decode(engine, [*rows[1:], late], 3)
-    state = cast(RowCache, engine._rows[rows[0]]).shape.state_bytes
+    state = cast(RowCache, engine.inspect().rows[rows[0]]).shape.state_bytes
     assert before == 3 * (1 + ROLLBACK_STEPS) * state
     assert held_bytes(engine, rows[:1]) == (1 + ROLLBACK_STEPS) * state
     assert held_bytes(engine, [*rows, late]) <= 4 * (1 + ROLLBACK_STEPS) * state
@@ -213,14 +213,14 @@ def test_a_row_that_is_kept_for_the_next_prompt_keeps_its_newest_states_alone(
     for seq in rows:
         enter(engine, seq)
     decode(engine, rows, 3)
-    row = cast(RowCache, engine._rows[rows[0]])
+    row = cast(RowCache, engine.inspect().rows[rows[0]])
     engine.release(rows[0])
     held = [one for layer in row.state_layers() for one in layer.held()]
     assert sum(one.nbytes for one in held) == row.shape.state_bytes
     decode(engine, rows[1:], 2)
     again = sequence((*rows[0].prompt, *rows[0].ids, 5))
     enter(engine, again)
-    assert engine._rows[again] is row and again.cached == len(rows[0].prompt) + 2
+    assert engine.inspect().rows[again] is row and again.cached == len(rows[0].prompt) + 2
     decode(engine, [again], 3)
     assert again.ids == plain_answer(loaded, again)[:3]
 
@@ -243,7 +243,7 @@ def test_a_row_without_drafts_keeps_no_states_behind_those_of_others(
         ]
         for one in step(engine, [*decode_spans(rows[:1]), *checks]):
             one.sequence.ids.append(one.token)
-        state = cast(RowCache, engine._rows[rows[0]]).shape.state_bytes
+        state = cast(RowCache, engine.inspect().rows[rows[0]]).shape.state_bytes
         assert held_bytes(engine, rows) <= most * state, number
     assert all(seq.ids == answers[seq][: len(seq.ids)] for seq in rows)
 

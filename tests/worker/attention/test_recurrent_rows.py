@@ -239,8 +239,8 @@ def test_a_row_stays_within_its_reserved_bytes(loaded: LoadedModel, text: ChatTo
     engine, seq = engine_of(loaded, text), sequence(prompt_of(20))
     enter(engine, seq)
     decode(engine, [seq], 4)
-    shape = engine._layout.store.new_row().shape
-    (row,) = engine._rows.values()
+    shape = engine.inspect().layout.store.new_row().shape
+    (row,) = engine.inspect().rows.values()
     assert row.nbytes <= shape.fixed_bytes + 256 * shape.token_bytes
     assert shape.fixed_bytes == 3 * one_state(loaded)
     engine.release(seq)

@@ -210,7 +210,7 @@ def test_the_text_is_read_once(models: dict[str, LoadedModel], name: str) -> Non
     begun = engine.prefix.hits + engine.prefix.misses
     assert begun == (len(questions) if name == "states" else 1 + 4)
     # What is kept is the text alone, not the questions.
-    assert engine.prefix.nbytes <= engine._block_bytes * (len(TEXT) // 256 + 2)
+    assert engine.prefix.nbytes <= engine.inspect().budget.block * (len(TEXT) // 256 + 2)
     harness.compute.send(prepared(models[name], 2, questions))
     assert not answer_of(harness).content.failed
     assert sum(engine.inputs) == message.shared + 2 * own

@@ -130,10 +130,13 @@ def test_room_is_left_for_the_draft_model(loaded: LoadedModel, draft: LoadedMode
     drafts = DraftModelEngine(draft, demo()[2], rows=4, limit=limit)
     plain = ModelEngine(loaded, demo()[1], limit=limit, prefix_bytes=2**20)
     beside = ModelEngine(loaded, demo()[1], limit=limit, prefix_bytes=2**20, draft=drafts)
-    assert drafts.held_bytes > draft.weight_bytes + 4 * drafts.context * drafts._block_bytes // 256
-    less = plain._budget().free_blocks - beside._budget().free_blocks
-    blocks = drafts.held_bytes / beside._block_bytes
-    assert blocks - 2 <= less <= blocks + 2 + 2**26 / beside._block_bytes
+    assert (
+        drafts.held_bytes
+        > draft.weight_bytes + 4 * drafts.context * drafts.inspect().budget.block // 256
+    )
+    less = plain.inspect().budget.free_blocks - beside.inspect().budget.free_blocks
+    blocks = drafts.held_bytes / beside.inspect().budget.block
+    assert blocks - 2 <= less <= blocks + 2 + 2**26 / beside.inspect().budget.block
     assert plain.memory().draft == 0 < draft.weight_bytes <= beside.memory().draft
 
 
@@ -150,13 +153,13 @@ def test_a_draft_model_is_warmed_up_in_the_room_that_a_small_pool_leaves(
         prefix_bytes=2**20,
         draft=drafts,
     )
-    before, blocks = made._layout.blocks, []
+    before, blocks = made.inspect().layout.blocks, []
     warm_up = drafts.warm_up
 
     def observed(on_progress: Callable[[], None]) -> None:
-        blocks.append(made._layout.blocks)
+        blocks.append(made.inspect().layout.blocks)
         warm_up(on_progress)
 
     monkeypatch.setattr(drafts, "warm_up", observed)
     made.warm_up()
-    assert len(blocks) == 1 and blocks[0] < before and blocks[0] < made._layout.blocks
+    assert len(blocks) == 1 and blocks[0] < before and blocks[0] < made.inspect().layout.blocks

@@ -340,8 +340,8 @@ def test_many_cancels_deadlines_and_prefix_hits_in_little_memory(
         assert end.get("reason") in ("length", "cancelled") or end["code"] == "deadline_exceeded"
     until(lambda: harness.progress.phase == "idle", "it is idle")
     engine = Books.last
-    assert not engine._rows and engine.memory().kv == 0
-    assert engine.memory().prefix <= blocks * engine._block_bytes
+    assert not engine.inspect().rows and engine.memory().kv == 0
+    assert engine.memory().prefix <= blocks * engine.inspect().budget.block
     if prefix != "single":
-        layout = engine._layout
+        layout = engine.inspect().layout
         assert not isinstance(layout, SlabLayout) or layout.slabs.nbytes == 0

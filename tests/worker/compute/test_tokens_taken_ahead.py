@@ -47,7 +47,7 @@ def taken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     """The device has drawn a pass whenever it is asked; counts the tokens taken ahead."""
 
     def drawn(engine: ModelEngine) -> list[SampledToken] | None:
-        flight = engine._flights[0]
+        flight = engine.inspect().flights[0]
         if flight.sampled is None or flight.checks or flight.sampled.logprobs is not None:
             return None
         flight.wait()

@@ -547,9 +547,11 @@ def test_a_folder_of_others_is_refused(loaded: Any, tmp_path: Path) -> None:
 
 def test_the_memory_of_records_on_their_way_is_reserved(loaded: Any, tmp_path: Path) -> None:
     engine = ModelEngine(loaded("full"), limit=2**32)
-    before = engine._budget().free_blocks
+    before = engine.inspect().budget.free_blocks
     engine.open_disk(DiskSettings(tmp_path, "m", 2**26), lambda: None)
-    assert engine._budget().free_blocks <= before - 2 * 2**26 // engine._block_bytes
+    assert (
+        engine.inspect().budget.free_blocks <= before - 2 * 2**26 // engine.inspect().budget.block
+    )
     engine.close()
 
 

@@ -109,7 +109,7 @@ def test_checked_drafts_give_the_tokens_of_single_draws(loaded: LoadedModel, lay
         for seq in rows:
             most = max(most, len(seq.ids) - before[seq])
             assert seq.awaited == 0 and seq.submitted == seq.length - 1
-            assert engine._rows[seq].offset == seq.submitted and not engine.lost(seq)
+            assert engine.inspect().rows[seq].offset == seq.submitted and not engine.lost(seq)
         passes += 1
     assert most == 6 and passes < TOKENS - 6
     assert late.submitted == 80
@@ -163,8 +163,10 @@ def test_the_memory_of_draws_with_drafts_is_counted(tmp_path: Any) -> None:
     plain.warm_up()
     engine.expect_drafts(most)
     engine.warm_up()
-    more = engine._activation_bytes - plain._activation_bytes
-    assert plain.blocks.capacity - engine.blocks.capacity >= more // engine._block_bytes - 1
+    more = engine.inspect().budget.step - plain.inspect().budget.step
+    assert (
+        plain.blocks.capacity - engine.blocks.capacity >= more // engine.inspect().budget.block - 1
+    )
     rows = []
     for number in range(4):
         options = replace(ALL_OPTIONS, temperature=1.0, ignore_eos=True)
@@ -177,7 +179,7 @@ def test_the_memory_of_draws_with_drafts_is_counted(tmp_path: Any) -> None:
     engine.submit([Span.check(seq, (5,) * depth) for seq in rows])
     engine.collect()
     taken = mx.get_peak_memory() - before
-    assert plain._activation_bytes < taken <= engine._activation_bytes
+    assert plain.inspect().budget.step < taken <= engine.inspect().budget.step
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -305,7 +307,7 @@ def test_what_compiles_in_a_pass_is_told_before_it_is_built(
     for seq in rows:
         enter(engine, seq)
     engine.report_compiles(lambda: seen.append("told"))
-    build, compile = engine._layout.step, mx.compile
+    build, compile = engine.inspect().layout.step, mx.compile
 
     def built(*args: Any) -> Any:
         seen.append("built")
@@ -315,7 +317,7 @@ def test_what_compiles_in_a_pass_is_told_before_it_is_built(
         seen.append("compiled")
         return compile(function)
 
-    monkeypatch.setattr(engine._layout, "step", built)
+    monkeypatch.setattr(engine.inspect().layout, "step", built)
     monkeypatch.setattr(mx, "compile", compiled)
 
     def step(spans: list[Span]) -> tuple[bool, list[str]]:
@@ -419,7 +421,7 @@ def test_a_check_whose_pass_failed_has_compiled_nothing(
     """Of one row, whose passes are compiled when they come again, and of several."""
     engine = ModelEngine(loaded, layout="slabs", prefix="off", lookahead=False)
     rows = [sequence(number, 40) for number in range(checking)]
-    layout = engine._layout
+    layout = engine.inspect().layout
     assert isinstance(layout, SlabLayout)
     runner = layout._check_runner if checking == 1 else layout._several_runner
     for seq in rows:
@@ -455,9 +457,9 @@ def test_the_pass_in_flight_waits_for_one_that_compiles(loaded: LoadedModel) -> 
         for one in engine.collect().drawn:
             one.sequence.ids.append(one.token)
     assert not engine.submit(decode_spans(rows))
-    assert [flight.fresh for flight in engine._flights] == [False]
+    assert [flight.fresh for flight in engine.inspect().flights] == [False]
     assert engine.submit([Span(rows[0], rows[0].submitted, 1, 1)])
-    assert [flight.fresh for flight in engine._flights] == [True, True]
+    assert [flight.fresh for flight in engine.inspect().flights] == [True, True]
     while engine.in_flight:
         engine.collect()
     for seq in rows:
@@ -479,7 +481,9 @@ def test_a_check_that_was_planned_and_not_begun_keeps_no_row(
     with monkeypatch.context() as patched, pytest.raises(RuntimeError):
         patched.setattr(engine, "_inputs", fails)
         engine.submit([Span.check(seq, (0, 0)) for seq in rows])
-    assert isinstance(engine._layout, SlabLayout) and engine._layout._planned is None
+    assert (
+        isinstance(engine.inspect().layout, SlabLayout) and engine.inspect().layout._planned is None
+    )
     for seq in rows:
         engine.release(seq)
-    assert engine.memory().kv == 0 and not engine._layout.slabs.nbytes
+    assert engine.memory().kv == 0 and not engine.inspect().layout.slabs.nbytes

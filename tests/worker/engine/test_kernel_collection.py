@@ -94,7 +94,7 @@ def test_each_pass_is_built_once_and_stays_compiled(
     monkeypatch.setattr(kernel_cache, "compile_together", lambda jobs, _: given.append([*jobs]))
     with built_kernels():
         engine = engine_of(tmp_path, sizes, 9)
-        layout = engine._layout
+        layout = engine.inspect().layout
         assert isinstance(layout, PagedLayout) and layout.ragged is not None
         if not ragged:
             layout.ragged = None  # as for models whose attention ragged passes do not have
@@ -105,7 +105,7 @@ def test_each_pass_is_built_once_and_stays_compiled(
         built = model.calls - before
         engine._compile_kernels(engine._kinds_of_passes(), lambda: None)
         assert model.calls == before + built  # passes of all kinds, and none of them anew
-        assert engine.blocks.available == free and not engine._rows
+        assert engine.blocks.available == free and not engine.inspect().rows
         kinds = list(engine._kinds_of_passes())
     if layout.ragged is None:
         assert built == len(layout.runner.passes._passes) > len(kinds)
@@ -120,7 +120,7 @@ def test_decode_passes_are_warmed_once_for_each_width(tmp_path: Path) -> None:
     """And a pass of another number of rows is not taken for one that compiles something."""
     with built_kernels():
         engine = engine_of(tmp_path, SIZES, 100)
-        layout = engine._layout
+        layout = engine.inspect().layout
         assert isinstance(layout, PagedLayout)
         layout.ragged = None  # as for models whose attention ragged passes do not have
         assert layout.sizes == ()

@@ -121,7 +121,7 @@ def test_the_last_chunk_of_a_prompt_draws_its_first_token(
     engine, seq = ModelEngine(loaded, text, lookahead=False), sequence(0, 70, 3)
     steps = ScheduledSteps(engine)
     steps.admit(seq)
-    needed = 2 if engine._layout.store.stateful else 1
+    needed = 2 if engine.inspect().layout.store.stateful else 1
     for number in range(needed):
         assert len(steps.step()) == (number == needed - 1)
     assert (seq.submitted, len(seq.ids)) == (70, 1)

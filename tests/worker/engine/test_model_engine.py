@@ -82,8 +82,8 @@ def mixture(max_tokens: int = 30) -> list[Sequence]:
 
 
 def slabs_of(engine: ModelEngine) -> Slabs:
-    assert isinstance(engine._layout, SlabLayout)
-    return engine._layout.slabs
+    assert isinstance(engine.inspect().layout, SlabLayout)
+    return engine.inspect().layout.slabs
 
 
 def decode(engine: ModelEngine, rows: list[Sequence], steps: int = 1) -> list[SampledToken]:
@@ -289,7 +289,7 @@ def test_memory_counts_all_that_is_allocated_for_rows_and_prefixes(
     enter(engine, first)
     engine.release(first)
     enter(engine, second)  # in a pool it shares blocks with the prefix
-    used, kept = engine.memory(), engine._layout
+    used, kept = engine.memory(), engine.inspect().layout
     assert used.kv_free > 0 and used.prefix > 0
     if isinstance(kept, SlabLayout):
         assert used.kv > 0 and used.kv + used.kv_free == kept.slabs.nbytes
@@ -477,14 +477,16 @@ def test_a_pool_leaves_the_activation_memory_of_a_step(
     engine = ModelEngine(
         loaded, text, layout="pool", max_sequences=2, prefix_bytes=2**30, limit=limit
     )
-    before = engine._layout.blocks
-    outside = mx.get_active_memory() - before * engine._block_bytes
+    before = engine.inspect().layout.blocks
+    outside = mx.get_active_memory() - before * engine.inspect().budget.block
     engine.warm_up()
-    assert isinstance(engine._layout, PagedLayout)
+    assert isinstance(engine.inspect().layout, PagedLayout)
     now = mx.get_active_memory() - outside
-    assert now == pytest.approx(engine._layout.pool.nbytes, rel=0.05)  # the first pool was freed
-    assert engine.blocks.capacity == engine._layout.blocks < before
-    taken = loaded.weight_bytes + engine._layout.pool.nbytes + engine._activation_bytes
+    assert now == pytest.approx(
+        engine.inspect().layout.pool.nbytes, rel=0.05
+    )  # the first pool was freed
+    assert engine.blocks.capacity == engine.inspect().layout.blocks < before
+    taken = loaded.weight_bytes + engine.inspect().layout.pool.nbytes + engine.inspect().budget.step
     assert limit * 0.9 < taken <= limit
     assert engine.memory().prefix == engine.memory().kv == 0
 
@@ -503,14 +505,19 @@ def test_memory_outside_mlx_reduces_the_capacity(
     engine = ModelEngine(loaded, text, limit=2**30, layout=GROWING)
     engine.warm_up()
     blocks = engine.blocks.capacity
-    free = 2**30 * 15 // 16 - loaded.weight_bytes - engine._activation_bytes - engine._layout.spare
+    free = (
+        2**30 * 15 // 16
+        - loaded.weight_bytes
+        - engine.inspect().budget.step
+        - engine.inspect().layout.spare
+    )
     assert (
-        blocks == (free - live - HEAP_GROWTH) // engine._block_bytes
+        blocks == (free - live - HEAP_GROWTH) // engine.inspect().budget.block
     )  # freed memory does not count
     live, freed = live + HEAP_GROWTH, HEAP_GROWTH
     engine.memory()
     assert (engine.blocks.capacity, freed) == (blocks, 0)
-    live += 10 * engine._block_bytes
+    live += 10 * engine.inspect().budget.block
     engine.memory()
     assert engine.blocks.capacity == blocks - 10
     live -= HEAP_GROWTH
@@ -527,9 +534,9 @@ def test_what_is_reserved_for_other_processes_is_part_of_the_limit(
         ids_of(engine, sequence(prompt_of(300, salt)), 3)
     blocks = engine.blocks.capacity
     whole = blocks_for(engine.context)
-    engine.reserve((blocks - whole - 3) * engine._block_bytes)
+    engine.reserve((blocks - whole - 3) * engine.inspect().budget.block)
     assert engine.blocks.capacity == whole + 3 and engine.prefix_blocks() == 4
-    engine.reserve((blocks - whole + 1) * engine._block_bytes)
+    engine.reserve((blocks - whole + 1) * engine.inspect().budget.block)
     assert engine.blocks.capacity == whole, "one sequence may have them"
     assert engine.prefix_blocks() < whole, "prefixes leave them to the processes"
     engine.reserve(2**31)
@@ -581,7 +588,7 @@ def test_a_capacity_that_shrinks_evicts_cached_prefixes(
     for salt in range(3):
         ids_of(engine, sequence(prompt_of(300, salt)), 3)
     assert engine.prefix_blocks() == 4
-    outside = (engine.blocks.capacity - 2) * engine._block_bytes
+    outside = (engine.blocks.capacity - 2) * engine.inspect().budget.block
     engine.memory()
     assert engine.blocks.capacity == 2 and 0 < engine.prefix_blocks() <= 2
 
@@ -597,7 +604,7 @@ def test_a_limit_that_is_too_small_is_refused_with_all_parts(
         for number in re.findall(r" (\d+)(?= bytes;|,| besides| blocks)", str(caught.value))
     )
     assert (limit, len(parts), blocks) == (1000, 5, 0)
-    assert parts[-1] == engine._layout.spare > 0
+    assert parts[-1] == engine.inspect().layout.spare > 0
 
 
 def test_the_prefix_cache_uses_only_what_rows_leave(
@@ -608,7 +615,7 @@ def test_the_prefix_cache_uses_only_what_rows_leave(
     for salt in range(30):
         ids_of(engine, sequence(prompt_of(300, salt)), 3)
         used = slabs.nbytes + engine.memory().prefix
-        assert used <= 18 * engine._block_bytes
+        assert used <= 18 * engine.inspect().budget.block
     assert engine.prefix_blocks() > 0
 
 
@@ -635,7 +642,7 @@ def test_the_prefix_cache_gets_blocks_when_there_are_few(
     first, beside = sequence(prompt_of(300)), sequence(prompt_of(10))
     enter(engine, beside)
     ids_of(engine, first, 3)
-    assert engine.prefix_blocks() == 2 and engine._bytes_left() == 3 * engine._block_bytes
+    assert engine.prefix_blocks() == 2 and engine._bytes_left() == 3 * engine.inspect().budget.block
 
 
 def test_warm_up_leaves_nothing_behind(
@@ -756,7 +763,7 @@ def test_a_pass_without_blocks_waits_for_those_that_it_discards(
         raise error
 
     monkeypatch.setattr(Flight, "wait", lambda flight: waited.append(flight))
-    monkeypatch.setattr(engine._layout, "step", fails)
+    monkeypatch.setattr(engine.inspect().layout, "step", fails)
     with pytest.raises(type(error)):
         engine.submit([Span(seq, seq.submitted, 1, draws=1)])
     assert (len(waited), engine.in_flight, engine.lost(seq)) == (waits, 0, True)
@@ -783,7 +790,7 @@ def test_blocks_that_streams_share_count_once(loaded: LoadedModel, text: ChatTok
     for row in rows:
         enter(engine, row)
         engine.blocks.give(row, 2)
-    held = {block for row in rows for block in cast(PagedRow, engine._rows[row]).table}
+    held = {block for row in rows for block in cast(PagedRow, engine.inspect().rows[row]).table}
     assert len(held) == 16 + 1  # the block behind the shared one is each stream's own
     assert (
         100 - engine.blocks.available == len(held) + 1

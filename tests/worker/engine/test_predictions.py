@@ -223,13 +223,13 @@ def test_memory_of_the_head_is_counted(models: dict[str, LoadedModel], tmp_path:
     with_head, without = models["glm4_moe_lite"], load(inspect(path))
     assert with_head.weight_bytes > without.weight_bytes
     engine, plain = engine_of(with_head, limit=2**34), engine_of(without, limit=2**34)
-    assert engine._head_block_bytes > 0 == plain._head_block_bytes
+    assert engine.inspect().budget.head_block > 0 == plain.inspect().budget.head_block
     assert plain.predictor is None
-    assert engine._budget().free_blocks < plain._budget().free_blocks
+    assert engine.inspect().budget.free_blocks < plain.inspect().budget.free_blocks
     seq = sequence(7, 200)
     enter(engine, seq)
     assert head_of(engine).nbytes > 0
-    assert engine.kv_use()[1] == engine._rows[seq].nbytes + head_of(engine).nbytes
+    assert engine.kv_use()[1] == engine.inspect().rows[seq].nbytes + head_of(engine).nbytes
 
 
 def test_a_head_drafts_beside_8_bit_keys_and_values(models: dict[str, LoadedModel]) -> None:
@@ -246,7 +246,7 @@ def test_a_head_drafts_beside_8_bit_keys_and_values(models: dict[str, LoadedMode
             seq.ids.append(one.token)
     own = head._rows[seq].row
     assert own.arrays() and {array.dtype for array in own.arrays()} == {loaded.dtype}
-    assert mx.int8 in {array.dtype for array in cast(RowCache, engine._rows[seq]).arrays()}
+    assert mx.int8 in {array.dtype for array in cast(RowCache, engine.inspect().rows[seq]).arrays()}
 
 
 def test_recurrent_rows_count_the_states_behind_drafts(models: dict[str, LoadedModel]) -> None:
@@ -257,17 +257,17 @@ def test_recurrent_rows_count_the_states_behind_drafts(models: dict[str, LoadedM
     # Kernels write the states of a pass into one array, and those of the pass before are there.
     count = 2 * (1 + most) if device.on_gpu() else 1 + ROLLBACK_STEPS + most
     kept = shape.fixed_bytes - (1 + ROLLBACK_STEPS) * shape.state_bytes
-    assert engine._row_bytes == kept + count * shape.state_bytes
+    assert engine.inspect().budget.row == kept + count * shape.state_bytes
     seq = sequence(8, 20)
     enter(engine, seq)
     drafts = (1,) * engine.limits.drafts
     for _ in range(4):
         engine.submit([Span.check(seq, drafts)])
-        mx.eval(engine._rows[seq].arrays())
-        layers = cast(RowCache, engine._rows[seq])._layers
+        mx.eval(engine.inspect().rows[seq].arrays())
+        layers = cast(RowCache, engine.inspect().rows[seq])._layers
         states = [layer for layer in layers if isinstance(layer, StateLayer)]
         held = sum(array.nbytes for layer in states for array in layer.held())
-        assert held <= engine._row_bytes
+        assert held <= engine.inspect().budget.row
         for one in engine.collect().drawn:
             seq.ids.append(one.token)
 

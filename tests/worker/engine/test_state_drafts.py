@@ -229,10 +229,10 @@ def test_the_states_of_the_newest_pass_are_counted(loaded: LoadedModel) -> None:
     engine = engine_of(loaded, max_sequences=3, limit=2**32)
     head, width = head_of(engine), loaded.folder.plan.shapes["model.norm.weight"][0]
     state = width * loaded.dtype.size
-    before = engine._spare
-    assert before == engine._layout.spare + 3 * state
+    before = engine.inspect().budget.spare
+    assert before == engine.inspect().layout.spare + 3 * state
     engine.expect_drafts(8)
-    counted = engine._spare - engine._layout.spare
+    counted = engine.inspect().budget.spare - engine.inspect().layout.spare
     assert counted == (3 + 8) * state
     rows = [sequence(number, 5) for number in range(3)]
     for seq in rows:
@@ -280,9 +280,9 @@ def pooled(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[ModelEngi
                 patch.setattr(device, "multiprocessors", lambda: 2)
         loaded = load(inspect(path, predicts=True), dtype=mx.bfloat16)
         engine = engine_of(loaded, "pool", lookahead=True, max_sequences=4, blocks=12)
-        assert engine._layout.sizes, "there are no compiled passes"
+        assert engine.inspect().layout.sizes, "there are no compiled passes"
         if not mx.cuda.is_available():
-            assert bool(engine._layout.follow_lines) == (request.param == "one kernel")
+            assert bool(engine.inspect().layout.follow_lines) == (request.param == "one kernel")
         yield engine
         engine.close()
 

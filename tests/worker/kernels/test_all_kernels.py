@@ -212,20 +212,20 @@ def test_kernels_are_listed_without_a_pass(tmp_path: Path, monkeypatch: pytest.M
         engine.expect_drafts(3)
         free = engine.blocks.available
         engine._compile_kernels(engine._kinds_of_passes(), lambda: None)
-        assert engine.blocks.available == free and not engine._rows
+        assert engine.blocks.available == free and not engine.inspect().rows
         kinds = list(engine._kinds_of_passes())
         for kind in kinds:
             spans = engine._dummy_spans(kind)
             wants = PassSpans.of(spans, rewinds=True)
-            rows = [RowSpan(engine._rows[span.sequence], span.count) for span in spans]
+            rows = [RowSpan(engine.inspect().rows[span.sequence], span.count) for span in spans]
             wants.widen(rows)
-            assert engine._layout.is_new(rows, wants.wanted)
+            assert engine.inspect().layout.is_new(rows, wants.wanted)
             engine._drop_rows([span.sequence for span in spans])
         # Passes with drafts are computed as well, beside a prompt and without.
         checks = {bool(kind.unread): kind for kind in kinds if kind.drafts}
         for kind in (checks[False], checks[True]):
             engine._warm_up(kind, lambda: None)
-            assert engine.blocks.available == free and not engine._rows
+            assert engine.blocks.available == free and not engine.inspect().rows
     names = {name.removeprefix("mlxpool_") for name in listed}
     assert {"ragged_attention", "rotate_and_write", "sampling", "host_write", "rms_norm"} <= names
 
@@ -267,13 +267,16 @@ def test_ragged_passes_check_drafts_give_hidden_states_and_draw_late(
     plain = ModelEngine(exact, layout="rows", prefix="off", lookahead=False)
     (first, right), (second, other) = expected_tokens(plain)
     text = PROMPTS[2][:9]
-    row = RowSpan(plain._layout.store.new_row(), len(text))
+    row = RowSpan(plain.inspect().layout.store.new_row(), len(text))
     states = exact.model.hidden_states(mx.array(text, dtype=mx.int32), RowBatch([row], None))
     loaded = load(folder, dtype=mx.bfloat16)
     with simt.token_grid_machine():
         monkeypatch.setattr(layout_choice, "writes_in_place", lambda shape, on_gpu: True)
         engine = ModelEngine(loaded, layout="pool", lookahead=True, blocks=30, max_sequences=3)
-        assert isinstance(engine._layout, PagedLayout) and engine._layout.ragged is not None
+        assert (
+            isinstance(engine.inspect().layout, PagedLayout)
+            and engine.inspect().layout.ragged is not None
+        )
         one, two = (
             Sequence(b"", 1, each, Options(temperature=0.0), 1, 9) for each in (first, second)
         )
@@ -282,7 +285,7 @@ def test_ragged_passes_check_drafts_give_hidden_states_and_draw_late(
         engine.submit([Span.check(one, (*right[:2], right[2] ^ 1)), *decode_spans([two])])
         engine.submit(decode_spans([two]))  # takes the token in flight
         take(engine)
-        assert (one.ids, one.submitted, engine._rows[one].offset) == (right[:3], 22, 22)
+        assert (one.ids, one.submitted, engine.inspect().rows[one].offset) == (right[:3], 22, 22)
         engine.forward(decode_spans([one]))
         take(engine)
         assert two.ids == other[:2]

@@ -339,10 +339,13 @@ def test_memory_is_measured_at_load(checked: dict[str, Checked]) -> None:
     token = 2 * 2 * 8 * 4 * 2  # layers, heads, size, bytes, keys and values
     assert len(moves) == 2
     assert (engine.memory().kv, engine.memory().prefix) == (0, 0)
-    assert (engine._block_bytes, engine._row_bytes) == (256 * token, 0)
+    assert (engine.inspect().budget.block, engine.inspect().budget.row) == (256 * token, 0)
     states = checked["mamba"].engine()
     states.warm_up()
-    assert (states._block_bytes, states._row_bytes) == (1, 2 * (64 * 8 + 3 * 64) * 4 - 1)
+    assert (states.inspect().budget.block, states.inspect().budget.row) == (
+        1,
+        2 * (64 * 8 + 3 * 64) * 4 - 1,
+    )
     with pytest.raises(ModelLoadFailed, match=r"limit is 1000 bytes.*leaves 0 blocks"):
         checked["phi3"].engine(limit=1000).warm_up()
 

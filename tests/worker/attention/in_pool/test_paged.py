@@ -218,10 +218,10 @@ def test_a_short_chunk_is_one_compiled_pass(
     The last chunk draws the first token; one of 129 inputs has no compiled pass.
     """
     engine, slow = engine_of(loaded, "pool", "off"), engine_of(loaded, "rows", "off")
-    assert isinstance(engine._layout, PagedLayout)
-    engine._layout.compiles_chunks = True
+    assert isinstance(engine.inspect().layout, PagedLayout)
+    engine.inspect().layout.compiles_chunks = True
     if chunk == 1:
-        engine._layout.runner.compile_ahead(2, 40, lambda: None)
+        engine.inspect().layout.runner.compile_ahead(2, 40, lambda: None)
     kinds = []
     compute = PagedRunner._computed
 
@@ -338,8 +338,8 @@ def answer(slow: ModelEngine, seq: Sequence) -> list[int]:
 def test_prompts_read_in_one_pass_decode_beside_others(loaded: LoadedModel) -> None:
     """They may be released before their first token arrives, or fail and be read again."""
     engine, slow = engine_of(loaded, "pool"), engine_of(loaded, "rows", "off")
-    assert isinstance(engine._layout, PagedLayout)
-    engine._layout.compiles_chunks, engine._layout.runner.max_width = True, 64
+    assert isinstance(engine.inspect().layout, PagedLayout)
+    engine.inspect().layout.compiles_chunks, engine.inspect().layout.runner.max_width = True, 64
     prompts = [tuple((5 * n + n * n * salt) % 256 for n in range(20 * salt)) for salt in (1, 2, 3)]
     rows = [greedy(prompts[0][::-1])]
     enter(engine, rows[0])
@@ -363,7 +363,7 @@ def test_prompts_read_in_one_pass_decode_beside_others(loaded: LoadedModel) -> N
         patch.setattr(engine._draws, "draw", _spoilt)
         engine.submit([*decode_spans(rows[:1]), Span(seq, 0, 3, draws=1)])
     assert seq.submitted == 0 and not engine.in_flight
-    lost = rows if engine._layout.shares_arrays else rows[:1]
+    lost = rows if engine.inspect().layout.shares_arrays else rows[:1]
     assert [engine.lost(one) for one in rows] == [one in lost for one in rows]
     for one in (seq, *lost):
         engine.release(one)
@@ -384,7 +384,7 @@ def _spoilt(*args: Any, **others: Any) -> Any:
 def test_chunks_of_several_rows_are_computed_in_one_pass(loaded: LoadedModel) -> None:
     """Includes an unfinished prompt, a finished one, new ones and two with a prefix hit."""
     engine, slow = engine_of(loaded, "pool"), engine_of(loaded, "rows", "off")
-    layout = engine._layout
+    layout = engine.inspect().layout
     assert isinstance(layout, PagedLayout)
     layout.compiles_chunks = True
     first = tuple((3 * n + n * n) % 256 for n in range(330))
@@ -399,7 +399,10 @@ def test_chunks_of_several_rows_are_computed_in_one_pass(loaded: LoadedModel) ->
     spans = [
         Span(seq, seq.submitted, min(200, seq.unread), draws=seq.unread <= 200) for seq in rows
     ]
-    assert layout._batch_size([RowSpan(engine._rows[s.sequence], s.count) for s in spans]) == 6
+    assert (
+        layout._batch_size([RowSpan(engine.inspect().rows[s.sequence], s.count) for s in spans])
+        == 6
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout.runner, "chunk", _spoilt)
         patch.setattr(Layout, "forward", _spoilt)
@@ -417,7 +420,7 @@ def test_a_pass_is_as_wide_as_its_longest_row(tmp_path: Path) -> None:
     """The longest row is not the last; and a pass that fails empties its rows."""
     loaded = load(inspect(write_checkpoint(tmp_path, max_position_embeddings=8192)))
     engine, slow = engine_of(loaded, "pool", "off"), engine_of(loaded, "rows", "off")
-    layout = engine._layout
+    layout = engine.inspect().layout
     assert isinstance(layout, PagedLayout)
     layout.compiles_chunks = True
     layout.runner.max_width = 128
@@ -437,14 +440,14 @@ def test_a_pass_is_as_wide_as_its_longest_row(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="spoilt"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout.runner, "_computed", _spoilt)
         engine.submit(spans)
-    assert [engine._rows[seq].offset for seq in rows] == [0, 0, 0]
+    assert [engine.inspect().rows[seq].offset for seq in rows] == [0, 0, 0]
     assert [engine.lost(seq) for seq in rows] == [False, True, False]
     for seq in rows:
         engine.release(seq)
         seq.preempt()
     spans = last_chunks()
     # No kernel reads float32.
-    size = layout._batch_size([RowSpan(engine._rows[s.sequence], s.count) for s in spans])
+    size = layout._batch_size([RowSpan(engine.inspect().rows[s.sequence], s.count) for s in spans])
     assert size == (0 if layout.runner.gathers else 3)
     engine.submit(spans)
     assert [one.sequence for one in drain(engine)] == rows
@@ -455,7 +458,7 @@ def test_a_pass_is_as_wide_as_its_longest_row(tmp_path: Path) -> None:
 
 def test_the_chunks_of_a_pass_are_bounded(loaded: LoadedModel) -> None:
     engine = engine_of(loaded, "pool", "off", blocks=200)
-    layout = engine._layout
+    layout = engine.inspect().layout
     assert isinstance(layout, PagedLayout)
     paged: PagedLayout = layout
 
@@ -518,12 +521,12 @@ def test_admissions_releases_hits_and_evictions_change_no_token(
     draw = random.Random(5)
     heads = [tuple(draw.randrange(256) for _ in range(700)) for _ in range(4)]
     engine, slow = engine_of(loaded, "pool", blocks=36), engine_of(loaded, "rows", "off")
-    assert isinstance(engine._layout, PagedLayout)
-    pool = engine._layout.store._pool
+    assert isinstance(engine.inspect().layout, PagedLayout)
+    pool = engine.inspect().layout.store._pool
     steps = ScheduledSteps(engine)
     done = drawn = mixed = 0
     longest, last = (300, 20) if kernels and not ON_GPU else (700, 60)
-    pooled = engine._layout.pool
+    pooled = engine.inspect().layout.pool
     assert pooled.in_place == kernels
     assert pooled.reads == (kernels and getattr(pooled.shape.caches[0], "key_dim", 0) == 64)
     most = 10_000 if ON_GPU else 60 if kernels else 150  # the simulator is slow
@@ -534,7 +537,9 @@ def test_admissions_releases_hits_and_evictions_change_no_token(
             pass
         if len(steps.live) < 4 and draw.random() < 0.1:
             # Without kernels each token copies its row, which is slow; so is the simulator.
-            engine._layout.compiles_chunks = ON_GPU or (not kernels and draw.random() < 0.3)
+            engine.inspect().layout.compiles_chunks = ON_GPU or (
+                not kernels and draw.random() < 0.3
+            )
             for _ in range(draw.randrange(1, 5 - len(steps.live))):
                 tail = tuple(draw.randrange(256) for _ in range(draw.randrange(1, 200)))
                 prompt = draw.choice(heads)[: draw.randrange(1, longest)] + tail

@@ -8,11 +8,12 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Many
 from typing import Any, Generic, TypeVar
 
 import mlx.core as mx
+from msgspec import Struct
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker import versions
@@ -49,6 +50,18 @@ HEAP_GROWTH = 64 * 1024 * 1024
 ENCODED_SHARE = 16  # of the memory limit: so much of it may be outputs of encoders
 
 R = TypeVar("R", bound=PrefixRow)
+
+
+class Inspection(Struct, frozen=True):
+    """The parts of an engine, for tests, which read what the interface does not show.
+
+    `layout` is a Layout; None: mlx-lm's code has the rows.
+    """
+
+    layout: Any
+    rows: Mapping[Sequence, Any]
+    flights: tuple[Flight, ...]
+    budget: MemoryBudget
 
 
 class RowEngine(ABC, Generic[R]):
@@ -113,6 +126,11 @@ class RowEngine(ABC, Generic[R]):
         self._kept_buffers = min(  # bytes of freed buffers that MLX may keep
             GPU_BUFFER_CACHE if device.on_gpu() else CPU_BUFFER_CACHE, self._limit // 16
         )
+
+    def inspect(self) -> Inspection:
+        """Returns what the engine has now; nothing changes."""
+        layout = getattr(self, "_layout", None)
+        return Inspection(layout, self._rows, tuple(self._flights), self._budget())
 
     @abstractmethod
     def submit(self, spans: Many[Span]) -> bool:
