@@ -82,8 +82,9 @@ def mixture(max_tokens: int = 30) -> list[Sequence]:
 
 
 def slabs_of(engine: ModelEngine) -> Slabs:
-    assert isinstance(engine.inspect().layout, SlabLayout)
-    return engine.inspect().layout.slabs
+    layout = engine.inspect().layout
+    assert isinstance(layout, SlabLayout)
+    return layout.slabs
 
 
 def decode(engine: ModelEngine, rows: list[Sequence], steps: int = 1) -> list[SampledToken]:

@@ -19,7 +19,7 @@ from mlxpool.worker.sampling.batch import (
 )
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence, SequenceFailed
 from mlxpool.worker.scheduling.spans import Span
-from mlxpool.worker.scheduling.step_cost import Load
+from mlxpool.worker.scheduling.step_cost import Load, StepCost
 from mlxpool.worker.transfers.downloads import Download
 
 
@@ -106,3 +106,18 @@ class Flight(Struct, frozen=True):
         return tuple(
             HiddenStates(span, states[row : row + span.count]) for span, row in self.embedded
         )
+
+
+class PassTimes:
+    """Measures passes that end one after the other, and shows the cost model their times."""
+
+    def __init__(self) -> None:
+        self.cost = StepCost()
+        self.last_end = 0.0  # when the device could begin the next pass, monotonic seconds
+
+    def ended(self, flight: Flight, finished: float) -> None:
+        """A pass has ended at `finished`, monotonic seconds."""
+        began = max(flight.began, self.last_end)
+        self.last_end = finished
+        if not flight.fresh and not flight.checks:  # see speculation/step_times.py
+            self.cost.observe(flight.load or Load.of(flight.spans), finished - began)

@@ -8,12 +8,11 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Many
 from typing import Any, Generic, TypeVar
 
 import mlx.core as mx
-from msgspec import Struct
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker import versions
@@ -23,6 +22,7 @@ from mlxpool.worker.engine.disk_opening import digest_of, open_disk, room_of
 from mlxpool.worker.engine.disk_prefixes import DiskPrefixes
 from mlxpool.worker.engine.engine import MemoryUse, StepResult
 from mlxpool.worker.engine.flight import Flight
+from mlxpool.worker.engine.inspection import Inspection
 from mlxpool.worker.kernels import device
 from mlxpool.worker.media.encoded import EncodedImages
 from mlxpool.worker.media.image import PreparedImage
@@ -50,18 +50,6 @@ HEAP_GROWTH = 64 * 1024 * 1024
 ENCODED_SHARE = 16  # of the memory limit: so much of it may be outputs of encoders
 
 R = TypeVar("R", bound=PrefixRow)
-
-
-class Inspection(Struct, frozen=True):
-    """The parts of an engine, for tests, which read what the interface does not show.
-
-    `layout` is a Layout; None: mlx-lm's code has the rows.
-    """
-
-    layout: Any
-    rows: Mapping[Sequence, Any]
-    flights: tuple[Flight, ...]
-    budget: MemoryBudget
 
 
 class RowEngine(ABC, Generic[R]):

@@ -6,7 +6,8 @@ Only this module imports mlx-lm, when a worker loads such a model.
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from functools import partial
@@ -15,17 +16,29 @@ from time import monotonic
 from typing import Any
 
 import mlx.core as mx
+from msgspec.structs import replace
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.common.options import Options
+from mlxpool.worker import versions
 from mlxpool.worker.attention.row_copies import RowStore
-from mlxpool.worker.engine.engine import StepResult
-from mlxpool.worker.engine.flight import Flight
-from mlxpool.worker.engine.row_engine import RowEngine
+from mlxpool.worker.constraints.mask_table import MaskTable
+from mlxpool.worker.engine.disk_prefixes import DiskPrefixes
+from mlxpool.worker.engine.engine import MemoryUse, StepResult
+from mlxpool.worker.engine.flight import Flight, PassTimes
+from mlxpool.worker.engine.inspection import Inspection
+from mlxpool.worker.engine.memory import EngineMemory
+from mlxpool.worker.engine.rows import Rows
+from mlxpool.worker.engine.settings import EngineSettings
 from mlxpool.worker.kernels import device
 from mlxpool.worker.kernels.compiled_passes import ComputedKinds
-from mlxpool.worker.mlx_lm.rows import MlxLmRow, class_name, flatten
+from mlxpool.worker.media.encoded import EncodedImages
+from mlxpool.worker.media.image import PreparedImage
+from mlxpool.worker.media.spans import ImageKey
+from mlxpool.worker.mlx_lm.rows import MlxLmLayout, MlxLmRow, class_name, flatten
+from mlxpool.worker.prefix.cache import PrefixCache
 from mlxpool.worker.prefix.modes import make_prefix_cache
+from mlxpool.worker.prefix_disk.folder import DiskSettings
 from mlxpool.worker.prompt.text_model import TokenTable
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.sampling import sampler
@@ -37,9 +50,9 @@ from mlxpool.worker.sampling.batch import (
 from mlxpool.worker.sampling.row_masks import RowMasks
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, activation_bytes, blocks_for
 from mlxpool.worker.scheduling.scheduler import StepLimits, pair_budget
-from mlxpool.worker.scheduling.sequence import Sequence
+from mlxpool.worker.scheduling.sequence import SampledToken, Sequence
 from mlxpool.worker.scheduling.spans import Span, require_plain
-from mlxpool.worker.scheduling.step_cost import SLOW_STEP_TARGET
+from mlxpool.worker.scheduling.step_cost import SLOW_STEP_TARGET, StepCost
 from mlxpool.worker.system.load_clock import LOAD
 from mlxpool.worker.weights.inspect import ModelFolder
 from mlxpool.worker.weights.load import OnProgress
@@ -99,74 +112,122 @@ def load(folder: ModelFolder, on_progress: OnProgress = lambda tensors, size: No
     return model
 
 
-class MlxLmEngine(RowEngine[MlxLmRow]):
+class MlxLmEngine:
     """The Engine of a model that mlx-lm's code computes; used by one thread."""
+
+    layout = "mlx-lm's code"
+    no_drafts = "mlx-lm's code computes this model, and checks no drafts"
+    draft = None
+    predictor = None
 
     def __init__(
         self,
         model: Any,
         folder: ModelFolder,
         text: ChatTokenizer | TokenTable | None = None,
-        *,
-        context: int | None = None,
-        prefix: str = "tree",
-        prefix_bytes: int = 0,
-        max_sequences: int = 8,
-        limit: int = 0,
-        blocks: int | None = None,
-        step_target: float = 0.0,
-        batch: int = 0,
-        by_owner: bool = False,
+        **settings: Any,
     ) -> None:
-        """See ModelEngine, which has the same parameters."""
+        """`settings` are those of EngineSettings."""
         from mlx.utils import tree_flatten
         from mlx_lm.models.cache import make_prompt_cache
 
-        super().__init__(
-            folder,
-            text,
-            weights=sum(array.nbytes for _, array in tree_flatten(model.parameters())),
-            context=context,
-            prefix_bytes=prefix_bytes,
-            max_sequences=max_sequences,
-            limit=limit,
-            blocks=blocks,
-            batch=batch,
-            by_owner=by_owner,
-        )
-        self._step_target = step_target
-        self._tell_compiles: Callable[[], None] = lambda: None
-        self._kinds = ComputedKinds()  # sizes of spans and draws
-        self._model = model
+        given = EngineSettings(**settings)
+        weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
         self._new_row = partial(MlxLmRow, partial(make_prompt_cache, model))
         kinds = cache_kinds_of(class_name(cache) for cache in flatten(self._new_row().caches))
-        mode = "off" if kinds is None else prefix
-        self._kept = RowStore(self._new_row, kinds or ())
-        self._prefix = make_prefix_cache(mode, self._kept, self._prefix_bytes, by_owner=by_owner)
+        mode = "off" if kinds is None else given.prefix
+        self._memory: EngineMemory[MlxLmLayout, MlxLmRow] = EngineMemory(folder, weights, given)
+        self._rows = Rows(self._memory)
+        store = RowStore(self._new_row, kinds or ())
+        self._memory.layout = MlxLmLayout(store)
+        self._memory.prefix = make_prefix_cache(
+            mode, store, self._memory.prefix_bytes, by_owner=given.by_owner
+        )
+        self._memory.set_capacity()
+        self._model, self._folder = model, folder
+        self._text = text or ChatTokenizer.from_folder(folder)
+        self._times = PassTimes()
+        self._flights: deque[Flight] = deque()
+        self._kinds = ComputedKinds()  # sizes of spans and draws
+        self._tell_compiles: Callable[[], None] = lambda: None
         self.features = features_of(mode)
-        self.blocks.capacity = self._capacity()
-
-    layout = "mlx-lm's code"
-    no_drafts = "mlx-lm's code computes this model, and checks no drafts"
-    predictor = None
-
-    @property
-    def _store(self) -> Any:
-        return self._kept
-
-    def _kept_rules(self) -> dict[str, Any]:
-        return {"layout": self.layout, "mlx_lm": version("mlx-lm")}
-
-    @property
-    def limits(self) -> StepLimits:
-        """See Engine.limits. A pass computes span by span, so it reads one prompt."""
-        return StepLimits(
-            self.chunk,
-            pair_budget(self.chunk),
+        self.digest = versions.digest_of(folder.digest)
+        self.blocks = self._memory.blocks
+        chunk = min(device.prefill_chunk(given.batch), self.context)
+        self.limits = StepLimits(  # a pass computes span by span, so it reads one prompt
+            chunk,
+            pair_budget(chunk),
             self.context,
-            seconds=self._step_target or SLOW_STEP_TARGET,
+            seconds=given.step_target or SLOW_STEP_TARGET,
             prompts=1,
         )
+
+    @property
+    def context(self) -> int:
+        """See Engine.context."""
+        return self._memory.context
+
+    @property
+    def vocab_size(self) -> int:
+        """See Engine.vocab_size."""
+        return self._folder.plan.vocab_size
+
+    @property
+    def eos(self) -> frozenset[int]:
+        """See Engine.eos."""
+        return self._folder.eos_ids
+
+    @property
+    def cost(self) -> StepCost:
+        """See Engine.cost."""
+        return self._times.cost
+
+    @property
+    def prefix(self) -> PrefixCache[MlxLmRow]:
+        """See Engine.prefix."""
+        return self._memory.prefix
+
+    @property
+    def disk(self) -> DiskPrefixes | None:
+        """See Engine.disk."""
+        return self._memory.disk
+
+    def open_disk(self, settings: DiskSettings, wake: Callable[[], None]) -> None:
+        """See Engine.open_disk."""
+        rules = {"layout": self.layout, "mlx_lm": version("mlx-lm"), "weights": self.digest}
+        self._memory.open_disk(settings, wake, self._folder, rules)
+
+    @property
+    def yields_cores(self) -> bool:
+        """See Engine.yields_cores."""
+        return not device.on_gpu()
+
+    @property
+    def encoded(self) -> EncodedImages[Any]:
+        """See Engine.encoded."""
+        return self._memory.encoded
+
+    @property
+    def in_flight(self) -> int:
+        """See Engine.in_flight."""
+        return len(self._flights)
+
+    def inspect(self) -> Inspection:
+        """See Inspection."""
+        memory = self._memory
+        return Inspection(memory.layout, memory.rows, tuple(self._flights), memory.budget)
+
+    def admit(self, seq: Sequence) -> None:
+        """See Engine.admit."""
+        self._rows.admit(seq)
+
+    def clip(self, seq: Sequence, tokens: int) -> int:
+        """See Engine.clip."""
+        return self._rows.clip(seq, tokens)
+
+    def encode(self, image: PreparedImage, pinned: Collection[ImageKey]) -> None:
+        """See Engine.encode."""
+        raise NotImplementedError("the model reads no images")
 
     def report_compiles(self, tell: Callable[[], None]) -> None:
         """See Engine.report_compiles."""
@@ -180,13 +241,15 @@ class MlxLmEngine(RowEngine[MlxLmRow]):
         if fresh:
             self._tell_compiles()
         with self._discard_on_failure(spans):
-            keep = [span for span in spans if self._at_restore_point(span)]
+            keep = [span for span in spans if self._rows.at_restore_point(span)]
             logits = [self._computed(span) for span in spans]
             drawn = [one for one, span in zip(logits, spans, strict=True) if span.draws]
             rows = [span.sequence for span in spans if span.draws]
             sampled = self._drawn(rows, mx.concatenate(drawn)) if rows else None
-            self._submitted(spans, keep)
-        every = tuple(array for span in spans for array in self._rows[span.sequence].arrays())
+            self._rows.submitted(spans, keep)
+        every = tuple(
+            array for span in spans for array in self._memory.rows[span.sequence].arrays()
+        )
         order = {seq: row for row, seq in enumerate(rows)}
         done = every if sampled is None else (*every, *sampled.arrays())
         self._flights.append(Flight(tuple(spans), order, sampled, done, began, fresh))
@@ -199,7 +262,7 @@ class MlxLmEngine(RowEngine[MlxLmRow]):
             mx.eval(*flight.done)
             self._flights.popleft()
             self._kinds.evaluated()  # no pass is submitted ahead
-            self._collected(flight, monotonic())
+            self._times.ended(flight, monotonic())
             for seq in flight.rows:
                 seq.awaited -= 1
             return flight.result()
@@ -216,9 +279,60 @@ class MlxLmEngine(RowEngine[MlxLmRow]):
         """See Engine.withdraw."""
         raise NotImplementedError("mlx-lm's code draws tokens in the pass itself")
 
+    def mask_memory(self, lines: int) -> MaskTable | None:
+        """See Engine.mask_memory."""
+        return None
+
+    def drawn(self) -> list[SampledToken] | None:
+        """See Engine.drawn."""
+        return None
+
+    def rewind(self, seq: Sequence, count: int) -> bool:
+        """See Engine.rewind."""
+        return False
+
+    def lost(self, seq: Sequence) -> bool:
+        """See Engine.lost."""
+        return self._rows.lost(seq)
+
+    def release(self, seq: Sequence) -> None:
+        """See Engine.release."""
+        self._flights = deque(flight.without(seq) for flight in self._flights)
+        self._rows.release(seq)
+
+    def reserve(self, size: int) -> None:
+        """See Engine.reserve."""
+        self._memory.reserve(size)
+
+    def make_room(self, size: int) -> None:
+        """See Engine.make_room."""
+        self._memory.make_room(size)
+
+    def device_works(self) -> bool:
+        """See Engine.device_works."""
+        return device.device_computes()
+
+    def memory(self) -> MemoryUse:
+        """See Engine.memory."""
+        return self._memory.use()
+
+    def kv_use(self) -> tuple[int, int]:
+        """See Engine.kv_use."""
+        return self._memory.kv_use()
+
+    def piece(self, token: int) -> bytes:
+        """See Engine.piece."""
+        return self._text.piece(token)
+
+    def close(self) -> None:
+        """See Engine.close."""
+        self._flights.clear()
+        self._memory.close()
+
     def _computed(self, span: Span) -> mx.array:
         """Returns logits [1, vocabulary] after the last input of a span."""
-        row = self._require_row(span)
+        row = self._memory.rows[span.sequence]
+        assert row.offset == span.start, f"a row of {row.offset} tokens, a span at {span.start}"
         ids = mx.array([span.sequence.token_range(span.start, span.end)], dtype=mx.int32)
         logits: mx.array = self._model(ids, cache=row.caches)[:, -1, : self.vocab_size]
         row.advance(span.count)
@@ -242,8 +356,8 @@ class MlxLmEngine(RowEngine[MlxLmRow]):
             self._flights.clear()
             self._kinds.failed()
             for span in spans:
-                if span.sequence in self._rows:
-                    self._rows[span.sequence].release()
+                if span.sequence in self._memory.rows:
+                    self._memory.rows[span.sequence].release()
             raise
 
     def expect_drafts(self, most: int) -> None:
@@ -251,16 +365,18 @@ class MlxLmEngine(RowEngine[MlxLmRow]):
 
     def warm_up(self, on_progress: Callable[[], None] = lambda: None) -> None:
         """See Engine.warm_up. Measures the size of mlx-lm's caches, which grow by blocks."""
-        small, large = (
-            self._measure_row(min(n, self.context - 2), on_progress) for n in WARM_UP_CHUNKS
-        )
+        context, chunk = self.context, self.limits.lines
+        small, large = (self._measure_row(min(n, context - 2), on_progress) for n in WARM_UP_CHUNKS)
         grown, more = large[1] - small[1], blocks_for(large[0]) - blocks_for(small[0])
-        self._block_bytes = max(1, grown // more if more else small[1])
-        self._row_bytes = max(0, small[1] - self._block_bytes)
+        block = max(1, grown // more if more else small[1])
+        row, step = max(0, small[1] - block), 0
         if small[0] < large[0]:
             chunks = (small[0], small[2]), (large[0], large[2])
-            self._activation_bytes = activation_bytes(*chunks, self.chunk, pair_budget(self.chunk))
-        self._finish_warm_up()
+            step = activation_bytes(*chunks, chunk, pair_budget(chunk))
+        memory = self._memory
+        memory.layout.fixed = row
+        memory.budget = replace(memory.budget, block=block, row=row, step=step)
+        memory.finish_warm_up()
 
     def _measure_row(self, size: int, on_progress: Callable[[], None]) -> tuple[int, int, int]:
         """Computes a chunk of `size` tokens and a decode step.
@@ -268,15 +384,17 @@ class MlxLmEngine(RowEngine[MlxLmRow]):
         Returns the tokens of the chunk, the bytes of the row and the peak bytes of the chunk.
         """
         seq = Sequence(b"", 0, (0,) * (max(size, 1) + 1), Options(), 0, 1)
-        row = self._rows[seq] = self._new_row()
+        row = self._memory.rows[seq] = self._new_row()
         mx.clear_cache()
         mx.reset_peak_memory()
         before = mx.get_active_memory()
-        self.step([Span(seq, 0, size, draws=0)])
+        self.submit([Span(seq, 0, size, draws=0)])
+        self.collect()
         peak, taken = mx.get_peak_memory() - before, row.nbytes
-        self.step([Span(seq, seq.submitted, 1, draws=1)])
+        self.submit([Span(seq, seq.submitted, 1, draws=1)])
+        self.collect()
         on_progress()
-        del self._rows[seq]
+        del self._memory.rows[seq]
         return size, taken, peak
 
 

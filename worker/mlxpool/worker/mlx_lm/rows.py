@@ -11,6 +11,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlxpool.worker.attention.row_copies import RowStore
+
 Arrays = tuple[mx.array, ...]
 
 
@@ -91,6 +93,30 @@ class MlxLmRow:
     def release(self) -> None:
         """Empties the row; its arrays are freed with their last reference."""
         self.caches, self.offset, self.logits = self._make(), 0, None
+
+
+class MlxLmLayout:
+    """The RowLayout of such rows: each has arrays of its own."""
+
+    holds_prefixes = False
+    blocks = 0
+    free_blocks = None
+
+    def __init__(self, store: RowStore[MlxLmRow]) -> None:
+        self.store = store
+        self.fixed = 0  # bytes of a row besides its tokens
+
+    def blocks_of(self, row: MlxLmRow) -> int:
+        """See RowLayout."""
+        return 0
+
+    def left(self, rows: Iterable[MlxLmRow], whole: int) -> int:
+        """See RowLayout."""
+        return whole - sum(max(0, row.nbytes - self.fixed) for row in rows)
+
+    def kv_bytes(self, rows: Iterable[MlxLmRow]) -> tuple[int, int]:
+        """See RowLayout."""
+        return sum(row.nbytes for row in rows), 0
 
 
 def _leaves(value: Any) -> Iterable[Any]:

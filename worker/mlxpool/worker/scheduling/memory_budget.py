@@ -9,23 +9,23 @@ from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, block_capacity,
 MIN_BLOCKS = 2  # one for a prompt and one for its completion
 
 
-class MemoryBudget(Struct, frozen=True):
-    """The bytes of each purpose; `rows` is a number of sequences."""
+class MemoryBudget(Struct, frozen=True, kw_only=True):
+    """The bytes of each purpose, 0 until they are measured; `rows` is a number of sequences."""
 
     limit: int  # of the process
     weights: int
-    step: int  # the peak of the activations of a step
+    step: int = 0  # the peak of the activations of a step
     buffers: int  # that MLX has freed and keeps
     process: int  # of the process outside MLX
-    draft_model: int  # its weights, its rows, and a step of its own
+    draft_model: int = 0  # its weights, its rows, and a step of its own
     rows: int  # sequences that have rows at most
-    row: int  # of a row besides its tokens
-    spare: int  # of blocks that may be unused, and of states for a head that drafts
-    disk: int  # that wait to be read from or written to the disk
-    images: int  # outputs of image encoders
-    reserved: int  # of other processes of the worker
+    row: int = 0  # of a row besides its tokens
+    spare: int = 0  # of blocks that may be unused, and of states for a head that drafts
+    disk: int = 0  # that wait to be read from or written to the disk
+    images: int = 0  # outputs of image encoders
+    reserved: int = 0  # of other processes of the worker
     block: int  # of a block of tokens
-    head_block: int  # of as many tokens of a head that drafts
+    head_block: int = 0  # of as many tokens of a head that drafts
 
     @property
     def free_blocks(self) -> int:

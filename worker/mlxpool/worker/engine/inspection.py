@@ -1,0 +1,24 @@
+"""What tests read of an engine, which its interface does not show."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec import Struct
+
+from mlxpool.worker.engine.flight import Flight
+from mlxpool.worker.scheduling.memory_budget import MemoryBudget
+from mlxpool.worker.scheduling.sequence import Sequence
+
+
+class Inspection(Struct, frozen=True):
+    """The parts of an engine as they are: nobody changes them.
+
+    `layout` is a Layout, or what mlx-lm's rows have in its place.
+    """
+
+    layout: Any
+    rows: Mapping[Sequence, Any]
+    flights: tuple[Flight, ...]
+    budget: MemoryBudget

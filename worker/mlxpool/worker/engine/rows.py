@@ -1,0 +1,100 @@
+"""Gives sequences their rows, keeps prefixes of these, and frees them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from typing import Any, Generic, TypeVar
+
+from mlxpool.worker.engine.memory import EngineMemory
+from mlxpool.worker.media.spans import readable_end
+from mlxpool.worker.prefix.store import PrefixRow
+from mlxpool.worker.scheduling.sequence import Sequence
+from mlxpool.worker.scheduling.spans import Span
+
+R = TypeVar("R", bound=PrefixRow)
+
+
+class Rows(Generic[R]):
+    """The part of an engine between its passes and the prefix cache.
+
+    `draws_alone`: the last input of a prompt is a span of its own, because rows cannot go back.
+    """
+
+    def __init__(self, memory: EngineMemory[Any, R], *, draws_alone: bool = False) -> None:
+        self._memory = memory
+        self._draws_alone = draws_alone
+
+    def admit(self, seq: Sequence) -> None:
+        """See Engine.admit."""
+        memory = self._memory
+        restore_at = len(seq.lasting) if seq.discarded else seq.restore_at
+        memory.rows[seq], seq.submitted = memory.prefix.begin(
+            seq.tokens, restore_at, seq.media, seq.cacheable, seq.owner
+        )
+        if memory.disk is not None:
+            memory.disk.leave(seq)
+        if not seq.preempted:
+            most = seq.prompt_inputs if seq.discarded else seq.length
+            seq.cached = min(seq.submitted, most)
+
+    def clip(self, seq: Sequence, tokens: int) -> int:
+        """See Engine.clip. The last input is a span of its own where the prompt is reported."""
+        prefix = self._memory.prefix
+        stop = prefix.next_restore_point(self._memory.rows[seq])
+        end = seq.submitted + tokens
+        if stop is not None and seq.submitted < stop < end:
+            end = stop
+        shared = len(seq.prompt) - 1  # where others with the same prompt begin
+        if seq.shared and prefix.whole and seq.submitted < shared < end:
+            end = shared
+        if seq.media:
+            end = readable_end(seq.media, seq.submitted, end, self._memory.encoded)
+            if end == seq.submitted:
+                return 0
+        if (self._draws_alone or seq.reports) and end == seq.length:
+            end -= 1
+        return max(1, end - seq.submitted)
+
+    def lost(self, seq: Sequence) -> bool:
+        """See Engine.lost."""
+        row = self._memory.rows.get(seq)
+        return row is not None and row.offset < seq.submitted
+
+    def at_restore_point(self, span: Span) -> bool:
+        """Returns whether a chunk that was not submitted yet ends at a restore point."""
+        seq, memory = span.sequence, self._memory
+        if memory.prefix.next_restore_point(memory.rows[seq]) != span.end:
+            return False
+        return span.end <= len(seq.lasting)
+
+    def submitted(self, spans: Many[Span], keep: Many[Span]) -> None:
+        """Counts the inputs of a pass that was started; `keep` end at restore points."""
+        shared = []  # whose prompts others wait for, or will have
+        for span in spans:
+            seq, start = span.sequence, span.start
+            end = seq.submitted = start + span.count
+            seq.awaited += span.draws
+            if seq.shared and start < len(seq.prompt) - 1 <= end:
+                shared.append(seq)
+        for span in keep:
+            self._keep(span.sequence)
+        for seq in shared:
+            if self._memory.blocks.find(1):  # for the copy of the block that it goes on writing
+                self._keep(seq, restore_point=True)
+
+    def _keep(self, seq: Sequence, *, restore_point: bool = False) -> None:
+        """Has the prefix cache keep what the row of a sequence has; see PrefixCache.keep."""
+        memory = self._memory
+        memory.bound_prefix()
+        memory.prefix.keep(memory.rows[seq], seq.tokens, restore_point=restore_point)
+
+    def release(self, seq: Sequence) -> None:
+        """See Engine.release."""
+        memory = self._memory
+        memory.blocks.free(seq)
+        if memory.disk is not None:
+            memory.disk.leave(seq)
+        row = memory.rows.pop(seq, None)
+        if row is not None:
+            memory.bound_prefix()
+            memory.prefix.close(row, seq.lasting)
