@@ -16,8 +16,6 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.common.config.schema import Counting  # noqa: E402
 from mlxpool.common.options import Options  # noqa: E402
-from mlxpool.worker.attention.in_slabs.check_runner import COMPILED_AFTER  # noqa: E402
-from mlxpool.worker.attention.in_slabs.slab_layout import SlabLayout  # noqa: E402
 from mlxpool.worker.engine import prompt_logprobs  # noqa: E402
 from mlxpool.worker.engine.counting_engine import CountingEngine  # noqa: E402
 from mlxpool.worker.engine.flight import Flight  # noqa: E402
@@ -277,7 +275,7 @@ def test_engines_that_check_no_drafts_say_so(tmp_path: Any) -> None:
 
 
 def test_the_time_of_a_pass_that_is_compiled_says_nothing_of_others(loaded: LoadedModel) -> None:
-    """A row on a CPU that reaches another 64 tokens has another pass, with drafts and without."""
+    """A row on a CPU that reaches another 64 tokens has another pass."""
     engine = ModelEngine(loaded, layout="slabs", prefix="off", lookahead=False)
     rows = [sequence(0, 62), sequence(1, 62)]
     for seq in rows:
@@ -291,8 +289,6 @@ def test_the_time_of_a_pass_that_is_compiled_says_nothing_of_others(loaded: Load
 
     fresh(decode_spans(rows))
     assert [fresh(decode_spans(rows)) for _ in range(4)] == [False, False, True, False]
-    checks = [fresh([Span.check(seq, (0, 0)) for seq in rows]) for _ in range(2)]
-    assert checks == [True, False]
     for seq in rows:
         engine.release(seq)
 
@@ -300,7 +296,7 @@ def test_the_time_of_a_pass_that_is_compiled_says_nothing_of_others(loaded: Load
 def test_what_compiles_in_a_pass_is_told_before_it_is_built(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a kind of pass that is new, of new constants of a known one, and of checks of drafts."""
+    """Of a kind of pass that is new, and of new constants of a known one."""
     engine = ModelEngine(loaded, layout="slabs", prefix="off", lookahead=False)
     rows = [sequence(0, 62), sequence(1, 62)]
     seen: list[str] = []
@@ -331,7 +327,6 @@ def test_what_compiles_in_a_pass_is_told_before_it_is_built(
     new, known = (True, ["told", "built", "compiled"]), (False, ["built"])
     longer = (True, ["built", "told", "compiled"])  # another 64 tokens
     assert [step(decode_spans(rows)) for _ in range(5)] == [new, known, known, longer, known]
-    assert [step([Span.check(seq, (0, 0)) for seq in rows]) for _ in range(2)] == [new, known]
     for seq in rows:
         engine.release(seq)
 
@@ -414,38 +409,6 @@ def test_a_pass_that_failed_has_compiled_nothing(
         engine.release(seq)
 
 
-@pytest.mark.parametrize("checking", [1, 2])
-def test_a_check_whose_pass_failed_has_compiled_nothing(
-    loaded: LoadedModel, checking: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of one row, whose passes are compiled when they come again, and of several."""
-    engine = ModelEngine(loaded, layout="slabs", prefix="off", lookahead=False)
-    rows = [sequence(number, 40) for number in range(checking)]
-    layout = engine.inspect().layout
-    assert isinstance(layout, SlabLayout)
-    runner = layout._check_runner if checking == 1 else layout._several_runner
-    for seq in rows:
-        enter(engine, seq)
-
-    def fails(*_: Any) -> Any:
-        raise RuntimeError("no memory is left")
-
-    for _ in range(COMPILED_AFTER + 1):
-        engine.submit([Span.check(seq, (0, 0)) for seq in rows])
-        if runner.passes._passes:
-            break
-        engine.collect()
-        for seq in rows:
-            engine.rewind(seq, 39)
-    assert len(runner.passes._passes) == 1
-    monkeypatch.setattr(Flight, "wait", fails)
-    with pytest.raises(RuntimeError):
-        engine.collect()
-    assert not runner.passes._passes
-    for seq in rows:
-        engine.release(seq)
-
-
 def test_the_pass_in_flight_waits_for_one_that_compiles(loaded: LoadedModel) -> None:
     """So the time of neither says anything of others."""
     engine = ModelEngine(loaded, layout="slabs", prefix="off", lookahead=True)
@@ -464,26 +427,3 @@ def test_the_pass_in_flight_waits_for_one_that_compiles(loaded: LoadedModel) -> 
         engine.collect()
     for seq in rows:
         engine.release(seq)
-
-
-def test_a_check_that_was_planned_and_not_begun_keeps_no_row(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It fails after the engine has asked whether it will be compiled."""
-    engine = ModelEngine(loaded, layout="slabs", prefix="off", lookahead=False)
-    rows = [sequence(number, 20) for number in range(2)]
-    for seq in rows:
-        enter(engine, seq)
-
-    def fails(*_: Any) -> None:
-        raise RuntimeError("no memory is left")
-
-    with monkeypatch.context() as patched, pytest.raises(RuntimeError):
-        patched.setattr(engine, "_inputs", fails)
-        engine.submit([Span.check(seq, (0, 0)) for seq in rows])
-    assert (
-        isinstance(engine.inspect().layout, SlabLayout) and engine.inspect().layout._planned is None
-    )
-    for seq in rows:
-        engine.release(seq)
-    assert engine.memory().kv == 0 and not engine.inspect().layout.slabs.nbytes

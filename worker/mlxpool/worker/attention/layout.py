@@ -73,7 +73,6 @@ class Layout:
         # Bytes of what integers become while a pass reads them; none where kernels read integers.
         self.read_bytes = shape.dequantised_bytes(shape.capacity)
         self._deterministic = deterministic
-        self._most_drafts = 0  # that the rows of a pass check together
         self._kinds = ComputedKinds()
         # All that know what is compiled; subclasses add theirs.
         self._compiling: list[ComputedKinds | CompiledPasses[Any, Any]] = [self._kinds]
@@ -119,7 +118,6 @@ class Layout:
 
     def expect_drafts(self, most: int) -> None:
         """Says that the rows of a pass check `most` drafts together at most; 0: none."""
-        self._most_drafts = most
 
     def whole_passes(self) -> AbstractContextManager[None]:
         """Passes inside are begun by their evaluation alone: all their memory is used together.

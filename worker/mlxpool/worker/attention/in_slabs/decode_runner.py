@@ -6,20 +6,68 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
-from mlxpool.worker.attention.in_slabs.compiled_batch import CompiledRunner
 from mlxpool.worker.attention.in_slabs.decode_reader import (
     DecodeReader,
     DecodeStep,
     PartConstants,
 )
 from mlxpool.worker.attention.in_slabs.slabs import SlabRow
+from mlxpool.worker.attention.rotary import RotaryEmbedding, RotateThenAttend
 from mlxpool.worker.attention.row_shape import Arrays, RowShape
 from mlxpool.worker.attention.row_spans import PassOutput
 from mlxpool.worker.kernels.compiled_passes import MAX_PASSES, CompiledPasses
+from mlxpool.worker.kernels.score_params import ScoreParams
+from mlxpool.worker.layers.layer_types import LatentProjections, Rope, Scan, SpanScan
 from mlxpool.worker.layers.model_plan import Model
 
+NOT_PLAIN = (
+    "slabs are for layers that keep keys and values of all tokens, see RowShape.all_full_attention"
+)
 
-class SlabDecodeRunner(CompiledRunner):
+
+class DecodeBatch(RotateThenAttend):
+    """A ForwardBatch of lines that all give logits; its arrays belong to one compiled pass."""
+
+    logits = True
+
+    def __init__(self, positions: mx.array, reader: DecodeReader) -> None:
+        self._rotation, self._reader = RotaryEmbedding(positions), reader
+
+    def logit_rows(self, x: mx.array) -> mx.array:
+        """See ForwardBatch.logit_rows."""
+        return x
+
+    def lines_after(self, layer: int, x: mx.array) -> mx.array:
+        """See ForwardBatch.lines_after."""
+        return x
+
+    def rope(self, x: mx.array, rope: Rope) -> mx.array:
+        """See ForwardBatch.rope."""
+        return self._rotation(x, rope)
+
+    def attend(
+        self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: ScoreParams
+    ) -> mx.array:
+        """See ForwardBatch.attend."""
+        self._reader.write(layer, k, v)
+        return self._reader.read(layer, q, scores)
+
+    def attend_latent(
+        self, layer: int, q: mx.array, latent: mx.array, scale: float, heads: LatentProjections
+    ) -> mx.array:
+        """See ForwardBatch.attend_latent."""
+        raise NotImplementedError(NOT_PLAIN)
+
+    def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
+        """See ForwardBatch.recur."""
+        raise NotImplementedError(NOT_PLAIN)
+
+    def recur_spans(self, layer: int, lines: mx.array, scan: SpanScan) -> mx.array:
+        """See ForwardBatch.recur_spans."""
+        raise NotImplementedError(NOT_PLAIN)
+
+
+class SlabDecodeRunner:
     """Runs compiled decode steps of a model over rows in slabs."""
 
     def __init__(
@@ -31,8 +79,10 @@ class SlabDecodeRunner(CompiledRunner):
         states: bool = False,
         max_passes: int = MAX_PASSES,
     ) -> None:
-        """`notice` is called before a pass is compiled. `states`: see CompiledRunner."""
-        super().__init__(model, shape, states=states)
+        """`notice` is called before a pass is compiled. `states`: passes also give the states that
+        their logits are of.
+        """
+        self._model, self._shape, self._states = model, shape, states
         self.passes = CompiledPasses(self._one_pass, notice, max_passes=max_passes)
 
     def __call__(self, rows: Sequence[SlabRow], ids: mx.array) -> PassOutput:
@@ -45,10 +95,11 @@ class SlabDecodeRunner(CompiledRunner):
         given, written = self.passes(
             step.kind, ids, positions, step.simple, step.constants, step.arrays, layers
         )
-        self._keep(step.slabs, written)
+        for slab, arrays in zip(step.slabs, written, strict=True):
+            slab.layers = [tuple(one) for one in arrays]
         for row in rows:
             row.advance(1)
-        return self._output(given)
+        return PassOutput(given[0], drawn=given[1] if self._states else None)
 
     def _one_pass(
         self,
@@ -59,5 +110,12 @@ class SlabDecodeRunner(CompiledRunner):
         arrays: list[list[mx.array]],
         slabs: list[list[Arrays]],
     ) -> tuple[list[mx.array], list[list[Arrays]]]:
+        """Returns the logits [R, vocabulary] and, with `states`, the states [R, d] that they are
+        of; behind them the arrays of the slabs, written.
+        """
         reader = DecodeReader(self._shape, ids.shape[0], simple, constants, arrays, slabs)
-        return self._computed(ids, positions, reader), slabs
+        batch = DecodeBatch(positions, reader)
+        if not self._states:
+            return [self._model(ids, batch)], slabs
+        found = self._model.hidden_states(ids, batch)
+        return [self._model.logits_of(found), found], slabs

@@ -1,7 +1,7 @@
-"""Passes over rows in slabs, in any mixture of single tokens, checks of drafts and chunks.
+"""Passes over rows in slabs, in any mixture of single tokens and longer spans.
 
-They are not compiled, as each has other lengths; those over single tokens alone, and over one row
-that checks drafts, are: see decode_runner.py and check_runner.py.
+They are not compiled, as each has other lengths; those over single tokens alone are, see
+decode_runner.py.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from typing import cast
 import mlx.core as mx
 
 from mlxpool.worker.attention.dot_product import causal_attention, heads_first
-from mlxpool.worker.attention.in_slabs.check_reader import CheckReader
 from mlxpool.worker.attention.in_slabs.decode_reader import DecodeReader
 from mlxpool.worker.attention.in_slabs.slabs import SlabRow
 from mlxpool.worker.attention.row_batch import Queries, RowAttention, RowBatch, line_selector
 from mlxpool.worker.attention.row_shape import Arrays
-from mlxpool.worker.attention.row_spans import RowSpan, is_check, leading_singles
+from mlxpool.worker.attention.row_spans import RowSpan, leading_singles
 from mlxpool.worker.kernels.score_params import ScoreParams
 
 
@@ -25,7 +24,7 @@ class SlabRowBatch(RowBatch):
     """A RowBatch of rows in slabs: all tokens of a layer are written before any attends.
 
     MLX copies a slab that is written while somebody is still to read it. Leading spans of one
-    token attend together, and so do those that check drafts, unless another attention is asked for.
+    token attend together, unless another attention is asked for.
     """
 
     def __init__(
@@ -41,29 +40,19 @@ class SlabRowBatch(RowBatch):
         self._rows = [cast(SlabRow, span.row) for span in spans]
         for row, span in zip(self._rows, spans, strict=True):
             row.reserve(row.offset + span.count)
-        plain = attention is causal_attention
-        self._together = leading_singles(spans) if plain else 0
+        self._together = leading_singles(spans) if attention is causal_attention else 0
         self._reader = DecodeReader.of(self._rows[: self._together]) if self._together else None
-        checks = [one for one in self._queries if plain and is_check(spans[one.span])]
-        self._check_lines = [line for one in checks for line in range(one.first, one.end)]
-        self._checks: CheckReader | None = None
-        self._select_checks = None
-        if checks:
-            rows = [self._rows[one.span] for one in checks]
-            self._checks = CheckReader(rows, [one.end - one.first for one in checks])
-            self._select_checks = line_selector(self._check_lines, self._queries[-1].end)
-        joined = {*range(self._together), *(one.span for one in checks)}
-        self._apart = [one for one in self._queries if one.span not in joined]
+        self._apart = [one for one in self._queries if one.span >= self._together]
         # Lines are made in another order than the pass has them.
         self._order = self._order_of(self._apart, range(self._queries[-1].end))
-        self._last_apart = [one for one in self._wanted if one.span not in joined]
+        self._last_apart = [one for one in self._wanted if one.span >= self._together]
         self._last_order = self._order_of(self._last_apart, self._lines)
 
     def _order_of(
         self, apart: Sequence[Queries], lines: Sequence[int]
     ) -> Callable[[mx.array], mx.array]:
         """Returns what selects `lines` of those that `attend` makes, with these spans apart."""
-        made = [*range(self._together), *self._check_lines]
+        made = [*range(self._together)]
         made += [line for one in apart for line in range(one.first, one.end)]
         places = {line: place for place, line in enumerate(made)}
         return line_selector([places[line] for line in lines], len(made))
@@ -72,15 +61,10 @@ class SlabRowBatch(RowBatch):
         self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: ScoreParams
     ) -> mx.array:
         """See ForwardBatch.attend."""
-        if self._reader is None and self._checks is None:
+        if self._reader is None:
             return super().attend(layer, q, k, v, scores)
         seen = self._write(layer, (k, v))
-        parts = []
-        if self._reader is not None:
-            parts.append(self._reader.read(layer, q[: self._together], scores))
-        if self._checks is not None and self._select_checks is not None:
-            before = parts[-1] if parts else None
-            parts.append(self._checks.read(layer, self._select_checks(q), scores, before))
+        parts = [self._reader.read(layer, q[: self._together], scores)]
         last = layer == self._last_layer
         for one in self._last_apart if last else self._apart:
             asked = q[one.first : one.end]
@@ -93,9 +77,6 @@ class SlabRowBatch(RowBatch):
         if self._reader is not None:
             keys, values = (x[: self._together] for x in new)
             self._reader.write(layer, keys, values)
-        if self._checks is not None and self._select_checks is not None:
-            keys, values = map(self._select_checks, new)
-            self._checks.write(layer, keys, values)
         for one in self._apart:
             row = self._rows[one.span]
             row.place(layer, *(heads_first(x[one.first : one.end]) for x in new))
