@@ -139,7 +139,16 @@ def compare(
             assert got.shape == want.shape
             assert np.abs(got - want).max() <= tolerance * np.abs(want).max()
         assert [row.offset for row in rows] == [row.offset for row in one_by_one.rows]
-        if layout.gives_drawn and drawing and found.hidden is None:
+        if layout._keeps_states:
+            assert found.states is not None and found.states.shape[0] == len(ids)
+            ends = np.cumsum([span.count for span in spans])
+            lines = [n for at in drawing for n in range(ends[at] - spans[at].lines, ends[at])]
+            if lines:
+                of_lines = found.states[mx.array(lines)]
+                got = np.array(layout._model.logits_of(of_lines).astype(mx.float32))
+                want = np.array(found.logits.astype(mx.float32))
+                assert np.abs(got - want).max() <= 1e-2 * np.abs(want).max()
+        if layout._keeps_drawn and drawing and found.hidden is None:
             assert found.drawn is not None, "the states that the logits are of"
             lines = found.logits.shape[0]
             got = np.array(layout._model.logits_of(found.drawn)[:lines].astype(mx.float32))
@@ -172,13 +181,14 @@ MIXED: list[list[Given]] = [
 ]
 
 
-@pytest.fixture(params=[False, True], ids=["", "keeps_drawn"])
+@pytest.fixture(params=["", "keeps_drawn", "keeps_states"])
 def ragged(
     request: pytest.FixtureRequest, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[Any, LoadedModel]]:
     """A pool with ragged passes of our kernels, simulated without a GPU, and its model.
 
-    Once they also give the states that their logits are of, which a model's own head reads.
+    Twice they also give states, which a model's own head reads: those that the logits are of, or
+    all. With all of them MLX copies the numbers of a pass.
     """
     sizes: dict[str, Any] = {
         "hidden_size": 256,
@@ -200,8 +210,8 @@ def ragged(
             load(folder, dtype=mx.bfloat16),
             rows=8,
             on_gpu=True,
-            uploads=Uploads(),
-            keeps_drawn=request.param,
+            uploads=None if request.param == "keeps_states" else Uploads(),
+            **({request.param: True} if request.param else {}),
         )
         assert isinstance(layout, PagedLayout) and layout.ragged is not None
         yield layout, exact
@@ -224,7 +234,8 @@ def test_ragged_passes_give_what_reading_one_by_one_gives(
         begin(parts)
 
     monkeypatch.setattr(ragged_runner, "begin", noted)
-    compare(layout, OneByOne(exact, 5), MIXED, 5e-2, begin=layout._upload.begin)
+    begins = getattr(layout._upload, "begin", lambda: None)
+    compare(layout, OneByOne(exact, 5), MIXED, 5e-2, begin=begins)
     kinds = {(shape.wanted > 8, shape.drawn) for shape in layout.ragged._passes}
     assert {(False, None), (True, None), (False, 8), (True, 8), (True, 0)} <= kinds
     assert begun.count(1) >= 4 and set(begun) <= {0, 1}

@@ -12,9 +12,7 @@ from support.worker_checkpoints import GLM, write_checkpoint
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.worker.attention.in_pool.kernel_trials import kernels_read  # noqa: E402
 from mlxpool.worker.attention.in_pool.paged_layout import PagedLayout  # noqa: E402
-from mlxpool.worker.attention.in_pool.paged_runner import padded_width  # noqa: E402
 from mlxpool.worker.attention.row_shape import RowShape  # noqa: E402
 from mlxpool.worker.engine import trial_kernels  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
@@ -73,31 +71,26 @@ def engine_of(tmp_path: Path, sizes: dict[str, Any], rows: int) -> ModelEngine:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "ragged", "attention"),
+    ("sizes", "attention"),
     [
-        (SIZES, True, "ragged_attention"),
-        (LATENT, True, "ragged_latents"),
-        (SIZES, False, "paged_attention"),
-        (LATENT, False, "latent_attention"),
+        (SIZES, "ragged_attention"),
+        (LATENT, "ragged_latents"),
     ],
-    ids=["ragged", "ragged latents", "no fixed sizes", "latents, no fixed sizes"],
+    ids=["keys and values", "latents"],
 )
 def test_each_pass_is_built_once_and_stays_compiled(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     sizes: dict[str, Any],
-    ragged: bool,
     attention: str,
 ) -> None:
-    """Also where passes have no fixed sizes; all their kernels are listed."""
+    """All their kernels are listed."""
     given: list[list[KernelJob]] = []
     monkeypatch.setattr(kernel_cache, "compile_together", lambda jobs, _: given.append([*jobs]))
     with built_kernels():
         engine = engine_of(tmp_path, sizes, 9)
         layout = engine.inspect().layout
         assert isinstance(layout, PagedLayout) and layout.ragged is not None
-        if not ragged:
-            layout.ragged = None  # as for models whose attention ragged passes do not have
         model: Any = engine._model
         free = engine.blocks.available
         before = model.calls
@@ -107,32 +100,10 @@ def test_each_pass_is_built_once_and_stays_compiled(
         assert model.calls == before + built  # passes of all kinds, and none of them anew
         assert engine.blocks.available == free and not engine.inspect().rows
         kinds = list(engine._kinds_of_passes())
-    if layout.ragged is None:
-        assert built == len(layout.runner.passes._passes) > len(kinds)
-    else:
-        assert built == len(layout.ragged._passes) == len(kinds)
+    assert built == len(layout.ragged._passes) == len(kinds)
     names = {job.text.name.removeprefix("mlxpool_") for job in given[-2]}
     assert {attention, "sampling"} <= names
     assert given[-1] and {*given[-1]} <= {*given[-2]}
-
-
-def test_decode_passes_are_warmed_once_for_each_width(tmp_path: Path) -> None:
-    """And a pass of another number of rows is not taken for one that compiles something."""
-    with built_kernels():
-        engine = engine_of(tmp_path, SIZES, 100)
-        layout = engine.inspect().layout
-        assert isinstance(layout, PagedLayout)
-        layout.ragged = None  # as for models whose attention ragged passes do not have
-        assert layout.sizes == ()
-        assert engine._decode_sizes(100) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 100]
-        assert {padded_width(rows) for rows in engine._decode_sizes(100)} == {
-            padded_width(rows) for rows in range(1, 101)
-        }
-        new = []
-        for rows in (6, 5, 6, 7):
-            spans: list[Any] = [Span() for _ in range(rows)]
-            new.append(layout.is_new(spans, range(rows)))
-        assert new == [True, False, False, True]
 
 
 @pytest.mark.parametrize("sizes", [SIZES, LATENT], ids=["ragged", "latent"])
@@ -155,15 +126,9 @@ def test_kernels_of_trials_are_compiled_together_before_they_are_tried(
         assert called == []
         monkeypatch.setattr(sampling, "kernel_works", works)
         assert sampling.supports(288, mx.bfloat16) and tried == ["drawing tokens"]
-        cached = [matmul_small._kernel_works, matmul_tiled._kernel_works, kernels_read]
-        assert [one.cache_info().currsize for one in cached] == [0, 0, 0]
+        cached = [matmul_small._kernel_works, matmul_tiled._kernel_works]
+        assert [one.cache_info().currsize for one in cached] == [0, 0]
     names = {job.text.name.removeprefix("mlxpool_") for job in given[0]}
-    attention = {"latent_attention"} if sizes is LATENT else {"ragged_attention", "paged_attention"}
+    attention = {"ragged_latents"} if sizes is LATENT else {"ragged_attention"}
     assert attention | {"sampling", "matmul_small", "matmul_tiled", "host_write"} <= names
     assert {"rms_norm", "rope_tables", "take_rows", "column_sums"} <= names
-
-
-class Span:
-    """A row that decodes."""
-
-    count = 1

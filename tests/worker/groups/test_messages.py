@@ -14,7 +14,6 @@ from mlxpool.worker.groups.links import GroupLinks, Meeting
 from mlxpool.worker.groups.messages import (
     Again,
     Begin,
-    CompileAhead,
     CopyBlock,
     Ended,
     Head,
@@ -50,7 +49,6 @@ MESSAGES: list[Message] = [
     AGAIN,
     Ended(),
     Head(12, 4096),
-    CompileAhead(4, 256),
     Settle(2**28),
 ]
 

@@ -52,7 +52,7 @@ LATENT: dict[str, Any] = {
     "n_routed_experts": 4,
     "first_k_dense_replace": 1,
 }
-COMMON = {"paged_attention", "block_copy", "sampling", "rms_norm", "block_write", "host_write"}
+COMMON = {"block_copy", "sampling", "rms_norm", "host_write"}
 COMMON |= {"rope_tables", "take_rows", "take_numbers", "column_sums"}
 RAGGED = COMMON | {"ragged_attention", "rotate_and_write", "table_update", "known_tokens"}
 MODELS: dict[str, tuple[dict[str, Any], bool, set[str]]] = {
@@ -81,14 +81,13 @@ MODELS: dict[str, tuple[dict[str, Any], bool, set[str]]] = {
     "llama, int8 keys and values": (
         SIZES,
         False,
-        (RAGGED - {"rotate_and_write", "paged_attention", "block_write"})
-        | {"rotate_and_quantise", "matmul_small", "matmul_tiled"},
+        (RAGGED - {"rotate_and_write"}) | {"rotate_and_quantise", "matmul_small", "matmul_tiled"},
     ),
     "glm": (
         LATENT,
         False,
-        (RAGGED - {"paged_attention", "ragged_attention", "rotate_and_write", "block_write"})
-        | {"latent_attention", "latent_lines", "ragged_latents", "head_product"}
+        (RAGGED - {"ragged_attention", "rotate_and_write"})
+        | {"latent_lines", "ragged_latents", "head_product"}
         | {"matmul_small", "matmul_tiled"}
         | {"expert_routing", "expert_product", "expert_sum", "expert_token"}
         | {"latent_token", "latent_token_out"},
@@ -189,7 +188,7 @@ def test_kernels_do_not_change_the_tokens_of_an_engine(
         monkeypatch.setattr(layout_choice, "writes_in_place", lambda shape, on_gpu: True)
         engine = ModelEngine(loaded, layout="pool", lookahead=False, blocks=30, kv=kv)
         assert engine.layout == f"pool, own kernels{suffix}"
-        ours = drawn(engine, called, fused="latent_attention" not in expected)
+        ours = drawn(engine, called, fused="ragged_latents" not in expected)
     assert called == (set() if ON_GPU else expected)  # a GPU does not report it
     assert_near(ours, plain)
 

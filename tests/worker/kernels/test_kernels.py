@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,35 +15,30 @@ from msgspec.structs import replace
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.common.options import Options  # noqa: E402
-from mlxpool.worker.attention.rotary import RotaryEmbedding  # noqa: E402
 from mlxpool.worker.constraints.mask_table import ANY, only  # noqa: E402
 from mlxpool.worker.kernels import (  # noqa: E402
     block_write,
     dequantise,
-    float32_attention,
     kernel_builder,
     kernel_cache,
-    latent_attention,
     matmul_4bit,
     matmul_4bit_tiles,
     matmul_small,
     matmul_tiled,
-    paged_attention,
+    ragged_attention,
     row_columns,
     row_ops,
     sampling,
     tiles_4bit,
 )
 from mlxpool.worker.kernels.matmul_small import FusedOps  # noqa: E402
-from mlxpool.worker.kernels.score_params import ScoreParams  # noqa: E402
-from mlxpool.worker.layers.layer_types import PendingNorm, Rope  # noqa: E402
+from mlxpool.worker.layers.layer_types import PendingNorm  # noqa: E402
 from mlxpool.worker.layers.linear import Linear, QuantisedLinear, RMSNorm  # noqa: E402
 from mlxpool.worker.layers.quantisation import QuantLayout  # noqa: E402
 from mlxpool.worker.layers.quantised_weight import QuantisedWeight  # noqa: E402
 from mlxpool.worker.layers.tiled_weight import TiledWeight  # noqa: E402
 from mlxpool.worker.sampling import sampler  # noqa: E402
 from mlxpool.worker.sampling.batch import SamplingBatch, TokenMasks  # noqa: E402
-from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS  # noqa: E402
 
 ON_GPU = mx.cuda.is_available()
 LENGTHS = (1, 2, 15, 16, 17, 31, 255, 256, 257, 511, 512, 513, 1500)
@@ -72,28 +66,12 @@ def test_constants_are_declared_in_cuda() -> None:
 def test_the_text_of_a_kernel_includes_its_file() -> None:
     names, file = kernel_builder.source_text("rms_norm", ["x", "y"]).splitlines()
     assert (names.strip(), Path(file.split('"')[1]).name) == ("//", "rms_norm.cu")
-    assert kernel_builder.source_text("paged_attention", ["q", "table"]).startswith(
-        "// q_strides table_shape\n"
+    assert kernel_builder.source_text("block_write", ["pool", "slots"]).startswith(
+        "// slots_shape\n"
     )
     for every in kernel_cache.CUDA_FOLDER.glob("*.cu*"):
         text = every.read_text()
         assert text.strip() and text.count("{") == text.count("}")
-
-
-def test_rows_are_divided_into_parts() -> None:
-    assert paged_attention.parts_for(1, 64) == 1
-    assert paged_attention.parts_for(8, 2000) == 8
-    assert paged_attention.parts_for(512, 100_000) == 1
-    assert paged_attention.parts_for(8, 10**6) == 64
-    assert [
-        paged_attention.warps_of(8, 512),
-        paged_attention.warps_of(512, 512),
-        paged_attention.warps_of(8, 4096),
-    ] == [
-        8,
-        4,
-        2,
-    ]
 
 
 def test_weights_are_divided_among_warps_tiles_and_splits() -> None:
@@ -117,11 +95,10 @@ def test_weights_are_divided_among_warps_tiles_and_splits() -> None:
 
 
 def test_shapes_and_dtypes_that_kernels_support() -> None:
-    assert paged_attention.supports(32, 8, 128, 128, mx.bfloat16)
-    assert not paged_attention.supports(32, 8, 128, 128, mx.float32)
-    assert not paged_attention.supports(34, 2, 128, 128, mx.bfloat16)
-    assert not paged_attention.supports(32, 8, 72, 72, mx.bfloat16)
-    assert float32_attention.supports(32, 8, 128, 128, mx.float32)
+    assert ragged_attention.supports(32, 8, 128, 128, mx.bfloat16)
+    assert not ragged_attention.supports(32, 8, 128, 128, mx.float32)
+    assert not ragged_attention.supports(34, 2, 128, 128, mx.bfloat16)
+    assert not ragged_attention.supports(32, 8, 72, 72, mx.bfloat16)
     assert row_ops.supports_norm(64, mx.bfloat16) == sampling.supports(1000, mx.float32) == ON_GPU
     assert not row_ops.supports_norm(100, mx.bfloat16)
     assert matmul_small.supports(8, 2048, 4096, mx.bfloat16) == ON_GPU
@@ -149,269 +126,8 @@ def test_a_kernel_that_fails_is_logged_and_not_used(caplog: pytest.LogCaptureFix
     ]
 
 
-class Rows:
-    """Rows in a pool whose unused memory is NaN."""
-
-    def __init__(self, pairs: int, size: int, dtype: Any, lengths: Sequence[int] = LENGTHS) -> None:
-        count = len(lengths)
-        blocks = count * WIDTH
-        shape = (blocks, pairs, KV_BLOCK_TOKENS, size)
-        self.pools = [mx.full(shape, float("nan"), dtype=dtype) for _ in "kv"]
-        self.table = mx.random.permutation(blocks).reshape(count, WIDTH).astype(mx.int32)
-        self.fresh = [mx.random.normal((count, pairs, size)).astype(dtype) for _ in "kv"]
-        self.positions = mx.array(lengths, dtype=mx.int32) - 1
-        mx.eval(self.pools, self.table, self.fresh)
-        self.old: list[list[Any]] = []
-        for row, length in enumerate(lengths):
-            old = [mx.random.normal((length - 1, pairs, size)).astype(dtype) for _ in "kv"]
-            if length > 1:
-                places = mx.arange(length - 1)
-                slots = (
-                    self.table[row][places // KV_BLOCK_TOKENS] * KV_BLOCK_TOKENS
-                    + places % KV_BLOCK_TOKENS
-                )
-                for pool, one in zip(self.pools, old, strict=True):
-                    mx.eval(block_write.write_tokens(pool, one, slots.astype(mx.int32)))
-            self.old.append(old)
-
-    def places(self, longest: int) -> paged_attention.AttentionMetadata:
-        arrived = mx.zeros((paged_attention.FULL_GPU_BLOCKS,), dtype=mx.int32)
-        return paged_attention.AttentionMetadata(self.positions, self.table, arrived, longest)
-
-    def written(self, row: int) -> list[Any]:
-        """Returns the new key and value in the pool."""
-        at = LENGTHS[row] - 1
-        block = self.table[row, at // KV_BLOCK_TOKENS]
-        return [_numbers(pool[block, :, at % KV_BLOCK_TOKENS]) for pool in self.pools]
-
-
 def _numbers(array: Any) -> Any:
     return np.array(array.astype(mx.float32)).astype(np.float64)
-
-
-def _turned(x: Any, position: int, rope: Rope | None) -> Any:
-    """Returns x [heads, size] in float64, rotated like mx.fast.rope."""
-    if rope is None:
-        return x
-    half = rope.dims // 2
-    if rope.freqs is None:
-        turns = rope.base ** (-np.arange(half) / half)
-    else:
-        turns = 1 / np.array(rope.freqs)
-    angle = position * turns * rope.scale
-    cos, sin = np.cos(angle) * rope.gain, np.sin(angle) * rope.gain
-    out = x.copy()
-    if rope.traditional:
-        first, second = slice(0, rope.dims, 2), slice(1, rope.dims, 2)
-    else:
-        first, second = slice(0, half), slice(half, rope.dims)
-    out[:, first] = x[:, first] * cos - x[:, second] * sin
-    out[:, second] = x[:, second] * cos + x[:, first] * sin
-    return out
-
-
-def _expected(q: Any, keys: Any, values: Any, scores: ScoreParams, window: int) -> Any:
-    """Returns attention [H, D] in float64 of q [H, D], keys and values [L, KV, D]."""
-    start = max(0, keys.shape[0] - window) if window else 0
-    keys, values = keys[start:], values[start:]
-    group = q.shape[0] // keys.shape[1]
-    out = np.zeros((q.shape[0], values.shape[2]))
-    for head in range(q.shape[0]):
-        found = keys[:, head // group] @ q[head] * scores.scale
-        sink = -np.inf if scores.sinks is None else float(_numbers(scores.sinks)[head])
-        top = max(found.max(), sink)
-        weights = np.exp(found - top)
-        out[head] = weights @ values[:, head // group] / (weights.sum() + np.exp(sink - top))
-    return out
-
-
-ROPES: dict[str, Callable[[int], Rope | None]] = {
-    "none": lambda size: None,
-    "whole": lambda size: Rope(size, 10_000.0),
-    "half, by frequencies": lambda size: Rope(
-        size // 2, 1.0, freqs=tuple(1.5**i for i in range(size // 4)), gain=1.25
-    ),
-    "traditional": lambda size: Rope(size, 500_000.0, scale=0.5, traditional=True),
-}
-CASES = [
-    *((size, 4, "bfloat16", "whole") for size in (16, 48, 64, 80, 96, 112, 128, 160, 192, 256)),
-    *((128, group, "bfloat16", "none") for group in (1, 2, 7, 8, 9, 16)),
-    *((64, 4, "float16", rope) for rope in ROPES),
-    (256, 16, "float16", "traditional"),
-]
-SEEN = ((0, False), (100, True))
-FEW = [
-    (48, 4, "bfloat16", "whole", 0, False),
-    (64, 4, "float16", "half, by frequencies", 100, True),
-    (128, 9, "bfloat16", "none", 0, False),
-]
-
-
-@runs
-@pytest.mark.parametrize(
-    ("size", "group", "dtype", "rope", "window", "sinks"),
-    cases(FEW, [(*case, *seen) for case in CASES for seen in SEEN]),
-)
-def test_the_attention_kernel_equals_float64(
-    size: int, group: int, dtype: str, rope: str, window: int, sinks: bool
-) -> None:
-    """Compares with float64, for lengths around all boundaries, with NaN in unused memory."""
-    kind, pairs, turn = getattr(mx, dtype), 2, ROPES[rope](size)
-    mx.random.seed(size + group)
-    rows = Rows(pairs, size, kind)
-    every = mx.random.normal((len(LENGTHS), pairs * (group + 2), size)).astype(kind)
-    mx.eval(every)
-    rows.fresh = [every[:, pairs * group : -pairs], every[:, -pairs:]]  # views, as a model has them
-    scores = ScoreParams(size**-0.5, mx.random.normal((pairs * group,)) if sinks else None)
-    for longest in (paged_attention.MIN_PART_TOKENS, 1500):
-        places = rows.places(longest)
-        out = paged_attention.attend(
-            every[:, : pairs * group],
-            rows.fresh[0],
-            rows.fresh[1],
-            (rows.pools[0], rows.pools[1]),
-            places,
-            scores,
-            RotaryEmbedding(rows.positions).turns(turn) if turn else None,
-            window,
-        )
-        mx.eval(out)
-        assert not mx.any(places.arrived).item()  # reset for the next layer
-        for row, length in enumerate(LENGTHS):
-            key = _turned(_numbers(rows.fresh[0][row]), length - 1, turn)
-            value = _numbers(rows.fresh[1][row])
-            written = rows.written(row)
-            assert np.abs(written[0] - key).max() < 0.03
-            assert np.array_equal(written[1], value)
-            keys = np.concatenate([_numbers(rows.old[row][0]), written[0][None]])
-            values = np.concatenate([_numbers(rows.old[row][1]), value[None]])
-            q = _turned(_numbers(every[row, : pairs * group]), length - 1, turn)
-            worst = np.abs(_numbers(out[row]) - _expected(q, keys, values, scores, window)).max()
-            assert worst < 0.03, (length, longest)
-
-
-CHUNKS = [
-    (64, 4, 16, "bfloat16", 0, False),
-    (64, 3, 16, "float16", 100, True),
-    (128, 8, 30, "bfloat16", 0, True),
-    (128, 1, 48, "bfloat16", 300, False),
-    (256, 2, 48, "float16", 0, False),
-    (80, 7, 128, "bfloat16", 0, False),
-]
-
-
-@runs
-@pytest.mark.parametrize(
-    ("size", "group", "count", "dtype", "window", "sinks"), cases(CHUNKS[:3], CHUNKS)
-)
-def test_tokens_of_one_row_share_a_matrix_in_the_attention_kernel(
-    size: int, group: int, count: int, dtype: str, window: int, sinks: bool
-) -> None:
-    """After many and few tokens, with padding at the end."""
-    kind, pairs, turn = getattr(mx, dtype), 2, Rope(size, 10_000.0)
-    tokens = paged_attention.tokens_per_matrix(group, count)
-    assert tokens == math.gcd({4: 4, 3: 4, 8: 2, 1: 16, 2: 8, 7: 2}[group], count)
-    scores = ScoreParams(size**-0.5, mx.random.normal((pairs * group,)) if sinks else None)
-    mx.random.seed(size + group)
-    for before, nobody in ((0, 0), (1240, 5)):
-        real = count - nobody
-        rows = Rows(pairs, size, kind, lengths=(before + real,))
-        q = mx.random.normal((count, pairs * group, size)).astype(kind)
-        slots = mx.concatenate([mx.arange(before, before + real), mx.full((nobody,), 7)])
-        table = mx.concatenate(
-            [mx.repeat(rows.table, real, axis=0), mx.zeros((nobody, WIDTH), dtype=mx.int32)]
-        )
-        positions = mx.concatenate([slots[:real], mx.zeros((nobody,))]).astype(mx.int32)
-        for pool, old in zip(rows.pools, rows.fresh, strict=True):
-            at = before + real - 1  # the last of the row's tokens is there, too
-            slot = rows.table[0, at // KV_BLOCK_TOKENS] * KV_BLOCK_TOKENS + at % KV_BLOCK_TOKENS
-            mx.eval(block_write.write_tokens(pool, old, slot[None].astype(mx.int32)))
-        keys, values = (
-            np.concatenate([_numbers(old), _numbers(new[0])[None]])
-            for old, new in zip(rows.old[0], rows.fresh, strict=True)
-        )
-        places = paged_attention.AttentionMetadata(
-            positions, table, mx.zeros((paged_attention.FULL_GPU_BLOCKS,), dtype=mx.int32), 1300
-        )
-        out = paged_attention.attend(
-            q, q[:, :pairs], q[:, :pairs], (rows.pools[0], rows.pools[1]), places, scores,
-            RotaryEmbedding(positions).turns(turn), window, tokens,
-        )  # fmt: skip
-        for line in range(real):
-            asked = _turned(_numbers(q[line]), before + line, turn)
-            seen = before + line + 1
-            expected = _expected(asked, keys[:seen], values[:seen], scores, window)
-            assert np.abs(_numbers(out[line]) - expected).max() < 0.03, (before, line)
-
-
-@runs
-@pytest.mark.parametrize(
-    ("size", "group", "parts", "window"),
-    cases(
-        [(64, 4, 8, 0), (64, 2, 1, 100)],
-        itertools.product(float32_attention.HEAD_SIZES, (1, 4, 7), (1, 8), (0, 100)),
-    ),
-)
-def test_the_float32_attention_kernel_equals_float64(
-    size: int, group: int, parts: int, window: int
-) -> None:
-    mx.random.seed(size + group)
-    rows = Rows(2, size, mx.float32)
-    q = mx.random.normal((len(LENGTHS), 2 * group, size))
-    out = float32_attention.attend(
-        q,
-        (rows.fresh[0], rows.fresh[1]),
-        (rows.pools[0], rows.pools[1]),
-        rows.table,
-        rows.positions,
-        size**-0.5,
-        parts,
-        window,
-    )
-    for row in range(len(LENGTHS)):
-        keys, values = (
-            np.concatenate([_numbers(old), _numbers(new[row])[None]])
-            for old, new in zip(rows.old[row], rows.fresh, strict=True)
-        )
-        expected = _expected(_numbers(q[row]), keys, values, ScoreParams(size**-0.5), window)
-        assert np.abs(_numbers(out[row]) - expected).max() < 2e-4
-
-
-LINES = [
-    (192, 128, 3, "float16"),
-    (576, 512, 20, "bfloat16"),
-    (320, 256, 40, "bfloat16"),
-    (576, 512, 16, "bfloat16"),
-    (576, 512, 128, "float16"),
-    (128, 128, 33, "bfloat16"),
-]
-
-
-@runs
-@pytest.mark.parametrize(("size", "rank", "heads", "dtype"), cases(LINES[:2], LINES))
-def test_the_latent_attention_kernel_equals_float64(
-    size: int, rank: int, heads: int, dtype: str
-) -> None:
-    """Compares with float64; the value is the first numbers of the key."""
-    kind = getattr(mx, dtype)
-    mx.random.seed(size + heads)
-    rows = Rows(1, size, kind)
-    q = mx.random.normal((len(LENGTHS), heads, size)).astype(kind)
-    scores = ScoreParams(size**-0.5)
-    assert latent_attention.supports(size, rank, kind)
-    for longest in (paged_attention.MIN_PART_TOKENS, 1500):
-        places = rows.places(longest)
-        found = latent_attention.attend(
-            q, rows.fresh[0][:, 0], rows.pools[0], places, scores.scale, rank
-        )
-        mx.eval(found)
-        assert not mx.any(places.arrived).item()
-        for row in range(len(LENGTHS)):
-            assert np.array_equal(rows.written(row)[0], _numbers(rows.fresh[0][row]))
-            lines = np.concatenate([_numbers(rows.old[row][0]), _numbers(rows.fresh[0][row])[None]])
-            expected = _expected(_numbers(q[row]), lines, lines[..., :rank], scores, 0)
-            worst = np.abs(_numbers(found[row]) - expected).max()
-            assert worst < 0.03, (LENGTHS[row], longest)
 
 
 @runs

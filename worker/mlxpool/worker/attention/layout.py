@@ -6,7 +6,7 @@ memory have the layouts of in_slabs/ and in_pool/; layout_choice.py says which o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import accumulate
@@ -104,18 +104,6 @@ class Layout:
         """The numbers of lines for which passes are compiled; none: passes of any number."""
         return ()
 
-    def decode_width(self, rows: int) -> int:
-        """Returns how many lines a pass has in which so many rows decode, with those of padding.
-
-        Passes of the same width compile nothing anew.
-        """
-        return rows
-
-    @property
-    def gives_drawn(self) -> bool:
-        """Whether passes give the states that their logits are of, see PassOutput."""
-        return self._keeps_drawn
-
     def expect_drafts(self, most: int) -> None:
         """Says that the rows of a pass check `most` drafts together at most; 0: none."""
 
@@ -132,7 +120,7 @@ class Layout:
         The pass follows. Where it, or one in flight, fails, `invalidate` is called.
         """
         lines = sum(span.count for span in spans)
-        decoding = self.decode_width(lines) if len(spans) == lines else 0
+        decoding = lines if len(spans) == lines else 0
         return self._kinds.is_new((1 << (lines - 1).bit_length(), decoding))
 
     def evaluated(self) -> None:
@@ -209,9 +197,6 @@ class Layout:
         """Returns the arrays whose evaluation completes all writes of a pass over `rows`."""
         every = (array for row in rows for array in row.arrays())
         return list({id(array): array for array in every}.values())  # rows share those of states
-
-    def compile_ahead(self, rows: int, context: int, on_progress: Callable[[], None]) -> None:
-        """Computes passes for `rows` rows of `context` tokens that have no place in `sizes`."""
 
     def invalidate(self) -> None:
         """Discards the arrays that a failed pass may have damaged.

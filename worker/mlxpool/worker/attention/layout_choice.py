@@ -5,8 +5,9 @@ from __future__ import annotations
 import mlx.core as mx
 from msgspec.structs import replace
 
-from mlxpool.worker.attention.in_pool.kernel_trials import kernels_read, kernels_write
+from mlxpool.worker.attention.in_pool.kernel_trials import kernels_write
 from mlxpool.worker.attention.in_pool.paged_layout import PagedLayout
+from mlxpool.worker.attention.in_pool.ragged_batch import attention_of
 from mlxpool.worker.attention.in_slabs.slab_layout import SlabLayout
 from mlxpool.worker.attention.layout import Layout
 from mlxpool.worker.attention.row_shape import RowShape
@@ -15,20 +16,21 @@ from mlxpool.worker.transfers.uploads import Uploads
 
 
 def choose_layout(
-    name: str | None, shape: RowShape, *, deterministic: bool, on_gpu: bool
+    name: str | None, shape: RowShape, model: Model, *, deterministic: bool, on_gpu: bool
 ) -> tuple[str, RowShape]:
     """Returns the name of the layout and its row shape.
 
     `name` None: a pool on a CUDA GPU and slabs on a CPU, for models that support them, else rows.
-    A model with windows gets a pool only where our kernels read it: MLX's operations would read
-    whole rows.
+    A pool is for models whose attention our kernels compute: see kernels/ragged_attention.py and
+    kernels/ragged_latents.py. MLX's operations would copy whole rows out of it.
     """
     if name is None:
         name = "rows"
         if shape.all_full_attention and not on_gpu:
             name = "slabs"
         elif not deterministic and writes_in_place(shape, on_gpu):
-            name = "pool" if not shape.has_windows or kernels_read(shape) else "rows"
+            found = attention_of(model, shape.dtype, quantised=shape.quantised)
+            name = "pool" if found.supported else "rows"
     return name, replace(shape, keeps_all=name == "pool")
 
 

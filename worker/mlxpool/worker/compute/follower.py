@@ -14,16 +14,15 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from mlxpool.worker.attention.in_pool.kv_pool import KVPool, PagedRow, PagedStore
+from mlxpool.worker.attention.in_pool.paged_layout import PagedLayout
 from mlxpool.worker.attention.layout_choice import writes_in_place
 from mlxpool.worker.attention.row_shape import RowShape
 from mlxpool.worker.attention.row_spans import RowSpan
 from mlxpool.worker.compute.progress import Progress
 from mlxpool.worker.engine.model_engine import CLEAR_INTERVAL
 from mlxpool.worker.groups.collectives import Collectives
-from mlxpool.worker.groups.group_layout import GroupLayout
 from mlxpool.worker.groups.messages import (
     Again,
-    CompileAhead,
     CopyBlock,
     Ended,
     Head,
@@ -53,7 +52,7 @@ class GivenStore(PagedStore):
         return []
 
 
-class FollowerLayout(GroupLayout):
+class FollowerLayout(PagedLayout):
     """A layout of such rows."""
 
     def _make_store(self) -> PagedStore:
@@ -120,9 +119,6 @@ class Follower:
                 mx.async_eval(  # type: ignore[no-untyped-call]
                     self._loaded.model.logits_of(self._collectives.from_first(states))
                 )
-            case CompileAhead(rows, context):
-                layout = self._required_pool().layout
-                layout.compile_ahead(rows, context, self._progress.moved)
             case Settle(cache):
                 self._collectives.check()
                 mx.set_cache_limit(cache)
@@ -150,6 +146,7 @@ class Follower:
             deterministic=False,
             in_place=writes_in_place(shape, device.on_gpu()),
             uploads=self._uploads,
+            long_passes=True,
         )
         if layout.name != message.layout:
             raise RuntimeError(

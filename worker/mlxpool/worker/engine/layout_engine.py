@@ -113,7 +113,7 @@ class LayoutEngine(WarmedEngine):
             self._compile_trials(shape)
             LOAD.enter("engine")
         name, shape = choose_layout(
-            layout, shape, deterministic=loaded.deterministic, on_gpu=device.on_gpu()
+            layout, shape, self._model, deterministic=loaded.deterministic, on_gpu=device.on_gpu()
         )
         self._predictions = self._make_predictions(shape)
         self._set_row_sizes(shape)
@@ -131,8 +131,6 @@ class LayoutEngine(WarmedEngine):
         self._upload = self._uploads or upload_copy
         self._layout_request = name, shape, prefix
         self._layout, self._prefix = self._make_layout()
-        if isinstance(self._predictions, StateDrafts) and not self._layout.gives_drawn:
-            self._predictions = None  # no pass gives the states that it reads
         if shape.quantised and device.on_gpu() and not self._layout.reads_int8:
             raise ModelLoadFailed(no_int8_kernels(folder, cuda=device.on_cuda()))
         self._bound_passes()

@@ -14,7 +14,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxpool.worker.attention.in_pool.kernel_trials import kernels_read
 from mlxpool.worker.attention.in_pool.ragged_batch import AttentionProbe
 from mlxpool.worker.attention.row_shape import RowShape
 from mlxpool.worker.kernels import block_write, kernel_cache, row_columns, sampling
@@ -39,7 +38,6 @@ def compile_trials(
         row_columns.works()
         sampling.supports(vocabulary, shape.dtype)
         if shape.fits_blocks:  # else its layers have few kernels, or none
-            kernels_read(shape)
             for lines in ASKED_LINES:
                 probe = AttentionProbe(shape.dtype, quantised=shape.quantised)
                 model(mx.zeros((lines,), dtype=mx.int32), probe)

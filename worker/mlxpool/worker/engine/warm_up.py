@@ -170,7 +170,6 @@ class WarmedEngine(RowEngine[CacheRow]):
             self._compile_kernels(self._kinds_of_passes(), on_progress)
         LOAD.enter("warm_up")
         self._warm_up_passes(on_progress)
-        self._layout.compile_ahead(self._max_sequences, self.context, on_progress)
         self._layout.evaluated()
         if self._predictions is not None:
             self._warm_up_head(self._predictions)
@@ -196,7 +195,7 @@ class WarmedEngine(RowEngine[CacheRow]):
         """Returns what `_measure_chunk` does for each size; compiles their kernels together."""
         if self._layout.sizes and device.on_gpu():
             kinds = [PassKind(unread=size) for size in sizes]
-            self._compile_kernels(kinds, on_progress, ahead=False)
+            self._compile_kernels(kinds, on_progress)
             LOAD.enter("memory")
         return [self._measure_chunk(size) for size in sizes]
 
@@ -365,20 +364,15 @@ class WarmedEngine(RowEngine[CacheRow]):
         """Returns a mask that allows every token in so many draws."""
         return np.full((draws, -(-self.vocab_size // 32)), 2**32 - 1, dtype=np.uint32)
 
-    def _compile_kernels(
-        self, kinds: Iterable[PassKind], on_progress: Callable[[], None], *, ahead: bool = True
-    ) -> None:
+    def _compile_kernels(self, kinds: Iterable[PassKind], on_progress: Callable[[], None]) -> None:
         """Compiles our kernels of passes of these kinds together; computes none of them.
 
-        `ahead`: also of the passes that the layout compiles ahead. What was built of a pass stays
-        compiled, so that the warm-up does not build it again.
+        What was built of a pass stays compiled, so that the warm-up does not build it again.
         """
         LOAD.enter("passes")
         with kernel_cache.collecting() as jobs:
             if self._uploads is not None:
                 self._uploads.begin()
-            if ahead:
-                self._layout.compile_ahead(self._max_sequences, self.context, on_progress)
             # Elsewhere a pass replaces the arrays of rows, which nothing may compute here.
             in_place = self._layout.holds_prefixes and not self._layout.shares_arrays
             for kind in kinds if in_place else ():
@@ -420,10 +414,9 @@ class WarmedEngine(RowEngine[CacheRow]):
         return min(end - begin for begin, end in pairwise(ends))
 
     def _decode_sizes(self, rows: int) -> list[int]:
-        """Returns the numbers of rows for which decode passes are warmed, one for each width."""
+        """Returns the numbers of rows for which decode passes are warmed."""
         sizes = [size for size in self._layout.sizes if size <= rows]
-        widths = {self._layout.decode_width(count): count for count in range(1, rows + 1)}
-        return sizes or _first_and_last(list(widths.values()), on_gpu=device.on_gpu())
+        return sizes or _first_and_last(list(range(1, rows + 1)), on_gpu=device.on_gpu())
 
     def _warm_up(
         self, kind: PassKind, on_progress: Callable[[], None], options: Options | None = None

@@ -92,22 +92,13 @@ class Head(Struct, frozen=True):
     width: int
 
 
-class CompileAhead(Struct, frozen=True):
-    """Compute passes of padding alone, for rows of `context` tokens; see Layout.compile_ahead."""
-
-    rows: int
-    context: int
-
-
 class Settle(Struct, frozen=True):
     """The warm-up has ended: free what it took, and keep `cache` bytes of freed buffers."""
 
     cache: int
 
 
-Message: TypeAlias = (
-    Begin | MakePool | CopyBlock | Pass | Again | Ended | Head | CompileAhead | Settle
-)
+Message: TypeAlias = Begin | MakePool | CopyBlock | Pass | Again | Ended | Head | Settle
 _KINDS: Sequence[type[Message]] = (
     Begin,
     MakePool,
@@ -116,7 +107,6 @@ _KINDS: Sequence[type[Message]] = (
     Again,
     Ended,
     Head,
-    CompileAhead,
     Settle,
 )
 _NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import mlx.core as mx
 import numpy as np
 
 from mlxpool.worker.attention.in_pool.kv_pool import KVPool, PagedRow, PagedStore
+from mlxpool.worker.attention.in_pool.paged_layout import PagedLayout
 from mlxpool.worker.attention.row_shape import RowShape
 from mlxpool.worker.attention.row_spans import Ids, PassOutput, RowSpan
 from mlxpool.worker.groups.collectives import Collectives
-from mlxpool.worker.groups.group_layout import GroupLayout
-from mlxpool.worker.groups.messages import Again, CompileAhead, CopyBlock, MakePool, Pass
+from mlxpool.worker.groups.messages import Again, CopyBlock, MakePool, Pass
 from mlxpool.worker.groups.pipes import Orders
 from mlxpool.worker.kernels import kernel_cache
 from mlxpool.worker.layers.model_plan import Model
@@ -61,7 +61,7 @@ class Rank0Store(PagedStore):
         self._pool_copy(source, target)
 
 
-class Rank0Layout(GroupLayout):
+class Rank0Layout(PagedLayout):
     """A layout each of whose passes is sent to the other ranks before it is built."""
 
     def __init__(
@@ -89,6 +89,7 @@ class Rank0Layout(GroupLayout):
             deterministic=False,
             in_place=in_place,
             uploads=uploads,
+            long_passes=True,
         )
         orders.send(MakePool(blocks, rows, shape.capacity, shape.chunk, self.name, shape.kv))
 
@@ -169,10 +170,3 @@ class Rank0Layout(GroupLayout):
         if self._sent is None or self._fresh or kernel_cache.is_collecting():
             return False
         return self._sent[0] is spans and self._sent[1:] == (wanted, offsets)
-
-    def compile_ahead(self, rows: int, context: int, on_progress: Callable[[], None]) -> None:
-        """See Layout. Does nothing while kernels are collected: the other ranks would compute."""
-        if kernel_cache.is_collecting():
-            return
-        self._orders.send(CompileAhead(rows, context))
-        super().compile_ahead(rows, context, on_progress)

@@ -1,8 +1,7 @@
 """Keys and values on CUDA: a pool of blocks that rows and the prefix cache share.
 
 A row is a block table (prefix/shared_blocks.py). On a GPU our kernels write and read the pool;
-elsewhere, and for what they do not support, MLX's operations do the same more slowly, which is how
-the pool is tested without a GPU.
+MLX's operations do the same more slowly for passes with images, and in tests without a GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from mlxpool.worker.attention.stored_arrays import (
     device_arrays,
 )
 from mlxpool.worker.caches.specs import KeyValueSpec, LatentSpec
-from mlxpool.worker.kernels import block_write, paged_attention
+from mlxpool.worker.kernels import block_write
 from mlxpool.worker.prefix.paths import Part
 from mlxpool.worker.prefix.shared_blocks import BlockPool, BlockRow, BlockRun, BlockStore
 from mlxpool.worker.prefix_disk.readings import ReadRecord
@@ -34,17 +33,10 @@ class KVPool:
     [blocks, heads, KV_BLOCK_TOKENS, size].
     """
 
-    def __init__(
-        self, shape: RowShape, blocks: int, *, in_place: bool, reads: bool = False
-    ) -> None:
-        """Allocates `blocks` blocks and one more, `spare`, that padding tokens write into.
-
-        `in_place`: our kernels write the pool; `reads`: they also read it.
-        """
+    def __init__(self, shape: RowShape, blocks: int, *, in_place: bool) -> None:
+        """Allocates `blocks` blocks. `in_place`: our kernels write the pool."""
         self.shape = replace(shape, keeps_all=True)
-        self.blocks = self.spare = blocks
-        self.in_place, self.reads = in_place, reads
-        self.arrived = mx.zeros((paged_attention.FULL_GPU_BLOCKS,), dtype=mx.int32)
+        self.blocks, self.in_place = blocks, in_place
         self.renew()
 
     def renew(self) -> None:
@@ -58,7 +50,7 @@ class KVPool:
         if not isinstance(cache, KeyValueSpec | LatentSpec):
             raise TypeError(f"a pool of blocks has no place for {cache}")
         return tuple(
-            self.shape.zeros(one, self.blocks + 1, one.heads, KV_BLOCK_TOKENS)
+            self.shape.zeros(one, self.blocks, one.heads, KV_BLOCK_TOKENS)
             for one in self.shape.arrays_of(cache)
         )
 

@@ -30,6 +30,7 @@ from mlxpool.worker.layers.layer_types import (
     Scan,
     SpanScan,
 )
+from mlxpool.worker.layers.model_plan import Model
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS
 
 
@@ -66,8 +67,9 @@ class RaggedBatch(WithoutImages):
 
     logits = True
 
-    def __init__(self, pool: KVPool, arrays: RaggedArrays) -> None:
-        self._pool, self._arrays = pool, arrays
+    def __init__(self, pool: KVPool, arrays: RaggedArrays, *, every: bool = False) -> None:
+        """`every`: all lines pass the last layer, not only those that are wanted."""
+        self._pool, self._arrays, self._every = pool, arrays, every
         self.parts: list[mx.array] = []
         self._last = len(pool.arrays) - 1
         self._rotation = RotaryEmbedding(arrays.positions)
@@ -81,7 +83,7 @@ class RaggedBatch(WithoutImages):
 
     def lines_after(self, layer: int, x: mx.array) -> mx.array:
         """See ForwardBatch.lines_after."""
-        return self.logit_rows(x) if layer == self._last else x
+        return x if self._every or layer < self._last else self.logit_rows(x)
 
     def rope(self, x: mx.array, rope: Rope) -> mx.array:
         """See ForwardBatch.rope."""
@@ -307,6 +309,16 @@ class AttentionProbe(WithoutImages):
     def recur_spans(self, layer: int, lines: mx.array, scan: SpanScan) -> mx.array:
         """See ForwardBatch.recur_spans."""
         raise NotImplementedError("a pool of blocks has no states, see RowShape")
+
+
+def attention_of(model: Model, dtype: mx.Dtype, *, quantised: bool = False) -> AttentionProbe:
+    """Returns the attention that the layers of a model ask for; computes nothing.
+
+    `quantised`: over keys and values that are stored as 8-bit integers.
+    """
+    probe = AttentionProbe(dtype, quantised=quantised)
+    model(mx.zeros((1,), dtype=mx.int32), probe)
+    return probe
 
 
 def tile_shape(

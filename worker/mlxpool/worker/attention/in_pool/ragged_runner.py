@@ -32,7 +32,7 @@ from mlxpool.worker.kernels.sampling import known_tokens
 from mlxpool.worker.kernels.work_list import HIGH, Spans, WorkLists, capacity_of
 from mlxpool.worker.layers.model_plan import Model
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
-from mlxpool.worker.transfers.uploads import Uploads
+from mlxpool.worker.transfers.uploads import Uploads, upload_copy
 
 # Lines of the passes that are compiled; a pass of 1,024 lines keeps a large GPU busy. From 256 on
 # the time of a pass grows with its lines, so padding costs as much as tokens of prompts.
@@ -49,16 +49,6 @@ SPARE_TABLES = 2
 
 # Takes the numbers of a pass and the tokens in flight; returns what it gives, and its parts.
 OnePass: TypeAlias = Callable[[mx.array, mx.array], tuple[list[mx.array], list[mx.array]]]
-
-
-def attention_of(model: Model, dtype: mx.Dtype, *, quantised: bool = False) -> AttentionProbe:
-    """Returns the attention that the layers of a model ask for; computes nothing.
-
-    `quantised`: over keys and values that are stored as 8-bit integers.
-    """
-    probe = AttentionProbe(dtype, quantised=quantised)
-    model(mx.zeros((1,), dtype=mx.int32), probe)
-    return probe
 
 
 class DecodingRows(Struct):
@@ -116,23 +106,25 @@ class RaggedRunner:
         pool: KVPool,
         rows: int,
         attention: AttentionProbe,
-        uploads: Uploads,
+        uploads: Uploads | None,
         *,
         lines: Sequence[int] = PASS_LINES,
-        states: bool = False,
+        keeps_states: bool = False,
+        keeps_drawn: bool = False,
     ) -> None:
         """`lines`: numbers of lines of the passes; a pool may have chunks too short for some.
 
-        `states`: passes give the states that their logits are of, too.
+        `uploads` None: MLX copies the numbers of a pass. `keeps_states`, `keeps_drawn`: see Layout;
+        one of them at most.
         """
         self._model, self._pool, self._rows, self._uploads = model, pool, rows, uploads
-        self._states = states
+        self._keeps_states, self._keeps_drawn = keeps_states, keeps_drawn
         self._store = store
         self._tiles = tuple(sorted(attention.shapes, key=repr))
         self._chunk_tiles = tuple(sorted(attention.chunk_shapes, key=repr))
         self._work = {tiles: WorkLists(tiles) for tiles in (*self._tiles, *self._chunk_tiles)}
         entries = blocks_for(pool.shape.capacity)
-        self._tables = BlockTables(rows + SPARE_TABLES, entries, uploads)
+        self._tables = BlockTables(rows + SPARE_TABLES, entries, uploads or upload_copy)
         most = max(rows, min(lines[-1], pool.shape.chunk))
         self.sizes = tuple(sorted({*(n for n in lines if n < most), most}))
         pairs = max(tile.kv_heads for tile in self._tiles)
@@ -143,9 +135,11 @@ class RaggedRunner:
         )
         layers = range(len(pool.arrays))
         windows = [pool.shape.window(layer) for layer in layers]
-        self._one_kernel = choice.decode_pass_of(
-            model, pool.shape.dtype, pool.arrays, windows, self._tables.array, frequencies_of
-        )
+        self._one_kernel = None
+        if not keeps_states:  # it gives the states of lines that get logits
+            self._one_kernel = choice.decode_pass_of(
+                model, pool.shape.dtype, pool.arrays, windows, self._tables.array, frequencies_of
+            )
         self._none = mx.zeros((rows,), dtype=mx.int32)
         mx.eval(self._none, self._memory.arrived, self._memory.partial)
         self._passes: dict[PlanShape, OnePass] = {}
@@ -192,17 +186,38 @@ class RaggedRunner:
         ends = [row.offset + span.count for row, span in zip(rows, spans, strict=True)]
         for number in self._store.short(rows, ends):
             rows[number].reserve(ends[number])
-        numbers, plan = self._uploads.take(shape.size)
+        numbers, plan = self._numbers(shape.size)
         written = self._write_plan(numbers, shape, rows, spans, ids, wanted)
-        found = self._outputs(shape, plan, written, drawn)
+        found = self._outputs(shape, mx.array(numbers) if plan is None else plan, written, drawn)
         for span in spans:
             span.row.advance(span.count)
         if shape.drawn is None:
             count = len(wanted) if shape.single else wanted_lines(spans, wanted)
-            return PassOutput(found[0][:count] if wanted else found[0], drawn=_drawn(found))
+            return self._given(found[0][:count] if wanted else found[0], found[1:], len(ids))
         count = wanted_lines(spans, logit_spans(spans, wanted))
-        states = found[0][count : wanted_lines(spans, wanted)]
-        return PassOutput(found[1][:count] if count else states, states)
+        hidden = found[0][count : wanted_lines(spans, wanted)]
+        logits = found[1][:count] if count else hidden
+        return self._given(logits, found[2 if count else 1 :], len(ids))._replace(hidden=hidden)
+
+    def _numbers(self, size: int) -> tuple[Int32s, mx.array | None]:
+        """Returns numbers of a pass to be written, and the array that the device reads them from.
+
+        None: they are copied into an array after they are written.
+        """
+        if self._uploads is None:
+            return np.zeros((size,), dtype=np.int32), None
+        return self._uploads.take(size)
+
+    def _given(self, logits: mx.array, states: Sequence[mx.array], lines: int) -> PassOutput:
+        """Returns what a pass over so many lines gives; `states`: those that are kept, or none.
+
+        Those of padding lines are behind the others.
+        """
+        if not states:
+            return PassOutput(logits)
+        if self._keeps_states:
+            return PassOutput(logits, states=states[0][:lines])
+        return PassOutput(logits, drawn=states[0])
 
     def _decode_again(self, decoding: DecodingRows, ids: Ids, drawn: mx.array | None) -> PassOutput:
         """Builds one more pass over the spans of the pass before."""
@@ -212,13 +227,13 @@ class RaggedRunner:
             written = self._count_on(decoding)
         else:
             written = self._number_again(decoding, ids)
-        numbers, plan = self._uploads.take(shape.size)
+        numbers, plan = self._numbers(shape.size)
         numbers[:] = decoding.numbers
         numbers[: len(rows)] = ids
-        found = self._outputs(shape, plan, written, drawn)
+        found = self._outputs(shape, mx.array(numbers) if plan is None else plan, written, drawn)
         for row in rows:
             row.offset += 1
-        return PassOutput(found[0][: len(rows)], drawn=_drawn(found))
+        return self._given(found[0][: len(rows)], found[1:], len(rows))
 
     def _count_on(self, decoding: DecodingRows) -> mx.array | None:
         """Makes the numbers of a pass of those of the pass before, which had a token less.
@@ -284,7 +299,7 @@ class RaggedRunner:
             plan = plan if written is None else plan + written
             drawn = self._none if drawn is None else drawn
             states = self._one_kernel(plan, drawn, shape.lines, follow=shape.follow)
-            return [self._model.logits_of(states), *([states] if self._states else ())]
+            return [self._model.logits_of(states), *([states] if self._keeps_drawn else ())]
         plan = plan + (0 if written is None else written)
         found, parts = self._compiled(shape)(plan, self._padded(drawn))
         if drawn is None and self.begins_parts and not kernel_cache.is_collecting():
@@ -407,18 +422,24 @@ class RaggedRunner:
     def _one_pass(
         self, shape: PlanShape, plan: mx.array, drawn: mx.array
     ) -> tuple[list[mx.array], list[mx.array]]:
-        """Returns logits [wanted, vocabulary], and the states [wanted, d] that they are of where
-        these are kept; or hidden states [wanted, d] and any logits. Behind them the ends of parts.
+        """Returns logits [wanted, vocabulary]; or hidden states [wanted, d] and any logits.
+
+        Behind them the states that are kept: those that the logits are of, or [T, d] of all lines.
+        And the ends of parts.
         """
         ids, arrays = shape.arrays(plan, self._memory)
-        ids, batch = known_tokens(ids, drawn), RaggedBatch(self._pool, arrays)
-        if shape.drawn is None and not self._states:
+        ids = known_tokens(ids, drawn)
+        batch = RaggedBatch(self._pool, arrays, every=self._keeps_states)
+        if shape.drawn is None and not (self._keeps_states or self._keeps_drawn):
             return [self._model(ids, batch)], batch.parts
-        states = self._model.hidden_states(ids, batch)
+        every = states = self._model.hidden_states(ids, batch)
+        if self._keeps_states:
+            states = batch.logit_rows(every)
+        kept = [every] if self._keeps_states or (self._keeps_drawn and shape.drawn is None) else []
         if shape.drawn is None:
-            return [self._model.logits_of(states), states], batch.parts
+            return [self._model.logits_of(states), *kept], batch.parts
         logits = [self._model.logits_of(states[: shape.drawn])] if shape.drawn else []
-        return [states.astype(mx.float32), *logits], batch.parts
+        return [states.astype(mx.float32), *logits, *kept], batch.parts
 
 
 def in_order(
@@ -440,8 +461,3 @@ def begin(parts: Sequence[mx.array]) -> None:
     """
     for part in parts:
         mx.async_eval(part)  # type: ignore[no-untyped-call]
-
-
-def _drawn(found: Sequence[mx.array]) -> mx.array | None:
-    """Returns the states that the logits of a pass are of, with those of padding behind them."""
-    return found[1] if len(found) > 1 else None

@@ -136,7 +136,7 @@ def _arrays(access: SlabAccess) -> list[mx.array]:
 
 
 class DecodeReader:
-    """Writes and reads one token of each of R rows; see compiled_batch.Reader."""
+    """Writes and reads one token of each of R rows."""
 
     def __init__(
         self,

@@ -1,5 +1,4 @@
-// The end of paged_attention.cu, ragged_attention.cu and latent_attention.cu, and of an item of
-// decode_pass.cu. Its THREADS, of which `thread` is the number of one, share `before`, and `sync` waits for
+// The end of ragged_attention.cu, and of an item of decode_pass.cu. Its THREADS, of which `thread` is the number of one, share `before`, and `sync` waits for
 // them. A part of a row has stored NUMBERS sums for each of QUERIES, then the greatest score of each, then
 // the total of each. The part that finishes last adds up all parts and resets the counter. `to` returns the
 // address of a result; null: unused. A thread has MOST_PAIRS pairs of sums of a part at most.
