@@ -10,7 +10,8 @@ from time import monotonic
 from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.speculation.drafter import Drafter, Drafts
 from mlxpool.worker.speculation.ngram import NgramDrafter
-from mlxpool.worker.speculation.speculator import Candidate, Speculator
+from mlxpool.worker.speculation.row_search import Candidate
+from mlxpool.worker.speculation.speculator import Speculator
 
 MAX_DEPTH = 6
 
@@ -83,8 +84,8 @@ class EagerSpeculator(Speculator):
     ) -> dict[Sequence, int]:
         found = {}
         for one in () if self.waits else candidates:
-            self._forget_ended(rows)
-            if not self._follow(one.sequence):
+            self.search.forget_ended(rows)
+            if not self.search.follow(one.sequence):
                 continue
             some = self.drafter.chances(one.sequence, max(0, min(MAX_DEPTH, one.room)))
             depth = len(some) if self._draw is None else self._draw.randint(0, len(some))

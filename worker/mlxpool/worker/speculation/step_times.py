@@ -1,9 +1,13 @@
-"""What steps cost that check drafts, learned from measured ones. Pure.
+"""What steps take with drafts and without, from measured ones. Pure.
 
 The seconds are those of a whole step on the clock, between the ends of two steps: forward pass,
 draw, search of drafts, texts, and where passes are otherwise submitted ahead the wait for each
 other of host and device. Passes of a draft model count apart (Speculator.step_ended). Steps that
 read prompts are not among them.
+
+A step with drafts is known as a multiple of one without, so that a machine that becomes slower
+changes nothing. Numbers of rows by powers of two have a curve each, of the multiple by the number
+of drafts: 1 without any, and the median of the newest steps of each kind.
 """
 
 from __future__ import annotations
@@ -13,85 +17,61 @@ from collections import deque
 from collections.abc import Callable
 from math import inf
 
-import numpy as np
+from msgspec import Struct, field
 
-OBSERVATIONS = 64  # steps with drafts that the fit takes into account
-FIT_INTERVAL = 8  # new ones, at least, between two fits
-NEWEST = 0.15  # weight of the newest step in an average
-MAX_CHANGE = 0.25  # of an average by one step: others use the machine as well
-FIRST_STEPS = 4  # whose times an average takes as they are
-PLAIN_STEPS = 9  # the newest ones without drafts, of whose times the median is taken
+NEWEST = 9  # steps of a kind, of which the median is taken: slow ones say something of the machine
 # Until a step with drafts was measured, one is assumed to take this share of a plain step more than
-# is guessed.
+# is guessed, so that drafts with small chances do not begin.
 UNMEASURED_EXTRA = 0.5
-KINDS = 64  # of steps with drafts whose times are kept
-KNOWN_STEPS = 3  # of a kind; then its own average says what such a step takes, and no fit
+# Where passes are submitted ahead, so many steps behind one with drafts are slower than others: the
+# host has run other code, and the device has waited. What they take more is a cost of the drafts,
+# and those behind them show what steps without drafts take.
+SETTLING_STEPS = 4
 
 Predict = Callable[[int], float]  # lines of a decode step -> seconds
 
 
-class StepTimes:
-    """Seconds of steps of `rows` decode rows, `checked` of which check `drafts` tokens together."""
+class Curve(Struct):
+    """The multiples of a plain step that steps of about as many rows took, by their drafts."""
 
-    def __init__(self, bubble: float = 0.0) -> None:
-        """`bubble`: seconds that a step with drafts is assumed to lose until one was measured,
-        because host and device wait for each other; a plain step at most.
-        """
-        self._bubble = bubble
-        # Of steps without drafts, by rows: the newest times, and their median. Slow ones among them
-        # would make drafts look good for as long as few others are measured.
-        self._newest: dict[int, deque[float]] = {}
-        self._plain: dict[int, float] = {}
-        self._sizes: list[int] = []  # the keys of _plain, in order
-        self._extra: deque[tuple[list[float], float]] = deque(maxlen=OBSERVATIONS)
-        self._weights: list[float] | None = None
-        self._new = 0
-        self._most = 0  # drafts of a measured step
-        # Of each kind the average of the seconds divided by those of a plain step, and the number
-        # of steps; a machine that becomes slower does it to both.
-        self._kinds: dict[tuple[int, int, int], tuple[float, int]] = {}
+    newest: dict[int, deque[float]] = field(default_factory=dict)  # by kind, see `_kind`
+    points: list[tuple[int, float]] = field(default_factory=lambda: [(0, 1.0)])  # drafts, multiple
 
-    def observe(self, rows: int, checked: int, drafts: int, seconds: float) -> None:
+    def observe(self, drafts: int, multiple: float) -> None:
         """Takes a measured step into account."""
-        if not drafts:
-            newest = self._newest.get(rows)
-            if newest is None:
-                newest = self._newest[rows] = deque(maxlen=PLAIN_STEPS)
-                insort(self._sizes, rows)
-            newest.append(seconds)
-            self._plain[rows] = sorted(newest)[(len(newest) - 1) // 2]
-            return
-        plain = self._plain_seconds(rows)
-        if plain is None:
-            return
-        self._extra.append(([1.0, checked, drafts], seconds - plain))
-        self._new += 1
-        if self._new >= FIT_INTERVAL or len(self._extra) < FIT_INTERVAL:
-            self._fit()
-        self._most = max(self._most, drafts)
-        kind = _kind(rows, checked, drafts)
-        known, count = self._kinds.pop(kind, (0.0, 0))
-        ratio = seconds / max(1e-9, plain)
-        self._kinds[kind] = _average(known, count, ratio), count + 1  # the newest kind is last
-        if len(self._kinds) > KINDS:
-            del self._kinds[next(iter(self._kinds))]
+        kind = _kind(drafts)
+        newest = self.newest.setdefault(kind, deque(maxlen=NEWEST))
+        newest.append(multiple)
+        self.points = [one for one in self.points if _kind(one[0]) != kind or not one[0]]
+        insort(self.points, (drafts, max(1.0, _median(newest))))
 
-    def forget_oldest(self) -> None:
-        """Forgets the older half of the measured steps with drafts, the only one if there is one,
-        and the averages of all kinds.
-        """
-        for _ in range((len(self._extra) + 1) // 2):
-            self._extra.popleft()
-        self._kinds.clear()
-        if self._extra:
-            self._fit()
-        else:
-            self._weights, self._most = None, 0
+    def multiple(self, drafts: int) -> float:
+        """Returns the multiple between two points, or that of the most drafts."""
+        at = min(bisect_left(self.points, (drafts, 0.0)), len(self.points) - 1)
+        (less, low), (more, high) = self.points[max(0, at - 1)], self.points[at]
+        return low + (high - low) * min(1.0, (drafts - less) / max(1, more - less))
 
-    @property
-    def measured(self) -> bool:
-        """Whether what is said of steps with drafts comes from measured ones."""
-        return self._weights is not None
+
+class Unsettled(Struct):
+    """A step with drafts whose cost is not known yet: those behind it may take more than others."""
+
+    rows: int
+    drafts: int
+    seconds: float
+
+
+class StepTimes:
+    """Seconds of steps of `rows` decode rows that check `drafts` tokens together."""
+
+    def __init__(self, *, ahead: bool = False) -> None:
+        """`ahead`: passes without drafts are submitted ahead."""
+        self._settling = SETTLING_STEPS if ahead else 0
+        self._newest: dict[int, deque[float]] = {}  # of steps without drafts, by rows
+        self._plain: dict[int, float] = {}  # their medians
+        self._sizes: list[int] = []  # the keys of _plain, in order
+        self._curves: dict[int, Curve] = {}
+        self._unsettled: Unsettled | None = None
+        self._left = 0  # steps until others are as if there had been no drafts
 
     @property
     def knows_plain(self) -> bool:
@@ -99,35 +79,69 @@ class StepTimes:
         return bool(self._sizes)
 
     @property
-    def known_drafts(self) -> int:
-        """The most drafts of a step that was measured; 0: none was. The fit says less of more."""
-        return self._most
+    def settled(self) -> bool:
+        """Whether the next step without drafts shows what these take."""
+        return not self._left
+
+    def known_drafts(self, rows: int) -> int:
+        """Returns the most drafts of a measured step; 0: none was. Of more less is known."""
+        curve = self._curves.get(rows.bit_length())
+        return 0 if curve is None else curve.points[-1][0]
+
+    def observe(self, rows: int, drafts: int, seconds: float, *, measured: bool = True) -> None:
+        """Takes a step into account; not `measured`: its time is not that of steps of its kind."""
+        if drafts:
+            self.settle()
+            self._left = self._settling
+            if measured:
+                self._unsettled = Unsettled(rows, drafts, seconds)
+                if not self._settling or not self.known_drafts(rows):
+                    self.settle()
+        elif self._left:
+            self._left -= 1
+            if self._unsettled is not None and measured:
+                self._unsettled.seconds += max(0.0, seconds - self.plain(rows, lambda _: seconds))
+            if not self._left:
+                self.settle()
+        elif measured:
+            if rows not in self._newest:
+                self._newest[rows] = deque(maxlen=NEWEST)
+                insort(self._sizes, rows)
+            self._newest[rows].append(seconds)
+            self._plain[rows] = _median(self._newest[rows])
+
+    def settle(self) -> None:
+        """Has the newest step with drafts cost no more than what is known of it."""
+        step, self._unsettled = self._unsettled, None
+        plain = None if step is None else self._plain_seconds(step.rows)
+        if step is not None and plain:
+            curve = self._curves.setdefault(step.rows.bit_length(), Curve())
+            curve.observe(step.drafts, step.seconds / plain)
 
     def plain(self, rows: int, predict: Predict) -> float:
-        """Returns the seconds of a step without drafts."""
+        """Returns the seconds of a step without drafts; those of `predict` if none was measured."""
         found = self._plain_seconds(rows)
         return predict(rows) if found is None else found
 
-    def with_drafts(
-        self, rows: int, checked: int, drafts: int, predict: Predict, plain: float
-    ) -> float:
-        """Returns the seconds of a step with drafts, as measured. `plain`: those without.
+    def with_drafts(self, rows: int, drafts: int, predict: Predict, plain: float) -> float:
+        """Returns the seconds of a step with drafts. `plain`: those without.
 
-        Before one was, it is `guessed` with a share of a plain step more, so that drafts with small
-        chances do not begin.
+        Of more drafts than were measured each costs as much as those, or what is guessed where
+        passes are submitted ahead: there most of the cost is a wait.
         """
-        if self._weights is None:
-            return self.guessed(rows, drafts, predict) + UNMEASURED_EXTRA * plain
-        ratio, count = self._kinds.get(_kind(rows, checked, drafts), (0.0, 0))
-        if count >= KNOWN_STEPS:
-            return plain * max(1.0, ratio)
-        return plain + self._extra_seconds(checked, drafts)
+        curve = self._curves.get(rows.bit_length())
+        if curve is None:
+            return self.guessed(rows, drafts, predict, plain) + UNMEASURED_EXTRA * plain
+        seconds, most = plain * curve.multiple(drafts), curve.points[-1][0]
+        if drafts <= most:
+            return seconds
+        if not self._settling:
+            return plain + (seconds - plain) * drafts / most
+        return seconds + max(0.0, predict(rows + drafts) - predict(rows + most))
 
-    def guessed(self, rows: int, drafts: int, predict: Predict) -> float:
-        """Returns what `predict` says of the further lines of such a step, with the bubble."""
-        further = max(0.0, predict(rows + drafts) - predict(rows))
-        plain = self.plain(rows, predict)
-        return plain + min(self._bubble, plain) + further
+    def guessed(self, rows: int, drafts: int, predict: Predict, plain: float) -> float:
+        """Returns what `predict` says of the further lines of such a step."""
+        return plain + max(0.0, predict(rows + drafts) - predict(rows))
 
     def _plain_seconds(self, rows: int) -> float | None:
         """Returns the measured seconds, or those between the nearest numbers of rows.
@@ -149,37 +163,13 @@ class StepTimes:
         between = self._plain[low] * (1 - share) + self._plain[high] * share
         return min(more, between)
 
-    def _extra_seconds(self, checked: int, drafts: int) -> float:
-        assert self._weights is not None
-        constant, of_row, of_draft = self._weights
-        return constant + of_row * checked + of_draft * drafts
 
-    def _fit(self) -> None:
-        """Least squares with a little weight on small coefficients; none is negative."""
-        self._new = 0
-        features = np.array([one for one, _ in self._extra])
-        seconds = np.array([took for _, took in self._extra])
-        square = features.T @ features
-        square += 1e-4 * np.diag(np.diag(square))
-        kept = [0, 1, 2]
-        weights = np.zeros(3)
-        while kept:
-            found = np.linalg.solve(square[np.ix_(kept, kept)], features[:, kept].T @ seconds)
-            if (found >= 0).all():
-                weights[kept] = found
-                break
-            kept.pop(int(found.argmin()))
-        self._weights = weights.tolist()
-
-
-def _kind(rows: int, checked: int, drafts: int) -> tuple[int, int, int]:
-    """Returns the class of a step: rows by powers of two, drafts by halves of them."""
+def _kind(drafts: int) -> int:
+    """Returns the class of a number of drafts: halves of powers of two."""
     bits = drafts.bit_length()
-    return rows.bit_length(), checked.bit_length(), 2 * bits + (drafts >> max(0, bits - 2) & 1)
+    return 2 * bits + (drafts >> max(0, bits - 2) & 1)
 
 
-def _average(known: float, count: int, seconds: float) -> float:
-    if count < FIRST_STEPS:
-        return (known * count + seconds) / (count + 1)
-    change = NEWEST * (seconds - known)
-    return known + min(known * MAX_CHANGE, max(-known * MAX_CHANGE, change))
+def _median(seconds: deque[float]) -> float:
+    """Returns the median, of two in the middle the lower."""
+    return sorted(seconds)[(len(seconds) - 1) // 2]
