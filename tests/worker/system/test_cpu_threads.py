@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -18,7 +19,12 @@ from mlxpool.worker.engine.counting_engine import CountingEngine
 from mlxpool.worker.engine.model_engine import ModelEngine
 from mlxpool.worker.kernels import device
 from mlxpool.worker.system import cpu_threads
-from mlxpool.worker.system.cpu_threads import CpuThreads, CpuUse, thread_count
+from mlxpool.worker.system.cpu_threads import (
+    OPENBLAS_THREADS,
+    CpuThreads,
+    CpuUse,
+    thread_count,
+)
 from mlxpool.worker.weights.files import folder_files
 from mlxpool.worker.weights.inspect import inspect
 from mlxpool.worker.weights.load import load
@@ -314,3 +320,25 @@ def test_a_deterministic_engine_keeps_its_cores(tmp_path: Path, deterministic: b
     loaded = load(inspect(folder_files(write_checkpoint(tmp_path))), deterministic=deterministic)
     with closing(ModelEngine(loaded, context=64, max_sequences=1)) as engine:
         assert engine.yields_cores == (not deterministic and not device.on_gpu())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("given", [None, "2"])
+def test_numpy_starts_no_threads_and_leaves_the_number_of_threads_to_others(
+    given: str | None,
+) -> None:
+    environment = {name: text for name, text in os.environ.items() if name != OPENBLAS_THREADS}
+    environment |= {} if given is None else {OPENBLAS_THREADS: given}
+    code = (
+        "import os\n"
+        "from mlxpool.worker.system.cpu_threads import import_numpy\n"
+        "before = len(os.listdir('/proc/self/task'))\n"
+        "import_numpy()\n"
+        f"print(len(os.listdir('/proc/self/task')) - before, os.environ.get('{OPENBLAS_THREADS}'))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    started, left = done.stdout.split()
+    assert left == str(given)
+    assert given is not None or started == "0"

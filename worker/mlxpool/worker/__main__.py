@@ -32,9 +32,10 @@ def main() -> int:
 
     logs.set_up(json_lines=config.log_format == "json", level=logs.LEVELS[config.log_level])
     mlx_environment.set_mlx_environment()
-    from mlxpool.worker.system import load_clock
+    from mlxpool.worker.system import cpu_threads, load_clock
 
     load_clock.LOAD.begin(load_clock.process_age())
+    cpu_threads.import_numpy()
     if config.rank:
         return serve_rank(config)
     sys.setswitchinterval(SWITCH_INTERVAL)

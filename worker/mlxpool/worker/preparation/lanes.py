@@ -30,6 +30,7 @@ from mlxpool.worker.preparation.jobs import (
 )
 from mlxpool.worker.preparation.limits import Limits
 from mlxpool.worker.prompt.text_model import TextSource
+from mlxpool.worker.system.cpu_threads import OPENBLAS_THREADS
 
 START_TIMEOUT = 60.0  # seconds for the fork server to start
 REPLY_TIMEOUT = 2.0  # seconds for each of its replies: it has nothing else to do
@@ -82,6 +83,7 @@ class _ServerProcess:
         self._socket, child_end = socket.socketpair()
         environment = {name: text for name, text in os.environ.items() if name not in _LEFT_OUT}
         environment["TOKENIZERS_PARALLELISM"] = "false"  # its threads would not survive a fork
+        environment[OPENBLAS_THREADS] = "1"  # nor would those of numpy, which it does not need
         environment["RUST_BACKTRACE"] = "0"  # of a tokenizer's panic, which is one request's matter
         try:
             with child_end:

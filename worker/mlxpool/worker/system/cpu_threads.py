@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Set
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Protocol
 
@@ -31,6 +32,20 @@ _PTHREADS = 1  # OpenBLAS has threads of its own; those of OpenMP belong to each
 TICK = 1 / os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 0.01  # seconds
 _BUSY = (0, 1, 2, 5, 6)  # columns of a line of /proc/stat: user, nice, system, irq, softirq
 STAT = Path("/proc/stat")
+OPENBLAS_THREADS = "OPENBLAS_NUM_THREADS"  # an OpenBLAS reads it when it is loaded
+
+
+def import_numpy() -> None:
+    """Import numpy with one thread of its own OpenBLAS, unless the user has set their number.
+
+    A thread for each core would take 40 ms of processor on two cores, and numpy multiplies nothing
+    large. MLX has another OpenBLAS, which keeps its threads.
+    """
+    is_set = OPENBLAS_THREADS in os.environ
+    os.environ.setdefault(OPENBLAS_THREADS, "1")
+    import_module("numpy")
+    if not is_set:
+        del os.environ[OPENBLAS_THREADS]
 
 
 class BlasThreads(Protocol):
