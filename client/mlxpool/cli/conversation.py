@@ -11,8 +11,7 @@ from typing import Any
 from msgspec import Struct, field
 
 from mlxpool.cli.json_text import json_text
-from mlxpool.cli.parser import nearest
-from mlxpool.common.checks import shown
+from mlxpool.common.checks import did_you_mean, shown
 from mlxpool.common.errors import BadRequest, TooLarge
 from mlxpool.common.escapes import escape_line
 from mlxpool.common.options import CHECKS, FLAGS
@@ -142,7 +141,7 @@ class Conversation(Struct, eq=False):
         except (BadRequest, TooLarge) as error:
             return escape_line(error.message)
         known = ["/?", "/help", "/set", "/unset", "/image", "/clear", *sorted(ENDS)]
-        near = nearest(name, known)
+        near = did_you_mean(name, known)
         return f"unknown command {escape_line(name)}{near} (/? lists them, //… sends a text with /)"
 
     def _attach(self, file: str) -> str:
@@ -212,7 +211,7 @@ def _option(name: str) -> str:
     """The name of an option that can be set. Raises BadRequest."""
     if name not in FLAGS:
         known = [*FLAGS, "system", "think", "nothink", "verbose", "quiet"]
-        hint = nearest(name, known) or f"; known: {', '.join(known)}"
+        hint = did_you_mean(name, known) or f"; known: {', '.join(known)}"
         raise BadRequest(f"there is no option {shown(name)}{hint}")
     return name
 

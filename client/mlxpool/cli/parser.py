@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
+from mlxpool.common.checks import did_you_mean
 from mlxpool.common.escapes import escape_line
 
 # The messages of argparse about a word that is none of its choices; Python 3.12 has no quotes.
@@ -20,14 +21,6 @@ KINDS = {  # of the words that name a command, by argparse's name of the argumen
     "argument VERB: ": "command",
     "argument WHAT: ": "measurement",
 }
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """`; did you mean 'WORD'?` with the nearest known word; "" if none is near."""
-    import difflib  # only an error needs it
-
-    near = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -69,7 +62,7 @@ class Parser(argparse.ArgumentParser):
             message = _unknown_choice(*found.groups())
         elif (found := _UNKNOWN_FLAGS.fullmatch(message)) is not None:
             flag = found[1].split()[0].partition("=")[0]
-            message += nearest(flag, self.flags()) if flag.startswith("--") else ""
+            message += did_you_mean(flag, self.flags()) if flag.startswith("--") else ""
         super().error(escape_line(message))
 
     def flags(self) -> list[str]:
@@ -87,7 +80,7 @@ def _unknown_choice(argument: str, given: str, known: str) -> str:
     """The message for a word that is none of the known ones; argparse has escaped it."""
     words = re.findall(r"[\w.-]+", known)
     kind = KINDS.get(argument)
-    hint = nearest(given, words) or f"; known: {', '.join(words)}"
+    hint = did_you_mean(given, words) or f"; known: {', '.join(words)}"
     return f"there is no {kind} '{given}'{hint}" if kind else f"{argument}not '{given}'{hint}"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeGuard
 
 from mlxpool.common.errors import BadRequest
@@ -27,6 +27,19 @@ def shown(value: object) -> str:
     except (RecursionError, ValueError):  # nested too deep, or an integer of too many digits
         text = f"a value of the type {type(value).__name__} that is too large to show"
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that is most like this one; None if none is like it."""
+    from difflib import get_close_matches  # only errors need it
+
+    return next(iter(get_close_matches(word, list(known), n=1)), None)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`; did you mean 'WORD'?` with the nearest known word, as errors end; "" if none is near."""
+    near = nearest(word, known)
+    return "" if near is None else f"; did you mean {near!r}?"
 
 
 def integer(body: Mapping[str, Any], key: str, low: int, high: int) -> int | None:

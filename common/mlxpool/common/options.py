@@ -8,7 +8,6 @@ request means the same in both.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypedDict, get_type_hints
@@ -16,7 +15,7 @@ from typing import Annotated, Any, TypedDict, get_type_hints
 from msgspec import Struct, field
 
 from mlxpool.common.answer_format import check_format
-from mlxpool.common.checks import is_integer, is_number, shown
+from mlxpool.common.checks import did_you_mean, is_integer, is_number, shown
 from mlxpool.common.errors import BadRequest
 
 MAX_STOPS = 64
@@ -264,10 +263,9 @@ def _nearest(name: object) -> str:
         return "; it is a key of the request, beside its options"
     if name in ("n", "best_of"):
         return "; send a request for each completion, with seed + i and the key `choice`"
-    near = difflib.get_close_matches(str(name), [*CHECKS, *ALIASES, *REQUEST_KEYS], n=1)
-    if near:
-        return f"; did you mean {near[0]!r}?"
-    return f"; known options: {', '.join(CHECKS)}; beside options: {', '.join(REQUEST_KEYS)}"
+    hint = did_you_mean(str(name), [*CHECKS, *ALIASES, *REQUEST_KEYS])
+    known = f"; known options: {', '.join(CHECKS)}; beside options: {', '.join(REQUEST_KEYS)}"
+    return hint or known
 
 
 class GenerateOptions(TypedDict, total=False):

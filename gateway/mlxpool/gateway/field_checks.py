@@ -7,14 +7,13 @@ by the form of their names. Everything else is refused, so that no option is ign
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias
 
 from msgspec import Struct, field
 
-from mlxpool.common.checks import shown
+from mlxpool.common.checks import nearest, shown
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.options import CHECKS, MAX_TOP_LOGPROBS, Check
 from mlxpool.common.protocol.chat import check_tools
@@ -145,8 +144,7 @@ def check_names(
         if name not in refused and name not in elsewhere and ABOUT_REQUEST.fullmatch(name):
             continue
         if name not in refused:
-            near = difflib.get_close_matches(name, [*honoured, *accepted], n=1)
-            meant = elsewhere.get(name) or (near[0] if near else None)
+            meant = elsewhere.get(name) or nearest(name, [*honoured, *accepted])
             hint = "" if meant is None else f"; did you mean {meant!r}?"
             message = f"unknown field {prefix + name!r}{hint}"
             raise bad_request(message, prefix + name, "unknown_parameter")

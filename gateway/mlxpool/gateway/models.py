@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
 import time
 from collections.abc import Mapping
 from typing import Any, Self
@@ -11,6 +10,7 @@ from typing import Any, Self
 from msgspec import Struct, field
 
 from mlxpool.client import AsyncClient
+from mlxpool.common.checks import nearest
 from mlxpool.common.config.schema import OFF
 from mlxpool.common.errors import ModelUnavailable, UnknownModel
 from mlxpool.common.protocol.images import VISION
@@ -137,9 +137,9 @@ class ModelList:
         return ModelInfo.from_row(await self._client.describe(model.name))
 
     def _hint(self, name: str) -> str:
-        near = difflib.get_close_matches(name, self._models, n=1)
-        if near:
-            return f"did you mean {near[0]!r}?"
+        near = nearest(name, self._models)
+        if near is not None:
+            return f"did you mean {near!r}?"
         more = ", …" if len(self._models) > MAX_NAMES_SHOWN else ""
         return f"known: {', '.join(list(self._models)[:MAX_NAMES_SHOWN])}{more}"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import re
 import tempfile
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxpool.cli.json_text import json_text
+from mlxpool.common.checks import did_you_mean
 from mlxpool.common.errors import BrokerLost
 from mlxpool.common.paths import config_file
 
@@ -72,9 +72,8 @@ def without(text: str, name: str, where: str) -> str:
         raise ValueError(f"the config {where} is not TOML: {error}") from None
     keys = table.get("keys", {})
     if name not in keys:
-        near = difflib.get_close_matches(name, keys, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(keys) or 'none'}"
-        raise ValueError(f"{where} has no key {name!r:.80}; {hint}")
+        hint = did_you_mean(name, keys) or f"; known: {', '.join(keys) or 'none'}"
+        raise ValueError(f"{where} has no key {name!r:.80}{hint}")
     lines = text.splitlines(keepends=True)
     head = re.compile(rf"\s*\[\s*keys\s*\.\s*(['\"]?){re.escape(name)}\1\s*\]")
     begin = next((n for n, line in enumerate(lines) if head.match(line)), len(lines))

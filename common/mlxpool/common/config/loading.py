@@ -6,7 +6,6 @@ all errors are reported at once.
 
 from __future__ import annotations
 
-import difflib
 import os
 import shlex
 import tempfile
@@ -17,6 +16,7 @@ from typing import Any, TypeVar, get_origin
 
 from msgspec.structs import fields, replace
 
+from mlxpool.common.checks import nearest
 from mlxpool.common.config.bounds import (
     LOOPBACK,
     ConfigError,
@@ -307,7 +307,7 @@ def _nearest(key: str, known: Iterable[str]) -> str | None:
     """The known name nearest to a key, which is the key itself if it is known."""
     if key in known:
         return key
-    return next(iter(difflib.get_close_matches(key, list(known), n=1)), None)
+    return nearest(key, known)
 
 
 def _unknown(key: str, known: Iterable[str], where: str) -> str:

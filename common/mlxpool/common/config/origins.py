@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import tomllib
@@ -15,6 +14,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from mlxpool.common.checks import nearest
 from mlxpool.common.config.loading import load, variables
 from mlxpool.common.config.schema import BUILTIN, NO_SETTINGS, ModelConfig, PoolConfig
 from mlxpool.common.records import as_map
@@ -179,8 +179,8 @@ def unread_variables() -> dict[str, str]:
     tails = {
         name.removeprefix(PREFIX): name for name in known
     }  # the common prefix would make all similar
-    near = {name: difflib.get_close_matches(name.removeprefix(PREFIX), tails, 1) for name in odd}
-    return {name: tails[near[name][0]] if near[name] else "" for name in sorted(odd)}
+    near = {name: nearest(name.removeprefix(PREFIX), tails) for name in sorted(odd)}
+    return {name: tails.get(tail or "", "") for name, tail in near.items()}
 
 
 def missing_paths(loaded: Mapping[str, ModelConfig]) -> dict[str, str]:

@@ -5,13 +5,12 @@ The broker passes the body on; a worker checks it. The text travels in the body,
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
 
-from mlxpool.common.checks import integer, is_integer, is_number, shown
+from mlxpool.common.checks import did_you_mean, integer, is_integer, is_number, shown
 from mlxpool.common.errors import BadRequest
 
 DECIDE = "decide"
@@ -125,8 +124,7 @@ def _check_keys(name: str, body: Mapping[str, Any], known: frozenset[str]) -> No
     """Raises BadRequest for an unknown or misspelt key; nil means absent."""
     unknown = next((key for key in body if key not in known and body[key] is not None), None)
     if unknown is not None:
-        near = difflib.get_close_matches(str(unknown), known - _OF_BROKER, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(str(unknown), known - _OF_BROKER)
         raise BadRequest(f"{name} has no key {unknown!r:.60}{hint}")
 
 

@@ -6,7 +6,6 @@ a msgpack array of texts. In the place of a text `classify` takes a pair of text
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -14,7 +13,7 @@ import msgpack
 from msgspec import Struct
 from msgspec.structs import replace
 
-from mlxpool.common.checks import flag, integer, is_integer, shown
+from mlxpool.common.checks import did_you_mean, flag, integer, is_integer, shown
 from mlxpool.common.errors import BadRequest, TooLarge
 from mlxpool.common.protocol.bounds import MAX_BLOB
 from mlxpool.common.protocol.token_ids import ID_WIDTH
@@ -99,8 +98,7 @@ def check_keys(task: Task, body: Mapping[str, Any]) -> None:
     """
     unknown = next((key for key in body if key not in KEYS[task] and body[key] is not None), None)
     if unknown is not None:
-        near = difflib.get_close_matches(str(unknown), KEYS[task] - _OF_BROKER, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(str(unknown), KEYS[task] - _OF_BROKER)
         raise BadRequest(f"{task} has no key {unknown!r:.60}{hint}")
     for one, other in (("inputs", "tokens"), ("prompt", "prompt_name")):
         if body.get(one) is not None and body.get(other) is not None:

@@ -4,12 +4,11 @@ them, else warned of in `accepted`.
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlxpool.common.checks import shown
+from mlxpool.common.checks import did_you_mean, shown
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.options import ALIASES, CHECKS, REQUEST_KEYS
 from mlxpool.common.protocol import choice, images, prompts
@@ -60,8 +59,7 @@ def _warning(key: object) -> str:
 
 @functools.lru_cache(maxsize=256)  # all lines of a batch have the same keys
 def _hint(key: str) -> str:
-    near = difflib.get_close_matches(key, KNOWN, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    return did_you_mean(key, KNOWN)
 
 
 def _further(ignored: Sequence[object]) -> tuple[str, ...]:
