@@ -18,7 +18,7 @@ BOUNDS = {  # how many entries a change may have
     "a sampling option": 3,
     "a field of an HTTP interface": 3,
     "a verb of jobs": 6,
-    "a message": 4,
+    "a message": 3,
     "an architecture": 2,
     "a metric": 2,
     "a setting": 2,

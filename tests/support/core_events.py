@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlxpool.broker.core import events as ev
-from mlxpool.broker.edge.client_ingress import event_of
 from mlxpool.common.protocol import from_worker
 from mlxpool.common.protocol.frames import Header, Message
 from support import kinds
@@ -23,7 +22,10 @@ def client(
     entropy: int = 0,
 ) -> ev.Event:
     """The event of a client's message."""
-    return event_of(link, owner, Message(header, dict(body), tuple(blobs)), lambda: entropy)
+    message = Message(header, dict(body), tuple(blobs))
+    event = ev.of_client(link, owner, message, lambda: entropy)
+    assert event is not None
+    return event
 
 
 def call(

@@ -1,16 +1,21 @@
-"""Events: what can happen to the core. Frozen, without behaviour."""
+"""Events: what can happen to the core, and the events of messages. Frozen, without behaviour."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import ParamSpec, TypeVar
 
 from msgspec import Struct, field
 
 from mlxpool.broker.workers.liveness import Sample
 from mlxpool.common.config.schema import ModelConfig, PoolConfig
-from mlxpool.common.errors import PoolError
-from mlxpool.common.protocol import from_client, from_worker
+from mlxpool.common.errors import BadRequest, PoolError
+from mlxpool.common.protocol import frames, from_client, from_worker
 from mlxpool.common.protocol.deltas import Delta
+from mlxpool.common.protocol.frames import Message
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Event:
@@ -357,3 +362,64 @@ class Late(Event, Struct, frozen=True):
     """The broker did not run for so many seconds; they count as nobody's silence."""
 
     seconds: float
+
+
+# ---- messages --------------------------------------------------------------------------------
+
+
+def of_client(link: int, owner: str, message: Message, entropy: Callable[[], int]) -> Event | None:
+    """The event of a client's message; None for a kind that no client sends.
+
+    Raises BadRequest for a message without an id that needs one.
+    """
+    header, kind = message.header, message.kind
+    if kind == from_client.Ack.kind:
+        return ClientAck(link, parsed(from_client.Ack.parse, message.body))
+    if kind == from_client.Ping.kind:
+        return ClientPing(link, header.id or bytes(frames.ID_BYTES), header.attempt)
+    if header.id is None:
+        raise BadRequest(f"{kind!r:.40} needs an id of {frames.ID_BYTES} bytes")
+    if kind == from_client.Generate.kind:
+        digest = from_client.request_digest(message.body, message.blobs)
+        generate = parsed(from_client.Generate.parse, message.body, message.blobs)
+        return ClientGenerate(link, owner, header.id, header.attempt, digest, generate, entropy())
+    if kind == from_client.Cancel.kind:
+        return CancelRequest(link, owner, header.id)
+    if kind == from_client.ListModels.kind:
+        listing = parsed(from_client.ListModels.parse, message.body)
+        return ClientListModels(link, header.id, header.attempt, listing)
+    if kind == from_client.Keep.kind:
+        keep = parsed(from_client.Keep.parse, message.body)
+        return ClientKeep(link, header.id, header.attempt, keep)
+    if kind in from_client.CALLS:
+        parse = from_client.ModelCall.parse
+        call = parsed(parse, kind, message.body, message.blobs, owner)
+        return ClientModelCall(link, header.id, header.attempt, call)
+    return None
+
+
+def of_worker(epoch: int, message: Message) -> Event:
+    """The event of a worker's message other than `hello` and `deltas`. Raises BadRequest."""
+    body, kind = message.body, message.kind
+    if kind == from_worker.Beat.kind:
+        return WorkerBeat(epoch, from_worker.Beat.parse(body))
+    if kind == from_worker.Credit.kind:
+        return WorkerCredit(epoch, from_worker.Credit.parse(body))
+    if kind in from_worker.ANSWERS:
+        answer = from_worker.CallAnswer(body, message.blobs, kind)
+        return WorkerAnswer(epoch, message.header.id or b"", answer)
+    if kind == from_worker.Yield.kind:
+        return WorkerYield(epoch, from_worker.Yield.parse(body))
+    if kind == from_worker.PromptSizes.kind:
+        return WorkerPrompts(epoch, from_worker.PromptSizes.parse(body))
+    if kind == from_worker.Bye.kind:
+        return WorkerBye(epoch, from_worker.Bye.parse(body))
+    raise BadRequest(f"a worker cannot send the kind {kind!r:.40}")
+
+
+def parsed(parse: Callable[P, T], *args: P.args, **keys: P.kwargs) -> T | PoolError:
+    """A parsed body, or the error that its parsing raised: the core answers it."""
+    try:
+        return parse(*args, **keys)
+    except PoolError as error:
+        return error

@@ -6,7 +6,6 @@ import secrets
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import ParamSpec, TypeVar
 
 from mlxpool.broker.admin.commands import HANDLERS
 from mlxpool.broker.core import events as ev
@@ -19,7 +18,7 @@ from mlxpool.broker.security.keyring import may_name_owners
 from mlxpool.broker.transport.peers import Peer, Peers
 from mlxpool.common.config.schema import PoolConfig
 from mlxpool.common.errors import BadRequest, JobsOff, OverQuota, PoolError, Unauthorized
-from mlxpool.common.protocol import frames, from_client, owners
+from mlxpool.common.protocol import frames, owners
 from mlxpool.common.protocol.frames import EXACT_BITS, Header, Message, encoded
 from mlxpool.common.protocol.kept import kept_questions
 from mlxpool.common.protocol.to_client import Failed
@@ -31,9 +30,6 @@ NO_OWNERS = (
     "may not ask on behalf of others: set may_name_owners = true in the section of its key, or"
     " leave owner out"
 )
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class ClientIngress:
@@ -96,7 +92,7 @@ class ClientIngress:
             if not charged and not self._within_quota(peer, owner, parts, now):
                 return
             question = question_of(number, owner, message, new_seed)
-            event = None if question else event_of(number, owner, message, new_seed)
+            event = None if question else event_of(number, owner, message)
         except frames.Garbage as garbage:
             if not charged and not self._within_quota(peer, peer.owner, parts, now):
                 return
@@ -214,7 +210,7 @@ def question_of(
         return None
     if header.id is None:
         raise BadRequest(f"{kind!r} needs an id of {frames.ID_BYTES} bytes")
-    asked = _parsed(kept_questions.parse_question, kind, message.body, message.blobs)
+    asked = ev.parsed(kept_questions.parse_question, kind, message.body, message.blobs)
     job_id = secrets.token_bytes(frames.ID_BYTES)
     return job_events.Asked(
         link,
@@ -228,43 +224,15 @@ def question_of(
     )
 
 
-def event_of(link: int, owner: str, message: Message, entropy: Callable[[], int]) -> ev.Event:
+def event_of(link: int, owner: str, message: Message) -> ev.Event:
     """The event of a client's message. Raises BadRequest for one that a client cannot send."""
-    header, kind = message.header, message.kind
-    if kind == from_client.Ack.kind:
-        return ev.ClientAck(link, _parsed(from_client.Ack.parse, message.body))
-    if kind == from_client.Ping.kind:
-        return ev.ClientPing(link, header.id or bytes(frames.ID_BYTES), header.attempt)
-    if header.id is None:
-        raise BadRequest(f"{kind!r:.40} needs an id of {frames.ID_BYTES} bytes")
-    if kind == from_client.Generate.kind:
-        digest = from_client.request_digest(message.body, message.blobs)
-        parsed = _parsed(from_client.Generate.parse, message.body, message.blobs)
-        return ev.ClientGenerate(link, owner, header.id, header.attempt, digest, parsed, entropy())
-    if kind == from_client.Cancel.kind:
-        return ev.CancelRequest(link, owner, header.id)
-    if kind == from_client.ListModels.kind:
-        listing = _parsed(from_client.ListModels.parse, message.body)
-        return ev.ClientListModels(link, header.id, header.attempt, listing)
-    if kind == from_client.Keep.kind:
-        keep = _parsed(from_client.Keep.parse, message.body)
-        return ev.ClientKeep(link, header.id, header.attempt, keep)
-    if kind in from_client.CALLS:
-        parse = from_client.ModelCall.parse
-        call = _parsed(parse, kind, message.body, message.blobs, owner)
-        return ev.ClientModelCall(link, header.id, header.attempt, call)
-    if kind in HANDLERS:
+    event, kind = ev.of_client(link, owner, message, new_seed), message.kind
+    if event is None and kind in HANDLERS:
         raise BadRequest(
             f"{kind!r} is an operator's command, and this endpoint is for clients: use the"
             " broker's run directory (--run-dir), or an endpoint of `admin` with an admin's key"
             " (`mlxpool serve --admin ENDPOINT` opens one)"
         )
-    raise BadRequest(f"a client cannot send the kind {kind!r:.40}")
-
-
-def _parsed(parse: Callable[P, T], *args: P.args, **keys: P.kwargs) -> T | PoolError:
-    """A parsed body, or the error that its parsing raised: the core answers it."""
-    try:
-        return parse(*args, **keys)
-    except PoolError as error:
-        return error
+    if event is None:
+        raise BadRequest(f"a client cannot send the kind {kind!r:.40}")
+    return event

@@ -15,8 +15,8 @@ from mlxpool.broker.processes.remote_workers import RemoteWorkers
 from mlxpool.broker.processes.supervisor import Supervisor
 from mlxpool.broker.transport.peers import Peer
 from mlxpool.broker.transport.worker_sessions import WorkerSessions
-from mlxpool.common.errors import BadRequest, PoolError
-from mlxpool.common.protocol import frames, from_worker
+from mlxpool.common.errors import PoolError
+from mlxpool.common.protocol import frames
 from mlxpool.common.protocol.deltas import Delta, Deltas, unpack_deltas
 from mlxpool.common.protocol.frames import Message, encoded
 from mlxpool.common.protocol.from_worker import Hello
@@ -83,7 +83,7 @@ class WorkerIngress:
             if epoch is not None and message.kind == Deltas.kind:
                 rows = unpack_deltas(message)
             elif epoch is not None:
-                event = self._event(epoch, message)
+                event = ev.of_worker(epoch, message)
         except (PoolError, TypeError, ValueError) as error:
             self._counters.bad_frames += 1
             log.warning("bad frame from a worker", extra={"peer": peer.owner, "why": str(error)})
@@ -117,24 +117,6 @@ class WorkerIngress:
         if epoch is None:
             self._peers.send(peer.number, encoded(Who()))
         return epoch if epoch == message.header.epoch else None
-
-    def _event(self, epoch: int, message: Message) -> ev.Event:
-        """Raises BadRequest."""
-        body, request_id = message.body, message.header.id or b""
-        if message.kind == from_worker.Beat.kind:
-            return ev.WorkerBeat(epoch, from_worker.Beat.parse(body))
-        if message.kind == from_worker.Credit.kind:
-            return ev.WorkerCredit(epoch, from_worker.Credit.parse(body))
-        if message.kind in from_worker.ANSWERS:
-            answer = from_worker.CallAnswer(body, message.blobs, message.kind)
-            return ev.WorkerAnswer(epoch, request_id, answer)
-        if message.kind == from_worker.Yield.kind:
-            return ev.WorkerYield(epoch, from_worker.Yield.parse(body))
-        if message.kind == from_worker.PromptSizes.kind:
-            return ev.WorkerPrompts(epoch, from_worker.PromptSizes.parse(body))
-        if message.kind == from_worker.Bye.kind:
-            return ev.WorkerBye(epoch, from_worker.Bye.parse(body))
-        raise BadRequest(f"a worker cannot send the kind {message.kind!r:.40}")
 
     # ---- hello -------------------------------------------------------------------------------
 
