@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from mlxpool.common.protocol.kept.job_messages import RELEASE, RETRY
 from mlxpool.gateway.anthropic import fields as anthropic
 from mlxpool.gateway.http import NDJSON
 from mlxpool.gateway.jobs.fields import EVENTS, JOB, LISTED
@@ -147,11 +148,11 @@ ROUTES: tuple[RouteSpec, ...] = (
     ),
     of_openai.post_with(
         "/v1/jobs/{id}/retry", "Lets a job that is dead or expired be tried again.",
-        lambda to, call: to.jobs.retry(call.id, call.response), "Job",
+        lambda to, call: to.jobs.change(RETRY, call.id, call.response), "Job",
     ),
     of_openai.post_with(
         "/v1/jobs/{id}/release", "Deletes the result of a job that has ended.",
-        lambda to, call: to.jobs.release(call.id, call.response), "Job",
+        lambda to, call: to.jobs.change(RELEASE, call.id, call.response), "Job",
     ),
     of_openai.post(
         "/v1/embeddings", "A vector for each text.",

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlxpool.client import AsyncClient, AsyncStream
+from mlxpool.client.jobs import about
 from mlxpool.common.errors import JobRestarted, PoolError
 from mlxpool.common.protocol.from_client import Generate
 from mlxpool.common.protocol.kept.job_messages import DEFAULT_LISTED, JOB_STATES, MAX_LISTED
@@ -89,15 +90,11 @@ class JobRoutes:
         await client.cancel(key=str(row["key"]))
         await response.json(job_body(await client.job(bytes(row["job"]))))
 
-    async def retry(self, id: str, response: ResponseWriter) -> None:
-        """POST /v1/jobs/ID/retry."""
+    async def change(self, verb: str, id: str, response: ResponseWriter) -> None:
+        """POST /v1/jobs/ID/VERB; `verb` is a kind of `AboutJob` whose answer is the job."""
         row = await self._row(id)
-        await response.json(job_body(await self._pool.job_client.retry(bytes(row["job"]))))
-
-    async def release(self, id: str, response: ResponseWriter) -> None:
-        """POST /v1/jobs/ID/release."""
-        row = await self._row(id)
-        await response.json(job_body(await self._pool.job_client.release(bytes(row["job"]))))
+        changed = await self._pool.job_client.ask(about(verb, bytes(row["job"])))
+        await response.json(job_body(changed))
 
     async def events(
         self,
