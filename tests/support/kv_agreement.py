@@ -59,7 +59,7 @@ def _layout(loaded: LoadedModel, kv: str, context: int) -> tuple[Layout, RowShap
     """The layout in which a worker has rows, for one row."""
     on_gpu, plan = device.on_gpu(), loaded.folder.plan
     shape = RowShape(plan.caches, loaded.dtype, context, CHUNK, kv=kv)
-    name, shape = choose_layout(None, shape, deterministic=False, on_gpu=on_gpu)
+    name, shape = choose_layout(None, shape, loaded.model, deterministic=False, on_gpu=on_gpu)
     blocks = blocks_for(context) + 1
     layout = make_layout(
         name, shape, loaded.model, blocks, rows=1, deterministic=False, on_gpu=on_gpu

@@ -90,7 +90,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def layout_of(name: str, model: LoadedModel, chunk: int = 300) -> Layout:
     exact = model.deterministic
     shape = RowShape(model.folder.plan.caches, model.dtype, CONTEXT, chunk)
-    name, shape = choose_layout(name, shape, deterministic=exact, on_gpu=ON_GPU)
+    name, shape = choose_layout(name, shape, model.model, deterministic=exact, on_gpu=ON_GPU)
     return make_layout(name, shape, model.model, 40, rows=32, deterministic=exact, on_gpu=ON_GPU)
 
 

@@ -78,7 +78,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def layout_of(name: str, model: LoadedModel, **others: Any) -> Layout:
     shape = RowShape(model.folder.plan.caches, model.dtype, CONTEXT, 300)
-    name, shape = choose_layout(name, shape, deterministic=False, on_gpu=ON_GPU)
+    name, shape = choose_layout(name, shape, model.model, deterministic=False, on_gpu=ON_GPU)
     options = {"rows": 32, "deterministic": False, "on_gpu": ON_GPU, **others}
     return make_layout(name, shape, model.model, 40, **options)
 
@@ -142,9 +142,9 @@ def compare(
         if layout._keeps_states:
             assert found.states is not None and found.states.shape[0] == len(ids)
             ends = np.cumsum([span.count for span in spans])
-            lines = [n for at in drawing for n in range(ends[at] - spans[at].lines, ends[at])]
-            if lines:
-                of_lines = found.states[mx.array(lines)]
+            drawn = [n for at in drawing for n in range(ends[at] - spans[at].lines, ends[at])]
+            if drawn:
+                of_lines = found.states[mx.array(drawn)]
                 got = np.array(layout._model.logits_of(of_lines).astype(mx.float32))
                 want = np.array(found.logits.astype(mx.float32))
                 assert np.abs(got - want).max() <= 1e-2 * np.abs(want).max()

@@ -248,12 +248,13 @@ def test_admissions_releases_hits_and_evictions_change_no_token(
     draw = random.Random(5)
     heads = [tuple(draw.randrange(256) for _ in range(700)) for _ in range(4)]
     engine, slow = engine_of(loaded, "pool", blocks=36), engine_of(loaded, "rows", "off")
-    assert isinstance(engine.inspect().layout, PagedLayout)
-    pool = engine.inspect().layout.store._pool
+    layout = engine.inspect().layout
+    assert isinstance(layout, PagedLayout)
+    pool = layout.store._pool
     steps = ScheduledSteps(engine)
     done = drawn = mixed = 0
     longest, last = (300, 20) if kernels and not ON_GPU else (700, 60)
-    assert engine._layout.pool.in_place == kernels
+    assert layout.pool.in_place == kernels
     most = 10_000 if ON_GPU else 60 if kernels else 150  # the simulator is slow
     while drawn < most:
         while pool.free < 5 * (4 - len(steps.live)) + 3 and engine.shrink(
