@@ -8,18 +8,22 @@ from pathlib import Path
 
 import numpy as np
 
-from mlxpool.worker.prefix_disk.contents import NamedArray, NewRecord, payload_of
 from mlxpool.worker.prefix_disk.folder import ModelFolder
-from mlxpool.worker.prefix_disk.keys import BLOCK_TOKENS, block_key, packed, root_key
-from mlxpool.worker.prefix_disk.readings import Reading, ReadRecord, Wanted
+from mlxpool.worker.prefix_disk.reading import Reading, ReadRecord, Wanted
 from mlxpool.worker.prefix_disk.records import (
+    BLOCK_TOKENS,
     Kind,
+    block_key,
     checksum_of,
     decode_header,
     encode_header,
+    packed,
     places_of,
+    root_key,
 )
+from mlxpool.worker.prefix_disk.state import TierState
 from mlxpool.worker.prefix_disk.tier import DiskTier
+from mlxpool.worker.prefix_disk.writing import NamedArray, NewRecord, payload_of
 from support.pool import until
 
 DIGEST = bytes(range(32))
@@ -72,9 +76,7 @@ def tier_at(
     """Runs a tier in a folder."""
     folder = ModelFolder(path, model, budget)
     folder.prepare(digest)
-    tier = DiskTier(
-        folder, digest, ABOUT, budget=budget, room=ROOM, on_cores=True, wake=lambda: None
-    )
+    tier = DiskTier(TierState(folder, digest, ABOUT, ROOM, True, lambda: None))
     tier.start()
     try:
         yield tier
@@ -86,8 +88,16 @@ def tier_at(
 def write_all(tier: DiskTier, records: Sequence[NewRecord]) -> None:
     """Writes records, and waits until they are."""
     for record in records:
-        tier.write(record)
-    until(lambda: tier.pending == 0, "all is written")
+        tier.writes.put(record)
+    until(lambda: tier.writes.pending == 0, "all is written")
+
+
+def write_until_killed(path: Path, number: int) -> None:
+    """Writes records that begin with `number * 1,000,000`, for a process that is killed."""
+    with tier_at(path, budget=2**32) as one:  # nothing is deleted, however long they write
+        for count in range(10_000):
+            base = number * 1_000_000 + count * 1000
+            write_all(one, records_of(tuple(range(base, base + 700)), states=[700]))
 
 
 def wanted(
@@ -107,7 +117,7 @@ def wanted(
 
 def read_all(tier: DiskTier, what: Wanted) -> list[ReadRecord]:
     """Reads everything that the disk has for a prompt."""
-    reading = tier.begin(what)
+    reading = tier.reader.begin(what)
     found: list[ReadRecord] = []
     until(lambda: _take(reading, found), "all is read")
     return found

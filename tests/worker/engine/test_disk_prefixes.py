@@ -29,9 +29,10 @@ from mlxpool.worker import versions  # noqa: E402
 from mlxpool.worker.engine import disk_prefixes, disk_saves  # noqa: E402
 from mlxpool.worker.engine.disk_prefixes import DiskPrefixes  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
-from mlxpool.worker.prefix_disk import pacing, tier  # noqa: E402
+from mlxpool.worker.prefix_disk import pacing  # noqa: E402
 from mlxpool.worker.prefix_disk.folder import DiskSettings  # noqa: E402
-from mlxpool.worker.prefix_disk.keys import block_key  # noqa: E402
+from mlxpool.worker.prefix_disk.index import FolderIndex  # noqa: E402
+from mlxpool.worker.prefix_disk.records import block_key  # noqa: E402
 from mlxpool.worker.scheduling.sequence import Sequence  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
@@ -285,7 +286,7 @@ def test_records_that_leave_the_memory_are_saved_while_sequences_run(
     for prompt in prompts:
         ask(engine, sequence(prompt))
         for _ in range(30):
-            until(lambda: disk._tier.pending == 0, "it is written")
+            until(lambda: disk._tier.writes.pending == 0, "it is written")
             disk.turn(time.monotonic(), busy=True)
     assert engine.prefix.evictions > 0
     seq = sequence(prompts[0])
@@ -381,7 +382,7 @@ def test_a_disk_that_does_not_answer_is_given_up(
         asked.set()
         may_end.wait()
 
-    monkeypatch.setattr(disk._tier, "_read_chosen", stuck)
+    monkeypatch.setattr(disk._tier.reader, "_read_chosen", stuck)
     seq, began = sequence(prompt), time.monotonic()
     disk.begin(seq, began)
     assert asked.wait(PATIENCE) and seq.restoring
@@ -413,12 +414,12 @@ def test_a_disk_that_serves_others_is_not_given_up(
     other = opened(model, tmp_path)
     disk = disk_of(other)
     looked_at(other)
-    disk._tier.unread.limit = 1  # a record at a time
+    disk._tier.reader.room.limit = 1  # a record at a time
     first, second = map(sequence, prompts)
     began = time.monotonic() - 2 * disk_prefixes.READ_LIMIT
     disk.begin(first, began)
     disk.begin(second, began)
-    until(lambda: disk._tier._awaits_room, "the disk waits for the compute thread")
+    until(lambda: disk._tier.reader._awaits_room, "the disk waits for the compute thread")
 
     def ready() -> bool:
         disk.turn(time.monotonic(), busy=True)
@@ -499,13 +500,13 @@ def test_a_request_waits_for_the_first_look_at_the_folder(
     """The first request after a restart may come before all segments were scanned."""
     model, prompt = loaded("full"), prompt_of(SIZE)
     answer = saved(model, tmp_path, prompt)
-    scan, may_scan = tier.DiskTier._refresh, threading.Event()
+    scan, may_scan = FolderIndex.refresh, threading.Event()
 
-    def refresh(one: tier.DiskTier, now: float) -> None:
+    def refresh(one: FolderIndex, now: float) -> None:
         may_scan.wait()
         scan(one, now)
 
-    monkeypatch.setattr(tier.DiskTier, "_refresh", refresh)
+    monkeypatch.setattr(FolderIndex, "refresh", refresh)
     other = opened(model, tmp_path)
     disk, seq = disk_of(other), sequence(prompt)
     disk.begin(seq, time.monotonic())
@@ -521,7 +522,7 @@ def test_what_is_saved_is_not_looked_at_again(loaded: Any, tmp_path: Path) -> No
     disk = disk_of(engine)
     ask(engine, sequence(prompt_of(SIZE)))
     until(lambda: not disk.save_some() and not disk.may_save, "all is given away")
-    until(lambda: disk._tier.pending == 0, "all is written")
+    until(lambda: disk._tier.writes.pending == 0, "all is written")
     assert disk.counters.written_bytes > 0
     written = disk.counters.written_bytes
     assert len(list(tmp_path.rglob("*.seg"))) == 1
@@ -560,7 +561,7 @@ def test_a_part_that_saves_little_is_not_written(loaded: Any, tmp_path: Path) ->
     ask(engine, sequence(prompt_of(512 + disk_saves.MIN_PART - STEPS - 1)))
     closed(engine)
     other = opened(loaded("full"), tmp_path)
-    until(lambda: len(disk_of(other)._tier.index) == 2, "two blocks are found")
+    until(lambda: len(disk_of(other)._tier.index.records) == 2, "two blocks are found")
     other.close()
 
 
@@ -598,7 +599,7 @@ def test_a_step_of_saving_is_bounded(
         before = nodes, hashed
         disk.save_some()
         most = [max(most[0], nodes - before[0]), max(most[1], hashed - before[1])]
-        until(lambda: disk._tier.pending == 0, "it is written")
+        until(lambda: disk._tier.writes.pending == 0, "it is written")
     assert most == [3, 2] and nodes > 6 and hashed >= 5 * len(prompts)
     engine.close()
     other = opened(model, tmp_path)

@@ -13,8 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxpool.worker.prefix_disk import pacing
-from mlxpool.worker.prefix_disk.contents import NamedArray, NewRecord, areas, payload_of
-from mlxpool.worker.prefix_disk.keys import block_key, packed, root_key
 from mlxpool.worker.prefix_disk.pacing import (
     MIN_REST,
     PIECE,
@@ -27,12 +25,16 @@ from mlxpool.worker.prefix_disk.pacing import (
 from mlxpool.worker.prefix_disk.records import (
     ALIGNMENT,
     Kind,
+    block_key,
     checksum_of,
     encode_header,
+    packed,
     pieces_of,
     places_of,
+    root_key,
 )
 from mlxpool.worker.prefix_disk.segments import MAX_APPEND_REST, Bytes, Segment, SegmentWriter
+from mlxpool.worker.prefix_disk.writing import NamedArray, NewRecord, areas, payload_of
 from support.disk_records import ABOUT, DIGEST
 
 

@@ -12,21 +12,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxpool.worker.prefix_disk import records
-from mlxpool.worker.prefix_disk.contents import NamedArray, NewRecord, payload_of
-from mlxpool.worker.prefix_disk.keys import block_key, chain, packed, root_key, unpacked
 from mlxpool.worker.prefix_disk.records import (
     ITEM_BYTES,
     BadRecord,
     Kind,
+    block_key,
+    chain,
     check_payload,
     checksum_of,
     decode_header,
     decode_segment_header,
     encode_header,
     encode_segment_header,
+    packed,
     places_of,
+    root_key,
+    unpacked,
 )
 from mlxpool.worker.prefix_disk.segments import Segment, SegmentWriter
+from mlxpool.worker.prefix_disk.writing import NamedArray, NewRecord, payload_of
 from support.disk_records import ABOUT, DIGEST, records_of
 
 OTHER = bytes(reversed(DIGEST))

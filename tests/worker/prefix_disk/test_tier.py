@@ -23,14 +23,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from mlxpool.worker.prefix_disk import folder, pacing, tier
-from mlxpool.worker.prefix_disk.contents import NamedArray, NewRecord
+from mlxpool.worker.prefix_disk import folder, index, pacing, reading, writing
 from mlxpool.worker.prefix_disk.folder import Locked, ModelFolder, SegmentFile, UnsafeFolder
-from mlxpool.worker.prefix_disk.keys import root_key
-from mlxpool.worker.prefix_disk.readings import Reading, Room, choose, require_chosen
-from mlxpool.worker.prefix_disk.records import BadRecord, Kind
+from mlxpool.worker.prefix_disk.reading import Reading, Room, choose, require_chosen
+from mlxpool.worker.prefix_disk.records import BadRecord, Kind, root_key
 from mlxpool.worker.prefix_disk.segments import MAX_APPEND_REST, Segment
 from mlxpool.worker.prefix_disk.survey import remove, survey
+from mlxpool.worker.prefix_disk.writing import NamedArray, NewRecord
 from support.disk_records import (
     DIGEST,
     check_tokens,
@@ -40,6 +39,7 @@ from support.disk_records import (
     tier_at,
     wanted,
     write_all,
+    write_until_killed,
 )
 from support.pool import PATIENCE, until
 
@@ -158,7 +158,7 @@ def test_a_snapshot_inside_what_the_memory_has_is_read_alone(tmp_path: Path) -> 
 def test_a_record_is_written_once(tmp_path: Path) -> None:
     stored(tmp_path, records_of(IDS))
     with tier_at(tmp_path) as one:
-        until(lambda: len(one.index) == 4, "the records are found")
+        until(lambda: len(one.index.records) == 4, "the records are found")
         write_all(one, records_of(IDS))
         assert one.counters.written_bytes == 0
     assert len(segments(tmp_path)) == 1
@@ -167,27 +167,29 @@ def test_a_record_is_written_once(tmp_path: Path) -> None:
 def test_two_workers_see_what_the_other_writes_and_deletes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tier, "REFRESH_INTERVAL", 0.02)
+    monkeypatch.setattr(reading, "REFRESH_INTERVAL", 0.02)
     with tier_at(tmp_path) as one, tier_at(tmp_path) as other:
         write_all(one, records_of(IDS[:512]))
-        until(lambda: len(other.index) == 2, "the records are found")
+        until(lambda: len(other.index.records) == 2, "the records are found")
         write_all(other, records_of(IDS)[2:])
-        until(lambda: len(one.index) == 4, "the records are found")
+        until(lambda: len(one.index.records) == 4, "the records are found")
         assert len(segments(tmp_path)) == 2
         prompt = [*IDS, 1]
         assert check_tokens(read_all(one, wanted(prompt)), prompt) == len(IDS)
         for path in segments(tmp_path):
             path.unlink()
-        until(lambda: not len(one.index) and not len(other.index), "nothing is there")
+        until(
+            lambda: not len(one.index.records) and not len(other.index.records), "nothing is there"
+        )
         write_all(one, records_of(IDS))  # into a new segment, for its own was deleted
-        until(lambda: len(other.index) == 4, "the records are found")
+        until(lambda: len(other.index.records) == 4, "the records are found")
         assert one.counters.bad == other.counters.bad == 0
 
 
 def test_the_budget_holds_and_the_least_recently_used_goes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tier, "SEGMENTS", 4)
+    monkeypatch.setattr(writing, "SEGMENTS", 4)
     size = 64 * 1024
     each, budget = _large(0, size), 16 * (size + 8192)
     in_use = time.time() + 3600
@@ -201,10 +203,10 @@ def test_the_budget_holds_and_the_least_recently_used_goes(
         assert one.counters.written_bytes > 40 * size
     with tier_at(tmp_path, budget=budget) as other:
         left = sum(path.stat().st_size for path in segments(tmp_path)) // size
-        until(lambda: len(other.index) == left, "the records are found")
-        assert other.has(Kind.TOKENS, each[0].key)
-        assert not other.has(Kind.TOKENS, _large(8, size)[0].key)
-        assert other.has(Kind.TOKENS, _large(39, size)[0].key)
+        until(lambda: len(other.index.records) == left, "the records are found")
+        assert other.index.has(Kind.TOKENS, each[0].key)
+        assert not other.index.has(Kind.TOKENS, _large(8, size)[0].key)
+        assert other.index.has(Kind.TOKENS, _large(39, size)[0].key)
 
 
 def _large(number: int, size: int) -> list[NewRecord]:
@@ -289,7 +291,7 @@ def file_size_limit(size: int) -> Iterator[None]:
 def test_a_full_disk_loses_records_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tier, "ERROR_PAUSE", 0.0)
+    monkeypatch.setattr(writing, "ERROR_PAUSE", 0.0)
     every = records_of(IDS)
     with tier_at(tmp_path) as one:
         write_all(one, every[:1])
@@ -339,8 +341,8 @@ def test_a_bad_record_is_a_miss_and_is_written_again(tmp_path: Path) -> None:
     (path,) = segments(tmp_path)
     data = bytearray(path.read_bytes())
     with tier_at(tmp_path) as one:
-        until(lambda: len(one.index) == 4, "the records are found")
-        place = one.index.tokens(records_of(IDS)[1].key)
+        until(lambda: len(one.index.records) == 4, "the records are found")
+        place = one.index.records.place(Kind.TOKENS, records_of(IDS)[1].key)
         assert place is not None
         data[place.offset + place.header + 5] ^= 1
         path.write_bytes(data)
@@ -348,7 +350,10 @@ def test_a_bad_record_is_a_miss_and_is_written_again(tmp_path: Path) -> None:
         assert check_tokens(read_all(one, wanted(prompt)), prompt) == 256
         assert one.counters.bad == 1
         write_all(one, records_of(IDS))
-        until(lambda: one.index.has(Kind.TOKENS, records_of(IDS)[1].key), "it is there again")
+        until(
+            lambda: one.index.records.place(Kind.TOKENS, records_of(IDS)[1].key),
+            "it is there again",
+        )
         assert check_tokens(read_all(one, wanted(prompt)), prompt) == len(IDS)
 
 
@@ -358,8 +363,8 @@ def test_a_bad_snapshot_is_replaced_by_an_earlier_one(tmp_path: Path) -> None:
     (path,) = segments(tmp_path)
     data = bytearray(path.read_bytes())
     with tier_at(tmp_path) as one:
-        until(lambda: len(one.index) == len(every), "the records are found")
-        place = one.index.state(every[-1].key)
+        until(lambda: len(one.index.records) == len(every), "the records are found")
+        place = one.index.records.place(Kind.STATE, every[-1].key)
         assert place is not None
         data[place.offset + place.header] ^= 1
         path.write_bytes(data)
@@ -371,7 +376,7 @@ def test_a_bad_snapshot_is_replaced_by_an_earlier_one(tmp_path: Path) -> None:
 def test_a_segment_that_shrinks_while_it_is_read_is_a_miss(tmp_path: Path) -> None:
     stored(tmp_path, records_of(IDS))
     with tier_at(tmp_path) as one:
-        until(lambda: len(one.index) == 4, "the records are found")
+        until(lambda: len(one.index.records) == 4, "the records are found")
         os.truncate(segments(tmp_path)[0], 4000)
         assert read_all(one, wanted([*IDS, 1])) == []
         assert one.counters.bad == 2  # the part at the end, then the first block
@@ -380,9 +385,9 @@ def test_a_segment_that_shrinks_while_it_is_read_is_a_miss(tmp_path: Path) -> No
 def test_a_reading_that_nobody_wants_ends(tmp_path: Path) -> None:
     stored(tmp_path, records_of(tuple(range(256 * 40))))
     with tier_at(tmp_path) as one:
-        until(lambda: len(one.index) == 40, "the records are found")
-        reading = one.begin(wanted(range(256 * 40)))
-        one.unread.limit = 1  # a record at a time
+        until(lambda: len(one.index.records) == 40, "the records are found")
+        reading = one.reader.begin(wanted(range(256 * 40)))
+        one.reader.room.limit = 1  # a record at a time
         until(lambda: reading.take() is not None, "a record comes")
         reading.end()
         until(lambda: reading.finished, "it ends")
@@ -473,7 +478,7 @@ def test_the_last_segment_of_a_digest_is_deleted_for_a_new_one(tmp_path: Path) -
 def test_a_folder_that_cannot_be_read_for_a_moment_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(tier, "REFRESH_INTERVAL", 0.02)
+    monkeypatch.setattr(reading, "REFRESH_INTERVAL", 0.02)
     stored(tmp_path, records_of(IDS[:512]))
     for path in segments(tmp_path):
         os.utime(path, (1, 1))
@@ -493,9 +498,9 @@ def test_a_folder_that_cannot_be_read_for_a_moment_is_read_again(
         return Segment(path, digest)
 
     monkeypatch.setattr(ModelFolder, "each", each)
-    monkeypatch.setattr(tier, "Segment", segment)
+    monkeypatch.setattr(index, "Segment", segment)
     with tier_at(tmp_path) as one:
-        until(lambda: len(one.index) == 2, "the records are found")
+        until(lambda: len(one.index.records) == 2, "the records are found")
         assert failed == ["segment", "files", "files", "files"]
         assert check_tokens(read_all(one, wanted([*IDS, 1])), IDS) == 512
         assert one.counters.bad == 0
@@ -515,21 +520,21 @@ def test_a_look_at_the_folder_rests_until_a_sequence_waits_for_it(
     clock = SimpleNamespace(sleep=sleep, monotonic=time.monotonic, thread_time=time.thread_time)
     monkeypatch.setattr(pacing, "time", clock)
     with tier_at(tmp_path) as one:
-        until(lambda: one.looked, "the folder is looked at")
+        until(lambda: one.reader.looked, "the folder is looked at")
         monkeypatch.setattr(pacing, "REST", 1e12)
-        one.busy = True
+        one.state.busy = True
         stored(tmp_path, records_of(IDS))
         assert rested.wait(PATIENCE)
         rested.clear()
         assert rested.wait(PATIENCE), "it rests on"
-        assert len(one.index) < 4
+        assert len(one.index.records) < 4
         assert check_tokens(read_all(one, wanted([*IDS, 1])), IDS) == len(IDS)
 
 
 def test_a_record_that_is_written_during_a_look_stays_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tier, "REFRESH_INTERVAL", 0.02)
+    monkeypatch.setattr(reading, "REFRESH_INTERVAL", 0.02)
     (record,) = records_of(IDS[:256])
     real, listed, may_go_on, looks = ModelFolder.each, threading.Event(), threading.Event(), []
 
@@ -547,10 +552,10 @@ def test_a_record_that_is_written_during_a_look_stays_known(
     with tier_at(tmp_path) as one:
         assert listed.wait(PATIENCE)
         write_all(one, [record])  # to a segment that the look has not seen
-        monkeypatch.setattr(one, "_open", lambda path: None)  # and that no look will open
+        monkeypatch.setattr(one.index, "_open", lambda path: None)  # and that no look will open
         may_go_on.set()
         until(lambda: len(looks) > 2, "the look is over")
-        assert looks[:2] == [0, 0] and one.has(record.kind, record.key)
+        assert looks[:2] == [0, 0] and one.index.has(record.kind, record.key)
 
 
 def test_an_unreadable_header_hides_no_other_record(tmp_path: Path) -> None:
@@ -559,8 +564,8 @@ def test_an_unreadable_header_hides_no_other_record(tmp_path: Path) -> None:
     (path,) = segments(tmp_path)
     data = bytearray(path.read_bytes())
     with tier_at(tmp_path) as one:
-        until(lambda: len(one.index) == 4, "the records are found")
-        place = one.index.tokens(records_of(other)[-1].key)
+        until(lambda: len(one.index.records) == 4, "the records are found")
+        place = one.index.records.place(Kind.TOKENS, records_of(other)[-1].key)
         assert place is not None
         data[place.offset + 20] ^= 1
         path.write_bytes(data)
@@ -572,8 +577,8 @@ def test_an_unreadable_header_hides_no_other_record(tmp_path: Path) -> None:
 def test_a_record_of_other_inputs_is_refused(tmp_path: Path) -> None:
     stored(tmp_path, records_of(IDS, states=[700]))
     with tier_at(tmp_path) as one:
-        until(lambda: len(one.index) == 6, "the records are found")
-        (*blocks, state) = choose(wanted([*IDS[:700], 1], stateful=True), one.index, _never)
+        until(lambda: len(one.index.records) == 6, "the records are found")
+        (*blocks, state) = choose(wanted([*IDS[:700], 1], stateful=True), one.index.records, _never)
         for choice in (blocks[1], state):
             header = choice.place.segment.header(choice.place)
             require_chosen(header, choice, IDS)
@@ -612,9 +617,9 @@ def test_the_compute_thread_frees_the_last_record(tmp_path: Path) -> None:
     (record,) = records_of((1, 2, 3))
     array = weakref.ref(record.arrays[0].parts[0])
     with tier_at(tmp_path) as one:
-        one.write(record)
+        one.writes.put(record)
         del record
-        until(lambda: one.pending == 0, "it is written")
+        until(lambda: one.writes.pending == 0, "it is written")
         assert array() is None
 
 
@@ -657,13 +662,6 @@ def test_damaged_folders_give_right_records_or_none(
 # ---- kills ---------------------------------------------------------------------------------------
 
 
-def _write_until_killed(path: Path, number: int) -> None:
-    with tier_at(path, budget=2**32) as one:  # nothing is deleted, however long they write
-        for count in range(10_000):
-            base = number * 1_000_000 + count * 1000
-            write_all(one, records_of(tuple(range(base, base + 700)), states=[700]))
-
-
 def _grew(path: Path, size: int) -> bool:
     with suppress(FileNotFoundError):
         return sum(one.stat().st_size for one in segments(path)) > size
@@ -675,7 +673,7 @@ def test_writers_that_are_killed_leave_right_records(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     for number in range(3):
         pair = [
-            context.Process(target=_write_until_killed, args=(tmp_path, 2 * number + one))
+            context.Process(target=write_until_killed, args=(tmp_path, 2 * number + one))
             for one in range(2)
         ]
         for process in pair:
@@ -688,7 +686,7 @@ def test_writers_that_are_killed_leave_right_records(tmp_path: Path) -> None:
         for process in pair:
             process.join()
     with tier_at(tmp_path) as one:
-        until(lambda: len(one.index) > 20, "the records are found")
+        until(lambda: len(one.index.records) > 20, "the records are found")
         ends = []
         for number in range(6):
             prompt = [*range(number * 1_000_000, number * 1_000_000 + 700), 1]

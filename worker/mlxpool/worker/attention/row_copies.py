@@ -30,7 +30,7 @@ from mlxpool.worker.caches.kinds import (
     lowest_rewind,
 )
 from mlxpool.worker.prefix.paths import Part
-from mlxpool.worker.prefix_disk.readings import ReadRecord
+from mlxpool.worker.prefix_disk.reading import ReadRecord
 
 R = TypeVar("R", bound=LayeredRow[mx.array])
 Kept = tuple[Arrays, ...]  # of each FullCache layer: keys and values [1, KV, n, D]

@@ -14,8 +14,8 @@ import numpy as np
 from msgspec import Struct
 
 from mlxpool.worker.prefix.paths import Part
-from mlxpool.worker.prefix_disk.contents import NamedArray
-from mlxpool.worker.prefix_disk.readings import ReadRecord
+from mlxpool.worker.prefix_disk.reading import ReadRecord
+from mlxpool.worker.prefix_disk.writing import NamedArray
 
 E = TypeVar("E")
 S = TypeVar("S")

@@ -1,30 +1,43 @@
 """The disk tier in the compute thread: waiting sequences get their prefixes, the tree is saved.
 
+`open_disk` decides what records are valid for, and which engines have a tier.
 Nothing here waits for the disk, except for the end of the worker, for a bounded time.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
 from time import monotonic
 from typing import Any
 
+import mlx.core as mx
 from msgspec import Struct, field
 
+from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker import versions
 from mlxpool.worker.attention.stored_arrays import PortableStore
 from mlxpool.worker.engine.disk_saves import DiskSaves
+from mlxpool.worker.kernels import device
+from mlxpool.worker.prefix.cache import PrefixCache
 from mlxpool.worker.prefix.tree import Node
 from mlxpool.worker.prefix.tree_cache import TreeCache
-from mlxpool.worker.prefix_disk.keys import BLOCK_TOKENS, block_key, packed, root_key
-from mlxpool.worker.prefix_disk.readings import Reading, ReadRecord, Wanted
-from mlxpool.worker.prefix_disk.records import Kind
-from mlxpool.worker.prefix_disk.tier import DiskTier, TierCounters
+from mlxpool.worker.prefix_disk.folder import UNWRITTEN, DiskSettings, ModelFolder, UnsafeFolder
+from mlxpool.worker.prefix_disk.reading import Reading, ReadRecord, Wanted
+from mlxpool.worker.prefix_disk.records import BLOCK_TOKENS, Kind, block_key, packed, root_key
+from mlxpool.worker.prefix_disk.state import TierCounters, TierState
+from mlxpool.worker.prefix_disk.tier import DiskTier
 from mlxpool.worker.scheduling.sequence import Sequence
 
 log = logging.getLogger("mlxpool.worker")
 
+MAX_ROOM = 64 * 2**20  # bytes of records that wait to be written, and of those to be taken
+ROOM_SHARE = 32  # of the memory limit: so much of it is either at most
 READ_LIMIT = 5.0  # seconds that the disk may give nothing to anybody; then sequences compute
 READ_PAUSE = 60.0  # seconds without readings after the disk has not answered
 SAVE_PAUSE = 30.0  # seconds without saving after it failed
@@ -89,14 +102,14 @@ class DiskPrefixes:
         scope = seq.owner if self._cache.by_owner else ""
         root = root_key(scope)
         first = block_key(root, packed(seq.token_range(0, BLOCK_TOKENS)))
-        if self._tier.looked and not self._tier.has(Kind.TOKENS, first):
+        if self._tier.reader.looked and not self._tier.index.has(Kind.TOKENS, first):
             return
         tokens = tuple(seq.tokens)
         matched, restorable = self._cache.probe(tokens, seq.media, most, seq.owner)
         if most - restorable < BLOCK_TOKENS // 2 or self._is_read(first, seq):
             return
         wanted = Wanted(root, tokens, most, matched, restorable, self._cache.whole)
-        self._restores[seq] = _Restore(seq, tokens, self._tier.begin(wanted), first, now)
+        self._restores[seq] = _Restore(seq, tokens, self._tier.reader.begin(wanted), first, now)
         seq.restoring = True
 
     def _is_read(self, first: bytes | None, seq: Sequence) -> bool:
@@ -119,8 +132,8 @@ class DiskPrefixes:
         While sequences run it takes one record of each sequence, so that a step is not delayed by
         copies.
         """
-        self._tier.busy = busy
-        self._tier.free()
+        self._tier.state.busy = busy
+        self._tier.writes.free()
         for restore in list(self._restores.values()):
             if restore.sequence.restoring:
                 self._take(restore, now, all_of_it=not busy)
@@ -166,7 +179,7 @@ class DiskPrefixes:
                 break
         if reading.finished:
             self._end(restore)
-        elif now - max(restore.since, self._tier.last_progress) > READ_LIMIT:
+        elif now - max(restore.since, self._tier.reader.last_progress) > READ_LIMIT:
             self._paused_until = now + READ_PAUSE
             self._end(restore)
 
@@ -216,8 +229,8 @@ class DiskPrefixes:
         Returns False where nothing is left to do before the tier wakes the thread, or saving has
         failed just now.
         """
-        self._tier.busy = False
-        self._tier.free()
+        self._tier.state.busy = False
+        self._tier.writes.free()
         return self._save(leaving=False)
 
     def _save(self, *, leaving: bool) -> bool:
@@ -229,7 +242,7 @@ class DiskPrefixes:
         except Exception:
             log.exception("a prefix could not be copied for the disk")
             self._saves.give_up()
-            self._tier.count_dropped()
+            self.counters.count_dropped()
             self._saves_paused_until = monotonic() + SAVE_PAUSE
             return False
 
@@ -239,10 +252,69 @@ class DiskPrefixes:
         while monotonic() < until:
             if not self.save_some():
                 paused = monotonic() < self._saves_paused_until
-                if not self._tier.pending and (paused or not self._saves.may_have):
+                if not self._tier.writes.pending and (paused or not self._saves.may_have):
                     break
                 time.sleep(SAVE_INTERVAL)
 
     def close(self) -> None:
         """Ends the tier's threads."""
         self._tier.close()
+
+
+def room_of(limit: int) -> int:
+    """Returns the bytes of records that may wait in either direction, of a memory limit."""
+    return min(MAX_ROOM, limit // ROOM_SHARE)
+
+
+def open_disk(
+    settings: DiskSettings,
+    cache: PrefixCache[Any],
+    store: PortableStore[Any, Any],
+    rules: Mapping[str, Any],
+    *,
+    room: int,
+    wake: Callable[[], None],
+    bound: Callable[[], None],
+    claim: Callable[[int], bool],
+) -> DiskPrefixes:
+    """Opens the tier and starts to look at what is there.
+
+    `rules`: what decides, beside the machine and the versions, which arrays the engine keeps of
+    tokens. `wake` is called by other threads, `bound` sets the budget of the cache, `claim`
+    says whether so many bytes are free. Raises ModelLoadFailed for a folder that others can write
+    into, and for a cache without a tree.
+    """
+    if not isinstance(cache, TreeCache):
+        raise ModelLoadFailed(
+            "prefix_disk is set, but the prefix cache of this model cannot be kept on disk: leave"
+            " prefix_disk out"
+        )
+    about = {**rules, **machine()}
+    folder = ModelFolder(settings.root, settings.model, settings.budget)
+    digest = digest_of(about)
+    try:
+        folder.prepare(digest)
+    except UnsafeFolder as error:
+        raise ModelLoadFailed(f"prefix_disk: {error}") from None
+    except OSError as error:  # a full or read-only disk: what is there can still be read
+        log.warning(UNWRITTEN, extra={"why": str(error), "do": folder.advice})
+    tier = DiskTier(TierState(folder, digest, about, room, not device.on_gpu(), wake))
+    tier.start()
+    return DiskPrefixes(tier, cache, store, bound, claim)
+
+
+def digest_of(about: Mapping[str, Any]) -> bytes:
+    """Returns the digest of all that decides what the arrays of a record are."""
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).digest()
+
+
+def machine() -> dict[str, Any]:
+    """Returns the versions and the kind of device that decide the last bits of a number."""
+    info = mx.device_info()
+    return {
+        "kept": versions.KEPT_RULES,
+        "mlx": version("mlx"),
+        "device": "gpu" if device.on_gpu() else "cpu",
+        "name": str(info.get("device_name", "")) if device.on_gpu() else platform.machine(),
+        "block": BLOCK_TOKENS,
+    }

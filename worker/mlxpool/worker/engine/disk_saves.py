@@ -23,10 +23,9 @@ from mlxpool.worker.attention.stored_arrays import (
 from mlxpool.worker.prefix.paths import parts_between, path_of, tokens_between
 from mlxpool.worker.prefix.tree import Node
 from mlxpool.worker.prefix.tree_cache import TreeCache
-from mlxpool.worker.prefix_disk.contents import NewRecord
-from mlxpool.worker.prefix_disk.keys import BLOCK_TOKENS, block_key, packed, root_key
-from mlxpool.worker.prefix_disk.records import Kind
+from mlxpool.worker.prefix_disk.records import BLOCK_TOKENS, Kind, block_key, packed, root_key
 from mlxpool.worker.prefix_disk.tier import DiskTier
+from mlxpool.worker.prefix_disk.writing import NewRecord
 
 MIN_PART = 32  # tokens of a record of less than a block; fewer are computed again
 MAX_REMEMBERED = 2**20  # keys of records that were given away
@@ -105,9 +104,9 @@ class DiskSaves:
         """
         if self._next is None:
             return self._find(leaving=leaving)
-        if self._tier.takes(self._next.size):
+        if self._tier.writes.takes(self._next.size):
             record, self._next = self._next.record(), None
-            self._tier.write(record)
+            self._tier.writes.put(record)
             return True
         return False
 
@@ -204,7 +203,7 @@ class DiskSaves:
         return None
 
     def _known(self, kind: Kind, key: bytes) -> bool:
-        return (kind, key) in self._given or self._tier.has(kind, key)
+        return (kind, key) in self._given or self._tier.index.has(kind, key)
 
     def _remember(self, kind: Kind, key: bytes) -> None:
         if len(self._given) >= MAX_REMEMBERED:

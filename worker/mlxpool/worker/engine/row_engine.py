@@ -18,8 +18,7 @@ from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker import versions
 from mlxpool.worker.caches.stored import AUTO
 from mlxpool.worker.constraints.mask_table import MaskTable
-from mlxpool.worker.engine.disk_opening import digest_of, open_disk, room_of
-from mlxpool.worker.engine.disk_prefixes import DiskPrefixes
+from mlxpool.worker.engine.disk_prefixes import DiskPrefixes, digest_of, open_disk, room_of
 from mlxpool.worker.engine.engine import MemoryUse, StepResult
 from mlxpool.worker.engine.flight import Flight
 from mlxpool.worker.engine.inspection import Inspection

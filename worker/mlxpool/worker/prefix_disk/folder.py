@@ -60,7 +60,7 @@ class ModelFolder:
     def __init__(self, root: Path, model: str, budget: int) -> None:
         self.root = root
         self.path = root / quote(model, safe="")
-        self._budget = budget
+        self.budget = budget
 
     def prepare(self, digest: bytes) -> Path:
         """Makes the folder of a digest, and returns it.
@@ -112,14 +112,14 @@ class ModelFolder:
         found = sorted(self.files(), key=lambda one: (one.used, one.path.name))
         total = sum(one.size for one in found)
         for one in found:
-            if total + needed <= self._budget:
+            if total + needed <= self.budget:
                 break
             if one.path != spare:
                 one.path.unlink(missing_ok=True)
                 total -= one.size
                 with contextlib.suppress(OSError):
                     one.path.parent.rmdir()  # of a digest that has no segments any more
-        return total + needed <= self._budget
+        return total + needed <= self.budget
 
     def files(self) -> list[SegmentFile]:
         """Returns all segments of the model, of whatever digest."""

@@ -1,11 +1,26 @@
-"""Which records the segments have: by key, and by the key of the inputs before them. Pure."""
+"""Which records a folder has: by key, and by the key of the inputs before them."""
 
 from __future__ import annotations
 
+import errno
+import logging
+import time
 from collections.abc import Sequence
+from pathlib import Path
+from time import monotonic
 
-from mlxpool.worker.prefix_disk.records import Kind, RecordHeader
+from mlxpool.worker.prefix_disk.pacing import Pace
+from mlxpool.worker.prefix_disk.records import BadRecord, Kind, RecordHeader
 from mlxpool.worker.prefix_disk.segments import Place, Segment
+from mlxpool.worker.prefix_disk.state import RepeatedError, TierState
+
+log = logging.getLogger("mlxpool.worker")
+
+MIN_REFRESH_INTERVAL = 0.1  # seconds between two looks at the folder
+NEW_SECONDS = 5.0  # after its last change a segment without a header is no new one
+
+# Errors that say nothing about the file: it is opened again later.
+PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.EINTR})
 
 
 class Index:
@@ -23,16 +38,15 @@ class Index:
         """The number of records."""
         return sum(map(len, self._places.values()))
 
-    def add(self, header: RecordHeader, place: Place) -> bool:
-        """Adds a record, unless there is one of its kind and key; returns whether it did."""
+    def add(self, header: RecordHeader, place: Place) -> None:
+        """Adds a record, unless there is one of its kind and key."""
         places = self._places[header.kind]
         if header.key in places:
-            return False
+            return
         places[header.key] = place
         self._held.setdefault(place.segment, {})[header.kind, header.key] = header.parent
         if header.kind is Kind.TOKENS:
             self._behind.setdefault(header.parent, []).append(header.key)
-        return True
 
     def remove(self, segment: Segment) -> None:
         """Removes the records of a segment that was deleted."""
@@ -45,17 +59,9 @@ class Index:
         if place is not None:
             self._drop(kind, key, self._held[place.segment].pop((kind, key)))
 
-    def tokens(self, key: bytes) -> Place | None:
-        """Returns the place of the record of inputs with this key."""
-        return self._places[Kind.TOKENS].get(key)
-
-    def state(self, key: bytes) -> Place | None:
-        """Returns the place of the snapshot behind the inputs with this key."""
-        return self._places[Kind.STATE].get(key)
-
-    def has(self, kind: Kind, key: bytes) -> bool:
-        """Whether there is a record of a kind and key; any thread may ask."""
-        return key in self._places[kind]
+    def place(self, kind: Kind, key: bytes) -> Place | None:
+        """Returns the place of a record; any thread may ask."""
+        return self._places[kind].get(key)
 
     def behind(self, parent: bytes) -> Sequence[bytes]:
         """Returns the keys of the blocks behind those of a key, the oldest first."""
@@ -68,3 +74,108 @@ class Index:
             keys.remove(key)
             if not keys:
                 del self._behind[parent]
+
+
+class FolderIndex:
+    """The segments of one digest, and the index of their records.
+
+    The reading thread alone changes it, with rests of `pace`; the writing thread calls
+    `add_written`, and any thread may call `has`.
+    """
+
+    def __init__(self, state: TierState, pace: Pace) -> None:
+        self.records = Index()
+        self.answered = 0.0  # when a segment was scanned last, monotonic seconds
+        self._state, self._pace = state, pace
+        self._segments: dict[str, Segment | None] = {}  # by file name; None: of no use
+        # Records of this worker that the index may not have yet, and their segments.
+        self._written: dict[tuple[Kind, bytes], Path] = {}
+        self._refreshed = 0.0
+        self._folder_error = RepeatedError("the folder of the prefix cache cannot be read")
+        self._segment_error = RepeatedError("a segment of the prefix cache cannot be read now")
+
+    def has(self, kind: Kind, key: bytes) -> bool:
+        """Whether there is a record of a kind and key."""
+        return bool(self.records.place(kind, key)) or (kind, key) in self._written
+
+    def add_written(self, kind: Kind, key: bytes, path: Path) -> None:
+        """Adds a record that this worker wrote to a segment."""
+        self._written[kind, key] = path
+
+    def discard(self, kind: Kind, key: bytes, error: Exception) -> None:
+        """Removes a record that does not check or cannot be read, and counts it."""
+        self._state.counters.bad += 1
+        self.records.discard(kind, key)
+        log.warning("a record of the prefix cache is bad", extra={"why": str(error)})
+
+    def refresh(self, now: float) -> None:
+        """Finds the segments and records that were added, and forgets those that were deleted.
+
+        Where the folder cannot be read, what is known stays, until the next time. `now`: monotonic
+        seconds; a look that follows another one too soon is left out.
+        """
+        if now - self._refreshed < MIN_REFRESH_INTERVAL and self._segments:
+            return
+        self._refreshed = now
+        self._pace.begin()
+        written = list(self._written.items())  # before the look, which takes a while
+        try:
+            files = list(self._pace.between(self._state.folder.each()))
+        except OSError as error:
+            self._folder_error.note(error)
+            return
+        self._folder_error.clear()
+        own = self._state.folder.segments_of(self._state.digest)
+        there = {one.path.name: one.path for one in files if one.path.parent == own}
+        for name in self._segments.keys() - there.keys():
+            segment = self._segments.pop(name)
+            if segment is not None:
+                self.records.remove(segment)
+                segment.close()
+        for name in self._pace.between(sorted(there)):
+            if name not in self._segments:
+                self._open(there[name])
+            segment = self._segments.get(name)
+            if segment is not None:
+                self._scan(segment)
+        for (kind, key), path in written:
+            if self.records.place(kind, key) or path.name not in there:
+                self._written.pop((kind, key), None)
+        self._state.counters.bytes = sum(one.size for one in files)
+
+    def close(self) -> None:
+        """Closes the segments, after the end of the reading thread."""
+        for segment in self._segments.values():
+            if segment is not None:
+                segment.close()
+
+    def _open(self, path: Path) -> None:
+        try:
+            self._segments[path.name] = Segment(path, self._state.digest)
+        except FileNotFoundError:
+            pass  # deleted meanwhile
+        except (BadRecord, OSError) as error:
+            if isinstance(error, OSError) and error.errno in PASSING:
+                self._segment_error.note(error)
+            elif not _is_new(path):  # else its writer may be writing its header
+                self._segments[path.name] = None
+                self._state.counters.bad += 1
+                log.warning("a segment of the prefix cache is bad", extra={"why": str(error)})
+
+    def _scan(self, segment: Segment) -> None:
+        was_broken = segment.broken
+        try:
+            for header, place in self._pace.between(segment.scan()):
+                self.records.add(header, place)
+            self.answered = monotonic()
+        except OSError as error:  # the next look tries it again
+            self._segment_error.note(error)
+        self._state.counters.bad += segment.broken and not was_broken
+
+
+def _is_new(path: Path) -> bool:
+    """Whether a file was written in the last seconds."""
+    try:
+        return time.time() - path.stat().st_mtime < NEW_SECONDS
+    except OSError:
+        return True

@@ -1,16 +1,23 @@
-"""The bytes of a segment: a header, then records, each with two checksums. Pure.
+"""The bytes of a segment: a header, then records, each with a key and two checksums. Pure.
 
 A record has named arrays with dtype and shape: what some layers keep of up to BLOCK_TOKENS inputs,
 or the states of layers behind them. Its header has the inputs themselves, which a reader compares,
 and a checksum of its own, so that a segment can be scanned without its contents. A checksum begins
 with the segment's digest: a record is valid in segments of the same model, rules and layout only.
 Anything that does not check is a BadRecord; the reader takes it for a miss.
+
+A key is the hash of the key before it and of the inputs of its block. So it stands for all inputs
+from the first one on, and for the scope that they belong to. The hash is a cryptographic one:
+whoever may send prompts cannot make two that have one key.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import sys
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from struct import Struct
@@ -20,9 +27,11 @@ from typing import Any
 import msgspec
 import xxhash
 
-from mlxpool.worker.prefix_disk.keys import BLOCK_TOKENS, ID_BYTES, KEY_BYTES, block_key
 from mlxpool.worker.prefix_disk.pacing import PIECE
 
+KEY_BYTES = 32
+BLOCK_TOKENS = 256  # inputs of a whole block; it begins at a multiple of it
+ID_BYTES = 8  # of an input: a token id, or the slot of an image, see media/spans.py
 FORMAT = 1  # raised with every change of what follows
 SEGMENT_MAGIC = b"MLXPOOLP"
 RECORD_MAGIC = b"kvr1"
@@ -104,6 +113,41 @@ class RecordHeader(msgspec.Struct, frozen=True):
     def record_bytes(self) -> int:
         """Bytes of header and arrays, without what aligns the next record."""
         return self.size + self.payload
+
+
+def packed(ids: Sequence[int]) -> bytes:
+    """Returns inputs as little-endian 64-bit numbers."""
+    numbers = array("Q", ids)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers.tobytes()
+
+
+def unpacked(data: bytes) -> tuple[int, ...]:
+    """Undoes `packed`."""
+    numbers = array("Q", data)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return tuple(numbers)
+
+
+def root_key(scope: str) -> bytes:
+    """Returns the key of no inputs, for sequences of a scope."""
+    return hashlib.blake2b(b"root:" + scope.encode(), digest_size=KEY_BYTES).digest()
+
+
+def block_key(parent: bytes, ids: bytes) -> bytes:
+    """Returns the key of the packed inputs `ids` behind those of `parent`."""
+    return hashlib.blake2b(parent + ids, digest_size=KEY_BYTES, person=b"block").digest()
+
+
+def chain(root: bytes, ids: Sequence[int]) -> list[bytes]:
+    """Returns the keys of the whole blocks of inputs, in order."""
+    keys, key = [], root
+    for start in range(0, len(ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
+        key = block_key(key, packed(ids[start : start + BLOCK_TOKENS]))
+        keys.append(key)
+    return keys
 
 
 def aligned(size: int) -> int:
@@ -287,3 +331,14 @@ def decode_segment_header(data: bytes) -> dict[str, Any]:
     if not isinstance(about, dict) or not isinstance(about.get("digest"), str):
         raise BadRecord("the description of a segment has no digest")
     return about
+
+
+def digest_of(about: Mapping[str, Any]) -> bytes:
+    """Returns the digest in the description of a segment. Raises BadRecord."""
+    try:
+        digest = bytes.fromhex(about["digest"])
+    except ValueError:
+        raise BadRecord("the digest of a segment is no hexadecimal number") from None
+    if len(digest) != KEY_BYTES:
+        raise BadRecord(f"the digest of a segment has {len(digest)} bytes")
+    return digest

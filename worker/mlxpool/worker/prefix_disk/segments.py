@@ -20,9 +20,8 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from mlxpool.worker.prefix_disk import records
-from mlxpool.worker.prefix_disk.keys import unpacked
 from mlxpool.worker.prefix_disk.pacing import Pace
-from mlxpool.worker.prefix_disk.records import BadRecord, RecordHeader, aligned
+from mlxpool.worker.prefix_disk.records import BadRecord, RecordHeader, aligned, unpacked
 
 SUFFIX = ".seg"
 FILE_MODE = 0o600
@@ -42,35 +41,31 @@ class Place(Struct, frozen=True):
     offset: int
     header: int
     payload: int
-    tokens: int
 
 
 class Segment:
     """A segment that is read. `path` names it; it stays readable while it is open."""
 
-    def __init__(self, path: Path, digest: bytes) -> None:
-        """Opens a segment of this digest.
+    def __init__(self, path: Path, digest: bytes | None = None) -> None:
+        """Opens a segment of this digest, or of any.
 
         Raises BadRecord for a file that is none, or of another digest or owner, and OSError.
         """
         self.path = path
-        self._digest = digest
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         self._descriptor = os.open(path, flags)
         try:
             status = os.fstat(self._descriptor)
             if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
                 raise BadRecord(f"{path} is no regular file of this user")
-            about, size = read_description(self._descriptor)
-            if about["digest"] != digest.hex():
-                raise BadRecord(f"{path} has the digest {about['digest']}, not {digest.hex()}")
+            self.about, self.scanned = read_description(self._descriptor)
+            self._digest = records.digest_of(self.about)
+            if digest is not None and self._digest != digest:
+                raise BadRecord(f"{path} has the digest {self._digest.hex()}, not {digest.hex()}")
         except BaseException:
             os.close(self._descriptor)
             raise
-        self.about = about
-        self.scanned = size  # bytes whose records are known
-        self.broken = False  # whether what follows them is no record
-        self.reported = False  # whether that was counted
+        self.broken = False  # whether the bytes after those that were scanned are no record
         self._used = 0.0  # when its use was noted last
 
     def scan(self) -> Iterator[tuple[RecordHeader, Place]]:
@@ -79,15 +74,30 @@ class Segment:
         A record that is not complete is looked at again by the next call. One whose header does not
         check ends the segment: nobody knows where the next one begins.
         """
-        if self.broken:
-            return
         size = os.fstat(self._descriptor).st_size
-        for header, offset in headers_from(self._descriptor, self._digest, self.scanned, size):
-            if header is None:
+        while not self.broken and (offset := self.scanned) + records.HEAD_BYTES <= size:
+            try:
+                header = self._header_at(offset, size)
+            except BadRecord:
                 self.broken = True
-                break
+                return
+            if header is None or offset + aligned(header.record_bytes) > size:
+                return  # it is being written, or its writer was ended
             self.scanned = offset + aligned(header.record_bytes)
-            yield header, Place(self, offset, header.size, header.payload, header.tokens)
+            yield header, Place(self, offset, header.size, header.payload)
+
+    def _header_at(self, offset: int, size: int) -> RecordHeader | None:
+        """Returns the header at an offset; None if it does not end in the `size` bytes of the file.
+
+        Raises BadRecord and OSError.
+        """
+        head = os.pread(self._descriptor, FIRST_READ, offset)
+        length = records.header_size(head)
+        if offset + length > size:
+            return None
+        if length > len(head):
+            head = os.pread(self._descriptor, length, offset)
+        return records.decode_header(self._digest, head[:length])
 
     def read(self, place: Place) -> tuple[RecordHeader, Bytes]:
         """Returns a record: its header, and its arrays as bytes.
@@ -123,11 +133,6 @@ class Segment:
             os.utime(self._descriptor)
         except OSError:
             pass
-
-    @property
-    def linked(self) -> bool:
-        """Whether the file still has a name."""
-        return os.fstat(self._descriptor).st_nlink > 0
 
     def close(self) -> None:
         """Closes the file."""
@@ -187,7 +192,7 @@ class SegmentWriter:
         self.size = at
 
     def close(self) -> None:
-        """Closes the file; a segment without records is deleted."""
+        """Closes the file."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -219,32 +224,6 @@ def read_description(descriptor: int) -> tuple[dict[str, Any], int]:
     if size > len(head):
         head = os.pread(descriptor, size, 0)
     return records.decode_segment_header(head[:size]), size
-
-
-def headers_from(
-    descriptor: int, digest: bytes, offset: int, size: int
-) -> Iterator[tuple[RecordHeader | None, int]]:
-    """Yields the headers of the complete records in [offset, size), and their offsets.
-
-    None stands for one that does not check, and is the last.
-    """
-    while offset + records.HEAD_BYTES <= size:
-        head = os.pread(descriptor, FIRST_READ, offset)
-        try:
-            length = records.header_size(head)
-            if offset + length > size:
-                return  # it is being written, or its writer was ended
-            if length > len(head):
-                head = os.pread(descriptor, length, offset)
-            header = records.decode_header(digest, head[:length])
-        except BadRecord:
-            yield None, offset
-            return
-        end = offset + aligned(header.record_bytes)
-        if end > size:
-            return
-        yield header, offset
-        offset = end
 
 
 def same_ids(header: RecordHeader, wanted: Sequence[int]) -> int:

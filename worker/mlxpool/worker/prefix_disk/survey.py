@@ -6,7 +6,6 @@ Needs no worker; workers that run notice what was deleted.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,8 @@ from typing import Any
 from msgspec import Struct, field
 
 from mlxpool.worker.prefix_disk.folder import ModelFolder, models_in, segment_files
-from mlxpool.worker.prefix_disk.keys import KEY_BYTES
 from mlxpool.worker.prefix_disk.records import BadRecord, Kind, aligned
-from mlxpool.worker.prefix_disk.segments import Segment, read_description
+from mlxpool.worker.prefix_disk.segments import Segment
 
 
 class Contents(Struct):
@@ -75,8 +73,7 @@ def _of_model(model: str, path: Path, *, verify: bool) -> Iterator[Contents]:
 
 
 def _add(contents: Contents, path: Path, *, verify: bool) -> None:
-    digest = _digest_of(path)
-    segment = Segment(path, digest)
+    segment = Segment(path)
     try:
         contents.about = segment.about
         for header, place in segment.scan():
@@ -98,22 +95,6 @@ def _add(contents: Contents, path: Path, *, verify: bool) -> None:
             contents.torn += max(0, path.stat().st_size - aligned(segment.scanned))
     finally:
         segment.close()
-
-
-def _digest_of(path: Path) -> bytes:
-    """Returns the digest that a segment says it has. Raises BadRecord and OSError."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        about, _ = read_description(descriptor)
-    finally:
-        os.close(descriptor)
-    try:
-        digest = bytes.fromhex(about["digest"])
-    except ValueError:
-        raise BadRecord("the digest of a segment is no hexadecimal number") from None
-    if len(digest) != KEY_BYTES:
-        raise BadRecord(f"the digest of a segment has {len(digest)} bytes")
-    return digest
 
 
 def remove(root: Path, model: str, digest: str = "") -> int:

@@ -22,7 +22,7 @@ from mlxpool.worker.caches.specs import KeyValueSpec, LatentSpec
 from mlxpool.worker.kernels import block_write
 from mlxpool.worker.prefix.paths import Part
 from mlxpool.worker.prefix.shared_blocks import BlockPool, BlockRow, BlockRun, BlockStore
-from mlxpool.worker.prefix_disk.readings import ReadRecord
+from mlxpool.worker.prefix_disk.reading import ReadRecord
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 
 

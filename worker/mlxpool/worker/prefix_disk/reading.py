@@ -1,21 +1,35 @@
-"""What one sequence reads from the disk: chosen from the index, then record by record.
+"""What sequences read from the disk: chosen from the index, then record by record.
 
-The compute thread begins and ends a Reading, the thread of the tier fills it.
+The compute thread begins and ends a Reading, the reading thread fills it.
 """
 
 from __future__ import annotations
 
+import logging
+import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from time import monotonic
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
-from mlxpool.worker.prefix_disk.index import Index
-from mlxpool.worker.prefix_disk.keys import BLOCK_TOKENS, block_key, chain
-from mlxpool.worker.prefix_disk.records import BadRecord, Kind, RecordHeader
+from mlxpool.worker.prefix_disk.index import FolderIndex, Index
+from mlxpool.worker.prefix_disk.records import (
+    BLOCK_TOKENS,
+    BadRecord,
+    Kind,
+    RecordHeader,
+    block_key,
+    chain,
+)
 from mlxpool.worker.prefix_disk.segments import Bytes, Place, same_ids
+from mlxpool.worker.prefix_disk.state import TierState
 
+log = logging.getLogger("mlxpool.worker")
+
+REFRESH_INTERVAL = 1.0  # seconds between two looks at what other workers wrote and deleted
 MAX_CANDIDATES = 8  # records behind one block whose inputs are compared, the newest ones
 MIN_GAIN = 64  # tokens more than the memory has; fewer are computed
 
@@ -63,11 +77,13 @@ def choose(wanted: Wanted, index: Index, unreadable: Unreadable) -> list[Choice]
     ids = wanted.ids[: wanted.most]
     keys = chain(wanted.root, ids)
     first = wanted.matched // BLOCK_TOKENS
-    blocks = [
-        Choice(Kind.TOKENS, key, place, number * BLOCK_TOKENS, (number + 1) * BLOCK_TOKENS)
-        for number, key in _run(keys, first, index)
-        if (place := index.tokens(key)) is not None
-    ]
+    blocks: list[Choice] = []
+    for number, key in enumerate(keys[first:], first):
+        place = index.place(Kind.TOKENS, key)
+        if place is None:
+            break
+        start = number * BLOCK_TOKENS
+        blocks.append(Choice(Kind.TOKENS, key, place, start, start + BLOCK_TOKENS))
     keys = keys[: first + len(blocks)]
     if wanted.stateful:
         return _with_state(wanted, index, unreadable, keys, blocks)
@@ -76,14 +92,6 @@ def choose(wanted: Wanted, index: Index, unreadable: Unreadable) -> list[Choice]
     blocks += sorted((part for part, _ in parts), key=lambda part: part.end)[-1:]
     gain = blocks[-1].end - wanted.matched if blocks else 0
     return blocks if gain >= MIN_GAIN else []
-
-
-def _run(keys: Sequence[bytes], first: int, index: Index) -> Iterator[tuple[int, bytes]]:
-    """Yields the keys from number `first` on up to the first without a record."""
-    for number in range(first, len(keys)):
-        if index.tokens(keys[number]) is None:
-            return
-        yield number, keys[number]
 
 
 def _parts(
@@ -99,9 +107,9 @@ def _parts(
 
     `at`: the number of their first input. `with_state`: only those that have a snapshot at the end.
     """
-    keys = [key for key in index.behind(before) if not with_state or index.state(key)]
+    keys = [key for key in index.behind(before) if not with_state or index.place(Kind.STATE, key)]
     for key in keys[-MAX_CANDIDATES:]:
-        place = index.tokens(key)
+        place = index.place(Kind.TOKENS, key)
         if place is None:
             continue
         try:
@@ -138,7 +146,7 @@ def _with_state(
             last = max(whole, key=lambda part: part.end)
             needed += [last] * (last.end > wanted.matched)
             before, at = last.key, last.end
-        state = index.state(before)
+        state = index.place(Kind.STATE, before)
         if state is not None:
             found = [*needed, Choice(Kind.STATE, before, state, at, at)]
             return found if at - wanted.restorable >= MIN_GAIN else []
@@ -177,7 +185,7 @@ class Room:
 class Reading(Struct, eq=False):
     """The records that the disk has for one sequence, as far as they were read.
 
-    The tier's thread calls `put` and `finish`, the compute thread all else. `room` is that of all
+    The reading thread calls `put` and `finish`, the compute thread all else. `room` is that of all
     readings.
     """
 
@@ -231,3 +239,111 @@ class Reading(Struct, eq=False):
     def ended(self) -> bool:
         """Whether nothing more is wanted."""
         return self._ended
+
+
+class RecordReader:
+    """The thread that reads records for sequences, and looks at the folder."""
+
+    def __init__(self, state: TierState) -> None:
+        self.index = FolderIndex(state, state.pace(self._hurries))
+        self.looked = False  # whether the index has what was there at the start
+        self.room = Room(state.room)
+        self.thread = threading.Thread(target=self._run, name="prefix-reader", daemon=True)
+        self._state = state
+        self._asked: queue.SimpleQueue[Reading | None] = queue.SimpleQueue()
+        self._reads = False  # whether it reads for a sequence
+        self._awaits_room = False  # whether it waits for the compute thread
+        self._answered = 0.0  # when a record was read or taken last, monotonic seconds
+
+    # ---- the compute thread ----------------------------------------------------------------------
+
+    def begin(self, wanted: Wanted) -> Reading:
+        """Begins to read what the disk has for a sequence."""
+        reading = Reading(wanted, self.room)
+        self._asked.put(reading)
+        return reading
+
+    @property
+    def last_progress(self) -> float:
+        """When the disk answered last, monotonic seconds: now, while it is not the one to answer.
+
+        What other sequences read counts as well.
+        """
+        return monotonic() if self._awaits_room else max(self._answered, self.index.answered)
+
+    def end(self) -> None:
+        """The thread ends after what it does now; the state is `ending`."""
+        self._asked.put(None)
+
+    # ---- the thread ------------------------------------------------------------------------------
+
+    def _hurries(self) -> bool:
+        """Whether a look at the folder has no rests: nothing runs, or a sequence waits for it."""
+        return self._state.hurries() or self._reads or not self._asked.empty()
+
+    def _run(self) -> None:
+        try:
+            self.index.refresh(monotonic())
+            self.looked = True
+            while not self._state.ending:
+                try:
+                    reading = self._asked.get(timeout=REFRESH_INTERVAL)
+                except queue.Empty:
+                    self.index.refresh(monotonic())
+                    continue
+                if reading is not None:
+                    self._read(reading)
+        except Exception:
+            log.exception("the disk tier of the prefix cache stops reading")
+            # Nothing is there, so nobody begins a reading.
+            self.index.records, self.looked = Index(), True
+            self._finish_all()
+
+    def _finish_all(self) -> None:
+        while not self._state.ending:
+            reading = self._asked.get()
+            if reading is not None:
+                reading.finish()
+                self._state.wake()
+
+    def _read(self, reading: Reading) -> None:
+        wanted: Wanted | None = reading.wanted
+        self._reads = True
+        try:
+            if not reading.ended:
+                self.index.refresh(monotonic())
+                while wanted is not None:
+                    wanted = self._read_chosen(reading, wanted)
+        finally:
+            self._reads = False
+            reading.finish()
+            self._state.wake()
+
+    def _read_chosen(self, reading: Reading, wanted: Wanted) -> Wanted | None:
+        """Reads the best records for a sequence.
+
+        Returns what is still wanted after one that did not check, where others may do; else None.
+        """
+        for choice in choose(wanted, self.index.records, self.index.discard):
+            try:
+                record = self._read_one(choice, wanted.ids)
+            except (BadRecord, OSError) as error:
+                self.index.discard(choice.kind, choice.key, error)
+                return wanted if wanted.stateful else None
+            self._answered, self._awaits_room = monotonic(), True
+            taken = reading.put(record)
+            self._answered, self._awaits_room = monotonic(), False
+            if not taken:
+                return None
+            self._state.wake()
+            if choice.kind is Kind.TOKENS:
+                wanted = replace(wanted, matched=max(wanted.matched, choice.end))
+        return None
+
+    def _read_one(self, choice: Choice, ids: Sequence[int]) -> ReadRecord:
+        segment = choice.place.segment
+        header, arrays = segment.read(choice.place)
+        require_chosen(header, choice, ids)
+        segment.note_use(monotonic())
+        self._state.counters.read_bytes += arrays.nbytes
+        return ReadRecord(header, arrays, choice.end)
