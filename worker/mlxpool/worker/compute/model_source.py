@@ -299,7 +299,9 @@ def _folder(
                 float32=not device.on_gpu(),
             ),
         )
-        return ModelEngine(loaded, text, kv=config.kv, draft=drafting, **settings)
+        return ModelEngine(
+            loaded, text, kv=config.kv, draft=drafting, keeps_measurement=True, **settings
+        )
 
     opened = Opened(
         versions.digest_of(folder.digest, config.kv),

@@ -75,6 +75,7 @@ class LayoutEngine(WarmedEngine):
         kv: str = AUTO,
         by_owner: bool = False,
         draft: DraftEngine | None = None,
+        keeps_measurement: bool = False,
     ) -> None:
         """Makes an engine; `context` bounds the context length of the model.
 
@@ -85,7 +86,7 @@ class LayoutEngine(WarmedEngine):
         `batch` bounds the tokens of a pass, see device.prefill_chunk. `kv`: what rows store, see
         caches/stored.py. `by_owner`: sequences find only the prefixes that sequences of their owner
         left. `draft`: the draft model, for whose memory room is left; it is warmed up and closed
-        with this engine.
+        with this engine. `keeps_measurement`: see WarmedEngine.
         """
         LOAD.enter("engine")
         folder = loaded.folder
@@ -103,6 +104,7 @@ class LayoutEngine(WarmedEngine):
             by_owner=by_owner,
         )
         self.draft = draft
+        self._keeps_measurement = keeps_measurement
         require_kv(kv, folder)
         if loaded.deterministic:
             require_deterministic(folder, on_gpu=device.on_gpu())

@@ -10,8 +10,7 @@ import mlx.core as mx
 from msgspec.structs import replace
 
 from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.engine.disk_opening import digest_of, open_disk, room_of
-from mlxpool.worker.engine.disk_prefixes import DiskPrefixes
+from mlxpool.worker.engine.disk_prefixes import DiskPrefixes, digest_of, open_disk, room_of
 from mlxpool.worker.engine.engine import MemoryUse
 from mlxpool.worker.engine.settings import EngineSettings
 from mlxpool.worker.kernels import device

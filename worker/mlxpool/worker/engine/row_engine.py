@@ -402,10 +402,11 @@ class RowEngine(ABC, Generic[R]):
         rows = sum(max(0, row.nbytes - self._row_bytes) for row in self._rows.values())
         return self.blocks.capacity * self._block_bytes - rows
 
-    def _finish_warm_up(self) -> None:
+    def _finish_warm_up(self, process: int = 0) -> None:
         """Frees what the warm-up allocated and sets the capacity.
 
-        Raises ModelLoadFailed when too few blocks are left.
+        `process`: the bytes outside MLX, at least, for which there is to be room. Raises
+        ModelLoadFailed when too few blocks are left.
         """
         self._prefix.clear()
         # The next pass takes the buffers that this one frees; on a GPU MLX's memory limit, which
@@ -413,8 +414,9 @@ class RowEngine(ABC, Generic[R]):
         mx.set_cache_limit(max(self._kept_buffers, self._activation_bytes * device.on_gpu()))
         mx.clear_cache()
         device.trim_heap()
-        growth = min(HEAP_GROWTH, self._limit // 16) if device.non_mlx_bytes() else 0
-        self._process_bytes_at_start = self._process_bytes = device.non_mlx_bytes() + growth
+        outside = device.non_mlx_bytes()
+        growth = min(HEAP_GROWTH, self._limit // 16) if outside else 0
+        self._process_bytes_at_start = self._process_bytes = max(process, outside + growth)
         self.blocks.capacity = self._capacity()
         self._require_min_blocks()
 

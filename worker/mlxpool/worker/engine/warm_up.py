@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Many
@@ -19,6 +20,7 @@ from mlxpool.worker.attention.prediction_heads.head_drafts import HeadDrafts
 from mlxpool.worker.attention.row_spans import CacheRow, Ids, RowSpan
 from mlxpool.worker.constraints.mask_table import MaskTable, new_table, words_of_mask
 from mlxpool.worker.engine.image_encoder import ImageEncoder
+from mlxpool.worker.engine.measurements import KeptMeasurement, Measurement
 from mlxpool.worker.engine.pass_spans import PassSpans
 from mlxpool.worker.engine.prompt_logprobs import lines_at_a_time, logit_bytes
 from mlxpool.worker.engine.row_engine import RowEngine
@@ -45,6 +47,8 @@ UNLIMITED_TOKENS = 10**9
 MASK_TABLES = 2  # for the next draw, and for rows that read forced tokens before they draw
 LONG_PASSES_LEAVE = 7 / 8  # of the blocks, at least: otherwise passes stay short
 DECODE_STEPS = 12  # of one row, whose time decides about the time of all passes
+
+log = logging.getLogger("mlxpool.worker")
 
 
 class PassKind(Struct, frozen=True):
@@ -100,6 +104,7 @@ class WarmedEngine(RowEngine[CacheRow]):
     _step_seconds: float
     _dtype: mx.Dtype  # of logits
     _long_passes = False  # whether passes in which nothing decodes have twice the lines
+    _keeps_measurement = False  # whether a later load on a CPU may take the figures of this one
     _most_drafts = 0  # that the rows of a pass check together; 0: no drafts are checked
 
     @abstractmethod
@@ -138,16 +143,76 @@ class WarmedEngine(RowEngine[CacheRow]):
         self._layout.expect_drafts(most)
 
     def warm_up(self, on_progress: Callable[[], None] = lambda: None) -> None:
-        """See Engine.warm_up. Also measures the memory of a prefill chunk and of draws."""
+        """See Engine.warm_up. Also measures the memory of a prefill chunk and of draws.
+
+        On a CPU it measures, and computes passes, unless an earlier load has kept its figures.
+        """
         LOAD.enter("memory")
+        if device.on_gpu():  # above this limit MLX waits for steps in flight
+            mx.set_memory_limit(self._limit)
+        kept = self._kept_measurement()
+        known = None if kept is None else kept.find()
+        if known is None:
+            self._measure_memory(on_progress)
+        else:
+            log.info("an earlier load has measured the memory and times of passes")
+            self._activation_bytes, self._largest_image = known.step, known.image
+        if self._is_pooled:
+            self._remake_layout()
+            self._require_min_blocks()
+        if device.on_gpu():
+            self._compile_kernels(self._kinds_of_passes(), on_progress)
+        LOAD.enter("warm_up")
+        self._warm_up_passes(on_progress, known)
+        self._layout.evaluated()
+        if self._predictions is not None:
+            self._warm_up_head(self._predictions)
+            on_progress()
+        # Not of the cost model, which predicts other passes from those that it saw last.
+        if self._target.least < self._target.most:
+            self._step_seconds = self._target.seconds(self._decode_seconds())
+        self._finish_warm_up(0 if known is None else known.process)
+        if kept is not None and known is None:
+            process = self._process_bytes_at_start
+            step, image = self._activation_bytes, self._largest_image
+            kept.keep(Measurement(step, image, process, self.cost.observed))
+        kernel_cache.log_mlx_kernels(LOAD.times.total)
+
+    @property
+    def _is_pooled(self) -> bool:
+        """Whether the measurement decides about the blocks of a pool."""
+        return self._layout.holds_prefixes and self._fixed_blocks is None
+
+    def _kept_measurement(self) -> KeptMeasurement | None:
+        """Returns the file of this engine's figures; None: each load measures them."""
+        if not self._keeps_measurement or device.on_gpu() or self.draft is not None:
+            return None
+        return KeptMeasurement(
+            {
+                **self._kept_rules(),
+                "model": self.digest,
+                "weights": self._weights,
+                "context": self.context,
+                "batch": self.batch,
+                "chunk": self.chunk,
+                "pairs": self._pairs,
+                "sequences": self._max_sequences,
+                "blocks": self._fixed_blocks,
+                "block": self._block_bytes,
+                "row": self._row_bytes,
+                "read": self._layout.read_bytes,
+                "drafts": self._most_drafts,
+                "lookahead": self._lookahead,
+            }
+        )
+
+    def _measure_memory(self, on_progress: Callable[[], None]) -> None:
+        """Measures the bytes of a pass at its peak."""
         sizes = [
             min(n, self.context - 3)
             for n in (GPU_WARM_UP_CHUNKS if device.on_gpu() else CPU_WARM_UP_CHUNKS)
         ]
-        if device.on_gpu():  # above this limit MLX waits for steps in flight
-            mx.set_memory_limit(self._limit)
-        pooled = self._layout.holds_prefixes and self._fixed_blocks is None
-        if pooled:  # a small pool leaves memory for the measurement
+        if self._is_pooled:  # a small pool leaves memory for the measurement
             self._remake_layout(blocks_for(sizes[-1] + 3))
         if self.draft is not None:
             self.draft.warm_up(on_progress)
@@ -163,22 +228,6 @@ class WarmedEngine(RowEngine[CacheRow]):
             beside = self._lookahead * one_pass + self._layout.read_bytes + taken
             self._activation_bytes = max(self._activation_bytes, beside)
             on_progress()
-        if pooled:
-            self._remake_layout()
-            self._require_min_blocks()
-        if device.on_gpu():
-            self._compile_kernels(self._kinds_of_passes(), on_progress)
-        LOAD.enter("warm_up")
-        self._warm_up_passes(on_progress)
-        self._layout.evaluated()
-        if self._predictions is not None:
-            self._warm_up_head(self._predictions)
-            on_progress()
-        # Not of the cost model, which predicts other passes from those that it saw last.
-        if self._target.least < self._target.most:
-            self._step_seconds = self._target.seconds(self._decode_seconds())
-        self._finish_warm_up()
-        kernel_cache.log_mlx_kernels(LOAD.times.total)
 
     def _remake_layout(self, blocks: int | None = None) -> None:
         tell = self._layout.notice.tell
@@ -288,11 +337,19 @@ class WarmedEngine(RowEngine[CacheRow]):
         taken = mx.get_peak_memory() - before
         return taken + lines * self.vocab_size * self._dtype.size
 
-    def _warm_up_passes(self, on_progress: Callable[[], None]) -> None:
+    def _warm_up_passes(
+        self, on_progress: Callable[[], None], known: Measurement | None = None
+    ) -> None:
         """Computes a pass of each kind that is compiled, and one with every sampling option.
 
-        The second pass of a kind shows the cost model its time.
+        The second pass of a kind shows the cost model its time. Where times are `known`, one pass
+        shows that the model computes.
         """
+        if known is not None:
+            for load, seconds in known.passes:
+                self.cost.observe(load, seconds)
+            self._warm_up(PassKind((1,)), on_progress, times=1)
+            return
         held = self._hold_rows()
         self._warm_up(PassKind((1,)), on_progress, ALL_OPTIONS)
         if self._uploads is not None:
@@ -419,13 +476,17 @@ class WarmedEngine(RowEngine[CacheRow]):
         return sizes or _first_and_last(list(range(1, rows + 1)), on_gpu=device.on_gpu())
 
     def _warm_up(
-        self, kind: PassKind, on_progress: Callable[[], None], options: Options | None = None
+        self,
+        kind: PassKind,
+        on_progress: Callable[[], None],
+        options: Options | None = None,
+        times: int = WARM_UP_PASSES,
     ) -> None:
-        """Computes two passes over the first inputs of new rows, then frees the rows."""
+        """Computes passes over the first inputs of new rows, then frees the rows."""
         spans = self._dummy_spans(kind, options)
         rows = [span.sequence for span in spans]
-        LOAD.count("warm_up_passes", WARM_UP_PASSES)
-        for _ in range(WARM_UP_PASSES):
+        LOAD.count("warm_up_passes", times)
+        for _ in range(times):
             self.step(spans)
             for seq in rows:
                 seq.submitted = 0

@@ -104,8 +104,8 @@ class GroupEngine(ModelEngine):
         self._orders.send(Head(*hidden.shape))
         return super()._logits_of(self._collectives.from_first(hidden))
 
-    def _finish_warm_up(self) -> None:
-        super()._finish_warm_up()
+    def _finish_warm_up(self, process: int = 0) -> None:
+        super()._finish_warm_up(process)
         self._collectives.check()
         self._orders.send(Settle(self._kept_buffers))
 

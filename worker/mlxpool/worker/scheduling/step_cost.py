@@ -107,6 +107,14 @@ class StepCost:
         (self._mixed if load.pairs else self._rows).append((features, seconds))
         self._new += 1
 
+    @property
+    def observed(self) -> list[tuple[Load, float]]:
+        """The passes that are taken into account, as `observe` was given them."""
+        return [
+            (Load(*(round(one) for one in features[1:])), seconds)
+            for features, seconds in (*self._rows, *self._mixed)
+        ]
+
     def _fit(self) -> None:
         """Least squares of relative errors, each at most 1: of the longer time.
 

@@ -1,0 +1,94 @@
+"""Files that a load keeps for later loads: for one key, whole or not at all."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from mlxpool.worker.system import kept_files
+from mlxpool.worker.system.kept_files import MAX_FILES, KeptFile
+
+KEY = {"model": "a", "context": 8}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    return tmp_path / "loads"
+
+
+def test_a_file_is_read_for_its_kind_and_key_alone(caplog: pytest.LogCaptureFixture) -> None:
+    KeptFile("times", KEY).write(b"1\n2")
+    assert KeptFile("times", dict(reversed(KEY.items()))).read() == b"1\n2"
+    assert KeptFile("times", {**KEY, "context": 9}).read() is None
+    assert KeptFile("sizes", KEY).read() is None
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("size", [0, 5, 40, -1])
+def test_a_broken_file_is_logged_and_removed(size: int, caplog: pytest.LogCaptureFixture) -> None:
+    kept = KeptFile("times", KEY)
+    kept.write(b"12345")
+    kept.path.write_bytes(kept.path.read_bytes()[:size] + b"x")
+    with caplog.at_level(logging.WARNING):
+        assert kept.read() is None
+    assert str(kept.path) in str(caplog.records[0].__dict__["file"]) and not kept.path.exists()
+    kept.write(b"6")
+    assert kept.read() == b"6"
+
+
+def test_a_file_under_the_name_of_another_key_is_not_read() -> None:
+    one, other = KeptFile("times", KEY), KeptFile("times", {})
+    one.write(b"1")
+    one.path.rename(other.path)
+    assert other.read() is None
+
+
+def test_several_processes_may_write_and_read_at_once(folder: Path) -> None:
+    def work(number: int) -> bytes | None:
+        kept = KeptFile("times", KEY)
+        kept.write(bytes([number]) * 10_000)
+        return kept.read()
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(work, range(100)))
+    assert all(one is not None and one == one[:1] * 10_000 for one in found)
+    assert len(list(folder.iterdir())) == 1
+
+
+def test_the_least_recently_used_files_are_removed(folder: Path) -> None:
+    first = KeptFile("times", KEY)
+    first.write(b"1")
+    for number in range(MAX_FILES):
+        KeptFile("times", {"number": number}).write(b"2")
+        assert first.read() == b"1"
+    assert len(list(folder.iterdir())) == MAX_FILES
+    assert KeptFile("times", {"number": 0}).read() is None
+
+
+def test_a_folder_that_cannot_be_written_is_logged(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder.write_text("no folder")
+    with caplog.at_level(logging.WARNING):
+        KeptFile("times", KEY).write(b"1")
+    assert "not kept" in caplog.text
+
+
+def test_the_machines_key_changes_with_our_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tmp_path / "worker" / "__init__.py"
+    module.parent.mkdir()
+    module.write_text("")
+    monkeypatch.setattr("mlxpool.worker.__file__", str(module))
+    keys = []
+    for text in ("", "x = 1"):
+        module.with_name("layers.py").write_text(text)
+        kept_files.code.cache_clear()
+        keys.append(kept_files.code())
+    kept_files.code.cache_clear()
+    assert keys[0] != keys[1]

@@ -1,0 +1,54 @@
+"""What the warm-up of an engine measures on a CPU, kept for later loads of the same model.
+
+The key has all that decides the figures: the machine and what MLX computes with, our code, the
+model's files, and the settings of the engine. Where any of these changed, it is measured again.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from mlxpool.worker.scheduling.step_cost import Load
+from mlxpool.worker.system.kept_files import KeptFile, Key, machine
+
+KIND = "warm-up"
+Bytes = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(gt=0)]
+
+
+class Measurement(Struct, frozen=True):
+    """The figures of a warm-up.
+
+    `step`: the bytes of a pass at its peak. `image`: those of the features of the largest image.
+    `process`: those outside MLX after the warm-up. `passes`: the times of some passes.
+    """
+
+    step: Bytes
+    image: Bytes
+    process: Bytes
+    passes: list[tuple[Load, Seconds]]
+
+
+class KeptMeasurement:
+    """The measurement of an engine in a file; `engine` is the part of the key that is its own."""
+
+    def __init__(self, engine: Key) -> None:
+        self._file = KeptFile(KIND, {"machine": machine(), "engine": engine})
+
+    def find(self) -> Measurement | None:
+        """What an earlier load measured; None: nothing that counts for this one."""
+        content = self._file.read()
+        if content is None:
+            return None
+        try:
+            return msgspec.json.decode(content, type=Measurement)
+        except msgspec.DecodeError as error:
+            self._file.refuse(str(error))
+            return None
+
+    def keep(self, found: Measurement) -> None:
+        """Keeps a measurement for later loads."""
+        self._file.write(msgspec.json.encode(found))

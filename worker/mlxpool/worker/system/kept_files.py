@@ -1,0 +1,142 @@
+"""Files in which a load keeps what it found out, for later loads of the same model.
+
+They lie beside the compiled kernels, in the temporary folder of this user alone (private_temp). A
+file counts for the key that it names and no other; one that is broken is not read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import mlxpool.worker
+from mlxpool.common.process.private_temp import TEMPORARY
+
+Key = Mapping[str, Any]  # of JSON's types
+
+FOLDER = "loads"  # in the temporary folder
+MAX_FILES = 64  # of all models and settings; the least recently used are removed
+MAGIC = b"mlxpool kept 1\n"  # another form of the files has another number
+_DIGEST_BYTES = 32
+# They decide how a pass is divided between cores, and how much memory it takes.
+_VARIABLES = ("LD_PRELOAD", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+log = logging.getLogger("mlxpool.worker")
+
+
+class KeptFile:
+    """The file of a kind (a word) for a key. Several processes may read and write it at once."""
+
+    def __init__(self, kind: str, key: Key) -> None:
+        self._key = json.dumps(key, sort_keys=True).encode()
+        name = f"{kind}-{hashlib.sha256(self._key).hexdigest()[:32]}"
+        self.path = Path(os.environ.get(TEMPORARY) or tempfile.gettempdir()) / FOLDER / name
+
+    def read(self) -> bytes | None:
+        """What was written for this key; None: nothing, or the file is broken, which is logged."""
+        try:
+            data = self.path.read_bytes()
+        except OSError:
+            return None
+        head = len(MAGIC) + _DIGEST_BYTES
+        digest, body = data[len(MAGIC) : head], data[head:]
+        if not data.startswith(MAGIC) or hashlib.sha256(body).digest() != digest:
+            self.refuse("its checksum is another")
+            return None
+        key, _, content = body.partition(b"\n")
+        if key != self._key:
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(self.path)
+        return content
+
+    def refuse(self, why: str) -> None:
+        """Logs why the content is not used, and removes the file."""
+        log.warning(
+            "what an earlier load kept is not used", extra={"why": why, "file": str(self.path)}
+        )
+        with contextlib.suppress(OSError):
+            self.path.unlink()
+
+    def write(self, content: bytes) -> None:
+        """Keeps the content; other processes see it whole or not at all. A failure is logged."""
+        body = self._key + b"\n" + content
+        data = MAGIC + hashlib.sha256(body).digest() + body
+        try:
+            self.path.parent.mkdir(mode=0o700, exist_ok=True)
+            made, name = tempfile.mkstemp(dir=self.path.parent, prefix=".new-")
+            try:
+                with open(made, "wb") as stream:
+                    stream.write(data)
+                os.replace(name, self.path)
+            except BaseException:
+                os.unlink(name)
+                raise
+            _remove_oldest(self.path.parent)
+        except OSError as error:
+            log.warning(
+                "what this load found out is not kept for the next one",
+                extra={"why": str(error), "file": str(self.path)},
+            )
+
+
+def _remove_oldest(folder: Path) -> None:
+    used = []
+    for file in folder.iterdir():
+        with contextlib.suppress(OSError):  # another process has removed it
+            used.append((file.stat().st_mtime, file))
+    for _, file in sorted(used, reverse=True)[MAX_FILES:]:
+        file.unlink(missing_ok=True)
+
+
+@cache
+def code() -> dict[str, str]:
+    """The part of a key that names our code: any file of the worker that changes changes it."""
+    digest = hashlib.sha256(version("mlxpool").encode())
+    root = Path(mlxpool.worker.__file__).parent
+    for file in sorted(root.rglob("*.py")):
+        status = file.stat()
+        digest.update(f"{file}:{status.st_size}:{status.st_mtime_ns}\n".encode())
+    return {"code": digest.hexdigest()}
+
+
+@cache
+def machine() -> dict[str, Any]:
+    """The part of a key that names the machine, and what MLX computes with on it."""
+    return {
+        **code(),
+        "mlx": version("mlx"),
+        "numpy": version("numpy"),
+        "system": [sys.platform, platform.machine(), platform.release()],
+        "cpu": _cpu(),
+        "cores": _cores(),
+        "environment": {name: os.environ.get(name, "") for name in _VARIABLES},
+    }
+
+
+def _cores() -> int:
+    """The cores that this process may use."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _cpu() -> str:
+    """The processor's name, as far as the system tells."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() in ("model name", "Model"):
+                return value.strip()
+    return platform.processor()
