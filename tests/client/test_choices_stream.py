@@ -34,7 +34,7 @@ def cancelled(broker: FakeBroker, count: int) -> set[bytes | None]:
 def test_no_text_comes_before_every_choice_is_accepted(broker: FakeBroker) -> None:
     with (
         Client(broker.run_dir, connect_timeout=PATIENCE, pace=NO_RESEND_PACE) as client,
-        client.stream("m", "x", n=3) as stream,
+        client.stream_choices("m", "x", n=3) as stream,
     ):
         first, second = broker.accept(), broker.accept()
         third = broker.receive(kinds.GENERATE).header.id
@@ -54,7 +54,7 @@ def test_no_text_comes_before_every_choice_is_accepted(broker: FakeBroker) -> No
 def test_what_was_held_back_comes_with_the_last_acceptance(broker: FakeBroker) -> None:
     with (
         Client(broker.run_dir, connect_timeout=PATIENCE, pace=NO_RESEND_PACE) as client,
-        client.stream("m", "x", n=2, seed=4) as stream,
+        client.stream_choices("m", "x", n=2, seed=4) as stream,
     ):
         first = broker.accept()
         broker.tokens(first, 0, 2)
@@ -74,7 +74,7 @@ def test_leaving_cancels_the_choices_that_have_not_ended(broker: FakeBroker) -> 
         async with AsyncClient(
             broker.run_dir, connect_timeout=PATIENCE, pace=NO_RESEND_PACE
         ) as client:
-            async with client.stream("m", "x", n=3) as stream:
+            async with client.stream_choices("m", "x", n=3) as stream:
                 for _ in range(3):
                     await asyncio.to_thread(broker.accept)
                 broker.tokens(stream.ids[0], 0)
@@ -91,7 +91,7 @@ def test_leaving_cancels_the_choices_that_have_not_ended(broker: FakeBroker) -> 
 
 def test_a_stream_that_nobody_holds_any_more_is_cancelled(broker: FakeBroker) -> None:
     with Client(broker.run_dir, connect_timeout=PATIENCE, pace=NO_RESEND_PACE) as client:
-        stream = client.stream("m", "x", n=2)
+        stream = client.stream_choices("m", "x", n=2)
         begun = {broker.accept(), broker.accept()}
         del stream
         gc.collect()
@@ -105,7 +105,7 @@ def test_an_asynchronous_stream_that_nobody_holds_any_more_is_cancelled(
         async with AsyncClient(
             broker.run_dir, connect_timeout=PATIENCE, pace=NO_RESEND_PACE
         ) as client:
-            stream = client.stream("m", "x", n=2)
+            stream = client.stream_choices("m", "x", n=2)
             begun = {await asyncio.to_thread(broker.accept) for _ in range(2)}
             del stream
             gc.collect()

@@ -60,7 +60,7 @@ STREAM = (
     " first = next(iter(deltas := iter(stream)))"
 )
 ENDLESS = f"{SYNC}; stream = client.stream('counting', 'hello', max_tokens=10**5)"
-CHOICES = ENDLESS.replace("10**5", "10**5, n=2")
+CHOICES = ENDLESS.replace("stream(", "stream_choices(").replace("10**5", "10**5, n=2")
 AFTER = "ids = list(client.generate('counting', 'hello', seed=7, max_tokens=3).ids); client.close()"
 AFTER_STREAM = "ids = list(stream.read().ids); client.close()"
 ASYNC = "loop = asyncio.new_event_loop(); client = AsyncClient(run_dir, connect_timeout=200)"

@@ -31,9 +31,9 @@ def complete(seed: int | None) -> str:
         for delta in client.stream("demo", messages=messages, think=True, seed=seed):
             piece: Delta = delta
             print(piece.text, piece.ids, delta.pos)
-        choices: Choices = client.generate("demo", "x", n=4, echo=True, prompt_logprobs=2)
+        choices: Choices = client.choices("demo", "x", n=4, echo=True, prompt_logprobs=2)
         print([one.text for one in choices], choices.usage["total_tokens"], choices[0].prompt)
-        with client.stream("demo", "x", n=2, seed=seed) as every:
+        with client.stream_choices("demo", "x", n=2, seed=seed) as every:
             print([(delta.index, delta.text) for delta in every], every.result.seed)
         try:
             client.tokenize("demo", "text")

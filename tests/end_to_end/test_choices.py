@@ -63,7 +63,7 @@ def rows_of(pool: Pool, model: str) -> list[int]:
 def test_a_prompt_is_read_once_on_one_of_two_replicas(client: Client, n: int, extra: str) -> None:
     """In no whole number of blocks, and with more choices than rows."""
     prompt = f"{n}{extra} {WORDS}"
-    choices = client.generate("demo", prompt, n=n, max_tokens=8, seed=100)
+    choices = client.choices("demo", prompt, n=n, max_tokens=8, seed=100)
     size = choices.usage["prompt_tokens"]
     cached = [one.usage["cached_tokens"] for one in choices]
     assert size > 300 and size % 256
@@ -82,13 +82,13 @@ def test_a_prompt_is_read_once_on_one_of_two_replicas(client: Client, n: int, ex
 
 
 def test_without_a_prefix_cache_every_choice_reads_the_prompt(client: Client) -> None:
-    choices = client.generate("off", WORDS, n=3, max_tokens=4, seed=1)
+    choices = client.choices("off", WORDS, n=3, max_tokens=4, seed=1)
     assert [one.usage["cached_tokens"] for one in choices] == [0, 0, 0]
     assert len({one.ids for one in choices}) > 1
 
 
 def test_a_seed_is_drawn_once_and_told(client: Client) -> None:
-    first, second = (client.generate("counting", "hello", n=3, max_tokens=4) for _ in range(2))
+    first, second = (client.choices("counting", "hello", n=3, max_tokens=4) for _ in range(2))
     assert first.seed != second.seed
     for index, one in enumerate(first):
         assert one.seed == first.seed + index
@@ -96,7 +96,7 @@ def test_a_seed_is_drawn_once_and_told(client: Client) -> None:
 
 
 def test_a_stream_gives_the_deltas_of_all_choices(client: Client) -> None:
-    with client.stream("counting", "hello", n=4, max_tokens=20, seed=7) as stream:
+    with client.stream_choices("counting", "hello", n=4, max_tokens=20, seed=7) as stream:
         texts = [""] * 4
         for delta in stream:
             texts[delta.index] += delta.text
@@ -107,9 +107,9 @@ def test_a_stream_gives_the_deltas_of_all_choices(client: Client) -> None:
 
 
 def test_stop_strings_hold_for_each_choice(client: Client) -> None:
-    whole = client.generate("counting", "hello", n=2, max_tokens=9, seed=7)
+    whole = client.choices("counting", "hello", n=2, max_tokens=9, seed=7)
     stop = whole[1].text.split(" ")[3]
-    found = client.generate("counting", "hello", n=2, max_tokens=9, seed=7, stop=stop)
+    found = client.choices("counting", "hello", n=2, max_tokens=9, seed=7, stop=stop)
     assert (found[0].text, found[0].reason) == (whole[0].text, "length")
     assert (found[1].text, found[1].reason) == (whole[1].text.split(stop)[0], "stop")
 
@@ -120,10 +120,10 @@ def test_the_async_client_has_them_together_and_one_by_one(pool: Pool) -> None:
 
     async def run() -> None:
         async with pool.async_client() as client:
-            choices: Choices = await client.generate("counting", "hello", **ask)
+            choices: Choices = await client.choices("counting", "hello", **ask)
             assert [one.text for one in choices] == expected
             texts = ["", "", ""]
-            async with client.stream("counting", "hello", **ask) as stream:
+            async with client.stream_choices("counting", "hello", **ask) as stream:
                 async for delta in stream:
                     texts[delta.index] += delta.text
             assert texts == expected == [one.text for one in stream.result]
@@ -135,7 +135,7 @@ def test_the_async_client_has_them_together_and_one_by_one(pool: Pool) -> None:
 
 
 def test_leaving_one_call_cancels_every_choice(pool: Pool, client: Client) -> None:
-    with client.stream("slow", "hello", n=8, max_tokens=100_000) as stream:
+    with client.stream_choices("slow", "hello", n=8, max_tokens=100_000) as stream:
         deltas = iter(stream)
         next(deltas)
         until(lambda: live(pool) == 8, "all are live")
@@ -146,20 +146,20 @@ def test_choices_that_do_not_fit_into_the_queue_are_refused_together(
     pool: Pool, client: Client
 ) -> None:
     with pytest.raises(QueueFull, match="more do not fit"):
-        client.generate("slow", "hello", n=40, max_tokens=100_000)
+        client.choices("slow", "hello", n=40, max_tokens=100_000)
     until(lambda: live(pool) == 0, "none is left")
     before = pool.ask("stats")["requests"]["accepted"]
     with pytest.raises(BadRequest, match="n is 65, must be an integer from 1 to 64"):
-        client.generate("slow", "hello", n=65)
+        client.choices("slow", "hello", n=65)
     with pytest.raises(BadRequest, match="choice 1 would have 18446744073709551616"):
-        client.generate("slow", "hello", n=2, seed=2**64 - 1)
+        client.choices("slow", "hello", n=2, seed=2**64 - 1)
     assert pool.ask("stats")["requests"]["accepted"] == before
 
 
 def test_an_error_of_one_choice_ends_all(pool: Pool, client: Client) -> None:
     with (
         pytest.raises(Internal),
-        client.stream("failing", "hello", n=3, max_tokens=1000) as stream,
+        client.stream_choices("failing", "hello", n=3, max_tokens=1000) as stream,
     ):
         list(stream)
     with pytest.raises(Internal):
@@ -170,7 +170,7 @@ def test_an_error_of_one_choice_ends_all(pool: Pool, client: Client) -> None:
 def test_others_go_past_choices_that_wait_for_their_worker(pool: Pool, client: Client) -> None:
     """One replica has 8 rows and 12 choices; the other takes what comes behind them."""
     ask: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True, "window": 1}
-    with client.stream("demo", "one " + WORDS, n=12, **ask) as stream:
+    with client.stream_choices("demo", "one " + WORDS, n=12, **ask) as stream:
         deltas = iter(stream)
         next(deltas)
         until(lambda: live(pool) == 12, "all are live")
@@ -222,7 +222,7 @@ def test_a_prompt_alone_is_reported_without_a_completion(client: Client) -> None
 
 def test_choices_report_the_prompt_once(client: Client) -> None:
     ask: dict[str, Any] = {"n": 4, "max_tokens": 4, "echo": True, "prompt_logprobs": 1}
-    choices = client.generate("demo", "once " + WORDS, **ask)
+    choices = client.choices("demo", "once " + WORDS, **ask)
     size = choices.usage["prompt_tokens"]
     cached, *others = [one.usage["cached_tokens"] for one in choices]
     assert cached == 0  # it reports the prompt, and reads it

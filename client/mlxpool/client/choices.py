@@ -31,7 +31,7 @@ Put = Callable[[Item], None]
 class Choices(Sequence[Result]):
     """A sequence of the completions of one prompt, in the order of their `index`.
 
-    Choice i has seed + i: `generate` with this seed and no `n` gives the same completion.
+    Choice i has seed + i: `generate` with this seed gives the same completion.
     """
 
     def __init__(self, results: Sequence[Result]) -> None:

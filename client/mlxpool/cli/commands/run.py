@@ -95,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
     output = ChoicesOutput(choices, lambda text: print(form(text), end="", flush=True))
     with (
         client_of(options) as client,
-        client.stream(options.model, n=choices, **prompt_arguments, **given) as stream,
+        client.stream_choices(options.model, n=choices, **prompt_arguments, **given) as stream,
         LoadProgress(admin_target_of(options), options.model) as progress,
     ):
         first = print_deltas(

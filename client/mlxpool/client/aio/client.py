@@ -7,7 +7,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack, overload
+from typing import Any, Self, TypeVar, Unpack
 
 from msgspec.structs import replace
 
@@ -76,7 +76,6 @@ class AsyncClient(AsyncJobMethods):
         named._caller = AsyncCaller(named._connection)
         return named
 
-    @overload
     def stream(
         self,
         model: str,
@@ -85,39 +84,11 @@ class AsyncClient(AsyncJobMethods):
         messages: Sequence[Mapping[str, Any]] | None = None,
         tokens: Sequence[int] | None = None,
         images: Sequence[Image] = (),
-        n: None = None,
         **options: Unpack[GenerateOptions],
-    ) -> AsyncStream: ...
-
-    @overload
-    def stream(
-        self,
-        model: str,
-        prompt: str | None = None,
-        *,
-        messages: Sequence[Mapping[str, Any]] | None = None,
-        tokens: Sequence[int] | None = None,
-        images: Sequence[Image] = (),
-        n: int,
-        **options: Unpack[GenerateOptions],
-    ) -> AsyncChoicesStream: ...
-
-    def stream(
-        self,
-        model: str,
-        prompt: str | None = None,
-        *,
-        messages: Sequence[Mapping[str, Any]] | None = None,
-        tokens: Sequence[int] | None = None,
-        images: Sequence[Image] = (),
-        n: int | None = None,
-        **options: Unpack[GenerateOptions],
-    ) -> AsyncStream | AsyncChoicesStream:
+    ) -> AsyncStream:
         """Start a completion; see `Client.stream`."""
         draft = generate(model, prompt, messages, tokens, options, images)
-        if n is None:
-            return AsyncStream(self._connection, draft)
-        return AsyncChoicesStream(self._connection, drafts_of(draft, n))
+        return AsyncStream(self._connection, draft)
 
     def streams(
         self,
@@ -130,7 +101,7 @@ class AsyncClient(AsyncJobMethods):
         n: int,
         **options: Unpack[GenerateOptions],
     ) -> list[AsyncStream]:
-        """Start `n` choices, with a separate stream for each; otherwise as `stream`."""
+        """Start `n` choices, with a separate stream for each; otherwise as `stream_choices`."""
         drafts = drafts_of(generate(model, prompt, messages, tokens, options, images), n)
         started: list[AsyncStream] = []
         try:
@@ -142,7 +113,6 @@ class AsyncClient(AsyncJobMethods):
             raise
         return started
 
-    @overload
     async def generate(
         self,
         model: str,
@@ -151,41 +121,43 @@ class AsyncClient(AsyncJobMethods):
         messages: Sequence[Mapping[str, Any]] | None = None,
         tokens: Sequence[int] | None = None,
         images: Sequence[Image] = (),
-        n: None = None,
         **options: Unpack[GenerateOptions],
-    ) -> Result: ...
-
-    @overload
-    async def generate(
-        self,
-        model: str,
-        prompt: str | None = None,
-        *,
-        messages: Sequence[Mapping[str, Any]] | None = None,
-        tokens: Sequence[int] | None = None,
-        images: Sequence[Image] = (),
-        n: int,
-        **options: Unpack[GenerateOptions],
-    ) -> Choices: ...
-
-    async def generate(
-        self,
-        model: str,
-        prompt: str | None = None,
-        *,
-        messages: Sequence[Mapping[str, Any]] | None = None,
-        tokens: Sequence[int] | None = None,
-        images: Sequence[Image] = (),
-        n: int | None = None,
-        **options: Unpack[GenerateOptions],
-    ) -> Result | Choices:
-        """A whole completion, or `n`; see `Client.generate`."""
+    ) -> Result:
+        """A whole completion; see `Client.generate`."""
         draft = generate(model, prompt, messages, tokens, options, images)
-        if n is not None:
-            async with AsyncChoicesStream(self._connection, drafts_of(draft, n)) as choices:
-                return await choices.read()
         async with AsyncStream(self._connection, draft) as stream:
             return await stream.read()
+
+    def stream_choices(
+        self,
+        model: str,
+        prompt: str | None = None,
+        *,
+        n: int,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        tokens: Sequence[int] | None = None,
+        images: Sequence[Image] = (),
+        **options: Unpack[GenerateOptions],
+    ) -> AsyncChoicesStream:
+        """Start `n` completions of one prompt; see `Client.stream_choices`."""
+        draft = generate(model, prompt, messages, tokens, options, images)
+        return AsyncChoicesStream(self._connection, drafts_of(draft, n))
+
+    async def choices(
+        self,
+        model: str,
+        prompt: str | None = None,
+        *,
+        n: int,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        tokens: Sequence[int] | None = None,
+        images: Sequence[Image] = (),
+        **options: Unpack[GenerateOptions],
+    ) -> Choices:
+        """`n` whole completions of one prompt; see `Client.choices`."""
+        draft = generate(model, prompt, messages, tokens, options, images)
+        async with AsyncChoicesStream(self._connection, drafts_of(draft, n)) as choices:
+            return await choices.read()
 
     async def models(self) -> list[dict[str, Any]]:
         """The models of the pool, each a map; see `Client.models`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar, Unpack, overload
+from typing import Any, Self, TypeVar, Unpack
 
 from msgspec.structs import replace
 
@@ -88,7 +88,6 @@ class Client(JobMethods):
         named._caller = Caller(named._connection)
         return named
 
-    @overload
     def stream(
         self,
         model: str,
@@ -97,72 +96,16 @@ class Client(JobMethods):
         messages: Sequence[Mapping[str, Any]] | None = None,
         tokens: Sequence[int] | None = None,
         images: Sequence[Image] = (),
-        n: None = None,
         **options: Unpack[GenerateOptions],
-    ) -> Stream: ...
-
-    @overload
-    def stream(
-        self,
-        model: str,
-        prompt: str | None = None,
-        *,
-        messages: Sequence[Mapping[str, Any]] | None = None,
-        tokens: Sequence[int] | None = None,
-        images: Sequence[Image] = (),
-        n: int,
-        **options: Unpack[GenerateOptions],
-    ) -> ChoicesStream: ...
-
-    def stream(
-        self,
-        model: str,
-        prompt: str | None = None,
-        *,
-        messages: Sequence[Mapping[str, Any]] | None = None,
-        tokens: Sequence[int] | None = None,
-        images: Sequence[Image] = (),
-        n: int | None = None,
-        **options: Unpack[GenerateOptions],
-    ) -> Stream | ChoicesStream:
+    ) -> Stream:
         """Start a completion of exactly one of `prompt`, `messages` and `tokens`.
 
         `messages` are maps with role and content, `tokens` token ids, `images` image files that a
-        prompt names by `[img-n]`, see "Images". `n`, 1 to 64, requests several choices in one
-        stream: completions with seed, seed + 1, …. The options are listed below. Raises BadRequest
-        for a request that cannot be sent; any other error ends the stream and is raised by its
-        reader.
+        prompt names by `[img-n]`, see "Images". The options are listed below. Raises BadRequest for
+        a request that cannot be sent; any other error ends the stream and is raised by its reader.
         """
         draft = generate(model, prompt, messages, tokens, options, images)
-        if n is None:
-            return Stream(self._connection, draft)
-        return ChoicesStream(self._connection, drafts_of(draft, n))
-
-    @overload
-    def generate(
-        self,
-        model: str,
-        prompt: str | None = None,
-        *,
-        messages: Sequence[Mapping[str, Any]] | None = None,
-        tokens: Sequence[int] | None = None,
-        images: Sequence[Image] = (),
-        n: None = None,
-        **options: Unpack[GenerateOptions],
-    ) -> Result: ...
-
-    @overload
-    def generate(
-        self,
-        model: str,
-        prompt: str | None = None,
-        *,
-        messages: Sequence[Mapping[str, Any]] | None = None,
-        tokens: Sequence[int] | None = None,
-        images: Sequence[Image] = (),
-        n: int,
-        **options: Unpack[GenerateOptions],
-    ) -> Choices: ...
+        return Stream(self._connection, draft)
 
     def generate(
         self,
@@ -172,16 +115,49 @@ class Client(JobMethods):
         messages: Sequence[Mapping[str, Any]] | None = None,
         tokens: Sequence[int] | None = None,
         images: Sequence[Image] = (),
-        n: int | None = None,
         **options: Unpack[GenerateOptions],
-    ) -> Result | Choices:
-        """A whole completion, or `n`; takes the arguments of `stream` and raises its error."""
+    ) -> Result:
+        """A whole completion; takes the arguments of `stream` and raises its error."""
         draft = generate(model, prompt, messages, tokens, options, images)
-        if n is not None:
-            with ChoicesStream(self._connection, drafts_of(draft, n)) as choices:
-                return choices.read()
         with Stream(self._connection, draft) as stream:
             return stream.read()
+
+    def stream_choices(
+        self,
+        model: str,
+        prompt: str | None = None,
+        *,
+        n: int,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        tokens: Sequence[int] | None = None,
+        images: Sequence[Image] = (),
+        **options: Unpack[GenerateOptions],
+    ) -> ChoicesStream:
+        """Start `n` completions of one prompt, 1 to 64, with seed, seed + 1, …, in one stream.
+
+        The other arguments and the errors are those of `stream`.
+        """
+        draft = generate(model, prompt, messages, tokens, options, images)
+        return ChoicesStream(self._connection, drafts_of(draft, n))
+
+    def choices(
+        self,
+        model: str,
+        prompt: str | None = None,
+        *,
+        n: int,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        tokens: Sequence[int] | None = None,
+        images: Sequence[Image] = (),
+        **options: Unpack[GenerateOptions],
+    ) -> Choices:
+        """`n` whole completions of one prompt; takes the arguments of `stream_choices`.
+
+        Raises its errors, and that of the first choice that has one.
+        """
+        draft = generate(model, prompt, messages, tokens, options, images)
+        with ChoicesStream(self._connection, drafts_of(draft, n)) as choices:
+            return choices.read()
 
     def models(self) -> list[dict[str, Any]]:
         """The models of the pool, each a map: name, state, … (docs/protocol.md, `models`)."""

@@ -50,7 +50,7 @@ class JobMethods(Closing):
 
         The job survives the end of this program, of a worker, of the broker and of the machine. A
         second submission of the same request with the same `key` returns the same job, so a program
-        may repeat a submission. The arguments are those of `stream` without `n`, and the options of
+        may repeat a submission. The arguments are those of `stream`, and the options of
         jobs. Raises JobsOff for a pool without jobs, DuplicateId for the key of another request,
         Gone for a key whose result was deleted, StoreFull, and the errors of `stream`.
         """
