@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = make_architecture.PAGE.read_text("utf-8")
 TOPS = "|".join(make_architecture.SOURCES)
 PATH = re.compile(rf"`((?:{TOPS})/[\w/]+\.(?:py|html))`")
+MAX_FORMS = 9  # of a request, from a client to the scheduler
 BOUNDS = {  # how many files a change may touch
     "a sampling option": 3,
     "a field of an HTTP interface": 3,
@@ -59,6 +60,15 @@ def test_a_change_touches_few_files(change: str) -> None:
     entries = re.findall(r"^\d+\. (.*)$", rest.partition("\n#")[0], re.M)
     assert all(PATH.match(entry) for entry in entries), "each entry begins with its file"
     assert 1 <= len({path for entry in entries for path in PATH.findall(entry)}) <= BOUNDS[change]
+
+
+def test_a_request_has_few_forms_each_with_a_reason() -> None:
+    table = PAGE.partition("### Its forms\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.*`) \| `(.*)` \| (\w.*) \|$", table, re.M)
+    assert 1 < len(rows) <= MAX_FORMS
+    for names, path, _ in rows:
+        text = file_of(path).read_text("utf-8")
+        assert all(re.search(rf"^class {name}\b", text, re.M) for name in re.findall(r"\w+", names))
 
 
 def test_every_change_has_a_bound() -> None:
