@@ -91,6 +91,8 @@ def notice_state(notify: str, ended: float | None, stored: str) -> str:
 
 def fitting(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The first of these rows, as many as an answer may have bytes."""
+    if len(pack(list(rows))) <= MAX_LIST_BYTES:
+        return list(rows)
     size = 0
     for index, row in enumerate(rows):
         size += len(pack(row))
