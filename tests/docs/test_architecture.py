@@ -23,7 +23,7 @@ BOUNDS = {  # how many files a change may touch
     "an architecture": 2,
     "a metric": 3,
     "a setting": 2,
-    "an HTTP route": 4,
+    "an HTTP route": 5,
     "an error": 2,
 }
 
