@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mlxpool.cli.admin import ask
 from mlxpool.client import Client
@@ -139,17 +140,19 @@ class Watch:
 
 def measure(model: str, prompt: str, tokens: int, kill_at: int) -> Measured:
     """The stream of a pool whose worker is killed once `kill_at` tokens have arrived."""
-    options = {"max_tokens": tokens, "temperature": 0.0, "seed": 7}
-    request = {"prompt": prompt} if model == "counting" else {"messages": _asked(prompt)}
+    options: dict[str, Any] = {"max_tokens": tokens, "temperature": 0.0, "seed": 7}
+    request: dict[str, Any] = (
+        {"prompt": prompt} if model == "counting" else {"messages": _asked(prompt)}
+    )
     with pool(model) as folder, Client(folder) as client:
-        undisturbed = client.generate(model, **request, **options).ids  # type: ignore[call-overload]
+        undisturbed = client.generate(model, **request).ids
         (victim,) = _workers(folder) or {}
         arrived: list[tuple[float, int, int]] = []
         killed_at = 0.0
         began = time.monotonic()
         watch = Watch(folder, began)
         try:
-            with client.stream(model, **request, **options) as stream:  # type: ignore[call-overload]
+            with client.stream(model, **request) as stream:
                 for delta in stream:
                     now = time.monotonic() - began
                     arrived += [(now, delta.pos + n, id) for n, id in enumerate(delta.ids)]

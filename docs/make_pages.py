@@ -18,7 +18,7 @@ import msgspec
 import msgspec.structs
 
 import mlxpool.client
-from mlxpool.client.job_options import BatchOptions, CallOptions, JobOptions
+from mlxpool.client.jobs import BatchOptions, CallOptions, JobOptions
 from mlxpool.common.config.bounds import Within, declarations
 from mlxpool.common.config.schema import Counting, ModelConfig, PoolConfig
 from mlxpool.common.errors import BY_CODE, PoolError
@@ -160,7 +160,7 @@ None means absent. [Protocol](protocol.md#generate) has the meaning, bounds and 
 JOB_OPTIONS = """
 ## Options of jobs
 
-`submit` takes these options (`mlxpool.client.job_options`) and the options above except `queue_ms`,
+`submit` takes these options (`mlxpool.client.jobs`) and the options above except `queue_ms`,
 `first_token_ms`, `window`, `batch` and `durable`. Its `priority` may also be -1 or "idle": the job
 runs when nothing else waits. Without `deadline_ms` a [job](jobs.md) has no deadline.
 

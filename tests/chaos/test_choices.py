@@ -58,7 +58,7 @@ def slow_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 def eight(pool: Pool) -> Choices:
     """What an undisturbed run gives."""
     with pool.client() as client:
-        whole: Choices = client.generate("demo", PROMPT, **EIGHT)
+        whole: Choices = client.choices("demo", PROMPT, **EIGHT)
     return whole
 
 
@@ -95,7 +95,7 @@ def apart(fault: Callable[[], None]) -> None:
 def read(client: Client, at: int, fault: Callable[[], None], **options: Any) -> Choices:
     """All choices, with a fault once `at` ids have arrived in all."""
     stream: ChoicesStream
-    with client.stream("demo", PROMPT, **options) as stream:
+    with client.stream_choices("demo", PROMPT, **options) as stream:
         had, struck = 0, False
         for delta in stream:
             had += len(delta.ids)
@@ -120,7 +120,7 @@ def test_a_killed_worker_changes_no_choice(
 
 def test_a_restarted_broker_changes_no_choice(pool: Pool, client: Client) -> None:
     ask: dict[str, Any] = {"n": 4, "max_tokens": TOKENS, "seed": 3, "prompt_logprobs": 1}
-    whole: Choices = client.generate("demo", PROMPT, **ask)
+    whole: Choices = client.choices("demo", PROMPT, **ask)
     hit = read(client, 30, lambda: restart_the_broker(pool), **ask, window=8)
     assert [one.ids for one in hit] == [one.ids for one in whole]
     assert [entry["id"] for entry in hit.prompt] == [entry["id"] for entry in whole.prompt]

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from mlxpool.cli import batch_progress
-from mlxpool.cli.batch_progress import follow, progress_text, sent_text, summary
-from mlxpool.cli.status_line import StatusLine, bar
+from mlxpool.cli import batch_actions
+from mlxpool.cli.batch_actions import follow, progress_text, sent_text, summary
+from mlxpool.cli.style import StatusLine, bar
 
 
 def row(**counts: Any) -> dict[str, Any]:
@@ -66,4 +66,4 @@ def test_a_batch_is_followed_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None
     follow([row(done=10_000), row(done=20_000)], lambda: next(times))
     assert "a second" not in shown[0]
     assert shown[1].endswith("20,000 of 50,000 lines (2,500.0 a second, 12.0 s left)")
-    assert batch_progress.MIN_SECONDS < 4.0
+    assert batch_actions.MIN_SECONDS < 4.0

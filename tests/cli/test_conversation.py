@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mlxpool.cli.conversation import CONTINUED, HINT, PROMPT, Conversation, read_message
+from mlxpool.cli.commands.chat import CONTINUED, HINT, PROMPT, Conversation, read_message
 from mlxpool.common.errors import TooLarge
 from mlxpool.common.options import FLAGS
 from mlxpool.common.protocol.bounds import MAX_BODY

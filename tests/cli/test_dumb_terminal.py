@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from mlxpool.cli.commands import chat
-from mlxpool.cli.screens.terminal import ALL_LINES, screen
-from mlxpool.cli.status_line import StatusLine
+from mlxpool.cli.style import StatusLine
+from mlxpool.cli.terminal import ALL_LINES, screen
 
 
 def on_terminal(monkeypatch: pytest.MonkeyPatch, term: str) -> None:

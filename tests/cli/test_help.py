@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from mlxpool.cli.command_table import COMMAND_MODULES, GROUPS
 from mlxpool.cli.main import OK, USAGE, main
+from mlxpool.cli.parser import COMMAND_MODULES, GROUPS
 from mlxpool.common.version import VERSION
 
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from mlxpool.cli import conversation, load_progress
+from mlxpool.cli import load_progress
 from mlxpool.cli.commands import check, pool, reports, settings, stats
+from mlxpool.cli.commands.chat import Conversation
 from mlxpool.cli.commands.top import View
 from mlxpool.cli.main import main
-from mlxpool.cli.status_line import StatusLine
-from mlxpool.cli.style import Paint, plain
+from mlxpool.cli.style import Paint, StatusLine, plain
 from mlxpool.cli.target import Target
 from mlxpool.common.config.bounds import ConfigError
 from mlxpool.common.config.origins import Setting
@@ -166,6 +166,6 @@ def test_the_progress_of_a_load(
 
 def test_an_unknown_command_of_a_chat() -> None:
     for command in (f"/{HOSTILE}", f"/set {HOSTILE}", f"/set stop {HOSTILE}", f"/unset {HOSTILE}"):
-        talk = conversation.Conversation(HOSTILE)
+        talk = Conversation(HOSTILE)
         for reply in (talk.command(command), talk.command("/set")):
             assert all(line.isprintable() for line in str(reply).split("\n")), reply

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from mlxpool.cli.json_text import MAX_EXACT, json_text
+from mlxpool.cli.formatting import MAX_EXACT, json_text
 
 
 def test_integers_that_doubles_do_not_hold_are_strings() -> None:

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from mlxpool.cli import load_progress, status_line
+from mlxpool.cli import load_progress, style
 from mlxpool.cli.load_progress import (
     LoadProgress,
     progress_text,
     remote_worker_needed,
     wait_for,
 )
-from mlxpool.cli.status_line import StatusLine, in_one_line
+from mlxpool.cli.style import StatusLine, in_one_line
 from mlxpool.cli.target import Target
 from support.pool import PATIENCE
 
@@ -121,7 +121,7 @@ def test_the_end_does_not_wait_for_an_answer_and_nothing_is_shown_after_it(
         return seen(LOADING)
 
     monkeypatch.setattr(load_progress, "ask", ask)
-    monkeypatch.setattr(status_line, "takes_controls", lambda stream: True)
+    monkeypatch.setattr(style, "takes_controls", lambda stream: True)
     monkeypatch.setattr(load_progress, "FIRST_DELAY", 0.0)
     monkeypatch.setattr(StatusLine, "show", lambda line, text: shown.append(text))
     before = set(threading.enumerate())

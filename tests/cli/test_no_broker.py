@@ -17,9 +17,9 @@ import pytest
 
 import mlxpool.client
 from mlxpool.cli import request_flags
+from mlxpool.cli.admin import check_socket
 from mlxpool.cli.commands import pool as pool_commands
 from mlxpool.cli.main import UNREACHABLE, USAGE, main
-from mlxpool.cli.reach import check_socket
 from mlxpool.client.connection import Connection
 from mlxpool.client.retry import Pace
 from support.counting_checker import expected_ids, text_of

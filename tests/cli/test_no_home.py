@@ -14,8 +14,8 @@ from unittest.mock import patch
 import pytest
 
 from mlxpool.cli.admin import ask
-from mlxpool.cli.command_table import COMMAND_MODULES
 from mlxpool.cli.main import FAILED, main
+from mlxpool.cli.parser import COMMAND_MODULES
 from mlxpool.common import paths
 from mlxpool.worker.weights import hub_cache, ollama_store
 from support.commands import SERVERS, run_here

@@ -17,9 +17,9 @@ import pytest
 
 from mlxpool.cli import admin, formatting
 from mlxpool.cli import main as cli
-from mlxpool.cli.command_table import COMMAND_MODULES
 from mlxpool.cli.commands import check, jobs, pool, reports, run, stats
 from mlxpool.cli.main import FAILED, OK, UNREACHABLE, USAGE, main
+from mlxpool.cli.parser import COMMAND_MODULES
 from mlxpool.cli.target import Target
 from mlxpool.common.errors import BadRequest, BrokerLost, QueueFull
 from support.pool import PATIENCE

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from mlxpool.cli.commands.stats import Pages
-from mlxpool.cli.screens.stats_view import lines
+from mlxpool.cli.commands.stats import Pages, lines
 from mlxpool.cli.style import plain
 
 

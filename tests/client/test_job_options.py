@@ -9,7 +9,7 @@ import pytest
 
 from mlxpool.client import jobs
 from mlxpool.client.aio.jobs import AsyncJobMethods
-from mlxpool.client.job_options import (
+from mlxpool.client.jobs import (
     OF_BATCHES,
     OF_JOBS,
     BatchOptions,

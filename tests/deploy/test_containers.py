@@ -18,7 +18,7 @@ import yaml
 from dockerfile_parse import DockerfileParser
 from packaging.requirements import Requirement
 
-from mlxpool.cli.command_table import COMMAND_MODULES
+from mlxpool.cli.parser import COMMAND_MODULES
 from mlxpool.common.config.loading import load
 from support.command_lines import parsed
 from support.pool import PATIENCE
@@ -211,7 +211,7 @@ def test_the_whole_help_and_the_checks_of_settings_work_in_it(broker_image: Path
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
 
 
-@pytest.mark.parametrize("module", ["mlxpool.broker.edge.broker", "mlxpool.gateway.supervised"])
+@pytest.mark.parametrize("module", ["mlxpool.broker.edge.broker", "mlxpool.gateway.server"])
 def test_its_processes_can_be_imported(broker_image: Path, module: str) -> None:
     code = f"import sys; sys.path.append({str(broker_image)!r}); import {module}"
     done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True)

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import fields
 
 import mlxpool.client
-from mlxpool.client.job_options import BatchOptions, CallOptions, JobOptions
+from mlxpool.client.jobs import BatchOptions, CallOptions, JobOptions
 from mlxpool.common.config.loading import variables
 from mlxpool.common.config.origins import OTHER_VARIABLES
 from mlxpool.common.config.schema import NO_SETTINGS, Counting, ModelConfig, PoolConfig

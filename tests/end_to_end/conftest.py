@@ -12,6 +12,18 @@ from support.pool import Pool
 from support.scripted_gateway import Served
 
 
+@pytest.fixture(scope="module")
+def pool(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pool]:
+    """A pool with the CONFIG of the module, if it has one; it keeps jobs if KEEPS_JOBS is set."""
+    folder = tmp_path_factory.mktemp("pool")
+    keeps_jobs = getattr(request.module, "KEEPS_JOBS", False)
+    flags = ("--state-dir", str(folder / "jobs")) if keeps_jobs else ()
+    with Pool(folder, getattr(request.module, "CONFIG", ""), arguments=flags) as running:
+        yield running
+
+
 @pytest.fixture
 def client(pool: Pool) -> Iterator[Client]:
     """A client of the pool of the module."""
@@ -20,10 +32,16 @@ def client(pool: Pool) -> Iterator[Client]:
 
 
 @pytest.fixture(scope="module")
-def url(pool: Pool) -> Iterator[str]:
+def gateway(pool: Pool) -> Iterator[GatewayThread]:
     """A gateway without keys for the pool of the module."""
-    with GatewayThread(pool.run_dir) as gateway:
-        yield gateway.url
+    with GatewayThread(pool.run_dir) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def url(gateway: GatewayThread) -> str:
+    """The URL of the gateway of the module."""
+    return gateway.url
 
 
 @pytest.fixture

@@ -17,9 +17,10 @@ import openai
 import pytest
 
 from mlxpool.client import Client
-from mlxpool.gateway.openai.batches import kept_batches
+from mlxpool.gateway.openai.batches import kept
 from support.counting_checker import expected_ids, text_of
 from support.http_owners import openai_client
+from support.openai_batches import begin, over
 from support.pool import PATIENCE, Pool, until
 
 CONFIG = """
@@ -33,15 +34,9 @@ counting.step_us = 500
 path = "builtin:counting"
 counting.step_us = 60000000
 """
+KEEPS_JOBS = True
 COMPLETIONS = "/v1/completions"
 TOKENS = 3
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    folder = tmp_path_factory.mktemp("pool")
-    with Pool(folder, CONFIG, arguments=("--state-dir", str(folder / "jobs"))) as running:
-        yield running
 
 
 @pytest.fixture
@@ -82,19 +77,6 @@ def prompt(number: int, padding: int = 0) -> str:
 
 def upload(client: openai.OpenAI, data: bytes) -> str:
     return client.files.create(file=("a", data), purpose="batch").id
-
-
-def begin(client: openai.OpenAI, file: str, **more: Any) -> Any:
-    given: Any = {"endpoint": COMPLETIONS, "completion_window": "24h", **more}
-    return client.batches.create(input_file_id=file, **given)
-
-
-def over(client: openai.OpenAI, id: str) -> Any:
-    def ended() -> Any:
-        batch = client.batches.retrieve(id)
-        return batch if batch.status in ("completed", "failed", "cancelled") else None
-
-    return until(ended, "the batch has ended")
 
 
 def written(native: Client) -> dict[str, int]:
@@ -146,7 +128,7 @@ def test_a_broker_that_is_killed_while_it_cancels(pool: Pool, client: openai.Ope
 def test_a_broker_that_is_killed_while_results_are_read(
     pool: Pool, client: openai.OpenAI, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_batches, "PAGE_LINES", 20)
+    monkeypatch.setattr(kept, "PAGE_LINES", 20)
     batch = over(client, begin(client, upload(client, lines(300))).id)
     check(client, batch, 300)
     whole = client.files.content(batch.output_file_id).read()

@@ -372,13 +372,13 @@ def test_unknown_models_and_options_are_named(pool: Pool) -> None:
         with pytest.raises(UnknownModel, match="did you mean 'counting'"):
             client.generate("countin", "x")
         with pytest.raises(BadRequest, match="temperature"):
-            client.generate("counting", "x", temprature=1)  # type: ignore[call-overload]
+            client.generate("counting", "x", temprature=1)  # type: ignore[call-arg]
         with pytest.raises(BadRequest, match="empty"):
             client.generate("counting", "")
         with pytest.raises(BadRequest, match="50000"):
             client.generate("counting", tokens=[50_000])
         with pytest.raises(BadRequest, match="a text must be a str, got 5"):
-            client.generate("counting", 5)  # type: ignore[call-overload]
+            client.generate("counting", 5)  # type: ignore[arg-type]
 
 
 def test_the_async_client_gets_the_same_streams(pool: Pool) -> None:

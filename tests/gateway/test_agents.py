@@ -15,7 +15,7 @@ from mlxpool.gateway.generation.chat_request import check_formats
 from mlxpool.gateway.ollama import requests as ollama
 from mlxpool.gateway.openai import requests as chats
 from mlxpool.gateway.openai.responses_api import requests as responses
-from mlxpool.gateway.openai.responses_api.namespaces import divided, joined
+from mlxpool.gateway.openai.responses_api.items import divided, joined
 
 HI: Any = [{"role": "user", "content": "hi"}]
 NAMED: Any = {"name": "f"}

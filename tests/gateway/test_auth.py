@@ -50,6 +50,17 @@ def test_a_line_that_is_none(tmp_path: Path, line: str, words: str) -> None:
     assert KEY not in str(caught.value)
 
 
+def test_a_broken_file_changes_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.touch(0o600)
+    file.write_text(KEY)
+    keys = ApiKeys(file)
+    for text, known in ((OTHER, OTHER), ("short", OTHER), (KEY, KEY)):
+        file.write_text(text)
+        keys.reload()
+        assert keys.owner(f"Bearer {known}") is not None
+
+
 @pytest.mark.parametrize(
     ("host", "program", "page"),
     [

@@ -144,6 +144,8 @@ TAKEN: list[tuple[str, str, Body]] = [
         "messages": [{"role": "user", "content": [
             {"type": "text", "text": "<system-reminder>"}, {"type": "text", "text": "x", **CACHED}
         ]}]}),
+    ("tools that are not offered", MESSAGES, {
+        "tools": [{"name": "f"}], "tool_choice": {"type": "none"}}),
     ("Claude Code: a count", "/v1/messages/count_tokens", {
         "messages": HI, "tools": [{"name": "f", "input_schema": {}, "allowed_callers": ["direct"]}],
         "betas": ["x"], "thinking": {"type": "enabled", "budget_tokens": 1024}}),
@@ -285,6 +287,29 @@ REFUSED: list[tuple[str, Body, str, str]] = [
     (MESSAGES, {"tools": [{"name": "f", "parameters": SCHEMA}]}, "tools[0].parameters",
      "use `input_schema`"),
     (OLLAMA, {"think": "most"}, "think", "must be true, false or one of"),
+    ("/api/generate", {"context": [1], "images": ["aGk="]}, "context", "no images are taken"),
+    (CHAT, {"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens", "differ"),
+    (CHAT, {"response_format": {"type": "xml"}}, "response_format", "must be text, json_object"),
+    (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+     "response_format", "'response_format.json_schema.schema' is missing"),
+    (CHAT, {"guided_json": "{"}, "guided_json", "'guided_json' is not JSON"),
+    (CHAT, {"guided_choice": 5}, "guided_choice", "a list of 1 to 1024"),
+    (CHAT, {"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex",
+     "one format, these ask for several: 'guided_regex', 'response_format'"),
+    (RESPONSES, {"metadata": {str(key): "" for key in range(17)}}, "metadata", "17 pairs"),
+    (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "text.format.schema", ""),
+    (RESPONSES, {"tool_choice": "required"}, "tool_choice", "no function"),
+    (RESPONSES, {"messages": [{}]}, "messages", "use `input`"),
+    (MESSAGES, {"tool_choice": {"name": "f"}}, "tool_choice.type", "is missing"),
+    (MESSAGES, {"tools": [{"name": "f", "input_schema": 5}]}, "tools", "must be a map"),
+    (MESSAGES, {"messages": [USER, {"role": "assistant", "content": [
+        {"type": "tool_use", "id": "a", "name": "f", "input": {}}]}]}, "messages", "are missing"),
+    *[
+        (MESSAGES, {"messages": [{"role": "user", "content": [
+            {"type": "image", "source": one}]}]}, "messages", words)
+        for one, words in (({"type": "url", "url": "http://a"}, "not fetched"),
+                           ("x", "must be {type: 'base64'"))
+    ],
     *[
         (MESSAGES, {"messages": [{"role": "user", "content": [
             {"type": "document", "source": one}]}]}, "messages", "send the text of it")

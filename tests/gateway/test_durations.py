@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxpool.gateway.errors import HttpError
-from mlxpool.gateway.ollama.durations import FOREVER, MAX_SECONDS, keep_alive
+from mlxpool.gateway.ollama.requests import FOREVER, MAX_SECONDS, keep_alive
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,13 @@ from hypothesis import strategies as some
 from starlette.requests import Request
 
 from mlxpool.gateway.errors import HttpError
-from mlxpool.gateway.event_numbers import GENERATION, EventNumbers, number_of
-from mlxpool.gateway.resumption import Resumption, resumption_of
+from mlxpool.gateway.resumption import (
+    GENERATION,
+    EventNumbers,
+    Resumption,
+    number_of,
+    resumption_of,
+)
 
 EVENTS = [b"event: a\ndata: 1\n\n", b'data: {"x":"id: 7"}\n\n', b"data: [DONE]\n\n"]
 BODY: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "ä\ud800"}]}

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxpool.gateway.anthropic import requests as anthropic
-from mlxpool.gateway.anthropic.fields import MESSAGES
+from mlxpool.gateway.anthropic.requests import MESSAGES
 from mlxpool.gateway.errors import HttpError
 from mlxpool.gateway.field_checks import Body
+from mlxpool.gateway.openai import token_routes as tokens
 from mlxpool.gateway.openai.responses_api import requests as responses_api
 from mlxpool.gateway.openai.responses_api.fields import RESPONSE
-from mlxpool.gateway.openai.tokens import requests as tokens
-from mlxpool.gateway.openai.tokens.fields import TOKENIZE
+from mlxpool.gateway.openai.token_routes import TOKENIZE
 
 HI = [{"role": "user", "content": "hi"}]
 PARSERS: Mapping[str, tuple[Callable[[Mapping[str, Any]], Any], Body, dict[str, Any]]] = {

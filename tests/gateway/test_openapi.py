@@ -11,25 +11,25 @@ import pytest
 from openapi_spec_validator import validate
 
 from mlxpool.client import AsyncClient
-from mlxpool.gateway.anthropic import fields as anthropic_fields
 from mlxpool.gateway.anthropic import requests as anthropic
+from mlxpool.gateway.anthropic import requests as anthropic_fields
 from mlxpool.gateway.app import Gateway
 from mlxpool.gateway.errors import HttpError
 from mlxpool.gateway.field_checks import Body
 from mlxpool.gateway.generation.pool_access import PoolAccess
 from mlxpool.gateway.jobs import requests as jobs
-from mlxpool.gateway.jobs.fields import JOB, OF_CALLS
+from mlxpool.gateway.jobs.requests import JOB, OF_CALLS
 from mlxpool.gateway.ollama import fields as ollama_fields
 from mlxpool.gateway.ollama import requests as ollama
 from mlxpool.gateway.openai import decisions, vectors
 from mlxpool.gateway.openai import fields as openai_fields
 from mlxpool.gateway.openai import requests as openai
+from mlxpool.gateway.openai import token_routes as tokens
 from mlxpool.gateway.openai.batches import requests as batches
 from mlxpool.gateway.openai.batches.fields import BATCH
 from mlxpool.gateway.openai.responses_api import requests as responses_api
 from mlxpool.gateway.openai.responses_api.fields import RESPONSE
-from mlxpool.gateway.openai.tokens import requests as tokens
-from mlxpool.gateway.openai.tokens.fields import DETOKENIZE, TOKENIZE
+from mlxpool.gateway.openai.token_routes import DETOKENIZE, TOKENIZE
 from mlxpool.gateway.openapi import document
 from mlxpool.gateway.route_table import NOT_BUILT, ROUTES
 from mlxpool.gateway.settings import Settings

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from mlxpool.gateway.paths import canonical_paths
+from mlxpool.gateway.app import canonical_paths
 from mlxpool.gateway.route_table import NOT_BUILT, ROUTES
 from support.gateway_thread import GatewayThread
 from support.pool import PATIENCE

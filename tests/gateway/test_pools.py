@@ -15,7 +15,7 @@ from mlxpool.common.errors import BrokerLost, JobsOff, UnknownJob, UnknownModel
 from mlxpool.gateway import pools
 from mlxpool.gateway.errors import HttpError
 from mlxpool.gateway.models import ModelInfo
-from mlxpool.gateway.openai.batches.line_models import ELSEWHERE, LineModels
+from mlxpool.gateway.openai.batches.lines import ELSEWHERE, LineModels
 from mlxpool.gateway.pools import Pool, Pools
 
 Answer = TypeVar("Answer")

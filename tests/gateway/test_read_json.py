@@ -10,7 +10,7 @@ import pytest
 from starlette.requests import Request
 
 from mlxpool.gateway.errors import HttpError
-from mlxpool.gateway.generation.structured import openai_format
+from mlxpool.gateway.generation.pool_options import openai_format
 from mlxpool.gateway.http import read_json
 from mlxpool.gateway.openai.batches.lines import parsed_line
 

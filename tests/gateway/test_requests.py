@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mlxpool.common.options import Options
 from mlxpool.gateway.errors import HttpError
 from mlxpool.gateway.field_checks import ABOUT_REQUEST
-from mlxpool.gateway.generation import sampling
+from mlxpool.gateway.generation import pool_options
 from mlxpool.gateway.ollama import fields as ollama_fields
 from mlxpool.gateway.ollama import requests as ollama_requests
 from mlxpool.gateway.openai import fields as openai_fields
@@ -87,7 +87,7 @@ def test_ollamas_fields_at_the_wrong_level_are_refused_with_their_place(check: C
 
 def test_absent_fields_have_openais_defaults() -> None:
     request = openai_requests.chat({"model": "m", "messages": HI})
-    assert request.options == dict(sampling.DEFAULTS)
+    assert request.options == dict(pool_options.DEFAULTS)
     assert (request.choices, request.stream, request.logprobs) == (1, False, False)
     max_tokens = openai_requests.completion({"model": "m", "prompt": "x"}).options["max_tokens"]
     assert max_tokens == openai_requests.DEFAULT_MAX_TOKENS

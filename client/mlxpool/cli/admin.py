@@ -1,18 +1,108 @@
-"""One question to the broker's admin socket and its answer."""
+"""Questions to the broker's admin socket, and the errors where nobody answers."""
 
 from __future__ import annotations
 
+import errno
+import os
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mlxpool.cli.reach import no_answer
 from mlxpool.cli.target import Target
 from mlxpool.common.errors import BrokerLost
 from mlxpool.common.transport import question
 
+ADVICE = "start one with `mlxpool serve`, or name its folder with --run-dir or $MLXPOOL_RUN_DIR"
 ANSWER_TIMEOUT = 2.0  # seconds
 RELOAD_TIMEOUT = 30.0  # seconds; settings and models folders are read before the answer
+
+
+def check_socket(run_dir: Path, endpoint: str) -> None:
+    """Raises BrokerLost if nobody can answer at an endpoint now."""
+    if why := _absence(run_dir, endpoint):
+        raise BrokerLost(why)
+
+
+def no_answer(run_dir: Path, endpoint: str) -> str:
+    """The error message for a broker that does not answer; the lock file tells if it runs."""
+    if endpoint.startswith("tcp:"):
+        return f"no broker answers at {endpoint}; is it its admin endpoint?"
+    if why := _absence(run_dir, endpoint):
+        return why
+    pid = lock_pid(run_dir)
+    if pid is None or not alive(pid):
+        return f"no broker answers at {endpoint}; {ADVICE}"
+    return f"the broker (pid {pid}) of {run_dir} does not answer: it is frozen, or very busy"
+
+
+def _absence(run_dir: Path, endpoint: str) -> str:
+    """Why nobody can answer at an ipc endpoint; "" if somebody may.
+
+    There is no socket, or it is that of the run directory and the broker that made it has ended.
+    """
+    path = endpoint.removeprefix("ipc://")
+    if path == endpoint or path.startswith("@"):
+        return ""
+    pid = lock_pid(run_dir) if path.startswith(f"{run_dir}/") else None
+    if os.path.exists(path):
+        if pid is None or alive(pid) or not _refused(path):
+            return ""  # the ids of another container's processes are not known here
+        what = f"the broker of {run_dir} (pid {pid}) has ended without removing {path}"
+    elif pid is not None and alive(pid):
+        return (
+            f"the broker (pid {pid}) of {run_dir} is starting or ending: there is no socket {path}"
+        )
+    else:
+        what = f"there is no socket {path}"
+    advice = _fault(run_dir) if path.startswith(f"{run_dir}/") else ""
+    return f"no broker runs here: {what}; {advice or ADVICE}"
+
+
+def _fault(run_dir: Path) -> str:
+    """Why a broker would not start in this run directory; "" where nothing is wrong with it."""
+    # Here and not above: only this error needs the code of settings.
+    from mlxpool.common.config.loading import access_fault
+
+    try:
+        return access_fault(run_dir, run_dir.stat())
+    except OSError:
+        return ""  # there is none, or it cannot be seen
+
+
+def explained(run_dir: Path, error: BrokerLost) -> BrokerLost:
+    """The error of a client; if the broker of the run directory lives, with what `ps` would say."""
+    pid = lock_pid(run_dir)
+    local = error.message.startswith(f"no broker answers at ipc://{run_dir}/")
+    if not local or pid is None or not alive(pid):
+        return error
+    return BrokerLost(no_answer(run_dir, f"ipc://{run_dir}/front.ipc"))
+
+
+def _refused(path: str) -> bool:
+    """Whether nobody listens at a socket."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        return probe.connect_ex(path) == errno.ECONNREFUSED
+
+
+def lock_pid(run_dir: Path) -> int | None:
+    """The process that the lock file of a run directory names; it need not live."""
+    try:
+        return int((run_dir / "lock").read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def alive(pid: int) -> bool:
+    """Whether there is a process with this id, of whatever user."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return True
 
 
 def ask(

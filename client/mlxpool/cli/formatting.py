@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ KV_CACHES = {
 }
 FEATURES = {"tree": "prefix-cache"}
 UNNAMED = (BadRequest.code, Internal.code)  # codes that add nothing to their messages
+MAX_EXACT = 2**53 - 1  # the largest integer up to which doubles hold each
 
 
 def error_text(error: PoolError, message: str = "") -> str:
@@ -103,3 +105,18 @@ def feature(name: str) -> str:
 def share(value: float | None) -> str:
     """A share of 0 to 1 in percent; "-" for None."""
     return "-" if value is None else f"{value:.0%}"
+
+
+def json_text(value: Any) -> str:
+    """A value as one line of JSON; an integer beyond ±MAX_EXACT becomes a string of its digits."""
+    return json.dumps(_exact(value))
+
+
+def _exact(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _exact(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_exact(one) for one in value]
+    if isinstance(value, int) and abs(value) > MAX_EXACT:
+        return str(value)
+    return value

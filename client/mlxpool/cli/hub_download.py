@@ -19,7 +19,7 @@ from typing import Any
 from msgspec import Struct
 
 from mlxpool.cli.formatting import size
-from mlxpool.cli.status_line import StatusLine
+from mlxpool.cli.style import StatusLine
 from mlxpool.common.errors import BadRequest, ModelLoadFailed
 from mlxpool.common.version import VERSION
 from mlxpool.worker.weights import hub_cache

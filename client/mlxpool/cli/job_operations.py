@@ -15,8 +15,7 @@ from typing import IO, Any
 from mlxpool.cli import batch_actions
 from mlxpool.cli.admin import ask
 from mlxpool.cli.columns import Column
-from mlxpool.cli.formatting import duration, size
-from mlxpool.cli.json_text import json_text
+from mlxpool.cli.formatting import duration, json_text, size
 from mlxpool.cli.style import print_table
 from mlxpool.cli.target import Target
 from mlxpool.common.errors import BadRequest

@@ -14,7 +14,7 @@ from typing import Any
 
 from mlxpool.cli.admin import ask
 from mlxpool.cli.formatting import duration, size
-from mlxpool.cli.status_line import StatusLine
+from mlxpool.cli.style import StatusLine
 from mlxpool.cli.target import Target
 from mlxpool.common.closing import Closing
 from mlxpool.common.errors import DeadlineExceeded, Draining, ModelLoadFailed, PoolError

@@ -14,11 +14,9 @@ from importlib import import_module
 from pathlib import Path
 
 from mlxpool.cli import target
-from mlxpool.cli.command_table import COMMAND_MODULES, GROUPS, REMOTE_MODULES
-from mlxpool.cli.formatting import error_text
-from mlxpool.cli.json_text import json_text
-from mlxpool.cli.parser import Parser, RootParser
-from mlxpool.cli.reach import explained
+from mlxpool.cli.admin import explained
+from mlxpool.cli.formatting import error_text, json_text
+from mlxpool.cli.parser import COMMAND_MODULES, GROUPS, REMOTE_MODULES, Parser, RootParser
 from mlxpool.cli.style import ERROR, paint_of
 from mlxpool.common.errors import BadRequest, BrokerLost, Internal, PoolError
 from mlxpool.common.escapes import escape_line

@@ -7,11 +7,89 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from mlxpool.common.checks import did_you_mean
 from mlxpool.common.escapes import escape_line
 
+_COMMANDS = "mlxpool.cli.commands"
+
+GROUPS = MappingProxyType(
+    {
+        "run a pool": {
+            "serve": f"{_COMMANDS}.serve",
+            "broker": f"{_COMMANDS}.serve",
+            "worker": f"{_COMMANDS}.serve",
+            "gateway": f"{_COMMANDS}.gateway",
+            "ray": f"{_COMMANDS}.ray",
+            "stop": f"{_COMMANDS}.pool",
+        },
+        "use its models": {
+            "run": f"{_COMMANDS}.run",
+            "chat": f"{_COMMANDS}.chat",
+            "embed": f"{_COMMANDS}.embed",
+            "rerank": f"{_COMMANDS}.embed",
+            "classify": f"{_COMMANDS}.embed",
+            "decide": f"{_COMMANDS}.decide",
+        },
+        "jobs that outlive their clients": {
+            "submit": f"{_COMMANDS}.jobs",
+            "fetch": f"{_COMMANDS}.jobs",
+            "jobs": f"{_COMMANDS}.jobs",
+            "retry": f"{_COMMANDS}.jobs",
+            "release": f"{_COMMANDS}.jobs",
+        },
+        "see what it does": {
+            "ps": f"{_COMMANDS}.reports",
+            "top": f"{_COMMANDS}.top",
+            "models": f"{_COMMANDS}.reports",
+            "requests": f"{_COMMANDS}.reports",
+            "stats": f"{_COMMANDS}.stats",
+            "logs": f"{_COMMANDS}.logs",
+        },
+        "operate it": {
+            "load": f"{_COMMANDS}.pool",
+            "unload": f"{_COMMANDS}.pool",
+            "drain": f"{_COMMANDS}.pool",
+            "restart": f"{_COMMANDS}.pool",
+            "cancel": f"{_COMMANDS}.pool",
+            "reload": f"{_COMMANDS}.pool",
+        },
+        "models, settings, keys": {
+            "pull": f"{_COMMANDS}.pull",
+            "check": f"{_COMMANDS}.check",
+            "config": f"{_COMMANDS}.settings",
+            "prefix": f"{_COMMANDS}.prefix",
+            "keygen": f"{_COMMANDS}.keygen",
+            "revoke": f"{_COMMANDS}.revoke",
+        },
+        "more": {
+            "bench": "mlxpool.bench.cli",
+            "completion": f"{_COMMANDS}.about",
+            "help": f"{_COMMANDS}.about",
+            "version": f"{_COMMANDS}.about",
+        },
+    }
+)
+COMMAND_MODULES = {name: module for group in GROUPS.values() for name, module in group.items()}
+
+# The modules whose commands take --endpoint, --server-key and --key. Others add them by
+# themselves: the --key of `submit` is a job's, and a gateway has several endpoints.
+REMOTE_MODULES = frozenset(
+    COMMAND_MODULES[name]
+    for name in (
+        "run",
+        "chat",
+        "embed",
+        "decide",
+        "ps",
+        "stats",
+        "top",
+        "load",
+        "revoke",
+    )
+)
 # The messages of argparse about a word that is none of its choices; Python 3.12 has no quotes.
 _CHOICE = re.compile(r"(argument \S+: )invalid choice: '?(.*?)'? \(choose from (.*)\)", re.S)
 _UNKNOWN_FLAGS = re.compile(r"unrecognized arguments: (.*)", re.S)

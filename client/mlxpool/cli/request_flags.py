@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlxpool.cli.reach import check_socket
+from mlxpool.cli.admin import check_socket
 from mlxpool.cli.target import Target, target_of
 from mlxpool.common.answer_format import KEYS, check_format
 from mlxpool.common.errors import BadRequest

@@ -28,11 +28,11 @@ def main() -> int:
     logs.set_up(json_lines=config.log_format == "json", level=logs.LEVELS[config.log_level])
     private_temp.use()
     gc.disable()  # what imports make is no garbage, and to look at it takes a tenth of their time
-    from mlxpool.gateway import supervised
+    from mlxpool.gateway.server import run_supervised
 
     gc.freeze()
     gc.enable()
-    return supervised.run(config)
+    return run_supervised(config)
 
 
 if __name__ == "__main__":

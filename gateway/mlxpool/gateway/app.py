@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mlxpool.client import AsyncClient
 from mlxpool.common.config.bounds import ANY_ORIGIN
@@ -25,21 +26,17 @@ from mlxpool.gateway.generation import queries
 from mlxpool.gateway.generation.pool_access import PoolAccess
 from mlxpool.gateway.http import ResponseWriter, cancel_on_disconnect, read_json
 from mlxpool.gateway.jobs.routes import JobRoutes
-from mlxpool.gateway.ollama.model_routes import ModelRoutes
-from mlxpool.gateway.ollama.routes import OllamaRoutes
-from mlxpool.gateway.openai.batches.file_routes import FileRoutes
-from mlxpool.gateway.openai.batches.routes import BatchRoutes
-from mlxpool.gateway.openai.responses_api.kept_routes import KeptResponseRoutes
-from mlxpool.gateway.openai.responses_api.routes import ResponseRoutes
+from mlxpool.gateway.ollama.routes import ModelRoutes, OllamaRoutes
+from mlxpool.gateway.openai.batches.routes import BatchRoutes, FileRoutes
+from mlxpool.gateway.openai.responses_api.routes import KeptResponseRoutes, ResponseRoutes
 from mlxpool.gateway.openai.routes import OpenAIRoutes
-from mlxpool.gateway.openai.tokens.routes import TokenRoutes
+from mlxpool.gateway.openai.token_routes import TokenRoutes
 from mlxpool.gateway.openai.vector_routes import VectorRoutes
 from mlxpool.gateway.openapi import document
 from mlxpool.gateway.operation_routes import OperationRoutes
 from mlxpool.gateway.operations.drain import Drain
 from mlxpool.gateway.operations.exchange import OTHER_ROUTE, REQUEST_ID
 from mlxpool.gateway.operations.metrics import Metrics
-from mlxpool.gateway.paths import CanonicalPaths, canonical_paths
 from mlxpool.gateway.resumption import resumption_of
 from mlxpool.gateway.route_spec import ANTHROPIC, Call, RouteSpec, Services
 from mlxpool.gateway.route_table import NOT_BUILT, ROUTES
@@ -54,6 +51,12 @@ EXPOSED_HEADERS = (  # that pages may read
     "retry-after",
     "x-should-retry",
 )
+V1 = "v1"
+OTHER_PATHS: Mapping[str, str] = {
+    "/v2/rerank": "/v1/rerank",  # Cohere's
+    "/v1/tokenize": "/tokenize",
+    "/v1/detokenize": "/detokenize",
+}
 
 
 class Gateway:
@@ -233,3 +236,38 @@ async def _unknown_path(request: Request, response: ResponseWriter) -> bool:
     asked = request.scope["path"]
     message = f"there is no {request.method} {asked!r:.200}; docs/gateway.md lists what there is"
     raise HttpError(404, message, "unknown_url", retry=False)
+
+
+def canonical_paths(routes: Iterable[str]) -> Callable[[str], str]:
+    """Makes the function from a path that was asked for to that of a route, from their paths."""
+    every = [path.split("/") for path in routes]
+    of_v1 = {parts[2] for parts in every if parts[1] == V1 and len(parts) > 2}
+    others = {parts[1] for parts in every if parts[1] != V1}
+
+    def canonical(path: str) -> str:
+        if path == "*":  # OPTIONS of the whole server
+            return "/"
+        if not path.startswith("/"):  # of CONNECT and absolute URLs: this is no proxy
+            return path
+        parts = [part for part in path.split("/") if part]
+        if parts[:2] == [V1, V1]:
+            del parts[0]
+        if parts and parts[0] in of_v1 and parts[0] not in others:
+            parts.insert(0, V1)
+        short = "/" + "/".join(parts)
+        return OTHER_PATHS.get(short, short)
+
+    return canonical
+
+
+class CanonicalPaths:
+    """An ASGI application: gives another one the path of a route in place of a second one."""
+
+    def __init__(self, app: ASGIApp, canonical: Callable[[str], str]) -> None:
+        self._app = app
+        self._canonical = canonical
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            scope["path"] = self._canonical(scope["path"])
+        await self._app(scope, receive, send)

@@ -7,6 +7,7 @@ by the form of their names. Everything else is refused, so that no option is ign
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias
@@ -19,7 +20,6 @@ from mlxpool.common.options import CHECKS, MAX_TOP_LOGPROBS, Check
 from mlxpool.common.protocol.chat import check_tools
 from mlxpool.gateway.description.schemas import Schema, described, nullable, one_of
 from mlxpool.gateway.errors import HttpError, bad_request, unsupported_parameter
-from mlxpool.gateway.left_out import leave_tool_out
 
 # field -> (values that request nothing, what to do instead)
 RefusedFields: TypeAlias = Mapping[str, tuple[tuple[Any, ...], str]]
@@ -31,6 +31,11 @@ ABOUT_REQUEST = re.compile(
     r"(?!.*(?:token|lora|adapter|model))"
     r"(?:x[-_].+|.*metadata|.+_(?:id|ids|tag|headers|hash|origin)|tags|headers)"
 )
+log = logging.getLogger("mlxpool.gateway")
+MAX_LOGGED = 200  # things that the log names; a client may make up any number of them
+NO_ROOM = "[an attachment of the type {kind}, which this model cannot read]"
+ELSEWHERE = "this server does not run it, and the model is not told of it"
+_logged: set[tuple[str, str]] = set()
 
 
 class Body(Struct, frozen=True):
@@ -299,3 +304,15 @@ def checked(name: str, check: Callable[[object], Any], value: object) -> Any:
         return check(value)
     except BadRequest as error:
         raise bad_request(error.message, name) from None
+
+
+def log_left_out(event: str, thing: str, why: str) -> None:
+    """Log that a thing of a request has no effect, and why, unless the log has it."""
+    if (event, thing) not in _logged and len(_logged) < MAX_LOGGED:
+        _logged.add((event, thing))
+        log.info(event, extra={"thing": thing, "why": why})
+
+
+def leave_tool_out(kind: Any) -> None:
+    """Note a tool of a kind that runs elsewhere."""
+    log_left_out("a tool is left out", shown(kind), ELSEWHERE)

@@ -14,10 +14,9 @@ from starlette.types import Receive, Send
 from mlxpool.common.protocol.unicode_text import not_unicode, place_of
 from mlxpool.gateway.content_encoding import decoded
 from mlxpool.gateway.errors import HttpError
-from mlxpool.gateway.event_numbers import EventNumbers
 from mlxpool.gateway.json_parts import decode_in_parts
 from mlxpool.gateway.operations.exchange import REQUEST_ID, Exchange
-from mlxpool.gateway.resumption import Resumption
+from mlxpool.gateway.resumption import EventNumbers, Resumption
 
 JSON = "application/json"
 NDJSON = "application/x-ndjson"

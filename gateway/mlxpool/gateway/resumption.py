@@ -1,18 +1,21 @@
-"""What the headers Idempotency-Key and Last-Event-ID of a request say of its answer."""
+"""Streams that clients resume: Idempotency-Key, Last-Event-ID and the numbers of events."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from msgspec import Struct
 from starlette.requests import Request
 
-from mlxpool.gateway.errors import bad_request
-from mlxpool.gateway.event_numbers import number_of
+from mlxpool.gateway.errors import HttpError, bad_request
+
+GENERATION = 10**9  # numbers of events that each generation of an answer has for itself
+MAX_DIGITS = 15  # of the number of an event
 
 
 class Resumption(Struct, frozen=True):
@@ -46,3 +49,58 @@ async def resumption_of(request: Request, body: Mapping[str, Any]) -> Resumption
 def _digest(path: str, body: Mapping[str, Any]) -> bytes:
     text = json.dumps([path, body], sort_keys=True)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+
+
+class EventNumbers:
+    """The numbers of the events of one reading, from 1 on.
+
+    All readings of an answer have the same events. If the model has changed since the first one,
+    and the answer was begun anew, it is of another generation (`gen`), with higher numbers.
+    """
+
+    def __init__(self, gen: int, after: int | None) -> None:
+        """`after`: the number of the last event that the reader has; None: it has none.
+
+        Raises HttpError for a number of another generation.
+        """
+        self._number = GENERATION * gen  # of the last event
+        self._after = self._number if after is None else after
+        if not 0 <= self._after - self._number < GENERATION:
+            raise HttpError(
+                409,
+                f"Last-Event-ID is {after}, and the events of this answer are numbered from"
+                f" {self._number + 1} on: it was begun anew, for its model has changed; send the"
+                " request without Last-Event-ID",
+                "job_restarted",
+                retry=False,
+            )
+
+    def skip(self, count: int) -> None:
+        """Count events that this reading does not have: an earlier one had them."""
+        self._number += count
+
+    def of_events(self, data: bytes) -> bytes:
+        """Whole server-sent events with their numbers as `id`, without those that are had."""
+        return self._kept(data, b"\n\n", "id: {}\n")
+
+    def of_lines(self, data: bytes) -> bytes:
+        """Whole lines of JSON, which have no place for a number, without those that are had."""
+        return self._kept(data, b"\n", "")
+
+    def _kept(self, data: bytes, end: bytes, name: str) -> bytes:
+        found = []
+        for event in data.split(end)[:-1]:
+            self._number += 1
+            if self._number > self._after:
+                found += [name.format(self._number).encode(), event, end]
+        return b"".join(found)
+
+
+def number_of(last_event_id: str | None) -> int | None:
+    """The number that the header Last-Event-ID has; None without it. Raises HttpError."""
+    if not last_event_id:
+        return None
+    if re.fullmatch(rf"[0-9]{{1,{MAX_DIGITS}}}", last_event_id) is None:
+        message = f"Last-Event-ID is {last_event_id!r:.60}, must be the id of an event, as 12"
+        raise HttpError(400, message, "bad_request", retry=False)
+    return int(last_event_id)

@@ -10,21 +10,18 @@ from msgspec import Struct, field
 from starlette.requests import Request
 
 from mlxpool.gateway.anthropic.bodies import error_body as anthropic_body
+from mlxpool.gateway.anthropic.bodies import error_event as anthropic_event
 from mlxpool.gateway.anthropic.routes import MessageRoutes
-from mlxpool.gateway.anthropic.stream import error_event as anthropic_event
 from mlxpool.gateway.errors import HttpError
 from mlxpool.gateway.field_checks import Body
 from mlxpool.gateway.http import ResponseWriter
 from mlxpool.gateway.jobs.routes import JobRoutes
-from mlxpool.gateway.ollama.model_routes import ModelRoutes
-from mlxpool.gateway.ollama.routes import OllamaRoutes
-from mlxpool.gateway.openai.batches.file_routes import FileRoutes
-from mlxpool.gateway.openai.batches.routes import BatchRoutes
+from mlxpool.gateway.ollama.routes import ModelRoutes, OllamaRoutes
+from mlxpool.gateway.openai.batches.routes import BatchRoutes, FileRoutes
 from mlxpool.gateway.openai.responses import error_event
-from mlxpool.gateway.openai.responses_api.kept_routes import KeptResponseRoutes
-from mlxpool.gateway.openai.responses_api.routes import ResponseRoutes
+from mlxpool.gateway.openai.responses_api.routes import KeptResponseRoutes, ResponseRoutes
 from mlxpool.gateway.openai.routes import OpenAIRoutes
-from mlxpool.gateway.openai.tokens.routes import TokenRoutes
+from mlxpool.gateway.openai.token_routes import TokenRoutes
 from mlxpool.gateway.openai.vector_routes import VectorRoutes
 from mlxpool.gateway.operation_routes import OperationRoutes
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mlxpool.common.protocol.kept.job_messages import RELEASE, RETRY
-from mlxpool.gateway.anthropic import fields as anthropic
+from mlxpool.gateway.anthropic import requests as anthropic
 from mlxpool.gateway.http import NDJSON
-from mlxpool.gateway.jobs.fields import EVENTS, JOB, LISTED
+from mlxpool.gateway.jobs.requests import EVENTS, JOB, LISTED
 from mlxpool.gateway.ollama import fields as ollama
 from mlxpool.gateway.openai import fields as openai
 from mlxpool.gateway.openai.batches.fields import BATCH, BATCHES, FILES
 from mlxpool.gateway.openai.responses_api.fields import INPUT_ITEMS, RESPONSE, RETRIEVED
-from mlxpool.gateway.openai.tokens.fields import DETOKENIZE, TOKENIZE
+from mlxpool.gateway.openai.token_routes import DETOKENIZE, TOKENIZE
 from mlxpool.gateway.route_spec import (
     ANTHROPIC,
     OLLAMA,

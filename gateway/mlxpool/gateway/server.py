@@ -1,18 +1,25 @@
-"""Runs the gateway's application in uvicorn, on sockets that this module binds."""
+"""Runs the gateway's application in uvicorn: for `mlxpool gateway`, or as a broker's own process.
+
+A broker hands its own gateway the sockets, and supervises it: bytes on a pipe tell it that the loop
+runs, and the end of standard input tells the gateway that the broker has ended.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
 
+from mlxpool.common.config.schema import GatewayConfig
 from mlxpool.common.transport import listening
 from mlxpool.gateway.app import Gateway
 from mlxpool.gateway.operations.connections import (
@@ -27,6 +34,8 @@ from mlxpool.gateway.settings import Settings
 
 log = logging.getLogger("mlxpool.gateway")
 
+STDIN = 0
+UNUSABLE = 2  # exit code
 SHUTDOWN_TIMEOUT = 5  # seconds that uvicorn waits for connections when nothing runs any more
 # Seconds. With the default of 5 ms the thread that reads the pool waits for the loop's thread.
 THREAD_SWITCH_INTERVAL = 0.0005
@@ -118,12 +127,103 @@ def run(settings: Settings, ready: Callable[[str], None]) -> None:
     """
     gateway = Gateway(settings)
     bound = listen(settings)
-    sys.setswitchinterval(THREAD_SWITCH_INTERVAL)
-    signal.signal(signal.SIGHUP, lambda *_: gateway.reload_keys())
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    _set_up_process(gateway)
     ready(listening.url_of(bound[0]))
     server = make_server(gateway)
-    with contextlib.ExitStack() as stack:
-        server.run([stack.enter_context(each) for each in bound])
+    _serve(server, bound)
     if server.interrupted:
         raise KeyboardInterrupt
+
+
+def _set_up_process(gateway: Gateway) -> None:
+    signal.signal(signal.SIGHUP, lambda *_: gateway.reload_keys())
+    sys.setswitchinterval(THREAD_SWITCH_INTERVAL)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+
+
+def _serve(server: uvicorn.Server, bound: Sequence[socket.socket]) -> None:
+    with contextlib.ExitStack() as stack:
+        server.run([stack.enter_context(each) for each in bound])
+
+
+# ---- a gateway that a broker supervises ----------------------------------------------------------
+
+
+class SupervisedServer(DrainingServer):
+    """A server that the process at the other end of `notify_fd` supervises."""
+
+    def __init__(
+        self, config: uvicorn.Config, gateway: Gateway, notify_fd: int, beat_interval: float
+    ) -> None:
+        """`beat_interval`: seconds between two bytes."""
+        super().__init__(config, gateway)
+        self._notify_fd = notify_fd
+        self._beat_interval = beat_interval
+        self._beating: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve, and say so."""
+        await super().startup(sockets)
+        asyncio.get_running_loop().add_reader(STDIN, self._on_stdin)
+        self._beating = asyncio.create_task(self._beat())
+
+    async def _beat(self) -> None:
+        """Write a byte now and after each interval; a loop that hangs writes none."""
+        os.set_blocking(self._notify_fd, False)
+        while True:
+            try:
+                os.write(self._notify_fd, b".")
+            except OSError:  # the broker is slow to read, or has ended
+                pass
+            await asyncio.sleep(self._beat_interval)
+
+    def _on_stdin(self) -> None:
+        """The end of stdin is the broker's."""
+        if os.read(STDIN, 4096):
+            return
+        asyncio.get_running_loop().remove_reader(STDIN)
+        log.warning("the broker has ended: answers go on if another follows")
+        self.config.timeout_graceful_shutdown = None  # their own limits bound them
+        self.should_exit = True
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """SIGTERM drains; SIGINT, as a second signal, ends what runs."""
+        super().handle_exit(signal.SIGTERM, frame)
+        if sig == signal.SIGINT:
+            super().handle_exit(signal.SIGTERM, frame)
+
+
+def settings_of(config: GatewayConfig) -> Settings:
+    """Raises ValueError for a value out of bounds."""
+    return Settings(
+        run_dir=Path(config.run_dir),
+        host=config.host,
+        port=config.port,
+        keys=Path(config.keys) if config.keys else None,
+        per_key=config.per_key or None,
+        max_body=config.max_body,
+        idle_time=config.idle_time,
+        stream_keep=config.stream_keep,
+        drain_timeout=config.drain_timeout,
+        cors_origins=tuple(config.cors_origins),
+        trusted_proxies=tuple(config.trusted_proxies),
+        access_log=config.access_log,
+    )
+
+
+def run_supervised(config: GatewayConfig) -> int:
+    """Serve until the broker ends it, or has ended. Returns the exit code.
+
+    A setting or a file of keys that cannot be used is logged, and the code is UNUSABLE.
+    """
+    try:
+        gateway = Gateway(settings_of(config))
+    except ValueError as error:
+        log.error("the gateway cannot start: %s", error)
+        return UNUSABLE
+    _set_up_process(gateway)
+    server = SupervisedServer(
+        server_config(gateway), gateway, config.notify_fd, config.beat_interval
+    )
+    _serve(server, [listening.inherited(one) for one in config.listen_fds])
+    return 0

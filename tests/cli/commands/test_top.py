@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from mlxpool.cli.commands.top import View
-from mlxpool.cli.screens import top_view
-from mlxpool.cli.screens.top_view import (
+from mlxpool.cli.commands import top
+from mlxpool.cli.commands.top import (
     COLUMNS,
     SORT_ORDERS,
     Row,
+    View,
     cells,
     median,
     ordered,
@@ -141,7 +141,7 @@ def test_the_acceptance_of_drafts_is_that_of_the_last_minute() -> None:
 
 
 @pytest.mark.parametrize("order", SORT_ORDERS, ids=lambda order: order.name)
-def test_every_column_sorts(order: top_view.SortOrder) -> None:
+def test_every_column_sorts(order: top.SortOrder) -> None:
     low = Row("a", "a/0", "loading", 0, 0, 1.0, 0.1, 0.1, 1, 0.1, 0, 1.0)
     high = Row("b", "b/0", "ready", 9, 9, 9.0, 9.0, 0.9, 9, 0.9, 9, 9.0)
     nothing = Row("c", "c/0", "starting")

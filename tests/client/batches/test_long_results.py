@@ -11,7 +11,7 @@ import pytest
 from mlxpool.client.aio import batch as aio_batch
 from mlxpool.client.sync import batch as sync_batch
 from mlxpool.common.errors import BrokerLost, Damaged, PoolError
-from mlxpool.gateway.openai.batches.kept_batches import KeptBatches
+from mlxpool.gateway.openai.batches.kept import KeptBatches
 
 ROW = {"line": 3, "id": "x", "state": "done", "key": "k", "job": bytes(16), "whole": False}
 

@@ -6,8 +6,8 @@ from typing import Any, cast
 
 import pytest
 
-from mlxpool.client.batches.settings import source_and_settings
-from mlxpool.client.job_options import BatchOptions
+from mlxpool.client.batches.steps import source_and_settings
+from mlxpool.client.jobs import BatchOptions
 from mlxpool.common.errors import BadRequest
 
 WEEK, YEAR = 7 * 24 * 3600, 366 * 24 * 3600

@@ -10,8 +10,7 @@ import pytest
 
 from mlxpool.client import Result
 from mlxpool.common.protocol.call_arguments import INVALID_JSON
-from mlxpool.gateway.anthropic.bodies import MessageFrame
-from mlxpool.gateway.anthropic.stream import MessageEvents
+from mlxpool.gateway.anthropic.bodies import MessageEvents, MessageFrame
 from mlxpool.gateway.formats.events import CallArguments, CallBegin, CallEnd
 from mlxpool.gateway.generation.choice_streams import ChoiceUpdate
 from mlxpool.gateway.generation.output_blocks import OutputBlocks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlxpool.gateway.generation.fitting import cuts
+from mlxpool.gateway.generation.token_counts import cuts
 
 
 def chat(roles: str) -> list[dict[str, Any]]:

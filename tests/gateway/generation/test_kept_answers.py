@@ -9,12 +9,12 @@ import pytest
 
 from mlxpool.client import Delta
 from mlxpool.gateway.errors import HttpError
-from mlxpool.gateway.event_numbers import GENERATION
 from mlxpool.gateway.formats import NO_CHAT
 from mlxpool.gateway.formats.events import Content
-from mlxpool.gateway.generation.call_ids import call_ids
+from mlxpool.gateway.generation.choice_streams import call_ids
 from mlxpool.gateway.generation.kept_answers import KeptAnswer, has_failed, steps_of
 from mlxpool.gateway.openai.responses_api.kept import KeptResponse, ResponseNote
+from mlxpool.gateway.resumption import GENERATION
 
 ENTRIES = ({"logprob": -1.0}, {"logprob": -2.0}, {"logprob": -3.0})
 NOTE = ResponseNote(7, {"model": "m", "instructions": "x"}, False, ("hermes", None), (), True, True)

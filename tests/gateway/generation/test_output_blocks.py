@@ -14,8 +14,7 @@ from mlxpool.gateway.formats.events import (
     Event,
     Reasoning,
 )
-from mlxpool.gateway.generation.call_ids import CALL_ID_LENGTH
-from mlxpool.gateway.generation.choice_streams import ChoiceUpdate
+from mlxpool.gateway.generation.choice_streams import CALL_ID_LENGTH, ChoiceUpdate
 from mlxpool.gateway.generation.output_blocks import (
     Action,
     Kind,

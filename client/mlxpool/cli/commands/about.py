@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mlxpool.cli.json_text import json_text
+from mlxpool.cli.formatting import json_text
 from mlxpool.common.version import VERSION
 
 SHELLS = ("bash", "zsh", "fish")

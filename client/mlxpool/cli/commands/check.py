@@ -11,8 +11,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from mlxpool.cli.formatting import feature, size, table
-from mlxpool.cli.json_text import json_text
+from mlxpool.cli.formatting import feature, json_text, size, table
 from mlxpool.cli.pool_flags import add_settings, settings_of
 from mlxpool.common.escapes import escape_line
 from mlxpool.common.records import as_map

@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Any
 
-from mlxpool.cli.json_text import json_text
+from mlxpool.cli.formatting import json_text
 from mlxpool.cli.request_flags import add_connect_timeout, client_of, decode_utf8, seconds
 from mlxpool.common.escapes import escape_line
 

@@ -7,8 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from mlxpool.cli.formatting import count, table
-from mlxpool.cli.json_text import json_text
+from mlxpool.cli.formatting import count, json_text, table
 from mlxpool.cli.request_flags import add_connect_timeout, client_of, decode_utf8, seconds
 from mlxpool.common.escapes import escape_line
 

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import mlxpool.cli.batch_actions as batches
 from mlxpool.cli import job_operations
 from mlxpool.cli.columns import Column
-from mlxpool.cli.formatting import count, duration, size
-from mlxpool.cli.json_text import json_text
+from mlxpool.cli.formatting import count, duration, json_text, size
 from mlxpool.cli.printed_stream import (
     answer_as_json,
     print_deltas,

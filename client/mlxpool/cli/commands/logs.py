@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mlxpool.cli.formatting import count, size
-from mlxpool.cli.json_text import json_text
+from mlxpool.cli.formatting import count, json_text, size
 from mlxpool.common.paths import log_slot, worker_log
 
 POLL_INTERVAL = 0.2  # seconds between two looks at a file that is followed

@@ -13,8 +13,7 @@ from typing import Any
 
 from mlxpool.cli import admin
 from mlxpool.cli.admin import ask
-from mlxpool.cli.formatting import duration
-from mlxpool.cli.json_text import json_text
+from mlxpool.cli.formatting import duration, json_text
 from mlxpool.cli.request_flags import add_connect_timeout, client_of
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.escapes import escape_line

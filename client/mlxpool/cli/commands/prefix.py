@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlxpool.cli.formatting import duration, kv_cache, size, table
-from mlxpool.cli.json_text import json_text
+from mlxpool.cli.formatting import duration, json_text, kv_cache, size, table
 from mlxpool.cli.pool_flags import add_settings, settings_of
 from mlxpool.common.escapes import escape_line
 from mlxpool.common.records import as_map

@@ -7,8 +7,7 @@ import shlex
 import sys
 from typing import Any
 
-from mlxpool.cli.formatting import size
-from mlxpool.cli.json_text import json_text
+from mlxpool.cli.formatting import json_text, size
 from mlxpool.common.errors import BadRequest, ModelLoadFailed
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxpool.cli.columns import Column
-from mlxpool.cli.json_text import json_text
+from mlxpool.cli.formatting import json_text
 from mlxpool.cli.style import print_table
 from mlxpool.common.errors import BadRequest
 

@@ -13,8 +13,7 @@ from typing import Any
 
 from mlxpool.cli.admin import ask
 from mlxpool.cli.columns import Column, joined
-from mlxpool.cli.formatting import duration, feature, jobs_line, kv_cache, share, size
-from mlxpool.cli.json_text import json_text
+from mlxpool.cli.formatting import duration, feature, jobs_line, json_text, kv_cache, share, size
 from mlxpool.cli.load_progress import phase_seconds
 from mlxpool.cli.style import UNBOUNDED, Cells, print_table, width_of
 from mlxpool.common.load_times import activity

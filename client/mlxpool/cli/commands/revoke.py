@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mlxpool.cli.json_text import json_text
+from mlxpool.cli.formatting import json_text
 from mlxpool.common.checks import did_you_mean
 from mlxpool.common.errors import BrokerLost
 from mlxpool.common.paths import config_file

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mlxpool.cli.json_text import json_text
+from mlxpool.cli.formatting import json_text
 from mlxpool.cli.printed_stream import (
     ChoicesOutput,
     figures_of,

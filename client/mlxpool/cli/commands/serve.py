@@ -1,15 +1,20 @@
-"""`mlxpool serve`: the broker in the foreground."""
+"""`mlxpool serve`, `mlxpool broker` and `mlxpool worker`: a pool in the foreground."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
+from msgspec.structs import replace
+
 from mlxpool.cli.pool_flags import add_endpoints, add_settings, settings_of
+from mlxpool.cli.target import add_flags, target_of
+
+ORPHAN_GRACE = 60.0  # seconds
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
-    """Add `serve` and `broker`, which is `serve` without workers of its own."""
+    """Add `serve`, `broker`, which is `serve` without workers of its own, and `worker`."""
     serve = commands.add_parser(
         "serve",
         parents=[common],
@@ -27,6 +32,27 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         add_endpoints(parser)
     serve.set_defaults(run=run)
     broker.set_defaults(run=run, local_workers=False)
+    worker = commands.add_parser(
+        "worker",
+        parents=[common],
+        help="run a worker of a broker elsewhere",
+        description="Dials a broker's back endpoint over tcp with a key of the role `worker`, or a"
+        " `mlxpool broker` of this machine over ipc. A worker that crashes or hangs is started"
+        " again. Exit codes: 0 the broker sent it away, or SIGTERM; 1 its key is refused; 3 no"
+        " broker answered for --orphan-grace.",
+    )
+    add_flags(worker)
+    worker.add_argument("name", metavar="MODEL", help="the name under which requests ask for it")
+    add_settings(worker)
+    worker.add_argument(
+        "--orphan-grace",
+        type=float,
+        default=ORPHAN_GRACE,
+        metavar="SECONDS",
+        help="how long the broker may be gone before the worker ends (default 60)",
+    )
+    worker.add_argument("--log-format", choices=("text", "json"))
+    worker.set_defaults(run=run_worker)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -41,3 +67,32 @@ def run(options: argparse.Namespace) -> int:
     private_temp.use(settings.run_dir)  # for the processes that it starts
     Broker(settings, lambda: settings_of(options)).run()
     return 0
+
+
+def run_worker(options: argparse.Namespace) -> int:
+    """Supervise one worker until the broker sends it away, or SIGTERM."""
+    # Here and not above: only this command needs that code.
+    from mlxpool.broker.processes.remote_supervisor import RemoteSupervisor
+    from mlxpool.broker.processes.supervisor import DialSettings
+    from mlxpool.common import logs
+    from mlxpool.common.config.loading import check_run_dir
+    from mlxpool.common.process import private_temp
+
+    target = target_of(options, "back")
+    target.credentials()  # raises here for a bad key, and not in every worker
+    config = settings_of(options)
+    model = config.models.get(options.name)
+    if model is None:
+        raise ValueError(
+            f"there is no model {options.name!r:.80} here; name it with --model NAME=PATH or in"
+            f" the config; known: {', '.join(list(config.models)[:20])}"
+        )
+    if options.orphan_grace < 0:
+        raise ValueError(f"--orphan-grace must be 0 or more, got {options.orphan_grace:g}")
+    logs.set_up(json_lines=config.log_format == "json", level=logs.LEVELS[config.log_level])
+    private_temp.use(config.run_dir)  # for the worker that it starts
+    dial = DialSettings(target.server_key or "", target.key or "", options.orphan_grace)
+    check_run_dir(config.run_dir)
+    # A folder of its own: a broker in the run directory deletes the files that it does not know.
+    own = replace(config, run_dir=config.run_dir / "remote")
+    return RemoteSupervisor(own, target.endpoint_of("back"), options.name, model, dial).run()

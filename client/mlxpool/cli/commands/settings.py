@@ -7,8 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mlxpool.cli.formatting import table
-from mlxpool.cli.json_text import json_text
+from mlxpool.cli.formatting import json_text, table
 from mlxpool.cli.pool_flags import add_settings, flags_of, model_paths_of, settings_of
 from mlxpool.common.escapes import CONTROLS, escape_line
 from mlxpool.common.paths import config_file

@@ -1,34 +1,239 @@
-"""`mlxpool top`: the pool, live."""
+"""`mlxpool top`: the pool, live. Its rows are computed from the snapshots of the last minute.
+
+Times are the broker's own (`uptime_s`), so rates are right also for a slow reader.
+"""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mlxpool.cli.columns import joined
-from mlxpool.cli.formatting import count
-from mlxpool.cli.json_text import json_text
-from mlxpool.cli.screens import top_view
-from mlxpool.cli.screens.top_view import (
-    COLUMNS,
-    MAX_SNAPSHOTS,
-    SORT_ORDERS,
-    Row,
-    Snapshot,
-    SortOrder,
-)
-from mlxpool.cli.style import NOTE, Paint, paint_of, plain, table_lines
+from msgspec import Struct
+from msgspec.structs import asdict
+
+from mlxpool.cli.columns import Column, joined
+from mlxpool.cli.formatting import count, duration, jobs_line, json_text, milliseconds, share, size
+from mlxpool.cli.style import NOTE, Paint, plain, table_lines
 from mlxpool.common.escapes import escape_line
 
-KEY_INTERVAL = 0.1  # seconds between two reads of the keyboard
+Snapshot = Mapping[str, Any]
+
+RATE_SNAPSHOTS = 3  # a second apart; tokens per second are an average over them
+MAX_SNAPSHOTS = 61  # a minute, over which the time to the first token has its median
+
+COLUMNS = (
+    Column("SLOT", 0, "text"),
+    Column("STATE", 0),
+    Column("RUN", 2, right=True),
+    Column("WAIT", 3, right=True),
+    Column("TOK/S", 1, right=True),
+    Column("TTFT", 5, right=True),
+    Column("KV%", 6, right=True),
+    Column("MEM", 4, right=True),
+    Column("DRAFTS", 9, right=True),
+    Column("RESTARTS", 8, right=True),
+    Column("UP", 7, right=True),
+)
+
+
+class Row(Struct, frozen=True):
+    """One slot, or a model without workers. None: not known, or there are no samples."""
+
+    model: str
+    slot: str = "-"
+    state: str = "-"
+    running: int = 0
+    waiting: int = 0  # requests in the queue of its model
+    rate: float | None = None  # tokens a second
+    first_token: float | None = None  # seconds; the median of its model
+    kv: float | None = None  # 0 to 1: keys and values, of the memory that weights leave
+    memory: int | None = None  # bytes: weights, keys and values, prefixes, what steps need
+    acceptance: float | None = None  # 0 to 1: of the checked drafts, those that were right
+    restarts: int = 0
+    up: float | None = None  # seconds
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class SortOrder(Struct, frozen=True):
+    """A column to sort by; the largest number is first."""
+
+    key: str  # the key to press
+    name: str  # for --sort
+    value: Callable[[Row], Any]
+    descending: bool = True
+
+
+SORT_ORDERS = (
+    SortOrder("m", "model", lambda row: (row.model, row.slot), descending=False),
+    SortOrder("e", "state", lambda row: row.state, descending=False),
+    SortOrder("n", "run", lambda row: row.running),
+    SortOrder("w", "wait", lambda row: row.waiting),
+    SortOrder("t", "rate", lambda row: row.rate or 0.0),
+    SortOrder("f", "ttft", lambda row: row.first_token or 0.0),
+    SortOrder("k", "kv", lambda row: row.kv or 0.0),
+    SortOrder("b", "memory", lambda row: row.memory or 0),
+    SortOrder("d", "drafts", lambda row: row.acceptance or 0.0),
+    SortOrder("x", "restarts", lambda row: row.restarts),
+    SortOrder("u", "up", lambda row: row.up or 0.0),
+)
 KEYS = (
     "q quit",
     "s next column",
     "r reverse",
     *(f"{order.key} {order.name}" for order in SORT_ORDERS),
 )
+
+
+def rows(history: Sequence[Snapshot]) -> list[Row]:
+    """The rows of the newest snapshot; `history` begins with the oldest and is not empty."""
+    history = _of_one_broker(history)
+    now, before = history[-1], history[-1 - min(RATE_SNAPSHOTS, len(history) - 1)]
+    models = {model["name"]: model for model in now["models"]}
+    tokens_before = {_incarnation(worker): worker.get("tokens", 0) for worker in before["workers"]}
+    seconds = now["broker"]["uptime_s"] - before["broker"]["uptime_s"]
+    medians = _medians(history[0], now)
+    began = {_incarnation(worker): worker for worker in history[0]["workers"]}
+    found = []
+    for worker in now["workers"]:
+        model = models.pop(worker["model"], None) or _model(now, worker["model"])
+        grown = worker.get("tokens", 0) - tokens_before.get(_incarnation(worker), 0)
+        rate = grown / seconds if seconds > 0 and worker.get("pid") else None
+        earlier = began.get(_incarnation(worker)) if history[0] is not now else None
+        drafts = _acceptance(earlier or {}, worker)
+        found.append(_row(worker, model, rate, medians.get(worker["model"]), drafts))
+    for name, model in models.items():
+        found.append(
+            Row(name, state=model["state"], waiting=model["waiting"], first_token=medians.get(name))
+        )
+    return found
+
+
+def ordered(found: Sequence[Row], order: SortOrder, *, reverse: bool = False) -> list[Row]:
+    """Sorted by one column; equal ones by model and slot."""
+    by_name = sorted(found, key=lambda row: (row.model, row.slot))
+    return sorted(by_name, key=order.value, reverse=order.descending is not reverse)
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """The cells of a row, one for each of COLUMNS. A model without workers has no slot."""
+    return (
+        row.model if row.slot == "-" else row.slot,
+        row.state,
+        str(row.running),
+        str(row.waiting),
+        _figure(row.rate, "{:.0f}"),
+        "-" if row.first_token is None else milliseconds(row.first_token),
+        _figure(None if row.kv is None else 100 * row.kv, "{:.0f}"),
+        size(row.memory),
+        share(row.acceptance),
+        str(row.restarts),
+        "-" if row.up is None else duration(row.up),
+    )
+
+
+def summary(history: Sequence[Snapshot]) -> list[str]:
+    """The whole pool in parts of a line."""
+    history = _of_one_broker(history)
+    now, before = history[-1], history[-1 - min(RATE_SNAPSHOTS, len(history) - 1)]
+    broker, counts = now["broker"], now["stats"]["requests"]
+    seconds = broker["uptime_s"] - before["broker"]["uptime_s"]
+    generated = now["stats"]["tokens"]["generated"] - before["stats"]["tokens"]["generated"]
+    rate = f"{generated / seconds:.0f}" if seconds > 0 else "-"
+    return [
+        f"broker {broker['pid']} {broker['state']}",
+        f"up {duration(broker['uptime_s'])}",
+        f"{rate} tokens/s",
+        f"{counts['live']} live",
+        f"{now['stats']['queued']} queued",
+        f"{counts['done']} done",
+        f"{counts['failed']} failed",
+        f"{counts['cancelled']} cancelled",
+        *jobs_line(now.get("jobs")),
+    ]
+
+
+def median(bounds: Sequence[float], counts: Sequence[int]) -> float | None:
+    """The median of a histogram, interpolated in its bucket; None if it is empty."""
+    half, below, low = sum(counts) / 2, 0, 0.0
+    if not half:
+        return None
+    for bound, samples in zip(bounds, counts, strict=False):
+        if below + samples >= half:
+            return low + (bound - low) * (half - below) / samples
+        below, low = below + samples, bound
+    return low  # above every bound
+
+
+def _medians(before: Snapshot, now: Snapshot) -> dict[str, float | None]:
+    """Median seconds to the first token by model, of the requests between two snapshots.
+
+    With one snapshot only, of all requests.
+    """
+    models = () if before is now else before["models"]
+    old = {model["name"]: model["first_token"]["counts"] for model in models}
+    found = {}
+    for model in now["models"]:
+        counts = model["first_token"]["counts"]
+        known = old.get(model["name"], [0] * len(counts))
+        grown = [new - was for new, was in zip(counts, known, strict=True)]
+        found[model["name"]] = median(model["first_token"]["bounds"], grown)
+    return found
+
+
+def _of_one_broker(history: Sequence[Snapshot]) -> Sequence[Snapshot]:
+    """The snapshots of the newest broker process: another one counted from 0."""
+    boot = history[-1]["broker"]["boot"]
+    return [one for one in history if one["broker"]["boot"] == boot]
+
+
+def _incarnation(worker: Mapping[str, Any]) -> tuple[str, Any]:
+    return worker["slot"], worker.get("pid")
+
+
+def _model(snapshot: Snapshot, name: str) -> Mapping[str, Any]:
+    """A model by name, for its second replica and further ones."""
+    return next((m for m in snapshot["models"] if m["name"] == name), {})
+
+
+def _row(
+    worker: Mapping[str, Any],
+    model: Mapping[str, Any],
+    rate: float | None,
+    first_token: float | None,
+    acceptance: float | None,
+) -> Row:
+    memory = worker.get("memory") or {}
+    available = memory.get("limit", 0) - memory.get("weights", 0)
+    used = memory.get("kv_used", memory.get("kv"))
+    return Row(
+        model=worker["model"],
+        slot=worker["slot"],
+        state="suspect" if worker.get("suspect") else worker["state"],
+        running=worker.get("running", 0),
+        waiting=model.get("waiting", 0),
+        rate=rate,
+        first_token=first_token,
+        kv=used / available if available > 0 and used is not None else None,
+        memory=memory.get("total", memory.get("active")),
+        acceptance=acceptance,
+        restarts=worker.get("restarts", 0),
+        up=worker.get("uptime_s"),
+    )
+
+
+def _acceptance(before: Mapping[str, Any], now: Mapping[str, Any]) -> float | None:
+    """The share of the drafts checked between two rows of a worker that were right; None: none."""
+    old, new = (row.get("speculation") or {} for row in (before, now))
+    drafted, accepted = (new.get(key, 0) - old.get(key, 0) for key in ("drafted", "accepted"))
+    return accepted / drafted if drafted > 0 else None
+
+
+def _figure(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -64,6 +269,9 @@ class View:
         self.order = next(order for order in SORT_ORDERS if order.name == sort)
         self.reversed = False
 
+    def take(self, snapshot: Snapshot) -> None:
+        self.history.append(snapshot)
+
     def press(self, keys: str) -> bool:
         """Apply pressed keys; returns False to end."""
         for key in keys:
@@ -82,17 +290,17 @@ class View:
             self.order, self.reversed = order, False
 
     def rows(self) -> list[Row]:
-        return top_view.ordered(top_view.rows(self.history), self.order, reverse=self.reversed)
+        return ordered(rows(self.history), self.order, reverse=self.reversed)
 
-    def page(self, columns: int, lines: int, *, keys: bool, paint: Paint = plain) -> str:
-        """The page, at most `lines` lines of `columns` characters; with the keys if `keys`."""
+    def page(self, columns: int, height: int, *, keys: bool, paint: Paint = plain) -> str:
+        """The page, at most `height` lines of `columns` characters; with the keys if `keys`."""
         if not self.history:
             return "waiting for the broker's first snapshot"
         arrow = "falling" if self.order.descending is not self.reversed else "rising"
-        parts = [escape_line(part) for part in top_view.summary(self.history)]
+        parts = [escape_line(part) for part in summary(self.history)]
         head = joined([*parts, f"sorted by {self.order.name}, {arrow}"], columns)
-        shown = self.rows()[: max(1, lines - len(head) - 1 - keys)]
-        body = table_lines(COLUMNS, [top_view.cells(row) for row in shown], columns, paint)
+        shown = self.rows()[: max(1, height - len(head) - 1 - keys)]
+        body = table_lines(COLUMNS, [cells(row) for row in shown], columns, paint)
         below = [paint(joined(KEYS, columns)[0].removesuffix(","), NOTE)] if keys else []
         return "\n".join([*head, *body, *below])
 
@@ -100,28 +308,16 @@ class View:
 def run(options: argparse.Namespace) -> int:
     """Show a page for each snapshot until `q`, Ctrl-C or the last of --count."""
     # Here and not above: the other commands start faster without.
-    from mlxpool.cli.screens.terminal import screen
-    from mlxpool.cli.screens.watch import Subscription, snapshots
+    from mlxpool.cli.watch import show_pages, snapshots
 
     view = View(options.sort)
     if options.json:
         for snapshot in snapshots(options.admin_target, options.count):
-            view.history.append(snapshot)
+            view.take(snapshot)
             print(json_text(as_json(view)), flush=True)
         return 0
-    left, paint = options.count, paint_of(sys.stdout)
-    with Subscription(options.admin_target) as subscription, screen() as terminal:
-        while True:
-            newest, keys = subscription.next(KEY_INTERVAL), terminal.pressed_keys()
-            if not view.press(keys):
-                return 0
-            if newest is not None:
-                view.history.append(newest)
-                left -= 1
-            if newest is not None or keys:
-                terminal.show(view.page(*terminal.size, keys=terminal.live, paint=paint))
-            if newest is not None and left == 0:
-                return 0
+    show_pages(options.admin_target, options.count, view)
+    return 0
 
 
 def as_json(view: View) -> dict[str, Any]:

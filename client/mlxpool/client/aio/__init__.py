@@ -1,8 +1,7 @@
 """The asyncio client: the same connection behind asyncio queues."""
 
 from mlxpool.client.aio.batch import AsyncBatch
-from mlxpool.client.aio.choices import AsyncChoicesStream
 from mlxpool.client.aio.client import AsyncClient
-from mlxpool.client.aio.stream import AsyncStream
+from mlxpool.client.aio.stream import AsyncChoicesStream, AsyncStream
 
 __all__ = ["AsyncBatch", "AsyncChoicesStream", "AsyncClient", "AsyncStream"]

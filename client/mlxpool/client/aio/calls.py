@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from mlxpool.client.aio.loop_calls import call_in_loop
 from mlxpool.client.batches.steps import Pause, Steps, Work
 from mlxpool.client.owner_connection import AnyConnection
 from mlxpool.client.request import Question
 from mlxpool.common.errors import PoolError
 
+Item = TypeVar("Item")
 Answer = TypeVar("Answer")
+
+
+def call_in_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    """Have the loop run a call; a closed loop runs nothing."""
+    try:
+        loop.call_soon_threadsafe(call)
+    except RuntimeError:
+        pass
+
+
+def put_in_loop(loop: asyncio.AbstractEventLoop, items: asyncio.Queue[Item], item: Item) -> None:
+    """Have the loop put an item into its queue; a closed loop drops it."""
+    call_in_loop(loop, lambda: items.put_nowait(item))
 
 
 class AsyncCaller:

@@ -13,17 +13,16 @@ from msgspec.structs import replace
 
 import mlxpool.client.vectors as vectors
 from mlxpool.client.aio.calls import AsyncCaller
-from mlxpool.client.aio.choices import AsyncChoicesStream
 from mlxpool.client.aio.jobs import AsyncJobMethods
-from mlxpool.client.aio.stream import AsyncStream
+from mlxpool.client.aio.stream import AsyncChoicesStream, AsyncStream
 from mlxpool.client.choices import Choices, drafts_of
 from mlxpool.client.connection import Connection
 from mlxpool.client.decisions import AnswerChoices, Asked, Decision, DecisionList, decide
 from mlxpool.client.decisions import joined as joined_decisions
-from mlxpool.client.images import Image
 from mlxpool.client.owner_connection import AnyConnection, OwnerConnection
 from mlxpool.client.request import (
     ChatTokens,
+    Image,
     Question,
     describe,
     detokenize,

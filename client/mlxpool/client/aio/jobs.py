@@ -12,13 +12,11 @@ from mlxpool.client.aio.calls import AsyncCaller
 from mlxpool.client.aio.stream import AsyncStream
 from mlxpool.client.batches import steps
 from mlxpool.client.batches.files import FilePages, delete
-from mlxpool.client.batches.settings import submission
 from mlxpool.client.batches.source import Lines
-from mlxpool.client.images import Image
-from mlxpool.client.job_options import BatchOptions, CallOptions, SubmitOptions
-from mlxpool.client.jobs import Job, JobRef, SubmittedJob
+from mlxpool.client.batches.steps import submission
+from mlxpool.client.jobs import BatchOptions, CallOptions, Job, JobRef, SubmitOptions, SubmittedJob
 from mlxpool.client.owner_connection import AnyConnection
-from mlxpool.client.request import Question
+from mlxpool.client.request import Image, Question
 from mlxpool.common.protocol.kept.batch_messages import READ as READ_BATCH
 from mlxpool.common.protocol.kept.job_messages import READ, RELEASE, RETRY
 

@@ -13,13 +13,22 @@ from typing import Any, TypeVar
 from msgspec import Struct
 
 from mlxpool.client.batches.outcome import Page
-from mlxpool.client.batches.source import Part, Source
-from mlxpool.client.job_options import OnSent
-from mlxpool.client.request import Question
-from mlxpool.common.errors import DuplicateId, PoolError, QueueFull, StoreUnavailable, UnknownJob
+from mlxpool.client.batches.source import Lines, Part, Source
+from mlxpool.client.jobs import IDLE_NAME, OF_BATCHES, BatchOptions, OnSent, milliseconds
+from mlxpool.client.request import Question, divide_options
+from mlxpool.common.errors import (
+    BadRequest,
+    DuplicateId,
+    PoolError,
+    QueueFull,
+    StoreUnavailable,
+    UnknownJob,
+)
+from mlxpool.common.options import MAX_DEADLINE_MS
 from mlxpool.common.protocol.frames import ID_BYTES, Content, Message
 from mlxpool.common.protocol.kept import batch_messages as messages
 from mlxpool.common.protocol.kept import file_messages as files
+from mlxpool.common.protocol.kept.batch_lines import DEFAULTS
 from mlxpool.common.protocol.kept.batch_messages import (
     AboutBatch,
     BatchList,
@@ -29,13 +38,47 @@ from mlxpool.common.protocol.kept.batch_messages import (
     WaitForProgress,
 )
 from mlxpool.common.protocol.kept.file_messages import AboutFile, KeyName, PutFile
-from mlxpool.common.protocol.kept.job_messages import job_key
+from mlxpool.common.protocol.kept.job_messages import IDLE, Notify, job_key
 
 KEY_BYTES = 8  # of a key that is drawn
 PATIENCE = 120  # times in a row that a busy store is asked again, about a second apart
 PAUSE = 1.0  # seconds, where the pool names no time
 
 Answer = TypeVar("Answer")
+
+
+def submission(lines: Lines, model: str | None, options: BatchOptions) -> Steps[dict[str, Any]]:
+    """The steps that submit a batch, see `steps.submit`. Raises BadRequest."""
+    source, settings = source_and_settings(lines, model, options)
+    key = options.get("key")
+    return submit(source, drawn_key() if key is None else key, settings, options.get("on_sent"))
+
+
+def source_and_settings(
+    lines: Lines, model: str | None, options: BatchOptions
+) -> tuple[Source, dict[str, Any]]:
+    """The lines with their defaults, and the settings of the batch. Raises BadRequest."""
+    given = {name: value for name, value in options.items() if name not in OF_BATCHES}
+    priority = given.pop("priority", None)
+    sampling, others = divide_options(given)
+    unknown = [name for name in others if name not in DEFAULTS]
+    if unknown:
+        raise BadRequest(f"{unknown[0]} is of streams: a batch has none")
+    defaults = {**others, "options": sampling}
+    if model is not None:
+        defaults["model"] = model
+    settings: dict[str, Any] = {
+        "priority": IDLE if priority == IDLE_NAME else priority or 0,
+        "metadata": dict(options.get("metadata") or {}),
+    }
+    if (keep := options.get("keep")) is not None:
+        settings["keep_ms"] = milliseconds("keep", keep)
+    if (deadline := options.get("deadline")) is not None:
+        settings["deadline_ms"] = max(1, milliseconds("deadline", deadline, MAX_DEADLINE_MS))
+    if (notify := options.get("notify")) is not None:
+        settings["notify"] = Notify.parse({"url": notify})
+    check = options.get("check")
+    return Source(lines, defaults, check is None or bool(check)), settings
 
 
 class Pause(Struct, frozen=True):

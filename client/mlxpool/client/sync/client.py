@@ -14,10 +14,10 @@ from mlxpool.client.choices import Choices, ChoicesStream, drafts_of
 from mlxpool.client.connection import Connection
 from mlxpool.client.decisions import AnswerChoices, Asked, Decision, DecisionList, decide
 from mlxpool.client.decisions import joined as joined_decisions
-from mlxpool.client.images import Image
 from mlxpool.client.owner_connection import AnyConnection, OwnerConnection
 from mlxpool.client.request import (
     ChatTokens,
+    Image,
     Question,
     describe,
     detokenize,

@@ -9,13 +9,11 @@ from typing import Any, TypeVar, Unpack
 import mlxpool.client.jobs as jobs
 from mlxpool.client.batches import steps
 from mlxpool.client.batches.files import FilePages, delete
-from mlxpool.client.batches.settings import submission
 from mlxpool.client.batches.source import Lines
-from mlxpool.client.images import Image
-from mlxpool.client.job_options import BatchOptions, CallOptions, SubmitOptions
-from mlxpool.client.jobs import Job, JobRef, SubmittedJob
+from mlxpool.client.batches.steps import submission
+from mlxpool.client.jobs import BatchOptions, CallOptions, Job, JobRef, SubmitOptions, SubmittedJob
 from mlxpool.client.owner_connection import AnyConnection
-from mlxpool.client.request import Question
+from mlxpool.client.request import Image, Question
 from mlxpool.client.sync.batch import Batch
 from mlxpool.client.sync.calls import Caller
 from mlxpool.client.sync.stream import Stream

@@ -9,11 +9,12 @@ from typing import Any
 from mlxpool.common.checks import shown
 from mlxpool.common.protocol.call_arguments import arguments_map
 from mlxpool.common.protocol.chat import MAX_MESSAGES
-from mlxpool.gateway.anthropic.fields import IMAGE_TYPES, ROLES
 from mlxpool.gateway.errors import HttpError, bad_request
+from mlxpool.gateway.field_checks import ELSEWHERE, NO_ROOM, log_left_out
 from mlxpool.gateway.generation.images import FETCHED, from_base64
-from mlxpool.gateway.left_out import ELSEWHERE, NO_ROOM, log_left_out
 
+ROLES = ("user", "assistant", "system")
+IMAGE_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 OF_USERS = "must be text, image, document (of text) or tool_result"
 CALLED = "the last message calls tools: their results are missing"
 # Blocks with text in a member of their own, which a model reads as text.

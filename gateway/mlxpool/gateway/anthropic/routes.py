@@ -9,9 +9,16 @@ from msgspec.structs import replace
 
 from mlxpool.client import Result
 from mlxpool.gateway.anthropic import requests
-from mlxpool.gateway.anthropic.bodies import MessageFrame, ending, stop_in, usage
+from mlxpool.gateway.anthropic.bodies import (
+    PING,
+    MessageEvents,
+    MessageFrame,
+    ending,
+    error_event,
+    stop_in,
+    usage,
+)
 from mlxpool.gateway.anthropic.requests import MessageRequest
-from mlxpool.gateway.anthropic.stream import PING, MessageEvents, error_event
 from mlxpool.gateway.errors import unsupported_parameter
 from mlxpool.gateway.formats import HARMONY
 from mlxpool.gateway.generation.chat_request import ChatRequest

@@ -1,4 +1,4 @@
-"""Parsers of the formats in which models write thoughts and tool calls, one file a format. Pure.
+"""Parsers of the formats in which models write thoughts and tool calls, one class a format. Pure.
 
 The pool reports the names of a model's formats (docs/text.md); docs/gateway.md lists architectures.
 """
@@ -11,17 +11,14 @@ from typing import Any
 from msgspec import Struct
 
 from mlxpool.common.config.schema import OFF
+from mlxpool.gateway.formats.call_filters import OneCall, WholeCalls
 from mlxpool.gateway.formats.events import Parser, PlainParser
-from mlxpool.gateway.formats.function_xml import FunctionXml
-from mlxpool.gateway.formats.glm import Glm
 from mlxpool.gateway.formats.harmony import Harmony, with_template_thoughts
-from mlxpool.gateway.formats.hermes import Hermes
-from mlxpool.gateway.formats.llama_json import LlamaJson
+from mlxpool.gateway.formats.json_call import Hermes, LlamaJson
 from mlxpool.gateway.formats.mistral import Mistral
-from mlxpool.gateway.formats.one_call import OneCall
 from mlxpool.gateway.formats.system_text import with_stable_first
+from mlxpool.gateway.formats.tagged_call import FunctionXml, Glm
 from mlxpool.gateway.formats.thinking import Thinking
-from mlxpool.gateway.formats.whole_calls import WholeCalls
 
 HARMONY = "harmony"  # one format for thoughts and calls, so it is parsed without tools as well
 

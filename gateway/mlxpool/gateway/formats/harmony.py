@@ -14,9 +14,10 @@ from mlxpool.gateway.formats.events import (
     CallEnd,
     Content,
     Event,
+    Lexeme,
+    Lexer,
     Reasoning,
 )
-from mlxpool.gateway.formats.lexer import Lexeme, Lexer
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")

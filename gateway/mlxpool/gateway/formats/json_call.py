@@ -1,16 +1,28 @@
-"""Reads tool calls that are written as JSON, character by character. Pure."""
+"""Calls in JSON, as Hermes, Qwen 2, Qwen 3 and Llama 3 write them. Pure."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from enum import Enum, auto
+from typing import Any
 
-from mlxpool.gateway.formats.events import CallArguments, CallBegin, CallEnd, Event
+from mlxpool.gateway.formats.events import (
+    AnswerText,
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    Event,
+    Lexeme,
+    Lexer,
+)
 
 SPACE = " \t\r\n"
 NAME, ARGUMENTS = "name", ("arguments", "parameters")
 OTHER_KEYS = ("type", "id")  # keys that a call may have as well
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+TAG = "<|python_tag|>"
+SEPARATORS = " \t\r\n;,"  # characters that may stand between two calls
 
 
 class JsonValue:
@@ -205,3 +217,132 @@ def _as_object(text: str) -> str:
     if isinstance(value, str):
         return value
     return "{}" if value is None else text
+
+
+class Hermes:
+    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`: Hermes, Qwen 2, Qwen 3.
+
+    Text between the marks that is not a call becomes part of the answer.
+    """
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        self._lexer = Lexer((OPEN, CLOSE))
+        self._answer = AnswerText()
+        self._call: JsonCall | None = None
+
+    def push(self, text: str) -> list[Event]:
+        return [event for lexeme in self._lexer.push(text) for event in self._take(lexeme)]
+
+    def finish(self) -> list[Event]:
+        events = self._read(self._lexer.flush())
+        return [*events, *self._end_call(), *self._answer.finish()]
+
+    def _take(self, lexeme: Lexeme) -> list[Event]:
+        call = self._call
+        if not lexeme.is_mark or (call is not None and call.in_string):
+            return self._read(lexeme.text)
+        if lexeme.text == OPEN:
+            events = self._end_call()
+            self._call = JsonCall()
+            return events
+        return self._read(CLOSE) if call is None else self._end_call(CLOSE)
+
+    def _read(self, text: str) -> list[Event]:
+        call = self._call
+        if call is None or call.ended:
+            return self._answer.push(text)
+        events, rest = call.push(text)
+        if call.begun:
+            self._answer.begin_call()
+        elif call.broken or call.ended:
+            events = self._answer.push(OPEN + call.raw)
+        if call.broken or (call.ended and not call.begun):
+            self._call = None
+        return [*events, *self._answer.push(rest)]
+
+    def _end_call(self, mark: str = "") -> list[Event]:
+        """Leave the call, at a mark or at the end of the text."""
+        call, self._call = self._call, None
+        if call is None:
+            return []
+        if call.begun:
+            return call.end()
+        return self._answer.push(OPEN + call.raw + mark)
+
+
+class LlamaJson:
+    """`{"name": …, "parameters": {…}}` as the whole answer: Llama 3.
+
+    The text may begin with one or more calls of the request's tools.
+
+    Anything else is the answer, including other JSON and calls of unknown tools.
+    """
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        self._names = {tool.get("function", tool).get("name") for tool in tools}
+        self._lexer = Lexer((TAG,))
+        self._answer = AnswerText()
+        self._in_answer = False  # the answer has begun, so no call can follow
+        self._skipped = ""  # separators and tags since the last call
+        self._call: JsonCall | None = None
+
+    def push(self, text: str) -> list[Event]:
+        events = []
+        for lexeme in self._lexer.push(text):
+            events += self._tag() if lexeme.is_mark else self._read(lexeme.text)
+        return events
+
+    def finish(self) -> list[Event]:
+        events = self._read(self._lexer.flush())
+        call, self._call = self._call, None
+        if call is not None and call.begun:
+            events += call.end()
+        elif self._skipped or call is not None:
+            events += self._emit_as_answer(call)
+        return [*events, *self._answer.finish()]
+
+    def _tag(self) -> list[Event]:
+        call = self._call
+        if self._in_answer or call is not None:
+            return self._read(TAG)
+        self._skipped += TAG
+        return []
+
+    def _read(self, text: str) -> list[Event]:
+        events: list[Event] = []
+        while text:
+            if self._in_answer:
+                return [*events, *self._answer.push(text)]
+            if self._call is None:
+                text = self._skip(text)
+            else:
+                more, text = self._in_call(self._call, text)
+                events += more
+        return events
+
+    def _skip(self, text: str) -> str:
+        """Skip to the next call; returns the rest of the text, or all of it if it is the answer."""
+        rest = text.lstrip(SEPARATORS)
+        self._skipped += text[: len(text) - len(rest)]
+        if rest.startswith("{"):
+            self._call = JsonCall(self._names)
+        elif rest:
+            self._in_answer = True
+            rest, self._skipped = self._skipped + rest, ""
+        return rest
+
+    def _in_call(self, call: JsonCall, text: str) -> tuple[list[Event], str]:
+        events, rest = call.push(text)
+        if call.begun:
+            self._skipped = ""
+            self._answer.begin_call()
+        if call.ended or call.broken:
+            self._call = None
+            if not call.begun:
+                events = self._emit_as_answer(call)
+            self._in_answer = call.broken or not call.begun
+        return events, rest
+
+    def _emit_as_answer(self, call: JsonCall | None) -> list[Event]:
+        text, self._skipped = self._skipped + (call.raw if call else ""), ""
+        return self._answer.push(text)

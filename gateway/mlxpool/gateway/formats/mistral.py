@@ -6,9 +6,16 @@ from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 from typing import Any
 
-from mlxpool.gateway.formats.events import AnswerText, CallArguments, CallBegin, CallEnd, Event
+from mlxpool.gateway.formats.events import (
+    AnswerText,
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    Event,
+    Lexeme,
+    Lexer,
+)
 from mlxpool.gateway.formats.json_call import SPACE, JsonCall, JsonValue
-from mlxpool.gateway.formats.lexer import Lexeme, Lexer
 
 CALLS, ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 

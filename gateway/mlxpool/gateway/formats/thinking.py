@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from mlxpool.gateway.formats.events import Event, Parser, Reasoning
-from mlxpool.gateway.formats.lexer import Lexer
+from mlxpool.gateway.formats.events import Event, Lexer, Parser, Reasoning
 
 
 class Thinking:

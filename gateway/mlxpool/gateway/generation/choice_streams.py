@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
+import string
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import TracebackType
@@ -17,14 +19,24 @@ from mlxpool.gateway import errors
 from mlxpool.gateway.errors import HttpError
 from mlxpool.gateway.formats import NO_CHAT, ChatFormats, make_parser, template_messages
 from mlxpool.gateway.formats.events import Event, Parser
-from mlxpool.gateway.generation.call_ids import call_ids
 from mlxpool.gateway.http import ResponseWriter
 from mlxpool.gateway.operations.exchange import Exchange
 
+CALL_ID_LENGTH = 9  # letters and digits; some templates accept no other length
+_DIGITS = string.digits + string.ascii_letters
 log = logging.getLogger("mlxpool.gateway")
-
 NO_TIMEOUT = 10.0**9  # seconds
 MAX_UNWRITTEN_UPDATES = 4  # updates of all choices together that are read but not yet written
+
+
+def call_ids(answer: str) -> Callable[[int], str]:
+    """Makes the id of the call with a number in an answer; `answer` names this one."""
+
+    def call_id(index: int) -> str:
+        digest = hashlib.sha256(f"{answer}/{index}".encode()).digest()
+        return "".join(_DIGITS[byte % len(_DIGITS)] for byte in digest[:CALL_ID_LENGTH])
+
+    return call_id
 
 
 class ChoiceRequest(Struct, frozen=True):

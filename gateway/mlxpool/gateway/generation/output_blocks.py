@@ -22,8 +22,7 @@ from mlxpool.gateway.formats.events import (
     Reasoning,
     merged,
 )
-from mlxpool.gateway.generation.call_ids import call_ids
-from mlxpool.gateway.generation.choice_streams import ChoiceUpdate, Updates
+from mlxpool.gateway.generation.choice_streams import ChoiceUpdate, Updates, call_ids
 
 ENDS_EARLY = ("length", "cancelled")  # reasons of an end that leave a block cut
 

@@ -18,7 +18,7 @@ from mlxpool.gateway.generation.choice_streams import (
     Generation,
     milliseconds,
 )
-from mlxpool.gateway.generation.resumable_answers import ResumableGeneration, may_resume
+from mlxpool.gateway.generation.kept_answers import ResumableGeneration, may_resume
 from mlxpool.gateway.http import ResponseWriter
 from mlxpool.gateway.models import ModelInfo
 from mlxpool.gateway.pools import NOT_HERE, Pool, Pools

@@ -19,8 +19,7 @@ from mlxpool.gateway.generation.pool_access import PoolAccess
 from mlxpool.gateway.http import ResponseWriter
 from mlxpool.gateway.jobs import bodies, requests
 from mlxpool.gateway.jobs.bodies import Place, job_body, job_ref
-from mlxpool.gateway.jobs.fields import MAX_NUMBER, MAX_POOLS
-from mlxpool.gateway.jobs.requests import JobRequest
+from mlxpool.gateway.jobs.requests import MAX_NUMBER, MAX_POOLS, JobRequest
 from mlxpool.gateway.models import ModelInfo
 from mlxpool.gateway.server_sent_events import EVENT_STREAM, KEEP_ALIVE
 

@@ -27,7 +27,7 @@ from mlxpool.gateway.description.schemas import (
     other_tool,
 )
 from mlxpool.gateway.field_checks import Body, RefusedFields
-from mlxpool.gateway.generation import structured
+from mlxpool.gateway.generation.pool_options import OF_OLLAMA
 
 # field of `options` -> option of the pool
 OPTIONS: Mapping[str, str] = {
@@ -132,7 +132,7 @@ COMMON: Mapping[str, Schema] = {
     "stream": described("true if it is absent", FLAG),
     "options": GENERATION_OPTIONS.schema(),
     "think": THINK,
-    "format": structured.OF_OLLAMA,
+    "format": OF_OLLAMA,
     "logprobs": FLAG,
     "top_logprobs": described("with `logprobs` only", integer(0, MAX_TOP_LOGPROBS)),
     "keep_alive": KEEP_ALIVE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
@@ -13,8 +14,10 @@ from msgspec.structs import replace
 
 from mlxpool.client import Result, Vectors
 from mlxpool.common.checks import shown
-from mlxpool.common.errors import ModelUnavailable, PoolError
-from mlxpool.gateway.errors import bad_request
+from mlxpool.common.errors import ModelUnavailable, PoolError, UnknownModel
+from mlxpool.common.version import VERSION
+from mlxpool.gateway.errors import HttpError, bad_request
+from mlxpool.gateway.field_checks import log_left_out
 from mlxpool.gateway.formats import HARMONY, NO_CHAT, ChatFormats
 from mlxpool.gateway.formats.generic_tools import offered_tools
 from mlxpool.gateway.generation.chat_request import calls_format
@@ -28,10 +31,10 @@ from mlxpool.gateway.generation.choice_streams import (
 from mlxpool.gateway.generation.images import content_with_images
 from mlxpool.gateway.generation.pool_access import PoolAccess
 from mlxpool.gateway.http import NDJSON, ResponseWriter
-from mlxpool.gateway.left_out import log_left_out
 from mlxpool.gateway.models import ModelInfo
 from mlxpool.gateway.ollama import requests
 from mlxpool.gateway.ollama.fields import OPTIONS, OPTIONS_IGNORED
+from mlxpool.gateway.ollama.models import pull_statuses, running, show, tag
 from mlxpool.gateway.ollama.requests import OllamaEmbedRequest, OllamaRequest
 from mlxpool.gateway.ollama.responses import (
     OutputBuilder,
@@ -55,6 +58,13 @@ NO_EFFECT = "an option of Ollama has no effect"
 
 MakeBody = Callable[[OutputPart, float], dict[str, Any]]  # the time is that of the piece
 Finish = Callable[[Result], Awaitable[Mapping[str, Any]]]  # further members of the end
+HOW_TO_GET = (
+    "nothing is downloaded: put a folder with the model's config.json, *.safetensors and"
+    " tokenizer.json on the pool's machine, name it with `mlxpool serve --model {name}=FOLDER`, or"
+    " in [models.{name}] of its config and run `mlxpool reload`; docs/models.md has more"
+)
+
+PLAIN_NAME = re.compile(r"[\w.-]{1,60}")  # needs no quotes in a shell or in TOML
 
 
 class Conversation(Struct, frozen=True):
@@ -323,3 +333,50 @@ def _think(request: OllamaRequest, chat: ChatFormats) -> dict[str, Any]:
     if isinstance(think, str) and thinking_format != HARMONY:
         return {"think": True}
     return {"think": think}
+
+
+class ModelRoutes:
+    """One method a path. All raise HttpError and PoolError before the response has started."""
+
+    def __init__(self, pool: PoolAccess) -> None:
+        self._pool = pool
+        self._started_at = int(time.time())  # in place of the time of a model without files
+
+    async def version(self, response: ResponseWriter) -> None:
+        """GET /api/version: the version of this package."""
+        await response.json({"version": VERSION})
+
+    async def tags(self, response: ResponseWriter) -> None:
+        """GET /api/tags."""
+        models = await self._pool.models.all()
+        await response.json({"models": [tag(model, self._started_at) for model in models]})
+
+    async def ps(self, response: ResponseWriter) -> None:
+        """GET /api/ps: the models that have a worker."""
+        models, now = await self._pool.models.all(), time.time()
+        loaded = [running(model, now) for model in models if model.expires_in is not None]
+        await response.json({"models": loaded})
+
+    async def show(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
+        """POST /api/show."""
+        name, verbose = requests.show(body)
+        model = await self._pool.models.described(name)
+        response.exchange.model = model.name
+        await response.json(show(model, self._started_at, verbose=verbose))
+
+    async def pull(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
+        """POST /api/pull: success for a model that is there. Raises HttpError for another."""
+        name, stream = requests.pull(body)
+        try:
+            model = await self._pool.models.described(name)
+        except UnknownModel as error:
+            plain = name if PLAIN_NAME.fullmatch(name) else "NAME"
+            message = f"{error.message}; {HOW_TO_GET.format(name=plain)}"
+            raise HttpError(404, message, "model_not_found", "model", retry=False) from None
+        response.exchange.model = model.name
+        statuses = pull_statuses(model)
+        if not stream:
+            return await response.json(statuses[-1])
+        await response.open(NDJSON)
+        await response.write(b"".join(map(line, statuses)))
+        await response.close()

@@ -39,8 +39,7 @@ from mlxpool.gateway.description.schemas import (
     other_tool,
 )
 from mlxpool.gateway.field_checks import Body, RefusedFields
-from mlxpool.gateway.generation import structured
-from mlxpool.gateway.generation.sampling import MAX_CACHE_KEY
+from mlxpool.gateway.generation.pool_options import MAX_CACHE_KEY, OF_CHATS, OF_COMPLETIONS
 from mlxpool.gateway.openai.neutral_values import NEUTRAL, WITHOUT_EFFECT
 
 MAX_INPUTS = 2048  # of one request for vectors, as in OpenAI's interface
@@ -171,7 +170,7 @@ TOOL_CHOICE: Schema = {
     },
     "required": ["type", "function"],
 }
-OTHER_CHOICES: Sequence[Schema] = (  # see tool_choice.py
+OTHER_CHOICES: Sequence[Schema] = (  # see requests.plain_choice
     {
         "type": "object",
         "properties": {"type": choice("auto", "none", "required", "any")},
@@ -234,7 +233,7 @@ REASONING = Body(  # OpenRouter's
 CHAT = Body(
     {
         **COMMON,
-        **structured.OF_CHATS,
+        **OF_CHATS,
         "messages": listed(MESSAGE, 1, MAX_MESSAGES),
         "tools": listed(TOOL, 0, MAX_TOOLS),
         "parallel_tool_calls": FLAG,
@@ -276,7 +275,7 @@ CHAT = Body(
 COMPLETION = Body(
     {
         **COMMON,
-        **structured.OF_COMPLETIONS,
+        **OF_COMPLETIONS,
         "prompt": described("absent or empty: the model's begin token, if it has one", PROMPT),
         "max_tokens": described(
             "0 with `echo` or `prompt_logprobs` only; -1: up to the context", integer(-1, MAX_COUNT)

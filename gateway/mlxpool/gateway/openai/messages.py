@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from mlxpool.gateway.left_out import NO_ROOM
+from mlxpool.gateway.field_checks import NO_ROOM
 
 # Types of parts of an earlier answer that are no text for the next one.
 NOT_SAID = ("thinking", "redacted_thinking", "reasoning", "audio")

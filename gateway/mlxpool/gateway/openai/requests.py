@@ -14,11 +14,10 @@ from mlxpool.common.protocol.chat import check_continued, check_messages
 from mlxpool.common.protocol.choice import MAX_CHOICES
 from mlxpool.gateway import field_checks as fields
 from mlxpool.gateway.errors import bad_request, unsupported_parameter
+from mlxpool.gateway.field_checks import leave_tool_out
 from mlxpool.gateway.generation.chat_request import ENABLE_THINKING, ChatRequest
 from mlxpool.gateway.generation.images import take_image_urls
-from mlxpool.gateway.generation.sampling import sampling_options, session_option
-from mlxpool.gateway.generation.structured import openai_format
-from mlxpool.gateway.left_out import leave_tool_out
+from mlxpool.gateway.generation.pool_options import openai_format, sampling_options, session_option
 from mlxpool.gateway.openai.fields import (
     CHAT,
     CHAT_TEMPLATE_KWARGS,
@@ -30,10 +29,46 @@ from mlxpool.gateway.openai.fields import (
     UNBOUNDED,
 )
 from mlxpool.gateway.openai.messages import as_taken
-from mlxpool.gateway.openai.tool_choice import plain_choice, wanted_tool
 
+MODES: Mapping[str, str] = {  # names of clients -> of the interface
+    "auto": "auto",
+    "none": "none",
+    "required": "required",
+    "any": "required",
+}
 THINKING_TYPES = ("enabled", "disabled", "adaptive")
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions
+
+
+def plain_choice(given: Any) -> Any:
+    """A mode, {type: 'function', name: …}, or what is of another form, as it is.
+
+    A mode may be the `type` of a map, and a function's name stand in `function` or beside the type.
+    """
+    if isinstance(given, str):
+        return MODES.get(given, given)
+    kind = given.get("type", "function") if isinstance(given, Mapping) else None
+    if isinstance(kind, str) and kind in MODES:
+        return MODES[kind]
+    if kind not in ("function", "tool"):
+        return given
+    inside = given.get("function")
+    name = inside.get("name") if isinstance(inside, Mapping) else given.get("name")
+    return {"type": "function", "name": name} if isinstance(name, str) and name else given
+
+
+def wanted_tool(choice: Any) -> str | None:
+    """The name, or else the type, of the tool that a choice of one tool wants; None: it names none.
+
+    Of a type that runs elsewhere it may stand in a member of this name, as `custom`.
+    """
+    kind = choice.get("type") if isinstance(choice, Mapping) else None
+    if not isinstance(kind, str):
+        return None
+    inside = choice.get(kind)
+    named = inside if isinstance(inside, Mapping) else choice
+    name = named.get("name")
+    return name if isinstance(name, str) and name else kind if kind != "function" else None
 
 
 class CompletionRequest(Struct, frozen=True):

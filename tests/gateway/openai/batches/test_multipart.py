@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from mlxpool.gateway.errors import HttpError
-from mlxpool.gateway.openai.batches.multipart import (
+from mlxpool.gateway.openai.batches.upload import (
     MAX_HEADERS,
     Event,
     MultipartReader,

@@ -12,11 +12,12 @@ import pytest
 from mlxpool.client import AsyncClient, Result
 from mlxpool.client.batches.outcome import Page
 from mlxpool.common.errors import Gone
-from mlxpool.gateway.openai.batches import bodies, kept_batches
+from mlxpool.gateway.openai.batches import bodies
+from mlxpool.gateway.openai.batches import kept as kept_module
 from mlxpool.gateway.openai.batches.bodies import BatchRequest
 from mlxpool.gateway.openai.batches.fields import CALLS, ENDPOINTS
+from mlxpool.gateway.openai.batches.kept import StoredLines
 from mlxpool.gateway.openai.batches.results import result_line
-from mlxpool.gateway.openai.batches.stored_lines import StoredLines
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
@@ -42,14 +43,14 @@ def test_answers_that_are_numbers_are_made_in_another_thread(
     async def whole(self: Any, outcome: dict[str, Any]) -> tuple[dict[str, Any], None]:
         return outcome, None
 
-    monkeypatch.setattr(kept_batches, "result_line", made)
-    monkeypatch.setattr(kept_batches, "ask", page)
+    monkeypatch.setattr(kept_module, "result_line", made)
+    monkeypatch.setattr(kept_module, "ask", page)
     monkeypatch.setattr(StoredLines, "line", line)
-    monkeypatch.setattr(kept_batches.KeptBatches, "_whole", whole)
-    monkeypatch.setattr(kept_batches.KeptBatches, "find", find)
+    monkeypatch.setattr(kept_module.KeptBatches, "_whole", whole)
+    monkeypatch.setattr(kept_module.KeptBatches, "find", find)
 
     async def read() -> bytes:
-        kept = kept_batches.KeptBatches(AsyncClient.__new__(AsyncClient))
+        kept = kept_module.KeptBatches(AsyncClient.__new__(AsyncClient))
         request = BatchRequest(endpoint, "file-in", "24h", 2, {})
         row = {"key": "batch", "file": "lines"}
         return b"".join([part async for part in kept.results(row, request, bodies.OUTPUT)])
@@ -91,14 +92,14 @@ def read_while_deleted(
     async def line(self: StoredLines, number: int) -> dict[str, Any]:
         return {}
 
-    monkeypatch.setattr(kept_batches, "ask", page)
+    monkeypatch.setattr(kept_module, "ask", page)
     monkeypatch.setattr(StoredLines, "line", line)
-    monkeypatch.setattr(kept_batches.KeptBatches, "find", find)
-    monkeypatch.setattr(kept_batches, "result_line", lambda *_: (kind == bodies.OUTPUT, b"{}\n"))
+    monkeypatch.setattr(kept_module.KeptBatches, "find", find)
+    monkeypatch.setattr(kept_module, "result_line", lambda *_: (kind == bodies.OUTPUT, b"{}\n"))
     found: list[bytes] = []
 
     async def read() -> None:
-        kept = kept_batches.KeptBatches(AsyncClient.__new__(AsyncClient))
+        kept = kept_module.KeptBatches(AsyncClient.__new__(AsyncClient))
         request = BatchRequest("/v1/completions", "file-in", "24h", 2, {})
         async for part in kept.results({"key": "batch", "file": "lines"}, request, kind):
             found.append(part)

@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 
 from mlxpool.gateway.errors import HttpError
-from mlxpool.gateway.generation.call_ids import call_ids
-from mlxpool.gateway.generation.choice_streams import ChoiceUpdate
+from mlxpool.gateway.generation.choice_streams import ChoiceUpdate, call_ids
 from mlxpool.gateway.generation.output_blocks import OutputBlocks
-from mlxpool.gateway.openai.responses_api.bodies import ResponseFrame
-from mlxpool.gateway.openai.responses_api.stream import ResponseEvents
+from mlxpool.gateway.openai.responses_api.bodies import ResponseEvents, ResponseFrame
 
 
 def numbers(data: bytes) -> list[int]:

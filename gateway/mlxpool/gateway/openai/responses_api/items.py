@@ -11,11 +11,12 @@ from msgspec import Struct
 from mlxpool.common.checks import shown
 from mlxpool.common.protocol.chat import MAX_MESSAGES
 from mlxpool.gateway.errors import HttpError, bad_request
+from mlxpool.gateway.field_checks import ELSEWHERE, NO_ROOM, log_left_out
 from mlxpool.gateway.generation.images import DETAILS, from_data_url
-from mlxpool.gateway.left_out import ELSEWHERE, NO_ROOM, log_left_out
 from mlxpool.gateway.openai.responses_api.fields import MESSAGE_ROLES, TEXT_PARTS
-from mlxpool.gateway.openai.responses_api.namespaces import NAMESPACE, joined
 
+NAMESPACE = "namespace"  # the type of a group, and the member of its calls
+_BETWEEN = "__"
 KNOWN = "must be a map with a type, such as message or function_call"
 READ = (*TEXT_PARTS, "refusal", "input_image")
 PARTS = "must be input_text, output_text, input_image or refusal"
@@ -29,6 +30,27 @@ CALLS: Mapping[str, str] = {
     "mcp_call": "arguments",
 }
 OUTPUT = "_output"  # behind the type of a call: its result
+
+
+def joined(group: object, name: str) -> str:
+    """The name by which a model knows a function; without a group its own."""
+    if not isinstance(group, str) or not group:
+        return name
+    return f"{group}{name}" if group.endswith(_BETWEEN) else f"{group}{_BETWEEN}{name}"
+
+
+def divided(name: str, tools: object) -> dict[str, str]:
+    """The members of a call that name its function, by the `tools` of the request."""
+    for group in tools if isinstance(tools, list) else ():
+        if isinstance(group, Mapping) and group.get("type") == NAMESPACE:
+            for tool in group.get("tools") or ():
+                if joined(group["name"], _name_of(tool)) == name:
+                    return {NAMESPACE: group["name"], "name": tool["name"]}
+    return {"name": name}
+
+
+def _name_of(tool: Any) -> str:
+    return str(tool.get("name")) if isinstance(tool, Mapping) else ""
 
 
 class Conversation:

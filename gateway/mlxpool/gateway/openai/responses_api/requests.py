@@ -13,9 +13,9 @@ from mlxpool.common.protocol.chat import check_messages, check_tools
 from mlxpool.gateway import field_checks as fields
 from mlxpool.gateway.errors import bad_request
 from mlxpool.gateway.generation.chat_request import ChatRequest
-from mlxpool.gateway.generation.sampling import sampling_options, session_option
+from mlxpool.gateway.generation.pool_options import sampling_options, session_option
 from mlxpool.gateway.openai.fields import EFFORTS
-from mlxpool.gateway.openai.requests import think_effort
+from mlxpool.gateway.openai.requests import plain_choice, think_effort, wanted_tool
 from mlxpool.gateway.openai.responses_api.fields import (
     FORMAT,
     LOGPROBS,
@@ -30,9 +30,7 @@ from mlxpool.gateway.openai.responses_api.fields import (
     TEXT_CONFIG,
     TOOL,
 )
-from mlxpool.gateway.openai.responses_api.items import Earlier, conversation_of
-from mlxpool.gateway.openai.responses_api.namespaces import NAMESPACE, joined
-from mlxpool.gateway.openai.tool_choice import plain_choice, wanted_tool
+from mlxpool.gateway.openai.responses_api.items import NAMESPACE, Earlier, conversation_of, joined
 
 TOOL_CHOICES = (
     "must be auto, none, required, {type: 'function', name: …} or"

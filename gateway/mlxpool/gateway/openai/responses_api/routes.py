@@ -1,34 +1,282 @@
-"""The endpoint of OpenAI's Responses that makes a response; kept_routes.py has the others."""
+"""The endpoints of OpenAI's Responses."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import hashlib
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from msgspec.structs import replace
 
-from mlxpool.client import Result
-from mlxpool.common.errors import JobsOff
-from mlxpool.gateway.errors import unsupported_parameter
-from mlxpool.gateway.generation.choice_streams import StreamFormat, write_stream
-from mlxpool.gateway.generation.fitting import fitted
-from mlxpool.gateway.generation.output_blocks import OutputBlocks
+from mlxpool.client import AsyncClient, Job, Result
+from mlxpool.common.errors import Gone, JobsOff, PoolError, UnknownJob
+from mlxpool.gateway.errors import HttpError, bad_request, unsupported_parameter
+from mlxpool.gateway.generation import queries
+from mlxpool.gateway.generation.choice_streams import (
+    ChoiceRequest,
+    StreamFormat,
+    call_ids,
+    stream_arguments,
+    write_stream,
+    write_updates,
+)
+from mlxpool.gateway.generation.kept_answers import (
+    KEY_BYTES,
+    KeptAnswer,
+    drawn_key,
+    has_failed,
+)
+from mlxpool.gateway.generation.output_blocks import Kind, OutputBlocks
 from mlxpool.gateway.generation.pool_access import PoolAccess
-from mlxpool.gateway.generation.token_counts import thought_tokens
+from mlxpool.gateway.generation.token_counts import fitted, thought_tokens
 from mlxpool.gateway.http import ResponseWriter
+from mlxpool.gateway.models import ModelInfo
 from mlxpool.gateway.openai.responses_api import requests
-from mlxpool.gateway.openai.responses_api.bodies import ResponseFrame
-from mlxpool.gateway.openai.responses_api.kept_routes import KeptResponseRoutes
-from mlxpool.gateway.openai.responses_api.stream import ResponseEvents
+from mlxpool.gateway.openai.responses_api.bodies import ResponseEvents, ResponseFrame, response_id
+from mlxpool.gateway.openai.responses_api.items import Earlier
+from mlxpool.gateway.openai.responses_api.kept import KeptResponse, ResponseNote, items_of
+from mlxpool.gateway.openai.responses_api.requests import ResponseRequest
+from mlxpool.gateway.resumption import EventNumbers
 from mlxpool.gateway.server_sent_events import EVENT_STREAM, KEEP_ALIVE
 
+MAX_ITEMS, DEFAULT_ITEMS = 100, 20  # of a list
+MAX_NUMBER = 2**53  # of an event
 UNKEPT = "nothing is kept, for this pool keeps no jobs"
 INSTEAD = {  # field that needs a pool which keeps jobs -> what to do in one that does not
     "background": f"{UNKEPT}; leave it out: the answer comes with this request",
     "store": f"{UNKEPT}; leave it out",
     "previous_response_id": f"{UNKEPT}: send the whole conversation in `input`",
 }
+
+
+class KeptResponseRoutes:
+    """One method a path, but `create` and `earlier`. All raise HttpError and PoolError."""
+
+    def __init__(self, pool: PoolAccess) -> None:
+        self._pool = pool
+
+    async def model(self, name: str, idempotency: str | None) -> ModelInfo:
+        """The model of a response that is to be kept, in a pool that keeps things.
+
+        A request that is sent again with its `idempotency` goes to the pool of the first one.
+        """
+        if not idempotency:
+            return await self._pool.models.get(name, keeps=True)
+        return await self._pool.keeping_model(name, response_id(_hex_of(idempotency)))
+
+    async def create(
+        self,
+        request: ResponseRequest,
+        choice: ChoiceRequest,
+        response: ResponseWriter,
+        idempotency: str | None,
+    ) -> None:
+        """Make a response that is kept. One that is not in the background ends with its client.
+
+        One whose client is gone before it could know the id is deleted: nobody could read it. A
+        second request with the same key in `idempotency` is answered with the first one's; so such
+        a response goes on without its client.
+        """
+        client, asked = self._pool.job_client, response.resumption
+        id = _hex_of(idempotency) if idempotency else drawn_key()
+        if asked is not None and asked.after is not None:
+            await client.job(response_id(id))  # UnknownJob: there is nothing to go on with
+        formats = (choice.chat.tools, choice.chat.thinking)
+        note = ResponseNote(
+            int(time.time()), request.echoed, request.summary, formats, choice.tools,
+            choice.several_calls, request.background,
+        )  # fmt: skip
+        arguments = stream_arguments(choice, None)
+        key, packed = response_id(id), note.packed()
+        submitting = asyncio.ensure_future(
+            client.submit(choice.model, key=key, note=packed, **arguments)
+        )
+        try:
+            job = await asyncio.shield(submitting)
+            response.exchange.model, response.exchange.pool_id = choice.model, job.id.hex()
+            kept = KeptResponse.of(await client.submitted(key))
+            if kept is None:
+                message = f"the key {key!r} is that of a job which is no response: take another"
+                raise HttpError(409, message, "duplicate_id", retry=False)
+            if asked is not None:
+                response.numbers = EventNumbers(int(kept.job["gen"]), asked.after)
+            if request.background and not request.stream:
+                return await response.json(kept.frame.begun("queued"))
+            await self._answer(kept, response, stream=request.stream, made=True)
+        except BaseException:
+            told = response.started  # from then on the client may know the id
+            if not idempotency and not (request.background and told):
+                ending = _end(client, key, submitting, release=not told)
+                self._pool.later(ending, f"cancelling {key}")
+            raise
+
+    async def retrieve(self, id: str, query: Mapping[str, str], response: ResponseWriter) -> None:
+        """GET /v1/responses/ID."""
+        stream = queries.flag(query, "stream", False)
+        after = queries.integer(query, "starting_after", 0, MAX_NUMBER)
+        if after is not None and not stream:
+            raise bad_request("'starting_after' goes with 'stream': true", "starting_after")
+        kept = await self._find(id)
+        kept.check_number(after)
+        if kept.waiting is not None and not stream:
+            return await response.json(kept.frame.begun(kept.waiting))
+        await self._answer(kept, response, stream=stream, after=after)
+
+    async def cancel(self, id: str, response: ResponseWriter) -> None:
+        """POST /v1/responses/ID/cancel; one that has ended stays as it is."""
+        kept = await self._find(id)
+        if not kept.note.background:
+            message = f"{id!r} is not in the background: close the connection of its request"
+            raise bad_request(message, "id")
+        if kept.waiting is not None:
+            await self._pool.job_client.cancel(key=id)
+        await self._answer(await self._find(id), response, stream=False)
+
+    async def delete(self, id: str, response: ResponseWriter) -> None:
+        """DELETE /v1/responses/ID; one that has not ended is cancelled."""
+        kept = await self._find(id)
+        client = self._pool.job_client
+        if kept.waiting is not None:
+            await client.cancel(key=id)
+        await client.release(id)
+        await response.json({"id": id, "object": "response", "deleted": True})
+
+    async def input_items(
+        self, id: str, query: Mapping[str, str], response: ResponseWriter
+    ) -> None:
+        """GET /v1/responses/ID/input_items: the conversation that the model was given."""
+        kept = await self._find(id)
+        items = items_of(kept.messages, kept.images, kept.id)
+        await response.json(queries.page(items, query, MAX_ITEMS, DEFAULT_ITEMS))
+
+    async def earlier(self, id: str) -> Earlier:
+        """The conversation of `previous_response_id`. Raises HttpError unless it is complete."""
+        kept = await self._find(id, "previous_response_id", off=False)
+        state = kept.job["state"]
+        if state != "done":
+            shown = kept.waiting or ("cancelled" if state == "cancelled" else "failed")
+            message = f"the response {id!r} is {shown}: go on from one that is complete"
+            raise bad_request(message, "previous_response_id")
+        async with self._read(kept) as answer:
+            output = OutputBlocks(call_ids(kept.id))
+            await output.read(answer)
+        items = [kept.frame.item(block) for block in output.blocks]
+        return Earlier(kept.messages, kept.images, items)
+
+    # ---- what they share -----------------------------------------------------------------------
+
+    async def _find(self, id: str, param: str = "id", *, off: bool = True) -> KeptResponse:
+        """A response of this owner. Raises HttpError if there is none.
+
+        `off` False: raises JobsOff where nothing is kept.
+        """
+        try:
+            submitted = await self._pool.find_kept(lambda client: client.submitted(id))
+            found = KeptResponse.of(submitted)
+        except (UnknownJob, Gone):
+            found = None
+        except JobsOff as error:
+            if not off:
+                raise
+            raise HttpError(501, f"nothing is kept: {error.message}", error.code) from None
+        if found is None:
+            what = "with this key" if self._pool.settings.names_owners else "here"
+            message = (
+                f"there is no response {id!r:.80} {what}: only those in the background, or with"
+                " 'store': true, are kept, and for a limited time"
+            )
+            raise HttpError(404, message, "response_not_found", param, retry=False)
+        return found
+
+    def _read(self, kept: KeptResponse) -> KeptAnswer:
+        key, gen, note = response_id(kept.id), int(kept.job["gen"]), kept.note
+        stream = self._pool.job_client.fetch(key, 0, gen, steps=True)
+        return KeptAnswer(
+            stream, note.chat, note.tools, several_calls=note.several_calls, stops=kept.stops
+        )
+
+    async def _answer(
+        self,
+        kept: KeptResponse,
+        response: ResponseWriter,
+        *,
+        stream: bool,
+        after: int | None = None,
+        made: bool = False,
+    ) -> None:
+        """Read a response to its end. `made`: by this request, whose tokens are counted."""
+        frame, output = kept.frame, OutputBlocks(call_ids(kept.id))
+        number = kept.first_number
+        events = ResponseEvents(frame, output, number, -1 if after is None else after)
+        interval = self._pool.settings.keep_alive
+        async with self._read(kept) as answer:
+            try:
+                if stream:
+                    await response.open(EVENT_STREAM)
+                    await response.write(events.head(queued=kept.note.background))
+                    encoding = StreamFormat(
+                        EVENT_STREAM, events.update, events.failed, b"", KEEP_ALIVE, interval
+                    )
+                    (result,) = await write_updates(response, answer, encoding)
+                else:
+                    result = await output.read(answer)
+            except HttpError as error:
+                return await self._failed(kept, response, events, error, answer.pos)
+            if made:
+                response.exchange.count(result.usage)
+            thought = any(block.kind is Kind.THOUGHTS for block in output.blocks)
+            whole = frame.ended(output.blocks, result, answer.thought_tokens if thought else 0)
+            if not stream:
+                return await response.json(whole)
+            await response.write(events.tail(whole))
+            await response.close()
+
+    async def _failed(
+        self,
+        kept: KeptResponse,
+        response: ResponseWriter,
+        events: ResponseEvents,
+        error: HttpError,
+        pos: int,
+    ) -> None:
+        """End with the error of the job, or with that of this reading: then the job goes on.
+
+        `pos`: how many ids were read.
+        """
+        key, gen = response_id(kept.id), int(kept.job["gen"])
+        ended = await has_failed(self._pool.job_client, key, error.code, gen, pos)
+        if not response.started:
+            if not ended:
+                raise error
+            return await response.json(kept.frame.failed(events.output.blocks, error))
+        response.identified(error)
+        if ended:
+            await response.write(events.failed(error))
+        else:
+            await response.write_aside(events.broken_off(error))
+        await response.close()
+
+
+def _hex_of(idempotency: str) -> str:
+    """The id of a response that is the same for the same header Idempotency-Key."""
+    return hashlib.sha256(idempotency.encode()).hexdigest()[: 2 * KEY_BYTES]
+
+
+async def _end(
+    client: AsyncClient, key: str, submitting: asyncio.Future[Job], *, release: bool
+) -> None:
+    """Cancel the job of a client that is gone; `release`: it was told nothing of it, nobody is."""
+    with contextlib.suppress(PoolError):  # whether there is a job under the key is seen below
+        await submitting
+    try:
+        await client.cancel(key=key)
+        if release:
+            await client.release(key)
+    except UnknownJob:
+        pass
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Calls of answers that end at a text of `stop`, which may stand within a call. Pure."""
+"""Calls that are left out of an answer: all after the first, or a call that `stop` cuts. Pure."""
 
 from __future__ import annotations
 
@@ -6,6 +6,29 @@ from collections.abc import Iterable
 
 from mlxpool.common.protocol.call_arguments import parsed_arguments
 from mlxpool.gateway.formats.events import CallArguments, CallBegin, CallEnd, Event, Parser
+
+
+class OneCall:
+    """Leaves out what follows the first call."""
+
+    def __init__(self, whole: Parser) -> None:
+        """`whole`: of the answer as the model writes it."""
+        self._whole = whole
+        self._called = False
+
+    def push(self, text: str) -> list[Event]:
+        return self._until_called(self._whole.push(text))
+
+    def finish(self) -> list[Event]:
+        return self._until_called(self._whole.finish())
+
+    def _until_called(self, events: Iterable[Event]) -> list[Event]:
+        kept: list[Event] = []
+        for event in events:
+            if not self._called:
+                kept.append(event)
+            self._called = self._called or isinstance(event, CallEnd)
+        return kept
 
 
 class WholeCalls:

@@ -1,4 +1,4 @@
-"""The pool's option `format`, from the fields by which other interfaces ask for one."""
+"""The pool's options in requests of several interfaces: sampling and formats of answers. Pure."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from mlxpool.common.checks import shown
 from mlxpool.common.protocol.unicode_text import not_unicode
 from mlxpool.gateway import field_checks as fields
 from mlxpool.gateway.description.schemas import (
+    API_CHECKS,
     FLAG,
     MAP,
     NAME,
@@ -24,6 +25,15 @@ from mlxpool.gateway.description.schemas import (
 from mlxpool.gateway.errors import bad_request
 from mlxpool.gateway.field_checks import Body
 
+MAX_CACHE_KEY = 256  # characters of prompt_cache_key
+
+# The defaults of these interfaces where they differ from the pool's.
+DEFAULTS: Mapping[str, Any] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "repeat_last_n": -1,
+}
 JSON_SCHEMA = Body({"name": TEXT, "schema": MAP}, accepted={"strict": FLAG, "description": TEXT})
 RESPONSE_FORMAT = Body(
     {"type": choice("text", "json_object", "json_schema"), "json_schema": JSON_SCHEMA.schema()},
@@ -59,7 +69,6 @@ OF_COMPLETIONS: Mapping[str, Schema] = {
 }
 OF_CHATS: Mapping[str, Schema] = {**OF_COMPLETIONS, "response_format": RESPONSE_FORMAT.schema()}
 OF_OLLAMA: Schema = described("json, or a JSON schema", one_of({"enum": ["json", ""]}, MAP))
-
 # key of `structured_outputs` -> type of the pool's format, and its key
 _TYPES: Mapping[str, tuple[str, str]] = {
     "json": ("json_schema", "schema"),
@@ -67,6 +76,29 @@ _TYPES: Mapping[str, tuple[str, str]] = {
     "choice": ("choice", "choices"),
     "grammar": ("lark", "grammar"),
 }
+
+
+def sampling_options(body: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """The pool's options, with these defaults; `names`: field -> option. Raises HttpError.
+
+    A `seed` of -1 is a drawn one, a `top_k` of -1 is off: so other servers have it.
+    """
+    given = {**body, "top_k": 0} if body.get("top_k") == -1 else body
+    options = {**DEFAULTS, **fields.options(given, names, checks=API_CHECKS)}
+    if options.get("seed") == -1:
+        del options["seed"]  # choice i of a request has seed + i
+    return options
+
+
+def session_option(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The pool's option `session` of `prompt_cache_key`; empty without. Raises HttpError."""
+    session = fields.text(body, "prompt_cache_key", "")
+    if len(session) > MAX_CACHE_KEY:
+        message = (
+            f"'prompt_cache_key' has {len(session)} characters, at most {MAX_CACHE_KEY} are allowed"
+        )
+        raise bad_request(message, "prompt_cache_key")
+    return {"session": session} if session else {}
 
 
 def openai_format(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
 
 import zmq
 
-from mlxpool.cli.reach import no_answer
+from mlxpool.cli.admin import no_answer
+from mlxpool.cli.style import Paint, paint_of
 from mlxpool.cli.target import Target
+from mlxpool.cli.terminal import screen
 from mlxpool.common.closing import Closing
 from mlxpool.common.errors import BrokerLost, from_body
 from mlxpool.common.protocol import admin, frames, to_client
@@ -21,6 +24,7 @@ FIRST_TIMEOUT = 2.0  # seconds to the first snapshot, as for every command's ans
 NEXT_TIMEOUT = 5.0  # seconds from one snapshot to the next, then the broker counts as gone
 RENEW_INTERVAL = 2.0  # seconds; the broker drops a subscription that is not renewed for five
 MAX_POLL_MS = 100
+KEY_INTERVAL = 0.1  # seconds between two reads of the keyboard
 
 
 class Subscription(Closing):
@@ -81,3 +85,34 @@ def snapshots(target: Target, count: int = 0) -> Iterator[dict[str, Any]]:
             if snapshot is not None:
                 seen += 1
                 yield snapshot
+
+
+class View(Protocol):
+    """What keys choose, and what of the snapshots is shown."""
+
+    def press(self, keys: str) -> bool:
+        """Apply pressed keys; returns False to end."""
+
+    def take(self, snapshot: Mapping[str, Any]) -> None: ...
+
+    def page(self, columns: int, height: int, *, keys: bool, paint: Paint) -> str:
+        """The page; "" if there is none yet. With `keys` it names the keys."""
+
+
+def show_pages(target: Target, count: int, view: View) -> None:
+    """Draw a page for each snapshot and each key, until the view ends or `count` are shown."""
+    paint, left = paint_of(sys.stdout), count
+    with Subscription(target) as subscription, screen() as terminal:
+        while True:
+            newest, keys = subscription.next(KEY_INTERVAL), terminal.pressed_keys()
+            if not view.press(keys):
+                return
+            if newest is not None:
+                view.take(newest)
+                left -= 1
+            if newest is not None or keys:
+                page = view.page(*terminal.size, keys=terminal.live, paint=paint)
+                if page:
+                    terminal.show(page)
+            if newest is not None and left == 0:
+                return

@@ -1,1 +1,0 @@
-"""Draws what commands such as `top` and `stats --watch` refresh on a terminal."""
