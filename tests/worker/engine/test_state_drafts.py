@@ -16,7 +16,6 @@ from support.predicting_models import TOKENS, sequence, write_predicting
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
 from mlxpool.worker.attention.layout_choice import make_layout  # noqa: E402
 from mlxpool.worker.attention.prediction_heads.head_drafts import (  # noqa: E402
     HOST_ROWS,
@@ -28,7 +27,6 @@ from mlxpool.worker.attention.row_batch import RowBatch  # noqa: E402
 from mlxpool.worker.attention.row_cache import RowCache  # noqa: E402
 from mlxpool.worker.attention.row_shape import RowShape  # noqa: E402
 from mlxpool.worker.attention.row_spans import RowSpan  # noqa: E402
-from mlxpool.worker.compute.drafting_rows import make_speculator  # noqa: E402
 from mlxpool.worker.decode_pass import choice  # noqa: E402
 from mlxpool.worker.engine import layout_engine  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
@@ -319,16 +317,6 @@ def test_passes_over_blocks_of_a_pool_give_the_newest_states(pooled: ModelEngine
     assert right > 0.7 * checked
     same = [one.ids[:14] == other.ids[:14] for one, other in zip(rows, plain, strict=True)]
     assert any(same)  # a tie in 16 bits may go the other way
-
-
-def test_blocks_of_a_pool_give_no_states_without_our_kernels(loaded: LoadedModel) -> None:
-    """The setting "mtp" is refused there, and "auto" drafts with n-grams alone."""
-    engine = engine_of(loaded, "pool")
-    assert engine.predictor is None
-    with pytest.raises(ModelLoadFailed, match="drafts on this device; set it to 'auto'"):
-        make_speculator("mtp", engine, "some")
-    found = make_speculator("auto", engine, "some")
-    assert found is not None and found.drafter.name == "ngram"
 
 
 def test_the_host_drafts_as_mlx_does_for_the_demo() -> None:
