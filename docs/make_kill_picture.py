@@ -140,10 +140,11 @@ class Watch:
 
 def measure(model: str, prompt: str, tokens: int, kill_at: int) -> Measured:
     """The stream of a pool whose worker is killed once `kill_at` tokens have arrived."""
-    options: dict[str, Any] = {"max_tokens": tokens, "temperature": 0.0, "seed": 7}
-    request: dict[str, Any] = (
-        {"prompt": prompt} if model == "counting" else {"messages": _asked(prompt)}
-    )
+    request: dict[str, Any] = {"max_tokens": tokens, "temperature": 0.0, "seed": 7}
+    if model == "counting":
+        request["prompt"] = prompt
+    else:
+        request["messages"] = _asked(prompt)
     with pool(model) as folder, Client(folder) as client:
         undisturbed = client.generate(model, **request).ids
         (victim,) = _workers(folder) or {}
