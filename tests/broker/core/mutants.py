@@ -262,14 +262,14 @@ MUTANTS = (
     ),
     Mutant(
         "the worker counts work of an older connection",
-        "worker/mlxpool/worker/process/runs.py",
+        "worker/mlxpool/worker/process/intake.py",
         "        self.drop_all()\n        self._works = 0\n",
         "        self.drop_all()\n",
         ("tests/worker/process/test_edge.py",),
     ),
     Mutant(
         "the worker keeps what it ran when the broker does not know it",
-        "worker/mlxpool/worker/process/runs.py",
+        "worker/mlxpool/worker/process/intake.py",
         "        self._compute(DropAll(self.fence))\n",
         "",
         ("tests/worker/process/test_edge.py",),

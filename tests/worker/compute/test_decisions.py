@@ -27,10 +27,10 @@ from mlxpool.worker.compute.messages import (
 )
 from mlxpool.worker.compute.model_source import ModelSource
 from mlxpool.worker.decisions.answers import Path
+from mlxpool.worker.decisions.prompts import AskQuestions
 from mlxpool.worker.preparation.jobs import perform
-from mlxpool.worker.process.preparations import PreparedQuestions
-from mlxpool.worker.process.prepare import product_of_questions
-from mlxpool.worker.process.questions import job_of_questions
+from mlxpool.worker.process.calls import prepare_decide
+from mlxpool.worker.process.prompts import Arrival
 from mlxpool.worker.prompt.text_model import Opened
 from support.compute_harness import ComputeHarness, ids_of
 from support.worker_checkpoints import GLM, QWEN3_NEXT, write_checkpoint
@@ -100,16 +100,20 @@ def started(
     return ComputeHarness(sequences, source=open_source).ready()
 
 
+def key_of(number: int) -> CallKey:
+    return CallKey(bytes([200 + number] * 16), number)
+
+
 def prepared(
     loaded: LoadedModel, number: int, questions: Many[Question] = QUESTIONS, **changes: Any
 ) -> Decide:
     opened, text = opened_of(loaded)
     call = DecideCall(changes.pop("prompt", TEXT), tuple(questions), **changes)
-    result = perform(text, job_of_questions(opened, call, 0.0))
-    id = bytes([200 + number] * 16)
-    product = product_of_questions(opened, CallKey(number), id, call, 0, result)
-    assert isinstance(product, PreparedQuestions)
-    return product.message
+    preparation = prepare_decide(opened, key_of(number), call, Arrival(0.0, 0.0))
+    assert isinstance(preparation.job, AskQuestions)
+    message = preparation.finish(perform(text, preparation.job))
+    assert isinstance(message, Decide)
+    return message
 
 
 def answer_of(harness: ComputeHarness) -> Answer:
@@ -171,7 +175,7 @@ def test_probabilities_are_those_of_full_passes(
     for number in (1, 2):  # the second time the text is cached
         harness.compute.send(prepared(loaded, number))
         answer = answer_of(harness)
-        assert (answer.key, answer.content.kind) == (CallKey(number), "decisions")
+        assert (answer.key, answer.content.kind) == (key_of(number), "decisions")
         check(answer.content, wanted)
     tokens = message.shared + sum(len(one.prompt) - message.shared for one in message.questions)
     assert answer.content.fields["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
@@ -289,14 +293,13 @@ def test_a_cancelled_call_leaves_and_is_not_answered(models: dict[str, LoadedMod
     harness = started(loaded)
     harness.compute.send(prepared(loaded, 1, [Question(f"{n}?") for n in range(64)]))
     harness.compute.send(prepared(loaded, 2))
-    harness.compute.send(DropCall(CallKey(1)))
-    harness.compute.send(DropCall(CallKey(9)))
-    assert answer_of(harness).key == CallKey(2)
+    harness.compute.send(DropCall(key_of(1)))
+    harness.compute.send(DropCall(key_of(9)))
+    assert answer_of(harness).key == key_of(2)
     harness.compute.send(prepared(loaded, 3))
     harness.compute.send(DropAll(5))
     harness.compute.send(prepared(loaded, 4))
-    answer = answer_of(harness)
-    assert (answer.key, answer.fence) == (CallKey(4), 5)
+    assert answer_of(harness).key == key_of(4)
 
 
 def test_a_drained_worker_answers_its_calls(models: dict[str, LoadedModel]) -> None:

@@ -4,33 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
-from msgspec.structs import replace
 
 from mlxpool.common.config.schema import ModelConfig, WorkerConfig
 from mlxpool.common.errors import TooLarge
-from mlxpool.common.options import Options
 from mlxpool.common.protocol import deltas, frames
 from mlxpool.common.protocol.deltas import Delta
-from mlxpool.common.protocol.frames import MAX_BACK_BODY, Content, Header, Message
-from mlxpool.common.protocol.from_worker import CallAnswer, Hello
-from mlxpool.common.protocol.resume import Facts
-from mlxpool.common.protocol.to_worker import Detokenize, Tokenize, Welcome
+from mlxpool.common.protocol.frames import MAX_BACK_BODY
+from mlxpool.common.protocol.from_worker import Hello
+from mlxpool.common.protocol.to_worker import Welcome
 from mlxpool.common.protocol.token_ids import pack_ids, unpack_ids
 from mlxpool.common.trace import History
 from mlxpool.worker.__main__ import build
-from mlxpool.worker.compute.messages import Admit, Answer, CallKey, DropAll, Loaded, RunKey
-from mlxpool.worker.engine.counting_engine import piece
-from mlxpool.worker.process.calls import ModelCalls
+from mlxpool.worker.compute.messages import Loaded
 from mlxpool.worker.process.link import MAX_COUNTED_TURN, SILENCE_LIMIT, Link, Silence
-from mlxpool.worker.process.preparations import Prepared
-from mlxpool.worker.process.prepare import Preparer
-from mlxpool.worker.process.runs import LiveRun
-from mlxpool.worker.prompt.detokenizer import Detokenizer
-from mlxpool.worker.scheduling.sequence import Sequence
 from support import kinds
 from support.counting_checker import expected_ids, text_of
 from support.pool import gone, until
@@ -206,31 +195,6 @@ def test_drain_yields_all_runs_once_after_their_deltas(tmp_path: Path) -> None:
         ]
 
 
-def test_a_drain_with_a_prompt_in_preparation_and_a_cancel(tmp_path: Path) -> None:
-    with WorkerProcess(tmp_path, sequences=1, prefill_us=200) as worker:
-        worker.welcome(3)
-        worker.work(1, "y" * 60_000)
-        worker.work(2, "z" * 60_000)
-        worker.say(kinds.CANCEL, id=id_of(2), attempt=1)
-        worker.say(kinds.DRAIN)
-        ended: set[int] = set()
-        while True:
-            message = worker.receive(kinds.YIELD, kinds.DELTAS)
-            if message.kind == kinds.YIELD:
-                break
-            arrived = deltas.unpack_deltas(message)
-            ended |= {one.id[0] for one in arrived if one.end and one.end["reason"] == "cancelled"}
-        assert ended == {2} and message.body["runs"] == [[id_of(1), 1]]
-
-
-def test_a_drain_without_runs_sends_credit_0_only(tmp_path: Path) -> None:
-    with WorkerProcess(tmp_path) as worker:
-        worker.welcome(3)
-        worker.say(kinds.DRAIN)
-        credit = worker.receive(kinds.CREDIT, kinds.YIELD)
-        assert (credit.kind, credit.body["sequences"]) == (kinds.CREDIT, 0)
-
-
 def test_a_resume_continues_at_its_position(tmp_path: Path) -> None:
     with WorkerProcess(tmp_path) as worker:
         worker.welcome(1)
@@ -241,50 +205,6 @@ def test_a_resume_continues_at_its_position(tmp_path: Path) -> None:
         assert "".join(one.text for one in found) == text_of(ids[4:])
 
 
-@pytest.mark.parametrize(
-    ("resume", "words"),
-    [
-        ({"count": 1, "facts": {"digest": "other"}}, "counting-50000"),
-        ({"count": 1, "facts": {"now": "noon"}}, "now"),
-        ({"count": -1}, "count"),
-        ({"count": "many"}, "count"),
-        (5, "resume"),
-    ],
-)
-def test_a_malformed_resume_ends_its_own_run_with_bad_request(
-    tmp_path: Path, resume: Any, words: str
-) -> None:
-    with WorkerProcess(tmp_path) as worker:
-        worker.welcome(1)
-        worker.work(1, "xyz", pack_ids([5]), resume=resume)
-        worker.work(2, max_tokens=1)
-        found = worker.deltas_until(1, 2)
-    (only,) = found[1]
-    assert only.end is not None and only.end["code"] == "bad_request"
-    assert words in only.end["message"]
-
-
-def test_a_run_prepared_for_an_older_connection_is_dropped(tmp_path: Path) -> None:
-    """Another worker has its request by now, so its run would keep a row for ever."""
-    config = WorkerConfig(
-        f"ipc://{tmp_path}/back", "m/0", TOKEN, "m", ModelConfig(path="builtin:counting")
-    )
-    edge = build(config)
-    try:
-        sequence = Sequence(id_of(1), 1, (1,), Options(), 0, 5)
-        old = Prepared((id_of(1), 1), Admit(sequence, Facts(), Detokenizer(piece, ()), 0.0))
-        edge.runs.drop_all()
-        assert isinstance(edge.compute.inbox.get_nowait(), DropAll)
-        edge.runs.live[old.key] = LiveRun(0)  # as if a broker used the number again
-        edge.handle_mail(old)
-        assert edge.compute.inbox.empty()
-        edge.handle_mail(replace(old, fence=edge.runs.fence))
-        assert isinstance(edge.compute.inbox.get_nowait(), Admit)
-    finally:
-        edge.link.close()
-        edge.mailbox.waker.close()
-
-
 def test_a_worker_is_ready_when_requests_can_be_prepared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,14 +213,13 @@ def test_a_worker_is_ready_when_requests_can_be_prepared(
     )
     edge, calls = build(config), list[Callable[[], None]]()
     ready: list[int] = []
-    monkeypatch.setattr(edge.runs, "loaded", ready.append)
+    monkeypatch.setattr(edge.intake, "loaded", ready.append)
 
-    class Late(Preparations):
-        def is_ready(self, again: Callable[[], None]) -> bool:
-            calls.append(again)
-            return len(calls) > 1
+    def is_ready(again: Callable[[], None]) -> bool:
+        calls.append(again)
+        return len(calls) > 1
 
-    edge._preparer = Late()
+    monkeypatch.setattr(edge.intake, "is_ready", is_ready)
     try:
         edge.handle_mail(Loaded(3))
         assert not ready
@@ -313,62 +232,6 @@ def test_a_worker_is_ready_when_requests_can_be_prepared(
 
 
 # ---- tokenizer calls -----------------------------------------------------------------------------
-
-
-class Preparations(Preparer):
-    """Remembers what it is asked for."""
-
-    def __init__(self) -> None:
-        self.begun: list[CallKey] = []
-        self.cancelled: list[RunKey | CallKey] = []
-
-    def answer(self, key: CallKey, id: bytes, call: Tokenize | Detokenize, fence: int = 0) -> None:
-        self.begun.append(key)
-
-    def cancel(self, key: RunKey | CallKey) -> None:
-        self.cancelled.append(key)
-
-
-class Sent(Link):
-    """A link that remembers what is sent on it."""
-
-    def __init__(self) -> None:
-        self.answers: list[tuple[bytes | None, Content]] = []
-
-    def send(self, content: Content, id: bytes | None = None) -> None:
-        self.answers.append((id, content))
-
-
-def test_a_cancelled_call_is_not_answered_and_the_next_with_its_id_is() -> None:
-    link, preparer = Sent(), Preparations()
-    calls = ModelCalls(link, lambda message: None)
-    calls.opened(preparer)
-    message = Message(Header(kinds.TOKENIZE, id_of(1)), {"model": "m", "text": "a"})
-    calls.begin(message, 0)
-    calls.cancel(id_of(1))
-    calls.cancel(id_of(1))
-    calls.cancel(id_of(2))
-    assert preparer.cancelled == preparer.begun
-    calls.begin(message, 0)
-    answers = [
-        Answer(key, id_of(1), CallAnswer({"text": str(number)}))
-        for number, key in enumerate(preparer.begun)
-    ]
-    for answer in answers:
-        calls.answered(answer)
-        calls.answered(answer)
-    assert link.answers == [(id_of(1), answers[1].content)]
-
-
-def test_calls_of_an_older_connection_are_forgotten() -> None:
-    link, preparer = Sent(), Preparations()
-    calls = ModelCalls(link, lambda message: None)
-    calls.opened(preparer)
-    calls.begin(Message(Header(kinds.TOKENIZE, id_of(1)), {"model": "m", "text": "a"}), 0)
-    calls.drop_all()
-    calls.cancel(id_of(1))
-    calls.answered(Answer(preparer.begun[0], id_of(1), CallAnswer({})))
-    assert not preparer.cancelled and not link.answers
 
 
 def test_a_cancel_ends_the_preparation_of_a_call(tmp_path: Path) -> None:

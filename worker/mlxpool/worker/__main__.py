@@ -81,15 +81,15 @@ def build(config: WorkerConfig) -> Edge:
     from mlxpool.worker.compute.messages import MakeRoom, Reserve
     from mlxpool.worker.compute.progress import Progress
     from mlxpool.worker.compute.thread import Compute
+    from mlxpool.worker.preparation.lane_service import service_of
     from mlxpool.worker.preparation.limits import Limits
     from mlxpool.worker.preparation.room import WorkerMemory
     from mlxpool.worker.process.edge import Edge, Mailbox
+    from mlxpool.worker.process.intake import Intake
     from mlxpool.worker.process.link import Link
-    from mlxpool.worker.process.preparations import service_of
-    from mlxpool.worker.process.preparers import preparer_of
     from mlxpool.worker.testing.faults import faults_of
     from mlxpool.worker.testing.faulty_engine import begin_with, open_source
-    from mlxpool.worker.testing.faulty_link import FaultyLink, FaultyPreparer
+    from mlxpool.worker.testing.faulty_link import FaultyIntake, FaultyLink
 
     history = History(f"worker-{config.slot}")
     mailbox = Mailbox(Waker())
@@ -113,13 +113,14 @@ def build(config: WorkerConfig) -> Edge:
             figures=lambda: progress.memory.latest,
         ),
     )
+    link: Link
     if not faults.site:
-        link = Link(config.endpoint, config.token, history, credentials)
-        preparer = partial(preparer_of, make_service=make_service)
-        return Edge(config, history, mailbox, progress, link, compute, preparer)
-    faulty_link = FaultyLink(config.endpoint, config.token, history, credentials, faults)
-    make_preparer = partial(FaultyPreparer, faulty_link, make_service=make_service)
-    return Edge(config, history, mailbox, progress, faulty_link, compute, make_preparer)
+        make_intake, link = Intake, Link(config.endpoint, config.token, history, credentials)
+    else:
+        make_intake = FaultyIntake
+        link = FaultyLink(config.endpoint, config.token, history, credentials, faults)
+    intake = make_intake(link, compute.send, mailbox.post, history, make_service)
+    return Edge(config, mailbox, progress, link, compute, intake)
 
 
 if __name__ == "__main__":

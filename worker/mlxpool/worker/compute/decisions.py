@@ -59,7 +59,7 @@ class Line(Generation, eq=False, kw_only=True):
         message = call.message
         question = message.questions[index]
         sequence = Sequence(
-            message.id,
+            message.key.id,
             number,
             (*question.prompt, *branch),
             _OPTIONS,
@@ -183,7 +183,6 @@ class Decisions:
         self._engine = engine
         self._generations = generations
         self._post = post
-        self._fence = 0
         self._open: dict[CallKey, DecideState] = {}
         self._owners: OrderedDict[str, None] = OrderedDict()  # those with open calls, in turn
         self._lines: dict[RunKey, Line] = {}  # that run
@@ -207,11 +206,10 @@ class Decisions:
         if all(one.message.owner != owner for one in self._open.values()):
             del self._owners[owner]
 
-    def clear(self, fence: int) -> None:
-        """Drop all calls without an answer; later answers carry the `fence`."""
+    def clear(self) -> None:
+        """Drop all calls without an answer."""
         for key in list(self._open):
             self.remove(key)
-        self._fence = fence
 
     def begin(self, room: int, *, apart: bool) -> None:
         """Begin at most `room` lines, and one in any case if none runs.
@@ -295,7 +293,7 @@ class Decisions:
     def _answer(self, call: DecideState, content: CallAnswer) -> None:
         """The one place where a call ends with an answer."""
         self.remove(call.message.key)
-        self._post(Answer(call.message.key, call.message.id, content, self._fence))
+        self._post(Answer(call.message.key, content))
 
 
 def named(body: Mapping[str, Any], number: int) -> dict[str, Any]:

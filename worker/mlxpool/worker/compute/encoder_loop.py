@@ -104,7 +104,7 @@ class EncoderLoop:
             return
         self._cpu_threads.begin_step(monotonic())
         calls = {one.call.key: one.call for one in inputs}
-        request = next(iter(calls.values())).message.id if len(calls) == 1 else None
+        request = next(iter(calls.values())).key.id if len(calls) == 1 else None
         tokens = sum(len(one.input.ids) for one in inputs)
         self._progress.running = len(calls)
         self._progress.waiting = len(self._calls) - len(calls)
@@ -128,16 +128,16 @@ class EncoderLoop:
             if not np.isfinite(row).all():
                 # Other inputs of the call may be sound, but all of it is answered, or nothing.
                 if call in self._calls:
-                    self._answer(call.key, call.message.id, CallAnswer(_no_numbers(one).body()))
+                    self._answer(call.key, CallAnswer(_no_numbers(one).body()))
             elif call.complete and call in self._calls:
                 encoder = self._encoder
                 answer = call.answer(encoder.labels, normalises=encoder.normalises, now=now)
-                self._answer(call.key, call.message.id, answer)
+                self._answer(call.key, answer)
 
-    def _answer(self, key: CallKey, id: bytes, content: CallAnswer) -> None:
+    def _answer(self, key: CallKey, content: CallAnswer) -> None:
         """The one place where a call ends with an answer."""
         self._calls.remove(key)
-        self._post(Answer(key, id, content, self._delta_queue.fence))
+        self._post(Answer(key, content))
 
     def _failed(self, error: Exception, inputs: Sequence[PassInput], request: bytes | None) -> None:
         """A pass has failed. A call that had it alone ends; several are computed one by one.
@@ -156,7 +156,7 @@ class EncoderLoop:
             self._calls.retry_alone(inputs)
             return
         call = inputs[0].call
-        self._answer(call.key, call.message.id, CallAnswer(as_pool_error(error).body()))
+        self._answer(call.key, CallAnswer(as_pool_error(error).body()))
 
     def _report_memory(self, now: float) -> None:
         """Copy the encoder's figures into the progress, for the heartbeats."""

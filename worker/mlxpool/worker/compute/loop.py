@@ -155,7 +155,7 @@ class ComputeLoop:
         elif isinstance(message, DropCall):
             self._decisions.remove(message.key)
         elif isinstance(message, DropAll):
-            self._decisions.clear(message.fence)
+            self._decisions.clear()
             self._generations.forget_all()
             deltas.clear()
             self._delta_queue.fence = message.fence

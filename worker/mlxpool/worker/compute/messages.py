@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
+from typing import NamedTuple
 
 from msgspec import Struct
 
@@ -29,9 +30,10 @@ MAX_UNTAKEN_STEPS = 256  # steps whose deltas may wait for the main thread
 RunKey = tuple[bytes, int]  # (request id, number of the run, which the broker counts)
 
 
-class CallKey(Struct, frozen=True):
-    """Names a call among all that this worker has had."""
+class CallKey(NamedTuple):
+    """The id of a call and its number among the calls of this worker, which no other has."""
 
+    id: bytes
     number: int
 
 
@@ -80,7 +82,6 @@ class Compute(Struct, frozen=True):
     """
 
     key: CallKey
-    id: bytes
     inputs: Many[EncoderInput]
     owner: str = ""
     dimensions: int = 0
@@ -106,7 +107,6 @@ class Decide(Struct, frozen=True):
     """
 
     key: CallKey
-    id: bytes
     questions: Many[AskedQuestion]
     shared: int
     owner: str = ""
@@ -194,12 +194,10 @@ class HandedBack(Struct, frozen=True):
 
 
 class Answer(Struct, frozen=True):
-    """The answer to the call with this id. `fence`: see StepDeltas."""
+    """The answer to a call."""
 
     key: CallKey
-    id: bytes
     content: CallAnswer
-    fence: int = 0
 
 
 Outbound = Opened | OpenedEncoder | Loaded | Unusable | StepDeltas | HandedBack | Answer

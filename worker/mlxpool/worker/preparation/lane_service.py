@@ -21,6 +21,7 @@ from msgspec.structs import replace
 
 from mlxpool.common.errors import Internal, PoolError
 from mlxpool.common.transport.waker import Waker
+from mlxpool.worker.encoders.text import OpenedEncoder
 from mlxpool.worker.preparation.errors import (
     CANCELLED,
     MemoryParts,
@@ -38,12 +39,13 @@ from mlxpool.worker.preparation.limits import (
     QUIET_TIME,
     SHORT_TEXT,
     SHORT_TIME,
+    Limits,
 )
 from mlxpool.worker.preparation.queue import FairQueue, Waiting
 from mlxpool.worker.preparation.room import Room, WorkerMemory
-from mlxpool.worker.preparation.service import Deliver, Load, encoding_of
-from mlxpool.worker.prompt.text_model import RenderedChat
-from mlxpool.worker.system.cpu_threads import CpuThreads
+from mlxpool.worker.preparation.service import Deliver, InlineService, Load, Service, encoding_of
+from mlxpool.worker.prompt.text_model import Opened, RenderedChat, TokenTable
+from mlxpool.worker.system.cpu_threads import CpuThreads, process_cpu_threads
 
 MAX_TRIES = 2  # when a lane was ended from outside, its job is not to blame
 MEMORY_INTERVAL = 0.1  # seconds between two readings of what lanes take while one has a long job
@@ -400,3 +402,26 @@ class LaneService(threading.Thread):
 
 def _is_long_text(waiting: Waiting) -> bool:
     return waiting.size > SHORT_TEXT and not reads_images(waiting.job)
+
+
+def service_of(
+    opened: Opened | OpenedEncoder,
+    deliver: Deliver,
+    *,
+    limits: Limits,
+    memory_limit: int = 0,
+    worker_memory: WorkerMemory | None = None,
+) -> Service:
+    """The service for a model: with processes, unless its text functions are our own code.
+
+    `memory_limit`: bytes of the worker and these processes together; 0: no limit. `worker_memory`
+    makes room for these.
+    """
+    if isinstance(opened, Opened) and opened.source is None:
+        assert not isinstance(opened.text, TokenTable)
+        return InlineService(opened.text, deliver)
+    assert opened.source is not None
+    server = ForkServer(opened.source, limits)
+    return LaneService(
+        server, deliver, process_cpu_threads(), memory_limit, worker_memory=worker_memory
+    )

@@ -11,10 +11,11 @@ from typing import Protocol
 from msgspec import Struct
 from msgspec.structs import replace
 
+from mlxpool.worker.encoders.text import OpenedEncoder
 from mlxpool.worker.preparation.jobs import Render, Result, encode_of, perform
 from mlxpool.worker.preparation.limits import SHORT_TEXT
 from mlxpool.worker.preparation.queue import Waiting
-from mlxpool.worker.prompt.text_model import RenderedChat, TextModel
+from mlxpool.worker.prompt.text_model import Opened, RenderedChat, TextModel
 
 Deliver = Callable[[Hashable, Result], None]
 
@@ -46,6 +47,9 @@ class Service(Protocol):
 
     def cancel_all(self) -> None:
         """End every job that was submitted until now, without a result."""
+
+
+MakeService = Callable[[Opened | OpenedEncoder, Deliver], Service]
 
 
 class InlineService(threading.Thread):

@@ -1,113 +1,168 @@
-"""The calls of this worker: of its tokenizer, or for its model, until answer or cancel."""
+"""Prepares calls: of the tokenizer, of `decide`, and for encoder models. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import count
+from collections.abc import Sequence
+from functools import partial
 
-from mlxpool.common.errors import PoolError, TooLarge
-from mlxpool.common.protocol.decisions import DECIDE, DecideCall
-from mlxpool.common.protocol.encoder_calls import TASKS, EncoderCall, Task
-from mlxpool.common.protocol.frames import Message
+from mlxpool.common.errors import BadRequest, TooLarge
+from mlxpool.common.protocol.decisions import DecideCall
+from mlxpool.common.protocol.encoder_calls import NUMBER_BYTES, EncoderCall
+from mlxpool.common.protocol.frames import MAX_BLOB
 from mlxpool.common.protocol.from_worker import CallAnswer
+from mlxpool.common.protocol.prompts import ChatPrompt
 from mlxpool.common.protocol.to_worker import Detokenize, Tokenize
-from mlxpool.worker.compute.messages import Answer, CallKey, Compute, Decide, DropCall, Inbound
-from mlxpool.worker.process.link import Link
-from mlxpool.worker.process.preparations import PreparedInputs, PreparedQuestions
-from mlxpool.worker.process.prepare import Preparer
-from mlxpool.worker.process.prepare_inputs import InputPreparer
+from mlxpool.common.protocol.token_ids import count_of, unpack_ids
+from mlxpool.worker.compute.messages import AskedQuestion, CallKey, Compute, Decide
+from mlxpool.worker.decisions.answers import Answers
+from mlxpool.worker.decisions.prompts import AskQuestions
+from mlxpool.worker.encoders.inputs import EncodeInputs, EncoderInput
+from mlxpool.worker.encoders.text import OpenedEncoder
+from mlxpool.worker.encoders.text import check_ids as check_inputs
+from mlxpool.worker.encoders.vectors import require_dimensions
+from mlxpool.worker.preparation.jobs import (
+    Asked,
+    Decode,
+    Decoded,
+    Encode,
+    Encoded,
+    EncodedInputs,
+    Job,
+)
+from mlxpool.worker.process.prompts import Arrival, Preparation, answers_in_channels, render_of
+from mlxpool.worker.prompt.size_bound import check_ids
+from mlxpool.worker.prompt.text_model import Opened
+
+COUNTS = "this model counts: it has no probabilities, so it does not decide"
+CHANNELS = "decide is not supported with models that answer in channels: their next token is none"
 
 
-class ModelCalls:
-    """A table of open calls. Belongs to the main thread."""
-
-    def __init__(self, link: Link, compute: Callable[[Inbound], None]) -> None:
-        """`compute` sends a message to the compute thread."""
-        self._link = link
-        self._compute = compute
-        self._preparer: Preparer | InputPreparer | None = None
-        self._keys = map(CallKey, count())
-        self._open: dict[bytes, CallKey] = {}  # by the id of the call
-        self._computing: set[CallKey] = set()  # those that the compute thread has
-
-    def opened(self, preparer: Preparer | InputPreparer) -> None:
-        """The model's text functions are there."""
-        self._preparer = preparer
-
-    def begin(self, message: Message, fence: int) -> None:
-        """Take a call; one that cannot be read is answered at once."""
-        if self._preparer is None:
-            return
-        id, kind, body, blobs = message.header.id or b"", message.kind, message.body, message.blobs
-        key = self._open[id] = next(self._keys)
-        try:
-            if kind == Tokenize.kind:
-                self._preparer.answer(key, id, Tokenize.parse(body, blobs), fence)
-            elif kind == Detokenize.kind:
-                self._preparer.answer(key, id, Detokenize.parse(body, blobs), fence)
-            elif kind == DECIDE:
-                self._preparer.decide(key, id, DecideCall.parse(body, blobs), fence)
-            else:
-                call = EncoderCall.parse(_task(kind), body, blobs)
-                self._preparer.encode(key, id, call, fence)
-        except PoolError as error:
-            self.answered(Answer(key, id, CallAnswer(error.body()), fence))
-
-    def prepared(self, prepared: PreparedInputs | PreparedQuestions) -> None:
-        """What a call needs is there; the model computes it unless it was cancelled."""
-        message: Compute | Decide
-        if isinstance(prepared, PreparedQuestions):
-            message = prepared.message
-        else:
-            message = _compute_of(prepared)
-        if self._open.get(message.id) == message.key:
-            self._computing.add(message.key)
-            self._compute(message)
-
-    def cancel(self, id: bytes) -> None:
-        """Stop what is done for a call, which gets no answer."""
-        key = self._open.pop(id, None)
-        if key is None or self._preparer is None:
-            return
-        if key in self._computing:
-            self._computing.discard(key)
-            self._compute(DropCall(key))
-        else:
-            self._preparer.cancel(key)
-
-    def answered(self, answer: Answer) -> None:
-        """A call has its answer, which is sent unless the call was cancelled."""
-        self._computing.discard(answer.key)
-        if self._open.get(answer.id) == answer.key:
-            del self._open[answer.id]
-            self._send(answer.id, answer.content)
-
-    def drop_all(self) -> None:
-        """Forget all calls: the broker gives them to another worker.
-
-        `Runs` stops the preparer and the compute thread.
-        """
-        self._open.clear()
-        self._computing.clear()
-
-    def _send(self, id: bytes, answer: CallAnswer) -> None:
-        try:
-            self._link.send(answer, id)
-        except TooLarge as error:
-            self._link.send(CallAnswer(error.body()), id)
+# ---- of the tokenizer ----------------------------------------------------------------------------
 
 
-def _task(kind: str) -> Task:
-    return next(task for task in TASKS if task == kind)
+def prepare_tokenize(
+    opened: Opened | OpenedEncoder, key: CallKey, call: Tokenize, came: Arrival
+) -> Preparation:
+    """Raises BadRequest for a chat that no template can take."""
+    job: Job
+    if isinstance(call.text, ChatPrompt):
+        plain = isinstance(opened, Opened) and opened.plain_contents
+        job = render_of(call.text, came.now, 0, plain=plain)
+    else:
+        job = Encode(call.text)
+    return Preparation(call.owner, call.size, job, _tokens)
 
 
-def _compute_of(prepared: PreparedInputs) -> Compute:
-    """The message with the inputs of a call for an encoder model."""
-    call = prepared.call
+def _tokens(result: Encoded) -> CallAnswer:
+    thinks = {"thinks": True} if result.thinks else {}
+    return CallAnswer({"n": count_of(result.packed), **thinks}, (result.packed,))
+
+
+def prepare_detokenize(
+    opened: Opened | OpenedEncoder, key: CallKey, call: Detokenize, came: Arrival
+) -> Preparation:
+    job = Decode(call.packed, opened.vocab_size, call.each)
+    return Preparation(call.owner, call.size, job, _text)
+
+
+def _text(result: Decoded) -> CallAnswer:
+    each = {} if result.each is None else {"each": result.each}
+    return CallAnswer({"text": result.text, **each})
+
+
+# ---- of `decide` ---------------------------------------------------------------------------------
+
+
+def prepare_decide(opened: Opened, key: CallKey, call: DecideCall, came: Arrival) -> Preparation:
+    """Raises BadRequest for a model that cannot decide."""
+    if opened.source is None:
+        raise BadRequest(COUNTS)
+    if answers_in_channels(opened):
+        raise BadRequest(CHANNELS)
+    templates = opened.source.templates
+    can_think = any("enable_thinking" in source for source in templates.values())
+    job = AskQuestions(
+        call.prompt,
+        [one.body() for one in call.questions],
+        bool(templates),
+        False if can_think else None,
+        came.now,
+        opened.context,
+        call.first,
+    )
+    return Preparation(call.owner, call.size, job, partial(_decide, opened, key, call))
+
+
+def _decide(opened: Opened, key: CallKey, call: DecideCall, asked: Asked) -> Decide:
+    """The message with the prompts. Raises BadRequest for an id without a row."""
+    shared = unpack_ids(asked.shared)
+    questions = []
+    for number, (tail, answers) in enumerate(zip(asked.tails, asked.answers, strict=True)):
+        prompt = (*shared, *unpack_ids(tail))
+        paths = tuple(tuple(map(tuple, label)) for label in answers)
+        known = [token for label in paths for path in label for token in path]
+        check_ids([*prompt, *known], opened.vocab_size, f"questions[{call.first + number}]")
+        found = Answers(paths)
+        questions.append(AskedQuestion(prompt, found, found.branches()))
+    return Decide(
+        key,
+        tuple(questions),
+        len(shared),
+        call.owner,
+        call.temperature,
+        call.first,
+        call.alone,
+    )
+
+
+# ---- for encoder models --------------------------------------------------------------------------
+
+
+def prepare_encode(
+    opened: OpenedEncoder, key: CallKey, call: EncoderCall, came: Arrival
+) -> Preparation | Compute:
+    """The preparation of a call, or its message if it has token ids.
+
+    Raises BadRequest for what this model does not do, TooLarge for an answer over its bound, and
+    ContextExceeded.
+    """
+    if call.task not in opened.tasks:
+        can = " and ".join(sorted(opened.tasks))
+        raise BadRequest(f"this model does not {call.task}: it is a model for {can}")
+    if call.dimensions:
+        require_dimensions(call.dimensions, opened.dimensions)
+    columns = call.dimensions or opened.dimensions or len(opened.labels) or 1
+    size = call.count * columns * NUMBER_BYTES
+    if size > MAX_BLOB:
+        raise TooLarge(
+            f"{call.count} vectors of {columns} numbers have {size} bytes, an answer has at most"
+            f" {MAX_BLOB}: send {MAX_BLOB // (columns * NUMBER_BYTES)} inputs at most in a call"
+        )
+    if call.ids:
+        check_inputs(call.ids, opened.context, opened.vocab_size, call.first)
+        return _compute(key, call, [EncoderInput(ids) for ids in call.ids])
+    job = EncodeInputs(
+        call.texts, call.pairs, call.prompt_name, call.prompt, call.truncate, call.first
+    )
+    return Preparation(
+        call.owner, call.size, job, lambda found: _compute(key, call, _inputs(found))
+    )
+
+
+def _inputs(found: EncodedInputs) -> list[EncoderInput]:
+    """The inputs that a lane made."""
+    ids, types, begin, inputs = unpack_ids(found.packed), found.types, 0, []
+    for length in found.lengths:
+        end = begin + length
+        inputs.append(EncoderInput(tuple(ids[begin:end]), tuple(types[begin:end])))
+        begin = end
+    return inputs
+
+
+def _compute(key: CallKey, call: EncoderCall, inputs: Sequence[EncoderInput]) -> Compute:
     return Compute(
-        prepared.key,
-        prepared.id,
-        prepared.inputs,
+        key,
+        inputs,
         call.owner,
         call.dimensions,
         call.normalise,

@@ -12,7 +12,7 @@ import platform
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from time import monotonic
 
@@ -26,13 +26,11 @@ from mlxpool.common.protocol import from_client, to_worker
 from mlxpool.common.protocol.frames import Message
 from mlxpool.common.protocol.from_worker import Beat, Bye, Hello, ProgressSample
 from mlxpool.common.protocol.to_worker import Stop, Welcome
-from mlxpool.common.trace import History
 from mlxpool.common.transport.waker import Waker
 from mlxpool.worker.compute.messages import (
     Answer,
     Loaded,
     Outbound,
-    RunKey,
     SaveAll,
     StepDeltas,
     Unusable,
@@ -41,17 +39,8 @@ from mlxpool.worker.compute.progress import Progress
 from mlxpool.worker.compute.thread import Compute
 from mlxpool.worker.encoders.text import OpenedEncoder
 from mlxpool.worker.preparation.service import Load
-from mlxpool.worker.process.calls import ModelCalls
+from mlxpool.worker.process.intake import PARSE, Intake, Prepared
 from mlxpool.worker.process.link import Link
-from mlxpool.worker.process.preparations import (
-    Prepared,
-    PreparedInputs,
-    PreparedQuestions,
-    Product,
-)
-from mlxpool.worker.process.prepare import Preparer
-from mlxpool.worker.process.prepare_inputs import InputPreparer
-from mlxpool.worker.process.runs import Runs
 from mlxpool.worker.prompt.text_model import Opened
 from mlxpool.worker.system import load_clock
 
@@ -59,9 +48,6 @@ log = logging.getLogger("mlxpool.worker")
 
 WELCOME_TIMEOUT = 5.0  # seconds that a worker with an unusable model waits to send its reason
 MAX_SAVE_WITH_RUNS = 1.0  # seconds that prefixes are written while streams wait for the end
-MakePreparer = Callable[
-    [Opened | OpenedEncoder, Callable[[Product], None]], Preparer | InputPreparer
-]
 BEAT_INTERVAL = 1.0  # seconds between two heartbeats
 
 
@@ -118,7 +104,7 @@ class Heartbeat:
         return ProgressSample(now.tokens, now.fresh, now.usual_token_ns, now.usual_step_ns)
 
 
-Mail = Outbound | Product
+Mail = Outbound | Prepared
 
 
 class Mailbox:
@@ -148,24 +134,20 @@ class Edge:
     def __init__(
         self,
         config: WorkerConfig,
-        history: History,
         mailbox: Mailbox,
         progress: Progress,
         link: Link,
         compute: Compute,
-        make_preparer: MakePreparer,
+        intake: Intake,
     ) -> None:
-        """`compute` posts to `mailbox`; the thread of `make_preparer` starts with the model."""
+        """`compute` and `intake` post to `mailbox`."""
         self.config = config
         self.mailbox = mailbox
         self.progress = progress
         self.link = link
         self.compute = compute
-        self.calls = ModelCalls(link, compute.send)
-        self.runs = Runs(link, compute.send, history)
+        self.intake = intake
         self.heartbeat = Heartbeat(progress, with_sample=config.dials)
-        self._make_preparer = make_preparer
-        self._preparer: Preparer | InputPreparer | None = None
         self._link_error = ""  # the one that was logged last
         self._unusable: PoolError | None = None  # the error to send with `bye`
         self._leave_at = math.inf  # when to exit with it, without having sent it
@@ -208,8 +190,7 @@ class Edge:
         self.link.flush()
 
     def _beat(self, now: float) -> Beat:
-        load = Load() if self._preparer is None else self._preparer.load
-        return self.heartbeat.beat(now, self.runs.preparing, load)
+        return self.heartbeat.beat(now, self.intake.preparing, self.intake.load)
 
     def _timeout_ms(self) -> int:
         now = monotonic()
@@ -238,12 +219,7 @@ class Edge:
         epoch_ended = self.link.redial(now)
         poller.register(self.link.socket, zmq.POLLIN)
         if epoch_ended:
-            self._drop_all()
-
-    def _drop_all(self) -> None:
-        """The epoch has ended: what it brought is given to other workers."""
-        self.calls.drop_all()
-        self.runs.drop_all()
+            self.intake.drop_all()
 
     # ---- the end -------------------------------------------------------------------------------
 
@@ -272,7 +248,7 @@ class Edge:
         if not self.config.model.prefix_disk or not self._serves:
             return
         limit = self.config.save_limit
-        if self.runs.live:
+        if self.intake.runs():
             limit = min(limit, MAX_SAVE_WITH_RUNS)
         saved = threading.Event()
         self.compute.send(SaveAll(monotonic() + limit, saved))
@@ -298,32 +274,26 @@ class Edge:
             self._loaded(mail)
         elif isinstance(mail, Unusable):
             self._model_unusable(mail.error)
-        elif mail.fence != self.runs.fence:
+        elif isinstance(mail, Prepared):
+            self.intake.prepared(mail)
+        elif isinstance(mail, Answer):
+            self.intake.answered(mail)
+        elif mail.fence != self.intake.fence:
             pass  # its runs were dropped with an older connection
         elif isinstance(mail, StepDeltas):
-            self.runs.deliver(mail.deltas)
-        elif isinstance(mail, Prepared):
-            self.runs.prepared(mail)
-        elif isinstance(mail, PreparedInputs | PreparedQuestions):
-            self.calls.prepared(mail)
-        elif isinstance(mail, Answer):
-            self.calls.answered(mail)
+            self.intake.deliver(mail.deltas)
         else:
-            self.runs.handed_back()
+            self.intake.handed_back()
 
     def _loaded(self, loaded: Loaded) -> None:
         """The engine is ready for work: the worker is, too, when requests can be prepared."""
-        assert self._preparer is not None
         self._serves = True
-        if self._preparer.is_ready(partial(self.mailbox.post, loaded)):
+        if self.intake.is_ready(partial(self.mailbox.post, loaded)):
             load_clock.log_end()
-            self.runs.loaded(loaded.max_sequences)
+            self.intake.loaded(loaded.max_sequences)
 
     def _opened(self, opened: Opened | OpenedEncoder) -> None:
-        self._preparer = self._make_preparer(opened, self.mailbox.post)
-        self._preparer.start()
-        self.runs.opened(self._preparer)
-        self.calls.opened(self._preparer)
+        self.intake.opened(opened)
         self._introduce(opened.digest, opened.context)
 
     def _introduce(self, digest: str, context: int) -> None:
@@ -372,34 +342,22 @@ class Edge:
     def _handle_current(self, message: Message) -> None:
         """Handle a message of the current epoch."""
         kind, header = message.kind, message.header
-        key = (header.id or b"", header.attempt)
-        if kind == to_worker.Work.kind:
-            self.runs.work(message, key)
-        elif kind in from_client.CALLS:
-            self.calls.begin(message, self.runs.fence)
+        if kind in PARSE:
+            self.intake.begin(message)
         elif kind == from_client.Cancel.kind:
-            self._cancel(key)
+            self.intake.cancel((header.id or b"", header.attempt))
         elif kind == to_worker.Drain.kind:
-            self.runs.drain()
-
-    def _cancel(self, key: RunKey) -> None:
-        """Cancel a run, or the call of this id: runs are numbered from 1."""
-        id, number = key
-        if number:
-            self.runs.cancel(key)
-        else:
-            self.calls.cancel(id)
+            self.intake.drain()
 
     def _welcome(self, epoch: int, welcome: Welcome) -> None:
         if self.link.welcome(epoch, welcome):
-            self.calls.drop_all()
-            self.runs.new_epoch()
+            self.intake.new_epoch()
             self.heartbeat.send_soon()
 
     def _who(self) -> None:
         if self.link.lose_epoch(monotonic()):
             log.warning("the broker does not know this connection: saying hello again")
-            self._drop_all()
+            self.intake.drop_all()
 
     def _stop(self, stop: Stop) -> None:
         if stop.error is None:

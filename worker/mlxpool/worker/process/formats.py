@@ -5,21 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from mlxpool.common.errors import Internal, PoolError
 from mlxpool.worker.constraints.compiler import Compiler
 from mlxpool.worker.constraints.constraint import Constraint
 from mlxpool.worker.constraints.vocabulary import load_vocabulary
-from mlxpool.worker.preparation.jobs import Result
-from mlxpool.worker.process.preparations import Finish, Prepared, Product
 from mlxpool.worker.prompt.text_model import Opened, TokenTable
-
-
-class MakeProduct(Protocol):
-    """Makes the product of a prompt, with the constraint of its answer."""
-
-    def __call__(self, result: Result, constraint: Constraint | None = None) -> Prepared: ...
 
 
 class Formats:
@@ -57,22 +49,19 @@ class Formats:
         """Whether the format is compiled already."""
         return self._compiler.knows(format)
 
-    def constraining(
-        self, format: Mapping[str, Any], make: MakeProduct, post: Callable[[Product], None]
-    ) -> Finish:
-        """Returns what finishes a prompt whose answer has a format: `post` gets the product."""
+    def constrain(
+        self, format: Mapping[str, Any], finish: Callable[[Constraint | PoolError], None]
+    ) -> None:
+        """Make the constraint of a format; the thread calls `finish` with it, or with its error."""
 
-        def perform(result: Result) -> None:
+        def perform() -> None:
+            found: Constraint | PoolError
             try:
-                constraint = self._compiler.constraint(format)
+                found = self._compiler.constraint(format)
             except PoolError as error:
-                post(make(error))
+                found = error
             except Exception as error:
-                post(make(Internal(f"the format could not be prepared: {error!r}")))
-            else:
-                post(make(result, constraint))
+                found = Internal(f"the format could not be prepared: {error!r}")
+            finish(found)
 
-        def finish(result: Result) -> None:
-            self._compiler.submit(partial(perform, result))
-
-        return finish
+        self._compiler.submit(perform)

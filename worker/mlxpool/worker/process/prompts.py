@@ -1,15 +1,23 @@
-"""From a `work` to its prompt, and from the ids of the prompt to a sequence. Pure."""
+"""Prepares the prompts of runs: from a `work` to a job, and from its ids to a sequence. Pure."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from msgspec import Struct
 
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.options import Options
 from mlxpool.common.protocol.chat import check_messages, check_think, check_tools
-from mlxpool.common.protocol.prompts import ChatPrompt, PackedPrompt, TextPrompt
+from mlxpool.common.protocol.from_worker import CallAnswer
+from mlxpool.common.protocol.prompts import ChatPrompt, PackedPrompt, TextPrompt, image_bytes
 from mlxpool.common.protocol.resume import Facts
 from mlxpool.common.protocol.to_worker import Work
 from mlxpool.common.protocol.token_ids import count_of, unpack_ids
-from mlxpool.worker.compute.messages import Admit, RunKey
+from mlxpool.worker.compute.messages import Admit, Compute, Decide, RunKey
 from mlxpool.worker.compute.prompt_report import PromptReport
 from mlxpool.worker.constraints.constraint import Constraint
 from mlxpool.worker.constraints.thought_bound import ThoughtBound
@@ -20,6 +28,7 @@ from mlxpool.worker.preparation.jobs import (
     NO_IMAGES,
     Encode,
     Encoded,
+    Job,
     Render,
     image_of,
 )
@@ -33,16 +42,52 @@ from mlxpool.worker.scheduling import context_policy
 from mlxpool.worker.scheduling.context_policy import ContextShift
 from mlxpool.worker.scheduling.sequence import Sequence
 
+NO_FILE = "the model has no tokenizer file"
 MAX_MARK_TOKENS = 16  # of the mark that begins thoughts, with white space behind it
 
-
-def began_at(work: Work, now: float) -> float:
-    """What chat templates call the time: a resume keeps the time at which its stream began."""
-    known = None if work.resume is None else work.resume.facts
-    return now if known is None or known.now is None else known.now
+Outcome = Admit | Compute | Decide | CallAnswer  # what a preparation makes of a request
 
 
-def job_of(opened: Opened, work: Work, now: float) -> Render | Encode | Encoded:
+class Arrival(Struct, frozen=True):
+    """When a request came: in monotonic seconds, and `now` in seconds since 1970."""
+
+    monotonic: float
+    now: float
+
+
+class Preparation(Struct, frozen=True):
+    """How a request is prepared.
+
+    `job` is performed first; an `Encoded` in its place is its result. `finish` makes the next
+    message of the job's result, and of the constraint of `format` if the answer has a format; it
+    raises PoolError. `size` in bytes or characters, `deadline` in monotonic seconds.
+    """
+
+    owner: str
+    size: int
+    job: Job | Encoded
+    finish: Callable[..., Outcome]
+    deadline: float = math.inf
+    format: Mapping[str, Any] | None = None
+
+
+def prepare_run(opened: Opened, key: RunKey, work: Work, came: Arrival) -> Preparation:
+    """The preparation of a run. Raises BadRequest and ContextExceeded for a bad `work`."""
+    # Templates are told the time; a resume keeps the time at which its stream began.
+    now = _facts(work).now
+    now = came.now if now is None else now
+    job = _job(opened, work, now)
+    format = work.options.format
+    if format is not None and (opened.no_format or opened.source is None):
+        raise BadRequest(f"format is not supported: {opened.no_format or NO_FILE}")
+    left = math.inf if work.deadline_ms is None else work.deadline_ms / 1000
+    deadline = came.monotonic + left
+    size = work.prompt.size + image_bytes(work.prompt)
+    finish = partial(_admit, opened, key, work, came.monotonic, deadline, now)
+    return Preparation(work.owner, size, job, finish, deadline, format)
+
+
+def _job(opened: Opened, work: Work, now: float) -> Render | Encode | Encoded:
     """What has to be done before the prompt's ids are known; Encoded if they are.
 
     Raises BadRequest and ContextExceeded for what can be refused before.
@@ -58,12 +103,10 @@ def job_of(opened: Opened, work: Work, now: float) -> Render | Encode | Encoded:
     if prompt.images and opened.images is None:
         raise BadRequest(NO_IMAGES)
     if isinstance(prompt, ChatPrompt):
-        messages, tools = check_messages(prompt.messages), check_tools(prompt.tools)
-        think = check_think(prompt.think)
         plain = work.options.plain_contents
         plain = opened.plain_contents if plain is None else plain
-        begun = work.options.continue_message
-        return Render(messages, tools, think, now, bound, prompt.images, begun, plain)
+        continues = work.options.continue_message
+        return render_of(prompt, now, bound, continues=continues, plain=plain)
     if isinstance(prompt, PackedPrompt) and prompt.key == "tokens":
         check_tokens(count_of(prompt.blob), bound)
         return Encoded(prompt.blob)
@@ -72,7 +115,23 @@ def job_of(opened: Opened, work: Work, now: float) -> Render | Encode | Encoded:
     return Encode(text, bound, images=prompt.images, suffix=work.options.suffix)
 
 
-def admit_of(
+def render_of(
+    chat: ChatPrompt, now: float, context: int, *, plain: bool, continues: bool = False
+) -> Render:
+    """The job that renders a chat. Raises BadRequest for a chat that no template can take."""
+    return Render(
+        check_messages(chat.messages),
+        check_tools(chat.tools),
+        check_think(chat.think),
+        now,
+        context,
+        chat.images,
+        continues,
+        plain,
+    )
+
+
+def _admit(
     opened: Opened,
     key: RunKey,
     work: Work,
@@ -84,7 +143,7 @@ def admit_of(
 ) -> Admit:
     """The run of a prompt whose ids are known. Raises BadRequest, or ContextExceeded.
 
-    `received` and `deadline` are monotonic seconds, `now` is that of `job_of`. The ids of a resume
+    `received` and `deadline` are monotonic seconds, `now` is that of `_job`. The ids of a resume
     are replayed here, to keep that work away from the compute thread; also in the `constraint` of
     the request's format.
     """
@@ -201,14 +260,19 @@ def _require_known_thoughts(opened: Opened, work: Work, prompt: Encoded) -> None
     """Raises BadRequest where an answer with a format might begin with thoughts, unknown here."""
     if not isinstance(work.prompt, ChatPrompt):
         return
-    templates = {} if opened.source is None else opened.source.templates
-    if (chat_format(templates.values()) or {}).get("thinking") == "harmony":
+    if answers_in_channels(opened):
         raise BadRequest("format is not supported in chats with models that answer in channels")
     if work.prompt.think and not prompt.thinks:
         raise BadRequest(
             "format beside think is supported where the chat template opens the thoughts, which"
             " that of this model does not: leave `think` out"
         )
+
+
+def answers_in_channels(opened: Opened) -> bool:
+    """Whether the chat templates are those of models whose thoughts and answers are channels."""
+    templates = {} if opened.source is None else opened.source.templates
+    return (chat_format(templates.values()) or {}).get("thinking") == "harmony"
 
 
 def _inputs(opened: Opened, prompt: Encoded) -> Inputs:

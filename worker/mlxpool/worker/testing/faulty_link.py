@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
@@ -16,10 +16,8 @@ from mlxpool.common.protocol.token_ids import ID_WIDTH
 from mlxpool.common.trace import History
 from mlxpool.common.transport.keys import Credentials
 from mlxpool.worker.compute.messages import RunKey
+from mlxpool.worker.process.intake import Intake, Request, Task
 from mlxpool.worker.process.link import Link
-from mlxpool.worker.process.preparations import MakeService, Product
-from mlxpool.worker.process.prepare import Preparer
-from mlxpool.worker.prompt.text_model import Opened
 from mlxpool.worker.testing.faults import FRAME_FAULTS, Faults
 
 FRAMES_BEFORE_LATE = 3  # `deltas` frames that overtake a late one
@@ -94,25 +92,17 @@ class FaultyLink(Link):
         self._late = [late for late in self._late if late.frames_before > 0]
 
 
-class FaultyPreparer(Preparer):
+class FaultyIntake(Intake):
     """Marks the runs that faults concern, and injects the faults of the site `accept`."""
 
-    def __init__(
-        self,
-        link: FaultyLink,
-        opened: Opened,
-        post: Callable[[Product], None],
-        make_service: MakeService,
-    ) -> None:
-        super().__init__(opened, post, make_service)
-        self._link = link
-
-    def prepare(self, key: RunKey, work: Work, fence: int = 0) -> None:
+    def prepare(self, task: Task, request: Request) -> None:
         """Raises Struck for the fault `raise`."""
-        if self._link.faults.concerns(_text_of(work.prompt)):
-            self._link.mark(key)
-            self._link.faults.strike_at("accept")
-        super().prepare(key, work, fence)
+        link = self._link
+        assert isinstance(link, FaultyLink)
+        if isinstance(request, Work) and link.faults.concerns(_text_of(request.prompt)):
+            link.mark(task.name)
+            link.faults.strike_at("accept")
+        super().prepare(task, request)
 
 
 def _text_of(prompt: Prompt) -> bytes:

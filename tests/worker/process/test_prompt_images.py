@@ -11,8 +11,8 @@ from mlxpool.common.protocol.to_worker import Work
 from mlxpool.worker.compute.messages import Admit
 from mlxpool.worker.engine.counting_engine import CountingText
 from mlxpool.worker.media.spans import is_slot
-from mlxpool.worker.preparation.jobs import Encode, Encoded, perform
-from mlxpool.worker.process.prompts import admit_of, job_of
+from mlxpool.worker.preparation.jobs import Encode, perform
+from mlxpool.worker.process.prompts import Arrival, prepare_run
 from mlxpool.worker.prompt.text_model import Opened
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.weights.inspect import inspect
@@ -32,13 +32,14 @@ def admitted(text: ChatTokenizer, prompt: str, *, context: int = 400, **body: An
     opened = Opened("digest", context, 264, text, text.source)
     blobs = [*FILES, *body.pop("behind", [])]
     message = Work.parse({"prompt": prompt, "images": 2, **body}, blobs)
-    job = job_of(opened, message, 0.0)
-    assert isinstance(job, Encode)
-    result = perform(text, job)
+    preparation = prepare_run(opened, (ID, 1), message, Arrival(0.0, 0.0))
+    assert isinstance(preparation.job, Encode)
+    result = perform(text, preparation.job)
     if isinstance(result, PoolError):
         raise result
-    assert isinstance(result, Encoded)
-    return admit_of(opened, (ID, 1), message, 0.0, 9.0, 0.0, result)
+    admit = preparation.finish(result)
+    assert isinstance(admit, Admit)
+    return admit
 
 
 PROMPT = "a[img-0]b[img-1]c[img-0]" + "d" * 20
@@ -85,4 +86,4 @@ def test_a_text_model_refuses_images() -> None:
     opened = Opened("digest", 99, 264, CountingText())
     message = Work.parse({"prompt": "[img-0]", "images": 1}, FILES[:1])
     with pytest.raises(BadRequest, match="this model does not support image input"):
-        job_of(opened, message, 0.0)
+        prepare_run(opened, (ID, 1), message, Arrival(0.0, 0.0))

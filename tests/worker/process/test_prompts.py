@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
 
 from mlxpool.common.errors import BadRequest, ContextExceeded, PoolError
-from mlxpool.common.protocol.to_worker import Detokenize, Tokenize, Work
-from mlxpool.common.protocol.token_ids import pack_ids, unpack_ids
-from mlxpool.worker.compute.messages import Admit, Answer, CallKey
+from mlxpool.common.protocol.to_worker import Work
+from mlxpool.common.protocol.token_ids import pack_ids
+from mlxpool.worker.compute.messages import Admit
 from mlxpool.worker.engine.counting_engine import CountingText
 from mlxpool.worker.preparation.jobs import Encoded, perform
-from mlxpool.worker.preparation.limits import Limits
-from mlxpool.worker.process.preparations import Prepared, Product, service_of
-from mlxpool.worker.process.prepare import Preparer
-from mlxpool.worker.process.prompts import admit_of, began_at, job_of
+from mlxpool.worker.process.prompts import Arrival, prepare_run
 from mlxpool.worker.prompt.text_model import Opened
 from mlxpool.worker.scheduling.context_policy import MAX_SHIFTED_IDS, ContextShift
 from support.context_window import window
-from support.pool import PATIENCE
 
 TEXT = CountingText()
 OPENED = Opened("digest", 32, 300, TEXT)
@@ -30,13 +25,14 @@ ID = bytes(16)
 def work(*blobs: bytes, opened: Opened = OPENED, **body: Any) -> Admit:
     """The run of a `work`, which came at 1000 s since 1970. Raises what ends its stream."""
     message = Work.parse(body, blobs)
-    now = began_at(message, 1000.0)
-    job = job_of(opened, message, now)
+    preparation = prepare_run(opened, (ID, 2), message, Arrival(1.5, 1000.0))
+    job = preparation.job
     result = job if isinstance(job, Encoded) else perform(TEXT, job)
     if isinstance(result, PoolError):
         raise result
-    assert isinstance(result, Encoded)
-    return admit_of(opened, (ID, 2), message, 1.5, 9.5, now, result)
+    admit = preparation.finish(result)
+    assert isinstance(admit, Admit)
+    return admit
 
 
 def test_text_becomes_a_sequence_with_its_facts() -> None:
@@ -209,8 +205,8 @@ def test_a_resume_truncates_its_prompt_in_the_same_way() -> None:
 def test_a_restore_point_moves_with_its_token(place: int, moved: int) -> None:
     message = Work.parse({"prompt": LONG, "options": {"truncate": True}}, ())
     prompt = Encoded(pack_ids(list(LONG.encode())), place)
-    admit = admit_of(OPENED, (ID, 1), message, 1.5, 9.5, 1000.0, prompt)
-    assert admit.sequence.restore_at == moved
+    admit = prepare_run(OPENED, (ID, 1), message, Arrival(1.5, 1000.0)).finish(prompt)
+    assert isinstance(admit, Admit) and admit.sequence.restore_at == moved
 
 
 def test_a_context_of_its_own_is_a_real_bound() -> None:
@@ -290,28 +286,3 @@ def test_nil_means_absent() -> None:
     assert (admit.sequence.ids, admit.sequence.seed) == ([], 0)
     facts = dict.fromkeys(("digest", "context", "max_tokens", "prompt_tokens", "now"))
     assert work(prompt="a", resume={"count": None, "facts": facts}).facts.max_tokens == 31
-
-
-def test_the_preparer_answers_in_order_and_survives_errors() -> None:
-    import queue
-
-    results: queue.SimpleQueue[Product] = queue.SimpleQueue()
-    preparer = Preparer(OPENED, results.put, partial(service_of, limits=Limits()))
-    preparer.start()
-    preparer.prepare((ID, 1), Work.parse({"prompt": "abc"}, ()))
-    with pytest.raises(BadRequest, match=r"messages\[0\] must be a map"):
-        preparer.prepare((ID, 2), Work.parse({"messages": [5]}, ()))
-    preparer.prepare(
-        (ID, 2), Work.parse({"prompt": "abc", "resume": {"facts": {"digest": "x"}}}, ())
-    )
-    preparer.answer(CallKey(0), ID, Tokenize("ab"))
-    preparer.answer(CallKey(1), ID, Tokenize(b"\xff"))
-    preparer.answer(CallKey(2), ID, Detokenize(pack_ids([1, 2])))
-    preparer.answer(CallKey(3), ID, Detokenize(b"abc"))
-    good, bad, ids, wrong, text, odd = (results.get(timeout=PATIENCE) for _ in range(6))
-    assert isinstance(good, Prepared) and good.admit is not None
-    assert isinstance(bad, Prepared) and bad.error is not None and bad.error.code == "bad_request"
-    assert isinstance(ids, Answer) and unpack_ids(ids.content.packed[0]) == [97, 98]
-    assert isinstance(wrong, Answer) and wrong.content.fields["code"] == "bad_request"
-    assert isinstance(text, Answer) and text.content.fields == {"text": "1 2 "}
-    assert isinstance(odd, Answer) and odd.content.fields["code"] == "bad_request"

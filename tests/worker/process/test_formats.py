@@ -17,7 +17,7 @@ from mlxpool.worker.constraints.vocabulary import load_vocabulary
 from mlxpool.worker.preparation.jobs import Encoded
 from mlxpool.worker.process import formats
 from mlxpool.worker.process.formats import Formats
-from mlxpool.worker.process.prompts import admit_of
+from mlxpool.worker.process.prompts import Arrival, prepare_run
 from mlxpool.worker.prompt.text_model import Opened
 from support.constrained_answers import constraint, demo, tokens_of
 from support.pool import PATIENCE
@@ -40,7 +40,10 @@ def admit(
     work = Work.parse(body, [pack_ids(had)])
     rule = None if format is None else constraint(format)
     prompt = Encoded(pack_ids(text.encode("a")), thinks=thinks)
-    return admit_of(opened, (bytes(16), 1), work, 0.0, 1.0, 0.0, prompt, rule)
+    preparation = prepare_run(opened, (bytes(16), 1), work, Arrival(0.0, 0.0))
+    made = preparation.finish(prompt) if rule is None else preparation.finish(prompt, rule)
+    assert isinstance(made, Admit)
+    return made
 
 
 def ids_of(words: str) -> list[int]:
@@ -121,11 +124,7 @@ def test_a_vocabulary_that_cannot_be_loaded_ends_requests_with_a_format_alone(
     made.load()
     while not made.is_loaded(ready.set):
         assert ready.wait(PATIENCE)
-
-    def make(result: Any, constraint: Any = None) -> Any:
-        return result
-
-    made.constraining(COLOURS, make, found.put)(Encoded(b""))
+    made.constrain(COLOURS, found.put)
     assert "no such file" in str(found.get(timeout=PATIENCE))
 
 
@@ -141,4 +140,6 @@ def test_thoughts_that_cannot_be_told_are_refused(template: str, words: str) -> 
     work = Work.parse({**body, "options": {"format": COLOURS}}, [])
     prompt = Encoded(pack_ids(text.encode("a")))
     with pytest.raises(BadRequest, match=words):
-        admit_of(opened, (bytes(16), 1), work, 0.0, 1.0, 0.0, prompt, constraint(COLOURS))
+        prepare_run(opened, (bytes(16), 1), work, Arrival(0.0, 0.0)).finish(
+            prompt, constraint(COLOURS)
+        )

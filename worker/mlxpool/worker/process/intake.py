@@ -1,0 +1,414 @@
+"""The requests of this worker: a table of its runs and calls, each from its message to its end.
+
+A run is one attempt of a request. It ends with its last delta, is handed back by `yield`, or is
+dropped with the connection that brought it. A call, of the tokenizer or for the model, ends with
+its answer or its cancel, or is dropped as a run is.
+
+Each is prepared first: the service of worker/preparation performs a job, and what the job's result
+means for the request is found out in the service's thread (see `Preparation.finish`), in the thread
+of `Formats` for an answer with a format. Then the compute thread computes it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from enum import Enum, auto
+from functools import partial
+from itertools import count
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from mlxpool.common.answer_format import text_of
+from mlxpool.common.errors import BadRequest, Internal, PoolError, TooLarge
+from mlxpool.common.protocol.decisions import DECIDE, DecideCall
+from mlxpool.common.protocol.deltas import Delta, RunEnd
+from mlxpool.common.protocol.encoder_calls import TASKS, EncoderCall
+from mlxpool.common.protocol.frames import Message
+from mlxpool.common.protocol.from_worker import CallAnswer, Credit, PromptSizes, Yield
+from mlxpool.common.protocol.to_worker import Detokenize, Tokenize, Work, count_of_resume
+from mlxpool.common.trace import History
+from mlxpool.worker.compute.messages import (
+    Admit,
+    Answer,
+    CallKey,
+    Compute,
+    Drop,
+    DropAll,
+    DropCall,
+    HandBack,
+    Inbound,
+    RunKey,
+)
+from mlxpool.worker.constraints.constraint import Constraint
+from mlxpool.worker.encoders.text import OpenedEncoder
+from mlxpool.worker.preparation.jobs import ENCODES, GENERATES, CheckFormat, Encoded, Result
+from mlxpool.worker.preparation.queue import Waiting
+from mlxpool.worker.preparation.service import Load, MakeService, Service
+from mlxpool.worker.process.calls import (
+    prepare_decide,
+    prepare_detokenize,
+    prepare_encode,
+    prepare_tokenize,
+)
+from mlxpool.worker.process.link import Link
+from mlxpool.worker.process.prompts import Arrival, Outcome, Preparation, prepare_run
+from mlxpool.worker.prompt.text_model import Opened
+
+if TYPE_CHECKING:
+    from mlxpool.worker.process.formats import Formats
+
+log = logging.getLogger("mlxpool.worker")
+
+Request = Work | Tokenize | Detokenize | DecideCall | EncoderCall
+Begin = Callable[[Any, Any, Any, Arrival], Preparation | Compute]
+
+PARSE: Mapping[str, Callable[[Mapping[str, Any], Sequence[bytes]], Request]] = {
+    Work.kind: Work.parse,
+    Tokenize.kind: Tokenize.parse,
+    Detokenize.kind: Detokenize.parse,
+    DECIDE: DecideCall.parse,
+    **{task: partial(EncoderCall.parse, task) for task in TASKS},
+}
+OF_TOKENIZERS: Mapping[type[Request], Begin] = {
+    Tokenize: prepare_tokenize,
+    Detokenize: prepare_detokenize,
+}
+OF_GENERATORS: Mapping[type[Request], Begin] = {
+    **OF_TOKENIZERS,
+    Work: prepare_run,
+    DecideCall: prepare_decide,
+}
+OF_ENCODERS: Mapping[type[Request], Begin] = {**OF_TOKENIZERS, EncoderCall: prepare_encode}
+
+
+class State(Enum):
+    """PREPARING → COMPUTING, or of a run PREPARING → CANCELLED until its preparation has ended."""
+
+    PREPARING = auto()
+    CANCELLED = auto()
+    COMPUTING = auto()
+
+
+class Task(Struct, eq=False):
+    """A run or a call that has not ended.
+
+    `name`: the broker's, (id, number of the run) or (id, 0) for a call. `key`: that of the messages
+    to and from the compute thread. `position`: the index of the first new id of a run.
+    """
+
+    name: RunKey
+    key: RunKey | CallKey
+    position: int = 0
+    state: State = State.PREPARING
+    # Gets the job's result. Written before the job is submitted, or when the task is dropped;
+    # taken by the service's thread with the result, for a prompt is freed then.
+    finish: Callable[[Result], None] | None = None
+
+
+class Prepared(Struct, frozen=True):
+    """What has become of a task's preparation: its next message, its answer or its error."""
+
+    task: Task
+    outcome: Outcome | PoolError
+
+
+class Intake:
+    """The table of tasks, and the credit that follows from it. Belongs to the main thread."""
+
+    def __init__(
+        self,
+        link: Link,
+        compute: Callable[[Inbound], None],
+        post: Callable[[Prepared], None],
+        history: History,
+        make_service: MakeService,
+    ) -> None:
+        """`compute` sends a message to the compute thread; `post` one to the main thread."""
+        self._link = link
+        self._compute = compute
+        self._post = post
+        self._history = history
+        self._make_service = make_service
+        self._opened: Opened | OpenedEncoder | None = None
+        self._service: Service | None = None  # there is one before the first `credit`
+        self._formats: Formats | None = None
+        self.fence = 0  # counts dropped connections; deltas for an older one are not sent
+        self._capacity = 0  # runs at once; 0 until the model is loaded
+        self._works = 0  # `work` frames of this epoch
+        self._draining = False
+        self._numbers = count()  # of calls: a later one may have the id of one that was cancelled
+        self.tasks: dict[RunKey, Task] = {}  # by name
+
+    def runs(self) -> list[Task]:
+        return [task for (_, number), task in self.tasks.items() if number]
+
+    # ---- the model -----------------------------------------------------------------------------
+
+    def opened(self, opened: Opened | OpenedEncoder) -> None:
+        """The model was checked: begin to start what prepares its requests."""
+        self._opened = opened
+        self._service = self._make_service(opened, self._deliver_result)
+        self._service.start()
+        if isinstance(opened, Opened) and opened.source is not None and not opened.no_format:
+            # Imports llguidance, which encoders and the counting model do not need.
+            from mlxpool.worker.process.formats import Formats
+
+            self._formats = Formats(opened)
+            self._formats.load()  # while no stream runs
+
+    def is_ready(self, again: Callable[[], None]) -> bool:
+        """Whether requests can be prepared; if not, a thread calls `again` when they can."""
+        return self._formats is None or self._formats.is_loaded(again)
+
+    def loaded(self, capacity: int) -> None:
+        """The model is ready for so many runs at once."""
+        self._capacity = capacity
+        self._send_credit()
+
+    @property
+    def load(self) -> Load:
+        """What the service performs."""
+        return Load() if self._service is None else self._service.load
+
+    @property
+    def preparing(self) -> int:
+        """How many runs do not compute yet."""
+        return sum(run.state is not State.COMPUTING for run in self.runs())
+
+    # ---- from the broker -----------------------------------------------------------------------
+
+    def new_epoch(self) -> None:
+        """The broker has welcomed this worker with a new epoch."""
+        self.drop_all()
+        self._works = 0
+        if self._capacity:
+            self._send_credit()
+
+    def drop_all(self) -> None:
+        """Forget all tasks: the broker has given them to another worker, or will do so."""
+        # The fence rises before DropAll is sent: the deltas that the compute thread posts until it
+        # handles DropAll have an older fence than those of later runs.
+        self.fence += 1
+        for task in self.tasks.values():
+            task.finish = None
+        self.tasks.clear()
+        if self._service is not None:
+            self._service.cancel_all()
+        self._compute(DropAll(self.fence))
+
+    def begin(self, message: Message) -> None:
+        """Take a request; a message that cannot be handled ends its own request only."""
+        task = self._run(message) if message.kind == Work.kind else self._call(message)
+        if task is None:
+            return
+        self.tasks[task.name] = task
+        try:
+            self.prepare(task, PARSE[message.kind](message.body, message.blobs))
+        except PoolError as error:
+            self._end(task, error)
+        except Exception as error:
+            log.exception("a message failed", extra={"kind": message.kind})
+            self._end(task, Internal(f"the request could not be read: {error!r}"))
+
+    def _run(self, message: Message) -> Task | None:
+        """The run of a `work`; None while draining."""
+        key = (message.header.id or b"", message.header.attempt)
+        position = count_of_resume(message.body)
+        self._works += 1
+        if self._history.on:
+            self._history.write("work", id=key[0], attempt=key[1], count=position)
+        if self._draining:
+            self._yield([key])
+            return None
+        assert self._service is not None, "the broker sends work after the first credit only"
+        return Task(key, key, position)
+
+    def _call(self, message: Message) -> Task | None:
+        """The call of a message; None before the model was opened."""
+        if self._service is None:
+            return None
+        id = message.header.id or b""
+        return Task((id, 0), CallKey(id, next(self._numbers)))
+
+    def cancel(self, name: RunKey) -> None:
+        """Stop a task. A run has a last delta then, a call gets no answer."""
+        task = self.tasks.get(name)
+        if task is None:
+            return
+        key = task.key
+        if isinstance(key, CallKey):
+            del self.tasks[name]
+            task.finish = None
+        if task.state is State.COMPUTING:
+            self._compute(DropCall(key) if isinstance(key, CallKey) else Drop(key))
+        else:
+            # A run keeps its place, and its credit, until its preparation has ended.
+            task.state = State.CANCELLED
+            assert self._service is not None
+            self._service.cancel(task)
+
+    def drain(self) -> None:
+        """Stop all runs and take no more; `handed_back` follows from the compute thread."""
+        if not self._draining:
+            self._draining = True
+            self._compute(HandBack())
+
+    # ---- from the other threads ----------------------------------------------------------------
+
+    def prepared(self, prepared: Prepared) -> None:
+        """A preparation has ended; it is ignored if its task is not in the table any more."""
+        task, outcome = prepared.task, prepared.outcome
+        if self.tasks.get(task.name) is not task:
+            return
+        cancelled, task.state = task.state is State.CANCELLED, State.COMPUTING
+        if cancelled:
+            self._end(task, _CANCELLED)
+        elif isinstance(outcome, PoolError):
+            self._end(task, outcome)
+        elif isinstance(outcome, CallAnswer):
+            self._answer(task, outcome)
+        elif not isinstance(outcome, Admit):
+            self._compute(outcome)
+        elif not self._draining:
+            self._link.send(PromptSizes([(*task.name, len(outcome.sequence.prompt))]))
+            self._compute(outcome)
+
+    def deliver(self, deltas: Sequence[Delta]) -> None:
+        """Send the deltas of one step, as far as their runs have not ended."""
+        tasks = self.tasks
+        self._deliver([one for one in deltas if one[:2] in tasks])
+
+    def answered(self, answer: Answer) -> None:
+        """The compute thread has the answer to a call, which may have been cancelled."""
+        task = self.tasks.get((answer.key.id, 0))
+        if task is not None and task.key == answer.key:
+            self._answer(task, answer.content)
+
+    def handed_back(self) -> None:
+        """The compute thread has stopped all runs, and all deltas that it made were delivered."""
+        # In this order: a cancelled run ends as such, and is not run again by another worker.
+        runs = self.runs()
+        for run in [run for run in runs if run.state is State.CANCELLED]:
+            self._end(run, _CANCELLED)
+        for run in [run for run in runs if run.state is State.PREPARING]:
+            assert self._service is not None
+            self._service.cancel(run)  # calls of the tokenizer are answered before the end
+        left = sorted(run.name for run in self.runs())
+        for name in left:
+            del self.tasks[name]
+        self._yield(left)
+
+    # ---- preparation ---------------------------------------------------------------------------
+
+    def prepare(self, task: Task, request: Request) -> None:
+        """Begin a preparation. Raises PoolError for a request that the model does not take."""
+        encodes = isinstance(self._opened, OpenedEncoder)
+        begin = (OF_ENCODERS if encodes else OF_GENERATORS).get(type(request))
+        if begin is None:
+            raise BadRequest(ENCODES if encodes else GENERATES)
+        came = Arrival(monotonic(), time.time())
+        begun = begin(self._opened, task.key, request, came)
+        if not isinstance(begun, Preparation):
+            self.prepared(Prepared(task, begun))
+        elif begun.format is None:
+            self._submit(task, begun, partial(self._finish, task, begun))
+        elif self._formats is not None and self._formats.knows(begun.format):
+            self._submit(task, begun, partial(self._constrain, task, begun))
+        else:
+            check = replace(begun, job=CheckFormat(begun.format), size=len(text_of(begun.format)))
+            self._submit(task, check, partial(self._checked, task, begun))
+
+    def _submit(
+        self, task: Task, preparation: Preparation, finish: Callable[[Result], None]
+    ) -> None:
+        """Have the service perform the job. The main thread calls it, or the service's."""
+        assert self._service is not None
+        task.finish = finish
+        one = preparation
+        if isinstance(one.job, Encoded):
+            self._service.submit_result(task, one.job)
+        else:
+            self._service.submit(Waiting(task, one.owner, one.size, one.job, one.deadline))
+
+    # The methods below are called by the service's thread, `_finish` also by that of the formats.
+
+    def _deliver_result(self, task: Hashable, result: Result) -> None:
+        """Take the result of a task's job."""
+        assert isinstance(task, Task)
+        finish, task.finish = task.finish, None
+        if finish is not None:
+            finish(result)
+
+    def _checked(self, task: Task, preparation: Preparation, result: Result) -> None:
+        """The format of a run was checked: its prompt is next."""
+        if isinstance(result, PoolError):
+            self._finish(task, preparation, result)
+        else:
+            self._submit(task, preparation, partial(self._constrain, task, preparation))
+
+    def _constrain(self, task: Task, preparation: Preparation, result: Result) -> None:
+        """The ids of a prompt are known: the constraint of its answer is next."""
+        assert self._formats is not None and preparation.format is not None
+        finish = partial(self._finish, task, preparation, result)
+        self._formats.constrain(preparation.format, finish)
+
+    def _finish(self, task: Task, preparation: Preparation, *found: Result | Constraint) -> None:
+        """All that the request needs was found, or an error in its place: post what follows."""
+        outcome: Outcome | PoolError
+        try:
+            for one in found:
+                if isinstance(one, PoolError):
+                    raise one
+            outcome = preparation.finish(*found)
+        except PoolError as error:
+            outcome = error
+        except Exception as error:
+            outcome = Internal(f"the prompt could not be read: {error!r}")
+        self._post(Prepared(task, outcome))
+
+    # ---- to the broker -------------------------------------------------------------------------
+
+    def _end(self, task: Task, end: RunEnd | PoolError) -> None:
+        """End a task that never reached the compute thread."""
+        if isinstance(task.key, CallKey):
+            self._answer(task, CallAnswer(end.body()))
+        else:
+            self._deliver([Delta(*task.name, task.position, "", b"", end=end.body())])
+
+    def _answer(self, task: Task, content: CallAnswer) -> None:
+        """The one place where a call ends with an answer."""
+        del self.tasks[task.name]
+        id = task.key[0]
+        try:
+            self._link.send(content, id)
+        except TooLarge as error:
+            self._link.send(CallAnswer(error.body()), id)
+
+    def _deliver(self, deltas: list[Delta]) -> None:
+        ended = [one[:2] for one in deltas if one.end is not None]
+        for name in ended:
+            self.tasks.pop(name, None)
+        if deltas:
+            self._link.send_deltas(deltas)
+        if ended:
+            self._send_credit()
+
+    def _yield(self, keys: list[RunKey]) -> None:
+        if keys:
+            self._link.send(Yield(keys))
+            for id, attempt in keys:
+                self._history.write("yield", id=id, attempt=attempt)
+        self._send_credit()
+
+    def _send_credit(self) -> None:
+        """Credit is the capacity minus the runs that have not ended; none while draining."""
+        free = 0 if self._draining else max(0, self._capacity - len(self.runs()))
+        self._link.send(Credit(free, self._works))
+
+
+_CANCELLED = RunEnd("cancelled")
