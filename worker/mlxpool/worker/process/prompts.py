@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.options import Options
@@ -162,36 +163,21 @@ def _admit(
     check_tokens(len(prompt_ids), context)
     check_ids(ids, opened.vocab_size, "resume")
     grammar = None if constraint is None else constraint.digest
-    _compare(
-        known,
-        Facts(opened.digest, prompt_tokens=len(prompt_ids), truncated=removed, grammar=grammar),
-    )
-    max_tokens = _max_tokens(known, len(prompt_ids), context, options)
+    size = len(prompt_ids)
+    facts = Facts(opened.digest, context, None, size, now, prompt.thinks, removed, grammar)
+    _compare(known, facts)
+    max_tokens = _max_tokens(known, size, context, options)
     shift = ContextShift(context, keep, media) if options.shift else None
     if len(ids) > max_tokens:
         raise BadRequest(f"resume has {len(ids)} ids, max_tokens is {max_tokens}")
-    discarded = 0 if shift is None else shift.discarded(len(prompt_ids) + len(ids))
+    discarded = 0 if shift is None else shift.discarded(size + len(ids))
     inside = without(media, keep, discarded)
     stops = (*options.stop, *ENDS) if options.suffix else options.stop
     detokenizer = Detokenizer(opened.text.piece, stops, opened.texts)
     detokenizer.replay(ids)
     thoughts = _thoughts(opened, work, prompt, prompt_ids, formatted=constraint is not None)
-    bound = None
-    if constraint is not None:
-        if thoughts is not None:
-            constraint.begin_in_thoughts(thoughts)
-        constraint.replay(ids)
-    elif thoughts is not None:
-        bound = ThoughtBound(thoughts, opened.vocab_size)
-        bound.replay(ids)
-    reported = 0 if work.resume is None else work.resume.reported
-    unseen = _unseen(opened, work, prompt_ids)
-    report = PromptReport.of(options, prompt_ids, opened.text.piece, reported, unseen)
-    if report is not None and ids and reported < len(prompt_ids):
-        raise BadRequest(
-            f"resume has {len(ids)} ids and {reported} of {len(prompt_ids)} reported tokens of the"
-            " prompt, which come before all ids"
-        )
+    bound = _replay_in_thoughts(thoughts, constraint, ids, opened.vocab_size)
+    report = _report(opened, work, prompt_ids, ids)
     sequence = Sequence(
         id=key[0],
         run_number=key[1],
@@ -208,18 +194,9 @@ def _admit(
         owner=work.owner,
         images={span.image: whole.images[span.image] for span in inside},
         shared=work.shared,
-        reported=max(1, reported) if options.prompt_alternatives >= 0 else 0,
+        reported=max(1, _reported(work)) if options.prompt_alternatives >= 0 else 0,
     )
-    facts = Facts(
-        opened.digest,
-        context,
-        max_tokens,
-        len(prompt_ids),
-        now,
-        prompt.thinks,
-        removed,
-        grammar,
-    )
+    facts = replace(facts, max_tokens=max_tokens)
     return Admit(sequence, facts, detokenizer, received, deadline, constraint, report, bound)
 
 
@@ -244,6 +221,43 @@ def _thoughts(
     end = b"".join(map(piece, ids[-MAX_MARK_TOKENS:])).decode("utf-8", "replace")
     inside = opens_thinking(end)
     return Thoughts(piece, MARKS[name], inside=inside, most=most, closings=closings)
+
+
+def _replay_in_thoughts(
+    thoughts: Thoughts | None, constraint: Constraint | None, ids: list[int], vocab_size: int
+) -> ThoughtBound | None:
+    """Replay the ids of a resume where thoughts or a format depend on them.
+
+    Returns the bound of thoughts in an answer without a format.
+    """
+    if constraint is not None:
+        if thoughts is not None:
+            constraint.begin_in_thoughts(thoughts)
+        constraint.replay(ids)
+    elif thoughts is not None:
+        bound = ThoughtBound(thoughts, vocab_size)
+        bound.replay(ids)
+        return bound
+    return None
+
+
+def _report(
+    opened: Opened, work: Work, prompt: tuple[int, ...], ids: list[int]
+) -> PromptReport | None:
+    """The report of the prompt, as far as the stream does not have it. Raises BadRequest."""
+    reported, unseen = _reported(work), _unseen(opened, work, prompt)
+    report = PromptReport.of(work.options, prompt, opened.text.piece, reported, unseen)
+    if report is not None and ids and reported < len(prompt):
+        raise BadRequest(
+            f"resume has {len(ids)} ids and {reported} of {len(prompt)} reported tokens of the"
+            " prompt, which come before all ids"
+        )
+    return report
+
+
+def _reported(work: Work) -> int:
+    """How many tokens of the prompt the stream was told of."""
+    return 0 if work.resume is None else work.resume.reported
 
 
 def _unseen(opened: Opened, work: Work, prompt: tuple[int, ...]) -> int:
