@@ -78,6 +78,15 @@ def test_a_folder_that_cannot_be_written_is_logged(
     assert "not kept" in caplog.text
 
 
+def test_nothing_is_kept_in_a_folder_that_others_can_open(
+    tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tmp_path.chmod(0o755)
+    kept = KeptFile("times", KEY)
+    kept.write(b"1")
+    assert kept.read() is None and not folder.exists() and not caplog.records
+
+
 def test_the_machines_key_changes_with_our_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,7 +51,7 @@ def use(run_dir: Path | None = None) -> Path:
     Called before MLX is used, and before other threads run. Raises OSError naming the variable to
     set if no folder can be made.
     """
-    folder = _inherited() or _chosen(run_dir)
+    folder = in_use() or _chosen(run_dir)
     os.environ[TEMPORARY] = str(folder)
     if named := os.environ.get(KERNELS):
         try:
@@ -62,7 +62,7 @@ def use(run_dir: Path | None = None) -> Path:
     return folder
 
 
-def _inherited() -> Path | None:
+def in_use() -> Path | None:
     """What TMPDIR names, if it is safe; or was made by the process that started this one."""
     named = os.environ.get(TEMPORARY)
     if not named:

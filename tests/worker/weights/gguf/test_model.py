@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
+from mlxpool.worker.weights.gguf import model
 from mlxpool.worker.weights.gguf.header import read_gguf_header
 from mlxpool.worker.weights.inspect import ModelFolder, inspect
 from mlxpool.worker.weights.locate import find_files
@@ -381,6 +382,26 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
         stream.truncate(last.begin + 4)
     with pytest.raises(ModelLoadFailed, match=r"m\.gguf"):
         load(found)
+
+
+def test_a_header_is_read_once_unless_the_file_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = list[Path]()
+
+    def counted(path: Path) -> Any:
+        reads.append(path)
+        return read_gguf_header(path)
+
+    monkeypatch.setattr(model, "read_gguf_header", counted)
+    file = llama(tmp_path)
+    load(opened(file))
+    assert reads == [file]
+    found = opened(file)
+    file.rename(tmp_path / "old.gguf")
+    llama(tmp_path, metadata={"general.name": "another, whose tensors begin elsewhere"})
+    load(found)
+    assert reads == [file] * 3
 
 
 def test_a_part_of_a_tensor(tmp_path: Path) -> None:

@@ -23,8 +23,8 @@ from mlxpool.worker.engine.engine import Engine
 from mlxpool.worker.engine.kv_setting import require_kv, require_no_kv, resume_note
 from mlxpool.worker.groups.divisions import Part, part_of
 from mlxpool.worker.groups.links import GroupLinks, StartGroup
+from mlxpool.worker.prompt.kept_text import text_of
 from mlxpool.worker.prompt.text_model import Opened, TextSource, TokenTable
-from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.scheduling.memory_estimate import dequantises_at_load
 from mlxpool.worker.speculation.drafter import AUTO, MTP, NGRAM, OFF
 from mlxpool.worker.speculation.ngram_search import MAX_TOKENS
@@ -450,10 +450,10 @@ def _require_mlx() -> None:
 
 def _text_of(folder: ModelFolder) -> tuple[TokenTable, TextSource]:
     """Checks the tokenizer and the chat templates, and keeps neither; logs what files deny."""
-    text = ChatTokenizer.from_folder(folder)
-    for note in (*folder.notes, *text.notes):
+    table, source, notes = text_of(folder)
+    for note in (*folder.notes, *notes):
         log.warning(note, extra={"model": str(folder.path)})
-    return text.table(folder.plan.vocab_size), text.source
+    return table, source
 
 
 def as_load_error(error: BaseException, name: str) -> PoolError:

@@ -1,7 +1,8 @@
 """Files in which a load keeps what it found out, for later loads of the same model.
 
-They lie beside the compiled kernels, in the temporary folder of this user alone (private_temp). A
-file counts for the key that it names and no other; one that is broken is not read.
+They lie beside the compiled kernels, in the temporary folder of this user alone; where TMPDIR names
+another folder nothing is kept. A file counts for the key that it names and no other; one that is
+broken is not read.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import mlxpool.worker
-from mlxpool.common.process.private_temp import TEMPORARY
+from mlxpool.common.process import private_temp
 
 Key = Mapping[str, Any]  # of JSON's types
 
@@ -36,15 +37,21 @@ log = logging.getLogger("mlxpool.worker")
 
 
 class KeptFile:
-    """The file of a kind (a word) for a key. Several processes may read and write it at once."""
+    """The file of a kind (a word) for a key. Several processes may read and write it at once.
+
+    `path` None: there is no folder of this user alone, see private_temp.
+    """
 
     def __init__(self, kind: str, key: Key) -> None:
         self._key = json.dumps(key, sort_keys=True).encode()
         name = f"{kind}-{hashlib.sha256(self._key).hexdigest()[:32]}"
-        self.path = Path(os.environ.get(TEMPORARY) or tempfile.gettempdir()) / FOLDER / name
+        folder = private_temp.in_use()
+        self.path = None if folder is None else folder / FOLDER / name
 
     def read(self) -> bytes | None:
         """What was written for this key; None: nothing, or the file is broken, which is logged."""
+        if self.path is None:
+            return None
         try:
             data = self.path.read_bytes()
         except OSError:
@@ -63,6 +70,7 @@ class KeptFile:
 
     def refuse(self, why: str) -> None:
         """Logs why the content is not used, and removes the file."""
+        assert self.path is not None
         log.warning(
             "what an earlier load kept is not used", extra={"why": why, "file": str(self.path)}
         )
@@ -71,6 +79,8 @@ class KeptFile:
 
     def write(self, content: bytes) -> None:
         """Keeps the content; other processes see it whole or not at all. A failure is logged."""
+        if self.path is None:
+            return
         body = self._key + b"\n" + content
         data = MAGIC + hashlib.sha256(body).digest() + body
         try:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.weights.chat_template_files import find_sources
-from mlxpool.worker.weights.json_files import FileLookup, optional_json
+from mlxpool.worker.weights.json_files import FileLookup, optional_json, read_file
 
 _ID = re.compile(r"[0-9]{1,10}")
 SETTINGS, OLDER_SETTINGS = "tokenizer_config.json", "special_tokens_map.json"
@@ -37,7 +40,7 @@ class SpecialTokens(Struct, frozen=True):
         """`config` is config.json. Raises ModelLoadFailed naming the file and the value."""
         settings = optional_json(path / SETTINGS)
         add_bos = settings.get("add_bos_token")
-        tokenizer = TokenIds.read(optional_json(path / "tokenizer.json"), settings)
+        tokenizer = TokenIds.read(_vocabulary(path / "tokenizer.json"), settings)
         eos_ids, notes = _ends(path, config, tokenizer)
         return cls(
             eos_ids=eos_ids,
@@ -45,6 +48,25 @@ class SpecialTokens(Struct, frozen=True):
             add_bos=add_bos if isinstance(add_bos, bool) else None,
             notes=tuple(notes),
         )
+
+
+class _Model(Struct):
+    vocab: Any = None
+
+
+class _Tokenizer(Struct):
+    """The parts of tokenizer.json that name tokens: most of a large one are merges."""
+
+    model: _Model
+    added_tokens: Any = None
+
+
+def _vocabulary(file: Path) -> Mapping[str, Any]:
+    """The parts of tokenizer.json that TokenIds reads; all of a file with an unusual form."""
+    with suppress(ModelLoadFailed, msgspec.DecodeError, RecursionError):
+        found = msgspec.json.decode(read_file(file), type=_Tokenizer)
+        return {"model": {"vocab": found.model.vocab}, "added_tokens": found.added_tokens}
+    return optional_json(file)
 
 
 def token_names(path: FileLookup) -> dict[str, str]:
@@ -149,9 +171,10 @@ def _ends(
             notes.append(f"{name}: eos_token_id {_listed(words)} ends no answer: it is a word")
     if not taken:
         notes.append("no file names a token that ends a text: answers end at max_tokens")
-    known = special | {token for token in tokenizer.words.values() if _is_id(token)}
-    if known and (lost := ends - known):
-        notes.append(f"eos_token_id {_listed(lost)} is no id of tokenizer.json")
+    if lost := ends - special:  # words are many, and seldom end an answer
+        words = {token for token in tokenizer.words.values() if _is_id(token)}
+        if (special or words) and (lost := lost - words):
+            notes.append(f"eos_token_id {_listed(lost)} is no id of tokenizer.json")
     return taken, notes
 
 

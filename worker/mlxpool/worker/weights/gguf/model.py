@@ -91,19 +91,24 @@ def open_gguf(files: Sequence[Path]) -> ModelFiles:
     architecture or a vocabulary that is unknown, parts of different models.
     """
     require_finished(files)
+    stamps = {file: stamp_of(file) for file in files}
     headers = [read_gguf_header(file) for file in files]
     _require_parts(headers)
     fields = Fields(files[0], headers[0].metadata)
     architecture = architecture_of(fields)
     config = _config(headers, fields, architecture)
 
+    read = {one.file: one for one in headers}  # given away: a large vocabulary takes memory
+    tensors = {one.file: one.tensors for one in headers}
+
     def header(file: Path) -> Header:
-        return as_checkpoint(read_gguf_header(file), architecture)
+        return as_checkpoint(read.pop(file, None) or read_gguf_header(file), architecture)
 
     def reads(file: Path) -> ShardReads:
         from mlxpool.worker.weights.gguf.reads import GgufReads
 
-        return GgufReads(file, architecture, config)
+        known = tensors[file] if stamp_of(file) == stamps[file] else read_gguf_header(file).tensors
+        return GgufReads(file, known, architecture, config)
 
     return ModelFiles(
         where=files[0],
@@ -112,6 +117,15 @@ def open_gguf(files: Sequence[Path]) -> ModelFiles:
         read=listed_contents,
         format=ShardFormat(header, reads),
     )
+
+
+def stamp_of(file: Path) -> tuple[int, int, int] | None:
+    """The file's number, size and time of change; None where it is missing."""
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _require_parts(headers: Sequence[GgufHeader]) -> None:

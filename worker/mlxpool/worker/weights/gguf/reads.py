@@ -15,16 +15,22 @@ from mlxpool.worker.weights.cuts import Cut
 from mlxpool.worker.weights.gguf.architectures import Architecture
 from mlxpool.worker.weights.gguf.blocks import packed_rows
 from mlxpool.worker.weights.gguf.contents import WHOLE
-from mlxpool.worker.weights.gguf.header import StoredTensor, read_gguf_header
+from mlxpool.worker.weights.gguf.header import StoredTensor
 
 
 class GgufReads:
     """The tensors of a file. A tensor is read when the first of its parts is taken."""
 
-    def __init__(self, file: Path, architecture: Architecture, config: Mapping[str, Any]) -> None:
-        """Raises ModelLoadFailed where the header cannot be read any more."""
+    def __init__(
+        self,
+        file: Path,
+        tensors: Mapping[str, StoredTensor],
+        architecture: Architecture,
+        config: Mapping[str, Any],
+    ) -> None:
+        """`tensors`: those of the file's header."""
         self._file, self._architecture, self._config = file, architecture, config
-        self._tensors = read_gguf_header(file).tensors
+        self._tensors = tensors
         self._parts: dict[str, mx.array] = {}  # read, and not yet taken
 
     def pop(self, name: str, default: None = None) -> mx.array | None:

@@ -1,0 +1,76 @@
+"""What a load makes of a model's tokenizer, kept for later loads of the same files. No MLX.
+
+The tokenizer itself is read by other processes (preparation/fork_server.py), so a load that finds
+it kept need not read it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from mlxpool.worker.prompt.added_tokens import OLDER_IDS
+from mlxpool.worker.prompt.text_model import TextSource, TokenTable
+from mlxpool.worker.prompt.tokenizer import ChatTokenizer
+from mlxpool.worker.system.kept_files import KeptFile, code
+from mlxpool.worker.weights.inspect import ModelFolder
+from mlxpool.worker.weights.json_files import is_present, read_file
+
+KIND = "tokenizer"
+
+
+class KeptText(Struct, frozen=True):
+    """What a load needs of a tokenizer. `source`: TextSource.as_map; `notes`: see ChatTokenizer."""
+
+    source: dict[str, Any]
+    pieces: tuple[bytes, ...]
+    notes: tuple[str, ...]
+
+
+def text_of(folder: ModelFolder) -> tuple[TokenTable, TextSource, tuple[str, ...]]:
+    """The bytes of tokens, what other processes need to prepare requests, and notes to log.
+
+    Raises ModelLoadFailed as ChatTokenizer.from_folder.
+    """
+    file = KeptFile(KIND, _key(folder))
+    kept = _decoded(file)
+    if kept is None:
+        kept = _read(folder)
+        file.write(msgspec.msgpack.encode(kept))
+    path = str(folder.files / "tokenizer.json")
+    source = TextSource.from_map({**kept.source, "tokenizer": path})
+    return TokenTable(kept.pieces, source.max_bytes_per_token), source, kept.notes
+
+
+def _key(folder: ModelFolder) -> dict[str, Any]:
+    older = folder.files / OLDER_IDS
+    ids = hashlib.sha256(read_file(older)).hexdigest() if is_present(older) else ""
+    return {
+        **code(),
+        "tokenizers": version("tokenizers"),
+        "model": folder.digest,
+        "ids": ids,
+        "rows": folder.plan.embedding_rows,
+        "tokens": folder.plan.vocab_size,
+    }
+
+
+def _decoded(file: KeptFile) -> KeptText | None:
+    content = file.read()
+    if content is None:
+        return None
+    try:
+        return msgspec.msgpack.decode(content, type=KeptText)
+    except msgspec.DecodeError as error:
+        file.refuse(str(error))
+        return None
+
+
+def _read(folder: ModelFolder) -> KeptText:
+    text = ChatTokenizer.from_folder(folder)
+    pieces = tuple(map(text.piece, range(folder.plan.vocab_size)))
+    return KeptText(text.source.as_map(), pieces, tuple(text.notes))
