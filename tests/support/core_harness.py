@@ -17,13 +17,10 @@ from typing import Any
 from mlxpool.broker.core import actions as act
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.core import Core
-from mlxpool.broker.models.model import Model
-from mlxpool.broker.models.model_states import DEMANDED
-from mlxpool.broker.requests.request import Request
-from mlxpool.broker.requests.request_states import RequestState
+from mlxpool.broker.models.model import DEMANDED, Model
+from mlxpool.broker.requests.request import Request, RequestState
 from mlxpool.broker.workers.liveness import Sample
-from mlxpool.broker.workers.worker import Worker
-from mlxpool.broker.workers.worker_states import WorkerState
+from mlxpool.broker.workers.worker import Worker, WorkerState
 from mlxpool.common.config.schema import ModelConfig, PoolConfig
 from mlxpool.common.progress import ProgressReading
 from mlxpool.common.protocol import deltas

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlxpool.broker.requests.request import Reader, Request, Run
-from mlxpool.broker.requests.request_states import RequestState
+from mlxpool.broker.requests.request import Reader, Request, RequestState, Run
 from mlxpool.common.protocol.from_client import Generate
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from mlxpool.broker.transport.backlogs import Backlogs
-from mlxpool.broker.transport.peers import Peer, Peers
+from mlxpool.broker.transport.peers import Backlogs, Peer, Peers
 from mlxpool.common.protocol import frames
 from mlxpool.common.protocol.frames import Message
 

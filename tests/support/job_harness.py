@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from mlxpool.broker.core import actions as core_actions
 from mlxpool.broker.core.state import JOBS_LINK
-from mlxpool.broker.edge.job_ports import CoreView, job_event
+from mlxpool.broker.edge.job_service import CoreView, job_event
 from mlxpool.broker.jobs import actions as act
 from mlxpool.broker.jobs import events as ev
 from mlxpool.broker.jobs.manager import JobManager

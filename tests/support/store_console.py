@@ -16,11 +16,10 @@ import threading
 from pathlib import Path
 
 from mlxpool.broker.store.errors import StoreUnusable
-from mlxpool.broker.store.inbox import Bounds
 from mlxpool.broker.store.operations import Operation, ReadJob, Release
 from mlxpool.broker.store.records import Refused, Result
 from mlxpool.broker.store.sqlite_store import SqliteOpener
-from mlxpool.broker.store.writer import StoreWriter
+from mlxpool.broker.store.writer import Bounds, StoreWriter
 from support.job_store import BOOT, MAX_BYTES, finish, job_id, progress, submit
 from support.pool import until
 

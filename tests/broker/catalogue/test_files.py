@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mlxpool.broker.catalogue.files import fingerprints, location, weights_bytes
+from mlxpool.broker.catalogue.scanner import fingerprints, location, weights_bytes
 from mlxpool.common.config.schema import ModelConfig
 from support.model_inspection import model_folder
 

@@ -250,7 +250,7 @@ MUTANTS = (
     ),
     _broker(
         "pinned models are evicted",
-        "models/eviction",
+        "models/registry",
         " and m.local_workers and m.config.keep_alive >= 0]\n",
         " and m.local_workers]\n",
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mlxpool.broker.core import events as ev
-from mlxpool.broker.requests.request_states import RequestState
+from mlxpool.broker.requests.request import RequestState
 from mlxpool.common.protocol import token_ids
 from support import core_events as make
 from support import kinds

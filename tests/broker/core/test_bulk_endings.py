@@ -11,7 +11,7 @@ from mlxpool.broker.core.bulk_endings import MAX_ENDED
 from mlxpool.broker.core.delivery import Delivery
 from mlxpool.broker.requests.request import Request
 from mlxpool.broker.workers import placement
-from mlxpool.broker.workers.worker_states import WorkerState
+from mlxpool.broker.workers.worker import WorkerState
 from mlxpool.common.errors import PoolError
 from mlxpool.common.protocol.token_ids import pack_ids
 from support import kinds

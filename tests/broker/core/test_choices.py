@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mlxpool.broker.workers.worker_states import WorkerState
+from mlxpool.broker.workers.worker import WorkerState
 from support.core_harness import FakeWorker, Story, body_of, model
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.models import listing
-from mlxpool.broker.requests.request_states import RequestState
-from mlxpool.broker.workers.worker_states import WorkerState
+from mlxpool.broker.requests.request import RequestState
+from mlxpool.broker.workers.worker import WorkerState
 from mlxpool.common.progress import ProgressReading
 from mlxpool.common.protocol.token_ids import pack_ids
 from support import core_events as make

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mlxpool.broker.core import actions as act
-from mlxpool.broker.requests.request_states import RequestState
+from mlxpool.broker.requests.request import RequestState
 from mlxpool.common.protocol import frames
 from mlxpool.common.protocol.token_ids import pack_ids
 from support import core_events as make

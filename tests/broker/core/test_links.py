@@ -9,9 +9,8 @@ from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.bulk_endings import MAX_ENDED
 from mlxpool.broker.core.core import MAX_DUE
 from mlxpool.broker.requests.fair_queue import Queue
-from mlxpool.broker.requests.request import Request
-from mlxpool.broker.requests.request_states import RequestState
-from mlxpool.broker.workers.worker_states import WorkerState
+from mlxpool.broker.requests.request import Request, RequestState
+from mlxpool.broker.workers.worker import WorkerState
 from mlxpool.common.protocol import deltas
 from mlxpool.common.protocol.token_ids import pack_ids
 from support import core_events as make

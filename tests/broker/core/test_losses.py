@@ -8,7 +8,7 @@ import pytest
 
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.actions import RequestEnded
-from mlxpool.broker.requests.request_states import RequestState
+from mlxpool.broker.requests.request import RequestState
 from mlxpool.broker.workers.worker import PROVEN_TOKENS
 from mlxpool.common.protocol.token_ids import pack_ids
 from support.core_harness import (

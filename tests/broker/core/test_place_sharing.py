@@ -7,7 +7,7 @@ from typing import Any
 
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.requests.place_shares import KEEP, PATIENCE, TURN
-from mlxpool.broker.requests.request_states import RequestState
+from mlxpool.broker.requests.request import RequestState
 from mlxpool.common.protocol.from_client import Generate
 from support import kinds
 from support.core_harness import BOB, OWNER, FakeWorker, Story, X, model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlxpool.broker.workers.worker_states import WorkerState
+from mlxpool.broker.workers.worker import WorkerState
 from mlxpool.common.progress import ProgressReading
 from support import core_events as make
 from support.core_harness import (

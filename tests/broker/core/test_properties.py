@@ -15,11 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from mlxpool.broker.core import actions as act
 from mlxpool.broker.core import events as ev
-from mlxpool.broker.requests.request import Request
-from mlxpool.broker.requests.request_states import RequestState
+from mlxpool.broker.requests.request import Request, RequestState
 from mlxpool.broker.workers.gpu_places import GpuPlaces
-from mlxpool.broker.workers.worker import Worker
-from mlxpool.broker.workers.worker_states import FENCED, WorkerState
+from mlxpool.broker.workers.worker import FENCED, Worker, WorkerState
 from mlxpool.common.progress import ProgressReading
 from mlxpool.common.protocol.token_ids import pack_ids
 from support import core_events as make

@@ -8,9 +8,8 @@ import pytest
 
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.models import listing
-from mlxpool.broker.requests.request_states import RequestState
-from mlxpool.broker.workers.worker import PROVEN_TOKENS, restart_delay
-from mlxpool.broker.workers.worker_states import WorkerState
+from mlxpool.broker.requests.request import RequestState
+from mlxpool.broker.workers.worker import PROVEN_TOKENS, WorkerState, restart_delay
 from mlxpool.common.errors import MAX_MESSAGE
 from support import core_events as make
 from support import kinds

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlxpool.broker.requests.request_states import RequestState
+from mlxpool.broker.requests.request import RequestState
 from mlxpool.common.protocol import deltas
 from mlxpool.common.protocol.to_client import Fate
 from mlxpool.common.protocol.token_ids import pack_ids

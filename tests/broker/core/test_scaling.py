@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from mlxpool.broker.admin.reload import without_local_workers
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.models.replica_scaling import HOLD
-from mlxpool.broker.workers.worker_states import WorkerState
+from mlxpool.broker.workers.worker import WorkerState
 from mlxpool.common.config.schema import PoolConfig, Scaling
 from support.core_harness import FakeWorker, Story, model
 

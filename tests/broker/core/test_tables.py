@@ -11,18 +11,16 @@ import pytest
 from mlxpool.broker.jobs import job_states
 from mlxpool.broker.jobs.active import ActiveJob
 from mlxpool.broker.jobs.job_states import JobPhase
-from mlxpool.broker.models import model_states
-from mlxpool.broker.models.model import Model
-from mlxpool.broker.models.model_states import ModelState
-from mlxpool.broker.requests import request_states as requests
-from mlxpool.broker.requests.request_states import RequestState
+from mlxpool.broker.models import model
+from mlxpool.broker.models.model import Model, ModelState
+from mlxpool.broker.requests import request as requests
+from mlxpool.broker.requests.request import RequestState
 from mlxpool.broker.store import operations as op
 from mlxpool.broker.store.records import Scope
 from mlxpool.broker.workers import gpu_places
-from mlxpool.broker.workers import worker_states as workers
+from mlxpool.broker.workers import worker as workers
 from mlxpool.broker.workers.gpu_places import Place, PlaceState
-from mlxpool.broker.workers.worker import Worker
-from mlxpool.broker.workers.worker_states import WorkerState
+from mlxpool.broker.workers.worker import Worker, WorkerState
 from mlxpool.common.config.schema import ModelConfig
 from mlxpool.common.protocol.kept.job_messages import Submit
 from mlxpool.common.protocol.packing import pack
@@ -32,7 +30,7 @@ from support.store_model import StoreModel
 TABLES: list[tuple[type[Enum], Mapping[Any, Mapping[str, Any]], Enum, set[Enum]]] = [
     (RequestState, requests.TRANSITIONS, RequestState.QUEUED, set(requests.TERMINAL)),
     (WorkerState, workers.TRANSITIONS, WorkerState.STARTING, {WorkerState.LOST}),
-    (ModelState, model_states.TRANSITIONS, ModelState.COLD, set()),
+    (ModelState, model.TRANSITIONS, ModelState.COLD, set()),
     (JobPhase, job_states.TRANSITIONS, JobPhase.WAITING, set()),
     (PlaceState, gpu_places.TRANSITIONS, PlaceState.UNPLACED, set()),
 ]
@@ -138,14 +136,14 @@ def new_model(state: ModelState) -> Model:
     return Model("m", ModelConfig(path="builtin:counting"), [], state=state)
 
 
-@pytest.mark.parametrize(("state", "event", "after"), cases(model_states.TRANSITIONS, True))
+@pytest.mark.parametrize(("state", "event", "after"), cases(model.TRANSITIONS, True))
 def test_legal_moves_of_a_model(state: ModelState, event: str, after: ModelState) -> None:
     model = new_model(state)
     model.move(event)
     assert model.state is after
 
 
-@pytest.mark.parametrize(("state", "event", "_"), cases(model_states.TRANSITIONS, False))
+@pytest.mark.parametrize(("state", "event", "_"), cases(model.TRANSITIONS, False))
 def test_illegal_moves_of_a_model(state: ModelState, event: str, _: None) -> None:
     model = new_model(state)
     with pytest.raises(ValueError, match=f"is {state.value}: no '{event}' there"):
@@ -176,7 +174,7 @@ def test_illegal_moves_of_a_model(state: ModelState, event: str, _: None) -> Non
 def test_the_state_of_a_model_that_operators_see(
     state: ModelState, workers: list[WorkerState], failures: int, shown: str
 ) -> None:
-    found = model_states.shown_state(
+    found = model.shown_state(
         state,
         workers,
         load_failed=state is ModelState.FAILED,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mlxpool.broker.requests.request_states import RequestState
+from mlxpool.broker.requests.request import RequestState
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.common.protocol.token_ids import pack_ids
 from support.core_harness import (

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from mlxpool.broker.models import listing
-from mlxpool.broker.requests.request_states import RequestState
-from mlxpool.broker.workers.worker_states import WorkerState
+from mlxpool.broker.requests.request import RequestState
+from mlxpool.broker.workers.worker import WorkerState
 from support import core_events as make
 from support.core_harness import (
     Story,

@@ -9,8 +9,8 @@ import pytest
 
 from mlxpool.broker.admin.commands import Commands, Controls
 from mlxpool.broker.core import events as ev
-from mlxpool.broker.edge.page_cancels import PageCancels
-from mlxpool.broker.http.loop_queue import LoopQueue
+from mlxpool.broker.edge.page_requests import PageCancels
+from mlxpool.broker.http.loop_exchange import LoopQueue
 from mlxpool.common.errors import BadRequest
 from support.core_harness import Story
 

@@ -16,10 +16,9 @@ from typing import Any
 
 import pytest
 
-from mlxpool.broker.http import operator_route
-from mlxpool.broker.http.connections import MAX_CONNECTIONS, Stage
-from mlxpool.broker.http.loop_queue import Fate
-from mlxpool.broker.http.server import HttpServer
+from mlxpool.broker.http import operator_routes
+from mlxpool.broker.http.loop_exchange import Fate
+from mlxpool.broker.http.server import MAX_CONNECTIONS, HttpServer, Stage
 from mlxpool.common.config.bounds import host_port
 from mlxpool.common.errors import BadRequest
 from support.pool import PATIENCE, until
@@ -181,9 +180,9 @@ def test_refusals_are_logged_without_the_token_and_not_in_a_flood(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = [100.0]
-    monkeypatch.setattr(operator_route, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(operator_routes, "monotonic", lambda: clock[0])
     with caplog.at_level(logging.WARNING, "mlxpool.broker"):
-        for later in (0.0, 0.1, 0.2, 0.9, operator_route.LOG_INTERVAL):
+        for later in (0.0, 0.1, 0.2, 0.9, operator_routes.LOG_INTERVAL):
             clock[0] = 100.0 + later
             post(server, changed={"Authorization": "Bearer secret-guess"})
     lines = [vars(record) for record in caplog.records if record.message == "cancel refused"]

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from mlxpool.broker.http.connections import MAX_CONNECTIONS, MAX_SECONDS, Connections, Stage
+from mlxpool.broker.http.server import MAX_CONNECTIONS, MAX_SECONDS, Connections, Stage
 from support.pool import PATIENCE
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from mlxpool.broker.http.jobs_route import JobsRoute, Question
-from mlxpool.broker.http.loop_queue import LoopQueue
+from mlxpool.broker.http.loop_exchange import LoopQueue
+from mlxpool.broker.http.operator_routes import JobsRoute, Question
 from mlxpool.common.errors import BadRequest
 
 ID = "0a" * 16

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mlxpool.broker.http.log_route import MAX_BYTES, MAX_LINES, LogRoute, last_lines
+from mlxpool.broker.http.operator_routes import MAX_BYTES, MAX_LINES, LogRoute, last_lines
 from mlxpool.broker.http.server import HttpServer
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.paths import worker_log

@@ -8,8 +8,7 @@ from select import select
 
 import pytest
 
-from mlxpool.broker.http.latest_snapshot import Unavailable
-from mlxpool.broker.http.loop_queue import Fate, LoopQueue
+from mlxpool.broker.http.loop_exchange import Fate, LoopQueue, Unavailable
 from mlxpool.common.errors import BadRequest
 from support.pool import until
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from mlxpool.broker.core import events as core
-from mlxpool.broker.edge.job_ports import CALL_PLACES
+from mlxpool.broker.edge.job_service import CALL_PLACES
 from mlxpool.broker.jobs import answer_room, retries
-from mlxpool.broker.jobs.stored_end import terminal_of
+from mlxpool.broker.jobs.answers import terminal_of
 from mlxpool.broker.store.records import JobState
 from mlxpool.common.protocol import from_worker
 from mlxpool.common.protocol.frames import Header

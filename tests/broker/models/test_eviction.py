@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from mlxpool.broker.models.eviction import to_evict
 from mlxpool.broker.models.model import Model
-from mlxpool.broker.workers.worker import Slot, Worker
-from mlxpool.broker.workers.worker_states import WorkerState
+from mlxpool.broker.models.registry import to_evict
+from mlxpool.broker.workers.worker import Slot, Worker, WorkerState
 from mlxpool.common.config.schema import ModelConfig
 
 

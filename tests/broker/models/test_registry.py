@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlxpool.broker.models.model_states import ModelState
+from mlxpool.broker.models.model import ModelState
 from mlxpool.broker.models.registry import Registry
 from mlxpool.common.config.schema import ModelConfig
 

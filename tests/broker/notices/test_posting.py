@@ -16,8 +16,7 @@ from pathlib import Path
 import h11
 import pytest
 
-from mlxpool.broker.notices.names import Names, resolve
-from mlxpool.broker.notices.posting import Outcome, Poster, outcome_of
+from mlxpool.broker.notices.posting import Names, Outcome, Poster, outcome_of, resolve
 from mlxpool.common.web_targets import Allowed, IpAddress
 from support.free_ports import free_port
 from support.pool import PATIENCE

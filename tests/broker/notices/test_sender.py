@@ -15,10 +15,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from mlxpool.broker.notices.names import Names
-from mlxpool.broker.notices.posting import Outcome, Poster
-from mlxpool.broker.notices.sender import NoticeSender, Posting, PostingRules
-from mlxpool.broker.notices.signing import headers
+from mlxpool.broker.notices.posting import Names, Outcome, Poster
+from mlxpool.broker.notices.sender import NoticeSender, Posting, PostingRules, headers
 from mlxpool.common.web_targets import Allowed, IpAddress
 from support.pool import PATIENCE, until
 
@@ -124,7 +122,7 @@ def test_the_end_waits_for_no_resolver() -> None:
 HANGS = """
 import threading
 from mlxpool.broker.notices.sender import NoticeSender, Posting, PostingRules
-from mlxpool.broker.notices.names import Names
+from mlxpool.broker.notices.posting import Names
 from mlxpool.broker.notices.posting import Poster
 from mlxpool.common.web_targets import Allowed
 

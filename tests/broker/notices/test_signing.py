@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxpool.broker.notices.signing import headers, read_secrets
+from mlxpool.broker.notices.sender import headers, read_secrets
 from mlxpool.common.config.bounds import ConfigError
 
 SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"

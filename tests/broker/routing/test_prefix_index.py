@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxpool.broker.routing.prefix_index import PrefixIndex
-from mlxpool.broker.routing.prompt_pieces import PromptPieces
+from mlxpool.broker.routing.prefix_index import PrefixIndex, PromptPieces
 
 
 def pieces(*names: str) -> PromptPieces:

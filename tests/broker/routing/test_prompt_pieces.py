@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxpool.broker.routing.prompt_pieces import MAX_PIECES, PIECE_TOKENS, PromptPieces, pieces_of
+from mlxpool.broker.routing.prefix_index import MAX_PIECES, PIECE_TOKENS, PromptPieces, pieces_of
 from mlxpool.common.protocol.prompts import ChatPrompt, PackedPrompt, Prompt, TextPrompt
 
 

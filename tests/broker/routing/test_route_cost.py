@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from mlxpool.broker.routing.prompt_pieces import PromptPieces
-from mlxpool.broker.routing.route_choice import Pair, cheapest_pair
+from mlxpool.broker.routing.prefix_index import PromptPieces
 from mlxpool.broker.routing.route_cost import (
     MAX_SESSIONS,
     READ_WEIGHT,
     Demand,
+    Pair,
     Route,
+    cheapest_pair,
     cost_ms,
     crowd_of,
 )

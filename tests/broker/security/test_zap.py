@@ -8,8 +8,8 @@ import pytest
 import zmq
 from zmq.utils import z85
 
+from mlxpool.broker.security.access import ZapHandler
 from mlxpool.broker.security.keyring import Keyring
-from mlxpool.broker.security.zap import ZapHandler
 from mlxpool.common.config.schema import KeyConfig
 from mlxpool.common.transport import keys
 from support.pool import PATIENCE

@@ -42,7 +42,7 @@ from mlxpool.broker.store.records import (
     Scope,
     UnknownName,
 )
-from mlxpool.broker.store.sql import outcomes
+from mlxpool.broker.store.sql import batch_reading
 from mlxpool.broker.store.sql.files import PART
 from mlxpool.broker.store.sql.sql_store import KEY_LIFE
 from mlxpool.common.protocol.kept.file_messages import LINES_PURPOSE
@@ -449,7 +449,7 @@ def test_lines_are_no_jobs_of_the_list(store: OpenedStore) -> None:
 def test_output_that_is_too_long_for_a_page_is_left_out(
     store: OpenedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outcomes, "MAX_OUTPUT", 100)
+    monkeypatch.setattr(batch_reading, "MAX_OUTPUT", 100)
     new_batch(store)
     add(store, lines(store))
     store.do(*(progress(100, pos) for pos in range(0, 40, 4)), finish(100), finish(101))

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from mlxpool.broker.store.clock import StoreClock
 from mlxpool.broker.store.operations import (
     ListNotices,
     NoticeFailed,
@@ -23,6 +22,7 @@ from mlxpool.broker.store.operations import (
 from mlxpool.broker.store.records import Done, JobState, Notices, UnknownName
 from mlxpool.broker.store.sql import outbox
 from mlxpool.broker.store.sql.sql_store import KEY_LIFE
+from mlxpool.broker.store.writer import StoreClock
 from support.job_store import BEGIN, OpenedStore, finish, job_id, submit
 
 

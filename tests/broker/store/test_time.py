@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from mlxpool.broker.store.clock import StoreClock, steady
 from mlxpool.broker.store.operations import (
     FeedNext,
     NoticeSent,
@@ -16,6 +15,7 @@ from mlxpool.broker.store.operations import (
 from mlxpool.broker.store.records import JobState, Swept, UnknownName
 from mlxpool.broker.store.sql.changing import DEADLINE_CAUSE
 from mlxpool.broker.store.sql.sql_store import KEY_LIFE
+from mlxpool.broker.store.writer import StoreClock, steady
 from support.job_store import BEGIN, OpenedStore, finish, job_id, progress, submit
 
 DAY = 24 * 3600.0

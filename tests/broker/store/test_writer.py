@@ -14,12 +14,11 @@ from pathlib import Path
 import pytest
 
 from mlxpool.broker.store.errors import StoreFenced
-from mlxpool.broker.store.inbox import OPERATION_BYTES, Bounds, Inbox
 from mlxpool.broker.store.operations import Operation, ReadJob
 from mlxpool.broker.store.records import Durable, Found, Refused, Result, Submitted
 from mlxpool.broker.store.sql.sql_store import SqlStore
 from mlxpool.broker.store.sqlite_store import SqliteOpener
-from mlxpool.broker.store.writer import HealthState, StoreWriter
+from mlxpool.broker.store.writer import OPERATION_BYTES, Bounds, HealthState, Inbox, StoreWriter
 from support.job_store import BEGIN, BOOT, MAX_BYTES, RESERVE, job_id, progress, submit
 from support.pool import PATIENCE, until
 

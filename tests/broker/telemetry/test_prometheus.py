@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.telemetry.metric_table import FAMILIES, WORKER_STATES
-from mlxpool.broker.workers.worker_states import WorkerState
+from mlxpool.broker.workers.worker import WorkerState
 from mlxpool.common.metrics import HISTOGRAM, MetricsWriter
 from support import snapshots
 from support.core_harness import Story, model

@@ -5,13 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
-from mlxpool.broker.transport.backlogs import (
-    FIRST_RETRY,
-    MAX_RETRY,
-    PART_BYTES,
-    Backlogs,
-    size_of,
-)
+from mlxpool.broker.transport.peers import FIRST_RETRY, MAX_RETRY, PART_BYTES, Backlogs, size_of
 
 
 def tries(backlogs: Backlogs, end: float) -> list[float]:

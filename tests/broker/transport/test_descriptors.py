@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-from mlxpool.broker.transport.descriptors import inode_of, shut_down
+from mlxpool.broker.transport.listener import inode_of, shut_down
 
 
 def test_a_descriptor_that_is_anothers_by_now_is_left_alone(tmp_path: Path) -> None:

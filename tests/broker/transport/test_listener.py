@@ -9,8 +9,7 @@ import pytest
 import zmq
 
 from mlxpool.broker.transport import listener as module
-from mlxpool.broker.transport.descriptors import accepted
-from mlxpool.broker.transport.listener import BURST, Listener
+from mlxpool.broker.transport.listener import BURST, Listener, accepted
 from mlxpool.common.transport import sockets
 from support.pool import until
 

@@ -16,9 +16,8 @@ import pytest
 import zmq
 
 from mlxpool.broker.transport import peers as module
-from mlxpool.broker.transport.backlogs import FIRST_RETRY, MAX_RETRY, MAX_SENDS, size_of
-from mlxpool.broker.transport.descriptors import has_ended
-from mlxpool.broker.transport.peers import Peer, Peers
+from mlxpool.broker.transport.listener import has_ended
+from mlxpool.broker.transport.peers import FIRST_RETRY, MAX_RETRY, MAX_SENDS, Peer, Peers, size_of
 from mlxpool.broker.transport.worker_sessions import WorkerSessions
 from mlxpool.common.transport import sockets
 

@@ -9,7 +9,7 @@ import pytest
 
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.workers.liveness import Sample, Watch, judge, limit_of
-from mlxpool.broker.workers.worker_states import WorkerState
+from mlxpool.broker.workers.worker import WorkerState
 from mlxpool.common.config.schema import PoolConfig
 from mlxpool.common.progress import ProgressReading
 from support.core_harness import (

@@ -5,8 +5,7 @@ from __future__ import annotations
 from mlxpool.broker.requests.request import Request
 from mlxpool.broker.routing.worker_speed import WorkerSpeed
 from mlxpool.broker.workers.placement import choose_pair, demand_of
-from mlxpool.broker.workers.worker import Worker
-from mlxpool.broker.workers.worker_states import WorkerState
+from mlxpool.broker.workers.worker import Worker, WorkerState
 from mlxpool.common.protocol.from_client import Generate
 from support.core_requests import new_request
 

@@ -45,8 +45,8 @@ def _page_connections(module: ModuleType) -> None:
 
 
 CHANGED: dict[str, Callable[[ModuleType], None]] = {
-    "mlxpool.broker.http.connections": _page_connections,
-    "mlxpool.broker.http.latest_snapshot": _pages,
+    "mlxpool.broker.http.server": _page_connections,
+    "mlxpool.broker.http.loop_exchange": _pages,
     "mlxpool.cli.admin": _commands,
     "mlxpool.cli.request_flags": _requests,
     "mlxpool.client.retry": _clients,

@@ -13,9 +13,18 @@ from msgspec import Struct
 from mlxpool.bench.measurement import OURS
 from mlxpool.bench.routing.loads import Call, Segment
 from mlxpool.bench.routing.simulated_worker import Row, SimulatedWorker
-from mlxpool.broker.routing.prompt_pieces import BYTES_PER_TOKEN, PromptPieces, pieces_of
-from mlxpool.broker.routing.route_choice import MAX_PASSED, MAX_REQUESTS, cheapest_pair
-from mlxpool.broker.routing.route_cost import MAX_OUTPUT, Crowd, Demand, Route, cost_ms, crowd_of
+from mlxpool.broker.routing.prefix_index import BYTES_PER_TOKEN, PromptPieces, pieces_of
+from mlxpool.broker.routing.route_cost import (
+    MAX_OUTPUT,
+    MAX_PASSED,
+    MAX_REQUESTS,
+    Crowd,
+    Demand,
+    Route,
+    cheapest_pair,
+    cost_ms,
+    crowd_of,
+)
 from mlxpool.broker.routing.worker_speed import WorkerSpeed
 from mlxpool.common.protocol.prompts import ChatPrompt
 

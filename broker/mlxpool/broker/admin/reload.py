@@ -16,12 +16,12 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from mlxpool.broker.admin.service_notifier import ServiceNotifier
-from mlxpool.broker.catalogue.files import all_locations, all_weights_bytes
+from mlxpool.broker.catalogue.scanner import all_locations, all_weights_bytes
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.events import Perform
 from mlxpool.broker.host.os_process import memory_limit_bytes
 from mlxpool.broker.metrics.counters import Counters
-from mlxpool.broker.notices.signing import read_secrets
+from mlxpool.broker.notices.sender import read_secrets
 from mlxpool.broker.security.keyring import KEY
 from mlxpool.common import api_keys
 from mlxpool.common.config.bounds import ConfigError

@@ -9,7 +9,7 @@ from mlxpool.broker.core.drain import Drainer
 from mlxpool.broker.core.failover import Failover
 from mlxpool.broker.core.state import PoolPhase, State
 from mlxpool.broker.core.worker_pool import WorkerPool
-from mlxpool.broker.models.model_states import FAILING
+from mlxpool.broker.models.model import FAILING
 from mlxpool.broker.workers import exit_causes
 from mlxpool.broker.workers.exit_causes import BROKER_ENDS, UNLOADED
 from mlxpool.common.errors import Draining, WorkerLost

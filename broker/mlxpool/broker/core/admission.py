@@ -19,8 +19,7 @@ from mlxpool.broker.models.model import Model
 from mlxpool.broker.requests import blame
 from mlxpool.broker.requests.fair_queue import prompt_tokens
 from mlxpool.broker.requests.quotas import milliseconds
-from mlxpool.broker.requests.request import Reader, Request, Run, Tombstone, rank_of
-from mlxpool.broker.requests.request_states import RequestState
+from mlxpool.broker.requests.request import Reader, Request, RequestState, Run, Tombstone, rank_of
 from mlxpool.common.errors import BadRequest, DuplicateId, OverQuota, PoolError, QueueFull
 from mlxpool.common.protocol import to_client
 from mlxpool.common.protocol.frames import Header

@@ -18,13 +18,12 @@ from mlxpool.broker.core.admission import Admission
 from mlxpool.broker.core.bulk_endings import BulkEndings
 from mlxpool.broker.core.calls import Calls
 from mlxpool.broker.core.delivery import Delivery
-from mlxpool.broker.core.dispatcher import Dispatcher
+from mlxpool.broker.core.dispatcher import Dispatcher, PlaceSharing
 from mlxpool.broker.core.drain import Drainer
 from mlxpool.broker.core.ended_requests import EndedRequests
 from mlxpool.broker.core.endings import Endings
 from mlxpool.broker.core.failover import Failover
 from mlxpool.broker.core.outbox import Outbox
-from mlxpool.broker.core.place_sharing import PlaceSharing
 from mlxpool.broker.core.scaling import ReplicaScaling
 from mlxpool.broker.core.state import State
 from mlxpool.broker.core.token_ingest import TokenIngest

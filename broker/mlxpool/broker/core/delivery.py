@@ -10,8 +10,7 @@ from mlxpool.broker.core.ended_requests import EndedRequests
 from mlxpool.broker.core.outbox import Outbox
 from mlxpool.broker.core.state import State
 from mlxpool.broker.core.worker_pool import WorkerPool
-from mlxpool.broker.requests.request import Request
-from mlxpool.broker.requests.request_states import RequestState
+from mlxpool.broker.requests.request import Request, RequestState
 from mlxpool.common.errors import BadRequest, PoolError, SlowConsumer
 from mlxpool.common.protocol.deltas import Delta, RunEnd, Usage
 from mlxpool.common.protocol.to_client import Done, Failed, StreamDelta

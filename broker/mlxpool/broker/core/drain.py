@@ -14,7 +14,7 @@ from mlxpool.broker.core.state import PoolPhase, State
 from mlxpool.broker.core.worker_pool import WorkerPool
 from mlxpool.broker.models.model import Model
 from mlxpool.broker.workers import exit_causes
-from mlxpool.broker.workers.worker_states import WorkerState
+from mlxpool.broker.workers.worker import WorkerState
 from mlxpool.common.errors import Draining
 from mlxpool.common.protocol import to_worker
 

@@ -12,8 +12,7 @@ from mlxpool.broker.core.delivery import Delivery
 from mlxpool.broker.core.ended_requests import EndedRequests
 from mlxpool.broker.core.outbox import Outbox
 from mlxpool.broker.core.state import STALL_GRACE, Link, State
-from mlxpool.broker.requests.request import Request
-from mlxpool.broker.requests.request_states import RequestState
+from mlxpool.broker.requests.request import Request, RequestState
 from mlxpool.common.errors import DeadlineExceeded, Unauthorized
 from mlxpool.common.protocol.to_client import Fate
 

@@ -16,8 +16,7 @@ from mlxpool.broker.core.state import JOBS_LINK, PoolPhase, State
 from mlxpool.broker.core.worker_pool import WorkerPool
 from mlxpool.broker.models.model import Model
 from mlxpool.broker.requests import blame
-from mlxpool.broker.requests.request import Request
-from mlxpool.broker.requests.request_states import RequestState
+from mlxpool.broker.requests.request import Request, RequestState
 from mlxpool.broker.workers import exit_causes
 from mlxpool.broker.workers.worker import Worker
 from mlxpool.common.errors import Poisoned, PoolError, WorkerLost

@@ -9,7 +9,7 @@ from mlxpool.broker.core.state import State
 from mlxpool.broker.core.worker_pool import WorkerPool
 from mlxpool.broker.models.model import Model
 from mlxpool.broker.models.replica_scaling import ReplicaLoad, next_scale, waiting_tokens
-from mlxpool.broker.workers.worker_states import SERVING
+from mlxpool.broker.workers.worker import SERVING
 
 
 class ReplicaScaling:

@@ -14,8 +14,7 @@ from mlxpool.broker.core.failover import Failover
 from mlxpool.broker.core.state import State
 from mlxpool.broker.core.worker_pool import WorkerPool
 from mlxpool.broker.requests.output_buffer import append
-from mlxpool.broker.requests.request import Request, Run
-from mlxpool.broker.requests.request_states import RequestState
+from mlxpool.broker.requests.request import Request, RequestState, Run
 from mlxpool.broker.workers import exit_causes
 from mlxpool.broker.workers.worker import Worker
 from mlxpool.common.protocol.deltas import Delta, RunEnd, count_of_report, report_begin

@@ -9,11 +9,11 @@ from mlxpool.broker.core.failover import Failover
 from mlxpool.broker.core.outbox import Outbox
 from mlxpool.broker.core.state import PoolPhase, State
 from mlxpool.broker.core.worker_pool import WorkerPool
-from mlxpool.broker.models.model_states import ModelState
+from mlxpool.broker.models.model import ModelState
 from mlxpool.broker.workers import exit_causes
 from mlxpool.broker.workers.liveness import judge
-from mlxpool.broker.workers.route_observations import observe_beat, observe_prefill
-from mlxpool.broker.workers.worker_states import FENCED, LEAVING, WorkerState
+from mlxpool.broker.workers.placement import observe_beat, observe_prefill
+from mlxpool.broker.workers.worker import FENCED, LEAVING, WorkerState
 from mlxpool.common.errors import ModelLoadFailed, from_body, sendable
 from mlxpool.common.protocol.to_worker import Heard
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 from mlxpool.broker.core.actions import DumpStacks, StartWorker, StopPool
 from mlxpool.broker.core.outbox import Outbox
 from mlxpool.broker.core.state import PoolPhase, State
-from mlxpool.broker.models.eviction import to_evict
-from mlxpool.broker.models.model import Model
-from mlxpool.broker.models.model_states import DEMANDED, ModelState
+from mlxpool.broker.models.model import DEMANDED, Model, ModelState
+from mlxpool.broker.models.registry import to_evict
 from mlxpool.broker.models.replica_scaling import ReplicaScale
 from mlxpool.broker.requests.request import Request
 from mlxpool.broker.workers import exit_causes
 from mlxpool.broker.workers.liveness import Verdict
-from mlxpool.broker.workers.worker import Slot, Worker, restart_delay
-from mlxpool.broker.workers.worker_states import FENCED, LEAVING, WorkerState
+from mlxpool.broker.workers.worker import FENCED, LEAVING, Slot, Worker, WorkerState, restart_delay
 from mlxpool.common.protocol.from_client import Cancel
 from mlxpool.common.protocol.from_worker import Credit, Hello
 from mlxpool.common.protocol.to_worker import Welcome

@@ -17,7 +17,7 @@ from mlxpool.broker.admin.reload import CurrentSettings, Reloader, without_local
 from mlxpool.broker.admin.server import AdminServer
 from mlxpool.broker.admin.service_notifier import ServiceNotifier
 from mlxpool.broker.catalogue.catalogue import Catalogue
-from mlxpool.broker.catalogue.files import all_locations, all_weights_bytes
+from mlxpool.broker.catalogue.scanner import all_locations, all_weights_bytes
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.core import Core
 from mlxpool.broker.edge.client_ingress import ClientIngress
@@ -32,8 +32,7 @@ from mlxpool.broker.edge.job_service import (
 )
 from mlxpool.broker.edge.lifecycle import Lifecycle, Signals, lock, raise_descriptor_limit
 from mlxpool.broker.edge.loop import Loop, LoopLag, Priority
-from mlxpool.broker.edge.page_cancels import PageCancels
-from mlxpool.broker.edge.page_jobs import PageJobs
+from mlxpool.broker.edge.page_requests import PageCancels, PageJobs
 from mlxpool.broker.edge.reload_target import ReloadTarget
 from mlxpool.broker.edge.reporting import Reporter
 from mlxpool.broker.edge.run_dir_watch import RunDirWatch

@@ -9,9 +9,8 @@ from collections.abc import Callable
 import zmq
 
 from mlxpool.broker.security.access import AccessControl
-from mlxpool.broker.transport.backlogs import MAX_BACKLOGS
 from mlxpool.broker.transport.listener import Listener, backlog_of
-from mlxpool.broker.transport.peers import Peers
+from mlxpool.broker.transport.peers import MAX_BACKLOGS, Peers
 from mlxpool.broker.transport.worker_sessions import WorkerSessions
 from mlxpool.common.closing import Closing
 from mlxpool.common.config.schema import PoolConfig

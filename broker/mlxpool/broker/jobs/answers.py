@@ -10,7 +10,8 @@ from mlxpool.broker.store.records import JobView, Name, Refused, Scope
 from mlxpool.common import errors
 from mlxpool.common.errors import PoolError
 from mlxpool.common.protocol.kept.job_messages import JobName
-from mlxpool.common.protocol.packing import pack
+from mlxpool.common.protocol.packing import pack, unpack
+from mlxpool.common.protocol.to_client import Done, Failed
 
 BUSY_RETRY_MS = 1000
 FULL_RETRY_MS = 10_000
@@ -99,3 +100,24 @@ def fitting(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         if size > MAX_LIST_BYTES:
             return list(rows[:index])
     return list(rows)
+
+
+# ---- ends ----------------------------------------------------------------------------------------
+
+
+def packed_end(terminal: Done | Failed) -> bytes:
+    """The bytes that the store keeps beside the blobs of an answer."""
+    return pack({"kind": terminal.kind, "body": terminal.body()})
+
+
+def terminal_of(end: bytes | None, blobs: Sequence[bytes] = ()) -> Done | Failed:
+    """Undo `packed_end`; `blobs` are those of the answer, if it has one.
+
+    What cannot be read is an end without text or figures.
+    """
+    try:
+        stored = unpack(end or b"")
+        body = stored["body"]
+        return Failed(body) if stored["kind"] == Failed.kind else Done.parse(body, blobs)
+    except (ValueError, KeyError, TypeError):
+        return Done("cancelled")

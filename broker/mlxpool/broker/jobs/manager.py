@@ -15,6 +15,7 @@ from mlxpool.broker.jobs import events as ev
 from mlxpool.broker.jobs.actions import Action, Outbox
 from mlxpool.broker.jobs.active import ActiveJob
 from mlxpool.broker.jobs.answer_room import AnswerRoom
+from mlxpool.broker.jobs.answers import packed_end
 from mlxpool.broker.jobs.batches.batch_questions import BatchQuestions
 from mlxpool.broker.jobs.batches.file_questions import FileQuestions
 from mlxpool.broker.jobs.batches.live_batches import Batches
@@ -27,7 +28,6 @@ from mlxpool.broker.jobs.questions import Questions
 from mlxpool.broker.jobs.readers import Readers
 from mlxpool.broker.jobs.retries import ALONE_STARTS
 from mlxpool.broker.jobs.runs import Runs
-from mlxpool.broker.jobs.stored_end import packed_end
 from mlxpool.broker.store import operations as store
 from mlxpool.broker.store.operations import Operation
 from mlxpool.broker.store.records import (

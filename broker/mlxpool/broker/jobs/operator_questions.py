@@ -8,7 +8,7 @@ from typing import Any
 from mlxpool.broker.jobs import answers
 from mlxpool.broker.jobs import events as ev
 from mlxpool.broker.jobs.actions import Outbox
-from mlxpool.broker.jobs.stored_end import terminal_of
+from mlxpool.broker.jobs.answers import terminal_of
 from mlxpool.broker.store import operations as store
 from mlxpool.broker.store.records import (
     Cursor,

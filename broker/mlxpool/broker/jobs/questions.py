@@ -9,6 +9,7 @@ from mlxpool.broker.core.events import Quarantine
 from mlxpool.broker.jobs import answers
 from mlxpool.broker.jobs import events as ev
 from mlxpool.broker.jobs.actions import Outbox
+from mlxpool.broker.jobs.answers import packed_end
 from mlxpool.broker.jobs.canonical import job_digest
 from mlxpool.broker.jobs.feeding import Feeder
 from mlxpool.broker.jobs.job_states import JobPhase, phase_of
@@ -18,7 +19,6 @@ from mlxpool.broker.jobs.policy import JobPolicy
 from mlxpool.broker.jobs.pool_view import PoolView
 from mlxpool.broker.jobs.readers import Readers
 from mlxpool.broker.jobs.runs import Runs
-from mlxpool.broker.jobs.stored_end import packed_end
 from mlxpool.broker.store import operations as store
 from mlxpool.broker.store.batch_operations import ReadBatch
 from mlxpool.broker.store.batch_records import BatchView

@@ -14,9 +14,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from mlxpool.broker.jobs.actions import Outbox
-from mlxpool.broker.jobs.answers import name_of, restarted, store_error, unknown
+from mlxpool.broker.jobs.answers import name_of, restarted, store_error, terminal_of, unknown
 from mlxpool.broker.jobs.job_states import phase_of
-from mlxpool.broker.jobs.stored_end import terminal_of
 from mlxpool.broker.store.operations import FetchPage
 from mlxpool.broker.store.records import (
     ENDED,

@@ -18,12 +18,12 @@ from mlxpool.broker.jobs import retries
 from mlxpool.broker.jobs.actions import Outbox
 from mlxpool.broker.jobs.active import ActiveJob
 from mlxpool.broker.jobs.answer_room import AnswerRoom
+from mlxpool.broker.jobs.answers import packed_end
 from mlxpool.broker.jobs.feeding import Feeder
 from mlxpool.broker.jobs.notices import NoticeQueue
 from mlxpool.broker.jobs.pool_view import PoolView
 from mlxpool.broker.jobs.readers import Readers
 from mlxpool.broker.jobs.retries import Verdict
-from mlxpool.broker.jobs.stored_end import packed_end
 from mlxpool.broker.store.operations import (
     Defer,
     FeedNext,

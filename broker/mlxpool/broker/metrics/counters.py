@@ -10,8 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from mlxpool.broker.metrics.histograms import Figures
-from mlxpool.broker.requests.request import Request
-from mlxpool.broker.requests.request_states import RequestState
+from mlxpool.broker.requests.request import Request, RequestState
 
 
 @dataclass(eq=False, slots=True)

@@ -9,8 +9,7 @@ from msgspec import Struct
 
 from mlxpool.broker.models.model import Model
 from mlxpool.broker.models.registry import Registry
-from mlxpool.broker.workers.worker import Worker
-from mlxpool.broker.workers.worker_states import SERVING
+from mlxpool.broker.workers.worker import SERVING, Worker
 from mlxpool.common.answer_format import FORMAT
 from mlxpool.common.checks import mapping
 from mlxpool.common.config.schema import OFF

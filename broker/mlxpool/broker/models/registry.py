@@ -7,8 +7,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 from mlxpool.broker.models.aliases import SHARED_SETTINGS, Names
-from mlxpool.broker.models.model import Model
-from mlxpool.broker.models.model_states import FAILING
+from mlxpool.broker.models.model import FAILING, Model
 from mlxpool.broker.workers.worker import Slot, Worker
 from mlxpool.common.config.schema import ModelConfig
 from mlxpool.common.errors import (
@@ -284,3 +283,22 @@ def _shown(names: Iterable[str]) -> str:
     shown = list(names)
     more = ", …" if len(shown) > MAX_NAMES_SHOWN else ""
     return ", ".join(shown[:MAX_NAMES_SHOWN]) + more
+
+
+# ---- eviction ------------------------------------------------------------------------------------
+
+
+def to_evict(models: Iterable[Model], missing: int) -> list[Model]:
+    """Idle models whose workers free `missing` bytes, least recently used first; [] if they cannot.
+
+    Models that the settings keep for ever and workers that dialled in are not evicted; those that
+    a client keeps for ever go last.
+    """
+    idle = [m for m in models if m.idle_since and m.local_workers and m.config.keep_alive >= 0]
+    chosen, freed = [], 0
+    for model in sorted(idle, key=lambda m: (m.keep_alive < 0, m.idle_since)):
+        if freed >= missing:
+            break
+        chosen.append(model)
+        freed += model.need * len(model.local_workers)
+    return chosen if freed >= missing else []

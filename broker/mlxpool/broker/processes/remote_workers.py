@@ -21,12 +21,12 @@ from mlxpool.broker.core.events import Perform
 from mlxpool.broker.core.state import State
 from mlxpool.broker.processes.supervisor import OBSERVE_INTERVAL
 from mlxpool.broker.security.keyring import KEY, UID
-from mlxpool.broker.transport.descriptors import shut_down
+from mlxpool.broker.transport.listener import shut_down
 from mlxpool.broker.transport.peers import Peer
 from mlxpool.broker.transport.worker_sessions import WorkerSessions
 from mlxpool.broker.workers import exit_causes
 from mlxpool.broker.workers.liveness import Sample
-from mlxpool.broker.workers.worker_states import WorkerState
+from mlxpool.broker.workers.worker import WorkerState
 from mlxpool.common.config.model_names import fault_of_name
 from mlxpool.common.errors import BadRequest, ModelUnavailable, Unauthorized
 from mlxpool.common.progress import PHASES, ProgressReading

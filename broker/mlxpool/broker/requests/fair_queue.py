@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 
 from mlxpool.broker.requests.request import IDLE_RANK, RANKS, Request
-from mlxpool.broker.routing.route_choice import MAX_REQUESTS
+from mlxpool.broker.routing.route_cost import MAX_REQUESTS
 from mlxpool.common.protocol.from_client import MAX_PRIORITY, Generate
 from mlxpool.common.protocol.images import TOKENS_PER_IMAGE
 

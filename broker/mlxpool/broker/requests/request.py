@@ -4,15 +4,47 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from enum import Enum
 
 from msgspec import Struct
 
-from mlxpool.broker.requests.request_states import TERMINAL, TRANSITIONS, RequestState
-from mlxpool.broker.routing.prompt_pieces import PromptPieces
+from mlxpool.broker.routing.prefix_index import PromptPieces
 from mlxpool.common.protocol.from_client import MAX_PRIORITY, Generate
 from mlxpool.common.protocol.resume import Facts
 from mlxpool.common.protocol.to_client import StreamDelta
 from mlxpool.common.protocol.token_ids import count_of
+
+
+class RequestState(Enum):
+    QUEUED = "queued"
+    ASSIGNED = "assigned"  # a worker has it; no output came from that worker yet
+    STREAMING = "streaming"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+_END = {
+    "finish": RequestState.DONE,
+    "fail": RequestState.FAILED,
+    "cancel": RequestState.CANCELLED,
+}
+_RUNNING = {"stream": RequestState.STREAMING, "requeue": RequestState.QUEUED, **_END}
+
+TRANSITIONS: dict[RequestState, dict[str, RequestState]] = {
+    RequestState.QUEUED: {
+        "assign": RequestState.ASSIGNED,
+        "fail": RequestState.FAILED,
+        "cancel": RequestState.CANCELLED,
+    },
+    RequestState.ASSIGNED: _RUNNING,
+    RequestState.STREAMING: _RUNNING,
+    RequestState.DONE: {},
+    RequestState.FAILED: {},
+    RequestState.CANCELLED: {},
+}
+TERMINAL = frozenset(state for state, events in TRANSITIONS.items() if not events)
+
 
 IDLE_RANK = 0  # of an idle job
 RANKS = 2 * (MAX_PRIORITY + 1) + 1

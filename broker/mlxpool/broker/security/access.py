@@ -6,12 +6,84 @@ import logging
 from collections.abc import Callable
 
 import zmq
+from zmq.utils import z85
 
-from mlxpool.broker.security.keyring import Keyring
-from mlxpool.broker.security.zap import ZapHandler
+from mlxpool.broker.security.keyring import KEY, UID, Keyring
 from mlxpool.broker.transport.peers import Authorize
 from mlxpool.common.config.schema import PoolConfig
 from mlxpool.common.transport import keys
+
+ADDRESS = "inproc://zeromq.zap.01"
+MAX_PER_TURN = 64  # requests answered before streams are served again
+LOG_INTERVAL = 1.0  # seconds between two lines about refusals: a flood must not fill the disk
+VERSION = b"1.0"
+MIN_FIELDS = 6  # of a request
+
+
+class ZapHandler:
+    """Answers libzmq's requests whether a connection is allowed (ZAP, RFC 27). Never blocks.
+
+    It is bound before any endpoint is. The domain of a request is the role that the endpoint is
+    for. Owned by the broker's thread.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        keyring: Keyring,
+        on_refusal: Callable[[], None],
+    ) -> None:
+        self.keyring = keyring
+        self.on_refusal = on_refusal
+        self.socket: zmq.Socket[bytes] = context.socket(zmq.REP)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.bind(ADDRESS)
+        self._quiet_until = 0.0
+        self._not_logged = 0
+
+    def serve(self, now: float) -> None:
+        """Answer the requests that wait."""
+        for _ in range(MAX_PER_TURN):
+            try:
+                request = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            number = request[1] if len(request) > 1 else b""
+            user = self.user_id(request, now) if len(request) >= MIN_FIELDS else ""
+            verdict = (b"200", b"OK") if user else (b"400", b"refused")
+            self.socket.send_multipart([VERSION, number, *verdict, user.encode(), b""])
+
+    def user_id(self, request: list[bytes], now: float) -> str:
+        """The user id that the connection's messages will carry; "": it is refused."""
+        version, _, domain, address, _, mechanism, *credentials = request
+        if version != VERSION:
+            return ""
+        if mechanism == b"NULL":
+            # With a secret key all tcp is CURVE, so this came on ipc, in a folder of our user; the
+            # address is localhost:UID:GID:PID where the kernel gives credentials.
+            uid = address.decode("latin-1").split(":")[1:2]
+            return f"{UID}{uid[0] if uid else 'unknown'}"
+        public = z85.encode(credentials[0]).decode() if mechanism == b"CURVE" else ""
+        role = domain.decode("latin-1")
+        if public and self.keyring.name(public, role) is not None:
+            return f"{KEY}{public}"
+        self._log_refusal(public, role, address.decode("latin-1"), now)
+        return ""
+
+    def _log_refusal(self, public: str, role: str, address: str, now: float) -> None:
+        self.on_refusal()
+        if now < self._quiet_until:
+            self._not_logged += 1
+            return
+        self._quiet_until = now + LOG_INTERVAL
+        fields = {"key": public, "as": role, "address": address, "untold": self._not_logged}
+        log.warning("connection refused: its key is not in the allow-list", extra=fields)
+        self._not_logged = 0
+
+    def close(self) -> None:
+        """Call it after the sockets that use it were closed."""
+        self.socket.close()
+
 
 log = logging.getLogger("mlxpool.broker")
 

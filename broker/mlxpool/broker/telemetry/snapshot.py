@@ -42,7 +42,7 @@ class BrokerInfo(Struct, frozen=True):
     run_dir: str
     local_workers: bool
     links: int  # connections of clients
-    full_links: int  # of these, those that take no more now: see transport/backlogs.py
+    full_links: int  # of these, those that take no more now: see Backlogs
     backlog_bytes: int  # that wait for them
     given_up: int  # connections ended because they read too little
     front_shut: int  # times the front was unbound

@@ -18,8 +18,7 @@ import socket
 
 from mlxpool.broker.core.state import State
 from mlxpool.broker.host import os_process
-from mlxpool.broker.transport.descriptors import accepted
-from mlxpool.broker.transport.listener import Listener
+from mlxpool.broker.transport.listener import Listener, accepted
 from mlxpool.broker.transport.peers import Peers
 
 log = logging.getLogger("mlxpool.broker")

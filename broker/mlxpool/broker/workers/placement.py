@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mlxpool.broker.requests.request import Request
-from mlxpool.broker.routing.prompt_pieces import pieces_of
-from mlxpool.broker.routing.route_choice import cheapest_pair
-from mlxpool.broker.routing.route_cost import MAX_OUTPUT, Crowd, Demand, cost_ms, crowd_of
+from mlxpool.broker.routing.prefix_index import pieces_of
+from mlxpool.broker.routing.route_cost import (
+    MAX_OUTPUT,
+    Crowd,
+    Demand,
+    cheapest_pair,
+    cost_ms,
+    crowd_of,
+)
 from mlxpool.broker.routing.worker_speed import WorkerSpeed
-from mlxpool.broker.workers.worker import Worker
-from mlxpool.broker.workers.worker_states import WorkerState
+from mlxpool.broker.workers.worker import Worker, WorkerState
+from mlxpool.common.checks import natural
+from mlxpool.common.progress import ProgressReading
 
 
 def fits_facts(worker: Worker, request: Request) -> bool:
@@ -133,3 +140,25 @@ def choose_pair(
         waiting, serving, cost, lambda request, worker: may_have(worker, request, workers)
     )
     return None if pair is None else (pair.request, pair.worker)
+
+
+# ---- what the broker learns of a worker for the choice -------------------------------------------
+
+
+def observe_beat(worker: Worker, model: WorkerSpeed) -> None:
+    """Learn from the worker's newest heartbeat: the time of its steps, what its cache dropped."""
+    beat, route = worker.beat, worker.route
+    for speed in (route.speed, model):
+        speed.observe_step(beat.running, beat.step_ms)
+    if worker.idle:
+        route.speed.rest()
+    route.dropped(natural(beat.prefix.get("evicted_tokens")))
+    if capacity := natural(beat.memory.get("capacity_tokens")):
+        route.index.bound(capacity)
+
+
+def observe_prefill(worker: Worker, look: ProgressReading, model: WorkerSpeed) -> None:
+    """Learn how long a worker that reads a prompt now takes for a token of it."""
+    if look.tokens > 0:
+        for speed in (worker.route.speed, model):
+            speed.observe_prompt(look.usual_token_ns / 1e6)

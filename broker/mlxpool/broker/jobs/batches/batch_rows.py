@@ -8,10 +8,9 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from mlxpool.broker.jobs.answers import notice_state
+from mlxpool.broker.jobs.answers import notice_state, terminal_of
 from mlxpool.broker.jobs.canonical import DIGEST_BYTES, canonical
 from mlxpool.broker.jobs.job_states import phase_of
-from mlxpool.broker.jobs.stored_end import terminal_of
 from mlxpool.broker.store.batch_records import (
     BatchState,
     BatchView,

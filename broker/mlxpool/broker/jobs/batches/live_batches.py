@@ -15,10 +15,10 @@ from mlxpool.broker.jobs import answers
 from mlxpool.broker.jobs import events as ev
 from mlxpool.broker.jobs.actions import Outbox
 from mlxpool.broker.jobs.active import ActiveJob
+from mlxpool.broker.jobs.answers import packed_end
 from mlxpool.broker.jobs.batches.batch_rows import BatchSettings, batch_row, mark_of
 from mlxpool.broker.jobs.batches.line_feeding import PORTION_LINES, Check, FeedPause, Portion
 from mlxpool.broker.jobs.feeding import Feeder
-from mlxpool.broker.jobs.stored_end import packed_end
 from mlxpool.broker.store.batch_operations import (
     AddLines,
     CancelBatch,

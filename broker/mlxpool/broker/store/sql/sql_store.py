@@ -16,10 +16,8 @@ from mlxpool.broker.store.sql import (
     batch_reading,
     batches,
     changing,
-    copying,
     files,
     notices,
-    outcomes,
     reading,
     running,
 )
@@ -186,8 +184,8 @@ class SqlStore(Closing):
             of_jobs.ListEnded: reading.list_ended,
             of_jobs.ReadBacklog: reading.read_backlog,
             of_jobs.ReadHistory: reading.read_history,
-            of_jobs.ExportJobs: copying.export_jobs,
-            of_jobs.VerifyJobs: copying.verify_jobs,
+            of_jobs.ExportJobs: reading.export_jobs,
+            of_jobs.VerifyJobs: reading.verify_jobs,
             of_jobs.ReadFigures: lambda database, asked, now: self.figures(),
             of_jobs.SetPoison: notices.set_poison,
             of_jobs.ReadPoisons: notices.read_poisons,
@@ -210,7 +208,7 @@ class SqlStore(Closing):
             of_batches.ReleaseBatch: batches.release_batch,
             of_batches.ReleaseOutcomes: partial(batches.release_outcomes, key_life=key_life),
             of_batches.EndBatch: batches.end_batch,
-            of_batches.ReadOutcomes: outcomes.read_outcomes,
+            of_batches.ReadOutcomes: batch_reading.read_outcomes,
         }
 
 

@@ -1,17 +1,24 @@
-"""Performs the cancels that operators ask for on the status page, as `mlxpool cancel` does."""
+"""Performs what operators ask for on the status page, as the admin socket does."""
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from mlxpool.broker.admin.commands import Commands
+from mlxpool.broker.admin.server import AskJobs
 from mlxpool.broker.core.state import State
 from mlxpool.common.errors import BadRequest
-from mlxpool.common.protocol.frames import Header, Message
+from mlxpool.common.protocol.frames import Content, Header, Message
 from mlxpool.common.protocol.from_client import Cancel
+from mlxpool.common.protocol.to_client import Failed
 
 if TYPE_CHECKING:
-    from mlxpool.broker.http.loop_queue import Fate, LoopQueue
+    from mlxpool.broker.http.loop_exchange import Fate, LoopQueue
+    from mlxpool.broker.http.operator_routes import Question
+
+
+# ---- cancels -------------------------------------------------------------------------------------
 
 
 class PageCancels:
@@ -41,3 +48,29 @@ class PageCancels:
                 " cancel one with `mlxpool cancel ID`"
             )
         return dict(self._commands.handle(Message(Header(Cancel.kind, found[0])), now))
+
+
+# ---- jobs ----------------------------------------------------------------------------------------
+
+
+class PageJobs:
+    """Owned by the broker's thread. `waker` is readable when `serve` is due."""
+
+    def __init__(self, queue: LoopQueue[Question], ask: AskJobs) -> None:
+        self.waker = queue.waker
+        self._queue = queue
+        self._ask = ask
+
+    def serve(self, now: float) -> None:
+        """Begin with what waits in the queue."""
+        self._queue.begin(self._begin, now)
+
+    def _begin(self, asked: Question, future: Future[Fate], now: float) -> None:
+        def answer(content: Content) -> None:
+            if isinstance(content, Failed):
+                future.set_exception(content.error())
+            else:
+                future.set_result(content.body() or {})
+
+        kind, body = asked
+        self._ask(kind, body, answer, now)
