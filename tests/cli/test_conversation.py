@@ -11,7 +11,7 @@ import pytest
 from mlxpool.cli.commands.chat import CONTINUED, HINT, PROMPT, Conversation, read_message
 from mlxpool.common.errors import TooLarge
 from mlxpool.common.options import FLAGS
-from mlxpool.common.protocol.bounds import MAX_BODY
+from mlxpool.common.protocol.frames import MAX_BODY
 
 
 def messages(*lines: str) -> tuple[list[str], list[str]]:

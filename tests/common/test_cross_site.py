@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlxpool.common.cross_site import foreign_page
+from mlxpool.common.http_access import foreign_page
 
 HOST = "127.0.0.1:11434"
 OWN, OTHER = f"http://{HOST}", "https://evil.example"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mlxpool.common.api_keys import read_keys
-from mlxpool.common.regular_files import NotRegular, open_regular
+from mlxpool.common.files import NotRegular, open_regular
+from mlxpool.common.http_access import read_keys
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ BOUNDS = {  # how many files a change may touch
     "a verb of jobs": 6,
     "a message": 3,
     "an architecture": 2,
-    "a metric": 3,
+    "a metric": 2,
     "a setting": 2,
     "an HTTP route": 5,
     "an error": 2,

@@ -11,7 +11,7 @@ import anthropic
 import httpx
 import pytest
 
-from mlxpool.common.protocol.call_arguments import INVALID_JSON
+from mlxpool.common.protocol.chat import INVALID_JSON
 from support.counting_checker import expected_ids, text_of
 from support.gateway_thread import GatewayThread
 from support.openapi_answers import faults, unknown_members

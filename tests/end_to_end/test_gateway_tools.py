@@ -8,7 +8,7 @@ from typing import Any
 import ollama
 import pytest
 
-from mlxpool.common.protocol.call_arguments import INVALID_JSON
+from mlxpool.common.protocol.chat import INVALID_JSON
 from support.http_owners import openai_client
 from support.scripted_gateway import Served
 

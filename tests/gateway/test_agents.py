@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mlxpool.common.protocol.call_arguments import INVALID_JSON
+from mlxpool.common.protocol.chat import INVALID_JSON
 from mlxpool.gateway.anthropic import requests as anthropic
 from mlxpool.gateway.errors import HttpError
 from mlxpool.gateway.formats import ChatFormats

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from mlxpool.broker.jobs import events as ev
+from mlxpool.common.protocol.frames import unpack
 from mlxpool.common.protocol.kept import batch_messages as messages
 from mlxpool.common.protocol.kept import file_messages as files
 from mlxpool.common.protocol.kept.batch_messages import (
@@ -17,7 +18,6 @@ from mlxpool.common.protocol.kept.batch_messages import (
     WaitForProgress,
 )
 from mlxpool.common.protocol.kept.file_messages import KeyName, PutFile
-from mlxpool.common.protocol.packing import unpack
 from support.core_harness import OWNER, FakeWorker
 from support.job_harness import JobStory
 

@@ -15,9 +15,8 @@ import sys
 import threading
 from pathlib import Path
 
-from mlxpool.broker.store.errors import StoreUnusable
 from mlxpool.broker.store.operations import Operation, ReadJob, Release
-from mlxpool.broker.store.records import Refused, Result
+from mlxpool.broker.store.records import Refused, Result, StoreUnusable
 from mlxpool.broker.store.sqlite_store import SqliteOpener
 from mlxpool.broker.store.writer import Bounds, StoreWriter
 from support.job_store import BOOT, MAX_BYTES, finish, job_id, progress, submit

@@ -15,8 +15,7 @@ from msgspec.structs import replace
 
 from mlxpool.broker.store import operations as op
 from mlxpool.broker.store import records as rec
-from mlxpool.broker.store.batch_operations import ListBatches
-from mlxpool.broker.store.batch_records import BatchList
+from mlxpool.broker.store.batch_operations import BatchList, ListBatches
 from mlxpool.broker.store.notice_bodies import job_notice, origin_of
 from mlxpool.broker.store.operations import Operation
 from mlxpool.broker.store.records import Chunk, JobState, JobView, Result, Scope

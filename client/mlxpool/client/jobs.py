@@ -13,7 +13,7 @@ from mlxpool.common import errors
 from mlxpool.common.checks import is_integer, is_number, shown
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.options import GenerateOptions
-from mlxpool.common.protocol.frames import ID_BYTES
+from mlxpool.common.protocol.frames import ID_BYTES, unpack
 from mlxpool.common.protocol.kept import job_messages as messages
 from mlxpool.common.protocol.kept.job_messages import (
     IDLE,
@@ -29,7 +29,6 @@ from mlxpool.common.protocol.kept.job_messages import (
 )
 from mlxpool.common.protocol.kept.job_work import CALLS, KIND, kind_of
 from mlxpool.common.protocol.kept.packed_requests import packed_request
-from mlxpool.common.protocol.packing import unpack
 
 OnSent = Callable[[int], None]  # gets the bytes that were sent so far
 KEY_BYTES = 8  # of a key that is drawn

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from mlxpool.cluster import tied_process
 from mlxpool.cluster.broker_host import Admission, WorkerOrder
-from mlxpool.common.folder_lock import lock_folder
+from mlxpool.common.files import lock_folder
 from mlxpool.common.transport import keys
 
 log = logging.getLogger("mlxpool.cluster")

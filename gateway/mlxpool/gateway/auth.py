@@ -21,9 +21,8 @@ from pathlib import Path
 from msgspec import Struct
 from starlette.requests import Request
 
-from mlxpool.common.api_keys import digest, read_keys
 from mlxpool.common.config.bounds import LOOPBACK
-from mlxpool.common.cross_site import foreign_page
+from mlxpool.common.http_access import digest, foreign_page, read_keys
 from mlxpool.gateway.errors import HttpError
 
 log = logging.getLogger("mlxpool.gateway")

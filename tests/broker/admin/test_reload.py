@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from mlxpool.broker.admin.reload import FIXED, CurrentSettings, Reloader, compare
 from mlxpool.broker.admin.service_notifier import ServiceNotifier
 from mlxpool.broker.core import events as ev
-from mlxpool.broker.metrics.counters import Counters
+from mlxpool.broker.metrics import Counters
 from mlxpool.common.config.bounds import ConfigError
 from mlxpool.common.config.schema import BUILTIN, KeyConfig, ModelConfig, PoolConfig
 from mlxpool.common.errors import BadRequest

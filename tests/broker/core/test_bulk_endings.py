@@ -7,8 +7,8 @@ import pytest
 from mlxpool.broker.core import actions as act
 from mlxpool.broker.core import dispatcher
 from mlxpool.broker.core import events as ev
-from mlxpool.broker.core.bulk_endings import MAX_ENDED
 from mlxpool.broker.core.delivery import Delivery
+from mlxpool.broker.core.endings import MAX_ENDED
 from mlxpool.broker.requests.request import Request
 from mlxpool.broker.workers import placement
 from mlxpool.broker.workers.worker import WorkerState

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mlxpool.broker.core import actions as act
-from mlxpool.broker.core import bulk_endings
+from mlxpool.broker.core import endings
 from mlxpool.broker.core import events as ev
 from support import kinds
 from support.core_harness import FakeWorker, Story, model, wake_until_idle
@@ -179,7 +179,7 @@ EVENTS = {
 
 
 def test_every_stream_ends_once_whatever_else_happens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bulk_endings, "MAX_ENDED", 2)
+    monkeypatch.setattr(endings, "MAX_ENDED", 2)
     failed = 0
     for seed in range(SEEDS):
         pool = Pool(seed)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from mlxpool.broker.core import actions as act
 from mlxpool.broker.core import events as ev
-from mlxpool.broker.core.bulk_endings import MAX_ENDED
 from mlxpool.broker.core.core import MAX_DUE
+from mlxpool.broker.core.endings import MAX_ENDED
 from mlxpool.broker.requests.fair_queue import Queue
 from mlxpool.broker.requests.request import Request, RequestState
 from mlxpool.broker.workers.worker import WorkerState

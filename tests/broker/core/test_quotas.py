@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from mlxpool.broker.core import events as ev
-from mlxpool.broker.core.bulk_endings import MAX_ENDED
+from mlxpool.broker.core.endings import MAX_ENDED
 from support import core_events as make
 from support.core_harness import BOB, OWNER, FakeWorker, Story, body_of, model
 

@@ -22,8 +22,8 @@ from mlxpool.broker.workers import worker as workers
 from mlxpool.broker.workers.gpu_places import Place, PlaceState
 from mlxpool.broker.workers.worker import Worker, WorkerState
 from mlxpool.common.config.schema import ModelConfig
+from mlxpool.common.protocol.frames import pack
 from mlxpool.common.protocol.kept.job_messages import Submit
-from mlxpool.common.protocol.packing import pack
 from support.core_requests import new_request
 from support.store_model import StoreModel
 

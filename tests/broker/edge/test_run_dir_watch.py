@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from mlxpool.broker.edge.run_dir_watch import CHECK_INTERVAL, RunDirWatch
-from mlxpool.common.folder_lock import FolderLocked, lock_folder
+from mlxpool.common.files import FolderLocked, lock_folder
 from mlxpool.common.transport import sockets
 
 NAMES = ("front", "back", "admin")

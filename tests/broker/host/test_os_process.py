@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxpool.broker.host import os_process
+from mlxpool.broker import host
 from support.pool import until
 
 NOBODY = 2**22 + 1  # above every pid
@@ -21,7 +21,7 @@ NOBODY = 2**22 + 1  # above every pid
 @pytest.fixture(params=[True, False], ids=["linux", "portable"])
 def anywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     linux = bool(request.param)
-    monkeypatch.setattr(os_process, "LINUX", linux and os_process.LINUX)
+    monkeypatch.setattr(host, "LINUX", linux and host.LINUX)
     return linux
 
 
@@ -33,26 +33,26 @@ def child() -> Iterator[int]:
 
 
 def test_the_resident_memory_of_a_process_is_read(anywhere: bool) -> None:
-    assert os_process.resident_bytes(os.getpid()) > 1_000_000
-    assert os_process.resident_bytes(NOBODY) == 0
+    assert host.resident_bytes(os.getpid()) > 1_000_000
+    assert host.resident_bytes(NOBODY) == 0
 
 
 def test_a_stopped_process_is_recognised(anywhere: bool, child: int) -> None:
-    assert not os_process.is_stopped(child)
+    assert not host.is_stopped(child)
     os.kill(child, signal.SIGSTOP)
-    until(lambda: os_process.is_stopped(child), "it is stopped")
+    until(lambda: host.is_stopped(child), "it is stopped")
     os.kill(child, signal.SIGCONT)
-    until(lambda: not os_process.is_stopped(child), "it goes on")
-    assert not os_process.is_stopped(NOBODY)
+    until(lambda: not host.is_stopped(child), "it goes on")
+    assert not host.is_stopped(NOBODY)
 
 
 def test_the_time_on_the_run_queue_is_read(anywhere: bool) -> None:
     """Two busy threads on one processor cannot both run."""
     me = os.getpid()
-    assert os_process.run_queue_wait_ns(me, 0) == 0
-    assert os_process.run_queue_wait_ns(NOBODY, NOBODY) == 0
-    before = os_process.run_queue_wait_ns(me, threading.get_native_id())
-    if not anywhere or not os_process.LINUX:
+    assert host.run_queue_wait_ns(me, 0) == 0
+    assert host.run_queue_wait_ns(NOBODY, NOBODY) == 0
+    before = host.run_queue_wait_ns(me, threading.get_native_id())
+    if not anywhere or not host.LINUX:
         assert before == 0
         return
     burn = [sys.executable, "-c", "while True: pass"]
@@ -63,7 +63,7 @@ def test_the_time_on_the_run_queue_is_read(anywhere: bool) -> None:
             os.sched_setaffinity(burner.pid, one)
             os.sched_setaffinity(0, one)
             until(
-                lambda: os_process.run_queue_wait_ns(me, threading.get_native_id()) > before,
+                lambda: host.run_queue_wait_ns(me, threading.get_native_id()) > before,
                 "the wait is counted",
             )
         finally:
@@ -72,9 +72,9 @@ def test_the_time_on_the_run_queue_is_read(anywhere: bool) -> None:
 
 
 def test_the_start_time_of_a_process_is_read(child: int) -> None:
-    began = os_process.start_time(child)
-    assert began is not None and began == os_process.start_time(child)
-    assert os_process.start_time(NOBODY) is None
+    began = host.start_time(child)
+    assert began is not None and began == host.start_time(child)
+    assert host.start_time(NOBODY) is None
 
 
 @pytest.mark.parametrize(
@@ -84,9 +84,9 @@ def test_the_kernels_count_of_kills_for_memory_is_read(
     tmp_path: Path, text: str, count: int
 ) -> None:
     (tmp_path / "memory.events").write_text(text)
-    assert os_process._oom_kills_in(tmp_path / "memory.events") == count
+    assert host._oom_kills_in(tmp_path / "memory.events") == count
 
 
 def test_kills_for_memory_are_counted(anywhere: bool) -> None:
-    assert os_process.oom_kills() >= 0
-    assert os_process.machine_memory_bytes() > 0
+    assert host.oom_kills() >= 0
+    assert host.machine_memory_bytes() > 0

@@ -19,8 +19,8 @@ from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from mlxpool.broker.http import routes
+from mlxpool.broker.http.routes import PAGE
 from mlxpool.broker.http.server import MAX_CONNECTIONS, SWITCH_INTERVAL, HttpServer, Stage
-from mlxpool.broker.http.status_page import PAGE
 from mlxpool.broker.telemetry.reports import stats
 from mlxpool.common.config.bounds import ConfigError, host_port
 from mlxpool.common.config.loading import load

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxpool.broker.http.status_page import FOLDER, PAGE, POLICY, assembled
+from mlxpool.broker.http.routes import FOLDER, PAGE, POLICY, assembled
 from support.colours import DEFICIENCIES, contrast, difference, palettes
 
 TEXT = PAGE.decode()

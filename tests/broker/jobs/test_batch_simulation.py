@@ -18,8 +18,7 @@ import pytest
 
 from mlxpool.broker.core import events as core
 from mlxpool.broker.jobs import events as ev
-from mlxpool.broker.store.batch_operations import ReadBatch
-from mlxpool.broker.store.batch_records import BatchView
+from mlxpool.broker.store.batch_operations import BatchView, ReadBatch
 from mlxpool.broker.store.records import JobState, Refused
 from mlxpool.common.protocol.encoder_calls import VECTORS
 from mlxpool.common.protocol.from_worker import CallAnswer

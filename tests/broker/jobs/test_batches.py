@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from mlxpool.broker.jobs import events as ev
-from mlxpool.broker.jobs.batches import batch_questions, line_feeding, live_batches
-from mlxpool.broker.jobs.batches.line_feeding import AHEAD, PORTION_LINES
-from mlxpool.broker.jobs.batches.live_batches import MAX_WATCHERS
+from mlxpool.broker.jobs.batches import batch_questions, live_batches
+from mlxpool.broker.jobs.batches.live_batches import AHEAD, MAX_WATCHERS, PORTION_LINES
 from mlxpool.broker.jobs.policy import JobPolicy
 from mlxpool.broker.store.records import JobState, Refused
 from mlxpool.common.errors import BadRequest, Draining
@@ -214,7 +213,7 @@ def test_lines_that_the_deadline_cuts_off_are_expired(
     story: BatchStory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if every line that became a job is done; a bad line behind them has failed."""
-    monkeypatch.setattr(line_feeding, "AHEAD", 4)
+    monkeypatch.setattr(live_batches, "AHEAD", 4)
     monkeypatch.setattr(live_batches, "PORTION_LINES", 4)
     worker = story.ready_worker(sequences=4)
     story.submit_batch("b", [*prompts(10), b"{"], deadline_ms=5000)
@@ -324,14 +323,14 @@ def test_lines_are_checked_a_few_in_a_turn(
         parsed.append(data)
         return parse_line(data, defaults)
 
-    monkeypatch.setattr(line_feeding, "parse_line", parse)
+    monkeypatch.setattr(live_batches, "parse_line", parse)
     turns = []
     while story.manager.next_wake() <= story.now:
         before = len(parsed)
         story.tell_manager(ev.Wake())
         turns.append(len(parsed) - before)
         story.settle()
-    assert sum(turns) == PORTION_LINES and max(turns) == line_feeding.SLICE_LINES
+    assert sum(turns) == PORTION_LINES and max(turns) == live_batches.SLICE_LINES
 
 
 def test_batches_take_turns(story: BatchStory) -> None:

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxpool.broker.metrics import histograms
-from mlxpool.broker.metrics.histograms import Figures
+from mlxpool.broker import metrics
+from mlxpool.broker.metrics import Figures
 from mlxpool.common.metrics import Histogram
 from mlxpool.common.protocol.token_ids import pack_ids
 from support import kinds
 from support.core_harness import START, FakeWorker, Story, X
 
-TABLES = (histograms.FIRST_TOKEN, histograms.INTER_TOKEN, histograms.REQUEST, histograms.TOKENS)
+TABLES = (metrics.FIRST_TOKEN, metrics.INTER_TOKEN, metrics.REQUEST, metrics.TOKENS)
 VLLM_INTER_TOKEN = (
     0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
     40.0, 80.0,
@@ -41,12 +41,12 @@ def test_the_bounds_of_histograms_increase(bounds: tuple[float, ...]) -> None:
 
 
 def test_the_bounds_of_vllm_are_among_ours() -> None:
-    assert set(VLLM_INTER_TOKEN) <= set(histograms.INTER_TOKEN)
+    assert set(VLLM_INTER_TOKEN) <= set(metrics.INTER_TOKEN)
 
 
 @given(st.lists(st.floats(0, 1e5)))
 def test_a_value_is_counted_below_the_first_bound_that_holds_it(values: list[float]) -> None:
-    histogram = Histogram(histograms.FIRST_TOKEN)
+    histogram = Histogram(metrics.FIRST_TOKEN)
     for value in values:
         histogram.observe(value)
     below = [sum(value <= bound for value in values) for bound in histogram.bounds]
@@ -157,7 +157,7 @@ def test_a_request_that_never_ran_counts_its_wait_and_its_end(story: Story) -> N
 def test_an_unknown_outcome_of_a_worker_counts_as_other(story: Story, said: str) -> None:
     worker, request = story.running()
     worker.fail(request, said)
-    assert of(story).outcomes == {histograms.OTHER: 1}
+    assert of(story).outcomes == {metrics.OTHER: 1}
 
 
 def test_a_cancel_is_an_outcome(story: Story) -> None:

@@ -7,14 +7,20 @@ from typing import Any
 import pytest
 
 from mlxpool.broker.store.batch_operations import (
+    MAX_LINE,
     AddLines,
     AppendFile,
+    BatchChanged,
+    BatchState,
     CancelBatch,
     CreateFile,
     DeleteFile,
     EndBatch,
+    FileDiffers,
+    Lines,
     ListBatches,
     ListFiles,
+    Outcomes,
     ReadBatch,
     ReadFile,
     ReadLines,
@@ -23,14 +29,6 @@ from mlxpool.broker.store.batch_operations import (
     ReleaseOutcomes,
     RetryBatch,
     SubmitBatch,
-)
-from mlxpool.broker.store.batch_records import (
-    MAX_LINE,
-    BatchChanged,
-    BatchState,
-    FileDiffers,
-    Lines,
-    Outcomes,
 )
 from mlxpool.broker.store.notice_bodies import batch_outcome
 from mlxpool.broker.store.operations import ListJobs, ReadJob, Retry, Submit, Sweep

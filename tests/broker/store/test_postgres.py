@@ -9,10 +9,18 @@ import psycopg
 import pytest
 
 from mlxpool.broker.store import postgres_store as postgres_store_module
-from mlxpool.broker.store.errors import StoreFenced, StoreInUse, StoreUnusable
 from mlxpool.broker.store.operations import FetchPage, ReadJob
 from mlxpool.broker.store.postgres_store import PostgresDatabase, PostgresOpener
-from mlxpool.broker.store.records import Durable, Found, Page, Refused, Submitted
+from mlxpool.broker.store.records import (
+    Durable,
+    Found,
+    Page,
+    Refused,
+    StoreFenced,
+    StoreInUse,
+    StoreUnusable,
+    Submitted,
+)
 from mlxpool.broker.store.sql import schema
 from mlxpool.broker.store.writer import HealthState, StoreWriter
 from support.job_store import MAX_BYTES, OpenedStore, chunk, job_id, progress, submit

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 
 from mlxpool.broker.store import state_dir
-from mlxpool.broker.store.errors import StoreError
 from mlxpool.broker.store.operations import ExportJobs
-from mlxpool.broker.store.records import Export, JobState
+from mlxpool.broker.store.records import Export, JobState, StoreError
 from mlxpool.broker.store.sqlite_store import LOG_HEAD, SqliteOpener
 from mlxpool.common.protocol.token_ids import unpack_ids
 from support.disk_log import Disk, Record, read_log

@@ -12,10 +12,18 @@ import pytest
 
 from mlxpool.broker.jobs.figures import JobFigures
 from mlxpool.broker.store import sqlite_store, state_dir
-from mlxpool.broker.store.errors import OutOfSpace, StoreFailed, StoreInUse, StoreUnusable
 from mlxpool.broker.store.opening import opener
 from mlxpool.broker.store.operations import Defer, FeedNext, Operation, ReadJob
-from mlxpool.broker.store.records import Changed, Durable, Fed, Found
+from mlxpool.broker.store.records import (
+    Changed,
+    Durable,
+    Fed,
+    Found,
+    OutOfSpace,
+    StoreFailed,
+    StoreInUse,
+    StoreUnusable,
+)
 from mlxpool.broker.store.sql import schema
 from mlxpool.broker.store.sqlite_store import (
     FRAME_HEAD,

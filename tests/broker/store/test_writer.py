@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from mlxpool.broker.store.errors import StoreFenced
 from mlxpool.broker.store.operations import Operation, ReadJob
-from mlxpool.broker.store.records import Durable, Found, Refused, Result, Submitted
+from mlxpool.broker.store.records import Durable, Found, Refused, Result, StoreFenced, Submitted
 from mlxpool.broker.store.sql.sql_store import SqlStore
 from mlxpool.broker.store.sqlite_store import SqliteOpener
 from mlxpool.broker.store.writer import OPERATION_BYTES, Bounds, HealthState, Inbox, StoreWriter

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxpool.broker.metrics.histograms import FIRST_TOKEN
+from mlxpool.broker.metrics import FIRST_TOKEN
 from mlxpool.broker.telemetry import history
 from mlxpool.broker.telemetry.history import (
     COLUMN_SECONDS,

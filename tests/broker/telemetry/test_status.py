@@ -7,7 +7,7 @@ import json
 from msgspec.structs import replace
 
 from mlxpool.broker.core import events as ev
-from mlxpool.broker.http.status_page import PAGE
+from mlxpool.broker.http.routes import PAGE
 from mlxpool.broker.telemetry.history import MAX_COLUMNS, MAX_POINTS, POINT_INTERVAL, RecentHistory
 from mlxpool.broker.telemetry.snapshot import MAX_LIVE
 from mlxpool.broker.telemetry.status import ID_DIGITS, MAX_ROWS, status

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mlxpool.broker.host import os_process
+from mlxpool.broker import host
 from mlxpool.broker.transport.memory_guard import (
     CHECK_INTERVAL,
     MAX_UNEXPLAINED,
@@ -43,8 +43,8 @@ def test_memory_that_is_freed_late_is_given_back(
 ) -> None:
     """The kernel may be slow to end a connection: its memory is freed after the next check."""
     trims, used, now = [], [2 * MAX_UNEXPLAINED], 100.0
-    monkeypatch.setattr(os_process, "trim_heap", lambda: trims.append(now))
-    monkeypatch.setattr(os_process, "resident_bytes", lambda pid: used[0])
+    monkeypatch.setattr(host, "trim_heap", lambda: trims.append(now))
+    monkeypatch.setattr(host, "resident_bytes", lambda pid: used[0])
     nobody: Any = SimpleNamespace(endpoints=())
     front: Any = SimpleNamespace(by_number={}, full=SimpleNamespace(bytes=0))
     guard = MemoryGuard(nobody, front, story.core.state)

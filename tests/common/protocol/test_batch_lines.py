@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mlxpool.common.errors import BadRequest, TooLarge
-from mlxpool.common.protocol.frames import TEXT_AS_BLOB
+from mlxpool.common.protocol.frames import TEXT_AS_BLOB, unpack
 from mlxpool.common.protocol.from_client import Generate
 from mlxpool.common.protocol.kept.batch_lines import (
     DEFAULTS,
@@ -21,7 +21,6 @@ from mlxpool.common.protocol.kept.batch_lines import (
     check_defaults,
     parse_line,
 )
-from mlxpool.common.protocol.packing import unpack
 from mlxpool.common.protocol.prompts import PackedPrompt
 from mlxpool.common.protocol.token_ids import pack_ids
 

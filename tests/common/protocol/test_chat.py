@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from mlxpool.common.errors import BadRequest
-from mlxpool.common.protocol.call_arguments import INVALID_JSON
 from mlxpool.common.protocol.chat import (
+    INVALID_JSON,
     MAX_MESSAGES,
     MAX_TOOL_CALLS,
     MAX_TOOLS,

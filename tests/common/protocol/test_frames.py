@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxpool.common.errors import BadRequest, PoolError, TooLarge
-from mlxpool.common.protocol import bounds, deltas, frames, from_client, token_ids
+from mlxpool.common.protocol import deltas, frames, from_client, token_ids
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.common.protocol.frames import Garbage, Header, Message
 from mlxpool.common.protocol.images import MAX_IMAGE
@@ -73,7 +73,7 @@ def test_every_kind_fits_the_header() -> None:
     every = [v for k, v in vars(kinds).items() if k.isupper() and isinstance(v, str)]
     assert {"generate", "deltas", "welcome"} <= set(every)
     for kind in every:
-        assert len(frames.encode(Header(kind, ID, big, big, big))[0]) <= bounds.MAX_HEADER
+        assert len(frames.encode(Header(kind, ID, big, big, big))[0]) <= frames.MAX_HEADER
 
 
 @given(st.lists(id_values, max_size=50))

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 
 from mlxpool.common.errors import BadRequest, TooLarge
-from mlxpool.common.protocol.bounds import MAX_BLOB
 from mlxpool.common.protocol.encoder_calls import EncoderCall
+from mlxpool.common.protocol.frames import MAX_BLOB, unpack
 from mlxpool.common.protocol.from_client import Generate, ModelCall
 from mlxpool.common.protocol.kept.batch_lines import BadLine, Line, parse_line
 from mlxpool.common.protocol.kept.job_messages import Submit
 from mlxpool.common.protocol.kept.job_work import parse_work, seed_of
-from mlxpool.common.protocol.packing import unpack
 
 EMBED: dict[str, Any] = {"kind": "embed", "model": "e", "inputs": ["a", "b"]}
 

@@ -8,9 +8,8 @@ import pytest
 
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.options import ALIASES, CHECKS
-from mlxpool.common.protocol.from_client import Generate
+from mlxpool.common.protocol.from_client import KNOWN, MAX_WARNINGS, REFUSED, Generate
 from mlxpool.common.protocol.to_client import Accepted
-from mlxpool.common.protocol.unread_keys import KNOWN, MAX_WARNINGS, REFUSED
 
 
 def parsed(**keys: Any) -> Generate:

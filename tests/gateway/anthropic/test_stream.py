@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from mlxpool.client import Result
-from mlxpool.common.protocol.call_arguments import INVALID_JSON
+from mlxpool.common.protocol.chat import INVALID_JSON
 from mlxpool.gateway.anthropic.bodies import MessageEvents, MessageFrame
 from mlxpool.gateway.formats.events import CallArguments, CallBegin, CallEnd
 from mlxpool.gateway.generation.choice_streams import ChoiceUpdate

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mlxpool.client import Result
-from mlxpool.common.protocol.call_arguments import INVALID_JSON
+from mlxpool.common.protocol.chat import INVALID_JSON
 from mlxpool.gateway.formats.events import (
     CallArguments,
     CallBegin,

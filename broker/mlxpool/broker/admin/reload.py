@@ -19,11 +19,11 @@ from mlxpool.broker.admin.service_notifier import ServiceNotifier
 from mlxpool.broker.catalogue.scanner import all_locations, all_weights_bytes
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.events import Perform
-from mlxpool.broker.host.os_process import memory_limit_bytes
-from mlxpool.broker.metrics.counters import Counters
+from mlxpool.broker.host import memory_limit_bytes
+from mlxpool.broker.metrics import Counters
 from mlxpool.broker.notices.sender import read_secrets
 from mlxpool.broker.security.keyring import KEY
-from mlxpool.common import api_keys
+from mlxpool.common import http_access
 from mlxpool.common.config.bounds import ConfigError
 from mlxpool.common.config.schema import ModelConfig, PoolConfig
 from mlxpool.common.errors import BadRequest
@@ -243,7 +243,7 @@ class Reloader:
                 config = without_local_workers(config)
             require_gpus(before, config, visible_gpus(os.environ))
             if before.http and before.http_keys is not None:
-                api_keys.read_keys(before.http_keys)  # which the gateway reads again
+                http_access.read_keys(before.http_keys)  # which the gateway reads again
             if before.state_dir and config.job_notify_secret is not None:
                 read_secrets(config.job_notify_secret)  # which each notice reads again
             self._read_settings = NewSettings(

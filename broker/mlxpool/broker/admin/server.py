@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from mlxpool.broker.admin.commands import Commands
 from mlxpool.broker.core.events import AnswerLater
-from mlxpool.broker.metrics.counters import Counters
+from mlxpool.broker.metrics import Counters
 from mlxpool.broker.transport.peers import Peers
 from mlxpool.common.errors import Internal, PoolError
 from mlxpool.common.protocol import admin, frames, from_client

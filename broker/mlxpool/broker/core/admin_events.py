@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from mlxpool.broker.core import events as ev
-from mlxpool.broker.core.bulk_endings import BulkEndings
 from mlxpool.broker.core.delivery import Delivery
 from mlxpool.broker.core.drain import Drainer
+from mlxpool.broker.core.endings import BulkEndings
 from mlxpool.broker.core.failover import Failover
 from mlxpool.broker.core.state import PoolPhase, State
 from mlxpool.broker.core.worker_pool import WorkerPool

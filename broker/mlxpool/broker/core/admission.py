@@ -7,12 +7,11 @@ import math
 from msgspec.structs import replace
 
 from mlxpool.broker.core import events as ev
-from mlxpool.broker.core.actions import ToClient
+from mlxpool.broker.core.actions import Outbox, ToClient
 from mlxpool.broker.core.calls import Calls
 from mlxpool.broker.core.delivery import Delivery
 from mlxpool.broker.core.dispatcher import Dispatcher
 from mlxpool.broker.core.ended_requests import EndedRequests
-from mlxpool.broker.core.outbox import Outbox
 from mlxpool.broker.core.state import JOBS_LINK, QUEUE_RETRY_MS, State
 from mlxpool.broker.core.worker_pool import WorkerPool
 from mlxpool.broker.models.model import Model

@@ -6,8 +6,7 @@ import math
 from collections.abc import Mapping
 
 from mlxpool.broker.core import events as ev
-from mlxpool.broker.core.actions import JobSetBack
-from mlxpool.broker.core.outbox import Outbox
+from mlxpool.broker.core.actions import JobSetBack, Outbox
 from mlxpool.broker.core.state import JOBS_LINK, QUEUE_RETRY_MS, PoolPhase, State
 from mlxpool.broker.core.worker_pool import WorkerPool
 from mlxpool.broker.models import listing

@@ -10,20 +10,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 
-from mlxpool.broker.core import bulk_endings
 from mlxpool.broker.core import events as ev
-from mlxpool.broker.core.actions import Action
+from mlxpool.broker.core.actions import Action, Outbox
 from mlxpool.broker.core.admin_events import AdminEvents
 from mlxpool.broker.core.admission import Admission
-from mlxpool.broker.core.bulk_endings import BulkEndings
 from mlxpool.broker.core.calls import Calls
 from mlxpool.broker.core.delivery import Delivery
 from mlxpool.broker.core.dispatcher import Dispatcher, PlaceSharing
 from mlxpool.broker.core.drain import Drainer
 from mlxpool.broker.core.ended_requests import EndedRequests
-from mlxpool.broker.core.endings import Endings
+from mlxpool.broker.core.endings import BULK_TIMER, BulkEndings, Endings
 from mlxpool.broker.core.failover import Failover
-from mlxpool.broker.core.outbox import Outbox
 from mlxpool.broker.core.scaling import ReplicaScaling
 from mlxpool.broker.core.state import State
 from mlxpool.broker.core.token_ingest import TokenIngest
@@ -78,7 +75,7 @@ class Core:
         self._sweeps = {  # by the keys of their timers
             "tombstones": ended.expire_tombstones,
             "quarantine": ended.expire_quarantine,
-            bulk_endings.TIMER: bulk.end_some,
+            BULK_TIMER: bulk.end_some,
         }
         admin_events = AdminEvents(state, pool, delivery, failover, drainer, bulk)
         self._handlers: dict[type, Handler] = {

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mlxpool.broker.core import events as ev
-from mlxpool.broker.core.actions import Note, RequestEnded
+from mlxpool.broker.core.actions import Note, Outbox, RequestEnded
 from mlxpool.broker.core.ended_requests import EndedRequests
-from mlxpool.broker.core.outbox import Outbox
 from mlxpool.broker.core.state import State
 from mlxpool.broker.core.worker_pool import WorkerPool
 from mlxpool.broker.requests.request import Request, RequestState

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import islice, takewhile
 
-from mlxpool.broker.core.bulk_endings import BulkEndings
+from mlxpool.broker.core.actions import Outbox
 from mlxpool.broker.core.delivery import Delivery
-from mlxpool.broker.core.outbox import Outbox
+from mlxpool.broker.core.endings import BulkEndings
 from mlxpool.broker.core.state import JOBS_LINK, PoolPhase, State
 from mlxpool.broker.core.worker_pool import WorkerPool
 from mlxpool.broker.models.model import Model

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from functools import partial
 
 from mlxpool.broker.core import events as ev
-from mlxpool.broker.core.bulk_endings import BulkEndings
+from mlxpool.broker.core.actions import Outbox
 from mlxpool.broker.core.dispatcher import Dispatcher
+from mlxpool.broker.core.endings import BulkEndings
 from mlxpool.broker.core.failover import Failover
-from mlxpool.broker.core.outbox import Outbox
 from mlxpool.broker.core.state import PoolPhase, State
 from mlxpool.broker.core.worker_pool import WorkerPool
 from mlxpool.broker.models.model import Model

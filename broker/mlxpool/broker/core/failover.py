@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mlxpool.broker.core import events as ev
-from mlxpool.broker.core.actions import JobSetBack
-from mlxpool.broker.core.bulk_endings import BulkEndings
+from mlxpool.broker.core.actions import JobSetBack, Outbox
 from mlxpool.broker.core.calls import Calls
 from mlxpool.broker.core.delivery import Delivery
 from mlxpool.broker.core.dispatcher import Dispatcher
 from mlxpool.broker.core.ended_requests import EndedRequests
-from mlxpool.broker.core.outbox import Outbox
+from mlxpool.broker.core.endings import BulkEndings
 from mlxpool.broker.core.state import JOBS_LINK, PoolPhase, State
 from mlxpool.broker.core.worker_pool import WorkerPool
 from mlxpool.broker.models.model import Model

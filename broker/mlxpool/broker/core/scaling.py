@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from mlxpool.broker.core.actions import Note
+from mlxpool.broker.core.actions import Note, Outbox
 from mlxpool.broker.core.drain import Drainer
-from mlxpool.broker.core.outbox import Outbox
 from mlxpool.broker.core.state import State
 from mlxpool.broker.core.worker_pool import WorkerPool
 from mlxpool.broker.models.model import Model

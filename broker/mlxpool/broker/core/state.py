@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 from msgspec import Struct, field
 
-from mlxpool.broker.metrics.counters import Counters
+from mlxpool.broker.metrics import Counters
 from mlxpool.broker.models.model import Model
 from mlxpool.broker.models.registry import Registry
 from mlxpool.broker.requests.call import Call

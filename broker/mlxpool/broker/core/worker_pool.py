@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from mlxpool.broker.core.actions import DumpStacks, StartWorker, StopPool
-from mlxpool.broker.core.outbox import Outbox
+from mlxpool.broker.core.actions import DumpStacks, Outbox, StartWorker, StopPool
 from mlxpool.broker.core.state import PoolPhase, State
 from mlxpool.broker.models.model import DEMANDED, Model, ModelState
 from mlxpool.broker.models.registry import to_evict

@@ -39,14 +39,13 @@ from mlxpool.broker.edge.run_dir_watch import RunDirWatch
 from mlxpool.broker.edge.spans import Spans
 from mlxpool.broker.edge.worker_ingress import WorkerIngress
 from mlxpool.broker.edge.worker_processes import WorkerProcesses
-from mlxpool.broker.host.os_process import memory_limit_bytes, resident_bytes
+from mlxpool.broker.host import memory_limit_bytes, resident_bytes
 from mlxpool.broker.jobs import events as job_events
 from mlxpool.broker.jobs.figures import JobFigures
 from mlxpool.broker.processes.gateway_process import GatewayProcess
 from mlxpool.broker.processes.remote_workers import RemoteWorkers
 from mlxpool.broker.processes.supervisor import Supervisor
-from mlxpool.broker.store.errors import StoreError
-from mlxpool.broker.store.records import MAX_STACKS
+from mlxpool.broker.store.records import MAX_STACKS, StoreError
 from mlxpool.broker.telemetry.reports import top
 from mlxpool.broker.transport.memory_guard import MemoryGuard, busy_descriptors
 from mlxpool.broker.transport.worker_sessions import WorkerSessions

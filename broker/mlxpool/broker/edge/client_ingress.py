@@ -12,7 +12,7 @@ from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.events import AnswerLater, Perform
 from mlxpool.broker.edge.job_service import JobService
 from mlxpool.broker.jobs import events as job_events
-from mlxpool.broker.metrics.counters import Counters
+from mlxpool.broker.metrics import Counters
 from mlxpool.broker.requests.quotas import Rates, milliseconds
 from mlxpool.broker.security.keyring import may_name_owners
 from mlxpool.broker.transport.peers import Peer, Peers

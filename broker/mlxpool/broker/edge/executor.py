@@ -13,7 +13,7 @@ from mlxpool.broker.core.state import JOBS_LINK
 from mlxpool.broker.edge import trace
 from mlxpool.broker.edge.spans import Spans
 from mlxpool.broker.edge.worker_processes import WorkerProcesses
-from mlxpool.broker.metrics.counters import Counters
+from mlxpool.broker.metrics import Counters
 from mlxpool.broker.transport.peers import Peers
 from mlxpool.broker.transport.worker_sessions import WorkerSessions
 from mlxpool.common.protocol import frames

@@ -15,7 +15,7 @@ import gc
 import math
 from collections.abc import Callable
 
-from mlxpool.broker.host.os_process import trim_heap
+from mlxpool.broker.host import trim_heap
 
 INTERVAL = 60.0  # seconds between two full collections at least
 # Collections of the middle generation before a full one that comes by itself; Python's own is 10.

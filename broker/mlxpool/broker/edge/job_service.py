@@ -28,10 +28,9 @@ from mlxpool.broker.jobs.manager import JobManager
 from mlxpool.broker.jobs.policy import JobPolicy
 from mlxpool.broker.notices.posting import Outcome
 from mlxpool.broker.notices.sender import NoticeSender, Posting, PostingRules, read_secrets
-from mlxpool.broker.store.errors import StoreError, StoreUnwritable
 from mlxpool.broker.store.opening import opener
 from mlxpool.broker.store.operations import Operation
-from mlxpool.broker.store.records import Result
+from mlxpool.broker.store.records import Result, StoreError, StoreUnwritable
 from mlxpool.broker.store.writer import HealthState, StoreWriter
 from mlxpool.broker.transport.peers import Peers
 from mlxpool.broker.workers.worker import COMING

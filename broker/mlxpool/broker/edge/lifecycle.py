@@ -13,7 +13,7 @@ from mlxpool.broker.admin.service_notifier import ServiceNotifier
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.events import Perform
 from mlxpool.broker.edge.http_gateway import ABORT_GRACE, HttpGateway
-from mlxpool.common.folder_lock import FolderLocked, lock_folder
+from mlxpool.common.files import FolderLocked, lock_folder
 from mlxpool.common.transport.waker import Waker
 
 log = logging.getLogger("mlxpool.broker")

@@ -16,7 +16,7 @@ import zmq
 
 from mlxpool.common.config.bounds import ConfigError
 from mlxpool.common.config.loading import check_run_dir
-from mlxpool.common.folder_lock import FolderLocked, lock_folder
+from mlxpool.common.files import FolderLocked, lock_folder
 from mlxpool.common.transport import sockets
 
 log = logging.getLogger("mlxpool.broker")

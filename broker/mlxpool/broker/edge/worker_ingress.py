@@ -10,7 +10,7 @@ import logging
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.events import Perform
 from mlxpool.broker.core.state import State
-from mlxpool.broker.metrics.counters import Counters
+from mlxpool.broker.metrics import Counters
 from mlxpool.broker.processes.remote_workers import RemoteWorkers
 from mlxpool.broker.processes.supervisor import Supervisor
 from mlxpool.broker.transport.peers import Peer

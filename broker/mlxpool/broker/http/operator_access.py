@@ -24,8 +24,8 @@ from urllib.parse import urlsplit
 from msgspec import Struct
 
 from mlxpool.common.config.bounds import ConfigError
-from mlxpool.common.cross_site import foreign_page
-from mlxpool.common.regular_files import open_regular
+from mlxpool.common.files import open_regular
+from mlxpool.common.http_access import foreign_page
 
 MIN_TOKEN, MAX_TOKEN = 32, 256  # characters
 TOKEN = re.compile(r"[!-~]+")  # visible ASCII: what a header can carry

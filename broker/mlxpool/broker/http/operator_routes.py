@@ -20,10 +20,10 @@ from mlxpool.broker.http.loop_exchange import Fate, LoopQueue, Unavailable
 from mlxpool.broker.http.operator_access import Refusal, refusal
 from mlxpool.broker.http.routes import Answer
 from mlxpool.common.errors import BadRequest, PoolError
+from mlxpool.common.files import open_regular
 from mlxpool.common.paths import worker_log
 from mlxpool.common.protocol.kept import job_messages, job_operations
 from mlxpool.common.protocol.kept.json_form import IDS, as_json
-from mlxpool.common.regular_files import open_regular
 
 log = logging.getLogger("mlxpool.broker")
 

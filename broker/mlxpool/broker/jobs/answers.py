@@ -9,8 +9,8 @@ from mlxpool.broker.jobs.job_states import phase_of
 from mlxpool.broker.store.records import JobView, Name, Refused, Scope
 from mlxpool.common import errors
 from mlxpool.common.errors import PoolError
+from mlxpool.common.protocol.frames import pack, unpack
 from mlxpool.common.protocol.kept.job_messages import JobName
-from mlxpool.common.protocol.packing import pack, unpack
 from mlxpool.common.protocol.to_client import Done, Failed
 
 BUSY_RETRY_MS = 1000

@@ -11,9 +11,9 @@ from msgspec.structs import fields
 
 from mlxpool.common.protocol.decisions import DECIDE, DecideCall
 from mlxpool.common.protocol.encoder_calls import EncoderCall
+from mlxpool.common.protocol.frames import pack
 from mlxpool.common.protocol.from_client import ModelCall
 from mlxpool.common.protocol.kept.job_work import Work
-from mlxpool.common.protocol.packing import pack
 
 DIGEST_BYTES = 16
 DEFAULTS = {

@@ -23,7 +23,7 @@ from collections.abc import Collection
 
 from msgspec import Struct, field
 
-from mlxpool.broker.jobs.answer_room import AnswerRoom
+from mlxpool.broker.jobs.active import AnswerRoom
 from mlxpool.broker.jobs.pool_view import PoolView
 from mlxpool.broker.jobs.retries import ALONE_STARTS
 from mlxpool.broker.store.operations import FeedNext

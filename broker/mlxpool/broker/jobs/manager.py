@@ -13,8 +13,7 @@ from collections.abc import Callable
 from mlxpool.broker.core.events import Quarantine
 from mlxpool.broker.jobs import events as ev
 from mlxpool.broker.jobs.actions import Action, Outbox
-from mlxpool.broker.jobs.active import ActiveJob
-from mlxpool.broker.jobs.answer_room import AnswerRoom
+from mlxpool.broker.jobs.active import ActiveJob, AnswerRoom
 from mlxpool.broker.jobs.answers import packed_end
 from mlxpool.broker.jobs.batches.batch_questions import BatchQuestions
 from mlxpool.broker.jobs.batches.file_questions import FileQuestions

@@ -24,9 +24,9 @@ from mlxpool.broker.store.records import (
     Verified,
 )
 from mlxpool.common.errors import Internal
+from mlxpool.common.protocol.frames import unpack
 from mlxpool.common.protocol.kept import job_operations as asked
 from mlxpool.common.protocol.kept.job_messages import AboutJob
-from mlxpool.common.protocol.packing import unpack
 from mlxpool.common.protocol.to_client import Done
 from mlxpool.common.protocol.token_ids import unpack_ids
 from mlxpool.common.records import as_map

@@ -20,8 +20,7 @@ from mlxpool.broker.jobs.pool_view import PoolView
 from mlxpool.broker.jobs.readers import Readers
 from mlxpool.broker.jobs.runs import Runs
 from mlxpool.broker.store import operations as store
-from mlxpool.broker.store.batch_operations import ReadBatch
-from mlxpool.broker.store.batch_records import BatchView
+from mlxpool.broker.store.batch_operations import BatchView, ReadBatch
 from mlxpool.broker.store.records import (
     Changed,
     DuplicateKey,
@@ -49,6 +48,7 @@ from mlxpool.common.errors import (
     UnknownJob,
 )
 from mlxpool.common.protocol import to_client
+from mlxpool.common.protocol.frames import pack
 from mlxpool.common.protocol.kept import job_messages as messages
 from mlxpool.common.protocol.kept.job_messages import (
     AboutJob,
@@ -59,7 +59,6 @@ from mlxpool.common.protocol.kept.job_messages import (
     Submit,
 )
 from mlxpool.common.protocol.kept.job_work import seed_of, warnings_of
-from mlxpool.common.protocol.packing import pack
 
 # What the state of a job does not allow, and what to do instead.
 REFUSALS = {

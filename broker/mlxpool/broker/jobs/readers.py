@@ -30,8 +30,8 @@ from mlxpool.broker.store.records import (
 )
 from mlxpool.common.errors import BadRequest, DuplicateId, Gone, OverQuota, PoolError, SlowConsumer
 from mlxpool.common.protocol.deltas import Usage
+from mlxpool.common.protocol.frames import unpack
 from mlxpool.common.protocol.kept.job_messages import Fetch, JobAccepted
-from mlxpool.common.protocol.packing import unpack
 from mlxpool.common.protocol.to_client import Done, Failed, Fate, StreamDelta
 
 MAX_READERS = 64  # of one job

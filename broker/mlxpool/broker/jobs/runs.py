@@ -16,8 +16,7 @@ from mlxpool.broker.core.state import JOBS_LINK
 from mlxpool.broker.jobs import events as ev
 from mlxpool.broker.jobs import retries
 from mlxpool.broker.jobs.actions import Outbox
-from mlxpool.broker.jobs.active import ActiveJob
-from mlxpool.broker.jobs.answer_room import AnswerRoom
+from mlxpool.broker.jobs.active import ActiveJob, AnswerRoom
 from mlxpool.broker.jobs.answers import packed_end
 from mlxpool.broker.jobs.feeding import Feeder
 from mlxpool.broker.jobs.notices import NoticeQueue
@@ -48,10 +47,10 @@ from mlxpool.broker.store.records import (
 )
 from mlxpool.common.errors import Damaged, Internal, Poisoned, PoolError
 from mlxpool.common.options import MAX_DEADLINE_MS
+from mlxpool.common.protocol.frames import unpack
 from mlxpool.common.protocol.from_client import Ack, ModelCall
 from mlxpool.common.protocol.kept.job_messages import IDLE
 from mlxpool.common.protocol.kept.job_work import Work, answer_bound, parse_work
-from mlxpool.common.protocol.packing import unpack
 from mlxpool.common.protocol.resume import Facts, Resume
 from mlxpool.common.protocol.to_client import Done, Failed
 

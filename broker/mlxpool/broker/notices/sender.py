@@ -25,7 +25,7 @@ from msgspec import Struct
 from mlxpool.broker.notices.posting import Outcome, Poster
 from mlxpool.common.closing import Closing
 from mlxpool.common.config.bounds import ConfigError
-from mlxpool.common.regular_files import open_regular
+from mlxpool.common.files import open_regular
 from mlxpool.common.web_targets import Allowed
 
 PREFIX = "whsec_"

@@ -14,10 +14,10 @@ import subprocess
 import sys
 import time
 
-from mlxpool.broker.host import os_process
+from mlxpool.broker import host
 from mlxpool.broker.processes.records import ProcessRecords
 from mlxpool.broker.workers.exit_causes import cause_of
-from mlxpool.common import api_keys
+from mlxpool.common import http_access
 from mlxpool.common.closing import Closing
 from mlxpool.common.config.bounds import host_port
 from mlxpool.common.config.schema import GATEWAY_VARIABLE, GatewayConfig, PoolConfig
@@ -38,7 +38,7 @@ class GatewayProcess(Closing):
     def __init__(self, config: PoolConfig) -> None:
         """Raises ValueError for keys that cannot be used, OSError naming an address."""
         if config.http_keys is not None:
-            api_keys.read_keys(config.http_keys)
+            http_access.read_keys(config.http_keys)
         self._records = ProcessRecords(config.run_dir / "gateway")
         self._bound = _listen(config.http, self._records)
         self.url = listening.url_of(self._bound[0])
@@ -52,7 +52,7 @@ class GatewayProcess(Closing):
 
     @property
     def resident_bytes(self) -> int:
-        return 0 if self._process is None else os_process.resident_bytes(self._process.pid)
+        return 0 if self._process is None else host.resident_bytes(self._process.pid)
 
     @property
     def _descriptors(self) -> list[int]:

@@ -8,7 +8,7 @@ import os
 import signal
 from pathlib import Path
 
-from mlxpool.broker.host import os_process
+from mlxpool.broker import host
 from mlxpool.common.paths import file_stem
 
 MAX_RECORD_CHARS = 4096  # of a record that are read
@@ -35,7 +35,7 @@ class ProcessRecords:
         path = self._path(slot)
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
-            path.write_text(json.dumps({"pid": pid, "start_time": os_process.start_time(pid)}))
+            path.write_text(json.dumps({"pid": pid, "start_time": host.start_time(pid)}))
         except OSError:
             pass  # a full disk must not prevent a start
 
@@ -70,5 +70,5 @@ def _alive(path: Path) -> int | None:
         pid, began = int(record["pid"]), record["start_time"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    same = pid > 1 and began is not None and os_process.start_time(pid) == began
+    same = pid > 1 and began is not None and host.start_time(pid) == began
     return pid if same else None

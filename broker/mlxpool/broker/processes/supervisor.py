@@ -16,7 +16,7 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from mlxpool.broker.host import os_process
+from mlxpool.broker import host
 from mlxpool.broker.processes.records import ProcessRecords, kill_group
 from mlxpool.broker.workers.exit_causes import WorkerExit, exit_of, last_line
 from mlxpool.broker.workers.gpu_places import GpuPlaces
@@ -195,7 +195,7 @@ class Supervisor:
             exit_descriptor = _pidfd(process)
         self._started[slot] = number + 1
         self.records.add(slot, process.pid)
-        oom = os_process.oom_kills()
+        oom = host.oom_kills()
         child = Child(slot, token, process, exit_descriptor, block, dump_path, oom_kills=oom)
         child.rank_blocks = rank_blocks
         child.log_begin = os.fstat(log).st_size
@@ -248,11 +248,11 @@ class Supervisor:
         pid, look = child.process.pid, child.block.read()
         return Sample(
             look,
-            os_process.is_stopped(pid),
+            host.is_stopped(pid),
             # Before it has named its threads it has one.
-            os_process.run_queue_wait_ns(pid, look.compute_tid or pid),
-            os_process.run_queue_wait_ns(pid, look.edge_tid or pid),
-            os_process.resident_bytes(pid),
+            host.run_queue_wait_ns(pid, look.compute_tid or pid),
+            host.run_queue_wait_ns(pid, look.edge_tid or pid),
+            host.resident_bytes(pid),
             tuple(_sample_of_rank(pid, block) for block in child.rank_blocks),
         )
 
@@ -342,7 +342,7 @@ class Supervisor:
         if child.dump_path.exists() and not child.dump_path.stat().st_size:
             child.dump_path.unlink()
         self.records.remove(slot)
-        out_of_memory = os_process.oom_kills() > child.oom_kills
+        out_of_memory = host.oom_kills() > child.oom_kills
         # One that has said hello logs what it does, so its last line need not be the cause.
         said = self._last_line(child) if code > 0 and not child.used_token else ""
         return exit_of(code, child.commanded, out_of_memory, look, said)
@@ -407,8 +407,8 @@ def _sample_of_rank(worker: int, block: Block) -> Sample:
     look, pid = block.read(), _pid_of_rank(worker, block)
     if not pid:
         return Sample(look)
-    waited = os_process.run_queue_wait_ns(pid, look.compute_tid or pid)
-    return Sample(look, os_process.is_stopped(pid), waited, 0, os_process.resident_bytes(pid))
+    waited = host.run_queue_wait_ns(pid, look.compute_tid or pid)
+    return Sample(look, host.is_stopped(pid), waited, 0, host.resident_bytes(pid))
 
 
 def _signal_rank(pid: int) -> None:

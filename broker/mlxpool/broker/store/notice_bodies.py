@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from mlxpool.broker.store.batch_records import BatchState, BatchView
+from mlxpool.broker.store.batch_operations import BatchState, BatchView
 from mlxpool.broker.store.records import ENDED, JobState, JobView
 from mlxpool.common.web_targets import Target
 

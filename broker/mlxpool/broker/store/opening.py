@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlxpool.broker.store.errors import StoreUnusable
+from mlxpool.broker.store.records import StoreUnusable
 from mlxpool.broker.store.sql.sql_store import KEY_LIFE, Opener
 from mlxpool.broker.store.sqlite_store import SqliteOpener
 from mlxpool.common.paths import expanded

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import psycopg
 
-from mlxpool.broker.store.errors import (
+from mlxpool.broker.store.records import (
     OutOfSpace,
     StoreError,
     StoreFailed,

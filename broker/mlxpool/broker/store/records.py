@@ -11,6 +11,39 @@ from msgspec import Struct
 
 from mlxpool.common.protocol.token_ids import count_of
 
+
+class StoreError(OSError):
+    """Base of these errors; the message says what to do."""
+
+
+class StoreUnusable(StoreError):
+    """The store cannot be opened as it is: nothing was changed."""
+
+
+class StoreUnwritable(StoreUnusable):
+    """The folder of the store cannot be made, or this user cannot write in it."""
+
+
+class StoreInUse(StoreUnusable):
+    """Another broker has the store."""
+
+
+class StoreFenced(StoreError):
+    """Another broker has written into the store since this one opened it: this one must end."""
+
+
+class StoreFailed(StoreError):
+    """The disk or the connection failed. Whether the last transaction is durable is unknown."""
+
+
+class OutOfSpace(StoreError):
+    """No room for the transaction, which was undone; the store is as it was."""
+
+
+class Damaged(Exception):
+    """What is stored does not match its checksum; the message names the job and the range."""
+
+
 MAX_CHUNK = 64 * 1024  # bytes of ids, text and log-probabilities in one chunk
 MAX_END = 4 * 1024 * 1024  # bytes of the end of a job without the blobs of its answer
 MAX_ANSWER = 4 * 1024 * 1024  # bytes of the blobs of a job's answer

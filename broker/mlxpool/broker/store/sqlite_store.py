@@ -13,14 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mlxpool.broker.store.errors import (
-    OutOfSpace,
-    StoreFailed,
-    StoreInUse,
-    StoreUnusable,
-)
 from mlxpool.broker.store.operations import Operation
-from mlxpool.broker.store.records import Result
+from mlxpool.broker.store.records import OutOfSpace, Result, StoreFailed, StoreInUse, StoreUnusable
 from mlxpool.broker.store.sql import schema
 from mlxpool.broker.store.sql.database import Database, Row
 from mlxpool.broker.store.sql.sql_store import ADMIT_SHARE, KEY_LIFE, Opener, SqlStore

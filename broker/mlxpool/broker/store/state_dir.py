@@ -10,9 +10,9 @@ from pathlib import Path
 
 import psutil
 
-from mlxpool.broker.store.errors import StoreInUse, StoreUnusable, StoreUnwritable
+from mlxpool.broker.store.records import StoreInUse, StoreUnusable, StoreUnwritable
 from mlxpool.common.closing import Closing
-from mlxpool.common.folder_lock import FolderLocked, lock_folder
+from mlxpool.common.files import FolderLocked, lock_folder
 
 RESERVE_BYTES = 64 * 1024 * 1024  # held for a full disk, on which even deleting needs room
 # File systems on which a lock or an fsync of one machine need not hold for another.

@@ -11,9 +11,15 @@ from enum import StrEnum
 
 from msgspec import Struct
 
-from mlxpool.broker.store.errors import OutOfSpace, StoreError, StoreFenced, StoreUnusable
 from mlxpool.broker.store.operations import Operation
-from mlxpool.broker.store.records import Refused, Result
+from mlxpool.broker.store.records import (
+    OutOfSpace,
+    Refused,
+    Result,
+    StoreError,
+    StoreFenced,
+    StoreUnusable,
+)
 from mlxpool.broker.store.sql.sql_store import Opener
 
 GATHER = 0.1  # seconds for which output waits for more of its kind

@@ -14,7 +14,7 @@ from operator import add, sub
 from msgspec import Struct
 from msgspec.structs import replace
 
-from mlxpool.broker.metrics.histograms import FIRST_TOKEN
+from mlxpool.broker.metrics import FIRST_TOKEN
 from mlxpool.broker.telemetry.snapshot import Snapshot
 from mlxpool.common.metrics import Frozen
 

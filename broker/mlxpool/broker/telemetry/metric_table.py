@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mlxpool.broker.jobs.figures import REFUSING, UNUSABLE, JobFigures
-from mlxpool.broker.metrics.histograms import OTHER
+from mlxpool.broker.metrics import OTHER
 from mlxpool.broker.telemetry.snapshot import (
     GatewayInfo,
     ModelSnapshot,

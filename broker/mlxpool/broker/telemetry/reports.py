@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from mlxpool.broker.metrics.histograms import FIRST_TOKEN
+from mlxpool.broker.metrics import FIRST_TOKEN
 from mlxpool.broker.requests.request import Request
 from mlxpool.broker.telemetry.snapshot import ModelSnapshot, Snapshot, WorkerSnapshot
 from mlxpool.common.metrics import Frozen, Histogram

@@ -14,8 +14,7 @@ from msgspec import Struct
 
 from mlxpool.broker.core.state import State
 from mlxpool.broker.jobs.figures import JobFigures
-from mlxpool.broker.metrics.counters import Counters
-from mlxpool.broker.metrics.histograms import Figures
+from mlxpool.broker.metrics import Counters, Figures
 from mlxpool.broker.models import listing as model_listing
 from mlxpool.broker.models.listing import Fault
 from mlxpool.broker.models.model import Model

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from mlxpool.broker.metrics.counters import Counters
+from mlxpool.broker.metrics import Counters
 from mlxpool.broker.telemetry.history import (
     COLUMN_SECONDS,
     MAX_POINTS,

@@ -16,8 +16,8 @@ import math
 import os
 import socket
 
+from mlxpool.broker import host
 from mlxpool.broker.core.state import State
-from mlxpool.broker.host import os_process
 from mlxpool.broker.transport.listener import Listener, accepted
 from mlxpool.broker.transport.peers import Peers
 
@@ -57,8 +57,8 @@ class MemoryGuard:
         if now < self._trim_until:
             # The memory of ended connections is not counted, and not kept when it is freed later:
             # a busy machine may need longer than SETTLE_TIME.
-            os_process.trim_heap()
-        used = os_process.resident_bytes(os.getpid()) - self._floor
+            host.trim_heap()
+        used = host.resident_bytes(os.getpid()) - self._floor
         if self._strikes < 2 and (
             used < MAX_UNEXPLAINED or used - self._explained() < MAX_UNEXPLAINED
         ):

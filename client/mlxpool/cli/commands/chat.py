@@ -27,7 +27,7 @@ from mlxpool.common.errors import BadRequest, TooLarge
 from mlxpool.common.escapes import escape_line
 from mlxpool.common.options import CHECKS, FLAGS
 from mlxpool.common.paths import expanded
-from mlxpool.common.protocol.bounds import MAX_BODY
+from mlxpool.common.protocol.frames import MAX_BODY
 from mlxpool.common.protocol.images import MAX_IMAGES
 
 PROMPT, CONTINUED = ">>> ", "... "

@@ -11,8 +11,7 @@ from mlxpool.client.stream import Result
 from mlxpool.client.vectors import Vectors
 from mlxpool.common.errors import PoolError, from_body
 from mlxpool.common.protocol.encoder_calls import VECTORS
-from mlxpool.common.protocol.frames import Message
-from mlxpool.common.protocol.packing import unpack
+from mlxpool.common.protocol.frames import Message, unpack
 from mlxpool.common.protocol.to_client import Done, Failed
 from mlxpool.common.protocol.token_ids import unpack_ids
 

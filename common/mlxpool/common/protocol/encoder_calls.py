@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from mlxpool.common.checks import did_you_mean, flag, integer, is_integer, shown
 from mlxpool.common.errors import BadRequest, TooLarge
-from mlxpool.common.protocol.bounds import MAX_BLOB
+from mlxpool.common.protocol.frames import MAX_BLOB
 from mlxpool.common.protocol.token_ids import ID_WIDTH
 
 Task: TypeAlias = Literal["embed", "rerank", "classify"]

@@ -9,8 +9,8 @@ from msgspec import Struct
 
 from mlxpool.common.errors import BadRequest, TooLarge
 from mlxpool.common.protocol import images as images_of
-from mlxpool.common.protocol.bounds import MAX_BLOB
 from mlxpool.common.protocol.chat import check_messages, check_think, check_tools
+from mlxpool.common.protocol.frames import MAX_BLOB
 from mlxpool.common.protocol.token_ids import ID_WIDTH
 
 KEYS = ("prompt", "messages", "tokens")

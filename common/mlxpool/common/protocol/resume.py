@@ -11,7 +11,7 @@ from msgspec import Struct, field
 from mlxpool.common.checks import integer, is_integer, is_number
 from mlxpool.common.errors import BadRequest, TooLarge
 from mlxpool.common.options import MAX_SEED
-from mlxpool.common.protocol.bounds import MAX_BLOB
+from mlxpool.common.protocol.frames import MAX_BLOB
 from mlxpool.common.protocol.token_ids import ID_WIDTH, count_of
 
 MAX_COUNT = 2**31

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlxpool.common.checks import shown
-from mlxpool.common.protocol.call_arguments import arguments_map
-from mlxpool.common.protocol.chat import MAX_MESSAGES
+from mlxpool.common.protocol.chat import MAX_MESSAGES, arguments_map
 from mlxpool.gateway.errors import HttpError, bad_request
 from mlxpool.gateway.field_checks import ELSEWHERE, NO_ROOM, log_left_out
 from mlxpool.gateway.generation.images import FETCHED, from_base64

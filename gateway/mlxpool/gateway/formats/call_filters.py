@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from mlxpool.common.protocol.call_arguments import parsed_arguments
+from mlxpool.common.protocol.chat import parsed_arguments
 from mlxpool.gateway.formats.events import CallArguments, CallBegin, CallEnd, Event, Parser
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from msgspec import Struct, field
 
 from mlxpool.client import Result
-from mlxpool.common.protocol.call_arguments import arguments_map, parsed_arguments
+from mlxpool.common.protocol.chat import arguments_map, parsed_arguments
 from mlxpool.gateway.formats.events import (
     CallArguments,
     CallBegin,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxpool.common.checks import is_number
-from mlxpool.common.regular_files import open_regular
+from mlxpool.common.files import open_regular
 from mlxpool.worker.weights.json_files import FileLookup
 from mlxpool.worker.weights.wrong_contents import HEAD_BYTES, fault_of
 

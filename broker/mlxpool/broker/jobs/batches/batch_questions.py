@@ -19,7 +19,7 @@ from mlxpool.broker.jobs.batches.batch_rows import (
 from mlxpool.broker.jobs.batches.live_batches import CANCELLED_END, Batches, Watcher
 from mlxpool.broker.jobs.policy import JobPolicy
 from mlxpool.broker.store import batch_operations as store
-from mlxpool.broker.store.batch_records import (
+from mlxpool.broker.store.batch_operations import (
     BatchChanged,
     BatchList,
     BatchState,
@@ -39,6 +39,7 @@ from mlxpool.common.errors import (
     PoolError,
     UnknownJob,
 )
+from mlxpool.common.protocol.frames import pack
 from mlxpool.common.protocol.kept import batch_messages as messages
 from mlxpool.common.protocol.kept import job_operations as asked
 from mlxpool.common.protocol.kept.batch_messages import (
@@ -49,7 +50,6 @@ from mlxpool.common.protocol.kept.batch_messages import (
     WaitForProgress,
 )
 from mlxpool.common.protocol.kept.file_messages import KeyName
-from mlxpool.common.protocol.packing import pack
 
 MAX_LIVE = 256  # batches of one owner that have not ended
 RETRY_COUNT = 1000  # lines that one commit lets wait again

@@ -11,7 +11,7 @@ from msgspec import Struct, field
 from mlxpool.broker.jobs.answers import notice_state, terminal_of
 from mlxpool.broker.jobs.canonical import DIGEST_BYTES, canonical
 from mlxpool.broker.jobs.job_states import phase_of
-from mlxpool.broker.store.batch_records import (
+from mlxpool.broker.store.batch_operations import (
     BatchState,
     BatchView,
     FileView,
@@ -21,8 +21,8 @@ from mlxpool.broker.store.batch_records import (
 from mlxpool.broker.store.notice_bodies import batch_outcome
 from mlxpool.broker.store.records import ENDED, JobState, JobView
 from mlxpool.common.errors import DeadlineExceeded, Internal, PoolError
+from mlxpool.common.protocol.frames import pack, unpack
 from mlxpool.common.protocol.kept.batch_messages import DONE, OTHERS, SubmitBatch
-from mlxpool.common.protocol.packing import pack, unpack
 from mlxpool.common.protocol.to_client import Failed
 
 RUNNING, CANCELLING = "running", "cancelling"

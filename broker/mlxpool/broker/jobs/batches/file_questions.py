@@ -10,7 +10,7 @@ from mlxpool.broker.jobs.actions import Outbox
 from mlxpool.broker.jobs.batches.batch_rows import file_id, file_row
 from mlxpool.broker.jobs.policy import JobPolicy
 from mlxpool.broker.store import batch_operations as store
-from mlxpool.broker.store.batch_records import FileDiffers, FileList, FilePart, FileView
+from mlxpool.broker.store.batch_operations import FileDiffers, FileList, FilePart, FileView
 from mlxpool.broker.store.records import Refused, Result, UnknownName
 from mlxpool.common.errors import DuplicateId, Internal, PoolError, UnknownJob
 from mlxpool.common.protocol.frames import Content

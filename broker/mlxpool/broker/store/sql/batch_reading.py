@@ -6,18 +6,28 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from mlxpool.broker.store.batch_operations import ListBatches, ReadBatch, ReadOutcomes
-from mlxpool.broker.store.batch_records import (
+from mlxpool.broker.store.batch_operations import (
     MAX_OUTPUT,
     BatchList,
     BatchState,
     BatchView,
     LineOutcome,
     LineOutcomes,
+    ListBatches,
     Outcomes,
+    ReadBatch,
+    ReadOutcomes,
 )
-from mlxpool.broker.store.errors import Damaged
-from mlxpool.broker.store.records import ENDED, JobState, JobView, Name, Result, Scope, UnknownName
+from mlxpool.broker.store.records import (
+    ENDED,
+    Damaged,
+    JobState,
+    JobView,
+    Name,
+    Result,
+    Scope,
+    UnknownName,
+)
 from mlxpool.broker.store.sql import contents, outbox, rows
 from mlxpool.broker.store.sql.database import Database
 from mlxpool.common.protocol.kept.job_work import CALLS

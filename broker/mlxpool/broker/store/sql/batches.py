@@ -5,23 +5,21 @@ from __future__ import annotations
 import re
 
 from mlxpool.broker.store.batch_operations import (
+    MAX_LINE,
     AddLines,
+    BatchChanged,
+    BatchState,
+    BatchSubmitted,
+    BatchView,
     CancelBatch,
     EndBatch,
+    Lines,
+    Outcomes,
     ReadLines,
     ReleaseBatch,
     ReleaseOutcomes,
     RetryBatch,
     SubmitBatch,
-)
-from mlxpool.broker.store.batch_records import (
-    MAX_LINE,
-    BatchChanged,
-    BatchState,
-    BatchSubmitted,
-    BatchView,
-    Lines,
-    Outcomes,
 )
 from mlxpool.broker.store.notice_bodies import batch_notice
 from mlxpool.broker.store.records import (
@@ -36,7 +34,7 @@ from mlxpool.broker.store.records import (
     Submitted,
     UnknownName,
 )
-from mlxpool.broker.store.sql import endings, files, outbox, rows
+from mlxpool.broker.store.sql import changing, files, outbox, rows
 from mlxpool.broker.store.sql.batch_reading import LIVE, find
 from mlxpool.broker.store.sql.database import Database
 from mlxpool.broker.store.sql.submitting import check_names, submit_line
@@ -102,7 +100,8 @@ def cancel_batch(database: Database, asked: CancelBatch, now: float) -> Result:
     waiting = _jobs(database, batch, (JobState.WAITING,), asked.count)
     cause = "its batch was cancelled"
     ended = tuple(
-        endings.end_job(database, job, JobState.CANCELLED, asked.end, cause, now) for job in waiting
+        changing.end_job(database, job, JobState.CANCELLED, asked.end, cause, now)
+        for job in waiting
     )
     return BatchChanged(_again(database, batch.id), ended)
 
@@ -119,7 +118,7 @@ def retry_batch(database: Database, asked: RetryBatch, now: float) -> Result:
     if batch.state not in (BatchState.OPEN, BatchState.FED, BatchState.ENDED):
         return BatchChanged(batch, ())
     failed = _jobs(database, batch, tuple(RETRYABLE), asked.count)
-    jobs = tuple(endings.let_wait(database, job, None, now) for job in failed)
+    jobs = tuple(changing.let_wait(database, job, None, now) for job in failed)
     return BatchChanged(_again(database, batch.id), jobs)
 
 
@@ -147,7 +146,7 @@ def release_outcomes(
     )
     jobs = _jobs(database, batch, states, asked.count)
     for job in jobs:
-        endings.empty_job(database, job, now + key_life)
+        changing.empty_job(database, job, now + key_life)
     if Outcomes.OTHERS & asked.outcomes:
         database.change("DELETE FROM failed_line WHERE batch = ?", batch.id)
     # With the first results: who reads the others meanwhile is told why these are missing.
@@ -225,7 +224,7 @@ def sweep(database: Database, now: float, key_life: float, count: int) -> bool:
             continue
         jobs = rows.select(database, "batch = ? AND state <> 'gone' LIMIT ?", id, left)
         for job in jobs:
-            endings.empty_job(database, job, now + key_life)
+            changing.empty_job(database, job, now + key_life)
         left -= len(jobs)
         if left <= 0:
             break

@@ -10,10 +10,14 @@ from mlxpool.broker.store.batch_operations import (
     AppendFile,
     CreateFile,
     DeleteFile,
+    FileDiffers,
+    FileList,
+    FilePart,
+    FileView,
     ListFiles,
+    Outcomes,
     ReadFile,
 )
-from mlxpool.broker.store.batch_records import FileDiffers, FileList, FilePart, FileView, Outcomes
 from mlxpool.broker.store.records import Refused, Result, Scope, UnknownName
 from mlxpool.broker.store.sql import rows
 from mlxpool.broker.store.sql.database import Database

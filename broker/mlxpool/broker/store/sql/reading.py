@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from mlxpool.broker.store.chunks import cut_from, cut_to
-from mlxpool.broker.store.errors import Damaged
 from mlxpool.broker.store.operations import (
     ExportJobs,
     FetchPage,
@@ -22,6 +21,7 @@ from mlxpool.broker.store.records import (
     Backlog,
     Chunk,
     Cursor,
+    Damaged,
     Export,
     ExportedJob,
     Found,

@@ -13,10 +13,10 @@ import msgpack
 from msgspec.structs import replace
 
 from mlxpool.broker.store import checksums
-from mlxpool.broker.store.errors import Damaged
 from mlxpool.broker.store.records import (
     MAX_FAILURES,
     MAX_STACKS,
+    Damaged,
     Failure,
     Fate,
     JobState,

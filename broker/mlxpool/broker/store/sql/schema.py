@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from mlxpool.broker.store.errors import StoreUnusable
+from mlxpool.broker.store.records import StoreUnusable
 from mlxpool.broker.store.sql.database import Database
 
 VERSION = 6

@@ -9,9 +9,15 @@ from functools import partial
 
 from mlxpool.broker.store import batch_operations as of_batches
 from mlxpool.broker.store import operations as of_jobs
-from mlxpool.broker.store.errors import Damaged, StoreFenced
 from mlxpool.broker.store.operations import Operation
-from mlxpool.broker.store.records import JobState, Refused, Result, StoreFigures
+from mlxpool.broker.store.records import (
+    Damaged,
+    JobState,
+    Refused,
+    Result,
+    StoreFenced,
+    StoreFigures,
+)
 from mlxpool.broker.store.sql import (
     batch_reading,
     batches,

@@ -14,7 +14,7 @@ from msgspec import Meta, Struct, field
 from mlxpool.common.checks import is_integer, shown, text
 from mlxpool.common.errors import BadRequest, TooLarge
 from mlxpool.common.options import MAX_DEADLINE_MS
-from mlxpool.common.protocol.frames import Content
+from mlxpool.common.protocol.frames import Content, pack
 from mlxpool.common.protocol.from_client import MAX_PRIORITY
 from mlxpool.common.protocol.kept.batch_lines import check_defaults
 from mlxpool.common.protocol.kept.file_messages import KeyName, is_time
@@ -25,7 +25,6 @@ from mlxpool.common.protocol.kept.job_messages import (
     job_key,
     tenant_of,
 )
-from mlxpool.common.protocol.packing import pack
 from mlxpool.common.records import ShortText, read
 
 MAX_LINES = 10_000_000  # that a client can say a file has

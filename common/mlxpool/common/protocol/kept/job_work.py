@@ -14,9 +14,9 @@ import msgpack
 
 from mlxpool.common.checks import shown
 from mlxpool.common.errors import BadRequest, TooLarge
-from mlxpool.common.protocol.bounds import MAX_BLOB
 from mlxpool.common.protocol.decisions import DECIDE, DecideCall
 from mlxpool.common.protocol.encoder_calls import NUMBER_BYTES, TASKS, EncoderCall, check_keys
+from mlxpool.common.protocol.frames import MAX_BLOB
 from mlxpool.common.protocol.from_client import Generate, ModelCall
 
 Work: TypeAlias = Generate | ModelCall

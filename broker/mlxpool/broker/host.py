@@ -1,4 +1,4 @@
-"""Facts about processes and the machine, read from the operating system.
+"""What the operating system says of processes and of this machine.
 
 A function that Linux alone supports has a portable twin. None raises for a process that has ended:
 it returns the value for `unknown`.

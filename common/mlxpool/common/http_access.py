@@ -1,7 +1,4 @@
-"""The file of bearer keys for HTTP: a key a line, or a name and a key; `#` begins a comment.
-
-A third word, `operator`, says that the key may read the gateway's metrics.
-"""
+"""Who may send an HTTP request: holders of bearer keys, and no page of another site."""
 
 from __future__ import annotations
 
@@ -10,11 +7,18 @@ import os
 import re
 import shlex
 import stat
+from collections.abc import Collection, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from msgspec import Struct
 
-from mlxpool.common.regular_files import open_regular
+from mlxpool.common.files import open_regular
+
+# ---- api keys ------------------------------------------------------------------------------------
+# The file of bearer keys for HTTP: a key a line, or a name and a key; `#` begins a comment. A
+# third word, `operator`, says that the key may read the gateway's metrics.
+
 
 MIN_KEY_LENGTH = 16  # characters; a shorter key can be guessed
 NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")  # of a key, in logs
@@ -73,3 +77,48 @@ def read_keys(file: Path) -> dict[bytes, ApiKey]:
     if not keys:
         raise ValueError(f"{file} has no key: write one a line")
     return keys
+
+
+# ---- cross site ----------------------------------------------------------------------------------
+# Whether a page of another site sent an HTTP request: browsers say so in two headers. A form or a
+# script of any page can send a request whose answer it cannot read, without asking the server
+# first, so a server that only withholds its consent (CORS) performs it all the same.
+
+
+SAFE_METHODS = ("GET", "HEAD", "OPTIONS")  # that change nothing; OPTIONS is a browser's question
+OWN_SITES = ("same-origin", "none")  # none: an address that the user has typed
+
+
+def foreign_page(
+    method: str,
+    host: str,
+    origins: Sequence[str],
+    sites: Sequence[str],
+    allowed: Collection[str] = (),
+) -> str | None:
+    """Returns what sent a request that may change something, if it is a page of another origin.
+
+    `host`, `origins` and `sites` are the headers Host, Origin and Sec-Fetch-Site, with all their
+    values. Programs send no Origin, browsers always, but for old ones; Sec-Fetch-Site they send to
+    https and to the loopback interface. Pages of the `allowed` origins are none; "*": of all.
+    """
+    if method in SAFE_METHODS or "*" in allowed:
+        return None
+    if len(origins) > 1 or len(sites) > 1:
+        return "a request with two headers Origin or Sec-Fetch-Site"
+    origin = origins[0] if origins else None
+    if origin is not None and origin in allowed:
+        return None
+    if origin is not None and _place(origin) != host.lower():
+        return f"a page of {origin!r:.80}"
+    if sites and sites[0].lower() not in OWN_SITES:
+        return f"a page of another origin (Sec-Fetch-Site: {sites[0]!r:.40})"
+    return None
+
+
+def _place(origin: str) -> str:
+    """Host and port of an origin as the header Host has them; "" for `null` and what is none."""
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return ""

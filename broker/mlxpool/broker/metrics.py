@@ -1,0 +1,165 @@
+"""What the core counts: over all models, and over the requests of one. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+from mlxpool.broker.requests.request import Request, RequestState
+from mlxpool.common.errors import BY_CODE
+from mlxpool.common.metrics import Histogram
+from mlxpool.common.protocol.token_ids import ID_WIDTH
+
+
+@dataclass(eq=False, slots=True)
+class Counters:
+    """What the core counts over all models. No value ever goes down.
+
+    The conservation law: accepted = done + failed + cancelled + live. Each request counts under the
+    name under which its model runs, whatever name it asked for, so sums over `models` are the
+    totals.
+    """
+
+    accepted: int = 0
+    done: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    tokens: int = 0  # taken from workers
+    prompt_tokens: int = 0  # of ended requests
+    resumed: int = 0  # times a request was queued again because its worker was lost or drained
+    preempted: int = 0  # times a request gave up its place for another owner
+    fenced: int = 0  # frames of workers about an epoch or a run that no longer counts
+    bad_frames: int = 0  # what was no message
+    links_lost: int = 0
+    auth_failures: int = 0  # hellos without a valid token, peers without a valid key
+    internal_errors: int = 0  # events and actions that met a bug of ours
+    rejected: Counter[str] = field(default_factory=Counter)  # by error code, never accepted
+    failures: Counter[str] = field(default_factory=Counter)  # by error code, accepted
+    queue_s: float = 0.0  # sums over ended requests
+    total_s: float = 0.0
+    models: dict[str, Figures] = field(default_factory=dict)
+
+    def of(self, model: str) -> Figures:
+        """Those of one model, by the name under which it runs.
+
+        They are kept for ever: only for models that exist.
+        """
+        figures = self.models.get(model)
+        if figures is None:
+            figures = self.models[model] = Figures()
+        return figures
+
+    def accept(self, request: Request) -> None:
+        self.accepted += 1
+        self.of(request.model).accepted += 1
+
+    def resume(self, request: Request) -> None:
+        """It is queued again with the ids it has."""
+        self.resumed += 1
+        self.of(request.model).resumed += 1
+
+    def preempt(self, request: Request) -> None:
+        """It gave up its place for another owner and is queued again with the ids it has."""
+        self.preempted += 1
+        self.of(request.message.model).preempted += 1
+
+    def end(self, request: Request, outcome: str, now: float) -> None:
+        """Count an ended request once; `outcome` is its reason or its error's code."""
+        run = request.run
+        self.of(request.model).ended(request, outcome, now)
+        if request.state is RequestState.DONE:
+            self.done += 1
+        elif request.state is RequestState.FAILED:
+            self.failed += 1
+        else:
+            self.cancelled += 1
+        self.prompt_tokens += run.prompt_tokens
+        self.queue_s += max(0.0, (run.assigned_at or now) - request.accepted_at)
+        self.total_s += now - request.accepted_at
+
+    def copy(self) -> Counters:
+        """The values of now, without those of single models."""
+        rejected, failures = Counter(self.rejected), Counter(self.failures)
+        return replace(self, rejected=rejected, failures=failures, models={})
+
+
+# ---- figures of one model ------------------------------------------------------------------------
+
+
+# Upper bounds, seconds.
+FIRST_TOKEN = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+    20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
+)  # fmt: skip
+INTER_TOKEN = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
+    5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+REQUEST = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
+    480.0, 960.0, 1920.0, 7680.0,
+)  # fmt: skip
+# Upper bounds, tokens: 1, 2, 5, 10 … 500,000.
+TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+
+OTHER = "other"  # a reason or code of a worker that we do not know
+OUTCOMES = frozenset({"stop", "length", "cancelled", *BY_CODE})
+
+
+class Figures:
+    """Counts and histograms of one model since the broker's start. Times are seconds.
+
+    No value goes down and nothing is kept of a single request. The bounds are vLLM's, so that its
+    dashboards and alerts fit; `INTER_TOKEN` has three more below them, for small models.
+    """
+
+    def __init__(self) -> None:
+        self.accepted = 0
+        self.resumed = 0
+        self.preempted = 0  # times a request gave up its place for another owner
+        self.tokens = 0  # taken from workers
+        self.prompt_tokens = 0  # of ended requests
+        self.outcomes: Counter[str] = Counter()  # by reason or error code
+        self.queue = Histogram(REQUEST)  # accepted to given to a worker
+        self.first_token = Histogram(FIRST_TOKEN)  # accepted to first token
+        self.inter_token = Histogram(INTER_TOKEN)  # between two tokens of a request
+        self.prefill = Histogram(REQUEST)  # given to a worker to first token
+        self.decode = Histogram(REQUEST)  # first token to end
+        self.inference = Histogram(REQUEST)  # given to a worker to end
+        self.whole = Histogram(REQUEST)  # accepted to end
+        self.prompts = Histogram(TOKENS)  # of requests that got a token
+        self.completions = Histogram(TOKENS)  # of requests that got a token
+
+    def assigned(self, request: Request, now: float) -> None:
+        """It was given to its first worker."""
+        self.queue.observe(now - request.accepted_at)
+
+    def tokens_came(self, request: Request, now: float) -> None:
+        """Measure the ids that are new in its run: those of several steps, if they came together.
+
+        Steps that are read together have one time, so their ids share the pause before them.
+        """
+        run = request.run
+        count = len(run.ids) // ID_WIDTH - run.measured_ids
+        if count <= 0:
+            return
+        if run.measured_at:
+            self.inter_token.observe((now - run.measured_at) / count, count)
+        else:
+            self.first_token.observe(now - request.accepted_at)
+            self.prefill.observe(now - run.assigned_at)
+        run.measured_ids += count
+        run.measured_at = now
+
+    def ended(self, request: Request, outcome: str, now: float) -> None:
+        """Its stream has its terminal message."""
+        run = request.run
+        self.outcomes[outcome if outcome in OUTCOMES else OTHER] += 1
+        self.prompt_tokens += run.prompt_tokens
+        self.whole.observe(now - request.accepted_at)
+        if run.assigned_at:
+            self.inference.observe(now - run.assigned_at)
+        if run.first_token_at:
+            self.decode.observe(now - run.first_token_at)
+            self.prompts.observe(run.prompt_tokens)
+            self.completions.observe(run.taken)

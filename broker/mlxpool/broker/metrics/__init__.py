@@ -1,4 +1,0 @@
-"""Counters and histograms that the core counts in.
-
-Pure; `telemetry` renders them.
-"""
