@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from mlxpool.broker.admin.commands import Commands, Controls
-from mlxpool.broker.admin.server import MAX_SUBSCRIBERS, AdminServer
+from mlxpool.broker.admin.server import AdminServer
+from mlxpool.broker.admin.subscriptions import MAX_SUBSCRIBERS
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.edge.job_service import refuse_questions
 from mlxpool.broker.transport.peers import Peer

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mlxpool.broker.admin.server import INTERVAL, LEASE, MAX_SUBSCRIBERS, Subscriptions
+from mlxpool.broker.admin.subscriptions import INTERVAL, LEASE, MAX_SUBSCRIBERS, Subscriptions
 from mlxpool.common.protocol.frames import Header
 from support import kinds
 from support.fake_peers import FakePeers

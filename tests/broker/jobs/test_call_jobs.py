@@ -10,7 +10,7 @@ import pytest
 
 from mlxpool.broker.core import events as core
 from mlxpool.broker.edge.job_service import CALL_PLACES
-from mlxpool.broker.jobs import active, retries
+from mlxpool.broker.jobs import feeding, retries
 from mlxpool.broker.jobs.answers import terminal_of
 from mlxpool.broker.store.records import JobState
 from mlxpool.common.protocol import from_worker
@@ -298,7 +298,7 @@ def test_answers_that_may_come_are_bounded_in_bytes(
     story: JobStory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lines of many texts are given to the core as far as their answers have room in memory."""
-    monkeypatch.setattr(active, "MAX_ANSWERS", 5 * 4 * 1024 * 1024)
+    monkeypatch.setattr(feeding, "MAX_ANSWERS", 5 * 4 * 1024 * 1024)
     for number in range(12):
         texts = [f"text {number}"] * 256
         story.submit(f"k{number}", **{**EMBED, "inputs": texts})
@@ -373,7 +373,7 @@ def test_a_call_that_was_never_begun_is_charged_no_start(story: JobStory) -> Non
 def test_a_held_job_expires_at_its_deadline(
     story: JobStory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(active, "MAX_ANSWERS", 1)
+    monkeypatch.setattr(feeding, "MAX_ANSWERS", 1)
     story.submit("first", **EMBED)
     story.submit("late", **{**EMBED, "deadline_ms": 2000})
     story.settle()

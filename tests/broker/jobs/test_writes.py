@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 
 from mlxpool.broker.jobs import events as ev
-from mlxpool.broker.jobs.active import UNREAD_BYTES, UNREAD_DELAY, WRITE_DELAY, AnswerRoom
-from mlxpool.broker.jobs.feeding import FEED_INTERVAL, MAX_LEAVING, Feeder
+from mlxpool.broker.jobs.active import UNREAD_BYTES, UNREAD_DELAY, WRITE_DELAY
+from mlxpool.broker.jobs.feeding import FEED_INTERVAL, MAX_LEAVING, AnswerRoom, Feeder
 from mlxpool.broker.jobs.manager import PLACE_DELAY, POLL_INTERVAL
 from mlxpool.broker.store.operations import FeedNext, Finish, Operation, Progress
 from mlxpool.broker.store.records import Fed, FedJob, JobState, JobView, Refused

@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from mlxpool.broker.admin.server import MAX_SUBSCRIBERS
+from mlxpool.broker.admin.subscriptions import MAX_SUBSCRIBERS
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.core import Core
 from mlxpool.broker.core.events import Perform

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from msgspec import Struct
-
 from mlxpool.broker.admin.commands import Commands
+from mlxpool.broker.admin.subscriptions import Subscriptions
 from mlxpool.broker.core.events import AnswerLater
 from mlxpool.broker.metrics import Counters
 from mlxpool.broker.transport.peers import Peers
@@ -19,88 +17,6 @@ from mlxpool.common.protocol import admin, frames, from_client
 from mlxpool.common.protocol.frames import Content, Header, Message, encoded
 from mlxpool.common.protocol.kept import job_operations
 from mlxpool.common.protocol.to_client import Failed
-
-INTERVAL = 1.0  # seconds between two updates
-LEAST_INTERVAL = INTERVAL / 2  # from the first update of a connection to one that all get
-LEASE = 5.0  # seconds for which one request is answered
-MAX_SUBSCRIBERS = 64
-
-
-class Subscription(Struct, eq=False):
-    """One connection; `id` is that of its newest request, `since` the time of its first."""
-
-    id: bytes | None
-    until: float
-    since: float
-
-
-class Subscriptions:
-    """Connections that get the pool's figures once a second, until they stop asking.
-
-    A subscriber asks again before its lease ends, so one that froze or went away costs a few
-    frames. Without subscribers no snapshot is taken. Owned by the broker's thread.
-    """
-
-    def __init__(self, connections: Peers, figures: Callable[[float], Mapping[str, Any]]) -> None:
-        """`figures` makes the body of an update."""
-        self._connections = connections
-        self._figures = figures
-        self._by_number: dict[int, Subscription] = {}  # by number of the connection
-        self._due = math.inf
-        self._count = 0
-
-    def __len__(self) -> int:
-        return len(self._by_number)
-
-    def __contains__(self, number: int) -> bool:
-        return number in self._by_number
-
-    def accepts(self, number: int) -> bool:
-        """Whether this connection may subscribe: it has done so already, or there is room."""
-        return number in self._by_number or len(self._by_number) < MAX_SUBSCRIBERS
-
-    def renew(self, number: int, request_id: bytes | None, now: float) -> None:
-        """Begin or prolong a subscription; a new one gets its first update at once."""
-        self._due = min(self._due, now + INTERVAL)
-        known = self._by_number.get(number)
-        if known is not None:
-            known.id, known.until = request_id, now + LEASE
-            return
-        self._by_number[number] = Subscription(request_id, now + LEASE, now)
-        self._send(number, self._figures(now))
-
-    def next_wake(self) -> float:
-        """When an update or the end of a lease is due; infinity without subscribers."""
-        return self._due
-
-    def send_due(self, now: float) -> None:
-        """Send the update that is due to all but those who have just had their first."""
-        if now < self._due:
-            return
-        for number in [n for n, one in self._by_number.items() if one.until <= now]:
-            del self._by_number[number]
-            self._connections.forget(number)
-        if not self._by_number:
-            self._due = math.inf
-            return
-        self._due = now + INTERVAL
-        figures = self._figures(now)
-        for number, one in list(self._by_number.items()):
-            if now - one.since >= LEAST_INTERVAL:
-                self._send(number, figures)
-
-    def _send(self, number: int, figures: Mapping[str, Any]) -> None:
-        """A connection with a backlog is skipped: old updates are not worth queueing."""
-        if number in self._connections.full:
-            return
-        self._count += 1
-        header = Header(admin.WATCH, self._by_number[number].id)
-        body = {"seq": self._count, **figures}
-        if not self._connections.send(
-            number, frames.encode(header, body, max_body=frames.MAX_BLOB)
-        ):
-            self._by_number.pop(number, None)
-
 
 log = logging.getLogger("mlxpool.broker")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec import Struct
+
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.delivery import Delivery
 from mlxpool.broker.core.drain import Drainer
@@ -17,22 +19,13 @@ from mlxpool.common.errors import Draining, WorkerLost
 BROKER_RETRY_MS = 1000  # `retry_after_ms` of streams that end with the broker
 
 
-class AdminEvents:
-    def __init__(
-        self,
-        state: State,
-        pool: WorkerPool,
-        delivery: Delivery,
-        failover: Failover,
-        drainer: Drainer,
-        bulk: BulkEndings,
-    ) -> None:
-        self._state = state
-        self._pool = pool
-        self._delivery = delivery
-        self._failover = failover
-        self._drainer = drainer
-        self._bulk = bulk
+class AdminEvents(Struct, eq=False):
+    _state: State
+    _pool: WorkerPool
+    _delivery: Delivery
+    _failover: Failover
+    _drainer: Drainer
+    _bulk: BulkEndings
 
     # ---- operators ---------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from mlxpool.broker.core import events as ev
@@ -32,26 +33,16 @@ from mlxpool.common.protocol.token_ids import count_of
 RESUME_FACTOR = 4  # times the bounds hold for streams that another broker had accepted
 
 
-class Admission:
+class Admission(Struct, eq=False):
     """A bad, excessive or known request is answered here; the others wait in a queue."""
 
-    def __init__(
-        self,
-        state: State,
-        outbox: Outbox,
-        pool: WorkerPool,
-        ended: EndedRequests,
-        delivery: Delivery,
-        dispatcher: Dispatcher,
-        calls: Calls,
-    ) -> None:
-        self._state = state
-        self._outbox = outbox
-        self._pool = pool
-        self._ended = ended
-        self._delivery = delivery
-        self._dispatcher = dispatcher
-        self._calls = calls
+    _state: State
+    _outbox: Outbox
+    _pool: WorkerPool
+    _ended: EndedRequests
+    _delivery: Delivery
+    _dispatcher: Dispatcher
+    _calls: Calls
 
     def on_generate(self, event: ev.ClientGenerate, now: float) -> None:
         self._state.heard(event.link, now)

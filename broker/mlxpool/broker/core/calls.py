@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from msgspec import Struct
+
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.actions import JobSetBack, Outbox
 from mlxpool.broker.core.state import JOBS_LINK, QUEUE_RETRY_MS, PoolPhase, State
@@ -33,13 +35,12 @@ MAX_LOSSES_COMPUTED = 20
 MAX_IN_WORKER = 64  # calls that one worker computes or has waiting; the others wait for any worker
 
 
-class Calls:
+class Calls(Struct, eq=False):
     """A call is answered once, unless it is cancelled. A lost worker's calls are sent to others."""
 
-    def __init__(self, state: State, outbox: Outbox, pool: WorkerPool) -> None:
-        self._state = state
-        self._outbox = outbox
-        self._pool = pool
+    _state: State
+    _outbox: Outbox
+    _pool: WorkerPool
 
     def on_ping(self, event: ev.ClientPing, now: float) -> None:
         self._state.heard(event.link, now)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from msgspec import Struct
+
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.actions import Note, Outbox, RequestEnded
 from mlxpool.broker.core.ended_requests import EndedRequests
@@ -15,16 +17,13 @@ from mlxpool.common.protocol.deltas import Delta, RunEnd, Usage
 from mlxpool.common.protocol.to_client import Done, Failed, StreamDelta
 
 
-class Delivery:
+class Delivery(Struct, eq=False):
     """Sends one terminal for each accepted id and attempt, and nothing after it."""
 
-    def __init__(
-        self, state: State, outbox: Outbox, pool: WorkerPool, ended: EndedRequests
-    ) -> None:
-        self._state = state
-        self._outbox = outbox
-        self._pool = pool
-        self._ended = ended
+    _state: State
+    _outbox: Outbox
+    _pool: WorkerPool
+    _ended: EndedRequests
 
     # ---- output ------------------------------------------------------------------------------
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import islice, takewhile
 
+from msgspec import Struct
+
 from mlxpool.broker.core.actions import Outbox
 from mlxpool.broker.core.delivery import Delivery
 from mlxpool.broker.core.endings import BulkEndings
@@ -32,24 +34,15 @@ from mlxpool.common.protocol.resume import Facts, Resume
 from mlxpool.common.protocol.to_worker import Work
 
 
-class Dispatcher:
+class Dispatcher(Struct, eq=False):
     """No work goes to a worker that is not READY, and never more than it has credit for."""
 
-    def __init__(
-        self,
-        state: State,
-        outbox: Outbox,
-        pool: WorkerPool,
-        delivery: Delivery,
-        bulk: BulkEndings,
-        sharing: PlaceSharing,
-    ) -> None:
-        self._state = state
-        self._outbox = outbox
-        self._pool = pool
-        self._delivery = delivery
-        self._bulk = bulk
-        self._sharing = sharing
+    _state: State
+    _outbox: Outbox
+    _pool: WorkerPool
+    _delivery: Delivery
+    _bulk: BulkEndings
+    _sharing: PlaceSharing
 
     def dispatch(self, model: Model, now: float) -> None:
         """Assign the model's waiting requests: first the resumed ones, then the fresh ones.
@@ -295,13 +288,12 @@ def work_of(request: Request, deadline_ms: int) -> Work:
 MAX_WANTED = 64  # waiting requests for which one decision is made
 
 
-class PlaceSharing:
+class PlaceSharing(Struct, eq=False):
     """Where all owners of the pool are one, nothing is looked at."""
 
-    def __init__(self, state: State, pool: WorkerPool, delivery: Delivery) -> None:
-        self._state = state
-        self._pool = pool
-        self._delivery = delivery
+    _state: State
+    _pool: WorkerPool
+    _delivery: Delivery
 
     def share(self, model: Model, now: float) -> None:
         """Have runs give up their places for what waits for a model and got none."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from msgspec import Struct
+
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.actions import Outbox
 from mlxpool.broker.core.dispatcher import Dispatcher
@@ -19,22 +21,13 @@ from mlxpool.common.errors import Draining
 from mlxpool.common.protocol import to_worker
 
 
-class Drainer:
-    def __init__(
-        self,
-        state: State,
-        outbox: Outbox,
-        pool: WorkerPool,
-        dispatcher: Dispatcher,
-        failover: Failover,
-        bulk: BulkEndings,
-    ) -> None:
-        self._state = state
-        self._outbox = outbox
-        self._pool = pool
-        self._dispatcher = dispatcher
-        self._failover = failover
-        self._bulk = bulk
+class Drainer(Struct, eq=False):
+    _state: State
+    _outbox: Outbox
+    _pool: WorkerPool
+    _dispatcher: Dispatcher
+    _failover: Failover
+    _bulk: BulkEndings
 
     def on_drain(self, event: ev.StartDrain, now: float) -> None:
         if event.slot is not None:

@@ -141,22 +141,13 @@ class BulkEndings:
 STALL_INTERVAL = 1.0  # seconds between two looks at whether somebody waits for a silent client
 
 
-class Endings:
-    def __init__(
-        self,
-        state: State,
-        outbox: Outbox,
-        ended: EndedRequests,
-        delivery: Delivery,
-        calls: Calls,
-        bulk: BulkEndings,
-    ) -> None:
-        self._state = state
-        self._outbox = outbox
-        self._ended = ended
-        self._delivery = delivery
-        self._calls = calls
-        self._bulk = bulk
+class Endings(Struct, eq=False):
+    _state: State
+    _outbox: Outbox
+    _ended: EndedRequests
+    _delivery: Delivery
+    _calls: Calls
+    _bulk: BulkEndings
 
     # ---- asked for ---------------------------------------------------------------------------
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from msgspec import Struct
+
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.actions import JobSetBack, Outbox
 from mlxpool.broker.core.calls import Calls
@@ -21,28 +23,17 @@ from mlxpool.broker.workers.worker import Worker
 from mlxpool.common.errors import Poisoned, PoolError, WorkerLost
 
 
-class Failover:
+class Failover(Struct, eq=False):
     """A stream fails only if it is not durable, is poison, or was resumed often without a token."""
 
-    def __init__(
-        self,
-        state: State,
-        outbox: Outbox,
-        pool: WorkerPool,
-        ended: EndedRequests,
-        delivery: Delivery,
-        dispatcher: Dispatcher,
-        calls: Calls,
-        bulk: BulkEndings,
-    ) -> None:
-        self._state = state
-        self._outbox = outbox
-        self._pool = pool
-        self._ended = ended
-        self._delivery = delivery
-        self._dispatcher = dispatcher
-        self._calls = calls
-        self._bulk = bulk
+    _state: State
+    _outbox: Outbox
+    _pool: WorkerPool
+    _ended: EndedRequests
+    _delivery: Delivery
+    _dispatcher: Dispatcher
+    _calls: Calls
+    _bulk: BulkEndings
 
     def condemn(self, worker: Worker, cause: str, now: float, *, own: bool = False) -> None:
         """Fence a worker and move what it runs. `own`: what it did is to blame."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec import Struct
+
 from mlxpool.broker.core.actions import Note, Outbox
 from mlxpool.broker.core.drain import Drainer
 from mlxpool.broker.core.state import State
@@ -11,17 +13,16 @@ from mlxpool.broker.models.replica_scaling import ReplicaLoad, next_scale, waiti
 from mlxpool.broker.workers.worker import SERVING
 
 
-class ReplicaScaling:
+class ReplicaScaling(Struct, eq=False):
     """Only workers that this broker starts are started and drained here.
 
     Those that dial in are started by others, who read the number that is wanted.
     """
 
-    def __init__(self, state: State, outbox: Outbox, pool: WorkerPool, drainer: Drainer) -> None:
-        self._state = state
-        self._outbox = outbox
-        self._pool = pool
-        self._drainer = drainer
+    _state: State
+    _outbox: Outbox
+    _pool: WorkerPool
+    _drainer: Drainer
 
     def on_timer(self, name: str, now: float) -> None:
         """A look at a model is due."""

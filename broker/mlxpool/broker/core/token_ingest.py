@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 
+from msgspec import Struct
+
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.delivery import Delivery
 from mlxpool.broker.core.dispatcher import Dispatcher
@@ -23,22 +25,14 @@ from mlxpool.common.protocol.to_client import Failed
 from mlxpool.common.protocol.token_ids import ID_WIDTH
 
 
-class TokenIngest:
+class TokenIngest(Struct, eq=False):
     """An id counts from the moment it is taken, whether it was delivered or not."""
 
-    def __init__(
-        self,
-        state: State,
-        pool: WorkerPool,
-        delivery: Delivery,
-        failover: Failover,
-        dispatcher: Dispatcher,
-    ) -> None:
-        self._state = state
-        self._pool = pool
-        self._delivery = delivery
-        self._failover = failover
-        self._dispatcher = dispatcher
+    _state: State
+    _pool: WorkerPool
+    _delivery: Delivery
+    _failover: Failover
+    _dispatcher: Dispatcher
 
     def on_deltas(self, event: ev.WorkerDeltas, now: float) -> None:
         epoch, requests, counters = event.epoch, self._state.requests, self._state.counters

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec import Struct
+
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.actions import Outbox
 from mlxpool.broker.core.calls import Calls
@@ -18,24 +20,15 @@ from mlxpool.common.errors import ModelLoadFailed, from_body, sendable
 from mlxpool.common.protocol.to_worker import Heard
 
 
-class WorkerEvents:
+class WorkerEvents(Struct, eq=False):
     """What a fenced epoch sends is counted and dropped."""
 
-    def __init__(
-        self,
-        state: State,
-        outbox: Outbox,
-        pool: WorkerPool,
-        dispatcher: Dispatcher,
-        calls: Calls,
-        failover: Failover,
-    ) -> None:
-        self._state = state
-        self._outbox = outbox
-        self._pool = pool
-        self._dispatcher = dispatcher
-        self._calls = calls
-        self._failover = failover
+    _state: State
+    _outbox: Outbox
+    _pool: WorkerPool
+    _dispatcher: Dispatcher
+    _calls: Calls
+    _failover: Failover
 
     # ---- messages ----------------------------------------------------------------------------
 

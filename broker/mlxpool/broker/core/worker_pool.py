@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec import Struct
+
 from mlxpool.broker.core.actions import DumpStacks, Outbox, StartWorker, StopPool
 from mlxpool.broker.core.state import PoolPhase, State
 from mlxpool.broker.models.model import DEMANDED, Model, ModelState
@@ -19,12 +21,11 @@ LOOK_INTERVAL = 1.0  # seconds between two looks at the load of a model
 ROUNDING = 1e-9  # seconds by which a timer may fire early
 
 
-class WorkerPool:
+class WorkerPool(Struct, eq=False):
     """Owns every Worker. Epochs count up over all slots and never repeat."""
 
-    def __init__(self, state: State, outbox: Outbox) -> None:
-        self._state = state
-        self._outbox = outbox
+    _state: State
+    _outbox: Outbox
 
     # ---- starting ----------------------------------------------------------------------------
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from msgspec import Struct
+
 from mlxpool.broker.catalogue.catalogue import Catalogue
 from mlxpool.broker.edge.endpoints import Endpoints
 from mlxpool.broker.edge.http_gateway import HttpGateway
@@ -13,24 +15,15 @@ from mlxpool.broker.processes.supervisor import Supervisor
 from mlxpool.common.config.schema import ModelConfig, PoolConfig
 
 
-class ReloadTarget:
+class ReloadTarget(Struct, eq=False):
     """The port `admin.reload.Target`."""
 
-    def __init__(
-        self,
-        registry: Registry,
-        supervisor: Supervisor,
-        endpoints: Endpoints,
-        remote: RemoteWorkers,
-        catalogue: Catalogue,
-        gateway: HttpGateway | None,
-    ) -> None:
-        self._registry = registry
-        self._supervisor = supervisor
-        self._endpoints = endpoints
-        self._remote = remote
-        self._catalogue = catalogue
-        self._gateway = gateway
+    _registry: Registry
+    _supervisor: Supervisor
+    _endpoints: Endpoints
+    _remote: RemoteWorkers
+    _catalogue: Catalogue
+    _gateway: HttpGateway | None
 
     def model_of(self, name: str) -> str:
         return self._registry.model(name).name

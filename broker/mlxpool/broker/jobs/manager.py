@@ -13,12 +13,12 @@ from collections.abc import Callable
 from mlxpool.broker.core.events import Quarantine
 from mlxpool.broker.jobs import events as ev
 from mlxpool.broker.jobs.actions import Action, Outbox
-from mlxpool.broker.jobs.active import ActiveJob, AnswerRoom
+from mlxpool.broker.jobs.active import ActiveJob
 from mlxpool.broker.jobs.answers import packed_end
 from mlxpool.broker.jobs.batches.batch_questions import BatchQuestions
 from mlxpool.broker.jobs.batches.file_questions import FileQuestions
 from mlxpool.broker.jobs.batches.live_batches import Batches
-from mlxpool.broker.jobs.feeding import Feeder
+from mlxpool.broker.jobs.feeding import AnswerRoom, Feeder
 from mlxpool.broker.jobs.figures import JobFigures
 from mlxpool.broker.jobs.notices import NoticeQueue
 from mlxpool.broker.jobs.policy import JobPolicy

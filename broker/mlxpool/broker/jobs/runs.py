@@ -16,9 +16,9 @@ from mlxpool.broker.core.state import JOBS_LINK
 from mlxpool.broker.jobs import events as ev
 from mlxpool.broker.jobs import retries
 from mlxpool.broker.jobs.actions import Outbox
-from mlxpool.broker.jobs.active import ActiveJob, AnswerRoom
+from mlxpool.broker.jobs.active import ActiveJob
 from mlxpool.broker.jobs.answers import packed_end
-from mlxpool.broker.jobs.feeding import Feeder
+from mlxpool.broker.jobs.feeding import AnswerRoom, Feeder
 from mlxpool.broker.jobs.notices import NoticeQueue
 from mlxpool.broker.jobs.pool_view import PoolView
 from mlxpool.broker.jobs.readers import Readers
