@@ -20,6 +20,7 @@ from mlxpool.broker.store.operations import (
     ReadFigures,
     ReadJob,
     ReadPoisons,
+    ReadRequest,
     Release,
     Retry,
     SetPoison,
@@ -37,6 +38,7 @@ from mlxpool.broker.store.records import (
     KeyGone,
     Refused,
     Scope,
+    StoredRequest,
     Submitted,
     UnknownName,
 )
@@ -469,3 +471,19 @@ def test_retries_have_a_bound(store: OpenedStore, monkeypatch: pytest.MonkeyPatc
     assert "tried again 5 times" in refused.message
     anew = store.one(Retry(job_id(1), new_generation=True))
     assert isinstance(anew, Changed) and anew.job.gen == 1
+
+
+# ---- requests ------------------------------------------------------------------------------------
+# What was submitted, read again in both stores.
+
+
+def test_a_request_is_read_until_its_result_is_deleted(store: OpenedStore) -> None:
+    store.submitted(1)
+    found = store.one(ReadRequest(job_id(1)))
+    assert isinstance(found, StoredRequest) and found.job.id == job_id(1)
+    assert found.request and isinstance(store.one(ReadJob(job_id(1))), Found)
+    store.one(finish(1))
+    assert isinstance(store.one(ReadRequest(job_id(1))), StoredRequest)
+    store.one(Release(job_id(1)))
+    assert isinstance(store.one(ReadRequest(job_id(1))), KeyGone)
+    assert isinstance(store.one(ReadRequest(job_id(2))), UnknownName)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import zmq
 
 from mlxpool.broker.transport import listener as module
-from mlxpool.broker.transport.listener import BURST, Listener, accepted
+from mlxpool.broker.transport.listener import BURST, Listener, accepted, inode_of, shut_down
 from mlxpool.common.transport import sockets
 from support.pool import until
 
@@ -87,3 +88,31 @@ def test_the_front_is_unbound_when_ending_idle_connections_does_not_suffice(
     front.listener.check(20.0)
     assert not front.listener.unbound
     front.connect(1)
+
+
+# ---- descriptors ---------------------------------------------------------------------------------
+# Connections are ended by their descriptors, whose numbers are reused.
+
+
+def test_a_descriptor_that_is_anothers_by_now_is_left_alone(tmp_path: Path) -> None:
+    """Nobody tells of a connection's end, and the next one may get its number."""
+    path = str(tmp_path / "s")
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as peer:
+        listener.bind(path)
+        listener.listen()
+        gone = inode_of(listener.fileno())
+        peer.connect(path)
+        ours, _ = listener.accept()
+        with ours:
+            shut_down(ours.fileno(), gone)
+            ours.sendall(b"x")
+            assert peer.recv(1) == b"x"
+            shut_down(ours.fileno(), inode_of(ours.fileno()))
+            assert peer.recv(1) == b""
+
+
+def test_what_is_no_connection_is_left_alone(tmp_path: Path) -> None:
+    shut_down(-1, inode_of(-1))
+    with (tmp_path / "file").open("w") as file:
+        shut_down(file.fileno(), inode_of(file.fileno()))
+        file.write("x")

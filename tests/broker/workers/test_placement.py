@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from mlxpool.broker.requests.request import Request
 from mlxpool.broker.routing.worker_speed import WorkerSpeed
 from mlxpool.broker.workers.placement import choose_pair, demand_of
-from mlxpool.broker.workers.worker import Worker, WorkerState
+from mlxpool.broker.workers.worker import Worker, WorkerState, restart_delay
 from mlxpool.common.protocol.from_client import Generate
 from support.core_requests import new_request
 
@@ -113,3 +115,14 @@ def test_all_text_of_a_chat_counts() -> None:
     assert message.size == sum(len(word.encode()) for word in words)
     assert message.prompt.body() == {"messages": messages, "tools": [{"name": "clock"}]}
     assert Generate.parse({**body, "tools": []}, ()).prompt.body() == {"messages": messages}
+
+
+# ---- worker --------------------------------------------------------------------------------------
+# How long a slot stays empty after failures.
+
+
+@pytest.mark.parametrize(
+    ("failures", "delay"), [(-1, 0), (0, 0), (1, 1), (2, 2), (3, 4), (6, 32), (7, 60), (10**9, 60)]
+)
+def test_the_restart_delay_doubles_up_to_a_bound(failures: int, delay: float) -> None:
+    assert restart_delay(failures, 1.0, 60.0) == delay

@@ -1,4 +1,4 @@
-"""Keys of a `generate` that nobody reads are refused or warned of."""
+"""Keys of a generate that nobody reads are warned of, or refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cancels on their way from a thread of the HTTP server to the loop and back."""
+"""What operators ask for reaches the loop once, or is dropped."""
 
 from __future__ import annotations
 

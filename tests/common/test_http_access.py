@@ -1,4 +1,4 @@
-"""What sent an HTTP request, as browsers tell it."""
+"""Pages of other sites are told by two headers of browsers."""
 
 from __future__ import annotations
 
