@@ -69,13 +69,6 @@ def ended(*arguments: str) -> int:
     return caught.value.code
 
 
-def test_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert ended("--help") == OK
-    text = capsys.readouterr().out
-    for word in ("serve", "run", "ps", "exit codes: 0 done", "3 no broker answers"):
-        assert word in text
-
-
 @pytest.mark.parametrize(
     "command", ["serve", "run", "ps", "stats", "models", "load", "unload", "cancel", "stop"]
 )
@@ -83,11 +76,6 @@ def test_help_of_every_command(command: str, capsys: pytest.CaptureFixture[str])
     assert ended(command, "--help") == OK
     text = capsys.readouterr().out
     assert "--run-dir" in text and "--json" in text
-
-
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert ended("--version") == OK
-    assert capsys.readouterr().out.startswith("mlxpool 0.")
 
 
 @pytest.mark.parametrize("command", ["run", "submit"])

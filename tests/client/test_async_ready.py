@@ -3,23 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 
-from mlxpool.client import AsyncClient
 from mlxpool.common.errors import Internal
-from support.fake_broker import FACTS, NO_RESEND_PACE, PATIENCE, FakeBroker
-
-
-@pytest.fixture
-def broker() -> Iterator[FakeBroker]:
-    with TemporaryDirectory(prefix="mlxpool-") as folder:
-        made = FakeBroker(Path(folder)).open()
-        yield made
-        made.close()
+from support.fake_broker import FACTS, FakeBroker
 
 
 def test_waiting_deltas_come_together_and_then_the_error(broker: FakeBroker) -> None:
@@ -30,9 +18,7 @@ def test_waiting_deltas_come_together_and_then_the_error(broker: FakeBroker) -> 
         broker.error(request, "internal")
 
     async def read() -> None:
-        async with AsyncClient(
-            broker.run_dir, connect_timeout=PATIENCE, pace=NO_RESEND_PACE
-        ) as client:
+        async with broker.async_client() as client:
             stream = client.stream("m", "x")
             await asyncio.to_thread(speak)
             ids: list[int] = []
@@ -54,9 +40,7 @@ def test_waiting_deltas_come_in_one_list(broker: FakeBroker) -> None:
         broker.done(request, 3)
 
     async def read() -> None:
-        async with AsyncClient(
-            broker.run_dir, connect_timeout=PATIENCE, pace=NO_RESEND_PACE
-        ) as client:
+        async with broker.async_client() as client:
             stream = client.stream("m", "x")
             assert stream.facts == {}
             await asyncio.to_thread(speak)
@@ -68,18 +52,13 @@ def test_waiting_deltas_come_in_one_list(broker: FakeBroker) -> None:
     asyncio.run(read())
 
 
-def test_a_cancelled_wait_loses_no_delta(broker: FakeBroker) -> None:
-    async def read() -> None:
-        async with AsyncClient(
-            broker.run_dir, connect_timeout=PATIENCE, pace=NO_RESEND_PACE
-        ) as client:
-            stream = client.stream("m", "x")
-            request = await asyncio.to_thread(broker.accept)
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.001):
-                    await stream.ready()
-            broker.tokens(request, 0)
-            broker.done(request, 1)
-            assert [delta.pos for delta in await stream.ready()] == [0]
-
-    asyncio.run(read())
+async def test_a_cancelled_wait_loses_no_delta(broker: FakeBroker) -> None:
+    async with broker.async_client() as client:
+        stream = client.stream("m", "x")
+        request = await asyncio.to_thread(broker.accept)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.001):
+                await stream.ready()
+        broker.tokens(request, 0)
+        broker.done(request, 1)
+        assert [delta.pos for delta in await stream.ready()] == [0]

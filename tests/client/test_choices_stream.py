@@ -4,27 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from mlxpool.client import AsyncClient, Client
 from mlxpool.common.errors import QueueFull
 from support import kinds
-from support.fake_broker import NO_RESEND_PACE, PATIENCE, FakeBroker
+from support.fake_broker import FakeBroker
 from support.pool import until
-
-
-@pytest.fixture
-def broker() -> Iterator[FakeBroker]:
-    with tempfile.TemporaryDirectory(prefix="mlxpool-") as folder:  # a short path for its socket
-        made = FakeBroker(Path(folder)).open()
-        try:
-            yield made
-        finally:
-            made.close()
 
 
 def cancelled(broker: FakeBroker, count: int) -> set[bytes | None]:
@@ -33,7 +19,7 @@ def cancelled(broker: FakeBroker, count: int) -> set[bytes | None]:
 
 def test_no_text_comes_before_every_choice_is_accepted(broker: FakeBroker) -> None:
     with (
-        Client(broker.run_dir, connect_timeout=PATIENCE, pace=NO_RESEND_PACE) as client,
+        broker.client() as client,
         client.stream_choices("m", "x", n=3) as stream,
     ):
         first, second = broker.accept(), broker.accept()
@@ -53,7 +39,7 @@ def test_no_text_comes_before_every_choice_is_accepted(broker: FakeBroker) -> No
 
 def test_what_was_held_back_comes_with_the_last_acceptance(broker: FakeBroker) -> None:
     with (
-        Client(broker.run_dir, connect_timeout=PATIENCE, pace=NO_RESEND_PACE) as client,
+        broker.client() as client,
         client.stream_choices("m", "x", n=2, seed=4) as stream,
     ):
         first = broker.accept()
@@ -69,28 +55,23 @@ def test_what_was_held_back_comes_with_the_last_acceptance(broker: FakeBroker) -
         assert [one.ids for one in stream.result] == [(0, 1, 2), (0,)]
 
 
-def test_leaving_cancels_the_choices_that_have_not_ended(broker: FakeBroker) -> None:
-    async def leave() -> None:
-        async with AsyncClient(
-            broker.run_dir, connect_timeout=PATIENCE, pace=NO_RESEND_PACE
-        ) as client:
-            async with client.stream_choices("m", "x", n=3) as stream:
-                for _ in range(3):
-                    await asyncio.to_thread(broker.accept)
-                broker.tokens(stream.ids[0], 0)
-                broker.done(stream.ids[0], 1)
-                while not stream._choices._open[0].state.over:
-                    await asyncio.sleep(0.01)
-                async for delta in stream:
-                    assert delta.ids == (0,)
-                    break
-            assert await asyncio.to_thread(cancelled, broker, 2) == {*stream.ids[1:]}
-
-    asyncio.run(leave())
+async def test_leaving_cancels_the_choices_that_have_not_ended(broker: FakeBroker) -> None:
+    async with broker.async_client() as client:
+        async with client.stream_choices("m", "x", n=3) as stream:
+            for _ in range(3):
+                await asyncio.to_thread(broker.accept)
+            broker.tokens(stream.ids[0], 0)
+            broker.done(stream.ids[0], 1)
+            while not stream._choices._open[0].state.over:
+                await asyncio.sleep(0.01)
+            async for delta in stream:
+                assert delta.ids == (0,)
+                break
+        assert await asyncio.to_thread(cancelled, broker, 2) == {*stream.ids[1:]}
 
 
 def test_a_stream_that_nobody_holds_any_more_is_cancelled(broker: FakeBroker) -> None:
-    with Client(broker.run_dir, connect_timeout=PATIENCE, pace=NO_RESEND_PACE) as client:
+    with broker.client() as client:
         stream = client.stream_choices("m", "x", n=2)
         begun = {broker.accept(), broker.accept()}
         del stream
@@ -98,17 +79,12 @@ def test_a_stream_that_nobody_holds_any_more_is_cancelled(broker: FakeBroker) ->
         assert cancelled(broker, 2) == begun
 
 
-def test_an_asynchronous_stream_that_nobody_holds_any_more_is_cancelled(
+async def test_an_asynchronous_stream_that_nobody_holds_any_more_is_cancelled(
     broker: FakeBroker,
 ) -> None:
-    async def drop() -> None:
-        async with AsyncClient(
-            broker.run_dir, connect_timeout=PATIENCE, pace=NO_RESEND_PACE
-        ) as client:
-            stream = client.stream_choices("m", "x", n=2)
-            begun = {await asyncio.to_thread(broker.accept) for _ in range(2)}
-            del stream
-            gc.collect()
-            assert await asyncio.to_thread(cancelled, broker, 2) == begun
-
-    asyncio.run(drop())
+    async with broker.async_client() as client:
+        stream = client.stream_choices("m", "x", n=2)
+        begun = {await asyncio.to_thread(broker.accept) for _ in range(2)}
+        del stream
+        gc.collect()
+        assert await asyncio.to_thread(cancelled, broker, 2) == begun

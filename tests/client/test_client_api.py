@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import pickle
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -27,24 +25,9 @@ from support.fake_broker import NEVER, NO_RESEND_PACE, PATIENCE, FakeBroker
 
 
 @pytest.fixture
-def broker() -> Iterator[FakeBroker]:
-    """A broker whose socket is not open yet: some tests begin without a broker."""
-    with tempfile.TemporaryDirectory(
-        prefix="mlxpool-"
-    ) as folder:  # a short path, as a socket needs
-        made = FakeBroker(Path(folder))
-        try:
-            yield made
-        finally:
-            made.close()
-
-
-@pytest.fixture
-def client(broker: FakeBroker) -> Iterator[Client]:
-    with Client(
-        broker.run_dir, connect_timeout=PATIENCE, broker_grace=PATIENCE, pace=NO_RESEND_PACE
-    ) as made:
-        yield made
+def broker(closed_broker: FakeBroker) -> FakeBroker:
+    """Its socket is not open yet: some tests begin without a broker."""
+    return closed_broker
 
 
 # ---- streams -------------------------------------------------------------------------------------
@@ -121,7 +104,7 @@ def test_an_error_about_a_live_stream_ends_nothing(broker: FakeBroker, client: C
 
 
 def test_no_broker_ever_answers(broker: FakeBroker) -> None:
-    with Client(broker.run_dir, connect_timeout=0.2, pace=NO_RESEND_PACE) as client:
+    with broker.client(connect_timeout=0.2) as client:
         with pytest.raises(BrokerLost, match="no broker answers at ipc://"):
             client.generate("m", "a")
         with pytest.raises(BrokerLost):
@@ -129,9 +112,7 @@ def test_no_broker_ever_answers(broker: FakeBroker) -> None:
 
 
 def test_a_broker_that_falls_silent(broker: FakeBroker) -> None:
-    with Client(
-        broker.run_dir, connect_timeout=PATIENCE, broker_grace=0.3, pace=NO_RESEND_PACE
-    ) as client:
+    with broker.client(broker_grace=0.3) as client:
         stream = client.stream("m", "a")
         request = broker.open().accept()
         broker.tokens(request, 0)
@@ -140,9 +121,7 @@ def test_a_broker_that_falls_silent(broker: FakeBroker) -> None:
 
 
 def test_pings_keep_a_slow_stream_alive(broker: FakeBroker) -> None:
-    with Client(
-        broker.run_dir, connect_timeout=PATIENCE, broker_grace=PATIENCE, pace=NO_RESEND_PACE
-    ) as client:
+    with broker.client(broker_grace=PATIENCE) as client:
         stream = client.stream("m", "a")
         request = broker.open().accept()
         for _ in range(5):
@@ -163,9 +142,7 @@ def test_a_broker_that_starts_late_gets_requests_sent_before(
 
 def test_a_call_given_up_long_ago_does_not_end_the_next_one(broker: FakeBroker) -> None:
     async def story() -> Any:
-        async with AsyncClient(
-            broker.run_dir, connect_timeout=PATIENCE, pace=NO_RESEND_PACE
-        ) as client:
+        async with broker.async_client() as client:
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(client.models(), 0.1)
             connection = client._connection
@@ -248,7 +225,7 @@ def test_the_end_of_a_with_cancels_even_when_the_client_closes_at_once(
     broker: FakeBroker,
 ) -> None:
     with (
-        Client(broker.run_dir, connect_timeout=PATIENCE, pace=NO_RESEND_PACE) as client,
+        broker.client() as client,
         client.stream("m", "a") as stream,
     ):
         broker.open().accept()
@@ -267,9 +244,7 @@ def test_a_finished_stream_is_not_cancelled(broker: FakeBroker, client: Client) 
 
 
 def test_an_ack_after_64_ids(broker: FakeBroker) -> None:
-    with Client(
-        broker.run_dir, connect_timeout=PATIENCE, pace=replace(NO_RESEND_PACE, ping=NEVER)
-    ) as client:
+    with broker.client(pace=replace(NO_RESEND_PACE, ping=NEVER)) as client:
         acks_of_many_ids(broker, client)
 
 
@@ -360,7 +335,7 @@ def test_a_client_that_was_never_used() -> None:
 
 def test_closing_ends_open_streams_and_the_thread(broker: FakeBroker) -> None:
     before = set(threading.enumerate())
-    client = Client(broker.run_dir, connect_timeout=PATIENCE, pace=NO_RESEND_PACE)
+    client = broker.client()
     stream = client.stream("m", "a")
     broker.open().accept()
     assert [thread.name for thread in set(threading.enumerate()) - before] == ["mlxpool"]
@@ -462,88 +437,65 @@ def test_a_chat_in_token_ids_and_all_that_is_known_of_a_model(
 # ---- asyncio -------------------------------------------------------------------------------------
 
 
-def test_async_streams_and_calls(broker: FakeBroker) -> None:
-    async def story() -> None:
-        async with AsyncClient(
-            broker.run_dir, connect_timeout=PATIENCE, pace=NO_RESEND_PACE
-        ) as client:
-            stream = client.stream("m", "a")
-            request = await asyncio.to_thread(broker.open().accept)
-            broker.tokens(request, 0, 2)
-            broker.done(request, 2)
-            assert [delta.ids async for delta in stream] == [(0, 1)]
-            assert stream.result.ids == (0, 1)
-            models = asyncio.ensure_future(client.models())
-            message = await asyncio.to_thread(broker.receive, kinds.MODELS)
-            broker.say(kinds.MODELS, message.header.id, {"models": []}, attempt=0)
-            assert await models == []
-
-    asyncio.run(story())
+async def test_async_streams_and_calls(broker: FakeBroker) -> None:
+    async with broker.async_client() as client:
+        stream = client.stream("m", "a")
+        request = await asyncio.to_thread(broker.open().accept)
+        broker.tokens(request, 0, 2)
+        broker.done(request, 2)
+        assert [delta.ids async for delta in stream] == [(0, 1)]
+        assert stream.result.ids == (0, 1)
+        models = asyncio.ensure_future(client.models())
+        message = await asyncio.to_thread(broker.receive, kinds.MODELS)
+        broker.say(kinds.MODELS, message.header.id, {"models": []}, attempt=0)
+        assert await models == []
 
 
-def test_a_cancelled_task_cancels_its_request(broker: FakeBroker) -> None:
-    async def story() -> None:
-        async with AsyncClient(
-            broker.run_dir, connect_timeout=PATIENCE, pace=NO_RESEND_PACE
-        ) as client:
-            task = asyncio.ensure_future(client.generate("m", "a"))
-            request = await asyncio.to_thread(broker.open().accept)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            message = await asyncio.to_thread(broker.receive, kinds.CANCEL)
-            assert message.header.id == request
-
-    asyncio.run(story())
+async def test_a_cancelled_task_cancels_its_request(broker: FakeBroker) -> None:
+    async with broker.async_client() as client:
+        task = asyncio.ensure_future(client.generate("m", "a"))
+        request = await asyncio.to_thread(broker.open().accept)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        message = await asyncio.to_thread(broker.receive, kinds.CANCEL)
+        assert message.header.id == request
 
 
-def test_leaving_an_async_loop_cancels(broker: FakeBroker) -> None:
-    async def story() -> None:
-        async with AsyncClient(
-            broker.run_dir, connect_timeout=PATIENCE, pace=NO_RESEND_PACE
-        ) as client:
-            async with client.stream("m", "a") as stream:
-                request = await asyncio.to_thread(broker.open().accept)
-                broker.tokens(request, 0)
-                async for _ in stream:
-                    break
-            message = await asyncio.to_thread(broker.receive, kinds.CANCEL)
-            assert message.header.id == request
-
-    asyncio.run(story())
-
-
-def test_an_async_stream_that_is_dropped_unread_is_cancelled(broker: FakeBroker) -> None:
-    async def story() -> None:
-        async with AsyncClient(
-            broker.run_dir, connect_timeout=PATIENCE, pace=NO_RESEND_PACE
-        ) as client:
-            stream = client.stream("m", "a")
+async def test_leaving_an_async_loop_cancels(broker: FakeBroker) -> None:
+    async with broker.async_client() as client:
+        async with client.stream("m", "a") as stream:
             request = await asyncio.to_thread(broker.open().accept)
             broker.tokens(request, 0)
-            del stream
-            message = await asyncio.to_thread(broker.receive, kinds.CANCEL)
-            assert message.header.id == request
-            iterator = aiter(client.stream("m", "b"))
-            request = await asyncio.to_thread(broker.accept)
-            broker.tokens(request, 0)
-            await anext(iterator)
-            del iterator
-            message = await asyncio.to_thread(broker.receive, kinds.CANCEL)
-            assert message.header.id == request
-
-    asyncio.run(story())
+            async for _ in stream:
+                break
+        message = await asyncio.to_thread(broker.receive, kinds.CANCEL)
+        assert message.header.id == request
 
 
-def test_async_errors(broker: FakeBroker) -> None:
-    async def story() -> None:
-        async with AsyncClient(broker.run_dir, connect_timeout=0.2, pace=NO_RESEND_PACE) as client:
-            with pytest.raises(BrokerLost):
-                await client.generate("m", "a")
-            with pytest.raises(BrokerLost):
-                await client.models()
+async def test_an_async_stream_that_is_dropped_unread_is_cancelled(broker: FakeBroker) -> None:
+    async with broker.async_client() as client:
+        stream = client.stream("m", "a")
+        request = await asyncio.to_thread(broker.open().accept)
+        broker.tokens(request, 0)
+        del stream
+        message = await asyncio.to_thread(broker.receive, kinds.CANCEL)
+        assert message.header.id == request
+        iterator = aiter(client.stream("m", "b"))
+        request = await asyncio.to_thread(broker.accept)
+        broker.tokens(request, 0)
+        await anext(iterator)
+        del iterator
+        message = await asyncio.to_thread(broker.receive, kinds.CANCEL)
+        assert message.header.id == request
 
-    asyncio.run(story())
+
+async def test_async_errors(broker: FakeBroker) -> None:
+    async with broker.async_client(connect_timeout=0.2) as client:
+        with pytest.raises(BrokerLost):
+            await client.generate("m", "a")
+        with pytest.raises(BrokerLost):
+            await client.models()
 
 
 @pytest.mark.parametrize(
@@ -604,7 +556,7 @@ def test_what_cannot_be_sent_is_a_bad_request(
         client.generate("m", **given)
 
     async def ask() -> None:
-        async with AsyncClient(broker.run_dir, connect_timeout=PATIENCE) as other:
+        async with broker.async_client() as other:
             with pytest.raises(BadRequest, match=words):
                 await other.generate("m", **given)
 
@@ -623,7 +575,7 @@ def test_a_call_that_cannot_be_sent_is_a_bad_request(
         client.tokenize(value, "x")
 
     async def ask() -> None:
-        async with AsyncClient(broker.run_dir, connect_timeout=PATIENCE) as other:
+        async with broker.async_client() as other:
             with pytest.raises(BadRequest):
                 await other.tokenize("m", value)
             with pytest.raises(BadRequest):
@@ -634,9 +586,7 @@ def test_a_call_that_cannot_be_sent_is_a_bad_request(
 
 def test_a_call_that_nobody_waits_for_is_cancelled(broker: FakeBroker) -> None:
     async def ask() -> None:
-        async with AsyncClient(
-            broker.run_dir, connect_timeout=PATIENCE, pace=NO_RESEND_PACE
-        ) as client:
+        async with broker.async_client() as client:
             task = asyncio.ensure_future(client.tokenize("m", "text"))
             asked = await asyncio.to_thread(broker.receive, kinds.TOKENIZE)
             task.cancel()
@@ -657,7 +607,7 @@ def test_a_call_that_the_broker_has_dropped_with_its_link_is_sent_again(broker: 
     broker.open()
     pace = replace(NO_RESEND_PACE, ping=NEVER)
     with (
-        Client(broker.run_dir, connect_timeout=PATIENCE, pace=pace) as client,
+        broker.client(pace=pace) as client,
         ThreadPoolExecutor() as pool,
     ):
         models = pool.submit(client.models)

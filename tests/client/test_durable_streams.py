@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from mlxpool.client import AsyncClient, Client, Stream
+from mlxpool.client import Client, Stream
 from mlxpool.client.connection import Connection
 from mlxpool.common.errors import BrokerLost, Draining, DuplicateId, QueueFull, TooLarge
 from mlxpool.common.protocol import resume
@@ -27,31 +26,8 @@ from support.fake_broker import FACTS, NEVER, NO_RESEND_PACE, PATIENCE, FakeBrok
 Lose = Callable[[FakeBroker, Stream], None]
 
 
-@pytest.fixture
-def broker() -> Iterator[FakeBroker]:
-    with tempfile.TemporaryDirectory(
-        prefix="mlxpool-"
-    ) as folder:  # a short path, as a socket needs
-        made = FakeBroker(Path(folder)).open()
-        try:
-            yield made
-        finally:
-            made.close()
-
-
 def client_of(broker: FakeBroker, **pace: Any) -> AbstractContextManager[Client]:
-    return Client(
-        broker.run_dir,
-        connect_timeout=PATIENCE,
-        broker_grace=PATIENCE,
-        pace=replace(NO_RESEND_PACE, **pace),
-    )
-
-
-@pytest.fixture
-def client(broker: FakeBroker) -> Iterator[Client]:
-    with client_of(broker) as made:
-        yield made
+    return broker.client(broker_grace=PATIENCE, pace=replace(NO_RESEND_PACE, **pace))
 
 
 def restart(broker: FakeBroker, stream: Stream) -> None:
@@ -271,7 +247,7 @@ def test_a_broker_that_starts_late_does_not_get_ended_requests(broker: FakeBroke
     broker.close()
     late = FakeBroker(broker.run_dir)
     try:
-        with Client(broker.run_dir, connect_timeout=0.1, pace=NO_RESEND_PACE) as client:
+        with broker.client(connect_timeout=0.1) as client:
             with pytest.raises(BrokerLost, match="no broker answers at ipc://"):
                 client.generate("m", "a")
             connection = client._connection
@@ -411,21 +387,16 @@ def test_two_cancels_of_one_request_both_get_the_answer(broker: FakeBroker, clie
 # ---- asyncio, trace ------------------------------------------------------------------------------
 
 
-def test_the_async_client_resumes(broker: FakeBroker) -> None:
-    async def story() -> None:
-        async with AsyncClient(
-            broker.run_dir, connect_timeout=PATIENCE, pace=NO_RESEND_PACE
-        ) as client:
-            stream = client.stream("m", "a")
-            request = await asyncio.to_thread(broker.accept)
-            broker.tokens(request, 0)
-            broker.boot += 1
-            assert await asyncio.to_thread(broker.accept) == request
-            broker.tokens(request, 1)
-            broker.done(request, 2)
-            assert [delta.ids async for delta in stream] == [(0,), (1,)]
-
-    asyncio.run(story())
+async def test_the_async_client_resumes(broker: FakeBroker) -> None:
+    async with broker.async_client() as client:
+        stream = client.stream("m", "a")
+        request = await asyncio.to_thread(broker.accept)
+        broker.tokens(request, 0)
+        broker.boot += 1
+        assert await asyncio.to_thread(broker.accept) == request
+        broker.tokens(request, 1)
+        broker.done(request, 2)
+        assert [delta.ids async for delta in stream] == [(0,), (1,)]
 
 
 def test_the_trace_has_every_event(

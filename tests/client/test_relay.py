@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import socket
-import tempfile
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
@@ -16,7 +14,7 @@ from mlxpool.client.connection import Connection
 from mlxpool.common.errors import BrokerLost
 from mlxpool.common.transport.handshake import HOPELESS_FAILURES
 from support import kinds
-from support.fake_broker import NO_RESEND_PACE, PATIENCE, FakeBroker
+from support.fake_broker import NO_RESEND_PACE, PATIENCE, FakeBroker, fake_broker
 from support.pool import reconnects, until
 from support.relay import Relay
 
@@ -155,13 +153,8 @@ def test_a_relay_without_a_server() -> None:
 
 @pytest.mark.parametrize("fault", ["cut", "freeze"])
 def test_a_stream_behind_a_bad_network(fault: str) -> None:
-    with tempfile.TemporaryDirectory(prefix="mlxpool-") as folder:
-        broker = FakeBroker(Path(folder)).open()
-        try:
-            with Relay(("ipc", f"{folder}/front.ipc")) as relay:
-                survive(broker, relay, fault)
-        finally:
-            broker.close()
+    with fake_broker() as broker, Relay(("ipc", f"{broker.run_dir}/front.ipc")) as relay:
+        survive(broker.open(), relay, fault)
 
 
 def survive(broker: FakeBroker, relay: Relay, fault: str) -> None:
@@ -190,24 +183,18 @@ def survive(broker: FakeBroker, relay: Relay, fault: str) -> None:
 
 def test_a_broker_that_starts_behind_a_proxy_is_waited_for() -> None:
     """A proxy accepts and hangs up meanwhile: that is no refusal of a client without keys."""
-    with tempfile.TemporaryDirectory(prefix="mlxpool-") as folder:
-        broker = FakeBroker(Path(folder))
-        try:
-            with (
-                Relay(("ipc", f"{folder}/front.ipc")) as relay,
-                Client(
-                    endpoint=relay.endpoint, pace=NO_RESEND_PACE, connect_timeout=PATIENCE
-                ) as client,
-            ):
-                stream = client.stream("m", "a")
-                until(lambda: failures(client) > HOPELESS_FAILURES, "its connections are closed")
-                broker.open()
-                request = broker.accept()
-                broker.tokens(request, 0, 2)
-                broker.done(request, 2)
-                assert stream.read().ids == (0, 1)
-        finally:
-            broker.close()
+    with (
+        fake_broker() as broker,
+        Relay(("ipc", f"{broker.run_dir}/front.ipc")) as relay,
+        Client(endpoint=relay.endpoint, pace=NO_RESEND_PACE, connect_timeout=PATIENCE) as client,
+    ):
+        stream = client.stream("m", "a")
+        until(lambda: failures(client) > HOPELESS_FAILURES, "its connections are closed")
+        broker.open()
+        request = broker.accept()
+        broker.tokens(request, 0, 2)
+        broker.done(request, 2)
+        assert stream.read().ids == (0, 1)
 
 
 def failures(client: Client) -> int:

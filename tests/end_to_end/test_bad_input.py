@@ -33,12 +33,6 @@ path = "builtin:counting"
 
 
 @pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    with Pool(tmp_path_factory.mktemp("pool"), CONFIG) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def strict_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     """A pool that gives up a client that has acknowledged nothing for a second."""
     with Pool(tmp_path_factory.mktemp("strict"), '[pool]\nack_grace = "1s"\n' + CONFIG) as running:
@@ -387,24 +381,6 @@ def _failed(pool: Pool, code: str) -> int:
 
 
 # ---- the machine ---------------------------------------------------------------------------------
-
-
-def test_a_second_broker_on_the_same_run_directory(pool: Pool) -> None:
-    done = pool.cli("serve")
-    assert done.returncode == 1 and "another broker" in done.stderr
-    assert str(pool.ask("ps")["broker"]["pid"]) in done.stderr
-
-
-def test_a_port_in_use(pool: Pool, tmp_path: Path) -> None:
-    import socket
-
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        holder.listen()
-        endpoint = f"tcp://127.0.0.1:{holder.getsockname()[1]}"
-        run_dir = pool.run_dir / "other"
-        done = pool.cli("--run-dir", str(run_dir), "serve", "--front", endpoint)
-    assert done.returncode == 1 and f"cannot bind {endpoint}" in done.stderr
 
 
 def test_an_unusable_run_directory(pool: Pool, tmp_path: Path) -> None:

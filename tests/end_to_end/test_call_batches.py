@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 from collections.abc import Iterator
@@ -138,17 +137,14 @@ def test_what_cannot_be_a_job_is_refused_by_name(client: Client) -> None:
     assert client.job("long")["state"] == "dead"
 
 
-def test_calls_wait_run_and_end_in_asyncio(pool: Pool) -> None:
-    async def work() -> None:
-        async with pool.async_client() as client:
-            job = await client.submit_call("embed", "embed", inputs="a dog")
-            async with client.fetch(job) as stream:
-                assert Vectors.of(await stream.read()).rows == 1
-            batch = await client.submit_batch(lines(20), "embed")
-            found = [result.vectors async for result in batch.results()]
-            assert len(found) == 20 and all(one is not None for one in found)
-
-    asyncio.run(work())
+async def test_calls_wait_run_and_end_in_asyncio(pool: Pool) -> None:
+    async with pool.async_client() as client:
+        job = await client.submit_call("embed", "embed", inputs="a dog")
+        async with client.fetch(job) as stream:
+            assert Vectors.of(await stream.read()).rows == 1
+        batch = await client.submit_batch(lines(20), "embed")
+        found = [result.vectors async for result in batch.results()]
+        assert len(found) == 20 and all(one is not None for one in found)
 
 
 # ---- batches ------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -37,12 +36,6 @@ counting.fault = "raise"
 counting.fault_at = 5
 """
 WORDS = " ".join(f"def name{i}(x): return x" for i in range(40))
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    with Pool(tmp_path_factory.mktemp("pool"), CONFIG) as running:
-        yield running
 
 
 def live(pool: Pool) -> int:

@@ -8,12 +8,9 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from support.counting_checker import expected_ids, text_of
 from support.pool import PATIENCE, Pool, until
@@ -23,12 +20,6 @@ CONFIG = """
 path = "builtin:counting"
 counting.step_us = 20000
 """
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    with Pool(tmp_path_factory.mktemp("pool"), CONFIG) as running:
-        yield running
 
 
 def cli(pool: Pool, *arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
 
@@ -30,12 +29,6 @@ counting.step_us = 20000
 [models.broken]
 path = "/nowhere/at/all"
 """
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    with Pool(tmp_path_factory.mktemp("pool"), CONFIG) as running:
-        yield running
 
 
 def on_terminal(

@@ -33,12 +33,6 @@ MANY = [(f"Is {n} a number?", ["yes", "no", "neither"]) for n in range(64)]
 
 
 @pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    with Pool(tmp_path_factory.mktemp("pool"), CONFIG) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def http(pool: Pool) -> Iterator[httpx.Client]:
     with (
         GatewayThread(pool.run_dir) as gateway,
@@ -199,30 +193,6 @@ def test_over_http(http: httpx.Client, client: Client) -> None:
     assert "expected" not in city and city["outside"] == pytest.approx(
         expected[1].outside, abs=1e-4
     )
-
-
-@pytest.mark.parametrize(
-    ("change", "status", "param"),
-    [
-        ({"questions": []}, 400, "questions"),
-        ({"questions": [{}, {"choices": ["a"]}]}, 400, "questions[1]"),
-        ({"questions": [{"choices": ["a", "b"], "scale": [1, 2]}]}, 400, "questions[0]"),
-        ({"questions": [{"choice": []}]}, 400, "questions[0].choice"),
-        ({"prompt": " "}, 400, "prompt"),
-        ({"prompt": "ships. " * 4000}, 400, "prompt"),
-        ({"temperature": 0}, 400, "temperature"),
-        ({"max_tokens": 3}, 400, "max_tokens"),
-        ({"model": "nobody"}, 404, "model"),
-        ({"model": "counting"}, 400, None),
-    ],
-)
-def test_http_names_the_field(
-    http: httpx.Client, change: dict[str, Any], status: int, param: str | None
-) -> None:
-    body = {"model": "demo", "prompt": "x", "questions": [{"question": "?"}], **change}
-    answer = http.post("/v1/decisions", json=body)
-    assert answer.status_code == status, answer.text
-    assert answer.json()["error"]["param"] == param
 
 
 def test_on_the_command_line(pool: Pool, client: Client) -> None:

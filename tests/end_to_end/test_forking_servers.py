@@ -92,12 +92,6 @@ made_at_import.close()
 """
 
 
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    with Pool(tmp_path_factory.mktemp("pool")) as running:
-        yield running
-
-
 @contextlib.contextmanager
 def running(
     command: list[str], folder: Path, environment: dict[str, str]

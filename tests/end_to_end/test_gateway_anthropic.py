@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,18 +35,6 @@ THINKER = {"tools": "hermes", "thinking": "tags"}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 COLD = {"temperature": 0}
 KEY = "0123456789abcdef"
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    with Pool(tmp_path_factory.mktemp("pool"), CONFIG) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def gateway(pool: Pool) -> Iterator[GatewayThread]:
-    with GatewayThread(pool.run_dir) as running:
-        yield running
 
 
 @pytest.fixture
@@ -117,15 +104,6 @@ def test_a_call_can_be_forced(client: anthropic.Anthropic, choice: Any) -> None:
     )  # fmt: skip
     (call,) = message.content
     assert call.type == "tool_use" and set(call.input) == {"city"}
-
-
-def test_tools_are_not_offered_with_tool_choice_none(client: anthropic.Anthropic) -> None:
-    message = client.messages.create(
-        model="demo-chat", max_tokens=50, messages=[ASKED], tools=TOOLS,
-        tool_choice={"type": "none"}, extra_body=COLD,
-    )  # fmt: skip
-    assert message.content[0].type == "text"
-    assert message.content[0].text == "I have no tool for that."
 
 
 def test_thoughts_are_blocks_of_their_own(client: anthropic.Anthropic) -> None:
@@ -317,42 +295,10 @@ def said(*blocks: dict[str, Any], role: str = "user") -> list[dict[str, Any]]:
     return [{"role": role, "content": list(blocks)}]
 
 
-PNG = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(b"x").decode()}
-URL = {"type": "url", "url": "http://a"}
-
-
 CALLED = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
 
 
 CALLED = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"messages": said({"type": "document"})}, "'document'"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "a role of user, assistant"),
-        ({"messages": [*HI, {"role": "assistant", "content": [CALLED]}]}, "results are missing"),
-        ({"messages": said({"type": "image", "source": URL})}, "not fetched"),
-        ({"messages": said({"type": "image", "source": PNG})}, "image input"),
-        ({"system": [{"type": "image"}]}, "system[0]"),
-        ({"tools": [{"name": "f", "input_schema": 5}]}, "input_schema must be a map"),
-        ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "f"}}, "'f', which is no"),
-        ({"tool_choice": {"name": "f"}}, "'tool_choice.type' is missing"),
-        ({"thinking": {"type": "between_tools"}}, "'thinking.type'"),
-        ({"output_config": {"format": {"type": "json_object"}}}, "output_config.format.type"),
-        ({"stop_sequences": [5]}, "stop_sequences"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"bogus": 1}, "unknown field 'bogus'"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_is_named(
-    client: anthropic.Anthropic, fields: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(anthropic.BadRequestError) as caught:
-        client.messages.create(model="demo-chat", max_tokens=5, messages=HI, extra_body=fields)
-    body: Any = caught.value.body
-    assert body["error"]["type"] == "invalid_request_error" and words in body["error"]["message"]
 
 
 def test_thoughts_of_a_model_without(client: anthropic.Anthropic) -> None:

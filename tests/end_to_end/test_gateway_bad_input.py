@@ -10,8 +10,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ import httpx
 import pytest
 import zstandard
 
+from support.gateway_process import serving
 from support.gateway_thread import GatewayThread
 from support.pool import PATIENCE, Pool, until
 
@@ -36,14 +35,7 @@ counting.fault = "raise"
 counting.fault_in = "load"
 """
 CHAT = {"model": "counting", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
-LONG: dict[str, Any] = {"max_tokens": 10**5}
 MAX_BODY = 2000  # bytes
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    with Pool(tmp_path_factory.mktemp("pool"), CONFIG) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -98,50 +90,14 @@ def test_keys(http: httpx.Client) -> None:
     assert http.get("/health", headers={"authorization": ""}).json() == {"status": "ok"}
 
 
-def test_keys_are_reloaded_and_a_broken_file_changes_nothing(
-    http: httpx.Client, gateway: GatewayThread, keys: Path
-) -> None:
-    other = {"authorization": f"Bearer {OTHER}"}
-    keys.write_text(f"{KEY}\n{OTHER}\n")
-    assert http.get("/v1/models", headers=other).status_code == 401
-    gateway.gateway.keys.reload()
-    assert http.get("/v1/models", headers=other).status_code == 200
-    keys.write_text("short\n")
-    gateway.gateway.keys.reload()
-    assert http.get("/v1/models", headers=other).status_code == 200
-    keys.write_text(KEY)
-    gateway.gateway.keys.reload()
-    assert http.get("/v1/models", headers=other).status_code == 401
-
-
 def test_without_keys_other_host_names_are_refused(pool: Pool, http: httpx.Client) -> None:
     with GatewayThread(pool.run_dir) as gateway:
         url = f"{gateway.url}/v1/models"
-        for host in (
-            "elsewhere.example",
-            "elsewhere.example:80",
-            "127.0.0.1.elsewhere",
-            "[::2]",
-            "8.8.8.8",
-            "localhost.elsewhere",
-            "internal",
-            ":",
-        ):
+        for host in ("elsewhere.example:80", "[::2]", ":"):
             refused(
                 httpx.get(url, headers={"host": host}, timeout=PATIENCE), 403, "host_not_allowed"
             )
-        own = (
-            "localhost",
-            "localhost.:80",
-            "127.0.0.1",
-            "[::1]:80",
-            "[::1]",
-            "127.0.1.1",
-            "0.0.0.0:1",
-            "10.0.0.1",
-            "host.docker.internal:11434",
-        )
-        for host in own:
+        for host in ("localhost.:80", "[::1]:80", "10.0.0.1", "host.docker.internal:11434"):
             assert httpx.get(url, headers={"host": host}, timeout=PATIENCE).status_code == 200
         headers = {"host": "a.local", "origin": "http://a.local"}
         refused(httpx.get(url, headers=headers, timeout=PATIENCE), 403, "host_not_allowed")
@@ -251,23 +207,8 @@ def test_another_content_type(http: httpx.Client) -> None:
     ("change", "param", "code"),
     [
         ({"temprature": 1}, "temprature", "unknown_parameter"),
-        ({"messages": []}, "messages", "bad_request"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", None),
-        ({"model": 5}, "model", "bad_request"),
-        ({"stream": "yes"}, "stream", "bad_request"),
-        ({"stream_options": {"bogus": 1}}, "stream_options.bogus", "unknown_parameter"),
-        ({"max_tokens": 0}, "max_tokens", "bad_request"),
-        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens", "bad_request"),
-        ({"seed": -2}, "seed", "bad_request"),
-        ({"n": 65}, "n", "bad_request"),
-        ({"logit_bias": {"x": 1}}, "logit_bias", "bad_request"),
-        ({"stop": [5]}, "stop", "bad_request"),
         ({"min_tokens": 5}, "min_tokens", "unsupported_parameter"),
-        ({"parallel_tool_calls": 1}, "parallel_tool_calls", "bad_request"),
-        ({"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs.x", "unknown_parameter"),
-        ({"tools": [{"type": 5}]}, "tools", "bad_request"),
-        ({"prompt": "x"}, "prompt", "unsupported_parameter"),
-        ({"reasoning_effort": "most"}, "reasoning_effort", "bad_request"),
+        ({"max_tokens": 0}, "max_tokens", "bad_request"),
         (
             {"chat_template_kwargs": {"enable_thinking": True}},
             "chat_template_kwargs.enable_thinking",
@@ -285,63 +226,12 @@ def test_an_unsupported_field_is_named(
     assert response.headers["x-should-retry"] == "false"
 
 
-def test_neutral_values_are_accepted(http: httpx.Client) -> None:
-    harmless = {
-        "user": "u", "metadata": {"a": "b"}, "store": True, "parallel_tool_calls": True,
-        "response_format": {"type": "text"}, "tools": None, "n": None,
-        "tool_choice": "auto", "service_tier": "auto", "prompt_cache_key": "s", "stop": [""],
-        "stream_options": {"include_usage": True}, "typical_p": 1, "keep_alive": "5m",
-    }  # fmt: skip
-    response = http.post("/v1/chat/completions", json={**CHAT, **harmless})
-    assert response.status_code == 200, response.text
-
-
-@pytest.mark.parametrize("prompt", [[], [1, "x"], [-1], 5, [[]], {"a": 1}])
-def test_an_invalid_prompt(http: httpx.Client, prompt: object) -> None:
-    response = http.post("/v1/completions", json={"model": "counting", "prompt": prompt})
-    assert refused(response, 400, "bad_request")["param"] == "prompt"
-
-
 @pytest.mark.parametrize("prompt", [None, "", [""]])
 def test_an_empty_prompt_is_refused_where_no_token_stands_in_front(
     http: httpx.Client, prompt: object
 ) -> None:
     response = http.post("/v1/completions", json={"model": "counting", "prompt": prompt})
     assert "the model puts none in front" in refused(response, 400, "bad_request")["message"]
-
-
-LONE_SURROGATE = "\\ud800"
-
-
-@pytest.mark.parametrize(
-    ("path", "data"),
-    [
-        (
-            "/v1/completions",
-            f'{{"model": "counting", "prompt": "{LONE_SURROGATE}", "max_tokens": 1}}',
-        ),
-        ("/v1/completions", f'{{"model": "{LONE_SURROGATE}", "prompt": "x"}}'),
-        ("/v1/completions", f'{{"model": "counting", "prompt": "x", "stop": "{LONE_SURROGATE}"}}'),
-        ("/v1/completions", f'{{"model": "counting", "prompt": "x", "{LONE_SURROGATE}": 1}}'),
-        ("/api/generate", f'{{"model": "{LONE_SURROGATE}", "prompt": "x"}}'),
-        ("/api/show", f'{{"model": "{LONE_SURROGATE}"}}'),
-    ],
-)
-def test_a_lone_surrogate(http: httpx.Client, path: str, data: str) -> None:
-    headers = {"content-type": "application/json"}
-    response = http.post(path, content=data.encode(), headers=headers)
-    assert response.status_code in (200, 400, 404), response.text
-
-
-@pytest.mark.parametrize("value", [2**70, [[[[]]]] * 9, float("nan"), {"a": {"b": 1}}])
-def test_unknown_members_of_messages_must_be_serialisable(
-    http: httpx.Client, value: object
-) -> None:
-    message = {"role": "user", "content": "x", "more": value}
-    content = json.dumps({**CHAT, "messages": [message]})
-    headers = {"content-type": "application/json"}
-    response = http.post("/v1/chat/completions", content=content, headers=headers)
-    assert response.status_code in (200, 400), response.text
 
 
 @pytest.mark.parametrize("depth", [100, 600, 5000, 100_000])
@@ -422,28 +312,6 @@ def test_no_broker(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
 # ---- the command ---------------------------------------------------------------------------------
 
 
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "mlxpool.cli.main", *arguments]
-
-
-@contextmanager
-def serving(pool: Pool, log: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Run a gateway in a process of its own meanwhile; yields the process and its URL."""
-    with log.open("wb") as said:
-        process = subprocess.Popen(
-            command("--run-dir", str(pool.run_dir), "gateway", "--port", "0", *arguments),
-            stdout=subprocess.PIPE,
-            stderr=said,
-            text=True,
-        )
-    try:
-        assert process.stdout is not None
-        yield process, process.stdout.readline().removeprefix("listening on ").strip()
-    finally:
-        process.kill()
-        process.communicate()
-
-
 def test_the_command_serves_rereads_its_keys_and_ends(pool: Pool, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.touch(0o600)
@@ -462,40 +330,6 @@ def test_the_command_serves_rereads_its_keys_and_ends(pool: Pool, tmp_path: Path
         assert process.wait(PATIENCE) == 0
 
 
-# path, members of the request beside model and prompt
-OUTLASTING: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("/v1/completions", {**LONG, "stream": True}),
-    ("/v1/completions", LONG),
-    ("/api/generate", {"options": {"num_predict": 10**5}}),
-)
-
-
-def live(pool: Pool) -> set[str]:
-    return {request["id"] for request in pool.ask("requests")["requests"]}
-
-
-def test_requests_in_flight_at_shutdown_get_an_error(pool: Pool, tmp_path: Path) -> None:
-    with serving(pool, tmp_path / "log", "--drain-timeout", "0") as (process, url):
-        before = live(pool)
-        with ThreadPoolExecutor(len(OUTLASTING)) as threads:
-            answers = [
-                threads.submit(
-                    httpx.post,
-                    url + path,
-                    json={"model": "slow", "prompt": "x", **options},
-                    timeout=PATIENCE,
-                )
-                for path, options in OUTLASTING
-            ]
-            until(lambda: len(live(pool) - before) == len(OUTLASTING), "all are asked")
-            process.terminate()
-            for answer in answers:  # each body is complete: httpx refuses half a body
-                assert "the gateway is ending" in answer.result().text
-        assert process.wait(PATIENCE) == 0
-    assert "Traceback" not in (tmp_path / "log").read_text()
-    until(lambda: pool.ask("stats")["requests"]["live"] == 0, "its requests are cancelled")
-
-
 def test_a_disconnect_during_the_body_is_not_logged(
     pool: Pool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -508,6 +342,14 @@ def test_a_disconnect_during_the_body_is_not_logged(
     assert "failed" not in caplog.text
 
 
+def refused_command(*arguments: str) -> tuple[int, str]:
+    """The exit code and the error output of a gateway that does not start."""
+    command = [sys.executable, "-m", "mlxpool.cli.main", "gateway", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.stdout == ""
+    return done.returncode, done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -517,16 +359,11 @@ def test_a_disconnect_during_the_body_is_not_logged(
     ],
 )
 def test_invalid_arguments(arguments: list[str], words: str) -> None:
-    done = subprocess.run(
-        command("gateway", *arguments), capture_output=True, text=True, timeout=PATIENCE
-    )
-    assert (done.returncode, done.stdout) == (2, "") and words in done.stderr
+    code, said = refused_command(*arguments)
+    assert code == 2 and words in said
 
 
 def test_a_port_in_use(gateway: GatewayThread) -> None:
     port = gateway.url.rpartition(":")[2]
-    done = subprocess.run(
-        command("gateway", "--port", port), capture_output=True, text=True, timeout=PATIENCE
-    )
-    assert done.returncode == 1
-    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in done.stderr
+    code, said = refused_command("--port", port)
+    assert code == 1 and f"cannot listen on 127.0.0.1:{port}: Address already in use" in said

@@ -13,11 +13,10 @@ import numpy as np
 import openai
 import pytest
 
-from support.gateway_thread import GatewayThread
 from support.http_owners import http_client, openai_client
 from support.openai_batches import begin, over, results, sent
 from support.openapi_answers import faults, unknown_members
-from support.pool import Pool, until
+from support.pool import Pool
 from worker.encoders.checkpoints import CASES, MAX_TOKENS, write
 
 MODELS = {"embed": "bert", "rerank": "bert, rerank", "classify": "bert, classify"}
@@ -206,36 +205,6 @@ def test_lines_with_faults_are_named(client: openai.OpenAI) -> None:
     assert "a line has one text" in str(made.errors.data[0].message)
 
 
-def test_a_batch_of_embeddings_outlives_worker_broker_and_gateway(
-    tmp_path: Path, config: str
-) -> None:
-    flags = ("--state-dir", str(tmp_path / "jobs"))
-    texts = {f"line {n}": f"the quick fox {n}" for n in range(400)}
-    lines = [line(name, EMBEDDINGS, model="embed", input=text) for name, text in texts.items()]
-    with Pool(tmp_path, config, arguments=flags) as pool:
-        with GatewayThread(pool.run_dir) as gateway, openai_client(gateway.url) as client:
-            made = begin(client, sent(client, lines), EMBEDDINGS)
-
-            def some() -> bool:
-                counts = client.batches.retrieve(made.id).request_counts
-                assert counts is not None
-                return counts.completed > 20
-
-            until(some, "some lines are answered")
-            pool.kill_worker("embed/0")
-        pool.kill()
-        pool.start()
-        with GatewayThread(pool.run_dir) as gateway, openai_client(gateway.url) as client:
-            batch = over(client, made.id)
-            assert batch.status == "completed" and batch.request_counts.completed == len(lines)
-            found = results(client, batch.output_file_id)
-            assert [*found] == [*texts]
-            direct = client.embeddings.create(model="embed", input=[*texts.values()])
-            wanted = [one.embedding for one in direct.data]
-            rows = [found[name]["response"]["body"]["data"][0]["embedding"] for name in texts]
-            np.testing.assert_allclose(rows, wanted, atol=1e-5)
-
-
 # ---- the pool's own jobs ------------------------------------------------------------------------
 
 
@@ -264,23 +233,3 @@ def test_a_job_is_a_call(http: httpx.Client) -> None:
     http.post("/v1/jobs", json={**asked, "key": "wet"}).raise_for_status()
     (row,) = events(http, "wet")["done"]["decisions"]
     assert len(row["probabilities"]) == 2
-
-
-@pytest.mark.parametrize(
-    ("change", "param", "said"),
-    [
-        ({"kind": "sing"}, "kind", "kind must be one of"),
-        ({"inputs": None, "prompt": "x"}, "kind", "inputs must be a list"),
-        ({"options": {"seed": 1}}, "kind", "embed has no key 'options'"),
-        ({"inputs": ["a"] * 257}, "kind", "1 to 256"),
-        ({"kind": "generate", "prompt": "x"}, "inputs", "'inputs' is of calls"),
-    ],
-)
-def test_a_call_with_a_fault_is_refused(
-    http: httpx.Client, change: dict[str, Any], param: str, said: str
-) -> None:
-    body = {"kind": "embed", "model": "embed", "inputs": ["a"], **change}
-    answer = http.post("/v1/jobs", json={k: v for k, v in body.items() if v is not None})
-    error = answer.json()["error"]
-    assert (answer.status_code, error["param"]) == (400, param)
-    assert said in error["message"]

@@ -31,18 +31,6 @@ queue_limit = 64
 PROMPT = "def walk(top, topdown=True):\n    for name in os.listdir(top):\n"
 
 
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    with Pool(tmp_path_factory.mktemp("pool"), CONFIG) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def gateway(pool: Pool) -> Iterator[GatewayThread]:
-    with GatewayThread(pool.run_dir) as running:
-        yield running
-
-
 @pytest.fixture
 def client(gateway: GatewayThread) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as made:

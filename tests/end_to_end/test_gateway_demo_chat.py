@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import anthropic
@@ -18,12 +17,6 @@ WHO: Any = [{"role": "user", "content": "Who are you?"}]
 THOUGHTS = "The user asks what I am. I answer."  # without a bound
 ANSWER = "I am demo-chat"
 GREEDY: dict[str, Any] = {"model": MODEL, "messages": WHO, "temperature": 0, "seed": 1}
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    with Pool(tmp_path_factory.mktemp("pool")) as one:
-        yield one
 
 
 def post(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import re
 from collections.abc import Iterator
@@ -34,12 +33,6 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
         for name, case in MODELS.items()
     )
     with Pool(tmp_path_factory.mktemp("pool"), config) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def gateway(pool: Pool) -> Iterator[GatewayThread]:
-    with GatewayThread(pool.run_dir) as running:
         yield running
 
 
@@ -191,17 +184,3 @@ def test_ollamas_client_embeds(gateway: GatewayThread, client: Client) -> None:
     assert found.prompt_eval_count and found.total_duration
     assert same(cut.embeddings, client.embed("embed", LONG, truncate=True))
     assert same(old.embedding, client.embed("embed", "a dog", normalise=False)[0])
-
-
-def test_a_client_that_disconnects_cancels_its_calls(pool: Pool, gateway: GatewayThread) -> None:
-    async def leave() -> None:
-        async with httpx.AsyncClient(base_url=gateway.url, timeout=PATIENCE) as http:
-            body = {"model": "embed", "input": TEXTS}
-            task = asyncio.create_task(http.post("/v1/embeddings", json=body))
-            await asyncio.sleep(0.01)
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-    asyncio.run(leave())
-    with pool.client() as client:
-        assert client.embed("embed", "a dog").rows == 1

@@ -27,19 +27,13 @@ quota_file_bytes = {QUOTA}
 [models.m]
 path = "builtin:counting"
 """
+KEEPS_JOBS = True
 FORM = "multipart/form-data; boundary=B"
 HEAD = (
     b'--B\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
     b'--B\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\n'
 )
 TAIL = b"\r\n--B--\r\n"
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    folder = tmp_path_factory.mktemp("pool")
-    with Pool(folder, CONFIG, arguments=("--state-dir", str(folder / "jobs"))) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

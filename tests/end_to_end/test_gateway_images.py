@@ -40,12 +40,6 @@ def wanted(pool: Pool) -> list[str]:
         return [client.detokenize("eyes", stored[f"ids_{n}"].tolist()) for n in range(2)]
 
 
-@pytest.fixture(scope="module")
-def gateway(pool: Pool) -> Iterator[GatewayThread]:
-    with GatewayThread(pool.run_dir) as running:
-        yield running
-
-
 @pytest.fixture
 def client(gateway: GatewayThread) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as made:
@@ -79,20 +73,6 @@ def ask(client: openai.OpenAI, model: str, parts: Any) -> str:
 
 def test_openai_gives_the_answers_of_transformers(client: openai.OpenAI, wanted: list[str]) -> None:
     assert [ask(client, "eyes", content(number)) for number in range(2)] == wanted
-
-
-@pytest.mark.parametrize(
-    ("model", "url", "why"),
-    [
-        ("eyes", "https://example.org/a.png", "are not fetched from other servers"),
-        ("eyes", data_url(FILES[0][:60]), r"images\[0\] is a png of 60 bytes that is cut off"),
-        ("eyes", data_url(b"a text file"), r"images\[0\] is no image that is known"),
-        ("blind", data_url(FILES[0]), "this model does not support image input"),
-    ],
-)
-def test_errors_are_400_and_say_why(client: openai.OpenAI, model: str, url: str, why: str) -> None:
-    with pytest.raises(openai.BadRequestError, match=why):
-        ask(client, model, [{"type": "image_url", "image_url": {"url": url}}])
 
 
 @pytest.fixture

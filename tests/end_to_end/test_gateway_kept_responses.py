@@ -38,15 +38,9 @@ counting.step_us = 60000000
 path = "builtin:counting"
 counting = { step_us = 4000, fault = "segfault", fault_at = 20, fault_times = 2 }
 """
+KEEPS_JOBS = True
 SEED: Any = {"extra_body": {"seed": 7}}
 PNG = base64.b64encode(b"\x89PNG\r\n\x1a\n" + b"x" * 40).decode()
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    folder = tmp_path_factory.mktemp("pool")
-    with Pool(folder, CONFIG, arguments=("--state-dir", str(folder / "jobs"))) as running:
-        yield running
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
 from support.gateway_thread import GatewayThread
 from support.pool import PATIENCE, Pool, until
@@ -23,12 +22,6 @@ counting.step_us = 20000
 ENDLESS: dict[str, Any] = {
     "model": "slow", "prompt": "x", "max_tokens": 10**5, "stream": True,
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    with Pool(tmp_path_factory.mktemp("pool"), CONFIG) as running:
-        yield running
 
 
 def events(stream: httpx.Response) -> Iterator[str]:

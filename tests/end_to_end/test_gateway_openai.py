@@ -35,12 +35,6 @@ LINE = "user: hi\n"  # the counting model's prompt for the chat
 
 
 @pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    with Pool(tmp_path_factory.mktemp("pool"), CONFIG) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def gateway(pool: Pool) -> Iterator[GatewayThread]:
     with GatewayThread(pool.run_dir, keep_alive=0.2) as running:
         yield running
@@ -93,20 +87,6 @@ def test_a_streamed_chat_with_usage(client: openai.OpenAI) -> None:
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-def test_each_choice_is_a_stream(client: openai.OpenAI) -> None:
-    ask: dict[str, Any] = {"model": "counting", "messages": HI, "max_tokens": 4, "seed": 7, "n": 3}
-    whole = client.chat.completions.create(**ask)
-    expected = [told(LINE, 7 + number, 4) for number in range(3)]
-    assert [choice.message.content for choice in whole.choices] == expected
-    assert whole.usage is not None and whole.usage.completion_tokens == 12
-    assert whole.usage.prompt_tokens == len(LINE)
-    texts = ["", "", ""]
-    for chunk in client.chat.completions.create(**ask, stream=True):
-        for choice in chunk.choices:
-            texts[choice.index] += choice.delta.content or ""
-    assert texts == expected
-
-
 def test_a_stop_string_and_logprobs(client: openai.OpenAI) -> None:
     words = told(LINE, 7, 4).split(" ")
     ask: dict[str, Any] = {
@@ -154,26 +134,6 @@ def test_fields_of_vllm_go_in_the_extra_body(client: openai.OpenAI) -> None:
         presence_penalty=0.5, frequency_penalty=0.5, temperature=0.3, top_p=0.5, extra_body=extra,
     )  # fmt: skip
     assert answer.choices[0].message.content == told(LINE, 7, 2)
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "param"),
-    [
-        ("response_format", {"type": "xml"}, "response_format"),
-        ("tools", [{"type": "function", "function": {"name": "f"}}], "tools"),
-        ("tool_choice", "sometimes", "tool_choice"),
-        ("temperature", 300, "temperature"),
-        ("top_logprobs", 2, "top_logprobs"),
-        ("n", 0, "n"),
-        ("reasoning_effort", "much", "reasoning_effort"),
-    ],
-)
-def test_unsupported_fields_are_refused_by_name(
-    client: openai.OpenAI, field: str, value: object, param: str
-) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(model="counting", messages=HI, extra_body={field: value})
-    assert caught.value.param == param
 
 
 def test_a_prompt_that_does_not_fit(client: openai.OpenAI, pool: Pool) -> None:
@@ -313,19 +273,3 @@ def test_the_example_of_the_documentation(
     assert "http://127.0.0.1:11434/v1" in code
     exec(code.replace("http://127.0.0.1:11434/v1", f"{gateway.url}/v1") + "\nclient.close()", {})
     assert capsys.readouterr().out.strip()
-
-
-def test_many_concurrent_requests(gateway: GatewayThread) -> None:
-    async def ask() -> list[str | None]:
-        async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="x") as client:
-            answers = await asyncio.gather(
-                *(
-                    client.chat.completions.create(
-                        model="counting", messages=HI, max_tokens=9, seed=seed
-                    )
-                    for seed in range(2)
-                )
-            )
-            return [answer.choices[0].message.content for answer in answers]
-
-    assert asyncio.run(ask()) == [told(LINE, seed, 9) for seed in range(2)]

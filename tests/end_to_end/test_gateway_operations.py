@@ -8,9 +8,7 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mlxpool.gateway.operations.exchange import FURTHER_ROUTES
 from mlxpool.gateway.route_table import ROUTES
+from support.gateway_process import serving
 from support.gateway_thread import GatewayThread
 from support.openapi_answers import faults, unknown_members
 from support.openapi_answers import validator as validator_of
@@ -37,12 +36,6 @@ ENDLESS: dict[str, Any] = {
     "model": "slow", "prompt": "x", "max_tokens": 10**5, "stream": True,
 }  # fmt: skip
 ORIGIN = "https://app.example"
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    with Pool(tmp_path_factory.mktemp("pool"), CONFIG) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -449,22 +442,6 @@ def test_the_document_needs_no_key(gateway: GatewayThread) -> None:
 # ---- drain ---------------------------------------------------------------------------------------
 
 
-@contextmanager
-def serving(pool: Pool, log: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Run a gateway in a process of its own meanwhile; yields the process and its URL."""
-    command = [sys.executable, "-m", "mlxpool.cli.main", "--run-dir", str(pool.run_dir), "gateway"]
-    with log.open("wb") as said:
-        process = subprocess.Popen(
-            [*command, "--port", "0", *arguments], stdout=subprocess.PIPE, stderr=said, text=True
-        )
-    try:
-        assert process.stdout is not None
-        yield process, process.stdout.readline().removeprefix("listening on ").strip()
-    finally:
-        process.kill()
-        process.communicate()
-
-
 def is_draining(url: str) -> bool:
     answer = httpx.get(f"{url}/health", timeout=PATIENCE)
     return answer.status_code == 503 and answer.json() == {"status": "draining"}
@@ -492,22 +469,6 @@ def test_a_draining_gateway_finishes_its_streams_and_refuses_new_requests(
         assert process.wait(PATIENCE) == 0
     log = (tmp_path / "log").read_text()
     assert "draining" in log and "drained" in log and "Traceback" not in log
-
-
-def test_a_second_signal_ends_the_streams_at_once(pool: Pool, tmp_path: Path) -> None:
-    with serving(pool, tmp_path / "log", "--drain-timeout", "600") as (process, url):
-        with httpx.stream(
-            "POST", f"{url}/v1/completions", json=ENDLESS, timeout=PATIENCE
-        ) as stream:
-            lines = stream.iter_lines()
-            next(lines)
-            process.send_signal(signal.SIGTERM)
-            until(lambda: is_draining(url), "the drain has begun")
-            process.send_signal(signal.SIGTERM)
-            rest = [*lines]
-        assert "event: error" in rest and '"code":"draining"' in rest[-2]
-        assert process.wait(PATIENCE) == 0
-    assert "Traceback" not in (tmp_path / "log").read_text()
 
 
 def test_ctrl_c_drains_too(pool: Pool, tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ counting.step_us = 30000
 path = "builtin:counting"
 counting = { step_us = 1000, fault = "segfault", fault_at = 5, fault_times = 2 }
 """
+KEEPS_JOBS = True
 COUNT, SEED = 60, 7
 HI = [{"role": "user", "content": "hi"}]
 CHAT = {"model": "slow", "messages": HI, "max_tokens": COUNT, "seed": SEED, "stream": True}
@@ -140,13 +141,6 @@ def values(data: bytes) -> list[Event]:
     given = [line.removeprefix("data: ") for line in lines if line.startswith(("data: ", "{"))]
     assert len(given) == len(ids) or not ids
     return [json.loads(one) for one in given if one != "[DONE]"]
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    folder = tmp_path_factory.mktemp("pool")
-    with Pool(folder, CONFIG, arguments=("--state-dir", str(folder / "jobs"))) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from support.gateway_thread import GatewayThread
 from support.openapi_answers import faults
 from support.pool import PATIENCE, Pool
 
@@ -16,18 +14,6 @@ pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=Impo
 
 HI: Any = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f"}}
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    with Pool(tmp_path_factory.mktemp("pool")) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def url(pool: Pool) -> Iterator[str]:
-    with GatewayThread(pool.run_dir) as running:
-        yield running.url
 
 
 def ask(url: str, path: str, **fields: Any) -> dict[str, Any]:

@@ -32,12 +32,6 @@ ASKED: GenerateOptions = {"max_tokens": 60, "seed": 5, "temperature": 0.8, "igno
 
 
 @pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    with Pool(tmp_path_factory.mktemp("pool"), CONFIG) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def client(pool: Pool) -> Iterator[Client]:
     with pool.client() as connected:
         yield connected

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 
 from mlxpool.client import Client
 from mlxpool.common.errors import BadRequest, UnknownModel
-from support.pool import Pool, until
+from support.pool import until
 
 pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)
 
@@ -23,12 +22,6 @@ path = "builtin:counting"
 counting.step_us = 1
 pin = true
 """
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    with Pool(tmp_path_factory.mktemp("pool"), CONFIG) as running:
-        yield running
 
 
 def row(client: Client, name: str) -> dict[str, Any]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import socket
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +25,6 @@ path = "builtin:counting"
 counting.step_us = 20000
 """
 SECRET = "do not tell anybody"
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    with Pool(tmp_path_factory.mktemp("pool"), CONFIG) as running:
-        yield running
 
 
 def url(pool: Pool) -> str:
@@ -177,20 +169,6 @@ def test_a_scrape_while_the_broker_drains(tmp_path: Path) -> None:
         pool.process = None
         with pytest.raises(urllib.error.URLError):
             get(base, "/metrics")
-
-
-def test_a_port_in_use(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-        config = tmp_path / "other.toml"
-        config.write_text(f'[pool]\nmetrics = "{address}"\n')
-        run_dir = tmp_path / "run"
-        with Pool(tmp_path) as pool:  # for its command line
-            done = pool.cli("--run-dir", str(run_dir), "serve", "--config", str(config))
-    assert done.returncode == 1
-    assert f"cannot listen on {address}: Address already in use" in done.stderr
-    assert "another port" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def test_without_the_setting_nothing_listens(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from mlxpool.client import Client
 from mlxpool.common.errors import BadRequest
-from support.pool import PATIENCE, Pool
+from support.pool import PATIENCE
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS: list[Any] = [
@@ -39,12 +39,6 @@ HI: list[Any] = [{"role": "user", "content": "What is the weather in Lisbon?"}]
 WITHOUT = ("demo", "counting")
 SAID = "tools; leave `tools` out"
 CONFIG = '[models.always]\npath = "builtin:demo"\ngeneric_tools = "always"'
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    with Pool(tmp_path_factory.mktemp("pool"), CONFIG) as running:
-        yield running
 
 
 @pytest.fixture

@@ -63,12 +63,6 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 
 
 @pytest.fixture
-def client(pool: Pool) -> Iterator[Client]:
-    with pool.client() as made:
-        yield made
-
-
-@pytest.fixture
 def flood(client: Client) -> Iterator[list[Reader]]:
     """Five endless streams of one owner on three places; three of them run."""
     readers = [Reader(client, "greedy", number) for number in range(5)]

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import ast
-import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
 
 from mlxpool.worker.engine.counting_engine import piece, token_at
-from support.fake_broker import FakeBroker
 from support.pool import PATIENCE, Pool
-from support.resume_scenario import play_every_loss
+from support.resume_scenario import output_over_every_loss
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "plain_client.py"
 VOCAB = 50_000
@@ -62,19 +59,7 @@ def test_it_fails_when_the_stream_does(tmp_path: Path) -> None:
 
 
 def test_it_resumes_after_every_kind_of_loss() -> None:
-    with tempfile.TemporaryDirectory(prefix="mlxpool-") as folder:
-        broker = FakeBroker(Path(folder)).open()
-        client = subprocess.Popen(
-            [sys.executable, str(EXAMPLE), folder, "m", "hello"], stdout=subprocess.PIPE
-        )
-        try:
-            play_every_loss(broker)
-            printed, _ = client.communicate(timeout=PATIENCE)
-            assert (client.returncode, printed.decode()) == (0, "xxxxxx" + os.linesep)
-        finally:
-            client.kill()
-            client.communicate()
-            broker.close()
+    assert output_over_every_loss([sys.executable, str(EXAMPLE)]) == "xxxxxx\n"
 
 
 def test_it_imports_nothing_of_mlxpool() -> None:

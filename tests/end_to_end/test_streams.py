@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +58,6 @@ counting.fault_in = "load"
 path = "builtin:counting"
 keep_alive = "200ms"
 """
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    with Pool(tmp_path_factory.mktemp("pool"), CONFIG) as running:
-        yield running
 
 
 def test_every_token_is_the_right_one(pool: Pool) -> None:
@@ -381,27 +374,24 @@ def test_unknown_models_and_options_are_named(pool: Pool) -> None:
             client.generate("counting", 5)  # type: ignore[arg-type]
 
 
-def test_the_async_client_gets_the_same_streams(pool: Pool) -> None:
-    async def use() -> None:
-        async with pool.async_client() as client:
-            stream = client.stream("counting", "hello", seed=7, max_tokens=40)
-            ids = [token async for delta in stream for token in delta.ids]
-            assert ids == expected_ids("hello", 7, 40)
-            results = await asyncio.gather(
-                *(client.generate("counting", "p", seed=i, max_tokens=20) for i in range(10))
-            )
-            for i, result in enumerate(results):
-                assert list(result.ids) == expected_ids("p", i, 20)
-            task = asyncio.create_task(client.generate("slow", "q"))
-            await asyncio.to_thread(pool.in_state, "slow/0", phase="decode")
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            await asyncio.to_thread(pool.in_state, "slow/0", running=0)
-            assert "counting" in {m["name"] for m in await client.models()}
-            assert await client.tokenize("counting", "a") == [97]
-
-    asyncio.run(use())
+async def test_the_async_client_gets_the_same_streams(pool: Pool) -> None:
+    async with pool.async_client() as client:
+        stream = client.stream("counting", "hello", seed=7, max_tokens=40)
+        ids = [token async for delta in stream for token in delta.ids]
+        assert ids == expected_ids("hello", 7, 40)
+        results = await asyncio.gather(
+            *(client.generate("counting", "p", seed=i, max_tokens=20) for i in range(10))
+        )
+        for i, result in enumerate(results):
+            assert list(result.ids) == expected_ids("p", i, 20)
+        task = asyncio.create_task(client.generate("slow", "q"))
+        await asyncio.to_thread(pool.in_state, "slow/0", phase="decode")
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.to_thread(pool.in_state, "slow/0", running=0)
+        assert "counting" in {m["name"] for m in await client.models()}
+        assert await client.tokenize("counting", "a") == [97]
 
 
 def test_the_counters_of_requests_agree(pool: Pool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 
 from mlxpool.client import Client
 from mlxpool.common.errors import BadRequest
-from support.pool import Pool
 
 pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)
 
@@ -29,12 +27,6 @@ SCHEMA: dict[str, Any] = {
 }
 FORMAT = {"type": "json_schema", "schema": SCHEMA}
 BOMB = {"type": "json_schema", "schema": {"type": "integer", "multipleOf": 9999991}}
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    with Pool(tmp_path_factory.mktemp("pool")) as running:
-        yield running
 
 
 def test_an_answer_is_of_its_schema_and_complete(client: Client) -> None:

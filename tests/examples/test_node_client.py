@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,9 +11,8 @@ import pytest
 
 from support.counting_checker import expected_ids, text_of
 from support.doc_blocks import blocks
-from support.fake_broker import FakeBroker
 from support.pool import PATIENCE, Pool, until
-from support.resume_scenario import play_every_loss
+from support.resume_scenario import output_over_every_loss
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "node_client"
 CONFIG = """
@@ -115,17 +113,7 @@ def test_it_gives_up_without_a_broker(main: list[str], tmp_path: Path) -> None:
 
 
 def test_it_resumes_after_every_kind_of_loss(main: list[str]) -> None:
-    with tempfile.TemporaryDirectory(prefix="mlxpool-") as folder:
-        broker = FakeBroker(Path(folder)).open()
-        client = subprocess.Popen([*main, folder, "m", "hello"], stdout=subprocess.PIPE)
-        try:
-            play_every_loss(broker)
-            printed, _ = client.communicate(timeout=PATIENCE)
-            assert (client.returncode, printed) == (0, b"xxxxxx\n")
-        finally:
-            client.kill()
-            client.communicate()
-            broker.close()
+    assert output_over_every_loss(main) == "xxxxxx\n"
 
 
 def test_the_program_of_the_docs_page(main: list[str], pool: Pool) -> None:

@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
 from mlxpool.common.protocol.chat import INVALID_JSON
-from mlxpool.gateway.anthropic import requests as anthropic
 from mlxpool.gateway.errors import HttpError
 from mlxpool.gateway.formats import ChatFormats
 from mlxpool.gateway.generation.chat_request import check_formats
-from mlxpool.gateway.ollama import requests as ollama
-from mlxpool.gateway.openai import requests as chats
-from mlxpool.gateway.openai.responses_api import requests as responses
 from mlxpool.gateway.openai.responses_api.items import divided, joined
+from support.gateway_parsers import (
+    CHAT,
+    COUNT,
+    HI,
+    MESSAGES,
+    OLLAMA,
+    PARSERS,
+    RESPONSES,
+    TEXT,
+    Parser,
+)
 
-HI: Any = [{"role": "user", "content": "hi"}]
 NAMED: Any = {"name": "f"}
 FUNCTION: Any = {"type": "function", "function": NAMED}
-BASES: Mapping[str, tuple[Callable[[Mapping[str, Any]], Any], Mapping[str, Any]]] = {
-    "chat": (chats.chat, {"model": "m", "messages": HI}),
-    "text": (chats.completion, {"model": "m", "prompt": "hi"}),
-    "responses": (responses.response, {"model": "m", "input": "hi"}),
-    "messages": (anthropic.message, {"model": "m", "messages": HI, "max_tokens": 9}),
-    "count": (anthropic.counted, {"model": "m", "messages": HI}),
-    "ollama": (ollama.chat, {"model": "m", "messages": HI}),
-}
+BASES: Mapping[str, Parser] = {
+    "chat": PARSERS[CHAT], "text": PARSERS[TEXT], "responses": PARSERS[RESPONSES],
+    "messages": PARSERS[MESSAGES], "count": PARSERS[COUNT], "ollama": PARSERS[OLLAMA],
+}  # fmt: skip
 ABOUT: Any = {"metadata": {"a": "b"}, "session_id": "s", "x-trace": 1, "client_metadata": {"a": 1}}
 UNSET: Any = {"tools": [], "stop": [], "tool_choice": None, "user": "", "metadata": {}}
 TAKEN: list[tuple[str, Any]] = [
@@ -110,36 +112,34 @@ REFUSED: list[tuple[str, Any, str]] = [
 
 @pytest.mark.parametrize(("name", "more"), TAKEN)
 def test_what_programs_send_is_taken(name: str, more: Any) -> None:
-    parse, base = BASES[name]
-    assert parse({**base, **more})
+    assert BASES[name](**more)
 
 
 @pytest.mark.parametrize(("name", "more", "words"), REFUSED)
 def test_what_would_change_the_answer_is_refused_by_name(name: str, more: Any, words: str) -> None:
-    parse, base = BASES[name]
     with pytest.raises(HttpError, match=words):
-        parse({**base, **more})
+        BASES[name](**more)
 
 
 @pytest.mark.parametrize("given", [{}, {"parameters": None}, {"parameters": {}}, {"strict": None}])
 def test_tools_that_run_elsewhere_are_left_out(given: Any) -> None:
-    parse, base = BASES["responses"]
+    parse = BASES["responses"]
     own: Any = {"type": "function", "name": "f", **given}
     kinds = ("custom", "web_search", "local_shell", "image_generation", "tool_search", "mcp")
     tools: Any = [own, *[{"type": kind, "name": "x"} for kind in kinds]]
-    found = parse({**base, "tools": tools, "tool_choice": "required"})
+    found = parse(tools=tools, tool_choice="required")
     assert [one["function"]["name"] for one in found.chat.tools] == ["f"]
     assert found.chat.forced == found.chat.tools and found.echoed["tools"] == tools
-    parse, base = BASES["messages"]
+    parse = BASES["messages"]
     others = ("web_search_20250305", "bash_20250124", "memory_20250818", "mcp_toolset")
     tools = [{"name": "f"}, *[{"type": kind, "name": "x"} for kind in others]]
-    assert [one["function"]["name"] for one in parse({**base, "tools": tools}).chat.tools] == ["f"]
+    assert [one["function"]["name"] for one in parse(tools=tools).chat.tools] == ["f"]
 
 
 def test_functions_of_a_namespace_are_offered_and_their_calls_name_it() -> None:
-    parse, base = BASES["responses"]
+    parse = BASES["responses"]
     group: Any = {"type": "namespace", "name": "mcp__git", "tools": [{"type": "function", **NAMED}]}
-    (tool,) = parse({**base, "tools": [group, {**group, "name": "n", "tools": []}]}).chat.tools
+    (tool,) = parse(tools=[group, {**group, "name": "n", "tools": []}]).chat.tools
     assert tool["function"]["name"] == "mcp__git__f" == joined("mcp__git__", "f")
     assert divided("mcp__git__f", [group]) == {"namespace": "mcp__git", "name": "f"}
     assert divided("f", [group]) == {"name": "f"} == divided("f", None)
@@ -158,8 +158,8 @@ def test_messages_of_other_clients_have_the_one_form() -> None:
         {"role": "assistant", "content": [thought, {"type": "refusal", "refusal": "No."}]},
         {"role": "assistant", "content": None, "reasoning": "Hm.", "reasoning_details": [{}]},
     ]
-    parse, base = BASES["chat"]
-    (prompt,) = parse({**base, "messages": given}).prompts
+    parse = BASES["chat"]
+    (prompt,) = parse(messages=given).prompts
     _, old, told, new, answer, refused, parts, thinks = prompt["messages"]
     assert old["tool_calls"][0]["function"] == {"name": "f", "arguments": {INVALID_JSON: "{"}}
     assert (told["role"], told["content"], answer["content"]) == ("tool", "", "")
@@ -178,52 +178,51 @@ def test_messages_of_other_clients_have_the_one_form() -> None:
     ],
 )  # fmt: skip
 def test_a_choice_of_tools_has_any_form_of_the_interfaces(name: str, choice: Any) -> None:
-    parse, base = BASES[name]
+    parse = BASES[name]
     tool = FUNCTION if name == "chat" else {"type": "function", **NAMED}
-    given = {**base, "tools": [tool]}
-    found = parse({**given, "tool_choice": choice})
+    found = parse(tools=[tool], tool_choice=choice)
     found = found if name == "chat" else found.chat
     assert [one["function"]["name"] for one in found.forced] == ["f"]
     for kind, offered in (("auto", 1), ("none", 0)):
-        found = parse({**given, "tool_choice": {"type": kind}})
+        found = parse(tools=[tool], tool_choice={"type": kind})
         found = found if name == "chat" else found.chat
         assert (len(found.tools), len(found.forced)) == (offered, 0)
 
 
 @pytest.mark.parametrize("content", ["", None, [], [{"type": "text", "text": ""}]])
 def test_an_answer_that_never_began_is_not_gone_on(content: Any) -> None:
-    parse, base = BASES["messages"]
-    found = parse({**base, "messages": [*HI, {"role": "assistant", "content": content}]}).chat
+    parse = BASES["messages"]
+    found = parse(messages=[*HI, {"role": "assistant", "content": content}]).chat
     assert list(found.messages) == HI and "continue_message" not in found.options
 
 
 def test_a_part_of_a_result_that_no_model_reads_is_a_note() -> None:
     file: Any = {"type": "input_file", "filename": "a.pdf"}
     note = "[an attachment of the type input_file, which this model cannot read]"
-    parse, base = BASES["chat"]
-    (prompt,) = parse({**base, "messages": [*HI, {"role": "tool", "content": [file]}]}).prompts
+    parse = BASES["chat"]
+    (prompt,) = parse(messages=[*HI, {"role": "tool", "content": [file]}]).prompts
     assert prompt["messages"][1]["content"] == [{"type": "text", "text": note}]
-    parse, base = BASES["responses"]
+    parse = BASES["responses"]
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": ""}
     for output, text in (([file], note), ({"content": "x"}, '{"content": "x"}'), (None, "")):
         item = {"type": "function_call_output", "call_id": "c", "output": output}
-        found = parse({**base, "input": [call, item]}).chat
+        found = parse(input=[call, item]).chat
         assert found.messages[1]["content"] == text
 
 
 def test_allowed_tools_are_offered_alone() -> None:
-    parse, base = BASES["chat"]
+    parse = BASES["chat"]
     tools: Any = [FUNCTION, {"type": "function", "function": {"name": "g"}}]
     for mode in ("auto", "required"):
         choice: Any = {
             "type": "allowed_tools",
             "allowed_tools": {"mode": mode, "tools": [FUNCTION]},
         }
-        found = parse({**base, "tools": tools, "tool_choice": choice})
+        found = parse(tools=tools, tool_choice=choice)
         assert [one["function"]["name"] for one in found.tools] == ["f"]
         assert bool(found.forced) is (mode == "required")
     with pytest.raises(HttpError, match="needs a mode"):
-        parse({**base, "tools": tools, "tool_choice": {"type": "allowed_tools"}})
+        parse(tools=tools, tool_choice={"type": "allowed_tools"})
 
 
 @pytest.mark.parametrize(
@@ -236,8 +235,8 @@ def test_allowed_tools_are_offered_alone() -> None:
     ],
 )  # fmt: skip
 def test_every_way_to_ask_for_thoughts(given: Any, think: Any) -> None:
-    parse, base = BASES["chat"]
-    assert parse({**base, **given}).options.get("think") == think
+    parse = BASES["chat"]
+    assert parse(**given).options.get("think") == think
 
 
 def test_how_much_is_thought_has_no_meaning_for_a_template_without_thoughts() -> None:

@@ -7,7 +7,7 @@ each has the fields that its program sends without being asked for them.
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -18,36 +18,28 @@ from openai.types import embedding_create_params as of_vectors
 from openai.types.chat import completion_create_params as of_chats
 from openai.types.responses import response_create_params as of_responses
 
-from mlxpool.gateway.anthropic import requests as anthropic
 from mlxpool.gateway.errors import HttpError
 from mlxpool.gateway.field_checks import ABOUT_REQUEST
 from mlxpool.gateway.formats import ChatFormats
 from mlxpool.gateway.generation.chat_request import calls_format
-from mlxpool.gateway.ollama import requests as ollama
-from mlxpool.gateway.openai import requests as chats
 from mlxpool.gateway.openai import vectors
-from mlxpool.gateway.openai.responses_api import requests as responses
 from mlxpool.gateway.route_table import ROUTES
+from support.gateway_parsers import (
+    CHAT,
+    COUNT,
+    EMBED,
+    GENERATE,
+    HI,
+    JOBS,
+    MESSAGES,
+    OLLAMA,
+    PARSERS,
+    RESPONSES,
+    TEXT,
+)
 
 Body = dict[str, Any]
-PARSERS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
-    "/v1/chat/completions": chats.chat,
-    "/v1/completions": chats.completion,
-    "/v1/responses": responses.response,
-    "/v1/embeddings": vectors.embeddings,
-    "/v1/rerank": vectors.rerank,
-    "/v1/messages": anthropic.message,
-    "/v1/messages/count_tokens": anthropic.counted,
-    "/api/chat": ollama.chat,
-    "/api/generate": ollama.generate,
-    "/api/embed": ollama.embed,
-}
-CHAT, TEXT, RESPONSES, EMBED, MESSAGES, OLLAMA = (
-    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/messages",
-    "/api/chat",
-)  # fmt: skip
 USER: Body = {"role": "user", "content": "hi"}
-HI = [USER]
 SCHEMA: Body = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
 FUNCTION: Body = {"name": "f", "description": "d", "parameters": SCHEMA}
 TOOL: Body = {"type": "function", "function": FUNCTION}
@@ -106,7 +98,7 @@ TAKEN: list[tuple[str, str, Body]] = [
     ("Continue: chat", CHAT, {
         "max_tokens": 2048, "stream": True, "stop": [""], "prediction": {
             "type": "content", "content": "x"}}),
-    ("Continue: completion with Ollama", "/api/generate", {
+    ("Continue: completion with Ollama", GENERATE, {
         "prompt": "x", "suffix": "y", "raw": False, "keep_alive": 1800, "options": {
             "temperature": 0.01, "num_predict": 4096, "stop": [""], "num_ctx": 8192,
             "mirostat": 0, "num_thread": 4}}),
@@ -146,7 +138,7 @@ TAKEN: list[tuple[str, str, Body]] = [
         ]}]}),
     ("tools that are not offered", MESSAGES, {
         "tools": [{"name": "f"}], "tool_choice": {"type": "none"}}),
-    ("Claude Code: a count", "/v1/messages/count_tokens", {
+    ("Claude Code: a count", COUNT, {
         "messages": HI, "tools": [{"name": "f", "input_schema": {}, "allowed_callers": ["direct"]}],
         "betas": ["x"], "thinking": {"type": "enabled", "budget_tokens": 1024}}),
     ("Anthropic's cookbook: sources", MESSAGES, {"messages": [{"role": "user", "content": [
@@ -243,19 +235,10 @@ TAKEN: list[tuple[str, str, Body]] = [
     ("a response's tools at /v1/chat/completions", CHAT, {"tools": [{
         "type": "function", **FUNCTION}]}),
 ]  # fmt: skip
-BASES: Mapping[str, Body] = {
-    "/v1/completions": {"prompt": "hi"},
-    "/v1/responses": {"input": "hi"},
-    "/v1/embeddings": {"input": "hi"},
-    "/v1/messages": {"messages": HI, "max_tokens": 9},
-    "/api/generate": {},
-    "/v1/rerank": {},
-    "/api/embed": {},
-}
 
 
 def parsed(path: str, more: Body) -> Any:
-    return PARSERS[path]({"model": "m", **BASES.get(path, {"messages": HI}), **more})
+    return PARSERS[path](**more)
 
 
 @pytest.mark.parametrize(
@@ -287,7 +270,9 @@ REFUSED: list[tuple[str, Body, str, str]] = [
     (MESSAGES, {"tools": [{"name": "f", "parameters": SCHEMA}]}, "tools[0].parameters",
      "use `input_schema`"),
     (OLLAMA, {"think": "most"}, "think", "must be true, false or one of"),
-    ("/api/generate", {"context": [1], "images": ["aGk="]}, "context", "no images are taken"),
+    (JOBS, {"kind": "generate", "inputs": ["a"]}, "inputs", "'inputs' is of calls"),
+    ("/v1/decisions", {"prompt": " "}, "prompt", "no text but white space"),
+    (GENERATE, {"context": [1], "images": ["aGk="]}, "context", "no images are taken"),
     (CHAT, {"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens", "differ"),
     (CHAT, {"response_format": {"type": "xml"}}, "response_format", "must be text, json_object"),
     (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},

@@ -11,91 +11,34 @@ import pytest
 from openapi_spec_validator import validate
 
 from mlxpool.client import AsyncClient
-from mlxpool.gateway.anthropic import requests as anthropic
-from mlxpool.gateway.anthropic import requests as anthropic_fields
 from mlxpool.gateway.app import Gateway
 from mlxpool.gateway.errors import HttpError
-from mlxpool.gateway.field_checks import Body
 from mlxpool.gateway.generation.pool_access import PoolAccess
-from mlxpool.gateway.jobs import requests as jobs
-from mlxpool.gateway.jobs.requests import JOB, OF_CALLS
+from mlxpool.gateway.jobs.requests import OF_CALLS
 from mlxpool.gateway.ollama import fields as ollama_fields
-from mlxpool.gateway.ollama import requests as ollama
-from mlxpool.gateway.openai import decisions, vectors
-from mlxpool.gateway.openai import fields as openai_fields
-from mlxpool.gateway.openai import requests as openai
-from mlxpool.gateway.openai import token_routes as tokens
-from mlxpool.gateway.openai.batches import requests as batches
-from mlxpool.gateway.openai.batches.fields import BATCH
-from mlxpool.gateway.openai.responses_api import requests as responses_api
-from mlxpool.gateway.openai.responses_api.fields import RESPONSE
-from mlxpool.gateway.openai.token_routes import DETOKENIZE, TOKENIZE
 from mlxpool.gateway.openapi import document
 from mlxpool.gateway.route_table import NOT_BUILT, ROUTES
 from mlxpool.gateway.settings import Settings
+from support.gateway_parsers import (
+    CHAT,
+    GENERATE,
+    HI,
+    OLLAMA,
+    PARSERS,
+    RESPONSES,
+    TEXT,
+)
 from support.openapi_answers import validator
 
-HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f"}}
 DOCUMENT = document(ROUTES, "1.2", keys=True)
-# path -> the parser, and a body that it takes
-PARSERS: Mapping[str, tuple[Callable[[Mapping[str, Any]], Any], Body, dict[str, Any]]] = {
-    "/v1/chat/completions": (
-        openai.chat,
-        openai_fields.CHAT,
-        {"model": "m", "messages": HI, "stream": True, "logprobs": True},
-    ),
-    "/v1/completions": (
-        openai.completion,
-        openai_fields.COMPLETION,
-        {"model": "m", "prompt": "x", "stream": True},
-    ),
-    "/v1/responses": (
-        responses_api.response,
-        RESPONSE,
-        {"model": "m", "input": "x", "stream": True, "include": ["message.output_text.logprobs"]},
-    ),
-    "/v1/messages": (
-        anthropic.message,
-        anthropic_fields.MESSAGES,
-        {"model": "m", "messages": HI, "max_tokens": 5},
-    ),
-    "/v1/messages/count_tokens": (
-        anthropic.counted,
-        anthropic_fields.COUNT_TOKENS,
-        {"model": "m", "messages": HI},
-    ),
-    "/v1/jobs": (jobs.job, JOB, {"model": "m", "prompt": "x"}),
-    "/v1/batches": (
-        batches.new_batch,
-        BATCH,
-        {"input_file_id": "f", "endpoint": "/v1/completions", "completion_window": "24h"},
-    ),
-    "/tokenize": (tokens.tokenize, TOKENIZE, {"model": "m", "prompt": "x"}),
-    "/detokenize": (tokens.detokenize, DETOKENIZE, {"model": "m", "tokens": [1]}),
-    "/v1/embeddings": (vectors.embeddings, openai_fields.EMBEDDINGS, {"model": "m", "input": "x"}),
-    "/v1/rerank": (
-        vectors.rerank,
-        openai_fields.RERANK,
-        {"model": "m", "query": "x", "documents": ["y"]},
-    ),
-    "/v1/score": (
-        vectors.score,
-        openai_fields.SCORE,
-        {"model": "m", "text_1": "x", "text_2": "y"},
-    ),
-    "/v1/classify": (vectors.classify, openai_fields.CLASSIFY, {"model": "m", "input": "x"}),
-    "/v1/decisions": (
-        decisions.decisions,
-        openai_fields.DECISIONS,
-        {"model": "m", "prompt": "x", "questions": [{}]},
-    ),
-    "/api/generate": (ollama.generate, ollama_fields.GENERATE, {"model": "m", "logprobs": True}),
-    "/api/chat": (ollama.chat, ollama_fields.CHAT, {"model": "m", "logprobs": True}),
-    "/api/embed": (ollama.embed, ollama_fields.EMBED, {"model": "m"}),
-    "/api/embeddings": (ollama.embeddings, ollama_fields.EMBEDDINGS, {"model": "m"}),
-    "/api/show": (ollama.show, ollama_fields.SHOW, {"model": "m"}),
-    "/api/pull": (ollama.pull, ollama_fields.PULL, {"model": "m"}),
+# path -> what its least body needs, so that other fields have a meaning
+BESIDE: Mapping[str, dict[str, Any]] = {
+    CHAT: {"stream": True, "logprobs": True},
+    TEXT: {"stream": True},
+    RESPONSES: {"stream": True, "include": ["message.output_text.logprobs"]},
+    GENERATE: {"logprobs": True},
+    OLLAMA: {"logprobs": True},
 }
 SAMPLES: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 5, 21, 33, 2**31, 2**64, -(2**32), 0.5, -0.5, 2.5, 1e9 + 0.5,
@@ -188,7 +131,8 @@ def test_every_field_is_in_it() -> None:
 
 @pytest.mark.parametrize("path", PARSERS)
 def test_a_field_is_taken_by_the_parser_if_and_only_if_its_schema_takes_it(path: str) -> None:
-    parse, body, base = PARSERS[path]
+    parse, body, least = PARSERS[path]
+    base = {**least, **BESIDE.get(path, {})}
     check = validator(body.schema())
     assert check.is_valid(base) and parse(base)
     wrong = []

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxpool.common.options import Options
@@ -15,86 +14,92 @@ from mlxpool.gateway.field_checks import ABOUT_REQUEST
 from mlxpool.gateway.generation import pool_options
 from mlxpool.gateway.ollama import fields as ollama_fields
 from mlxpool.gateway.ollama import requests as ollama_requests
-from mlxpool.gateway.openai import fields as openai_fields
 from mlxpool.gateway.openai import requests as openai_requests
 from mlxpool.gateway.openai import vectors as openai_vectors
+from support.gateway_parsers import CHAT, GENERATE, OLLAMA, PARSERS, TEXT
 from support.openapi_answers import validator as validator_of
 
-HI = [{"role": "user", "content": "hi"}]
-Check = Callable[[Mapping[str, Any]], Any]
-CHECKS: dict[str, tuple[Check, dict[str, Any]]] = {
-    "chat": (openai_requests.chat, {"model": "m", "messages": HI}),
-    "completion": (openai_requests.completion, {"model": "m", "prompt": "x"}),
-    "ollama_chat": (ollama_requests.chat, {"model": "m", "messages": HI}),
-    "ollama_generate": (ollama_requests.generate, {"model": "m", "prompt": "x"}),
-}
-BODIES = (
-    openai_fields.CHAT,
-    openai_fields.COMPLETION,
-    ollama_fields.CHAT,
-    ollama_fields.GENERATE,
-)
-NAMES = sorted({name for body in BODIES for name in body.names})
-KNOWN = {*NAMES, *ollama_fields.IN_OPTIONS}
+ASKED = (CHAT, TEXT, OLLAMA, GENERATE)
+KNOWN = {*ollama_fields.IN_OPTIONS}.union(*(PARSERS[path].fields.names for path in ASKED))
+_KEYS = """
+    arguments call_id content data detail effort encrypted_content file_id format function id
+    image_url input input_schema is_error media_type mode name output parameters role schema
+    source strict summary text thinking tool_use_id tools type url
+"""
+_WORDS = """
+    allowed_tools any assistant base64 custom enabled function function_call function_call_output
+    image image/png input_image input_text json_schema message output_text reasoning refusal
+    required system text thinking tool tool_result tool_use user {}
+"""
+KEYS, WORDS = _KEYS.split(), _WORDS.split()
+LEAVES = st.none() | st.booleans() | st.integers(-3, 3) | st.floats() | st.sampled_from(WORDS)
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    LEAVES,
     lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(["role", "content", "function", "x"]), inner, max_size=3)
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=5)
     ),
-    max_leaves=6,
+    max_leaves=12,
+)
+# A map that looks like an item, a block, a tool or a choice.
+ITEMS = st.fixed_dictionaries(
+    {"type": st.sampled_from(WORDS)},
+    optional={key: VALUES for key in KEYS if key != "type"},
 )
 
 
-@pytest.mark.parametrize("interface", CHECKS)
-@given(st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=6), VALUES, max_size=4))
-def test_any_body_is_accepted_or_refused_with_400(interface: str, change: dict[str, Any]) -> None:
-    check, base = CHECKS[interface]
+@pytest.mark.parametrize("path", PARSERS)
+@settings(max_examples=100)
+@given(data=st.data())
+def test_any_body_is_taken_or_a_field_is_named(path: str, data: st.DataObject) -> None:
+    parse = PARSERS[path]
+    names = st.sampled_from(sorted(parse.fields.names)) | st.text(max_size=6)
+    change = data.draw(
+        st.dictionaries(names, VALUES | ITEMS | st.lists(ITEMS, max_size=3), max_size=3)
+    )
     try:
-        request = check({**base, **change})
+        request = parse(**change)
     except HttpError as error:
         assert error.status == 400 and error.message and not error.retry
     else:
-        other = {"logprobs", "tools", "think", "session"}
-        Options.parse({k: v for k, v in request.options.items() if k not in other})
+        if path in ASKED:
+            other = {"logprobs", "tools", "think", "session"}
+            Options.parse({k: v for k, v in request.options.items() if k not in other})
 
 
-@pytest.mark.parametrize("interface", CHECKS)
+@pytest.mark.parametrize("path", ASKED)
 @given(
     st.text(min_size=1).filter(lambda name: name not in KNOWN and not ABOUT_REQUEST.fullmatch(name))
 )
-def test_an_unknown_field_is_named(interface: str, name: str) -> None:
+def test_an_unknown_field_is_named(path: str, name: str) -> None:
     """Ollama ignores it, so its clients may send it: the log names it."""
-    check, base = CHECKS[interface]
-    if check.__module__ == ollama_requests.__name__:
-        assert check({**base, name: 1}).unknown == [name]
+    if path in (OLLAMA, GENERATE):
+        assert PARSERS[path](**{name: 1}).unknown == [name]
         return
     with pytest.raises(HttpError) as caught:
-        check({**base, name: 1})
+        PARSERS[path](**{name: 1})
     assert (caught.value.param, caught.value.code) == (name, "unknown_parameter")
 
 
-@pytest.mark.parametrize("check", [ollama_requests.generate, ollama_requests.chat])
-def test_ollamas_fields_at_the_wrong_level_are_refused_with_their_place(check: Check) -> None:
-    base = {"model": "m", "messages": HI} if check is ollama_requests.chat else {"model": "m"}
+@pytest.mark.parametrize("path", [GENERATE, OLLAMA])
+def test_ollamas_fields_at_the_wrong_level_are_refused_with_their_place(path: str) -> None:
     for name, place in ollama_fields.IN_OPTIONS.items():
         with pytest.raises(HttpError, match=f"'{name}'; did you mean '{place}'"):
-            check({**base, name: 1})
+            PARSERS[path](**{name: 1})
     for name in ("truncate", "shift", "think", "logprobs"):
         with pytest.raises(HttpError, match=f"'options.{name}'; did you mean '{name}'"):
-            check({**base, "options": {name: True}})
+            PARSERS[path](options={name: True})
 
 
 def test_absent_fields_have_openais_defaults() -> None:
-    request = openai_requests.chat({"model": "m", "messages": HI})
+    request = PARSERS[CHAT]()
     assert request.options == dict(pool_options.DEFAULTS)
     assert (request.choices, request.stream, request.logprobs) == (1, False, False)
-    max_tokens = openai_requests.completion({"model": "m", "prompt": "x"}).options["max_tokens"]
+    max_tokens = PARSERS[TEXT]().options["max_tokens"]
     assert max_tokens == openai_requests.DEFAULT_MAX_TOKENS
 
 
 def test_absent_fields_of_ollama_leave_the_pools_defaults() -> None:
-    request = ollama_requests.chat({"model": "m", "messages": HI})
+    request = PARSERS[OLLAMA]()
     assert (request.options, request.stream, request.think) == ({}, True, None)
 
 

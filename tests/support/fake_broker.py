@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import zmq
 
-from mlxpool.client import Pace
+from mlxpool.client import AsyncClient, Client, Pace
 from mlxpool.common.protocol import frames
 from mlxpool.common.protocol.frames import Header, Message
 from mlxpool.common.protocol.token_ids import pack_ids
@@ -23,6 +25,7 @@ USAGE = {"completion_tokens": 0}
 FACTS = {"digest": "d", "context": 64, "max_tokens": 9, "prompt_tokens": 3, "now": 5}
 # Polls often, and never resends by itself, however slow the machine.
 NO_RESEND_PACE = Pace(ping=0.05, tick=0.01, silence=NEVER, answer=(NEVER,))
+WAITS: dict[str, Any] = {"connect_timeout": PATIENCE, "pace": NO_RESEND_PACE}
 
 
 class FakeBroker:
@@ -47,6 +50,14 @@ class FakeBroker:
             self.socket.close(linger=0)
             self.socket = None
         self.context.term()
+
+    def client(self, **options: Any) -> Client:
+        """A client that waits for this broker as long as it takes, and sends nothing again."""
+        return Client(self.run_dir, **{**WAITS, **options})
+
+    def async_client(self, **options: Any) -> AsyncClient:
+        """See `client`."""
+        return AsyncClient(self.run_dir, **{**WAITS, **options})
 
     def receive(self, kind: str, *, pongs: bool = True) -> Message:
         """The next message of a kind; answers pings and records all messages."""
@@ -112,3 +123,14 @@ class FakeBroker:
 
     def error(self, request: bytes, code: str, **more: Any) -> None:
         self.say(kinds.ERROR, request, {"code": code, "message": "no", **more})
+
+
+@contextlib.contextmanager
+def fake_broker() -> Iterator[FakeBroker]:
+    """A broker with a run directory of its own; its socket is not open yet."""
+    with TemporaryDirectory(prefix="mlxpool-") as folder:  # a short path, as a socket needs
+        made = FakeBroker(Path(folder))
+        try:
+            yield made
+        finally:
+            made.close()

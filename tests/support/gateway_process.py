@@ -1,18 +1,20 @@
-"""A gateway in a process of its own, on a port that stays the same when it is started again."""
+"""A gateway in a process of its own."""
 
 from __future__ import annotations
 
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from mlxpool.common.closing import Closing
-from support.pool import PATIENCE, until
+from support.pool import PATIENCE, Pool, until
 
 
 class GatewayProcess(Closing):
-    """`mlxpool gateway` for the broker of a run directory, which can be killed and started."""
+    """`mlxpool gateway` on a port that stays the same when it is killed and started again."""
 
     def __init__(self, run_dir: Path, port: int, log: Path, *flags: str) -> None:
         self.port = port
@@ -64,3 +66,19 @@ class GatewayProcess(Closing):
             process.kill()
             process.wait()
             raise AssertionError(f"the gateway did not end:\n{self.log_path.read_text()}") from None
+
+
+@contextmanager
+def serving(pool: Pool, log: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run `mlxpool gateway` for a pool on a free port meanwhile; yields the process and its URL."""
+    with log.open("wb") as said:
+        process = subprocess.Popen(
+            [*pool.command(), "gateway", "--port", "0", *arguments],
+            stdout=subprocess.PIPE, stderr=said, text=True,
+        )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        yield process, process.stdout.readline().removeprefix("listening on ").strip()
+    finally:
+        process.kill()
+        process.communicate()

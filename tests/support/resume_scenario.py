@@ -2,9 +2,31 @@
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Sequence
+
 from mlxpool.common.protocol.token_ids import pack_ids
 from support import kinds
-from support.fake_broker import FACTS, FakeBroker
+from support.fake_broker import FACTS, PATIENCE, FakeBroker, fake_broker
+
+
+def output_over_every_loss(command: Sequence[str]) -> str:
+    """What a client prints that is started with the run directory, a model and a prompt.
+
+    Six `x`, if nothing is lost. Fails unless it ends with exit code 0.
+    """
+    with fake_broker() as broker:
+        program = subprocess.Popen(
+            [*command, str(broker.run_dir), "m", "hello"], stdout=subprocess.PIPE, text=True
+        )
+        try:
+            play_every_loss(broker.open())
+            printed, _ = program.communicate(timeout=PATIENCE)
+        finally:
+            program.kill()
+            program.communicate()
+    assert program.returncode == 0
+    return printed
 
 
 def play_every_loss(broker: FakeBroker) -> None:
