@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from msgspec import Struct
 
@@ -149,3 +150,32 @@ class Lexer:
             if text[start:] in self._prefixes:
                 return start
         return len(text)
+
+
+class MarkedParser(ABC):
+    """The base of parsers that divide an answer at `marks`."""
+
+    marks: ClassVar[tuple[str, ...]]
+
+    def __init__(self) -> None:
+        self._lexer = Lexer(self.marks)
+        self._answer = AnswerText()
+
+    def push(self, text: str) -> list[Event]:
+        return [event for lexeme in self._lexer.push(text) for event in self._take(lexeme)]
+
+    def finish(self) -> list[Event]:
+        events = self._read(self._lexer.flush())
+        return [*events, *self._at_end(), *self._answer.finish()]
+
+    @abstractmethod
+    def _take(self, lexeme: Lexeme) -> list[Event]:
+        """Read a mark, or text between marks."""
+
+    @abstractmethod
+    def _read(self, text: str) -> list[Event]:
+        """Read text, or a mark that is none at this place."""
+
+    @abstractmethod
+    def _at_end(self) -> list[Event]:
+        """The end of the text: end the call that is open."""

@@ -15,7 +15,7 @@ from mlxpool.gateway.formats.events import (
     Content,
     Event,
     Lexeme,
-    Lexer,
+    MarkedParser,
     Reasoning,
 )
 
@@ -36,22 +36,21 @@ class _State(Enum):
     BETWEEN = auto()
 
 
-class Harmony:
+class Harmony(MarkedParser):
     """The channel `analysis` has thoughts, a message to a tool is a call, the rest is the answer.
 
     The prompt ends after `<|start|>assistant`, so a completion begins within a header.
     """
 
+    marks = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
+
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        self._lexer = Lexer((START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS))
+        super().__init__()
         self._state = _State.HEADER
         self._header = ""
 
-    def push(self, text: str) -> list[Event]:
-        return [event for lexeme in self._lexer.push(text) for event in self._take(lexeme)]
-
-    def finish(self) -> list[Event]:
-        events = self._read(self._lexer.flush())
+    def _at_end(self) -> list[Event]:
+        events: list[Event] = []
         if self._state is _State.HEADER and CHANNEL not in self._header and self._header.strip():
             events.append(Content(self._header))  # the model wrote no header
         if self._state is _State.CALL:

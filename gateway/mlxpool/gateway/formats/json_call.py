@@ -8,13 +8,12 @@ from enum import Enum, auto
 from typing import Any
 
 from mlxpool.gateway.formats.events import (
-    AnswerText,
     CallArguments,
     CallBegin,
     CallEnd,
     Event,
     Lexeme,
-    Lexer,
+    MarkedParser,
 )
 
 SPACE = " \t\r\n"
@@ -219,33 +218,27 @@ def _as_object(text: str) -> str:
     return "{}" if value is None else text
 
 
-class Hermes:
+class Hermes(MarkedParser):
     """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`: Hermes, Qwen 2, Qwen 3.
 
     Text between the marks that is not a call becomes part of the answer.
     """
 
+    marks = (OPEN, CLOSE)
+
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        self._lexer = Lexer((OPEN, CLOSE))
-        self._answer = AnswerText()
+        super().__init__()
         self._call: JsonCall | None = None
-
-    def push(self, text: str) -> list[Event]:
-        return [event for lexeme in self._lexer.push(text) for event in self._take(lexeme)]
-
-    def finish(self) -> list[Event]:
-        events = self._read(self._lexer.flush())
-        return [*events, *self._end_call(), *self._answer.finish()]
 
     def _take(self, lexeme: Lexeme) -> list[Event]:
         call = self._call
         if not lexeme.is_mark or (call is not None and call.in_string):
             return self._read(lexeme.text)
         if lexeme.text == OPEN:
-            events = self._end_call()
+            events = self._at_end()
             self._call = JsonCall()
             return events
-        return self._read(CLOSE) if call is None else self._end_call(CLOSE)
+        return self._read(CLOSE) if call is None else self._at_end(CLOSE)
 
     def _read(self, text: str) -> list[Event]:
         call = self._call
@@ -260,7 +253,7 @@ class Hermes:
             self._call = None
         return [*events, *self._answer.push(rest)]
 
-    def _end_call(self, mark: str = "") -> list[Event]:
+    def _at_end(self, mark: str = "") -> list[Event]:
         """Leave the call, at a mark or at the end of the text."""
         call, self._call = self._call, None
         if call is None:
@@ -270,7 +263,7 @@ class Hermes:
         return self._answer.push(OPEN + call.raw + mark)
 
 
-class LlamaJson:
+class LlamaJson(MarkedParser):
     """`{"name": …, "parameters": {…}}` as the whole answer: Llama 3.
 
     The text may begin with one or more calls of the request's tools.
@@ -278,33 +271,24 @@ class LlamaJson:
     Anything else is the answer, including other JSON and calls of unknown tools.
     """
 
+    marks = (TAG,)
+
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        super().__init__()
         self._names = {tool.get("function", tool).get("name") for tool in tools}
-        self._lexer = Lexer((TAG,))
-        self._answer = AnswerText()
         self._in_answer = False  # the answer has begun, so no call can follow
         self._skipped = ""  # separators and tags since the last call
         self._call: JsonCall | None = None
 
-    def push(self, text: str) -> list[Event]:
-        events = []
-        for lexeme in self._lexer.push(text):
-            events += self._tag() if lexeme.is_mark else self._read(lexeme.text)
-        return events
-
-    def finish(self) -> list[Event]:
-        events = self._read(self._lexer.flush())
+    def _at_end(self) -> list[Event]:
         call, self._call = self._call, None
         if call is not None and call.begun:
-            events += call.end()
-        elif self._skipped or call is not None:
-            events += self._emit_as_answer(call)
-        return [*events, *self._answer.finish()]
+            return call.end()
+        return self._emit_as_answer(call) if self._skipped or call is not None else []
 
-    def _tag(self) -> list[Event]:
-        call = self._call
-        if self._in_answer or call is not None:
-            return self._read(TAG)
+    def _take(self, lexeme: Lexeme) -> list[Event]:
+        if not lexeme.is_mark or self._in_answer or self._call is not None:
+            return self._read(lexeme.text)
         self._skipped += TAG
         return []
 

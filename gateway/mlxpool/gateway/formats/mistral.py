@@ -7,13 +7,12 @@ from enum import Enum, auto
 from typing import Any
 
 from mlxpool.gateway.formats.events import (
-    AnswerText,
     CallArguments,
     CallBegin,
     CallEnd,
     Event,
     Lexeme,
-    Lexer,
+    MarkedParser,
 )
 from mlxpool.gateway.formats.json_call import SPACE, JsonCall, JsonValue
 
@@ -29,29 +28,23 @@ class _State(Enum):
     ARGUMENTS = auto()
 
 
-class Mistral:
+class Mistral(MarkedParser):
     """Older models write a list of calls, newer ones a name and arguments."""
 
+    marks = (CALLS, ID, ARGS)
+
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        self._lexer = Lexer((CALLS, ID, ARGS))
-        self._answer = AnswerText()
+        super().__init__()
         self._state = _State.ANSWER
         self._raw = ""  # text since CALLS while no call has begun
         self._call: JsonCall | None = None
         self._value = JsonValue()
 
-    def push(self, text: str) -> list[Event]:
-        return [event for lexeme in self._lexer.push(text) for event in self._take(lexeme)]
-
-    def finish(self) -> list[Event]:
-        events = self._read(self._lexer.flush())
-        return [*events, *self._end_call(), *self._answer.finish()]
-
     def _take(self, lexeme: Lexeme) -> list[Event]:
         if not lexeme.is_mark or self._in_string():
             return self._read(lexeme.text)
         if lexeme.text == CALLS:
-            events = self._end_call()
+            events = self._at_end()
             self._state, self._raw = _State.HEAD, CALLS
             return events
         if self._state in (_State.NAME, _State.ID):
@@ -74,7 +67,7 @@ class Mistral:
         self._answer.begin_call()
         return [CallBegin(self._raw.removeprefix(CALLS).strip())]
 
-    def _end_call(self) -> list[Event]:
+    def _at_end(self) -> list[Event]:
         """Leave the call or list; text that was not a call becomes part of the answer."""
         state, self._state = self._state, _State.ANSWER
         call, self._call = self._call, None
@@ -133,7 +126,7 @@ class Mistral:
             self._raw = ""
             self._answer.begin_call()
         if call.broken or (call.ended and not call.begun):
-            events += self._end_call()
+            events += self._at_end()
         elif call.ended:
             self._call = None
         return events, rest

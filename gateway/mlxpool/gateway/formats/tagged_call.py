@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from typing import Any, ClassVar, TypeAlias
 
 from mlxpool.gateway.formats.events import (
     UNNAMED,
-    AnswerText,
     CallArguments,
     CallBegin,
     CallEnd,
     Event,
     Lexeme,
-    Lexer,
+    MarkedParser,
 )
 
 # Chat templates render these values in Python's form, so models write them in it.
@@ -69,7 +67,7 @@ class State(Enum):
 Transitions: TypeAlias = Mapping[tuple[State, str], Callable[[Any], list[Event]]]
 
 
-class TaggedCallParser(ABC):
+class TaggedCallParser(MarkedParser):
     """Emits each argument when it is complete.
 
     A subclass defines `marks`; `transitions`, the action of a mark in a state (in any other state
@@ -77,33 +75,21 @@ class TaggedCallParser(ABC):
     answer if no call follows.
     """
 
-    marks: ClassVar[tuple[str, ...]]
     before_name: ClassVar[str]
     transitions: ClassVar[Transitions]
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        self._lexer = Lexer(self.marks)
-        self._answer = AnswerText()
+        super().__init__()
         self._schemas = ToolSchemas(tools)
         self._state = State.ANSWER
         self._name = self._key = self._text = ""
         self._count = 0  # arguments emitted so far
 
-    @abstractmethod
-    def _read(self, text: str) -> list[Event]:
-        """Read text, or a mark that has no transition in this state."""
-
-    def push(self, text: str) -> list[Event]:
-        return [event for lexeme in self._lexer.push(text) for event in self._take(lexeme)]
-
-    def finish(self) -> list[Event]:
-        events = self._read(self._lexer.flush())
-        if self._state is State.NAME:
-            events += self._answer.push(self.before_name + self._text)
-        elif self._state is not State.ANSWER:
-            events.append(CallEnd())
-        self._state = State.ANSWER
-        return [*events, *self._answer.finish()]
+    def _at_end(self) -> list[Event]:
+        state, self._state = self._state, State.ANSWER
+        if state is State.NAME:
+            return self._answer.push(self.before_name + self._text)
+        return [] if state is State.ANSWER else [CallEnd()]
 
     def _take(self, lexeme: Lexeme) -> list[Event]:
         action = self.transitions.get((self._state, lexeme.text)) if lexeme.is_mark else None
