@@ -1,4 +1,4 @@
-"""Tables, sizes and times as the command line prints them; numbers as it reads them."""
+"""Tables, sizes, times and JSON as the command line prints them; numbers as it reads them."""
 
 from __future__ import annotations
 

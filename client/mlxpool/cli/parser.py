@@ -1,4 +1,7 @@
-"""The parser of the command line: help in groups, and the nearest word for one that is unknown."""
+"""The table of commands, and the parser of the command line.
+
+Help lists the commands in groups; an error names the nearest word to one that is unknown.
+"""
 
 from __future__ import annotations
 

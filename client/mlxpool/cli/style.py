@@ -1,4 +1,4 @@
-"""Colours and tables on a terminal. A file or a pipe gets plain text of any width."""
+"""Colours, tables and status lines on a terminal. Files and pipes get plain text of any width."""
 
 from __future__ import annotations
 

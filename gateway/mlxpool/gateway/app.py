@@ -1,4 +1,4 @@
-"""The ASGI application: serves the table of routes with a client of the pool."""
+"""The ASGI application: serves the table of routes, under all their paths, with a client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The response object of OpenAI's Responses and its items. Pure."""
+"""The response object of OpenAI's Responses, its items, and the events of its streams. Pure."""
 
 from __future__ import annotations
 
