@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, MutableMapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
 
 from mlxpool.worker.kernels import cpu_exp
 from mlxpool.worker.kernels.device import on_gpu
 from mlxpool.worker.layers.activations import ClampedSwiGLU
+from mlxpool.worker.layers.dense_weights import concatenated as concatenated_dense
+from mlxpool.worker.layers.dense_weights import dense, laid_out
 from mlxpool.worker.layers.derived_weights import MODULE_TENSORS
 from mlxpool.worker.layers.experts import SwitchGLU, SwitchLinear
 from mlxpool.worker.layers.latent_token import LatentToken, latent_token_of
@@ -65,7 +65,7 @@ class WeightLayerBuilder:
         Quantised weights may stay separate inside it, see `_concatenated_weight`.
         """
         if self._are_dense(names):
-            weight = _laid_out([self._dense(name) for name in names])
+            weight = laid_out([self._stored(name) for name in names], self._dtype)
             return Linear(weight, self._concatenated_bias(names), self._batch_invariant)
         packed = self._concatenated_weight(names)
         if packed is None:
@@ -152,7 +152,9 @@ class WeightLayerBuilder:
         """
         layouts = {self._layouts.get(name) for name in names}
         if self._are_dense(names):
-            return _concatenated([self._dense(name) for name in names], axis=-2)
+            return concatenated_dense(
+                [dense(self._stored(name), self._dtype) for name in names], axis=-2
+            )
         scales = [f"{name}.{kind}" for name in names for kind in GLOBAL_SCALES]
         globally_scaled = any(scale in self._weights for scale in scales)
         if len(names) > 1 and (len(layouts) > 1 or globally_scaled or not on_gpu()):
@@ -162,16 +164,12 @@ class WeightLayerBuilder:
     def _concatenated_bias(self, names: Sequence[str]) -> mx.array | None:
         if f"{names[0]}.bias" not in self._weights:
             return None
-        return _concatenated([self._weights.pop(f"{name}.bias") for name in names], axis=-1)
+        return concatenated_dense([self._weights.pop(f"{name}.bias") for name in names], axis=-1)
 
-    def _dense(self, name: str) -> mx.array:
-        """The weight of a module, dequantised if need be."""
+    def _stored(self, name: str) -> mx.array | QuantisedWeight:
+        """The weight of a module as it is stored."""
         layout = self._layouts.get(name)
-        if layout is None:
-            return self._weights.pop(f"{name}.weight")
-        weight = self._packed(name, layout).dequantised(self._dtype)
-        mx.eval(weight)
-        return weight
+        return self._weights.pop(f"{name}.weight") if layout is None else self._packed(name, layout)
 
     def _packed(self, name: str, layout: QuantLayout) -> QuantisedWeight:
         names = [one for kind in MODULE_TENSORS if (one := f"{name}.{kind}") in self._weights]
@@ -184,62 +182,3 @@ def _swiglu(gate: mx.array, up: mx.array) -> mx.array:
 
 
 _fused_swiglu = mx.compile(_swiglu, shapeless=True)  # one kernel; a CPU may have no compiler
-
-
-def _concatenated(arrays: Sequence[mx.array], axis: int) -> mx.array:
-    if len(arrays) == 1:
-        return arrays[0]
-    whole = mx.concatenate(list(arrays), axis=axis)
-    mx.eval(whole)
-    return whole
-
-
-def _laid_out(arrays: Sequence[mx.array]) -> mx.array:
-    """Concatenated weights [out, in]; column-major on the CPU, see `to_column_major`."""
-    return _concatenated(arrays, axis=0) if on_gpu() else to_column_major(arrays)
-
-
-try:
-    import numpy as np
-except ImportError:  # comes with the extra `cpu`; without it loading takes longer
-    np = None  # type: ignore[assignment]
-
-STRIP_ROWS = 16  # rows transposed together: in float32 they fill whole cache lines of a column
-NUMBERS_PER_THREAD = 2**16  # from which on one more thread pays
-
-
-def to_column_major(weights: Sequence[mx.array]) -> mx.array:
-    """Matrices [out, in] concatenated along `out`, in column-major order.
-
-    Small products on the CPU read it faster. MLX transposes a matrix one number at a time, ten
-    times slower than a file is read. Transposing strips of rows that fit the processor's first
-    cache, in several threads, is as fast as reading.
-    """
-    rows = sum(weight.shape[0] for weight in weights)
-    if np is None or any(weight.dtype != mx.float32 for weight in weights):
-        columns = mx.contiguous(mx.concatenate(list(weights)).T)
-        mx.eval(columns)
-        return columns.T
-    columns = mx.zeros((weights[0].shape[1], rows))
-    mx.eval(columns, *weights)
-    target, begin = np.array(columns, copy=False), 0  # a view of the array, not a copy
-    for weight in weights:
-        end = begin + weight.shape[0]
-        _transpose_into(np.array(weight, copy=False), target[:, begin:end])
-        begin = end
-    return columns.T
-
-
-def _transpose_into(source: np.ndarray, target: np.ndarray) -> None:
-    """target = source.T, strip by strip; NumPy releases the GIL meanwhile."""
-    rows = source.shape[0]
-    threads = max(1, min(os.cpu_count() or 1, source.size // NUMBERS_PER_THREAD))
-    share = -(-rows // (threads * STRIP_ROWS)) * STRIP_ROWS
-
-    def strips(start: int) -> None:
-        for row in range(start, min(start + share, rows), STRIP_ROWS):
-            target[:, row : row + STRIP_ROWS] = source[row : row + STRIP_ROWS].T
-
-    with ThreadPoolExecutor(threads) as pool:
-        for _ in pool.map(strips, range(0, rows, share)):
-            pass

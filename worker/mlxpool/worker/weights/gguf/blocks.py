@@ -17,9 +17,9 @@ from mlxpool.worker.weights.gguf.block_types import GROUP, BlockType
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
-BLOCK_BYTES = (
-    4 * 2**20
-)  # of blocks that are read at once: what lies between takes some 30 times this
+# Of blocks that are read at once: what lies between, some 30 times this, is in heap memory that is
+# used again (see device.MMAP_THRESHOLD) and mostly in a cache of the processor.
+BLOCK_BYTES = 2**16
 _LOW, _SIX, _FOUR = np.uint8(0x0F), np.uint8(0x3F), np.uint8(4)
 _BITS, _PAIRS = np.arange(8, dtype=np.uint8)[:, None], np.arange(0, 8, 2, dtype=np.uint8)[:, None]
 
