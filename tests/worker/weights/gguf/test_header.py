@@ -69,6 +69,8 @@ def test_every_cut_is_told(file: Path) -> None:
 def test_other_formats_and_versions(file: Path, tmp_path: Path) -> None:
     (tmp_path / "empty.gguf").write_bytes(b"")
     assert "empty.gguf is no GGUF file: it begins with b''" in refusal(tmp_path / "empty.gguf")
+    (tmp_path / "begun.gguf").write_bytes(b"GGU")
+    assert "it begins with b'GGU'" in refusal(tmp_path / "begun.gguf")
     assert "has version 7 of GGUF" in refusal(rewritten(file, 4, struct.pack("<I", 7)))
     assert "is big-endian" in refusal(rewritten(file, 4, struct.pack(">I", 3)))
     assert "begins with b'PKUF'" in refusal(rewritten(file, 0, b"PK"))

@@ -325,6 +325,11 @@ def test_in_ollamas_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     blob.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     with pytest.raises(ModelLoadFailed, match="does not have the digest"):
         load(opened("ollama:small:1b"))
+    blob.write_bytes(data[:-1])
+    told = f"{blob} (the model) has {len(data) - 1} bytes, the manifest says {len(data)}"
+    assert told in refusal("ollama:small:1b")
+    blob.unlink()
+    assert f"{blob} (the model) is missing: get" in refusal("ollama:small:1b")
     adapter = store.layer("application/vnd.ollama.image.adapter", "", b"x")
     store.write("small:1b", [weights, adapter])
     assert "has an adapter (LoRA), which is not read" in refusal("ollama:small:1b")

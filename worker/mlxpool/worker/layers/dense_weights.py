@@ -159,7 +159,8 @@ class _PackedRows:
         numbers = unpacked(self._weight[rows], self._bits).reshape(*scales.shape[:2], -1)
         found = np.multiply(numbers, scales, dtype=np.float32)
         found += self._biases[rows]
-        return found.reshape(len(found), -1)
+        whole: np.ndarray = found.reshape(len(found), -1)
+        return whole
 
 
 def unpacked(packed: np.ndarray, bits: int) -> np.ndarray:

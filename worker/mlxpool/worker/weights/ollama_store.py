@@ -180,16 +180,14 @@ def _require_inside(store: Path, file: Path) -> None:
 def _require_intact(name: str, layer: ManifestLayer) -> None:
     if layer.kind not in (TENSOR, JSON, MODEL):
         return
+    shown = f"{layer.blob} ({layer.name or ('the model' if layer.kind == MODEL else 'a tensor')})"
     if not layer.blob.is_file():
-        raise ModelLoadFailed(
-            f"{layer.blob} ({layer.name or 'a tensor'}) is missing: {_again(name)}"
-        )
+        raise ModelLoadFailed(f"{shown} is missing: {_again(name)}")
     _require_inside(layer.blob.parent.parent, layer.blob)
     size = layer.blob.stat().st_size
     if size != layer.size:
         raise ModelLoadFailed(
-            f"{layer.blob} ({layer.name}) has {size} bytes, the manifest says {layer.size}: "
-            f"{_again(name)}"
+            f"{shown} has {size} bytes, the manifest says {layer.size}: {_again(name)}"
         )
     if layer.kind == JSON and sha256(layer.blob) != layer.digest:
         raise ModelLoadFailed(

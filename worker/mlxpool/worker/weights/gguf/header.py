@@ -77,7 +77,7 @@ def read_gguf_header(file: Path) -> GgufHeader:
 
 
 def _read(file: Path, cursor: _Cursor) -> GgufHeader:
-    magic = cursor.take(4) if cursor.size >= 4 else b""
+    magic = cursor.take(min(len(MAGIC), cursor.size))
     if magic != MAGIC:
         raise ModelLoadFailed(
             f"{file} is no GGUF file: it begins with {magic!r}, must begin with {MAGIC!r}"
