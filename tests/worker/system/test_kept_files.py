@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,28 @@ def test_nothing_is_kept_in_a_folder_that_others_can_open(
     kept = KeptFile("times", KEY)
     kept.write(b"1")
     assert kept.read() is None and not folder.exists() and not caplog.records
+
+
+def test_the_machines_key_changes_with_its_blas_and_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blas, compiler = tmp_path / "libblas.so", tmp_path / "g++"
+    keys = []
+
+    def note() -> None:
+        kept_files.machine.cache_clear()
+        keys.append(kept_files.machine())
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    note()
+    monkeypatch.setenv("LD_PRELOAD", str(blas))
+    note()
+    blas.write_text("a newer version")
+    note()
+    compiler.touch(mode=0o755)
+    note()
+    kept_files.machine.cache_clear()
+    assert all(one != other for one, other in pairwise(keys))
 
 
 def test_the_machines_key_changes_with_our_code(

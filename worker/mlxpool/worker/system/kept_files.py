@@ -13,6 +13,8 @@ import json
 import logging
 import os
 import platform
+import re
+import shutil
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -30,7 +32,7 @@ FOLDER = "loads"  # in the temporary folder
 MAX_FILES = 64  # of all models and settings; the least recently used are removed
 MAGIC = b"mlxpool kept 1\n"  # another form of the files has another number
 _DIGEST_BYTES = 32
-# They decide how a pass is divided between cores, and how much memory it takes.
+# They decide how a product is divided between cores, and what memory it takes.
 _VARIABLES = ("LD_PRELOAD", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 log = logging.getLogger("mlxpool.worker")
@@ -131,8 +133,24 @@ def machine() -> dict[str, Any]:
         "system": [sys.platform, platform.machine(), platform.release()],
         "cpu": _cpu(),
         "cores": _cores(),
+        "compiler": shutil.which("g++"),  # with which MLX fuses operations on a CPU
         "environment": {name: os.environ.get(name, "") for name in _VARIABLES},
+        "preloaded": [_stamp(Path(file)) for file in _preloaded()],
     }
+
+
+def _preloaded() -> list[str]:
+    """The libraries that are loaded before all others, of which one is the BLAS."""
+    return [file for file in re.split("[: ]", os.environ.get("LD_PRELOAD", "")) if file]
+
+
+def _stamp(file: Path) -> tuple[int, int]:
+    """The size and the time of change of a file; zeros where there is none."""
+    try:
+        status = file.stat()
+    except OSError:
+        return 0, 0
+    return status.st_size, status.st_mtime_ns
 
 
 def _cores() -> int:
