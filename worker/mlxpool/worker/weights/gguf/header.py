@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -153,21 +153,24 @@ class _Cursor:
         """Reads until `count` further bytes are in `data`; returns where they begin."""
         begin, end = self.at, self.at + count
         if end > len(self.data):
-            if end > self.size:
-                raise ModelLoadFailed(
-                    f"{self.file}: its header goes on to byte {end}, the file has {self.size}: it"
-                    " is cut short; download it again"
-                )
-            if end > MAX_FILE_BYTES:
-                raise ModelLoadFailed(
-                    f"{self.file}: its header has more than {MAX_FILE_BYTES} bytes, the most that"
-                    " are read"
-                )
-            self.data += self._stream.read(max(end - len(self.data), _CHUNK))
-            if end > len(self.data):
-                raise ModelLoadFailed(f"{self.file} became shorter while it was read")
+            self._read_to(end)
         self.at = end
         return begin
+
+    def _read_to(self, end: int) -> None:
+        if end > self.size:
+            raise ModelLoadFailed(
+                f"{self.file}: its header goes on to byte {end}, the file has {self.size}: it is"
+                " cut short; download it again"
+            )
+        if end > MAX_FILE_BYTES:
+            raise ModelLoadFailed(
+                f"{self.file}: its header has more than {MAX_FILE_BYTES} bytes, the most that are"
+                " read"
+            )
+        self.data += self._stream.read(max(end - len(self.data), _CHUNK))
+        if end > len(self.data):
+            raise ModelLoadFailed(f"{self.file} became shorter while it was read")
 
     def take(self, count: int) -> bytes:
         begin = self._require(count)
@@ -178,30 +181,37 @@ class _Cursor:
         return part.unpack_from(self.data, self._require(part.size))[0]
 
     def text(self) -> str:
-        size = self.number("Q")
-        begin = self._require(size)
-        return self.data[begin : begin + size].decode("utf-8", "replace")
+        return self.texts(1)[0]
+
+    def texts(self, count: int) -> list[str]:
+        """So many texts. Of a vocabulary they are many, so with as few calls as possible."""
+        found, data, size_at, at = [], self.data, _STRUCTS["Q"].unpack_from, self.at
+        for _ in range(count):
+            begin = at + 8
+            if begin > len(data):
+                self._read_to(begin)
+            at = begin + size_at(data, at)[0]
+            if at > len(data):
+                self._read_to(at)
+            found.append(data[begin:at].decode("utf-8", "replace"))
+        self.at = at
+        return found
 
     def value(self, key: str) -> Any:
-        kind = self.number("I")
-        if kind != _ARRAY:
-            return self._reader(key, kind)()
-        kind, count = self.number("I"), self.number("Q")
-        if kind in _SCALARS:
-            size = struct.calcsize(_SCALARS[kind]) * count
-            begin = self._require(size)
-            return list(struct.unpack_from(f"<{count}{_SCALARS[kind]}", self.data, begin))
-        read = self._reader(key, kind)
-        return [read() for _ in range(count)]
-
-    def _reader(self, key: str, kind: int) -> Callable[[], Any]:
+        kind, count = self.number("I"), None
+        if kind == _ARRAY:
+            kind, count = self.number("I"), self.number("Q")
         if kind == _STRING:
-            return self.text
+            return self.text() if count is None else self.texts(count)
         if kind not in _SCALARS:
             raise ModelLoadFailed(
                 f"{self.file}: {key!r:.80} of the metadata is of the type {kind}, which is unknown"
             )
-        return lambda: self.number(_SCALARS[kind])
+        scalar = _SCALARS[kind]
+        if count is None:
+            return self.number(scalar)
+        begin = self._require(struct.calcsize(scalar) * count)
+        return list(struct.unpack_from(f"<{count}{scalar}", self.data, begin))
 
 
 _STRUCTS = {kind: struct.Struct(f"<{kind}") for kind in _SCALARS.values()}
