@@ -11,7 +11,6 @@ from time import monotonic
 
 import mlx.core as mx
 import numpy as np
-from msgspec import Struct
 from msgspec.structs import replace
 
 from mlxpool.common.options import Options
@@ -21,6 +20,7 @@ from mlxpool.worker.attention.row_spans import CacheRow, Ids, RowSpan
 from mlxpool.worker.constraints.mask_table import MaskTable, new_table, words_of_mask
 from mlxpool.worker.engine.image_encoder import ImageEncoder
 from mlxpool.worker.engine.measurements import KeptMeasurement, Measurement
+from mlxpool.worker.engine.pass_kinds import PassKind, compiled_kinds, first_and_last
 from mlxpool.worker.engine.pass_spans import PassSpans
 from mlxpool.worker.engine.prompt_logprobs import lines_at_a_time, logit_bytes
 from mlxpool.worker.engine.row_engine import RowEngine
@@ -49,44 +49,6 @@ LONG_PASSES_LEAVE = 7 / 8  # of the blocks, at least: otherwise passes stay shor
 DECODE_STEPS = 12  # of one row, whose time decides about the time of all passes
 
 log = logging.getLogger("mlxpool.worker")
-
-
-class PassKind(Struct, frozen=True):
-    """The spans of a pass that is computed at load.
-
-    `counts`: the inputs of new rows, each of which draws a token. `drafts`: those that one more row
-    checks. `unread`: inputs of a prompt that goes on behind them. 0: there is no such row.
-    """
-
-    counts: tuple[int, ...] = ()
-    drafts: int = 0
-    unread: int = 0
-
-
-def compiled_kinds(
-    sizes: Many[int], rows: int, longest: int, drafts: int, alone: int = 0
-) -> Iterator[PassKind]:
-    """Yields the spans of each pass that is compiled, besides those of decode steps alone.
-
-    Passes are compiled for `sizes` of lines, of which those up to `longest` are computed. They have
-    `rows` rows at most, which check `drafts` drafts together at most. With up to `alone` lines
-    those that check drafts and do nothing else are others.
-    """
-    before = 0
-    for size in sizes:
-        if size > longest:
-            return
-        if size > 1:
-            yield PassKind((1, size - 1) if size > 2 else (size,))
-        # Of passes that check drafts, those that name more lines than there are rows are others.
-        drawing = min(size, rows + drafts)
-        beside = drawing - 1 if drawing == size <= alone else drawing
-        for checked in sorted({1, max(1, beside - 1)}) if size > rows else (1,):
-            if drafts and size > 1:
-                yield PassKind(drafts=checked, unread=size - 1 - checked)
-        if drafts and max(2, before) < drawing and size <= alone:
-            yield PassKind(drafts=drawing - 1)
-        before = size
 
 
 class WarmedEngine(RowEngine[CacheRow]):
@@ -473,7 +435,7 @@ class WarmedEngine(RowEngine[CacheRow]):
     def _decode_sizes(self, rows: int) -> list[int]:
         """Returns the numbers of rows for which decode passes are warmed."""
         sizes = [size for size in self._layout.sizes if size <= rows]
-        return sizes or _first_and_last(list(range(1, rows + 1)), on_gpu=device.on_gpu())
+        return sizes or first_and_last(list(range(1, rows + 1)), on_gpu=device.on_gpu())
 
     def _warm_up(
         self,
@@ -520,15 +482,6 @@ class WarmedEngine(RowEngine[CacheRow]):
             self._layout.store.release(self._rows.pop(seq))
             if self._predictions is not None:
                 self._predictions.release(seq)
-
-
-def _first_and_last(counts: list[int], *, on_gpu: bool) -> list[int]:
-    """Returns the numbers of rows for which a load computes a pass.
-
-    On a CPU passes of two rows and more are fused into the same functions, which a C++ compiler
-    compiles: the first with several rows and the widest show what the others take.
-    """
-    return counts if on_gpu or len(counts) < 4 else [*counts[:2], counts[-1]]
 
 
 def _dummy_sequence(tokens: int, options: Options | None = None) -> Sequence:
