@@ -19,6 +19,8 @@ from mlxpool.common.protocol.token_ids import pack_ids, unpack_ids
 from mlxpool.common.trace import History
 from mlxpool.worker.__main__ import build
 from mlxpool.worker.compute.messages import Loaded
+from mlxpool.worker.process.edge import REST_TIME
+from mlxpool.worker.process.intake import Task
 from mlxpool.worker.process.link import MAX_COUNTED_TURN, SILENCE_LIMIT, Link, Silence
 from support import kinds
 from support.counting_checker import expected_ids, text_of
@@ -226,6 +228,32 @@ def test_a_worker_is_ready_when_requests_can_be_prepared(
         calls[0]()
         edge.handle_mail(next(edge.mailbox.take()))
         assert ready == [3]
+    finally:
+        edge.link.close()
+        edge.mailbox.waker.close()
+
+
+def test_the_intake_uses_the_time_after_a_while_without_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = WorkerConfig(
+        f"ipc://{tmp_path}/back", "m/0", TOKEN, "m", ModelConfig(path="builtin:counting")
+    )
+    edge, rests = build(config), list[float]()
+    monkeypatch.setattr(edge.intake, "rest", lambda: rests.append(now))
+    key = id_of(1), 1
+    try:
+        for now in (100.0, 110.0):
+            edge._rest(now)
+        edge.handle_mail(Loaded(3))
+        edge.intake.tasks[key] = Task(key, key)
+        for now in (110.0, 111.0, 120.0):
+            edge._rest(now)
+        edge.intake.tasks.clear()
+        assert not rests
+        for now in (121.0, 120.0 + REST_TIME - 0.1, 120.0 + REST_TIME):
+            edge._rest(now)
+        assert rests == [120.0 + REST_TIME]
     finally:
         edge.link.close()
         edge.mailbox.waker.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 from typing import Any
 
@@ -17,6 +18,7 @@ from mlxpool.worker.constraints.vocabulary import load_vocabulary
 from mlxpool.worker.preparation.jobs import Encoded
 from mlxpool.worker.process import formats
 from mlxpool.worker.process.formats import Formats
+from mlxpool.worker.process.intake import Intake
 from mlxpool.worker.process.prompts import Arrival, prepare_run
 from mlxpool.worker.prompt.text_model import Opened
 from support.constrained_answers import constraint, demo, tokens_of
@@ -88,7 +90,7 @@ def test_the_format_holds_behind_thoughts() -> None:
         assert rule.accepts and rule.finished
 
 
-def test_the_vocabulary_is_loaded_before_the_worker_is_ready(
+def test_a_vocabulary_that_is_being_loaded_is_loaded_before_the_worker_is_ready(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The process stands still meanwhile, and so would the streams of a worker that has some."""
@@ -103,11 +105,37 @@ def test_the_vocabulary_is_loaded_before_the_worker_is_ready(
     monkeypatch.setattr(formats, "load_vocabulary", load)
     opened = Opened("digest", 64, folder.plan.vocab_size, table, text.source, folder.eos_ids)
     made = Formats(opened)
+    assert made.is_settled(ready.set) and not loads
     made.load()
-    assert not made.is_loaded(ready.set) and not ready.is_set()
+    assert not made.is_settled(ready.set) and not ready.is_set()
     gate.set()
-    assert ready.wait(PATIENCE) and made.is_loaded(ready.clear) and ready.is_set()
-    assert loads == [1]
+    assert ready.wait(PATIENCE) and made.is_settled(ready.clear) and ready.is_set()
+    made.load()
+    assert made.is_settled(ready.clear) and loads == [1]
+
+
+@pytest.mark.parametrize(("gpus", "platform"), [("", "linux"), ("0", "linux"), ("", "darwin")])
+def test_without_a_gpu_the_vocabulary_waits_for_a_rest(
+    gpus: str, platform: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, text, table = demo()
+    opened = Opened("digest", 64, folder.plan.vocab_size, table, text.source, folder.eos_ids)
+    steps = list[str]()
+    monkeypatch.setattr(Formats, "load", lambda self: steps.append("load"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    monkeypatch.setattr(sys, "platform", platform)
+
+    class Started:
+        def start(self) -> None:
+            steps.append("start")
+
+    given: Any = [None] * 4
+    intake = Intake(*given, lambda *_: Started())  # type: ignore[arg-type,return-value]
+    intake.opened(opened)
+    assert steps == ["start", *(["load"] if gpus or platform == "darwin" else [])]
+    steps.clear()
+    intake.rest()
+    assert steps == ["load"]
 
 
 def test_a_vocabulary_that_cannot_be_loaded_ends_requests_with_a_format_alone(
@@ -122,7 +150,7 @@ def test_a_vocabulary_that_cannot_be_loaded_ends_requests_with_a_format_alone(
     opened = Opened("digest", 64, folder.plan.vocab_size, table, text.source, folder.eos_ids)
     made, ready, found = Formats(opened), threading.Event(), queue.SimpleQueue[Any]()
     made.load()
-    while not made.is_loaded(ready.set):
+    while not made.is_settled(ready.set):
         assert ready.wait(PATIENCE)
     made.constrain(COLOURS, found.put)
     assert "no such file" in str(found.get(timeout=PATIENCE))

@@ -61,8 +61,8 @@ class Compiler:
     def load(self) -> None:
         """Loads the vocabulary, if that was not done. Called by the thread alone.
 
-        The library holds Python's lock meanwhile, with a large vocabulary for a second: so no
-        stream should wait for it.
+        The library holds Python's lock meanwhile, with a large vocabulary for a second or two: so
+        it is done before the first stream, or while there is none; else streams wait for it.
         """
         if self._tokenizer is None:
             tokenizer = self._tokenizer = self._load()

@@ -49,6 +49,7 @@ log = logging.getLogger("mlxpool.worker")
 WELCOME_TIMEOUT = 5.0  # seconds that a worker with an unusable model waits to send its reason
 MAX_SAVE_WITH_RUNS = 1.0  # seconds that prefixes are written while streams wait for the end
 BEAT_INTERVAL = 1.0  # seconds between two heartbeats
+REST_TIME = 2.0  # seconds without a request, after which the intake uses the time
 
 
 class Heartbeat:
@@ -153,6 +154,7 @@ class Edge:
         self._leave_at = math.inf  # when to exit with it, without having sent it
         self._exit_code: int | None = None
         self._serves = False  # whether the model is loaded
+        self._busy_at = 0.0  # when there was a request last (monotonic seconds)
 
     # ---- the loop ------------------------------------------------------------------------------
 
@@ -185,9 +187,17 @@ class Edge:
         if self.config.dials:
             self._check_link()
         self._leave_if_unusable(now)
+        self._rest(now)
         if self.link.epoch and self.heartbeat.is_due(now):
             self.link.send(self._beat(now))
         self.link.flush()
+
+    def _rest(self, now: float) -> None:
+        """Has the intake use the time while there is no request."""
+        if self.intake.tasks or not self._serves:
+            self._busy_at = now
+        elif now - self._busy_at >= REST_TIME:
+            self.intake.rest()
 
     def _beat(self, now: float) -> Beat:
         return self.heartbeat.beat(now, self.intake.preparing, self.intake.load)

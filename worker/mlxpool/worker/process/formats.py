@@ -24,26 +24,28 @@ class Formats:
         load = partial(load_vocabulary, source, text.pieces, opened.eos)
         vocabulary = f"{source.sha256} {opened.vocab_size} {sorted(opened.eos)}"
         self._compiler = Compiler(load, vocabulary, opened.eos, opened.vocab_size)
-
-        self._loaded = threading.Event()
+        self._loading: threading.Event | None = None  # is set when that has ended; None: not begun
 
     def load(self) -> None:
-        """Begins to load the vocabulary."""
+        """Begins to load the vocabulary, unless that was begun."""
+        if self._loading is not None:
+            return
+        loading = self._loading = threading.Event()
 
         def perform() -> None:
             try:
                 self._compiler.load()
             finally:  # where it failed, requests with a format say why
-                self._loaded.set()
+                loading.set()
 
         self._compiler.submit(perform)
 
-    def is_loaded(self, again: Callable[[], None]) -> bool:
-        """Whether the vocabulary is loaded; if not, the thread calls `again` when it is."""
-        if not self._loaded.is_set():
-            self._compiler.submit(again)
-            return False
-        return True
+    def is_settled(self, again: Callable[[], None]) -> bool:
+        """Whether no load of the vocabulary lasts; else the thread calls `again` when it ends."""
+        if self._loading is None or self._loading.is_set():
+            return True
+        self._compiler.submit(again)
+        return False
 
     def knows(self, format: Mapping[str, Any]) -> bool:
         """Whether the format is compiled already."""

@@ -12,6 +12,8 @@ of `Formats` for an answer with a format. Then the compute thread computes it.
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from enum import Enum, auto
@@ -25,6 +27,7 @@ from msgspec.structs import replace
 
 from mlxpool.common.answer_format import text_of
 from mlxpool.common.errors import BadRequest, Internal, PoolError, TooLarge
+from mlxpool.common.gpus import visible_gpus
 from mlxpool.common.protocol.decisions import DECIDE, DecideCall
 from mlxpool.common.protocol.deltas import Delta, RunEnd
 from mlxpool.common.protocol.encoder_calls import TASKS, EncoderCall
@@ -159,11 +162,18 @@ class Intake:
             from mlxpool.worker.process.formats import Formats
 
             self._formats = Formats(opened)
-            self._formats.load()  # while no stream runs
+            # No stream runs yet. Without a GPU it would take as long as the rest of the load.
+            if sys.platform == "darwin" or visible_gpus(os.environ):
+                self._formats.load()
 
     def is_ready(self, again: Callable[[], None]) -> bool:
         """Whether requests can be prepared; if not, a thread calls `again` when they can."""
-        return self._formats is None or self._formats.is_loaded(again)
+        return self._formats is None or self._formats.is_settled(again)
+
+    def rest(self) -> None:
+        """There was no request for a while: load what one with a format would wait for."""
+        if self._formats is not None:
+            self._formats.load()
 
     def loaded(self, capacity: int) -> None:
         """The model is ready for so many runs at once."""
