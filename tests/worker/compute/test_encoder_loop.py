@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from mlxpool.common.errors import OutOfMemory
-from mlxpool.common.protocol.encoder_calls import VECTORS
+from mlxpool.common.protocol.encoder_calls import VECTORS, Task
 from mlxpool.common.protocol.from_worker import CallAnswer
 from mlxpool.worker.compute.encoder_calls import EncoderCalls
 from mlxpool.worker.compute.encoder_loop import EncoderLoop
@@ -29,7 +29,7 @@ from mlxpool.worker.compute.messages import (
 )
 from mlxpool.worker.compute.progress import Progress
 from mlxpool.worker.compute.steps import DeviceLost
-from mlxpool.worker.encoders.inputs import EncoderInput, Task
+from mlxpool.worker.encoders.inputs import EncoderInput
 from mlxpool.worker.engine.engine import MemoryUse
 from mlxpool.worker.system.cpu_threads import CpuThreads
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from mlxpool.worker.media.positions import positions
-from mlxpool.worker.media.spans import MediaSpan
+from mlxpool.worker.media.spans import MediaSpan, positions
 
 WIDE = MediaSpan(2, 6, b"a" * 32, (1, 4, 6), False)  # 2 rows of 3 inputs
 SQUARE = MediaSpan(9, 4, b"b" * 32, (1, 4, 4), False)

@@ -54,10 +54,10 @@ def serve_rank(config: WorkerConfig) -> int:
 
     inbox = Inbox(config.plan_fd)
     try:
-        from mlxpool.worker.compute import rank_main
+        from mlxpool.worker.compute import follower
     finally:
         begin = inbox.take()  # an error ends the group, so it waits as long, see messages.Begin
-    return 0 if begin is None else rank_main.run(config, inbox)
+    return 0 if begin is None else follower.run(config, inbox)
 
 
 def build(config: WorkerConfig) -> Edge:

@@ -1,10 +1,14 @@
-"""The loop of a rank behind the first: computes its part of each pass that rank 0 sends.
+"""The process of a rank behind the first: loads its part, and computes it in each pass.
+
+Its main thread computes: there is no broker to answer. Rank 0 sends the passes.
 
 It holds no sequence, no prefix and no draw: a pass comes with the blocks of its rows.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, cast
@@ -13,6 +17,8 @@ import mlx.core as mx
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from mlxpool.common.config.schema import WorkerConfig
+from mlxpool.common.progress import Block
 from mlxpool.worker.attention.in_pool.kv_pool import KVPool, PagedRow, PagedStore
 from mlxpool.worker.attention.in_pool.paged_layout import PagedLayout
 from mlxpool.worker.attention.layout_choice import writes_in_place
@@ -21,6 +27,9 @@ from mlxpool.worker.attention.row_spans import RowSpan
 from mlxpool.worker.compute.progress import Progress
 from mlxpool.worker.engine.model_engine import CLEAR_INTERVAL
 from mlxpool.worker.groups.collectives import Collectives
+from mlxpool.worker.groups.divisions import part_of
+from mlxpool.worker.groups.links import Meeting
+from mlxpool.worker.groups.loading import load_part
 from mlxpool.worker.groups.messages import (
     Again,
     CopyBlock,
@@ -31,6 +40,7 @@ from mlxpool.worker.groups.messages import (
     Pass,
     Settle,
 )
+from mlxpool.worker.groups.pipes import Inbox
 from mlxpool.worker.kernels import device, kernel_cache
 from mlxpool.worker.kernels.kernel_cache import KernelJob
 from mlxpool.worker.prefix.shared_blocks import BlockRow
@@ -38,7 +48,50 @@ from mlxpool.worker.system import load_clock
 from mlxpool.worker.system.load_clock import LOAD
 from mlxpool.worker.transfers import downloads
 from mlxpool.worker.transfers.uploads import Uploads
+from mlxpool.worker.weights.inspect import inspect
 from mlxpool.worker.weights.load import LoadedModel
+from mlxpool.worker.weights.locate import locate, open_files
+
+log = logging.getLogger("mlxpool.worker")
+
+
+def run(config: WorkerConfig, inbox: Inbox) -> int:
+    """Load, then serve until rank 0 ends; `Begin` has come. Returns the exit code."""
+    block = Block.open(config.block_fd) if config.block_fd >= 0 else Block.private()
+    progress = Progress(lambda: None, block=block)
+    progress.compute_begins()
+    block.write("pid", os.getpid())
+    progress.enter("load")
+    try:
+        follower = _load(config, progress)
+        progress.enter("idle")
+        block.write("orders", done := 1)  # `Begin`
+        while (message := inbox.take()) is not None:
+            follower.handle(message)
+            done += 1
+            block.write("orders", done)
+    except Exception as error:
+        fields = {"rank": config.rank, "why": f"{type(error).__name__}: {error}"}
+        log.critical("a rank cannot go on", extra=fields, exc_info=True)
+        return 1
+    return 0
+
+
+def _load(config: WorkerConfig, progress: Progress) -> Follower:
+    model = config.model
+    LOAD.enter("check")
+    folder = inspect(open_files(locate(model)), model.engine)
+    LOAD.enter("device")
+    device.log_device()
+    device.keep_large_arrays_off_heap()
+    part = part_of(folder, config.rank, model.devices)
+    os.write(config.ready_fd, b"1")
+    meeting = Meeting.of(
+        config.rank, model.devices, config.hosts_fd, config.group_port, config.wait_limit
+    )
+    found = load_part(part, model, meeting, lambda tensors, size: progress.moved())
+    LOAD.enter("warm_up")
+    return Follower(found.loaded, found.collectives, progress)
 
 
 class GivenStore(PagedStore):

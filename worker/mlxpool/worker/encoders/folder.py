@@ -11,8 +11,8 @@ from msgspec import Struct
 from tokenizers import Tokenizer
 
 from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.common.protocol.encoder_calls import Task
 from mlxpool.worker.encoders import sentence_transformers as settings_files
-from mlxpool.worker.encoders.inputs import Task
 from mlxpool.worker.encoders.sentence_transformers import (
     VectorSettings,
     answer_ids,

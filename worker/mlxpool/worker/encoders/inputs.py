@@ -1,14 +1,10 @@
-"""What an encoder model is given and for what."""
+"""What an encoder model is given."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from msgspec import Struct
-
-from mlxpool.common.protocol.encoder_calls import TASKS, Task
-
-__all__ = ["TASKS", "EncodeInputs", "EncoderInput", "Task"]
 
 
 class EncoderInput(Struct, frozen=True):

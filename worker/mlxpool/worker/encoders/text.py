@@ -10,7 +10,8 @@ from msgspec import Struct, field
 from tokenizers import Encoding
 
 from mlxpool.common.errors import BadRequest, ContextExceeded, ModelLoadFailed
-from mlxpool.worker.encoders.inputs import EncodeInputs, EncoderInput, Task
+from mlxpool.common.protocol.encoder_calls import Task
+from mlxpool.worker.encoders.inputs import EncodeInputs, EncoderInput
 from mlxpool.worker.prompt.tokenizer import is_panic, read_tokenizer
 
 # What a Qwen3 reranker is asked of a pair, as it was trained.

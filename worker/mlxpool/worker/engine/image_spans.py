@@ -10,8 +10,7 @@ import numpy.typing as npt
 
 from mlxpool.worker.attention.row_spans import ImageLines, ImageView, RowSpan
 from mlxpool.worker.media.encoded import EncodedImages
-from mlxpool.worker.media.positions import positions
-from mlxpool.worker.media.spans import image_views, overlapping
+from mlxpool.worker.media.spans import image_views, overlapping, positions
 from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.weights.inspect import Vision
 

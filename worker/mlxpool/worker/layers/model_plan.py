@@ -130,7 +130,7 @@ class VisionPlan(Struct, frozen=True):
 
     `whole` is the plan of the model with it. `settings` reads preprocessor_config.json and raises
     ModelLoadFailed. `tokens`: ids of the tokens that name images, whose texts `places` is given.
-    `grid_positions`: inputs have three positions, see media/positions.py. `crossed`: inputs attend
+    `grid_positions`: inputs have three positions, see media/spans.py. `crossed`: inputs attend
     to images in layers of their own, see MediaSpan; else features replace the inputs of an image.
     `encoder_tokens` gives the tokens of an image with some grid in the encoder, and how many behind
     them are padding, see PackedBatch.

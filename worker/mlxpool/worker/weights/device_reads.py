@@ -21,8 +21,7 @@ from mlxpool.worker.kernels import device
 from mlxpool.worker.transfers import downloads
 from mlxpool.worker.transfers.downloads import write_to
 from mlxpool.worker.transfers.shared_array import SharedArray
-from mlxpool.worker.weights.cut_reads import WORD, CutReads, Runs
-from mlxpool.worker.weights.tensor_places import DTYPES, TensorPlaces
+from mlxpool.worker.weights.cut_reads import DTYPES, WORD, CutReads, Runs, TensorPlaces
 
 PIECE_BYTES = 64 * 1024**2
 PIECES = 3  # in memory: one is read while the device copies others

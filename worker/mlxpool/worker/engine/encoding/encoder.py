@@ -8,7 +8,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from mlxpool.worker.encoders.inputs import EncoderInput, Task
+from mlxpool.common.protocol.encoder_calls import Task
+from mlxpool.worker.encoders.inputs import EncoderInput
 from mlxpool.worker.engine.engine import MemoryUse
 
 

@@ -15,11 +15,12 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from mlxpool.common.protocol.encoder_calls import Task
 from mlxpool.worker import versions
 from mlxpool.worker.attention.packed_batch import PackedBatch
 from mlxpool.worker.caches.specs import KeyValueSpec
 from mlxpool.worker.encoders.folder import Activation, EncoderFolder
-from mlxpool.worker.encoders.inputs import EncoderInput, Task
+from mlxpool.worker.encoders.inputs import EncoderInput
 from mlxpool.worker.engine.encoding.pooling import load_dense, pooled
 from mlxpool.worker.engine.engine import MemoryUse
 from mlxpool.worker.kernels import device

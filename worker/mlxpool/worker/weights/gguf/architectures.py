@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from msgspec import Struct, field
@@ -17,7 +17,8 @@ from msgspec import Struct, field
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.layers.rope import parse_rope
 from mlxpool.worker.weights.gguf.fields import Fields
-from mlxpool.worker.weights.gguf.header import StoredTensor
+from mlxpool.worker.weights.gguf.header import GgufHeader, StoredTensor
+from mlxpool.worker.weights.safetensors_header import Header, Tensor
 
 Config = dict[str, Any]
 Tensors = Mapping[str, StoredTensor]
@@ -28,6 +29,7 @@ _WHOLE = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
+NO_BLOCKS = "whole"  # the part of a tensor that is in no blocks
 ROPE_FREQS = "rope_freqs.weight"  # factors of llama 3's wavelengths
 _ATTENTION = {
     "attn_norm": "input_layernorm",
@@ -319,3 +321,32 @@ ARCHITECTURES = {
     "deepseek2": Architecture(_deepseek2, _ATTENTION | _DENSE | _EXPERTS | _LATENT),
     "gpt-oss": Architecture(_gpt_oss, _ATTENTION | _GPT_OSS, scales="BF16"),
 }
+
+
+def as_checkpoint(header: GgufHeader, architecture: Architecture) -> Header:
+    """The header of a checkpoint that has the tensors of a file that are used, or are unknown.
+
+    A weight in blocks is listed as the tensors of its layout: `weight`, `scales` and `biases`. The
+    `stored` name of a tensor is llama.cpp's, a colon, and the part.
+    """
+    tensors: dict[str, Tensor] = {}
+    for stored in header.tensors.values():
+        name = architecture.name_of(stored.name)
+        if name is None:
+            continue
+        module = name.removesuffix(".weight")
+        for part, dtype, shape in _parts(stored, architecture.scales):
+            full = name if part == NO_BLOCKS else f"{module}.{part}"
+            tensors[full] = Tensor(full, dtype, shape, header.file, f"{stored.name}:{part}")
+    return Header(header.raw, tensors, {})
+
+
+def _parts(stored: StoredTensor, scales: str) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """The parts of a tensor, with the dtype and the shape of each."""
+    layout = stored.kind.layout
+    if layout is None:
+        yield NO_BLOCKS, stored.kind.dtype, stored.shape
+        return
+    floats = scales if layout.mode == "affine" else "U8"
+    for part, shape in layout.tensors(stored.shape):
+        yield part, "U32" if part == "weight" else floats, shape

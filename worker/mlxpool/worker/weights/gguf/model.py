@@ -22,9 +22,9 @@ from mlxpool.worker.weights.gguf.architectures import (
     Architecture,
     Config,
     architecture_of,
+    as_checkpoint,
     llama3_scaling,
 )
-from mlxpool.worker.weights.gguf.contents import as_checkpoint
 from mlxpool.worker.weights.gguf.fields import Fields
 from mlxpool.worker.weights.gguf.header import MAGIC, GgufHeader, StoredTensor, read_gguf_header
 from mlxpool.worker.weights.gguf.vocabulary import as_json, tokenizer_files

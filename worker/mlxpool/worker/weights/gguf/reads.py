@@ -12,9 +12,8 @@ import numpy.typing as npt
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.weights.cuts import Cut
-from mlxpool.worker.weights.gguf.architectures import Architecture
+from mlxpool.worker.weights.gguf.architectures import NO_BLOCKS, Architecture
 from mlxpool.worker.weights.gguf.blocks import packed_rows
-from mlxpool.worker.weights.gguf.contents import WHOLE
 from mlxpool.worker.weights.gguf.header import StoredTensor
 
 
@@ -60,7 +59,7 @@ class GgufReads:
             array = _floats(raw, tensor)
             if self._architecture.norms_plus_one and name.endswith("norm.weight"):
                 array = array.astype(mx.float32) - 1
-            return {f"{tensor.name}:{WHOLE}": array if rows is None else array[mx.array(rows)]}
+            return {f"{tensor.name}:{NO_BLOCKS}": array if rows is None else array[mx.array(rows)]}
         parts = packed_rows(tensor.kind, raw, tensor.shape[-1])
         arrays = {"weight": parts.weight, "scales": parts.scales, "biases": parts.biases}
         lead = tensor.shape[:-1]
