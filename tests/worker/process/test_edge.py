@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
 from mlxpool.common.config.schema import ModelConfig, WorkerConfig
@@ -24,9 +23,7 @@ from mlxpool.worker.process.intake import Task
 from mlxpool.worker.process.link import MAX_COUNTED_TURN, SILENCE_LIMIT, Link, Silence
 from support import kinds
 from support.counting_checker import expected_ids, text_of
-from support.pool import gone, until
-from support.slow_tokenizer import SLOW, split_texts
-from support.worker_checkpoints import write_checkpoint
+from support.pool import until
 from support.worker_process import TOKEN, WorkerProcess, id_of
 
 
@@ -58,14 +55,6 @@ def test_hello_welcome_credit_work_and_their_history(tmp_path: Path) -> None:
             {"what": "deltas", **run, "pos": 2, "n": 1, "end": "length"},
         )
     ]
-
-
-def test_the_size_of_a_prompt_is_sent_before_it_is_read(tmp_path: Path) -> None:
-    with WorkerProcess(tmp_path) as worker:
-        worker.welcome(7)
-        worker.work(1, "hello", max_tokens=1)
-        sizes = worker.receive(kinds.PROMPTS, no=(kinds.DELTAS,))
-        assert sizes.body == {"runs": [[id_of(1), 1, 5]]}
 
 
 def test_who_drops_all_runs_and_sends_hello_with_the_newest_token(tmp_path: Path) -> None:
@@ -257,25 +246,3 @@ def test_the_intake_uses_the_time_after_a_while_without_requests(
     finally:
         edge.link.close()
         edge.mailbox.waker.close()
-
-
-# ---- tokenizer calls -----------------------------------------------------------------------------
-
-
-def test_a_cancel_ends_the_preparation_of_a_call(tmp_path: Path) -> None:
-    """Its text would take seconds of a core; the next call is answered, this one is not."""
-    pytest.importorskip("mlx.core")
-    folder = split_texts(write_checkpoint(tmp_path / "model"))
-    with WorkerProcess(tmp_path, path=str(folder)) as worker:
-        worker.welcome(1)
-        worker.say(kinds.TOKENIZE, {"model": "m", "text": SLOW}, id=id_of(1))
-        while worker.receive(kinds.BEAT, no=(kinds.TOKENS,)).body["phase"] != "prepare":
-            pass
-        worker.say(kinds.CANCEL, id=id_of(1))
-        while worker.receive(kinds.BEAT, no=(kinds.TOKENS,)).body["phase"] != "idle":
-            pass
-        (server,) = psutil.Process(worker.process.pid).children()
-        until(lambda: all(map(gone, server.children())), "its lane has ended")
-        worker.say(kinds.TOKENIZE, {"model": "m", "text": "ab"}, id=id_of(2))
-        answer = worker.receive(kinds.TOKENS)
-        assert answer.header.id == id_of(2) and answer.body["n"] == 2

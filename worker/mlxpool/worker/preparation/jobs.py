@@ -242,7 +242,7 @@ def encode_of(job: Render, chat: RenderedChat) -> Encode:
 
 
 def _encode(text: TextModel, job: Encode) -> Encoded:
-    words = job.text if isinstance(job.text, str) else _decoded(job.text)
+    words = _words(job)
     if job.context:
         check_bytes(len(words) + len(job.suffix), text.max_bytes_per_token, job.context)
     if job.images:
@@ -312,9 +312,9 @@ def _ask(text: TextModel, job: AskQuestions) -> Asked:
     )
 
 
-def _decoded(blob: bytes) -> str:
+def _words(job: Encode) -> str:
     try:
-        return blob.decode("utf-8")
+        return job.text if isinstance(job.text, str) else job.text.decode("utf-8")
     except UnicodeDecodeError as error:
         raise BadRequest(f"the prompt is not UTF-8: {error}") from None
 
@@ -323,8 +323,7 @@ def _for_encoder(text: EncoderFunctions, job: Job) -> EncodedInputs | Encoded:
     if isinstance(job, EncodeInputs):
         return _pack_inputs(text.encode_inputs(job))
     if isinstance(job, Encode):
-        words = job.text if isinstance(job.text, str) else _decoded(job.text)
-        ids = text.encode(words)
+        ids = text.encode(_words(job))
         _check_answer(ids)
         return Encoded(pack_ids(ids))
     raise BadRequest(ENCODES)
