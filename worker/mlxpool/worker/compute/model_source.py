@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import logging
 import sys
 from collections.abc import Callable
@@ -28,7 +30,6 @@ from mlxpool.worker.prompt.text_model import Opened, TextSource, TokenTable
 from mlxpool.worker.scheduling.memory_estimate import dequantises_at_load
 from mlxpool.worker.speculation.drafter import AUTO, MTP, NGRAM, OFF
 from mlxpool.worker.speculation.ngram_search import MAX_TOKENS
-from mlxpool.worker.system.heap import release_free_memory
 from mlxpool.worker.weights.files import ModelFiles
 from mlxpool.worker.weights.inspect import ModelFolder, inspect
 from mlxpool.worker.weights.locate import COUNTING, locate, open_files
@@ -246,7 +247,7 @@ def _folder(
     part = part_of(folder, 0, config.devices) if config.devices > 1 else None
     draft = draft_of(folder, config)
     text, source = _text_of(folder)
-    release_free_memory()  # of the tokenizer: the processes that prepare requests have their own
+    _release_free_memory()  # of the tokenizer: the processes that prepare requests have their own
     context = min(folder.context, config.context or folder.context)
     draft_bytes = 0 if draft is None else draft.weight_bytes
 
@@ -414,7 +415,7 @@ def _encoder(files: ModelFiles, config: ModelConfig) -> EncoderSource:
     found = inspect_encoder(files, config.task, config.context)
     for note in found.folder.notes:
         log.warning(note, extra={"model": str(files.where)})
-    release_free_memory()
+    _release_free_memory()
 
     def load(on_progress: OnProgress) -> Encoder:
         _require_mlx()
@@ -461,3 +462,10 @@ def as_load_error(error: BaseException, name: str) -> PoolError:
     if isinstance(error, PoolError):
         return error
     return ModelLoadFailed(f"loading model {name!r} failed: {type(error).__name__}: {error}")
+
+
+def _release_free_memory() -> None:
+    """Return freed memory to the operating system, where the C library can (glibc)."""
+    if sys.platform == "linux":
+        with contextlib.suppress(AttributeError, OSError):  # another C library
+            ctypes.CDLL(None).malloc_trim(0)

@@ -13,6 +13,7 @@ import os
 import resource
 import signal
 import socket
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,7 +41,6 @@ from mlxpool.worker.preparation.limits import (
 )
 from mlxpool.worker.prompt.chat_template.sandbox import MAX_MEMORY
 from mlxpool.worker.prompt.text_model import RenderedChat, TextModel
-from mlxpool.worker.system.idle_class import become_idle_class
 
 MIN_TIMER = 0.001  # seconds; 0 would be no timer
 OOM_SCORE = 500  # the kernel ends a lane before its worker when memory runs out
@@ -70,6 +70,18 @@ def serve(worker: socket.socket, text: TextModel | EncoderFunctions, limits: Lim
                 return
 
 
+def _become_idle_class() -> None:
+    """Move this process to SCHED_IDLE for good, where the system has that class.
+
+    A process with a higher nice value still gets whole time slices of a core now and then, and all
+    threads of a matrix product wait for the one that lost its core. SCHED_IDLE is below every nice
+    value. An unprivileged process cannot leave that class again.
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+
+
 class Bounds:
     """Limits of time and memory for calls in this process. `worn`: one of them was long."""
 
@@ -85,7 +97,7 @@ class Bounds:
         self._image_seconds = IMAGE_SECONDS
 
     def _lower_priority(self, number: int = 0, frame: object = None) -> None:
-        become_idle_class()
+        _become_idle_class()
         self.worn = True
 
     @contextmanager
