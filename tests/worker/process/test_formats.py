@@ -152,7 +152,7 @@ def test_a_vocabulary_that_cannot_be_loaded_ends_requests_with_a_format_alone(
     made.load()
     while not made.is_settled(ready.set):
         assert ready.wait(PATIENCE)
-    made.constrain(COLOURS, found.put)
+    made.constrain(COLOURS, lambda result, error: found.put(error), Encoded(b""))
     assert "no such file" in str(found.get(timeout=PATIENCE))
 
 

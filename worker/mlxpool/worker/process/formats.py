@@ -11,6 +11,7 @@ from mlxpool.common.errors import Internal, PoolError
 from mlxpool.worker.constraints.compiler import Compiler
 from mlxpool.worker.constraints.constraint import Constraint
 from mlxpool.worker.constraints.vocabulary import load_vocabulary
+from mlxpool.worker.preparation.jobs import Result
 from mlxpool.worker.prompt.text_model import Opened, TokenTable
 
 
@@ -52,9 +53,15 @@ class Formats:
         return self._compiler.knows(format)
 
     def constrain(
-        self, format: Mapping[str, Any], finish: Callable[[Constraint | PoolError], None]
+        self, format: Mapping[str, Any], finish: Callable[..., None], result: Result
     ) -> None:
-        """Make the constraint of a format; the thread calls `finish` with it, or with its error."""
+        """Make the constraint of a format for a prompt, the `result` of its job.
+
+        The thread calls `finish` with the result, and with the constraint or its error.
+        """
+        if isinstance(result, PoolError):
+            finish(result)
+            return
 
         def perform() -> None:
             found: Constraint | PoolError
@@ -64,6 +71,6 @@ class Formats:
                 found = error
             except Exception as error:
                 found = Internal(f"the format could not be prepared: {error!r}")
-            finish(found)
+            finish(result, found)
 
         self._compiler.submit(perform)

@@ -69,6 +69,7 @@ log = logging.getLogger("mlxpool.worker")
 
 Request = Work | Tokenize | Detokenize | DecideCall | EncoderCall
 Begin = Callable[[Any, Any, Any, Arrival], Preparation | Compute]
+Finish = Callable[[Result], None]  # takes the result of a job
 
 PARSE: Mapping[str, Callable[[Mapping[str, Any], Sequence[bytes]], Request]] = {
     Work.kind: Work.parse,
@@ -110,7 +111,7 @@ class Task(Struct, eq=False):
     state: State = State.PREPARING
     # Gets the job's result. Written before the job is submitted, or when the task is dropped;
     # taken by the service's thread with the result, for a prompt is freed then.
-    finish: Callable[[Result], None] | None = None
+    finish: Finish | None = None
 
 
 class Prepared(Struct, frozen=True):
@@ -148,6 +149,7 @@ class Intake:
         self.tasks: dict[RunKey, Task] = {}  # by name
 
     def runs(self) -> list[Task]:
+        """The runs that have not ended."""
         return [task for (_, number), task in self.tasks.items() if number]
 
     # ---- the model -----------------------------------------------------------------------------
@@ -325,17 +327,19 @@ class Intake:
         begun = begin(self._opened, task.key, request, came)
         if not isinstance(begun, Preparation):
             self.prepared(Prepared(task, begun))
-        elif begun.format is None:
-            self._submit(task, begun, partial(self._finish, task, begun))
-        elif self._formats is not None and self._formats.knows(begun.format):
-            self._submit(task, begun, partial(self._constrain, task, begun))
-        else:
-            check = replace(begun, job=CheckFormat(begun.format), size=len(text_of(begun.format)))
-            self._submit(task, check, partial(self._checked, task, begun))
+            return
+        finish: Finish = partial(self._finish, task, begun)
+        format, formats = begun.format, self._formats
+        if format is not None:
+            assert formats is not None, "prepare_run refuses a format without them"
+            finish = partial(formats.constrain, format, finish)
+            if not formats.knows(format):
+                check = replace(begun, job=CheckFormat(format), size=len(text_of(format)))
+                self._submit(task, check, partial(self._checked, task, begun, finish))
+                return
+        self._submit(task, begun, finish)
 
-    def _submit(
-        self, task: Task, preparation: Preparation, finish: Callable[[Result], None]
-    ) -> None:
+    def _submit(self, task: Task, preparation: Preparation, finish: Finish) -> None:
         """Have the service perform the job. The main thread calls it, or the service's."""
         assert self._service is not None
         task.finish = finish
@@ -354,18 +358,14 @@ class Intake:
         if finish is not None:
             finish(result)
 
-    def _checked(self, task: Task, preparation: Preparation, result: Result) -> None:
+    def _checked(
+        self, task: Task, preparation: Preparation, finish: Finish, result: Result
+    ) -> None:
         """The format of a run was checked: its prompt is next."""
         if isinstance(result, PoolError):
-            self._finish(task, preparation, result)
+            finish(result)
         else:
-            self._submit(task, preparation, partial(self._constrain, task, preparation))
-
-    def _constrain(self, task: Task, preparation: Preparation, result: Result) -> None:
-        """The ids of a prompt are known: the constraint of its answer is next."""
-        assert self._formats is not None and preparation.format is not None
-        finish = partial(self._finish, task, preparation, result)
-        self._formats.constrain(preparation.format, finish)
+            self._submit(task, preparation, finish)
 
     def _finish(self, task: Task, preparation: Preparation, *found: Result | Constraint) -> None:
         """All that the request needs was found, or an error in its place: post what follows."""
