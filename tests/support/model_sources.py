@@ -14,6 +14,7 @@ from mlxpool.worker.prompt.text_model import Opened
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.weights.inspect import inspect
 from mlxpool.worker.weights.load import load
+from support.model_engines import engine_of_kind
 
 
 def source_of(
@@ -31,7 +32,7 @@ def source_of(
 
         def build(on_progress: object) -> Engine:
             loaded = load(found, deterministic=deterministic)
-            engine = kind(loaded, text, **{"blocks": 40, **settings})
+            engine = engine_of_kind(kind, loaded, text, **{"blocks": 40, **settings})
             engine.warm_up = lambda on_progress=None: None  # type: ignore[method-assign]
             return engine
 

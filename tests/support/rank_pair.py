@@ -20,15 +20,17 @@ from mlxpool.common.closing import Closing
 from mlxpool.worker.compute.follower import Follower
 from mlxpool.worker.compute.progress import Progress
 from mlxpool.worker.engine.model_engine import ModelEngine
+from mlxpool.worker.engine.settings import EngineSettings
 from mlxpool.worker.groups.collectives import Collectives
 from mlxpool.worker.groups.divisions import part_of
-from mlxpool.worker.groups.group_engine import GroupEngine
+from mlxpool.worker.groups.group_engine import open_group_engine
 from mlxpool.worker.groups.links import Meeting
 from mlxpool.worker.groups.part_layers import PartLayerBuilder
 from mlxpool.worker.groups.pipes import Inbox, Orders
 from mlxpool.worker.weights.inspect import inspect
 from mlxpool.worker.weights.load import LoadedModel, load
 from support.free_ports import free_ports
+from support.model_engines import model_engine
 from support.peer_ranks import peer_sums
 
 RANKS = 2
@@ -87,16 +89,16 @@ class RankPair(Closing):
             self.kernels = self._peers.enter_context(peer_sums(self.collectives))
 
     @contextmanager
-    def engine(self, folder: Path, **settings: Any) -> Iterator[GroupEngine]:
+    def engine(self, folder: Path, **settings: Any) -> Iterator[ModelEngine]:
         """The engine of a model, which both ranks have meanwhile."""
         print(folder, file=self._child.stdin, flush=True)
         loaded = load_rank(folder, 0, self.collectives)
-        made = GroupEngine(
+        made = open_group_engine(
             loaded,
             None,
+            EngineSettings(**{**SETTINGS, **settings}),
             orders=Orders([self._writer]),
             collectives=self.collectives,
-            **{**SETTINGS, **settings},
         )
         try:
             yield made
@@ -113,7 +115,7 @@ class RankPair(Closing):
 
 def single(folder: Path, **settings: Any) -> ModelEngine:
     """The engine of the whole model on one device."""
-    return ModelEngine(load(inspect(folder)), None, **{**SETTINGS, **settings})
+    return model_engine(load(inspect(folder)), None, **{**SETTINGS, **settings})
 
 
 def _serve(hosts: int, reader: int, *, by_kernels: bool) -> None:

@@ -90,4 +90,4 @@ class RandomWorkload:
         self.waiting.append(seq)
 
     def _shrink(self) -> None:
-        self.engine.shrink(self.draw.choice((1, 100)))
+        self.engine.inspect().memory.shrink(self.draw.choice((1, 100)))

@@ -54,8 +54,7 @@ def small_on_a_gpu(on_cuda: bool) -> Iterator[None]:
 def small_prefix_caches() -> Iterator[None]:
     """Bounds the prefix caches of engines, which by default grow with the machine's memory."""
     try:
-        import mlxpool.worker.engine.memory
-        import mlxpool.worker.engine.row_engine  # noqa: F401  # it needs MLX
+        import mlxpool.worker.engine.memory  # noqa: F401  # it needs MLX
         from mlxpool.worker.scheduling.memory_estimate import default_prefix_cache_bytes as default
     except ImportError:
         yield
@@ -65,7 +64,6 @@ def small_prefix_caches() -> Iterator[None]:
         return min(default(limit, weights), MAX_PREFIX_BYTES)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mlxpool.worker.engine.row_engine.default_prefix_cache_bytes", bounded)
         patch.setattr("mlxpool.worker.engine.memory.default_prefix_cache_bytes", bounded)
         yield
 

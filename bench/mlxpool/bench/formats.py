@@ -20,6 +20,7 @@ from mlxpool.common.options import Options
 from mlxpool.worker.constraints.compiler import Compiler
 from mlxpool.worker.constraints.vocabulary import load_vocabulary
 from mlxpool.worker.engine.model_engine import ModelEngine
+from mlxpool.worker.engine.settings import EngineSettings
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.weights.inspect import inspect
 from mlxpool.worker.weights.load import load
@@ -55,9 +56,8 @@ class Bench:
         folder = inspect(path)
         self._text = ChatTokenizer.from_folder(folder)
         size = folder.plan.vocab_size
-        self._engine = ModelEngine(
-            load(folder), self._text, prefix="off", max_sequences=rows, context=CONTEXT
-        )
+        settings = EngineSettings(prefix="off", max_sequences=rows, context=CONTEXT)
+        self._engine = ModelEngine(load(folder), self._text, settings)
         self._engine.warm_up(lambda: None)
         pieces = self._text.table(size).pieces
         vocabulary = partial(load_vocabulary, self._text.source, pieces, folder.eos_ids)

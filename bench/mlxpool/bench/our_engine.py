@@ -18,6 +18,7 @@ from mlxpool.worker.attention.row_shape import RowShape
 from mlxpool.worker.caches.stored import AUTO
 from mlxpool.worker.engine.engine import Engine
 from mlxpool.worker.engine.model_engine import ModelEngine
+from mlxpool.worker.engine.settings import EngineSettings
 from mlxpool.worker.kernels import device
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.scheduling.memory_estimate import dequantises_at_load
@@ -84,9 +85,8 @@ class OurEngine:
     ) -> ModelEngine:
         """A new engine for at most `streams` rows; `kv`: as the setting of this name."""
         context = min(context, self.longest)
-        return ModelEngine(
-            self._loaded, prefix=prefix, context=context, max_sequences=streams, kv=kv
-        )
+        settings = EngineSettings(prefix=prefix, context=context, max_sequences=streams, kv=kv)
+        return ModelEngine(self._loaded, None, settings)
 
     def running(
         self, lengths: Sequence[int], options: Mapping[str, Any] = GREEDY, kv: str = AUTO

@@ -36,6 +36,7 @@ from mlxpool.worker.compute.drafting_rows import make_drafter
 from mlxpool.worker.draft_model.opening import inspect_draft, load_draft
 from mlxpool.worker.engine import flight
 from mlxpool.worker.engine.model_engine import ModelEngine
+from mlxpool.worker.engine.settings import EngineSettings
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.sampling.batch import SampledNumbers
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence
@@ -225,7 +226,8 @@ def _engine(folder: Path, options: argparse.Namespace) -> tuple[ModelEngine, Cha
     if options.draft:
         opened = inspect_draft(options.draft, found)
         draft = load_draft(opened, lambda tensors, size: None, rows=most, limit=0)
-    engine = ModelEngine(load(found), text, prefix="off", max_sequences=most, draft=draft)
+    settings = EngineSettings(prefix="off", max_sequences=most)
+    engine = ModelEngine(load(found), text, settings, draft=draft)
     if engine.no_drafts:
         raise ValueError(f"{folder}: {engine.no_drafts}")
     engine.expect_drafts(max_drafts_of_step(engine.vocab_size))

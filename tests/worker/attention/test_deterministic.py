@@ -18,10 +18,10 @@ from support.worker_checkpoints import write_checkpoint
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.layers.linear import TILE_ROWS, Linear, tiled_matmul  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
+from support.model_engines import model_engine  # noqa: E402
 
 ON_GPU = mx.default_device().type == mx.DeviceType.gpu
 TIE = 0.1 if ON_GPU else 1e-4  # a margin that rounding can close, in bfloat16 and in float32
@@ -59,7 +59,7 @@ def request(number: int, count: int = 24) -> Sequence:
 
 def alone(loaded: LoadedModel, seq: Sequence) -> list[SampledToken]:
     """Returns all tokens with log-probabilities from an engine without other requests."""
-    engine = ModelEngine(loaded, prefix="off")
+    engine = model_engine(loaded, prefix="off")
     enter(engine, seq)
     return [decode(engine, [seq])[0] for _ in range(seq.max_tokens)]
 
@@ -88,7 +88,7 @@ def test_a_tiled_product_does_not_depend_on_the_number_of_rows() -> None:
 @pytest.mark.parametrize("chunk", [1, 7, 64, 300])
 def test_the_chunk_size_changes_no_bit(exact: LoadedModel, number: int, chunk: int) -> None:
     expected, seq = alone(exact, request(number, 6)), request(number, 6)
-    engine = ModelEngine(exact, prefix="off")
+    engine = model_engine(exact, prefix="off")
     enter(engine, seq, chunk)
     assert values([decode(engine, [seq])[0] for _ in range(6)]) == values(expected)
 
@@ -96,7 +96,7 @@ def test_the_chunk_size_changes_no_bit(exact: LoadedModel, number: int, chunk: i
 @on_cpu
 def test_other_rows_of_a_batch_change_no_bit(exact: LoadedModel) -> None:
     expected = [values(alone(exact, request(number))) for number in range(8)]
-    engine, rows = ModelEngine(exact, prefix="off"), [request(number) for number in range(8)]
+    engine, rows = model_engine(exact, prefix="off"), [request(number) for number in range(8)]
     got: list[list[SampledToken]] = [[] for _ in rows]
     for turn in range(100):
         if turn < 16 and turn % 2 == 0:
@@ -114,7 +114,7 @@ def test_other_rows_of_a_batch_change_no_bit(exact: LoadedModel) -> None:
 def test_a_preemption_changes_no_bit(exact: LoadedModel, prefix: str) -> None:
     for number in range(5):
         expected, seq = values(alone(exact, request(number))), request(number)
-        engine, got = ModelEngine(exact, prefix=prefix), []
+        engine, got = model_engine(exact, prefix=prefix), []
         for steps in (1, 10, 13):
             enter(engine, seq, 50)
             got += [decode(engine, [seq])[0] for _ in range(steps)]
@@ -129,7 +129,7 @@ def test_a_resume_changes_no_bit(exact: LoadedModel, taken: int) -> None:
     for number in range(5):
         expected, seq = alone(exact, request(number)), request(number)
         seq.ids += [one.token for one in expected[:taken]]
-        engine = ModelEngine(exact)
+        engine = model_engine(exact)
         enter(engine, seq)
         got = [decode(engine, [seq])[0] for _ in range(24 - taken)]
         assert values(got) == values(expected[taken:])
@@ -139,7 +139,7 @@ def test_a_resume_changes_no_bit(exact: LoadedModel, taken: int) -> None:
 @pytest.mark.parametrize("split", [1, 100, 255, 256, 257, 511, 599])
 def test_a_prefix_hit_of_any_length_changes_no_bit(exact: LoadedModel, split: int) -> None:
     expected, seq = values(alone(exact, request(4))), request(4)
-    engine = ModelEngine(exact)
+    engine = model_engine(exact)
     before = Sequence(b"", 1, (*seq.prompt[:split], 1, 2, 3), Options(temperature=0.0), 0, 3)
     enter(engine, before, 90)
     decode(engine, [before])
@@ -164,7 +164,7 @@ def test_without_the_setting_greedy_tokens_differ_at_near_ties_only() -> None:
         return [Sequence(b"", 1, prompt_of(n, 0, 4096), options, 0, 40) for n in sizes]
 
     expected = [alone(loaded, seq) for seq in requests()]
-    engine, rows = ModelEngine(loaded, prefix="off"), requests()
+    engine, rows = model_engine(loaded, prefix="off"), requests()
     for seq in rows:
         enter(engine, seq, 200)
     steps = [decode(engine, rows) for _ in range(40)]

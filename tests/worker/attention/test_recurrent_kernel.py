@@ -33,6 +33,7 @@ from mlxpool.worker.scheduling.spans import Span  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
 from support import simt  # noqa: E402
+from support.model_engines import model_engine  # noqa: E402
 from support.recurrent_rows import RandomWorkload, prompt_of, sequence  # noqa: E402
 
 ON_GPU = mx.cuda.is_available()
@@ -76,7 +77,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 def engine_of(loaded: LoadedModel, **settings: Any) -> ModelEngine:
-    return ModelEngine(loaded, **{"lookahead": False, **settings})
+    return model_engine(loaded, **{"lookahead": False, **settings})
 
 
 def plain_answer(loaded: LoadedModel, seq: Sequence) -> list[int]:

@@ -25,6 +25,7 @@ from mlxpool.worker.sampling import sampler  # noqa: E402
 from mlxpool.worker.scheduling.sequence import Sequence, SequenceFailed  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
+from support.model_engines import model_engine  # noqa: E402
 from support.recurrent_rows import (  # noqa: E402
     MIXTURE,
     STEPS,
@@ -48,7 +49,7 @@ def text(loaded: LoadedModel) -> ChatTokenizer:
 
 
 def engine_of(loaded: LoadedModel, text: ChatTokenizer, **settings: Any) -> ModelEngine:
-    return ModelEngine(loaded, text, **{"lookahead": False, **settings})
+    return model_engine(loaded, text, **{"lookahead": False, **settings})
 
 
 def ids_of(engine: ModelEngine, seq: Sequence, steps: int = STEPS) -> list[int]:
@@ -258,7 +259,7 @@ def test_warm_up_leaves_nothing_behind(loaded: LoadedModel, text: ChatTokenizer)
 def test_deterministic_is_refused(loaded: LoadedModel) -> None:
     exact = load(loaded.folder, deterministic=True)
     with pytest.raises(ModelLoadFailed, match="deterministic = true is not built"):
-        ModelEngine(exact)
+        model_engine(exact)
 
 
 @AHEAD

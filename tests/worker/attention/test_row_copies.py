@@ -34,6 +34,7 @@ from mlxpool.worker.prefix.tree_cache import TreeCache  # noqa: E402
 from mlxpool.worker.scheduling.sequence import Sequence as Seq  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
+from support.model_engines import model_engine  # noqa: E402
 
 ROOMY = 10**9
 SLACK = 3  # tokens beyond its window that a window layer keeps for a chunk
@@ -349,8 +350,8 @@ def ask(engine: ModelEngine, prompt: tuple[int, ...], steps: int = 12) -> Seq:
 @pytest.mark.parametrize("lookahead", [False, True])
 def test_a_model_gives_the_same_tokens_in_every_mode(loaded: LoadedModel, lookahead: bool) -> None:
     """Three interleaved conversations give the tokens of an engine without a cache."""
-    cached = ModelEngine(loaded, prefix="tree", lookahead=lookahead)
-    plain = ModelEngine(loaded, prefix="off", lookahead=False)
+    cached = model_engine(loaded, prefix="tree", lookahead=lookahead)
+    plain = model_engine(loaded, prefix="off", lookahead=False)
     draw: Callable[[int, int], tuple[int, ...]] = lambda salt, size: tuple(  # noqa: E731
         np.random.default_rng(salt).integers(0, 256, size).tolist()
     )
@@ -371,8 +372,8 @@ def test_a_model_gives_the_same_tokens_in_every_mode(loaded: LoadedModel, lookah
 def test_the_engine_uses_the_configured_mode(loaded: LoadedModel) -> None:
     found = {}
     for mode in MODES:
-        engine = ModelEngine(loaded, prefix=mode)
+        engine = model_engine(loaded, prefix=mode)
         for prompt in ((1, 2, 3, 4), (7, 8, 9), (1, 2, 3, 4)):
             found[mode] = ask(engine, prompt, 2).cached
     assert found == {"tree": 3, "single": 0, "off": 0}
-    assert ModelEngine(loaded, prefix_bytes=12345).prefix.budget == 12345
+    assert model_engine(loaded, prefix_bytes=12345).prefix.budget == 12345

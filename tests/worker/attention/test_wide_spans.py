@@ -25,7 +25,7 @@ from mlxpool.worker.attention.layout import Layout  # noqa: E402
 from mlxpool.worker.attention.layout_choice import choose_layout, make_layout  # noqa: E402
 from mlxpool.worker.attention.row_shape import RowShape  # noqa: E402
 from mlxpool.worker.attention.row_spans import RowSpan, logit_spans  # noqa: E402
-from mlxpool.worker.engine.pass_kinds import PassKind, compiled_kinds  # noqa: E402
+from mlxpool.worker.engine.trial_passes import PassKind, compiled_kinds  # noqa: E402
 from mlxpool.worker.transfers.uploads import Uploads  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402

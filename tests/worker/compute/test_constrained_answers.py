@@ -21,6 +21,7 @@ from mlxpool.worker.constraints.constraint import Constraint  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.scheduling.context_policy import ContextShift  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
+from support.model_engines import model_engine  # noqa: E402
 
 PERSON: dict[str, Any] = {
     "type": "object",
@@ -57,7 +58,7 @@ def loaded() -> LoadedModel:
 
 
 def answers(loaded: LoadedModel, *, lookahead: bool = False) -> Answers:
-    return Answers(ModelEngine(loaded, demo()[1], prefix="off", lookahead=lookahead))
+    return Answers(model_engine(loaded, demo()[1], prefix="off", lookahead=lookahead))
 
 
 def request(number: int) -> dict[str, Any]:

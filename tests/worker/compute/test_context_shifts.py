@@ -31,6 +31,7 @@ from mlxpool.worker.prompt.tokenizer import ChatTokenizer  # noqa: E402
 from mlxpool.worker.scheduling.sequence import Sequence  # noqa: E402
 from mlxpool.worker.weights.inspect import ModelFolder, inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
+from support.model_engines import model_engine  # noqa: E402
 
 INT8_TIE = 0.1  # the same, where rounding moves a number to the next integer
 TIE = 0.1 if device.on_gpu() else 1e-4  # a margin between the two best that rounding may close
@@ -184,7 +185,7 @@ def harness_of(
             on_progress: object,
         ) -> ModelEngine:  # arrays belong to the thread that makes them
             model = load(folder, deterministic=deterministic)
-            engine = ModelEngine(model, text, **{"blocks": 40, "lookahead": False, **settings})
+            engine = model_engine(model, text, **{"blocks": 40, "lookahead": False, **settings})
             engine.warm_up = lambda on_progress=None: None  # type: ignore[method-assign]
             return engine
 
@@ -202,7 +203,7 @@ class Reference:
     """An engine with empty rows, which reads each context once."""
 
     def __init__(self, loaded: LoadedModel, kv: str) -> None:
-        self._engine = ModelEngine(loaded, prefix="off", lookahead=False, kv=kv)
+        self._engine = model_engine(loaded, prefix="off", lookahead=False, kv=kv)
         self._tie = TIE if kv == "auto" else INT8_TIE
         self._known: dict[tuple[int, ...], list[tuple[int, float]]] = {}
 

@@ -33,6 +33,7 @@ from mlxpool.worker.process.calls import prepare_decide
 from mlxpool.worker.process.prompts import Arrival
 from mlxpool.worker.prompt.text_model import Opened
 from support.compute_harness import ComputeHarness, ids_of
+from support.engine_steps import step
 from support.worker_checkpoints import GLM, QWEN3_NEXT, write_checkpoint
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
@@ -44,6 +45,7 @@ from mlxpool.worker.scheduling.sequence import Sequence  # noqa: E402
 from mlxpool.worker.scheduling.spans import Span  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
+from support.model_engines import engine_of_kind, model_engine  # noqa: E402
 from support.pool import PATIENCE  # noqa: E402
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -90,7 +92,9 @@ def started(
     opened, text = opened_of(loaded)
 
     def build(on_progress: object) -> Engine:
-        engine = kind(loaded, text, **{"blocks": 60, "max_sequences": sequences, **settings})
+        engine = engine_of_kind(
+            kind, loaded, text, **{"blocks": 60, "max_sequences": sequences, **settings}
+        )
         engine.warm_up = lambda on_progress=None: None  # type: ignore[method-assign]
         return engine
 
@@ -126,13 +130,13 @@ def answer_of(harness: ComputeHarness) -> Answer:
 
 def log_probabilities(loaded: LoadedModel, prompt: tuple[int, ...]) -> Mapping[int, float]:
     """Those of all tokens after a prompt, by a pass over all of it, with nothing kept."""
-    engine = ModelEngine(loaded, layout="rows", prefix="off", lookahead=False)
+    engine = model_engine(loaded, layout="rows", prefix="off", lookahead=False)
     size = loaded.folder.plan.vocab_size
     seq = Sequence(b"", 1, prompt, Options(logprobs=True, top_logprobs=size), 1, 1)
     engine.admit(seq)
     if engine.clip(seq, len(prompt)) < len(prompt):
-        engine.step([Span(seq, 0, len(prompt) - 1, 0)])
-    (drawn,) = engine.step([Span(seq, seq.submitted, len(prompt) - seq.submitted, 1)]).drawn
+        step(engine, [Span(seq, 0, len(prompt) - 1, 0)])
+    (drawn,) = step(engine, [Span(seq, seq.submitted, len(prompt) - seq.submitted, 1)])
     assert drawn.logprob is not None and len(drawn.logprob.top) == size
     return dict(drawn.logprob.top)
 
@@ -190,10 +194,10 @@ class CountsInputs(ModelEngine):
         self.spans: list[int] = []
         ENGINES.append(self)
 
-    def _start(self, spans: Many[Span], *, at_once: bool, **named: Any) -> bool:
+    def submit(self, spans: Many[Span]) -> bool:
         self.inputs.append(sum(span.count for span in spans))
         self.spans.append(len(spans))
-        return super()._start(spans, at_once=at_once, **named)
+        return super().submit(spans)
 
 
 ENGINES: list[CountsInputs] = []
@@ -319,10 +323,10 @@ class FailsWith(ModelEngine):
 
     count = 2
 
-    def _start(self, spans: Many[Span], *, at_once: bool, **named: Any) -> bool:
+    def submit(self, spans: Many[Span]) -> bool:
         if len(spans) == self.count:
             raise RuntimeError("this pass fails")
-        return super()._start(spans, at_once=at_once, **named)
+        return super().submit(spans)
 
 
 class FailsAlone(FailsWith):
@@ -399,7 +403,7 @@ def test_scored_tokens_beside_log_probabilities_of_a_stream(
 ) -> None:
     """One pass draws for a stream with the likeliest tokens and for a question."""
     loaded = models["full attention"]
-    engine = ModelEngine(loaded, prefix="off", lookahead=False)
+    engine = model_engine(loaded, prefix="off", lookahead=False)
     prompt = tuple(range(40, 60))
     wanted = log_probabilities(loaded, prompt)
     top = Options(temperature=0, logprobs=True, top_logprobs=3)
@@ -411,7 +415,7 @@ def test_scored_tokens_beside_log_probabilities_of_a_stream(
     ]
     for one in rows:
         engine.admit(one)
-    drawn = {one.sequence: one for one in engine.step([Span(r, 0, 20, 1) for r in rows]).drawn}
+    drawn = {one.sequence: one for one in step(engine, [Span(r, 0, 20, 1) for r in rows])}
     found = [drawn[one].logprob for one in rows]
     assert found[3] is None
     best = sorted(wanted.items(), key=lambda one: -one[1])[:3]

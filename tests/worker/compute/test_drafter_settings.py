@@ -28,6 +28,7 @@ from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.speculation.best_drafter import BestDrafter  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
+from support.model_engines import model_engine  # noqa: E402
 
 SETTINGS = ["off", "ngram", "mtp", "draft", "auto"]
 
@@ -51,7 +52,7 @@ def predicting(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 def drafting(loaded: LoadedModel, draft: LoadedModel | None = None) -> ModelEngine:
     second = None if draft is None else DraftModelEngine(draft, demo()[2], rows=1, limit=0)
-    return ModelEngine(loaded, demo()[1], blocks=4, draft=second)
+    return model_engine(loaded, demo()[1], blocks=4, draft=second)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -62,8 +63,8 @@ def test_what_checks_no_drafts_is_refused_by_name(setting: str, tmp_path: Path) 
     recurrent = load(inspect(write_checkpoint(tmp_path, **states)))
     engines: list[tuple[Engine, str]] = [
         (CountingEngine(Counting(), 1000), "the counting model cannot check drafts"),
-        (ModelEngine(exact, demo()[1], blocks=4), "deterministic is true"),
-        (ModelEngine(recurrent, blocks=4), "states or windows"),
+        (model_engine(exact, demo()[1], blocks=4), "deterministic is true"),
+        (model_engine(recurrent, blocks=4), "states or windows"),
     ]
     for made, words in engines:
         if setting in ("off", "auto"):
@@ -114,7 +115,7 @@ def test_a_draft_model_of_what_checks_no_drafts_is_refused(
     """With "auto" as well: it would be loaded for nothing."""
     recurrent = load(inspect(write_checkpoint(tmp_path, **{**QWEN3_NEXT, "num_hidden_layers": 2})))
     drafts = DraftModelEngine(draft, demo()[2], rows=1, limit=0)
-    made = ModelEngine(recurrent, blocks=4, draft=drafts)
+    made = model_engine(recurrent, blocks=4, draft=drafts)
     with pytest.raises(ModelLoadFailed, match="leave speculation and draft out"):
         make_speculator(setting, made, "some")
 
@@ -128,11 +129,11 @@ def test_room_is_left_for_the_draft_model(loaded: LoadedModel, draft: LoadedMode
     """Its weights and all of its rows are within the limit; what it has is shown."""
     limit = _above_this_process(2**30)
     drafts = DraftModelEngine(draft, demo()[2], rows=4, limit=limit)
-    plain = ModelEngine(loaded, demo()[1], limit=limit, prefix_bytes=2**20)
-    beside = ModelEngine(loaded, demo()[1], limit=limit, prefix_bytes=2**20, draft=drafts)
+    plain = model_engine(loaded, demo()[1], limit=limit, prefix_bytes=2**20)
+    beside = model_engine(loaded, demo()[1], limit=limit, prefix_bytes=2**20, draft=drafts)
     assert (
         drafts.held_bytes
-        > draft.weight_bytes + 4 * drafts.context * drafts.inspect().budget.block // 256
+        > draft.weight_bytes + 4 * drafts.context * drafts.engine.inspect().budget.block // 256
     )
     less = plain.inspect().budget.free_blocks - beside.inspect().budget.free_blocks
     blocks = drafts.held_bytes / beside.inspect().budget.block
@@ -145,7 +146,7 @@ def test_a_draft_model_is_warmed_up_in_the_room_that_a_small_pool_leaves(
 ) -> None:
     """A pool takes all memory that is left, and what the draft model's passes take is not known."""
     drafts = DraftModelEngine(draft, demo()[2], rows=1, limit=0)
-    made = ModelEngine(
+    made = model_engine(
         loaded,
         demo()[1],
         layout="pool",

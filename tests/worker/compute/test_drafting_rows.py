@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
-from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -24,6 +23,7 @@ from mlxpool.worker.compute.progress import Progress  # noqa: E402
 from mlxpool.worker.compute.steps import DeviceLost, Steps  # noqa: E402
 from mlxpool.worker.engine.counting_engine import CountingEngine, piece  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
+from mlxpool.worker.engine.settings import EngineSettings  # noqa: E402
 from mlxpool.worker.prompt.detokenizer import Detokenizer  # noqa: E402
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for  # noqa: E402
 from mlxpool.worker.scheduling.scheduler import StepLimits  # noqa: E402
@@ -40,18 +40,24 @@ STEP, COPY = 0.01, 5.0  # seconds
 class BoundedEngine(ModelEngine):
     """Refuses passes that write behind the blocks that a sequence was given."""
 
-    def _start(self, spans: Many[Span], *, at_once: bool, **named: Any) -> bool:
+    def submit(self, spans: Many[Span]) -> bool:
+        self.require_blocks(spans)
+        return super().submit(spans)
+
+    def forward(self, spans: Many[Span], built: Callable[[], None] = lambda: None) -> bool:
+        self.require_blocks(spans)
+        return super().forward(spans, built)
+
+    def require_blocks(self, spans: Many[Span]) -> None:
         for span in spans:
             given = self.blocks.given(span.sequence)
             assert blocks_for(span.end) <= given, f"{span.end} tokens in {given} blocks"
-        return super()._start(spans, at_once=at_once, **named)
 
 
 def test_forced_tokens_get_their_blocks_before_others_check_drafts() -> None:
     """Passes in flight are collected before a check; the tokens that they force begin a block."""
-    engine = BoundedEngine(
-        load(demo()[0]), demo()[1], layout="slabs", lookahead=True, blocks=32, prefix="off"
-    )
+    settings = EngineSettings(layout="slabs", lookahead=True, blocks=32, prefix="off")
+    engine = BoundedEngine(load(demo()[0]), demo()[1], settings)
     answers = {bytes([name] * 16): [1] * 60 for name in (1, 2)}
     drafter = OracleDrafter(answers, random.Random(1), engine.vocab_size)
     speculator = EagerSpeculator(drafter)

@@ -25,6 +25,7 @@ from mlxpool.worker.engine.engine import StepResult  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.scheduling.context_policy import ContextShift  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
+from support.model_engines import model_engine  # noqa: E402
 
 LONG_KEYS: dict[str, Any] = {
     "type": "object",
@@ -68,7 +69,7 @@ def make_engine(
     loaded: LoadedModel, layout: str = "slabs", *, ahead: bool = False, prefix: str = "off"
 ) -> ModelEngine:
     text = demo()[1]
-    return ModelEngine(
+    return model_engine(
         loaded, text, context=512, prefix=prefix, lookahead=ahead, layout=layout, blocks=BLOCKS
     )
 

@@ -25,6 +25,7 @@ from mlxpool.worker.scheduling.sequence import Sequence  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
 from support.engine_steps import decode, decode_spans, enter  # noqa: E402
+from support.model_engines import model_engine  # noqa: E402
 
 FORMAT = {"type": "regex", "pattern": "[a-z]{3,8}(-[0-9]{2}){2,3}; done(, [a-z]{4}){1,2}"}
 SLOW: dict[str, Any] = {"format": FORMAT, "temperature": 0.9, "max_tokens": 60}
@@ -83,7 +84,7 @@ def withdrawn(monkeypatch: pytest.MonkeyPatch) -> list[Sequence]:
 def batch_of(loaded: LoadedModel, layout: str, *, ahead: bool) -> Answers:
     text = demo()[1]
     return Answers(
-        ModelEngine(
+        model_engine(
             loaded, text, context=512, prefix="off", lookahead=ahead, layout=layout, blocks=96
         )
     )
@@ -213,7 +214,7 @@ def test_a_row_with_states_reads_its_last_input_again(tmp_path: Any) -> None:
 
     wanted, found = rows(), rows()
     for every in (wanted, found):
-        engine = ModelEngine(model, lookahead=False)
+        engine = model_engine(model, lookahead=False)
         for seq in every:
             enter(engine, seq)
         for number in range(6):

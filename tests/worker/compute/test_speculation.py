@@ -41,6 +41,7 @@ from mlxpool.worker.speculation.drafter import Drafter  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
 from mlxpool.worker.weights.locate import DEMO_FOLDER  # noqa: E402
+from support.model_engines import model_engine  # noqa: E402
 
 DEMO, DRAFT_MODEL = "demo", "its draft model"
 OF_DEMO = [(DEMO, layout) for layout in ("rows", "slabs", "pool")]
@@ -164,7 +165,7 @@ def engine(
     draft = None
     if drafter in ("draft", "auto"):
         draft = DraftModelEngine(models[DRAFT_MODEL], demo()[2], rows=5, limit=0)
-    return ModelEngine(
+    return model_engine(
         models[model],
         demo()[1],
         layout=layout,
@@ -268,7 +269,7 @@ def test_answers_are_the_same_with_drafts(
     for number in range(len(requests)):
         require_same(found[number], wanted[number], had[number])
     assert made.kv_use()[0] == 0
-    made._prefix.clear()
+    made.prefix.clear()
     assert made.blocks.available == made.blocks.capacity
 
 
@@ -421,8 +422,7 @@ def test_a_draft_model_that_fails_disturbs_no_answer(
         asked.append(1)
         raise RuntimeError("the draft model fails")
 
-    assert made.draft is not None
-    monkeypatch.setattr(made.draft, "submit", fails)
+    monkeypatch.setattr(DraftModelEngine, "propose", fails)
     found = answers_of(Answers(made, eager("draft", made)), requests)
     for number, answer in wanted.items():
         require_same(found[number], answer)
@@ -439,8 +439,7 @@ def test_other_drafts_go_on_where_the_draft_model_fails(
         asked.append(1)
         raise RuntimeError("the draft model fails")
 
-    assert made.draft is not None
-    monkeypatch.setattr(made.draft, "submit", fails)
+    monkeypatch.setattr(DraftModelEngine, "propose", fails)
     speculator = eager("auto", made)
     batch = Answers(made, speculator)
     row = batch.admit(1, prompt=REPEATING, temperature=0.0, max_tokens=40, ignore_eos=True)

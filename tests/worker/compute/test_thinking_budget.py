@@ -15,10 +15,10 @@ from support.constrained_answers import Answer, Answers, demo, end_of_thoughts
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.worker.constraints.thought_bound import NEAR  # noqa: E402
-from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.speculation.ngram import NgramDrafter  # noqa: E402
 from mlxpool.worker.speculation.speculator import Speculator  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
+from support.model_engines import model_engine  # noqa: E402
 
 SCHEMA = {
     "type": "object",
@@ -52,7 +52,7 @@ def loaded() -> LoadedModel:
 def answers(
     loaded: LoadedModel, layout: str = "slabs", *, ahead: bool = False, speculates: bool = False
 ) -> Answers:
-    engine = ModelEngine(
+    engine = model_engine(
         loaded,
         demo()[1],
         context=512,

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.worker.compute.messages import StepDeltas, Unusable
@@ -25,11 +26,13 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.worker.attention.in_slabs.slab_layout import SlabLayout  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
+from mlxpool.worker.engine.settings import EngineSettings  # noqa: E402
 from mlxpool.worker.kernels import device  # noqa: E402
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer  # noqa: E402
 from mlxpool.worker.sampling import sampler  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import load  # noqa: E402
+from support.model_engines import model_engine  # noqa: E402
 from support.model_sources import source_of  # noqa: E402
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
@@ -194,7 +197,7 @@ def test_a_device_works_while_it_computes(
     folder: Path, monkeypatch: pytest.MonkeyPatch, spoiled: str
 ) -> None:
     loaded = load(inspect(folder), deterministic=False)
-    engine = ModelEngine(loaded, ChatTokenizer.from_folder(loaded.folder), blocks=40)
+    engine = model_engine(loaded, ChatTokenizer.from_folder(loaded.folder), blocks=40)
     assert engine.device_works()
 
     def numbers(count: int) -> Any:
@@ -266,13 +269,16 @@ class Growing(ModelEngine):
     CAPACITY, LEFT, GROWN = 7, 2, 3 * KV_BLOCK_TOKENS
     outside = 0  # bytes that the process is said to take beside MLX
 
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **{**settings, "blocks": None, "limit": 2**30, "layout": "slabs"})
+    def __init__(self, loaded: Any, text: Any, settings: EngineSettings, **parts: Any) -> None:
+        settings = replace(settings, blocks=None, limit=2**30, layout="slabs")
+        super().__init__(loaded, text, settings, **parts)
         self._grow_to(self.CAPACITY)
         self._settled = self.outside
 
     def _grow_to(self, blocks: int) -> None:
-        type(self).outside += (self._capacity() - blocks) * self._block_bytes
+        self.memory()
+        more = self.blocks.capacity - blocks
+        type(self).outside += more * self.inspect().budget.block
         self.memory()
         assert self.blocks.capacity == blocks
 

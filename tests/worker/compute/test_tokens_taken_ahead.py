@@ -14,10 +14,13 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.worker.constraints import masks  # noqa: E402
 from mlxpool.worker.constraints.masks import Masks  # noqa: E402
+from mlxpool.worker.engine.flight import PassTimes  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
+from mlxpool.worker.engine.rows import Rows  # noqa: E402
 from mlxpool.worker.sampling.batch import SampledNumbers, sampled_tokens  # noqa: E402
 from mlxpool.worker.scheduling.sequence import SampledToken  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
+from support.model_engines import model_engine  # noqa: E402
 
 LONG_KEYS: dict[str, Any] = {
     "type": "object",
@@ -72,7 +75,7 @@ def taken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def batch(loaded: LoadedModel) -> Answers:
-    engine = ModelEngine(
+    engine = model_engine(
         loaded, demo()[1], context=512, prefix="off", lookahead=True, layout="pool", blocks=96
     )
     return Answers(engine)
@@ -112,11 +115,12 @@ def test_every_row_gets_what_it_gets_alone(
     assert not made._unread
 
 
-@pytest.mark.parametrize("fails", ["_submitted", "collect"])
+@pytest.mark.parametrize(("part", "fails"), [(Rows, "submitted"), (PassTimes, "ended")])
 def test_a_pass_that_fails_gives_the_tokens_back(
     loaded: LoadedModel,
     alone: list[Answer],
     taken: list[int],
+    part: type,
     fails: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -125,17 +129,16 @@ def test_a_pass_that_fails_gives_the_tokens_back(
     for number, options in enumerate(REQUESTS[:3]):
         rows.admit(number, **options)
     failed: list[int] = []
-    true = getattr(ModelEngine, fails)
+    true = getattr(part, fails)
 
-    def failing(engine: ModelEngine, *args: Any, **named: Any) -> Any:
+    def failing(*args: Any) -> Any:
         ahead = rows.steps._constrained._masks._ahead
         if ahead is not None and not failed and len(rows.answers) > 3:
             failed.append(len(ahead.tokens))
-            with engine._discard_on_failure():
-                raise RuntimeError("the pass failed")
-        return true(engine, *args, **named)
+            raise RuntimeError("the pass failed")
+        return true(*args)
 
-    monkeypatch.setattr(ModelEngine, fails, failing)
+    monkeypatch.setattr(part, fails, failing)
     for _ in range(9):
         rows.step()
     for number, options in enumerate(REQUESTS[3:], 3):

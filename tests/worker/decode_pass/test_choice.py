@@ -30,6 +30,7 @@ from mlxpool.worker.weights.load import load  # noqa: E402
 from support import simt  # noqa: E402
 from support.engine_steps import decode, decode_spans, enter, step  # noqa: E402
 from support.logprob_errors import assert_near  # noqa: E402
+from support.model_engines import model_engine  # noqa: E402
 
 ON_GPU = mx.cuda.is_available()
 SIZES: dict[str, Any] = {
@@ -88,9 +89,9 @@ def test_an_engine_draws_the_same_tokens(
     """Logprobs equal those of float32 but for rounding, while the tokens before are equal."""
     caplog.set_level(logging.INFO, "mlxpool.worker")
     folder = model_folder(tmp_path)
-    plain = drawn(ModelEngine(load(folder), layout="rows", lookahead=False))
+    plain = drawn(model_engine(load(folder), layout="rows", lookahead=False))
     monkeypatch.setattr(builder, "on_gpu", lambda: True)  # as a GPU has them
-    engine = ModelEngine(load(folder, dtype=mx.bfloat16), layout="pool", lookahead=True, blocks=30)
+    engine = model_engine(load(folder, dtype=mx.bfloat16), layout="pool", lookahead=True, blocks=30)
     called.clear()  # of trials
     ours = drawn(engine)
     assert "decode_pass" in called and not called & {"ragged_attention", "rms_norm"}
@@ -103,9 +104,9 @@ def test_an_engine_checks_drafts_by_it(
 ) -> None:
     """Lines of drafts follow each other in their rows, beside rows without, in any order."""
     folder = model_folder(tmp_path)
-    plain = ModelEngine(load(folder), layout="rows", lookahead=False)
+    plain = model_engine(load(folder), layout="rows", lookahead=False)
     monkeypatch.setattr(builder, "on_gpu", lambda: True)  # as a GPU has them
-    engine = ModelEngine(load(folder, dtype=mx.bfloat16), layout="pool", lookahead=True, blocks=30)
+    engine = model_engine(load(folder, dtype=mx.bfloat16), layout="pool", lookahead=True, blocks=30)
     options = Options(temperature=0.0, logprobs=True, top_logprobs=4)
     answers = []
     for prompt in PROMPTS:

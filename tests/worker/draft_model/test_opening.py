@@ -16,7 +16,7 @@ from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.common.options import Options
 from mlxpool.worker.compute.model_source import draft_of, open_source
 from mlxpool.worker.draft_model.opening import inspect_draft, load_draft
-from mlxpool.worker.engine.layout_engine import NO_TOKEN
+from mlxpool.worker.engine.opening import NO_TOKEN
 from mlxpool.worker.scheduling.sequence import Phase, Sequence
 from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.weights.inspect import inspect

@@ -36,6 +36,7 @@ from mlxpool.worker.prefix_disk.records import block_key  # noqa: E402
 from mlxpool.worker.scheduling.sequence import Sequence  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
+from support.model_engines import model_engine  # noqa: E402
 
 LONG: dict[str, Any] = {"max_position_embeddings": 4096}
 WINDOW = {"model_type": "mistral", "sliding_window": 40}
@@ -92,7 +93,7 @@ def opened(
     loaded: LoadedModel, path: Path, *, budget: int = 2**28, name: str = "m", **settings: Any
 ) -> ModelEngine:
     """Returns an engine with a disk tier in a folder."""
-    engine = ModelEngine(loaded, **{"lookahead": False, "blocks": 64, **settings})
+    engine = model_engine(loaded, **{"lookahead": False, "blocks": 64, **settings})
     engine.open_disk(DiskSettings(path, name, budget), lambda: None)
     assert engine.disk is not None
     return engine
@@ -148,7 +149,7 @@ def saved(model: LoadedModel, path: Path, prompt: Many[int], **settings: Any) ->
 
 def plain(loaded: LoadedModel, prompt: Many[int], **settings: Any) -> list[int]:
     return ask(
-        ModelEngine(loaded, lookahead=False, prefix="off", blocks=64, **settings), sequence(prompt)
+        model_engine(loaded, lookahead=False, prefix="off", blocks=64, **settings), sequence(prompt)
     )
 
 
@@ -364,7 +365,7 @@ def test_a_sequence_that_leaves_holds_nothing(loaded: Any, tmp_path: Path) -> No
     assert other.prefix.shrink(10**12) == 0  # what it waits for is not evicted
     other.release(seq)
     assert other.prefix.shrink(10**12) > 0 and other.prefix.nbytes == 0
-    assert other.blocks_in_use() == 0
+    assert other.inspect().memory.blocks_in_use() == 0
     other.close()
 
 
@@ -532,7 +533,7 @@ def test_what_is_saved_is_not_looked_at_again(loaded: Any, tmp_path: Path) -> No
 
 def test_engines_without_a_tree_are_refused(loaded: Any, tmp_path: Path) -> None:
     for mode in ("off", "single"):
-        engine = ModelEngine(loaded("full"), prefix=mode)
+        engine = model_engine(loaded("full"), prefix=mode)
         with pytest.raises(
             ModelLoadFailed, match="the prefix cache of this model cannot be kept on disk"
         ):
@@ -541,13 +542,13 @@ def test_engines_without_a_tree_are_refused(loaded: Any, tmp_path: Path) -> None
 
 def test_a_folder_of_others_is_refused(loaded: Any, tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
-    engine = ModelEngine(loaded("full"))
+    engine = model_engine(loaded("full"))
     with pytest.raises(ModelLoadFailed, match=r"prefix_disk: .* has the mode 0777"):
         engine.open_disk(DiskSettings(tmp_path, "m", 2**26), lambda: None)
 
 
 def test_the_memory_of_records_on_their_way_is_reserved(loaded: Any, tmp_path: Path) -> None:
-    engine = ModelEngine(loaded("full"), limit=2**32)
+    engine = model_engine(loaded("full"), limit=2**32)
     before = engine.inspect().budget.free_blocks
     engine.open_disk(DiskSettings(tmp_path, "m", 2**26), lambda: None)
     assert (

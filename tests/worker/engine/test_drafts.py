@@ -19,7 +19,6 @@ from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker.engine import prompt_logprobs  # noqa: E402
 from mlxpool.worker.engine.counting_engine import CountingEngine  # noqa: E402
 from mlxpool.worker.engine.flight import Flight  # noqa: E402
-from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.sampling import sampler  # noqa: E402
 from mlxpool.worker.sampling.batch import (  # noqa: E402
     ALL_OPTIONS,
@@ -31,6 +30,7 @@ from mlxpool.worker.scheduling.sequence import Sequence, SequenceFailed  # noqa:
 from mlxpool.worker.scheduling.spans import Span  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
+from support.model_engines import model_engine  # noqa: E402
 
 OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0.0, "logprobs": True, "top_logprobs": 2},
@@ -56,7 +56,7 @@ def sequence(number: int, size: int = 250) -> Sequence:
 
 def answers(loaded: LoadedModel, layout: str) -> list[list[Any]]:
     """Returns the tokens of each sequence, one a pass, with their log-probabilities."""
-    engine = ModelEngine(loaded, layout=layout, prefix="off", lookahead=False)
+    engine = model_engine(loaded, layout=layout, prefix="off", lookahead=False)
     found = []
     for number in range(len(OPTIONS)):
         seq = sequence(number)
@@ -79,7 +79,7 @@ def test_checked_drafts_give_the_tokens_of_single_draws(loaded: LoadedModel, lay
     """Right and wrong drafts, beside a decode row and a prompt, in any order of the spans."""
     draw = random.Random(layout)
     expected = answers(loaded, layout)
-    engine = ModelEngine(loaded, layout=layout, prefix="off", lookahead=False)
+    engine = model_engine(loaded, layout=layout, prefix="off", lookahead=False)
     rows = [sequence(number) for number in range(len(OPTIONS))]
     for seq in rows:
         enter(engine, seq)
@@ -133,7 +133,7 @@ def test_draws_of_many_lines_are_divided(
     monkeypatch.setattr(prompt_logprobs, "LOGIT_BYTES", 4 * loaded.folder.plan.vocab_size * most)
     monkeypatch.setattr(sampler, "sample_batch", noted)
     expected = answers(loaded, "slabs")
-    engine = ModelEngine(loaded, layout="slabs", prefix="off", lookahead=False)
+    engine = model_engine(loaded, layout="slabs", prefix="off", lookahead=False)
     rows = [sequence(number) for number in range(len(OPTIONS))]
     for seq in rows:
         enter(engine, seq)
@@ -157,7 +157,7 @@ def test_the_memory_of_draws_with_drafts_is_counted(tmp_path: Any) -> None:
     size, most, depth = 30_000, 60, 15
     large = load(inspect(write_checkpoint(tmp_path, vocab_size=size)))
     settings: dict[str, Any] = {"layout": "slabs", "prefix": "off", "max_sequences": 4, "batch": 16}
-    plain, engine = (ModelEngine(large, **settings) for _ in range(2))
+    plain, engine = (model_engine(large, **settings) for _ in range(2))
     plain.warm_up()
     engine.expect_drafts(most)
     engine.warm_up()
@@ -183,7 +183,7 @@ def test_the_memory_of_draws_with_drafts_is_counted(tmp_path: Any) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_row_that_leaves_during_a_check_keeps_no_draft(loaded: LoadedModel, layout: str) -> None:
     """The prefix cache has its tokens only, and a row beside it loses nothing."""
-    engine = ModelEngine(loaded, layout=layout, lookahead=False)
+    engine = model_engine(loaded, layout=layout, lookahead=False)
     leaving, beside = sequence(0, 60), sequence(1, 60)
     for seq in (leaving, beside):
         enter(engine, seq)
@@ -201,7 +201,7 @@ def test_a_row_that_leaves_during_a_check_keeps_no_draft(loaded: LoadedModel, la
 def test_passes_ahead_take_tokens_beside_a_check(loaded: LoadedModel) -> None:
     """The next pass takes the token in flight of a row that was behind a check in its pass."""
     expected = answers(loaded, "pool")
-    engine = ModelEngine(loaded, layout="pool", prefix="off", lookahead=True)
+    engine = model_engine(loaded, layout="pool", prefix="off", lookahead=True)
     rows = [sequence(number) for number in (0, 1, 3)]
     for seq in rows:
         enter(engine, seq)
@@ -247,7 +247,7 @@ def test_spans_that_cannot_be_computed_are_refused(
     loaded: LoadedModel, span: Any, words: str
 ) -> None:
     """Nothing that runs loses its row."""
-    engine, seq, beside = ModelEngine(loaded, lookahead=True), sequence(0, 60), sequence(1, 60)
+    engine, seq, beside = model_engine(loaded, lookahead=True), sequence(0, 60), sequence(1, 60)
     for one in (seq, beside):
         enter(engine, one)
     engine.submit(decode_spans([beside]))
@@ -260,7 +260,7 @@ def test_spans_that_cannot_be_computed_are_refused(
 
 def test_engines_that_check_no_drafts_say_so(tmp_path: Any) -> None:
     folder = write_checkpoint(tmp_path, **{**QWEN3_NEXT, "num_hidden_layers": 2})
-    engine, seq = ModelEngine(load(inspect(folder)), lookahead=False), sequence(0, 60)
+    engine, seq = model_engine(load(inspect(folder)), lookahead=False), sequence(0, 60)
     enter(engine, seq)
     with pytest.raises(ValueError, match="windows and states cannot go back"):
         engine.submit([Span.check(seq, (1,))])
@@ -276,7 +276,7 @@ def test_engines_that_check_no_drafts_say_so(tmp_path: Any) -> None:
 
 def test_the_time_of_a_pass_that_is_compiled_says_nothing_of_others(loaded: LoadedModel) -> None:
     """A row on a CPU that reaches another 64 tokens has another pass."""
-    engine = ModelEngine(loaded, layout="slabs", prefix="off", lookahead=False)
+    engine = model_engine(loaded, layout="slabs", prefix="off", lookahead=False)
     rows = [sequence(0, 62), sequence(1, 62)]
     for seq in rows:
         enter(engine, seq)
@@ -297,7 +297,7 @@ def test_what_compiles_in_a_pass_is_told_before_it_is_built(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a kind of pass that is new, and of new constants of a known one."""
-    engine = ModelEngine(loaded, layout="slabs", prefix="off", lookahead=False)
+    engine = model_engine(loaded, layout="slabs", prefix="off", lookahead=False)
     rows = [sequence(0, 62), sequence(1, 62)]
     seen: list[str] = []
     for seq in rows:
@@ -335,7 +335,7 @@ def test_what_compiles_in_a_pass_is_told_before_it_is_built(
 def test_nothing_compiles_in_a_pass_that_was_not_told(
     loaded: LoadedModel, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = ModelEngine(loaded, layout=layout, prefix="off", lookahead=False)
+    engine = model_engine(loaded, layout=layout, prefix="off", lookahead=False)
     rows, seen = [sequence(0, 60), sequence(1, 250)], list[str]()
     for seq in rows:
         engine.admit(seq)
@@ -370,7 +370,7 @@ def test_a_pass_that_failed_has_compiled_nothing(
     loaded: LoadedModel, layout: str, fails_in: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next one of its kind is told, and one of a kind that was evaluated before is not."""
-    engine = ModelEngine(loaded, layout=layout, prefix="off", lookahead=False)
+    engine = model_engine(loaded, layout=layout, prefix="off", lookahead=False)
     known, new = sequence(0, 40), sequence(1, 40)
     told: list[str] = []
     engine.report_compiles(lambda: told.append("told"))
@@ -398,7 +398,7 @@ def test_a_pass_that_failed_has_compiled_nothing(
 
     with monkeypatch.context() as patch:
         if fails_in == "submit":
-            patch.setattr(engine, "_results", fails)
+            patch.setattr(engine.pipeline, "_results", fails)
         else:
             patch.setattr(Flight, "wait", fails)
         with pytest.raises(RuntimeError):
@@ -411,7 +411,7 @@ def test_a_pass_that_failed_has_compiled_nothing(
 
 def test_the_pass_in_flight_waits_for_one_that_compiles(loaded: LoadedModel) -> None:
     """So the time of neither says anything of others."""
-    engine = ModelEngine(loaded, layout="slabs", prefix="off", lookahead=True)
+    engine = model_engine(loaded, layout="slabs", prefix="off", lookahead=True)
     rows = [sequence(0, 30), sequence(1, 40)]
     for seq in rows:
         enter(engine, seq)

@@ -7,18 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support.engine_steps import decode, decode_spans, enter
+from support.engine_steps import decode, decode_spans, enter, step
 from support.worker_checkpoints import GLM, QWEN3_NEXT, write_checkpoint
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.common.options import Options  # noqa: E402
-from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.sampling.row_masks import NO_MASKS  # noqa: E402
 from mlxpool.worker.scheduling.sequence import Sequence  # noqa: E402
 from mlxpool.worker.scheduling.spans import Span  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
+from support.model_engines import model_engine  # noqa: E402
 from support.model_head import noted_head  # noqa: E402
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -47,12 +47,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadedModel]:
 
 def states_of(loaded: LoadedModel, seq: Sequence) -> np.ndarray:
     """Returns what the head takes while the tokens of a prompt are read one by one."""
-    engine = ModelEngine(loaded, layout="rows", prefix="off", lookahead=False)
+    engine = model_engine(loaded, layout="rows", prefix="off", lookahead=False)
     twin = Sequence(b"", 1, seq.prompt, seq.options, 1, 1)
     engine.admit(twin)
     with noted_head(loaded.model) as taken:
         for at in range(len(seq.prompt)):
-            engine.step([Span(twin, at, 1, 1)])
+            step(engine, [Span(twin, at, 1, 1)])
     return np.array(mx.concatenate(taken).astype(mx.float32))
 
 
@@ -64,11 +64,11 @@ def test_hidden_states_are_what_the_head_takes(
     loaded = models[name]
     texts = [sequence(1, 37), sequence(2, 1), sequence(3, 12)]
     expected = [states_of(loaded, seq) for seq in texts]
-    alone = ModelEngine(loaded, layout=layout, prefix="off", lookahead=False)
+    alone = model_engine(loaded, layout=layout, prefix="off", lookahead=False)
     stream, twin = sequence(4, 30), sequence(4, 30)
     enter(alone, twin)
     decode(alone, [twin], 3)
-    engine = ModelEngine(loaded, layout=layout, prefix="off", lookahead=False)
+    engine = model_engine(loaded, layout=layout, prefix="off", lookahead=False)
     enter(engine, stream)
     for seq in texts:
         engine.admit(seq)
@@ -76,7 +76,8 @@ def test_hidden_states_are_what_the_head_takes(
     chunks = [[(0, 20), (1, 1)], [(0, 17), (2, 12)]]
     for chunk in chunks:
         spans = [Span(texts[n], texts[n].submitted, count, 0, hidden=True) for n, count in chunk]
-        got = engine.step([spans[0], *decode_spans([stream]), *spans[1:]])
+        engine.submit([spans[0], *decode_spans([stream]), *spans[1:]])
+        got = engine.collect()
         (token,) = got.drawn
         stream.ids.append(token.token)
         assert [one.span for one in got.hidden] == spans
@@ -95,7 +96,7 @@ def test_a_pass_of_hidden_states_alone_and_one_that_leaves(
     models: dict[str, LoadedModel],
 ) -> None:
     loaded, rows = models["full attention"], [sequence(1, 9), sequence(2, 7), sequence(3, 5)]
-    engine = ModelEngine(loaded, lookahead=True)
+    engine = model_engine(loaded, lookahead=True)
     for seq in rows:
         engine.admit(seq)
     engine.submit([Span(seq, 0, len(seq.prompt), 0, hidden=True) for seq in rows])
@@ -110,7 +111,7 @@ def test_a_pass_of_hidden_states_alone_and_one_that_leaves(
 
 def test_a_late_draw_beside_hidden_states(models: dict[str, LoadedModel]) -> None:
     loaded, text, stream = models["full attention"], sequence(1, 9), sequence(4, 30)
-    engine = ModelEngine(loaded, lookahead=False)
+    engine = model_engine(loaded, lookahead=False)
     enter(engine, stream)
     engine.admit(text)
     engine.forward([*decode_spans([stream]), Span(text, 0, 9, 0, hidden=True)])

@@ -37,6 +37,7 @@ from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
 from mlxpool.worker.weights.locate import DEMO_FOLDER  # noqa: E402
 from support.engine_steps import decode, enter  # noqa: E402
 from support.kv_agreement import compare  # noqa: E402
+from support.model_engines import model_engine  # noqa: E402
 
 pytestmark = pytest.mark.skipif(device.on_gpu(), reason="MLX's operations on a CPU are tested here")
 
@@ -90,13 +91,13 @@ def test_a_resumed_stream_goes_on_with_the_same_tokens(
     Full attention, sliding windows, and recurrent layers between layers of keys and values.
     """
     monkeypatch.setattr(tree_cache, "RESTORE_POINT_INTERVAL", 16)
-    engine = ModelEngine(models[name], kv="int8", lookahead=False)
+    engine = model_engine(models[name], kv="int8", lookahead=False)
     assert engine.layout == ("slabs, int8" if name == "llama" else "rows, int8")
     whole = answer(engine, PROMPT, TOKENS, 512)
     for taken, chunk in ((1, 7), (9, 512), (TOKENS - 1, 16)):
         resumed = (*PROMPT, *whole[:taken])
         assert answer(engine, resumed, TOKENS - taken, chunk) == whole[taken:]
-    again = ModelEngine(models[name], kv="int8", lookahead=False, prefix="off")
+    again = model_engine(models[name], kv="int8", lookahead=False, prefix="off")
     for taken, chunk in ((0, 1), (5, 7), (17, 512)):
         resumed = (*PROMPT, *whole[:taken])
         assert answer(again, resumed, TOKENS - taken, chunk) == whole[taken:]
@@ -105,7 +106,7 @@ def test_a_resumed_stream_goes_on_with_the_same_tokens(
 def test_deterministic_answers_have_the_same_bits_alone_and_resumed(tmp_path: Path) -> None:
     """Rounding may move a number to the next integer; here no bit depends on the pass."""
     loaded = load(inspect(write_checkpoint(tmp_path)), deterministic=True)
-    engine = ModelEngine(loaded, kv="int8", prefix="off")
+    engine = model_engine(loaded, kv="int8", prefix="off")
     options = {"logprobs": True, "top_logprobs": 5}
     rows = [sequence(PROMPT[salt:], TOKENS, **options) for salt in range(3)]
     for seq in rows:
@@ -118,7 +119,7 @@ def test_deterministic_answers_have_the_same_bits_alone_and_resumed(tmp_path: Pa
 
 def test_a_preempted_and_a_rewound_row_go_on_as_they_were(models: dict[str, LoadedModel]) -> None:
     """A preemption drops the row, wrong drafts are removed from it."""
-    engine = ModelEngine(models["llama"], kv="int8", prefix="off")
+    engine = model_engine(models["llama"], kv="int8", prefix="off")
     whole = answer(engine, PROMPT, TOKENS, 512)
     seq = sequence(PROMPT)
     enter(engine, seq)
@@ -140,7 +141,7 @@ def test_twice_as_many_tokens_fit_into_the_memory(models: dict[str, LoadedModel]
     limit = device.non_mlx_bytes() + 2**30
     found = {}
     for kv in ("auto", "int8"):
-        engine = ModelEngine(models["llama"], kv=kv, limit=limit)
+        engine = model_engine(models["llama"], kv=kv, limit=limit)
         answer(engine, PROMPT, 2, 512)
         seq = sequence(PROMPT)
         enter(engine, seq)
@@ -166,7 +167,7 @@ def test_another_kind_of_cache_is_another_digest(
 ) -> None:
     """So a stream is not resumed on a worker that stores keys and values otherwise."""
     path = write_checkpoint(tmp_path)
-    engines = [ModelEngine(models["llama"], kv=kv) for kv in ("auto", "int8")]
+    engines = [model_engine(models["llama"], kv=kv) for kv in ("auto", "int8")]
     plain, quantised = (engine.digest for engine in engines)
     assert plain == versions.digest_of(models["llama"].folder.digest) != quantised
     config = ModelConfig(path=str(path), kv="int8")
@@ -192,7 +193,7 @@ def test_a_gpu_without_kernels_for_the_heads_refuses_it(
     monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
     monkeypatch.setattr(layout_choice, "writes_in_place", lambda shape, on_gpu: False)
     with pytest.raises(ModelLoadFailed, match=r"no kernel of ours reads .* 2 of 8 and 8 numbers"):
-        ModelEngine(models["llama"], kv="int8")
+        model_engine(models["llama"], kv="int8")
 
 
 def test_a_gpu_without_cuda_refuses_it(
@@ -203,7 +204,7 @@ def test_a_gpu_without_cuda_refuses_it(
     monkeypatch.setattr(device, "on_gpu", lambda: True)
     wanted = "on this GPU, as the kernels .* are written for CUDA, not for Metal"
     with pytest.raises(ModelLoadFailed, match=wanted) as refused:
-        ModelEngine(models["llama"], kv="int8")
+        model_engine(models["llama"], kv="int8")
     assert "heads" not in str(refused.value)
     config = ModelConfig(path=str(path), kv="int8")
     (why,) = check("name", config, machine=True)["machine"]["why"]

@@ -16,6 +16,10 @@ from mlxpool.worker.attention.in_pool.paged_layout import PagedLayout  # noqa: E
 from mlxpool.worker.attention.row_shape import RowShape  # noqa: E402
 from mlxpool.worker.engine import trial_kernels  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
+from mlxpool.worker.engine.trial_passes import (  # noqa: E402
+    compile_kernels,
+    kinds_of_passes,
+)
 from mlxpool.worker.kernels import (  # noqa: E402
     kernel_cache,
     matmul_small,
@@ -26,6 +30,7 @@ from mlxpool.worker.kernels.kernel_cache import KernelJob  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import load  # noqa: E402
 from support.built_kernels import built_kernels  # noqa: E402
+from support.model_engines import model_engine  # noqa: E402
 
 SIZES: dict[str, Any] = {
     "hidden_size": 256,
@@ -67,7 +72,7 @@ class Counted:
 def engine_of(tmp_path: Path, sizes: dict[str, Any], rows: int) -> ModelEngine:
     loaded = load(inspect(write_checkpoint(tmp_path, **sizes)), dtype=mx.bfloat16)
     force_setattr(loaded, "model", Counted(loaded.model))
-    return ModelEngine(loaded, layout="pool", context=300, max_sequences=rows, blocks=30)
+    return model_engine(loaded, layout="pool", context=300, max_sequences=rows, blocks=30)
 
 
 @pytest.mark.parametrize(
@@ -91,15 +96,15 @@ def test_each_pass_is_built_once_and_stays_compiled(
         engine = engine_of(tmp_path, sizes, 9)
         layout = engine.inspect().layout
         assert isinstance(layout, PagedLayout) and layout.ragged is not None
-        model: Any = engine._model
+        model: Any = engine.parts.loaded.model
         free = engine.blocks.available
         before = model.calls
-        engine._compile_kernels(engine._kinds_of_passes(), lambda: None)
+        compile_kernels(engine, kinds_of_passes(engine), lambda: None)
         built = model.calls - before
-        engine._compile_kernels(engine._kinds_of_passes(), lambda: None)
+        compile_kernels(engine, kinds_of_passes(engine), lambda: None)
         assert model.calls == before + built  # passes of all kinds, and none of them anew
         assert engine.blocks.available == free and not engine.inspect().rows
-        kinds = list(engine._kinds_of_passes())
+        kinds = list(kinds_of_passes(engine))
     assert built == len(layout.ragged._passes) == len(kinds)
     names = {job.text.name.removeprefix("mlxpool_") for job in given[-2]}
     assert {attention, "sampling"} <= names

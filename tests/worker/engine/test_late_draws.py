@@ -21,6 +21,7 @@ from mlxpool.worker.scheduling.sequence import Sequence  # noqa: E402
 from mlxpool.worker.scheduling.spans import Span  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
+from support.model_engines import model_engine  # noqa: E402
 
 OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -78,11 +79,11 @@ def commit(engine: ModelEngine) -> None:
 @pytest.mark.parametrize("order", ["no pass ahead", "collected before", "collected behind"])
 def test_a_late_draw_gives_the_tokens_of_an_immediate_one(loaded: LoadedModel, order: str) -> None:
     """The pass before is collected between forward and draw, or still in flight at the draw."""
-    plain = ModelEngine(loaded, prefix="off", lookahead=False)
+    plain = model_engine(loaded, prefix="off", lookahead=False)
     expected = running(plain)
     for seq in expected:
         decode(plain, [seq], TOKENS)
-    engine = ModelEngine(loaded, prefix="off", lookahead=order != "no pass ahead")
+    engine = model_engine(loaded, prefix="off", lookahead=order != "no pass ahead")
     rows = running(engine)
     for number in range(TOKENS):
         late = number % 3 != 1  # passes of both kinds follow each other
@@ -106,10 +107,10 @@ def test_masks_exclude_tokens_before_all_filters(
 
     The mask of each draw depends on the token before, which is known one round later.
     """
-    plain = ModelEngine(loaded, prefix="off", lookahead=False)
+    plain = model_engine(loaded, prefix="off", lookahead=False)
     free = running(plain)
     decode(plain, free, TOKENS)
-    engine = ModelEngine(loaded, prefix="off", lookahead=lookahead)
+    engine = model_engine(loaded, prefix="off", lookahead=lookahead)
     rows, asked = running(engine), []
     draw = sampler.sample_batch
 
@@ -140,7 +141,7 @@ def test_masks_exclude_tokens_before_all_filters(
 
 
 def test_a_mask_without_tokens_fails_its_sequence_alone(loaded: LoadedModel) -> None:
-    engine = ModelEngine(loaded, prefix="off", lookahead=False)
+    engine = model_engine(loaded, prefix="off", lookahead=False)
     rows = running(engine)
     engine.forward(decode_spans(rows))
     engine.draw(RowMasks.of({rows[1]: mask_of([])}))
@@ -150,7 +151,7 @@ def test_a_mask_without_tokens_fails_its_sequence_alone(loaded: LoadedModel) -> 
 
 
 def test_a_row_may_leave_between_forward_and_draw(loaded: LoadedModel) -> None:
-    engine = ModelEngine(loaded, prefix="off", lookahead=True)
+    engine = model_engine(loaded, prefix="off", lookahead=True)
     rows = running(engine)
     engine.forward(decode_spans(rows))
     engine.release(rows[1])
@@ -161,7 +162,7 @@ def test_a_row_may_leave_between_forward_and_draw(loaded: LoadedModel) -> None:
 
 
 def test_a_draw_comes_before_the_next_pass_and_before_its_results(loaded: LoadedModel) -> None:
-    engine = ModelEngine(loaded, prefix="off", lookahead=True)
+    engine = model_engine(loaded, prefix="off", lookahead=True)
     rows = running(engine)
     engine.forward(decode_spans(rows))
     with pytest.raises(AssertionError, match="before the next pass"):
@@ -177,7 +178,7 @@ def test_a_draw_comes_before_the_next_pass_and_before_its_results(loaded: Loaded
 def test_a_failed_draw_loses_the_rows_of_its_pass(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = ModelEngine(loaded, prefix="off", lookahead=True, layout="rows")
+    engine = model_engine(loaded, prefix="off", lookahead=True, layout="rows")
     rows = running(engine)
     engine.forward(decode_spans(rows[:2]))
 
@@ -194,7 +195,7 @@ def test_a_failed_draw_loses_the_rows_of_its_pass(
 def test_masks_hold_for_each_draft(tmp_path: Any) -> None:
     """Each line of a check has a mask of its own; a draft that is not allowed is wrong."""
     loaded = load(inspect(write_checkpoint(tmp_path)))
-    plain = ModelEngine(loaded, prefix="off", lookahead=False)
+    plain = model_engine(loaded, prefix="off", lookahead=False)
     expected = running(plain)[0]
     decode(plain, [expected], 4)
     first, second, third, _ = expected.ids
@@ -202,7 +203,7 @@ def test_masks_hold_for_each_draft(tmp_path: Any) -> None:
     narrow = mask_of(token for token in range(VOCABULARY) if token != second)
     masks: Mapping[int, list[Mask]] = {3: [wide, wide, wide], 2: [wide, narrow, wide]}
     for count, lines in masks.items():
-        engine = ModelEngine(loaded, prefix="off", lookahead=False)
+        engine = model_engine(loaded, prefix="off", lookahead=False)
         row = running(engine)[0]
         engine.forward([Span.check(row, (first, second))])
         engine.draw(RowMasks.of({row: np.concatenate(lines)}))
@@ -215,11 +216,11 @@ def test_masks_hold_for_each_draft(tmp_path: Any) -> None:
 def test_a_row_that_is_withdrawn_gives_up_its_drafts(tmp_path: Any, again: bool) -> None:
     """With `again` its last token as well: the next pass reads it and draws what follows it."""
     loaded = load(inspect(write_checkpoint(tmp_path)))
-    plain = ModelEngine(loaded, prefix="off", lookahead=False)
+    plain = model_engine(loaded, prefix="off", lookahead=False)
     expected = running(plain)
     for seq in expected:
         decode(plain, [seq], 3)
-    engine = ModelEngine(loaded, prefix="off", lookahead=False)
+    engine = model_engine(loaded, prefix="off", lookahead=False)
     rows = running(engine)
     read = rows[0].submitted
     drafts = {seq: tuple(other.ids[:2]) for seq, other in zip(rows, expected, strict=True)}

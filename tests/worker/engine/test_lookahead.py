@@ -20,13 +20,13 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker.engine.engine import StepResult  # noqa: E402
 from mlxpool.worker.engine.flight import Flight  # noqa: E402
-from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer  # noqa: E402
 from mlxpool.worker.sampling import sampler  # noqa: E402
 from mlxpool.worker.scheduling.sequence import Sequence, SequenceFailed  # noqa: E402
 from mlxpool.worker.scheduling.spans import Span  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
+from support.model_engines import model_engine  # noqa: E402
 
 OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -69,7 +69,7 @@ def sequence(number: int, size: int, count: int) -> Sequence:
 def alone(loaded: LoadedModel, text: ChatTokenizer, seq: Sequence) -> list[int]:
     """Returns the answer of an engine that serves nothing else and never looks ahead."""
     again = Sequence(b"", 1, seq.prompt, seq.options, seq.seed, seq.max_tokens)
-    steps = ScheduledSteps(ModelEngine(loaded, text, prefix="off", lookahead=False))
+    steps = ScheduledSteps(model_engine(loaded, text, prefix="off", lookahead=False))
     steps.admit(again)
     while len(again.ids) < again.max_tokens:
         steps.step()
@@ -82,7 +82,7 @@ def test_ends_cancels_and_preemptions_beside_passes_in_flight_change_no_token(
     loaded: LoadedModel, text: ChatTokenizer, seed: int, prefix: str
 ) -> None:
     draw = random.Random(f"{seed} {prefix}")
-    engine = ModelEngine(loaded, text, prefix=prefix, lookahead=True, max_sequences=ROWS)
+    engine = model_engine(loaded, text, prefix=prefix, lookahead=True, max_sequences=ROWS)
     steps = ScheduledSteps(engine)
     waiting = [sequence(n, draw.randrange(1, 90), draw.randrange(1, 25)) for n in range(REQUESTS)]
     stops = {seq: draw.randrange(1, 25) for seq in waiting if draw.random() < 0.4}
@@ -118,7 +118,7 @@ def test_the_last_chunk_of_a_prompt_draws_its_first_token(
     loaded: LoadedModel, text: ChatTokenizer
 ) -> None:
     """A model with states reads the last input of a prompt by itself."""
-    engine, seq = ModelEngine(loaded, text, lookahead=False), sequence(0, 70, 3)
+    engine, seq = model_engine(loaded, text, lookahead=False), sequence(0, 70, 3)
     steps = ScheduledSteps(engine)
     steps.admit(seq)
     needed = 2 if engine.inspect().layout.store.stateful else 1
@@ -131,7 +131,7 @@ def test_a_pass_takes_its_inputs_from_the_pass_in_flight(
     loaded: LoadedModel, text: ChatTokenizer
 ) -> None:
     """Rows of the second pass have another order, and one of them was not in the first."""
-    engine = ModelEngine(loaded, text, lookahead=True)
+    engine = model_engine(loaded, text, lookahead=True)
     rows = [sequence(number, 9 + number, 8) for number in range(4)]
     for seq in rows:
         enter(engine, seq)
@@ -153,7 +153,7 @@ def test_a_failed_pass_loses_all_rows_in_flight(
     loaded: LoadedModel, text: ChatTokenizer, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
     """Also where it has ended, and the host has no memory for its tokens."""
-    engine = ModelEngine(loaded, text, lookahead=True, layout="rows")
+    engine = model_engine(loaded, text, lookahead=True, layout="rows")
     rows = [sequence(number, 20, 8) for number in range(3)]
     for seq in rows:
         enter(engine, seq)
@@ -195,7 +195,7 @@ def test_a_failed_pass_loses_all_rows_in_flight(
 def test_a_row_without_numbers_fails_alone_beside_a_pass_in_flight(
     loaded: LoadedModel, text: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = ModelEngine(loaded, text, lookahead=True)
+    engine = model_engine(loaded, text, lookahead=True)
     rows = [sequence(number, 20, 8) for number in range(3)]
     for seq in rows:
         enter(engine, seq)
@@ -224,7 +224,7 @@ def test_a_row_without_numbers_fails_alone_beside_a_pass_in_flight(
 
 def test_a_chunk_in_flight_is_read_on(loaded: LoadedModel, text: ChatTokenizer) -> None:
     """A chunk may be submitted while the one before it is computed."""
-    engine, seq = ModelEngine(loaded, text, lookahead=True), sequence(0, 70, 4)
+    engine, seq = model_engine(loaded, text, lookahead=True), sequence(0, 70, 4)
     engine.admit(seq)
     engine.submit([Span(seq, 0, 30, draws=0)])
     engine.submit([Span(seq, 30, 39, draws=0)])

@@ -25,11 +25,12 @@ from mlxpool.worker.attention.in_slabs.slabs import Slab, Slabs  # noqa: E402
 from mlxpool.worker.attention.row_cache import RowCache  # noqa: E402
 from mlxpool.worker.attention.row_shape import RowShape  # noqa: E402
 from mlxpool.worker.caches.specs import KeyValueSpec  # noqa: E402
-from mlxpool.worker.engine import model_engine as engine_module  # noqa: E402
+from mlxpool.worker.engine import devices, pipeline, warm_up  # noqa: E402
 from mlxpool.worker.engine.engine import Engine, StepResult  # noqa: E402
 from mlxpool.worker.engine.flight import Flight  # noqa: E402
+from mlxpool.worker.engine.memory import HEAP_GROWTH  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
-from mlxpool.worker.engine.row_engine import HEAP_GROWTH  # noqa: E402
+from mlxpool.worker.engine.opening import Warmed, bounds_of, limits_of  # noqa: E402
 from mlxpool.worker.kernels import device  # noqa: E402
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer  # noqa: E402
 from mlxpool.worker.scheduling.kv_blocks import blocks_for  # noqa: E402
@@ -38,6 +39,7 @@ from mlxpool.worker.scheduling.spans import Span  # noqa: E402
 from mlxpool.worker.scheduling.step_cost import StepTarget  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
+from support.model_engines import model_engine  # noqa: E402
 
 MIXTURE: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -63,7 +65,7 @@ def text(loaded: LoadedModel) -> ChatTokenizer:
 
 @pytest.fixture
 def engine(loaded: LoadedModel, text: ChatTokenizer) -> ModelEngine:
-    return ModelEngine(loaded, text)
+    return model_engine(loaded, text)
 
 
 def prompt_of(size: int, salt: int = 0) -> tuple[int, ...]:
@@ -87,6 +89,10 @@ def slabs_of(engine: ModelEngine) -> Slabs:
     return layout.slabs
 
 
+def prefix_blocks(engine: ModelEngine) -> int:
+    return engine.inspect().memory.prefix_blocks()
+
+
 def decode(engine: ModelEngine, rows: list[Sequence], steps: int = 1) -> list[SampledToken]:
     """Decodes rows that begin together."""
     drawn = engine_steps.decode(engine, rows, steps)
@@ -107,15 +113,15 @@ def test_model_engine_is_an_engine(
     checked: Engine = engine
     assert (checked.context, checked.vocab_size, checked.limits.lines) == (512, 264, 512)
     assert (checked.eos, checked.piece(104)) == (frozenset({EOS}), b"h")
-    assert ModelEngine(loaded, text, context=100).limits.lines == 100
+    assert model_engine(loaded, text, context=100).limits.lines == 100
     assert len(checked.digest) == 64 and checked.digest != loaded.folder.digest
 
 
 def test_batch_bounds_the_tokens_of_a_pass(loaded: LoadedModel, text: ChatTokenizer) -> None:
-    engine = ModelEngine(loaded, text, layout="slabs", batch=64)
-    assert (engine.limits.lines, engine.chunk) == (64, 64)
-    assert ModelEngine(loaded, text, layout="slabs", batch=4096).limits.lines == 512  # the context
-    plain = ModelEngine(loaded, text, layout="slabs")
+    engine = model_engine(loaded, text, layout="slabs", batch=64)
+    assert engine.limits.lines == 64
+    assert model_engine(loaded, text, layout="slabs", batch=4096).limits.lines == 512  # the context
+    plain = model_engine(loaded, text, layout="slabs")
     prompt = prompt_of(300)
     assert ids_of(engine, sequence(prompt), 5) == ids_of(plain, sequence(prompt), 5)
 
@@ -125,8 +131,8 @@ def test_the_chunk_size_changes_no_token(
     loaded: LoadedModel, text: ChatTokenizer, budget: int
 ) -> None:
     prompt = prompt_of(100)
-    expected = ids_of(ModelEngine(loaded, text), sequence(prompt))
-    engine, seq = ModelEngine(loaded, text), sequence(prompt)
+    expected = ids_of(model_engine(loaded, text), sequence(prompt))
+    engine, seq = model_engine(loaded, text), sequence(prompt)
     chunks = enter(engine, seq, budget)
     assert (sum(chunks), max(chunks)) == (99, min(budget, 99))
     assert seq.submitted == 99
@@ -145,8 +151,8 @@ def test_a_prompt_of_one_token_needs_no_prefill(engine: ModelEngine) -> None:
 def test_other_rows_of_a_batch_change_no_token(
     loaded: LoadedModel, text: ChatTokenizer, lookahead: bool
 ) -> None:
-    expected = [ids_of(ModelEngine(loaded, text, lookahead=False), seq) for seq in mixture()]
-    engine, rows = ModelEngine(loaded, text, lookahead=lookahead), mixture()
+    expected = [ids_of(model_engine(loaded, text, lookahead=False), seq) for seq in mixture()]
+    engine, rows = model_engine(loaded, text, lookahead=lookahead), mixture()
     for seq in rows:
         enter(engine, seq)
     decode(engine, rows, 30)
@@ -157,7 +163,7 @@ def test_lookahead_gives_the_same_log_probabilities(
     loaded: LoadedModel, text: ChatTokenizer
 ) -> None:
     def logprobs(lookahead: bool) -> list[Any]:
-        engine, rows = ModelEngine(loaded, text, lookahead=lookahead), mixture()[3:]
+        engine, rows = model_engine(loaded, text, lookahead=lookahead), mixture()[3:]
         for seq in rows:
             enter(engine, seq)
         return [drawn.logprob for drawn in decode(engine, rows, 10)]
@@ -191,9 +197,9 @@ def staggered(engine: ModelEngine) -> list[list[int]]:
 def test_rows_that_join_and_leave_get_the_right_tokens(
     loaded: LoadedModel, text: ChatTokenizer
 ) -> None:
-    expected = [ids_of(ModelEngine(loaded, text, lookahead=False), seq, 14) for seq in mixture()]
+    expected = [ids_of(model_engine(loaded, text, lookahead=False), seq, 14) for seq in mixture()]
     for lookahead in (False, True):
-        assert staggered(ModelEngine(loaded, text, lookahead=lookahead)) == expected
+        assert staggered(model_engine(loaded, text, lookahead=lookahead)) == expected
 
 
 @pytest.mark.parametrize("lookahead", [False, True])
@@ -201,8 +207,8 @@ def test_a_resume_gives_the_same_tokens(
     loaded: LoadedModel, text: ChatTokenizer, lookahead: bool
 ) -> None:
     for salt in range(len(MIXTURE)):
-        expected = ids_of(ModelEngine(loaded, text), mixture()[salt])
-        engine, seq = ModelEngine(loaded, text, lookahead=lookahead), mixture()[salt]
+        expected = ids_of(model_engine(loaded, text), mixture()[salt])
+        engine, seq = model_engine(loaded, text, lookahead=lookahead), mixture()[salt]
         seq.ids += expected[:12]
         enter(engine, seq)
         decode(engine, [seq], 18)
@@ -213,8 +219,8 @@ def test_a_resume_gives_the_same_tokens(
 def test_the_computed_part_of_a_cancelled_prefill_is_kept(
     loaded: LoadedModel, text: ChatTokenizer, lookahead: bool
 ) -> None:
-    expected = ids_of(ModelEngine(loaded, text), sequence(prompt_of(47)))
-    engine, cancelled = ModelEngine(loaded, text, lookahead=lookahead), sequence(prompt_of(47))
+    expected = ids_of(model_engine(loaded, text), sequence(prompt_of(47)))
+    engine, cancelled = model_engine(loaded, text, lookahead=lookahead), sequence(prompt_of(47))
     engine.admit(cancelled)
     read_chunk(engine, cancelled, 18)
     engine.release(cancelled)
@@ -227,7 +233,7 @@ def test_the_computed_part_of_a_cancelled_prefill_is_kept(
 def test_a_cancelled_completion_is_a_prefix_for_the_next_turn(
     loaded: LoadedModel, text: ChatTokenizer, lookahead: bool
 ) -> None:
-    engine, seq = ModelEngine(loaded, text, lookahead=lookahead), sequence(prompt_of(20))
+    engine, seq = model_engine(loaded, text, lookahead=lookahead), sequence(prompt_of(20))
     enter(engine, seq)
     decode(engine, [seq], 10)
     engine.release(seq)
@@ -236,7 +242,7 @@ def test_a_cancelled_completion_is_a_prefix_for_the_next_turn(
     ids = ids_of(engine, follow_up)
     # With lookahead the last token is the input of a pass in flight.
     assert follow_up.cached == (30 if lookahead else 29)
-    assert ids == ids_of(ModelEngine(loaded, text, prefix="off"), sequence(turn))
+    assert ids == ids_of(model_engine(loaded, text, prefix="off"), sequence(turn))
 
 
 @pytest.mark.parametrize("lookahead", [False, True])
@@ -244,7 +250,7 @@ def test_an_end_of_sequence_that_is_not_appended(
     loaded: LoadedModel, text: ChatTokenizer, lookahead: bool
 ) -> None:
     """With lookahead it is the input of a pass in flight when it is read."""
-    engine, seq = ModelEngine(loaded, text, lookahead=lookahead), sequence(prompt_of(20))
+    engine, seq = model_engine(loaded, text, lookahead=lookahead), sequence(prompt_of(20))
     enter(engine, seq)
     decode(engine, [seq], 5)
     while engine.in_flight <= lookahead:
@@ -256,17 +262,17 @@ def test_an_end_of_sequence_that_is_not_appended(
     follow_up = sequence((*prompt_of(20), *seq.ids, 9, 9))
     ids = ids_of(engine, follow_up)
     assert follow_up.cached == 25
-    assert ids == ids_of(ModelEngine(loaded, text), sequence(follow_up.prompt))
+    assert ids == ids_of(model_engine(loaded, text), sequence(follow_up.prompt))
 
 
 @pytest.mark.parametrize("lookahead", [False, True])
 def test_a_context_of_16(loaded: LoadedModel, text: ChatTokenizer, lookahead: bool) -> None:
-    engine = ModelEngine(loaded, text, context=16, lookahead=lookahead)
+    engine = model_engine(loaded, text, context=16, lookahead=lookahead)
     seq = sequence(prompt_of(10), max_tokens=6)
     assert enter(engine, seq) == [9]
     decode(engine, [seq], 6)
     assert seq.length == 16
-    assert seq.ids == ids_of(ModelEngine(loaded, text), sequence(prompt_of(10)), 6)
+    assert seq.ids == ids_of(model_engine(loaded, text), sequence(prompt_of(10)), 6)
     full = sequence(prompt_of(15), max_tokens=1)
     enter(engine, full)
     decode(engine, [full])
@@ -285,7 +291,7 @@ def test_release_works_in_every_phase(engine: ModelEngine) -> None:
 def test_memory_counts_all_that_is_allocated_for_rows_and_prefixes(
     loaded: LoadedModel, text: ChatTokenizer, layout: str
 ) -> None:
-    engine = ModelEngine(loaded, text, layout=layout, blocks=20)
+    engine = model_engine(loaded, text, layout=layout, blocks=20)
     first, second = sequence(prompt_of(300)), sequence(prompt_of(300))
     enter(engine, first)
     engine.release(first)
@@ -305,7 +311,7 @@ def test_memory_counts_all_that_is_allocated_for_rows_and_prefixes(
 def test_the_peak_of_the_memory_begins_with_each_reading(
     loaded: LoadedModel, text: ChatTokenizer
 ) -> None:
-    engine = ModelEngine(loaded, text, layout="slabs", blocks=200)
+    engine = model_engine(loaded, text, layout="slabs", blocks=200)
     engine.memory()
     enter(engine, sequence(prompt_of(300)))
     used = engine.memory()
@@ -316,7 +322,7 @@ def test_the_peak_of_the_memory_begins_with_each_reading(
 
 
 def test_memory_counts_rows_and_prefixes_apart(loaded: LoadedModel, text: ChatTokenizer) -> None:
-    engine = ModelEngine(loaded, text, layout="slabs", blocks=200)
+    engine = model_engine(loaded, text, layout="slabs", blocks=200)
     seq = sequence(prompt_of(300))
     enter(engine, seq)
     token = 2 * 2 * 8 * 4 * 2  # layers, heads, size, bytes, keys and values
@@ -327,8 +333,8 @@ def test_memory_counts_rows_and_prefixes_apart(loaded: LoadedModel, text: ChatTo
     engine.release(seq)
     kept = 299 * token  # the last token of the prompt was never computed
     assert (engine.memory().kv, engine.memory().prefix) == (0, kept)
-    assert engine.prefix_blocks() == engine.shrink(1) == 2
-    assert engine.memory().prefix == engine.prefix_blocks() == 0
+    assert prefix_blocks(engine) == engine.inspect().memory.shrink(1) == 2
+    assert engine.memory().prefix == prefix_blocks(engine) == 0
     engine.close()
 
 
@@ -346,7 +352,7 @@ def test_no_step_copies_the_cache(loaded: LoadedModel, text: ChatTokenizer) -> N
     """The activation memory of a decode step does not grow with the allocated cache."""
     needs, sizes = [], []
     for blocks in (4, 256):
-        engine = ModelEngine(loaded, text, lookahead=False, layout="slabs")
+        engine = model_engine(loaded, text, lookahead=False, layout="slabs")
         slabs = slabs_of(engine)
         slabs._blocks = blocks
         seq = sequence(prompt_of(10), max_tokens=60)
@@ -365,8 +371,8 @@ def test_a_preempted_sequence_gets_the_same_tokens(
     """With lookahead its token in flight belongs to the released row."""
     for prefix in ("tree", "off"):
         for salt in range(len(MIXTURE)):
-            expected = ids_of(ModelEngine(loaded, text), mixture()[salt])
-            engine = ModelEngine(
+            expected = ids_of(model_engine(loaded, text), mixture()[salt])
+            engine = model_engine(
                 loaded, text, prefix=prefix, lookahead=lookahead, layout=layout, blocks=200
             )
             seq = mixture()[salt]
@@ -389,7 +395,7 @@ def test_capacity_is_what_the_limit_leaves(
     monkeypatch.setattr(device, "non_mlx_bytes", lambda: 0)
     block = 256 * 2 * 2 * 8 * 4 * 2
     small, large = (
-        ModelEngine(loaded, text, limit=size * 2**30, layout=GROWING) for size in (2, 4)
+        model_engine(loaded, text, limit=size * 2**30, layout=GROWING) for size in (2, 4)
     )
     for engine in (small, large):
         engine.warm_up()
@@ -397,8 +403,8 @@ def test_capacity_is_what_the_limit_leaves(
     assert large.blocks.capacity - small.blocks.capacity == pytest.approx(left / block, rel=0.01)
     assert 0 < small.blocks.capacity < 2 * 2**30 // block
     with pytest.raises(ModelLoadFailed, match=r"limit is 1000 bytes.*leaves 0 blocks of 256"):
-        ModelEngine(loaded, text, limit=1000, layout=GROWING).warm_up()
-    assert ModelEngine(loaded, text, blocks=7).blocks.capacity == 7
+        model_engine(loaded, text, limit=1000, layout=GROWING).warm_up()
+    assert model_engine(loaded, text, blocks=7).blocks.capacity == 7
 
 
 @pytest.mark.parametrize(
@@ -415,10 +421,10 @@ def test_passes_of_a_small_model_in_which_nothing_decodes_are_long(
     made: list[bool] = []
 
     def new_layout(
-        self: ModelEngine, name: str, shape: RowShape, blocks: int, **settings: Any
+        name: str, shape: RowShape, model: Any, blocks: int, *, long_passes: bool, **settings: Any
     ) -> PagedLayout:
-        made.append(self._long_passes)
-        return ShortContexts(shape, self._model, blocks, long=self._long_passes)
+        made.append(long_passes)
+        return ShortContexts(shape, model, blocks, long=long_passes)
 
     class ShortContexts(PagedLayout):
         """A pool on the CPU, which says that it has compiled passes."""
@@ -431,16 +437,17 @@ def test_passes_of_a_small_model_in_which_nothing_decodes_are_long(
         def sizes(self) -> tuple[int, ...]:
             return self.sizes_compiled
 
-    monkeypatch.setattr(ModelEngine, "_new_layout", new_layout)
-    monkeypatch.setattr(ModelEngine, "_chunk_seconds", lambda self, size: seconds)
+    monkeypatch.setattr(devices, "make_layout", new_layout)
+    monkeypatch.setattr(warm_up, "chunk_seconds", lambda engine, size: seconds)
     monkeypatch.setattr(device, "non_mlx_bytes", lambda: 0)  # of this process's other tests
     monkeypatch.setattr(StepTarget, "of_device", lambda **_: StepTarget(0.008, 0.040))
     loaded = load(inspect(write_checkpoint(tmp_path, max_position_embeddings=4096)))
-    engine = ModelEngine(loaded, layout="pool", batch=2048, max_sequences=4, limit=2**28)
-    assert (engine.chunk, engine.limits.lines, engine.limits.prefill_lines) == (1024, 1024, 0)
-    engine._choose_long_passes((256, mebibytes * 2**18), (1024, mebibytes * 2**20))
-    found = engine.limits
-    assert (found.lines, found.prefill_lines, engine.chunk) == (1024, prefill, prefill or 1024)
+    engine = model_engine(loaded, layout="pool", batch=2048, max_sequences=4, limit=2**28)
+    assert (engine.limits.lines, engine.limits.prefill_lines) == (1024, 0)
+    measured = (256, mebibytes * 2**18), (1024, mebibytes * 2**20)
+    long = warm_up.choose_long_passes(engine, *measured)
+    found = limits_of(engine.parts, Warmed(*bounds_of(engine.parts), 0.04, long))
+    assert (found.lines, found.prefill_lines) == (1024, prefill)
     assert found.of_prefill.pairs == (2 if prefill else 1) * found.pairs
     assert made == ([False, True] if prefill else [False])
     engine.close()
@@ -454,7 +461,7 @@ def test_passes_that_are_longer_than_a_small_pool_are_not_computed_at_load(
     sizes, lines = (1, 2, 4, 255, 256, 512, 1024), set[int]()
     monkeypatch.setattr(PagedLayout, "sizes", property(lambda _: sizes))
     loaded = load(inspect(write_checkpoint(tmp_path, max_position_embeddings=4096)))
-    engine = ModelEngine(loaded, layout="pool", batch=1024, max_sequences=4, blocks=blocks)
+    engine = model_engine(loaded, layout="pool", batch=1024, max_sequences=4, blocks=blocks)
     engine.expect_drafts(2)
     step = PagedLayout.step
 
@@ -475,7 +482,7 @@ def test_a_pool_leaves_the_activation_memory_of_a_step(
     """A pool is allocated at once, and again when the activation memory is known."""
     monkeypatch.setattr(device, "non_mlx_bytes", lambda: 0)
     limit = 2**26
-    engine = ModelEngine(
+    engine = model_engine(
         loaded, text, layout="pool", max_sequences=2, prefix_bytes=2**30, limit=limit
     )
     before = engine.inspect().layout.blocks
@@ -503,7 +510,7 @@ def test_memory_outside_mlx_reduces_the_capacity(
 
     monkeypatch.setattr(device, "non_mlx_bytes", lambda: live + freed)
     monkeypatch.setattr(device, "trim_heap", trim)
-    engine = ModelEngine(loaded, text, limit=2**30, layout=GROWING)
+    engine = model_engine(loaded, text, limit=2**30, layout=GROWING)
     engine.warm_up()
     blocks = engine.blocks.capacity
     free = (
@@ -530,18 +537,18 @@ def test_what_is_reserved_for_other_processes_is_part_of_the_limit(
     loaded: LoadedModel, text: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device, "non_mlx_bytes", lambda: 0)
-    engine = ModelEngine(loaded, text, limit=2**30, layout=GROWING)
+    engine = model_engine(loaded, text, limit=2**30, layout=GROWING)
     for salt in range(3):
         ids_of(engine, sequence(prompt_of(300, salt)), 3)
     blocks = engine.blocks.capacity
     whole = blocks_for(engine.context)
     engine.reserve((blocks - whole - 3) * engine.inspect().budget.block)
-    assert engine.blocks.capacity == whole + 3 and engine.prefix_blocks() == 4
+    assert engine.blocks.capacity == whole + 3 and prefix_blocks(engine) == 4
     engine.reserve((blocks - whole + 1) * engine.inspect().budget.block)
     assert engine.blocks.capacity == whole, "one sequence may have them"
-    assert engine.prefix_blocks() < whole, "prefixes leave them to the processes"
+    assert prefix_blocks(engine) < whole, "prefixes leave them to the processes"
     engine.reserve(2**31)
-    assert engine.blocks.capacity == whole and engine.prefix_blocks() == 0
+    assert engine.blocks.capacity == whole and prefix_blocks(engine) == 0
     engine.reserve(0)
     assert engine.blocks.capacity == blocks
     monkeypatch.setattr(device, "has_own_memory", lambda: True)
@@ -553,7 +560,7 @@ def test_prefixes_then_images_make_room(
     loaded: LoadedModel, text: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device, "non_mlx_bytes", lambda: 0)
-    engine = ModelEngine(loaded, text, limit=2**30, layout=GROWING)
+    engine = model_engine(loaded, text, limit=2**30, layout=GROWING)
     for salt in range(3):
         ids_of(engine, sequence(prompt_of(300, salt)), 3)
     engine.encoded.put(b"a", np.zeros(1000, np.uint8))
@@ -570,7 +577,7 @@ def test_the_heap_is_trimmed_at_intervals_on_a_cpu(
     engine: ModelEngine, monkeypatch: pytest.MonkeyPatch, on_gpu: bool, trims: int
 ) -> None:
     calls: list[None] = []
-    monkeypatch.setattr(engine_module, "CLEAR_INTERVAL", 3)
+    monkeypatch.setattr(pipeline, "CLEAR_INTERVAL", 3)
     monkeypatch.setattr(device, "on_gpu", lambda: on_gpu)
     monkeypatch.setattr(device, "trim_heap", lambda: calls.append(None))
     seq = sequence(prompt_of(10))
@@ -585,19 +592,19 @@ def test_a_capacity_that_shrinks_evicts_cached_prefixes(
 ) -> None:
     outside = 0
     monkeypatch.setattr(device, "non_mlx_bytes", lambda: outside)
-    engine = ModelEngine(loaded, text, limit=2**30, layout=GROWING)
+    engine = model_engine(loaded, text, limit=2**30, layout=GROWING)
     for salt in range(3):
         ids_of(engine, sequence(prompt_of(300, salt)), 3)
-    assert engine.prefix_blocks() == 4
+    assert prefix_blocks(engine) == 4
     outside = (engine.blocks.capacity - 2) * engine.inspect().budget.block
     engine.memory()
-    assert engine.blocks.capacity == 2 and 0 < engine.prefix_blocks() <= 2
+    assert engine.blocks.capacity == 2 and 0 < prefix_blocks(engine) <= 2
 
 
 def test_a_limit_that_is_too_small_is_refused_with_all_parts(
     loaded: LoadedModel, text: ChatTokenizer
 ) -> None:
-    engine = ModelEngine(loaded, text, limit=1000, layout="slabs")
+    engine = model_engine(loaded, text, limit=1000, layout="slabs")
     with pytest.raises(ModelLoadFailed) as caught:
         engine.warm_up()
     limit, *parts, blocks = (
@@ -611,26 +618,26 @@ def test_a_limit_that_is_too_small_is_refused_with_all_parts(
 def test_the_prefix_cache_uses_only_what_rows_leave(
     loaded: LoadedModel, text: ChatTokenizer
 ) -> None:
-    engine = ModelEngine(loaded, text, blocks=18, layout="slabs")
+    engine = model_engine(loaded, text, blocks=18, layout="slabs")
     slabs = slabs_of(engine)
     for salt in range(30):
         ids_of(engine, sequence(prompt_of(300, salt)), 3)
         used = slabs.nbytes + engine.memory().prefix
         assert used <= 18 * engine.inspect().budget.block
-    assert engine.prefix_blocks() > 0
+    assert prefix_blocks(engine) > 0
 
 
 def test_the_prefix_of_a_running_row_is_evicted_last(
     loaded: LoadedModel, text: ChatTokenizer
 ) -> None:
-    engine = ModelEngine(loaded, text)
+    engine = model_engine(loaded, text)
     ids_of(engine, sequence(prompt_of(300)), 3)
-    expected = ids_of(ModelEngine(loaded, text), sequence(prompt_of(300)))
+    expected = ids_of(model_engine(loaded, text), sequence(prompt_of(300)))
     row = sequence(prompt_of(300))
     enter(engine, row)
     assert row.cached == 299
-    assert engine.shrink(2) == 0
-    assert engine.shrink(2, in_use=True) == 2
+    assert engine.inspect().memory.shrink(2) == 0
+    assert engine.inspect().memory.shrink(2, in_use=True) == 2
     decode(engine, [row], 30)
     engine.release(row)
     assert row.ids == expected and engine.memory().prefix > 0
@@ -639,11 +646,14 @@ def test_the_prefix_of_a_running_row_is_evicted_last(
 def test_the_prefix_cache_gets_blocks_when_there_are_few(
     loaded: LoadedModel, text: ChatTokenizer
 ) -> None:
-    engine = ModelEngine(loaded, text, blocks=4)  # fewer than those of a slab
+    engine = model_engine(loaded, text, blocks=4)  # fewer than those of a slab
     first, beside = sequence(prompt_of(300)), sequence(prompt_of(10))
     enter(engine, beside)
     ids_of(engine, first, 3)
-    assert engine.prefix_blocks() == 2 and engine._bytes_left() == 3 * engine.inspect().budget.block
+    assert (
+        prefix_blocks(engine) == 2
+        and engine.inspect().memory.bytes_left() == 3 * engine.inspect().budget.block
+    )
 
 
 def test_warm_up_leaves_nothing_behind(
@@ -659,7 +669,7 @@ def test_warm_up_leaves_nothing_behind(
     monkeypatch.setattr(device, "on_gpu", lambda: False)
     monkeypatch.setattr(Slab, "empty", counted)
     for context in (4, 16, None):
-        engine = ModelEngine(loaded, text, context=context, layout="slabs")
+        engine = model_engine(loaded, text, context=context, layout="slabs")
         moves: list[int] = []
         allocated.append(0)
         engine.warm_up(lambda moves=moves: moves.append(1))  # type: ignore[misc]
@@ -675,10 +685,10 @@ def test_the_time_of_a_step_is_chosen_once(
     loaded: LoadedModel, text: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is that of some decode steps, in bounds, or what the settings say."""
-    assert ModelEngine(loaded, text, step_target=0.033).limits.seconds == 0.033
+    assert model_engine(loaded, text, step_target=0.033).limits.seconds == 0.033
+    monkeypatch.setattr(StepTarget, "of_device", lambda **_: StepTarget(1e-9, 1e9))
     for lookahead in (False, True):
-        engine = ModelEngine(loaded, text, lookahead=lookahead)
-        monkeypatch.setattr(engine, "_target", StepTarget(1e-9, 1e9))
+        engine = model_engine(loaded, text, lookahead=lookahead)
         engine.warm_up()
         chosen = engine.limits.seconds
         assert 1e-9 < chosen < 1e9
@@ -691,7 +701,7 @@ def test_damaged_weights_are_an_error(tmp_path: Path) -> None:
     weights = random_weights(config())
     weights["model.norm.weight"][0] = np.nan
     write_weights(path, weights)
-    engine, seq = ModelEngine(load(inspect(path))), sequence((1, 2))
+    engine, seq = model_engine(load(inspect(path))), sequence((1, 2))
     enter(engine, seq)
     with pytest.raises(SequenceFailed, match="after 2 tokens are no numbers"):
         decode(engine, [seq])
@@ -701,7 +711,7 @@ def test_a_failed_step_leaves_nothing_behind(
     loaded: LoadedModel, text: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, hit, beside = (
-        ModelEngine(loaded, text, layout="slabs"),
+        model_engine(loaded, text, layout="slabs"),
         sequence(prompt_of(20)),
         sequence(prompt_of(90)),
     )
@@ -721,13 +731,13 @@ def test_a_failed_step_leaves_nothing_behind(
     engine.release(beside)
     assert engine.memory().prefix == engine.memory().kv == 0
     again = sequence(prompt_of(20))
-    assert ids_of(engine, again) == ids_of(ModelEngine(loaded, text), sequence(prompt_of(20)))
+    assert ids_of(engine, again) == ids_of(model_engine(loaded, text), sequence(prompt_of(20)))
 
 
 def test_with_separate_rows_a_failed_step_damages_its_own_rows_only(
     loaded: LoadedModel, text: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = ModelEngine(loaded, text, layout="rows", lookahead=False)
+    engine = model_engine(loaded, text, layout="rows", lookahead=False)
     hit, beside = sequence(prompt_of(20)), sequence(prompt_of(90))
     for seq in (hit, beside):
         enter(engine, seq)
@@ -741,7 +751,7 @@ def test_with_separate_rows_a_failed_step_damages_its_own_rows_only(
         decode(engine, [hit])
     assert engine.lost(hit) and not engine.lost(beside)
     decode(engine, [beside], 27)
-    assert beside.ids == ids_of(ModelEngine(loaded, text), sequence(prompt_of(90)))
+    assert beside.ids == ids_of(model_engine(loaded, text), sequence(prompt_of(90)))
 
 
 @pytest.mark.parametrize(
@@ -755,7 +765,7 @@ def test_a_pass_without_blocks_waits_for_those_that_it_discards(
     waits: int,
 ) -> None:
     """The next passes write their numbers where these read theirs; a lost device ends none."""
-    engine = ModelEngine(loaded, text, layout="pool", lookahead=True)
+    engine = model_engine(loaded, text, layout="pool", lookahead=True)
     seq, waited = sequence(prompt_of(20)), list[Flight]()
     enter(engine, seq)
     engine.submit([Span(seq, seq.submitted, 1, draws=1)])
@@ -784,7 +794,7 @@ def test_a_row_refuses_more_than_its_capacity() -> None:
 
 
 def test_blocks_that_streams_share_count_once(loaded: LoadedModel, text: ChatTokenizer) -> None:
-    engine = ModelEngine(loaded, text, blocks=100, layout="pool", max_sequences=16)
+    engine = model_engine(loaded, text, blocks=100, layout="pool", max_sequences=16)
     shared = prompt_of(256)
     ids_of(engine, sequence(shared), 3)
     rows = [sequence((*shared, *prompt_of(20, salt))) for salt in range(1, 17)]

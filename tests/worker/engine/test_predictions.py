@@ -29,6 +29,7 @@ from mlxpool.worker.scheduling.sequence import Sequence  # noqa: E402
 from mlxpool.worker.scheduling.spans import Span  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
+from support.model_engines import model_engine  # noqa: E402
 
 LAYOUTS = [(family, "rows") for family in FAMILIES] + [("glm4_moe_lite", "pool")]
 
@@ -44,7 +45,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadedModel]:
 
 def engine_of(loaded: LoadedModel, layout: str = "rows", **settings: Any) -> ModelEngine:
     given = {"prefix": "off", "lookahead": False, **settings}
-    return ModelEngine(loaded, layout=layout, **given)
+    return model_engine(loaded, layout=layout, **given)
 
 
 def head_of(engine: ModelEngine) -> Predictions:
@@ -252,7 +253,7 @@ def test_a_head_drafts_beside_8_bit_keys_and_values(models: dict[str, LoadedMode
 def test_recurrent_rows_count_the_states_behind_drafts(models: dict[str, LoadedModel]) -> None:
     loaded = models["qwen3_next"]
     engine = engine_of(loaded)
-    shape = RowShape(loaded.folder.plan.caches, loaded.dtype, 512, engine.chunk)
+    shape = RowShape(loaded.folder.plan.caches, loaded.dtype, 512, engine.limits.lines)
     most = engine.limits.drafts
     # Kernels write the states of a pass into one array, and those of the pass before are there.
     count = 2 * (1 + most) if device.on_gpu() else 1 + ROLLBACK_STEPS + most

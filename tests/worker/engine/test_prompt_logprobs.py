@@ -21,6 +21,7 @@ from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.scheduling.sequence import Sequence, TokenLogprob  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
+from support.model_engines import model_engine  # noqa: E402
 
 LAYOUTS = ("rows", "slabs", "pool")
 TOLERANCE = 1e-4
@@ -80,7 +81,7 @@ def engines(demo: LoadedModel) -> Iterator[Any]:
     made: list[ModelEngine] = []
 
     def make(**settings: Any) -> ModelEngine:
-        made.append(ModelEngine(demo, **{"lookahead": False, "blocks": 24, **settings}))
+        made.append(model_engine(demo, **{"lookahead": False, "blocks": 24, **settings}))
         return made[-1]
 
     yield make
@@ -94,7 +95,7 @@ def plain_ids(demo: LoadedModel) -> Callable[[str, int], list[int]]:
 
     @functools.cache
     def found(layout: str, size: int) -> list[int]:
-        engine = ModelEngine(demo, lookahead=False, blocks=24, layout=layout, prefix="off")
+        engine = model_engine(demo, lookahead=False, blocks=24, layout=layout, prefix="off")
         seq, steps = plain(prompt_of(size)), ScheduledSteps(engine)
         steps.admit(seq)
         while len(seq.ids) < 3:
@@ -189,20 +190,19 @@ def test_after_a_preemption_nothing_is_reported_twice(
 
 
 def test_logits_are_made_of_few_lines_at_a_time(
-    engines: Any, expected: Numbers, monkeypatch: pytest.MonkeyPatch
+    demo: LoadedModel, engines: Any, expected: Numbers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also of lines that are no whole number of parts."""
     monkeypatch.setattr(prompt_logprobs, "LOGIT_BYTES", 4 * 4096 * 13)
-    engine = engines()
     sizes: list[int] = []
-    logits_of = engine._model.logits_of
+    logits_of = demo.model.logits_of
 
     def noted(states: Any) -> Any:
         sizes.append(states.shape[0])
         return logits_of(states)
 
-    monkeypatch.setattr(engine._model, "logits_of", noted)
-    steps, seq = Reports(engine), sequence(prompt_of(300))
+    monkeypatch.setattr(demo.model, "logits_of", noted)
+    steps, seq = Reports(engines()), sequence(prompt_of(300))
     steps.admit(seq)
     check(steps.run(seq), seq.prompt, expected)
     assert max(sizes) == 13 and sum(sizes) == 299 + 1  # and that of the first token
@@ -216,7 +216,7 @@ def test_models_with_latents_and_states(tmp_path: Any, changes: dict[str, Any]) 
     prompt = tuple(np.random.default_rng(1).integers(0, 256, 90).tolist())
     every = []
     for batch in (16, 1024):
-        engine = ModelEngine(loaded, lookahead=False, batch=batch, blocks=24)
+        engine = model_engine(loaded, lookahead=False, batch=batch, blocks=24)
         steps, seq = Reports(engine), sequence(prompt)
         steps.admit(seq)
         every.append(steps.run(seq))
@@ -228,12 +228,12 @@ def test_models_with_latents_and_states(tmp_path: Any, changes: dict[str, Any]) 
 
 
 def test_a_prompt_whose_logits_are_no_numbers_fails_alone(
-    engines: Any, monkeypatch: pytest.MonkeyPatch
+    demo: LoadedModel, engines: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = engines()
     monkeypatch.setattr(
-        engine._model, "logits_of", lambda states: mx.full((len(states), 4096), float("nan"))
+        demo.model, "logits_of", lambda states: mx.full((len(states), 4096), float("nan"))
     )
+    engine = engines()
     engine.admit(seq := sequence(prompt_of(40)))
     steps = ScheduledSteps(engine)
     steps.admit(seq)

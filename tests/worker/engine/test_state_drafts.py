@@ -28,7 +28,7 @@ from mlxpool.worker.attention.row_cache import RowCache  # noqa: E402
 from mlxpool.worker.attention.row_shape import RowShape  # noqa: E402
 from mlxpool.worker.attention.row_spans import RowSpan  # noqa: E402
 from mlxpool.worker.decode_pass import choice  # noqa: E402
-from mlxpool.worker.engine import layout_engine  # noqa: E402
+from mlxpool.worker.engine import devices  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.kernels import device  # noqa: E402
 from mlxpool.worker.kernels.compiled_passes import CompiledPasses  # noqa: E402
@@ -41,6 +41,7 @@ from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
 from mlxpool.worker.weights.locate import DEMO_FOLDER  # noqa: E402
 from support import simt  # noqa: E402
+from support.model_engines import model_engine  # noqa: E402
 
 SIZES_OF_KERNELS = {
     "hidden_size": 256,
@@ -57,7 +58,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 
 def engine_of(loaded: LoadedModel, layout: str = "slabs", **settings: Any) -> ModelEngine:
-    return ModelEngine(loaded, layout=layout, **{"prefix": "off", "lookahead": False, **settings})
+    return model_engine(loaded, layout=layout, **{"prefix": "off", "lookahead": False, **settings})
 
 
 def head_of(engine: ModelEngine) -> StateDrafts:
@@ -271,7 +272,7 @@ def pooled(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[ModelEngi
         if not mx.cuda.is_available():
             stack.enter_context(simt.simulated())
             patch = stack.enter_context(pytest.MonkeyPatch.context())
-            patch.setattr(layout_engine, "make_layout", _as_on_a_gpu)
+            patch.setattr(devices, "make_layout", _as_on_a_gpu)
             if request.param == "one kernel":
                 patch.setattr(builder, "on_gpu", lambda: True)
                 patch.setattr(choice, "MIN_MULTIPROCESSORS", 2)
@@ -323,7 +324,7 @@ def test_the_host_drafts_as_mlx_does_for_the_demo() -> None:
     """Few rows are drafted by NumPy, more of them by compiled passes; both give the same drafts."""
     folder = inspect(DEMO_FOLDER, predicts=True)
     text = ChatTokenizer.from_folder(folder)
-    engine = ModelEngine(load(folder), text, layout="slabs", prefix="off", lookahead=False)
+    engine = model_engine(load(folder), text, layout="slabs", prefix="off", lookahead=False)
     head, rows = head_of(engine), []
     assert head._host_head is not None
     for number, prompt in enumerate(("def add(", "class Stack:\n", "import os\n", "for line in")):
@@ -362,7 +363,7 @@ def test_the_head_of_the_demo_is_right_mostly() -> None:
     own = sum(one.nbytes for name, one in folder.tensors.items() if name.startswith("mtp."))
     assert 0 < own < 1_000_000
     text = ChatTokenizer.from_folder(folder)
-    engine = ModelEngine(load(folder), text, layout="slabs", prefix="off", lookahead=False)
+    engine = model_engine(load(folder), text, layout="slabs", prefix="off", lookahead=False)
     head, right = head_of(engine), []
     for prompt in ("def add(one, two):\n", "class Stack:\n    def __init__(self):\n"):
         seq = replace(sequence(0), prompt=tuple(text.encode(prompt)), ids=[])

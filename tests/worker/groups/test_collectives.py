@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections import deque
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,17 +12,18 @@ import pytest
 mx = pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)
 
 from mlxpool.common.errors import OutOfMemory  # noqa: E402
-from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
+from mlxpool.worker.engine.opening import Warmed, limits_of  # noqa: E402
 from mlxpool.worker.groups import collectives, peer_exchange  # noqa: E402
 from mlxpool.worker.groups.collectives import AUTO, NCCL, Collectives, RankLost  # noqa: E402
-from mlxpool.worker.groups.group_engine import GroupEngine  # noqa: E402
+from mlxpool.worker.groups.group_engine import Group, GroupPasses  # noqa: E402
 from mlxpool.worker.groups.links import LOOPBACK, Meeting  # noqa: E402
 from mlxpool.worker.groups.messages import Ended  # noqa: E402
 from mlxpool.worker.groups.part_layers import SummedLinear  # noqa: E402
 from mlxpool.worker.groups.peer_memory import PeerMemoryError  # noqa: E402
 from mlxpool.worker.groups.peer_sums import BufferShape, Limits  # noqa: E402
+from mlxpool.worker.groups.pipes import Orders  # noqa: E402
 from mlxpool.worker.process.ranks import hosts_file  # noqa: E402
-from mlxpool.worker.scheduling.scheduler import StepLimits, longest_chunk  # noqa: E402
+from mlxpool.worker.scheduling.scheduler import longest_chunk  # noqa: E402
 
 SHAPE = BufferShape(2, Limits(64, 64))
 
@@ -124,62 +124,74 @@ def test_a_summed_product_is_added_to_the_residual_where_a_kernel_does_it(
     assert layer.add_to(SMALL, SMALL.astype(mx.float16)) is None
 
 
+class FailingPipeline:
+    """Two passes in flight, which the next one discards: it fails once `orders` have it."""
+
+    in_flight = 2
+
+    def __init__(self, orders: Orders, sent: int) -> None:
+        self.orders, self.sent = orders, sent
+
+    def start(self, spans: Any, **_: Any) -> bool:
+        self.in_flight = 0
+        self.orders.passes += self.sent
+        raise OutOfMemory("no block is free")
+
+    def collect(self) -> Any:
+        return "tokens"
+
+
+def orders_of(passes: int, broken: bool = False) -> tuple[Orders, list[Any]]:
+    sent: list[Any] = []
+    return cast(Any, SimpleNamespace(send=sent.append, passes=passes, broken=broken)), sent
+
+
 def test_a_lost_rank_ends_the_pass_before_its_numbers_are_used(
-    group: Collectives, peers: Peers, monkeypatch: pytest.MonkeyPatch
+    group: Collectives, peers: Peers
 ) -> None:
-    engine, sent = object.__new__(GroupEngine), list[Any]()
-    engine._collectives = group
-    engine._orders = cast(Any, SimpleNamespace(send=sent.append, passes=1))
-    monkeypatch.setattr(ModelEngine, "collect", lambda self: "tokens")
-    assert cast(Any, engine.collect()) == "tokens"
-    assert sent == [Ended()] and engine._orders.passes == 0
+    orders, sent = orders_of(1)
+    passes = GroupPasses(FailingPipeline(orders, 0), orders, group)
+    assert cast(Any, passes.collect()) == "tokens"
+    assert sent == [Ended()] and orders.passes == 0
     peers.lost = 1
-    engine._orders.passes = 1
+    orders.passes = 1
     with pytest.raises(RankLost, match="rank 1 did not come to a sum of rank 0 within 30 s"):
-        engine.collect()
-    assert engine._orders.passes == 1, "the group cannot go on: see device_works"
+        passes.collect()
+    assert orders.passes == 1, "the group cannot go on: see device_works"
 
 
 @pytest.mark.parametrize("sent", [0, 1])
 def test_passes_in_flight_end_on_all_ranks_when_a_pass_fails_before_it_is_sent(
-    monkeypatch: pytest.MonkeyPatch, sent: int
+    group: Collectives, sent: int
 ) -> None:
     """As where no block is left. When it was sent, the group cannot go on."""
-    engine, told = object.__new__(GroupEngine), list[Any]()
-    engine._flights = deque(cast(Any, ["a pass", "a pass"]))
-    engine._orders = cast(Any, SimpleNamespace(send=told.append, passes=2, broken=False))
-
-    def start(self: GroupEngine, spans: Any, *, at_once: bool, built: Any) -> bool:
-        self._flights.clear()  # as `_discard_on_failure` does
-        self._orders.passes += sent
-        raise OutOfMemory("no block is free")
-
-    monkeypatch.setattr(ModelEngine, "_start", start)
+    orders, told = orders_of(2)
     with pytest.raises(OutOfMemory):
-        engine.submit([])
+        GroupPasses(FailingPipeline(orders, sent), orders, group).start([], at_once=True)
     assert told == ([] if sent else [Ended(), Ended()])
-    assert engine._orders.passes == (3 if sent else 0)
+    assert orders.passes == (3 if sent else 0)
 
 
-def test_a_rank_that_got_no_message_ends_the_group() -> None:
+def test_a_rank_that_got_no_message_ends_the_group(group: Collectives) -> None:
     """Whatever the message was: with no pass in flight, no request is to blame."""
-    engine = object.__new__(GroupEngine)
-    engine._orders = cast(Any, SimpleNamespace(passes=0, broken=True))
-    assert not engine.device_works()
-    engine._orders.broken = False
-    assert engine.device_works()
+    assert not Group(orders_of(0, broken=True)[0], group).work()
+    assert Group(orders_of(0)[0], group).work()
 
 
 @pytest.mark.parametrize(("sizes", "second"), [((1, 2048), 2048), ((), 1265)])
 def test_a_pass_of_a_group_has_the_pairs_of_all_ranks(
-    group: Collectives, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], second: int
+    group: Collectives, sizes: tuple[int, ...], second: int
 ) -> None:
     """So that a long prompt is read in chunks of equal length, where passes are compiled."""
-    limits = StepLimits(lines=2048, pairs=2048 * 2048, context=8192, sizes=sizes)
-    monkeypatch.setattr(ModelEngine, "limits", limits)
-    engine = object.__new__(GroupEngine)
-    engine._collectives = group
-    assert longest_chunk(2048, engine.limits.pairs) == second
+    layout = SimpleNamespace(sizes=sizes, store=SimpleNamespace(stateful=False))
+    parts = SimpleNamespace(
+        memory=SimpleNamespace(layout=layout, context=8192),
+        devices=Group(orders_of(0)[0], group),
+        batch=2048,
+        lookahead=True,
+    )
+    limits = limits_of(cast(Any, parts), Warmed(2048, 0, 0.04))
+    assert longest_chunk(2048, limits.pairs) == second
 
 
 def test_a_rank_whose_port_is_taken_names_it() -> None:

@@ -15,8 +15,8 @@ mx = pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type
 from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker.engine.engine import Engine  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
-from mlxpool.worker.groups.group_engine import GroupEngine  # noqa: E402
 from mlxpool.worker.groups.messages import Again, Message, Pass  # noqa: E402
+from mlxpool.worker.groups.pipes import Orders  # noqa: E402
 from mlxpool.worker.kernels import device  # noqa: E402
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS  # noqa: E402
 from mlxpool.worker.scheduling.sequence import Sequence  # noqa: E402
@@ -107,7 +107,7 @@ def pair() -> Iterator[RankPair]:
 @pytest.fixture(scope="module", params=MODELS)
 def engines(
     request: pytest.FixtureRequest, pair: RankPair, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[GroupEngine, ModelEngine]]:
+) -> Iterator[tuple[ModelEngine, ModelEngine]]:
     changes = MODELS[request.param]
     folder = tmp_path_factory.mktemp("model")
     write_checkpoint(folder, weights=weights_of(request.param, changes), **changes)
@@ -152,7 +152,7 @@ def tokens(engine: Engine) -> list[list[int]]:
     return [list(row.ids) for row in rows]
 
 
-def test_it_draws_the_tokens_of_one_device(engines: tuple[GroupEngine, ModelEngine]) -> None:
+def test_it_draws_the_tokens_of_one_device(engines: tuple[ModelEngine, ModelEngine]) -> None:
     group, whole = engines
     found = tokens(group)
     assert [len(ids) for ids in found] == [4, 10, 10]
@@ -160,10 +160,10 @@ def test_it_draws_the_tokens_of_one_device(engines: tuple[GroupEngine, ModelEngi
 
 
 def test_rows_that_only_decode_are_sent_once(
-    engines: tuple[GroupEngine, ModelEngine], monkeypatch: pytest.MonkeyPatch
+    engines: tuple[ModelEngine, ModelEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Passes that follow say what has changed: ids, and the blocks that rows begin."""
-    sent, long = _sent(engines[0], monkeypatch), engines[0].context > KV_BLOCK_TOKENS
+    sent, long = _sent(monkeypatch), engines[0].context > KV_BLOCK_TOKENS
     found = []
     for engine in engines:
         sizes = (240, 250) if long else (12, 30)
@@ -182,20 +182,20 @@ def test_rows_that_only_decode_are_sent_once(
     assert sum(bool(one.tables) for one in again) == (2 if long else 0)
 
 
-def _sent(group: GroupEngine, monkeypatch: pytest.MonkeyPatch) -> list[Message]:
+def _sent(monkeypatch: pytest.MonkeyPatch) -> list[Message]:
     """What rank 0 tells the other from now on."""
     sent: list[Message] = []
-    send = group._orders.send
+    send = Orders.send
 
-    def kept(message: Message) -> None:
+    def kept(orders: Orders, message: Message) -> None:
         sent.append(message)
-        send(message)
+        send(orders, message)
 
-    monkeypatch.setattr(group._orders, "send", kept)
+    monkeypatch.setattr(Orders, "send", kept)
     return sent
 
 
-def test_a_prompt_is_found_in_the_prefix_cache(engines: tuple[GroupEngine, ModelEngine]) -> None:
+def test_a_prompt_is_found_in_the_prefix_cache(engines: tuple[ModelEngine, ModelEngine]) -> None:
     """Its blocks are shared on all ranks, and copied where two rows go on differently."""
     found = []
     for engine in engines:
@@ -212,7 +212,7 @@ def test_a_prompt_is_found_in_the_prefix_cache(engines: tuple[GroupEngine, Model
     assert found[0] == found[1]
 
 
-def test_log_probabilities_of_a_prompt_agree(engines: tuple[GroupEngine, ModelEngine]) -> None:
+def test_log_probabilities_of_a_prompt_agree(engines: tuple[ModelEngine, ModelEngine]) -> None:
     """The logits of prompt tokens are computed outside of the pass."""
     found = []
     for engine in engines:
@@ -231,7 +231,7 @@ def test_log_probabilities_of_a_prompt_agree(engines: tuple[GroupEngine, ModelEn
 
 
 def test_a_rank_has_its_part_of_weights_and_cache(
-    engines: tuple[GroupEngine, ModelEngine],
+    engines: tuple[ModelEngine, ModelEngine],
 ) -> None:
     """Figures of a group are those of all its ranks."""
     group, whole = engines

@@ -21,6 +21,13 @@ from mlxpool.worker.attention.row_spans import RowSpan  # noqa: E402
 from mlxpool.worker.engine.engine import StepResult  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.engine.pass_spans import PassSpans  # noqa: E402
+from mlxpool.worker.engine.trial_passes import (  # noqa: E402
+    compile_kernels,
+    drop_rows,
+    dummy_spans,
+    kinds_of_passes,
+    warm,
+)
 from mlxpool.worker.kernels import kernel_cache  # noqa: E402
 from mlxpool.worker.layers import builder  # noqa: E402
 from mlxpool.worker.sampling.row_masks import RowMasks  # noqa: E402
@@ -31,6 +38,7 @@ from mlxpool.worker.weights.load import load  # noqa: E402
 from support import simt  # noqa: E402
 from support.engine_steps import decode, decode_spans, enter  # noqa: E402
 from support.logprob_errors import WORST, assert_near  # noqa: E402
+from support.model_engines import model_engine  # noqa: E402
 
 SIZES: dict[str, Any] = {
     "hidden_size": 256,
@@ -178,7 +186,7 @@ def test_kernels_do_not_change_the_tokens_of_an_engine(
         changes = {**changes, "quantization": {"group_size": 64, "bits": 4}}
     folder = inspect(write_checkpoint(tmp_path, weights=halved(weights), **changes))
     kv, suffix = ("int8", ", int8") if "int8" in name else ("auto", "")
-    alone = ModelEngine(load(folder), layout="rows", lookahead=False, kv=kv)
+    alone = model_engine(load(folder), layout="rows", lookahead=False, kv=kv)
     plain = drawn(alone, set(), fused=False)
     loaded = load(folder, dtype=mx.bfloat16)
     with simt.token_grid_machine() as called:
@@ -186,7 +194,7 @@ def test_kernels_do_not_change_the_tokens_of_an_engine(
             monkeypatch.setattr(builder, "on_gpu", lambda: True)
             loaded = load(folder, dtype=mx.bfloat16)
         monkeypatch.setattr(layout_choice, "writes_in_place", lambda shape, on_gpu: True)
-        engine = ModelEngine(loaded, layout="pool", lookahead=False, blocks=30, kv=kv)
+        engine = model_engine(loaded, layout="pool", lookahead=False, blocks=30, kv=kv)
         assert engine.layout == f"pool, own kernels{suffix}"
         ours = drawn(engine, called, fused="ragged_latents" not in expected)
     assert called == (set() if ON_GPU else expected)  # a GPU does not report it
@@ -207,23 +215,23 @@ def test_kernels_are_listed_without_a_pass(tmp_path: Path, monkeypatch: pytest.M
     loaded = load(folder, dtype=mx.bfloat16)
     with nullcontext() if ON_GPU else simt.simulated():
         monkeypatch.setattr(layout_choice, "writes_in_place", lambda shape, on_gpu: True)
-        engine = ModelEngine(loaded, layout="pool", context=20, max_sequences=2, blocks=30)
+        engine = model_engine(loaded, layout="pool", context=20, max_sequences=2, blocks=30)
         engine.expect_drafts(3)
         free = engine.blocks.available
-        engine._compile_kernels(engine._kinds_of_passes(), lambda: None)
+        compile_kernels(engine, kinds_of_passes(engine), lambda: None)
         assert engine.blocks.available == free and not engine.inspect().rows
-        kinds = list(engine._kinds_of_passes())
+        kinds = list(kinds_of_passes(engine))
         for kind in kinds:
-            spans = engine._dummy_spans(kind)
+            spans = dummy_spans(engine, kind)
             wants = PassSpans.of(spans, rewinds=True)
             rows = [RowSpan(engine.inspect().rows[span.sequence], span.count) for span in spans]
             wants.widen(rows)
             assert engine.inspect().layout.is_new(rows, wants.wanted)
-            engine._drop_rows([span.sequence for span in spans])
+            drop_rows(engine, [span.sequence for span in spans])
         # Passes with drafts are computed as well, beside a prompt and without.
         checks = {bool(kind.unread): kind for kind in kinds if kind.drafts}
         for kind in (checks[False], checks[True]):
-            engine._warm_up(kind, lambda: None)
+            warm(engine, kind, lambda: None)
             assert engine.blocks.available == free and not engine.inspect().rows
     names = {name.removeprefix("mlxpool_") for name in listed}
     assert {"ragged_attention", "rotate_and_write", "sampling", "host_write", "rms_norm"} <= names
@@ -263,7 +271,7 @@ def test_ragged_passes_check_drafts_give_hidden_states_and_draw_late(
     weights = halved(random_weights(config(**SIZES)))
     folder = inspect(write_checkpoint(tmp_path, weights=weights, **SIZES))
     exact = load(folder)
-    plain = ModelEngine(exact, layout="rows", prefix="off", lookahead=False)
+    plain = model_engine(exact, layout="rows", prefix="off", lookahead=False)
     (first, right), (second, other) = expected_tokens(plain)
     text = PROMPTS[2][:9]
     row = RowSpan(plain.inspect().layout.store.new_row(), len(text))
@@ -271,7 +279,7 @@ def test_ragged_passes_check_drafts_give_hidden_states_and_draw_late(
     loaded = load(folder, dtype=mx.bfloat16)
     with simt.token_grid_machine():
         monkeypatch.setattr(layout_choice, "writes_in_place", lambda shape, on_gpu: True)
-        engine = ModelEngine(loaded, layout="pool", lookahead=True, blocks=30, max_sequences=3)
+        engine = model_engine(loaded, layout="pool", lookahead=True, blocks=30, max_sequences=3)
         assert (
             isinstance(engine.inspect().layout, PagedLayout)
             and engine.inspect().layout.ragged is not None

@@ -27,6 +27,7 @@ from mlxpool.worker.caches.kinds import FullCache, StateCache  # noqa: E402
 from mlxpool.worker.compute import model_source  # noqa: E402
 from mlxpool.worker.diagnose.check import check  # noqa: E402
 from mlxpool.worker.engine.description import quantisation  # noqa: E402
+from mlxpool.worker.engine.settings import EngineSettings  # noqa: E402
 from mlxpool.worker.mlx_lm.engine import MlxLmEngine, load  # noqa: E402
 from mlxpool.worker.sampling import sampler  # noqa: E402
 from mlxpool.worker.scheduling.sequence import Phase, Sequence, SequenceFailed  # noqa: E402
@@ -84,7 +85,8 @@ class Checked:
     logits: np.ndarray  # [prompts, STEPS, V]
 
     def engine(self, prefix: str = "tree", **settings: Any) -> MlxLmEngine:
-        return MlxLmEngine(self.model, self.folder, prefix=prefix, **settings)
+        given = EngineSettings(prefix=prefix, **settings)
+        return MlxLmEngine(self.model, self.folder, None, given)
 
 
 @pytest.fixture(scope="module")

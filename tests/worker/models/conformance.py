@@ -31,6 +31,7 @@ from mlxpool.worker.weights.inspect import inspect
 from mlxpool.worker.weights.load import LoadedModel, load
 from support import mlx_lm_peer
 from support.engine_steps import decode, enter
+from support.model_engines import model_engine
 from support.worker_checkpoints import config, random_weights, write_checkpoint
 
 Weights = Mapping[str, np.ndarray]
@@ -124,7 +125,7 @@ class Checked:
         return ChatTokenizer.from_folder(self.loaded.folder)
 
     def engine(self, prefix: str = "tree") -> ModelEngine:
-        return ModelEngine(self.loaded, self.text, prefix=prefix, lookahead=False)
+        return model_engine(self.loaded, self.text, prefix=prefix, lookahead=False)
 
 
 def prepare(root: Path, cases: Mapping[str, Case]) -> dict[str, Checked]:

@@ -14,6 +14,7 @@ from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.scheduling.sequence import Sequence
 from support import seeing_models as seeing
 from support.engine_steps import decode, read_chunk
+from support.model_engines import model_engine
 
 
 def encoded(
@@ -61,4 +62,4 @@ def run(
 
 
 def engine_of(loaded: Any, text: ChatTokenizer, **options: Any) -> ModelEngine:
-    return ModelEngine(loaded, text, lookahead=False, blocks=8, **options)
+    return model_engine(loaded, text, lookahead=False, blocks=8, **options)

@@ -16,7 +16,6 @@ import pytest
 from mlxpool.worker.compute import messages
 from mlxpool.worker.compute.messages import StepDeltas
 from mlxpool.worker.engine.counting_engine import CountingEngine
-from mlxpool.worker.engine.model_engine import ModelEngine
 from mlxpool.worker.kernels import device
 from mlxpool.worker.system import cpu_threads
 from mlxpool.worker.system.cpu_threads import (
@@ -29,6 +28,7 @@ from mlxpool.worker.weights.files import folder_files
 from mlxpool.worker.weights.inspect import inspect
 from mlxpool.worker.weights.load import load
 from support.compute_harness import ComputeHarness
+from support.model_engines import model_engine
 from support.worker_checkpoints import write_checkpoint
 
 
@@ -318,7 +318,7 @@ def test_a_worker_adjusts_threads_before_its_steps(
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_deterministic_engine_keeps_its_cores(tmp_path: Path, deterministic: bool) -> None:
     loaded = load(inspect(folder_files(write_checkpoint(tmp_path))), deterministic=deterministic)
-    with closing(ModelEngine(loaded, context=64, max_sequences=1)) as engine:
+    with closing(model_engine(loaded, context=64, max_sequences=1)) as engine:
         assert engine.yields_cores == (not deterministic and not device.on_gpu())
 
 

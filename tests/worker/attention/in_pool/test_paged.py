@@ -31,8 +31,9 @@ from mlxpool.worker.attention.row_cache import RowCache  # noqa: E402
 from mlxpool.worker.attention.row_shape import RowShape  # noqa: E402
 from mlxpool.worker.attention.stored_arrays import host_arrays  # noqa: E402
 from mlxpool.worker.caches.specs import KeyValueSpec, LatentSpec  # noqa: E402
-from mlxpool.worker.engine import layout_engine  # noqa: E402
+from mlxpool.worker.engine import devices  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
+from mlxpool.worker.engine.token_draws import TokenDraws  # noqa: E402
 from mlxpool.worker.prefix.paths import Part  # noqa: E402
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS  # noqa: E402
 from mlxpool.worker.scheduling.sequence import Sequence  # noqa: E402
@@ -41,6 +42,7 @@ from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
 from support import simt  # noqa: E402
 from support.disk_records import record_from  # noqa: E402
+from support.model_engines import model_engine  # noqa: E402
 
 ON_GPU = mx.cuda.is_available()
 SHAPE = RowShape((KeyValueSpec(2, 8, 4), LatentSpec(6, 4)), mx.float32, 3000, keeps_all=True)
@@ -54,7 +56,7 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[bool]:
         yield ON_GPU
         return
     with simt.simulated(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout_engine, "make_layout", _as_on_a_gpu)
+        patch.setattr(devices, "make_layout", _as_on_a_gpu)
         yield True
 
 
@@ -181,7 +183,7 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def engine_of(
     loaded: LoadedModel, layout: str, prefix: str = "tree", blocks: int = 60
 ) -> ModelEngine:
-    return ModelEngine(loaded, layout=layout, prefix=prefix, blocks=blocks, lookahead=ON_GPU)
+    return model_engine(loaded, layout=layout, prefix=prefix, blocks=blocks, lookahead=ON_GPU)
 
 
 def greedy(prompt: tuple[int, ...], count: int = 20) -> Sequence:
@@ -220,7 +222,7 @@ def test_prompts_read_in_one_pass_decode_beside_others(loaded: LoadedModel) -> N
     with pytest.raises(RuntimeError, match="spoilt"), pytest.MonkeyPatch.context() as patch:
         seq = greedy((1, 2, 3))
         engine.admit(seq)
-        patch.setattr(engine._draws, "draw", _spoilt)
+        patch.setattr(TokenDraws, "draw", _spoilt)
         engine.submit([*decode_spans(rows[:1]), Span(seq, 0, 3, draws=1)])
     assert seq.submitted == 0 and not engine.in_flight
     lost = rows if engine.inspect().layout.shares_arrays else rows[:1]
@@ -257,7 +259,7 @@ def test_admissions_releases_hits_and_evictions_change_no_token(
     assert layout.pool.in_place == kernels
     most = 10_000 if ON_GPU else 60 if kernels else 150  # the simulator is slow
     while drawn < most:
-        while pool.free < 5 * (4 - len(steps.live)) + 3 and engine.shrink(
+        while pool.free < 5 * (4 - len(steps.live)) + 3 and engine.inspect().memory.shrink(
             4
         ):  # as the compute thread does
             pass
@@ -277,5 +279,5 @@ def test_admissions_releases_hits_and_evictions_change_no_token(
     assert engine.prefix.hits > 1 and done > 3 and mixed > 3
     for seq in list(steps.live):
         steps.leave(seq)
-    engine.shrink(1000)
+    engine.inspect().memory.shrink(1000)
     assert pool.free == 36

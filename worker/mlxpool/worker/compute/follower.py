@@ -25,7 +25,7 @@ from mlxpool.worker.attention.layout_choice import writes_in_place
 from mlxpool.worker.attention.row_shape import RowShape
 from mlxpool.worker.attention.row_spans import RowSpan
 from mlxpool.worker.compute.progress import Progress
-from mlxpool.worker.engine.model_engine import CLEAR_INTERVAL
+from mlxpool.worker.engine.pipeline import CLEAR_INTERVAL
 from mlxpool.worker.groups.collectives import Collectives
 from mlxpool.worker.groups.divisions import part_of
 from mlxpool.worker.groups.links import Meeting

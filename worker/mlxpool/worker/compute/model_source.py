@@ -7,9 +7,9 @@ import ctypes
 import logging
 import sys
 from collections.abc import Callable
-from typing import TypedDict
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from mlxpool.common.config.schema import Counting, ModelConfig
 from mlxpool.common.errors import ModelLoadFailed, PoolError
@@ -23,6 +23,7 @@ from mlxpool.worker.engine.description import require_deterministic
 from mlxpool.worker.engine.encoding.encoder import Encoder
 from mlxpool.worker.engine.engine import Engine
 from mlxpool.worker.engine.kv_setting import require_kv, require_no_kv, resume_note
+from mlxpool.worker.engine.settings import EngineSettings
 from mlxpool.worker.groups.divisions import Part, part_of
 from mlxpool.worker.groups.links import GroupLinks, StartGroup
 from mlxpool.worker.prompt.kept_text import text_of
@@ -53,19 +54,6 @@ GPU_SWITCH_INTERVAL = 0.002
 MIN_MODEL_CONTEXT = 4  # tokens that the warm-up of a model needs
 
 OnProgress = Callable[[int, int], None]
-
-
-class EngineSettings(TypedDict):
-    """Arguments of both engines of MLX, see ModelEngine."""
-
-    context: int
-    prefix: str
-    prefix_bytes: int
-    max_sequences: int
-    limit: int
-    step_target: float
-    batch: int
-    by_owner: bool
 
 
 class ModelSource(Struct, frozen=True):
@@ -266,21 +254,22 @@ def _folder(
         device.keep_large_arrays_off_heap()
         if device.on_gpu():
             sys.setswitchinterval(GPU_SWITCH_INTERVAL)
-        settings: EngineSettings = {
-            "context": context,
-            "prefix": config.prefix_cache,
-            "prefix_bytes": config.prefix_bytes,
-            "max_sequences": config.sequences,
-            "limit": config.memory_limit,
-            "step_target": config.step_target,
-            "batch": device.worker_chunk(config.batch, config.sequences),
-            "by_owner": config.prefix_scope == "owner",
-        }
+        settings = EngineSettings(
+            context=context,
+            prefix=config.prefix_cache,
+            prefix_bytes=config.prefix_bytes,
+            max_sequences=config.sequences,
+            limit=config.memory_limit,
+            step_target=config.step_target,
+            batch=device.worker_chunk(config.batch, config.sequences),
+            by_owner=config.prefix_scope == "owner",
+            kv=config.kv,
+        )
         if folder.uses_mlx_lm:
             from mlxpool.worker.mlx_lm import engine as mlx_lm_engine
 
             model = mlx_lm_engine.load(folder, on_progress)
-            return mlx_lm_engine.MlxLmEngine(model, folder, text, **settings)
+            return mlx_lm_engine.MlxLmEngine(model, folder, text, settings)
         if part is not None:
             if links is None:
                 raise ModelLoadFailed(f"devices is {config.devices}: only a worker has several")
@@ -300,9 +289,8 @@ def _folder(
                 float32=not device.on_gpu(),
             ),
         )
-        return ModelEngine(
-            loaded, text, kv=config.kv, draft=drafting, keeps_measurement=True, **settings
-        )
+        settings = replace(settings, keeps_measurement=True)
+        return ModelEngine(loaded, text, settings, draft=drafting)
 
     opened = Opened(
         versions.digest_of(folder.digest, config.kv),
@@ -389,25 +377,26 @@ def _load_group(
     on_progress: OnProgress,
 ) -> Engine:
     """Loads the part of rank 0, while the other ranks load theirs."""
-    from mlxpool.worker.groups.group_engine import GroupEngine
+    from mlxpool.worker.groups.group_engine import open_group_engine
     from mlxpool.worker.groups.loading import default_prefix_bytes, load_part
 
     links.wait_until_ready(lambda: on_progress(0, 0))
     found = load_part(part, config, links.meeting, on_progress)
     links.ports.close()
-    prefix = default_prefix_bytes(part, settings["context"], config.sequences, config.kv)
-    settings = {
-        **settings,
-        "limit": found.limit,
-        "prefix_bytes": config.prefix_bytes // part.ranks or prefix,
-    }
-    return GroupEngine(
+    prefix = default_prefix_bytes(
+        part, settings.context or part.folder.context, config.sequences, config.kv
+    )
+    settings = replace(
+        settings,
+        limit=found.limit,
+        prefix_bytes=config.prefix_bytes // part.ranks or prefix,
+    )
+    return open_group_engine(
         found.loaded,
         text,
+        settings,
         orders=links.orders,
         collectives=found.collectives,
-        kv=config.kv,
-        **settings,
     )
 
 

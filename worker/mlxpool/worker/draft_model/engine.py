@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 
-import mlx.core as mx
-
-from mlxpool.worker.attention.row_spans import Ids
 from mlxpool.worker.draft_model.draws import DraftDraws
-from mlxpool.worker.engine.engine import StepResult
-from mlxpool.worker.engine.layout_engine import NO_TOKEN
 from mlxpool.worker.engine.model_engine import ModelEngine
-from mlxpool.worker.engine.pass_spans import PassSpans
+from mlxpool.worker.engine.opening import Parts
+from mlxpool.worker.engine.pipeline import Pipeline
+from mlxpool.worker.engine.settings import EngineSettings
 from mlxpool.worker.prompt.text_model import TokenTable
 from mlxpool.worker.scheduling.kv_blocks import blocks_for
 from mlxpool.worker.scheduling.memory_budget import MIN_BLOCKS
@@ -25,7 +22,7 @@ from mlxpool.worker.weights.load import LoadedModel
 MAX_IN_FLIGHT = 2  # passes: the host's memory of a third is read when the first has ended
 
 
-class DraftModelEngine(ModelEngine):
+class DraftModelEngine:
     """The DraftEngine of speculation/model_drafter.py; used by one thread.
 
     Each of `rows` rows may have MAX_DRAFT_CONTEXT tokens, or the context of the draft model.
@@ -34,64 +31,75 @@ class DraftModelEngine(ModelEngine):
     def __init__(
         self, loaded: LoadedModel, text: TokenTable, *, rows: int, limit: int, batch: int = 0
     ) -> None:
-        """`limit` bounds the bytes of the process, see ModelEngine."""
-        context = min(loaded.folder.context, MAX_DRAFT_CONTEXT)
-        super().__init__(
+        """`limit` bounds the bytes of the process, see EngineSettings."""
+        self.max_rows = rows
+        self.context = min(loaded.folder.context, MAX_DRAFT_CONTEXT)
+        self.engine = ModelEngine(
             loaded,
             text,
-            context=context,
-            prefix="off",
-            lookahead=True,
-            max_sequences=rows,
-            limit=limit,
-            blocks=max(MIN_BLOCKS, rows * blocks_for(context)),
-            batch=batch,
+            EngineSettings(
+                context=self.context,
+                prefix="off",
+                lookahead=True,
+                max_sequences=rows,
+                limit=limit,
+                blocks=max(MIN_BLOCKS, rows * blocks_for(self.context)),
+                batch=batch,
+            ),
+            make_pipeline=_pipeline_of,
         )
-        self.max_rows = rows
-        self._embedding_rows = loaded.folder.plan.embedding_rows
-        self._draws = DraftDraws(self.vocab_size, self._upload)
         self._moved: Callable[[], None] = lambda: None
+
+    @property
+    def no_drafts(self) -> str:
+        """Why its rows cannot give up wrong drafts; empty: they can."""
+        return self.engine.no_drafts
 
     def report(self, compiles: Callable[[], None], moved: Callable[[], None]) -> None:
         """See DraftEngine."""
-        self.report_compiles(compiles)
+        self.engine.report_compiles(compiles)
         self._moved = moved
-
-    def collect(self) -> StepResult:
-        """See Engine.collect."""
-        found = super().collect()
-        self._moved()
-        return found
 
     @property
     def held_bytes(self) -> int:
         """See DraftEngine."""
-        rows = self.blocks.capacity * self._block_bytes + self.max_rows * self._row_bytes
-        return self._weights + rows + self._activation_bytes + self._spare
+        budget = self.engine.parts.memory.budget
+        rows = self.engine.blocks.capacity * budget.block + self.max_rows * budget.row
+        return budget.weights + rows + budget.step + budget.spare
 
     @property
     def used_bytes(self) -> int:
         """See DraftEngine."""
-        return self._weights + sum(self._kv_bytes())
+        memory = self.engine.parts.memory
+        return memory.budget.weights + sum(memory.kv_bytes())
 
     @property
     def max_lines(self) -> int:
         """See DraftEngine."""
-        return self.chunk
+        return self.engine.limits.lines
+
+    def admit(self, seq: Sequence) -> None:
+        """See DraftEngine."""
+        self.engine.admit(seq)
 
     def holds(self, seq: Sequence) -> bool:
         """See DraftEngine."""
-        return seq in self._rows and not self.lost(seq)
+        return seq in self.engine.parts.memory.rows and not self.engine.lost(seq)
 
     def rewind(self, seq: Sequence, count: int) -> bool:
         """See DraftEngine. What is known of the options of a batch stays."""
-        self._rows[seq].trim(count)
+        self.engine.parts.memory.rows[seq].trim(count)
         seq.submitted = count
         return True
 
+    def release(self, seq: Sequence) -> None:
+        """See DraftEngine."""
+        self.engine.release(seq)
+
     def read(self, spans: Many[Span]) -> None:
         """See DraftEngine."""
-        self.step(spans)
+        self.engine.submit(spans)
+        self._collect()
 
     def propose(self, spans: Many[Span], count: int) -> Mapping[Sequence, Many[SampledToken]]:
         """See DraftEngine."""
@@ -100,37 +108,51 @@ class DraftModelEngine(ModelEngine):
         for number in range(count):
             if number:
                 spans = [Span(seq, seq.submitted, 1, 1) for seq in rows]
-            self.submit(spans)
-            if self.in_flight == MAX_IN_FLIGHT or number == count - 1:
+            self.engine.submit(spans)
+            if self.engine.in_flight == MAX_IN_FLIGHT or number == count - 1:
                 self._take(found)
-        while self.in_flight:
+        while self.engine.in_flight:
             self._take(found)
         return {seq: drawn for seq, drawn in found.items() if len(drawn) == count}
 
     def _take(self, found: Mapping[Sequence, list[SampledToken]]) -> None:
-        for one in self.collect().drawn:
+        for one in self._collect():
             found[one.sequence].append(one)
 
-    def _inputs(self, wants: PassSpans) -> tuple[Ids, mx.array | None]:
-        """As that of ModelEngine, with another token in place of one that has no embedding here.
-
-        The model that is served may have more tokens, see opening.require_same_tokens.
-        """
-        ids, drawn = super()._inputs(wants)
-        if isinstance(ids, list):
-            ids = [one if one < self._embedding_rows else NO_TOKEN for one in ids]
-        return ids, drawn
+    def _collect(self) -> list[SampledToken]:
+        drawn = self.engine.collect().drawn
+        self._moved()
+        return drawn
 
     def seconds(self, rows: int, lines: int) -> float:
         """See DraftEngine."""
         keys = rows * self.context // 2
         pairs = 0 if rows == lines else lines * self.context // 2
-        return self.cost.seconds(Load(lines, keys, pairs, rows))
+        return self.engine.cost.seconds(Load(lines, keys, pairs, rows))
+
+    def warm_up(self, on_progress: Callable[[], None] = lambda: None) -> None:
+        """See DraftEngine."""
+        self.engine.warm_up(on_progress)
 
     def make_room(self, size: int) -> None:
-        """See Engine.make_room. Rows are given up: they are read again when they are needed."""
-        for seq in [*self._rows]:
-            self.release(seq)
+        """See DraftEngine."""
+        for seq in [*self.engine.parts.memory.rows]:
+            self.engine.release(seq)
 
-    def _clear_buffers(self, *, after_chunk: bool) -> None:
-        """Leaves the buffers to the engine of the model, which clears them for both."""
+    def close(self) -> None:
+        """See DraftEngine."""
+        self.engine.close()
+
+
+def _pipeline_of(parts: Parts) -> Pipeline:
+    """Makes the pipeline of a draft model.
+
+    The model that is served may have more tokens, see opening.require_same_tokens; its engine
+    clears the buffers of both.
+    """
+    return Pipeline(
+        parts,
+        draws=DraftDraws(parts.vocab_size, parts.upload),
+        embedding_rows=parts.loaded.folder.plan.embedding_rows,
+        clears_buffers=False,
+    )

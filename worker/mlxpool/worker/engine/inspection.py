@@ -8,6 +8,7 @@ from typing import Any
 from msgspec import Struct
 
 from mlxpool.worker.engine.flight import Flight
+from mlxpool.worker.engine.memory import EngineMemory
 from mlxpool.worker.scheduling.memory_budget import MemoryBudget
 from mlxpool.worker.scheduling.sequence import Sequence
 
@@ -18,6 +19,7 @@ class Inspection(Struct, frozen=True):
     `layout` is a Layout, or what mlx-lm's rows have in its place.
     """
 
+    memory: EngineMemory[Any, Any]
     layout: Any
     rows: Mapping[Sequence, Any]
     flights: tuple[Flight, ...]

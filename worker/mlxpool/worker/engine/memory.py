@@ -148,6 +148,11 @@ class EngineMemory(Generic[L, R]):
         """Returns the blocks that the prefix cache uses."""
         return -(-self.prefix.nbytes // self.budget.block)
 
+    def most_rows(self) -> int:
+        """Returns how many rows a pass has at most."""
+        blocks = self.layout.blocks if self.layout.holds_prefixes else self.budget.rows
+        return min(self.budget.rows, blocks)
+
     def pool_blocks(self, *, prefixes: bool) -> int:
         """Returns how many blocks a pool has: enough for all rows, if they fit.
 
@@ -259,10 +264,11 @@ class EngineMemory(Generic[L, R]):
 
     # ---- the load and the end --------------------------------------------------------------------
 
-    def finish_warm_up(self) -> None:
+    def finish_warm_up(self, process: int = 0) -> None:
         """Frees what the warm-up allocated and sets the capacity.
 
-        Raises ModelLoadFailed when too few blocks are left.
+        `process`: the bytes outside MLX, at least, for which there is to be room. Raises
+        ModelLoadFailed when too few blocks are left.
         """
         self.prefix.clear()
         # The next pass takes the buffers that this one frees; on a GPU MLX's memory limit, which
@@ -270,8 +276,9 @@ class EngineMemory(Generic[L, R]):
         mx.set_cache_limit(max(self.budget.buffers, self.budget.step * device.on_gpu()))
         mx.clear_cache()
         device.trim_heap()
-        growth = min(HEAP_GROWTH, self.budget.limit // 16) if device.non_mlx_bytes() else 0
-        self._process_at_start = device.non_mlx_bytes() + growth
+        outside = device.non_mlx_bytes()
+        growth = min(HEAP_GROWTH, self.budget.limit // 16) if outside else 0
+        self._process_at_start = max(process, outside + growth)
         self.budget = replace(self.budget, process=self._process_at_start)
         self.set_capacity()
         self.require_min_blocks()

@@ -1,386 +1,255 @@
-"""The engine of our own model code: one pass a step over decode rows and prompt chunks.
-
-On a GPU a pass may be submitted while one is in flight: it takes the tokens that the other draws
-from the device, before the host has read them. A sequence that ends or is preempted in between
-loses its token in flight, and its row is trimmed to the tokens of the sequence. On the CPU the host
-waits for nothing, so no pass is submitted ahead.
-"""
+"""The engine of our own model code: its memory, its passes in flight, and its warm-up."""
 
 from __future__ import annotations
 
-import logging
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Many
-from contextlib import contextmanager
-from itertools import chain
-from time import monotonic
-from typing import cast
+from typing import Any
 
 import mlx.core as mx
-import numpy as np
-from msgspec.structs import replace
 
-from mlxpool.common.errors import PoolError
-from mlxpool.worker.attention.prediction_heads.head_drafts import StateDrafts
-from mlxpool.worker.attention.prediction_heads.prediction_rows import Predictions
-from mlxpool.worker.attention.row_cache import RowCache
-from mlxpool.worker.attention.row_spans import Ids, RowSpan
-from mlxpool.worker.attention.row_states import keep_alone, separate, settle
-from mlxpool.worker.constraints.mask_table import MaskTable, words_of_mask
-from mlxpool.worker.engine.engine import StepResult
-from mlxpool.worker.engine.flight import Flight
-from mlxpool.worker.engine.image_spans import add_images
-from mlxpool.worker.engine.layout_engine import LayoutEngine
-from mlxpool.worker.engine.pass_spans import PassSpans
-from mlxpool.worker.engine.prompt_logprobs import prompt_logprobs
-from mlxpool.worker.kernels import device
-from mlxpool.worker.media.image import PreparedImage
-from mlxpool.worker.media.spans import ImageKey, is_slot
-from mlxpool.worker.sampling.batch import SamplerOutput, last_token
-from mlxpool.worker.sampling.row_masks import NO_MASKS, RowMasks
-from mlxpool.worker.scheduling.sequence import (
-    PromptLogprobs,
-    SampledToken,
-    Sequence,
-    SequenceFailed,
+from mlxpool.worker import versions
+from mlxpool.worker.attention.row_spans import CacheRow
+from mlxpool.worker.constraints.mask_table import MaskTable
+from mlxpool.worker.engine.devices import OneDevice
+from mlxpool.worker.engine.disk_prefixes import DiskPrefixes
+from mlxpool.worker.engine.engine import MemoryUse, StepResult
+from mlxpool.worker.engine.inspection import Inspection
+from mlxpool.worker.engine.mask_tables import MaskTables
+from mlxpool.worker.engine.opening import (
+    Parts,
+    Warmed,
+    bounds_of,
+    expect_drafts,
+    kept_rules,
+    layout_name,
+    limits_of,
+    open_parts,
+    why_no_drafts,
 )
+from mlxpool.worker.engine.pipeline import Pipeline
+from mlxpool.worker.engine.settings import DEFAULTS, EngineSettings
+from mlxpool.worker.engine.warm_up import warm_up
+from mlxpool.worker.kernels import device
+from mlxpool.worker.media.encoded import EncodedImages
+from mlxpool.worker.media.image import PreparedImage
+from mlxpool.worker.media.spans import ImageKey
+from mlxpool.worker.prefix.cache import PrefixCache
+from mlxpool.worker.prefix_disk.folder import DiskSettings
+from mlxpool.worker.prompt.text_model import TokenTable
+from mlxpool.worker.prompt.tokenizer import ChatTokenizer
+from mlxpool.worker.sampling.row_masks import RowMasks
+from mlxpool.worker.scheduling.sequence import SampledToken, Sequence
 from mlxpool.worker.scheduling.spans import Span
-from mlxpool.worker.transfers.downloads import Download
-from mlxpool.worker.transfers.uploads import SharedTable
-
-log = logging.getLogger("mlxpool.worker")
-
-CLEAR_INTERVAL = 256  # passes after which freed buffers are given back
+from mlxpool.worker.scheduling.step_cost import StepCost
+from mlxpool.worker.speculation.model_drafter import DraftEngine
+from mlxpool.worker.speculation.mtp import Predictor
+from mlxpool.worker.weights.load import LoadedModel
 
 
-class ModelEngine(LayoutEngine):
+class ModelEngine:
     """The Engine of a loaded model; used by one thread."""
 
-    _spans_before: PassSpans | None = None  # of the newest pass; None: rows have left
-    _rows_before: list[RowSpan] | None = None  # of that pass
-    _steps = 0
-
-    def submit(self, spans: Many[Span]) -> bool:
-        """See Engine.submit."""
-        return self._start(spans, at_once=True)
-
-    def forward(self, spans: Many[Span], built: Callable[[], None] = lambda: None) -> bool:
-        """See Engine.forward."""
-        return self._start(spans, at_once=False, built=built)
-
-    def draw(self, masks: RowMasks) -> None:
-        """See Engine.draw."""
-        flight = self._flights[-1]
-        assert flight.undrawn is not None, "the newest pass has drawn its tokens"
-        asking, logits = flight.undrawn
-        before = self._flights[-2] if len(self._flights) > 1 else None
-        with self._discard_on_failure():
-            sampled = self._draws.draw(asking, logits, before, masks) if asking else None
-            done, download = self._results(logits, sampled, flight.hidden, flight.states)
-            mx.async_eval(*done)  # type: ignore[no-untyped-call]
-        self._flights[-1] = replace(
-            flight, undrawn=None, sampled=sampled, done=done, download=download
-        )
-
-    def mask_memory(self, lines: int) -> MaskTable | None:
-        """See Engine.mask_memory."""
-        if self._uploads is None:
-            return None
-        for place, table in enumerate(self._mask_tables):
-            if len(table.words) >= lines:
-                return self._mask_tables.pop(place)
-        lines = max(lines, self._most_rows())
-        shared = SharedTable(lines, words_of_mask(self.vocab_size))
-        return MaskTable(shared.lines, shared)
-
-    def drawn(self) -> list[SampledToken] | None:
-        """See Engine.drawn."""
-        return self._flights[0].drawn() if self._flights else None
-
-    def withdraw(self, seq: Sequence, *, again: bool) -> None:
-        """See Engine.withdraw."""
-        flight = self._flights[-1]
-        assert flight.undrawn is not None, "the newest pass has drawn its tokens"
-        self._flights[-1] = flight.without(seq)
-        span = next(one for one in flight.spans if one.sequence is seq)
-        seq.awaited -= span.draws
-        if again or span.drafts:
-            seq.submitted = span.end - (span.draws if again else len(span.drafts))
-            self._rows[seq].trim(seq.submitted)
-
-    def _start(
-        self, spans: Many[Span], *, at_once: bool, built: Callable[[], None] = lambda: None
-    ) -> bool:
-        """Starts one pass; unless it draws its tokens at once, its logits wait for `draw`."""
-        began = monotonic()
-        newest = self._flights[-1] if self._flights else None
-        assert newest is None or newest.undrawn is None, "`draw` comes before the next pass"
-        wants = PassSpans.of(spans, rewinds=self._rows_go_back, before=self._spans_before)
-        with self._discard_on_failure(spans):
-            if self._uploads is not None:
-                self._uploads.begin()
-            rows = self._row_spans(wants)
-            self._free_states(wants, rows)
-            keep = [span for span in wants.chunks if self._at_restore_point(span)]
-            reads = any(not span.sequence.reads_run for span in wants.chunks)
-            notice = self._layout.notice
-            notice.given = False
-            if self._layout.is_new(rows, wants.wanted):
-                notice()
-            found = self._layout.step(rows, *self._inputs(wants), wants.wanted)
-            head: Many[mx.array] = ()  # what its head keeps of the pass
-            asking, sampled = wants.asking, None
-            if isinstance(self._predictions, Predictions) and found.states is not None:
-                head = self._predictions.take(wants.every, found.states)
-            elif isinstance(self._predictions, StateDrafts) and found.drawn is not None:
-                self._predictions.take(asking, found.drawn, again=wants.again)
-                head = [found.drawn]
-            embedded = wants.embedded() if wants.hidden else ()
-            reports = bool(embedded) and all(span.sequence.reports for span, _ in embedded)
-            states, hidden = (found.hidden, None) if reports else (None, found.hidden)
-            if at_once and asking:
-                sampled = self._draws.draw(asking, found.logits, newest, NO_MASKS)
-            done, download = self._results(
-                found.logits, sampled, hidden if at_once else None, states
-            )
-            built()
-            mx.async_eval(*done, *head)  # type: ignore[no-untyped-call]
-            self._submitted(spans, keep)
-            fresh = notice.given
-        self._spans_before, self._rows_before = wants, rows
-        if fresh:  # the passes in flight are awaited only when this one is compiled
-            self._flights = deque(replace(one, fresh=True) for one in self._flights)
-        self._flights.append(
-            Flight(
-                tuple(spans),
-                wants.first_rows,
-                sampled,
-                done,
-                began,
-                fresh,
-                download,
-                reads=reads,
-                checks=wants.checks,
-                hidden=hidden,
-                embedded=embedded,
-                undrawn=None if at_once else (asking, found.logits),
-                states=states,
-                load=wants.load,
-            )
-        )
-        return fresh
-
-    def _row_spans(self, wants: PassSpans) -> list[RowSpan]:
-        """Returns the spans of rows, which are as long as the spans of the pass expect.
-
-        They are the same list while the same sequences decode in the same rows.
-        """
-        if wants.again and self._rows_before:
-            rows = self._rows_before
-        else:
-            held = self._rows
-            rows = [RowSpan(held[span.sequence], span.count) for span in wants.every]
-        offsets, starts = [row.row.offset for row in rows], [span.start for span in wants.every]
-        assert offsets == starts, f"rows of {offsets} tokens, spans at {starts}"
-        if wants.sequences:
-            return rows
-        wants.widen(rows)
-        vision = self._loaded.folder.vision
-        for row, span in zip(rows, wants.every, strict=True):
-            if span.sequence.media:
-                assert vision is not None, "only models that read images get some"
-                add_images(row, span, vision, self.encoded)
-        return rows
-
-    def _free_states(self, wants: PassSpans, rows: list[RowSpan]) -> None:
-        """Lets arrays of recurrent states be freed that no row of the next pass needs.
-
-        What rows hold at most is in `_set_row_sizes`.
-        """
-        if wants.again or not self._layout.store.stateful:
-            return
-        going = [one.row for one in rows if isinstance(one.row, RowCache)]
-        if self._predictions is not None and not self._flights:
-            settle(going)
-        inside = {span.sequence for span in wants.every}
-        idle = [
-            row
-            for seq, row in self._rows.items()
-            if seq not in inside
-            and isinstance(row, RowCache)
-            # A row whose last token is in flight leaves soon.
-            and len(seq.ids) + seq.awaited < seq.max_tokens
-        ]
-        if idle and (found := separate(idle, going)):
-            mx.async_eval(*found)  # type: ignore[no-untyped-call]
-
-    def _results(
+    def __init__(
         self,
-        logits: mx.array,
-        sampled: SamplerOutput | None,
-        hidden: mx.array | None,
-        states: mx.array | None = None,
-    ) -> tuple[tuple[mx.array, ...], Download | None]:
-        """Returns the arrays whose evaluation ends a pass, and the download of its results."""
-        results = [] if sampled is None else sampled.arrays()
-        if hidden is not None:
-            results.append(hidden)
-        kept = () if states is None else (states,)
-        if self._downloads is None or not results:
-            return (*results, *kept) or (logits,), None
-        download = self._downloads.begin(results)
-        return (*download.done, *kept), download
+        loaded: LoadedModel,
+        text: ChatTokenizer | TokenTable | None = None,
+        settings: EngineSettings = DEFAULTS,
+        *,
+        draft: DraftEngine | None = None,
+        devices: OneDevice | None = None,
+        make_pipeline: Callable[[Parts], Pipeline] = Pipeline,
+    ) -> None:
+        """`draft`: the draft model, which is warmed up and closed with this engine.
 
-    def collect(self) -> StepResult:
-        """See Engine.collect."""
-        flight = self._flights[0]
-        assert flight.undrawn is None, "`draw` comes before `collect`"
-        with self._discard_on_failure(flight.spans):  # also where its numbers cannot be read
-            flight.wait()
-            finished = monotonic()
-            prompts, failed = self._prompt_logprobs(flight)
-            self._flights.popleft()
-            if not self._flights:
-                self._layout.evaluated()
-            self._collected(flight, finished)
-            if prompts:
-                self._last_end = monotonic()  # the next pass has waited until now
-            self._clear_buffers(after_chunk=flight.reads)
-            for seq in flight.rows:
-                seq.awaited -= 1
-            found = flight.result()
-            if prompts or failed:
-                found = replace(found, prompts=tuple(prompts), failed=[*found.failed, *failed])
-            if flight.checks:
-                self._rewind(flight.checks, found)
-        return found
-
-    def _prompt_logprobs(self, flight: Flight) -> tuple[list[PromptLogprobs], list[SequenceFailed]]:
-        """Returns what a pass that has ended reports of prompts."""
-        if flight.states is None:
-            return [], []
-        states = flight.states.astype(self._loaded.dtype)  # as they were: weights keep theirs
-        return prompt_logprobs(flight.embedded, states, self._logits_of, self.vocab_size)
-
-    def _logits_of(self, hidden: mx.array) -> mx.array:
-        """Returns logits [n, vocabulary] of hidden states [n, d], outside of a pass."""
-        return self._model.logits_of(hidden)
-
-    def _rewind(self, checks: Many[Span], found: StepResult) -> None:
-        """Removes wrong drafts from the rows: a row keeps as many inputs as tokens were drawn."""
-        kept = Counter(one.sequence for one in found.drawn)
-        for span in checks:
-            seq = span.sequence
-            seq.awaited -= len(span.drafts)
-            seq.submitted = span.start + max(1, kept[seq])
-            self._rows[seq].trim(seq.submitted)
-
-    def _inputs(self, wants: PassSpans) -> tuple[Ids, mx.array | None]:
-        """Returns the ids [T] of the spans, and the tokens in flight that negative ids stand for.
-
-        -1 - r is the token of row r of the newest pass in flight.
+        `text` None: the tokenizer of the folder. `devices`: what computes the passes; None: one
+        device.
         """
-        newest = self._flights[-1] if self._flights else None
-        drawn = None if newest is None or newest.sampled is None else newest.sampled.tokens
-        if wants.again and newest is not None and newest.rows is wants.first_rows:
-            return np.arange(-1, -1 - len(wants.every), -1, dtype=np.int32), drawn
-        ids: list[int] = []
-        for span in wants.every:
-            seq = span.sequence
-            if span.start >= seq.length:
-                assert newest is not None
-                ids.append(-1 - newest.rows[seq])
-            elif span.end == seq.length and span.count == 1 and not seq.media:
-                ids.append(last_token(seq))
-            else:
-                inputs, slot = seq.token_range(span.start, span.end), self._slot_token
-                ids += [slot if is_slot(one) else one for one in inputs] if seq.media else inputs
-                ids += span.drafts
-        return ids, drawn
+        folder = loaded.folder
+        self.parts = open_parts(loaded, settings, devices, draft)
+        self.pipeline = make_pipeline(self.parts)
+        self.masks = MaskTables(folder.plan.vocab_size)
+        self.limits = limits_of(self.parts, Warmed(*bounds_of(self.parts), self.parts.target.most))
+        self.most_drafts = 0  # that the rows of a pass check together; 0: no drafts are checked
+        self.context = self.parts.memory.context
+        self.vocab_size = folder.plan.vocab_size
+        self.eos = folder.eos_ids
+        self.digest = versions.digest_of(folder.digest, settings.kv)
+        self.blocks = self.parts.memory.blocks
+        self._text = text or ChatTokenizer.from_folder(folder)
+        self._rows = self.pipeline.rows
+        self._passes = self.parts.devices.passes(self.pipeline)
 
-    def release(self, seq: Sequence) -> None:
-        """See Engine.release."""
-        self._draws.forget()
-        self._spans_before = None
-        self._forget_predictions([seq])
-        row = self._rows.get(seq)
-        if row is not None:
-            # The row may hold a token in flight. A preempted sequence starts again with its last
-            # token, so a recurrent state must not include that one.
-            row.trim(seq.length - 1 if self._layout.store.stateful else seq.length)
-            may_stay = self._prefix.exclusive and isinstance(row, RowCache)
-            if may_stay and (found := keep_alone(cast(RowCache, row))):
-                mx.async_eval(*found)  # type: ignore[no-untyped-call]
-        super().release(seq)
+    def inspect(self) -> Inspection:
+        """See Inspection."""
+        memory = self.parts.memory
+        return Inspection(
+            memory, memory.layout, memory.rows, tuple(self.pipeline.flights), memory.budget
+        )
 
-    def _forget_predictions(self, rows: Collection[Sequence]) -> None:
-        if self._predictions is not None:
-            for seq in rows:
-                self._predictions.release(seq)
+    # ---- what there is ---------------------------------------------------------------------------
 
-    def rewind(self, seq: Sequence, count: int) -> bool:
-        """See Engine.rewind."""
-        if self._layout.store.stateful or seq.awaited:
-            return False
-        self._draws.forget()
-        self._rows[seq].trim(count)
-        seq.submitted = count
-        return True
+    @property
+    def layout(self) -> str:
+        """See Engine.layout."""
+        return layout_name(self.parts)
+
+    @property
+    def no_drafts(self) -> str:
+        """See Engine.no_drafts."""
+        return why_no_drafts(self.parts)
+
+    @property
+    def cost(self) -> StepCost:
+        """See Engine.cost."""
+        return self.pipeline.times.cost
+
+    @property
+    def draft(self) -> DraftEngine | None:
+        """See Engine.draft."""
+        return self.parts.memory.draft
+
+    @property
+    def predictor(self) -> Predictor | None:
+        """See Engine.predictor."""
+        return self.parts.predictions
+
+    @property
+    def yields_cores(self) -> bool:
+        """See Engine.yields_cores."""
+        return not device.on_gpu() and not self.parts.loaded.deterministic
+
+    @property
+    def prefix(self) -> PrefixCache[CacheRow]:
+        """See Engine.prefix."""
+        return self.parts.memory.prefix
+
+    @property
+    def disk(self) -> DiskPrefixes | None:
+        """See Engine.disk."""
+        return self.parts.memory.disk
+
+    @property
+    def encoded(self) -> EncodedImages[Any]:
+        """See Engine.encoded."""
+        return self.parts.memory.encoded
+
+    @property
+    def in_flight(self) -> int:
+        """See Engine.in_flight."""
+        return len(self.pipeline.flights)
+
+    # ---- the load and the end --------------------------------------------------------------------
+
+    def report_compiles(self, tell: Callable[[], None]) -> None:
+        """See Engine.report_compiles."""
+        self.parts.memory.layout.notice.tell = tell
+        if self.parts.predictions is not None:
+            self.parts.predictions.notice.tell = tell
+
+    def expect_drafts(self, most: int) -> None:
+        """See Engine.expect_drafts."""
+        self.most_drafts = most
+        expect_drafts(self.parts, most)
+
+    def warm_up(self, on_progress: Callable[[], None] = lambda: None) -> None:
+        """See Engine.warm_up."""
+        self.limits = limits_of(self.parts, warm_up(self, on_progress))
+
+    def open_disk(self, settings: DiskSettings, wake: Callable[[], None]) -> None:
+        """See Engine.open_disk."""
+        rules = {**kept_rules(self.parts), "weights": self.digest}
+        self.parts.memory.open_disk(settings, wake, self.parts.loaded.folder, rules)
+
+    def close(self) -> None:
+        """See Engine.close."""
+        self.pipeline.flights.clear()
+        self.parts.memory.close()
+
+    # ---- sequences -------------------------------------------------------------------------------
+
+    def admit(self, seq: Sequence) -> None:
+        """See Engine.admit."""
+        self._rows.admit(seq)
+
+    def clip(self, seq: Sequence, tokens: int) -> int:
+        """See Engine.clip."""
+        return self._rows.clip(seq, tokens)
 
     def encode(self, image: PreparedImage, pinned: Collection[ImageKey]) -> None:
         """See Engine.encode."""
-        if self._image_encoder is None:
-            return super().encode(image, pinned)
-        features = self._image_encoder(image)
+        if self.parts.image_encoder is None:
+            raise NotImplementedError("the model reads no images")
+        features = self.parts.image_encoder(image)
         mx.eval(features)
         self.encoded.put(image.key, features, pinned)
 
-    @contextmanager
-    def _discard_on_failure(self, spans: Many[Span] = ()) -> Iterator[None]:
-        """Wraps a pass over these spans; one that fails empties the rows of all passes in flight.
+    def rewind(self, seq: Sequence, count: int) -> bool:
+        """See Engine.rewind."""
+        return self.pipeline.rewind(seq, count)
 
-        Where rows share arrays it damages all of them, see `lost`.
-        """
-        try:
-            yield
-        except Exception as error:
-            if isinstance(error, PoolError):  # the device works
-                self._await_flights()
-            every = chain(spans, *(flight.spans for flight in self._flights))
-            hit = {span.sequence for span in every} & self._rows.keys()
-            self._flights.clear()
-            self._draws.forget()
-            self._spans_before = None
-            lost = list(self._rows) if self._layout.shares_arrays else hit
-            self._forget_predictions(lost)
-            for seq in lost:
-                self._rows[seq].release()
-            if self._layout.shares_arrays and self._layout.holds_prefixes:
-                self._prefix.clear()
-            self._layout.invalidate()
-            raise
+    def lost(self, seq: Sequence) -> bool:
+        """See Engine.lost."""
+        return self._rows.lost(seq)
 
-    def _await_flights(self) -> None:
-        """Waits for passes that are discarded, which read what the next ones write for theirs."""
-        for flight in self._flights:
-            try:
-                flight.wait()
-            except Exception as error:
-                log.warning("a pass in flight failed", exc_info=error)
-                return
+    def release(self, seq: Sequence) -> None:
+        """See Engine.release."""
+        self.pipeline.release(seq)
 
-    def _clear_buffers(self, *, after_chunk: bool) -> None:
-        """Frees MLX's cached buffers and the C heap periodically on a CPU: some 4 ms.
+    def piece(self, token: int) -> bytes:
+        """See Engine.piece."""
+        return self._text.piece(token)
 
-        Compiled passes that were dropped leave holes in the heap. Arrays of rows, which otherwise
-        have pages of their own, would be allocated there, and the heap would grow for later passes.
-        """
-        if device.on_gpu():
-            return
-        self._steps += 1
-        periodic = self._steps % CLEAR_INTERVAL == 0
-        if periodic or after_chunk:
-            mx.clear_cache()
-        if periodic:
-            device.trim_heap()
+    # ---- passes ----------------------------------------------------------------------------------
+
+    def submit(self, spans: Many[Span]) -> bool:
+        """See Engine.submit."""
+        return self._passes.start(spans, at_once=True)
+
+    def forward(self, spans: Many[Span], built: Callable[[], None] = lambda: None) -> bool:
+        """See Engine.forward."""
+        return self._passes.start(spans, at_once=False, built=built)
+
+    def draw(self, masks: RowMasks) -> None:
+        """See Engine.draw."""
+        self.pipeline.draw(masks)
+
+    def mask_memory(self, lines: int) -> MaskTable | None:
+        """See Engine.mask_memory."""
+        if self.parts.uploads is None:
+            return None
+        return self.masks.take(lines, self.parts.memory.most_rows())
+
+    def drawn(self) -> list[SampledToken] | None:
+        """See Engine.drawn."""
+        return self.pipeline.drawn()
+
+    def withdraw(self, seq: Sequence, *, again: bool) -> None:
+        """See Engine.withdraw."""
+        self.pipeline.withdraw(seq, again=again)
+
+    def collect(self) -> StepResult:
+        """See Engine.collect."""
+        return self._passes.collect()
+
+    def device_works(self) -> bool:
+        """See Engine.device_works."""
+        return self.parts.devices.work()
+
+    # ---- memory ----------------------------------------------------------------------------------
+
+    def reserve(self, size: int) -> None:
+        """See Engine.reserve."""
+        self.parts.memory.reserve(size)
+
+    def make_room(self, size: int) -> None:
+        """See Engine.make_room."""
+        self.parts.memory.make_room(size)
+
+    def memory(self) -> MemoryUse:
+        """See Engine.memory."""
+        return self.parts.devices.used(self.parts.memory.use())
+
+    def kv_use(self) -> tuple[int, int]:
+        """See Engine.kv_use."""
+        return self.parts.memory.kv_use()

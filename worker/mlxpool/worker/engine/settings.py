@@ -18,7 +18,8 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
     see device.prefill_chunk. `by_owner`: sequences find only the prefixes that sequences of their
     owner left.
 
-    mlx-lm's code has none of the others. `lookahead`: a pass may be submitted while one is in
+    mlx-lm's code has none of the others. `keeps_measurement`: whether a later load on a CPU may
+    take the figures of this one. `lookahead`: a pass may be submitted while one is in
     flight; None: only on a GPU. `layout` None: see choose_layout. `kv`: what rows store, see
     caches/stored.py.
     """
@@ -35,3 +36,7 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
     lookahead: bool | None = None
     layout: str | None = None
     kv: str = AUTO
+    keeps_measurement: bool = False
+
+
+DEFAULTS = EngineSettings()

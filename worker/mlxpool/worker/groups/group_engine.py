@@ -13,15 +13,17 @@ from msgspec.structs import replace
 from mlxpool.worker.attention.layout import Layout
 from mlxpool.worker.attention.layout_choice import writes_in_place
 from mlxpool.worker.attention.row_shape import RowShape
+from mlxpool.worker.engine.devices import OneDevice, Passes
 from mlxpool.worker.engine.engine import MemoryUse, StepResult
 from mlxpool.worker.engine.model_engine import ModelEngine
+from mlxpool.worker.engine.settings import EngineSettings
 from mlxpool.worker.groups.collectives import Collectives
 from mlxpool.worker.groups.messages import Ended, Head, Settle
 from mlxpool.worker.groups.pipes import BLAME_TIME, Orders
 from mlxpool.worker.groups.rank0_layout import Rank0Layout
 from mlxpool.worker.kernels import device
+from mlxpool.worker.layers.model_plan import Model
 from mlxpool.worker.prompt.text_model import TokenTable
-from mlxpool.worker.scheduling.scheduler import StepLimits
 from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.weights.load import LoadedModel
 
@@ -29,88 +31,73 @@ from mlxpool.worker.weights.load import LoadedModel
 _OF_EACH_RANK = ("weights", "kv", "kv_free", "prefix", "active", "cache", "peak", "limit")
 
 
-class GroupEngine(ModelEngine):
-    """The Engine of a model whose parts several processes have; used by one thread.
+def open_group_engine(
+    loaded: LoadedModel,
+    text: TokenTable | None,
+    settings: EngineSettings,
+    *,
+    orders: Orders,
+    collectives: Collectives,
+) -> ModelEngine:
+    """Makes the engine of a model whose parts several processes have.
 
-    Rows are in a pool of blocks, whose tables the passes carry to the other ranks.
+    Rows are in a pool of blocks, whose tables the passes carry to the other ranks. `loaded` is the
+    part of rank 0.
     """
+    settings = replace(settings, layout="pool")
+    return ModelEngine(loaded, text, settings, devices=Group(orders, collectives))
 
-    def __init__(
-        self,
-        loaded: LoadedModel,
-        text: TokenTable | None,
-        *,
-        orders: Orders,
-        collectives: Collectives,
-        **settings: Any,
-    ) -> None:
-        """`loaded` is the part of rank 0; `settings` are those of ModelEngine."""
+
+class Group(OneDevice):
+    """Several devices, of which each computes its part of a pass."""
+
+    no_drafts = "a group of devices checks no drafts"
+    builds_alone = False  # ranks build passes together
+
+    def __init__(self, orders: Orders, collectives: Collectives) -> None:
         self._orders, self._collectives = orders, collectives
-        super().__init__(loaded, text, layout="pool", **settings)
+        self.ranks = collectives.ranks
 
-    def _compile_trials(self, shape: RowShape) -> None:
-        """See LayoutEngine. Ranks build passes together, and here only this one would."""
-
-    def _new_layout(self, name: str, shape: RowShape, blocks: int) -> Layout:
+    def make_layout(
+        self,
+        name: str,
+        shape: RowShape,
+        model: Model,
+        blocks: int,
+        **settings: Any,
+    ) -> Layout:
+        """See OneDevice."""
         return Rank0Layout(
             shape,
-            self._model,
+            model,
             blocks,
-            rows=self._max_sequences,
+            rows=settings["rows"],
             in_place=writes_in_place(shape, device.on_gpu()),
-            uploads=self._uploads,
+            uploads=settings["uploads"],
             orders=self._orders,
             collectives=self._collectives,
         )
 
-    @property
-    def limits(self) -> StepLimits:
-        """See Engine.limits. Each rank has a part of the heads, so a pass may have more pairs."""
-        limits = super().limits
-        if not limits.sizes:
-            return limits
-        return replace(limits, pairs=self._collectives.ranks * limits.pairs)
+    def passes(self, pipeline: Passes) -> Passes:
+        """See OneDevice."""
+        return GroupPasses(pipeline, self._orders, self._collectives)
 
-    no_drafts = "a group of devices checks no drafts"
+    def logits_of(self, model: Model) -> Callable[[mx.array], mx.array]:
+        """See OneDevice."""
 
-    def _start(
-        self, spans: Many[Span], *, at_once: bool, built: Callable[[], None] = lambda: None
-    ) -> bool:
-        """See ModelEngine. A pass that fails before it is sent leaves the ranks in step.
+        def logits_of(hidden: mx.array) -> mx.array:
+            self._orders.send(Head(*hidden.shape))
+            return model.logits_of(self._collectives.from_first(hidden))
 
-        Those in flight that are discarded here end on the other ranks as they ended on this one.
-        """
-        in_flight = self.in_flight
-        try:
-            return super()._start(spans, at_once=at_once, built=built)
-        except Exception:
-            if self._orders.passes == in_flight:
-                for _ in range(in_flight - self.in_flight):
-                    self._end_pass()
-            raise
+        return logits_of
 
-    def _end_pass(self) -> None:
-        self._orders.send(Ended())
-        self._orders.passes -= 1
-
-    def collect(self) -> StepResult:
-        """See Engine.collect. Raises RankLost before any number of a sum without a rank is used."""
-        found = super().collect()
+    def warmed_up(self, buffers: int) -> None:
+        """See OneDevice."""
         self._collectives.check()
-        self._end_pass()
-        return found
+        self._orders.send(Settle(buffers))
 
-    def _logits_of(self, hidden: mx.array) -> mx.array:
-        self._orders.send(Head(*hidden.shape))
-        return super()._logits_of(self._collectives.from_first(hidden))
-
-    def _finish_warm_up(self, process: int = 0) -> None:
-        super()._finish_warm_up(process)
-        self._collectives.check()
-        self._orders.send(Settle(self._kept_buffers))
-
-    def device_works(self) -> bool:
-        """See Engine.device_works.
+    def work(self) -> bool:
+        """See OneDevice.
 
         When a pass has failed, or a rank did not get a message, the ranks are no longer in step,
         and the group has to end: its streams go on in another one.
@@ -118,11 +105,49 @@ class GroupEngine(ModelEngine):
         if self._orders.broken:
             return False
         if not self._orders.passes:
-            return super().device_works()
+            return super().work()
         time.sleep(BLAME_TIME)  # the end of another rank ends this process meanwhile
         return False
 
-    def memory(self) -> MemoryUse:
-        """See Engine.memory. The figures are those of all ranks, which have equal parts."""
-        own, ranks = super().memory(), self._collectives.ranks
-        return replace(own, **{name: ranks * getattr(own, name) for name in _OF_EACH_RANK})
+    def used(self, use: MemoryUse) -> MemoryUse:
+        """See OneDevice. The figures are those of all ranks, which have equal parts."""
+        return replace(use, **{name: self.ranks * getattr(use, name) for name in _OF_EACH_RANK})
+
+
+class GroupPasses:
+    """The passes of rank 0; the other ranks are told of each that has ended."""
+
+    def __init__(self, pipeline: Passes, orders: Orders, collectives: Collectives) -> None:
+        self._pipeline, self._orders, self._collectives = pipeline, orders, collectives
+
+    @property
+    def in_flight(self) -> int:
+        """See Passes."""
+        return self._pipeline.in_flight
+
+    def start(
+        self, spans: Many[Span], *, at_once: bool, built: Callable[[], None] = lambda: None
+    ) -> bool:
+        """See Passes. A pass that fails before it is sent leaves the ranks in step.
+
+        Those in flight that are discarded here end on the other ranks as they ended on this one.
+        """
+        in_flight = self.in_flight
+        try:
+            return self._pipeline.start(spans, at_once=at_once, built=built)
+        except Exception:
+            if self._orders.passes == in_flight:
+                for _ in range(in_flight - self.in_flight):
+                    self._end_pass()
+            raise
+
+    def collect(self) -> StepResult:
+        """See Passes. Raises RankLost before any number of a sum without a rank is used."""
+        found = self._pipeline.collect()
+        self._collectives.check()
+        self._end_pass()
+        return found
+
+    def _end_pass(self) -> None:
+        self._orders.send(Ended())
+        self._orders.passes -= 1

@@ -29,7 +29,7 @@ from mlxpool.worker.engine.flight import Flight, PassTimes
 from mlxpool.worker.engine.inspection import Inspection
 from mlxpool.worker.engine.memory import EngineMemory
 from mlxpool.worker.engine.rows import Rows
-from mlxpool.worker.engine.settings import EngineSettings
+from mlxpool.worker.engine.settings import DEFAULTS, EngineSettings
 from mlxpool.worker.kernels import device
 from mlxpool.worker.kernels.compiled_passes import ComputedKinds
 from mlxpool.worker.media.encoded import EncodedImages
@@ -125,23 +125,22 @@ class MlxLmEngine:
         model: Any,
         folder: ModelFolder,
         text: ChatTokenizer | TokenTable | None = None,
-        **settings: Any,
+        settings: EngineSettings = DEFAULTS,
     ) -> None:
-        """`settings` are those of EngineSettings."""
+        """`text` None: the tokenizer of the folder."""
         from mlx.utils import tree_flatten
         from mlx_lm.models.cache import make_prompt_cache
 
-        given = EngineSettings(**settings)
         weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
         self._new_row = partial(MlxLmRow, partial(make_prompt_cache, model))
         kinds = cache_kinds_of(class_name(cache) for cache in flatten(self._new_row().caches))
-        mode = "off" if kinds is None else given.prefix
-        self._memory: EngineMemory[MlxLmLayout, MlxLmRow] = EngineMemory(folder, weights, given)
+        mode = "off" if kinds is None else settings.prefix
+        self._memory: EngineMemory[MlxLmLayout, MlxLmRow] = EngineMemory(folder, weights, settings)
         self._rows = Rows(self._memory)
         store = RowStore(self._new_row, kinds or ())
         self._memory.layout = MlxLmLayout(store)
         self._memory.prefix = make_prefix_cache(
-            mode, store, self._memory.prefix_bytes, by_owner=given.by_owner
+            mode, store, self._memory.prefix_bytes, by_owner=settings.by_owner
         )
         self._memory.set_capacity()
         self._model, self._folder = model, folder
@@ -153,12 +152,12 @@ class MlxLmEngine:
         self.features = features_of(mode)
         self.digest = versions.digest_of(folder.digest)
         self.blocks = self._memory.blocks
-        chunk = min(device.prefill_chunk(given.batch), self.context)
+        chunk = min(device.prefill_chunk(settings.batch), self.context)
         self.limits = StepLimits(  # a pass computes span by span, so it reads one prompt
             chunk,
             pair_budget(chunk),
             self.context,
-            seconds=given.step_target or SLOW_STEP_TARGET,
+            seconds=settings.step_target or SLOW_STEP_TARGET,
             prompts=1,
         )
 
@@ -215,7 +214,7 @@ class MlxLmEngine:
     def inspect(self) -> Inspection:
         """See Inspection."""
         memory = self._memory
-        return Inspection(memory.layout, memory.rows, tuple(self._flights), memory.budget)
+        return Inspection(memory, memory.layout, memory.rows, tuple(self._flights), memory.budget)
 
     def admit(self, seq: Sequence) -> None:
         """See Engine.admit."""

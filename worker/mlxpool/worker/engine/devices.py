@@ -1,0 +1,66 @@
+"""What an engine asks of the device that computes its passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+from mlxpool.worker.attention.layout import Layout
+from mlxpool.worker.attention.layout_choice import make_layout
+from mlxpool.worker.attention.row_shape import RowShape
+from mlxpool.worker.engine.engine import MemoryUse, StepResult
+from mlxpool.worker.kernels import device
+from mlxpool.worker.layers.model_plan import Model
+from mlxpool.worker.scheduling.spans import Span
+
+
+class Passes(Protocol):
+    """Starts passes and collects what they give; a Pipeline does."""
+
+    def start(
+        self, spans: Many[Span], *, at_once: bool, built: Callable[[], None] = lambda: None
+    ) -> bool:
+        """Starts one pass, see Engine.submit; unless `at_once`, its logits wait for `draw`."""
+
+    def collect(self) -> StepResult:
+        """See Engine.collect."""
+
+    @property
+    def in_flight(self) -> int:
+        """Passes that were started and not collected."""
+
+
+class OneDevice:
+    """One device with the whole model; groups/group_devices.py has several with a part each."""
+
+    ranks = 1  # processes that have equal parts of the model
+    no_drafts = ""  # why no pass checks drafts; empty: it does
+    builds_alone = True  # whether a pass may be built here that no other process computes
+
+    def make_layout(
+        self, name: str, shape: RowShape, model: Model, blocks: int, **settings: Any
+    ) -> Layout:
+        """Makes the layout of this name, see make_layout."""
+        return make_layout(name, shape, model, blocks, on_gpu=device.on_gpu(), **settings)
+
+    def passes(self, pipeline: Passes) -> Passes:
+        """Returns what starts and collects the passes of a pipeline."""
+        return pipeline
+
+    def logits_of(self, model: Model) -> Callable[[mx.array], mx.array]:
+        """Returns what gives logits [n, vocabulary] of hidden states [n, d], outside of a pass."""
+        return model.logits_of
+
+    def warmed_up(self, buffers: int) -> None:
+        """The warm-up has ended; MLX keeps so many bytes of freed buffers."""
+
+    def work(self) -> bool:
+        """See Engine.device_works."""
+        return device.device_computes()
+
+    def used(self, use: MemoryUse) -> MemoryUse:
+        """Returns the memory in use of all processes, of that of this one."""
+        return use

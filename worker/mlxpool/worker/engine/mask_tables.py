@@ -1,0 +1,28 @@
+"""Keeps the memory of masks that the device addresses itself, for the next draws."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from mlxpool.worker.constraints.mask_table import MaskTable, words_of_mask
+from mlxpool.worker.transfers.uploads import SharedTable
+
+
+class MaskTables:
+    """The tables that are allocated, and nobody has."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._words = words_of_mask(vocab_size)
+        self._free: list[MaskTable] = []
+
+    def take(self, lines: int, rows: int) -> MaskTable:
+        """Returns a table of so many lines, or more; a new one has `rows` lines at least."""
+        for place, table in enumerate(self._free):
+            if len(table.words) >= lines:
+                return self._free.pop(place)
+        shared = SharedTable(max(lines, rows), self._words)
+        return MaskTable(shared.lines, shared)
+
+    def give_back(self, tables: Iterable[MaskTable]) -> None:
+        """Keeps tables that nobody uses any more."""
+        self._free += tables

@@ -1,0 +1,406 @@
+"""The passes of an engine in flight: inputs, forward, draw, and what they give.
+
+On a GPU a pass may be submitted while one is in flight: it takes the tokens that the other draws
+from the device, before the host has read them. A sequence that ends or is preempted in between
+loses its token in flight, and its row is trimmed to the tokens of the sequence. On the CPU the host
+waits for nothing, so no pass is submitted ahead.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator
+from collections.abc import Sequence as Many
+from contextlib import contextmanager
+from itertools import chain
+from time import monotonic
+from typing import cast
+
+import mlx.core as mx
+import numpy as np
+from msgspec.structs import replace
+
+from mlxpool.common.errors import PoolError
+from mlxpool.worker.attention.prediction_heads.head_drafts import StateDrafts
+from mlxpool.worker.attention.prediction_heads.prediction_rows import Predictions
+from mlxpool.worker.attention.row_cache import RowCache
+from mlxpool.worker.attention.row_spans import CacheRow, Ids, RowSpan
+from mlxpool.worker.attention.row_states import keep_alone, separate, settle
+from mlxpool.worker.engine.engine import StepResult
+from mlxpool.worker.engine.flight import Flight, PassTimes
+from mlxpool.worker.engine.image_spans import add_images
+from mlxpool.worker.engine.opening import NO_TOKEN, Parts
+from mlxpool.worker.engine.pass_spans import PassSpans
+from mlxpool.worker.engine.prompt_logprobs import prompt_logprobs
+from mlxpool.worker.engine.rows import Rows
+from mlxpool.worker.engine.token_draws import TokenDraws
+from mlxpool.worker.kernels import device
+from mlxpool.worker.media.spans import is_slot
+from mlxpool.worker.sampling.batch import SamplerOutput, last_token
+from mlxpool.worker.sampling.row_masks import NO_MASKS, Mask, RowMasks
+from mlxpool.worker.scheduling.sequence import (
+    PromptLogprobs,
+    SampledToken,
+    Sequence,
+    SequenceFailed,
+)
+from mlxpool.worker.scheduling.spans import Span
+from mlxpool.worker.transfers.downloads import Download
+
+log = logging.getLogger("mlxpool.worker")
+
+CLEAR_INTERVAL = 256  # passes after which freed buffers are given back
+
+
+class Pipeline:
+    """The Passes of a loaded model over the rows in the memory of an engine."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        *,
+        draws: TokenDraws | None = None,
+        embedding_rows: int = 0,
+        clears_buffers: bool = True,
+    ) -> None:
+        """`draws` None: TokenDraws. `clears_buffers`: see `_clear_buffers`.
+
+        `embedding_rows`: NO_TOKEN replaces tokens from this one on, which have no embedding; 0:
+        each has one.
+        """
+        self._parts, self._memory = parts, parts.memory
+        stateful = parts.memory.layout.store.stateful
+        self.rows: Rows[CacheRow] = Rows(parts.memory, draws_alone=stateful)
+        self._rewinds = parts.rows_go_back
+        self._draws = draws or TokenDraws(parts.vocab_size, parts.upload)
+        self._logits_of = parts.devices.logits_of(parts.loaded.model)
+        self.times = PassTimes()
+        self.flights: deque[Flight] = deque()
+        self._spans_before: PassSpans | None = None  # of the newest pass; None: rows have left
+        self._held_before: list[RowSpan] | None = None  # of that pass
+        self._embedding_rows, self._slot_token = embedding_rows, parts.slot_token
+        self._clears_buffers = clears_buffers
+        self._steps = 0
+
+    @property
+    def in_flight(self) -> int:
+        """See Engine.in_flight."""
+        return len(self.flights)
+
+    def start(
+        self, spans: Many[Span], *, at_once: bool, built: Callable[[], None] = lambda: None
+    ) -> bool:
+        """See Passes."""
+        began = monotonic()
+        newest = self.flights[-1] if self.flights else None
+        assert newest is None or newest.undrawn is None, "`draw` comes before the next pass"
+        wants = PassSpans.of(spans, rewinds=self._rewinds, before=self._spans_before)
+        with self.discard_on_failure(spans):
+            if self._parts.uploads is not None:
+                self._parts.uploads.begin()
+            rows = self._row_spans(wants)
+            self._free_states(wants, rows)
+            keep = [span for span in wants.chunks if self.rows.at_restore_point(span)]
+            reads = any(not span.sequence.reads_run for span in wants.chunks)
+            notice = self._memory.layout.notice
+            notice.given = False
+            if self._memory.layout.is_new(rows, wants.wanted):
+                notice()
+            found = self._memory.layout.step(rows, *self._inputs(wants), wants.wanted)
+            head: Many[mx.array] = ()  # what its head keeps of the pass
+            asking, sampled = wants.asking, None
+            if isinstance(self._parts.predictions, Predictions) and found.states is not None:
+                head = self._parts.predictions.take(wants.every, found.states)
+            elif isinstance(self._parts.predictions, StateDrafts) and found.drawn is not None:
+                self._parts.predictions.take(asking, found.drawn, again=wants.again)
+                head = [found.drawn]
+            embedded = wants.embedded() if wants.hidden else ()
+            reports = bool(embedded) and all(span.sequence.reports for span, _ in embedded)
+            states, hidden = (found.hidden, None) if reports else (None, found.hidden)
+            if at_once and asking:
+                sampled = self._draws.draw(asking, found.logits, newest, NO_MASKS)
+            done, download = self._results(
+                found.logits, sampled, hidden if at_once else None, states
+            )
+            built()
+            mx.async_eval(*done, *head)  # type: ignore[no-untyped-call]
+            self.rows.submitted(spans, keep)
+            fresh = notice.given
+        self._spans_before, self._held_before = wants, rows
+        if fresh:  # the passes in flight are awaited only when this one is compiled
+            self.flights = deque(replace(one, fresh=True) for one in self.flights)
+        self.flights.append(
+            Flight(
+                tuple(spans),
+                wants.first_rows,
+                sampled,
+                done,
+                began,
+                fresh,
+                download,
+                reads=reads,
+                checks=wants.checks,
+                hidden=hidden,
+                embedded=embedded,
+                undrawn=None if at_once else (asking, found.logits),
+                states=states,
+                load=wants.load,
+            )
+        )
+        return fresh
+
+    def draw(self, masks: RowMasks) -> None:
+        """See Engine.draw."""
+        flight = self.flights[-1]
+        assert flight.undrawn is not None, "the newest pass has drawn its tokens"
+        asking, logits = flight.undrawn
+        before = self.flights[-2] if len(self.flights) > 1 else None
+        with self.discard_on_failure():
+            sampled = self._draws.draw(asking, logits, before, masks) if asking else None
+            done, download = self._results(logits, sampled, flight.hidden, flight.states)
+            mx.async_eval(*done)  # type: ignore[no-untyped-call]
+        self.flights[-1] = replace(
+            flight, undrawn=None, sampled=sampled, done=done, download=download
+        )
+
+    def drawn(self) -> list[SampledToken] | None:
+        """See Engine.drawn."""
+        return self.flights[0].drawn() if self.flights else None
+
+    def withdraw(self, seq: Sequence, *, again: bool) -> None:
+        """See Engine.withdraw."""
+        flight = self.flights[-1]
+        assert flight.undrawn is not None, "the newest pass has drawn its tokens"
+        self.flights[-1] = flight.without(seq)
+        span = next(one for one in flight.spans if one.sequence is seq)
+        seq.awaited -= span.draws
+        if again or span.drafts:
+            seq.submitted = span.end - (span.draws if again else len(span.drafts))
+            self._memory.rows[seq].trim(seq.submitted)
+
+    def _row_spans(self, wants: PassSpans) -> list[RowSpan]:
+        """Returns the spans of rows, which are as long as the spans of the pass expect.
+
+        They are the same list while the same sequences decode in the same rows.
+        """
+        if wants.again and self._held_before:
+            rows = self._held_before
+        else:
+            held = self._memory.rows
+            rows = [RowSpan(held[span.sequence], span.count) for span in wants.every]
+        offsets, starts = [row.row.offset for row in rows], [span.start for span in wants.every]
+        assert offsets == starts, f"rows of {offsets} tokens, spans at {starts}"
+        if wants.sequences:
+            return rows
+        wants.widen(rows)
+        vision = self._parts.loaded.folder.vision
+        for row, span in zip(rows, wants.every, strict=True):
+            if span.sequence.media:
+                assert vision is not None, "only models that read images get some"
+                add_images(row, span, vision, self._memory.encoded)
+        return rows
+
+    def _free_states(self, wants: PassSpans, rows: list[RowSpan]) -> None:
+        """Lets arrays of recurrent states be freed that no row of the next pass needs.
+
+        What rows hold at most is in opening.py.
+        """
+        if wants.again or not self._memory.layout.store.stateful:
+            return
+        going = [one.row for one in rows if isinstance(one.row, RowCache)]
+        if self._parts.predictions is not None and not self.flights:
+            settle(going)
+        inside = {span.sequence for span in wants.every}
+        idle = [
+            row
+            for seq, row in self._memory.rows.items()
+            if seq not in inside
+            and isinstance(row, RowCache)
+            # A row whose last token is in flight leaves soon.
+            and len(seq.ids) + seq.awaited < seq.max_tokens
+        ]
+        if idle and (found := separate(idle, going)):
+            mx.async_eval(*found)  # type: ignore[no-untyped-call]
+
+    def _results(
+        self,
+        logits: mx.array,
+        sampled: SamplerOutput | None,
+        hidden: mx.array | None,
+        states: mx.array | None = None,
+    ) -> tuple[tuple[mx.array, ...], Download | None]:
+        """Returns the arrays whose evaluation ends a pass, and the download of its results."""
+        results = [] if sampled is None else sampled.arrays()
+        if hidden is not None:
+            results.append(hidden)
+        kept = () if states is None else (states,)
+        if self._parts.downloads is None or not results:
+            return (*results, *kept) or (logits,), None
+        download = self._parts.downloads.begin(results)
+        return (*download.done, *kept), download
+
+    def collect(self) -> StepResult:
+        """See Engine.collect."""
+        flight = self.flights[0]
+        assert flight.undrawn is None, "`draw` comes before `collect`"
+        with self.discard_on_failure(flight.spans):  # also where its numbers cannot be read
+            flight.wait()
+            finished = monotonic()
+            prompts, failed = self._prompt_logprobs(flight)
+            self.flights.popleft()
+            if not self.flights:
+                self._memory.layout.evaluated()
+            self.times.ended(flight, finished)
+            if prompts:
+                self.times.last_end = monotonic()  # the next pass has waited until now
+            self._clear_buffers(after_chunk=flight.reads)
+            for seq in flight.rows:
+                seq.awaited -= 1
+            found = flight.result()
+            if prompts or failed:
+                found = replace(found, prompts=tuple(prompts), failed=[*found.failed, *failed])
+            if flight.checks:
+                self._rewind(flight.checks, found)
+        return found
+
+    def _prompt_logprobs(self, flight: Flight) -> tuple[list[PromptLogprobs], list[SequenceFailed]]:
+        """Returns what a pass that has ended reports of prompts."""
+        if flight.states is None:
+            return [], []
+        states = flight.states.astype(self._parts.loaded.dtype)  # as they were: weights keep theirs
+        return prompt_logprobs(flight.embedded, states, self._logits_of, self._parts.vocab_size)
+
+    def _rewind(self, checks: Many[Span], found: StepResult) -> None:
+        """Removes wrong drafts from the rows: a row keeps as many inputs as tokens were drawn."""
+        kept = Counter(one.sequence for one in found.drawn)
+        for span in checks:
+            seq = span.sequence
+            seq.awaited -= len(span.drafts)
+            seq.submitted = span.start + max(1, kept[seq])
+            self._memory.rows[seq].trim(seq.submitted)
+
+    def _inputs(self, wants: PassSpans) -> tuple[Ids, mx.array | None]:
+        """Returns the ids [T] of the spans, and the tokens in flight that negative ids stand for.
+
+        -1 - r is the token of row r of the newest pass in flight.
+        """
+        newest = self.flights[-1] if self.flights else None
+        drawn = None if newest is None or newest.sampled is None else newest.sampled.tokens
+        if wants.again and newest is not None and newest.rows is wants.first_rows:
+            return np.arange(-1, -1 - len(wants.every), -1, dtype=np.int32), drawn
+        ids: list[int] = []
+        for span in wants.every:
+            seq = span.sequence
+            if span.start >= seq.length:
+                assert newest is not None
+                ids.append(-1 - newest.rows[seq])
+            elif span.end == seq.length and span.count == 1 and not seq.media:
+                ids.append(last_token(seq))
+            else:
+                inputs, slot = seq.token_range(span.start, span.end), self._slot_token
+                ids += [slot if is_slot(one) else one for one in inputs] if seq.media else inputs
+                ids += span.drafts
+        if self._embedding_rows:
+            ids = [one if one < self._embedding_rows else NO_TOKEN for one in ids]
+        return ids, drawn
+
+    def release(self, seq: Sequence) -> None:
+        """See Engine.release."""
+        self._draws.forget()
+        self._spans_before = None
+        self._forget_predictions([seq])
+        self.flights = deque(flight.without(seq) for flight in self.flights)
+        row = self._memory.rows.get(seq)
+        if row is not None:
+            # The row may hold a token in flight. A preempted sequence starts again with its last
+            # token, so a recurrent state must not include that one.
+            stateful = self._memory.layout.store.stateful
+            row.trim(seq.length - 1 if stateful else seq.length)
+            may_stay = self._memory.prefix.exclusive and isinstance(row, RowCache)
+            if may_stay and (found := keep_alone(cast(RowCache, row))):
+                mx.async_eval(*found)  # type: ignore[no-untyped-call]
+        self.rows.release(seq)
+
+    def rehearse(self, spans: Many[Span], mask: Mask) -> None:
+        """Builds a pass and its draws, without masks and with `mask`; computes nothing.
+
+        It must not be computed: the arrays of its rows are lost.
+        """
+        if self._parts.uploads is not None:
+            self._parts.uploads.begin()
+        rows = self._memory.rows
+        given = [RowSpan(rows[span.sequence], span.count) for span in spans]
+        wants = PassSpans.of(spans, rewinds=True)
+        wants.widen(given)
+        found = self._memory.layout.step(given, *self._inputs(wants), wants.wanted)
+        if wants.asking:
+            sampled = self._draws.draw(wants.asking, found.logits, None, NO_MASKS)
+            self._results(found.logits, sampled, None)
+            first = wants.asking[0]
+            masks = RowMasks.of({first.sequence: mask[: first.draws]})
+            self._draws.draw(wants.asking, found.logits, None, masks)
+            self._draws.forget()  # its arrays are not computed
+
+    def _forget_predictions(self, rows: Collection[Sequence]) -> None:
+        if self._parts.predictions is not None:
+            for seq in rows:
+                self._parts.predictions.release(seq)
+
+    def rewind(self, seq: Sequence, count: int) -> bool:
+        """See Engine.rewind."""
+        if self._memory.layout.store.stateful or seq.awaited:
+            return False
+        self._draws.forget()
+        self._memory.rows[seq].trim(count)
+        seq.submitted = count
+        return True
+
+    @contextmanager
+    def discard_on_failure(self, spans: Many[Span] = ()) -> Iterator[None]:
+        """Wraps a pass over these spans; one that fails empties the rows of all passes in flight.
+
+        Where rows share arrays it damages all of them, see `lost`.
+        """
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, PoolError):  # the device works
+                self._await_flights()
+            every = chain(spans, *(flight.spans for flight in self.flights))
+            hit = {span.sequence for span in every} & self._memory.rows.keys()
+            self.flights.clear()
+            self._draws.forget()
+            self._spans_before = None
+            lost = list(self._memory.rows) if self._memory.layout.shares_arrays else hit
+            self._forget_predictions(lost)
+            for seq in lost:
+                self._memory.rows[seq].release()
+            if self._memory.layout.shares_arrays and self._memory.layout.holds_prefixes:
+                self._memory.prefix.clear()
+            self._memory.layout.invalidate()
+            raise
+
+    def _await_flights(self) -> None:
+        """Waits for passes that are discarded, which read what the next ones write for theirs."""
+        for flight in self.flights:
+            try:
+                flight.wait()
+            except Exception as error:
+                log.warning("a pass in flight failed", exc_info=error)
+                return
+
+    def _clear_buffers(self, *, after_chunk: bool) -> None:
+        """Frees MLX's cached buffers and the C heap periodically on a CPU: some 4 ms.
+
+        Compiled passes that were dropped leave holes in the heap. Arrays of rows, which otherwise
+        have pages of their own, would be allocated there, and the heap would grow for later passes.
+        """
+        if not self._clears_buffers or device.on_gpu():
+            return
+        self._steps += 1
+        periodic = self._steps % CLEAR_INTERVAL == 0
+        if periodic or after_chunk:
+            mx.clear_cache()
+        if periodic:
+            device.trim_heap()

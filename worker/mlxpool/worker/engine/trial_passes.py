@@ -1,0 +1,252 @@
+"""The passes that an engine computes at load, over sequences of no request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Many
+from typing import TYPE_CHECKING
+
+import numpy as np
+from msgspec import Struct
+
+from mlxpool.common.options import Options
+from mlxpool.worker.attention.prediction_heads.head_drafts import HeadDrafts
+from mlxpool.worker.constraints.mask_table import new_table, words_of_mask
+from mlxpool.worker.engine.engine import StepResult
+from mlxpool.worker.engine.opening import bounds_of
+from mlxpool.worker.kernels import device, kernel_cache
+from mlxpool.worker.sampling.batch import ALL_OPTIONS
+from mlxpool.worker.sampling.row_masks import Mask, RowMasks
+from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS
+from mlxpool.worker.scheduling.sequence import Phase, Sequence
+from mlxpool.worker.scheduling.spans import Span
+from mlxpool.worker.speculation.mtp import FIRST_CHANCES
+from mlxpool.worker.system.load_clock import LOAD
+from mlxpool.worker.transfers.shared_array import SETS
+
+if TYPE_CHECKING:
+    from mlxpool.worker.engine.model_engine import ModelEngine
+
+WARM_UP_PASSES = 2  # of each size; the first compiles
+UNLIMITED_TOKENS = 10**9
+MASK_TABLES = 2  # for the next draw, and for rows that read forced tokens before they draw
+
+
+class PassKind(Struct, frozen=True):
+    """The spans of a pass that is computed at load.
+
+    `counts`: the inputs of new rows, each of which draws a token. `drafts`: those that one more row
+    checks. `unread`: inputs of a prompt that goes on behind them. 0: there is no such row.
+    """
+
+    counts: tuple[int, ...] = ()
+    drafts: int = 0
+    unread: int = 0
+
+
+def compiled_kinds(
+    sizes: Many[int], rows: int, longest: int, drafts: int, alone: int = 0
+) -> Iterator[PassKind]:
+    """Yields the spans of each pass that is compiled, besides those of decode steps alone.
+
+    Passes are compiled for `sizes` of lines, of which those up to `longest` are computed. They have
+    `rows` rows at most, which check `drafts` drafts together at most. With up to `alone` lines
+    those that check drafts and do nothing else are others.
+    """
+    before = 0
+    for size in sizes:
+        if size > longest:
+            return
+        if size > 1:
+            yield PassKind((1, size - 1) if size > 2 else (size,))
+        # Of passes that check drafts, those that name more lines than there are rows are others.
+        drawing = min(size, rows + drafts)
+        beside = drawing - 1 if drawing == size <= alone else drawing
+        for checked in sorted({1, max(1, beside - 1)}) if size > rows else (1,):
+            if drafts and size > 1:
+                yield PassKind(drafts=checked, unread=size - 1 - checked)
+        if drafts and max(2, before) < drawing and size <= alone:
+            yield PassKind(drafts=drawing - 1)
+        before = size
+
+
+def kinds_of_passes(engine: ModelEngine) -> Iterator[PassKind]:
+    """Yields the spans of each pass that is computed at load."""
+    layout, rows = engine.parts.memory.layout, engine.parts.memory.most_rows()
+    for count in decode_sizes(engine, rows):
+        yield PassKind((1,) * count)
+    longest = min(engine.context - 1, bounds_of(engine.parts)[0])
+    if layout.sizes:  # in a pool, of which each row may leave a part of a block unused
+        longest = min(longest, (layout.blocks - 1) * KV_BLOCK_TOKENS)
+    drafts, alone = engine.most_drafts, layout.follow_lines
+    yield from compiled_kinds(layout.sizes, rows, longest, drafts, alone)
+
+
+def decode_sizes(engine: ModelEngine, rows: int) -> list[int]:
+    """Returns the numbers of rows for which decode passes are warmed."""
+    layout = engine.parts.memory.layout
+    sizes = [size for size in layout.sizes if size <= rows]
+    return sizes or _first_and_last(list(range(1, rows + 1)), on_gpu=device.on_gpu())
+
+
+def compile_kernels(
+    engine: ModelEngine, kinds: Iterable[PassKind], on_progress: Callable[[], None]
+) -> None:
+    """Compiles our kernels of passes of these kinds together; computes none of them.
+
+    What was built of a pass stays compiled, so that the warm-up does not build it again.
+    """
+    layout = engine.parts.memory.layout
+    LOAD.enter("passes")
+    with kernel_cache.collecting() as jobs:
+        if engine.parts.uploads is not None:
+            engine.parts.uploads.begin()
+        # Elsewhere a pass replaces the arrays of rows, which nothing may compute here.
+        in_place = layout.holds_prefixes and not layout.shares_arrays
+        for kind in kinds if in_place else ():
+            spans = dummy_spans(engine, kind)
+            engine.pipeline.rehearse(spans, whole_mask(engine.vocab_size, 1 + kind.drafts))
+            drop_rows(engine, [span.sequence for span in spans])
+            on_progress()
+    LOAD.enter("kernels")
+    kernel_cache.compile_together(jobs, on_progress)
+
+
+def warm_passes(engine: ModelEngine, on_progress: Callable[[], None]) -> None:
+    """Computes a pass of each kind that is compiled, and one with every sampling option.
+
+    The second pass of a kind shows the cost model its time.
+    """
+    held = hold_rows(engine)
+    warm(engine, PassKind((1,)), on_progress, ALL_OPTIONS)
+    if engine.parts.uploads is not None:
+        warm_masks(engine, 1, ALL_OPTIONS)
+        warm_masks(engine, engine.parts.memory.most_rows())
+    for kind in kinds_of_passes(engine):
+        warm(engine, kind, on_progress)
+    drop_rows(engine, held)
+
+
+def hold_rows(engine: ModelEngine) -> list[Sequence]:
+    """Returns a row that keeps the arrays of rows allocated while passes are warmed.
+
+    Elsewhere than in a pool they are freed with the last row that has a place in them, and each
+    pass would write hundreds of MB of zeros.
+    """
+    layout = engine.parts.memory.layout
+    if layout.holds_prefixes:
+        return []
+    held = dummy_rows(engine, 1, 1)
+    layout.reserve(engine.parts.memory.rows[held[0]], 1)
+    return held
+
+
+def warm_masks(engine: ModelEngine, count: int, options: Options | None = None) -> None:
+    """Draws tokens of so many rows with masks, and allocates the memory that they are in."""
+    rows = dummy_rows(engine, count, 1, options)
+    given = [engine.mask_memory(count) for _ in range(MASK_TABLES)]
+    table = given[0] or new_table(count, words_of_mask(engine.vocab_size))
+    table.masks[:] = whole_mask(engine.vocab_size)
+    masks = RowMasks(table, count, {seq: line for line, seq in enumerate(rows)})
+    for _ in range(SETS):
+        engine.forward([Span(seq, 0, 1, draws=1) for seq in rows])
+        engine.draw(masks)
+        engine.collect()
+        for seq in rows:
+            seq.submitted = 0
+            engine.parts.memory.rows[seq].trim(0)
+    engine.masks.give_back(one for one in given if one is not None)
+    drop_rows(engine, rows)
+
+
+def warm_head(engine: ModelEngine, head: HeadDrafts) -> None:
+    """Has the model's head draft for one row, and the row check it."""
+    (seq,) = dummy_rows(engine, 1, 1)
+    for _ in range(min(WARM_UP_PASSES, engine.context // 4)):  # of four inputs at most
+        seq.ids += [one.token for one in step(engine, [Span(seq, seq.submitted, 1, 1)]).drawn]
+        drafts = head.drafts({seq: 1})
+        found = step(engine, [Span.check(seq, drafts.get(seq, (0,)))])
+        seq.ids += [one.token for one in found.drawn]
+        if engine.most_drafts and head.ready(seq):
+            most = min(engine.parts.memory.most_rows(), engine.most_drafts)
+            head.compile_ahead(seq, most, len(FIRST_CHANCES))
+    drop_rows(engine, [seq])
+
+
+def whole_mask(vocab_size: int, draws: int = 1) -> Mask:
+    """Returns a mask that allows every token in so many draws."""
+    return np.full((draws, -(-vocab_size // 32)), 2**32 - 1, dtype=np.uint32)
+
+
+def warm(
+    engine: ModelEngine,
+    kind: PassKind,
+    on_progress: Callable[[], None],
+    options: Options | None = None,
+    times: int = WARM_UP_PASSES,
+) -> None:
+    """Computes passes over the first inputs of new rows, then frees the rows."""
+    spans = dummy_spans(engine, kind, options)
+    rows = [span.sequence for span in spans]
+    LOAD.count("warm_up_passes", times)
+    for _ in range(times):
+        step(engine, spans)
+        for seq in rows:
+            seq.submitted = 0
+            engine.parts.memory.rows[seq].trim(0)
+        on_progress()
+    drop_rows(engine, rows)
+
+
+def dummy_spans(engine: ModelEngine, kind: PassKind, options: Options | None = None) -> list[Span]:
+    """Returns the spans of a pass over new rows."""
+    rows = [seq for count in kind.counts for seq in dummy_rows(engine, 1, count, options)]
+    spans = [Span(seq, 0, seq.length, draws=1) for seq in rows]
+    if kind.drafts:
+        (seq,) = dummy_rows(engine, 1, 1, options)
+        spans.append(Span.check(seq, (0,) * kind.drafts))
+    if kind.unread:
+        (seq,) = dummy_rows(engine, 1, kind.unread + 1, options)
+        spans.append(Span(seq, 0, kind.unread, draws=0))
+    return spans
+
+
+def dummy_rows(
+    engine: ModelEngine, count: int, tokens: int, options: Options | None = None
+) -> list[Sequence]:
+    """Returns sequences of `tokens` tokens, each with an empty row."""
+    memory = engine.parts.memory
+    every = [_dummy_sequence(tokens, options) for _ in range(count)]
+    for seq in every:
+        memory.rows[seq] = memory.layout.store.new_row()
+    return every
+
+
+def drop_rows(engine: ModelEngine, rows: Many[Sequence]) -> None:
+    """Frees the rows of sequences."""
+    for seq in rows:
+        engine.parts.memory.layout.store.release(engine.parts.memory.rows.pop(seq))
+        if engine.parts.predictions is not None:
+            engine.parts.predictions.release(seq)
+
+
+def step(engine: ModelEngine, spans: Many[Span]) -> StepResult:
+    """Computes one pass, with none in flight."""
+    engine.submit(spans)
+    return engine.collect()
+
+
+def _first_and_last(counts: list[int], *, on_gpu: bool) -> list[int]:
+    """Returns the numbers of rows for which a load computes a pass.
+
+    On a CPU passes of two rows and more are fused into the same functions, which a C++ compiler
+    compiles: the first with several rows and the widest show what the others take.
+    """
+    return counts if on_gpu or len(counts) < 4 else [*counts[:2], counts[-1]]
+
+
+def _dummy_sequence(tokens: int, options: Options | None = None) -> Sequence:
+    """Returns a running sequence for warm-up and measurement."""
+    return Sequence(
+        b"", 0, (0,) * tokens, options or Options(), 0, UNLIMITED_TOKENS, phase=Phase.RUNNING
+    )
