@@ -133,17 +133,21 @@ def test_a_range_of_blocks_is_read_unless_most_are_of_other_rows() -> None:
     assert apart.listed and apart.blocks == [0, 1, 8, 9]
 
 
-def test_a_block_between_those_of_the_rows_is_of_nobody() -> None:
+def test_several_new_tokens_of_a_row_are_written_in_order_and_seen_from_their_own_on() -> None:
+    """`fill` is of the first of them; a block between those of the rows is nobody's."""
     slabs = Slabs(SHAPE)
     rows = [SlabRow(slabs) for _ in range(3)]
-    for row, tokens in zip(rows, (256, 10, 10), strict=True):
-        row.reserve(tokens + 1)
+    for row, tokens, room in zip(rows, (255, 10, 10), (3, 1, 2), strict=True):
+        row.reserve(tokens + room)
         row.offset = tokens
-    ((slab, found),) = slab_accesses([rows[0], rows[2]])
+    ((slab, found),) = slab_accesses([rows[0], rows[2]], [3, 2])
     assert slab is rows[0].table[0][0]
     assert (found.first, found.last, found.listed) == (0, 4, False)
-    assert found.owner == [0, 0, NOBODY, 1] and found.fill == [256, 1, 0, 11]
-    assert found.lines == [0, 1] and found.places == [256, 3 * 256 + 10]
+    assert found.owner == [0, 0, NOBODY, 1]
+    assert found.fill[:2] == [256, 0] and found.fill[3] == 11
+    assert found.fill[2] + 3 - 1 < 0, "no query sees what is of no row"
+    assert found.lines == [0, 1, 2, 3, 4]
+    assert found.places == [255, 256, 257, 3 * 256 + 10, 3 * 256 + 11]
     assert found.width == KV_BLOCK_TOKENS
 
 

@@ -6,11 +6,7 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
-from mlxpool.worker.attention.in_slabs.decode_reader import (
-    DecodeReader,
-    DecodeStep,
-    PartConstants,
-)
+from mlxpool.worker.attention.in_slabs.slab_reader import PartConstants, SlabReader, SlabStep
 from mlxpool.worker.attention.in_slabs.slabs import SlabRow
 from mlxpool.worker.attention.rotary import RotaryEmbedding, RotateThenAttend
 from mlxpool.worker.attention.row_shape import Arrays, RowShape
@@ -30,7 +26,7 @@ class DecodeBatch(RotateThenAttend):
 
     logits = True
 
-    def __init__(self, positions: mx.array, reader: DecodeReader) -> None:
+    def __init__(self, positions: mx.array, reader: SlabReader) -> None:
         self._rotation, self._reader = RotaryEmbedding(positions), reader
 
     def logit_rows(self, x: mx.array) -> mx.array:
@@ -89,7 +85,7 @@ class SlabDecodeRunner:
         """Computes a pass over one token `ids` [R] for each row; advances the rows."""
         for row in rows:
             row.reserve(row.offset + 1)
-        step = DecodeStep.of(rows)
+        step = SlabStep.of(rows)
         positions = mx.array([row.offset for row in rows], dtype=mx.int32)
         layers = [slab.layers for slab in step.slabs]
         given, written = self.passes(
@@ -113,7 +109,8 @@ class SlabDecodeRunner:
         """Returns the logits [R, vocabulary] and, with `states`, the states [R, d] that they are
         of; behind them the arrays of the slabs, written.
         """
-        reader = DecodeReader(self._shape, ids.shape[0], simple, constants, arrays, slabs)
+        one_each = [1] * ids.shape[0]
+        reader = SlabReader(self._shape, one_each, simple, constants, arrays, slabs)
         batch = DecodeBatch(positions, reader)
         if not self._states:
             return [self._model(ids, batch)], slabs

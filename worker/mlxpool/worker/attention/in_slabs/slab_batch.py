@@ -1,4 +1,4 @@
-"""Passes over rows in slabs, in any mixture of single tokens and longer spans.
+"""Passes over rows in slabs, in any mixture of single tokens, checks of drafts and chunks.
 
 They are not compiled, as each has other lengths; those over single tokens alone are, see
 decode_runner.py.
@@ -10,21 +10,30 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import mlx.core as mx
+from msgspec import Struct
 
 from mlxpool.worker.attention.dot_product import causal_attention, heads_first
-from mlxpool.worker.attention.in_slabs.decode_reader import DecodeReader
+from mlxpool.worker.attention.in_slabs.slab_reader import SlabReader
 from mlxpool.worker.attention.in_slabs.slabs import SlabRow
 from mlxpool.worker.attention.row_batch import Queries, RowAttention, RowBatch, line_selector
 from mlxpool.worker.attention.row_shape import Arrays
-from mlxpool.worker.attention.row_spans import RowSpan, leading_singles
+from mlxpool.worker.attention.row_spans import RowSpan, is_check, leading_singles
 from mlxpool.worker.kernels.score_params import ScoreParams
+
+
+class Together(Struct, frozen=True):
+    """Spans whose rows attend together, and what takes their tokens `lines` of all of a pass."""
+
+    reader: SlabReader
+    lines: Sequence[int]
+    select: Callable[[mx.array], mx.array]
 
 
 class SlabRowBatch(RowBatch):
     """A RowBatch of rows in slabs: all tokens of a layer are written before any attends.
 
     MLX copies a slab that is written while somebody is still to read it. Leading spans of one
-    token attend together, unless another attention is asked for.
+    token attend together, and so do those that check drafts, unless another attention is asked for.
     """
 
     def __init__(
@@ -40,19 +49,30 @@ class SlabRowBatch(RowBatch):
         self._rows = [cast(SlabRow, span.row) for span in spans]
         for row, span in zip(self._rows, spans, strict=True):
             row.reserve(row.offset + span.count)
-        self._together = leading_singles(spans) if attention is causal_attention else 0
-        self._reader = DecodeReader.of(self._rows[: self._together]) if self._together else None
-        self._apart = [one for one in self._queries if one.span >= self._together]
+        plain = attention is causal_attention
+        singles = leading_singles(spans) if plain else 0
+        checks = [one for one in self._queries if plain and is_check(spans[one.span])]
+        groups = [one for one in (self._queries[:singles], checks) if one]
+        self._together = list(map(self._joined, groups))
+        joined = {one.span for group in groups for one in group}
+        self._apart = [one for one in self._queries if one.span not in joined]
         # Lines are made in another order than the pass has them.
         self._order = self._order_of(self._apart, range(self._queries[-1].end))
-        self._last_apart = [one for one in self._wanted if one.span >= self._together]
+        self._last_apart = [one for one in self._wanted if one.span not in joined]
         self._last_order = self._order_of(self._last_apart, self._lines)
+
+    def _joined(self, group: Sequence[Queries]) -> Together:
+        """Returns what these spans need to attend together."""
+        rows = [self._rows[one.span] for one in group]
+        lines = [line for one in group for line in range(one.first, one.end)]
+        select = line_selector(lines, self._queries[-1].end)
+        return Together(SlabReader.of(rows, [one.end - one.first for one in group]), lines, select)
 
     def _order_of(
         self, apart: Sequence[Queries], lines: Sequence[int]
     ) -> Callable[[mx.array], mx.array]:
         """Returns what selects `lines` of those that `attend` makes, with these spans apart."""
-        made = [*range(self._together)]
+        made = [line for group in self._together for line in group.lines]
         made += [line for one in apart for line in range(one.first, one.end)]
         places = {line: place for place, line in enumerate(made)}
         return line_selector([places[line] for line in lines], len(made))
@@ -61,10 +81,13 @@ class SlabRowBatch(RowBatch):
         self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: ScoreParams
     ) -> mx.array:
         """See ForwardBatch.attend."""
-        if self._reader is None:
+        if not self._together:
             return super().attend(layer, q, k, v, scores)
         seen = self._write(layer, (k, v))
-        parts = [self._reader.read(layer, q[: self._together], scores)]
+        parts: list[mx.array] = []
+        for group in self._together:
+            before = parts[-1] if parts else None
+            parts.append(group.reader.read(layer, group.select(q), scores, before))
         last = layer == self._last_layer
         for one in self._last_apart if last else self._apart:
             asked = q[one.first : one.end]
@@ -74,9 +97,9 @@ class SlabRowBatch(RowBatch):
 
     def _write(self, layer: int, new: Sequence[mx.array]) -> Mapping[int, Arrays]:
         """See RowBatch. Returns nothing for the rows that attend together."""
-        if self._reader is not None:
-            keys, values = (x[: self._together] for x in new)
-            self._reader.write(layer, keys, values)
+        for group in self._together:
+            keys, values = map(group.select, new)
+            group.reader.write(layer, keys, values)
         for one in self._apart:
             row = self._rows[one.span]
             row.place(layer, *(heads_first(x[one.first : one.end]) for x in new))
