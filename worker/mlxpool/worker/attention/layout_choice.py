@@ -21,17 +21,20 @@ def choose_layout(
     """Returns the name of the layout and its row shape.
 
     `name` None: a pool on a CUDA GPU and slabs on a CPU, for models that support them, else rows.
-    A pool is for models whose attention our kernels compute: see kernels/ragged_attention.py and
-    kernels/ragged_latents.py. MLX's operations would copy whole rows out of it.
+    A model with windows gets a pool only where our kernels compute its attention, see
+    kernels/ragged_attention.py: MLX's operations would copy whole rows.
     """
     if name is None:
         name = "rows"
         if shape.all_full_attention and not on_gpu:
             name = "slabs"
         elif not deterministic and writes_in_place(shape, on_gpu):
-            found = attention_of(model, shape.dtype, quantised=shape.quantised)
-            name = "pool" if found.supported else "rows"
+            name = "rows" if shape.has_windows and not _kernels_attend(shape, model) else "pool"
     return name, replace(shape, keeps_all=name == "pool")
+
+
+def _kernels_attend(shape: RowShape, model: Model) -> bool:
+    return attention_of(model, shape.dtype, quantised=shape.quantised).supported
 
 
 def make_layout(

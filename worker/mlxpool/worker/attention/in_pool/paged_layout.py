@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any, cast
 
 import mlx.core as mx
 
+from mlxpool.worker.attention.in_pool.gathered_decode import GatheredDecode
 from mlxpool.worker.attention.in_pool.kv_pool import KVPool, PagedRow, PagedStore
 from mlxpool.worker.attention.in_pool.ragged_batch import attention_of
 from mlxpool.worker.attention.in_pool.ragged_runner import (
@@ -23,7 +25,9 @@ from mlxpool.worker.attention.row_spans import (
     PassOutput,
     RowSpan,
     all_plain,
+    logit_spans,
 )
+from mlxpool.worker.kernels import kernel_cache
 from mlxpool.worker.kernels.block_write import makes_tables
 from mlxpool.worker.layers.model_plan import Model
 from mlxpool.worker.transfers.uploads import Uploads, upload_copy
@@ -32,8 +36,9 @@ from mlxpool.worker.transfers.uploads import Uploads, upload_copy
 class PagedLayout(Layout):
     """Rows and prefix cache share blocks of a pool, for CUDA: see kv_pool.py.
 
-    A pass is one compiled ragged pass. Those with images are computed as in Layout, row by row, and
-    so are all where our kernels do not serve the model: in a group of devices, and in tests.
+    A pass is one compiled ragged pass where our kernels serve the model. Elsewhere the rows that
+    decode have a compiled pass of MLX's operations. All else, and passes with images, are computed
+    as in Layout, row by row.
     """
 
     holds_prefixes = True
@@ -72,6 +77,7 @@ class PagedLayout(Layout):
         self._upload = uploads or upload_copy
         makes_tables()  # tried here because nothing can be tried while a pass is traced
         self.ragged: RaggedRunner | None = None
+        self._gathered: GatheredDecode | None = None
         found = attention_of(model, shape.dtype, quantised=shape.quantised) if in_place else None
         if found is not None and found.supported and not deterministic:
             self.ragged = RaggedRunner(
@@ -86,6 +92,15 @@ class PagedLayout(Layout):
                 keeps_drawn=keeps_drawn,
             )
             self._compiling.append(self.ragged.kinds)
+        elif not deterministic:
+            self._gathered = GatheredDecode(
+                model,
+                self.pool,
+                notice=self.notice,
+                keeps_states=keeps_states,
+                keeps_drawn=keeps_drawn,
+            )
+            self._compiling.append(self._gathered.passes)
         self.name = "pool" if self.ragged is None else "pool, own kernels"
         self.reads_int8 = self.ragged is not None
         if self.reads_int8:
@@ -169,6 +184,27 @@ class PagedLayout(Layout):
             return super().step(spans, ids, drawn, wanted)
         return ragged.step(spans, ids, drawn, wanted)
 
+    def forward(self, spans: Sequence[RowSpan], ids: mx.array, wanted: Sequence[int]) -> PassOutput:
+        """See Layout. Rows that decode have a pass of their own, if any can be compiled."""
+        decoding = [n for n in wanted if spans[n].count == 1 and not spans[n].wide]
+        ordered = bool(decoding) and decoding == sorted(decoding)
+        if self._gathered is None or not ordered or not all_plain(spans):
+            return super().forward(spans, ids, wanted)
+        rows = [cast(PagedRow, spans[n].row) for n in decoding]
+        if len(decoding) == len(spans):
+            return self._gathered(rows, ids)
+        ends = list(accumulate(span.count for span in spans))
+        places = [ends[n] - 1 for n in decoding]
+        first = self._gathered(rows, ids[mx.array(places, dtype=mx.int32)])
+        others = [n for n in range(len(spans)) if n not in set(decoding)]
+        if not kernel_cache.is_collecting():  # in a group, sums of one pass precede the other's
+            done = [one for one in (first.logits, first.states, first.drawn) if one is not None]
+            mx.async_eval(*done)  # type: ignore[no-untyped-call]
+        rest = mx.concatenate([ids[ends[n] - spans[n].count : ends[n]] for n in others])
+        asked = [others.index(n) for n in wanted if n not in set(decoding)]
+        second = super().forward([spans[n] for n in others], rest, asked)
+        return _joined(spans, wanted, decoding, others, first, second)
+
     def _written(self, rows: Sequence[Any]) -> list[mx.array]:
         """See Layout. The rows share the arrays of the pool."""
         return self.pool.written()
@@ -183,3 +219,46 @@ class PagedLayout(Layout):
     def close(self) -> None:
         """See Layout."""
         self.pool.arrays = []
+
+
+def _joined(
+    spans: Sequence[RowSpan],
+    wanted: Sequence[int],
+    decoding: Sequence[int],
+    others: Sequence[int],
+    first: PassOutput,
+    second: PassOutput,
+) -> PassOutput:
+    """Returns what two passes over the spans `decoding` and `others` give, as one pass gives it."""
+    drawing = logit_spans(spans, wanted)
+    order = [*decoding, *(n for n in drawing if n not in set(decoding))]
+    logits = _reordered(spans, order, drawing, (first.logits, second.logits), lines=True)
+    states = drawn = None
+    if first.states is not None and second.states is not None:
+        every = first.states, second.states
+        states = _reordered(spans, [*decoding, *others], range(len(spans)), every, lines=False)
+    if first.drawn is not None:
+        every = (first.drawn,) if second.drawn is None else (first.drawn, second.drawn)
+        drawn = _reordered(spans, order, drawing, every, lines=True)
+    done = mx.depends([logits], [second.logits])[0]  # it ends both passes
+    return PassOutput(done, second.hidden, states, drawn)
+
+
+def _reordered(
+    spans: Sequence[RowSpan],
+    given: Sequence[int],
+    wanted: Sequence[int],
+    arrays: Sequence[mx.array],
+    *,
+    lines: bool,
+) -> mx.array:
+    """Returns the lines of spans, which arrays have in the order `given`, as they are `wanted`.
+
+    `lines`: those that give something; else every token of a span is a line.
+    """
+    counts = [spans[n].lines if lines else spans[n].count for n in given]
+    ends = dict(zip(given, accumulate(counts), strict=True))
+    found = arrays[0] if sum(counts) == len(arrays[0]) else mx.concatenate(list(arrays))
+    each = ((n, spans[n].lines if lines else spans[n].count) for n in wanted)
+    places = [at for n, count in each for at in range(ends[n] - count, ends[n])]
+    return found[mx.array(places, dtype=mx.int32)]

@@ -1,0 +1,167 @@
+"""Compiled decode passes over rows of the block pool by MLX's operations.
+
+For models whose attention our kernels do not compute. Each pass copies the blocks that it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from mlxpool.worker.attention.dot_product import unfused_attention
+from mlxpool.worker.attention.in_pool.kv_pool import KVPool, PagedRow
+from mlxpool.worker.attention.rotary import RotaryEmbedding, RotateThenAttend
+from mlxpool.worker.attention.row_shape import Arrays
+from mlxpool.worker.attention.row_spans import PassOutput
+from mlxpool.worker.kernels.compiled_passes import CompiledPasses
+from mlxpool.worker.kernels.score_params import ScoreParams
+from mlxpool.worker.layers.layer_types import LatentProjections, Rope, Scan, SpanScan
+from mlxpool.worker.layers.model_plan import Model
+from mlxpool.worker.scheduling.kv_blocks import blocks_for
+
+MAX_PASSES = 128  # that are kept; the host of a GPU has the memory for so many
+TABLE_STEP = 8  # blocks: the width of block tables is a multiple of it, so that passes are few
+NO_STATES = "a pool of blocks has no states, see RowShape.fits_blocks"
+
+
+class GatheredBatch(RotateThenAttend):
+    """A ForwardBatch of one token of each row; its arrays belong to one compiled pass."""
+
+    logits = True
+
+    def __init__(self, pool: KVPool, positions: mx.array, slots: mx.array, table: mx.array) -> None:
+        """Takes positions and slots [R] of the new tokens and the block tables [R, B] of rows."""
+        self._pool, self._positions = pool, positions
+        self._slots, self._table = slots, table
+        self._rotation = RotaryEmbedding(positions)
+
+    def logit_rows(self, x: mx.array) -> mx.array:
+        """See ForwardBatch.logit_rows."""
+        return x
+
+    def lines_after(self, layer: int, x: mx.array) -> mx.array:
+        """See ForwardBatch.lines_after."""
+        return x
+
+    def rope(self, x: mx.array, rope: Rope) -> mx.array:
+        """See ForwardBatch.rope."""
+        return self._rotation(x, rope)
+
+    def attend(
+        self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: ScoreParams
+    ) -> mx.array:
+        """See ForwardBatch.attend."""
+        keys, values = self._pool.shape.read(self._stored(layer, (k, v)))
+        return self._seen(layer, q, keys, values, scores)
+
+    def attend_latent(
+        self, layer: int, q: mx.array, latent: mx.array, scale: float, heads: LatentProjections
+    ) -> mx.array:
+        """See ForwardBatch.attend_latent."""
+        (latents,) = self._stored(layer, (latent[:, None],))
+        values = latents[..., : heads.rank]
+        read = self._seen(layer, heads.absorb(q), latents, values, ScoreParams(scale))
+        return heads.to_values(read)
+
+    def _stored(self, layer: int, fresh: Arrays) -> Arrays:
+        """Writes new arrays [R, heads, size]; returns what is stored [R, heads, L, size]."""
+        return self._pool.gather(layer, self._pool.write(layer, fresh, self._slots, self._table))
+
+    def _seen(
+        self, layer: int, q: mx.array, keys: mx.array, values: mx.array, scores: ScoreParams
+    ) -> mx.array:
+        """q [R, H, D], keys [R, KV, L, D], values [R, KV, L, V] -> [R, H, V]."""
+        window = self._pool.shape.window(layer)
+        tokens, last = mx.arange(keys.shape[2])[None], self._positions[:, None]
+        inside = tokens <= last
+        if window:
+            inside = inside & (tokens > last - window)
+        mask = inside[:, None, None, None]
+        return unfused_attention(q[:, :, None], keys, values, scores, mask)[:, :, 0]
+
+    def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
+        """See ForwardBatch.recur."""
+        raise NotImplementedError(NO_STATES)
+
+    def recur_spans(self, layer: int, lines: mx.array, scan: SpanScan) -> mx.array:
+        """See ForwardBatch.recur_spans."""
+        raise NotImplementedError(NO_STATES)
+
+
+class GatheredDecode:
+    """Runs decode passes of a model over rows of a pool, compiled once for each of a few widths.
+
+    Lines of padding repeat the last row, which computes and writes the same again.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        pool: KVPool,
+        *,
+        notice: Callable[[], None] = lambda: None,
+        keeps_states: bool = False,
+        keeps_drawn: bool = False,
+    ) -> None:
+        """`notice` is called before a pass is compiled. For the others see Layout."""
+        self._model, self._pool = model, pool
+        self._keeps_states, self._keeps_drawn = keeps_states, keeps_drawn
+        self.passes = CompiledPasses(self._one_pass, notice, max_passes=MAX_PASSES)
+
+    def __call__(self, rows: Sequence[PagedRow], ids: mx.array) -> PassOutput:
+        """Computes a pass over one token `ids` [R] of each row; advances the rows."""
+        for row in rows:
+            row.reserve(row.offset + 1)
+        count, lines = len(rows), padded_width(len(rows))
+        blocks = max(blocks_for(row.offset + 1) for row in rows)
+        width = -(-blocks // TABLE_STEP) * TABLE_STEP
+        numbers = np.zeros((lines, 2 + width), dtype=np.int32)
+        for line in range(lines):
+            row = rows[min(line, count - 1)]
+            numbers[line, 0], numbers[line, 1] = row.offset, row.slot(row.offset)
+            table = row.table[:width]
+            numbers[line, 2 : 2 + len(table)] = table
+        if lines > count:
+            ids = mx.concatenate([ids, mx.broadcast_to(ids[-1:], (lines - count,))])
+        given, written = self.passes((lines, width), ids, mx.array(numbers), self._pool.arrays)
+        if not self._pool.in_place:
+            self._pool.arrays = [tuple(one) for one in written]
+        for row in rows:
+            row.advance(1)
+        logits, *states = (one[:count] for one in given)
+        if not states:
+            return PassOutput(logits)
+        return (
+            PassOutput(logits, states=states[0])
+            if self._keeps_states
+            else PassOutput(logits, drawn=states[0])
+        )
+
+    def _one_pass(
+        self, ids: mx.array, numbers: mx.array, arrays: list[Arrays]
+    ) -> tuple[list[mx.array], list[Arrays]]:
+        pool = _PoolView(self._pool, arrays)
+        batch = GatheredBatch(pool, numbers[:, 0], numbers[:, 1], numbers[:, 2:])
+        if self._keeps_states or self._keeps_drawn:
+            states = self._model.hidden_states(ids, batch)
+            found = [self._model.logits_of(states), states]
+        else:
+            found = [self._model(ids, batch)]
+        return found, [] if pool.in_place else pool.arrays
+
+
+def padded_width(rows: int) -> int:
+    """Returns the padded tokens of a pass: a power of two, or one and a half of one."""
+    lines = 1 << (rows - 1).bit_length()
+    return lines * 3 // 4 if rows <= lines * 3 // 4 and lines >= 4 else lines
+
+
+class _PoolView(KVPool):
+    """A pool with the arrays of a compiled pass."""
+
+    def __init__(self, pool: KVPool, arrays: list[Arrays]) -> None:
+        self.shape, self.in_place, self.blocks = pool.shape, pool.in_place, pool.blocks
+        self.arrays = [tuple(one) for one in arrays]
+        self.pending = []
