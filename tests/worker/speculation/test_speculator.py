@@ -208,7 +208,8 @@ def test_a_trial_comes_when_its_cost_is_a_small_share_of_the_steps(line: float, 
     trials = [number for number, drafts in enumerate(steps) if drafts]
     assert trials[0] + FIRST_TRIAL >= (line + 0.5) / TRIAL_SHARE - 20 and trials[0] >= first
     gaps = [later - one for one, later in itertools.pairwise(trials)]
-    assert all(gap >= 5 / TRIAL_SHARE for gap in gaps) and len(trials) >= 4
+    # Nothing is known of the first step of a kind, which may compile more than others.
+    assert all(gap >= 5 / TRIAL_SHARE for gap in gaps[1:]) and len(trials) >= 5
 
 
 def test_where_steps_wait_for_drafts_a_search_looks_at_all_rows() -> None:

@@ -82,6 +82,8 @@ def test_numbers_of_rows_are_apart() -> None:
     times = StepTimes()
     for rows in (1, 8):
         times.observe(rows, 0, STEP)
+    times.observe(1, 4, 0.090)
+    assert not times.known_drafts(1)  # the first step of a kind may compile more than others
     times.observe(1, 4, 0.050)
     assert (times.known_drafts(1), times.known_drafts(8)) == (4, 0)
     assert found(times, 8, 4) == pytest.approx([STEP * (1 + UNMEASURED_EXTRA) + 0.004])
@@ -132,7 +134,8 @@ def test_what_the_steps_behind_drafts_take_more_is_a_cost_of_the_drafts() -> Non
     """Where passes are submitted ahead; those behind them show what steps without drafts take."""
     times = StepTimes(ahead=True)
     times.observe(1, 0, STEP)
-    times.observe(1, 4, 2 * STEP)  # the first one is known at once
+    for _ in range(2):  # known at once
+        times.observe(1, 4, 2 * STEP)
     assert found(times, 1, 4) == pytest.approx([2 * STEP])
     for _ in range(NEWEST):
         times.observe(1, 4, 2 * STEP)

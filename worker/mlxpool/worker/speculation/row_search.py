@@ -14,7 +14,7 @@ from msgspec import Struct
 from mlxpool.worker.scheduling.sequence import Phase, Sequence
 from mlxpool.worker.speculation.drafter import Drafter
 
-TIME_SHARE = 0.005  # of the time of steps, that is saved for searches
+TIME_SHARE = 0.003  # of the time of steps, that is saved for searches
 GAIN_SHARE = 0.25  # of the time that drafts have gained, which pays for the search for more
 MAX_SAVED = 0.005  # seconds: a longer search would be a gap in the streams
 
@@ -35,6 +35,7 @@ class RowSearch:
         self._step = 0.0  # seconds of the newest measured step
         self._needed = 0.0  # seconds that a search of all rows takes
         self._next = 0  # the row that is looked at next
+        self._looked = 0  # rows in the newest look
         self._followed: set[Sequence] = set()
 
     @property
@@ -64,25 +65,24 @@ class RowSearch:
         self._followed.add(seq)
         return self._drafter.follow(seq)
 
-    def look(self, others: Many[Candidate], began: float) -> list[Candidate]:
-        """Follows candidates in turn, as far as the time suffices; returns those with drafts.
-
-        `began`: when the candidates were asked for.
-        """
-        ready, looked, now = [], 0, self._clock()
-        begin, until = self._next % max(1, len(others)), now + self.saved
+    def look(self, others: Many[Candidate]) -> list[Candidate]:
+        """Follows candidates in turn, as far as the time suffices; returns those with drafts."""
+        ready, self._looked = [], 0
+        begin, until = self._next % max(1, len(others)), self._clock() + self.saved
         for one in [*others[begin:], *others[:begin]]:
             if self._clock() >= until:
                 break
-            looked += 1
+            self._looked += 1
             if self.follow(one.sequence):
                 ready.append(one)
-        self._next += looked
-        took = self._clock() - began
-        self.saved -= took
-        if looked:
-            self._needed = took / looked * len(others)
+        self._next += self._looked
         return ready
+
+    def spend(self, seconds: float, others: int) -> None:
+        """Takes the time of the newest look at some of so many rows from what is saved."""
+        self.saved -= seconds
+        if self._looked:
+            self._needed = seconds / self._looked * others
 
     def read(self, readers: Iterable[Sequence]) -> None:
         """Follows sequences whose prompts are being read, as far as the time suffices."""

@@ -38,8 +38,9 @@ MAX_LOGIT_BYTES = 128 * 1024 * 1024  # of the drafts of a step, in float32
 # of all rows where passes are submitted ahead, for there most of the cost is one wait.
 FIRST_DRAFTS, FIRST_DRAFTS_AHEAD = 2, 8 * MAX_DRAFTS
 PLAIN_INTERVAL = 64  # steps with drafts between measurements of steps without: 2 % of their gain
-TRIAL_SHARE = 0.005  # half of what searches may cost
-FIRST_TRIAL = 256  # steps without drafts that count before the first trial, so that it comes soon
+# A trial may cost this share of the steps since drafts were checked, or wanted in vain; before the
+# first, FIRST_TRIAL steps count, so that it comes soon.
+TRIAL_SHARE, FIRST_TRIAL = 0.005, 256
 MAX_REST = 512  # steps; with steps of 4 ms drafts are tried again after two seconds
 # To read a row for drafts may cost this share of a plain step for each token that its answer is
 # expected to go on for: as many as it has, or LEAST_REMAINING.
@@ -143,11 +144,15 @@ class Speculator:
             return {}
         ready = [one for one in first if self.search.follow(one.sequence)]
         others = [one for one in candidates if one.sequence not in self._paying]
-        ready += self.search.look(others, self.clock() if first else began)
+        looked = self.clock()
+        ready += self.search.look(others)
+        if first:  # the search is part of the time of steps with drafts
+            self.search.spend(self.clock() - looked, len(others))
         most = min(self._most_drafts, (lines - rows) // 2)
         found = self._chosen(rows, most, ready) if ready and most > 0 else {}
-        if not first:  # else the search is part of the time of steps with drafts
+        if not first:
             self._apart = self.clock() - began
+            self.search.spend(self._apart, len(others))
         self._paying = set(found)
         return found
 
@@ -229,7 +234,7 @@ class Speculator:
     def pause(self) -> None:
         """Has the next steps have no drafts: some were made, or passes waited for, in vain."""
         self._rest.begin()
-        self._paying, self._apart = set(), 0.0
+        self._paying, self._apart, self._without = set(), 0.0, 0  # it has cost as much as a trial
         self.times.settle()  # no step is measured meanwhile
 
     def _those_that_pay(self, drafts: Drafts) -> Drafts:

@@ -23,6 +23,9 @@ NEWEST = 9  # steps of a kind, of which the median is taken: slow ones say somet
 # Until a step with drafts was measured, one is assumed to take this share of a plain step more than
 # is guessed, so that drafts with small chances do not begin.
 UNMEASURED_EXTRA = 0.5
+# Seconds that host and device are guessed to wait for each other where passes are otherwise
+# submitted ahead; a plain step at most.
+WAIT = 0.001
 # Where passes are submitted ahead, so many steps behind one with drafts are slower than others: the
 # host has run other code, and the device has waited. What they take more is a cost of the drafts,
 # and those behind them show what steps without drafts take.
@@ -38,9 +41,14 @@ class Curve(Struct):
     points: list[tuple[int, float]] = field(default_factory=lambda: [(0, 1.0)])  # drafts, multiple
 
     def observe(self, drafts: int, multiple: float) -> None:
-        """Takes a measured step into account."""
+        """Takes a measured step into account, but for the first of its kind: it may compile more
+        than others.
+        """
         kind = _kind(drafts)
-        newest = self.newest.setdefault(kind, deque(maxlen=NEWEST))
+        newest = self.newest.get(kind)
+        if newest is None:
+            self.newest[kind] = deque(maxlen=NEWEST)
+            return
         newest.append(multiple)
         self.points = [one for one in self.points if _kind(one[0]) != kind or not one[0]]
         insort(self.points, (drafts, max(1.0, _median(newest))))
@@ -130,9 +138,10 @@ class StepTimes:
         passes are submitted ahead: there most of the cost is a wait.
         """
         curve = self._curves.get(rows.bit_length())
-        if curve is None:
+        most = self.known_drafts(rows)
+        if curve is None or not most:
             return self.guessed(rows, drafts, predict, plain) + UNMEASURED_EXTRA * plain
-        seconds, most = plain * curve.multiple(drafts), curve.points[-1][0]
+        seconds = plain * curve.multiple(drafts)
         if drafts <= most:
             return seconds
         if not self._settling:
@@ -140,8 +149,9 @@ class StepTimes:
         return seconds + max(0.0, predict(rows + drafts) - predict(rows + most))
 
     def guessed(self, rows: int, drafts: int, predict: Predict, plain: float) -> float:
-        """Returns what `predict` says of the further lines of such a step."""
-        return plain + max(0.0, predict(rows + drafts) - predict(rows))
+        """Returns what `predict` says of the further lines of such a step, with any wait."""
+        wait = min(WAIT, plain) if self._settling else 0.0
+        return plain + wait + max(0.0, predict(rows + drafts) - predict(rows))
 
     def _plain_seconds(self, rows: int) -> float | None:
         """Returns the measured seconds, or those between the nearest numbers of rows.
