@@ -137,7 +137,9 @@ def test_dequantised_models_have_the_same_logits_and_the_estimated_memory(
     packed, opened = load(folder), load(folder, dequantise=True)
     assert np.abs(logits_of(opened) - peer).max() < 1e-4 * np.abs(peer).max()
     numbers = sum(int(np.prod(shape)) for shape in folder.plan.shapes.values())
-    assert opened.weight_bytes == 4 * numbers
+    bytewise = "affine" in case or case == "per layer"
+    assert (opened.weight_bytes > 4 * numbers) == (bytewise and sys.platform == "linux")
+    assert load(folder, deterministic=True).weight_bytes == 4 * numbers
     assert packed.weight_bytes + dequantised_growth(folder, 4) == opened.weight_bytes
 
 

@@ -9,6 +9,7 @@ import mlx.core as mx
 from mlxpool.worker.kernels import cpu_exp
 from mlxpool.worker.kernels.device import on_gpu
 from mlxpool.worker.layers.activations import ClampedSwiGLU
+from mlxpool.worker.layers.byte_columns import ByteColumns, byte_columns
 from mlxpool.worker.layers.dense_weights import concatenated as concatenated_dense
 from mlxpool.worker.layers.dense_weights import dense, laid_out
 from mlxpool.worker.layers.derived_weights import MODULE_TENSORS
@@ -65,8 +66,9 @@ class WeightLayerBuilder:
         Quantised weights may stay separate inside it, see `_concatenated_weight`.
         """
         if self._are_dense(names):
-            weight = laid_out([self._stored(name) for name in names], self._dtype)
-            return Linear(weight, self._concatenated_bias(names), self._batch_invariant)
+            stored = [self._stored(name) for name in names]
+            weight, bias = laid_out(stored, self._dtype), self._concatenated_bias(names)
+            return Linear(weight, bias, self._batch_invariant, self._byte_columns(stored))
         packed = self._concatenated_weight(names)
         if packed is None:
             return ConcatenatedLinear(tuple(self.linear(name) for name in names))
@@ -84,10 +86,11 @@ class WeightLayerBuilder:
         return RMSNorm(self.tensor(f"{name}.weight"), eps)
 
     def embedding(self, name: str) -> Embedding | QuantisedEmbedding:
-        weight = self._weight(name)
-        if isinstance(weight, QuantisedWeight):
-            return QuantisedEmbedding(in_tiles(weight), self._dtype)
-        return Embedding(weight, self._batch_invariant)
+        if self._are_dense([name]):
+            stored = self._stored(name)
+            weight = dense(stored, self._dtype)
+            return Embedding(weight, self._batch_invariant, self._byte_columns([stored]))
+        return QuantisedEmbedding(in_tiles(self._packed(name, self._layouts[name])), self._dtype)
 
     def tensor(self, name: str) -> mx.array:
         """A tensor by its whole name."""
@@ -170,6 +173,13 @@ class WeightLayerBuilder:
         """The weight of a module as it is stored."""
         layout = self._layouts.get(name)
         return self._weights.pop(f"{name}.weight") if layout is None else self._packed(name, layout)
+
+    def _byte_columns(self, stored: Sequence[mx.array | QuantisedWeight]) -> ByteColumns | None:
+        """The weights of a layer for one row, if all of them are quantised."""
+        packed = [one for one in stored if isinstance(one, QuantisedWeight)]
+        if self._batch_invariant or len(packed) < len(stored):
+            return None
+        return byte_columns(packed)
 
     def _packed(self, name: str, layout: QuantLayout) -> QuantisedWeight:
         names = [one for kind in MODULE_TENSORS if (one := f"{name}.{kind}") in self._weights]

@@ -11,6 +11,7 @@ from msgspec.structs import force_setattr, replace
 from mlxpool.worker.kernels import head_product, matmul_small, row_ops
 from mlxpool.worker.kernels.block_write import RopeTables
 from mlxpool.worker.kernels.matmul_small import FusedOps
+from mlxpool.worker.layers.byte_columns import ByteColumns
 from mlxpool.worker.layers.layer_types import Activation, LinearInput, PendingNorm
 from mlxpool.worker.layers.layer_types import Linear as AnyLinear
 from mlxpool.worker.layers.quantised_weight import QuantisedWeight
@@ -69,11 +70,15 @@ def _around(x: PendingNorm, *, gated: bool = False) -> FusedOps:
 
 
 class Linear(FusableLinear, Struct, frozen=True):
-    """x [T, in] -> [T, out] with weight [out, in] and bias [out] or None."""
+    """x [T, in] -> [T, out] with weight [out, in] and bias [out] or None.
+
+    `one_row` has the weight in a form that is faster for one row.
+    """
 
     weight: mx.array
     bias: mx.array | None
     batch_invariant: bool = False
+    one_row: ByteColumns | None = None
     columns: Any = None  # [in, out], a view of `weight` that is made once, here
 
     def __post_init__(self) -> None:
@@ -85,6 +90,9 @@ class Linear(FusableLinear, Struct, frozen=True):
         """See FusableLinear."""
         if self.batch_invariant:
             out = tiled_matmul(x, self.weight)
+            return out if self.bias is None else out + self.bias
+        if self.one_row is not None and self.one_row.takes(x):
+            out = self.one_row(x)
             return out if self.bias is None else out + self.bias
         if matmul_small.supports_arrays(x, self.weight, self.bias):
             return matmul_small.kernel_matmul(x, self.weight, FusedOps(bias=self.bias))
@@ -195,10 +203,12 @@ class Embedding(Struct, frozen=True):
 
     weight: mx.array
     batch_invariant: bool = False
+    one_row: ByteColumns | None = None  # see Linear
     head: Any = None  # the Linear of `weight`, made here
 
     def __post_init__(self) -> None:
-        force_setattr(self, "head", Linear(self.weight, None, self.batch_invariant))
+        head = Linear(self.weight, None, self.batch_invariant, self.one_row)
+        force_setattr(self, "head", head)
 
     def __call__(self, tokens: mx.array) -> mx.array:
         taken = (

@@ -8,6 +8,8 @@ without `scales` is not quantised.
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -19,6 +21,7 @@ WORD_BITS = 32  # of a word of packed numbers
 GLOBAL_SCALES = ("global_scale", "factor")  # tensors of nvfp4 weights, see above
 FLOAT_DTYPES = ("F32", "F16", "BF16")
 NVFP4_RANGE = 448.0 * 6.0  # largest scale times largest number: the divisor of global_scale
+COLUMN_ROWS = 32  # of which byte columns have a multiple
 
 
 class QuantMode(Struct, frozen=True):
@@ -59,6 +62,14 @@ class QuantLayout(Struct, frozen=True):
     def divides(self, columns: int) -> bool:
         """Whether a row of so many numbers fills whole groups and whole words."""
         return columns % self.group_size == 0 and columns * self.bits % WORD_BITS == 0
+
+
+def byte_columns_bytes(layout: QuantLayout, shape: tuple[int, ...]) -> int:
+    """The bytes of a weight of this shape in byte_columns.py; 0 where it has no such form."""
+    has_form = layout.mode == "affine" and len(shape) == 2 and shape[0] % COLUMN_ROWS == 0
+    if not has_form or sys.platform != "linux":
+        return 0
+    return math.prod(shape) * (layout.group_size + 8) // layout.group_size  # 8: scale and bias
 
 
 class QuantConfig(Struct, frozen=True):

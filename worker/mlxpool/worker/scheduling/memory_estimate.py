@@ -66,7 +66,7 @@ def estimate_memory(
     width = 4 if float32 else FLOAT_BYTES[main_dtype(folder.tensors.values())]
     weights = _weight_bytes(folder, width)
     if deterministic or dequantises_at_load(folder, limit=limit, float32=float32):
-        weights += dequantised_growth(folder, width)
+        weights += dequantised_growth(folder, width, deterministic=deterministic)
     token = sum(cache.token_bytes(width, kv) for cache in folder.plan.caches)
     if folder.plan.prediction_cache is not None:
         token += folder.plan.prediction_cache.token_bytes(width)

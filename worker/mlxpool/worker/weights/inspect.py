@@ -15,7 +15,7 @@ from mlxpool.worker import models
 from mlxpool.worker.layers import quantisation
 from mlxpool.worker.layers.derived_weights import MODULE_TENSORS, TensorSpec
 from mlxpool.worker.layers.model_plan import ModelPlan, VisionPlan
-from mlxpool.worker.layers.quantisation import QuantConfig
+from mlxpool.worker.layers.quantisation import QuantConfig, byte_columns_bytes
 from mlxpool.worker.media.settings import ImageSettings
 from mlxpool.worker.weights import mlx_lm_models
 from mlxpool.worker.weights.chat_template_files import JINJA_FOLDER, named_files
@@ -220,9 +220,18 @@ def _add(digest: Any, label: str, content: bytes) -> None:
     digest.update(content)
 
 
-def dequantised_growth(folder: ModelFolder, width: int) -> int:
-    """The bytes that dequantising to numbers of `width` bytes adds."""
-    return sum(_module_growth(folder, module, width) for module in folder.match.layouts)
+def dequantised_growth(folder: ModelFolder, width: int, *, deterministic: bool = False) -> int:
+    """The bytes that dequantising to numbers of `width` bytes adds.
+
+    They include what layers that are not `deterministic` have for one row, see byte_columns.py.
+    """
+    growth = sum(_module_growth(folder, module, width) for module in folder.match.layouts)
+    return growth if deterministic else growth + _byte_columns_bytes(folder)
+
+
+def _byte_columns_bytes(folder: ModelFolder) -> int:
+    shapes, layouts = folder.plan.shapes, folder.match.layouts.items()
+    return sum(byte_columns_bytes(layout, shapes[f"{module}.weight"]) for module, layout in layouts)
 
 
 def _module_growth(folder: ModelFolder, module: str, width: int) -> int:

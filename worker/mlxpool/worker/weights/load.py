@@ -79,7 +79,7 @@ def load(
     weight_bytes = sum(array.nbytes for array in weights.values())  # building removes them
     weight_bytes += folder.plan.built * dtype.size
     if dequantise or deterministic:
-        weight_bytes += dequantised_growth(folder, dtype.size)
+        weight_bytes += dequantised_growth(folder, dtype.size, deterministic=deterministic)
     LOAD.enter("build")
     builder = (make_builder or WeightLayerBuilder)(
         weights, folder.match.layouts, dtype, batch_invariant=deterministic, dequantise=dequantise

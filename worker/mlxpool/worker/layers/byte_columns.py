@@ -1,0 +1,153 @@
+"""Products of one row with a quantised weight on a Linux CPU, where they would be slow.
+
+OpenBLAS copies a dense weight for a product of one row. MLX's `quantized_matmul` is compiled to
+vector instructions only without `transpose`, where numbers of several outputs share a scale; in a
+checkpoint numbers of one output do. So the numbers q of a weight are stored again as bytes, column
+by column, and multiplied without scales, each group of inputs as a matrix of its own:
+
+    y[n] = sum over groups g of scales[g, n] * (x[g] @ q[g, :, n]) + biases[g, n] * sum(x[g])
+
+where q are numbers around 0, as larger sums would be rounded more. Bytes are multiplied faster than
+four bits. A second row takes as long as the first, so several rows are multiplied with the dense
+weight.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct
+
+from mlxpool.worker.kernels.cpu_exp import on_linux_cpu
+from mlxpool.worker.layers.quantisation import COLUMN_ROWS, byte_columns_bytes
+from mlxpool.worker.layers.quantised_weight import QuantisedWeight
+
+MAX_WIDTH = 8192  # outputs of a block: their sums fit into the first cache of a core
+UNIT_WIDTHS = (128, 64, 32)  # outputs that share a scale of MLX
+EIGHT = 8  # numbers of b bits fill b bytes
+ZERO = 128  # the byte of the number 0
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class ByteColumns(Struct, frozen=True):
+    """A weight [out, in], whose outputs are in blocks of `width`.
+
+    `numbers` are words of four [blocks, groups, inputs of a group, width / 4]; `scales` [blocks,
+    groups, width] and `biases` [groups, out] are float32.
+    """
+
+    numbers: mx.array
+    scales: mx.array
+    biases: mx.array
+
+    def takes(self, x: mx.array) -> bool:
+        """Whether x is one row [1, in] of float32."""
+        return x.ndim == 2 and x.shape[0] == 1 and x.dtype == mx.float32
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x [1, in] @ weight.T -> [1, out]."""
+        blocks, groups, size, words = self.numbers.shape
+        width = 4 * words
+        shared = next(one for one in UNIT_WIDTHS if width % one == 0)
+        scale, bias = _units((blocks, groups, size, width // shared))
+        parts = x.reshape(1, groups, 1, size)
+        sums = mx.quantized_matmul(
+            mx.broadcast_to(parts, (blocks, groups, 1, size)),
+            self.numbers,
+            scale,
+            bias,
+            transpose=False,
+            group_size=shared,
+            bits=8,
+        )
+        scaled = (sums.reshape(self.scales.shape) * self.scales).sum(axis=1)
+        return mx.addmm(scaled.reshape(1, -1), parts.sum(axis=-1).reshape(1, -1), self.biases)
+
+
+def byte_columns(weights: Sequence[QuantisedWeight]) -> ByteColumns | None:
+    """The weights [out, in] concatenated along `out`; None where they have no such form."""
+    group = weights[0].layout.group_size
+    columns = weights[0].scales.shape[-1] * group
+    rows = [one.weight.shape[-2] for one in weights]
+    for one, out in zip(weights, rows, strict=True):
+        shape = (*one.weight.shape[:-2], out, columns)
+        if not byte_columns_bytes(one.layout, shape) or one.factor is not None:
+            return None
+    if not on_linux_cpu() or any(one.layout.group_size != group for one in weights):
+        return None
+    blocks = _blocks(sum(rows))
+    numbers = mx.zeros((blocks, columns, sum(rows) // blocks), mx.uint8)
+    mx.eval(numbers)
+    target, begin = np.array(numbers, copy=False), 0
+    for one, out in zip(weights, rows, strict=True):
+        packed = np.ascontiguousarray(np.array(one.weight, copy=False)).view(np.uint8)
+        _unpack(packed, one.layout.bits, target, begin)
+        begin += out
+    words = numbers.view(mx.uint32).reshape(blocks, columns // group, group, -1)
+    scales = mx.concatenate([one.scales for one in weights]).astype(mx.float32)
+    biases = mx.concatenate([_biases_of_centred(one) for one in weights])
+    made = ByteColumns(
+        words,
+        mx.contiguous(scales.reshape(blocks, -1, columns // group).swapaxes(1, 2)),
+        mx.contiguous(biases.astype(mx.float32).T),
+    )
+    mx.eval(made.numbers, made.scales, made.biases)
+    return made
+
+
+def _biases_of_centred(weight: QuantisedWeight) -> mx.array:
+    """Biases [out, groups] for numbers from which half of their range is subtracted."""
+    assert weight.biases is not None  # as mode affine has them
+    return weight.biases + 2 ** (weight.layout.bits - 1) * weight.scales
+
+
+def _blocks(out: int) -> int:
+    """How many blocks so many outputs are divided into."""
+    units = out // COLUMN_ROWS
+    least = -(-out // MAX_WIDTH)
+    return next(blocks for blocks in range(least, units + 1) if units % blocks == 0)
+
+
+def _unpack(packed: Bytes, bits: int, target: Bytes, begin: int) -> None:
+    """The numbers of `packed` [rows, bytes] into `target` [blocks, in, width] from `begin` on.
+
+    NumPy releases the GIL meanwhile.
+    """
+    rows, width = packed.shape[0], target.shape[-1]
+
+    def strip(row: int) -> None:
+        block, column = divmod(begin + row, width)
+        _unpack_strip(
+            packed[row : row + COLUMN_ROWS], bits, target[block, :, column : column + COLUMN_ROWS]
+        )
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for _ in pool.map(strip, range(0, rows, COLUMN_ROWS)):
+            pass
+
+
+def _unpack_strip(packed: Bytes, bits: int, target: Bytes) -> None:
+    """Rows of `packed` [rows, bytes] into `target` [in, rows]."""
+    mask, centred = np.uint8(2**bits - 1), np.uint8(ZERO - 2 ** (bits - 1))
+    eights = np.ascontiguousarray(packed.T).reshape(-1, bits, packed.shape[0])
+    for number in range(EIGHT):
+        at, shift = divmod(number * bits, 8)
+        found = eights[:, at] >> np.uint8(shift)
+        if shift + bits > 8:  # the next byte has its high bits
+            found |= eights[:, at + 1] << np.uint8(8 - shift)
+        target[number::EIGHT] = (found & mask) + centred
+
+
+@cache
+def _units(shape: tuple[int, ...]) -> tuple[mx.array, mx.array]:
+    """The scales and biases with which bytes are numbers around 0; all weights share them."""
+    units = mx.ones(shape), mx.full(shape, -float(ZERO))
+    mx.eval(*units)
+    return units
