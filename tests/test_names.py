@@ -17,9 +17,10 @@ from support.pool import PATIENCE
 
 ROOT = Path(__file__).parents[1]
 CALLS = (
-    "ask batch batches cancel classify close decide decide_all delete_file describe detokenize"
-    " embed fetch files follow_jobs for_owner generate job jobs keep models release rerank retry"
-    " stream submit submit_batch submit_call submitted token_texts tokenize tokenize_chat"
+    "ask batch batches cancel choices classify close decide decide_all delete_file describe"
+    " detokenize embed fetch files follow_jobs for_owner generate job jobs keep models release"
+    " rerank retry stream stream_choices submit submit_batch submit_call submitted token_texts"
+    " tokenize tokenize_chat"
 )
 SOURCE_ROOTS = ("broker", "client", "cluster", "common", "gateway", "worker")
 
@@ -62,7 +63,7 @@ def test_the_public_names_of_the_client() -> None:
     ("of", "names"),
     [
         ("Client", CALLS),
-        ("AsyncClient", CALLS.replace("stream ", "stream streams ")),
+        ("AsyncClient", CALLS.replace("stream_choices ", "stream_choices streams ")),
         ("Stream", "close facts gen id read result"),
         ("AsyncStream", "accepted close facts gen id read ready result"),
     ],

@@ -42,7 +42,7 @@ from mlxpool.broker.store.records import (
     Submitted,
     UnknownName,
 )
-from mlxpool.broker.store.sql import changing
+from mlxpool.broker.store.sql import changing, endings
 from mlxpool.broker.store.sql.running import due_sql, next_due_sql, owners_sql
 from mlxpool.broker.store.sql.schema import OFTEN_STARTED
 from mlxpool.broker.store.sql.sql_store import KEY_LIFE
@@ -459,7 +459,7 @@ def test_the_places_are_void_in_the_next_generation(store: OpenedStore) -> None:
 
 
 def test_retries_have_a_bound(store: OpenedStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (changing, changing):
+    for module in (endings, changing):
         monkeypatch.setattr(module, "MAX_RETRIES", 5)
     store.submitted(1)
     for _ in range(5):

@@ -34,7 +34,7 @@ from mlxpool.broker.store.records import (
     Submitted,
     UnknownName,
 )
-from mlxpool.broker.store.sql import changing, files, outbox, rows
+from mlxpool.broker.store.sql import endings, files, outbox, rows
 from mlxpool.broker.store.sql.batch_reading import LIVE, find
 from mlxpool.broker.store.sql.database import Database
 from mlxpool.broker.store.sql.submitting import check_names, submit_line
@@ -100,8 +100,7 @@ def cancel_batch(database: Database, asked: CancelBatch, now: float) -> Result:
     waiting = _jobs(database, batch, (JobState.WAITING,), asked.count)
     cause = "its batch was cancelled"
     ended = tuple(
-        changing.end_job(database, job, JobState.CANCELLED, asked.end, cause, now)
-        for job in waiting
+        endings.end_job(database, job, JobState.CANCELLED, asked.end, cause, now) for job in waiting
     )
     return BatchChanged(_again(database, batch.id), ended)
 
@@ -118,7 +117,7 @@ def retry_batch(database: Database, asked: RetryBatch, now: float) -> Result:
     if batch.state not in (BatchState.OPEN, BatchState.FED, BatchState.ENDED):
         return BatchChanged(batch, ())
     failed = _jobs(database, batch, tuple(RETRYABLE), asked.count)
-    jobs = tuple(changing.let_wait(database, job, None, now) for job in failed)
+    jobs = tuple(endings.let_wait(database, job, None, now) for job in failed)
     return BatchChanged(_again(database, batch.id), jobs)
 
 
@@ -146,7 +145,7 @@ def release_outcomes(
     )
     jobs = _jobs(database, batch, states, asked.count)
     for job in jobs:
-        changing.empty_job(database, job, now + key_life)
+        endings.empty_job(database, job, now + key_life)
     if Outcomes.OTHERS & asked.outcomes:
         database.change("DELETE FROM failed_line WHERE batch = ?", batch.id)
     # With the first results: who reads the others meanwhile is told why these are missing.
@@ -224,7 +223,7 @@ def sweep(database: Database, now: float, key_life: float, count: int) -> bool:
             continue
         jobs = rows.select(database, "batch = ? AND state <> 'gone' LIMIT ?", id, left)
         for job in jobs:
-            changing.empty_job(database, job, now + key_life)
+            endings.empty_job(database, job, now + key_life)
         left -= len(jobs)
         if left <= 0:
             break

@@ -28,7 +28,7 @@ from mlxpool.broker.store.records import (
     JobView,
     Result,
 )
-from mlxpool.broker.store.sql import changing, contents, rows
+from mlxpool.broker.store.sql import contents, endings, rows
 from mlxpool.broker.store.sql.database import Database
 from mlxpool.broker.store.sql.schema import OFTEN_STARTED
 from mlxpool.common.protocol.token_ids import count_of
@@ -234,7 +234,7 @@ def finish(database: Database, asked: Finish, now: float) -> Result:
         facts = asked.facts
     added = rows.add_failure(database, job, asked.cause, asked.stacks, now)
     added += contents.add_answer(database, job, asked.answer)
-    ended = changing.end_job(
+    ended = endings.end_job(
         database,
         job,
         asked.state,
