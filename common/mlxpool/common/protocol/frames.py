@@ -287,8 +287,11 @@ class Content:
     kind: ClassVar[str]
 
     def body(self) -> dict[str, Any] | None:
-        """The body as msgpack packs it; None sends the header alone."""
-        return {}
+        """The body as msgpack packs it: the fields by their names, unless a message has another.
+
+        None sends the header alone.
+        """
+        return {name: getattr(self, name) for name in getattr(self, "__struct_fields__", ())}
 
     def blobs(self) -> tuple[bytes, ...]:
         """The raw parts behind the body."""

@@ -242,9 +242,6 @@ class Keep(Content, Struct, frozen=True):
     model: str
     keep_ms: int
 
-    def body(self) -> dict[str, Any]:
-        return {"model": self.model, "keep_ms": self.keep_ms}
-
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Keep:
         """Raises BadRequest unless `model` is text and `keep_ms` is in its bounds."""

@@ -35,9 +35,6 @@ class Hello(Content, Struct, frozen=True):
     digest: str = ""
     context: Natural = 0
 
-    def body(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Hello:
         """Read leniently: a wrong type counts as absent."""
@@ -50,9 +47,6 @@ class Credit(Content, Struct, frozen=True):
     kind: ClassVar[str] = "credit"
     sequences: Natural = 0
     works: Natural = 0
-
-    def body(self) -> dict[str, Any]:
-        return asdict(self)
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Credit:

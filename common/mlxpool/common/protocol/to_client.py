@@ -202,9 +202,6 @@ class Fate(Content, Struct, frozen=True):
     state: str
     pos: int
 
-    def body(self) -> dict[str, Any]:
-        return {"state": self.state, "pos": self.pos}
-
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Fate:
         return cls(str(body.get("state")), natural(body.get("pos")))
@@ -218,9 +215,6 @@ class Pong(Content, Struct, frozen=True):
     link: int
     version: int
 
-    def body(self) -> dict[str, Any]:
-        return {"boot": self.boot, "link": self.link, "version": self.version}
-
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Pong:
         return cls(int(body["boot"]), int(body["link"]), natural(body.get("version")))
@@ -231,9 +225,6 @@ class Kept(Content, Struct, frozen=True):
 
     kind: ClassVar[str] = "kept"
     keep_ms: int
-
-    def body(self) -> dict[str, Any]:
-        return {"keep_ms": self.keep_ms}
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Kept:
@@ -248,9 +239,6 @@ class ModelList(Content, Struct, frozen=True):
 
     kind: ClassVar[str] = "models"
     models: list[dict[str, Any]]
-
-    def body(self) -> dict[str, Any]:
-        return {"models": self.models}
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> ModelList:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from msgspec import Struct
-from msgspec.structs import asdict
 
 from mlxpool.common.checks import is_integer, is_number
 from mlxpool.common.errors import BadRequest
@@ -34,9 +33,6 @@ class Welcome(Content, Struct, frozen=True):
     kind: ClassVar[str] = "welcome"
     boot: int = 0
     token: str | None = None
-
-    def body(self) -> dict[str, Any]:
-        return asdict(self)
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Welcome:
