@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import TypeVar
 
 from msgspec import Struct
 
 from mlxpool.broker.core.events import Event
+from mlxpool.broker.jobs.answers import unexpected
 from mlxpool.broker.jobs.events import Asked
 from mlxpool.broker.store.operations import Operation
 from mlxpool.broker.store.records import Result
@@ -52,6 +54,7 @@ class Post(Struct, frozen=True):
 
 
 Action = Store | Tell | Perform | Forget | Post
+R = TypeVar("R", bound=Result)
 Then = Callable[[Result, float], None]  # takes the result of an operation, and the time
 
 
@@ -80,6 +83,24 @@ class Outbox:
         """Give an operation to the store, and its result to `then`."""
         self._then[id(operation)] = (operation, then)
         self._actions.append(Store(operation))
+
+    def ask(
+        self,
+        event: Asked,
+        operation: Operation,
+        kind: type[R],
+        then: Callable[[R, float], None],
+        error: Callable[[Result], PoolError] = unexpected,
+    ) -> None:
+        """Have `then` get a result of this kind, and the client the error of any other result."""
+
+        def settle(result: Result, now: float) -> None:
+            if isinstance(result, kind):
+                then(result, now)
+            else:
+                self.refuse(event, error(result))
+
+        self.store(operation, settle)
 
     def resolve(self, operation: Operation, result: Result, now: float) -> None:
         """The store has performed, or refused, an operation."""

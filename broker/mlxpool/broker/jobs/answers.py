@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlxpool.broker.jobs.job_states import phase_of
-from mlxpool.broker.store.records import JobView, Name, Refused, Scope
+from mlxpool.broker.store.records import JobView, Name, Refused, Result, Scope
 from mlxpool.common import errors
 from mlxpool.common.errors import PoolError
 from mlxpool.common.protocol.frames import pack, unpack
@@ -37,6 +37,13 @@ def store_error(refused: Refused) -> PoolError:
     kind, retry_after_ms = _OF_STORE.get(refused.code, (errors.Internal, None))
     details = {"value": refused.value, "bound": refused.bound} if refused.bound else None
     return kind(refused.message, details=details, retry_after_ms=retry_after_ms)
+
+
+def unexpected(result: Result) -> PoolError:
+    """The error for a result of the store that is no answer to a question."""
+    if isinstance(result, Refused):
+        return store_error(result)
+    return errors.Internal(f"the store answered with {type(result).__name__}")
 
 
 def unknown(name: JobName) -> PoolError:

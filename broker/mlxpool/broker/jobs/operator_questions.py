@@ -23,7 +23,7 @@ from mlxpool.broker.store.records import (
     Result,
     Verified,
 )
-from mlxpool.common.errors import Internal
+from mlxpool.common.errors import PoolError
 from mlxpool.common.protocol.frames import unpack
 from mlxpool.common.protocol.kept import job_operations as asked
 from mlxpool.common.protocol.kept.job_messages import AboutJob
@@ -60,30 +60,20 @@ class OperatorQuestions:
     def _tell(self, event: ev.Asked, told: dict[str, Any]) -> None:
         self._outbox.send(event.link, asked.Told(told), event.id, event.attempt)
 
-    def _fail(self, event: ev.Asked, result: Result) -> None:
-        error = (
-            answers.store_error(result)
-            if isinstance(result, Refused)
-            else Internal(f"the store answered with {type(result).__name__}")
-        )
-        self._outbox.refuse(event, error)
-
     # ---- one job -------------------------------------------------------------------------------
 
     def _look(self, event: ev.Asked, question: AboutJob) -> None:
         """A job, what went wrong with it, and the end of its text."""
+
+        def then(history: History, now: float) -> None:
+            self._look_at_text(event, history)
+
+        def missing(result: Result) -> PoolError:
+            known = isinstance(result, Refused)
+            return answers.unexpected(result) if known else answers.unknown(question.name)
+
         name = answers.name_of(event.owner, question.name)
-
-        def then(result: Result, now: float) -> None:
-            if isinstance(result, History):
-                self._look_at_text(event, result)
-            elif isinstance(result, Refused):
-                self._fail(event, result)
-            else:
-                error = answers.unknown(question.name)
-                self._outbox.refuse(event, error)
-
-        self._outbox.store(store.ReadHistory(name), then)
+        self._outbox.ask(event, store.ReadHistory(name), History, then, missing)
 
     def _look_at_text(self, event: ev.Asked, history: History) -> None:
         job = history.job
@@ -106,10 +96,7 @@ class OperatorQuestions:
     # ---- notices -------------------------------------------------------------------------------
 
     def _notices(self, event: ev.Asked, question: asked.ListNotices) -> None:
-        def then(result: Result, now: float) -> None:
-            if not isinstance(result, Notices):
-                self._fail(event, result)
-                return
+        def then(result: Notices, now: float) -> None:
             rows = [
                 {
                     notice.kind: notice.subject,
@@ -130,15 +117,12 @@ class OperatorQuestions:
             self._tell(event, {"notices": rows, "next": rows[-1]["end_seq"] if full else 0})
 
         listed = store.ListNotices(question.owner, question.after, question.limit)
-        self._outbox.store(listed, then)
+        self._outbox.ask(event, listed, Notices, then)
 
     # ---- copies --------------------------------------------------------------------------------
 
     def _export(self, event: ev.Asked, question: asked.ExportJobs) -> None:
-        def then(result: Result, now: float) -> None:
-            if not isinstance(result, Export):
-                self._fail(event, result)
-                return
+        def then(result: Export, now: float) -> None:
             items = [item for job in result.jobs for item in items_of(job, self._row(job.job))]
             following = None if result.next is None else as_map(result.next)
             exported = asked.Exported(items, following)
@@ -146,13 +130,10 @@ class OperatorQuestions:
 
         states = tuple(map(JobState, question.states))
         cursor = Cursor(question.seq, question.gen, question.part, question.pos)
-        self._outbox.store(store.ExportJobs(cursor, states=states), then)
+        self._outbox.ask(event, store.ExportJobs(cursor, states=states), Export, then)
 
     def _verify(self, event: ev.Asked, question: asked.VerifyJobs) -> None:
-        def then(result: Result, now: float) -> None:
-            if not isinstance(result, Verified):
-                self._fail(event, result)
-                return
+        def then(result: Verified, now: float) -> None:
             damaged = [{**self._row(job), "damaged": what} for job, what in result.damaged]
             self._tell(
                 event,
@@ -164,7 +145,7 @@ class OperatorQuestions:
                 },
             )
 
-        self._outbox.store(store.VerifyJobs(question.after), then)
+        self._outbox.ask(event, store.VerifyJobs(question.after), Verified, then)
 
 
 def items_of(exported: ExportedJob, row: dict[str, Any]) -> Sequence[dict[str, Any]]:

@@ -43,7 +43,6 @@ from mlxpool.common.errors import (
     BadRequest,
     DuplicateId,
     Gone,
-    Internal,
     PoolError,
     UnknownJob,
 )
@@ -150,7 +149,7 @@ class Questions:
                 why = f"the result of the job {message.key!r} was deleted"
                 self._fail(event, Gone(f"{why}; take another key to compute it again"))
             else:
-                self._fail(event, _other_error(result))
+                self._fail(event, answers.unexpected(result))
 
         self._outbox.store(operation, then)
 
@@ -194,18 +193,16 @@ class Questions:
             self._list_of(event, message, message.batch_id)
             return
 
-        def found(result: Result, now: float) -> None:
-            if isinstance(result, BatchView):
-                self._list_of(event, message, result.id)
-            elif isinstance(result, UnknownName):
-                why = f"there is no batch {message.batch!r} of this owner"
-                self._fail(event, UnknownJob(why))
-            else:
-                self._fail(event, _other_error(result))
+        def found(batch: BatchView, now: float) -> None:
+            self._list_of(event, message, batch.id)
 
-        self._outbox.store(
-            ReadBatch(Scope(event.owner, message.tenant or "", message.batch)), found
-        )
+        def missing(result: Result) -> PoolError:
+            if isinstance(result, UnknownName):
+                return UnknownJob(f"there is no batch {message.batch!r} of this owner")
+            return answers.unexpected(result)
+
+        scope = Scope(event.owner, message.tenant or "", message.batch)
+        self._outbox.ask(event, ReadBatch(scope), BatchView, found, missing)
 
     def _list_of(self, event: ev.Asked, message: ListJobs, batch: bytes | None) -> None:
         running = message.state == RUNNING
@@ -227,10 +224,7 @@ class Questions:
         else:
             operation = store.ListEnded(owner, tenant, message.after, message.limit)
 
-        def then(result: Result, now: float) -> None:
-            if not isinstance(result, JobList):
-                self._fail(event, _other_error(result))
-                return
+        def then(result: JobList, now: float) -> None:
             row = self._row_for_operators if event.operator else self._row
             rows = list(map(row, result.jobs))
             shown = answers.fitting(rows)
@@ -241,7 +235,7 @@ class Questions:
                 shown = [row for row in shown if (row["state"] == RUNNING) is running]
             self._send(event, messages.JobList(shown, following))
 
-        self._outbox.store(operation, then)
+        self._outbox.ask(event, operation, JobList, then)
 
     def _row(self, job: JobView) -> dict[str, Any]:
         return answers.row_of(job, runs=job.id in self._runs.active)
@@ -282,17 +276,15 @@ class Questions:
     def _send_request(self, event: ev.Asked, job: JobView) -> None:
         """Answer with what was submitted, unless it is deleted."""
 
-        def then(result: Result, now: float) -> None:
-            if isinstance(result, StoredRequest):
-                row = self._row(result.job)
-                self._send(event, JobRequest(row, result.request, result.blobs))
-            elif isinstance(result, KeyGone):
-                why = f"the result of the job {job.scope.key!r} was deleted"
-                self._fail(event, Gone(why))
-            else:
-                self._fail(event, _other_error(result))
+        def then(found: StoredRequest, now: float) -> None:
+            self._send(event, JobRequest(self._row(found.job), found.request, found.blobs))
 
-        self._outbox.store(store.ReadRequest(job.id), then)
+        def missing(result: Result) -> PoolError:
+            if isinstance(result, KeyGone):
+                return Gone(f"the result of the job {job.scope.key!r} was deleted")
+            return answers.unexpected(result)
+
+        self._outbox.ask(event, store.ReadRequest(job.id), StoredRequest, then, missing)
 
     def _change(self, event: ev.Asked, message: AboutJob, name: Name) -> None:
         operation, then = CHANGES[message.kind](self, event, message, name)
@@ -369,9 +361,3 @@ CHANGES = {
 def _stored(state: str) -> JobState:
     """The state on the disk of a state as clients see it."""
     return JobState.WAITING if state == RUNNING else JobState(state)
-
-
-def _other_error(result: Result) -> PoolError:
-    if isinstance(result, Refused):
-        return answers.store_error(result)
-    return Internal(f"the store answered with {type(result).__name__}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from mlxpool.broker.core.events import Quarantine
@@ -29,12 +30,11 @@ from mlxpool.broker.store.batch_operations import (
     LineOutcomes,
     Place,
 )
-from mlxpool.broker.store.records import DuplicateKey, KeyGone, Refused, Result, Scope, UnknownName
+from mlxpool.broker.store.records import DuplicateKey, KeyGone, Result, Scope, UnknownName
 from mlxpool.common.errors import (
     BadRequest,
     DuplicateId,
     Gone,
-    Internal,
     OverQuota,
     PoolError,
     UnknownJob,
@@ -116,14 +116,11 @@ class BatchQuestions:
             max_live=MAX_LIVE,
         )
 
-        def then(result: Result, now: float) -> None:
-            if isinstance(result, BatchSubmitted):
-                self._batches.see(result.batch, now)
-                self._show(event, result.batch)
-            else:
-                self._fail(event, _submit_error(message, result))
+        def then(result: BatchSubmitted, now: float) -> None:
+            self._batches.see(result.batch, now)
+            self._show(event, result.batch)
 
-        self._outbox.store(operation, then)
+        self._outbox.ask(event, operation, BatchSubmitted, then, partial(_submit_error, message))
 
     def _refuse_unless_known(self, event: ev.Asked, message: SubmitBatch, error: PoolError) -> None:
         """Answer with the batch of an earlier submission, whatever the settings say now."""
@@ -144,18 +141,13 @@ class BatchQuestions:
             operation = store.ListBatches(
                 event.owner, message.tenant, count=message.limit, behind=behind
             )
-            self._outbox.store(operation, then)
+            error = partial(_error, KeyName("", message.tenant))
+            self._outbox.ask(event, operation, BatchList, then, error)
 
-        def found(result: Result, now: float) -> None:
-            if isinstance(result, BatchView):
-                read((result.created, result.id))
-            else:
-                self._fail(event, _error(KeyName(message.before, message.tenant), result))
+        def found(batch: BatchView, now: float) -> None:
+            read((batch.created, batch.id))
 
-        def then(result: Result, now: float) -> None:
-            if not isinstance(result, BatchList):
-                self._fail(event, _error(KeyName("", message.tenant), result))
-                return
+        def then(result: BatchList, now: float) -> None:
             rows = [self._batches.row(batch).body() for batch in result.batches]
             shown = answers.fitting(rows)
             more = result.more or len(shown) < len(rows)
@@ -163,18 +155,14 @@ class BatchQuestions:
             self._outbox.send(event.link, listed, event.id, event.attempt)
 
         if message.before:
-            scope = Scope(event.owner, message.tenant, message.before)
-            self._outbox.store(store.ReadBatch(scope), found)
+            self._read(event, KeyName(message.before, message.tenant), found)
         else:
             read(None if message.older is None else (message.older, b""))
 
     def _list_all(self, event: ev.Asked, question: asked.ListAllBatches) -> None:
         """Answer an operator with the batches of one owner or of all."""
 
-        def then(result: Result, now: float) -> None:
-            if not isinstance(result, BatchList):
-                self._fail(event, _error(KeyName(""), result))
-                return
+        def then(result: BatchList, now: float) -> None:
             rows = [_with_owner(self._batches.row(batch), batch) for batch in result.batches]
             shown = answers.fitting(rows)
             last = result.batches[len(shown) - 1] if shown else None
@@ -188,7 +176,7 @@ class BatchQuestions:
         behind = question.behind
         place = None if behind is None else (behind.created, behind.batch)
         operation = store.ListBatches(question.owner, count=question.limit, behind=place)
-        self._outbox.store(operation, then)
+        self._outbox.ask(event, operation, BatchList, then, partial(_error, KeyName("")))
 
     def _wait(self, event: ev.Asked, message: WaitForProgress, now: float) -> None:
         watcher = Watcher(event, message.seen, now + message.wait_ms / 1000)
@@ -197,28 +185,20 @@ class BatchQuestions:
     def _read(
         self, event: ev.Asked, name: KeyName, then: Callable[[BatchView, float], None]
     ) -> None:
-        def answer(result: Result, now: float) -> None:
-            if isinstance(result, BatchView):
-                then(result, now)
-            else:
-                self._fail(event, _error(name, result))
-
-        self._outbox.store(store.ReadBatch(_scope(event, name)), answer)
+        operation = store.ReadBatch(_scope(event, name))
+        self._outbox.ask(event, operation, BatchView, then, partial(_error, name))
 
     def _results(self, event: ev.Asked, message: ReadOutcomes) -> None:
         operation = store.ReadOutcomes(
             _scope(event, message.name), message.after, message.limit, max_bytes=PAGE_BYTES
         )
 
-        def then(result: Result, now: float) -> None:
-            if not isinstance(result, LineOutcomes):
-                self._fail(event, _error(message.name, result))
-                return
+        def then(result: LineOutcomes, now: float) -> None:
             rows = [row for row in map(outcome_row, result.outcomes) if row is not None]
             answer = messages.Outcomes(result.next, pack(rows))
             self._outbox.send(event.link, answer, event.id, event.attempt)
 
-        self._outbox.store(operation, then)
+        self._outbox.ask(event, operation, LineOutcomes, then, partial(_error, message.name))
 
     # ---- changes ---------------------------------------------------------------------------------
 
@@ -226,22 +206,17 @@ class BatchQuestions:
         self._read(event, message.name, lambda batch, now: self._show(event, batch))
 
     def _cancel(self, event: ev.Asked, message: AboutBatch) -> None:
-        def then(result: Result, now: float) -> None:
-            if isinstance(result, BatchChanged):
-                self._batches.changed(result, now)
-                self._show(event, result.batch)
-            else:
-                self._fail(event, _error(message.name, result))
+        def then(result: BatchChanged, now: float) -> None:
+            self._batches.changed(result, now)
+            self._show(event, result.batch)
 
-        self._outbox.store(store.CancelBatch(_scope(event, message.name), end=CANCELLED_END), then)
+        operation = store.CancelBatch(_scope(event, message.name), end=CANCELLED_END)
+        self._outbox.ask(event, operation, BatchChanged, then, partial(_error, message.name))
 
     def _retry(self, event: ev.Asked, message: AboutBatch) -> None:
         operation = store.RetryBatch(_scope(event, message.name), RETRY_COUNT)
 
-        def then(result: Result, now: float) -> None:
-            if not isinstance(result, BatchChanged):
-                self._fail(event, _error(message.name, result))
-                return
+        def then(result: BatchChanged, now: float) -> None:
             state = result.batch.state
             if state in (BatchState.CANCELLED, BatchState.GONE):
                 self._fail(event, _closed(message.name, state))
@@ -254,27 +229,23 @@ class BatchQuestions:
             else:
                 self._show(event, result.batch)
 
-        self._outbox.store(operation, then)
+        self._outbox.ask(event, operation, BatchChanged, then, partial(_error, message.name))
 
     def _release(self, event: ev.Asked, message: AboutBatch) -> None:
-        def then(result: Result, now: float) -> None:
-            if not isinstance(result, BatchView):
-                self._fail(event, _error(message.name, result))
-            elif result.live:
+        def then(batch: BatchView, now: float) -> None:
+            if batch.live:
                 self._fail(event, _not_ended(message.name))
             else:
-                self._show(event, result)
+                self._show(event, batch)
 
-        self._outbox.store(store.ReleaseBatch(_scope(event, message.name)), then)
+        operation = store.ReleaseBatch(_scope(event, message.name))
+        self._outbox.ask(event, operation, BatchView, then, partial(_error, message.name))
 
     def _release_results(self, event: ev.Asked, message: AboutBatch) -> None:
         """Delete the results of the lines that are done, or of all others, then answer."""
-        scope, outcomes = _scope(event, message.name), RELEASED[message.only]
 
-        def then(result: Result, now: float) -> None:
-            if not isinstance(result, BatchChanged):
-                self._fail(event, _error(message.name, result))
-            elif result.batch.live:
+        def then(result: BatchChanged, now: float) -> None:
+            if result.batch.live:
                 self._fail(event, _not_ended(message.name))
             elif result.batch.state is BatchState.GONE:
                 self._fail(event, _closed(message.name, result.batch.state))
@@ -283,7 +254,9 @@ class BatchQuestions:
             else:
                 self._show(event, result.batch)
 
-        self._outbox.store(store.ReleaseOutcomes(scope, outcomes, RELEASE_COUNT), then)
+        scope, outcomes = _scope(event, message.name), RELEASED[message.only]
+        operation = store.ReleaseOutcomes(scope, outcomes, RELEASE_COUNT)
+        self._outbox.ask(event, operation, BatchChanged, then, partial(_error, message.name))
 
 
 ABOUT: Mapping[str, Callable[[BatchQuestions, ev.Asked, AboutBatch], None]] = {
@@ -334,8 +307,6 @@ def _closed(name: KeyName, state: BatchState) -> PoolError:
 
 
 def _error(name: KeyName, result: Result) -> PoolError:
-    if isinstance(result, Refused):
-        return answers.store_error(result)
     if isinstance(result, UnknownName):
         return UnknownJob(f"there is no batch {name} of this owner")
-    return Internal(f"the store answered with {type(result).__name__}")
+    return answers.unexpected(result)

@@ -11,8 +11,8 @@ from mlxpool.broker.jobs.batches.batch_rows import file_id, file_row
 from mlxpool.broker.jobs.policy import JobPolicy
 from mlxpool.broker.store import batch_operations as store
 from mlxpool.broker.store.batch_operations import FileDiffers, FileList, FilePart, FileView
-from mlxpool.broker.store.records import Refused, Result, UnknownName
-from mlxpool.common.errors import DuplicateId, Internal, PoolError, UnknownJob
+from mlxpool.broker.store.records import Result, UnknownName
+from mlxpool.common.errors import DuplicateId, PoolError, UnknownJob
 from mlxpool.common.protocol.frames import Content
 from mlxpool.common.protocol.kept import file_messages as messages
 from mlxpool.common.protocol.kept.file_messages import (
@@ -149,6 +149,4 @@ def _error(name: KeyName, result: Result) -> PoolError:
     if isinstance(result, UnknownName):
         details = None if result.created is None else {"created": result.created}
         return UnknownJob(f"there is no file {name} of this owner", details=details)
-    if isinstance(result, Refused):
-        return answers.store_error(result)
-    return Internal(f"the store answered with {type(result).__name__}")
+    return answers.unexpected(result)
