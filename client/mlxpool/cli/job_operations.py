@@ -24,7 +24,7 @@ from mlxpool.common.protocol.frames import ID_BYTES
 from mlxpool.common.protocol.kept import job_operations as asked
 from mlxpool.common.protocol.kept.batch_messages import MAX_BATCHES
 from mlxpool.common.protocol.kept.job_messages import MAX_LISTED, READ, ListJobs
-from mlxpool.common.protocol.kept.json_form import as_json
+from mlxpool.common.protocol.kept.job_operations import as_json
 
 ANSWER_TIMEOUT = 60.0  # seconds; a disk may be slow
 FORMAT = 1  # of the lines of an export

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mlxpool.broker.catalogue import catalogue as module
-from mlxpool.broker.catalogue.catalogue import MAX_WAIT, Catalogue
-from mlxpool.broker.catalogue.scanner import Scanner
+from mlxpool.broker import catalogue as module
+from mlxpool.broker.catalogue import MAX_WAIT, Catalogue, Scanner
 from mlxpool.broker.core import events as ev
 from mlxpool.common.config.schema import ModelConfig, PoolConfig
 from support.model_inspection import program

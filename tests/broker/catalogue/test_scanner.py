@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mlxpool.broker.catalogue.scanner import Scanner, fingerprints, location, weights_bytes
+from mlxpool.broker.catalogue import Scanner, fingerprints, location, weights_bytes
 from mlxpool.common.config.schema import ModelConfig, PoolConfig
 from support.model_inspection import model_folder, program
 from support.pool import PATIENCE, until

@@ -226,7 +226,7 @@ MUTANTS = (
     ),
     _broker(
         "text is lost when deltas merge",
-        "requests/output_buffer",
+        "requests/request",
         "    last.texts.append(text)\n",
         "    last.texts[:] = [text]\n",
     ),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mlxpool.broker.core.actions import RequestEnded
-from mlxpool.broker.edge.spans import Part, Spans, parts_of
+from mlxpool.broker.edge.tracing import Part, Spans, parts_of
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 

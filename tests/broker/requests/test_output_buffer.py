@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxpool.broker.requests.output_buffer import MAX_CHUNK, append
+from mlxpool.broker.requests.request import MAX_CHUNK, append_output
 from mlxpool.common.protocol.deltas import Delta
 from mlxpool.common.protocol.to_client import StreamDelta
 from mlxpool.common.protocol.token_ids import pack_ids, unpack_ids
@@ -19,7 +19,7 @@ def delta(pos: int, count: int = 1, text: str = "x", **parts: Any) -> Delta:
 
 
 def add(chunks: deque[StreamDelta], step: Delta) -> int:
-    return append(chunks, step.pos, step.text, step.ids, step.logprobs, step.facts)
+    return append_output(chunks, step.pos, step.text, step.ids, step.logprobs, step.facts)
 
 
 def test_small_steps_merge() -> None:

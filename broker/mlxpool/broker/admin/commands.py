@@ -20,6 +20,7 @@ from mlxpool.broker.workers.worker import Slot
 from mlxpool.common.errors import BadRequest, Draining, QueueFull
 from mlxpool.common.protocol.admin import DrainRequest, model_name
 from mlxpool.common.protocol.frames import Message
+from mlxpool.common.records import as_map
 
 log = logging.getLogger("mlxpool.broker")
 
@@ -135,7 +136,7 @@ class Commands:
             raise BadRequest("cancel needs the request's id")
         fate = self._core.ended.fate(message.header.id)
         self._perform(ev.CancelRequest(None, None, message.header.id), now)
-        return fate.body()
+        return as_map(fate)
 
     def stop(self, message: Message, now: float) -> Answer:
         self._operations.stop(now)

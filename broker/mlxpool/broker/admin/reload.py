@@ -16,7 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from mlxpool.broker.admin.service_notifier import ServiceNotifier
-from mlxpool.broker.catalogue.scanner import all_locations, all_weights_bytes
+from mlxpool.broker.catalogue import all_locations, all_weights_bytes
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.events import Perform
 from mlxpool.broker.host import memory_limit_bytes

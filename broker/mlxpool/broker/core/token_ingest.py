@@ -15,8 +15,7 @@ from mlxpool.broker.core.dispatcher import Dispatcher
 from mlxpool.broker.core.failover import Failover
 from mlxpool.broker.core.state import State
 from mlxpool.broker.core.worker_pool import WorkerPool
-from mlxpool.broker.requests.output_buffer import append
-from mlxpool.broker.requests.request import Request, RequestState, Run
+from mlxpool.broker.requests.request import Request, RequestState, Run, append_output
 from mlxpool.broker.workers import exit_causes
 from mlxpool.broker.workers.worker import Worker
 from mlxpool.common.protocol.deltas import Delta, RunEnd, count_of_report, report_begin
@@ -55,7 +54,7 @@ class TokenIngest(Struct, eq=False):
                 run.resumes_without_progress = 0
                 counters.tokens += len(ids) // ID_WIDTH
                 reader = request.reader
-                reader.unread_bytes += append(reader.unread, pos, text, ids, logprobs)
+                reader.unread_bytes += append_output(reader.unread, pos, text, ids, logprobs)
                 touched[ident] = request
             else:
                 self._take(epoch, row, touched, now)
@@ -143,7 +142,7 @@ class TokenIngest(Struct, eq=False):
                 run.resumes_without_progress = 0
             run.reported += count_of_report(row)
             self._state.counters.tokens += row.n
-            reader.unread_bytes += append(
+            reader.unread_bytes += append_output(
                 reader.unread, row.pos, row.text, row.ids, row.logprobs, row.facts
             )
         if row.end is None:

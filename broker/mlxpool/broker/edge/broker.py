@@ -6,18 +6,18 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from mlxpool.broker.admin.commands import Commands, Controls
 from mlxpool.broker.admin.reload import CurrentSettings, Reloader, without_local_workers
 from mlxpool.broker.admin.server import AdminServer
 from mlxpool.broker.admin.service_notifier import ServiceNotifier
-from mlxpool.broker.catalogue.catalogue import Catalogue
-from mlxpool.broker.catalogue.scanner import all_locations, all_weights_bytes
+from mlxpool.broker.catalogue import Catalogue, all_locations, all_weights_bytes
 from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.core import Core
 from mlxpool.broker.edge.client_ingress import ClientIngress
@@ -33,15 +33,15 @@ from mlxpool.broker.edge.job_service import (
 from mlxpool.broker.edge.lifecycle import Lifecycle, Signals, lock, raise_descriptor_limit
 from mlxpool.broker.edge.loop import Loop, LoopLag, Priority
 from mlxpool.broker.edge.page_requests import PageCancels, PageJobs
-from mlxpool.broker.edge.reload_target import ReloadTarget
 from mlxpool.broker.edge.reporting import Reporter
 from mlxpool.broker.edge.run_dir_watch import RunDirWatch
-from mlxpool.broker.edge.spans import Spans
+from mlxpool.broker.edge.tracing import Spans
 from mlxpool.broker.edge.worker_ingress import WorkerIngress
 from mlxpool.broker.edge.worker_processes import WorkerProcesses
 from mlxpool.broker.host import memory_limit_bytes, resident_bytes
 from mlxpool.broker.jobs import events as job_events
 from mlxpool.broker.jobs.figures import JobFigures
+from mlxpool.broker.models.registry import Registry
 from mlxpool.broker.processes.gateway_process import GatewayProcess
 from mlxpool.broker.processes.remote_workers import RemoteWorkers
 from mlxpool.broker.processes.supervisor import Supervisor
@@ -50,13 +50,41 @@ from mlxpool.broker.telemetry.reports import top
 from mlxpool.broker.transport.memory_guard import MemoryGuard, busy_descriptors
 from mlxpool.broker.transport.worker_sessions import WorkerSessions
 from mlxpool.common.config.loading import check_run_dir
-from mlxpool.common.config.schema import BUILTIN_PREFIX, PoolConfig
+from mlxpool.common.config.schema import BUILTIN_PREFIX, ModelConfig, PoolConfig
 from mlxpool.common.protocol.frames import EXACT_BITS
 from mlxpool.common.protocol.kept.job_messages import JOBS_OFF
 from mlxpool.common.trace import History
 
 if TYPE_CHECKING:
     from mlxpool.broker.http.server import HttpServer
+
+
+class ReloadTarget(Struct, eq=False):
+    """The port `admin.reload.Target`."""
+
+    _registry: Registry
+    _supervisor: Supervisor
+    _endpoints: Endpoints
+    _remote: RemoteWorkers
+    _catalogue: Catalogue
+    _gateway: HttpGateway | None
+
+    def model_of(self, name: str) -> str:
+        return self._registry.model(name).name
+
+    def use(self, config: PoolConfig) -> dict[str, str]:
+        self._supervisor.config = config
+        if self._gateway is not None:
+            self._gateway.reload()
+        return self._endpoints.access.keyring.replace(config.keys)
+
+    def use_models(self, models: Mapping[str, ModelConfig]) -> None:
+        self._catalogue.reload(models)
+
+    def disconnect_user(self, user: str, now: float) -> None:
+        self._remote.revoke(user, now)
+        self._endpoints.disconnect_user(user)
+
 
 log = logging.getLogger("mlxpool.broker")
 

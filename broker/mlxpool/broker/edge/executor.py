@@ -10,8 +10,8 @@ from mlxpool.broker.core import events as ev
 from mlxpool.broker.core.core import Core
 from mlxpool.broker.core.events import Perform
 from mlxpool.broker.core.state import JOBS_LINK
-from mlxpool.broker.edge import trace
-from mlxpool.broker.edge.spans import Spans
+from mlxpool.broker.edge import tracing
+from mlxpool.broker.edge.tracing import Spans
 from mlxpool.broker.edge.worker_processes import WorkerProcesses
 from mlxpool.broker.metrics import Counters
 from mlxpool.broker.transport.peers import Peers
@@ -39,7 +39,7 @@ class Executor:
     def perform(self, event: ev.Event, now: float) -> None:
         """Let the core handle an event, then perform its actions in order."""
         if self._history.on:
-            trace.of_event(self._history, event)
+            tracing.of_event(self._history, event)
         try:
             actions = self._core.handle(event, now)
         except Exception:  # a bug of ours costs one event, never the pool
@@ -49,7 +49,7 @@ class Executor:
         assert self._actions is not None
         for action in actions:
             if self._history.on:
-                trace.of_action(self._history, action)
+                tracing.of_action(self._history, action)
             try:
                 PERFORM[type(action)](self._actions, action, now)
             except Exception:

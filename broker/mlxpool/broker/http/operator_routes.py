@@ -23,7 +23,7 @@ from mlxpool.common.errors import BadRequest, PoolError
 from mlxpool.common.files import open_regular
 from mlxpool.common.paths import worker_log
 from mlxpool.common.protocol.kept import job_messages, job_operations
-from mlxpool.common.protocol.kept.json_form import IDS, as_json
+from mlxpool.common.protocol.kept.job_operations import IDS, as_json
 
 log = logging.getLogger("mlxpool.broker")
 

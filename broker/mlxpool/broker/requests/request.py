@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from msgspec import Struct
 
 from mlxpool.broker.routing.prefix_index import PromptPieces
+from mlxpool.common.protocol.deltas import size_of_logprobs
 from mlxpool.common.protocol.from_client import MAX_PRIORITY, Generate
 from mlxpool.common.protocol.resume import Facts
 from mlxpool.common.protocol.to_client import StreamDelta
@@ -191,3 +193,36 @@ class Tombstone(Struct, frozen=True):
     pos: int
     until: float
     final: bool = False
+
+
+# ---- output that waits for its reader ------------------------------------------------------------
+
+
+MAX_CHUNK = 64 * 1024  # bytes of text, ids and log-probabilities in one chunk
+
+
+def append_output(
+    chunks: deque[StreamDelta],
+    pos: int,
+    text: str,
+    ids: bytes,
+    logprobs: list[Any] | None = None,
+    facts: dict[str, Any] | None = None,
+) -> int:
+    """Add the output of a step; returns the bytes it counts for."""
+    size = 4 * len(text) + len(ids)
+    if logprobs:
+        size += size_of_logprobs(logprobs)
+    if chunks and chunks[-1].size + size <= MAX_CHUNK:
+        last = chunks[-1]
+    else:
+        last = StreamDelta(pos)
+        chunks.append(last)
+    last.texts.append(text)
+    last.ids += ids
+    last.size += size
+    if logprobs:
+        last.logprobs.extend(logprobs)
+    if facts is not None:
+        last.facts = last.facts or facts
+    return size

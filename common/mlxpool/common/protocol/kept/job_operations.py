@@ -6,6 +6,7 @@ A job is named by `job`, its id of 16 bytes, or by `owner` and `key`. `jobs`, `j
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -149,3 +150,23 @@ class Exported(Content, Struct, frozen=True):
 
     def body(self) -> dict[str, Any]:
         return {"items": list(map(dict, self.items)), "next": self.next}
+
+
+# ---- answers as JSON -----------------------------------------------------------------------------
+
+
+IDS = ("job", "batch")  # keys whose bytes are ids
+
+
+def as_json(value: Any, name: str = "") -> Any:
+    """A value of an answer as JSON holds it: ids in hexadecimal digits, other bytes in base64.
+
+    `name` is the key that the value has in the map around it.
+    """
+    if isinstance(value, Mapping):
+        return {key: as_json(one, key) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(one) for one in value]
+    if isinstance(value, bytes):
+        return value.hex() if name in IDS else base64.b64encode(value).decode()
+    return value
