@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any
 
@@ -86,69 +86,41 @@ def test_every_state_is_reachable_and_leads_to_an_end(
     assert all(set(table[state].values()) & (last | reached) for state in set(states) - last)
 
 
-@pytest.mark.parametrize(("state", "event", "after"), cases(requests.TRANSITIONS, True))
-def test_legal_moves_of_a_request(state: RequestState, event: str, after: RequestState) -> None:
-    request = new_request(state=state)
-    request.move(event)
-    assert request.state is after
-    assert request.live is (after not in requests.TERMINAL)
+MACHINES: dict[type[Enum], Callable[[Any], Any]] = {
+    RequestState: lambda state: new_request(state=state),
+    WorkerState: new_worker,
+    PlaceState: lambda state: Place("m/0", state, ("0",)),
+    ModelState: lambda state: Model("m", ModelConfig(path="builtin:counting"), [], state=state),
+    JobPhase: new_job,
+}
 
 
-@pytest.mark.parametrize(("state", "event", "_"), cases(requests.TRANSITIONS, False))
-def test_illegal_moves_of_a_request(state: RequestState, event: str, _: None) -> None:
-    request = new_request(state=state)
+def moves(legal: bool) -> list[tuple[type[Enum], Any, str, Any]]:
+    """(kind of state, state, event, following state) of all tables."""
+    return [(kind, *case) for kind, table, *_ in TABLES for case in cases(table, legal)]
+
+
+def state_of(thing: Any) -> Enum:
+    found = thing.phase if isinstance(thing, ActiveJob) else thing.state
+    assert isinstance(found, Enum)
+    return found
+
+
+@pytest.mark.parametrize(("kind", "state", "event", "after"), moves(True))
+def test_legal_moves(kind: type[Enum], state: Enum, event: str, after: Enum) -> None:
+    thing = MACHINES[kind](state)
+    thing.move(event)
+    assert state_of(thing) is after
+    assert kind is not RequestState or thing.live is (after not in requests.TERMINAL)
+
+
+@pytest.mark.parametrize(("kind", "state", "event", "_"), moves(False))
+def test_illegal_moves_change_nothing(kind: type[Enum], state: Enum, event: str, _: None) -> None:
+    thing = MACHINES[kind](state)
     with pytest.raises(ValueError, match=f"is {state.value}: no '{event}' there"):
-        request.move(event)
-    assert request.state is state
-
-
-@pytest.mark.parametrize(("state", "event", "after"), cases(workers.TRANSITIONS, True))
-def test_legal_moves_of_a_worker(state: WorkerState, event: str, after: WorkerState) -> None:
-    worker = new_worker(state)
-    worker.move(event)
-    assert worker.state is after
-
-
-@pytest.mark.parametrize(("state", "event", "_"), cases(workers.TRANSITIONS, False))
-def test_illegal_moves_of_a_worker(state: WorkerState, event: str, _: None) -> None:
-    worker = new_worker(state)
-    with pytest.raises(ValueError, match=f"is {state.value}: no '{event}' there"):
-        worker.move(event)
-    assert worker.state is state
-
-
-@pytest.mark.parametrize(("state", "event", "after"), cases(gpu_places.TRANSITIONS, True))
-def test_legal_moves_of_a_place(state: PlaceState, event: str, after: PlaceState) -> None:
-    place = Place("m/0", state)
-    place.move(event)
-    assert place.state is after
-
-
-@pytest.mark.parametrize(("state", "event", "_"), cases(gpu_places.TRANSITIONS, False))
-def test_illegal_moves_of_a_place(state: PlaceState, event: str, _: None) -> None:
-    place = Place("m/0", state, ("0",))
-    with pytest.raises(ValueError, match=f"is {state.value}: no '{event}' there"):
-        place.move(event)
-    assert (place.state, place.gpus) == (state, ("0",))
-
-
-def new_model(state: ModelState) -> Model:
-    return Model("m", ModelConfig(path="builtin:counting"), [], state=state)
-
-
-@pytest.mark.parametrize(("state", "event", "after"), cases(model.TRANSITIONS, True))
-def test_legal_moves_of_a_model(state: ModelState, event: str, after: ModelState) -> None:
-    model = new_model(state)
-    model.move(event)
-    assert model.state is after
-
-
-@pytest.mark.parametrize(("state", "event", "_"), cases(model.TRANSITIONS, False))
-def test_illegal_moves_of_a_model(state: ModelState, event: str, _: None) -> None:
-    model = new_model(state)
-    with pytest.raises(ValueError, match=f"is {state.value}: no '{event}' there"):
-        model.move(event)
-    assert model.state is state
+        thing.move(event)
+    assert state_of(thing) is state
+    assert kind is not PlaceState or thing.gpus == ("0",)
 
 
 @pytest.mark.parametrize(
@@ -196,18 +168,3 @@ def test_only_a_ready_worker_has_credit(state: WorkerState) -> None:
     assert worker.credit() == (3 if state is WorkerState.READY else 0)
     worker.works_sent = 99
     assert worker.credit() == 0
-
-
-@pytest.mark.parametrize(("state", "event", "after"), cases(job_states.TRANSITIONS, True))
-def test_legal_moves_of_a_job(state: JobPhase, event: str, after: JobPhase) -> None:
-    job = new_job(state)
-    job.move(event)
-    assert job.phase is after
-
-
-@pytest.mark.parametrize(("state", "event", "_"), cases(job_states.TRANSITIONS, False))
-def test_illegal_moves_of_a_job(state: JobPhase, event: str, _: None) -> None:
-    job = new_job(state)
-    with pytest.raises(ValueError, match=f"is {state.value}: no '{event}' there"):
-        job.move(event)
-    assert job.phase is state
