@@ -92,8 +92,7 @@ def test_an_error_about_a_stream_not_yet_accepted_ends_it(
 
 
 def test_an_error_about_a_live_stream_ends_nothing(broker: FakeBroker, client: Client) -> None:
-    stream = client.stream("m", "a")
-    request = broker.open().accept()
+    stream, request = broker.stream_of(client)
     for about in (request, bytes(16), None):
         broker.say(kinds.ERROR, None, {"code": "bad_request", "message": "x", "about": about})
     broker.done(request, 0)
@@ -113,8 +112,7 @@ def test_no_broker_ever_answers(broker: FakeBroker) -> None:
 
 def test_a_broker_that_falls_silent(broker: FakeBroker) -> None:
     with broker.client(broker_grace=0.3) as client:
-        stream = client.stream("m", "a")
-        request = broker.open().accept()
+        stream, request = broker.stream_of(client)
         broker.tokens(request, 0)
         with pytest.raises(BrokerLost):
             stream.read()
@@ -122,8 +120,7 @@ def test_a_broker_that_falls_silent(broker: FakeBroker) -> None:
 
 def test_pings_keep_a_slow_stream_alive(broker: FakeBroker) -> None:
     with broker.client(broker_grace=PATIENCE) as client:
-        stream = client.stream("m", "a")
-        request = broker.open().accept()
+        stream, request = broker.stream_of(client)
         for _ in range(5):
             broker.receive(kinds.PING)
         broker.done(request, 0)
@@ -177,8 +174,7 @@ async def answered(broker: FakeBroker, call: asyncio.Future[Any]) -> Any:
 
 
 def test_leaving_the_loop_cancels(broker: FakeBroker, client: Client) -> None:
-    stream = client.stream("m", "a")
-    request = broker.open().accept()
+    stream, request = broker.stream_of(client)
     broker.tokens(request, 0)
     for _ in stream:
         break
@@ -189,8 +185,7 @@ def test_leaving_the_loop_cancels(broker: FakeBroker, client: Client) -> None:
 
 
 def test_a_stream_that_is_dropped_unread_is_cancelled(broker: FakeBroker, client: Client) -> None:
-    stream = client.stream("m", "a")
-    request = broker.open().accept()
+    stream, request = broker.stream_of(client)
     del stream
     assert broker.receive(kinds.CANCEL).header.id == request
 
@@ -212,8 +207,7 @@ def test_a_stream_cannot_be_pickled(broker: FakeBroker, client: Client) -> None:
 
 
 def test_closing_the_iterator_cancels(broker: FakeBroker, client: Client) -> None:
-    stream = client.stream("m", "a")
-    request = broker.open().accept()
+    stream, request = broker.stream_of(client)
     broker.tokens(request, 0)
     iterator = iter(stream)
     next(iterator)
@@ -249,8 +243,7 @@ def test_an_ack_after_64_ids(broker: FakeBroker) -> None:
 
 
 def acks_of_many_ids(broker: FakeBroker, client: Client) -> None:
-    stream = client.stream("m", "a")
-    request = broker.open().accept()
+    stream, request = broker.stream_of(client)
     iterator = iter(stream)
     for pos in range(63):
         broker.tokens(request, pos)
@@ -267,8 +260,7 @@ def acks_of_many_ids(broker: FakeBroker, client: Client) -> None:
 
 
 def test_the_rest_is_acknowledged_with_the_next_ping(broker: FakeBroker, client: Client) -> None:
-    stream = client.stream("m", "a")
-    request = broker.open().accept()
+    stream, request = broker.stream_of(client)
     broker.tokens(request, 0, 3)
     next(iter(stream))
     assert broker.receive(kinds.ACK).body["have"] == [[request, 3]]
@@ -314,8 +306,7 @@ def test_calls(broker: FakeBroker, client: Client) -> None:
 
 
 def test_invalid_frames_are_ignored(broker: FakeBroker, client: Client) -> None:
-    stream = client.stream("m", "a")
-    request = broker.open().accept()
+    stream, request = broker.stream_of(client)
     assert broker.socket is not None
     for parts in ([b"garbage"], [b"", b""], [b"\xc1"] * 9):
         broker.socket.send_multipart([broker.peer, *parts])

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import httpx
+import openai
 import pytest
 
 from mlxpool.client import Client
 from support.gateway_thread import GatewayThread
+from support.http_owners import http_client, openai_client
 from support.pool import Pool
 from support.scripted_gateway import Served
 
@@ -42,6 +45,20 @@ def gateway(pool: Pool) -> Iterator[GatewayThread]:
 def url(gateway: GatewayThread) -> str:
     """The URL of the gateway of the module."""
     return gateway.url
+
+
+@pytest.fixture
+def api(url: str) -> Iterator[openai.OpenAI]:
+    """OpenAI's client of the gateway of the module."""
+    with openai_client(url) as made:
+        yield made
+
+
+@pytest.fixture
+def http(url: str) -> Iterator[httpx.Client]:
+    """A plain client of the gateway of the module."""
+    with http_client(url) as made:
+        yield made
 
 
 @pytest.fixture

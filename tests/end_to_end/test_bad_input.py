@@ -10,7 +10,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from mlxpool.common.errors import BadRequest, Draining, PoolError
+from mlxpool.common.errors import BadRequest, Draining
 from mlxpool.common.protocol import frames, token_ids
 from mlxpool.common.protocol.frames import Header
 from mlxpool.common.protocol.images import MAX_IMAGE
@@ -58,27 +58,14 @@ def generate(**body: Any) -> list[bytes]:
     return frames.encode(Header(kinds.GENERATE, ident, 0, 1), whole)
 
 
+# One of each decoder: tests/common/protocol and broker/core/test_life.py have all of them.
 GARBAGE: dict[str, tuple[list[bytes], str, str]] = {
     "no msgpack": ([b"\xc1\xc1"], "bad_request", "not msgpack"),
-    "empty frame": ([b""], "bad_request", "not msgpack"),
-    "header is a map": ([msgpack.packb({"a": 1})], "bad_request", "header"),
-    "short header": ([msgpack.packb([1, "ping"])], "bad_request", "2 fields"),
     "other version": ([msgpack.packb([2, "ping", None, 0, 0, 0])], "version_mismatch", "version 2"),
     "too many parts": ([b"a"] * (frames.MAX_PARTS + 1), "bad_request", str(frames.MAX_PARTS)),
     "huge header": ([b"\xda\xff\xff" + bytes(65535)], "too_large", "128"),
-    "negative attempt": ([msgpack.packb([1, "ping", None, 0, -1, 0])], "bad_request", "counts"),
-    "short id": ([msgpack.packb([1, "cancel", b"abc", 0, 0, 0])], "bad_request", "16 bytes"),
-    "no id": ([msgpack.packb([1, "generate", None, 0, 0, 0])], "bad_request", "needs an id"),
-    "unknown kind": (
-        [msgpack.packb([1, "explode", bytes(16), 0, 0, 0])],
-        "bad_request",
-        "explode",
-    ),
-    "body is a list": (
-        [*frames.encode(Header(kinds.GENERATE, bytes(16))), msgpack.packb([1])],
-        "bad_request",
-        "map",
-    ),
+    "no id": (frames.encode(Header(kinds.GENERATE)), "bad_request", "needs an id"),
+    "unknown kind": (frames.encode(Header("explode", bytes(16))), "bad_request", "explode"),
     "body too large": (
         [*frames.encode(Header(kinds.GENERATE, bytes(16))), bytes(300_000)],
         "too_large",
@@ -89,49 +76,7 @@ GARBAGE: dict[str, tuple[list[bytes], str, str]] = {
         "too_large",
         str(MAX_IMAGE),
     ),
-    "model of a wrong type": (generate(model=5), "bad_request", "model"),
-    "prompt of a wrong type": (generate(prompt=5), "bad_request", "prompt"),
-    "messages of a wrong type": (generate(prompt=None, messages="hi"), "bad_request", "messages"),
-    "two prompts": (generate(messages=[{"role": "user", "content": "x"}]), "bad_request", "one of"),
-    "tokens without a blob": (generate(prompt=None, tokens=True), "bad_request", "blob"),
     "unknown option": (generate(options={"temprature": 1}), "bad_request", "temprature"),
-    "negative option": (generate(options={"temperature": -1}), "bad_request", "-1"),
-    "NaN": (generate(options={"top_p": float("nan")}), "bad_request", "top_p"),
-    "absurd option": (generate(options={"top_k": 2**40}), "bad_request", str(2**40)),
-    "empty stop": (generate(options={"stop": [""]}), "bad_request", "0 bytes, must be 1 to 1024"),
-    "long stop": (
-        generate(options={"stop": "a" * 1025}),
-        "bad_request",
-        "1025 bytes, must be 1 to",
-    ),
-    "hundreds of stops": (
-        generate(options={"stop": ["a"] * 500}),
-        "bad_request",
-        "500 strings, at most 64",
-    ),
-    "top_logprobs over the limit": (
-        generate(options={"logprobs": True, "top_logprobs": 21}),
-        "bad_request",
-        "'top_logprobs' is 21, must be from 0 to 20",
-    ),
-    "seed below -1": (generate(options={"seed": -(2**63)}), "bad_request", "must be from -1 to"),
-    "unknown role": (
-        generate(prompt=None, messages=[{"role": "robot", "content": "x"}]),
-        "bad_request",
-        "messages[0].role is 'robot', must be one of system, developer, user, assistant, tool",
-    ),
-    "tools without messages": (
-        generate(tools=[{"name": "f"}]),
-        "bad_request",
-        "tools go with messages",
-    ),
-    "tools of a wrong type": (
-        generate(prompt=None, messages=[{"role": "user", "content": "x"}], tools=[5]),
-        "bad_request",
-        "tools[0] must be a map, got 5",
-    ),
-    "deadline of zero": (generate(deadline_ms=0), "bad_request", "deadline_ms"),
-    "window of zero": (generate(window=0), "bad_request", "window"),
     "unknown model": (generate(model="no/such"), "unknown_model", "no/such"),
 }
 
@@ -266,16 +211,7 @@ def test_a_resume_that_no_worker_can_take(
         assert words in error.body["message"]
 
 
-def test_a_drain_of_an_unknown_slot_and_a_second_drain(pool: Pool) -> None:
-    for body, words in (
-        ({"slot": "nobody/0"}, "there is no slot 'nobody/0'"),
-        ({"slot": 7}, "there is no slot 7"),
-        ({"model": "nobody"}, "there is no model 'nobody'"),
-        ({"slot": "slow/0", "model": "slow"}, "slot or model, not both"),
-        ({"slot": "slow/0", "timeout_ms": -1}, "timeout_ms must be from 0"),
-    ):
-        with pytest.raises(PoolError, match=words):
-            pool.ask("drain", **body)
+def test_a_second_drain_is_refused_and_a_load_ends_the_first(pool: Pool) -> None:
     with pool.client() as client:
         client.generate("other", "x", max_tokens=1)
     pool.ask("drain", model="other")
@@ -286,8 +222,6 @@ def test_a_drain_of_an_unknown_slot_and_a_second_drain(pool: Pool) -> None:
     pool.ask("load", model="other")
     with pool.client() as client:
         assert len(client.generate("other", "x", max_tokens=2).ids) == 2
-    with pytest.raises(PoolError, match="there is no slot"):
-        pool.ask("restart", slot="nobody/0")
 
 
 def test_a_client_that_never_acks_gets_slow_consumer(strict_pool: Pool) -> None:
@@ -366,14 +300,6 @@ def test_a_client_cannot_reach_the_workers_socket(pool: Pool) -> None:
         assert refused.kind == kinds.STOP and refused.body["error"]["code"] == "unauthorized"
         assert peer.receive().kind == kinds.WHO
         assert peer.quiet(0.2)
-
-
-def test_the_admin_socket_names_unknown_commands(pool: Pool) -> None:
-    with RawPeer(pool.run_dir, "admin") as peer:
-        peer.say(Header("explode", bytes(16)))
-        assert "explode" in peer.receive().body["message"]
-        peer.send([b"garbage"])
-        assert peer.receive().kind == kinds.ERROR
 
 
 def _failed(pool: Pool, code: str) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -14,9 +13,8 @@ import pytest
 from mlxpool.client import Client, Decision
 from mlxpool.client.connection import Connection
 from mlxpool.common.errors import BadRequest, ContextExceeded, DeadlineExceeded, UnknownModel
-from support.gateway_thread import GatewayThread
 from support.openapi_answers import faults
-from support.pool import PATIENCE, Pool, until
+from support.pool import Pool, until
 
 CONFIG = """
 [models.demo]
@@ -30,15 +28,6 @@ QUESTIONS: list[Any] = [
     ("How warm is it?", range(1, 11)),
 ]
 MANY = [(f"Is {n} a number?", ["yes", "no", "neither"]) for n in range(64)]
-
-
-@pytest.fixture(scope="module")
-def http(pool: Pool) -> Iterator[httpx.Client]:
-    with (
-        GatewayThread(pool.run_dir) as gateway,
-        httpx.Client(base_url=gateway.url, timeout=PATIENCE) as http,
-    ):
-        yield http
 
 
 def same(found: Decision, expected: Decision) -> bool:

@@ -16,6 +16,7 @@ from support.gateway_thread import GatewayThread
 from support.openapi_answers import faults, unknown_members
 from support.pool import PATIENCE, Pool
 from support.scripted_gateway import Served
+from support.secret_file import secret_file
 
 pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)
 
@@ -249,9 +250,7 @@ def test_models(client: anthropic.Anthropic) -> None:
 
 
 def test_a_key_in_x_api_key(pool: Pool, tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.write_text(f"alice {KEY}\n")
-    file.chmod(0o600)
+    file = secret_file(tmp_path / "keys", f"alice {KEY}\n")
     with GatewayThread(pool.run_dir, keys=file) as gateway:
         with client_of(gateway.url, KEY) as client:
             assert client.messages.count_tokens(model="counting", messages=HI).input_tokens

@@ -20,6 +20,7 @@ import zstandard
 from support.gateway_process import serving
 from support.gateway_thread import GatewayThread
 from support.pool import PATIENCE, Pool, until
+from support.secret_file import secret_file
 
 KEY, OTHER = "k" * 32, "o" * 32
 CONFIG = """
@@ -40,9 +41,7 @@ MAX_BODY = 2000  # bytes
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("keys") / "keys"
-    file.touch(0o600)
-    file.write_text(f"# who may ask\n{KEY}\n\n")
+    file = secret_file(tmp_path_factory.mktemp("keys") / "keys", f"# who may ask\n{KEY}\n\n")
     return file
 
 
@@ -313,9 +312,7 @@ def test_no_broker(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_the_command_serves_rereads_its_keys_and_ends(pool: Pool, tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    keys.touch(0o600)
-    keys.write_text(KEY)
+    keys = secret_file(tmp_path / "keys", KEY)
     with serving(pool, tmp_path / "log", "--keys", str(keys)) as (process, url):
         headers = {"authorization": f"Bearer {OTHER}"}
 

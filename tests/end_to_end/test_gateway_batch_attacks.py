@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 from typing import Any
@@ -39,18 +38,6 @@ COMPLETIONS = "/v1/completions"
 TOKENS = 3
 
 
-@pytest.fixture
-def client(url: str) -> Iterator[openai.OpenAI]:
-    with openai_client(url) as made:
-        yield made
-
-
-@pytest.fixture
-def native(pool: Pool) -> Iterator[Client]:
-    with pool.client() as made:
-        yield made
-
-
 def lines(count: int, model: str = "m", padding: int = 0) -> bytes:
     """Lines of which the text says the number."""
     return "\n".join(
@@ -79,9 +66,9 @@ def upload(client: openai.OpenAI, data: bytes) -> str:
     return client.files.create(file=("a", data), purpose="batch").id
 
 
-def written(native: Client) -> dict[str, int]:
+def written(client: Client) -> dict[str, int]:
     """The files that were written for batches, with their sizes."""
-    return {row["key"]: row["size"] for row in native.files(purpose="batch_lines")}
+    return {row["key"]: row["size"] for row in client.files(purpose="batch_lines")}
 
 
 def check(client: openai.OpenAI, batch: Any, count: int, padding: int = 0) -> None:
@@ -100,38 +87,38 @@ def check(client: openai.OpenAI, batch: Any, count: int, padding: int = 0) -> No
 
 
 def test_a_broker_that_is_killed_while_a_batch_is_made(
-    pool: Pool, client: openai.OpenAI, native: Client
+    pool: Pool, api: openai.OpenAI, client: Client
 ) -> None:
     count, padding = 600, 2000
-    file, before = upload(client, lines(count, padding=padding)), written(native)
+    file, before = upload(api, lines(count, padding=padding)), written(client)
     with ThreadPoolExecutor(1) as threads:
-        making = threads.submit(begin, client, file)
-        until(lambda: making.done() or written(native) != before, "its lines are written")
+        making = threads.submit(begin, api, file)
+        until(lambda: making.done() or written(client) != before, "its lines are written")
         pool.kill()
         pool.start()
         batch = making.result(PATIENCE)
-    assert len(written(native)) == len(before) + 1
-    check(client, over(client, batch.id), count, padding)
+    assert len(written(client)) == len(before) + 1
+    check(api, over(api, batch.id), count, padding)
 
 
-def test_a_broker_that_is_killed_while_it_cancels(pool: Pool, client: openai.OpenAI) -> None:
-    file = upload(client, lines(200, "stuck"))
-    batch = begin(client, file)
-    client.batches.cancel(batch.id)
+def test_a_broker_that_is_killed_while_it_cancels(pool: Pool, api: openai.OpenAI) -> None:
+    file = upload(api, lines(200, "stuck"))
+    batch = begin(api, file)
+    api.batches.cancel(batch.id)
     pool.kill()
     pool.start()
-    batch = over(client, batch.id)
+    batch = over(api, batch.id)
     assert batch.status == "cancelled" and batch.output_file_id is None
     assert batch.request_counts.failed <= 200
 
 
 def test_a_broker_that_is_killed_while_results_are_read(
-    pool: Pool, client: openai.OpenAI, url: str, monkeypatch: pytest.MonkeyPatch
+    pool: Pool, api: openai.OpenAI, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kept, "PAGE_LINES", 20)
-    batch = over(client, begin(client, upload(client, lines(300))).id)
-    check(client, batch, 300)
-    whole = client.files.content(batch.output_file_id).read()
+    batch = over(api, begin(api, upload(api, lines(300))).id)
+    check(api, batch, 300)
+    whole = api.files.content(batch.output_file_id).read()
     path = f"{url}/v1/files/{batch.output_file_id}/content"
     with httpx.stream("GET", path, timeout=PATIENCE) as answer:
         pieces = answer.iter_raw()
@@ -142,29 +129,29 @@ def test_a_broker_that_is_killed_while_results_are_read(
     assert read == whole
 
 
-def test_a_cancel_that_meets_the_end(client: openai.OpenAI) -> None:
+def test_a_cancel_that_meets_the_end(api: openai.OpenAI) -> None:
     """Whichever is first: the batch ends once, and what was answered is there."""
-    file = upload(client, lines(40))
+    file = upload(api, lines(40))
     states = Counter[str]()
     for done in (0, 1, 20, 38, 39, 40):
-        made = begin(client, file)
+        made = begin(api, file)
 
         def far_enough(id: str = made.id, done: int = done) -> bool:
-            counts = client.batches.retrieve(id).request_counts
+            counts = api.batches.retrieve(id).request_counts
             return counts is not None and counts.completed >= done
 
         until(far_enough, f"{done} lines are done")
-        client.batches.cancel(made.id)
-        batch = over(client, made.id)
+        api.batches.cancel(made.id)
+        batch = over(api, made.id)
         states[batch.status] += 1
         counts: Any = batch.request_counts
         assert counts.completed + counts.failed <= 40
         names: list[str] = []
         for name in (batch.output_file_id, batch.error_file_id):
-            text = "" if name is None else client.files.content(name).text
+            text = "" if name is None else api.files.content(name).text
             names += [json.loads(one)["custom_id"] for one in text.splitlines()]
         assert len(names) == len(set(names)) and len(names) >= counts.completed
-        again = client.batches.cancel(made.id)
+        again = api.batches.cancel(made.id)
         assert (again.status, again.request_counts) == (batch.status, counts)
     assert states["cancelled"] + states["completed"] == 6
 
@@ -172,44 +159,42 @@ def test_a_cancel_that_meets_the_end(client: openai.OpenAI) -> None:
 # ---- files that go under a batch -----------------------------------------------------------------
 
 
-def test_a_file_that_is_deleted_while_its_batch_is_made(
-    client: openai.OpenAI, native: Client
-) -> None:
+def test_a_file_that_is_deleted_while_its_batch_is_made(api: openai.OpenAI, client: Client) -> None:
     count, padding = 600, 2000
-    file, before = upload(client, lines(count, padding=padding)), written(native)
+    file, before = upload(api, lines(count, padding=padding)), written(client)
     with ThreadPoolExecutor(1) as threads:
-        making = threads.submit(begin, client, file)
-        until(lambda: making.done() or written(native) != before, "its lines are written")
-        client.files.delete(file)
+        making = threads.submit(begin, api, file)
+        until(lambda: making.done() or written(client) != before, "its lines are written")
+        api.files.delete(file)
         try:
             batch = making.result(PATIENCE)
         except openai.NotFoundError as error:
             assert error.code == "file_not_found" and error.param == "input_file_id"
-            until(lambda: written(native) == before, "its lines are deleted")
+            until(lambda: written(client) == before, "its lines are deleted")
         else:
-            check(client, over(client, batch.id), count, padding)
+            check(api, over(api, batch.id), count, padding)
 
 
-def test_two_batches_of_a_file_that_is_deleted_while_they_run(client: openai.OpenAI) -> None:
-    file = upload(client, lines(100))
-    made = [begin(client, file) for _ in range(2)]
-    client.files.delete(file)
+def test_two_batches_of_a_file_that_is_deleted_while_they_run(api: openai.OpenAI) -> None:
+    file = upload(api, lines(100))
+    made = [begin(api, file) for _ in range(2)]
+    api.files.delete(file)
     for batch in made:
-        check(client, over(client, batch.id), 100)
+        check(api, over(api, batch.id), 100)
 
 
 def test_a_client_that_leaves_while_its_batch_is_made(
-    url: str, client: openai.OpenAI, native: Client
+    url: str, api: openai.OpenAI, client: Client
 ) -> None:
     """It was made before that, or nothing is left of it."""
-    file, before = upload(client, lines(5000, padding=1000)), written(native)
-    listed = [batch.id for batch in client.batches.list()]
+    file, before = upload(api, lines(5000, padding=1000)), written(client)
+    listed = [batch.id for batch in api.batches.list()]
     body = {"input_file_id": file, "endpoint": COMPLETIONS, "completion_window": "24h"}
     at = urlsplit(url)
     connection = HTTPConnection(at.hostname or "", at.port)
     kind = {"content-type": "application/json"}
     connection.request("POST", "/v1/batches", json.dumps(body), kind)
-    until(lambda: written(native) != before, "its lines are written")
+    until(lambda: written(client) != before, "its lines are written")
     connection.close()
     metric = 'mlxpool_gateway_requests_in_flight{route="/v1/batches"} 0\n'
     until(
@@ -217,19 +202,19 @@ def test_a_client_that_leaves_while_its_batch_is_made(
     )
 
     def new_ones() -> list[str]:
-        return [batch.id for batch in client.batches.list() if batch.id not in listed]
+        return [batch.id for batch in api.batches.list() if batch.id not in listed]
 
     # What was under way when the client left is finished by the gateway.
-    until(lambda: new_ones() or written(native) == before, "it is made, or its lines are deleted")
+    until(lambda: new_ones() or written(client) == before, "it is made, or its lines are deleted")
     for id in new_ones():
-        client.batches.cancel(id)
+        api.batches.cancel(id)
 
 
 # ---- a gateway that is killed --------------------------------------------------------------------
 
 
 def test_a_gateway_that_is_killed_while_a_batch_is_made(
-    pool: Pool, url: str, native: Client
+    pool: Pool, url: str, client: Client
 ) -> None:
     """The same request to another gateway makes the batch, once."""
     count, padding = 2000, 1000
@@ -241,15 +226,15 @@ def test_a_gateway_that_is_killed_while_a_batch_is_made(
         first = openai_client(process.stdout.readline().split()[-1])
         with first, ThreadPoolExecutor(1) as threads:
             file = upload(first, lines(count, padding=padding))
-            before = written(native)
+            before = written(client)
             making = threads.submit(begin, first, file, extra_headers=key)
-            until(lambda: making.done() or written(native) != before, "its lines are written")
+            until(lambda: making.done() or written(client) != before, "its lines are written")
             process.kill()
             made = making.exception(60) is None
         one, two = (begin(second, file, extra_headers=key) for _ in range(2))
         assert one.id == two.id
         check(second, over(second, one.id), count, padding)
-        left = [row for row in native.files(purpose="batch_lines") if not row["complete"]]
+        left = [row for row in client.files(purpose="batch_lines") if not row["complete"]]
         assert len(left) <= (0 if made else 1)  # which is deleted after an hour
         for row in left:
-            native.delete_file(row["key"])
+            client.delete_file(row["key"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -39,12 +38,6 @@ KEEPS_JOBS = True
 CHATS, RESPONSES = "/v1/chat/completions", "/v1/responses"
 
 
-@pytest.fixture
-def client(url: str) -> Iterator[openai.OpenAI]:
-    with openai_client(url) as made:
-        yield made
-
-
 def line(name: str, endpoint: str = COMPLETIONS, **body: Any) -> dict[str, Any]:
     given: dict[str, Any] = {"model": "m", "seed": 7}
     if endpoint == COMPLETIONS:
@@ -60,37 +53,37 @@ def told(prompt: str, count: int = 5) -> str:
     return text_of(expected_ids(prompt, 7, count))
 
 
-def test_a_file_is_kept_listed_read_and_deleted(client: openai.OpenAI, url: str) -> None:
+def test_a_file_is_kept_listed_read_and_deleted(api: openai.OpenAI, url: str) -> None:
     data = b"x" * 700_000 + b"\r\n--not the boundary\n"  # of several parts
-    made = client.files.create(file=("träume.jsonl", data), purpose="batch")
+    made = api.files.create(file=("träume.jsonl", data), purpose="batch")
     assert (made.bytes, made.filename, made.purpose) == (len(data), "träume.jsonl", "batch")
-    assert client.files.content(made.id).read() == data
-    assert client.files.retrieve(made.id) == made
-    assert made.id in [one.id for one in client.files.list(purpose="batch", limit=1)]
+    assert api.files.content(made.id).read() == data
+    assert api.files.retrieve(made.id) == made
+    assert made.id in [one.id for one in api.files.list(purpose="batch", limit=1)]
     answer = httpx.get(f"{url}/v1/files/{made.id}", timeout=PATIENCE).json()
     assert not faults(answer, "File")
     assert not [*unknown_members(answer, {"$ref": "#/components/schemas/File"})]
-    assert client.files.delete(made.id).deleted
-    for call in (client.files.retrieve, client.files.content, client.files.delete):
+    assert api.files.delete(made.id).deleted
+    for call in (api.files.retrieve, api.files.content, api.files.delete):
         with pytest.raises(openai.NotFoundError, match="there is no file"):
             call(made.id)
 
 
 @pytest.mark.parametrize("endpoint", [CHATS, COMPLETIONS, RESPONSES])
-def test_every_line_is_answered(client: openai.OpenAI, endpoint: str, url: str) -> None:
+def test_every_line_is_answered(api: openai.OpenAI, endpoint: str, url: str) -> None:
     names = [f"{endpoint} {number}" for number in range(30)]
-    file = sent(client, [line(name, endpoint) for name in names])
-    batch = begin(client, file, endpoint, metadata={"run": "a"})
+    file = sent(api, [line(name, endpoint) for name in names])
+    batch = begin(api, file, endpoint, metadata={"run": "a"})
     assert (batch.endpoint, batch.input_file_id) == (endpoint, file)
     assert batch.metadata == {"run": "a"} and batch.request_counts.total == 30
-    batch = over(client, batch.id)
+    batch = over(api, batch.id)
     assert (batch.status, batch.error_file_id) == ("completed", None)
     assert (batch.request_counts.completed, batch.request_counts.failed) == (30, 0)
     answer = httpx.get(f"{url}/v1/batches/{batch.id}", timeout=PATIENCE).json()
     assert not faults(answer, "Batch")
     assert not [*unknown_members(answer, {"$ref": "#/components/schemas/Batch"})]
-    client.files.delete(file)  # the results do not need it
-    found = results(client, batch.output_file_id)
+    api.files.delete(file)  # the results do not need it
+    found = results(api, batch.output_file_id)
     assert [*found] == names
     for name, one in found.items():
         body = one["response"]["body"]
@@ -105,36 +98,36 @@ def test_every_line_is_answered(client: openai.OpenAI, endpoint: str, url: str) 
             assert not faults(body, "Completion")
             text = body["choices"][0]["text"]
         assert text == told(name if endpoint == COMPLETIONS else f"user: {name}\n")
-    assert results(client, batch.output_file_id) == found
+    assert results(api, batch.output_file_id) == found
 
 
-def test_files_of_results_are_deleted_one_by_one(client: openai.OpenAI, url: str) -> None:
+def test_files_of_results_are_deleted_one_by_one(api: openai.OpenAI, url: str) -> None:
     """With OpenAI, too, such a file is deleted as any other, and its batch stays."""
     lines = [line("a"), line("long", model="small", prompt="x" * 100), line("b")]
-    batch = over(client, begin(client, sent(client, lines)).id)
+    batch = over(api, begin(api, sent(api, lines)).id)
     output, error = batch.output_file_id, batch.error_file_id
-    assert [*results(client, output)] == ["a", "b"] and [*results(client, error)] == ["long"]
-    deleted = client.files.delete(output)
+    assert [*results(api, output)] == ["a", "b"] and [*results(api, error)] == ["long"]
+    deleted = api.files.delete(output)
     assert (deleted.id, deleted.deleted, deleted.object) == (output, True, "file")
-    calls = (client.files.retrieve, client.files.content, client.files.delete)
+    calls = (api.files.retrieve, api.files.content, api.files.delete)
     for call in calls:
         with pytest.raises(openai.NotFoundError, match="there is no file"):
             call(output)
-    assert [*results(client, error)] == ["long"]  # and nothing of the others
-    assert client.batches.retrieve(batch.id) == batch
-    client.files.delete(error)
+    assert [*results(api, error)] == ["long"]  # and nothing of the others
+    assert api.batches.retrieve(batch.id) == batch
+    api.files.delete(error)
     for call in calls:
         with pytest.raises(openai.NotFoundError, match="there is no file"):
             call(error)
-    assert batch.id in [one.id for one in client.batches.list(limit=5)]
-    running = begin(client, sent(client, [line("slow", model="stuck")]))
+    assert batch.id in [one.id for one in api.batches.list(limit=5)]
+    running = begin(api, sent(api, [line("slow", model="stuck")]))
     for kind in ("output", "error"):
         with pytest.raises(openai.NotFoundError, match="there is no file"):
-            client.files.delete(f"file-{running.id.removeprefix('batch_')}-{kind}")
-    client.batches.cancel(running.id)
+            api.files.delete(f"file-{running.id.removeprefix('batch_')}-{kind}")
+    api.batches.cancel(running.id)
 
 
-def test_lines_with_faults_are_named(client: openai.OpenAI) -> None:
+def test_lines_with_faults_are_named(api: openai.OpenAI) -> None:
     lines = [
         line("good"),
         "{no json",
@@ -148,8 +141,8 @@ def test_lines_with_faults_are_named(client: openai.OpenAI) -> None:
         line("option", top_p=7),
         {"custom_id": "x"},
     ]
-    made = begin(client, sent(client, lines))
-    batch = client.batches.retrieve(made.id)
+    made = begin(api, sent(api, lines))
+    batch = api.batches.retrieve(made.id)
     assert batch.status == "failed" and batch.output_file_id is None
     counts: Any = batch.request_counts
     assert (counts.total, counts.completed, counts.failed) == (0, 0, 0)
@@ -161,55 +154,55 @@ def test_lines_with_faults_are_named(client: openai.OpenAI) -> None:
         (8, "unsupported_parameter"), (10, "bad_request"), (11, "bad_request"),
     ]  # fmt: skip
     assert all(str(one.message).startswith(f"line {one.line}: ") for one in batch.errors.data)
-    assert client.batches.cancel(batch.id).status == "failed"
+    assert api.batches.cancel(batch.id).status == "failed"
 
 
-def test_errors_of_lines_are_in_a_file_of_their_own(client: openai.OpenAI) -> None:
+def test_errors_of_lines_are_in_a_file_of_their_own(api: openai.OpenAI) -> None:
     lines = [line("fits"), line("long", model="small", prompt="x" * 100)]
-    batch = over(client, begin(client, sent(client, lines)).id)
+    batch = over(api, begin(api, sent(api, lines)).id)
     assert batch.status == "completed" and batch.request_counts.failed == 1
-    assert [*results(client, batch.output_file_id)] == ["fits"]
-    (bad,) = results(client, batch.error_file_id).values()
+    assert [*results(api, batch.output_file_id)] == ["fits"]
+    (bad,) = results(api, batch.error_file_id).values()
     assert bad["custom_id"] == "long" and bad["response"]["status_code"] == 400
     assert bad["response"]["body"]["error"]["code"] == "context_length_exceeded"
 
 
-def test_cancelled(client: openai.OpenAI) -> None:
-    batch = begin(client, sent(client, [line("a", model="stuck"), line("b", model="stuck")]))
-    assert client.batches.cancel(batch.id).status in ("cancelling", "cancelled")
-    batch = over(client, batch.id)
+def test_cancelled(api: openai.OpenAI) -> None:
+    batch = begin(api, sent(api, [line("a", model="stuck"), line("b", model="stuck")]))
+    assert api.batches.cancel(batch.id).status in ("cancelling", "cancelled")
+    batch = over(api, batch.id)
     assert batch.status == "cancelled" and batch.output_file_id is None
-    assert client.batches.cancel(batch.id).status == "cancelled"
+    assert api.batches.cancel(batch.id).status == "cancelled"
 
 
-def test_listed_in_pages(client: openai.OpenAI) -> None:
-    file = sent(client, [line("one")])
-    made = [begin(client, file).id for _ in range(5)]
-    listed = [batch.id for batch in client.batches.list(limit=2)]
+def test_listed_in_pages(api: openai.OpenAI) -> None:
+    file = sent(api, [line("one")])
+    made = [begin(api, file).id for _ in range(5)]
+    listed = [batch.id for batch in api.batches.list(limit=2)]
     assert listed[:5] == made[::-1] and len(listed) == len(set(listed))
-    page = client.batches.list(limit=2, after=made[4])
+    page = api.batches.list(limit=2, after=made[4])
     assert [batch.id for batch in page.data] == [made[3], made[2]] and page.has_more
 
 
-def test_sent_twice_it_is_one_batch(client: openai.OpenAI, pool: Pool) -> None:
-    file = sent(client, [line("once")])
+def test_sent_twice_it_is_one_batch(api: openai.OpenAI, pool: Pool) -> None:
+    file = sent(api, [line("once")])
     headers = {"Idempotency-Key": "nightly 7"}
-    one, two = (begin(client, file, extra_headers=headers) for _ in range(2))
+    one, two = (begin(api, file, extra_headers=headers) for _ in range(2))
     assert one.id == two.id
-    over(client, one.id)
-    client.files.delete(file)
+    over(api, one.id)
+    api.files.delete(file)
     with pool.client() as native, pytest.raises(BadRequest, match="release the batch"):
         native.delete_file(native.batch(one.id).row["file"])  # the results are read with it
-    assert begin(client, file, extra_headers=headers).id == one.id
+    assert begin(api, file, extra_headers=headers).id == one.id
     for more in ({"metadata": {"a": "b"}}, {"completion_window": "48h"}):
         with pytest.raises(openai.ConflictError, match="take another key"):
-            begin(client, file, extra_headers=headers, **more)
+            begin(api, file, extra_headers=headers, **more)
     with pool.client() as native:
         native.batch(one.id).release()
 
         def status() -> int:
             try:
-                begin(client, file, extra_headers=headers)
+                begin(api, file, extra_headers=headers)
             except openai.APIStatusError as error:
                 return error.status_code
             return 200
@@ -217,9 +210,9 @@ def test_sent_twice_it_is_one_batch(client: openai.OpenAI, pool: Pool) -> None:
         until(lambda: status() == 410, "its results are deleted")
 
 
-def test_sent_twice_at_once_it_is_one_batch(client: openai.OpenAI, pool: Pool, url: str) -> None:
+def test_sent_twice_at_once_it_is_one_batch(api: openai.OpenAI, pool: Pool, url: str) -> None:
     """And only the lines of one are left."""
-    file = sent(client, [line(f"{number}") for number in range(2000)])
+    file = sent(api, [line(f"{number}") for number in range(2000)])
     headers = {"Idempotency-Key": "twice"}
 
     def make(_: int) -> str:
@@ -231,7 +224,7 @@ def test_sent_twice_at_once_it_is_one_batch(client: openai.OpenAI, pool: Pool, u
     with pool.client() as native:
         kept = native.batch(id).row["file"]
         until(lambda: lines_files(native, 100_000) == [kept], "one is left")
-    client.batches.cancel(id)
+    api.batches.cancel(id)
 
 
 def lines_files(native: Client, size: int) -> list[str]:
@@ -314,8 +307,8 @@ def test_a_file_over_the_bound(url: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert not [one for one in left if one["bytes"] > 262_144 and one["filename"] == "a"]
 
 
-def test_what_is_refused(client: openai.OpenAI) -> None:
-    file = sent(client, [line("x")])
+def test_what_is_refused(api: openai.OpenAI) -> None:
+    file = sent(api, [line("x")])
     for more, param in (
         ({"endpoint": "/v1/audio/speech"}, "endpoint"),
         ({"completion_window": "soon"}, "completion_window"),
@@ -327,20 +320,20 @@ def test_what_is_refused(client: openai.OpenAI) -> None:
     ):  # fmt: skip
         given: Any = {"endpoint": COMPLETIONS, "completion_window": "24h", **more}
         with pytest.raises(openai.BadRequestError) as caught:
-            client.batches.create(input_file_id=file, **given)
+            api.batches.create(input_file_id=file, **given)
         assert caught.value.param == param
     with pytest.raises(openai.NotFoundError, match="there is no file"):
-        begin(client, "file-nothing")
-    for call in (client.batches.retrieve, client.batches.cancel):
+        begin(api, "file-nothing")
+    for call in (api.batches.retrieve, api.batches.cancel):
         with pytest.raises(openai.NotFoundError, match="there is no batch"):
             call("batch_nothing")
-    empty = begin(client, sent(client, ["", ""]))
+    empty = begin(api, sent(api, ["", ""]))
     assert empty.status == "failed" and empty.errors.data[0].code == "empty_file"
 
 
-def test_more_lines_than_the_bound(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_lines_than_the_bound(api: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlxpool.gateway.openai.batches.requests.MAX_LINES", 3)
-    batch = begin(client, sent(client, [line(str(number)) for number in range(4)]))
+    batch = begin(api, sent(api, [line(str(number)) for number in range(4)]))
     assert batch.status == "failed" and batch.errors.data[0].code == "too_many_lines"
     assert fields.MAX_LINES == 50_000
 

@@ -13,7 +13,6 @@ import numpy as np
 import openai
 import pytest
 
-from support.http_owners import http_client, openai_client
 from support.openai_batches import begin, over, results, sent
 from support.openapi_answers import faults, unknown_members
 from support.pool import Pool
@@ -42,18 +41,6 @@ def pool(config: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool
     folder = tmp_path_factory.mktemp("pool")
     with Pool(folder, config, arguments=("--state-dir", str(folder / "jobs"))) as running:
         yield running
-
-
-@pytest.fixture
-def client(url: str) -> Iterator[openai.OpenAI]:
-    with openai_client(url) as made:
-        yield made
-
-
-@pytest.fixture
-def http(url: str) -> Iterator[httpx.Client]:
-    with http_client(url) as made:
-        yield made
 
 
 def line(name: str, endpoint: str, **body: Any) -> dict[str, Any]:
@@ -133,25 +120,25 @@ def same(found: Any, wanted: Any) -> None:
     ],
 )
 def test_a_line_has_the_answer_of_its_endpoint(
-    client: openai.OpenAI,
+    api: openai.OpenAI,
     http: httpx.Client,
     endpoint: str,
     requests: list[dict[str, Any]],
 ) -> None:
     lines = [line(str(n), endpoint, **body) for n, body in enumerate(requests)]
-    found = bodies(client, endpoint, lines)
+    found = bodies(api, endpoint, lines)
     for number, body in enumerate(requests):
         direct = http.post(endpoint, json=body).raise_for_status().json()
         same(found[str(number)], direct)
 
 
-def test_vectors_in_base64_are_those_in_numbers(client: openai.OpenAI) -> None:
+def test_vectors_in_base64_are_those_in_numbers(api: openai.OpenAI) -> None:
     asked = {"model": "embed", "input": TEXTS, "dimensions": 16}
     lines = [
         line("packed", EMBEDDINGS, **asked, encoding_format="base64"),
         line("plain", EMBEDDINGS, **asked),
     ]
-    found = bodies(client, EMBEDDINGS, lines)
+    found = bodies(api, EMBEDDINGS, lines)
     packed = [base64.b64decode(one["embedding"]) for one in found["packed"]["data"]]
     numbers = [one["embedding"] for one in found["plain"]["data"]]
     assert [len(one) for one in packed] == [4 * 16] * 3
@@ -163,7 +150,7 @@ def test_vectors_in_base64_are_those_in_numbers(client: openai.OpenAI) -> None:
     assert [one["index"] for one in found["plain"]["data"]] == [0, 1, 2]
 
 
-def test_errors_of_lines_are_told_by_name(client: openai.OpenAI) -> None:
+def test_errors_of_lines_are_told_by_name(api: openai.OpenAI) -> None:
     lines = [
         line("fits", EMBEDDINGS, model="embed", input="a dog"),
         line("long", EMBEDDINGS, model="embed", input=LONG),
@@ -171,11 +158,11 @@ def test_errors_of_lines_are_told_by_name(client: openai.OpenAI) -> None:
         line("kind", EMBEDDINGS, model="rerank", input="a"),
         line("text", EMBEDDINGS, model="demo", input="a"),
     ]
-    batch = over(client, begin(client, sent(client, lines), EMBEDDINGS).id)
+    batch = over(api, begin(api, sent(api, lines), EMBEDDINGS).id)
     assert batch.status == "completed"
     assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 4)
-    assert [*results(client, batch.output_file_id)] == ["fits"]
-    found = results(client, batch.error_file_id)
+    assert [*results(api, batch.output_file_id)] == ["fits"]
+    found = results(api, batch.error_file_id)
     assert {one["response"]["status_code"] for one in found.values()} == {400}
     errors = {name: one["response"]["body"]["error"] for name, one in found.items()}
     assert errors["long"]["code"] == "context_length_exceeded"
@@ -184,7 +171,7 @@ def test_errors_of_lines_are_told_by_name(client: openai.OpenAI) -> None:
     assert "does not embed: it generates text" in errors["text"]["message"]
 
 
-def test_lines_with_faults_are_named(client: openai.OpenAI) -> None:
+def test_lines_with_faults_are_named(api: openai.OpenAI) -> None:
     lines = [
         line("many", EMBEDDINGS, model="embed", input=["a"] * 257),
         line("empty", EMBEDDINGS, model="embed", input=[]),
@@ -193,14 +180,14 @@ def test_lines_with_faults_are_named(client: openai.OpenAI) -> None:
         line("other", RERANK, model="rerank", query="q", documents=["a"]),
         line("nobody", EMBEDDINGS, model="nobody", input="a"),
     ]
-    made = begin(client, sent(client, lines), EMBEDDINGS)
+    made = begin(api, sent(api, lines), EMBEDDINGS)
     assert made.status == "failed" and made.errors is not None and made.errors.data is not None
     found = {one.line: (one.code, str(one.message)) for one in made.errors.data}
     assert sorted(found) == [1, 2, 3, 4, 5, 6]
     assert "has 257 texts, a line takes 256" in found[1][1]
     assert found[5][0] == "mismatched_endpoint" and found[6][0] == "model_not_found"
     several = [line("two", SCORE, model="rerank", text_1=["a", "b"], text_2=["a", "b"])]
-    made = begin(client, sent(client, several), SCORE)
+    made = begin(api, sent(api, several), SCORE)
     assert made.errors is not None and made.errors.data is not None
     assert "a line has one text" in str(made.errors.data[0].message)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -11,7 +10,6 @@ import pytest
 
 from mlxpool.client import Client
 from support.counting_checker import expected_ids, text_of
-from support.gateway_thread import GatewayThread
 from support.numpy_llama import demo_logprobs
 from support.pool import Pool, until
 
@@ -31,18 +29,6 @@ queue_limit = 64
 PROMPT = "def walk(top, topdown=True):\n    for name in os.listdir(top):\n"
 
 
-@pytest.fixture
-def client(gateway: GatewayThread) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as made:
-        yield made
-
-
-@pytest.fixture
-def native(pool: Pool) -> Iterator[Client]:
-    with pool.client() as connected:
-        yield connected
-
-
 def completion(client: openai.OpenAI, prompt: Any, **body: Any) -> dict[str, Any]:
     """The answer as plain values; `extra` are fields that OpenAI's client does not know."""
     extra = body.pop("extra", None)
@@ -54,12 +40,10 @@ def completion(client: openai.OpenAI, prompt: Any, **body: Any) -> dict[str, Any
 
 
 @pytest.mark.parametrize("prompt", ["", [""]])
-def test_an_empty_prompt_is_the_begin_token(client: openai.OpenAI, prompt: Any) -> None:
-    found = completion(client, prompt, max_tokens=1)
+def test_an_empty_prompt_is_the_begin_token(api: openai.OpenAI, prompt: Any) -> None:
+    found = completion(api, prompt, max_tokens=1)
     assert found["usage"]["prompt_tokens"] == 1
-    assert (
-        found["choices"][0]["text"] == completion(client, [0], max_tokens=1)["choices"][0]["text"]
-    )
+    assert found["choices"][0]["text"] == completion(api, [0], max_tokens=1)["choices"][0]["text"]
 
 
 def told(seed: int, count: int, prompt: str = "hello") -> str:
@@ -69,17 +53,17 @@ def told(seed: int, count: int, prompt: str = "hello") -> str:
 # ---- n and best_of -------------------------------------------------------------------------------
 
 
-def test_sixty_four_choices_in_order_and_the_prompt_counts_once(client: openai.OpenAI) -> None:
-    found = completion(client, "hello", model="counting", n=64, seed=3, max_tokens=2)
+def test_sixty_four_choices_in_order_and_the_prompt_counts_once(api: openai.OpenAI) -> None:
+    found = completion(api, "hello", model="counting", n=64, seed=3, max_tokens=2)
     texts = [(choice["index"], choice["text"]) for choice in found["choices"]]
     assert texts == [(index, told(3 + index, 2)) for index in range(64)]
     usage = found["usage"]
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (5, 128)
 
 
-def test_streamed_choices_are_interleaved_by_index(client: openai.OpenAI) -> None:
+def test_streamed_choices_are_interleaved_by_index(api: openai.OpenAI) -> None:
     texts, order = [""] * 3, []
-    for chunk in client.chat.completions.create(
+    for chunk in api.chat.completions.create(
         model="counting", messages=[{"role": "user", "content": "hi"}], max_tokens=30, seed=5, n=3,
         stream=True, stream_options={"include_usage": True},
     ):  # fmt: skip
@@ -92,50 +76,50 @@ def test_streamed_choices_are_interleaved_by_index(client: openai.OpenAI) -> Non
     assert last.usage is not None and last.usage.completion_tokens == 90
 
 
-def test_the_prompt_is_read_once(client: openai.OpenAI, native: Client) -> None:
+def test_the_prompt_is_read_once(api: openai.OpenAI, client: Client) -> None:
     """The exchange says what choice 0 found in the cache: nothing, or all, if another was first.
 
-    The others are seen by the native one.
+    The client of the pool sees the others.
     """
-    found = completion(client, PROMPT * 12, n=4, temperature=1, seed=9)
+    found = completion(api, PROMPT * 12, n=4, temperature=1, seed=9)
     size = found["usage"]["prompt_tokens"]
     cached = found["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert (cached < 20 or cached == size - 1) and size > 200
-    again = native.generate("demo", PROMPT * 12, max_tokens=6, temperature=1, top_p=1, top_k=0,
+    again = client.generate("demo", PROMPT * 12, max_tokens=6, temperature=1, top_p=1, top_k=0,
                             seed=11, repeat_last_n=-1)  # fmt: skip
     assert again.usage["cached_tokens"] == size - 1
     assert found["choices"][2]["text"] == again.text
 
 
-def test_best_of_gives_the_most_likely_and_counts_all(client: openai.OpenAI) -> None:
-    every = completion(client, PROMPT, n=6, temperature=1.2, seed=4, logprobs=0)
+def test_best_of_gives_the_most_likely_and_counts_all(api: openai.OpenAI) -> None:
+    every = completion(api, PROMPT, n=6, temperature=1.2, seed=4, logprobs=0)
     means = [
         sum(values) / len(values)
         for choice in every["choices"]
         if (values := choice["logprobs"]["token_logprobs"])
     ]
     ranked = sorted(range(6), key=lambda index: -means[index])
-    best = completion(client, PROMPT, n=2, best_of=6, temperature=1.2, seed=4)
+    best = completion(api, PROMPT, n=2, best_of=6, temperature=1.2, seed=4)
     assert [choice["index"] for choice in best["choices"]] == [0, 1]
     texts = [choice["text"] for choice in every["choices"]]
     assert [choice["text"] for choice in best["choices"]] == [texts[n] for n in ranked[:2]]
     assert all(choice["logprobs"] is None for choice in best["choices"])
     assert best["usage"]["completion_tokens"] == every["usage"]["completion_tokens"]
     with pytest.raises(openai.BadRequestError, match="best_of") as caught:
-        completion(client, PROMPT, best_of=3, stream=True)
+        completion(api, PROMPT, best_of=3, stream=True)
     assert caught.value.param == "best_of"
 
 
-def test_formats_stops_and_log_probabilities_hold_for_each_choice(client: openai.OpenAI) -> None:
+def test_formats_stops_and_log_probabilities_hold_for_each_choice(api: openai.OpenAI) -> None:
     found = completion(
-        client, "go ", n=8, temperature=1, seed=1, logprobs=1, extra={"guided_regex": "[a-z]{3}"}
+        api, "go ", n=8, temperature=1, seed=1, logprobs=1, extra={"guided_regex": "[a-z]{3}"}
     )
     texts = [choice["text"] for choice in found["choices"]]
     assert all(re.fullmatch("[a-z]{3}", text) for text in texts) and len(set(texts)) > 1
     for choice in found["choices"]:
         assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
     stop = told(4, 6, "user: hi\n").split(" ")[2]
-    chat = client.chat.completions.create(
+    chat = api.chat.completions.create(
         model="counting", messages=[{"role": "user", "content": "hi"}], max_tokens=6, seed=3, n=2,
         stop=stop, logprobs=True, top_logprobs=1,
     )  # fmt: skip
@@ -146,15 +130,15 @@ def test_formats_stops_and_log_probabilities_hold_for_each_choice(client: openai
     assert first.logprobs is not None and len(first.logprobs.content or []) == 6
 
 
-def test_choices_over_the_queue_are_refused_together(pool: Pool, client: openai.OpenAI) -> None:
+def test_choices_over_the_queue_are_refused_together(pool: Pool, api: openai.OpenAI) -> None:
     """One of two choices runs and the other waits, and so 64 more do not fit."""
-    with client.completions.create(
+    with api.completions.create(
         model="slow", prompt="x", max_tokens=10**6, n=2, stream=True
     ) as held:
         next(iter(held))
         until(lambda: pool.ask("stats")["queued"] == 1, "one waits")
         with pytest.raises(openai.RateLimitError, match="more do not fit") as caught:
-            completion(client, "hello", model="slow", n=64, max_tokens=9)
+            completion(api, "hello", model="slow", n=64, max_tokens=9)
     assert caught.value.code == "queue_full"
     until(lambda: not pool.ask("stats")["requests"]["live"], "both are cancelled")
 
@@ -174,7 +158,7 @@ def check(logprobs: dict[str, Any], ids: list[int], begin: int) -> None:
     assert begin == len(ids)
 
 
-def test_an_evaluation_of_token_ids(client: openai.OpenAI, native: Client) -> None:
+def test_an_evaluation_of_token_ids(api: openai.OpenAI, client: Client) -> None:
     """As lm-evaluation-harness asks: several lists of ids, echo, logprobs and one token more.
 
     After the first of them the model ends the text, which is that token.
@@ -183,10 +167,10 @@ def test_an_evaluation_of_token_ids(client: openai.OpenAI, native: Client) -> No
     rest = ["    return a + b\n", "        self.items.append(item)\n"]
     every = []
     for context, following in zip(contexts, rest, strict=True):
-        left, right = (native.tokenize("demo", text)[1:] for text in (context, following))
+        left, right = (client.tokenize("demo", text)[1:] for text in (context, following))
         every.append((left, right))
     prompts = [left + right for left, right in every]
-    found = completion(client, prompts, max_tokens=1, logprobs=1, echo=True, seed=1234)
+    found = completion(api, prompts, max_tokens=1, logprobs=1, echo=True, seed=1234)
     for choice, (left, right), ids in zip(found["choices"], every, prompts, strict=True):
         logprobs = choice["logprobs"]
         assert len(logprobs["tokens"]) == len(ids) + 1
@@ -201,11 +185,11 @@ def test_an_evaluation_of_token_ids(client: openai.OpenAI, native: Client) -> No
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_prompt_alone(client: openai.OpenAI, native: Client, stream: bool) -> None:
-    ids = native.tokenize("demo", PROMPT)
+def test_a_prompt_alone(api: openai.OpenAI, client: Client, stream: bool) -> None:
+    ids = client.tokenize("demo", PROMPT)
     if stream:
         merged: dict[str, Any] = {"text": "", "logprobs": {}}
-        for chunk in client.completions.create(
+        for chunk in api.completions.create(
             model="demo", prompt=PROMPT, max_tokens=0, echo=True, logprobs=2, stream=True
         ):
             choice = chunk.choices[0].model_dump()
@@ -214,7 +198,7 @@ def test_a_prompt_alone(client: openai.OpenAI, native: Client, stream: bool) -> 
                 merged["logprobs"].setdefault(key, []).extend(values or ())
             merged["finish_reason"] = choice["finish_reason"]
     else:
-        found = completion(client, PROMPT, max_tokens=0, echo=True, logprobs=2)
+        found = completion(api, PROMPT, max_tokens=0, echo=True, logprobs=2)
         merged = found["choices"][0]
         assert found["usage"]["completion_tokens"] == 0
     assert (merged["text"], merged["finish_reason"]) == (PROMPT, "length")
@@ -227,18 +211,18 @@ def test_a_prompt_alone(client: openai.OpenAI, native: Client, stream: bool) -> 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_every_choice_begins_with_the_echo(client: openai.OpenAI, stream: bool) -> None:
+def test_every_choice_begins_with_the_echo(api: openai.OpenAI, stream: bool) -> None:
     ask: dict[str, Any] = {
         "model": "demo", "prompt": [PROMPT, PROMPT[:30]], "n": 3, "max_tokens": 5, "seed": 2,
         "echo": True, "logprobs": 1,
     }  # fmt: skip
-    plain = client.completions.create(**{**ask, "echo": False})
+    plain = api.completions.create(**{**ask, "echo": False})
     texts, values = [""] * 6, [list[float | None]() for _ in range(6)]
     if stream:
-        answers = client.completions.create(**ask, stream=True)
+        answers = api.completions.create(**ask, stream=True)
         choices = [choice for chunk in answers for choice in chunk.choices]
     else:
-        choices = client.completions.create(**ask).choices
+        choices = api.completions.create(**ask).choices
     for choice in choices:
         texts[choice.index] += choice.text
         if choice.logprobs is not None:
@@ -255,25 +239,25 @@ def test_every_choice_begins_with_the_echo(client: openai.OpenAI, stream: bool) 
         assert None not in values[index][1:]
 
 
-def test_an_echo_without_log_probabilities(client: openai.OpenAI) -> None:
-    found = completion(client, "hello", model="counting", echo=True, max_tokens=2, seed=1)
+def test_an_echo_without_log_probabilities(api: openai.OpenAI) -> None:
+    found = completion(api, "hello", model="counting", echo=True, max_tokens=2, seed=1)
     assert found["choices"][0]["text"] == "104 101 108 108 111 " + told(1, 2)
     assert found["choices"][0]["logprobs"] is None
     with pytest.raises(openai.BadRequestError, match="max_tokens"):
-        completion(client, "hello", max_tokens=0)
+        completion(api, "hello", max_tokens=0)
 
 
-def test_prompt_logprobs_as_vllm_has_them(client: openai.OpenAI, native: Client) -> None:
-    ids = native.tokenize("demo", PROMPT)
+def test_prompt_logprobs_as_vllm_has_them(api: openai.OpenAI, client: Client) -> None:
+    ids = client.tokenize("demo", PROMPT)
     expected = demo_logprobs(ids)
-    found = completion(client, PROMPT, max_tokens=1, extra={"prompt_logprobs": 2})
+    found = completion(api, PROMPT, max_tokens=1, extra={"prompt_logprobs": 2})
     entries = found["choices"][0]["prompt_logprobs"]
     assert entries[0] is None and len(entries) == len(ids)
     for number, entry in enumerate(entries[1:], 1):
         own = entry[str(ids[number])]
         assert own["logprob"] == pytest.approx(expected[number - 1][ids[number]], abs=1e-4)
         assert sorted(one["rank"] for one in entry.values() if one["rank"]) == [1, 2]
-    chat = client.chat.completions.create(
+    chat = api.chat.completions.create(
         model="counting", messages=[{"role": "user", "content": "hi"}], max_tokens=1,
         extra_body={"prompt_logprobs": 0},
     ).model_dump()  # fmt: skip

@@ -17,7 +17,7 @@ from openai import BadRequestError, OpenAI
 from mlxpool.client import Client
 from support.gateway_thread import GatewayThread
 from support.openapi_answers import faults
-from support.pool import PATIENCE, Pool
+from support.pool import Pool
 from worker.encoders.checkpoints import CASES, MAX_TOKENS, write
 
 MODELS = {"embed": "bert", "rerank": "bert, rerank", "classify": "bert, classify"}
@@ -40,12 +40,6 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 def openai(gateway: GatewayThread) -> Iterator[OpenAI]:
     with OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as openai:
         yield openai
-
-
-@pytest.fixture
-def http(gateway: GatewayThread) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=gateway.url, timeout=PATIENCE) as http:
-        yield http
 
 
 def same(found: Any, expected: Any) -> bool:

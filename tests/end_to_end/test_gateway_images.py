@@ -40,12 +40,6 @@ def wanted(pool: Pool) -> list[str]:
         return [client.detokenize("eyes", stored[f"ids_{n}"].tolist()) for n in range(2)]
 
 
-@pytest.fixture
-def client(gateway: GatewayThread) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as made:
-        yield made
-
-
 def content(number: int) -> list[Any]:
     """A prompt of seeing_models as OpenAI's parts."""
     return [
@@ -71,8 +65,8 @@ def ask(client: openai.OpenAI, model: str, parts: Any) -> str:
     return answer.choices[0].message.content or ""
 
 
-def test_openai_gives_the_answers_of_transformers(client: openai.OpenAI, wanted: list[str]) -> None:
-    assert [ask(client, "eyes", content(number)) for number in range(2)] == wanted
+def test_openai_gives_the_answers_of_transformers(api: openai.OpenAI, wanted: list[str]) -> None:
+    assert [ask(api, "eyes", content(number)) for number in range(2)] == wanted
 
 
 @pytest.fixture

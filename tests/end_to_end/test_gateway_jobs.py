@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
 from support.counting_checker import expected_ids, text_of
 from support.gateway_thread import GatewayThread
@@ -33,12 +32,6 @@ path = "builtin:counting"
 counting.fault = "segfault"
 """
 KEEPS_JOBS = True
-
-
-@pytest.fixture(scope="module")
-def http(pool: Pool) -> Iterator[httpx.Client]:
-    with GatewayThread(pool.run_dir) as gateway, http_client(gateway.url) as made:
-        yield made
 
 
 def submit(http: httpx.Client, key: str, count: int, model: str = "m", **more: Any) -> Any:

@@ -43,12 +43,6 @@ SEED: Any = {"extra_body": {"seed": 7}}
 PNG = base64.b64encode(b"\x89PNG\r\n\x1a\n" + b"x" * 40).decode()
 
 
-@pytest.fixture
-def client(url: str) -> Iterator[openai.OpenAI]:
-    with openai_client(url) as made:
-        yield made
-
-
 def told(line: str, count: int) -> str:
     return text_of(expected_ids(line, 7, count))
 
@@ -69,10 +63,10 @@ def begin(client: openai.OpenAI, text: str, count: int, model: str = "slow", **m
     )
 
 
-def test_in_the_background_and_read_later(client: openai.OpenAI, url: str) -> None:
-    made = begin(client, "later", 20, metadata={"run": "a"}, instructions="Count.")
+def test_in_the_background_and_read_later(api: openai.OpenAI, url: str) -> None:
+    made = begin(api, "later", 20, metadata={"run": "a"}, instructions="Count.")
     assert (made.status, made.background, made.output) == ("queued", True, [])
-    whole = ended(client, made.id)
+    whole = ended(api, made.id)
     assert whole.status == "incomplete" and whole.metadata == {"run": "a"}
     assert whole.output_text == told("system: Count.\nuser: later\n", 20)
     assert (whole.created_at, whole.usage.output_tokens) == (made.created_at, 20)
@@ -81,46 +75,46 @@ def test_in_the_background_and_read_later(client: openai.OpenAI, url: str) -> No
     assert not [*unknown_members(answer, {"$ref": "#/components/schemas/Response"})]
 
 
-def test_every_reading_has_the_same_events(client: openai.OpenAI) -> None:
-    live = list(begin(client, "events", 40, stream=True))
+def test_every_reading_has_the_same_events(api: openai.OpenAI) -> None:
+    live = list(begin(api, "events", 40, stream=True))
     assert [event.type for event in live[:3]] == [
         "response.created", "response.queued", "response.in_progress",
     ]  # fmt: skip
     assert [event.sequence_number for event in live] == list(range(len(live)))
     id = live[0].response.id
-    again = list(client.responses.retrieve(id, stream=True))
+    again = list(api.responses.retrieve(id, stream=True))
     assert [event.model_dump() for event in again] == [event.model_dump() for event in live]
     for after in (0, 2, 7, len(live) - 2, len(live) - 1):
-        rest = list(client.responses.retrieve(id, stream=True, starting_after=after))
+        rest = list(api.responses.retrieve(id, stream=True, starting_after=after))
         assert [e.model_dump() for e in rest] == [e.model_dump() for e in live[after + 1 :]]
     assert live[-1].type == "response.incomplete"
     assert live[-1].response.output_text == told("user: events\n", 40)
 
 
 def test_a_response_that_failed_and_went_on_loses_and_doubles_no_event(
-    client: openai.OpenAI, url: str
+    api: openai.OpenAI, url: str
 ) -> None:
     """Its model ends two workers at token 20, as a request that is poison does."""
-    first: list[Any] = list(begin(client, "cut", 40, model="cut", stream=True))
+    first: list[Any] = list(begin(api, "cut", 40, model="cut", stream=True))
     assert [event.sequence_number for event in first] == list(range(len(first)))
     assert first[-1].type == "response.failed"
     id, failed = first[0].response.id, first[-1].sequence_number
-    again = list(client.responses.retrieve(id, stream=True))
+    again = list(api.responses.retrieve(id, stream=True))
     assert [event.model_dump() for event in again] == [event.model_dump() for event in first]
-    assert not list(client.responses.retrieve(id, stream=True, starting_after=failed))
+    assert not list(api.responses.retrieve(id, stream=True, starting_after=failed))
     httpx.post(f"{url}/v1/jobs/{id}/retry", timeout=PATIENCE).raise_for_status()
-    rest: list[Any] = list(client.responses.retrieve(id, stream=True, starting_after=failed))
+    rest: list[Any] = list(api.responses.retrieve(id, stream=True, starting_after=failed))
     numbers = [event.sequence_number for event in rest]
     assert numbers == list(range(failed + 1, failed + 1 + len(rest)))
     assert rest[-1].response.output_text == told("user: cut\n", 40)
     texts = [event.delta for event in [*first, *rest] if event.type == "response.output_text.delta"]
     assert "".join(texts) == told("user: cut\n", 40)
-    whole = [event.model_dump() for event in client.responses.retrieve(id, stream=True)]
+    whole = [event.model_dump() for event in api.responses.retrieve(id, stream=True)]
     assert whole == [event.model_dump() for event in [*first[:-1], *rest]]
 
 
-def test_a_reader_that_goes_and_comes_again(client: openai.OpenAI) -> None:
-    stream = begin(client, "gone", 60, stream=True)
+def test_a_reader_that_goes_and_comes_again(api: openai.OpenAI) -> None:
+    stream = begin(api, "gone", 60, stream=True)
     events = []
     for event in stream:
         events.append(event)
@@ -129,67 +123,67 @@ def test_a_reader_that_goes_and_comes_again(client: openai.OpenAI) -> None:
     stream.close()
     id = events[0].response.id
     after = events[-1].sequence_number
-    events += list(client.responses.retrieve(id, stream=True, starting_after=after))
+    events += list(api.responses.retrieve(id, stream=True, starting_after=after))
     assert [event.sequence_number for event in events] == list(range(len(events)))
     pieces = [event.delta for event in events if event.type == "response.output_text.delta"]
     assert "".join(pieces) == told("user: gone\n", 60)
 
 
-def test_cancelled_before_its_end(client: openai.OpenAI) -> None:
-    made = begin(client, "cancel", 50, model="stuck")
-    cancelled = client.responses.cancel(made.id)
+def test_cancelled_before_its_end(api: openai.OpenAI) -> None:
+    made = begin(api, "cancel", 50, model="stuck")
+    cancelled = api.responses.cancel(made.id)
     assert cancelled.status == "cancelled"
-    assert client.responses.cancel(made.id).status == "cancelled"
-    last: Any = list(client.responses.retrieve(made.id, stream=True))[-1]
+    assert api.responses.cancel(made.id).status == "cancelled"
+    last: Any = list(api.responses.retrieve(made.id, stream=True))[-1]
     assert (last.type, last.response.status) == ("response.incomplete", "cancelled")
     with pytest.raises(openai.BadRequestError, match="is cancelled"):
-        client.responses.create(model="slow", input="go on", previous_response_id=made.id)
+        api.responses.create(model="slow", input="go on", previous_response_id=made.id)
 
 
-def test_deleted(client: openai.OpenAI) -> None:
-    made = begin(client, "delete", 50, model="stuck")
-    client.responses.delete(made.id)
-    for call in (client.responses.retrieve, client.responses.cancel, client.responses.delete):
+def test_deleted(api: openai.OpenAI) -> None:
+    made = begin(api, "delete", 50, model="stuck")
+    api.responses.delete(made.id)
+    for call in (api.responses.retrieve, api.responses.cancel, api.responses.delete):
         with pytest.raises(openai.NotFoundError, match="there is no response"):
             call(made.id)
 
 
-def test_stored_without_background_and_gone_on_from(client: openai.OpenAI) -> None:
-    first = client.responses.create(
+def test_stored_without_background_and_gone_on_from(api: openai.OpenAI) -> None:
+    first = api.responses.create(
         model="slow", input="one", max_output_tokens=4, store=True, instructions="Count.", **SEED
     )
     assert first.store is True and first.background is False
-    assert client.responses.retrieve(first.id).output_text == first.output_text
+    assert api.responses.retrieve(first.id).output_text == first.output_text
     with pytest.raises(openai.BadRequestError, match="not in the background"):
-        client.responses.cancel(first.id)
-    second = client.responses.create(
+        api.responses.cancel(first.id)
+    second = api.responses.create(
         model="slow", input="two", previous_response_id=first.id, max_output_tokens=4, **SEED
     )
     line = f"user: one\nassistant: {first.output_text}\nuser: two\n"
     assert second.output_text == told(line, 4) and second.previous_response_id == first.id
     assert second.store is False
     with pytest.raises(openai.NotFoundError, match="there is no response"):
-        client.responses.retrieve(second.id)
+        api.responses.retrieve(second.id)
 
 
-def test_input_items(client: openai.OpenAI) -> None:
+def test_input_items(api: openai.OpenAI) -> None:
     given: Any = [
         {"role": "user", "content": "one"},
         {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a": 1}'},
         {"type": "function_call_output", "call_id": "c1", "output": "done"},
         {"role": "user", "content": "two"},
     ]
-    made = client.responses.create(
+    made = api.responses.create(
         model="slow", input=given, max_output_tokens=1, store=True, instructions="x", **SEED
     )
-    found = list(client.responses.input_items.list(made.id, order="asc", limit=2))
+    found = list(api.responses.input_items.list(made.id, order="asc", limit=2))
     assert [item.type for item in found] == [
         "message", "function_call", "function_call_output", "message",
     ]  # fmt: skip
     first, call, output, last = [item.model_dump() for item in found]
     assert first["content"][0]["text"] == "one" and last["content"][0]["text"] == "two"
     assert call["arguments"] == '{"a": 1}' and output["output"] == "done"
-    newest = client.responses.input_items.list(made.id).data
+    newest = api.responses.input_items.list(made.id).data
     assert newest[0].id == found[-1].id
 
 
@@ -283,11 +277,11 @@ def nobody_waits(url: str) -> bool:
     return metric in httpx.get(f"{url}/metrics", timeout=PATIENCE).text
 
 
-def test_what_is_refused(client: openai.OpenAI, url: str) -> None:
+def test_what_is_refused(api: openai.OpenAI, url: str) -> None:
     with pytest.raises(openai.BadRequestError, match="'store': false"):
-        client.responses.create(model="slow", input="x", background=True, store=False)
+        api.responses.create(model="slow", input="x", background=True, store=False)
     with pytest.raises(openai.NotFoundError, match="there is no response 'resp_x'"):
-        client.responses.create(model="slow", input="x", previous_response_id="resp_x")
+        api.responses.create(model="slow", input="x", previous_response_id="resp_x")
     for query in ("starting_after=3", "stream=1", "stream=true&starting_after=x", "bogus=1"):
         answer = httpx.get(f"{url}/v1/responses/resp_x?{query}", timeout=PATIENCE)
         assert answer.status_code == 400, query

@@ -12,6 +12,7 @@ import httpx
 
 from support.gateway_thread import GatewayThread
 from support.pool import PATIENCE, Pool, until
+from support.secret_file import secret_file
 
 KEY = "k" * 32
 CONFIG = """
@@ -30,10 +31,8 @@ def events(stream: httpx.Response) -> Iterator[str]:
 
 def test_a_key_that_is_taken_away_ends_its_requests(pool: Pool, tmp_path: Path) -> None:
     """Its streams with an error, what has no answer yet with 401; others go on."""
-    keys = tmp_path / "keys"
-    keys.touch(0o600)
     gone, stays = "g" * 32, "s" * 32
-    keys.write_text(f"gone {gone}\nstays {stays}\nrenamed {KEY}\n")
+    keys = secret_file(tmp_path / "keys", f"gone {gone}\nstays {stays}\nrenamed {KEY}\n")
     whole = {**ENDLESS, "stream": False}
     with (
         GatewayThread(pool.run_dir, keys=keys) as running,
@@ -77,9 +76,7 @@ def test_a_key_that_is_taken_away_ends_its_requests(pool: Pool, tmp_path: Path) 
 
 
 def test_metrics_are_for_operators(pool: Pool, tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    keys.touch(0o600)
-    keys.write_text(f"alice {KEY}\nprometheus {'p' * 32} operator\n")
+    keys = secret_file(tmp_path / "keys", f"alice {KEY}\nprometheus {'p' * 32} operator\n")
     with GatewayThread(pool.run_dir, keys=keys) as running:
         told = [
             httpx.get(f"{running.url}/metrics", headers=headers, timeout=PATIENCE)
@@ -96,9 +93,7 @@ def test_metrics_are_for_operators(pool: Pool, tmp_path: Path) -> None:
 
 def test_two_keys_in_one_request_are_refused(pool: Pool, tmp_path: Path) -> None:
     """A proxy may have looked at one, and the gateway would take the other."""
-    keys = tmp_path / "keys"
-    keys.touch(0o600)
-    keys.write_text(f"{KEY}\n")
+    keys = secret_file(tmp_path / "keys", f"{KEY}\n")
     right = f"Bearer {KEY}"
     with GatewayThread(pool.run_dir, keys=keys) as running:
         for values in ((right, "Bearer other"), ("Bearer other", right), (right, right)):

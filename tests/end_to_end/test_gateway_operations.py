@@ -24,6 +24,7 @@ from support.gateway_thread import GatewayThread
 from support.openapi_answers import faults, unknown_members
 from support.openapi_answers import validator as validator_of
 from support.pool import PATIENCE, Pool, until
+from support.secret_file import secret_file
 
 KEY = "k" * 32
 SECRET = "confidential words"
@@ -40,9 +41,7 @@ ORIGIN = "https://app.example"
 
 @pytest.fixture(scope="module")
 def gateway(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayThread]:
-    keys = tmp_path_factory.mktemp("keys") / "keys"
-    keys.touch(0o600)
-    keys.write_text(f"alice {KEY} operator\n")
+    keys = secret_file(tmp_path_factory.mktemp("keys") / "keys", f"alice {KEY} operator\n")
     with GatewayThread(pool.run_dir, keys=keys, cors_origins=(ORIGIN,)) as running:
         yield running
 

@@ -52,12 +52,6 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayThread]
         yield running
 
 
-@pytest.fixture
-def client(gateway: GatewayThread) -> Iterator[openai.OpenAI]:
-    with openai_client(gateway.url) as made:
-        yield made
-
-
 def told(line: str, seed: int, count: int) -> str:
     return text_of(expected_ids(line, seed, count))
 
@@ -84,24 +78,24 @@ def test_an_answer_with_all_its_members(gateway: GatewayThread) -> None:
     assert (usage["input_tokens"], usage["output_tokens"]) == (len(prompt), 5)
 
 
-def test_cached_tokens_are_told(client: openai.OpenAI) -> None:
+def test_cached_tokens_are_told(api: openai.OpenAI) -> None:
     for cached in (False, True):
-        answer = client.responses.create(
+        answer = api.responses.create(
             model="demo-chat", input="Say: it works, and so on", temperature=0
         )
         assert answer.usage is not None
         assert (answer.usage.input_tokens_details.cached_tokens > 5) is cached
 
 
-def test_tools_in_two_rounds(client: openai.OpenAI) -> None:
-    first = client.responses.create(
+def test_tools_in_two_rounds(api: openai.OpenAI) -> None:
+    first = api.responses.create(
         model="demo-chat", input=[ASKED], tools=TOOLS, temperature=0, parallel_tool_calls=False
     )
     (call,) = first.output
     assert call.type == "function_call" and call.name == "get_weather"
     assert json.loads(call.arguments) == {"city": "Lisbon"} and first.status == "completed"
     items: Any = [ASKED, call.model_dump(), output_of(call.call_id)]
-    second = client.responses.create(model="demo-chat", input=items, tools=TOOLS, temperature=0)
+    second = api.responses.create(model="demo-chat", input=items, tools=TOOLS, temperature=0)
     assert second.output_text == SAID
 
 
@@ -117,10 +111,10 @@ def output_of(call_id: str) -> Any:
         {"type": "allowed_tools", "mode": "required", "tools": [{"name": "get_weather"}]},
     ],
 )
-def test_a_call_can_be_forced_and_strict(client: openai.OpenAI, choice: Any) -> None:
+def test_a_call_can_be_forced_and_strict(api: openai.OpenAI, choice: Any) -> None:
     other = {"type": "function", "name": "other", "parameters": CITY}
     tools: Any = [{**TOOLS[0], "strict": True}, *([other] if choice != "required" else [])]
-    answer = client.responses.create(
+    answer = api.responses.create(
         model="demo-chat",
         input="Say: hi",
         tools=tools,
@@ -133,25 +127,25 @@ def test_a_call_can_be_forced_and_strict(client: openai.OpenAI, choice: Any) -> 
     assert set(json.loads(call.arguments)) == {"city"}
 
 
-def test_the_client_parses_an_answer(client: openai.OpenAI) -> None:
+def test_the_client_parses_an_answer(api: openai.OpenAI) -> None:
     ask: Any = {
         "model": "demo-chat",
         "input": "An animal.",
         "text_format": Animal,
         "temperature": 0,
     }
-    assert isinstance(client.responses.parse(**ask).output_parsed, Animal)
-    with client.responses.stream(**ask) as stream:
+    assert isinstance(api.responses.parse(**ask).output_parsed, Animal)
+    with api.responses.stream(**ask) as stream:
         assert isinstance(stream.get_final_response().output_parsed, Animal)
-    answer = client.responses.create(
+    answer = api.responses.create(
         model="demo-chat", input="x", text={"format": {"type": "json_object"}}, max_output_tokens=50
     )
     assert answer.output_text.startswith("{")
 
 
-def test_log_probabilities(client: openai.OpenAI) -> None:
+def test_log_probabilities(api: openai.OpenAI) -> None:
     ask: Any = {"model": "counting", "input": "hi", "max_output_tokens": 3, "top_logprobs": 1}
-    answer = client.responses.create(**ask, include=["message.output_text.logprobs"])
+    answer = api.responses.create(**ask, include=["message.output_text.logprobs"])
     (item,) = answer.output
     assert item.type == "message" and item.content[0].type == "output_text"
     entries = item.content[0].logprobs or []
@@ -159,11 +153,11 @@ def test_log_probabilities(client: openai.OpenAI) -> None:
     assert entries[0].top_logprobs[0].token == entries[0].token
 
 
-def test_thoughts_are_items_of_their_own(client: openai.OpenAI) -> None:
+def test_thoughts_are_items_of_their_own(api: openai.OpenAI) -> None:
     ask: Any = {"model": "demo-chat", "input": "Who are you?", "temperature": 0}
     counts = set()
     for summary in (None, "auto"):
-        answer = client.responses.create(**ask, reasoning={"effort": "low", "summary": summary})
+        answer = api.responses.create(**ask, reasoning={"effort": "low", "summary": summary})
         thoughts, said = answer.output
         assert thoughts.type == "reasoning" and said.type == "message"
         parts: Any = thoughts.content if summary is None else thoughts.summary
@@ -173,7 +167,7 @@ def test_thoughts_are_items_of_their_own(client: openai.OpenAI) -> None:
         counts.add(answer.usage.output_tokens_details.reasoning_tokens)
         again: Any = [{"role": "user", "content": "Who are you?"}, *answer.to_dict()["output"]]
         again.append({"role": "user", "content": "Say: it works"})
-        more = client.responses.create(model="demo-chat", input=again, temperature=0)
+        more = api.responses.create(model="demo-chat", input=again, temperature=0)
         assert more.output_text == "it works"
     (count,) = counts
     assert 5 < count < 20
@@ -223,15 +217,15 @@ def test_a_worker_that_is_lost_fails_the_response(served: Served) -> None:
 # ---- the context ---------------------------------------------------------------------------------
 
 
-def test_a_conversation_that_is_too_long(client: openai.OpenAI) -> None:
+def test_a_conversation_that_is_too_long(api: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="the context is 64") as caught:
-        client.responses.create(model="small", input="x" * 100)
+        api.responses.create(model="small", input="x" * 100)
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "input")
 
 
-def test_old_items_are_left_out_with_truncation(client: openai.OpenAI) -> None:
+def test_old_items_are_left_out_with_truncation(api: openai.OpenAI) -> None:
     said: Any = [{"role": "user", "content": f"{number}" * 20} for number in range(5)]
-    answer = client.responses.create(
+    answer = api.responses.create(
         model="small", instructions="Be.", input=said, truncation="auto", extra_body={"seed": 7},
         max_output_tokens=2,
     )  # fmt: skip
@@ -241,7 +235,7 @@ def test_old_items_are_left_out_with_truncation(client: openai.OpenAI) -> None:
     assert answer.usage is not None and answer.usage.input_tokens == len(kept)
     assert answer.output_text == told(kept, 7, 2)
     with pytest.raises(openai.BadRequestError) as caught:
-        client.responses.create(model="small", input="x" * 100, truncation="auto")
+        api.responses.create(model="small", input="x" * 100, truncation="auto")
     assert caught.value.code == "context_length_exceeded"
 
 
@@ -258,23 +252,23 @@ def test_old_items_are_left_out_with_truncation(client: openai.OpenAI) -> None:
     ],
 )
 def test_what_cannot_be_is_named(
-    client: openai.OpenAI, fields: dict[str, Any], param: str, words: str
+    api: openai.OpenAI, fields: dict[str, Any], param: str, words: str
 ) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        client.responses.create(model="demo-chat", input="x", extra_body=fields)
+        api.responses.create(model="demo-chat", input="x", extra_body=fields)
     assert caught.value.param == param and words in caught.value.message
 
 
-def test_thoughts_and_images_of_a_model_without(client: openai.OpenAI) -> None:
+def test_thoughts_and_images_of_a_model_without(api: openai.OpenAI) -> None:
     effort: Any = {"effort": "low"}  # which programs send to every model
-    client.responses.create(model="counting", input="x", reasoning=effort, max_output_tokens=1)
+    api.responses.create(model="counting", input="x", reasoning=effort, max_output_tokens=1)
     url = f"data:image/png;base64,{base64.b64encode(b'x').decode()}"
     part = {"type": "input_image", "image_url": url, "detail": "auto"}
     item: Any = {"role": "user", "content": [part]}
     with pytest.raises(openai.BadRequestError, match="image"):
-        client.responses.create(model="counting", input=[item])
+        api.responses.create(model="counting", input=[item])
     with pytest.raises(openai.NotFoundError):
-        client.responses.create(model="nobody", input="x")
+        api.responses.create(model="nobody", input="x")
     with pytest.raises(openai.InternalServerError, match="nothing is kept") as refused:
-        client.responses.retrieve("resp_1")
+        api.responses.retrieve("resp_1")
     assert refused.value.status_code == 501

@@ -81,36 +81,30 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayThread]
         yield running
 
 
-@pytest.fixture
-def client(gateway: GatewayThread) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as made:
-        yield made
-
-
 def chat(client: openai.OpenAI, **fields: Any) -> str:
     answer = client.chat.completions.create(model="demo", messages=HI, seed=3, **fields)
     assert answer.choices[0].finish_reason == "stop"
     return answer.choices[0].message.content or ""
 
 
-def test_openais_client_parses_an_answer(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.parse(
+def test_openais_client_parses_an_answer(api: openai.OpenAI) -> None:
+    answer = api.chat.completions.parse(
         model="demo", messages=HI, response_format=Person, seed=5, max_tokens=200
     )
     assert isinstance(answer.choices[0].message.parsed, Person)
 
 
-def test_openais_client_parses_a_stream(client: openai.OpenAI) -> None:
-    with client.chat.completions.stream(
+def test_openais_client_parses_a_stream(api: openai.OpenAI) -> None:
+    with api.chat.completions.stream(
         model="demo", messages=HI, response_format=Person, seed=6, max_tokens=200
     ) as stream:
         final = stream.get_final_completion()
     assert isinstance(final.choices[0].message.parsed, Person)
 
 
-def test_json_object_and_text(client: openai.OpenAI) -> None:
-    assert chat(client, response_format={"type": "json_object"}, logit_bias=END) == "{}"
-    client.chat.completions.create(
+def test_json_object_and_text(api: openai.OpenAI) -> None:
+    assert chat(api, response_format={"type": "json_object"}, logit_bias=END) == "{}"
+    api.chat.completions.create(
         model="demo", messages=HI, response_format={"type": "text"}, max_tokens=2
     )
 
@@ -129,9 +123,9 @@ def test_json_object_and_text(client: openai.OpenAI) -> None:
         ({"guided_grammar": 'start: "a" | "b"'}, "a|b"),
     ],
 )
-def test_fields_of_vllm(client: openai.OpenAI, extra: dict[str, Any], pattern: str) -> None:
-    assert re.fullmatch(pattern, chat(client, extra_body=extra, logit_bias=END))
-    answer = client.completions.create(
+def test_fields_of_vllm(api: openai.OpenAI, extra: dict[str, Any], pattern: str) -> None:
+    assert re.fullmatch(pattern, chat(api, extra_body=extra, logit_bias=END))
+    answer = api.completions.create(
         model="demo", prompt="x = ", extra_body=extra, max_tokens=9, logit_bias={**END}
     )
     assert re.fullmatch(pattern, answer.choices[0].text)
@@ -148,10 +142,10 @@ def test_fields_of_vllm(client: openai.OpenAI, extra: dict[str, Any], pattern: s
     ],
 )
 def test_what_cannot_be_is_named(
-    client: openai.OpenAI, fields: dict[str, Any], param: str | None, words: str
+    api: openai.OpenAI, fields: dict[str, Any], param: str | None, words: str
 ) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(model="demo", messages=HI, extra_body=fields)
+        api.chat.completions.create(model="demo", messages=HI, extra_body=fields)
     assert caught.value.param == param and words in caught.value.message
 
 
@@ -168,11 +162,11 @@ def test_ollamas_client_with_a_schema(gateway: GatewayThread) -> None:
 
 
 @pytest.mark.parametrize("model", ["hermes", "llama", "glm", "xml", "mistral", "demo-chat"])
-def test_a_call_can_be_forced(client: openai.OpenAI, model: str) -> None:
+def test_a_call_can_be_forced(api: openai.OpenAI, model: str) -> None:
     named = {"type": "function", "function": {"name": "hotel"}}
     cases: Any = (("required", {"weather", "hotel"}), (named, {"hotel"}))
     for choice, names in cases:
-        answer = client.chat.completions.create(
+        answer = api.chat.completions.create(
             model=model, messages=HI, tools=TOOLS, tool_choice=choice, seed=3
         )
         assert answer.choices[0].finish_reason == "tool_calls"
@@ -195,16 +189,16 @@ def test_a_call_can_be_forced(client: openai.OpenAI, model: str) -> None:
     ],
 )
 def test_a_call_that_cannot_be_forced(
-    client: openai.OpenAI, model: str, choice: Any, param: str
+    api: openai.OpenAI, model: str, choice: Any, param: str
 ) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(
+        api.chat.completions.create(
             model=model, messages=HI, tools=TOOLS, tool_choice=choice, seed=3
         )
     assert caught.value.param == param
 
 
-def test_strict_calls_are_left_to_the_model(client: openai.OpenAI) -> None:
+def test_strict_calls_are_left_to_the_model(api: openai.OpenAI) -> None:
     """It answers with a call, whose arguments follow the schema, or with text."""
     cities = ["Lisbon", "Rome"]
     parameters = {
@@ -217,7 +211,7 @@ def test_strict_calls_are_left_to_the_model(client: openai.OpenAI) -> None:
     tools: Any = [{"type": "function", "function": function}]
 
     def ask(words: str) -> Any:
-        return client.chat.completions.create(
+        return api.chat.completions.create(
             model="demo-chat",
             messages=[{"role": "user", "content": words}],
             tools=tools,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -29,12 +28,6 @@ kv = "int8"
 path = "builtin:demo"
 """
 ASKED: GenerateOptions = {"max_tokens": 60, "seed": 5, "temperature": 0.8, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def client(pool: Pool) -> Iterator[Client]:
-    with pool.client() as connected:
-        yield connected
 
 
 def test_a_stream_goes_on_with_the_same_ids(pool: Pool, client: Client) -> None:

@@ -23,6 +23,7 @@ from mlxpool.common.errors import BadRequest, Damaged
 from support.counting_checker import expected_ids, text_of
 from support.disk_shim import ShimmedDisk
 from support.pool import PATIENCE, Pool, until
+from support.secret_file import secret_file
 from support.web_receiver import OK, receiver
 
 CONFIG = """\
@@ -274,9 +275,7 @@ SECRET = base64.b64encode(bytes(range(32))).decode()
 
 
 def test_a_notice_is_signed_and_outlives_the_broker(tmp_path: Path) -> None:
-    secret = tmp_path / "secret"
-    secret.touch(0o600)
-    secret.write_text(f"whsec_{SECRET}\n")
+    secret = secret_file(tmp_path / "secret", f"whsec_{SECRET}\n")
     well = threading.Event()
 
     def serve(connection: socket.socket, request: bytes) -> None:
@@ -320,9 +319,7 @@ def test_a_notice_is_signed_and_outlives_the_broker(tmp_path: Path) -> None:
 
 
 def test_a_wrong_secret_is_told_at_the_start(tmp_path: Path) -> None:
-    secret = tmp_path / "secret"
-    secret.touch(0o600)
-    secret.write_text("whsec_short\n")
+    secret = secret_file(tmp_path / "secret", "whsec_short\n")
     pool = make_pool(tmp_path, f'job_notify_secret = "{secret}"')
     try:
         started = pool.cli(

@@ -12,6 +12,7 @@ import pytest
 from mlxpool.common.errors import DuplicateId, UnknownModel
 from support.chromium import Chromium
 from support.pool import PATIENCE, Pool, until
+from support.secret_file import secret_file
 
 TOKEN = "operators-only-" + 2 * "0123456789abcdef"
 CONFIG = """
@@ -33,9 +34,7 @@ HOSTILE = "<b>key</b>"
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     """A pool with a job that is done, one that is dead, one that runs and one that waits."""
     folder = tmp_path_factory.mktemp("pool")
-    token = folder / "status.token"
-    token.touch(0o600)
-    token.write_text(TOKEN)
+    token = secret_file(folder / "status.token", TOKEN)
     config = CONFIG.format(token=f'metrics_admin_token = "{token}"')
     state = ("--state-dir", str(folder / "jobs"))
     with Pool(folder, config, arguments=state) as running, running.client() as client:

@@ -14,6 +14,7 @@ from mlxpool.gateway.settings import Broker
 from support.gateway_thread import GatewayThread
 from support.http_owners import ALICE, BOB, http_client, keys_file
 from support.pool import PATIENCE, until
+from support.secret_file import secret_file
 from support.secure_pool import COUNTING_MODEL, SecurePool
 
 ENDLESS: Any = {"max_tokens": 10**6}
@@ -109,9 +110,7 @@ def test_keys_of_http_are_owners_of_the_pool(secure: SecurePool, tmp_path: Path)
 def test_a_gateway_over_tcp_names_owners_if_both_sides_say_so(
     secure: SecurePool, tmp_path: Path
 ) -> None:
-    keys = tmp_path / "keys"
-    keys.touch(0o600)
-    keys.write_text(f"carol {ALICE}\n")
+    keys = secret_file(tmp_path / "keys", f"carol {ALICE}\n")
     asked: dict[str, Any] = {"model": "counting", "prompt": "x", "max_tokens": 1}
     headers = {"authorization": f"Bearer {ALICE}"}
 

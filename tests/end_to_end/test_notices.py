@@ -24,6 +24,7 @@ from mlxpool.common.errors import BadRequest
 from support.gateway_thread import GatewayThread
 from support.http_owners import openai_client
 from support.pool import Pool, until
+from support.secret_file import secret_file
 from support.web_receiver import OK, receiver
 
 CONFIG = """\
@@ -88,9 +89,7 @@ def hooks_of(folder: Path) -> Iterator[Hooks]:
         path = request.split(b" ", 2)[1].decode()
         connection.sendall(REFUSED if path in box[0].refusing else OK)
 
-    secret = folder / "secret"
-    secret.touch(0o600)
-    secret.write_text(secret_text(b"a"))
+    secret = secret_file(folder / "secret", secret_text(b"a"))
     with receiver(serve) as (port, requests):
         box.append(Hooks(port, requests, secret))
         yield box[0]
@@ -221,15 +220,11 @@ def test_a_notice_outlives_brokers_and_is_signed_with_the_secret_of_its_try(
             client.submit_batch(LINES, "m", key="b", notify=f"{hooks.url}/b", max_tokens=2)
         until(lambda: hooks.at("/b"), "it was refused")
         pool.kill()
-        other = tmp_path / "other"
-        other.touch(0o600)
-        other.write_text(secret_text(b"b"))
+        other = secret_file(tmp_path / "other", secret_text(b"b"))
         pool.config.write_text(pool.config.read_text().replace(str(hooks.secret), str(other)))
         pool.start()
         until(lambda: "b" in signers(hooks.at("/b")), "the next broker tries it")
-        third = tmp_path / "third"
-        third.touch(0o600)
-        third.write_text(secret_text(b"c"))
+        third = secret_file(tmp_path / "third", secret_text(b"c"))
         pool.config.write_text(pool.config.read_text().replace(str(other), str(third)))
         pool.ask("reload")
         # A try that was signed before the reload may come after it.

@@ -12,7 +12,7 @@ from mlxpool.common.closing import Closing
 from support.counting_checker import expected_ids
 from support.pool import PATIENCE, Pool, until
 
-MODEL = """
+CONFIG = """
 [models.counting]
 path = "builtin:counting"
 sequences = 3
@@ -54,12 +54,6 @@ class Reader(Closing):
     def close(self) -> None:
         self._stream.close()
         self._thread.join()
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    with Pool(tmp_path_factory.mktemp("pool"), MODEL) as made:
-        yield made
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from support.core_harness import Story
 from support.core_harness import model as counting
 from support.free_ports import free_port
 from support.pool import PATIENCE, Pool, until
+from support.secret_file import secret_file
 from support.web_loop import Loop
 
 HOSTILE = "<img src=x onerror=document.title=1>\u2028<b>bold</b>"
@@ -249,9 +250,7 @@ def test_on_a_phone_a_worker_that_ended_shows_how(browser: Chromium, pool: Pool)
 
 
 def test_an_operator_cancels_a_request_and_reads_a_log(browser: Chromium, tmp_path: Path) -> None:
-    token = tmp_path / "status.token"
-    token.write_text(f"{TOKEN}\n")
-    token.chmod(0o600)
+    token = secret_file(tmp_path / "status.token", f"{TOKEN}\n")
     setting = f'metrics_admin_token = "{token}"'
     config = CONFIG.format(port=0).replace("[models.slow]", f"{setting}\n[models.slow]")
     with Pool(tmp_path, config) as pool, reader(pool, "slow"), reader(pool, "slow"):

@@ -24,6 +24,7 @@ from support.counting_checker import expected_ids, text_of
 from support.free_ports import free_port
 from support.gateway_thread import GatewayThread
 from support.pool import PATIENCE, Pool, gone, until
+from support.secret_file import secret_file
 
 CONFIG = """
 [pool]
@@ -259,9 +260,7 @@ def test_a_stopped_gateway_of_an_earlier_broker_does_not_keep_the_address(tmp_pa
 
 
 def test_a_reload_reads_the_bearer_keys_again(tmp_path: Path) -> None:
-    keys = tmp_path / "http.keys"
-    keys.touch(0o600)
-    keys.write_text(f"{KEY}\n")
+    keys = secret_file(tmp_path / "http.keys", f"{KEY}\n")
     with Pool(tmp_path, settings("0.0.0.0:0", f'http_keys = "{keys}"')) as pool:
         url = pool.gateway(state="ready")["url"].replace("0.0.0.0", "127.0.0.1")
         assert complete(url).status_code == 401

@@ -9,6 +9,7 @@ import pytest
 
 from mlxpool.gateway.auth import ApiKeys, is_local_host
 from mlxpool.gateway.settings import Settings
+from support.secret_file import secret_file
 
 KEY, OTHER = "k" * 32, "o" * 32
 
@@ -20,9 +21,7 @@ def named(keys: ApiKeys, key: str) -> str | None:
 
 
 def test_a_key_has_the_name_of_its_line_or_digits_of_its_digest(tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.touch(0o600)
-    file.write_text(f"# comment\n\nalice@example.com {KEY}\n{OTHER}\n")
+    file = secret_file(tmp_path / "keys", f"# comment\n\nalice@example.com {KEY}\n{OTHER}\n")
     keys = ApiKeys(file)
     assert named(keys, KEY) == "alice@example.com"
     assert named(keys, OTHER) == f"sha256:{hashlib.sha256(OTHER.encode()).hexdigest()[:32]}"
@@ -42,18 +41,14 @@ def test_a_key_has_the_name_of_its_line_or_digits_of_its_digest(tmp_path: Path) 
     ],
 )
 def test_a_line_that_is_none(tmp_path: Path, line: str, words: str) -> None:
-    file = tmp_path / "keys"
-    file.touch(0o600)
-    file.write_text(line)
+    file = secret_file(tmp_path / "keys", line)
     with pytest.raises(ValueError, match=words) as caught:
         ApiKeys(file)
     assert KEY not in str(caught.value)
 
 
 def test_a_broken_file_changes_nothing(tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.touch(0o600)
-    file.write_text(KEY)
+    file = secret_file(tmp_path / "keys", KEY)
     keys = ApiKeys(file)
     for text, known in ((OTHER, OTHER), ("short", OTHER), (KEY, KEY)):
         file.write_text(text)
@@ -125,9 +120,7 @@ def test_keys_that_others_can_reach_are_refused(tmp_path: Path, mode: int) -> No
 
 
 def test_an_operator_is_named_in_the_file(tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.touch(0o600)
-    file.write_text(f"prometheus {KEY} operator\nalice {OTHER}\n")
+    file = secret_file(tmp_path / "keys", f"prometheus {KEY} operator\nalice {OTHER}\n")
     keys = ApiKeys(file)
     operators = [keys.owner(f"Bearer {key}") for key in (KEY, OTHER)]
     assert [one and one.operator for one in operators] == [True, False]

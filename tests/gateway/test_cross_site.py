@@ -11,6 +11,7 @@ from mlxpool.gateway.route_spec import RouteSpec
 from mlxpool.gateway.route_table import NOT_BUILT, ROUTES
 from support.gateway_thread import GatewayThread
 from support.pool import PATIENCE
+from support.secret_file import secret_file
 
 PAGE = "https://evil.example"
 ALLOWED = "https://app.example"
@@ -37,9 +38,7 @@ def open_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Cli
 def with_keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     """With keys, and pages of an origin that may use it."""
     folder = tmp_path_factory.mktemp("keys")
-    keys = folder / "keys"
-    keys.write_text(f"alice {KEY}\n")
-    keys.chmod(0o600)
+    keys = secret_file(folder / "keys", f"alice {KEY}\n")
     options = {"keys": keys, "cors_origins": (ALLOWED,), "broker_grace": 0.2}
     with (
         GatewayThread(folder, **options) as running,

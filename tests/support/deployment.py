@@ -17,6 +17,7 @@ import yaml
 
 from support.free_ports import free_ports
 from support.pool import PATIENCE
+from support.secret_file import secret_file
 
 PORTS = ("7200", "7201", "11434", "9464")
 MLXPOOL = (sys.executable, "-m", "mlxpool.cli.main")
@@ -43,9 +44,7 @@ def make_keys(folder: Path, roles: Mapping[str, str], bearer: str) -> dict[str, 
         made[name] = str(json.loads(done.stdout)["public"])
         if role == "server":
             (folder / f"{name}.pub").write_text(made[name])
-    bearers = folder / "http.keys"
-    bearers.touch(0o600)
-    bearers.write_text(bearer)
+    secret_file(folder / "http.keys", bearer)
     return made
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import zmq
 
-from mlxpool.client import AsyncClient, Client, Pace
+from mlxpool.client import AsyncClient, Client, Pace, Stream
 from mlxpool.common.protocol import frames
 from mlxpool.common.protocol.frames import Header, Message
 from mlxpool.common.protocol.token_ids import pack_ids
@@ -106,6 +106,13 @@ class FakeBroker:
         assert request is not None
         self.accepted(request)
         return request
+
+    def stream_of(self, client: Client, prompt: str = "a", **options: Any) -> tuple[Stream, bytes]:
+        """A stream that the client has begun and this broker, opened if need be, accepts."""
+        stream = client.stream("m", prompt, **options)
+        if self.socket is None:
+            self.open()
+        return stream, self.accept()
 
     def accepted(self, request: bytes, seed: int = 1, attempt: int | None = None) -> None:
         body = {"boot": self.boot, "link": self.number, "queue_position": 0, "seed": seed}

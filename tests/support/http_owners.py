@@ -8,15 +8,14 @@ import httpx
 import openai
 
 from support.pool import PATIENCE
+from support.secret_file import secret_file
 
 ALICE, BOB = "a-key-of-alice-0123456789", "a-key-of-bob-0123456789ab"
 
 
 def keys_file(folder: Path) -> Path:
     """A file of keys in a folder, with those of alice and bob."""
-    file = folder / "keys"
-    file.touch(0o600)
-    file.write_text(f"alice {ALICE}\nbob {BOB}\n")
+    file = secret_file(folder / "keys", f"alice {ALICE}\nbob {BOB}\n")
     return file
 
 

@@ -67,9 +67,8 @@ class Relay(Closing):
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         self.endpoint = f"tcp://127.0.0.1:{self.port}"
-        self.accepted = 0  # connections so far, refused ones not counted
         self._pipes: list[Pipe] = []
-        self._frozen = self._refuse = self._closing = False
+        self._frozen = self._closing = False
         self._delay = self._rate = 0.0
         self._wake, self._wake_end = socket.socketpair()
         self._wake.setblocking(False)
@@ -98,15 +97,6 @@ class Relay(Closing):
     def drip(self, bytes_per_second: float) -> None:
         """Limit the rate of each direction; 0: no limit."""
         self._do(lambda: setattr(self, "_rate", bytes_per_second))
-
-    def refuse(self, on: bool) -> None:
-        """Reset new connections at once."""
-        self._do(lambda: setattr(self, "_refuse", on))
-
-    @property
-    def connections(self) -> int:
-        """The number of open connections."""
-        return len(self._pipes) // 2
 
     def close(self) -> None:
         """Reset everything and end the thread."""
@@ -175,9 +165,6 @@ class Relay(Closing):
             inner, _ = self._listener.accept()
         except BlockingIOError:
             return
-        if self._refuse:
-            _reset(inner)
-            return
         try:
             outer = self._connect()
         except OSError:  # no listener at the target
@@ -185,7 +172,6 @@ class Relay(Closing):
             return
         for each in (inner, outer):
             each.setblocking(False)
-        self.accepted += 1
         self._pipes += [Pipe(inner, outer), Pipe(outer, inner)]
 
     def _connect(self) -> socket.socket:
