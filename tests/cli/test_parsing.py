@@ -445,11 +445,6 @@ def test_a_table_is_as_wide_as_its_cells() -> None:
     assert formatting.table([("A", "BB"), ("xxx", "y")]) == ["A    BB", "xxx  y"]
 
 
-def test_every_command_is_documented() -> None:
-    actions = [a for a in cli.parser()._actions if isinstance(a, argparse._SubParsersAction)]
-    assert {c.dest for c in actions[0]._choices_actions} == set(actions[0].choices)
-
-
 def test_every_command_is_found_in_its_module() -> None:
     """The parser of one module's commands and the parser of all know each command."""
     whole = next(a for a in cli.parser()._actions if isinstance(a, argparse._SubParsersAction))

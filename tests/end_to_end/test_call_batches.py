@@ -123,14 +123,6 @@ def test_every_kind_of_call_is_a_job(client: Client) -> None:
 def test_what_cannot_be_a_job_is_refused_by_name(client: Client) -> None:
     with pytest.raises(BadRequest, match="does not embed: it generates text"):
         client.submit_call("embed", "counting", inputs=["a"])
-    with pytest.raises(BadRequest, match="does not rerank: it is a model for embed"):
-        client.submit_call("rerank", "embed", query="q", documents=["a"])
-    with pytest.raises(BadRequest, match="kind must be one of"):
-        client.submit_call("tokenize", "embed", inputs=["a"])
-    with pytest.raises(BadRequest, match="kind must be one of embed"):
-        client.submit_call("generate", "counting", prompt="a")
-    with pytest.raises(BadRequest, match="1 to 256 texts"):
-        client.submit_call("embed", "embed", inputs=["a"] * 257)
     client.submit_call("embed", "embed", key="long", inputs=["fox " * 4 * MAX_TOKENS])
     with pytest.raises(ContextExceeded, match=f"at most {MAX_TOKENS}"):
         client.fetch("long").read()

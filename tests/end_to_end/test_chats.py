@@ -90,11 +90,3 @@ def test_the_template_process_ends_with_its_worker(pool: Pool, client: Client) -
 def test_a_model_with_a_bad_tokenizer_is_not_loaded(client: Client, name: str, words: str) -> None:
     with pytest.raises(ModelLoadFailed, match=words):
         client.generate(name, "x", max_tokens=1)
-
-
-def test_a_seed_beyond_64_bits_names_value_and_bound(client: Client) -> None:
-    with pytest.raises(
-        BadRequest, match=f"options.seed is {2**64}, an integer has at most 64 bits"
-    ):
-        client.generate("tools", "x", seed=2**64)
-    assert client.generate("tools", "x", seed=2**64 - 1, max_tokens=1).seed == 2**64 - 1

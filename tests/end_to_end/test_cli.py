@@ -84,8 +84,6 @@ def test_cancel_by_id(pool: Pool) -> None:
         assert stream.read().reason == "cancelled"
     assert pool.cli("cancel", "00" * 16).returncode == 1
     assert pool.cli("cancel", "00" * 4).returncode == 2  # no live request begins so
-    bad = pool.cli("cancel", "xyz")
-    assert bad.returncode == 2 and "hexadecimal" in bad.stderr
 
 
 def test_cancel_by_a_unique_prefix(pool: Pool) -> None:
@@ -105,47 +103,16 @@ def test_load_and_unload(pool: Pool) -> None:
     assert pool.cli("load", "nothing").returncode == 1
 
 
-def test_exit_codes(pool: Pool, tmp_path: Path) -> None:
-    assert cli(pool, "run", "no-such-model", "x").returncode == 1
-    assert cli(pool, "run", "counting", "x", "--temperature", "-1").returncode == 2
-    assert cli(pool, "run", "counting", "x", "--no-such-flag").returncode == 2
-    nobody = pool.cli("--run-dir", str(tmp_path), "ps")
-    assert nobody.returncode == 3 and str(tmp_path) in nobody.stderr
-    open_to_all = tmp_path / "open"
-    open_to_all.mkdir()
-    open_to_all.chmod(0o777)
-    refused = cli(pool, "--run-dir", str(open_to_all), "serve")
-    assert refused.returncode == 2 and "has the mode 0777" in refused.stderr
-    assert cli(pool, "serve", "--config", str(tmp_path / "none.toml")).returncode == 2
-
-
 def test_an_error_as_json(pool: Pool) -> None:
     done = cli(pool, "run", "no-such-model", "x", "--json")
+    assert done.returncode == 1
     assert json.loads(done.stdout)["error"]["code"] == "unknown_model"
 
 
-def test_version_and_help(pool: Pool) -> None:
-    for words in ("--version", "-V", "version"):
-        assert cli(pool, words).stdout == f"mlxpool {version('mlxpool')}\n"
+def test_the_package_is_the_command(pool: Pool) -> None:
     module = [sys.executable, "-m", "mlxpool", "version"]
-    assert subprocess.check_output(module, text=True) == cli(pool, "version").stdout
-    text = cli(pool, "--help").stdout
-    for command in ("serve", "run", "ps", "stats", "models", "cancel", "exit codes"):
-        assert command in text
-
-
-def test_the_environment_names_the_run_directory(pool: Pool) -> None:
-    pool.environment["MLXPOOL_RUN_DIR"] = str(pool.run_dir)
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "mlxpool.cli.main", "ps", "--json"],
-            capture_output=True,
-            text=True,
-            env=pool.environment,
-        )
-    finally:
-        del pool.environment["MLXPOOL_RUN_DIR"]
-    assert json.loads(done.stdout)["broker"]["run_dir"] == str(pool.run_dir)
+    told = f"mlxpool {version('mlxpool')}\n"
+    assert subprocess.check_output(module, text=True) == cli(pool, "version").stdout == told
 
 
 def test_models_from_a_folder_and_from_flags(tmp_path: Path) -> None:

@@ -202,26 +202,9 @@ def test_another_content_type(http: httpx.Client) -> None:
     refused(response, 415, "unsupported_media_type")
 
 
-@pytest.mark.parametrize(
-    ("change", "param", "code"),
-    [
-        ({"temprature": 1}, "temprature", "unknown_parameter"),
-        ({"min_tokens": 5}, "min_tokens", "unsupported_parameter"),
-        ({"max_tokens": 0}, "max_tokens", "bad_request"),
-        (
-            {"chat_template_kwargs": {"enable_thinking": True}},
-            "chat_template_kwargs.enable_thinking",
-            None,
-        ),
-    ],
-)
-def test_an_unsupported_field_is_named(
-    http: httpx.Client, change: dict[str, Any], param: str | None, code: str | None
-) -> None:
-    response = http.post("/v1/chat/completions", json={**CHAT, **change})
-    error = response.json()["error"]
-    assert (response.status_code, error["param"]) == (400, param), error
-    assert code in (None, error["code"])
+def test_an_unsupported_field_is_named(http: httpx.Client) -> None:
+    response = http.post("/v1/chat/completions", json={**CHAT, "temprature": 1})
+    assert refused(response, 400, "unknown_parameter")["param"] == "temprature"
     assert response.headers["x-should-retry"] == "false"
 
 
