@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,11 +23,11 @@ COLUMNS = 192
 
 def packed(rows: int, bits: int, group: int = 32) -> QuantisedWeight:
     numbers = mx.random.normal((rows, COLUMNS), key=mx.random.key(rows + bits)) + 0.3
-    arrays = mx.quantize(numbers, group_size=group, bits=bits)
-    return QuantisedWeight(*arrays, None, QuantLayout("affine", bits, group))
+    weight, scales, biases = mx.quantize(numbers, group_size=group, bits=bits)
+    return QuantisedWeight(weight, scales, biases, None, QuantLayout("affine", bits, group))
 
 
-def expected(x: mx.array, weights: Sequence[QuantisedWeight]) -> np.ndarray:
+def expected(x: Any, weights: Sequence[QuantisedWeight]) -> np.ndarray:
     dense = np.concatenate([np.array(one.dequantised()) for one in weights])
     return np.array(x, dtype=np.float64) @ dense.astype(np.float64).T
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -19,10 +21,11 @@ pytestmark = pytest.mark.skipif(device.on_gpu(), reason="weights lie by columns 
 def quantised(rows: int, bits: int, group: int, mode: str = "affine") -> QuantisedWeight:
     weight = mx.random.normal((rows, 256), key=mx.random.key(bits * group))
     arrays = mx.quantize(weight, group_size=group, bits=bits, mode=mode)
-    return QuantisedWeight(*arrays, *[None] * (4 - len(arrays)), QuantLayout(mode, bits, group))
+    biases = arrays[2] if len(arrays) > 2 else None
+    return QuantisedWeight(arrays[0], arrays[1], biases, None, QuantLayout(mode, bits, group))
 
 
-def bits_of(array: mx.array) -> np.ndarray:
+def bits_of(array: Any) -> np.ndarray:
     return np.array(array).view(np.uint32)
 
 
@@ -66,6 +69,6 @@ def test_weights_of_other_layouts_and_dtypes() -> None:
         assert np.array_equal(bits_of(to_column_major([weight], mx.float32)), expected)
     weight = quantised(40, 4, 32)
     for dtype in (mx.bfloat16, mx.float16):
-        expected = weight.dequantised(dtype)
-        assert mx.array_equal(dense(weight, dtype), expected).item()
-        assert mx.array_equal(to_column_major([weight], dtype), expected).item()
+        same = weight.dequantised(dtype)
+        assert mx.array_equal(dense(weight, dtype), same).item()
+        assert mx.array_equal(to_column_major([weight], dtype), same).item()

@@ -228,7 +228,7 @@ def test_the_intake_uses_the_time_after_a_while_without_requests(
     config = WorkerConfig(
         f"ipc://{tmp_path}/back", "m/0", TOKEN, "m", ModelConfig(path="builtin:counting")
     )
-    edge, rests = build(config), list[float]()
+    edge, rests, now = build(config), list[float](), 0.0
     monkeypatch.setattr(edge.intake, "rest", lambda: rests.append(now))
     key = id_of(1), 1
     try:

@@ -129,8 +129,9 @@ def test_without_a_gpu_the_vocabulary_waits_for_a_rest(
         def start(self) -> None:
             steps.append("start")
 
-    given: Any = [None] * 4
-    intake = Intake(*given, lambda *_: Started())  # type: ignore[arg-type,return-value]
+    none: Any = None
+    make: Any = lambda *_: Started()  # noqa: E731
+    intake = Intake(none, none, none, none, make)
     intake.opened(opened)
     assert steps == ["start", *(["load"] if gpus or platform == "darwin" else [])]
     steps.clear()

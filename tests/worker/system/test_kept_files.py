@@ -33,10 +33,12 @@ def test_a_file_is_read_for_its_kind_and_key_alone(caplog: pytest.LogCaptureFixt
 def test_a_broken_file_is_logged_and_removed(size: int, caplog: pytest.LogCaptureFixture) -> None:
     kept = KeptFile("times", KEY)
     kept.write(b"12345")
-    kept.path.write_bytes(kept.path.read_bytes()[:size] + b"x")
+    path = kept.path
+    assert path is not None
+    path.write_bytes(path.read_bytes()[:size] + b"x")
     with caplog.at_level(logging.WARNING):
         assert kept.read() is None
-    assert str(kept.path) in str(caplog.records[0].__dict__["file"]) and not kept.path.exists()
+    assert str(path) in str(caplog.records[0].__dict__["file"]) and not path.exists()
     kept.write(b"6")
     assert kept.read() == b"6"
 
@@ -44,6 +46,7 @@ def test_a_broken_file_is_logged_and_removed(size: int, caplog: pytest.LogCaptur
 def test_a_file_under_the_name_of_another_key_is_not_read() -> None:
     one, other = KeptFile("times", KEY), KeptFile("times", {})
     one.write(b"1")
+    assert one.path is not None and other.path is not None
     one.path.rename(other.path)
     assert other.read() is None
 

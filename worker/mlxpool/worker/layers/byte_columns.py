@@ -105,7 +105,8 @@ def byte_columns(weights: Sequence[QuantisedWeight]) -> ByteColumns | None:
 def _biases_of_centred(weight: QuantisedWeight) -> mx.array:
     """Biases [out, groups] for numbers from which half of their range is subtracted."""
     assert weight.biases is not None  # as mode affine has them
-    return weight.biases + 2 ** (weight.layout.bits - 1) * weight.scales
+    biases: mx.array = weight.biases + 2 ** (weight.layout.bits - 1) * weight.scales
+    return biases
 
 
 def _blocks(out: int) -> int:

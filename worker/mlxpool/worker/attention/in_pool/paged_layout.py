@@ -238,8 +238,8 @@ def _joined(
         every = first.states, second.states
         states = _reordered(spans, [*decoding, *others], range(len(spans)), every, lines=False)
     if first.drawn is not None:
-        every = (first.drawn,) if second.drawn is None else (first.drawn, second.drawn)
-        drawn = _reordered(spans, order, drawing, every, lines=True)
+        parts = (first.drawn,) if second.drawn is None else (first.drawn, second.drawn)
+        drawn = _reordered(spans, order, drawing, parts, lines=True)
     done = mx.depends([logits], [second.logits])[0]  # it ends both passes
     return PassOutput(done, second.hidden, states, drawn)
 
