@@ -19,7 +19,7 @@ from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
 from mlxpool.common.options import Options  # noqa: E402
 from mlxpool.worker import versions  # noqa: E402
 from mlxpool.worker.attention import layout_choice  # noqa: E402
-from mlxpool.worker.attention.in_pool.paged_layout import PagedLayout  # noqa: E402
+from mlxpool.worker.attention.in_pool import paged_layout  # noqa: E402
 from mlxpool.worker.attention.row_shape import RowShape  # noqa: E402
 from mlxpool.worker.caches.specs import KeyValueSpec  # noqa: E402
 from mlxpool.worker.compute.model_source import open_source  # noqa: E402
@@ -239,7 +239,7 @@ def test_a_model_of_images_has_memory_for_rows_that_operations_read(
 ) -> None:
     """Kernels read a pool's integers, but not in passes with images."""
     monkeypatch.setattr(
-        PagedLayout, "_ragged_runner", lambda *_: SimpleNamespace(kinds=ComputedKinds())
+        paged_layout, "RaggedRunner", lambda *_, **__: SimpleNamespace(kinds=ComputedKinds())
     )
     shape = RowShape((KeyValueSpec(2, 64, 64),) * 2, mx.bfloat16, 3000, keeps_all=True, kv="int8")
     model, found = models["llama"].model, {}
