@@ -10,7 +10,8 @@ IDLE = MemoryUse(weights=1000, kv=100, kv_free=60, prefix=40, active=1250, cache
 
 def test_the_parts_add_up_to_the_total() -> None:
     figures = MemoryFigures()
-    figures.read(IDLE)
+    figures.read(IDLE, 5.0)
+    assert not figures.is_due(5.09) and figures.is_due(5.11)
     told = figures.take()
     assert (told["weights"], told["kv"], told["kv_used"], told["prefix"]) == (1000, 160, 100, 40)
     assert told["compute"] == 80  # 50 active besides the others, 30 freed and kept
@@ -19,15 +20,15 @@ def test_the_parts_add_up_to_the_total() -> None:
 
 def test_encoded_images_are_a_part_of_what_is_kept_for_later_prompts() -> None:
     figures = MemoryFigures()
-    figures.read(MemoryUse(weights=1000, prefix=40, images=60, active=1110, peak=1110))
+    figures.read(MemoryUse(weights=1000, prefix=40, images=60, active=1110, peak=1110), 5.0)
     told = figures.take()
     assert (told["prefix"], told["images"], told["compute"], told["total"]) == (100, 60, 10, 1110)
 
 
 def test_what_steps_needed_for_a_while_counts_until_the_next_heartbeat() -> None:
     figures = MemoryFigures()
-    figures.read(MemoryUse(weights=1000, active=1000, peak=1700))
-    figures.read(MemoryUse(weights=1000, active=1000, peak=1200))
+    figures.read(MemoryUse(weights=1000, active=1000, peak=1700), 5.0)
+    figures.read(MemoryUse(weights=1000, active=1000, peak=1200), 5.0)
     told = figures.take()
     assert (told["compute"], told["total"], told["peak"]) == (700, 1700, 1700)
     later = figures.take()  # nothing was computed since
@@ -37,15 +38,15 @@ def test_what_steps_needed_for_a_while_counts_until_the_next_heartbeat() -> None
 
 def test_keys_and_values_of_a_row_that_left_were_not_needed_by_a_step() -> None:
     figures = MemoryFigures()
-    figures.read(MemoryUse(weights=1000, kv=500, active=1500, peak=1500))
+    figures.read(MemoryUse(weights=1000, kv=500, active=1500, peak=1500), 5.0)
     figures.take()
-    figures.read(MemoryUse(weights=1000, active=1000, peak=1550))
+    figures.read(MemoryUse(weights=1000, active=1000, peak=1550), 5.0)
     assert figures.take()["compute"] == 50
 
 
 def test_parts_that_a_pass_in_flight_has_not_allocated_yet_make_no_negative_part() -> None:
     figures = MemoryFigures()
-    figures.read(MemoryUse(weights=1000, kv=500, active=1200, peak=1200))
+    figures.read(MemoryUse(weights=1000, kv=500, active=1200, peak=1200), 5.0)
     assert figures.take()["compute"] == 0
 
 

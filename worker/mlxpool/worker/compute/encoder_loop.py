@@ -36,7 +36,6 @@ from mlxpool.worker.system.cpu_threads import CpuThreads
 log = logging.getLogger("mlxpool.worker")
 
 LAYOUT = "passes"  # how it computes, as `models` shows it
-REPORT_INTERVAL = 0.1  # seconds between two readings of the memory, which take time
 
 
 class EncoderLoop:
@@ -63,7 +62,6 @@ class EncoderLoop:
         self._post = post
         self._calls = EncoderCalls()
         self._has_computed = False  # any pass
-        self._reported = 0.0  # when the memory was read last
         self._report_memory(monotonic())
 
     def run(self) -> NoReturn:
@@ -72,7 +70,7 @@ class EncoderLoop:
             self._take_messages()
             self._pass()
             now = monotonic()
-            if now - self._reported >= REPORT_INTERVAL:
+            if self._progress.memory.is_due(now):
                 self._report_memory(now)
 
     def _take_messages(self) -> None:
@@ -160,8 +158,7 @@ class EncoderLoop:
 
     def _report_memory(self, now: float) -> None:
         """Copy the encoder's figures into the progress, for the heartbeats."""
-        self._reported = now
-        self._progress.memory.read(self._encoder.memory())
+        self._progress.memory.read(self._encoder.memory(), now)
 
 
 def _no_numbers(one: PassInput) -> Internal:

@@ -39,8 +39,6 @@ from mlxpool.worker.scheduling.scheduler import running
 from mlxpool.worker.speculation.speculator import Speculator
 from mlxpool.worker.system.cpu_threads import CpuThreads
 
-REPORT_INTERVAL = 0.1  # seconds between two readings of the memory, which take time
-
 SAVE_DELAY = 0.5  # seconds without a request until prefixes are saved to disk
 DISK_WAIT = 0.02  # seconds between two looks at sequences that wait for the disk
 
@@ -77,7 +75,6 @@ class ComputeLoop:
         self._steps = Steps(engine, self._generations, progress, speculator)
         self._speculator = speculator
         self._decisions = Decisions(engine, self._generations, post)
-        self._reported = 0.0  # when the memory was read last
         self._saving = False  # whether no request came for SAVE_DELAY, or none will
         self._report_memory(monotonic())
 
@@ -88,7 +85,7 @@ class ComputeLoop:
             deltas += self._step()
             self._delta_queue.put(self._decisions.take(deltas))
             now = monotonic()
-            if now - self._reported >= REPORT_INTERVAL:
+            if self._progress.memory.is_due(now):
                 self._report_memory(now)
 
     def _take_messages(self) -> list[Delta]:
@@ -204,8 +201,7 @@ class ComputeLoop:
 
     def _report_memory(self, now: float) -> None:
         """Copy the engine's figures into the progress, for the heartbeats."""
-        self._reported = now
-        self._progress.memory.read(self._engine.memory())
+        self._progress.memory.read(self._engine.memory(), now)
         self._progress.capacity_tokens = self._engine.blocks.capacity * KV_BLOCK_TOKENS
         drafts = self._speculator
         if drafts is not None:

@@ -1,7 +1,7 @@
 """What heartbeats say of a worker's memory: parts that add up to a total, and peaks.
 
-The compute thread reads the memory after steps, at most every 0.1 s; the main thread sends what is
-known with each heartbeat, in which a peak is that since the heartbeat before.
+The compute thread reads the memory after steps, at most every READ_INTERVAL; the main thread sends
+what is known with each heartbeat, in which a peak is that since the heartbeat before.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from threading import Lock
 
 from mlxpool.worker.engine.engine import MemoryUse
 
+READ_INTERVAL = 0.1  # seconds between two readings of the memory, which take time
 PARTS = ("weights", "kv", "prefix", "compute")  # which add up to `total`
 
 
@@ -22,6 +23,7 @@ class MemoryFigures:
 
     def __init__(self) -> None:
         self.latest: dict[str, int] = {}
+        self._read_at = 0.0  # monotonic seconds
         self._kept = 0  # by weights, rows, prefixes and images, at the newest reading
         self._highest = 0  # peak since the start
         self._lock = Lock()  # of what follows
@@ -32,8 +34,13 @@ class MemoryFigures:
         """So many bytes of weights are loaded, and nothing else is there."""
         self.latest = _summed({**dict.fromkeys(PARTS, 0), "weights": size, "active": size})
 
-    def read(self, use: MemoryUse) -> None:
-        """Notes a reading of an engine's memory."""
+    def is_due(self, now: float) -> bool:
+        """Whether the memory is to be read again."""
+        return now - self._read_at >= READ_INTERVAL
+
+    def read(self, use: MemoryUse, now: float) -> None:
+        """Notes a reading of an engine's memory; `now`: monotonic seconds."""
+        self._read_at = now
         kept = use.weights + use.draft + use.kv + use.kv_free + use.prefix + use.images
         peak = max(use.peak, use.active)
         self._highest = max(self._highest, peak)
