@@ -11,8 +11,7 @@ from tokenizers import Tokenizer
 
 from mlxpool.common.errors import BadRequest, ContextExceeded
 from mlxpool.common.protocol.decisions import Question
-from mlxpool.worker.decisions.prompts import THINKS, AskQuestions, Prompts, prompts_of
-from mlxpool.worker.decisions.wording import worded
+from mlxpool.worker.decisions.prompts import THINKS, AskQuestions, Prompts, prompts_of, worded
 from mlxpool.worker.prompt.chat_template.sandbox import Template
 from mlxpool.worker.prompt.chat_template.templates import ChatTemplates
 from mlxpool.worker.prompt.text_model import TextSource
