@@ -22,6 +22,7 @@ from mlxpool.cli.main import FAILED, OK, UNREACHABLE, USAGE, main
 from mlxpool.cli.parser import COMMAND_MODULES
 from mlxpool.cli.target import Target
 from mlxpool.common.errors import BadRequest, BrokerLost, QueueFull
+from support.command_lines import verbs
 from support.pool import PATIENCE
 
 
@@ -447,20 +448,17 @@ def test_a_table_is_as_wide_as_its_cells() -> None:
 
 def test_every_command_is_found_in_its_module() -> None:
     """The parser of one module's commands and the parser of all know each command."""
-    whole = next(a for a in cli.parser()._actions if isinstance(a, argparse._SubParsersAction))
-    assert set(whole.choices) == set(COMMAND_MODULES)
+    whole = verbs(cli.parser())
+    assert set(whole) == set(COMMAND_MODULES)
     for name in COMMAND_MODULES:
         for before in ([], ["--json"], ["--run-dir", "serve"], ["--run-dir=x", "--json"]):
-            root = cli.parser([*before, name, "x"])
-            own = next(a for a in root._actions if isinstance(a, argparse._SubParsersAction))
-            assert name in own.choices and len(own.choices) < len(whole.choices)
+            own = verbs(cli.parser([*before, name, "x"]))
+            assert name in own and len(own) < len(whole)
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["nonsense", "ps"], ["--run-dir"]])
 def test_help_and_errors_know_every_command(arguments: list[str]) -> None:
-    root = cli.parser(arguments)
-    own = next(a for a in root._actions if isinstance(a, argparse._SubParsersAction))
-    assert set(own.choices) == set(COMMAND_MODULES)
+    assert set(verbs(cli.parser(arguments))) == set(COMMAND_MODULES)
 
 
 def test_ps_imports_few_modules() -> None:

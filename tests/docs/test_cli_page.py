@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from mlxpool.cli.main import parser
+from support.command_lines import options, verbs
 from support.disk_records import records_of, tier_at, write_all
 from support.json_shapes import faults, named_shapes, parsed, sections_of, shapes_of
 from support.model_hub import Repository, running_hub
@@ -30,10 +31,8 @@ OF_ALL = (
 def commands(above: argparse.ArgumentParser, words: str = "mlxpool") -> dict[str, Any]:
     """Every command that can be given, with its parser."""
     found: dict[str, Any] = {}
-    for action in above._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for name, inner in action.choices.items():
-                found |= commands(inner, f"{words} {name}")
+    for name, inner in verbs(above).items():
+        found |= commands(inner, f"{words} {name}")
     return found or {words: above}
 
 
@@ -46,7 +45,7 @@ LIST_OF = re.compile(r"the options of `([\w ]+)`(?: but ((?:`--[\w-]+`(?:,\s)?)+
 
 def options_of(name: str) -> set[str]:
     """The long options that a command has besides those of every command."""
-    own = {text for action in COMMANDS[name]._actions for text in action.option_strings}
+    own = {text for action in options(COMMANDS[name]) for text in action.option_strings}
     return {text for text in own if text.startswith("--")} - set(OF_ALL)
 
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from mlxpool.cli.main import parser
 
 
-def verbs(root: argparse.ArgumentParser) -> set[str]:
-    """The names of the commands."""
-    (commands,) = (a for a in root._actions if isinstance(a, argparse._SubParsersAction))
-    return set(commands.choices)
+def options(root: argparse.ArgumentParser) -> Sequence[argparse.Action]:
+    """The options and arguments of a parser, which argparse shows in no other way."""
+    return root._actions
+
+
+def verbs(root: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
+    """The commands of a parser, each with its own parser."""
+    found = (one.choices for one in options(root) if isinstance(one.choices, dict))
+    return next(found, {})
 
 
 def parsed(arguments: Sequence[str]) -> argparse.Namespace:

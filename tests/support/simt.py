@@ -65,7 +65,7 @@ def simulated() -> Iterator[set[str]]:
         called: set[str] = set()
         patch.setattr(mx.fast, "cuda_kernel", functools.partial(kernel, called))
         patch.setattr(mx.cuda, "is_available", lambda: True)
-        patch.setattr(kernel_cache, "_short", lambda text: text)
+        patch.setattr(kernel_cache, "shortened", lambda text: text)
         forget_kernels()
         mx.disable_compile()
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from msgspec.structs import replace
 
@@ -85,7 +85,7 @@ class StoreModel:
     # ---- operations ------------------------------------------------------------------------------
 
     def perform(self, operation: Operation) -> Result:
-        return HANDLERS[type(operation)](self, operation)
+        return self.HANDLERS[type(operation)](self, operation)
 
     def by_name(self, name: rec.Name) -> Row | None:
         if isinstance(name, bytes):
@@ -407,37 +407,36 @@ class StoreModel:
         chunks = self.rows[id].chunks
         return b"".join(chunk.ids for chunk in chunks), "".join(chunk.text for chunk in chunks)
 
+    HANDLERS: ClassVar[dict[type, Callable[[StoreModel, Any], Result]]] = {
+        op.Submit: _submit,
+        op.FeedNext: _feed,
+        op.Progress: _progress,
+        op.Finish: _finish,
+        op.Defer: _defer,
+        op.SetBack: _set_back,
+        op.ReadHistory: _history,
+        op.ReadNotices: _read_notices,
+        op.NoticeSent: _notice_sent,
+        op.NoticeFailed: _notice_failed,
+        op.NewGeneration: _new_generation,
+        op.Cancel: _cancel,
+        op.Retry: _retry,
+        op.Release: _release,
+        op.Sweep: _sweep,
+        op.ReadJob: _read,
+        op.FetchPage: _page,
+        op.ListJobs: _list,
+        op.ListEnded: _list_ended,
+        op.ReadBacklog: _backlog,
+        op.ReadFigures: _figures,
+        ListBatches: lambda store, asked: BatchList(()),  # stories about batches have a real store
+        op.SetPoison: _set_poison,
+        op.ReadPoisons: _poisons,
+    }
+
 
 def _from_border(chunk: Chunk, pos: int) -> Chunk:
     """The chunk from the last border at or before `pos` on."""
     cut = max((b for b in chunk.borders if chunk.pos + b[0] <= pos), default=(0, 0))
     borders = tuple((n - cut[0], c - cut[1]) for n, c in chunk.borders if n > cut[0])
     return Chunk(chunk.pos + cut[0], chunk.ids[4 * cut[0] :], chunk.text[cut[1] :], borders)
-
-
-HANDLERS: dict[type, Callable[[StoreModel, Any], Result]] = {
-    op.Submit: StoreModel._submit,
-    op.FeedNext: StoreModel._feed,
-    op.Progress: StoreModel._progress,
-    op.Finish: StoreModel._finish,
-    op.Defer: StoreModel._defer,
-    op.SetBack: StoreModel._set_back,
-    op.ReadHistory: StoreModel._history,
-    op.ReadNotices: StoreModel._read_notices,
-    op.NoticeSent: StoreModel._notice_sent,
-    op.NoticeFailed: StoreModel._notice_failed,
-    op.NewGeneration: StoreModel._new_generation,
-    op.Cancel: StoreModel._cancel,
-    op.Retry: StoreModel._retry,
-    op.Release: StoreModel._release,
-    op.Sweep: StoreModel._sweep,
-    op.ReadJob: StoreModel._read,
-    op.FetchPage: StoreModel._page,
-    op.ListJobs: StoreModel._list,
-    op.ListEnded: StoreModel._list_ended,
-    op.ReadBacklog: StoreModel._backlog,
-    op.ReadFigures: StoreModel._figures,
-    ListBatches: lambda store, asked: BatchList(()),  # stories about batches have a real store
-    op.SetPoison: StoreModel._set_poison,
-    op.ReadPoisons: StoreModel._poisons,
-}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -14,6 +13,7 @@ import pytest
 
 from mlxpool.cli.commands import about
 from mlxpool.cli.main import USAGE, main, parser
+from support.command_lines import verbs
 from support.pool import PATIENCE
 
 
@@ -112,11 +112,7 @@ def test_check_finds_missing_models_and_unread_variables(
 
 # ---- completion ----------------------------------------------------------------------------------
 
-COMMANDS = next(
-    sorted(action.choices)
-    for action in parser()._actions
-    if isinstance(action, argparse._SubParsersAction)
-)
+COMMANDS = sorted(verbs(parser()))
 
 
 @pytest.mark.parametrize("shell", about.SHELLS)

@@ -87,8 +87,8 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     kernel_cache.build_key.cache_clear()
 
     def done(compiler: Compiled) -> None:
-        monkeypatch.setattr(kernel_cache, "_compiler", lambda: compiler)
-        kernel_cache._compile_to_disk.cache_clear()
+        monkeypatch.setattr(kernel_cache, "compiler_here", lambda: compiler)
+        kernel_cache.compile_to_disk.cache_clear()
         made = kernel_cache.with_disk_cache(TEXT, lambda _: lambda **given: given)
         x, slots, one = mx.zeros((2,), mx.bfloat16), mx.zeros((3,), mx.int32), mx.array(1.0)
         for _ in range(2):
@@ -101,7 +101,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
             assert set(given) == {"inputs", "output_shapes", "output_dtypes", "grid"}
 
     yield done
-    kernel_cache._compile_to_disk.cache_clear()
+    kernel_cache.compile_to_disk.cache_clear()
     kernel_cache.build_key.cache_clear()
 
 
@@ -120,11 +120,11 @@ def test_mlx_is_given_a_short_text_with_the_same_code(
         header="// a header\n" * 1000,
         source="// slots_shape one_ndim\n" + "// a source\n" * 1000 + "out[0] = slots_shape[1];",
     )
-    assert kernel_cache._short(text) is text, "without a compiler MLX gets the code itself"
+    assert kernel_cache.shortened(text) is text, "without a compiler MLX gets the code itself"
     monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(kernel_cache, "_compiler", Compiled)
-    short = kernel_cache._short(text)
-    assert kernel_cache._short(text) == short, "in each process the same"
+    monkeypatch.setattr(kernel_cache, "compiler_here", Compiled)
+    short = kernel_cache.shortened(text)
+    assert kernel_cache.shortened(text) == short, "in each process the same"
     code = kernel_cache.kernel_code(short, KINDS, OUTPUTS)
     assert len(code) < 1000
     for parameter in ("slots_shape", "x_shape", "x_ndim", "one_ndim"):
@@ -141,8 +141,8 @@ def test_without_a_folder_mlx_is_given_the_whole_text(
 ) -> None:
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path / "file"))
-    monkeypatch.setattr(kernel_cache, "_compiler", Compiled)
-    assert kernel_cache._short(TEXT) is TEXT
+    monkeypatch.setattr(kernel_cache, "compiler_here", Compiled)
+    assert kernel_cache.shortened(TEXT) is TEXT
 
 
 def test_the_kernel_code_equals_that_of_mlx() -> None:
@@ -169,7 +169,7 @@ def test_machine_code_is_stored_once(store: Callable[[Compiled], None], tmp_path
     store(compiler)
     store(compiler)  # another process
     assert compiler.asked == [CODE]
-    given = kernel_cache.kernel_code(kernel_cache._short(TEXT), KINDS, OUTPUTS)
+    given = kernel_cache.kernel_code(kernel_cache.shortened(TEXT), KINDS, OUTPUTS)
     name = f"custom_kernel_mlxpool_add_{kernel_cache.string_hash(given.encode()):x}"
     kernels = b"mlx::core::cu::custom_kernel_mlxpool_add\t_Zmangled\n"
     mark = hashlib.sha256(b"machine code").hexdigest()
@@ -295,9 +295,9 @@ def test_collected_kernels_are_compiled_together(
         return b"machine code", kernel, "_Zmangled"
 
     monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(kernel_cache, "_compiler", Compiled)
+    monkeypatch.setattr(kernel_cache, "compiler_here", Compiled)
     monkeypatch.setattr(nvrtc, "in_process", in_process)
-    kernel_cache._compile_to_disk.cache_clear()
+    kernel_cache.compile_to_disk.cache_clear()
     kernel_cache.build_key.cache_clear()
     moves: list[int] = []
     inputs = [mx.zeros((2,) if dimensions else (), dtype=dtype) for dtype, dimensions in KINDS]
@@ -310,8 +310,8 @@ def test_collected_kernels_are_compiled_together(
                     is inputs
                 )
             with kernel_cache.compiling():
-                assert kernel_cache._collected is None
-        assert kernel_cache._collected is None and len(jobs) == 3
+                assert not kernel_cache.is_collecting()
+        assert not kernel_cache.is_collecting() and len(jobs) == 3
         kernel_cache.compile_together(jobs, lambda: moves.append(1))
         assert compiled == expected
     assert moves == [1]
@@ -343,7 +343,7 @@ def test_a_kernel_that_many_layers_call_is_hashed_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(kernel_cache, "_compiler", Compiled)
+    monkeypatch.setattr(kernel_cache, "compiler_here", Compiled)
     compiled: list[str] = []
 
     def in_process(compiler: Any, kernel: str, code: str) -> tuple[bytes, str, str]:
@@ -353,7 +353,7 @@ def test_a_kernel_that_many_layers_call_is_hashed_once(
     monkeypatch.setattr(nvrtc, "in_process", in_process)
     hashed: list[bytes] = []
     read: list[Path] = []
-    hash_of, intact = kernel_cache.string_hash, kernel_cache._is_intact
+    hash_of, intact = kernel_cache.string_hash, kernel_cache.is_intact
 
     def counted_hash(text: bytes) -> int:
         hashed.append(text)
@@ -364,9 +364,9 @@ def test_a_kernel_that_many_layers_call_is_hashed_once(
         return intact(path)
 
     monkeypatch.setattr(kernel_cache, "string_hash", counted_hash)
-    monkeypatch.setattr(kernel_cache, "_is_intact", counted_read)
-    kernel_cache._module.cache_clear()
-    kernel_cache._compile_to_disk.cache_clear()
+    monkeypatch.setattr(kernel_cache, "is_intact", counted_read)
+    kernel_cache.module_of.cache_clear()
+    kernel_cache.compile_to_disk.cache_clear()
     kernel_cache.build_key.cache_clear()
     inputs = [mx.zeros((2,) if dimensions else (), dtype=dtype) for dtype, dimensions in KINDS]
     texts = [replace(TEXT, name=name) for name in ("mlxpool_add", "mlxpool_other")]
@@ -381,8 +381,8 @@ def test_a_kernel_that_many_layers_call_is_hashed_once(
     for call in calls:
         call(inputs=inputs, output_shapes=SHAPES, output_dtypes=OUTPUTS)
     assert len(hashed) == 2 and len(compiled) == 2
-    kernel_cache._module.cache_clear()
-    kernel_cache._compile_to_disk.cache_clear()
+    kernel_cache.module_of.cache_clear()
+    kernel_cache.compile_to_disk.cache_clear()
     kernel_cache.build_key.cache_clear()
 
 
@@ -393,7 +393,7 @@ def test_a_kernel_that_does_not_compile_is_left_to_its_first_call(
         raise RuntimeError("no memory")
 
     monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(kernel_cache, "_compiler", Compiled)
+    monkeypatch.setattr(kernel_cache, "compiler_here", Compiled)
     monkeypatch.setattr(nvrtc, "in_process", in_process)
     with caplog.at_level("INFO"):
         job = kernel_cache.KernelJob(TEXT, KINDS, OUTPUTS)
@@ -407,12 +407,12 @@ def test_what_another_process_compiles_is_awaited_and_not_compiled_again(
 ) -> None:
     """The other one holds the lock until this one has passed the kernel by."""
     monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(kernel_cache, "_compiler", Compiled)
+    monkeypatch.setattr(kernel_cache, "compiler_here", Compiled)
     kernel_cache.build_key.cache_clear()
     job = kernel_cache.KernelJob(TEXT, KINDS, OUTPUTS)
     other = kernel_cache.KernelJob(replace(TEXT, name="mlxpool_other"), KINDS, OUTPUTS)
-    kernel_cache._module.cache_clear()
-    path = tmp_path / kernel_cache._module(job)[0]
+    kernel_cache.module_of.cache_clear()
+    path = tmp_path / kernel_cache.module_of(job)[0]
     compiled: list[str] = []
 
     def in_process(compiler: Any, kernel: str, code: str) -> tuple[bytes, str, str]:
@@ -427,7 +427,7 @@ def test_what_another_process_compiles_is_awaited_and_not_compiled_again(
         def moved() -> None:
             moves.append(1)
             if len(moves) == 2:  # both were looked at
-                kernel_cache._write(path, b"theirs", "kernel", "_Zmangled")
+                kernel_cache.write_entry(path, b"theirs", "kernel", "_Zmangled")
                 theirs.close()
 
         kernel_cache.compile_together([job, other], moved)
@@ -462,10 +462,10 @@ def test_nvidias_compiler_compiles_a_kernel_and_reports_errors(
 
 def test_without_a_gpu_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     if ON_GPU:
-        assert kernel_cache._compiler() is not None
+        assert kernel_cache.compiler_here() is not None
     else:
         monkeypatch.setattr(mx.cuda, "is_available", lambda: True)  # as in a simulation
-        assert kernel_cache._compiler.__wrapped__() is None
+        assert kernel_cache.compiler_here.__wrapped__() is None
 
 
 def test_kernels_of_mlx_are_logged(
@@ -491,14 +491,14 @@ def test_an_unknown_version_of_mlx_compiles_by_itself(
     monkeypatch.setattr(kernel_cache, "architecture", lambda: "sm_90a")
     monkeypatch.setattr(kernel_cache, "version", lambda _: "1.2.0")
     with caplog.at_level(logging.INFO):
-        assert kernel_cache._compiler.__wrapped__() is None
+        assert kernel_cache.compiler_here.__wrapped__() is None
     assert "compiled by MLX in each process: MLX 1.2.0 is not 0.32.*" in caplog.text
 
     def none(_: str) -> str:
         raise PackageNotFoundError("mlx")
 
     monkeypatch.setattr(kernel_cache, "version", none)
-    assert kernel_cache._compiler.__wrapped__() is None
+    assert kernel_cache.compiler_here.__wrapped__() is None
 
 
 def test_headers_are_found_beside_mlx_or_in_the_system(
@@ -518,13 +518,13 @@ def test_mlx_reads_the_stored_machine_code(monkeypatch: pytest.MonkeyPatch) -> N
     """MLX fails on a stored file that is no machine code, so it reads these files."""
     x = mx.ones((1, 96), mx.bfloat16)
     stored: list[Path] = []
-    write = kernel_cache._write
+    write = kernel_cache.write_entry
 
     def spoiled(path: Path, code: bytes, *names: str) -> None:
         write(path, b"nonsense", *names)
         stored.append(path)
 
-    monkeypatch.setattr(kernel_cache, "_write", spoiled)
+    monkeypatch.setattr(kernel_cache, "write_entry", spoiled)
     with pytest.raises(
         RuntimeError, match="Failed to load compiled custom_kernel_mlxpool_rms_norm"
     ):

@@ -168,7 +168,7 @@ def compile_together(jobs: Iterable[KernelJob], on_progress: Callable[[], None])
     What another worker or rank compiles at this moment is left to it, and awaited at the end.
     Calls `on_progress` after each. What fails here is compiled again before its first call.
     """
-    compiler = _compiler()
+    compiler = compiler_here()
     if compiler is None:
         return
     missing = _missing(jobs)
@@ -196,9 +196,9 @@ def _missing(jobs: Iterable[KernelJob]) -> dict[Path, tuple[str, str]]:
     missing: dict[Path, tuple[str, str]] = {}
     for job in dict.fromkeys(jobs):
         with contextlib.suppress(OSError, KeyError):
-            file, code = _module(job)
+            file, code = module_of(job)
             path = cache_folder() / file
-            if not _is_intact(path):
+            if not is_intact(path):
                 missing[path] = NAMESPACE + kernel_name(job.text), code
     return missing
 
@@ -215,32 +215,32 @@ def _compile_in_process(
         with compile_lock(path, wait=wait) as held:
             if not (held or wait):
                 return False
-            if not _is_intact(path):
+            if not is_intact(path):
                 found = nvrtc.in_process(compiler, *names)
                 if _texts() in build_key():  # else another edition was installed meanwhile
-                    _write(path, *found)
+                    write_entry(path, *found)
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         log.info("a kernel is compiled when it is needed: %s", error)
     return True
 
 
 @functools.cache
-def _module(job: KernelJob) -> tuple[str, str]:
+def module_of(job: KernelJob) -> tuple[str, str]:
     """Returns the name of a kernel's file and its code. Raises KeyError for a dtype not in TYPES.
 
     It takes 0.1 ms, so it is remembered: a kernel is looked for when it is listed, and when it is
     called.
     """
-    given = kernel_code(_short(job.text), job.inputs, job.outputs)
+    given = kernel_code(shortened(job.text), job.inputs, job.outputs)
     return f"{module_name(job.text, given)}.ptx", kernel_code(job.text, job.inputs, job.outputs)
 
 
-def _short(text: KernelText) -> KernelText:
+def shortened(text: KernelText) -> KernelText:
     """Returns a text that includes header and source from files in the cache folder.
 
     Writes the files. Returns `text` itself if MLX has to compile it, or they cannot be written.
     """
-    if _compiler() is None:
+    if compiler_here() is None:
         return text
     try:
         folder = cache_folder() / "mlxpool_sources"
@@ -270,7 +270,7 @@ def with_disk_cache(text: KernelText, make: Callable[[KernelText], Any]) -> Call
 
     `make` builds the kernel from the text that MLX is to have.
     """
-    made = make(_short(text))
+    made = make(shortened(text))
 
     def call(
         *,
@@ -282,7 +282,7 @@ def with_disk_cache(text: KernelText, make: Callable[[KernelText], Any]) -> Call
         kinds = tuple((x.dtype, x.ndim > 0) for x in inputs)
         job = KernelJob(text, kinds, tuple(output_dtypes))
         if _collected is None:
-            _compile_to_disk(job)
+            compile_to_disk(job)
         else:
             _collected.append(job)
         if _rehearsed:
@@ -295,7 +295,7 @@ def with_disk_cache(text: KernelText, make: Callable[[KernelText], Any]) -> Call
 @functools.cache
 def build_key() -> str:
     """Returns a text of everything that decides the machine code; it is part of the file names."""
-    compiler = _compiler()
+    compiler = compiler_here()
     with_what = "" if compiler is None else f"NVRTC {compiler.version} {compiler.architecture}"
     return f"{_texts()} MLX {_mlx()} {with_what}"
 
@@ -316,27 +316,27 @@ def _mlx() -> str:
 
 
 @functools.cache
-def _compile_to_disk(job: KernelJob) -> None:
-    compiler = _compiler()
+def compile_to_disk(job: KernelJob) -> None:
+    compiler = compiler_here()
     if compiler is None:
         return
     try:
-        file, code = _module(job)
+        file, code = module_of(job)
         path = cache_folder() / file
-        if _is_intact(path):
+        if is_intact(path):
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         if not os.access(path.parent, os.W_OK):
             raise PermissionError(f"{path.parent} cannot be written to")
         with compile_lock(path, wait=True):
-            if _is_intact(path):  # another process has compiled it meanwhile
+            if is_intact(path):  # another process has compiled it meanwhile
                 return
             LOAD.count("kernels_compiled_alone", 1)
             found = compiler.machine_code(NAMESPACE + kernel_name(job.text), code)
             # The files were read just now, for the name of the old ones.
             if _texts() not in build_key():
                 raise RuntimeError("another edition of mlxpool was installed while this one runs")
-            _write(path, *found)
+            write_entry(path, *found)
     except Exception as error:  # MLX compiles the kernel itself
         log.info("MLX compiles our kernel %s by itself: %s", job.text.name, error)
 
@@ -358,7 +358,7 @@ def log_mlx_kernels(seconds: float) -> None:
         log.info("MLX compiled kernels", extra={"seconds_ago": names})
 
 
-def _is_intact(path: Path) -> bool:
+def is_intact(path: Path) -> bool:
     """Returns whether a stored file has its checksum: a damaged one would fail in every process."""
     try:
         return path.with_suffix(".txt").read_bytes().endswith(_checksum_line(path.read_bytes()))
@@ -422,7 +422,7 @@ def string_hash(text: bytes) -> int:
     return mixed ^ mixed >> 47
 
 
-def _write(path: Path, code: bytes, kernel: str, mangled: str) -> None:
+def write_entry(path: Path, code: bytes, kernel: str, mangled: str) -> None:
     """Writes both files atomically, the list of kernels first, for other processes read them."""
     for target, what in (
         (path.with_suffix(".txt"), f"{kernel}\t{mangled}\n".encode() + _checksum_line(code)),
@@ -446,7 +446,7 @@ def _write_file(path: Path, content: bytes) -> None:
 
 
 @functools.cache
-def _compiler() -> nvrtc.Compiler | None:
+def compiler_here() -> nvrtc.Compiler | None:
     """Returns the compiler that MLX has loaded; None when there is none or MLX has to compile."""
     target = architecture()
     if not target:
