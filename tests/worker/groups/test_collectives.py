@@ -127,13 +127,12 @@ def test_a_summed_product_is_added_to_the_residual_where_a_kernel_does_it(
 class FailingPipeline:
     """Two passes in flight, which the next one discards: it fails once `orders` have it."""
 
-    in_flight = 2
-
     def __init__(self, orders: Orders, sent: int) -> None:
         self.orders, self.sent = orders, sent
+        self.flights = ["a pass", "a pass"]
 
     def start(self, spans: Any, **_: Any) -> bool:
-        self.in_flight = 0
+        self.flights.clear()
         self.orders.passes += self.sent
         raise OutOfMemory("no block is free")
 
@@ -150,7 +149,7 @@ def test_a_lost_rank_ends_the_pass_before_its_numbers_are_used(
     group: Collectives, peers: Peers
 ) -> None:
     orders, sent = orders_of(1)
-    passes = GroupPasses(FailingPipeline(orders, 0), orders, group)
+    passes = GroupPasses(cast(Any, FailingPipeline(orders, 0)), orders, group)
     assert cast(Any, passes.collect()) == "tokens"
     assert sent == [Ended()] and orders.passes == 0
     peers.lost = 1
@@ -167,7 +166,8 @@ def test_passes_in_flight_end_on_all_ranks_when_a_pass_fails_before_it_is_sent(
     """As where no block is left. When it was sent, the group cannot go on."""
     orders, told = orders_of(2)
     with pytest.raises(OutOfMemory):
-        GroupPasses(FailingPipeline(orders, sent), orders, group).start([], at_once=True)
+        passes = GroupPasses(cast(Any, FailingPipeline(orders, sent)), orders, group)
+        passes.start([], at_once=True)
     assert told == ([] if sent else [Ended(), Ended()])
     assert orders.passes == (3 if sent else 0)
 

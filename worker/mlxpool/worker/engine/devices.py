@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import mlx.core as mx
 
@@ -15,6 +15,9 @@ from mlxpool.worker.engine.engine import MemoryUse, StepResult
 from mlxpool.worker.kernels import device
 from mlxpool.worker.layers.model_plan import Model
 from mlxpool.worker.scheduling.spans import Span
+
+if TYPE_CHECKING:
+    from mlxpool.worker.engine.pipeline import Pipeline
 
 
 class Passes(Protocol):
@@ -27,10 +30,6 @@ class Passes(Protocol):
 
     def collect(self) -> StepResult:
         """See Engine.collect."""
-
-    @property
-    def in_flight(self) -> int:
-        """Passes that were started and not collected."""
 
 
 class OneDevice:
@@ -46,7 +45,7 @@ class OneDevice:
         """Makes the layout of this name, see make_layout."""
         return make_layout(name, shape, model, blocks, on_gpu=device.on_gpu(), **settings)
 
-    def passes(self, pipeline: Passes) -> Passes:
+    def passes(self, pipeline: Pipeline) -> Passes:
         """Returns what starts and collects the passes of a pipeline."""
         return pipeline
 

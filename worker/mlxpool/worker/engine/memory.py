@@ -10,6 +10,7 @@ import mlx.core as mx
 from msgspec.structs import replace
 
 from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.worker.attention.prediction_heads.head_drafts import HeadDrafts
 from mlxpool.worker.engine.disk_prefixes import DiskPrefixes, digest_of, open_disk, room_of
 from mlxpool.worker.engine.engine import MemoryUse
 from mlxpool.worker.engine.settings import EngineSettings
@@ -63,14 +64,6 @@ class RowLayout(Protocol):
         """Returns the bytes of all `rows`, and those that are allocated for rows and unused."""
 
 
-class OtherRows(Protocol):
-    """What has memory for each sequence besides its row: a head that drafts."""
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes that it has for all sequences."""
-
-
 L = TypeVar("L", bound=RowLayout)
 R = TypeVar("R", bound=PrefixRow)
 
@@ -112,7 +105,7 @@ class EngineMemory(Generic[L, R]):
         self.rows: dict[Sequence, R] = {}
         self.encoded: EncodedImages[Any] = EncodedImages(images)
         self.draft = draft
-        self.head: OtherRows | None = None
+        self.head: HeadDrafts | None = None  # has a row of its own for each sequence
         self.disk: DiskPrefixes | None = None
         # Weak, so that an engine is freed with its last reference, and its arrays at once.
         self.blocks = BlockManager(weakref.proxy(self))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Many
-from typing import Any
 
 import mlx.core as mx
 
 from mlxpool.worker import versions
 from mlxpool.worker.attention.row_spans import CacheRow
+from mlxpool.worker.caches.stored import AUTO
 from mlxpool.worker.constraints.mask_table import MaskTable
 from mlxpool.worker.engine.devices import OneDevice
 from mlxpool.worker.engine.disk_prefixes import DiskPrefixes
@@ -22,16 +22,13 @@ from mlxpool.worker.engine.opening import (
     bounds_of,
     expect_drafts,
     kept_rules,
-    layout_name,
     limits_of,
     open_parts,
-    why_no_drafts,
 )
 from mlxpool.worker.engine.pipeline import Pipeline
 from mlxpool.worker.engine.settings import DEFAULTS, EngineSettings
 from mlxpool.worker.engine.warm_up import warm_up
 from mlxpool.worker.kernels import device
-from mlxpool.worker.media.encoded import EncodedImages
 from mlxpool.worker.media.image import PreparedImage
 from mlxpool.worker.media.spans import ImageKey
 from mlxpool.worker.prefix.cache import PrefixCache
@@ -41,7 +38,6 @@ from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.sampling.row_masks import RowMasks
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence
 from mlxpool.worker.scheduling.spans import Span
-from mlxpool.worker.scheduling.step_cost import StepCost
 from mlxpool.worker.speculation.model_drafter import DraftEngine
 from mlxpool.worker.speculation.mtp import Predictor
 from mlxpool.worker.weights.load import LoadedModel
@@ -75,9 +71,9 @@ class ModelEngine:
         self.vocab_size = folder.plan.vocab_size
         self.eos = folder.eos_ids
         self.digest = versions.digest_of(folder.digest, settings.kv)
-        self.blocks = self.parts.memory.blocks
+        self.blocks, self.encoded = self.parts.memory.blocks, self.parts.memory.encoded
+        self.draft, self.cost = draft, self.pipeline.times.cost
         self._text = text or ChatTokenizer.from_folder(folder)
-        self._rows = self.pipeline.rows
         self._passes = self.parts.devices.passes(self.pipeline)
 
     def inspect(self) -> Inspection:
@@ -92,22 +88,13 @@ class ModelEngine:
     @property
     def layout(self) -> str:
         """See Engine.layout."""
-        return layout_name(self.parts)
+        name, kv = self.parts.memory.layout.name, self.parts.shape.kv
+        return name if kv == AUTO else f"{name}, {kv}"
 
     @property
     def no_drafts(self) -> str:
         """See Engine.no_drafts."""
-        return why_no_drafts(self.parts)
-
-    @property
-    def cost(self) -> StepCost:
-        """See Engine.cost."""
-        return self.pipeline.times.cost
-
-    @property
-    def draft(self) -> DraftEngine | None:
-        """See Engine.draft."""
-        return self.parts.memory.draft
+        return self.parts.no_drafts
 
     @property
     def predictor(self) -> Predictor | None:
@@ -128,11 +115,6 @@ class ModelEngine:
     def disk(self) -> DiskPrefixes | None:
         """See Engine.disk."""
         return self.parts.memory.disk
-
-    @property
-    def encoded(self) -> EncodedImages[Any]:
-        """See Engine.encoded."""
-        return self.parts.memory.encoded
 
     @property
     def in_flight(self) -> int:
@@ -170,11 +152,11 @@ class ModelEngine:
 
     def admit(self, seq: Sequence) -> None:
         """See Engine.admit."""
-        self._rows.admit(seq)
+        self.pipeline.rows.admit(seq)
 
     def clip(self, seq: Sequence, tokens: int) -> int:
         """See Engine.clip."""
-        return self._rows.clip(seq, tokens)
+        return self.pipeline.rows.clip(seq, tokens)
 
     def encode(self, image: PreparedImage, pinned: Collection[ImageKey]) -> None:
         """See Engine.encode."""
@@ -190,7 +172,7 @@ class ModelEngine:
 
     def lost(self, seq: Sequence) -> bool:
         """See Engine.lost."""
-        return self._rows.lost(seq)
+        return self.pipeline.rows.lost(seq)
 
     def release(self, seq: Sequence) -> None:
         """See Engine.release."""

@@ -18,7 +18,6 @@ from mlxpool.worker.attention.prediction_heads.prediction_rows import Prediction
 from mlxpool.worker.attention.row_shape import RowShape
 from mlxpool.worker.attention.row_spans import CacheRow
 from mlxpool.worker.caches.specs import ROLLBACK_STEPS
-from mlxpool.worker.caches.stored import AUTO
 from mlxpool.worker.engine import trial_kernels
 from mlxpool.worker.engine.description import require_deterministic
 from mlxpool.worker.engine.devices import OneDevice
@@ -87,6 +86,13 @@ class Parts(Struct, frozen=True):
         With a head they have the states behind few drafts, see RowCache.put_states.
         """
         return not self.memory.layout.store.stateful or isinstance(self.predictions, Predictions)
+
+    @property
+    def no_drafts(self) -> str:
+        """Why no pass checks drafts; empty: passes do."""
+        if self.devices.no_drafts or (self.rows_go_back and not self.loaded.deterministic):
+            return self.devices.no_drafts
+        return OTHER_BITS if self.loaded.deterministic else ROWS_STAY
 
     @property
     def slot_token(self) -> int:
@@ -254,12 +260,6 @@ def limits_of(parts: Parts, warmed: Warmed) -> StepLimits:
     )
 
 
-def layout_name(parts: Parts) -> str:
-    """See Engine.layout."""
-    name, kv = parts.memory.layout.name, parts.shape.kv
-    return name if kv == AUTO else f"{name}, {kv}"
-
-
 def kept_rules(parts: Parts) -> dict[str, Any]:
     """Returns what decides, beside weights and versions, which arrays are kept of tokens."""
     shape = parts.shape
@@ -270,15 +270,6 @@ def kept_rules(parts: Parts) -> dict[str, Any]:
         "caches": [str(cache) for cache in shape.caches],
         "deterministic": parts.loaded.deterministic,
     }
-
-
-def why_no_drafts(parts: Parts) -> str:
-    """See Engine.no_drafts."""
-    if parts.devices.no_drafts:
-        return parts.devices.no_drafts
-    if parts.loaded.deterministic:
-        return OTHER_BITS
-    return "" if parts.rows_go_back else ROWS_STAY
 
 
 def _predictions_of(

@@ -83,11 +83,6 @@ class Pipeline:
         self._clears_buffers = clears_buffers
         self._steps = 0
 
-    @property
-    def in_flight(self) -> int:
-        """See Engine.in_flight."""
-        return len(self.flights)
-
     def start(
         self, spans: Many[Span], *, at_once: bool, built: Callable[[], None] = lambda: None
     ) -> bool:

@@ -16,6 +16,7 @@ from mlxpool.worker.attention.row_shape import RowShape
 from mlxpool.worker.engine.devices import OneDevice, Passes
 from mlxpool.worker.engine.engine import MemoryUse, StepResult
 from mlxpool.worker.engine.model_engine import ModelEngine
+from mlxpool.worker.engine.pipeline import Pipeline
 from mlxpool.worker.engine.settings import EngineSettings
 from mlxpool.worker.groups.collectives import Collectives
 from mlxpool.worker.groups.messages import Ended, Head, Settle
@@ -78,7 +79,7 @@ class Group(OneDevice):
             collectives=self._collectives,
         )
 
-    def passes(self, pipeline: Passes) -> Passes:
+    def passes(self, pipeline: Pipeline) -> Passes:
         """See OneDevice."""
         return GroupPasses(pipeline, self._orders, self._collectives)
 
@@ -117,13 +118,8 @@ class Group(OneDevice):
 class GroupPasses:
     """The passes of rank 0; the other ranks are told of each that has ended."""
 
-    def __init__(self, pipeline: Passes, orders: Orders, collectives: Collectives) -> None:
+    def __init__(self, pipeline: Pipeline, orders: Orders, collectives: Collectives) -> None:
         self._pipeline, self._orders, self._collectives = pipeline, orders, collectives
-
-    @property
-    def in_flight(self) -> int:
-        """See Passes."""
-        return self._pipeline.in_flight
 
     def start(
         self, spans: Many[Span], *, at_once: bool, built: Callable[[], None] = lambda: None
@@ -132,12 +128,12 @@ class GroupPasses:
 
         Those in flight that are discarded here end on the other ranks as they ended on this one.
         """
-        in_flight = self.in_flight
+        in_flight = len(self._pipeline.flights)
         try:
             return self._pipeline.start(spans, at_once=at_once, built=built)
         except Exception:
             if self._orders.passes == in_flight:
-                for _ in range(in_flight - self.in_flight):
+                for _ in range(in_flight - len(self._pipeline.flights)):
                     self._end_pass()
             raise
 

@@ -56,7 +56,7 @@ from mlxpool.worker.scheduling.step_cost import SLOW_STEP_TARGET, StepCost
 from mlxpool.worker.system.load_clock import LOAD
 from mlxpool.worker.weights.inspect import ModelFolder
 from mlxpool.worker.weights.load import OnProgress
-from mlxpool.worker.weights.mlx_lm_models import cache_kinds_of, features_of
+from mlxpool.worker.weights.mlx_lm_models import cache_kinds_of
 
 TENSORS_PER_REPORT = 16  # tensors that are read between two progress reports
 CODE_FIELD = "model_file"  # of config.json
@@ -149,7 +149,6 @@ class MlxLmEngine:
         self._flights: deque[Flight] = deque()
         self._kinds = ComputedKinds()  # sizes of spans and draws
         self._tell_compiles: Callable[[], None] = lambda: None
-        self.features = features_of(mode)
         self.digest = versions.digest_of(folder.digest)
         self.blocks = self._memory.blocks
         chunk = min(device.prefill_chunk(settings.batch), self.context)

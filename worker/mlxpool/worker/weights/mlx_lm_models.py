@@ -95,14 +95,6 @@ def cache_kinds_of(classes: Iterable[str]) -> tuple[CacheKind, ...] | None:
     return tuple(kinds)
 
 
-def features_of(prefix: str) -> tuple[str, ...]:
-    """The features with this mode of the prefix cache.
-
-    Sequences are computed one by one, so "batching" is never among them.
-    """
-    return FEATURES if prefix == "off" else (prefix, *FEATURES)
-
-
 def _built_by_mlx_lm(builder: LayerBuilder) -> NoReturn:
     raise NotImplementedError("such a model is loaded by mlx_lm/engine.py")
 
