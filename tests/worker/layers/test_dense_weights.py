@@ -20,13 +20,14 @@ pytestmark = pytest.mark.skipif(device.on_gpu(), reason="weights lie by columns 
 
 def quantised(rows: int, bits: int, group: int, mode: str = "affine") -> QuantisedWeight:
     weight = mx.random.normal((rows, 256), key=mx.random.key(bits * group))
-    arrays = mx.quantize(weight, group_size=group, bits=bits, mode=mode)
-    biases = arrays[2] if len(arrays) > 2 else None
-    return QuantisedWeight(arrays[0], arrays[1], biases, None, QuantLayout(mode, bits, group))
+    packed, scales, *biases = mx.quantize(weight, group_size=group, bits=bits, mode=mode)
+    layout = QuantLayout(mode, bits, group)
+    return QuantisedWeight(packed, scales, biases[0] if biases else None, None, layout)
 
 
 def bits_of(array: Any) -> np.ndarray:
-    return np.array(array).view(np.uint32)
+    found: np.ndarray = np.array(array).view(np.uint32)
+    return found
 
 
 @pytest.mark.parametrize("numpy", [True, False])
@@ -69,6 +70,6 @@ def test_weights_of_other_layouts_and_dtypes() -> None:
         assert np.array_equal(bits_of(to_column_major([weight], mx.float32)), expected)
     weight = quantised(40, 4, 32)
     for dtype in (mx.bfloat16, mx.float16):
-        same = weight.dequantised(dtype)
-        assert mx.array_equal(dense(weight, dtype), same).item()
-        assert mx.array_equal(to_column_major([weight], dtype), same).item()
+        whole = weight.dequantised(dtype)
+        assert mx.array_equal(dense(weight, dtype), whole).item()
+        assert mx.array_equal(to_column_major([weight], dtype), whole).item()

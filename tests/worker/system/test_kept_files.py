@@ -15,6 +15,11 @@ from mlxpool.worker.system.kept_files import MAX_FILES, KeptFile
 KEY = {"model": "a", "context": 8}
 
 
+def file_of(kept: KeptFile) -> Path:
+    assert kept.path is not None
+    return kept.path
+
+
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -33,12 +38,11 @@ def test_a_file_is_read_for_its_kind_and_key_alone(caplog: pytest.LogCaptureFixt
 def test_a_broken_file_is_logged_and_removed(size: int, caplog: pytest.LogCaptureFixture) -> None:
     kept = KeptFile("times", KEY)
     kept.write(b"12345")
-    path = kept.path
-    assert path is not None
-    path.write_bytes(path.read_bytes()[:size] + b"x")
+    file = file_of(kept)
+    file.write_bytes(file.read_bytes()[:size] + b"x")
     with caplog.at_level(logging.WARNING):
         assert kept.read() is None
-    assert str(path) in str(caplog.records[0].__dict__["file"]) and not path.exists()
+    assert caplog.records[0].__dict__["file"] == str(file) and not file.exists()
     kept.write(b"6")
     assert kept.read() == b"6"
 
@@ -46,8 +50,7 @@ def test_a_broken_file_is_logged_and_removed(size: int, caplog: pytest.LogCaptur
 def test_a_file_under_the_name_of_another_key_is_not_read() -> None:
     one, other = KeptFile("times", KEY), KeptFile("times", {})
     one.write(b"1")
-    assert one.path is not None and other.path is not None
-    one.path.rename(other.path)
+    file_of(one).rename(file_of(other))
     assert other.read() is None
 
 

@@ -172,8 +172,8 @@ def _ends(
     if not taken:
         notes.append("no file names a token that ends a text: answers end at max_tokens")
     if lost := ends - special:  # words are many, and seldom end an answer
-        known = {token for token in tokenizer.words.values() if _is_id(token)}
-        if (special or known) and (lost := lost - known):
+        spelt = {token for token in tokenizer.words.values() if _is_id(token)}
+        if (special or spelt) and (lost := lost - spelt):
             notes.append(f"eos_token_id {_listed(lost)} is no id of tokenizer.json")
     return taken, notes
 

@@ -102,9 +102,8 @@ def open_gguf(files: Sequence[Path]) -> ModelFiles:
     tensors = {one.file: one.tensors for one in headers}
 
     def header(file: Path) -> Header:
-        return as_checkpoint(
-            read.pop(file) if file in read else read_gguf_header(file), architecture
-        )
+        found = read.pop(file) if file in read else read_gguf_header(file)
+        return as_checkpoint(found, architecture)
 
     def reads(file: Path) -> ShardReads:
         from mlxpool.worker.weights.gguf.reads import GgufReads
