@@ -25,12 +25,12 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from mlxpool.worker.kernels.cpu_exp import on_linux_cpu
+from mlxpool.worker.layers.dense_weights import unpacked
 from mlxpool.worker.layers.quantisation import COLUMN_ROWS, byte_columns_bytes
 from mlxpool.worker.layers.quantised_weight import QuantisedWeight
 
 MAX_WIDTH = 8192  # outputs of a block: their sums fit into the first cache of a core
 UNIT_WIDTHS = (128, 64, 32)  # outputs that share a scale of MLX
-EIGHT = 8  # numbers of b bits fill b bytes
 ZERO = 128  # the byte of the number 0
 
 Bytes = npt.NDArray[np.uint8]
@@ -136,14 +136,10 @@ def _unpack(packed: Bytes, bits: int, target: Bytes, begin: int) -> None:
 
 def _unpack_strip(packed: Bytes, bits: int, target: Bytes) -> None:
     """Rows of `packed` [rows, bytes] into `target` [in, rows]."""
-    mask, centred = np.uint8(2**bits - 1), np.uint8(ZERO - 2 ** (bits - 1))
-    eights = np.ascontiguousarray(packed.T).reshape(-1, bits, packed.shape[0])
-    for number in range(EIGHT):
-        at, shift = divmod(number * bits, 8)
-        found = eights[:, at] >> np.uint8(shift)
-        if shift + bits > 8:  # the next byte has its high bits
-            found |= eights[:, at + 1] << np.uint8(8 - shift)
-        target[number::EIGHT] = (found & mask) + centred
+    numbers = unpacked(packed, bits)
+    if bits < 8:
+        numbers = numbers + np.uint8(ZERO - 2 ** (bits - 1))
+    target[:] = numbers.T
 
 
 @cache
