@@ -9,12 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
+from mlxpool.cli.commands.check import lines
+from mlxpool.common.config.schema import ModelConfig
+from mlxpool.common.errors import ModelLoadFailed
+from mlxpool.common.protocol import frames
 from mlxpool.worker import models
 from mlxpool.worker.layers.model_plan import ModelPlan
+from mlxpool.worker.weights.inspect import inspect
+from mlxpool.worker.weights.locate import find_files
+from support import kinds
 
 BASE: dict[str, Any] = {
     "model_type": "llama",
@@ -169,3 +177,25 @@ def write_safetensors(file: Path, weights: Mapping[str, np.ndarray]) -> None:
 def write_raw_safetensors(file: Path, header: bytes, data: bytes = b"") -> None:
     """Writes any header, for files that must be refused."""
     file.write_bytes(struct.pack("<Q", len(header)) + header + data)
+
+
+def refusal(model: Path | str) -> str:
+    """Returns the error of a model that is not read, given by its path or name."""
+    with pytest.raises(ModelLoadFailed) as caught:
+        inspect(find_files(str(model)))
+    return str(caught.value)
+
+
+def refusal_of_worker(folder: Path) -> str:
+    """The error of a worker, which `check` reports, too; both can be sent and printed."""
+    from mlxpool.worker.compute.model_source import open_source  # it needs MLX
+    from mlxpool.worker.diagnose.check import check
+
+    with pytest.raises(ModelLoadFailed) as caught:
+        open_source(ModelConfig(path=str(folder)))
+    words = str(caught.value.body()["message"])
+    report = check("m", ModelConfig(path=str(folder)))
+    assert words in report["problems"]
+    frames.encode(frames.Header(kinds.ERROR), {"error": words})
+    "\n".join(lines(report)).encode()
+    return words

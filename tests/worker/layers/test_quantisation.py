@@ -16,7 +16,13 @@ from mlxpool.worker.layers.quantisation import (
     parse_quant_config,
 )
 from mlxpool.worker.weights.inspect import inspect
-from support.worker_checkpoints import config, random_weights, write_checkpoint, write_json
+from support.worker_checkpoints import (
+    config,
+    random_weights,
+    refusal,
+    write_checkpoint,
+    write_json,
+)
 
 UP = "model.layers.1.mlp.up_proj"
 FOUR = {"bits": 4, "group_size": 32}
@@ -39,12 +45,6 @@ def write(path: Path, *modules: tuple[str, QuantLayout], **changes: Any) -> Path
 
 
 SHAPE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96}
-
-
-def refusal(path: Path) -> str:
-    with pytest.raises(ModelLoadFailed) as caught:
-        inspect(path)
-    return str(caught.value)
 
 
 def test_named_modules_override_the_default() -> None:
@@ -134,11 +134,7 @@ def test_only_modules_with_scales_are_quantised(tmp_path: Path) -> None:
             FOUR,
             f"tensor '{UP}.scales' has shape [96, 1], config.json asks for [96, 2]",
         ),
-        (
-            QuantLayout("mxfp4", 4, 32),
-            FOUR,
-            f"the weights lack the tensor '{UP}.biases'",
-        ),
+        (QuantLayout("mxfp4", 4, 32), FOUR, f"the weights lack the tensor '{UP}.biases'"),
         (
             QuantLayout("affine", 4, 32),
             {"mode": "mxfp4"},

@@ -16,10 +16,6 @@ from support.worker_stores import Store
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.worker.attention.row_batch import RowBatch  # noqa: E402
-from mlxpool.worker.attention.row_cache import RowCache  # noqa: E402
-from mlxpool.worker.attention.row_shape import RowShape  # noqa: E402
-from mlxpool.worker.attention.row_spans import RowSpan  # noqa: E402
 from mlxpool.worker.layers import builder  # noqa: E402
 from mlxpool.worker.layers.builder import WeightLayerBuilder  # noqa: E402
 from mlxpool.worker.layers.linear import ConcatenatedLinear, QuantisedLinear  # noqa: E402
@@ -29,6 +25,7 @@ from mlxpool.worker.scheduling.memory_estimate import dequantises_at_load  # noq
 from mlxpool.worker.weights.inspect import dequantised_growth, inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
 from mlxpool.worker.weights.locate import find_files  # noqa: E402
+from support import model_logits  # noqa: E402
 
 # Arguments of mlx_lm.convert: mode, bits, group size, and settings of single modules.
 CASES: dict[str, tuple[str, int, int, dict[str, Any]]] = {
@@ -104,11 +101,8 @@ def quantised(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return paths
 
 
-def logits_of(loaded: LoadedModel, prompt: list[int] = PROMPT) -> np.ndarray:
-    plan = loaded.folder.plan
-    row = RowCache(RowShape(plan.caches, loaded.dtype, plan.context))
-    step = RowBatch([RowSpan(row, len(prompt))], [0])
-    return np.array(loaded.model(mx.array(prompt), step)[0].astype(mx.float32))
+def logits_of(loaded: LoadedModel) -> np.ndarray:
+    return model_logits.logits_of(loaded, PROMPT)
 
 
 @pytest.mark.parametrize("case", CASES)

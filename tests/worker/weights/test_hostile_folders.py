@@ -10,16 +10,10 @@ from typing import Any
 
 import pytest
 
-from mlxpool.cli.commands.check import lines
-from mlxpool.common.config.schema import ModelConfig
-from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.common.protocol import frames
-from mlxpool.worker.compute.model_source import open_source
-from mlxpool.worker.diagnose.check import check
 from mlxpool.worker.layers.config_fields import MAX_INTEGER, MAX_MODULES
 from mlxpool.worker.prompt.chat_template.templates import MAX_TEMPLATE_CHARS
 from mlxpool.worker.weights import json_files
-from support import kinds
+from support.worker_checkpoints import refusal_of_worker as refusal
 from support.worker_checkpoints import write_checkpoint, write_json
 
 
@@ -30,18 +24,6 @@ def folder(tmp_path: Path) -> Path:
 
 def change(file: Path, **changes: Any) -> None:
     write_json(file, {**json.loads(file.read_text()), **changes})
-
-
-def refusal(folder: Path) -> str:
-    """The error of a worker, which `check` reports, too; both can be sent and printed."""
-    with pytest.raises(ModelLoadFailed) as caught:
-        open_source(ModelConfig(path=str(folder)))
-    words = str(caught.value.body()["message"])
-    report = check("m", ModelConfig(path=str(folder)))
-    assert words in report["problems"]
-    frames.encode(frames.Header(kinds.ERROR), {"error": words})
-    "\n".join(lines(report)).encode()
-    return words
 
 
 @pytest.mark.parametrize(

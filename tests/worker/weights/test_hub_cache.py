@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.weights import hub_cache
 from mlxpool.worker.weights.inspect import inspect
 from mlxpool.worker.weights.locate import find_files
 from support.gguf_files import write_gguf
-from support.worker_checkpoints import config, random_weights, write_checkpoint
+from support.worker_checkpoints import config, random_weights, refusal, write_checkpoint
 from support.worker_stores import REVISION, put_in_hub
 
 NAME = "some-org/Some.Model-4bit"
@@ -29,12 +28,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "hub"
 
 
-def refusal(path: str = NAME) -> str:
-    with pytest.raises(ModelLoadFailed) as caught:
-        inspect(find_files(path))
-    return str(caught.value)
-
-
 def test_a_name_means_the_snapshot_of_main(folder: Path, cache: Path) -> None:
     snapshot = put_in_hub(folder, cache, NAME)
     (cache / "models--some-org--Some.Model-4bit" / "snapshots" / "fedcba9876543210").mkdir()
@@ -48,7 +41,7 @@ def test_the_only_snapshot_is_used_without_main(folder: Path, cache: Path) -> No
     (snapshot.parents[1] / "refs" / "main").unlink()
     assert inspect(find_files(NAME)).path == snapshot
     (snapshot.parent / "fedcba9876543210").mkdir()
-    assert "has no refs/main and 2 snapshots: the download is not complete" in refusal()
+    assert "has no refs/main and 2 snapshots: the download is not complete" in refusal(NAME)
 
 
 def test_a_folder_of_that_name_takes_precedence(folder: Path, cache: Path, tmp_path: Path) -> None:
@@ -59,8 +52,8 @@ def test_a_folder_of_that_name_takes_precedence(folder: Path, cache: Path, tmp_p
 
 def test_a_model_that_is_not_downloaded(cache: Path) -> None:
     place = cache / "models--some-org--Some.Model-4bit"
-    assert f"is not in the Hugging Face cache (looked for {place})" in refusal()
-    assert f"get it with `mlxpool pull {NAME}`" in refusal()
+    assert f"is not in the Hugging Face cache (looked for {place})" in refusal(NAME)
+    assert f"get it with `mlxpool pull {NAME}`" in refusal(NAME)
     assert "some-org/a/b does not exist" in refusal("some-org/a/b")
 
 
@@ -97,7 +90,8 @@ def test_a_gguf_file_of_several(tmp_path: Path, cache: Path) -> None:
 
 def test_a_download_without_weights_yet(folder: Path, cache: Path) -> None:
     (put_in_hub(folder, cache, NAME) / "model.safetensors").unlink()
-    assert f"has no weights: the download is not complete, repeat `mlxpool pull {NAME}" in refusal()
+    words = f"has no weights: the download is not complete, repeat `mlxpool pull {NAME}"
+    assert words in refusal(NAME)
 
 
 def test_blobs_that_the_repositories_of_a_cache_share(folder: Path, cache: Path) -> None:
@@ -110,7 +104,7 @@ def test_blobs_that_the_repositories_of_a_cache_share(folder: Path, cache: Path)
     blob.symlink_to("../../blobs/ab/abcd")
     assert inspect(find_files(NAME)).digest == inspect(folder).digest
     shared.unlink()
-    assert f"is a link to {shared}, which is missing" in refusal()
+    assert f"is a link to {shared}, which is missing" in refusal(NAME)
 
 
 @pytest.mark.parametrize(
@@ -136,12 +130,12 @@ def test_an_incomplete_download(folder: Path, cache: Path) -> None:
     snapshot = put_in_hub(folder, cache, NAME)
     blob = (snapshot / "model.safetensors").resolve()
     blob.unlink()
-    assert f"is a link to {blob}, which is missing" in refusal()
-    assert f"repeat `mlxpool pull {NAME}`" in refusal()
+    assert f"is a link to {blob}, which is missing" in refusal(NAME)
+    assert f"repeat `mlxpool pull {NAME}`" in refusal(NAME)
     (snapshot.parents[1] / "refs" / "main").write_text("../../elsewhere")
-    assert "refs/main holds '../../elsewhere', must be a revision" in refusal()
+    assert "refs/main holds '../../elsewhere', must be a revision" in refusal(NAME)
     (snapshot.parents[1] / "refs" / "main").write_text(REVISION[::-1])
-    assert f"{REVISION[::-1]} does not exist: the download is not complete" in refusal()
+    assert f"{REVISION[::-1]} does not exist: the download is not complete" in refusal(NAME)
 
 
 def test_a_link_that_leads_out_of_the_repository(folder: Path, cache: Path) -> None:
@@ -149,4 +143,4 @@ def test_a_link_that_leads_out_of_the_repository(folder: Path, cache: Path) -> N
     (snapshot / "config.json").unlink()
     (snapshot / "config.json").symlink_to(folder / "config.json")
     words = f"config.json is a link to {folder / 'config.json'}, which is not of '{NAME}': refused"
-    assert words in refusal()
+    assert words in refusal(NAME)

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from mlxpool.common.config.schema import ModelConfig
-from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker.compute.model_source import open_source
 from mlxpool.worker.diagnose.check import check
 from mlxpool.worker.weights.inspect import inspect
+from support.worker_checkpoints import refusal_of_worker as refusal
 from support.worker_checkpoints import write_checkpoint
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 4976698672\n"
@@ -22,15 +21,6 @@ INDEX = "model.safetensors.index.json"
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return write_checkpoint(tmp_path / "m")
-
-
-def refusal(folder: Path) -> str:
-    """The error of a worker, which `check` reports, too."""
-    with pytest.raises(ModelLoadFailed) as caught:
-        open_source(ModelConfig(path=str(folder)))
-    problems: list[str] = check("m", ModelConfig(path=str(folder)))["problems"]
-    assert caught.value.message in problems
-    return caught.value.message
 
 
 def notes(folder: Path) -> list[str]:

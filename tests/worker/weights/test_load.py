@@ -23,6 +23,7 @@ from support.worker_checkpoints import (
     EOS,
     config,
     random_weights,
+    refusal,
     write_checkpoint,
     write_json,
     write_safetensors,
@@ -30,17 +31,12 @@ from support.worker_checkpoints import (
 )
 
 EMBED = "model.embed_tokens.weight"
+Change = Callable[[Path], object]
 
 
 @pytest.fixture
 def good(tmp_path: Path) -> Path:
     return write_checkpoint(tmp_path / "good")
-
-
-def refusal(path: Path) -> str:
-    with pytest.raises(ModelLoadFailed) as caught:
-        inspect(path)
-    return str(caught.value)
 
 
 def test_inspect_describes_a_folder(good: Path) -> None:
@@ -76,45 +72,58 @@ def test_the_digest_depends_on_content_only(good: Path, tmp_path: Path) -> None:
     assert inspect(write_checkpoint(tmp_path / "other", seed=1)).digest != digest
 
 
-@pytest.mark.parametrize(
-    ("generation", "changes", "settings", "ids"),
-    [
-        ({"eos_token_id": [5, 6]}, {"eos_token_id": 7}, {}, {5, 6, EOS}),
-        ({"eos_token_id": None}, {"eos_token_id": 7}, {}, {7, EOS}),
-        (None, {"eos_token_id": [7]}, {"eos_token": None}, {7}),
-        (None, {}, {"eos_token": "</s>"}, {EOS}),
-        (None, {}, {"eos_token": {"content": "a"}}, {ord("a")}),
-        (None, {}, {"eos_token": None}, set()),
-    ],
-)
-def test_eos_ids_are_of_the_first_file_and_the_tokenizer(
-    tmp_path: Path, generation: Any, changes: Any, settings: Any, ids: set[int]
-) -> None:
-    path = write_checkpoint(tmp_path, tokenizer_config=settings, **changes)
-    (path / "generation_config.json").unlink()
-    if generation is not None:
-        write_json(path / "generation_config.json", generation)
-    assert inspect(path).eos_ids == ids
-
-
-def test_a_missing_folder(tmp_path: Path) -> None:
+def test_paths_that_are_no_folder_of_a_model(tmp_path: Path) -> None:
     assert "nowhere does not exist" in refusal(tmp_path / "nowhere")
-
-
-def test_an_empty_folder(tmp_path: Path) -> None:
     assert "no config.json: name the folder of a Hugging Face model" in refusal(tmp_path)
-
-
-def test_some_other_file(tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("hello")
     assert "is a file: name the folder" in refusal(tmp_path / "notes")
 
 
-@pytest.mark.parametrize(
-    ("text", "words"), [("{", "config.json is not JSON"), ("[]", "holds a list, must be a map")]
-)
-def test_a_broken_config(good: Path, text: str, words: str) -> None:
-    (good / "config.json").write_text(text)
+def rename(folder: Path, old: str, new: str) -> None:
+    (folder / old).rename(folder / new)
+
+
+def as_integers(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes().replace(b'"F32"', b'"I32"'))
+
+
+def in_two_shards(folder: Path) -> None:
+    rename(folder, "model.safetensors", "model-1.safetensors")
+    write_safetensors(folder / "model-2.safetensors", {EMBED: np.zeros((264, 32), np.float32)})
+
+
+def layers(count: int) -> Change:
+    return lambda folder: write_json(folder / "config.json", config(num_hidden_layers=count))
+
+
+BAD: dict[str, tuple[Change, str]] = {  # how a good folder is changed, and words of the error
+    "broken config": (lambda m: (m / "config.json").write_text("{"), "config.json is not JSON"),
+    "a list": (lambda m: (m / "config.json").write_text("[]"), "holds a list, must be a map"),
+    "no tokenizer": (lambda m: (m / "tokenizer.json").unlink(), "no tokenizer.json"),
+    "GGUF": (
+        lambda m: (m / "model.safetensors").write_bytes(b"GGUF\3\0\0\0"),
+        "GGUF file under another name",
+    ),
+    "3 layers": (layers(3), "and 6 more"),
+    "5 layers": (layers(5), "asks for: it describes 5 layers, the weights have 2"),
+    "1 layer": (
+        layers(1),
+        "unknown to the model that config.json describes: it describes 1 layers",
+    ),
+    "integers": (as_integers, "has dtype I32, must be one of F32, F16, BF16"),
+    "a tensor in two shards": (in_two_shards, f"tensor '{EMBED}' is in both"),
+    "PyTorch": (
+        lambda m: rename(m, "model.safetensors", "pytorch_model.bin"),
+        "no model*.safetensors; it has PyTorch files",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_folder_that_is_not_read(good: Path, case: str) -> None:
+    change, words = BAD[case]
+    change(good)
     assert words in refusal(good)
 
 
@@ -125,101 +134,38 @@ def test_an_unsupported_architecture(good: Path, model_type: Any) -> None:
     assert f"supported are: {', '.join(models.SUPPORTED)}" in refusal(good)
 
 
-def test_no_tokenizer(good: Path) -> None:
-    (good / "tokenizer.json").unlink()
-    assert "no tokenizer.json" in refusal(good)
-
-
-def test_gguf_under_another_name(good: Path) -> None:
-    (good / "model.safetensors").write_bytes(b"GGUF\3\0\0\0")
-    assert "GGUF file under another name" in refusal(good)
-
-
-def test_an_ollama_manifest_of_gguf(tmp_path: Path) -> None:
-    manifest = tmp_path / "manifests" / "registry.ollama.ai" / "library" / "llama3" / "latest"
-    manifest.parent.mkdir(parents=True)
-    layer = {"mediaType": "application/vnd.ollama.image.model", "digest": "sha256:abc", "size": 4}
-    write_json(manifest, {"schemaVersion": 2, "layers": [layer]})
-    assert "name the model instead, as ollama:registry.ollama.ai/library/llama3:latest" in (
-        refusal(manifest)
-    )
-
-
-def test_an_ollama_manifest_of_tensors(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["model", "tensor"])
+def test_an_ollama_manifest(tmp_path: Path, kind: str) -> None:
     manifest = tmp_path / "manifests" / "registry.ollama.ai" / "library" / "llama3" / "8b"
     manifest.parent.mkdir(parents=True)
-    layer = {"mediaType": "application/vnd.ollama.image.tensor", "digest": "sha256:abc"}
+    layer = {"mediaType": f"application/vnd.ollama.image.{kind}", "digest": "sha256:abc", "size": 4}
     write_json(manifest, {"layers": [layer]})
     words = "name the model instead, as ollama:registry.ollama.ai/library/llama3:8b"
     assert words in refusal(manifest)
 
 
-def _without(name: str) -> Callable[[dict[str, np.ndarray]], None]:
-    return lambda weights: weights.__delitem__(name)
-
-
-def _with(name: str, *shape: int) -> Callable[[dict[str, np.ndarray]], None]:
-    return lambda weights: weights.__setitem__(name, np.zeros(shape, np.float32))
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (_without("lm_head.weight"), "lack the tensor 'lm_head.weight'"),
-        (_with("model.extra", 2), "has the tensor 'model.extra', unknown to the model"),
-        (_with(EMBED, 8, 32), f"'{EMBED}' has shape [8, 32], config.json asks for [264, 32]"),
-        (_with("model.layers.0.self_attn.rotary_emb.inv_freq", 4), ""),
-    ],
-)
-def test_weights_that_do_not_fit_the_config(good: Path, change: Any, words: str) -> None:
+def test_weights_that_do_not_fit_the_config(good: Path) -> None:
+    """The first mismatch is the error of the folder; `mismatches` has all of them."""
     weights = random_weights(config())
-    change(weights)
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(4, np.float32)
     write_weights(good, weights)
-    if words:
-        assert words in refusal(good)
-    else:
-        assert "model.layers.0.self_attn.rotary_emb.inv_freq" not in inspect(good).tensors
-
-
-def test_many_missing_tensors_are_counted(good: Path) -> None:
-    write_json(good / "config.json", config(num_hidden_layers=3))
-    assert "and 6 more" in refusal(good)
-
-
-def test_a_layer_count_that_the_tensors_do_not_have(good: Path) -> None:
-    write_json(good / "config.json", config(num_hidden_layers=5))
-    assert "asks for: it describes 5 layers, the weights have 2" in refusal(good)
-    write_json(good / "config.json", config(num_hidden_layers=1))
-    assert "unknown to the model that config.json describes: it describes 1 layers" in refusal(good)
-
-
-def test_all_mismatches_of_the_tensors_at_once(good: Path) -> None:
-    weights = random_weights(config())
-    for change in (_without("lm_head.weight"), _with(EMBED, 8, 32), _with("model.extra", 2)):
-        change(weights)
+    assert "model.layers.0.self_attn.rotary_emb.inv_freq" not in inspect(good).tensors
+    del weights["lm_head.weight"]
+    weights[EMBED] = np.zeros((8, 32), np.float32)
+    weights["model.extra"] = np.zeros(2, np.float32)
     weights["model.norm.weight"] = weights["model.norm.weight"].astype(np.uint8)
     write_weights(good, weights)
-    said = list(
-        mismatches(
-            models.plan(config()),
-            merge_tensors(folder_files(good).contents()),
-            parse_quant_config({}),
-        )
-    )
-    assert len(said) == 4
+    tensors = merge_tensors(folder_files(good).contents())
+    said = list(mismatches(models.plan(config()), tensors, parse_quant_config({})))
     assert said[0] == refusal(good)
-    for words, fault in zip(
-        ("lack the tensor 'lm_head.weight'", "'model.extra'", "shape [8, 32]", "dtype U8"),
-        said,
-        strict=True,
-    ):
+    expected = (
+        "lack the tensor 'lm_head.weight'",
+        "has the tensor 'model.extra', unknown to the model",
+        f"'{EMBED}' has shape [8, 32], config.json asks for [264, 32]",
+        "dtype U8",
+    )
+    for words, fault in zip(expected, said, strict=True):
         assert words in fault
-
-
-def test_integer_weights(good: Path) -> None:
-    file = good / "model.safetensors"
-    file.write_bytes(file.read_bytes().replace(b'"F32"', b'"I32"'))
-    assert "has dtype I32, must be one of F32, F16, BF16" in refusal(good)
 
 
 def test_an_index_that_names_missing_shards(tmp_path: Path) -> None:
@@ -230,17 +176,6 @@ def test_an_index_that_names_missing_shards(tmp_path: Path) -> None:
     assert "must be a plain file name" in refusal(path)
     write_json(path / "model.safetensors.index.json", {})
     assert "has no weight_map" in refusal(path)
-
-
-def test_a_tensor_in_two_shards(good: Path) -> None:
-    (good / "model.safetensors").rename(good / "model-1.safetensors")
-    write_safetensors(good / "model-2.safetensors", {EMBED: np.zeros((264, 32), np.float32)})
-    assert f"tensor '{EMBED}' is in both" in refusal(good)
-
-
-def test_no_weights(good: Path) -> None:
-    (good / "model.safetensors").rename(good / "pytorch_model.bin")
-    assert "no model*.safetensors; it has PyTorch files" in refusal(good)
 
 
 def test_load_reads_stored_weights_and_reports_progress(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from mlxpool.worker.layers.quantisation import QuantLayout
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.weights.inspect import ModelFolder, inspect
 from mlxpool.worker.weights.locate import find_files
+from support import worker_checkpoints
 from support.prompts import chat_ids
 from support.worker_checkpoints import config, random_weights, write_checkpoint
 from support.worker_stores import JSON, TENSOR, Store
@@ -39,9 +40,21 @@ def opened(name: str = NAME) -> ModelFolder:
 
 
 def refusal(name: str = NAME) -> str:
-    with pytest.raises(ModelLoadFailed) as caught:
-        opened(name)
-    return str(caught.value)
+    return worker_checkpoints.refusal(f"ollama:{name}")
+
+
+def quantised_layer(
+    store: Store, metadata: dict[str, str], parts: list[tuple[str, str, list[int], int]]
+) -> dict[str, Any]:
+    """Returns the layer UP of zeros: of each part name, dtype, shape and bytes of a number."""
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    end = 0
+    for name, dtype, shape, size in parts:
+        begin, end = end, end + int(np.prod(shape)) * size
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    raw = json.dumps(header).encode()
+    blob = len(raw).to_bytes(8, "little") + raw + bytes(end)
+    return store.layer(TENSOR, f"{UP}.weight", blob)
 
 
 def test_a_stored_model_equals_its_folder(folder: Path, store: Store) -> None:
@@ -96,38 +109,23 @@ def test_scales_and_biases_are_renamed_in_any_order(
     weights = random_weights(config(attention_bias=True))
     folder = write_checkpoint(tmp_path / "folder", weights=weights, attention_bias=True)
     layers = [layer for layer in store.layers(folder) if not layer["name"].startswith(UP)]
-    header: dict[str, Any] = {"__metadata__": {f"{UP}.weight.quant_type": kind}} if kind else {}
-    end = 0
-    for name, dtype, shape, size in (
+    parts = [
         (f"{UP}.{scales}", "U8", [48, 2], 1),
         (f"{UP}.weight", "U32", [48, 4], 4),
-        (f"{UP}.weight_scale_2", "F32", [], 4),
-    ):
-        begin, end = end, end + int(np.prod(shape)) * size
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-    raw = json.dumps(header).encode()
-    blob = len(raw).to_bytes(8, "little") + raw + bytes(end)
-    store.write(NAME, [*layers, store.layer(TENSOR, f"{UP}.weight", blob)])
+        (f"{UP}.weight_scale_2", "F32", list[int](), 4),
+    ]
+    metadata = {f"{UP}.weight.quant_type": kind} if kind else {}
+    store.write(NAME, [*layers, quantised_layer(store, metadata, parts)])
     found = opened()
     assert found.match.layouts == {UP: QuantLayout("nvfp4", 4, 16)}
-    assert [name for name in found.tensors if name.startswith(UP)] == [
-        f"{UP}.weight",
-        f"{UP}.scales",
-        f"{UP}.factor",
-    ]
+    names = [name.removeprefix(UP) for name in found.tensors if name.startswith(UP)]
+    assert names == [".weight", ".scales", ".factor"]
 
 
 def test_a_layout_that_is_stated_wrongly(folder: Path, store: Store) -> None:
     layers = [layer for layer in store.layers(folder) if layer["name"] != f"{UP}.weight"]
-    entries = {f"{UP}.weight": ("U32", [48, 4], 768), f"{UP}.weight.scale": ("U8", [48, 1], 48)}
-    header: dict[str, Any] = {"__metadata__": {"quant_type": "mxfp8"}}
-    end = 0
-    for name, (dtype, shape, size) in entries.items():
-        begin, end = end, end + size
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-    raw = json.dumps(header).encode()
-    blob = len(raw).to_bytes(8, "little") + raw + bytes(end)
-    store.write(NAME, [*layers, store.layer(TENSOR, f"{UP}.weight", blob)])
+    parts = [(f"{UP}.weight", "U32", [48, 4], 4), (f"{UP}.weight.scale", "U8", [48, 1], 1)]
+    store.write(NAME, [*layers, quantised_layer(store, {"quant_type": "mxfp8"}, parts)])
     words = "has shape [48, 4], config.json asks for [48, 8] quantised (mxfp8, 8 bits in groups of"
     assert words in refusal()
 

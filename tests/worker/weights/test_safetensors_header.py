@@ -10,21 +10,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.weights import safetensors_header
-from mlxpool.worker.weights.inspect import inspect
-from support.worker_checkpoints import write_checkpoint, write_raw_safetensors
+from support.worker_checkpoints import refusal, write_checkpoint, write_raw_safetensors
 
 
 @pytest.fixture
 def good(tmp_path: Path) -> Path:
     return write_checkpoint(tmp_path / "good")
-
-
-def refusal(path: Path) -> str:
-    with pytest.raises(ModelLoadFailed) as caught:
-        inspect(path)
-    return str(caught.value)
 
 
 def entry(dtype: Any = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> dict[str, Any]:

@@ -21,16 +21,13 @@ from mlxpool.worker.weights.locate import find_files
 from mlxpool.worker.weights.ollama_store import LICENCE, MODEL
 from support.gguf_files import stored_weight, write_gguf
 from support.prompts import chat_ids
-from support.worker_checkpoints import EOS, GLM, config, random_weights, write_checkpoint
+from support.worker_checkpoints import EOS, GLM, config, random_weights, refusal, write_checkpoint
 from support.worker_stores import Store
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.worker.attention.row_batch import RowBatch  # noqa: E402
-from mlxpool.worker.attention.row_cache import RowCache  # noqa: E402
-from mlxpool.worker.attention.row_shape import RowShape  # noqa: E402
-from mlxpool.worker.attention.row_spans import RowSpan  # noqa: E402
-from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
+from mlxpool.worker.weights.load import load  # noqa: E402
+from support.model_logits import logits_of  # noqa: E402
 
 Change = Callable[[Path], None]
 WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96}  # whole blocks of 32
@@ -142,17 +139,12 @@ def opened(path: Path | str) -> ModelFolder:
     return inspect(find_files(str(path)))
 
 
-def refusal(path: Path | str) -> str:
-    with pytest.raises(ModelLoadFailed) as caught:
-        opened(path)
-    return str(caught.value)
-
-
-def logits_of(loaded: LoadedModel) -> np.ndarray:
-    plan = loaded.folder.plan
-    row = RowCache(RowShape(plan.caches, loaded.dtype, plan.context))
-    ids = list(range(1, 14))
-    return np.array(loaded.model(mx.array(ids), RowBatch([RowSpan(row, len(ids))], [0])))
+def assert_equal(ours: ModelFolder, theirs: ModelFolder, within: float) -> None:
+    """Compares logits; `within`: of the largest one."""
+    found, expected = (
+        logits_of(load(one, dtype=mx.float32), range(1, 14)) for one in (ours, theirs)
+    )
+    assert np.abs(found - expected).max() <= within * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -168,65 +160,36 @@ def test_a_model_equals_its_folder(tmp_path: Path, case: str) -> None:
     assert here.plan.shapes == there.plan.shapes
     assert here.plan.caches == there.plan.caches
     assert (here.context, here.bos_token) == (there.context, there.bos_token)
-    ours, expected = (
-        logits_of(load(here, dtype=mx.float32)),
-        logits_of(load(there, dtype=mx.float32)),
-    )
-    assert np.abs(ours - expected).max() <= 2e-5 * np.abs(expected).max()
+    assert_equal(here, there, 2e-5)
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16"])
-def test_quantised_weights_equal_their_numbers_in_safetensors(tmp_path: Path, kind: str) -> None:
-    settings, wanted = config(**LLAMA), Kind[kind]
-
-    def kind_of(name: str, weight: np.ndarray) -> Kind:
-        return wanted if weight.ndim > 1 else Kind.F32
-
-    def rounded(name: str, weight: np.ndarray) -> np.ndarray:
-        """What the file holds of our weight: rows of a rotation are quantised one by one."""
-        return dequantize(quantize(weight, wanted), wanted) if weight.ndim > 1 else weight
-
-    weights = random_weights(settings)
-    file = write_gguf(tmp_path / "m.gguf", weights, settings, kind=kind_of)
-    dense = {name: rounded(name, weight) for name, weight in weights.items()}
-    folder = write_checkpoint(tmp_path / "folder", weights=dense, **LLAMA)
-    ours, expected = (
-        logits_of(load(opened(file), dtype=mx.float32)),
-        logits_of(load(inspect(folder), dtype=mx.float32)),
-    )
-    assert np.abs(ours - expected).max() <= 1e-4 * np.abs(expected).max()
-
-
-def test_experts_in_mxfp4(tmp_path: Path) -> None:
-    architecture, changes, metadata = CASES["gpt-oss"]
-    settings = config(**changes)
-    weights = random_weights(settings)
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    [("llama", kind) for kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16")]
+    + [("gpt-oss", "MXFP4")],
+)
+def test_quantised_weights_equal_their_numbers_in_safetensors(
+    tmp_path: Path, case: str, kind: str
+) -> None:
+    """Rows of a rotation are quantised one by one; of a mixture the experts are."""
+    architecture, changes, metadata = CASES[case]
+    settings, wanted = config(**changes), Kind[kind]
 
     def kind_of(name: str, weight: np.ndarray) -> Kind:
-        return Kind.MXFP4 if ".experts." in name and name.endswith(".weight") else Kind.F32
+        experts = ".experts." in name and name.endswith(".weight")
+        return wanted if (experts if case == "gpt-oss" else weight.ndim > 1) else Kind.F32
 
+    weights = random_weights(settings)
     dense = {
-        name: dequantize(quantize(one, Kind.MXFP4), Kind.MXFP4)
-        if kind_of(name, one) == Kind.MXFP4
-        else one
+        name: dequantize(quantize(one, wanted), wanted) if kind_of(name, one) == wanted else one
         for name, one in weights.items()
     }
+    more = {"architecture": architecture, "metadata": metadata, "kind": kind_of}
+    here = opened(write_gguf(tmp_path / "m.gguf", weights, settings, **more))
+    if case == "gpt-oss":
+        assert here.match.layouts["model.layers.0.mlp.experts.up_proj"].mode == "mxfp4"
     folder = write_checkpoint(tmp_path / "folder", weights=dense, **changes)
-    file = write_gguf(
-        tmp_path / "m.gguf",
-        weights,
-        settings,
-        architecture=architecture,
-        metadata=metadata,
-        kind=kind_of,
-    )
-    here = opened(file)
-    assert here.match.layouts["model.layers.0.mlp.experts.up_proj"].mode == "mxfp4"
-    ours, expected = (
-        logits_of(load(here, dtype=mx.float32)),
-        logits_of(load(inspect(folder), dtype=mx.float32)),
-    )
-    assert np.abs(ours - expected).max() <= 1e-4 * np.abs(expected).max()
+    assert_equal(here, inspect(folder), 1e-4)
 
 
 def test_texts_are_those_of_the_folder(tmp_path: Path) -> None:
@@ -271,13 +234,8 @@ def test_a_split_model(tmp_path: Path) -> None:
     for path in (tmp_path, *parts):  # any part stands for all
         found = opened(path)
         assert found.shards == tuple(parts)
-    settings = config(**LLAMA)
-    folder = write_checkpoint(tmp_path / "folder", weights=random_weights(settings), **LLAMA)
-    ours, expected = (
-        logits_of(load(opened(parts[0]), dtype=mx.float32)),
-        logits_of(load(inspect(folder), dtype=mx.float32)),
-    )
-    assert np.abs(ours - expected).max() <= 2e-5 * np.abs(expected).max()
+    folder = write_checkpoint(tmp_path / "folder", **LLAMA)
+    assert_equal(opened(parts[0]), inspect(folder), 2e-5)
     parts[1].rename(tmp_path / "moved")
     assert f"1 are missing, the first is {parts[1].name}" in refusal(parts[0])
     parts[2].rename(parts[1])
@@ -346,9 +304,7 @@ def test_what_is_made_of_metadata_is_made_once(tmp_path: Path, caches: Path) -> 
     assert made.stat().st_mode & 0o077 == 0
 
 
-def test_a_folder_of_caches_that_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_of_caches_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "caches").write_text("a file")
     words = refusal(llama(tmp_path))
     assert "cannot be written" in words and "XDG_CACHE_HOME" in words

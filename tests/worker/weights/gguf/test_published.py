@@ -31,11 +31,8 @@ from support.prompts import chat_ids
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.worker.attention.row_batch import RowBatch  # noqa: E402
-from mlxpool.worker.attention.row_cache import RowCache  # noqa: E402
-from mlxpool.worker.attention.row_shape import RowShape  # noqa: E402
-from mlxpool.worker.attention.row_spans import RowSpan  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
+from support.model_logits import read, row_of  # noqa: E402
 
 COMPUTED = 3  # of the stored prompts
 STORED = json.loads(published_models.ANSWERS.read_text(encoding="utf-8"))
@@ -59,13 +56,8 @@ class Published:
 
     def logits(self, prompt: list[int], forced: list[int]) -> np.ndarray:
         """The logits after the prompt, and after each of the ids `forced` but the last."""
-        plan, rows = self.folder.plan, []
-        row = RowCache(RowShape(plan.caches, self.loaded.dtype, plan.context))
-        for ids in [prompt, *([token] for token in forced[:-1])]:
-            step = RowBatch([RowSpan(row, len(ids))], [0])
-            rows.append(np.array(self.loaded.model(mx.array(ids), step)[0]))
-            step.done()
-        return np.stack(rows)
+        row, parts = row_of(self.loaded), [prompt, *([token] for token in forced[:-1])]
+        return np.stack([read(self.loaded, row, ids) for ids in parts])
 
     def greedy(self, prompt: list[int], steps: int) -> list[int]:
         """The likeliest ids one after the other."""

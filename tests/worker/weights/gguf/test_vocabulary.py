@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -59,10 +60,7 @@ RELEASED: dict[str, Any] = {
     "gpt-4o": split(GPT_4O),
     "gpt-2": pre_tokenizers.ByteLevel(add_prefix_space=False),
     "smollm": pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
+        [pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     ),
 }
 
@@ -85,8 +83,6 @@ def trained(before: Any) -> Tokenizer:
 
 
 def metadata_of(tokenizer: Tokenizer, pre: str) -> dict[str, Any]:
-    import json
-
     model = json.loads(tokenizer.to_str())["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].get)
     extra = ["<|im_start|>", "<tool>", "[PAD1]"]
@@ -135,15 +131,8 @@ def sentence_piece(**more: Any) -> dict[str, Any]:
     tokens = [*PIECES[:4], "▁▁", *bytes_, *WORDS]
     kinds = [UNKNOWN, CONTROL, CONTROL, CONTROL, USER_DEFINED]
     kinds += [BYTE] * 256 + [NORMAL] * len(WORDS)
-    scores = {
-        "▁t": -1.0,
-        "he": -2.0,
-        "▁the": -3.0,
-        "at": -4.0,
-        "▁c": -5.0,
-        "▁cat": -6.0,
-        "th": -7.0,
-    }
+    best = ("▁t", "he", "▁the", "at", "▁c", "▁cat", "th")
+    scores = {token: -1.0 - at for at, token in enumerate(best)}
     return {
         f"{KEY}model": "llama",
         f"{KEY}tokens": tokens,
@@ -182,15 +171,7 @@ def test_it_divides_as_sentencepieces_own_conversion() -> None:
     released = Tokenizer(
         BPE(
             {token: id for id, token in enumerate(sentence_piece()[f"{KEY}tokens"])},
-            [
-                ("▁", "t"),
-                ("h", "e"),
-                ("▁t", "he"),
-                ("a", "t"),
-                ("▁", "c"),
-                ("▁c", "at"),
-                ("t", "h"),
-            ],
+            [tuple(pair.split()) for pair in ("▁ t", "h e", "▁t he", "a t", "▁ c", "▁c at", "t h")],
             unk_token="<unk>",
             fuse_unk=True,
             byte_fallback=True,
