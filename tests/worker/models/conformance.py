@@ -8,6 +8,7 @@ engine answer them and compares every token, and logits within RELATIVE_TOLERANC
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -17,11 +18,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.common.options import Options
 from mlxpool.worker import models
 from mlxpool.worker.attention.row_batch import RowBatch
-from mlxpool.worker.attention.row_cache import RowCache
-from mlxpool.worker.attention.row_shape import RowShape
 from mlxpool.worker.attention.row_spans import RowSpan
 from mlxpool.worker.caches.specs import RecurrentSpec
 from mlxpool.worker.engine.model_engine import ModelEngine
@@ -32,6 +32,7 @@ from mlxpool.worker.weights.load import LoadedModel, load
 from support import mlx_lm_peer
 from support.engine_steps import decode, enter
 from support.model_engines import model_engine
+from support.model_logits import read, row_of
 from support.worker_checkpoints import config, random_weights, write_checkpoint
 
 Weights = Mapping[str, np.ndarray]
@@ -56,10 +57,12 @@ class Case:
     # Changes to the config for mlx-lm, where its file for a model lacks something. Tensors that
     # only the changed config has are zeros, so that their layers change nothing.
     peer: Mapping[str, Any] = field(default_factory=dict)
+    only_alone: bool = False  # of WAYS, for what single layers decide
 
     def is_tested(self, way: str) -> bool:
         """Whether the case is tested in this way."""
-        return "quantization" not in self.config or way in WAYS_QUANTISED
+        ways = WAYS_QUANTISED if "quantization" in self.config else WAYS
+        return way in (("alone",) if self.only_alone else ways)
 
 
 def quantised(
@@ -176,7 +179,7 @@ def alone(checked: Checked) -> None:
     """Prefills at once; compares all logits of every token."""
     _assert_logits(checked, checked.answers[0], PROMPT_SIZES[0], STEPS)
     engine, seq = checked.engine(), checked.answers[0].sequence()
-    _admit(engine, seq)
+    enter(engine, seq)
     _decode_and_compare(engine, {seq: checked.answers[0]})
 
 
@@ -185,13 +188,13 @@ def in_chunks(checked: Checked, size: int) -> None:
     answer = checked.answers[0] if size == 1 else checked.answers[-1]
     _assert_logits(checked, answer, size, 4)
     engine, seq = checked.engine(), answer.sequence()
-    _admit(engine, seq, size)
+    enter(engine, seq, size)
     _decode_and_compare(engine, {seq: answer})
 
 
 def in_a_batch(checked: Checked) -> None:
     """Prefills all prompts, of different lengths, in one pass; decodes them together."""
-    rows = [RowCache(_shape(checked.loaded)) for _ in checked.answers]
+    rows = [row_of(checked.loaded) for _ in checked.answers]
     spans = [
         RowSpan(row, len(answer.prompt)) for row, answer in zip(rows, checked.answers, strict=True)
     ]
@@ -203,7 +206,7 @@ def in_a_batch(checked: Checked) -> None:
     engine = checked.engine()
     running = {answer.sequence(): answer for answer in checked.answers}
     for seq in running:
-        _admit(engine, seq)
+        enter(engine, seq)
     _decode_and_compare(engine, running)
 
 
@@ -215,7 +218,7 @@ def after_prefix_hits(checked: Checked) -> None:
         engine.prefix.clear()
         _run(engine, answer.sequence(answer.prompt[:split]))
         seq = answer.sequence()
-        _admit(engine, seq)
+        enter(engine, seq)
         assert seq.cached == split
         running[seq] = answer
     _decode_and_compare(engine, running)
@@ -228,7 +231,7 @@ def after_a_longer_one(checked: Checked) -> None:
     longer.restore_at = 20
     _run(engine, longer, 20)
     seq = answer.sequence()
-    _admit(engine, seq)
+    enter(engine, seq)
     assert seq.cached == (len(answer.prompt) - 1 if _can_be_cut(checked.loaded) else 20)
     _decode_and_compare(engine, {seq: answer})
 
@@ -237,11 +240,11 @@ def after_preemption(checked: Checked, prefix: str) -> None:
     """The sequence is preempted while decoding, and readmitted with what the prefix cache kept."""
     answer, engine = checked.answers[0], checked.engine(prefix)
     seq = answer.sequence()
-    _admit(engine, seq)
+    enter(engine, seq)
     _decode_and_compare(engine, {seq: answer}, 20)
     engine.release(seq)
     seq.preempt()
-    _admit(engine, seq)
+    enter(engine, seq)
     _decode_and_compare(engine, {seq: answer})
 
 
@@ -262,15 +265,31 @@ WAYS: Mapping[str, Callable[[Checked], None]] = {
 WAYS_QUANTISED = ("alone", "in chunks of 7", "in a ragged batch")
 
 
-def every(cases: Mapping[str, Case]) -> pytest.MarkDecorator:
-    """Parametrises a test with every case and way."""
+def comparison(name: str, cases: Mapping[str, Case]) -> tuple[Any, Any]:
+    """Returns the fixture `checked` and the test `test_equals_mlx_lm` of a module."""
+
+    @pytest.fixture(scope="module")
+    def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checked]:
+        return prepare(tmp_path_factory.mktemp(name), cases)
+
     each = [(case, way) for case, one in cases.items() for way in WAYS if one.is_tested(way)]
-    return pytest.mark.parametrize(("case", "way"), each)
+
+    @pytest.mark.parametrize(("case", "way"), each)
+    def test_equals_mlx_lm(case: str, way: str, checked: dict[str, Checked]) -> None:
+        WAYS[way](checked[case])
+
+    return checked, test_equals_mlx_lm
 
 
-def _shape(loaded: LoadedModel) -> RowShape:
-    plan = loaded.folder.plan
-    return RowShape(plan.caches, loaded.dtype, plan.context)
+def refusals(base: Mapping[str, Any], refused: Many[tuple[dict[str, Any], str]]) -> Any:
+    """Returns a test that each change of a config.json is refused with an error of these words."""
+
+    @pytest.mark.parametrize(("changes", "words"), refused)
+    def test_unusable_config_values_are_named(changes: dict[str, Any], words: str) -> None:
+        with pytest.raises(ModelLoadFailed, match=words):
+            models.plan(config(**{**base, **changes}))
+
+    return test_unusable_config_values_are_named
 
 
 def _can_be_cut(loaded: LoadedModel) -> bool:
@@ -281,24 +300,16 @@ def _can_be_cut(loaded: LoadedModel) -> bool:
 
 def _assert_logits(checked: Checked, answer: Answer, chunk: int, steps: int) -> None:
     """Compares the logits of the first `steps` of mlx-lm's tokens, after a prefill in chunks."""
-    row, prompt = RowCache(_shape(checked.loaded)), answer.prompt
+    row, prompt = row_of(checked.loaded), answer.prompt
     chunks = [prompt[start : start + chunk] for start in range(0, len(prompt), chunk)]
-    rows = []
-    for ids in [*chunks, *([token] for token in answer.ids[: steps - 1])]:
-        step = RowBatch([RowSpan(row, len(ids))], [0])
-        rows.append(np.array(checked.loaded.model(mx.array(ids), step)[0]))
-        step.done()
-    ours = np.stack(rows[-steps:])
+    parts = [*chunks, *([token] for token in answer.ids[: steps - 1])]
+    ours = np.stack([read(checked.loaded, row, ids) for ids in parts][-steps:])
     assert np.abs(ours - answer.logits[:steps]).max() < answer.tolerance
-
-
-def _admit(engine: ModelEngine, seq: Sequence, budget: int = 2048) -> None:
-    enter(engine, seq, budget)
 
 
 def _run(engine: ModelEngine, seq: Sequence, steps: int = 1) -> None:
     """Runs a sequence to its end, so that the prefix cache keeps it."""
-    _admit(engine, seq)
+    enter(engine, seq)
     decode(engine, [seq], steps)
     engine.release(seq)
 

@@ -122,9 +122,7 @@ def mllama(folder: Path) -> dict[str, Any]:
     }
     module = importlib.import_module("transformers.models.mllama.image_processing_pil_mllama")
     processor = transformers.MllamaProcessor(
-        module.MllamaImageProcessorPil(**settings),
-        tokenizer,
-        chat_template=seeing.MLLAMA_TEMPLATE,
+        module.MllamaImageProcessorPil(**settings), tokenizer, chat_template=seeing.MLLAMA_TEMPLATE
     )
 
     def features(inputs: Any) -> list[Any]:

@@ -31,10 +31,7 @@ def encoded(
 
 
 def sequence(
-    text: ChatTokenizer,
-    prompt: Many[str | int],
-    name: bytes = b"x",
-    pictures: Many[int] = range(2),
+    text: ChatTokenizer, prompt: Many[str | int], name: bytes = b"x", pictures: Many[int] = range(2)
 ) -> Sequence:
     found = encoded(text, prompt, pictures)
     assert text.images is not None

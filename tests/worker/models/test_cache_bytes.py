@@ -68,11 +68,7 @@ CASES: dict[str, tuple[dict[str, Any], int, int]] = {
         1 * PAIR,
         1 * (250 + CHUNK) * PAIR,
     ),
-    "qwen3_next": (
-        {**DELTA, **EXPERTS, "partial_rotary_factor": 0.25},
-        1 * PAIR,
-        2 * 3 * STATE,
-    ),
+    "qwen3_next": ({**DELTA, **EXPERTS, "partial_rotary_factor": 0.25}, 1 * PAIR, 2 * 3 * STATE),
     "qwen3_5": (
         {**DELTA, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
         1 * PAIR,

@@ -14,24 +14,18 @@ from support.worker_checkpoints import config, random_weights, write_checkpoint
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
 from mlxpool.worker import models  # noqa: E402
-from mlxpool.worker.attention.row_batch import RowBatch  # noqa: E402
-from mlxpool.worker.attention.row_cache import RowCache  # noqa: E402
-from mlxpool.worker.attention.row_shape import RowShape  # noqa: E402
-from mlxpool.worker.attention.row_spans import RowSpan  # noqa: E402
 from mlxpool.worker.caches.specs import KeyValueSpec  # noqa: E402
 from mlxpool.worker.models.gemma3 import geglu  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import load  # noqa: E402
+from support import model_logits  # noqa: E402
 from worker.models.conformance import (  # noqa: E402
-    WAYS,
     Case,
-    Checked,
-    every,
-    prepare,
+    comparison,
     prompt_of,
     quantised,
+    refusals,
 )
 
 GEMMA: dict[str, Any] = {
@@ -98,29 +92,16 @@ CASES: dict[str, Case] = {
     ),
     "newer names": Case(GEMMA | NEWER, peer=OLDER),
     "a text with pictures": Case(PICTURES, within("language_model.model.", "language_model.", "")),
-    **quantised(
-        GEMMA | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16},
-    ),
+    **quantised(GEMMA | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}),
 }
 
 
-@pytest.fixture(scope="module")
-def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checked]:
-    return prepare(tmp_path_factory.mktemp("gemma3"), CASES)
-
-
-@every(CASES)
-def test_equals_mlx_lm(case: str, way: str, checked: dict[str, Checked]) -> None:
-    WAYS[way](checked[case])
+checked, test_equals_mlx_lm = comparison("gemma3", CASES)
 
 
 def logits_of(path: Path, *, deterministic: bool = False, size: int = 300) -> np.ndarray:
     loaded = load(inspect(path), deterministic=deterministic)
-    plan = loaded.folder.plan
-    step = RowBatch(
-        [RowSpan(RowCache(RowShape(plan.caches, loaded.dtype, plan.context)), size)], [0]
-    )
-    return np.array(loaded.model(mx.array(prompt_of(size)), step)[0])
+    return model_logits.logits_of(loaded, prompt_of(size))
 
 
 def test_newer_names_of_vision_tensors(tmp_path: Path) -> None:
@@ -165,8 +146,8 @@ def test_gelu() -> None:
     assert np.abs(np.array(geglu(mx.array(gate), mx.array(up))) - exact).max() < 2e-3
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
+test_unusable_config_values_are_named = refusals(
+    GEMMA,
     [
         ({"sliding_window": None}, "no 'sliding_window'"),
         ({"hidden_activation": "relu"}, "hidden_activation 'relu'"),
@@ -176,6 +157,3 @@ def test_gelu() -> None:
         ({"attn_logit_softcapping": -1}, "'attn_logit_softcapping': -1"),
     ],
 )
-def test_unusable_config_values_are_named(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ModelLoadFailed, match=words):
-        models.plan({**config(**GEMMA), **changes})

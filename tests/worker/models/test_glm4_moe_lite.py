@@ -16,13 +16,10 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
 from mlxpool.worker import models  # noqa: E402
-from mlxpool.worker.attention.row_batch import RowBatch  # noqa: E402
-from mlxpool.worker.attention.row_cache import RowCache  # noqa: E402
-from mlxpool.worker.attention.row_shape import RowShape  # noqa: E402
-from mlxpool.worker.attention.row_spans import RowSpan  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import load  # noqa: E402
-from worker.models.conformance import WAYS, Case, Checked, every, prepare, quantised  # noqa: E402
+from support import model_logits  # noqa: E402
+from worker.models.conformance import Case, comparison, quantised, refusals  # noqa: E402
 
 Weights = dict[str, np.ndarray]
 
@@ -50,11 +47,6 @@ def settings(**changes: Any) -> dict[str, Any]:
     return config(**{**SIZES, **changes})
 
 
-def unchanged(weights: Weights) -> Weights:
-    """As mlx-lm's conversions."""
-    return weights
-
-
 def with_a_layer_ahead(weights: Weights) -> Weights:
     """With the layer behind the last one, which predicts further tokens."""
     ahead = {
@@ -67,12 +59,12 @@ def with_a_layer_ahead(weights: Weights) -> Weights:
 
 
 def case(stored: Callable[[Weights], Weights] = glm_released, **changes: Any) -> Case:
-    return Case({**SIZES, **changes}, stored)
+    return Case({**SIZES, **changes}, stored, only_alone=True)
 
 
 CASES: dict[str, Case] = {
-    "as glm_released": case(with_a_layer_ahead),
-    "as converted, with biases": case(unchanged, attention_bias=True, n_shared_experts=2),
+    "as released": Case(SIZES, with_a_layer_ahead),
+    "as converted, with biases": case(dict, attention_bias=True, n_shared_experts=2),
     "queries in one step": case(q_lora_rank=None, n_shared_experts=None),
     "groups of experts": case(n_group=4, topk_group=2),
     "one group open": case(n_group=2, topk_group=1, num_experts_per_tok=3, norm_topk_prob=False),
@@ -85,22 +77,7 @@ CASES: dict[str, Case] = {
     "odd sizes": case(hidden_size=37, vocab_size=261, q_lora_rank=11, kv_lora_rank=9, v_head_dim=7),
     **quantised({**SIZES, **WHOLE}, kept=".mlp.gate."),
 }
-IN_EVERY_WAY = {name: CASES[name] for name in CASES if name.startswith(("as rel", "quantised"))}
-
-
-@pytest.fixture(scope="module")
-def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checked]:
-    return prepare(tmp_path_factory.mktemp("glm4_moe_lite"), CASES)
-
-
-@pytest.mark.parametrize("name", [name for name in CASES if name not in IN_EVERY_WAY])
-def test_equals_mlx_lm(name: str, checked: dict[str, Checked]) -> None:
-    WAYS["alone"](checked[name])
-
-
-@every({name: CASES[name] for name in IN_EVERY_WAY})
-def test_equals_mlx_lm_in_every_way(case: str, way: str, checked: dict[str, Checked]) -> None:
-    WAYS[way](checked[case])
+checked, test_equals_mlx_lm = comparison("glm4_moe_lite", CASES)
 
 
 def test_a_quantised_kv_b_proj_is_split(tmp_path: Path) -> None:
@@ -131,11 +108,7 @@ def test_a_tied_head_is_the_token_embedding(tmp_path: Path) -> None:
 
 
 def logits_of(path: Path) -> np.ndarray:
-    loaded = load(inspect(path))
-    plan = loaded.folder.plan
-    row = RowCache(RowShape(plan.caches, loaded.dtype, plan.context))
-    step = RowBatch([RowSpan(row, 5)], [0])
-    return np.array(loaded.model(mx.array([1, 2, 3, 4, 5]), step))
+    return model_logits.logits_of(load(inspect(path)), [1, 2, 3, 4, 5])
 
 
 def test_the_correction_stays_float32() -> None:
@@ -144,8 +117,8 @@ def test_the_correction_stays_float32() -> None:
     assert kept == ["model.layers.1.mlp.gate.e_score_correction_bias"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
+test_unusable_config_values_are_named = refusals(
+    SIZES,
     [
         ({"kv_lora_rank": None}, "no 'kv_lora_rank'"),
         ({"qk_rope_head_dim": 7}, "7 are rotated, must be even"),
@@ -161,9 +134,6 @@ def test_the_correction_stays_float32() -> None:
         ({"q_lora_rank": -1}, "'q_lora_rank': -1"),
     ],
 )
-def test_unusable_config_values_are_named(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ModelLoadFailed, match=words):
-        models.plan(settings(**changes))
 
 
 def test_only_prediction_layers_may_be_surplus(tmp_path: Path) -> None:

@@ -15,14 +15,11 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 
 from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
 from mlxpool.worker import models  # noqa: E402
-from mlxpool.worker.attention.row_batch import RowBatch  # noqa: E402
-from mlxpool.worker.attention.row_cache import RowCache  # noqa: E402
-from mlxpool.worker.attention.row_shape import RowShape  # noqa: E402
-from mlxpool.worker.attention.row_spans import RowSpan  # noqa: E402
 from mlxpool.worker.caches.specs import KeyValueSpec  # noqa: E402
 from mlxpool.worker.weights.inspect import inspect  # noqa: E402
-from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
-from worker.models.conformance import WAYS, Case, Checked, every, prepare, quantised  # noqa: E402
+from mlxpool.worker.weights.load import load  # noqa: E402
+from support.model_logits import logits_of  # noqa: E402
+from worker.models.conformance import Case, comparison, quantised, refusals  # noqa: E402
 
 Weights = dict[str, np.ndarray]
 
@@ -50,16 +47,12 @@ SIZES: dict[str, Any] = {
 }
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
 WHOLE = {"hidden_size": 64, "head_dim": 16}  # sizes that are whole groups of every mode
+IDS = [1, 2, 3, 4, 5]
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 def settings(**changes: Any) -> dict[str, Any]:
     return config(**{**SIZES, **changes})
-
-
-def unchanged(weights: Weights) -> Weights:
-    """As mlx-lm's conversions."""
-    return weights
 
 
 def spread(weights: Weights) -> Weights:
@@ -101,13 +94,13 @@ def columns_first(weights: Weights) -> Weights:
     return {name: np.ascontiguousarray(array) for name, array in stored.items()}
 
 
-def case(stored: Callable[[Weights], Weights] = unchanged, **changes: Any) -> Case:
-    return Case({**SIZES, **changes}, stored)
+def case(stored: Callable[[Weights], Weights] = dict, **changes: Any) -> Case:
+    return Case({**SIZES, **changes}, stored, only_alone=True)
 
 
 CASES: dict[str, Case] = {
     "as released": case(released, quantization_config=MXFP4),
-    "as converted": case(),
+    "as converted": Case(SIZES),
     "cut off": case(spread),
     "no layer types, one expert": case(layer_types=None, num_experts_per_tok=1),
     "default rope, all heads": case(rope_scaling=None, num_key_value_heads=4),
@@ -117,24 +110,7 @@ CASES: dict[str, Case] = {
     ),
     **quantised({**SIZES, **WHOLE}),
 }
-IN_EVERY_WAY = {
-    name: CASES[name] for name in CASES if name.startswith(("as converted", "quantised"))
-}
-
-
-@pytest.fixture(scope="module")
-def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checked]:
-    return prepare(tmp_path_factory.mktemp("gpt_oss"), CASES)
-
-
-@pytest.mark.parametrize("name", [name for name in CASES if name not in IN_EVERY_WAY])
-def test_equals_mlx_lm(name: str, checked: dict[str, Checked]) -> None:
-    WAYS["alone"](checked[name])
-
-
-@every(IN_EVERY_WAY)
-def test_equals_mlx_lm_in_every_way(case: str, way: str, checked: dict[str, Checked]) -> None:
-    WAYS[way](checked[case])
+checked, test_equals_mlx_lm = comparison("gpt_oss", CASES)
 
 
 def test_transposed_experts_are_the_same(tmp_path: Path) -> None:
@@ -143,13 +119,7 @@ def test_transposed_experts_are_the_same(tmp_path: Path) -> None:
     turned = columns_first(weights)
     other = load(inspect(write_checkpoint(tmp_path / "2", weights=turned, **settings())))
     close = 1e-4 if mx.default_device().type == mx.DeviceType.gpu else 0.0
-    assert np.allclose(logits_of(plain), logits_of(other), close, close)
-
-
-def logits_of(loaded: LoadedModel) -> np.ndarray:
-    plan = loaded.folder.plan
-    row = RowCache(RowShape(plan.caches, loaded.dtype, plan.context))
-    return np.array(loaded.model(mx.array([1, 2, 3, 4, 5]), RowBatch([RowSpan(row, 5)], [0])))
+    assert np.allclose(logits_of(plain, IDS), logits_of(other, IDS), close, close)
 
 
 def test_windows_alternate_without_layer_types() -> None:
@@ -161,8 +131,8 @@ def test_windows_alternate_without_layer_types() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
+test_unusable_config_values_are_named = refusals(
+    SIZES,
     [
         ({"num_local_experts": None}, "no 'num_local_experts'"),
         ({"num_experts_per_tok": 7}, "num_experts_per_tok 7, more than num_local_experts 6"),
@@ -173,9 +143,6 @@ def test_windows_alternate_without_layer_types() -> None:
         ({"swiglu_limit": "no"}, "'swiglu_limit': 'no'"),
     ],
 )
-def test_unusable_config_values_are_named(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ModelLoadFailed, match=words):
-        models.plan(settings(**changes))
 
 
 def test_blocks_of_another_shape_are_refused(tmp_path: Path) -> None:

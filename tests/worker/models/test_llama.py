@@ -11,17 +11,15 @@ from support.worker_checkpoints import config
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
 from mlxpool.worker import models  # noqa: E402
 from mlxpool.worker.caches.specs import KeyValueSpec  # noqa: E402
 from worker.models.conformance import (  # noqa: E402
     WAYS,
     Case,
-    Checked,
     answered,
-    every,
-    prepare,
+    comparison,
     quantised,
+    refusals,
 )
 
 LLAMA3 = {
@@ -74,14 +72,7 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.fixture(scope="module")
-def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checked]:
-    return prepare(tmp_path_factory.mktemp("llama"), CASES)
-
-
-@every(CASES)
-def test_equals_mlx_lm(case: str, way: str, checked: dict[str, Checked]) -> None:
-    WAYS[way](checked[case])
+checked, test_equals_mlx_lm = comparison("llama", CASES)
 
 
 def test_the_demo_model_equals_mlx_lm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,8 +88,8 @@ def test_the_demo_model_equals_mlx_lm(tmp_path: Path, monkeypatch: pytest.Monkey
     WAYS["alone"](checked)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
+test_unusable_config_values_are_named = refusals(
+    {},
     [
         ({"hidden_size": None}, "no 'hidden_size'"),
         ({"max_position_embeddings": None}, "no 'max_position_embeddings'"),
@@ -118,10 +109,6 @@ def test_the_demo_model_equals_mlx_lm(tmp_path: Path, monkeypatch: pytest.Monkey
         ({"vocab_size": "many"}, "'vocab_size': 'many'"),
     ],
 )
-def test_unusable_config_values_are_named(changes: dict[str, Any], words: str) -> None:
-    settings = {**config(), **changes}
-    with pytest.raises(ModelLoadFailed, match=words):
-        models.plan({key: value for key, value in settings.items() if value is not None})
 
 
 def test_a_sliding_window_needs_mistral() -> None:

@@ -207,9 +207,7 @@ def test_a_head_that_drafts_some_tokens_gives_these(tmp_path: Path) -> None:
 def test_the_output_head_for_some_tokens_is_counted_as_weights(tmp_path: Path) -> None:
     """At load and before: it is made of the embeddings, and lies beside them."""
     path = write_checkpoint(
-        tmp_path,
-        weights=weights_with_head("llama", 3, **DRAFTED),
-        **{**EVERY["llama"], **DRAFTED},
+        tmp_path, weights=weights_with_head("llama", 3, **DRAFTED), **{**EVERY["llama"], **DRAFTED}
     )
     made = DRAFTED["mtp_draft_vocab_size"] * settings("llama")["hidden_size"]
     for predicts in (False, True):

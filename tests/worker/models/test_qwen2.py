@@ -6,20 +6,9 @@ from typing import Any
 
 import pytest
 
-from support.worker_checkpoints import config
-
 pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker import models
-from worker.models.conformance import (
-    WAYS,
-    Case,
-    Checked,
-    every,
-    prepare,
-    quantised,
-)
+from worker.models.conformance import Case, comparison, quantised, refusals
 
 QWEN2: dict[str, Any] = {"model_type": "qwen2", "rope_theta": 1000000.0}
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -29,12 +18,7 @@ CASES: dict[str, Case] = {
     "multi-query, tied": Case(QWEN2 | {"num_key_value_heads": 1, "tie_word_embeddings": True}),
     "all heads, odd sizes": Case(
         QWEN2
-        | {
-            "hidden_size": 40,
-            "num_key_value_heads": 4,
-            "intermediate_size": 51,
-            "vocab_size": 261,
-        }
+        | {"hidden_size": 40, "num_key_value_heads": 4, "intermediate_size": 51, "vocab_size": 261}
     ),
     "yarn rope": Case(QWEN2 | {"rope_scaling": YARN, "num_hidden_layers": 1}),
     "windows that are off": Case(QWEN2 | WINDOWS | {"use_sliding_window": False}),
@@ -51,18 +35,11 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.fixture(scope="module")
-def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checked]:
-    return prepare(tmp_path_factory.mktemp("qwen2"), CASES)
+checked, test_equals_mlx_lm = comparison("qwen2", CASES)
 
 
-@every(CASES)
-def test_equals_mlx_lm(case: str, way: str, checked: dict[str, Checked]) -> None:
-    WAYS[way](checked[case])
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
+test_unusable_config_values_are_named = refusals(
+    QWEN2,
     [
         ({"rope_theta": None}, "no 'rope_theta'"),
         ({"use_sliding_window": True}, "no 'max_window_layers'"),
@@ -70,6 +47,3 @@ def test_equals_mlx_lm(case: str, way: str, checked: dict[str, Checked]) -> None
         ({"hidden_act": "relu"}, "hidden_act 'relu'"),
     ],
 )
-def test_unusable_config_values_are_named(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ModelLoadFailed, match=words):
-        models.plan(config(**{**QWEN2, **changes}))

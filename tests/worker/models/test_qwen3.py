@@ -7,20 +7,10 @@ from typing import Any
 import pytest
 
 from support.stored_checkpoints import one_by_one
-from support.worker_checkpoints import config
 
 pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.common.errors import ModelLoadFailed
-from mlxpool.worker import models
-from worker.models.conformance import (
-    WAYS,
-    Case,
-    Checked,
-    every,
-    prepare,
-    quantised,
-)
+from worker.models.conformance import Case, comparison, quantised, refusals
 
 QWEN3: dict[str, Any] = {"model_type": "qwen3", "head_dim": 10}
 MOE: dict[str, Any] = {
@@ -63,18 +53,11 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.fixture(scope="module")
-def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checked]:
-    return prepare(tmp_path_factory.mktemp("qwen3"), CASES)
+checked, test_equals_mlx_lm = comparison("qwen3", CASES)
 
 
-@every(CASES)
-def test_equals_mlx_lm(case: str, way: str, checked: dict[str, Checked]) -> None:
-    WAYS[way](checked[case])
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
+test_unusable_config_values_are_named = refusals(
+    {},
     [
         (QWEN3 | {"rope_theta": None}, "no 'rope_theta'"),
         (MOE | {"num_experts": None}, "no 'num_experts'"),
@@ -85,6 +68,3 @@ def test_equals_mlx_lm(case: str, way: str, checked: dict[str, Checked]) -> None
         (MOE | {"use_sliding_window": True}, "use_sliding_window True, must be False"),
     ],
 )
-def test_unusable_config_values_are_named(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ModelLoadFailed, match=words):
-        models.plan(config(**changes))

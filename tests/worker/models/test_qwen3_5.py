@@ -17,7 +17,7 @@ from mlxpool.worker import models
 from mlxpool.worker.layers.derived_weights import without_prefix
 from mlxpool.worker.models.qwen3_5 import PREFIXES
 from support.stored_checkpoints import Weights, after, converted
-from worker.models.conformance import WAYS, Case, Checked, every, prepare, quantised
+from worker.models.conformance import Case, comparison, quantised
 
 TEXT: dict[str, Any] = {
     **QWEN3_5,
@@ -86,14 +86,7 @@ CASES["dense, converted, quantised"] = Case(
 )
 
 
-@pytest.fixture(scope="module")
-def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checked]:
-    return prepare(tmp_path_factory.mktemp("qwen3_5"), CASES)
-
-
-@every(CASES)
-def test_equals_mlx_lm(case: str, way: str, checked: dict[str, Checked]) -> None:
-    WAYS[way](checked[case])
+checked, test_equals_mlx_lm = comparison("qwen3_5", CASES)
 
 
 def test_converted_experts_need_no_split() -> None:

@@ -11,12 +11,11 @@ from support.worker_checkpoints import config
 
 pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
-from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker import models
 from mlxpool.worker.caches.specs import KeyValueSpec, RecurrentSpec
 from mlxpool.worker.layers.delta_net import rows_by_kind
 from support.stored_checkpoints import after, converted, one_by_one
-from worker.models.conformance import WAYS, Case, Checked, every, prepare, quantised
+from worker.models.conformance import Case, comparison, quantised, refusals
 
 NEXT: dict[str, Any] = {
     "model_type": "qwen3_next",
@@ -61,14 +60,7 @@ for name, case in quantised(NEXT | WIDE, kept="conv1d").items():
     CASES[name] = replace(case, stored=after(converted, case.stored))
 
 
-@pytest.fixture(scope="module")
-def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checked]:
-    return prepare(tmp_path_factory.mktemp("qwen3_next"), CASES)
-
-
-@every(CASES)
-def test_equals_mlx_lm(case: str, way: str, checked: dict[str, Checked]) -> None:
-    WAYS[way](checked[case])
+checked, test_equals_mlx_lm = comparison("qwen3_next", CASES)
 
 
 def test_layers_have_two_kinds_of_cache() -> None:
@@ -95,8 +87,8 @@ def test_prediction_tensors_are_ignored() -> None:
     assert not plan.ignored("model.layers.3.input_layernorm.weight")
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
+test_unusable_config_values_are_named = refusals(
+    NEXT,
     [
         ({"linear_num_key_heads": None}, "no 'linear_num_key_heads'"),
         ({"linear_num_value_heads": 3}, "no multiple of linear_num_key_heads 2"),
@@ -107,6 +99,3 @@ def test_prediction_tensors_are_ignored() -> None:
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
     ],
 )
-def test_unusable_config_values_are_named(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ModelLoadFailed, match=words):
-        models.plan(config(**NEXT | changes))
