@@ -79,13 +79,37 @@ def no_engine_outlives_its_test(on_cuda: bool) -> Iterator[None]:
         mx.clear_cache()
 
 
-@pytest.fixture
-def machine(on_cuda: bool) -> Iterator[None]:
-    """Runs CUDA kernels: on the GPU, or simulated where there is none."""
+@pytest.fixture(scope="module")
+def simulated_kernels(on_cuda: bool) -> Iterator[set[str]]:
+    """Runs CUDA kernels, on the GPU or simulated where there is none, for the tests of a module.
+
+    Yields the names of the kernels that were simulated.
+    """
     if on_cuda:
-        yield
+        yield set()
         return
     from support import simt  # it needs MLX
 
+    with simt.simulated() as called:
+        yield called
+
+
+@pytest.fixture
+def machine(on_cuda: bool) -> Iterator[None]:
+    """Runs CUDA kernels for a test alone; see `simulated_kernels`."""
+    if on_cuda:
+        yield
+        return
+    from support import simt
+
     with simt.simulated():
+        yield
+
+
+@pytest.fixture
+def token_grid_machine() -> Iterator[None]:
+    """See simt.token_grid_machine."""
+    from support import simt
+
+    with simt.token_grid_machine():
         yield

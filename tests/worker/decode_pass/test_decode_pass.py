@@ -5,8 +5,6 @@ It is the longest kernel: NVIDIA's compiler needs 5 s for each of the six kinds 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,10 +22,12 @@ from mlxpool.worker.decode_pass.model_weights import (  # noqa: E402
     PassWeights,
 )
 from mlxpool.worker.kernels import device  # noqa: E402
+from mlxpool.worker.kernels.score_params import ScoreParams  # noqa: E402
 from mlxpool.worker.kernels.work_list import Spans, TileShape, work_items  # noqa: E402
 from mlxpool.worker.layers.layer_types import Rope  # noqa: E402
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS as BLOCK  # noqa: E402
 from support import simt  # noqa: E402
+from support.float64 import attention, gated, normed, numbers, rotated  # noqa: E402
 
 ON_GPU = mx.cuda.is_available()
 BLOCKS = device.multiprocessors() if ON_GPU else 3  # thread blocks
@@ -60,14 +60,7 @@ SHAPES = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def machine() -> Iterator[None]:
-    with nullcontext() if ON_GPU else simt.simulated():
-        yield
-
-
-def numbers(array: Any) -> Any:
-    return np.array(array.astype(mx.float32)).astype(np.float64)
+pytestmark = pytest.mark.usefixtures("simulated_kernels")
 
 
 @dataclass
@@ -175,11 +168,10 @@ class Rows:
         self.known = [[numbers(pool) for pool in layer] for layer in self.pools]
         x = numbers(weights.embedding)[self.ids]
         for layer, known, window in zip(weights.layers, self.known, self.windows, strict=True):
-            x = x + self._attended(layer, known, window, normed(x, layer.norm, shape.eps))
-            inputs = normed(x, layer.feed_norm, shape.eps)
-            gate, up = np.split(inputs @ numbers(layer.gate_up).T, 2, axis=1)
-            x = x + gate / (1 + np.exp(-gate)) * up @ numbers(layer.down).T
-        return normed(x, weights.norm, shape.eps)
+            x = x + self._attended(layer, known, window, normed(x, numbers(layer.norm), shape.eps))
+            inputs = normed(x, numbers(layer.feed_norm), shape.eps)
+            x = x + gated(inputs @ numbers(layer.gate_up).T) @ numbers(layer.down).T
+        return normed(x, numbers(weights.norm), shape.eps)
 
     def _attended(self, layer: LayerWeights, known: Any, window: int, x: Any) -> Any:
         shape = self.shape
@@ -188,8 +180,8 @@ class Rows:
         heads = shape.kv_heads * shape.group
         q, k, v = np.split(lines, [heads, heads + shape.kv_heads], axis=1)
         if shape.head_eps:
-            q = normed(q, layer.query_norm, shape.head_eps)
-            k = normed(k, layer.key_norm, shape.head_eps)
+            q = normed(q, numbers(layer.query_norm), shape.head_eps)
+            k = normed(k, numbers(layer.key_norm), shape.head_eps)
         out = np.zeros((len(x), heads, shape.size))
         for line, (row, length) in enumerate(zip(self.line_rows, self.line_ends, strict=True)):
             at = np.arange(length)
@@ -197,30 +189,16 @@ class Rows:
             known[0][blocks[-1], :, places[-1]] = self._turned(k[line], length - 1)
             known[1][blocks[-1], :, places[-1]] = v[line]
             low = max(self.begins[row], length - window if window else 0)
-            queries = self._turned(q[line], length - 1)
-            for head in range(heads):
-                keys, values = (pool[blocks, head // shape.group, places][low:] for pool in known)
-                scores = keys @ queries[head] * shape.scale
-                shares = np.exp(scores - scores.max())
-                out[line, head] = shares @ values / shares.sum()
+            queries = self._turned(q[line], length - 1)[None]
+            keys, values = (pool[blocks, :, places] for pool in known)
+            out[line] = attention(queries, keys, values, at >= low, ScoreParams(shape.scale))[0]
         return out.reshape(len(x), -1) @ numbers(layer.out).T
 
     def _turned(self, x: Any, position: int) -> Any:
-        rope, out = self.shape.rope, x.copy()
+        rope = self.shape.rope
         angles = position * rope.scale * self.turns.astype(np.float64)
-        cos, sin = np.cos(angles) * rope.gain, np.sin(angles) * rope.gain
-        half = rope.dims // 2
-        if rope.traditional:
-            one, two = slice(0, rope.dims, 2), slice(1, rope.dims, 2)
-        else:
-            one, two = slice(0, half), slice(half, rope.dims)
-        out[..., one] = x[..., one] * cos - x[..., two] * sin
-        out[..., two] = x[..., two] * cos + x[..., one] * sin
-        return out
-
-
-def normed(x: Any, gain: Any, eps: float) -> Any:
-    return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + eps) * numbers(gain)
+        turned = rotated(x[:, : rope.dims], angles, traditional=rope.traditional) * rope.gain
+        return np.concatenate([turned, x[:, rope.dims :]], axis=1)
 
 
 def check(rows: Rows, lines: int) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -18,6 +16,7 @@ from mlxpool.worker.kernels.expert_routing import LineNorm  # noqa: E402
 from mlxpool.worker.kernels.expert_token import TokenMixture  # noqa: E402
 from mlxpool.worker.kernels.routing_params import RoutingParams  # noqa: E402
 from support import simt  # noqa: E402
+from support.float64 import assert_near, numbers  # noqa: E402
 
 ON_GPU = mx.cuda.is_available()
 GLM = RoutingParams(64, 4, sigmoid=True, normed=True, factor=1.8)
@@ -26,11 +25,7 @@ OSS = RoutingParams(32, 4, sigmoid=False, normed=True)
 GROUPS = RoutingParams(16, 4, sigmoid=True, normed=True, groups=4, chosen_groups=2)
 
 
-@pytest.fixture(autouse=True)
-def machine() -> Iterator[None]:
-    """See simt.token_grid_machine."""
-    with simt.token_grid_machine():
-        yield
+pytestmark = pytest.mark.usefixtures("token_grid_machine")
 
 
 def mixture_of(
@@ -72,16 +67,15 @@ def test_one_token_equals_the_kernels_of_many(
     assert expert_token.supports(x, mixture.norm, mixture.gate, mixture.routing, mixture.experts)
     for _ in range(2):
         expected = numbers(expert_token.by_kernels(mixture, x))
-        assert np.abs(numbers(mixture(x)) - expected).max() < 0.02 * np.abs(expected).max()
-        found = numbers(mixture(x, x))
-        assert np.abs(found - expected - numbers(x)).max() < 0.02 * np.abs(found).max()
+        assert_near(mixture(x), expected)
+        assert_near(mixture(x, x), expected + numbers(x))
         x = x[:, ::-1] + 1
 
 
 def test_groups_of_experts_and_one_shared() -> None:
     mixture, x = mixture_of(GROUPS, 192, 64, mx.bfloat16, shared=True)
     expected = numbers(expert_token.by_kernels(mixture, x))
-    assert np.abs(numbers(mixture(x)) - expected).max() < 0.02 * np.abs(expected).max()
+    assert_near(mixture(x), expected)
 
 
 @pytest.mark.parametrize(
@@ -113,9 +107,8 @@ def test_one_token_with_quantised_weights(
     assert expert_token.supports(x, mixture.norm, mixture.gate, routing, experts)
     for _ in range(2):
         expected = numbers(expert_token.by_kernels(mixture, x))
-        assert np.abs(numbers(mixture(x)) - expected).max() < 0.02 * np.abs(expected).max()
-        found = numbers(mixture(x, x))
-        assert np.abs(found - expected - numbers(x)).max() < 0.02 * np.abs(found).max()
+        assert_near(mixture(x), expected)
+        assert_near(mixture(x, x), expected + numbers(x))
         x = x[:, ::-1] + 1
 
 
@@ -138,7 +131,3 @@ def test_thread_blocks_that_are_not_resident_are_noticed(monkeypatch: pytest.Mon
     assert not expert_token.supports(
         x, mixture.norm, mixture.gate, mixture.routing, mixture.experts
     )
-
-
-def numbers(array: Any) -> Any:
-    return np.array(array.astype(mx.float32)).astype(np.float64)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +16,7 @@ from mlxpool.worker.kernels import expert_fragments, expert_products, expert_rou
 from mlxpool.worker.kernels.expert_fragments import PackedArrays, PackedFormat  # noqa: E402
 from mlxpool.worker.kernels.expert_products import ExpertWeight, ExpertWeights  # noqa: E402
 from mlxpool.worker.kernels.routing_params import RoutingParams  # noqa: E402
-from support import simt  # noqa: E402
+from support.float64 import assert_near, normed, numbers  # noqa: E402
 
 ON_GPU = mx.cuda.is_available()
 GLM = RoutingParams(64, 4, sigmoid=True, normed=True, factor=1.8)
@@ -38,11 +36,7 @@ ROUTINGS = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def machine() -> Iterator[None]:
-    """A GPU, or a simulated one."""
-    with nullcontext() if ON_GPU else simt.simulated():
-        yield
+pytestmark = pytest.mark.usefixtures("simulated_kernels")
 
 
 @dataclass
@@ -164,11 +158,9 @@ def test_the_plan_of_normed_tokens_is_that_of_their_norm(tokens: int) -> None:
     added = mx.random.normal((64,), key=mx.random.key(4)) / 8
     assert expert_routing.can_norm(x) and not expert_routing.can_norm(mx.zeros((9, size)))
     norm = expert_routing.LineNorm(gain, 1e-5)
-    plan, normed = expert_routing.plan_normed_tokens(x, norm, gate, added, GLM, shared=True)
-    squares = (numbers(x) ** 2).mean(-1, keepdims=True)
-    expected = numbers(x) / np.sqrt(squares + 1e-5) * numbers(gain)
-    assert np.abs(numbers(normed) - expected).max() < 0.01 * np.abs(expected).max()
-    again = expert_routing.plan_tokens(normed, gate, added, GLM, shared=True)
+    plan, lines = expert_routing.plan_normed_tokens(x, norm, gate, added, GLM, shared=True)
+    assert_near(lines, normed(numbers(x), numbers(gain), 1e-5), 0.01)
+    again = expert_routing.plan_tokens(lines, gate, added, GLM, shared=True)
     assert np.array_equal(np.array(plan), np.array(again))
 
 
@@ -217,10 +209,6 @@ def test_the_lines_of_items() -> None:
     assert expert_routing.supports(1, GLM) and expert_products.supports(128, 64, mx.bfloat16)
     assert not expert_products.supports(100, 64, mx.bfloat16)
     assert not expert_products.supports(128, 64, mx.float32)
-
-
-def numbers(array: Any) -> Any:
-    return np.array(array.astype(mx.float32)).astype(np.float64)
 
 
 @dataclass
@@ -316,8 +304,7 @@ def check_mixture(experts: Experts, tokens: int, *, skewed: bool, shared: bool) 
         assert mx.array_equal(whole(made, x), x + found).item()
     expected = experts.expected(numbers(x), plan, shared)
     expected += 0 if beside is None else numbers(beside)
-    wrong = np.abs(numbers(found) - expected).max() / np.abs(expected).max()
-    assert wrong < 0.02, (tokens, shared)
+    assert_near(found, expected)
 
 
 @pytest.mark.parametrize("name", PRODUCTS)

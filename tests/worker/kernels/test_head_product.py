@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -12,14 +10,11 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 from mlxpool.worker.attention.rotary import RotaryEmbedding  # noqa: E402
 from mlxpool.worker.layers.layer_types import Rope  # noqa: E402
 from mlxpool.worker.layers.linear import MultiLinear  # noqa: E402
+from support.float64 import assert_near, numbers, rotated  # noqa: E402
 
 ON_GPU = mx.cuda.is_available()
 
 runs = pytest.mark.usefixtures("machine")
-
-
-def numbers(array: Any) -> Any:
-    return np.array(array.astype(mx.float32)).astype(np.float64)
 
 
 CASES = [(1, 3, 64, 64, 0), (9, 2, 192, 256, 16), (150, 1, 128, 128, 8), (70, 1, 64, 192, 8)]
@@ -46,21 +41,13 @@ def test_products_of_heads_equal_float64(
         positions = mx.arange(lines, dtype=mx.int32) * 37
         turns = RotaryEmbedding(positions).turns(Rope(turned, 10_000.0, traditional=traditional))
         found = layer.of_rotated_lines(x, turns)
-        half, axis = turned // 2, asked[..., columns:]
+        half = turned // 2
         angles = numbers(positions)[:, None, None] * 10_000.0 ** (-np.arange(half) / half)
-        one, two = (
-            (axis[..., ::2], axis[..., 1::2])
-            if traditional
-            else (axis[..., :half], axis[..., half:])
-        )
-        left = one * np.cos(angles) - two * np.sin(angles)
-        right = two * np.cos(angles) + one * np.sin(angles)
-        both = np.stack([left, right], axis=-1 if traditional else 2)
-        expected = np.concatenate([expected, both.reshape(lines, heads, turned)], axis=-1)
+        rest = rotated(asked[..., columns:], angles, traditional=traditional)
+        expected = np.concatenate([expected, rest], axis=-1)
     else:
         found = layer.of_lines(x)
-    assert found is not None and found.shape == expected.shape
-    assert np.abs(numbers(found) - expected).max() < 0.02 * np.abs(expected).max()
+    assert_near(found, expected)
 
 
 @runs

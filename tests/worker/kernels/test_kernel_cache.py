@@ -105,6 +105,31 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     kernel_cache.build_key.cache_clear()
 
 
+@pytest.fixture
+def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str]]]:
+    """Kernels and their code that are compiled in this process, for the cache `tmp_path`."""
+    found: list[tuple[str, str]] = []
+
+    def in_process(compiler: Any, kernel: str, code: str) -> tuple[bytes, str, str]:
+        found.append((kernel, code))
+        return b"machine code", kernel, "_Zmangled"
+
+    monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(kernel_cache, "compiler_here", Compiled)
+    monkeypatch.setattr(nvrtc, "in_process", in_process)
+    caches = (kernel_cache.module_of, kernel_cache.compile_to_disk, kernel_cache.build_key)
+    for cache in caches:
+        cache.cache_clear()
+    yield found
+    for cache in caches:
+        cache.cache_clear()
+
+
+def inputs() -> list[Any]:
+    """Returns arrays of KINDS."""
+    return [mx.zeros((2,) if dimensions else (), dtype=dtype) for dtype, dimensions in KINDS]
+
+
 def stored(folder: Path) -> dict[str, bytes]:
     """Returns the compiled kernels in the cache of `folder`, by file name."""
     files = (path for path in (folder / "cache").iterdir() if path.is_file())
@@ -285,38 +310,24 @@ def test_the_build_key_changes_with_kernels_and_mlx(
 
 
 def test_collected_kernels_are_compiled_together(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    compiled: list[tuple[str, str]], tmp_path: Path
 ) -> None:
     """Each once, those on disk not again; trials inside are compiled at once."""
-    compiled: list[str] = []
-
-    def in_process(compiler: Any, kernel: str, code: str) -> tuple[bytes, str, str]:
-        compiled.append(code)
-        return b"machine code", kernel, "_Zmangled"
-
-    monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(kernel_cache, "compiler_here", Compiled)
-    monkeypatch.setattr(nvrtc, "in_process", in_process)
-    kernel_cache.compile_to_disk.cache_clear()
-    kernel_cache.build_key.cache_clear()
     moves: list[int] = []
-    inputs = [mx.zeros((2,) if dimensions else (), dtype=dtype) for dtype, dimensions in KINDS]
-    for expected in ([CODE], [CODE]):  # the second time it is on disk
+    given = inputs()
+    for _ in range(2):  # the second time it is on disk
         with kernel_cache.collecting() as jobs:
             for _ in range(3):
                 call = kernel_cache.with_disk_cache(TEXT, lambda _: lambda **given: given)
-                assert (
-                    call(inputs=inputs, output_shapes=SHAPES, output_dtypes=OUTPUTS)["inputs"]
-                    is inputs
-                )
+                found = call(inputs=given, output_shapes=SHAPES, output_dtypes=OUTPUTS)
+                assert found["inputs"] is given
             with kernel_cache.compiling():
                 assert not kernel_cache.is_collecting()
         assert not kernel_cache.is_collecting() and len(jobs) == 3
         kernel_cache.compile_together(jobs, lambda: moves.append(1))
-        assert compiled == expected
+        assert [code for _, code in compiled] == [CODE]
     assert moves == [1]
     assert len(list(tmp_path.glob("*.ptx"))) == 1
-    kernel_cache.build_key.cache_clear()
 
 
 def test_trials_are_rehearsed_with_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,10 +336,9 @@ def test_trials_are_rehearsed_with_zeros(monkeypatch: pytest.MonkeyPatch) -> Non
     call = kernel_cache.with_disk_cache(
         TEXT, lambda _: lambda **given: pytest.fail("it was called")
     )
-    inputs = [mx.zeros((2,) if dimensions else (), dtype=dtype) for dtype, dimensions in KINDS]
 
     def trial() -> bool:
-        out, count = call(inputs=inputs, output_shapes=SHAPES, output_dtypes=OUTPUTS)
+        out, count = call(inputs=inputs(), output_shapes=SHAPES, output_dtypes=OUTPUTS)
         assert (out.shape, out.dtype, count.dtype) == ((2, 3), *OUTPUTS)
         assert out.sum().item() == 0
         raise IndexError("zeros are not what it expects")
@@ -340,17 +350,8 @@ def test_trials_are_rehearsed_with_zeros(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_kernel_that_many_layers_call_is_hashed_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    compiled: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(kernel_cache, "compiler_here", Compiled)
-    compiled: list[str] = []
-
-    def in_process(compiler: Any, kernel: str, code: str) -> tuple[bytes, str, str]:
-        compiled.append(kernel)
-        return b"machine code", kernel, "_Zmangled"
-
-    monkeypatch.setattr(nvrtc, "in_process", in_process)
     hashed: list[bytes] = []
     read: list[Path] = []
     hash_of, intact = kernel_cache.string_hash, kernel_cache.is_intact
@@ -365,35 +366,27 @@ def test_a_kernel_that_many_layers_call_is_hashed_once(
 
     monkeypatch.setattr(kernel_cache, "string_hash", counted_hash)
     monkeypatch.setattr(kernel_cache, "is_intact", counted_read)
-    kernel_cache.module_of.cache_clear()
-    kernel_cache.compile_to_disk.cache_clear()
-    kernel_cache.build_key.cache_clear()
-    inputs = [mx.zeros((2,) if dimensions else (), dtype=dtype) for dtype, dimensions in KINDS]
     texts = [replace(TEXT, name=name) for name in ("mlxpool_add", "mlxpool_other")]
     calls = [kernel_cache.with_disk_cache(text, lambda _: lambda **given: given) for text in texts]
     with kernel_cache.collecting() as jobs:
         for _ in range(100):  # layers
             for call in calls:
-                call(inputs=inputs, output_shapes=SHAPES, output_dtypes=OUTPUTS)
+                call(inputs=inputs(), output_shapes=SHAPES, output_dtypes=OUTPUTS)
     kernel_cache.compile_together(jobs, lambda: None)
     assert len(hashed) == len(set(hashed)) == len(compiled) == 2
     assert len(read) == 4  # for the list of what is missing, and before each was compiled
     for call in calls:
-        call(inputs=inputs, output_shapes=SHAPES, output_dtypes=OUTPUTS)
+        call(inputs=inputs(), output_shapes=SHAPES, output_dtypes=OUTPUTS)
     assert len(hashed) == 2 and len(compiled) == 2
-    kernel_cache.module_of.cache_clear()
-    kernel_cache.compile_to_disk.cache_clear()
-    kernel_cache.build_key.cache_clear()
 
 
+@pytest.mark.usefixtures("compiled")
 def test_a_kernel_that_does_not_compile_is_left_to_its_first_call(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def in_process(compiler: Any, kernel: str, code: str) -> tuple[bytes, str, str]:
         raise RuntimeError("no memory")
 
-    monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(kernel_cache, "compiler_here", Compiled)
     monkeypatch.setattr(nvrtc, "in_process", in_process)
     with caplog.at_level("INFO"):
         job = kernel_cache.KernelJob(TEXT, KINDS, OUTPUTS)
@@ -403,23 +396,12 @@ def test_a_kernel_that_does_not_compile_is_left_to_its_first_call(
 
 
 def test_what_another_process_compiles_is_awaited_and_not_compiled_again(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    compiled: list[tuple[str, str]], tmp_path: Path
 ) -> None:
     """The other one holds the lock until this one has passed the kernel by."""
-    monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(kernel_cache, "compiler_here", Compiled)
-    kernel_cache.build_key.cache_clear()
     job = kernel_cache.KernelJob(TEXT, KINDS, OUTPUTS)
     other = kernel_cache.KernelJob(replace(TEXT, name="mlxpool_other"), KINDS, OUTPUTS)
-    kernel_cache.module_of.cache_clear()
     path = tmp_path / kernel_cache.module_of(job)[0]
-    compiled: list[str] = []
-
-    def in_process(compiler: Any, kernel: str, code: str) -> tuple[bytes, str, str]:
-        compiled.append(kernel)
-        return b"machine code", kernel, "_Zmangled"
-
-    monkeypatch.setattr(nvrtc, "in_process", in_process)
     with ExitStack() as theirs:
         assert theirs.enter_context(compile_lock(path, wait=False))
         moves: list[int] = []
@@ -432,10 +414,9 @@ def test_what_another_process_compiles_is_awaited_and_not_compiled_again(
 
         kernel_cache.compile_together([job, other], moved)
     assert len(moves) == 3
-    assert compiled == ["mlx::core::cu::custom_kernel_mlxpool_other"]
+    assert [kernel for kernel, _ in compiled] == ["mlx::core::cu::custom_kernel_mlxpool_other"]
     assert path.read_bytes() == b"theirs"
     assert not list(tmp_path.glob("*.lock"))
-    kernel_cache.build_key.cache_clear()
 
 
 def test_nvidias_compiler_compiles_a_kernel_and_reports_errors(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from mlxpool.worker.layers.quantised_weight import QuantisedWeight  # noqa: E402
 from mlxpool.worker.layers.tiled_weight import TiledWeight  # noqa: E402
 from mlxpool.worker.sampling import sampler  # noqa: E402
 from mlxpool.worker.sampling.batch import SamplingBatch, TokenMasks  # noqa: E402
+from support.float64 import assert_near, dequantised, gated, normed, numbers  # noqa: E402
 
 ON_GPU = mx.cuda.is_available()
 LENGTHS = (1, 2, 15, 16, 17, 31, 255, 256, 257, 511, 512, 513, 1500)
@@ -126,10 +128,6 @@ def test_a_kernel_that_fails_is_logged_and_not_used(caplog: pytest.LogCaptureFix
     ]
 
 
-def _numbers(array: Any) -> Any:
-    return np.array(array.astype(mx.float32)).astype(np.float64)
-
-
 @runs
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("size", cases([2880], [8, 256, 2048, 4096, 8192]))
@@ -137,11 +135,9 @@ def test_the_norm_kernel_adds_and_norms(size: int, dtype: str) -> None:
     kind = getattr(mx, dtype)
     x, y = (mx.random.normal((5, size)).astype(kind) for _ in range(2))
     weight = mx.random.normal((size,)).astype(kind)
-    added, normed = row_ops.add_norm(x, y, weight, 1e-5)
+    added, found = row_ops.add_norm(x, y, weight, 1e-5)
     assert mx.array_equal(added, x + y).item()
-    sums = _numbers(added)
-    expected = sums / np.sqrt((sums**2).mean(-1, keepdims=True) + 1e-5) * _numbers(weight)
-    assert np.abs(_numbers(normed) - expected).max() < 0.02 * np.abs(expected).max()
+    assert_near(found, normed(numbers(added), numbers(weight), 1e-5))
 
 
 @runs
@@ -152,7 +148,7 @@ def test_the_gate_kernel_equals_float64(lines: int, width: int, dtype: str) -> N
     assert row_ops.supports_swiglu(width, both.dtype) and not row_ops.supports_swiglu(
         width + 1, both.dtype
     )
-    assert np.allclose(_numbers(row_ops.swiglu(both)), _gated(_numbers(both)), 0.03, 0.05)
+    assert np.allclose(numbers(row_ops.swiglu(both)), gated(numbers(both)), 0.03, 0.05)
 
 
 @runs
@@ -186,11 +182,11 @@ def test_the_matmul_kernels_equal_float64(columns: int, rows: int, dtype: str) -
             assert lines > matmul_small.MAX_WARP_TOKENS and (columns % 64 or rows % 64)
             continue
         x = mx.random.normal((lines, columns)).astype(kind)
-        expected = _numbers(x) @ _numbers(weight).T
+        expected = numbers(x) @ numbers(weight).T
         for _ in range(2):  # counters are reset
-            assert np.abs(_numbers(matmul_small.kernel_matmul(x, weight)) - expected).max() < 0.03
+            assert np.abs(numbers(matmul_small.kernel_matmul(x, weight)) - expected).max() < 0.03
         assert np.allclose(
-            _numbers(matmul_small.gated_matmul(x, weight)), _gated(expected), 0.02, 0.03
+            numbers(matmul_small.gated_matmul(x, weight)), gated(expected), 0.02, 0.03
         )
 
 
@@ -199,29 +195,45 @@ def test_the_matmul_kernels_equal_float64(columns: int, rows: int, dtype: str) -
 def test_the_small_matmul_kernel_fuses_norm_and_addition(columns: int, rows: int) -> None:
     """Vectors of very different RMS, one of them below the norm's epsilon."""
     weight = (mx.random.normal((rows, columns)) * columns**-0.5).astype(mx.bfloat16)
-    gain = (1 + 0.5 * mx.random.normal((columns,))).astype(mx.bfloat16)
     for lines in (1, 2, 7, 8) if ON_GPU else (3, 8):
         lengths = mx.array([0.003, 1, 300] * 6)[:lines, None]
         x = (mx.random.normal((lines, columns)) * lengths).astype(mx.bfloat16)
+        assert matmul_small.can_fuse(x, weight)
+        assert matmul_small.can_fuse_norm(x, mx.zeros((columns,), mx.bfloat16))
+        check_fused(partial(matmul_small.kernel_matmul, x, weight), x, numbers(weight))
         beside = mx.random.normal((lines, rows)).astype(mx.bfloat16)
-        assert matmul_small.can_fuse(x, weight) and matmul_small.can_fuse_norm(x, gain)
-        expected = _normed(x, gain, 1e-5) @ _numbers(weight).T
-        found = matmul_small.kernel_matmul(x, weight, FusedOps(gain=gain, eps=1e-5))
-        assert np.abs(_numbers(found) - expected).max() < 0.05
-        found = matmul_small.kernel_matmul(x, weight, FusedOps(gain=gain, eps=1e-5, beside=beside))
-        assert np.abs(_numbers(found) - expected - _numbers(beside)).max() < 0.06
-        found = matmul_small.kernel_matmul(x, weight, FusedOps(gated=True, gain=gain, eps=1e-5))
-        assert np.allclose(_numbers(found), _gated(expected), 0.03, 0.05)
-        plain = _numbers(x) @ _numbers(weight).T
+        plain = numbers(x) @ numbers(weight).T
         found = matmul_small.kernel_matmul(x, weight, FusedOps(beside=beside))
-        assert np.allclose(_numbers(found), plain + _numbers(beside), 0.01, 0.05)
+        assert np.allclose(numbers(found), plain + numbers(beside), 0.01, 0.05)
     assert not matmul_small.can_fuse(x.astype(mx.float16), weight)
     assert not matmul_small.can_fuse(mx.concatenate([x, x]), weight)
 
 
-def _normed(x: Any, gain: Any, eps: float) -> Any:
-    numbers = _numbers(x)
-    return numbers / np.sqrt((numbers**2).mean(-1, keepdims=True) + eps) * _numbers(gain)
+def check_fused(
+    multiply: Callable[[FusedOps], Any], x: Any, weight: Any, *, gates: bool = True
+) -> None:
+    """Compares a product of x, with a norm before it and a sum or gates behind it, with float64.
+
+    `weight` [out, in] in float64.
+    """
+    rows, columns = weight.shape
+    gain = (1 + 0.5 * mx.random.normal((columns,))).astype(x.dtype)
+    beside = mx.random.normal((len(x), rows)).astype(x.dtype)
+    expected = normed(numbers(x), numbers(gain), 1e-5) @ weight.T
+    found = multiply(FusedOps(gain=gain, eps=1e-5))
+    assert np.abs(numbers(found) - expected).max() < 0.05
+    found = multiply(FusedOps(gain=gain, eps=1e-5, beside=beside))
+    assert np.abs(numbers(found) - expected - numbers(beside)).max() < 0.06
+    if gates:
+        found = multiply(FusedOps(gated=True, gain=gain, eps=1e-5))
+        assert np.allclose(numbers(found), gated(expected), 0.03, 0.05)
+
+
+def quantised(rows: int, columns: int, group: int, kind: Any) -> tuple[Any, Any, Any, Any]:
+    """Returns a weight of 4 bits, its scales and biases, and its numbers in float64."""
+    drawn = (mx.random.normal((rows, columns)) * columns**-0.5).astype(kind)
+    parts = mx.quantize(drawn, group_size=group, bits=4)
+    return (*parts, dequantised(*parts, group, 4))
 
 
 FOURS = itertools.product([(128, 64), (2048, 1024), (14336, 256)], matmul_4bit.GROUPS, HALVES)
@@ -239,28 +251,16 @@ def test_the_4_bit_matmul_kernel_equals_float64(
     columns: int, rows: int, group: int, dtype: str
 ) -> None:
     kind = getattr(mx, dtype)
-    numbers = (mx.random.normal((rows, columns)) * columns**-0.5).astype(kind)
-    weight, scales, biases = mx.quantize(numbers, group_size=group, bits=matmul_4bit.BITS)
-    opened = _exact(weight, scales, biases, group, matmul_4bit.BITS)
+    *packed, opened = quantised(rows, columns, group, kind)
     for lines in (1, 2, 8, 9, 16, 17, 24, 32) if ON_GPU else (2, 9):
         assert matmul_4bit.supports(lines, rows, columns, group, kind)
         x = mx.random.normal((lines, columns)).astype(kind)
-        expected = _numbers(x) @ opened.T
-        found = matmul_4bit.kernel_matmul(x, weight, scales, biases, group)
-        assert np.abs(_numbers(found) - expected).max() < 0.03
-        found = matmul_4bit.kernel_matmul(x, weight, scales, biases, group, FusedOps(gated=True))
-        assert np.allclose(_numbers(found), _gated(expected), 0.02, 0.03)
-        if not matmul_small.is_fusable(x):
-            continue
-        gain = mx.random.normal((columns,)).astype(kind)
-        beside = mx.random.normal((lines, rows)).astype(kind)
-        around = FusedOps(gain=gain, eps=1e-5, beside=beside)
-        found = matmul_4bit.kernel_matmul(x, weight, scales, biases, group, around)
-        expected = _normed(x, gain, 1e-5) @ opened.T
-        assert np.allclose(_numbers(found), expected + _numbers(beside), 0.02, 0.05)
-        around = FusedOps(gated=True, gain=gain, eps=1e-5)
-        found = matmul_4bit.kernel_matmul(x, weight, scales, biases, group, around)
-        assert np.allclose(_numbers(found), _gated(expected), 0.03, 0.05)
+        expected = numbers(x) @ opened.T
+        multiply = partial(matmul_4bit.kernel_matmul, x, *packed, group)
+        assert np.abs(numbers(multiply()) - expected).max() < 0.03
+        assert np.allclose(numbers(multiply(FusedOps(gated=True))), gated(expected), 0.02, 0.03)
+        if matmul_small.is_fusable(x):
+            check_fused(multiply, x, opened)
 
 
 PRODUCTS_WITH_BIAS: dict[str, tuple[int, ...]] = {  # numbers of lines
@@ -275,36 +275,34 @@ PRODUCTS_WITH_BIAS: dict[str, tuple[int, ...]] = {  # numbers of lines
 def test_products_with_a_bias_equal_float64(weight_kind: str) -> None:
     """Alone, of gates and others, and with a norm before and an addition after the product."""
     rows, columns, group = 128, 256, 64
-    numbers = (mx.random.normal((rows, columns)) * columns**-0.5).astype(mx.bfloat16)
-    packed, scales, biases = mx.quantize(numbers, group_size=group, bits=4)
-    tiles = tiles_4bit.in_tiles(packed, scales, biases, group)
-    rowwise = QuantisedWeight(packed, scales, biases, None, QuantLayout("affine", 4, group))
+    *packed, opened = quantised(rows, columns, group, mx.bfloat16)
+    dense = mx.array(opened, mx.bfloat16)
+    tiles = tiles_4bit.in_tiles(*packed, group)
+    rowwise = QuantisedWeight(*packed, None, QuantLayout("affine", 4, group))
     layer: Any = {
-        "16 bits": Linear(numbers, None),
+        "16 bits": Linear(dense, None),
         "4 bits": QuantisedLinear(rowwise, None),
         "4 bits in tiles": QuantisedLinear(TiledWeight(tiles, group, mx.bfloat16), None),
     }[weight_kind]
-    opened = _exact(packed, scales, biases, group, 4)
     if weight_kind == "16 bits":
-        opened = _numbers(numbers)
+        opened = numbers(dense)
     layer = replace(layer, bias=mx.random.normal((rows,)).astype(mx.bfloat16))
-    bias = _numbers(layer.bias)
+    bias = numbers(layer.bias)
     norm = RMSNorm((1 + 0.5 * mx.random.normal((columns,))).astype(mx.bfloat16), 1e-5)
     for lines in PRODUCTS_WITH_BIAS[weight_kind]:
         x = mx.random.normal((lines, columns)).astype(mx.bfloat16)
-        expected = _numbers(x) @ opened.T + bias
-        assert np.abs(_numbers(layer(x)) - expected).max() < 0.03
-        gated = layer.gated(x)
-        assert gated is not None
-        assert np.allclose(_numbers(gated), _gated(expected), 0.02, 0.03)
+        expected = numbers(x) @ opened.T + bias
+        assert np.abs(numbers(layer(x)) - expected).max() < 0.03
+        found = layer.gated(x)
+        assert found is not None
+        assert np.allclose(numbers(found), gated(expected), 0.02, 0.03)
         if lines > matmul_small.MAX_FUSED_TOKENS:
             continue
-        normed = _normed(x, norm.weight, norm.eps) @ opened.T + bias
-        found = layer(PendingNorm(x, norm))
-        assert np.abs(_numbers(found) - normed).max() < 0.06
+        after = normed(numbers(x), numbers(norm.weight), norm.eps) @ opened.T + bias
+        assert np.abs(numbers(layer(PendingNorm(x, norm))) - after).max() < 0.06
         beside = mx.random.normal((lines, rows)).astype(mx.bfloat16)
         found = layer.add_to(x, beside)
-        assert np.abs(_numbers(found) - expected - _numbers(beside)).max() < 0.06
+        assert np.abs(numbers(found) - expected - numbers(beside)).max() < 0.06
 
 
 IN_TILES = itertools.product([(192, 64), (2048, 1024), (14336, 256)], tiles_4bit.GROUPS, HALVES)
@@ -323,34 +321,21 @@ def test_products_with_4_bit_weights_in_tiles_equal_float64(
 ) -> None:
     """Few tokens and many, with more columns than stages, and a last tile without a neighbour."""
     kind = getattr(mx, dtype)
-    numbers = (mx.random.normal((rows, columns)) * columns**-0.5).astype(kind)
-    weight, scales, biases = mx.quantize(numbers, group_size=group, bits=tiles_4bit.BITS)
-    opened = _exact(weight, scales, biases, group, tiles_4bit.BITS)
+    *packed, opened = quantised(rows, columns, group, kind)
     assert matmul_4bit_tiles.works(group, kind)
-    tiles = tiles_4bit.in_tiles(weight, scales, biases, group)
+    tiles = tiles_4bit.in_tiles(*packed, group)
     for lines in (1, 2, 8, 9, 16, 17, 33, 100, 128, 129, 256) if ON_GPU else (1, 2, 8, 9, 30, 130):
         x = mx.random.normal((lines, columns)).astype(kind)
-        expected = _numbers(x) @ opened.T
+        expected = numbers(x) @ opened.T
+        multiply = partial(matmul_4bit_tiles.kernel_matmul, x, tiles, group)
         for _ in range(2):  # counters are reset
-            found = matmul_4bit_tiles.kernel_matmul(x, tiles, group)
-            assert np.abs(_numbers(found) - expected).max() < 0.03
+            assert np.abs(numbers(multiply()) - expected).max() < 0.03
         gates = matmul_4bit_tiles.supports(lines, rows, gated=True)
         assert gates == (rows % 128 == 0)
         if gates:
-            found = matmul_4bit_tiles.kernel_matmul(x, tiles, group, FusedOps(gated=True))
-            assert np.allclose(_numbers(found), _gated(expected), 0.02, 0.03)
-        if not matmul_small.is_fusable(x):
-            continue
-        gain = mx.random.normal((columns,)).astype(kind)
-        beside = mx.random.normal((lines, rows)).astype(kind)
-        around = FusedOps(gain=gain, eps=1e-5, beside=beside)
-        found = matmul_4bit_tiles.kernel_matmul(x, tiles, group, around)
-        expected = _normed(x, gain, 1e-5) @ opened.T
-        assert np.allclose(_numbers(found), expected + _numbers(beside), 0.02, 0.05)
-        if gates:
-            around = FusedOps(gated=True, gain=gain, eps=1e-5)
-            found = matmul_4bit_tiles.kernel_matmul(x, tiles, group, around)
-            assert np.allclose(_numbers(found), _gated(expected), 0.03, 0.05)
+            assert np.allclose(numbers(multiply(FusedOps(gated=True))), gated(expected), 0.02, 0.03)
+        if matmul_small.is_fusable(x):
+            check_fused(multiply, x, opened, gates=gates)
 
 
 @runs
@@ -366,23 +351,16 @@ def test_few_blocks_multiply_all_strips_of_a_weight_in_tiles(
     kinds = ((512, 97, (16, *matmul_4bit_tiles.WIDE, 1)), (192, 97, (16, 2, 1, 1)))
     for rows, lines, kind in kinds:
         assert matmul_4bit_tiles.parts_of(lines, rows, 13, gated=False).kind == kind
-    numbers = (mx.random.normal((512, columns)) * columns**-0.5).astype(mx.bfloat16)
-    weight, scales, biases = mx.quantize(numbers, group_size=group, bits=tiles_4bit.BITS)
-    opened = _exact(weight, scales, biases, group, tiles_4bit.BITS)
-    tiles = tiles_4bit.in_tiles(weight, scales, biases, group)
-    gain = mx.random.normal((columns,)).astype(mx.bfloat16)
+    *packed, opened = quantised(512, columns, group, mx.bfloat16)
+    tiles = tiles_4bit.in_tiles(*packed, group)
     for lines in (1, 5, 97):
         x = mx.random.normal((lines, columns)).astype(mx.bfloat16)
-        expected = _numbers(x) @ opened.T
-        found = matmul_4bit_tiles.kernel_matmul(x, tiles, group)
-        assert np.abs(_numbers(found) - expected).max() < 0.03
-        found = matmul_4bit_tiles.kernel_matmul(x, tiles, group, FusedOps(gated=True))
-        assert np.allclose(_numbers(found), _gated(expected), 0.02, 0.03)
+        expected = numbers(x) @ opened.T
+        multiply = partial(matmul_4bit_tiles.kernel_matmul, x, tiles, group)
+        assert np.abs(numbers(multiply()) - expected).max() < 0.03
+        assert np.allclose(numbers(multiply(FusedOps(gated=True))), gated(expected), 0.02, 0.03)
         if matmul_small.is_fusable(x):
-            around = FusedOps(gated=True, gain=gain, eps=1e-5)
-            found = matmul_4bit_tiles.kernel_matmul(x, tiles, group, around)
-            expected = _normed(x, gain, 1e-5) @ opened.T
-            assert np.allclose(_numbers(found), _gated(expected), 0.03, 0.05)
+            check_fused(multiply, x, opened)
 
 
 @runs
@@ -391,17 +369,15 @@ def test_warpgroups_take_columns_of_a_weight_in_tiles_in_turns(
 ) -> None:
     """More columns than there are stages, in one part and in two."""
     rows, columns, group = 128, 20 * tiles_4bit.TILE, 64
-    numbers = (mx.random.normal((rows, columns)) * columns**-0.5).astype(mx.bfloat16)
-    weight, scales, biases = mx.quantize(numbers, group_size=group, bits=tiles_4bit.BITS)
-    opened = _exact(weight, scales, biases, group, tiles_4bit.BITS)
-    tiles = tiles_4bit.in_tiles(weight, scales, biases, group)
+    *packed, opened = quantised(rows, columns, group, mx.bfloat16)
+    tiles = tiles_4bit.in_tiles(*packed, group)
     for blocks, lines, sets in ((1, 30, 4), (1, 100, 16), (2, 30, 4)):
         monkeypatch.setattr(matmul_4bit_tiles, "FULL_GPU_BLOCKS", blocks)
         parts = matmul_4bit_tiles.parts_of(lines, rows, 20, gated=True)
         assert (parts.kind, parts.splits) == ((sets, 2, 1, 2), blocks)
         x = mx.random.normal((lines, columns)).astype(mx.bfloat16)
         found = matmul_4bit_tiles.many(x, tiles, group, gated=True)
-        assert np.allclose(_numbers(found), _gated(_numbers(x) @ opened.T), 0.02, 0.03)
+        assert np.allclose(numbers(found), gated(numbers(x) @ opened.T), 0.02, 0.03)
 
 
 def test_rows_of_a_weight_in_tiles_are_divided_among_blocks() -> None:
@@ -432,16 +408,13 @@ def test_rows_of_a_weight_in_tiles_are_divided_among_blocks() -> None:
 )
 def test_4_bit_weights_in_tiles_are_dequantised(group: int, dtype: str) -> None:
     kind = getattr(mx, dtype)
-    weight, scales, biases = mx.quantize(
-        mx.random.normal((128, 192)).astype(kind), group_size=group, bits=4
-    )
-    expected = _exact(weight, scales, biases, group, 4)
-    tiles = tiles_4bit.in_tiles(weight, scales, biases, group)
+    *packed, expected = quantised(128, 192, group, kind)
+    tiles = tiles_4bit.in_tiles(*packed, group)
     every = tiles_4bit.dequantised_rows(tiles, None, group, kind)
-    assert np.allclose(_numbers(every), expected, 0.01, 0.01)
+    assert np.allclose(numbers(every), expected, 0.01, 0.01)
     ids = [127, 0, 9, 8, 64, 63, 0]
     rows = tiles_4bit.dequantised_rows(tiles, mx.array(ids, dtype=mx.int32), group, kind)
-    assert np.array_equal(_numbers(rows), _numbers(every)[ids])
+    assert np.array_equal(numbers(rows), numbers(every)[ids])
 
 
 @runs
@@ -454,27 +427,16 @@ def test_4_bit_weights_in_tiles_are_dequantised(group: int, dtype: str) -> None:
 )
 def test_the_dequantise_kernel_equals_mlx(bits: int, group: int, dtype: str) -> None:
     kind = getattr(mx, dtype)
-    numbers = mx.random.normal((33, 3 * group)).astype(kind)
-    weight, scales, biases = mx.quantize(numbers, group_size=group, bits=bits)
-    expected = _exact(weight, scales, biases, group, bits)
+    packed = mx.quantize(
+        mx.random.normal((33, 3 * group)).astype(kind), group_size=group, bits=bits
+    )
     assert dequantise.supports(bits, group, kind)
-    found = dequantise.unpack(weight, scales, biases, bits, group, kind)
+    found = dequantise.unpack(*packed, bits, group, kind)
     assert dequantise.supports_rows(bits, group, kind)
-    ids = mx.array([5, 0, weight.shape[0] - 1, 5, 2], dtype=mx.int32)
-    rows = dequantise.unpack_rows(weight, scales, biases, ids, bits, group, kind)
+    ids = mx.array([5, 0, 32, 5, 2], dtype=mx.int32)
+    rows = dequantise.unpack_rows(*packed, ids, bits, group, kind)
     assert mx.array_equal(rows, found[ids]).item()
-    assert np.allclose(_numbers(found), expected, 0.01, 0.01)
-
-
-def _exact(weight: Any, scales: Any, biases: Any, group: int, bits: int) -> Any:
-    """Returns the dequantised weight; in bfloat16 MLX rounds intermediate results."""
-    factors = (one.astype(mx.float32) for one in (scales, biases))
-    return _numbers(mx.dequantize(weight, *factors, group_size=group, bits=bits))
-
-
-def _gated(both: Any) -> Any:
-    gate, other = np.split(both, 2, axis=1)
-    return gate / (1 + np.exp(-gate)) * other
+    assert np.allclose(numbers(found), dequantised(*packed, group, bits), 0.01, 0.01)
 
 
 OPTIONS: tuple[dict[str, Any], ...] = (
@@ -519,8 +481,8 @@ def test_the_sampling_kernel_samples_the_same_tokens(
     lines = np.arange(len(rows), dtype=np.int32) // 2  # of every second row
     lines[1::4] = [only(row % size) for row in range(len(rows) // 4)]
     lines[3::4] = ANY
-    numbers = mx.array(np.concatenate([lines, words.reshape(-1)]))
-    masks = TokenMasks(numbers, len(rows)) if masked else None
+    both = mx.array(np.concatenate([lines, words.reshape(-1)]))
+    masks = TokenMasks(both, len(rows)) if masked else None
     others = (positions, histories, None, (), masks)
     fast: Any = sampler.sample_batch(logits, company, *others).tokens.tolist()
     with pytest.MonkeyPatch.context() as patch:
@@ -589,7 +551,7 @@ def test_the_kernels_of_columns_do_not_change_draws() -> None:
 
 
 @runs
-def test_the_sampling_kernel_reports_logits_that_are_no_numbers() -> None:
+def test_the_sampling_kernel_reports_logits_that_are_nonumbers() -> None:
     logits = mx.zeros((4, 500))
     logits[0, 3] = float("nan")
     logits[1, 499] = float("inf")

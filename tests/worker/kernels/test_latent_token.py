@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,15 +14,12 @@ from mlxpool.worker.kernels import device, latent_token  # noqa: E402
 from mlxpool.worker.kernels.block_write import RopeTables  # noqa: E402
 from mlxpool.worker.kernels.latent_token import LatentTokenWeights  # noqa: E402
 from support import simt  # noqa: E402
+from support.float64 import assert_near  # noqa: E402
 
 ON_GPU = mx.cuda.is_available()
 
 
-@pytest.fixture(autouse=True)
-def machine() -> Iterator[None]:
-    """See simt.token_grid_machine."""
-    with simt.token_grid_machine():
-        yield
+pytestmark = pytest.mark.usefixtures("token_grid_machine")
 
 
 @pytest.mark.parametrize(
@@ -73,15 +69,15 @@ def test_both_kernels_equal_float64(sizes: tuple[int, ...], dtype: str, traditio
         )
         mx.eval(found, out)
         asked, latent = latent_token.expected_before(x, weights, turns)
-        near(found, asked)
+        assert_near(found, asked)
         after = np.array(pool.astype(mx.float32)).reshape(8, -1)
         if slot >= 0:
-            near(mx.array(after[slot]), latent)
+            assert_near(mx.array(after[slot]), latent)
             before.reshape(8, -1)[slot] = after[slot]
         assert np.array_equal(before.reshape(8, -1), after)
         expected = latent_token.expected_after(read, weights)
-        near(out[0], expected)
-        near(out[1], expected + np.array(x.astype(mx.float32)))
+        assert_near(out[0], expected)
+        assert_near(out[1], expected + np.array(x.astype(mx.float32)))
 
 
 def test_what_the_kernels_do_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,8 +97,3 @@ def test_thread_blocks_that_are_not_resident_are_noticed(monkeypatch: pytest.Mon
     monkeypatch.setattr(simt, "resident", False)
     weights, _, _, _ = latent_token.trial(mx.bfloat16)
     assert not latent_token.supports(weights, mx.bfloat16)
-
-
-def near(found: Any, expected: Any) -> None:
-    numbers = np.array(found.astype(mx.float32)).astype(np.float64)
-    assert np.abs(numbers - expected).max() < 0.02 * np.abs(expected).max()

@@ -20,16 +20,13 @@ from mlxpool.worker.kernels.score_params import ScoreParams  # noqa: E402
 from mlxpool.worker.kernels.work_list import Spans, TileShape, visible_ranges  # noqa: E402
 from mlxpool.worker.layers.layer_types import Rope  # noqa: E402
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS as BLOCK  # noqa: E402
+from support.float64 import attention, numbers  # noqa: E402
 
 ON_GPU = mx.cuda.is_available()
 NONE = float("nan")
 
 
 runs = pytest.mark.usefixtures("machine")
-
-
-def numbers(array: Any) -> Any:
-    return np.array(array.astype(mx.float32)).astype(np.float64)
 
 
 @dataclass(frozen=True)
@@ -134,8 +131,7 @@ class Batch:
         begins, ends = visible_ranges(self.spans, self.lines)
         read = int8_numbers.read(self.pools, mx.float32, self.heads.kv)
         keys, values = (numbers(pool) for pool in read)
-        asked, group = numbers(self.q), self.heads.group
-        sinks = None if scores.sinks is None else numbers(scores.sinks)
+        asked = numbers(self.q)
         for row, (first, n) in enumerate(
             zip(self.spans.first_lines, self.spans.lines, strict=True)
         ):
@@ -146,17 +142,8 @@ class Batch:
             if self.heads.window:
                 low = np.maximum(low, ends[here] - self.heads.window)
             seen = (at >= low[:, None]) & (at < ends[here, None])
-            for head in range(asked.shape[1]):
-                key, value = (pool[blocks, head // group, at % BLOCK] for pool in (keys, values))
-                found = asked[here, head] @ key.T * scores.scale
-                if scores.softcap:
-                    found = scores.softcap * np.tanh(found / scores.softcap)
-                found = np.where(seen, found, -np.inf)
-                sink = -np.inf if sinks is None else sinks[head]
-                top = np.maximum(found.max(-1, keepdims=True), sink)
-                weights = np.exp(found - top)
-                total = weights.sum(-1, keepdims=True) + np.exp(sink - top)
-                out[here, head] = weights @ value / total
+            key, value = (pool[blocks, :, at % BLOCK] for pool in (keys, values))
+            out[here] = attention(asked[here], key, value, seen, scores)
         return out
 
 

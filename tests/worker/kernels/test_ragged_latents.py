@@ -18,18 +18,16 @@ from mlxpool.worker.kernels import (  # noqa: E402
     work_list,
 )
 from mlxpool.worker.kernels.ragged_attention import RaggedPlan  # noqa: E402
+from mlxpool.worker.kernels.score_params import ScoreParams  # noqa: E402
 from mlxpool.worker.kernels.work_list import Spans, visible_ranges  # noqa: E402
 from mlxpool.worker.layers.layer_types import Rope  # noqa: E402
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS as BLOCK  # noqa: E402
+from support.float64 import assert_near, attention, normed, numbers, rotated  # noqa: E402
 
 ON_GPU = mx.cuda.is_available()
 NONE = float("nan")
 
 runs = pytest.mark.usefixtures("machine")
-
-
-def numbers(array: Any) -> Any:
-    return np.array(array.astype(mx.float32)).astype(np.float64)
 
 
 @dataclass(frozen=True)
@@ -90,12 +88,10 @@ class Batch:
             zip(self.spans.first_lines, self.spans.lines, strict=True)
         ):
             at = np.arange(self.spans.ends[row])
-            latents = pool[self.tables[row][at // BLOCK], 0, at % BLOCK]
-            for line in range(first, first + n):
-                found = asked[line] @ latents[: ends[line]].T * scale
-                weights = np.exp(found - found.max(-1, keepdims=True))
-                weights /= weights.sum(-1, keepdims=True)
-                out[line] = weights @ latents[: ends[line], : self.kind.rank]
+            latents = pool[self.tables[row][at // BLOCK], :, at % BLOCK]
+            here, values = slice(first, first + n), latents[..., : self.kind.rank]
+            seen = at < ends[here, None]
+            out[here] = attention(asked[here], latents, values, seen, ScoreParams(scale))
         return out
 
 
@@ -216,23 +212,13 @@ def test_latents_are_normed_rotated_and_written(
     )
     mx.eval(found)
     every, (query_gain, latent_gain) = numbers(given), map(numbers, gains)
-
-    def normed(x: Any, gain: Any) -> Any:
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * gain
-
-    asked = normed(every[:, :queries], query_gain)
-    assert np.abs(numbers(found) - asked).max() < 0.02 * np.abs(asked).max()
+    assert_near(found, normed(every[:, :queries], query_gain, 1e-5))
     half = turned // 2
     angles = numbers(positions)[:, None] * 10_000.0 ** (-np.arange(half) / half)
-    key = every[:, queries + rank :]
-    one, two = (key[:, ::2], key[:, 1::2]) if traditional else (key[:, :half], key[:, half:])
-    left = one * np.cos(angles) - two * np.sin(angles)
-    right = two * np.cos(angles) + one * np.sin(angles)
-    axis = np.stack([left, right], axis=-1 if traditional else 1).reshape(lines, turned)
-    latents = [normed(every[:, queries : queries + rank], latent_gain), axis]
+    axis = rotated(every[:, queries + rank :], angles, traditional=traditional)
+    latents = [normed(every[:, queries : queries + rank], latent_gain, 1e-5), axis]
     expected = np.full((3 * block, rank + turned), 7.0)
     for line, slot in enumerate(slots):
         if slot >= 0:
             expected[slot] = np.concatenate([one[line] for one in latents])
-    worst = np.abs(numbers(pool).reshape(3 * block, -1) - expected).max()
-    assert worst < 0.02 * np.abs(expected).max()
+    assert_near(pool.reshape(3 * block, -1), expected)

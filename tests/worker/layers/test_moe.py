@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -21,7 +19,6 @@ from mlxpool.worker.layers import builder  # noqa: E402
 from mlxpool.worker.layers.builder import WeightLayerBuilder  # noqa: E402
 from mlxpool.worker.layers.linear import RMSNorm  # noqa: E402
 from mlxpool.worker.layers.packed_experts import PackedGLU  # noqa: E402
-from support import simt  # noqa: E402
 
 ON_GPU = mx.cuda.is_available()
 HIDDEN, WIDTH = 128, 64
@@ -50,13 +47,6 @@ QUANTISED: dict[str, tuple[Mixture, QuantLayout, QuantLayout | None]] = {
         GptOssMoE(HIDDEN, WIDTH, 6, 3, limit=1.5), QuantLayout("mxfp4", 4, 32), None
     ),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def called() -> Iterator[set[str]]:
-    machine: AbstractContextManager[set[str]] = nullcontext(set()) if ON_GPU else simt.simulated()
-    with machine as names:
-        yield names
 
 
 def weights_of(spec: Mixture) -> dict[str, Any]:
@@ -91,16 +81,16 @@ def check(ours: Any, plain: Any, called: set[str], kernels: set[str], counts: An
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_the_kernels_equal_mlx_in_float32(name: str, called: set[str]) -> None:
+def test_the_kernels_equal_mlx_in_float32(name: str, simulated_kernels: set[str]) -> None:
     spec = MIXTURES[name]
     weights = weights_of(spec)
     ours, plain = built(spec, weights, mx.bfloat16), built(spec, weights, mx.float32)
-    check(ours, plain, called, {"expert_routing", "expert_product", "expert_sum"}, (5,))
+    check(ours, plain, simulated_kernels, {"expert_routing", "expert_product", "expert_sum"}, (5,))
 
 
 @pytest.mark.parametrize("name", QUANTISED)
 def test_the_kernels_of_quantised_experts_equal_mlx_in_float32(
-    name: str, called: set[str], monkeypatch: pytest.MonkeyPatch
+    name: str, simulated_kernels: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec, layout, router = QUANTISED[name]
     monkeypatch.setattr(builder, "on_gpu", lambda: True)  # it concatenates gate and up
@@ -119,11 +109,13 @@ def test_the_kernels_of_quantised_experts_equal_mlx_in_float32(
         dense[one] = mx.dequantize(*parts, **settings).astype(mx.float32)
     ours = built(spec, stored, mx.bfloat16, layouts=layouts)
     plain = built(spec, dense, mx.float32)
-    check(ours, plain, called, {"expert_routing", "expert_product_few", "expert_sum"}, (5,))
+    check(
+        ours, plain, simulated_kernels, {"expert_routing", "expert_product_few", "expert_sum"}, (5,)
+    )
 
 
 def test_quantised_experts_take_choices_of_others(
-    called: set[str], monkeypatch: pytest.MonkeyPatch
+    simulated_kernels: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where MLX chooses the experts; of more tokens than a plan has, in parts."""
     monkeypatch.setattr(builder, "on_gpu", lambda: True)
@@ -152,7 +144,9 @@ def test_quantised_experts_take_choices_of_others(
     assert (mx.abs(found - expected).max() < 0.02 * mx.abs(expected).max()).item()
 
 
-def test_kernels_of_few_lines_include_norms_and_residual_additions(called: set[str]) -> None:
+def test_kernels_of_few_lines_include_norms_and_residual_additions(
+    simulated_kernels: set[str],
+) -> None:
     """A norm, the mixture, an addition and the next norm, against the same in float32."""
     spec = MIXTURES["GLM"]
     weights = weights_of(spec)
@@ -163,26 +157,26 @@ def test_kernels_of_few_lines_include_norms_and_residual_additions(called: set[s
         x = 2 * mx.random.normal((tokens, HIDDEN), key=mx.random.key(tokens))
         found = []
         for layer, dtype in ((ours, mx.bfloat16), (plain, mx.float32)):
-            called.clear()
+            simulated_kernels.clear()
             norm = RMSNorm(gain.astype(dtype), 1e-5)
             whole = Feed(norm, layer)(x.astype(mx.bfloat16).astype(dtype), batch)
             total, normed = add_and_defer_norm(norm, whole)
             found.append([total, computed(normed)])
             if layer is ours and not ON_GPU:
-                assert {"expert_routing", "expert_product", "expert_sum"} <= called
-                assert ("rms_norm" in called) == (tokens == 70)
+                assert {"expert_routing", "expert_product", "expert_sum"} <= simulated_kernels
+                assert ("rms_norm" in simulated_kernels) == (tokens == 70)
                 assert isinstance(normed, PendingNorm) == (tokens == 5)
         for one, expected in zip(*found, strict=True):
             wrong = mx.abs(one.astype(mx.float32) - expected).max(axis=1)
             assert (wrong < 0.02 * mx.abs(expected).max()).mean().item() > 0.98
 
 
-def test_other_weights_keep_mlx_operations(called: set[str]) -> None:
+def test_other_weights_keep_mlx_operations(simulated_kernels: set[str]) -> None:
     """Batch-invariant layers, float32, and widths of no whole tiles."""
-    called.clear()
+    simulated_kernels.clear()
     weights = weights_of(MIXTURES["GLM"])
     invariant = built(MIXTURES["GLM"], weights, mx.bfloat16, batch_invariant=True)
     invariant(mx.zeros((2, HIDDEN), mx.bfloat16))  # not evaluated: a CPU could not
     built(MIXTURES["GLM"], weights, mx.float32)(mx.zeros((2, HIDDEN)))
-    assert not called & {"expert_routing", "expert_product"}
+    assert not simulated_kernels & {"expert_routing", "expert_product"}
     assert not expert_products.supports(HIDDEN, WIDTH + 8, mx.bfloat16)

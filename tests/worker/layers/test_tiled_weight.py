@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import nullcontext
-
 import numpy as np
 import pytest
 
@@ -15,13 +12,8 @@ from mlxpool.worker.layers.linear import QuantisedEmbedding, QuantisedLinear  # 
 from mlxpool.worker.layers.quantisation import QuantLayout  # noqa: E402
 from mlxpool.worker.layers.quantised_weight import QuantisedWeight  # noqa: E402
 from mlxpool.worker.layers.tiled_weight import TiledWeight, in_tiles  # noqa: E402
-from support import simt  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def machine() -> Iterator[None]:
-    with nullcontext() if mx.cuda.is_available() else simt.simulated():
-        yield
+pytestmark = pytest.mark.usefixtures("machine")
 
 
 def packed(rows: int, columns: int, bits: int = 4, group: int = 64) -> QuantisedWeight:
