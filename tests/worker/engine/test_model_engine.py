@@ -30,7 +30,7 @@ from mlxpool.worker.engine.engine import Engine, StepResult  # noqa: E402
 from mlxpool.worker.engine.flight import Flight  # noqa: E402
 from mlxpool.worker.engine.memory import HEAP_GROWTH  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
-from mlxpool.worker.engine.opening import Warmed, bounds_of, limits_of  # noqa: E402
+from mlxpool.worker.engine.opening import Warmed, limits_of  # noqa: E402
 from mlxpool.worker.kernels import device  # noqa: E402
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer  # noqa: E402
 from mlxpool.worker.scheduling.kv_blocks import blocks_for  # noqa: E402
@@ -446,7 +446,7 @@ def test_passes_of_a_small_model_in_which_nothing_decodes_are_long(
     assert (engine.limits.lines, engine.limits.prefill_lines) == (1024, 0)
     measured = (256, mebibytes * 2**18), (1024, mebibytes * 2**20)
     long = warm_up.choose_long_passes(engine, *measured)
-    found = limits_of(engine.parts, Warmed(*bounds_of(engine.parts), 0.04, long))
+    found = limits_of(engine.parts, Warmed(0.04, long))
     assert (found.lines, found.prefill_lines) == (1024, prefill)
     assert found.of_prefill.pairs == (2 if prefill else 1) * found.pairs
     assert made == ([False, True] if prefill else [False])

@@ -185,12 +185,13 @@ def test_a_pass_of_a_group_has_the_pairs_of_all_ranks(
     """So that a long prompt is read in chunks of equal length, where passes are compiled."""
     layout = SimpleNamespace(sizes=sizes, store=SimpleNamespace(stateful=False))
     parts = SimpleNamespace(
+        loaded=SimpleNamespace(deterministic=True),
         memory=SimpleNamespace(layout=layout, context=8192),
         devices=Group(orders_of(0)[0], group),
         batch=2048,
         lookahead=True,
     )
-    limits = limits_of(cast(Any, parts), Warmed(2048, 0, 0.04))
+    limits = limits_of(cast(Any, parts), Warmed(0.04))
     assert longest_chunk(2048, limits.pairs) == second
 
 

@@ -33,7 +33,7 @@ class Passes(Protocol):
 
 
 class OneDevice:
-    """One device with the whole model; groups/group_devices.py has several with a part each."""
+    """One device with the whole model; groups/group_engine.py has several with a part each."""
 
     ranks = 1  # processes that have equal parts of the model
     no_drafts = ""  # why no pass checks drafts; empty: it does
@@ -57,7 +57,7 @@ class OneDevice:
         """The warm-up has ended; MLX keeps so many bytes of freed buffers."""
 
     def work(self) -> bool:
-        """See Engine.device_works."""
+        """Returns whether the device still computes, see Engine.device_works."""
         return device.device_computes()
 
     def used(self, use: MemoryUse) -> MemoryUse:

@@ -19,7 +19,6 @@ from mlxpool.worker.engine.mask_tables import MaskTables
 from mlxpool.worker.engine.opening import (
     Parts,
     Warmed,
-    bounds_of,
     expect_drafts,
     kept_rules,
     limits_of,
@@ -65,7 +64,7 @@ class ModelEngine:
         self.parts = open_parts(loaded, settings, devices, draft)
         self.pipeline = make_pipeline(self.parts)
         self.masks = MaskTables(folder.plan.vocab_size)
-        self.limits = limits_of(self.parts, Warmed(*bounds_of(self.parts), self.parts.target.most))
+        self.limits = limits_of(self.parts, Warmed(self.parts.target.most))
         self.most_drafts = 0  # that the rows of a pass check together; 0: no drafts are checked
         self.context = self.parts.memory.context
         self.vocab_size = folder.plan.vocab_size

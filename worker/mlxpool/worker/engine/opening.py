@@ -90,9 +90,11 @@ class Parts(Struct, frozen=True):
     @property
     def no_drafts(self) -> str:
         """Why no pass checks drafts; empty: passes do."""
-        if self.devices.no_drafts or (self.rows_go_back and not self.loaded.deterministic):
+        if self.devices.no_drafts:
             return self.devices.no_drafts
-        return OTHER_BITS if self.loaded.deterministic else ROWS_STAY
+        if self.loaded.deterministic:
+            return OTHER_BITS
+        return "" if self.rows_go_back else ROWS_STAY
 
     @property
     def slot_token(self) -> int:
@@ -102,17 +104,14 @@ class Parts(Struct, frozen=True):
 
 
 class Warmed(Struct, frozen=True):
-    """What the warm-up chooses and measures.
+    """What the warm-up chooses, besides the sizes in the budget of the memory.
 
-    A pass has `chunk` inputs and `pairs` pairs of a query and a key at most, and takes `seconds`
-    while sequences decode. `long_passes`: passes in which nothing decodes have twice the lines.
+    A pass takes `seconds` while sequences decode. `long_passes`: passes in which nothing decodes
+    have twice the lines.
     """
 
-    chunk: int
-    pairs: int
     seconds: float
     long_passes: bool = False
-    activation_bytes: int = 0  # the peak of a step
 
 
 def open_parts(
@@ -245,8 +244,9 @@ def bounds_of(parts: Parts) -> tuple[int, int]:
 def limits_of(parts: Parts, warmed: Warmed) -> StepLimits:
     """Returns the bounds of a pass."""
     layout, pairs, long = parts.memory.layout, pair_budget(parts.batch), warmed.long_passes
+    chunk, _ = bounds_of(parts)
     return StepLimits(
-        lines=min(warmed.chunk, PASS_LINES[-1]) if long else warmed.chunk,
+        lines=min(chunk, PASS_LINES[-1]) if long else chunk,
         # Each rank of a group has a part of the heads.
         pairs=parts.devices.ranks * pairs if layout.sizes else pairs,
         context=parts.memory.context,
@@ -255,7 +255,7 @@ def limits_of(parts: Parts, warmed: Warmed) -> StepLimits:
         sizes=layout.sizes,
         run_lines=matmul_tiled.MAX_TOKENS if layout.sizes else 0,
         drafts=MAX_STATE_DRAFTS if layout.store.stateful else 0,
-        prefill_lines=warmed.chunk if long else 0,
+        prefill_lines=chunk if long else 0,
         prefill_pairs=2 * pairs if long else 0,
     )
 

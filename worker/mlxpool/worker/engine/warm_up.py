@@ -96,7 +96,7 @@ def warm_up(engine: ModelEngine, on_progress: Callable[[], None]) -> Warmed:
         image = budget.images - memory.encoded.budget
         kept.keep(Measurement(budget.step, image, budget.process, engine.cost.observed))
     kernel_cache.log_mlx_kernels(LOAD.times.total)
-    return Warmed(*bounds_of(parts), seconds, long_passes, budget.step)
+    return Warmed(seconds, long_passes)
 
 
 def is_pooled(memory: EngineMemory[Layout, CacheRow]) -> bool:
