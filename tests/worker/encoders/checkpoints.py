@@ -15,14 +15,7 @@ from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
-from tokenizers import (
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-)
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from mlxpool.worker.models.encoders import encoder_plan
 from mlxpool.worker.models.text_decoders import Answers
@@ -158,13 +151,7 @@ CASES: Mapping[str, Case] = {
     "modernbert": Case(MODERN, "bpe", ("mean",)),
     "qwen3": Case(QWEN, "bpe, an end", ("lasttoken",), True, prompts=QUERY, prompt_name="query"),
     "embeddinggemma": Case(
-        GEMMA,
-        "unigram",
-        ("mean",),
-        True,
-        dense=(64, 32),
-        prompts=SEARCH,
-        prompt_name="document",
+        GEMMA, "unigram", ("mean",), True, dense=(64, 32), prompts=SEARCH, prompt_name="document"
     ),
     "bert, rerank": Case({**BERT_HEAD, **_labels(1)}, "wordpiece", prefix="bert."),
     "bert, rerank without activation": Case(

@@ -112,9 +112,11 @@ def disk_of(engine: ModelEngine) -> DiskPrefixes:
     return engine.disk
 
 
-def looked_at(engine: ModelEngine) -> None:
-    """Waits until an engine knows what its folder has."""
+def reopened(model: LoadedModel, path: Path, **settings: Any) -> ModelEngine:
+    """Returns an engine that knows what is in its folder."""
+    engine = opened(model, path, **settings)
     until(lambda: disk_of(engine).counters.bytes, "the folder was looked at")
+    return engine
 
 
 def fetch(engine: ModelEngine, seq: Sequence, *, busy: bool = False) -> None:
@@ -139,10 +141,11 @@ def ask(engine: ModelEngine, seq: Sequence, *, busy: bool = False) -> list[int]:
     return seq.ids
 
 
-def saved(model: LoadedModel, path: Path, prompt: Many[int], **settings: Any) -> list[int]:
-    """Answers a prompt and saves its prefix on the disk. Returns the ids of the answer."""
+def saved(model: LoadedModel, path: Path, *prompts: Many[int], **settings: Any) -> list[int]:
+    """Answers prompts and saves their prefixes on the disk. Returns the ids of the last answer."""
     engine = opened(model, path, **settings)
-    answer = ask(engine, sequence(prompt))
+    for prompt in prompts:
+        answer = ask(engine, sequence(prompt))
     closed(engine)
     return answer
 
@@ -167,9 +170,8 @@ def test_a_new_engine_goes_on_with_the_same_tokens(
     assert seq.cached == 0 and answer == plain(model, prompt, layout=layout, kv=kv)
     closed(first)
 
-    second = opened(model, tmp_path, layout=layout, kv=kv)
+    second = reopened(model, tmp_path, layout=layout, kv=kv)
     again = sequence(prompt, restore_at=1090)
-    looked_at(second)
     assert ask(second, again) == answer
     assert again.cached == (1090 if second.prefix.whole else SIZE - 1)
     assert disk_of(second).counters.tokens == again.cached
@@ -188,13 +190,10 @@ def test_records_of_other_rules_are_never_used(
     loaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = prompt_of(SIZE)
-    engine = opened(loaded("full"), tmp_path, layout="rows")
-    ask(engine, sequence(prompt))
-    closed(engine)
+    saved(loaded("full"), tmp_path, prompt, layout="rows")
 
     def cached(model: LoadedModel, **settings: Any) -> int:
-        other = opened(model, tmp_path, **settings)
-        looked_at(other)
+        other = reopened(model, tmp_path, **settings)
         seq = sequence(prompt)
         assert ask(other, seq) == plain(model, prompt, **settings)
         other.close()
@@ -225,9 +224,8 @@ def test_records_of_weights_that_were_replaced_are_never_used(tmp_path: Path) ->
     os.utime(shard, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
     with pytest.raises(ModelLoadFailed, match="changed while it was loaded"):
         opened(model, tmp_path / "disk")
-    other = opened(load(inspect(path)), tmp_path / "disk")
+    other = reopened(load(inspect(path)), tmp_path / "disk")
     assert other.digest == engine.digest
-    looked_at(other)
     seq = sequence(prompt)
     ask(other, seq)
     assert seq.cached == 0
@@ -246,8 +244,7 @@ def test_damaged_segments_cost_time_and_no_token(loaded: Any, tmp_path: Path, la
         for at in draw.integers(0, len(data), 2):
             damaged[at] ^= 1 << int(draw.integers(0, 8))
         path.write_bytes(damaged)
-        other = opened(model, tmp_path, layout=layout)
-        looked_at(other)
+        other = reopened(model, tmp_path, layout=layout)
         seq = sequence(prompt)
         assert ask(other, seq) == answer
         cached.append(seq.cached)
@@ -266,8 +263,7 @@ def test_owners_share_nothing(loaded: Any, tmp_path: Path) -> None:
         ask(engine, seq)
     assert [seq.cached for seq in seen] == [0, SIZE - 1, 0]
     closed(engine)
-    other = opened(model, tmp_path, by_owner=True)
-    looked_at(other)
+    other = reopened(model, tmp_path, by_owner=True)
     seen = [sequence(prompt, owner=owner) for owner in ("carol", "bob", "alice")]
     for seq in seen:
         ask(other, seq)
@@ -300,8 +296,7 @@ def test_a_tree_without_space_takes_what_fits(loaded: Any, tmp_path: Path) -> No
     model, prompt = loaded("full"), prompt_of(SIZE)
     answer = saved(model, tmp_path, prompt, layout="rows")
     token = 2 * 2 * 2 * 8 * 4
-    small = opened(model, tmp_path, layout="rows", prefix_bytes=600 * token)
-    looked_at(small)
+    small = reopened(model, tmp_path, layout="rows", prefix_bytes=600 * token)
     seq = sequence(prompt)
     assert ask(small, seq) == answer
     assert seq.cached == 512 and small.prefix.nbytes <= 600 * token
@@ -313,11 +308,8 @@ def test_a_restored_prefix_takes_no_blocks_that_rows_were_given(
     loaded: Any, tmp_path: Path, layout: str
 ) -> None:
     model, prompt = loaded("full"), prompt_of(8 * 256 + 2)
-    engine = opened(model, tmp_path, layout=layout)
-    ask(engine, sequence(prompt))
-    closed(engine)
-    other = opened(model, tmp_path, layout=layout, blocks=16)
-    looked_at(other)
+    saved(model, tmp_path, prompt, layout=layout)
+    other = reopened(model, tmp_path, layout=layout, blocks=16)
     row = sequence(prompt_of(12 * 256 - 2, 5))
     assert other.blocks.admit(row, alone=True) and other.blocks.given(row) == 13
     other.admit(row)
@@ -335,12 +327,8 @@ def test_a_row_gets_the_memory_of_what_others_wait_for(
     loaded: Any, tmp_path: Path, layout: str
 ) -> None:
     model, prompts = loaded("full"), [prompt_of(6 * 256 + 2, salt) for salt in range(3)]
-    engine = opened(model, tmp_path, layout=layout)
-    for prompt in prompts:
-        ask(engine, sequence(prompt))
-    closed(engine)
-    other = opened(model, tmp_path, layout=layout, blocks=16)
-    looked_at(other)
+    saved(model, tmp_path, *prompts, layout=layout)
+    other = reopened(model, tmp_path, layout=layout, blocks=16)
     waiting = [sequence(prompt) for prompt in prompts]
     for seq in waiting:
         fetch(other, seq)
@@ -354,11 +342,8 @@ def test_a_row_gets_the_memory_of_what_others_wait_for(
 
 def test_a_sequence_that_leaves_holds_nothing(loaded: Any, tmp_path: Path) -> None:
     model, prompt = loaded("full"), prompt_of(SIZE)
-    engine = opened(model, tmp_path, layout="pool")
-    ask(engine, sequence(prompt))
-    closed(engine)
-    other = opened(model, tmp_path, layout="pool")
-    looked_at(other)
+    saved(model, tmp_path, prompt, layout="pool")
+    other = reopened(model, tmp_path, layout="pool")
     seq = sequence(prompt)
     fetch(other, seq)
     assert other.prefix.nbytes > 0
@@ -374,9 +359,8 @@ def test_a_disk_that_does_not_answer_is_given_up(
 ) -> None:
     model, prompt = loaded("full"), prompt_of(SIZE)
     answer = saved(model, tmp_path, prompt)
-    other = opened(model, tmp_path)
+    other = reopened(model, tmp_path)
     disk = disk_of(other)
-    looked_at(other)
     asked, may_end = threading.Event(), threading.Event()
 
     def stuck(*_: object) -> None:
@@ -408,13 +392,9 @@ def test_a_disk_that_serves_others_is_not_given_up(
 ) -> None:
     monkeypatch.setattr(disk_prefixes, "READ_LIMIT", 600.0)
     model, prompts = loaded("full"), [prompt_of(SIZE, salt) for salt in range(2)]
-    engine = opened(model, tmp_path)
-    for prompt in prompts:
-        ask(engine, sequence(prompt))
-    closed(engine)
-    other = opened(model, tmp_path)
+    saved(model, tmp_path, *prompts)
+    other = reopened(model, tmp_path)
     disk = disk_of(other)
-    looked_at(other)
     disk._tier.reader.room.limit = 1  # a record at a time
     first, second = map(sequence, prompts)
     began = time.monotonic() - 2 * disk_prefixes.READ_LIMIT
@@ -433,12 +413,9 @@ def test_a_disk_that_serves_others_is_not_given_up(
 
 def test_a_prefix_is_read_once_for_all_that_begin_with_it(loaded: Any, tmp_path: Path) -> None:
     model, prompt = loaded("full"), prompt_of(SIZE)
-    engine = opened(model, tmp_path)
-    ask(engine, sequence(prompt))
-    closed(engine)
-    other = opened(model, tmp_path)
+    saved(model, tmp_path, prompt)
+    other = reopened(model, tmp_path)
     disk = disk_of(other)
-    looked_at(other)
     every = [sequence(prompt) for _ in range(4)]
 
     def ready() -> bool:
@@ -461,9 +438,8 @@ def test_a_sequence_goes_on_when_the_one_that_reads_for_it_leaves(
 ) -> None:
     model, prompt = loaded("full"), prompt_of(SIZE)
     answer = saved(model, tmp_path, prompt)
-    other = opened(model, tmp_path)
+    other = reopened(model, tmp_path)
     disk = disk_of(other)
-    looked_at(other)
     first, second = sequence(prompt), sequence(prompt)
     disk.begin(first, time.monotonic())
     disk.begin(second, time.monotonic())
@@ -603,8 +579,7 @@ def test_a_step_of_saving_is_bounded(
         until(lambda: disk._tier.writes.pending == 0, "it is written")
     assert most == [3, 2] and nodes > 6 and hashed >= 5 * len(prompts)
     engine.close()
-    other = opened(model, tmp_path)
-    looked_at(other)
+    other = reopened(model, tmp_path)
     for prompt in prompts:
         seq = sequence(prompt)
         ask(other, seq)

@@ -106,9 +106,7 @@ def test_a_cancelled_prefill_keeps_what_was_computed(
 
 
 @pytest.mark.parametrize("make", [tree, single])
-def test_cancel_before_any_prefill_leaves_nothing(
-    make: Callable[[], PrefixCache[ListRow]],
-) -> None:
+def test_cancel_before_any_prefill_leaves_nothing(make: Callable[[], PrefixCache[ListRow]]) -> None:
     cache = make()
     row, _ = cache.begin(A)
     cache.close(row, A)
@@ -222,13 +220,7 @@ def test_branches_are_created_and_reused() -> None:
     assert cache.nbytes == 9 * CELL
     assert serve(cache, B, (9,)) == 5  # a partial match of an edge
     assert serve(cache, C, (9,)) == 8
-    assert set(edges(cache)) == {
-        (1, 2, 3, 4, 5),
-        (*B,),
-        (*A,),
-        (*A, 20),
-        (*C,),
-    }
+    assert set(edges(cache)) == {(1, 2, 3, 4, 5), (*B,), (*A,), (*A, 20), (*C,)}
     assert cache.nbytes == unique_tokens(cache) * CELL == (5 + 3 + 3 + 1 + 2) * CELL
 
 

@@ -87,8 +87,7 @@ def test_a_restore_point_inside_a_group_is_before_it(monkeypatch: pytest.MonkeyP
 @given(
     st.lists(
         st.tuples(
-            st.lists(st.sampled_from([1, 2, *IMAGES]), min_size=1, max_size=5),
-            st.integers(0, 40),
+            st.lists(st.sampled_from([1, 2, *IMAGES]), min_size=1, max_size=5), st.integers(0, 40)
         ),
         min_size=1,
         max_size=6,

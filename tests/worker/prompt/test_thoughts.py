@@ -84,11 +84,7 @@ def test_channels_are_left_for_the_next_message() -> None:
 @pytest.mark.parametrize("most", [0, 1, 3])
 def test_what_stands_before_the_mark_counts(most: int) -> None:
     thoughts = Thoughts(
-        TOKENS.__getitem__,
-        MARKS["tags"],
-        inside=True,
-        most=most,
-        closings=[[SPACE, END, SPACE]],
+        TOKENS.__getitem__, MARKS["tags"], inside=True, most=most, closings=[[SPACE, END, SPACE]]
     )
     ids = answer(thoughts, [A] * 4)
     assert ids.index(END) == max(1, most) and ids.count(A) == 4

@@ -152,8 +152,7 @@ def test_a_source_whose_file_has_changed_is_refused(good: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "begin"),
-    [("", []), ("{{ bos_token }}", [BOS]), (" {{ bos_token }}", [32, BOS])],
+    ("template", "begin"), [("", []), ("{{ bos_token }}", [BOS]), (" {{ bos_token }}", [32, BOS])]
 )
 def test_a_chat_has_the_begin_token_where_its_template_writes_it(
     tmp_path: Path, template: str, begin: list[int]
