@@ -71,14 +71,20 @@ def record_of(
 
 @contextmanager
 def tier_at(
-    path: Path, *, digest: bytes = DIGEST, budget: int = 2**26, model: str = "m"
+    path: Path,
+    *,
+    digest: bytes = DIGEST,
+    budget: int = 2**26,
+    model: str = "m",
+    records: int = 0,
 ) -> Iterator[DiskTier]:
-    """Runs a tier in a folder."""
+    """Runs a tier in a folder, when it has found so many records."""
     folder = ModelFolder(path, model, budget)
     folder.prepare(digest)
     tier = DiskTier(TierState(folder, digest, ABOUT, ROOM, True, lambda: None))
     tier.start()
     try:
+        until(lambda: len(tier.index.records) >= records, "the records are found")
         yield tier
     finally:
         tier.close()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,6 +38,12 @@ def single(budget: int = ROOMY, *, stateful: bool = False) -> SingleCache[ListRo
     return SingleCache(ListStore(stateful), budget)
 
 
+@pytest.fixture(params=[tree, single])
+def cache(request: pytest.FixtureRequest) -> PrefixCache[ListRow]:
+    found: PrefixCache[ListRow] = request.param()
+    return found
+
+
 def begun(cache: PrefixCache[ListRow], prompt: list[int]) -> ListRow:
     """Returns a row that has computed its prompt but for the last token."""
     row, cached = cache.begin(prompt)
@@ -72,50 +76,35 @@ def test_off_keeps_nothing() -> None:
     assert (cache.hits, cache.misses, cache.shrink(9), cache.clear()) == (0, 2, 0, 0)
 
 
-@pytest.mark.parametrize("make", [tree, single])
-def test_an_exact_match_reuses_all_but_the_last_token(
-    make: Callable[[], PrefixCache[ListRow]],
-) -> None:
+def test_an_exact_match_reuses_all_but_the_last_token(cache: PrefixCache[ListRow]) -> None:
     """ExactMatchSeed: the last token is never cached."""
-    cache = make()
     prompt = [1, 2, 3, 4, 5]
     assert [serve(cache, prompt, (6,)), serve(cache, prompt, (6,))] == [0, 4]
     assert [serve(cache, [7], (8,)), serve(cache, [7], (8,))] == [0, 0]
 
 
-@pytest.mark.parametrize("make", [tree, single])
-def test_the_next_turn_reuses_the_conversation(make: Callable[[], PrefixCache[ListRow]]) -> None:
-    cache = make()
+def test_the_next_turn_reuses_the_conversation(cache: PrefixCache[ListRow]) -> None:
     serve(cache, A, (20, 21, 22))
     assert serve(cache, [*A, 20, 21, 22, 30, 31]) == len(A) + 2
 
 
-@pytest.mark.parametrize("make", [tree, single])
-def test_a_prompt_that_is_a_kept_prefix_is_reused(make: Callable[[], PrefixCache[ListRow]]) -> None:
-    cache = make()
+def test_a_prompt_that_is_a_kept_prefix_is_reused(cache: PrefixCache[ListRow]) -> None:
     serve(cache, A)
     assert serve(cache, A[:3]) == 2
 
 
-@pytest.mark.parametrize("make", [tree, single])
-def test_a_cancelled_prefill_keeps_what_was_computed(
-    make: Callable[[], PrefixCache[ListRow]],
-) -> None:
-    cache, prompt = make(), [*range(47)]
+def test_a_cancelled_prefill_keeps_what_was_computed(cache: PrefixCache[ListRow]) -> None:
+    prompt = [*range(47)]
     assert [serve(cache, prompt, stop_at=at) for at in (18, 36, 46)] == [0, 18, 36]
 
 
-@pytest.mark.parametrize("make", [tree, single])
-def test_cancel_before_any_prefill_leaves_nothing(make: Callable[[], PrefixCache[ListRow]]) -> None:
-    cache = make()
+def test_cancel_before_any_prefill_leaves_nothing(cache: PrefixCache[ListRow]) -> None:
     row, _ = cache.begin(A)
     cache.close(row, A)
     assert (cache.nbytes, serve(cache, A)) == (0, 0)
 
 
-@pytest.mark.parametrize("make", [tree, single])
-def test_a_token_in_flight_is_dropped(make: Callable[[], PrefixCache[ListRow]]) -> None:
-    cache = make()
+def test_a_token_in_flight_is_dropped(cache: PrefixCache[ListRow]) -> None:
     row, _ = cache.begin(A)
     row.feed([*A, 20, 99])  # 99 was sampled ahead and never sent
     cache.close(row, [*A, 20])
@@ -123,9 +112,7 @@ def test_a_token_in_flight_is_dropped(make: Callable[[], PrefixCache[ListRow]]) 
     assert serve(cache, [*A, 20, 99, 1]) == 9
 
 
-@pytest.mark.parametrize("make", [tree, single])
-def test_counters_and_clear(make: Callable[[], PrefixCache[ListRow]]) -> None:
-    cache = make()
+def test_counters_and_clear(cache: PrefixCache[ListRow]) -> None:
     serve(cache, A, (9,))
     serve(cache, C, (9,))
     assert (cache.hits, cache.misses, cache.tokens) == (1, 1, 8)
@@ -547,9 +534,7 @@ def test_cancelled_prefills_that_diverge(stateful: bool) -> None:
 # ---- reasons -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [tree, single])
-def test_the_reason_of_a_hit_or_miss(make: Callable[[], PrefixCache[ListRow]]) -> None:
-    cache = make()
+def test_the_reason_of_a_hit_or_miss(cache: PrefixCache[ListRow]) -> None:
     cache.close(begun(cache, A), A)
     assert cache.reason == prefix_cache.EMPTY
     row = begun(cache, B)

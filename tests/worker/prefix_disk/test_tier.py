@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -27,8 +27,9 @@ from mlxpool.worker.prefix_disk import folder, index, pacing, reading, writing
 from mlxpool.worker.prefix_disk.folder import Locked, ModelFolder, SegmentFile, UnsafeFolder
 from mlxpool.worker.prefix_disk.reading import Reading, Room, choose, require_chosen
 from mlxpool.worker.prefix_disk.records import BadRecord, Kind, root_key
-from mlxpool.worker.prefix_disk.segments import MAX_APPEND_REST, Segment
+from mlxpool.worker.prefix_disk.segments import MAX_APPEND_REST, Place, Segment
 from mlxpool.worker.prefix_disk.survey import remove, survey
+from mlxpool.worker.prefix_disk.tier import DiskTier
 from mlxpool.worker.prefix_disk.writing import NamedArray, NewRecord
 from support.disk_records import (
     DIGEST,
@@ -60,6 +61,15 @@ def found_end(path: Path, prompt: Sequence[int], **what: object) -> int:
     """Returns up to where another worker finds the inputs of a prompt."""
     with tier_at(path) as one:
         return check_tokens(read_all(one, wanted(prompt, **what)), prompt)  # type: ignore[arg-type]
+
+
+def damage(one: DiskTier, record: NewRecord, at: Callable[[Place], int]) -> None:
+    """Flips a bit of a record that a tier has found."""
+    place = one.index.records.place(record.kind, record.key)
+    assert place is not None
+    data = bytearray(place.segment.path.read_bytes())
+    data[at(place)] ^= 1
+    place.segment.path.write_bytes(data)
 
 
 # ---- what is found -------------------------------------------------------------------------------
@@ -157,8 +167,7 @@ def test_a_snapshot_inside_what_the_memory_has_is_read_alone(tmp_path: Path) -> 
 
 def test_a_record_is_written_once(tmp_path: Path) -> None:
     stored(tmp_path, records_of(IDS))
-    with tier_at(tmp_path) as one:
-        until(lambda: len(one.index.records) == 4, "the records are found")
+    with tier_at(tmp_path, records=4) as one:
         write_all(one, records_of(IDS))
         assert one.counters.written_bytes == 0
     assert len(segments(tmp_path)) == 1
@@ -338,14 +347,8 @@ def test_a_folder_that_cannot_be_written_is_read(
 
 def test_a_bad_record_is_a_miss_and_is_written_again(tmp_path: Path) -> None:
     stored(tmp_path, records_of(IDS))
-    (path,) = segments(tmp_path)
-    data = bytearray(path.read_bytes())
-    with tier_at(tmp_path) as one:
-        until(lambda: len(one.index.records) == 4, "the records are found")
-        place = one.index.records.place(Kind.TOKENS, records_of(IDS)[1].key)
-        assert place is not None
-        data[place.offset + place.header + 5] ^= 1
-        path.write_bytes(data)
+    with tier_at(tmp_path, records=4) as one:
+        damage(one, records_of(IDS)[1], lambda place: place.offset + place.header + 5)
         prompt = [*IDS, 1]
         assert check_tokens(read_all(one, wanted(prompt)), prompt) == 256
         assert one.counters.bad == 1
@@ -360,14 +363,8 @@ def test_a_bad_record_is_a_miss_and_is_written_again(tmp_path: Path) -> None:
 def test_a_bad_snapshot_is_replaced_by_an_earlier_one(tmp_path: Path) -> None:
     every = records_of(IDS, states=[512, 900])
     stored(tmp_path, every)
-    (path,) = segments(tmp_path)
-    data = bytearray(path.read_bytes())
-    with tier_at(tmp_path) as one:
-        until(lambda: len(one.index.records) == len(every), "the records are found")
-        place = one.index.records.place(Kind.STATE, every[-1].key)
-        assert place is not None
-        data[place.offset + place.header] ^= 1
-        path.write_bytes(data)
+    with tier_at(tmp_path, records=len(every)) as one:
+        damage(one, every[-1], lambda place: place.offset + place.header)
         found = read_all(one, wanted([*IDS, 1], stateful=True))
     states = [record.header.end for record in found if record.header.kind is Kind.STATE]
     assert states == [512]
@@ -375,8 +372,7 @@ def test_a_bad_snapshot_is_replaced_by_an_earlier_one(tmp_path: Path) -> None:
 
 def test_a_segment_that_shrinks_while_it_is_read_is_a_miss(tmp_path: Path) -> None:
     stored(tmp_path, records_of(IDS))
-    with tier_at(tmp_path) as one:
-        until(lambda: len(one.index.records) == 4, "the records are found")
+    with tier_at(tmp_path, records=4) as one:
         os.truncate(segments(tmp_path)[0], 4000)
         assert read_all(one, wanted([*IDS, 1])) == []
         assert one.counters.bad == 2  # the part at the end, then the first block
@@ -384,8 +380,7 @@ def test_a_segment_that_shrinks_while_it_is_read_is_a_miss(tmp_path: Path) -> No
 
 def test_a_reading_that_nobody_wants_ends(tmp_path: Path) -> None:
     stored(tmp_path, records_of(tuple(range(256 * 40))))
-    with tier_at(tmp_path) as one:
-        until(lambda: len(one.index.records) == 40, "the records are found")
+    with tier_at(tmp_path, records=40) as one:
         reading = one.reader.begin(wanted(range(256 * 40)))
         one.reader.room.limit = 1  # a record at a time
         until(lambda: reading.take() is not None, "a record comes")
@@ -499,8 +494,7 @@ def test_a_folder_that_cannot_be_read_for_a_moment_is_read_again(
 
     monkeypatch.setattr(ModelFolder, "each", each)
     monkeypatch.setattr(index, "Segment", segment)
-    with tier_at(tmp_path) as one:
-        until(lambda: len(one.index.records) == 2, "the records are found")
+    with tier_at(tmp_path, records=2) as one:
         assert failed == ["segment", "files", "files", "files"]
         assert check_tokens(read_all(one, wanted([*IDS, 1])), IDS) == 512
         assert one.counters.bad == 0
@@ -561,14 +555,8 @@ def test_a_record_that_is_written_during_a_look_stays_known(
 def test_an_unreadable_header_hides_no_other_record(tmp_path: Path) -> None:
     other = [*IDS[:600], *range(100, 190)]
     stored(tmp_path, [*records_of(IDS[:700]), *records_of(other)])
-    (path,) = segments(tmp_path)
-    data = bytearray(path.read_bytes())
-    with tier_at(tmp_path) as one:
-        until(lambda: len(one.index.records) == 4, "the records are found")
-        place = one.index.records.place(Kind.TOKENS, records_of(other)[-1].key)
-        assert place is not None
-        data[place.offset + 20] ^= 1
-        path.write_bytes(data)
+    with tier_at(tmp_path, records=4) as one:
+        damage(one, records_of(other)[-1], lambda place: place.offset + 20)
         prompt = [*IDS[:700], 1]
         assert check_tokens(read_all(one, wanted(prompt)), prompt) == 700
         assert one.counters.bad == 1
@@ -576,8 +564,7 @@ def test_an_unreadable_header_hides_no_other_record(tmp_path: Path) -> None:
 
 def test_a_record_of_other_inputs_is_refused(tmp_path: Path) -> None:
     stored(tmp_path, records_of(IDS, states=[700]))
-    with tier_at(tmp_path) as one:
-        until(lambda: len(one.index.records) == 6, "the records are found")
+    with tier_at(tmp_path, records=6) as one:
         (*blocks, state) = choose(wanted([*IDS[:700], 1], stateful=True), one.index.records, _never)
         for choice in (blocks[1], state):
             header = choice.place.segment.header(choice.place)
