@@ -1,17 +1,16 @@
-"""What our kernels compute, in float64 and NumPy."""
+"""Parts of models in float64 and NumPy: references of our kernels and of whole models."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
-
-from mlxpool.worker.kernels.score_params import ScoreParams
 
 
 def numbers(array: Any) -> Any:
     """Returns an array of MLX in float64."""
+    import mlx.core as mx  # references of whole models do without it
+
     return np.array(array.astype(mx.float32)).astype(np.float64)
 
 
@@ -26,10 +25,26 @@ def normed(x: Any, gain: Any, eps: float) -> Any:
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * gain
 
 
+def silu(x: Any) -> Any:
+    """Returns x times its sigmoid."""
+    return x / (1 + np.exp(-x))
+
+
 def gated(both: Any) -> Any:
     """Returns SwiGLU of [T, 2 N] numbers: those of the gate, then the others."""
     gate, other = np.split(both, 2, axis=1)
-    return gate / (1 + np.exp(-gate)) * other
+    return silu(gate) * other
+
+
+def softmax(x: Any) -> Any:
+    """Returns the shares of the last axis."""
+    powers = np.exp(x - x.max(-1, keepdims=True))
+    return powers / powers.sum(-1, keepdims=True)
+
+
+def rope_angles(count: int, size: int, base: float) -> Any:
+    """Returns the angles [T, 1, D / 2] of the positions of T tokens, for heads [T, H, D]."""
+    return np.arange(count)[:, None, None] * base ** (-np.arange(0, size, 2) / size)
 
 
 def rotated(x: Any, angles: Any, *, traditional: bool) -> Any:
@@ -44,25 +59,36 @@ def rotated(x: Any, angles: Any, *, traditional: bool) -> Any:
     return np.stack([left, right], axis=-1 if traditional else -2).reshape(x.shape)
 
 
-def attention(q: Any, keys: Any, values: Any, seen: Any, scores: ScoreParams) -> Any:
+def attention(
+    q: Any,
+    keys: Any,
+    values: Any,
+    seen: Any,
+    scale: float,
+    sinks: Any = None,
+    softcap: float = 0.0,
+) -> Any:
     """Returns attention [T, H, E] of q [T, H, D] over keys [L, KV, D] and values [L, KV, E].
 
-    `seen` [T, L]: whether a line attends to a key; each attends to one at least.
+    `seen` [T, L]: whether a line attends to a key; each attends to one at least. `sinks`: an array
+    of MLX [H].
     """
     group = q.shape[1] // keys.shape[1]
     keys, values = (np.repeat(one, group, axis=1) for one in (keys, values))
-    found = np.einsum("thd,lhd->htl", q, keys) * scores.scale
-    if scores.softcap:
-        found = scores.softcap * np.tanh(found / scores.softcap)
+    found = np.einsum("thd,lhd->htl", q, keys) * scale
+    if softcap:
+        found = softcap * np.tanh(found / softcap)
     found = np.where(seen, found, -np.inf)
-    sinks = -np.inf if scores.sinks is None else numbers(scores.sinks)[:, None, None]
-    top = np.maximum(found.max(-1, keepdims=True), sinks)
+    sink = -np.inf if sinks is None else numbers(sinks)[:, None, None]
+    top = np.maximum(found.max(-1, keepdims=True), sink)
     weights = np.exp(found - top)
-    weights /= weights.sum(-1, keepdims=True) + np.exp(sinks - top)
+    weights /= weights.sum(-1, keepdims=True) + np.exp(sink - top)
     return np.einsum("htl,lhe->the", weights, values)
 
 
 def dequantised(weight: Any, scales: Any, biases: Any, group: int, bits: int) -> Any:
     """Returns the numbers of a quantised weight; in bfloat16 MLX rounds intermediate results."""
+    import mlx.core as mx
+
     factors = (one.astype(mx.float32) for one in (scales, biases))
     return numbers(mx.dequantize(weight, *factors, group_size=group, bits=bits))

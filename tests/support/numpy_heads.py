@@ -10,6 +10,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from support.float64 import attention, normed, rope_angles, rotated, silu, softmax
+
 Array: TypeAlias = Any  # of NumPy
 Weights = Mapping[str, Array]
 Layer = Callable[[Array, "Tensors", Mapping[str, Any]], Array]  # x [T, d] -> [T, d]
@@ -40,10 +42,10 @@ def glm_head(
     own = Tensors(weights, f"model.layers.{config['num_hidden_layers']}")
     embed = own if own.has("embed_tokens.weight") else Tensors(weights, "model")
     eps = config["rms_norm_eps"]
-    e = _norm(embed("embed_tokens.weight")[tokens], own("enorm.weight"), eps)
-    h = _norm(states, own("hnorm.weight"), eps)
+    e = normed(embed("embed_tokens.weight")[tokens], own("enorm.weight"), eps)
+    h = normed(states, own("hnorm.weight"), eps)
     x = np.concatenate([e, h], axis=1) @ own("eh_proj.weight").T
-    out = _norm(glm_layer(x, own, config), own("shared_head.norm.weight"), eps)
+    out = normed(glm_layer(x, own, config), own("shared_head.norm.weight"), eps)
     name = "shared_head.head.weight"
     return out, out @ (own(name) if own.has(name) else weights["lm_head.weight"]).T
 
@@ -67,10 +69,10 @@ def _mtp_head(
 ) -> tuple[Array, Array]:
     own, eps = Tensors(weights, "mtp"), config["rms_norm_eps"]
     embed = weights["model.embed_tokens.weight"].astype(np.float64)
-    e = _norm(embed[tokens], own("pre_fc_norm_embedding.weight"), eps)
-    h = _norm(states, own("pre_fc_norm_hidden.weight"), eps)
+    e = normed(embed[tokens], own("pre_fc_norm_embedding.weight"), eps)
+    h = normed(states, own("pre_fc_norm_hidden.weight"), eps)
     x = np.concatenate([e, h], axis=1) @ own("fc.weight").T
-    out = _norm(layer(x, own.below("layers.0"), config), own("norm.weight"), eps)
+    out = normed(layer(x, own.below("layers.0"), config), own("norm.weight"), eps)
     head = embed if config.get("tie_word_embeddings") else weights["lm_head.weight"]
     if own.has("draft_tokens"):
         head = head[own("draft_tokens").astype(int)]
@@ -81,9 +83,9 @@ def glm_layer(x: Array, layer: Tensors, config: Mapping[str, Any]) -> Array:
     """Latent attention and experts that are chosen by sigmoids, with residual additions."""
     eps = config["rms_norm_eps"]
     x = x + _latent_attention(
-        _norm(x, layer("input_layernorm.weight"), eps), layer.below("self_attn"), config
+        normed(x, layer("input_layernorm.weight"), eps), layer.below("self_attn"), config
     )
-    y = _norm(x, layer("post_attention_layernorm.weight"), eps)
+    y = normed(x, layer("post_attention_layernorm.weight"), eps)
     mlp = layer.below("mlp")
     scores = 1 / (1 + np.exp(-(y @ mlp("gate.weight").T)))
     count = config["num_experts_per_tok"]
@@ -97,15 +99,14 @@ def qwen_layer(x: Array, layer: Tensors, config: Mapping[str, Any]) -> Array:
     """Attention with gated outputs; a dense feed-forward, or experts and a gated shared one."""
     eps = config["rms_norm_eps"]
     x = x + _gated_attention(
-        _norm(x, layer("input_layernorm.weight"), eps), layer.below("self_attn"), config
+        normed(x, layer("input_layernorm.weight"), eps), layer.below("self_attn"), config
     )
-    y = _norm(x, layer("post_attention_layernorm.weight"), eps)
+    y = normed(x, layer("post_attention_layernorm.weight"), eps)
     mlp = layer.below("mlp")
     if not mlp.has("gate.weight"):
         return x + _swiglu(y, mlp)
     logits = y @ mlp("gate.weight").T
-    scores = np.exp(logits - logits.max(1, keepdims=True))
-    scores /= scores.sum(1, keepdims=True)
+    scores = softmax(logits)
     chosen = np.argsort(-scores, axis=1)[:, : config["num_experts_per_tok"]]
     shares = np.take_along_axis(scores, chosen, 1)
     if config.get("norm_topk_prob", True):
@@ -116,16 +117,16 @@ def qwen_layer(x: Array, layer: Tensors, config: Mapping[str, Any]) -> Array:
 
 def _feed_layer(x: Array, layer: Tensors, config: Mapping[str, Any]) -> Array:
     norm = layer("post_attention_layernorm.weight")
-    return x + _swiglu(_norm(x, norm, config["rms_norm_eps"]), layer.below("mlp"))
+    return x + _swiglu(normed(x, norm, config["rms_norm_eps"]), layer.below("mlp"))
 
 
 def _latent_attention(x: Array, attn: Tensors, config: Mapping[str, Any]) -> Array:
     heads, rank = config["num_attention_heads"], config["kv_lora_rank"]
     plain, eps = config["qk_nope_head_dim"], config["rms_norm_eps"]
-    q = _norm(x @ attn("q_a_proj.weight").T, attn("q_a_layernorm.weight"), eps)
+    q = normed(x @ attn("q_a_proj.weight").T, attn("q_a_layernorm.weight"), eps)
     q = (q @ attn("q_b_proj.weight").T).reshape(len(x), heads, -1)
     both = x @ attn("kv_a_proj_with_mqa.weight").T
-    latent = _norm(both[:, :rank], attn("kv_a_layernorm.weight"), eps)
+    latent = normed(both[:, :rank], attn("kv_a_layernorm.weight"), eps)
     keys = np.einsum("tr,hrp->thp", latent, attn("embed_q.weight"))
     values = np.einsum("tr,hvr->thv", latent, attn("unembed_out.weight"))
     base = config["rope_theta"]
@@ -148,31 +149,22 @@ def _gated_attention(x: Array, attn: Tensors, config: Mapping[str, Any]) -> Arra
     q, k = (
         np.concatenate([_rope(one[..., :turned], rope["rope_theta"]), one[..., turned:]], axis=2)
         for one in (
-            _norm(q, attn("q_norm.weight"), eps),
-            _norm(k, attn("k_norm.weight"), eps),
+            normed(q, attn("q_norm.weight"), eps),
+            normed(k, attn("k_norm.weight"), eps),
         )
     )
-    k, v = (np.repeat(one, heads // pairs, axis=1) for one in (k, v))
     out = _attend(q, k, v) / (1 + np.exp(-gate))
     return out.reshape(len(x), -1) @ attn("o_proj.weight").T
 
 
 def _attend(q: Array, k: Array, v: Array) -> Array:
     """Causal attention [T, H, V] of queries and keys [T, H, D]."""
-    scores = np.einsum("thd,shd->hts", q, k) * q.shape[2] ** -0.5
-    scores[:, np.triu(np.ones(scores.shape[1:], bool), 1)] = -np.inf
-    scores = np.exp(scores - scores.max(2, keepdims=True))
-    return np.einsum("hts,shv->thv", scores / scores.sum(2, keepdims=True), v)
+    return attention(q, k, v, np.tri(len(q), dtype=bool), q.shape[2] ** -0.5)
 
 
 def _rope(x: Array, base: float, *, pairs: bool = False) -> Array:
     """x [T, H, D] rotated by positions; `pairs`: neighbours are a pair, else both halves are."""
-    size = x.shape[2]
-    angles = np.arange(len(x))[:, None, None] * base ** (-np.arange(0, size, 2) / size)
-    cos, sin = np.cos(angles), np.sin(angles)
-    one, other = (x[..., ::2], x[..., 1::2]) if pairs else np.split(x, 2, axis=2)
-    found = one * cos - other * sin, one * sin + other * cos
-    return np.stack(found, axis=3).reshape(x.shape) if pairs else np.concatenate(found, axis=2)
+    return rotated(x, rope_angles(len(x), x.shape[2], base), traditional=pairs)
 
 
 def _experts(x: Array, mlp: Tensors, chosen: Array, shares: Array) -> Array:
@@ -180,19 +172,11 @@ def _experts(x: Array, mlp: Tensors, chosen: Array, shares: Array) -> Array:
     out = np.zeros_like(x)
     for token, experts in enumerate(chosen):
         for expert, share in zip(experts, shares[token], strict=True):
-            inner = _silu(gate[expert] @ x[token]) * (up[expert] @ x[token])
+            inner = silu(gate[expert] @ x[token]) * (up[expert] @ x[token])
             out[token] += share * (down[expert] @ inner)
     return out
 
 
 def _swiglu(x: Array, mlp: Tensors) -> Array:
     gate, up = x @ mlp("gate_proj.weight").T, x @ mlp("up_proj.weight").T
-    return (_silu(gate) * up) @ mlp("down_proj.weight").T
-
-
-def _silu(x: Array) -> Array:
-    return x / (1 + np.exp(-x))
-
-
-def _norm(x: Array, weight: Array, eps: float) -> Array:
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
+    return (silu(gate) * up) @ mlp("down_proj.weight").T

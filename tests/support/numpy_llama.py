@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 import mlxpool.worker.compute.model_source
+from support.float64 import attention, normed, rope_angles, rotated, silu
 
 DEMO = Path(mlxpool.worker.compute.model_source.__file__).parents[1] / "demo"
 Numbers = npt.NDArray[np.float64]
@@ -24,13 +25,13 @@ def demo_logprobs(ids: Sequence[int]) -> Numbers:
     eps = config["rms_norm_eps"]
     for layer in range(config["num_hidden_layers"]):
         part = f"model.layers.{layer}."
-        normed = _normed(x, weights[part + "input_layernorm.weight"], eps)
-        x = x + _attended(normed, weights, part + "self_attn.", config)
-        normed = _normed(x, weights[part + "post_attention_layernorm.weight"], eps)
-        gate = normed @ weights[part + "mlp.gate_proj.weight"].T
-        up = normed @ weights[part + "mlp.up_proj.weight"].T
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ weights[part + "mlp.down_proj.weight"].T
-    logits = _normed(x, weights["model.norm.weight"], eps) @ weights["model.embed_tokens.weight"].T
+        inner = normed(x, weights[part + "input_layernorm.weight"], eps)
+        x = x + _attended(inner, weights, part + "self_attn.", config)
+        inner = normed(x, weights[part + "post_attention_layernorm.weight"], eps)
+        gate = inner @ weights[part + "mlp.gate_proj.weight"].T
+        up = inner @ weights[part + "mlp.up_proj.weight"].T
+        x = x + (silu(gate) * up) @ weights[part + "mlp.down_proj.weight"].T
+    logits = normed(x, weights["model.norm.weight"], eps) @ weights["model.embed_tokens.weight"].T
     near = logits - logits.max(axis=-1, keepdims=True)
     return np.asarray(near - np.log(np.exp(near).sum(axis=-1, keepdims=True)))[:-1]
 
@@ -43,26 +44,10 @@ def _attended(x: Numbers, weights: dict[str, Numbers], part: str, config: Any) -
     q = (x @ weights[part + "q_proj.weight"].T).reshape(count, heads, size)
     k = (x @ weights[part + "k_proj.weight"].T).reshape(count, pairs, size)
     v = (x @ weights[part + "v_proj.weight"].T).reshape(count, pairs, size)
-    q, k = _rotated(q, config["rope_theta"]), _rotated(k, config["rope_theta"])
-    k, v = np.repeat(k, heads // pairs, axis=1), np.repeat(v, heads // pairs, axis=1)
-    scores = np.einsum("thd,shd->hts", q, k) / np.sqrt(size)
-    scores = np.where(np.tri(count, dtype=bool), scores, -np.inf)
-    shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    shares /= shares.sum(axis=-1, keepdims=True)
-    out = np.einsum("hts,shd->thd", shares, v).reshape(count, heads * size)
+    angles = rope_angles(count, size, config["rope_theta"])
+    q, k = (rotated(one, angles, traditional=False) for one in (q, k))
+    out = attention(q, k, v, np.tri(count, dtype=bool), size**-0.5).reshape(count, -1)
     return np.asarray(out @ weights[part + "o_proj.weight"].T)
-
-
-def _rotated(x: Numbers, base: float) -> Numbers:
-    count, _, size = x.shape
-    angles = np.arange(count)[:, None] * base ** (-np.arange(0, size, 2) / size)
-    cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
-    left, right = x[..., : size // 2], x[..., size // 2 :]
-    return np.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
-
-
-def _normed(x: Numbers, weight: Numbers, eps: float) -> Numbers:
-    return np.asarray(x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps) * weight)
 
 
 def _weights(file: Path) -> dict[str, Numbers]:

@@ -22,7 +22,6 @@ from mlxpool.worker.decode_pass.model_weights import (  # noqa: E402
     PassWeights,
 )
 from mlxpool.worker.kernels import device  # noqa: E402
-from mlxpool.worker.kernels.score_params import ScoreParams  # noqa: E402
 from mlxpool.worker.kernels.work_list import Spans, TileShape, work_items  # noqa: E402
 from mlxpool.worker.layers.layer_types import Rope  # noqa: E402
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS as BLOCK  # noqa: E402
@@ -191,7 +190,7 @@ class Rows:
             low = max(self.begins[row], length - window if window else 0)
             queries = self._turned(q[line], length - 1)[None]
             keys, values = (pool[blocks, :, places] for pool in known)
-            out[line] = attention(queries, keys, values, at >= low, ScoreParams(shape.scale))[0]
+            out[line] = attention(queries, keys, values, at >= low, shape.scale)[0]
         return out.reshape(len(x), -1) @ numbers(layer.out).T
 
     def _turned(self, x: Any, position: int) -> Any:

@@ -12,6 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from support import float64
+from support.float64 import normed, silu
+
 Array = npt.NDArray[np.float64]
 Tensors = Mapping[str, Array]
 _erf = np.vectorize(math.erf)
@@ -21,49 +24,31 @@ def gelu(x: Array) -> Array:
     return np.asarray(0.5 * x * (1 + _erf(x / math.sqrt(2))))
 
 
-def silu(x: Array) -> Array:
-    return np.asarray(x / (1 + np.exp(-x)))
-
-
-def softmax(x: Array) -> Array:
-    powers = np.exp(x - x.max(-1, keepdims=True))
-    return np.asarray(powers / powers.sum(-1, keepdims=True))
-
-
 def linear(w: Tensors, name: str, x: Array) -> Array:
     return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", np.zeros(1))
 
 
 def layer_norm(w: Tensors, name: str, x: Array, eps: float) -> Array:
     centred = x - x.mean(-1, keepdims=True)
-    normed = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + eps)
-    return np.asarray(normed * w[f"{name}.weight"] + w.get(f"{name}.bias", np.zeros(1)))
-
-
-def rms_norm(weight: Array, x: Array, eps: float) -> Array:
-    return np.asarray(x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight)
+    return np.asarray(
+        normed(centred, w[f"{name}.weight"], eps) + w.get(f"{name}.bias", np.zeros(1))
+    )
 
 
 def rotated(x: Array, base: float) -> Array:
     """x [L, H, D], the halves of a head rotated against each other."""
-    size = x.shape[-1]
-    angles = np.arange(len(x))[:, None] * base ** (-np.arange(0, size, 2) / size)
-    cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
-    a, b = x[..., : size // 2], x[..., size // 2 :]
-    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    angles = float64.rope_angles(len(x), x.shape[-1], base)
+    return np.asarray(float64.rotated(x, angles, traditional=False))
 
 
 def attention(q: Array, k: Array, v: Array, window: int = 0, *, causal: bool = False) -> Array:
     """q [L, H, D], k, v [L, KV, D] -> [L, H * D]; scores are divided by the root of D."""
-    length, heads, size = q.shape
-    k, v = (np.repeat(one, heads // one.shape[1], axis=1) for one in (k, v))
-    scores = np.einsum("qhd,khd->hqk", q, k) / math.sqrt(size)
+    length = len(q)
     distance = np.arange(length)[:, None] - np.arange(length)
-    hidden = (distance < 0) if causal else np.zeros_like(distance, bool)
+    seen = (distance >= 0) if causal else np.ones_like(distance, bool)
     if window:
-        hidden = hidden | (abs(distance) >= window)
-    weights = softmax(np.where(hidden, -np.inf, scores))
-    return np.asarray(np.einsum("hqk,khd->qhd", weights, v).reshape(length, -1))
+        seen = seen & (abs(distance) < window)
+    return np.asarray(float64.attention(q, k, v, seen, q.shape[-1] ** -0.5).reshape(length, -1))
 
 
 def heads(x: Array, count: int) -> Array:
@@ -112,8 +97,8 @@ def modernbert(config: Mapping[str, Any], w: Tensors, ids: list[int], types: lis
     for index in range(config["num_hidden_layers"]):
         name = f"layers.{index}"
         base, window = (1e4, config["local_attention"] // 2 + 1) if index % 3 else (1.6e5, 0)
-        normed = layer_norm(w, f"{name}.attn_norm", x, eps) if index else x
-        q, k, v = np.split(linear(w, f"{name}.attn.Wqkv", normed), 3, axis=-1)
+        inner = layer_norm(w, f"{name}.attn_norm", x, eps) if index else x
+        q, k, v = np.split(linear(w, f"{name}.attn.Wqkv", inner), 3, axis=-1)
         q, k = (rotated(heads(one, count), base) for one in (q, k))
         x = x + linear(w, f"{name}.attn.Wo", attention(q, k, heads(v, count), window))
         up, gate = np.split(
@@ -128,18 +113,18 @@ def qwen3(config: Mapping[str, Any], w: Tensors, ids: list[int], types: list[int
     x = w["embed_tokens.weight"][ids]
     for index in range(config["num_hidden_layers"]):
         name = f"layers.{index}"
-        normed = rms_norm(w[f"{name}.input_layernorm.weight"], x, eps)
+        inner = normed(x, w[f"{name}.input_layernorm.weight"], eps)
         q, k, v = (
-            heads(linear(w, f"{name}.self_attn.{one}_proj", normed), config[count])
+            heads(linear(w, f"{name}.self_attn.{one}_proj", inner), config[count])
             for one, count in zip("qkv", HEAD_COUNTS, strict=True)
         )
-        q = rotated(rms_norm(w[f"{name}.self_attn.q_norm.weight"], q, eps), base)
-        k = rotated(rms_norm(w[f"{name}.self_attn.k_norm.weight"], k, eps), base)
+        q = rotated(normed(q, w[f"{name}.self_attn.q_norm.weight"], eps), base)
+        k = rotated(normed(k, w[f"{name}.self_attn.k_norm.weight"], eps), base)
         x = x + linear(w, f"{name}.self_attn.o_proj", attention(q, k, v, causal=True))
-        normed = rms_norm(w[f"{name}.post_attention_layernorm.weight"], x, eps)
-        gate, up = (linear(w, f"{name}.mlp.{one}_proj", normed) for one in ("gate", "up"))
+        inner = normed(x, w[f"{name}.post_attention_layernorm.weight"], eps)
+        gate, up = (linear(w, f"{name}.mlp.{one}_proj", inner) for one in ("gate", "up"))
         x = x + linear(w, f"{name}.mlp.down_proj", silu(gate) * up)
-    return rms_norm(w["norm.weight"], x, eps)
+    return normed(x, w["norm.weight"], eps)
 
 
 HEAD_COUNTS = ("num_attention_heads", "num_key_value_heads", "num_key_value_heads")

@@ -18,8 +18,9 @@ from mlxpool.worker.encoders.text import EncoderText
 from mlxpool.worker.engine.encoding.encoder_engine import MIN_SHARE, EncoderEngine, shares_of
 from mlxpool.worker.weights.files import folder_files
 from mlxpool.worker.weights.load import load
+from support.float64 import softmax
 from worker.encoders.checkpoints import CASES, PAIRS, TEXTS, Case, write
-from worker.encoders.plain_numpy import POOLS, STATES, Array, head, softmax
+from worker.encoders.plain_numpy import POOLS, STATES, Array, head
 
 MIN_COSINE = 0.9999
 CHECKED = [name for name, case in CASES.items() if case.config["model_type"] in STATES]

@@ -143,7 +143,9 @@ class Batch:
                 low = np.maximum(low, ends[here] - self.heads.window)
             seen = (at >= low[:, None]) & (at < ends[here, None])
             key, value = (pool[blocks, :, at % BLOCK] for pool in (keys, values))
-            out[here] = attention(asked[here], key, value, seen, scores)
+            out[here] = attention(
+                asked[here], key, value, seen, scores.scale, scores.sinks, scores.softcap
+            )
         return out
 
 

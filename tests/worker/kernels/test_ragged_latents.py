@@ -18,7 +18,6 @@ from mlxpool.worker.kernels import (  # noqa: E402
     work_list,
 )
 from mlxpool.worker.kernels.ragged_attention import RaggedPlan  # noqa: E402
-from mlxpool.worker.kernels.score_params import ScoreParams  # noqa: E402
 from mlxpool.worker.kernels.work_list import Spans, visible_ranges  # noqa: E402
 from mlxpool.worker.layers.layer_types import Rope  # noqa: E402
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS as BLOCK  # noqa: E402
@@ -91,7 +90,7 @@ class Batch:
             latents = pool[self.tables[row][at // BLOCK], :, at % BLOCK]
             here, values = slice(first, first + n), latents[..., : self.kind.rank]
             seen = at < ends[here, None]
-            out[here] = attention(asked[here], latents, values, seen, ScoreParams(scale))
+            out[here] = attention(asked[here], latents, values, seen, scale)
         return out
 
 
