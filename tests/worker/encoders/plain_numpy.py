@@ -124,7 +124,7 @@ def qwen3(config: Mapping[str, Any], w: Tensors, ids: list[int], types: list[int
         inner = normed(x, w[f"{name}.post_attention_layernorm.weight"], eps)
         gate, up = (linear(w, f"{name}.mlp.{one}_proj", inner) for one in ("gate", "up"))
         x = x + linear(w, f"{name}.mlp.down_proj", silu(gate) * up)
-    return normed(x, w["norm.weight"], eps)
+    return np.asarray(normed(x, w["norm.weight"], eps))
 
 
 HEAD_COUNTS = ("num_attention_heads", "num_key_value_heads", "num_key_value_heads")

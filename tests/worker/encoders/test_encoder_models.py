@@ -51,10 +51,10 @@ def expected(folder: Path, case: Case, encoder: EncoderFolder, given: EncoderInp
     if case.answers:
         vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
         logits = tensors["embed_tokens.weight"] @ states[-1]
-        return softmax(logits[[vocabulary["no"], vocabulary["yes"]]])[1:]
+        return np.asarray(softmax(logits[[vocabulary["no"], vocabulary["yes"]]])[1:])
     logits = head(config, tensors, states)
     if encoder.activation == "softmax":
-        return softmax(logits)
+        return np.asarray(softmax(logits))
     return 1 / (1 + np.exp(-logits)) if encoder.activation else logits
 
 

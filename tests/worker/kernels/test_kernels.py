@@ -229,7 +229,7 @@ def check_fused(
         assert np.allclose(numbers(found), gated(expected), 0.03, 0.05)
 
 
-def quantised(rows: int, columns: int, group: int, kind: Any) -> tuple[Any, Any, Any, Any]:
+def quantised(rows: int, columns: int, group: int, kind: Any) -> Any:
     """Returns a weight of 4 bits, its scales and biases, and its numbers in float64."""
     drawn = (mx.random.normal((rows, columns)) * columns**-0.5).astype(kind)
     parts = mx.quantize(drawn, group_size=group, bits=4)

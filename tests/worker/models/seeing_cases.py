@@ -17,7 +17,7 @@ class Case:
     """A model that reads images, and how its results compare with those stored of transformers."""
 
     name: str  # of the file with the stored results
-    write: Callable[[Path], Path]  # makes its folder
+    write: Callable[..., Path]  # makes its folder
     slot: int  # the id that transformers has where an image is
     feature_tolerance: float  # absolute; the features are about 1
     features: Callable[[np.ndarray], np.ndarray]  # those that are stored, of an encoded image

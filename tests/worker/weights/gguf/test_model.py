@@ -184,7 +184,7 @@ def test_quantised_weights_equal_their_numbers_in_safetensors(
         name: dequantize(quantize(one, wanted), wanted) if kind_of(name, one) == wanted else one
         for name, one in weights.items()
     }
-    more = {"architecture": architecture, "metadata": metadata, "kind": kind_of}
+    more: dict[str, Any] = {"architecture": architecture, "metadata": metadata, "kind": kind_of}
     here = opened(write_gguf(tmp_path / "m.gguf", weights, settings, **more))
     if case == "gpt-oss":
         assert here.match.layouts["model.layers.0.mlp.experts.up_proj"].mode == "mxfp4"
