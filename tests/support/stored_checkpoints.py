@@ -23,6 +23,11 @@ def converted(weights: Mapping[str, np.ndarray]) -> Weights:
     }
 
 
+def inside(weights: Weights) -> Weights:
+    """As conversions of multimodal checkpoints name it."""
+    return {f"language_model.{name}": array for name, array in weights.items()}
+
+
 def one_by_one(weights: Mapping[str, np.ndarray]) -> Weights:
     """As released: every expert by itself."""
     stored: Weights = {}

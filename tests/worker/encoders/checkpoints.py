@@ -199,11 +199,11 @@ def write(folder: Path, case: Case) -> Path:
     tokenizer = TOKENIZERS[case.tokenizer]()
     config = {**case.config, "vocab_size": tokenizer.get_vocab_size()}
     tokenizer.save(str(folder / "tokenizer.json"))
-    _json(folder / "config.json", config)
+    write_json(folder / "config.json", config)
     bound = config["max_position_embeddings"] if case.answers else MAX_TOKENS
     special = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
     names = ["input_ids", "attention_mask", *["token_type_ids"] * (case.tokenizer == "wordpiece")]
-    _json(
+    write_json(
         folder / "tokenizer_config.json",
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -216,7 +216,7 @@ def write(folder: Path, case: Case) -> Path:
     if case.poolings:
         _write_modules(folder, case)
     if case.prompts:
-        _json(folder / "config_sentence_transformers.json", case.prompts)
+        write_json(folder / "config_sentence_transformers.json", case.prompts)
     return folder
 
 
@@ -250,7 +250,7 @@ def _random(name: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> np.
 def _write_modules(folder: Path, case: Case) -> None:
     steps = [("1_Pooling", "sentence_transformers.models.Pooling")]
     modes = {f"pooling_mode_{OLD_NAMES.get(one, one)}": True for one in case.poolings}
-    _json(folder / "1_Pooling" / "config.json", {"word_embedding_dimension": 32, **modes})
+    write_json(folder / "1_Pooling" / "config.json", {"word_embedding_dimension": 32, **modes})
     inputs = 32 * len(case.poolings)
     for index, outputs in enumerate(case.dense, 2):
         name = f"{index}_Dense"
@@ -261,7 +261,7 @@ def _write_modules(folder: Path, case: Case) -> None:
             "bias": False,
             "activation_function": "torch.nn.modules.linear.Identity",
         }
-        _json(folder / name / "config.json", settings)
+        write_json(folder / name / "config.json", settings)
         weight = _random(name, (outputs, inputs), case.config)
         _save(folder / name / "model.safetensors", {"linear.weight": weight})
         inputs = outputs
@@ -273,8 +273,8 @@ def _write_modules(folder: Path, case: Case) -> None:
         {"idx": index, "name": str(index), "path": path, "type": kind}
         for index, (path, kind) in enumerate(steps, 1)
     ]
-    _json(folder / "modules.json", [*PLAIN, *listed])
-    _json(folder / "sentence_bert_config.json", {"max_seq_length": MAX_TOKENS})
+    write_json(folder / "modules.json", [*PLAIN, *listed])
+    write_json(folder / "sentence_bert_config.json", {"max_seq_length": MAX_TOKENS})
 
 
 OLD_NAMES = {
@@ -289,7 +289,7 @@ def _save(file: Path, arrays: dict[str, np.ndarray]) -> None:
     save_file(arrays, str(file), metadata={"format": "pt"})
 
 
-def _json(file: Path, value: Any) -> None:
+def write_json(file: Path, value: Any) -> None:
     file.parent.mkdir(exist_ok=True)
     file.write_text(json.dumps(value))
 

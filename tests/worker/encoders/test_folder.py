@@ -11,7 +11,7 @@ from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.encoders.folder import inspect_encoder, is_encoder
 from mlxpool.worker.encoders.text import EncoderText
 from mlxpool.worker.weights.files import folder_files
-from worker.encoders.checkpoints import CASES, write
+from worker.encoders.checkpoints import CASES, write, write_json
 
 
 @pytest.mark.parametrize(
@@ -77,11 +77,6 @@ def test_a_task_without_a_head_is_refused(task: str, tmp_path: Path) -> None:
     files = folder_files(write(tmp_path / "model", CASES["bert"]))
     with pytest.raises(ModelLoadFailed, match=f"task is '{task}', but config.json has no head"):
         inspect_encoder(files, task)
-
-
-def write_json(file: Path, value: object) -> None:
-    file.parent.mkdir(exist_ok=True)
-    file.write_text(json.dumps(value))
 
 
 def test_a_logit_score_makes_a_model_that_rates(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
-"""exp by sums and products, compared with float64."""
+"""exp by sums and products, gelu and softmax by NumPy, compared with float64."""
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,10 +13,15 @@ mx = pytest.importorskip("mlx.core")
 
 from mlxpool.worker.attention.dot_product import softmax_average  # noqa: E402
 from mlxpool.worker.kernels import cpu_exp  # noqa: E402
-from mlxpool.worker.kernels.cpu_exp import MIN_ARGUMENT, MIN_SIZE  # noqa: E402
+from mlxpool.worker.kernels.cpu_exp import CHUNK, MIN_ARGUMENT, MIN_SIZE  # noqa: E402
+from support.float64 import silu, softmax  # noqa: E402
 
 on_cpu = pytest.mark.skipif(
     mx.default_device().type == mx.DeviceType.gpu, reason="a GPU has an exp of its own"
+)
+by_numpy = pytest.mark.skipif(
+    sys.platform != "linux" or mx.default_device().type == mx.DeviceType.gpu,
+    reason="MLX's own functions are faster elsewhere",
 )
 
 
@@ -64,8 +71,7 @@ def test_swiglu_equals_float64() -> None:
     gate[0, :4] = 0, 120, -120, -0.0
     up = np.random.default_rng(2).normal(0, 2, gate.shape).astype(np.float32)
     got = np.array(cpu_exp.swiglu(mx.array(gate), mx.array(up)), dtype=np.float64)
-    wide = gate.astype(np.float64)
-    exact = wide / (1 + np.exp(-wide)) * up
+    exact = silu(gate.astype(np.float64)) * up
     assert np.abs(got - exact).max() < 1e-5 * np.abs(exact).max()
     assert np.abs(got[0, 2]) < 1e-27
 
@@ -79,8 +85,7 @@ def test_softmax_averages_equal_float64(beside: int) -> None:
     scores = draw.normal(0, 5, (2, 3, 40, 50 + beside)).astype(np.float32)
     scores[:, :, :, 10] = -np.inf
     values = draw.normal(size=(2, 3, 50, 8)).astype(np.float32)
-    shares = np.exp(scores.astype(np.float64) - scores.max(-1, keepdims=True))
-    exact = (shares / shares.sum(-1, keepdims=True))[..., :50] @ values
+    exact = softmax(scores.astype(np.float64))[..., :50] @ values
     got = np.array(softmax_average(mx.array(scores), mx.array(values)))
     assert np.abs(got - exact).max() < 1e-5
 
@@ -97,3 +102,36 @@ def test_small_arrays_and_other_dtypes_are_computed_by_mlx(fast: None) -> None:
     assert cpu_exp.supports(mx.zeros((MIN_SIZE,)))
     assert not cpu_exp.supports(mx.zeros((MIN_SIZE - 1,)))
     assert not cpu_exp.supports(mx.zeros((MIN_SIZE,), dtype=mx.bfloat16))
+
+
+@pytest.mark.parametrize("size", [MIN_SIZE, CHUNK, CHUNK + 7, 3 * CHUNK - 1])
+@by_numpy
+def test_gelu_has_a_bounded_error(size: int) -> None:
+    x = np.linspace(-12, 12, size).astype(np.float32)
+    given = mx.array(x)
+    got = np.array(cpu_exp.gelu(given), dtype=np.float64)
+    exact = [one * 0.5 * math.erfc(-one / math.sqrt(2)) for one in x.astype(np.float64)]
+    assert (np.abs(got - exact) <= 1e-6 * np.abs(x) + 1e-12).all()
+    assert np.array(given).tolist() == x.tolist()
+
+
+@by_numpy
+def test_gelu_takes_an_array_that_is_a_view() -> None:
+    x = mx.random.normal((64, 96))
+    whole, half = cpu_exp.gelu(x), cpu_exp.gelu(x[:, 48:])
+    assert np.array(half).tolist() == np.array(whole)[:, 48:].tolist()
+
+
+@by_numpy
+def test_softmax_of_scores_that_are_hidden_and_large() -> None:
+    x = np.random.default_rng(0).standard_normal((2, 3, 5, 7)).astype(np.float32) * 100
+    x[..., 4:] = -np.inf
+    weights, sums = cpu_exp.softmax_in_place(mx.array(x))
+    assert np.array(weights / sums) == pytest.approx(softmax(x.astype(np.float64)), abs=1e-6)
+
+
+@by_numpy
+def test_what_numpy_is_not_faster_for() -> None:
+    assert cpu_exp.takes_numpy(mx.zeros(MIN_SIZE))
+    assert not cpu_exp.takes_numpy(mx.zeros(MIN_SIZE - 1))
+    assert not cpu_exp.takes_numpy(mx.zeros(MIN_SIZE, mx.bfloat16))

@@ -6,7 +6,6 @@ import struct
 import subprocess
 import sys
 import zlib
-from io import BytesIO
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from mlxpool.common.errors import BadRequest
 from mlxpool.worker.media.decode import MAX_PIXELS, decode, prepared_image
 from mlxpool.worker.media.settings import ImageSettings
 from mlxpool.worker.preparation.limits import IMAGE_MEMORY
+from support.seeing_models import file_of
 
 SETTINGS = ImageSettings(4, 2, 2, 1 / 255, (0.5,) * 3, (0.5,) * 3, height=32, width=32)
 FREE = ImageSettings(4, 2, 3, 1 / 255, (0.5,) * 3, (0.5,) * 3, min_pixels=256, max_pixels=4096)
@@ -29,12 +29,6 @@ def halves(width: int = 40, height: int = 20, mode: str = "RGB") -> Image.Image:
     image = Image.new("RGB", (width, height), RED)
     image.paste(BLUE, (width // 2, 0, width, height))
     return image.convert(mode)
-
-
-def file_of(image: Image.Image, kind: str, **options: Any) -> bytes:
-    out = BytesIO()
-    image.save(out, kind, **options)
-    return out.getvalue()
 
 
 def near(pixel: Any, colour: tuple[int, int, int]) -> bool:

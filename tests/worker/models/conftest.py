@@ -1,4 +1,4 @@
-"""A model that reads images, as the fixture `case` of a test's module names it."""
+"""Models that read images: all of CASES, or the one that a module's own fixture `case` names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ import pytest
 
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.weights.inspect import inspect
-from worker.models.seeing_cases import Case
+from worker.models.seeing_cases import CASES, Case
+
+
+@pytest.fixture(scope="module", params=CASES, ids=str)
+def case(request: pytest.FixtureRequest) -> Case:
+    found: Case = request.param
+    return found
 
 
 @pytest.fixture(scope="module")

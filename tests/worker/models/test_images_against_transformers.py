@@ -23,12 +23,6 @@ LAYOUTS = [
 ]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=str)
-def case(request: pytest.FixtureRequest) -> Case:
-    found: Case = request.param
-    return found
-
-
 def test_features_are_those_of_transformers(
     case: Case, loaded: Any, text: ChatTokenizer, expected: Any
 ) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from support.predicting_models import EVERY, FAMILIES, REFERENCES, settings, weights_with_head
-from support.stored_checkpoints import after, converted, glm_released, one_by_one
+from support.stored_checkpoints import after, converted, glm_released, inside, one_by_one
 from support.worker_checkpoints import write_checkpoint
 
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
@@ -111,11 +111,6 @@ def multimodal(weights: Weights) -> Weights:
         name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name: x
         for name, x in weights.items()
     }
-
-
-def inside(weights: Weights) -> Weights:
-    """As conversions of multimodal checkpoints name it."""
-    return {f"language_model.{name}": array for name, array in weights.items()}
 
 
 STORED: dict[str, tuple[str, Callable[[Weights], Mapping[str, np.ndarray]], bool]] = {

@@ -16,7 +16,7 @@ from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker import models
 from mlxpool.worker.layers.derived_weights import without_prefix
 from mlxpool.worker.models.qwen3_5 import PREFIXES
-from support.stored_checkpoints import Weights, after, converted
+from support.stored_checkpoints import Weights, after, converted, inside
 from worker.models.conformance import Case, comparison, quantised
 
 TEXT: dict[str, Any] = {
@@ -67,11 +67,6 @@ def released(weights: Mapping[str, np.ndarray]) -> Weights:
     return stored
 
 
-def below_language_model(weights: Mapping[str, np.ndarray]) -> Weights:
-    """As conversions to MLX name them."""
-    return {f"language_model.{name}": array for name, array in weights.items()}
-
-
 CASES: dict[str, Case] = {
     "experts, as released": Case(seeing("qwen3_5_moe", TEXT | EXPERTS), released),
     "dense, text alone": Case(
@@ -82,7 +77,7 @@ CASES: dict[str, Case] = {
 FOUR_BITS = quantised(TEXT | WIDE, kept="conv1d")["quantised, affine"]
 CASES["dense, converted, quantised"] = Case(
     seeing("qwen3_5", FOUR_BITS.config),
-    after(after(converted, FOUR_BITS.stored), below_language_model),
+    after(after(converted, FOUR_BITS.stored), inside),
 )
 
 
@@ -92,7 +87,7 @@ checked, test_equals_mlx_lm = comparison("qwen3_5", CASES)
 def test_converted_experts_need_no_split() -> None:
     plan = models.plan(config(**TEXT | EXPERTS))
     draw = {name: np.zeros(shape, np.float32) for name, shape in plan.shapes.items()}
-    found = {without_prefix(name, PREFIXES) for name in below_language_model(converted(draw))}
+    found = {without_prefix(name, PREFIXES) for name in inside(converted(draw))}
     assert found == set(plan.shapes)
 
 

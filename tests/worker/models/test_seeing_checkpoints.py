@@ -18,7 +18,7 @@ from mlxpool.worker.weights.inspect import inspect  # noqa: E402
 from mlxpool.worker.weights.load import load  # noqa: E402
 from support import seeing_models as seeing  # noqa: E402
 from support.engine_steps import step  # noqa: E402
-from worker.models.seeing_cases import CASES, GEMMA3, MLLAMA, QWEN3_VL, Case  # noqa: E402
+from worker.models.seeing_cases import GEMMA3, MLLAMA, QWEN3_VL, Case  # noqa: E402
 from worker.models.seeing_runs import engine_of, run, sequence  # noqa: E402
 
 # Of each model its weights, the convolution that MLX stores in another order of axes, if it has
@@ -53,12 +53,6 @@ RENAMED: dict[Case, tuple[Callable[[], Any], str, dict[str, str]]] = {
         },
     ),
 }
-
-
-@pytest.fixture(scope="module", params=CASES, ids=str)
-def case(request: pytest.FixtureRequest) -> Case:
-    found: Case = request.param
-    return found
 
 
 def test_other_names_and_orders_of_axes_make_the_same_model(

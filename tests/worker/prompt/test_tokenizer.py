@@ -30,6 +30,11 @@ def good(tmp_path: Path) -> Path:
     return write_checkpoint(tmp_path / "good")
 
 
+def text_of(path: Path, **changes: Any) -> ChatTokenizer:
+    """Returns the tokenizer of a checkpoint that is written with these changes."""
+    return ChatTokenizer.from_folder(inspect(write_checkpoint(path, **changes)))
+
+
 def test_text_round_trip_and_template(good: Path) -> None:
     text = ChatTokenizer.from_folder(inspect(good))
     assert text.decode(text.encode("né<|user|>")) == "né<|user|>"
@@ -85,8 +90,7 @@ TALK = [*HI, {"role": "assistant", "content": "né"}, {"role": "user", "content"
 
 @pytest.mark.parametrize("add_bos", [True, False])
 def test_where_the_generation_prompt_begins(tmp_path: Path, add_bos: bool) -> None:
-    path = write_checkpoint(tmp_path, tokenizer_config={"add_bos_token": add_bos})
-    text = ChatTokenizer.from_folder(inspect(path))
+    text = text_of(tmp_path, tokenizer_config={"add_bos_token": add_bos})
     prompt = chat_ids(text, TALK)
     assert prompt.restore_at == len(prompt.ids) - 1
     assert text.piece(prompt.ids[prompt.restore_at]) == b"<|assistant|>"
@@ -105,8 +109,8 @@ def test_where_the_generation_prompt_begins(tmp_path: Path, add_bos: bool) -> No
     ids=["not asked for", "empty", "in front", "fails without"],
 )
 def test_an_unknown_generation_prompt_is_0(tmp_path: Path, template: str) -> None:
-    path = write_checkpoint(tmp_path, tokenizer_config={"chat_template": template})
-    assert chat_ids(ChatTokenizer.from_folder(inspect(path)), HI).restore_at == 0
+    text = text_of(tmp_path, tokenizer_config={"chat_template": template})
+    assert chat_ids(text, HI).restore_at == 0
 
 
 def with_template(tokenizer: Tokenizer, source: str) -> ChatTokenizer:
@@ -135,8 +139,7 @@ def test_a_generation_prompt_that_begins_with_plain_text() -> None:
 
 
 def test_a_source_gives_the_same_ids(tmp_path: Path) -> None:
-    path = write_checkpoint(tmp_path, tokenizer_config={"add_bos_token": True})
-    text = ChatTokenizer.from_folder(inspect(path))
+    text = text_of(tmp_path, tokenizer_config={"add_bos_token": True})
     again = ChatTokenizer.from_source(TextSource(**asdict(text.source)))
     assert again.encode("né<|user|>") == text.encode("né<|user|>")
     assert chat_ids(again, HI) == chat_ids(text, HI)
@@ -168,7 +171,7 @@ def test_a_chat_has_the_begin_token_where_its_template_writes_it(
 
 def test_tools_reach_the_template(tmp_path: Path) -> None:
     settings = {"chat_template": "{% for t in tools %}{{ t.function.name }}{% endfor %}"}
-    text = ChatTokenizer.from_folder(inspect(write_checkpoint(tmp_path, tokenizer_config=settings)))
+    text = text_of(tmp_path, tokenizer_config=settings)
     tools = [{"type": "function", "function": {"name": "clock"}}]
     assert chat_ids(text, HI, tools).ids == list(b"clock")
     with pytest.raises(BadRequest, match=r"tools\[0\] must be a map, got 5"):
@@ -179,30 +182,26 @@ def test_tools_reach_the_template(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_with_more_ids_than_the_model_has_rows(tmp_path: Path) -> None:
-    path = write_checkpoint(tmp_path, vocab_size=255)
     with pytest.raises(ModelLoadFailed, match=r"ids up to 255, the model has rows for 255"):
-        ChatTokenizer.from_folder(inspect(path))
+        text_of(tmp_path, vocab_size=255)
 
 
 def test_an_added_token_that_prompts_have_needs_a_row(tmp_path: Path) -> None:
-    path = write_checkpoint(tmp_path, vocab_size=259)
     with pytest.raises(ModelLoadFailed, match=r"'<\|assistant\|>' \(id 259\).* rows for 259 ids"):
-        ChatTokenizer.from_folder(inspect(path))
+        text_of(tmp_path, vocab_size=259)
     add_bos = {"add_bos_token": True, "chat_template": "x"}
-    path = write_checkpoint(tmp_path, vocab_size=256, tokenizer_config=add_bos)
     with pytest.raises(ModelLoadFailed, match=r"'<s>' \(id 256\)"):
-        ChatTokenizer.from_folder(inspect(path))
+        text_of(tmp_path, vocab_size=256, tokenizer_config=add_bos)
 
 
 def test_an_added_token_that_only_texts_may_have_is_accepted(tmp_path: Path) -> None:
-    path = write_checkpoint(tmp_path, vocab_size=257, tokenizer_config={"chat_template": "x"})
-    text = ChatTokenizer.from_folder(inspect(path))
+    text = text_of(tmp_path, vocab_size=257, tokenizer_config={"chat_template": "x"})
     with pytest.raises(BadRequest, match="prompt: token id 257 is not below 257"):
         check_ids(text.encode("a</s>"), 257, "prompt")
 
 
 def test_fewer_ids_than_rows_are_fine(tmp_path: Path) -> None:
-    text = ChatTokenizer.from_folder(inspect(write_checkpoint(tmp_path, vocab_size=500)))
+    text = text_of(tmp_path, vocab_size=500)
     assert (text.piece(499), text.decode([97, 499, 98])) == (b"", "ab")
 
 
