@@ -90,5 +90,5 @@ def dequantised(weight: Any, scales: Any, biases: Any, group: int, bits: int) ->
     """Returns the numbers of a quantised weight; in bfloat16 MLX rounds intermediate results."""
     import mlx.core as mx
 
-    factors = (one.astype(mx.float32) for one in (scales, biases))
-    return numbers(mx.dequantize(weight, *factors, group_size=group, bits=bits))
+    scales, biases = (one.astype(mx.float32) for one in (scales, biases))
+    return numbers(mx.dequantize(weight, scales, biases, group_size=group, bits=bits))

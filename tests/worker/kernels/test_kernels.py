@@ -45,6 +45,7 @@ from support.float64 import assert_near, dequantised, gated, normed, numbers  # 
 ON_GPU = mx.cuda.is_available()
 LENGTHS = (1, 2, 15, 16, 17, 31, 255, 256, 257, 511, 512, 513, 1500)
 WIDTH = 6  # blocks of a row's table
+Packed = tuple[Any, Any, Any]  # a quantised weight, its scales and biases
 HALVES = ("float16", "bfloat16")
 
 
@@ -229,11 +230,11 @@ def check_fused(
         assert np.allclose(numbers(found), gated(expected), 0.03, 0.05)
 
 
-def quantised(rows: int, columns: int, group: int, kind: Any) -> Any:
-    """Returns a weight of 4 bits, its scales and biases, and its numbers in float64."""
+def quantised(rows: int, columns: int, group: int, kind: Any) -> tuple[Packed, Any]:
+    """Returns a weight of 4 bits, and its numbers in float64."""
     drawn = (mx.random.normal((rows, columns)) * columns**-0.5).astype(kind)
-    parts = mx.quantize(drawn, group_size=group, bits=4)
-    return (*parts, dequantised(*parts, group, 4))
+    weight, scales, biases = mx.quantize(drawn, group_size=group, bits=4)
+    return (weight, scales, biases), dequantised(weight, scales, biases, group, 4)
 
 
 FOURS = itertools.product([(128, 64), (2048, 1024), (14336, 256)], matmul_4bit.GROUPS, HALVES)
@@ -251,7 +252,7 @@ def test_the_4_bit_matmul_kernel_equals_float64(
     columns: int, rows: int, group: int, dtype: str
 ) -> None:
     kind = getattr(mx, dtype)
-    *packed, opened = quantised(rows, columns, group, kind)
+    packed, opened = quantised(rows, columns, group, kind)
     for lines in (1, 2, 8, 9, 16, 17, 24, 32) if ON_GPU else (2, 9):
         assert matmul_4bit.supports(lines, rows, columns, group, kind)
         x = mx.random.normal((lines, columns)).astype(kind)
@@ -275,7 +276,7 @@ PRODUCTS_WITH_BIAS: dict[str, tuple[int, ...]] = {  # numbers of lines
 def test_products_with_a_bias_equal_float64(weight_kind: str) -> None:
     """Alone, of gates and others, and with a norm before and an addition after the product."""
     rows, columns, group = 128, 256, 64
-    *packed, opened = quantised(rows, columns, group, mx.bfloat16)
+    packed, opened = quantised(rows, columns, group, mx.bfloat16)
     dense = mx.array(opened, mx.bfloat16)
     tiles = tiles_4bit.in_tiles(*packed, group)
     rowwise = QuantisedWeight(*packed, None, QuantLayout("affine", 4, group))
@@ -321,7 +322,7 @@ def test_products_with_4_bit_weights_in_tiles_equal_float64(
 ) -> None:
     """Few tokens and many, with more columns than stages, and a last tile without a neighbour."""
     kind = getattr(mx, dtype)
-    *packed, opened = quantised(rows, columns, group, kind)
+    packed, opened = quantised(rows, columns, group, kind)
     assert matmul_4bit_tiles.works(group, kind)
     tiles = tiles_4bit.in_tiles(*packed, group)
     for lines in (1, 2, 8, 9, 16, 17, 33, 100, 128, 129, 256) if ON_GPU else (1, 2, 8, 9, 30, 130):
@@ -351,7 +352,7 @@ def test_few_blocks_multiply_all_strips_of_a_weight_in_tiles(
     kinds = ((512, 97, (16, *matmul_4bit_tiles.WIDE, 1)), (192, 97, (16, 2, 1, 1)))
     for rows, lines, kind in kinds:
         assert matmul_4bit_tiles.parts_of(lines, rows, 13, gated=False).kind == kind
-    *packed, opened = quantised(512, columns, group, mx.bfloat16)
+    packed, opened = quantised(512, columns, group, mx.bfloat16)
     tiles = tiles_4bit.in_tiles(*packed, group)
     for lines in (1, 5, 97):
         x = mx.random.normal((lines, columns)).astype(mx.bfloat16)
@@ -369,7 +370,7 @@ def test_warpgroups_take_columns_of_a_weight_in_tiles_in_turns(
 ) -> None:
     """More columns than there are stages, in one part and in two."""
     rows, columns, group = 128, 20 * tiles_4bit.TILE, 64
-    *packed, opened = quantised(rows, columns, group, mx.bfloat16)
+    packed, opened = quantised(rows, columns, group, mx.bfloat16)
     tiles = tiles_4bit.in_tiles(*packed, group)
     for blocks, lines, sets in ((1, 30, 4), (1, 100, 16), (2, 30, 4)):
         monkeypatch.setattr(matmul_4bit_tiles, "FULL_GPU_BLOCKS", blocks)
@@ -408,7 +409,7 @@ def test_rows_of_a_weight_in_tiles_are_divided_among_blocks() -> None:
 )
 def test_4_bit_weights_in_tiles_are_dequantised(group: int, dtype: str) -> None:
     kind = getattr(mx, dtype)
-    *packed, expected = quantised(128, 192, group, kind)
+    packed, expected = quantised(128, 192, group, kind)
     tiles = tiles_4bit.in_tiles(*packed, group)
     every = tiles_4bit.dequantised_rows(tiles, None, group, kind)
     assert np.allclose(numbers(every), expected, 0.01, 0.01)
@@ -427,9 +428,9 @@ def test_4_bit_weights_in_tiles_are_dequantised(group: int, dtype: str) -> None:
 )
 def test_the_dequantise_kernel_equals_mlx(bits: int, group: int, dtype: str) -> None:
     kind = getattr(mx, dtype)
-    packed = mx.quantize(
-        mx.random.normal((33, 3 * group)).astype(kind), group_size=group, bits=bits
-    )
+    drawn = mx.random.normal((33, 3 * group)).astype(kind)
+    weight, scales, biases = mx.quantize(drawn, group_size=group, bits=bits)
+    packed = weight, scales, biases
     assert dequantise.supports(bits, group, kind)
     found = dequantise.unpack(*packed, bits, group, kind)
     assert dequantise.supports_rows(bits, group, kind)

@@ -166,12 +166,15 @@ def test_without_a_space_in_front() -> None:
     assert files["tokenizer_config.json"]["add_bos_token"] is False
 
 
+MERGES = ("▁ t", "h e", "▁t he", "a t", "▁ c", "▁c at", "t h")
+
+
 def test_it_divides_as_sentencepieces_own_conversion() -> None:
     """The same merges in the chain that transformers makes of a SentencePiece model."""
     released = Tokenizer(
         BPE(
             {token: id for id, token in enumerate(sentence_piece()[f"{KEY}tokens"])},
-            [tuple(pair.split()) for pair in ("▁ t", "h e", "▁t he", "a t", "▁ c", "▁c at", "t h")],
+            [(left, right) for left, right in map(str.split, MERGES)],
             unk_token="<unk>",
             fuse_unk=True,
             byte_fallback=True,
