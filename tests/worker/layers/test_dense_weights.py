@@ -10,7 +10,6 @@ import pytest
 mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported here")
 
 from mlxpool.worker.kernels import device  # noqa: E402
-from mlxpool.worker.layers import dense_weights  # noqa: E402
 from mlxpool.worker.layers.dense_weights import dense, to_column_major  # noqa: E402
 from mlxpool.worker.layers.quantisation import QuantLayout  # noqa: E402
 from mlxpool.worker.layers.quantised_weight import QuantisedWeight  # noqa: E402
@@ -30,13 +29,10 @@ def bits_of(array: Any) -> np.ndarray:
     return found
 
 
-@pytest.mark.parametrize("numpy", [True, False])
 @pytest.mark.parametrize("shape", [(3, 5), (16, 4096), (515, 257), (2048, 33), (1, 70000)])
 def test_values_stay_and_columns_are_contiguous(
-    shape: tuple[int, int], numpy: bool, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, int],
 ) -> None:
-    if not numpy:
-        monkeypatch.setattr(dense_weights, "np", None)
     weight = mx.random.normal(shape, key=mx.random.key(0))
     weight[0, 0] = float("nan")
     cut = shape[0] // 3 + 1

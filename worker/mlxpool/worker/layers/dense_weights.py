@@ -11,17 +11,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
+import numpy as np
 
 from mlxpool.worker.kernels.device import on_gpu
 from mlxpool.worker.layers.quantised_weight import QuantisedWeight
 
-try:
-    import numpy as np
-except ImportError:  # comes with the extra `cpu`; without it loading takes longer
-    np = None  # type: ignore[assignment]
-
 Weight = mx.array | QuantisedWeight  # [out, in]
-Read = Callable[[slice], "np.ndarray"]  # some rows of a weight in float32
+Read = Callable[[slice], np.ndarray]  # some rows of a weight in float32
 
 STRIP_ROWS = 16  # rows transposed together: in float32 they fill whole cache lines of a column
 STRIP_NUMBERS = 2**16  # of rows that are dequantised together, about
@@ -90,7 +86,7 @@ def to_column_major(weights: Sequence[Weight], dtype: mx.Dtype) -> mx.array:
 
 
 def _in_strips(dtype: mx.Dtype) -> bool:
-    return np is not None and dtype == mx.float32 and not on_gpu()
+    return dtype == mx.float32 and not on_gpu()
 
 
 def _dtype(weight: Weight, dtype: mx.Dtype) -> mx.Dtype:
