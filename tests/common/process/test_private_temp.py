@@ -279,7 +279,7 @@ def programs() -> Iterator[Path]:
                 starts = file.name == "__main__.py" and package != "bench"
                 if starts or COMPUTES.search(text):
                     yield file
-    for command in ("gateway", "serve", "worker"):
+    for command in ("gateway", "serve"):
         yield ROOT / f"client/mlxpool/cli/commands/{command}.py"
     yield ROOT / "bench/mlxpool/bench/cli.py"
 
