@@ -96,6 +96,13 @@ def _add_engine(kinds: Any, common: argparse.ArgumentParser) -> None:
         help="beside the engine of another checkout; on a CPU by processor time, with one BLAS"
         " thread unless OPENBLAS_NUM_THREADS says more",
     )
+    parser.add_argument(
+        "--llama-cpp",
+        type=Path,
+        metavar="PYTHON",
+        help="beside llama.cpp, measured as with --beside; --model is a GGUF file, PYTHON that of"
+        " an environment with llama-cpp-python",
+    )
 
 
 def _add_end_to_end(kinds: Any, common: argparse.ArgumentParser) -> None:

@@ -1,7 +1,7 @@
-"""The engine in one process: how many tokens/s has it in decode and prefill, beside mlx-lm?
+"""The engine in one process: how many tokens/s has it in decode and prefill, beside a peer?
 
-Also sampling, a second turn, and the share of what the memory's rate allows; or beside the engine
-of another checkout (`--beside`).
+The peer is mlx-lm, llama.cpp or the engine of another checkout (`--beside`). Also sampling, a
+second turn, and the share of what the memory's rate allows.
 """
 
 from __future__ import annotations
@@ -37,14 +37,16 @@ def about(options: argparse.Namespace) -> str:
     how = "deterministic, " if options.deterministic else ""
     if options.beside:
         how = f"beside the checkout {options.beside.name}, "
+    if options.llama_cpp:
+        how += "beside llama.cpp, "
     rounds = f"rounds: {options.rounds} of {options.steps} steps"
     return f"{models.named(options)}, {how}greedy, {rounds}."
 
 
 def measure(options: argparse.Namespace, progress: Progress) -> Iterator[Measurement]:
     """Yields each measurement when it is complete."""
-    with models.folder(options, progress) as folder:
-        if options.beside:
+    with models.folder(options, progress, gguf=True) as folder:
+        if options.beside or options.llama_cpp:
             yield from _beside(folder, options, progress)
         else:
             yield from _of_engine(folder, options, progress)
@@ -80,12 +82,17 @@ def _of_engine(
 
 
 def _beside(folder: Path, options: argparse.Namespace, progress: Progress) -> Iterator[Measurement]:
-    """This checkout and another one, each in a process of its own; on a CPU by processor time."""
-    checkouts = {OURS: engine_process.HERE, OTHER: options.beside.resolve()}
+    """This checkout, another one and llama.cpp, each in a process; on a CPU by processor time."""
+    checkouts = {OURS: engine_process.HERE}
+    if options.beside:
+        checkouts[OTHER] = options.beside.resolve()
+    processor = not device.on_gpu()
     sides = [
-        engine_process.of_checkout(name, checkout, folder, processor=not device.on_gpu())
+        engine_process.of_checkout(name, checkout, folder, processor=processor)
         for name, checkout in checkouts.items()
     ]
+    if options.llama_cpp:
+        sides.append(engine_process.of_llama_cpp(options.llama_cpp, folder, processor=processor))
     for streams in options.streams:
         progress(f"decode, {counted(streams)}")
         yield _decode(sides, options, streams)
@@ -109,10 +116,10 @@ class Peer(Protocol):
 
 
 def _peers(folder: Path, options: argparse.Namespace) -> list[Peer]:
-    """mlx-lm; with `deterministic`, our engine without it."""
+    """mlx-lm, which reads folders; with `deterministic`, our engine without it."""
     if options.deterministic:
         return [OurEngine(folder, name="not deterministic")]
-    if options.no_peers or not mlx_lm.installed():
+    if options.no_peers or not mlx_lm.installed() or not folder.is_dir():
         return []
     if options.as_installed or device.on_gpu():
         return [mlx_lm.in_process(folder, as_installed=options.as_installed)]

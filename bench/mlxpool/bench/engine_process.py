@@ -1,4 +1,4 @@
-"""Peers of the engine that compute in processes of their own: mlx-lm, and another checkout."""
+"""Peers of the engine in processes of their own: mlx-lm, llama.cpp, and another checkout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlxpool.bench import step_server
+from mlxpool.bench import llama_cpp, step_server
 from mlxpool.bench.our_engine import GREEDY, Burst
 
 ROOTS = ("broker", "worker", "common", "client", "gateway", "bench")  # of a checkout
@@ -79,6 +79,20 @@ def of_checkout(name: str, checkout: Path, folder: Path, *, processor: bool) -> 
     command = [sys.executable, "-S", "-P", str(step_server.__file__), str(folder.resolve())]
     environment = {**ONE_THREAD, **os.environ, "PYTHONPATH": path}
     return EngineProcess(name, command, environment, processor=processor)
+
+
+def of_llama_cpp(python: Path, file: Path, *, processor: bool) -> EngineProcess:
+    """llama.cpp with the model of a GGUF file, by a Python that has it.
+
+    Raises ValueError for another file.
+    """
+    if not file.is_file():
+        raise ValueError(f"{file} is no GGUF file, and llama.cpp reads nothing else")
+    command = [str(python), "-P", "-m", str(llama_cpp.__name__), str(file)]
+    path = str(Path(llama_cpp.__file__).parents[2])
+    environment = {**ONE_THREAD, **os.environ, "PYTHONPATH": path}
+    environment.pop("LD_PRELOAD", None)
+    return EngineProcess(llama_cpp.NAME, command, environment, processor=processor)
 
 
 def _end(child: subprocess.Popen[str]) -> None:

@@ -111,7 +111,7 @@ def main() -> None:
             return [model.prefill(job["prefill"])]
         return [*model.steps(job["decode"]).values()]
 
-    serve(begin, private_output())
+    serve(begin, private_output(), mx.synchronize)
 
 
 if __name__ == "__main__":

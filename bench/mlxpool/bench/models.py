@@ -13,10 +13,12 @@ from mlxpool.bench.measurement import Progress
 
 
 @contextmanager
-def folder(options: argparse.Namespace, progress: Progress) -> Iterator[Path]:
-    """The model's folder; that of a shape is temporary.
+def folder(
+    options: argparse.Namespace, progress: Progress, *, gguf: bool = False
+) -> Iterator[Path]:
+    """The model's folder; that of a shape is temporary. With `gguf` it may be a GGUF file.
 
-    Raises ValueError for a reference that is no folder.
+    Raises ValueError for a reference that is neither.
     """
     if options.shape:
         with tempfile.TemporaryDirectory(prefix="mlxpool-bench-") as made:
@@ -28,6 +30,8 @@ def folder(options: argparse.Namespace, progress: Progress) -> Iterator[Path]:
     from mlxpool.worker.weights import locate
 
     found = locate.locate(ModelConfig(path=options.model or locate.DEMO))
+    if gguf and not isinstance(found, Path) and found.where.is_file():
+        found = found.where
     if not isinstance(found, Path):
         raise ValueError(f"{options.model} is no folder; peers can read nothing else")
     yield found
