@@ -131,7 +131,7 @@ def test_chunks_and_single_tokens_of_a_pass_are_one_launch_a_layer(
     assert kernel == [4, 4]
     # The states of rows that decode are in one array, so none is copied for the next pass; what a
     # prompt keeps while it waits is its own state alone.
-    layers = [cast(RowCache, engine.inspect().rows[seq])._layers[0] for seq in (*rows, late)]
+    layers = [cast(RowCache, engine.inspect().rows[seq]).layers[0] for seq in (*rows, late)]
     states = [cast(StateLayer, layer) for layer in layers]
     *decoding, (waiting,) = [state.arrays for state in states]
     assert len({id(whole) for (whole,) in decoding}) == 1 and decoding[0][0].shape[0] == 4
@@ -164,7 +164,7 @@ def test_checked_drafts_right_and_wrong_give_the_tokens_without_drafts(
         for seq in rows:
             del seq.ids[12:]
             assert seq.ids == answers[seq][: len(seq.ids)], number
-            layers = cast(RowCache, engine.inspect().rows[seq])._layers
+            layers = cast(RowCache, engine.inspect().rows[seq]).layers
             states = [layer for layer in layers if isinstance(layer, StateLayer)]
             written = sum(array.nbytes for layer in states for array in layer.held())
             shape = engine.inspect().layout.store.new_row().shape
@@ -177,7 +177,7 @@ def test_checked_drafts_right_and_wrong_give_the_tokens_without_drafts(
 
 def held_bytes(engine: ModelEngine, rows: Iterable[Sequence]) -> int:
     """Returns the bytes of all arrays with states of these rows, each once."""
-    layers = [layer for seq in rows for layer in cast(RowCache, engine.inspect().rows[seq])._layers]
+    layers = [layer for seq in rows for layer in cast(RowCache, engine.inspect().rows[seq]).layers]
     arrays = [one for layer in layers if isinstance(layer, StateLayer) for one in layer.held()]
     return sum(one.nbytes for one in {id(one): one for one in arrays}.values())
 

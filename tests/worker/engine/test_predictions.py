@@ -135,7 +135,7 @@ def test_states_that_wait_are_read_when_they_are_many(
     most = 0
     for _ in range(MAX_WAITING + 9):
         decode(engine, [seq], 1)
-        one = head._rows[seq]
+        one = head.rows[seq]
         most = max(most, sum(some.count for some in one.waiting))
         assert all(some.array.shape[0] <= 4 for some in one.waiting)
     assert most <= MAX_WAITING + 1
@@ -245,7 +245,7 @@ def test_a_head_drafts_beside_8_bit_keys_and_values(models: dict[str, LoadedMode
         assert drafts == wanted(loaded, seq, 2, kv=INT8)
         for one in step(engine, [Span.check(seq, drafts)]):
             seq.ids.append(one.token)
-    own = head._rows[seq].row
+    own = head.rows[seq].row
     assert own.arrays() and {array.dtype for array in own.arrays()} == {loaded.dtype}
     assert mx.int8 in {array.dtype for array in cast(RowCache, engine.inspect().rows[seq]).arrays()}
 
@@ -265,7 +265,7 @@ def test_recurrent_rows_count_the_states_behind_drafts(models: dict[str, LoadedM
     for _ in range(4):
         engine.submit([Span.check(seq, drafts)])
         mx.eval(engine.inspect().rows[seq].arrays())
-        layers = cast(RowCache, engine.inspect().rows[seq])._layers
+        layers = cast(RowCache, engine.inspect().rows[seq]).layers
         states = [layer for layer in layers if isinstance(layer, StateLayer)]
         held = sum(array.nbytes for layer in states for array in layer.held())
         assert held <= engine.inspect().budget.row
@@ -279,4 +279,4 @@ def test_the_warm_up_has_the_head_draft(models: dict[str, LoadedModel], family: 
     for context in (4, 512):
         engine = engine_of(models[family], context=context, blocks=8, max_sequences=2)
         engine.warm_up(lambda: None)
-        assert head_of(engine).nbytes == 0 and not head_of(engine)._rows
+        assert head_of(engine).nbytes == 0 and not head_of(engine).rows

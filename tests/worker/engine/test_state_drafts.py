@@ -255,8 +255,8 @@ def test_the_warm_up_has_the_head_draft(loaded: LoadedModel, context: int) -> No
     engine.expect_drafts(16)
     engine.warm_up(lambda: None)
     head = head_of(engine)
-    assert head.nbytes == 0 and not head._states
-    compiled = {(rows, depth) in head._chain for rows in (1, 2) for depth in (1, 2, 3, 4)}
+    assert head.nbytes == 0
+    compiled = {(rows, depth) in head.chain for rows in (1, 2) for depth in (1, 2, 3, 4)}
     assert compiled == {True}
     assert engine.kv_use()[1] == 0
 
@@ -344,7 +344,7 @@ def test_the_host_drafts_as_mlx_does_for_the_demo() -> None:
         assert {len(some) for some in alone.values()} == {3}
         same += [compiled[seq] == alone[seq] for seq in rows]
         decode(engine, rows, 1)
-    assert (4, 3) in head._chain and (1, 3) not in head._chain
+    assert (4, 3) in head.chain and (1, 3) not in head.chain
     assert sum(same) > 0.9 * len(same)  # sums of another order may change the likeliest of two
 
 

@@ -255,7 +255,7 @@ class RowCache:
     def __init__(self, shape: RowShape) -> None:
         self.shape = shape
         self.offset = 0  # tokens in each layer, those of the step in flight included
-        self._layers = [_layer(cache, shape) for cache in shape.caches]
+        self.layers = [_layer(cache, shape) for cache in shape.caches]
 
     def write(self, layer: int, *new: mx.array) -> Arrays:
         """Writes arrays [1, heads, n, size] after `offset` tokens.
@@ -295,7 +295,7 @@ class RowCache:
 
     def state_layers(self) -> list[StateLayer]:
         """Returns the recurrent layers."""
-        return [layer for layer in self._layers if isinstance(layer, StateLayer)]
+        return [layer for layer in self.layers if isinstance(layer, StateLayer)]
 
     def advance(self, count: int) -> None:
         """Records that `count` more tokens are written in each layer."""
@@ -305,18 +305,18 @@ class RowCache:
         """Removes the tokens from `to` on, if there are any."""
         to = max(to, 0)
         if to < self.offset:
-            for layer in self._layers:
+            for layer in self.layers:
                 layer.trim(self.offset, to)
             self.offset = to
 
     def release(self) -> None:
         """Empties the row; its arrays are freed with their last reference."""
-        self._layers = [_layer(cache, self.shape) for cache in self.shape.caches]
+        self.layers = [_layer(cache, self.shape) for cache in self.shape.caches]
         self.offset = 0
 
     def arrays(self) -> list[mx.array]:
         """Returns all arrays of the row, to evaluate them together."""
-        return [array for layer in self._layers for array in layer.arrays]
+        return [array for layer in self.layers for array in layer.arrays]
 
     @property
     def nbytes(self) -> int:
@@ -325,11 +325,11 @@ class RowCache:
             layer.nbytes
             if isinstance(layer, StateLayer)
             else sum(array.nbytes for array in layer.arrays)
-            for layer in self._layers
+            for layer in self.layers
         )
 
     def _tokens(self, layer: int) -> FullLayer | WindowLayer:
-        return cast("FullLayer | WindowLayer", self._layers[layer])
+        return cast("FullLayer | WindowLayer", self.layers[layer])
 
     def _state(self, layer: int) -> StateLayer:
-        return cast("StateLayer", self._layers[layer])
+        return cast("StateLayer", self.layers[layer])

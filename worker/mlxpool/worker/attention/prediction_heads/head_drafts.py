@@ -121,7 +121,7 @@ class StateDrafts(HeadDrafts):
         self._states: dict[Sequence, _States] = {}
         self._newest: tuple[Many[Span], mx.array] | None = None  # not in `_states` yet
         self._depth = 0  # of all passes at least
-        self._chain = CompiledPasses(self._drafted, self.notice, max_passes=MAX_COMPILED)
+        self.chain = CompiledPasses(self._drafted, self.notice, max_passes=MAX_COMPILED)
 
     @property
     def nbytes(self) -> int:
@@ -175,9 +175,9 @@ class StateDrafts(HeadDrafts):
         chosen = [rows[min(number, len(rows) - 1)] for number in range(padded)]
         newest = [seq.token_range(seq.length - 1, seq.length)[0] for seq in chosen]
         tokens = mx.array(np.array(newest, np.int32))
-        drawn = self._chain((padded, deepest), tokens, self._gathered(chosen), deepest)
+        drawn = self.chain((padded, deepest), tokens, self._gathered(chosen), deepest)
         lists: Any = drawn.tolist()
-        self._chain.evaluated()
+        self.chain.evaluated()
         return {seq: tuple(lists[row][: depths[seq]]) for row, seq in enumerate(rows)}
 
     def _drafted_by_host(self, head: HostHead, seq: Sequence, depth: int) -> tuple[int, ...]:
@@ -195,8 +195,8 @@ class StateDrafts(HeadDrafts):
             padded = 1 << bits
             tokens, states = mx.zeros(padded, dtype=mx.int32), mx.repeat(state, padded, axis=0)
             for each in (depth,) if on_gpu else range(1, depth + 1):
-                mx.eval(self._chain((padded, each), tokens, states, each))
-                self._chain.evaluated()
+                mx.eval(self.chain((padded, each), tokens, states, each))
+                self.chain.evaluated()
 
     def _gathered(self, rows: Many[Sequence]) -> mx.array:
         """Returns the newest known states [R, d] of rows."""
@@ -232,4 +232,4 @@ class StateDrafts(HeadDrafts):
         """See HeadDrafts."""
         self._newest = None
         self._states.clear()
-        self._chain.failed()  # a chain was not evaluated only if that has failed
+        self.chain.failed()  # a chain was not evaluated only if that has failed

@@ -90,12 +90,12 @@ class Predictions(HeadDrafts):
         super().__init__()
         self._head = head
         self._shape = shape
-        self._rows: dict[Sequence, _Row] = {}
+        self.rows: dict[Sequence, _Row] = {}
 
     @property
     def nbytes(self) -> int:
         """See HeadDrafts."""
-        return sum(one.row.nbytes for one in self._rows.values())
+        return sum(one.row.nbytes for one in self.rows.values())
 
     def most_states(self, rows: int, drafts: int) -> int:
         """See HeadDrafts. Those that wait until the head reads them."""
@@ -112,7 +112,7 @@ class Predictions(HeadDrafts):
         for span in spans:
             self._append(span, states, line)
             line += span.count
-            inside.append(self._rows[span.sequence])
+            inside.append(self.rows[span.sequence])
         due = {}
         for span, one in zip(spans, inside, strict=True):
             if one.end - one.read > MAX_WAITING:
@@ -123,14 +123,14 @@ class Predictions(HeadDrafts):
         return [*written, *self._compact(inside, states, line)]
 
     def _append(self, span: Span, states: mx.array, line: int) -> None:
-        one = self._rows.get(span.sequence)
+        one = self.rows.get(span.sequence)
         if one is not None:
             one.cut(span.start)
             if one.end < span.start or one.first > span.start:
                 one.row.release()
                 one = None
         if one is None:
-            one = self._rows[span.sequence] = _Row(RowCache(self._shape), span.start)
+            one = self.rows[span.sequence] = _Row(RowCache(self._shape), span.start)
         one.waiting.append(_States(span.start, span.count, states, line))
 
     def _read(self, counts: Mapping[Sequence, int]) -> list[mx.array]:
@@ -157,26 +157,26 @@ class Predictions(HeadDrafts):
         return [array]
 
     def _spans(self, counts: Mapping[Sequence, int]) -> list[RowSpan]:
-        return [RowSpan(self._rows[seq].row, count) for seq, count in counts.items()]
+        return [RowSpan(self.rows[seq].row, count) for seq, count in counts.items()]
 
     def _inputs(self, counts: Mapping[Sequence, int]) -> tuple[mx.array, mx.array]:
         """Returns the tokens [T] behind the first inputs that wait, and these inputs' states."""
         tokens: list[int] = []
         states: list[mx.array] = []
         for seq, count in counts.items():
-            one = self._rows[seq]
+            one = self.rows[seq]
             tokens += seq.token_range(one.read + 1, one.read + 1 + count)
             states += one.take(count)
         return mx.array(np.array(tokens, np.int32)), mx.concatenate(states)
 
     def ready(self, seq: Sequence) -> bool:
         """See Predictor."""
-        one = self._rows.get(seq)
+        one = self.rows.get(seq)
         return one is not None and one.read < seq.length - 1 <= one.end
 
     def _prepared(self, seq: Sequence) -> bool:
         """See HeadDrafts."""
-        one = self._rows.get(seq)
+        one = self.rows.get(seq)
         if one is not None:
             one.cut(seq.length - 1)
         return self.ready(seq)
@@ -184,9 +184,9 @@ class Predictions(HeadDrafts):
     def _computed(self, depths: Mapping[Sequence, int]) -> dict[Sequence, tuple[int, ...]]:
         """One pass for each depth over all rows that go so far; the deepest are first."""
         rows = sorted(depths, key=lambda seq: -depths[seq])
-        counts = {seq: seq.length - 1 - self._rows[seq].read for seq in rows}
+        counts = {seq: seq.length - 1 - self.rows[seq].read for seq in rows}
         spans, (tokens, states) = self._spans(counts), self._inputs(counts)
-        read = [self._rows[seq].row.offset + count for seq, count in counts.items()]
+        read = [self.rows[seq].row.offset + count for seq, count in counts.items()]
         drawn: list[mx.array] = []
         for depth in range(depths[rows[0]]):
             live = sum(depths[seq] > depth for seq in rows)
@@ -198,8 +198,8 @@ class Predictions(HeadDrafts):
             batch.done()
             drawn.append(self._head.likeliest(states))
         for seq, offset in zip(rows, read, strict=True):
-            self._rows[seq].row.trim(offset)
-        written = [array for seq in rows for array in self._rows[seq].row.arrays()]
+            self.rows[seq].row.trim(offset)
+        written = [array for seq in rows for array in self.rows[seq].row.arrays()]
         mx.eval(*drawn, *written)
         tokens_of: list[Any] = [one.tolist() for one in drawn]
         return {
@@ -212,8 +212,8 @@ class Predictions(HeadDrafts):
 
     def release(self, seq: Sequence) -> None:
         """See HeadDrafts."""
-        self._rows.pop(seq, None)
+        self.rows.pop(seq, None)
 
     def clear(self) -> None:
         """See HeadDrafts."""
-        self._rows.clear()
+        self.rows.clear()
