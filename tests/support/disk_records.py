@@ -143,15 +143,20 @@ def array_of(record: ReadRecord, name: str) -> np.ndarray[tuple[int, ...], np.dt
     return data.view(kind).reshape(place.shape)
 
 
+def encoded(record: NewRecord, digest: bytes = DIGEST) -> tuple[bytes, memoryview]:
+    """Returns the header and the arrays of a record."""
+    places = places_of([(one.name, one.dtype, one.shape) for one in record.arrays])
+    payload = payload_of(record, places).data
+    fields = record.kind, record.start, record.parent, packed(record.ids)
+    return encode_header(digest, *fields, places, checksum_of(digest, [payload])), payload
+
+
 def record_from(arrays: Sequence[NamedArray], start: int, tokens: int) -> ReadRecord:
     """Returns the record of these arrays as a tier would read it."""
     ids, parent = tuple(range(tokens)), root_key("")
-    record = NewRecord(Kind.TOKENS, start, parent, b"", ids, tuple(arrays))
-    places = places_of([(one.name, one.dtype, one.shape) for one in arrays])
-    payload = payload_of(record, places)
-    checksum = checksum_of(DIGEST, [payload.data])
-    header = encode_header(DIGEST, record.kind, start, parent, packed(ids), places, checksum)
-    return ReadRecord(decode_header(DIGEST, header), payload, start + tokens)
+    header, payload = encoded(NewRecord(Kind.TOKENS, start, parent, b"", ids, tuple(arrays)))
+    found = np.frombuffer(payload, np.uint8)
+    return ReadRecord(decode_header(DIGEST, header), found, start + tokens)
 
 
 def check_tokens(found: Sequence[ReadRecord], ids: Sequence[int], matched: int = 0) -> int:

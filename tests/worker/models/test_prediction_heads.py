@@ -188,10 +188,15 @@ def test_models_without_a_head_have_no_plan_of_one(family: str, changes: dict[st
 DRAFTED: dict[str, Any] = {"tie_word_embeddings": True, "mtp_draft_vocab_size": 40}
 
 
+def drafting(path: Path, weights: Weights) -> Path:
+    """Writes a model whose head drafts some tokens."""
+    return write_checkpoint(path, weights=weights, **{**EVERY["llama"], **DRAFTED})
+
+
 def test_a_head_that_drafts_some_tokens_gives_these(tmp_path: Path) -> None:
     """The likeliest of them, by their numbers in the whole vocabulary."""
     stored = weights_with_head("llama", 3, **DRAFTED)
-    path = write_checkpoint(tmp_path, weights=stored, **{**EVERY["llama"], **DRAFTED})
+    path = drafting(tmp_path, stored)
     head, _ = head_of(path)
     states = mx.array(inputs(7, settings("llama")["hidden_size"])[1].astype(np.float32))
     places = np.argmax(np.array(head.logits_of(states)), axis=1)
@@ -201,9 +206,7 @@ def test_a_head_that_drafts_some_tokens_gives_these(tmp_path: Path) -> None:
 
 def test_the_output_head_for_some_tokens_is_counted_as_weights(tmp_path: Path) -> None:
     """At load and before: it is made of the embeddings, and lies beside them."""
-    path = write_checkpoint(
-        tmp_path, weights=weights_with_head("llama", 3, **DRAFTED), **{**EVERY["llama"], **DRAFTED}
-    )
+    path = drafting(tmp_path, weights_with_head("llama", 3, **DRAFTED))
     made = DRAFTED["mtp_draft_vocab_size"] * settings("llama")["hidden_size"]
     for predicts in (False, True):
         loaded = load(inspect(path, predicts=predicts))
@@ -228,6 +231,6 @@ def test_tokens_that_a_head_cannot_draft_are_refused(tmp_path: Path) -> None:
         models.plan(untied)
     stored = weights_with_head("llama", 3, **DRAFTED)
     stored["mtp.draft_tokens"][:3] = (-1, 264, 1.5)
-    path = write_checkpoint(tmp_path, weights=stored, **{**EVERY["llama"], **DRAFTED})
+    path = drafting(tmp_path, stored)
     with pytest.raises(ModelLoadFailed, match=r"3 of the 40 tokens .* whole numbers from 0 to 263"):
         load(inspect(path, predicts=True))

@@ -27,7 +27,7 @@ from mlxpool.worker.prefix_disk.records import (
     Kind,
     block_key,
     checksum_of,
-    encode_header,
+    decode_header,
     packed,
     pieces_of,
     places_of,
@@ -35,7 +35,7 @@ from mlxpool.worker.prefix_disk.records import (
 )
 from mlxpool.worker.prefix_disk.segments import MAX_APPEND_REST, Bytes, Segment, SegmentWriter
 from mlxpool.worker.prefix_disk.writing import NamedArray, NewRecord, areas, payload_of
-from support.disk_records import ABOUT, DIGEST
+from support.disk_records import ABOUT, DIGEST, encoded
 
 
 class Clock:
@@ -182,10 +182,8 @@ def test_a_record_is_written_in_pieces_and_has_the_same_bytes(
     assert 0.9 * piece < max(copied.bytes) <= piece + 2 * ALIGNMENT and len(copied.bytes) > 20
     checked = list(pieces_of(whole.data, lambda: pace.piece))
     assert max(map(len, checked)) == piece
-    checksum = checksum_of(DIGEST, pace.between(checked))
-    assert checksum == checksum_of(DIGEST, [whole.data])
-    fields = new.kind, new.start, new.parent, packed(new.ids), places, checksum
-    header = encode_header(DIGEST, *fields)
+    header, _ = encoded(new)
+    assert checksum_of(DIGEST, pace.between(checked)) == decode_header(DIGEST, header).checksum
     pwritev, sizes = os.pwritev, []
 
     def slow(descriptor: int, parts: list[memoryview], at: int) -> int:

@@ -19,10 +19,8 @@ from mlxpool.worker.prefix_disk.records import (
     block_key,
     chain,
     check_payload,
-    checksum_of,
     decode_header,
     decode_segment_header,
-    encode_header,
     encode_segment_header,
     packed,
     places_of,
@@ -30,26 +28,11 @@ from mlxpool.worker.prefix_disk.records import (
     unpacked,
 )
 from mlxpool.worker.prefix_disk.segments import Segment, SegmentWriter
-from mlxpool.worker.prefix_disk.writing import NamedArray, NewRecord, payload_of
-from support.disk_records import ABOUT, DIGEST, records_of
+from mlxpool.worker.prefix_disk.writing import NamedArray, NewRecord
+from support.disk_records import ABOUT, DIGEST, encoded, records_of
 
 OTHER = bytes(reversed(DIGEST))
 IDS = tuple(range(1000, 1040))
-
-
-def encoded(record: NewRecord, digest: bytes = DIGEST) -> tuple[bytes, memoryview]:
-    places = places_of([(one.name, one.dtype, one.shape) for one in record.arrays])
-    payload = payload_of(record, places).data
-    header = encode_header(
-        digest,
-        record.kind,
-        record.start,
-        record.parent,
-        packed(record.ids),
-        places,
-        checksum_of(digest, [payload]),
-    )
-    return header, payload
 
 
 def written(folder: Path, every: list[NewRecord]) -> Path:
