@@ -3,7 +3,7 @@
 Greedy ids and perplexities are those of mlx-lm in float32 on the numbers that llama.cpp's package
 reads (support/published_answers.json, which worker/weights/gguf/test_published.py compares with
 mlx-lm). The logits of the two likeliest ids of each step are 0.05 apart at least. Each model is
-loaded twice, for one of its workers is killed: SmolLM2 takes 8 s of a processor each time.
+loaded twice, for one of its workers is killed.
 """
 
 from __future__ import annotations
