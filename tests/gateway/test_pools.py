@@ -134,7 +134,7 @@ def test_a_pool_that_does_not_answer_is_left_out_until_it_does(
 
     async def probed(found: Pools, up: int) -> None:
         async with asyncio.timeout(60):
-            while sum(pool.up for pool in found._pools) != up:
+            while sum(pool.up for pool in found.pools) != up:
                 await asyncio.sleep(0.01)
 
     async def test() -> None:
@@ -221,12 +221,12 @@ def test_what_a_silent_pool_may_keep_is_not_said_to_be_unknown() -> None:
     async def test() -> None:
         found = made(a, b)
         a.down = True
-        await asyncio.gather(*(pool.look() for pool in found._pools))
+        await asyncio.gather(*(pool.look() for pool in found.pools))
         with pytest.raises(BrokerLost, match="tcp://0 does not answer"):
             await found.find(lambda one: one.job("of a"))
         assert [pool.client for pool in await found.keepers()] == [b]
         b.down = True
-        await asyncio.gather(*(pool.look() for pool in found._pools))
+        await asyncio.gather(*(pool.look() for pool in found.pools))
         with pytest.raises(BrokerLost):
             await found.keepers()
 
@@ -308,7 +308,7 @@ def test_a_silent_pool_does_not_keep_new_keys_from_the_others() -> None:
         found = made(a, OnePool(jobs=None), b)
         await found.keepers()
         a.down = True
-        await asyncio.gather(*(pool.look() for pool in found._pools))
+        await asyncio.gather(*(pool.look() for pool in found.pools))
         assert (await found.find(methodcaller("job", "of b"), despite_silent=True))["key"] == "of b"
         for key in ("of a", "new"):
             with pytest.raises(UnknownJob):
@@ -316,7 +316,7 @@ def test_a_silent_pool_does_not_keep_new_keys_from_the_others() -> None:
             await found.get("m", keeps=True, key=key)
             assert found.client is b
         b.down = True
-        await asyncio.gather(*(pool.look() for pool in found._pools))
+        await asyncio.gather(*(pool.look() for pool in found.pools))
         with pytest.raises(BrokerLost):
             await found.find(methodcaller("job", "new"), despite_silent=True)
 

@@ -97,17 +97,17 @@ class Pools:
 
     def __init__(self, pools: Sequence[Pool]) -> None:
         """The first is asked what only one can answer. There is at least one."""
-        self._pools = list(pools)
+        self.pools = list(pools)
         self._probe: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Begin to look at the pools, if there are several: one alone is waited for."""
-        if len(self._pools) > 1:
+        if len(self.pools) > 1:
             self._probe = asyncio.create_task(self._look())
 
     async def _look(self) -> None:
         while True:
-            await asyncio.gather(*(pool.look() for pool in self._pools))
+            await asyncio.gather(*(pool.look() for pool in self.pools))
             await asyncio.sleep(PROBE_INTERVAL)
 
     @property
@@ -121,7 +121,7 @@ class Pools:
     @property
     def chosen(self) -> Pool:
         """The pool of `client`."""
-        return _chosen.get(self._pools[0])
+        return _chosen.get(self.pools[0])
 
     # ---- models --------------------------------------------------------------------------------
 
@@ -161,18 +161,18 @@ class Pools:
 
     async def _choose(self, name: str, *, keeps: bool = False, key: str = "") -> Pool:
         """The pool where a model waits least. Raises UnknownModel if none that answers has it."""
-        if len(self._pools) == 1:
-            return self._pools[0]
-        among = await self.keepers() if keeps else self._pools
+        if len(self.pools) == 1:
+            return self.pools[0]
+        among = await self.keepers() if keeps else self.pools
         best = _best(among, name, key)
         if best is None:
             await self._lists()
             best = _best(among, name, key)
-        if best is None and keeps and _best(self._pools, name) is not None:
+        if best is None and keeps and _best(self.pools, name) is not None:
             raise JobsOff(f"the model {name!r:.80} is in pools without jobs, which keep nothing")
         if best is None:
             raise UnknownModel(
-                f"none of {len(self._pools)} pools has the model {name!r:.80}; GET /v1/models lists"
+                f"none of {len(self.pools)} pools has the model {name!r:.80}; GET /v1/models lists"
                 " what they have"
             )
         return best
@@ -185,15 +185,15 @@ class Pools:
         A pool alone is one of them, whatever it is. Raises JobsOff if no pool has a store, and
         BrokerLost if none of those that may have one answers.
         """
-        if len(self._pools) == 1:
-            return self._pools
-        unknown = [pool for pool in self._pools if pool.up and pool.keeps is None]
+        if len(self.pools) == 1:
+            return self.pools
+        unknown = [pool for pool in self.pools if pool.up and pool.keeps is None]
         await asyncio.gather(*map(Pool.look_for_store, unknown), return_exceptions=True)
-        found = [pool for pool in self._pools if pool.up and pool.keeps]
+        found = [pool for pool in self.pools if pool.up and pool.keeps]
         if found:
             return found
-        if all(pool.keeps is False for pool in self._pools):
-            raise JobsOff(f"none of {len(self._pools)} pools keeps jobs: nothing is kept")
+        if all(pool.keeps is False for pool in self.pools):
+            raise JobsOff(f"none of {len(self.pools)} pools keeps jobs: nothing is kept")
         raise BrokerLost("no pool that keeps jobs and files answers now; try again")
 
     async def take_keeper(self) -> None:
@@ -202,7 +202,7 @@ class Pools:
 
     def take(self, number: int) -> None:
         """This request is about what the pool with this number keeps, from 1. Raises IndexError."""
-        _chosen.set(self._pools[number - 1])
+        _chosen.set(self.pools[number - 1])
 
     def best(self, among: Sequence[Pool], name: str, key: str = "") -> Pool | None:
         """The pool of these that suits a request for a model best; None if none has it."""
@@ -218,9 +218,9 @@ class Pools:
         that does not answer may have it. `despite_silent`: the answer of one pool that keeps
         things is enough, as for a key under which something is to be made.
         """
-        if len(self._pools) == 1:
-            return await ask(self._pools[0].client)
-        asked = [pool for pool in self._pools if pool.up and pool.keeps is not False]
+        if len(self.pools) == 1:
+            return await ask(self.pools[0].client)
+        asked = [pool for pool in self.pools if pool.up and pool.keeps is not False]
         tasks = [asyncio.ensure_future(ask(pool.client)) for pool in asked]
         try:
             waiting = set(tasks)
@@ -238,7 +238,7 @@ class Pools:
         for error in errors:
             if error is not None and not isinstance(error, NOT_HERE):
                 raise error
-        silent = [pool.endpoint for pool in self._pools if not pool.up and pool.keeps is not False]
+        silent = [pool.endpoint for pool in self.pools if not pool.up and pool.keeps is not False]
         missing = _not_here(errors)
         if silent and (isinstance(missing, JobsOff) or not despite_silent):
             raise BrokerLost(
@@ -251,7 +251,7 @@ class Pools:
 
     async def _lists(self) -> list[tuple[Pool, list[ModelInfo]]]:
         """The models of each pool that answers, read now. Raises PoolError if none does."""
-        asked = [pool for pool in self._pools if pool.up] or self._pools
+        asked = [pool for pool in self.pools if pool.up] or self.pools
         answers = await asyncio.gather(
             *(pool.models.all() for pool in asked), return_exceptions=True
         )
@@ -270,7 +270,7 @@ class Pools:
         if self._probe is not None:
             self._probe.cancel()
             await asyncio.gather(self._probe, return_exceptions=True)
-        for pool in self._pools:
+        for pool in self.pools:
             await pool.models.close()
 
 

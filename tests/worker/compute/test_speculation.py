@@ -445,7 +445,7 @@ def test_other_drafts_go_on_where_the_draft_model_fails(
     row = batch.admit(1, prompt=REPEATING, temperature=0.0, max_tokens=40, ignore_eos=True)
     batch.run()
     assert len(asked) == BEST_FAILURES and len(row.ids) == 40
-    assert batch.steps._drafting._speculator is speculator and speculator.accepted > 0
+    assert batch.steps.drafting.speculator is speculator and speculator.accepted > 0
 
 
 def test_wrong_drafts_are_in_no_cached_prefix(models: Models) -> None:
@@ -453,7 +453,7 @@ def test_wrong_drafts_are_in_no_cached_prefix(models: Models) -> None:
     batch = Answers(engine(models, "slabs"), EagerSpeculator())
     row = batch.admit(1, prompt=REPEATING, temperature=0.0, max_tokens=30, ignore_eos=True)
     answer = batch.run()[1].ids
-    speculator = batch.steps._drafting._speculator
+    speculator = batch.steps.drafting.speculator
     assert speculator is not None and 0 < speculator.accepted < speculator.drafted
     text = batch.engine.piece
     assert b"".join(map(text, answer)).decode() == batch.answers[1].text

@@ -108,7 +108,7 @@ def test_every_row_gets_what_it_gets_alone(
         rows.admit(number, **options)
     same(rows.run(), alone)
     assert max(taken) >= 3
-    made = rows.steps._constrained._masks
+    made = rows.steps.constrained.mask_maker
     for one in made._unread:  # begun behind the last tokens of answers
         assert one.wait(monotonic() + 60)
     made._drop_unwanted()
@@ -132,7 +132,7 @@ def test_a_pass_that_fails_gives_the_tokens_back(
     true = getattr(part, fails)
 
     def failing(*args: Any) -> Any:
-        ahead = rows.steps._constrained._masks._ahead
+        ahead = rows.steps.constrained.mask_maker._ahead
         if ahead is not None and not failed and len(rows.answers) > 3:
             failed.append(len(ahead.tokens))
             raise RuntimeError("the pass failed")

@@ -196,12 +196,12 @@ def test_it_needs_the_whole_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     pools = [(mx.zeros((1,)),) * 2]
     monkeypatch.setattr(trial, "works", lambda dtype: True)
     monkeypatch.setattr(device, "multiprocessors", lambda: 131)
-    assert "fewer than 132" in choice._missing(mx.bfloat16, pools)
+    assert "fewer than 132" in choice.missing(mx.bfloat16, pools)
     monkeypatch.setattr(device, "multiprocessors", lambda: 132)
-    assert choice._missing(mx.bfloat16, pools) == ""
-    assert "integers" in choice._missing(mx.bfloat16, [pools[0] * 2])
+    assert choice.missing(mx.bfloat16, pools) == ""
+    assert "integers" in choice.missing(mx.bfloat16, [pools[0] * 2])
     monkeypatch.setattr(device, "shares_multiprocessors", lambda: True)
-    assert "MPS" in choice._missing(mx.bfloat16, pools)
+    assert "MPS" in choice.missing(mx.bfloat16, pools)
     monkeypatch.undo()
     assert device.multiprocessors() == 0 or ON_GPU
 

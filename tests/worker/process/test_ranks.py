@@ -26,7 +26,7 @@ def test_each_rank_sees_one_gpu(monkeypatch: pytest.MonkeyPatch, slot: str) -> N
     """Of those that the worker sees, which its broker has chosen for it."""
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5")
-    shown = [one["CUDA_VISIBLE_DEVICES"] for one in ranks._environments(config(slot))]
+    shown = [one["CUDA_VISIBLE_DEVICES"] for one in ranks.environments(config(slot))]
     assert shown == ["7", "5"]
 
 
@@ -34,7 +34,7 @@ def test_a_group_that_dials_has_the_first_gpus(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-a,6")
     dialling = replace(config(f"big/{os.getpid()}"), dials=True)
-    shown = [one["CUDA_VISIBLE_DEVICES"] for one in ranks._environments(dialling)]
+    shown = [one["CUDA_VISIBLE_DEVICES"] for one in ranks.environments(dialling)]
     assert shown == ["4", "GPU-a"]
 
 
@@ -42,7 +42,7 @@ def test_too_few_gpus_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     with pytest.raises(ModelLoadFailed) as caught:
-        ranks._environments(config(devices=4))
+        ranks.environments(config(devices=4))
     said = str(caught.value)
     assert "model 'big'" in said and "devices is 4" in said and "there are 3" in said
 
@@ -50,7 +50,7 @@ def test_too_few_gpus_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> No
 def test_without_gpus_nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert ranks._environments(config(devices=3)) == [dict(os.environ)] * 3
+    assert ranks.environments(config(devices=3)) == [dict(os.environ)] * 3
 
 
 def test_other_systems_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

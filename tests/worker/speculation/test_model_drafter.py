@@ -113,7 +113,7 @@ class Scene:
 
     def inputs(self, seq: Sequence) -> list[int]:
         """What the row of a sequence has read."""
-        return self.engine.rows[self.drafter._streams[seq].row]
+        return self.engine.rows[self.drafter.streams[seq].row]
 
 
 def sequence(first: int = 100, length: int = 5, **fields: Options) -> Sequence:
@@ -184,7 +184,7 @@ def test_streams_that_do_not_run_give_up_their_rows_first() -> None:
     scene.drafts(*every[:3])
     every[1].phase = Phase.WAITING
     assert scene.drafts(every[3]) == [(405, 406, 407)]
-    held = [scene.engine.holds(scene.drafter._streams[seq].row) for seq in every]
+    held = [scene.engine.holds(scene.drafter.streams[seq].row) for seq in every]
     assert held == [True, False, True, True]
     every[1].phase = Phase.RUNNING
     assert scene.drafts(every[1], every[3])[0] == (205, 206, 207)
@@ -253,7 +253,7 @@ def test_a_row_draws_with_the_options_and_the_noise_of_its_stream() -> None:
     options = Options(temperature=0.7, top_k=3, repeat_penalty=1.3, presence_penalty=0.5)
     scene, seq = Scene(), sequence(options=options)
     scene.drafts(seq)
-    row = scene.drafter._streams[seq].row
+    row = scene.drafter.streams[seq].row
     assert (row.seed, row.options.temperature, row.options.top_k) == (7, 0.7, 3)
     assert (row.options.repeat_penalty, row.options.presence_penalty) == (1.0, 0.0)
     assert row.options.logprobs and row.discarded == 0

@@ -27,7 +27,7 @@ class ConstrainedRows:
     def __init__(self, engine: Engine, generations: Generations) -> None:
         self._engine = engine
         self._generations = generations
-        self._masks = Masks(engine.mask_memory)
+        self.mask_maker = Masks(engine.mask_memory)
         self._held: list[Generation] = []  # their masks were late
 
     def min_run(self) -> int:
@@ -47,7 +47,7 @@ class ConstrainedRows:
 
         Another thread does so, and makes the masks behind them, while this one begins the pass.
         """
-        self._masks.take_ahead(self._tokens(drawn, ()), self.min_run())
+        self.mask_maker.take_ahead(self._tokens(drawn, ()), self.min_run())
 
     def take(self, drawn: Many[SampledToken], least: int, drafts: Container[Sequence] = ()) -> None:
         """Gives the constraints of rows the tokens that were drawn, before these are committed.
@@ -57,11 +57,11 @@ class ConstrainedRows:
         `least` or more forced tokens.
         """
         if self._generations.constrained_count:
-            self._masks.take(self._tokens(drawn, drafts), least)
+            self.mask_maker.take(self._tokens(drawn, drafts), least)
 
     def give_back(self) -> None:
         """Takes back the tokens of `take_ahead`, which are not committed: a pass has failed."""
-        self._masks.give_back()
+        self.mask_maker.give_back()
 
     def _tokens(
         self, drawn: Many[SampledToken], drafts: Container[Sequence]
@@ -87,7 +87,7 @@ class ConstrainedRows:
             for row in rows
             if row.sequence.phase is running and row.sequence.has_unread
         }
-        self._masks.begin_early([one for one in found if one is not None])
+        self.mask_maker.begin_early([one for one in found if one is not None])
 
     def masks(
         self, rows: Iterable[Generation], drafts: Mapping[Sequence, Many[int]] = NO_DRAFTS
@@ -108,7 +108,7 @@ class ConstrainedRows:
                 asking[constraint] = row
         if not asking:
             return NO_MASKS, []
-        made = self._masks.make([*asking])
+        made = self.mask_maker.make([*asking])
         failed = [(asking[constraint], error) for constraint, error in made.failed.items()]
         for constraint in made.late:
             self._hold(asking[constraint], draws=constraint in made.lines)
@@ -127,7 +127,7 @@ class ConstrainedRows:
 
     def finds_forced(self, row: Generation) -> bool:
         """Whether the forced tokens of a row are found in this thread."""
-        return row.constraint is not None and self._masks.is_quick(row.constraint)
+        return row.constraint is not None and self.mask_maker.is_quick(row.constraint)
 
     def release(self) -> None:
         """Lets rows whose masks are made take part in steps again.
@@ -143,15 +143,15 @@ class ConstrainedRows:
                 sequence.held = False
                 continue
             if not sequence.awaited:
-                self._masks.begin(constraint)
-                sequence.held = not self._masks.is_made(constraint)
+                self.mask_maker.begin(constraint)
+                sequence.held = not self.mask_maker.is_made(constraint)
             if sequence.held:
                 self._held.append(row)
 
     def wait(self) -> None:
         """Waits for a bounded time until a row can be released; returns at once if none is held."""
         if self._held:
-            self._masks.wait()
+            self.mask_maker.wait()
 
 
 def _with_drafts(

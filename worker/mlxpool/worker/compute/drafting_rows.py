@@ -133,7 +133,7 @@ class DraftingRows:
         self._engine = engine
         self._generations = generations
         self._constrained = constrained
-        self._speculator = speculator
+        self.speculator = speculator
         self._require_device = require_device
         self._ended = 0.0  # when the newest step was collected; 0: nothing was computed since
         self._waited = False  # whether passes in flight were waited for before the next step
@@ -141,7 +141,7 @@ class DraftingRows:
 
     def depths(self, live: Many[Sequence], limits: StepLimits) -> dict[Sequence, int]:
         """Returns how many drafts sequences should check, by the tokens that are known."""
-        speculator = self._speculator
+        speculator = self.speculator
         if speculator is None or speculator.skips_next:
             return {}
         began = speculator.clock()
@@ -152,23 +152,23 @@ class DraftingRows:
         """As `depths`, when the passes in flight were waited for because drafts were wanted."""
         self._waited = True
         found = self.depths(live, limits)
-        if not found and self._speculator is not None:
-            self._speculator.pause()
+        if not found and self.speculator is not None:
+            self.speculator.pause()
         return found
 
     def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
         """Returns the drafts of the next step, with no pass in flight. Raises DeviceLost."""
-        assert self._speculator is not None
+        assert self.speculator is not None
         try:
-            found = self._speculator.drafts(depths)
+            found = self.speculator.drafts(depths)
         except Exception as error:  # no request depends on drafts
             self._require_device(error)
             self._failures += 1
             log.warning("drafts could not be made", extra={"times": self._failures}, exc_info=error)
-            self._speculator.drafter.reset()
+            self.speculator.drafter.reset()
             if self._failures == MAX_FAILURES:
                 log.error("no more drafts are made")
-                self._speculator = None
+                self.speculator = None
             return NO_DRAFTS
         self._failures = 0
         return found
@@ -182,24 +182,22 @@ class DraftingRows:
         self, step: Step, drafts: Drafts, drawn: Many[SampledToken], *, fresh: bool
     ) -> None:
         """Takes into account what became of a step, before its tokens are appended."""
-        if self._speculator is None:
+        if self.speculator is None:
             return
-        now = self._speculator.clock()
-        if self._speculator.skip_step():
+        now = self.speculator.clock()
+        if self.speculator.skip_step():
             self._ended, self._waited = now, False
             return
         if drafts:
-            self._speculator.count_checked(drafts, drawn)
+            self.speculator.count_checked(drafts, drawn)
         if self._ended:
             alone = step.rows == len(step.spans) and not fresh
             measured = alone and (bool(drafts) or not self._waited)
-            self._speculator.step_ended(step.rows, drafts, now - self._ended, measured=measured)
+            self.speculator.step_ended(step.rows, drafts, now - self._ended, measured=measured)
         self._ended, self._waited = now, False
         if step.rows < len(step.spans):
             reading = (span.sequence for span in step.chunks)
-            self._speculator.read(
-                [one for one in reading if one.reads_prompt and not one.has_slots]
-            )
+            self.speculator.read([one for one in reading if one.reads_prompt and not one.has_slots])
 
     def pause(self) -> None:
         """Leaves the time until the next step out of the measured ones."""

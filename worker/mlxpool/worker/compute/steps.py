@@ -92,11 +92,11 @@ class Steps:
         if engine.draft is not None:
             engine.draft.report(progress.compiles, progress.moved)
         self._flights: deque[StepInFlight] = deque()
-        self._constrained = ConstrainedRows(engine, generations)
-        self._drafting = DraftingRows(
+        self.constrained = ConstrainedRows(engine, generations)
+        self.drafting = DraftingRows(
             engine,
             generations,
-            self._constrained,
+            self.constrained,
             speculator,
             lambda error: self._require_device(error, None),
         )
@@ -112,7 +112,7 @@ class Steps:
 
     def pause(self) -> None:
         """Nothing is computed now, so that the time until the next step is not that of a step."""
-        self._drafting.pause()
+        self.drafting.pause()
 
     def admit(self, sequence: Sequence) -> list[Delta]:
         """Give the sequence a row of the engine."""
@@ -123,7 +123,7 @@ class Steps:
             self._require_device(error, None)
             return [self._generations.fail(sequence, as_pool_error(error))]
         sequence.phase = Phase.RUNNING
-        self._drafting.pause()  # a prefix may have been copied
+        self.drafting.pause()  # a prefix may have been copied
         if log.isEnabledFor(logging.DEBUG):
             self._log_prefix(sequence)
         if self._failed_joint_steps >= MAX_FAILED_JOINT_STEPS:
@@ -172,26 +172,26 @@ class Steps:
             deltas = [self._generations.fail(job.sequence, as_pool_error(error))]
         else:
             deltas = []
-        self._drafting.pause()
+        self.drafting.pause()
         if self._flights:
             self._await_first(measured=False)
         return deltas
 
     def _run(self, live: list[Sequence]) -> list[Delta]:
-        self._constrained.release()
+        self.constrained.release()
         limits = self._engine.limits
         deltas: list[Delta] = []
-        depths = self._drafting.depths(live, limits)
+        depths = self.drafting.depths(live, limits)
         if depths and self._flights:
             while self._flights:  # a draft follows the newest token
                 deltas += self.collect()
             if self._engine.blocks.lacking(live):
                 return deltas  # forced tokens were appended: the next turn gives blocks for them
-            depths = self._drafting.depths_after_wait(live, limits)
+            depths = self.drafting.depths_after_wait(live, limits)
         drafts = NO_DRAFTS
         if depths:
             self._progress.drafts()
-            drafts = self._drafting.drafts(depths)
+            drafts = self.drafting.drafts(depths)
         step = schedule(
             live,
             limits,
@@ -212,8 +212,8 @@ class Steps:
             return one_each(deltas, drafts) if drafts else deltas
         if self._flights:
             return deltas + self.collect()
-        self._drafting.pause()
-        self._constrained.wait()
+        self.drafting.pause()
+        self.constrained.wait()
         return deltas
 
     def _submit(self, step: Step, drafts: Drafts) -> list[Delta]:
@@ -264,7 +264,7 @@ class Steps:
         if len(self._flights) == 2 and not self._flights[0].drafts:
             drawn = self._engine.drawn()
             if drawn:
-                self._constrained.take_ahead(drawn)
+                self.constrained.take_ahead(drawn)
 
     def _draw(self, constrained: list[Generation], drafts: Drafts) -> list[Delta]:
         """Have the newest step draw its tokens, with masks that are made while it computes.
@@ -276,7 +276,7 @@ class Steps:
             deltas += self.collect()
         if not self._flights:
             return deltas  # the step before failed, and this one with it
-        masks, failed = self._constrained.masks(constrained, drafts)
+        masks, failed = self.constrained.masks(constrained, drafts)
         for row, error in failed:
             log.warning("the mask of an answer could not be made", exc_info=error)
             deltas.append(self._generations.fail(row.sequence, as_pool_error(error)))
@@ -301,7 +301,7 @@ class Steps:
         for one in found.prompts:
             if self._is_live(one.sequence):
                 deltas += self._generations.of(one.sequence).add_to_report(one)
-        self._drafting.collected(flight.step, flight.drafts, found.drawn, fresh=flight.fresh)
+        self.drafting.collected(flight.step, flight.drafts, found.drawn, fresh=flight.fresh)
         deltas += self._commit(found.drawn, flight.drafts)
         for failed in found.failed:
             if self._is_live(failed.sequence):
@@ -321,7 +321,7 @@ class Steps:
         log.warning("a step failed", exc_info=error)
         flights = [*self._flights]
         self._flights.clear()
-        self._constrained.give_back()
+        self.constrained.give_back()
         self._progress.failed()
         reading = {span.sequence for flight in flights for span in flight.step.chunks}
         inside = {span.sequence for flight in flights for span in flight.step.spans}
@@ -360,8 +360,8 @@ class Steps:
         """Append the drawn tokens of live sequences; an error ends the request of its token."""
         deltas: list[Delta] = []
         of, eos, running = self._generations.of, self._engine.eos, Phase.RUNNING
-        now, least = monotonic(), self._constrained.min_run()
-        self._constrained.take(drawn, least, drafts)
+        now, least = monotonic(), self.constrained.min_run()
+        self.constrained.take(drawn, least, drafts)
         newest = {one.sequence: one for one in drawn} if drafts else {}
         committed: list[Generation] = []  # that may have got forced tokens
         for one in drawn:  # in every step, so with as few calls as possible
@@ -381,7 +381,7 @@ class Steps:
                 del sequence.ids[count:]  # the error's position is the number of ids sent
                 delta = self._generations.fail(sequence, as_pool_error(error))
             deltas.append(delta)
-        self._constrained.begin_behind_runs(committed)
+        self.constrained.begin_behind_runs(committed)
         return deltas
 
     def _commit_one(
@@ -391,7 +391,7 @@ class Steps:
 
         The tokens that are forced behind it are appended if they are `least` or more.
         """
-        find = self._constrained.finds_forced(generation)
+        find = self.constrained.finds_forced(generation)
         delta = generation.commit(drawn, self._engine.eos, now, find=find, least=least)
         sequence = generation.sequence
         if delta.end is not None:

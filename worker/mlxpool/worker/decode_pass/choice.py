@@ -42,7 +42,7 @@ def decode_pass_of(
     is that of `pools`; `turns_of` gives the angular frequencies of a rotation; see PassMemory.
     """
     weights = weights_of(model, dtype)
-    why = weights if isinstance(weights, str) else _missing(dtype, pools)
+    why = weights if isinstance(weights, str) else missing(dtype, pools)
     if not why and not isinstance(weights, str):
         memory = PassMemory(pools, windows, tables, turns_of(weights.shape.rope))
         try:
@@ -56,7 +56,7 @@ def decode_pass_of(
     return None
 
 
-def _missing(dtype: mx.Dtype, pools: Sequence[tuple[mx.array, ...]]) -> str:
+def missing(dtype: mx.Dtype, pools: Sequence[tuple[mx.array, ...]]) -> str:
     """Returns what the kernel lacks with these pools or on this device; "": nothing."""
     if any(len(one) != STORED_AS_THEY_ARE for one in pools):
         return "keys and values are stored as integers"

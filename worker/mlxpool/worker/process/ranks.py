@@ -117,7 +117,7 @@ def start_ranks(config: WorkerConfig, block: Block) -> GroupLinks:
     Raises ModelLoadFailed where that cannot be done.
     """
     ranks = config.model.devices
-    own, *others = _environments(config)
+    own, *others = environments(config)
     os.environ.update(own)
     ports = ExitStack()
     try:
@@ -146,7 +146,7 @@ def start_ranks(config: WorkerConfig, block: Block) -> GroupLinks:
     return GroupLinks(meeting, Orders(writers, block), ready, ports)
 
 
-def _environments(config: WorkerConfig) -> list[dict[str, str]]:
+def environments(config: WorkerConfig) -> list[dict[str, str]]:
     """The environment of each rank; with GPUs each of them sees one, in the order of ranks.
 
     A worker that its broker started sees the GPUs that this gave it, one that dials all of its

@@ -137,10 +137,10 @@ class ModelDrafter(Struct):
 
     def follow(self, seq: Sequence) -> bool:
         """See Drafter. Computes nothing."""
-        stream = self._streams.get(seq)
+        stream = self.streams.get(seq)
         if stream is None:
             row = _row_of(seq, self.engine.context)
-            self._streams[seq] = _Stream(row, self.rate_of_all, [*self.chances_of_all])
+            self.streams[seq] = _Stream(row, self.rate_of_all, [*self.chances_of_all])
             return True
         row = stream.row
         new = seq.ids[len(row.ids) :]
@@ -187,7 +187,7 @@ class ModelDrafter(Struct):
 
     def chances(self, seq: Sequence, most: int) -> tuple[float, ...]:
         """See Drafter."""
-        stream = self._streams.get(seq)
+        stream = self.streams.get(seq)
         if stream is None:
             return ()
         most = min(most, self.engine.context // 2)
@@ -197,7 +197,7 @@ class ModelDrafter(Struct):
 
     def sharper_chances(self, seq: Sequence) -> tuple[float, ...]:
         """See Drafter."""
-        stream = self._streams[seq]
+        stream = self.streams[seq]
         return tuple(stream.chances[kind] for _, kind in stream.proposed)
 
     def seconds(self, rows: int, depth: int) -> float:
@@ -207,7 +207,7 @@ class ModelDrafter(Struct):
 
     def reading_seconds(self, seq: Sequence, depth: int) -> float:
         """See Drafter."""
-        stream = self._streams.get(seq)
+        stream = self.streams.get(seq)
         if stream is None:
             return 0.0
         row = stream.row
@@ -235,7 +235,7 @@ class ModelDrafter(Struct):
         self._measure(len(rows), most, self.clock() - began)
         found = {}
         for seq, row in rows.items():
-            stream = self._streams[seq]
+            stream = self.streams[seq]
             stream.known = lengths[row]
             stream.proposed = self._classified(drawn.get(row, ()))
             tokens = tuple(token for token, _ in stream.proposed[: depths[seq]])
@@ -258,7 +258,7 @@ class ModelDrafter(Struct):
 
     def _ready_row(self, seq: Sequence, depth: int, others: Mapping[Sequence, int]) -> Sequence:
         """Returns the row of a sequence, with room for so many drafts."""
-        stream = self._streams[seq]
+        stream = self.streams[seq]
         row = stream.row
         if row.length + depth > self.engine.context:
             self.engine.release(row)
@@ -274,10 +274,10 @@ class ModelDrafter(Struct):
         """Frees a row where there is none for one more: of a stream that does not run, if any."""
         held = [
             (seq.phase is Phase.RUNNING, number, stream.row)
-            for number, (seq, stream) in enumerate(self._streams.items())
+            for number, (seq, stream) in enumerate(self.streams.items())
             if seq not in needed and self.engine.holds(stream.row)
         ]
-        taken = sum(self.engine.holds(self._streams[seq].row) for seq in needed)
+        taken = sum(self.engine.holds(self.streams[seq].row) for seq in needed)
         if held and taken + len(held) >= self.engine.max_rows:
             self.engine.release(min(held)[2])
 
@@ -306,13 +306,13 @@ class ModelDrafter(Struct):
 
     def forget(self, seq: Sequence) -> None:
         """See Drafter."""
-        stream = self._streams.pop(seq, None)
+        stream = self.streams.pop(seq, None)
         if stream is not None:
             self.engine.release(stream.row)
 
     def reset(self) -> None:
         """See Drafter."""
-        for seq in [*self._streams]:
+        for seq in [*self.streams]:
             self.forget(seq)
 
 
