@@ -32,6 +32,9 @@ from mlxpool.worker.speculation.row_search import Candidate, RowSearch
 from mlxpool.worker.speculation.step_times import StepTimes
 
 MAX_DRAFTS = 15  # of a row in one step: with its newest token 16 inputs
+# The same of each of more than FEW_ROWS rows where passes are not submitted ahead: rows are padded
+# to the one with the most drafts there.
+FEW_ROWS, MAX_DRAFTS_OF_MANY = 3, 3
 MAX_STEP_DRAFTS = 256  # of all rows
 MAX_LOGIT_BYTES = 128 * 1024 * 1024  # of the drafts of a step, in float32
 # Drafts of the first measured step: for each row, where each draft costs as much as the others; and
@@ -161,7 +164,8 @@ class Speculator:
         self.search.read(readers)
 
     def _chosen(self, rows: int, most: int, ready: Many[Candidate]) -> dict[Sequence, int]:
-        each = max(1, min(MAX_DRAFTS, MAX_STEP_DRAFTS // len(ready)))
+        each = MAX_DRAFTS if self._ahead or rows <= FEW_ROWS else MAX_DRAFTS_OF_MANY
+        each = max(1, min(each, MAX_STEP_DRAFTS // len(ready)))
         chances = [
             self.drafter.chances(one.sequence, min(each, one.room)) if one.room > 0 else ()
             for one in ready

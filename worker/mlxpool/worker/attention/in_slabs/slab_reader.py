@@ -192,8 +192,11 @@ class SlabReader:
         group = heads // pairs
         newest = q if before is None else before
         q = (q if self._padded is None else q[self._padded]) * scores.scale
-        q = q.reshape(rows, lines, pairs, group, size).transpose(2, 0, 1, 3, 4)
-        q = q.reshape(pairs, rows, lines * group, size)
+        if lines == 1:  # a view, where several lines of a head are copied
+            q = q.reshape(rows, pairs, group, size).swapaxes(0, 1)
+        else:
+            q = q.reshape(rows, lines, pairs, group, size).transpose(2, 0, 1, 3, 4)
+            q = q.reshape(pairs, rows, lines * group, size)
         parts: list[tuple[mx.array, mx.array]] = []
         for part, layers in zip(self._parts, self._slabs, strict=True):
             held = self._shape.held_after(layers[layer], parts[-1][0] if parts else newest)
@@ -220,7 +223,9 @@ class SlabReader:
 def _part(constants: PartConstants, arrays: Sequence[mx.array], tokens: int) -> SlabPart:
     first, last, width, listed, writes, every = constants
     owner, fill, lines, places, blocks = arrays
-    seen = (fill[:, None] + mx.arange(tokens))[..., None]  # [B, L, 1]
+    seen = fill[:, None, None]  # [B, L, 1]
+    if tokens > 1:
+        seen = seen + mx.arange(tokens)[:, None]
     return SlabPart(
         first,
         last,
