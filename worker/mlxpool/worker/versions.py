@@ -17,3 +17,10 @@ def digest_of(folder: str, kv: str = "auto") -> str:
     """
     stored = "" if kv == "auto" else f":kv={kv}"
     return hashlib.sha256(f"{RULES}:{folder}{stored}".encode()).hexdigest()
+
+
+def version_of(package: str) -> str:
+    """The version of an installed package. Raises PackageNotFoundError."""
+    from importlib.metadata import version  # which no start of a worker needs
+
+    return version(package)

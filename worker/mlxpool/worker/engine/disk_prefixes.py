@@ -12,7 +12,6 @@ import logging
 import platform
 import time
 from collections.abc import Callable, Mapping
-from importlib.metadata import version
 from time import monotonic
 from typing import Any
 
@@ -33,6 +32,7 @@ from mlxpool.worker.prefix_disk.records import BLOCK_TOKENS, Kind, block_key, pa
 from mlxpool.worker.prefix_disk.state import TierCounters, TierState
 from mlxpool.worker.prefix_disk.tier import DiskTier
 from mlxpool.worker.scheduling.sequence import Sequence
+from mlxpool.worker.versions import version_of
 
 log = logging.getLogger("mlxpool.worker")
 
@@ -313,7 +313,7 @@ def machine() -> dict[str, Any]:
     info = mx.device_info()
     return {
         "kept": versions.KEPT_RULES,
-        "mlx": version("mlx"),
+        "mlx": version_of("mlx"),
         "device": "gpu" if device.on_gpu() else "cpu",
         "name": str(info.get("device_name", "")) if device.on_gpu() else platform.machine(),
         "block": BLOCK_TOKENS,

@@ -7,7 +7,6 @@ it kept need not read it.
 from __future__ import annotations
 
 import hashlib
-from importlib.metadata import version
 from typing import Any
 
 import msgspec
@@ -17,6 +16,7 @@ from mlxpool.worker.prompt.added_tokens import OLDER_IDS
 from mlxpool.worker.prompt.text_model import TextSource, TokenTable
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.system.kept_files import KeptFile, code
+from mlxpool.worker.versions import version_of
 from mlxpool.worker.weights.inspect import ModelFolder
 from mlxpool.worker.weights.json_files import is_present, read_file
 
@@ -51,7 +51,7 @@ def _key(folder: ModelFolder) -> dict[str, Any]:
     ids = hashlib.sha256(read_file(older)).hexdigest() if is_present(older) else ""
     return {
         **code(),
-        "tokenizers": version("tokenizers"),
+        "tokenizers": version_of("tokenizers"),
         "model": folder.digest,
         "ids": ids,
         "rows": folder.plan.embedding_rows,

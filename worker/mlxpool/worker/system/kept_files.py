@@ -19,12 +19,12 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import mlxpool.worker
 from mlxpool.common.process import private_temp
+from mlxpool.worker.versions import version_of
 
 Key = Mapping[str, Any]  # of JSON's types
 
@@ -115,7 +115,7 @@ def _remove_oldest(folder: Path) -> None:
 @cache
 def code() -> dict[str, str]:
     """The part of a key that names our code: any file of the worker that changes changes it."""
-    digest = hashlib.sha256(version("mlxpool").encode())
+    digest = hashlib.sha256(version_of("mlxpool").encode())
     root = Path(mlxpool.worker.__file__).parent
     for file in sorted(root.rglob("*.py")):
         status = file.stat()
@@ -128,8 +128,8 @@ def machine() -> dict[str, Any]:
     """The part of a key that names the machine, and what MLX computes with on it."""
     return {
         **code(),
-        "mlx": version("mlx"),
-        "numpy": version("numpy"),
+        "mlx": version_of("mlx"),
+        "numpy": version_of("numpy"),
         "system": [sys.platform, platform.machine(), platform.release()],
         "cpu": _cpu(),
         "cores": _cores(),
