@@ -360,3 +360,27 @@ def test_a_key_sees_its_own_files_and_batches_alone(pool: Pool, tmp_path: Path) 
             begin(bob, file)
         assert not list(bob.files.list()) and not list(bob.batches.list())
         assert [one.id for one in alice.batches.list()] == [batch.id]
+
+
+def test_a_batch_outlives_worker_broker_and_gateway(tmp_path: Path) -> None:
+    flags = ("--state-dir", str(tmp_path / "jobs"))
+    names = [f"line {number}" for number in range(60)]
+    with Pool(tmp_path, CONFIG, arguments=flags) as pool:
+        with GatewayThread(pool.run_dir) as gateway, openai_client(gateway.url) as client:
+            made = begin(client, sent(client, [line(name, max_tokens=40) for name in names]))
+
+            def some() -> bool:
+                counts = client.batches.retrieve(made.id).request_counts
+                assert counts is not None
+                return counts.completed > 3
+
+            until(some, "some lines are answered")
+            pool.kill_worker("m/0")
+        pool.kill()
+        pool.start()
+        with GatewayThread(pool.run_dir) as gateway, openai_client(gateway.url) as client:
+            batch = over(client, made.id)
+            assert batch.status == "completed" and batch.request_counts.completed == 60
+            found = results(client, batch.output_file_id)
+            for name in names:
+                assert found[name]["response"]["body"]["choices"][0]["text"] == told(name, 40)
