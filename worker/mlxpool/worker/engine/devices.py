@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from collections.abc import Sequence as Many
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 
@@ -15,9 +15,6 @@ from mlxpool.worker.engine.engine import MemoryUse, StepResult
 from mlxpool.worker.kernels import device
 from mlxpool.worker.layers.model_plan import Model
 from mlxpool.worker.scheduling.spans import Span
-
-if TYPE_CHECKING:
-    from mlxpool.worker.engine.pipeline import Pipeline
 
 
 class Passes(Protocol):
@@ -30,6 +27,14 @@ class Passes(Protocol):
 
     def collect(self) -> StepResult:
         """See Engine.collect."""
+
+
+class PassQueue(Passes, Protocol):
+    """Passes of which some are in flight: pipeline.Pipeline."""
+
+    @property
+    def flights(self) -> Sized:
+        """The passes in flight."""
 
 
 class OneDevice:
@@ -45,7 +50,7 @@ class OneDevice:
         """Makes the layout of this name, see make_layout."""
         return make_layout(name, shape, model, blocks, on_gpu=device.on_gpu(), **settings)
 
-    def passes(self, pipeline: Pipeline) -> Passes:
+    def passes(self, pipeline: PassQueue) -> Passes:
         """Returns what starts and collects the passes of a pipeline."""
         return pipeline
 

@@ -4,32 +4,64 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Many
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 from msgspec import Struct
 
 from mlxpool.common.options import Options
 from mlxpool.worker.attention.prediction_heads.head_drafts import HeadDrafts
-from mlxpool.worker.constraints.mask_table import new_table, words_of_mask
+from mlxpool.worker.constraints.mask_table import MaskTable, new_table, words_of_mask
 from mlxpool.worker.engine.engine import StepResult
-from mlxpool.worker.engine.opening import bounds_of
+from mlxpool.worker.engine.mask_tables import MaskTables
+from mlxpool.worker.engine.opening import Parts, bounds_of
+from mlxpool.worker.engine.pipeline import Pipeline
 from mlxpool.worker.kernels import device, kernel_cache
 from mlxpool.worker.sampling.batch import ALL_OPTIONS
 from mlxpool.worker.sampling.row_masks import Mask, RowMasks
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS
 from mlxpool.worker.scheduling.sequence import Phase, Sequence
 from mlxpool.worker.scheduling.spans import Span
+from mlxpool.worker.scheduling.step_cost import StepCost
 from mlxpool.worker.speculation.mtp import FIRST_CHANCES
 from mlxpool.worker.system.load_clock import LOAD
 from mlxpool.worker.transfers.shared_array import SETS
 
-if TYPE_CHECKING:
-    from mlxpool.worker.engine.model_engine import ModelEngine
-
 WARM_UP_PASSES = 2  # of each size; the first compiles
 UNLIMITED_TOKENS = 10**9
 MASK_TABLES = 2  # for the next draw, and for rows that read forced tokens before they draw
+
+
+class LoadedEngine(Protocol):
+    """What a load uses of the engine that it warms up: model_engine.ModelEngine."""
+
+    parts: Parts
+    pipeline: Pipeline
+    masks: MaskTables
+    most_drafts: int
+    context: int
+    vocab_size: int
+    digest: str
+    cost: StepCost
+
+    @property
+    def in_flight(self) -> int:
+        """See Engine."""
+
+    def submit(self, spans: Many[Span], /) -> bool:
+        """See Engine."""
+
+    def forward(self, spans: Many[Span], /) -> bool:
+        """See Engine."""
+
+    def draw(self, masks: RowMasks, /) -> None:
+        """See Engine."""
+
+    def mask_memory(self, lines: int, /) -> MaskTable | None:
+        """See Engine."""
+
+    def collect(self) -> StepResult:
+        """See Engine."""
 
 
 class PassKind(Struct, frozen=True):
@@ -70,7 +102,7 @@ def compiled_kinds(
         before = size
 
 
-def kinds_of_passes(engine: ModelEngine) -> Iterator[PassKind]:
+def kinds_of_passes(engine: LoadedEngine) -> Iterator[PassKind]:
     """Yields the spans of each pass that is computed at load."""
     layout, rows = engine.parts.memory.layout, engine.parts.memory.most_rows()
     for count in decode_sizes(engine, rows):
@@ -82,7 +114,7 @@ def kinds_of_passes(engine: ModelEngine) -> Iterator[PassKind]:
     yield from compiled_kinds(layout.sizes, rows, longest, drafts, alone)
 
 
-def decode_sizes(engine: ModelEngine, rows: int) -> list[int]:
+def decode_sizes(engine: LoadedEngine, rows: int) -> list[int]:
     """Returns the numbers of rows for which decode passes are warmed."""
     layout = engine.parts.memory.layout
     sizes = [size for size in layout.sizes if size <= rows]
@@ -90,7 +122,7 @@ def decode_sizes(engine: ModelEngine, rows: int) -> list[int]:
 
 
 def compile_kernels(
-    engine: ModelEngine, kinds: Iterable[PassKind], on_progress: Callable[[], None]
+    engine: LoadedEngine, kinds: Iterable[PassKind], on_progress: Callable[[], None]
 ) -> None:
     """Compiles our kernels of passes of these kinds together; computes none of them.
 
@@ -112,7 +144,7 @@ def compile_kernels(
     kernel_cache.compile_together(jobs, on_progress)
 
 
-def warm_passes(engine: ModelEngine, on_progress: Callable[[], None]) -> None:
+def warm_passes(engine: LoadedEngine, on_progress: Callable[[], None]) -> None:
     """Computes a pass of each kind that is compiled, and one with every sampling option.
 
     The second pass of a kind shows the cost model its time.
@@ -127,7 +159,7 @@ def warm_passes(engine: ModelEngine, on_progress: Callable[[], None]) -> None:
     drop_rows(engine, held)
 
 
-def hold_rows(engine: ModelEngine) -> list[Sequence]:
+def hold_rows(engine: LoadedEngine) -> list[Sequence]:
     """Returns a row that keeps the arrays of rows allocated while passes are warmed.
 
     Elsewhere than in a pool they are freed with the last row that has a place in them, and each
@@ -141,7 +173,7 @@ def hold_rows(engine: ModelEngine) -> list[Sequence]:
     return held
 
 
-def warm_masks(engine: ModelEngine, count: int, options: Options | None = None) -> None:
+def warm_masks(engine: LoadedEngine, count: int, options: Options | None = None) -> None:
     """Draws tokens of so many rows with masks, and allocates the memory that they are in."""
     rows = dummy_rows(engine, count, 1, options)
     given = [engine.mask_memory(count) for _ in range(MASK_TABLES)]
@@ -159,7 +191,7 @@ def warm_masks(engine: ModelEngine, count: int, options: Options | None = None) 
     drop_rows(engine, rows)
 
 
-def warm_head(engine: ModelEngine, head: HeadDrafts) -> None:
+def warm_head(engine: LoadedEngine, head: HeadDrafts) -> None:
     """Has the model's head draft for one row, and the row check it."""
     (seq,) = dummy_rows(engine, 1, 1)
     for _ in range(min(WARM_UP_PASSES, engine.context // 4)):  # of four inputs at most
@@ -179,7 +211,7 @@ def whole_mask(vocab_size: int, draws: int = 1) -> Mask:
 
 
 def warm(
-    engine: ModelEngine,
+    engine: LoadedEngine,
     kind: PassKind,
     on_progress: Callable[[], None],
     options: Options | None = None,
@@ -198,7 +230,7 @@ def warm(
     drop_rows(engine, rows)
 
 
-def dummy_spans(engine: ModelEngine, kind: PassKind, options: Options | None = None) -> list[Span]:
+def dummy_spans(engine: LoadedEngine, kind: PassKind, options: Options | None = None) -> list[Span]:
     """Returns the spans of a pass over new rows."""
     rows = [seq for count in kind.counts for seq in dummy_rows(engine, 1, count, options)]
     spans = [Span(seq, 0, seq.length, draws=1) for seq in rows]
@@ -212,7 +244,7 @@ def dummy_spans(engine: ModelEngine, kind: PassKind, options: Options | None = N
 
 
 def dummy_rows(
-    engine: ModelEngine, count: int, tokens: int, options: Options | None = None
+    engine: LoadedEngine, count: int, tokens: int, options: Options | None = None
 ) -> list[Sequence]:
     """Returns sequences of `tokens` tokens, each with an empty row."""
     memory = engine.parts.memory
@@ -222,7 +254,7 @@ def dummy_rows(
     return every
 
 
-def drop_rows(engine: ModelEngine, rows: Many[Sequence]) -> None:
+def drop_rows(engine: LoadedEngine, rows: Many[Sequence]) -> None:
     """Frees the rows of sequences."""
     for seq in rows:
         engine.parts.memory.layout.store.release(engine.parts.memory.rows.pop(seq))
@@ -230,7 +262,7 @@ def drop_rows(engine: ModelEngine, rows: Many[Sequence]) -> None:
             engine.parts.predictions.release(seq)
 
 
-def step(engine: ModelEngine, spans: Many[Span]) -> StepResult:
+def step(engine: LoadedEngine, spans: Many[Span]) -> StepResult:
     """Computes one pass, with none in flight."""
     engine.submit(spans)
     return engine.collect()

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as Many
 from itertools import pairwise
 from time import monotonic
-from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
@@ -20,6 +19,7 @@ from mlxpool.worker.engine.memory import EngineMemory
 from mlxpool.worker.engine.opening import Parts, Warmed, bounds_of, kept_rules, remake_layout
 from mlxpool.worker.engine.prompt_logprobs import lines_at_a_time, logit_bytes
 from mlxpool.worker.engine.trial_passes import (
+    LoadedEngine,
     PassKind,
     compile_kernels,
     drop_rows,
@@ -39,9 +39,6 @@ from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.system.load_clock import LOAD
 from mlxpool.worker.transfers.uploads import upload_copy, upload_table
 
-if TYPE_CHECKING:
-    from mlxpool.worker.engine.model_engine import ModelEngine
-
 CPU_WARM_UP_CHUNKS = (64, 256)  # tokens of the chunks that are measured at load
 GPU_WARM_UP_CHUNKS = (256, 1024)  # the same
 LONG_PASSES_LEAVE = 7 / 8  # of the blocks, at least: otherwise passes stay short
@@ -50,7 +47,7 @@ DECODE_STEPS = 12  # of one row, whose time decides about the time of all passes
 log = logging.getLogger("mlxpool.worker")
 
 
-def warm_up(engine: ModelEngine, on_progress: Callable[[], None]) -> Warmed:
+def warm_up(engine: LoadedEngine, on_progress: Callable[[], None]) -> Warmed:
     """Measures the memory of a prefill chunk and of draws, and computes each kind of pass once.
 
     Calls `on_progress` after each step, which may take seconds. Makes the layout anew, with as many
@@ -104,7 +101,7 @@ def is_pooled(memory: EngineMemory[Layout, CacheRow]) -> bool:
     return memory.layout.holds_prefixes and memory.fixed_blocks is None
 
 
-def kept_measurement(engine: ModelEngine) -> KeptMeasurement | None:
+def kept_measurement(engine: LoadedEngine) -> KeptMeasurement | None:
     """Returns the file of this engine's figures; None: each load measures them."""
     parts, memory = engine.parts, engine.parts.memory
     if not parts.settings.keeps_measurement or device.on_gpu() or memory.draft is not None:
@@ -130,7 +127,7 @@ def kept_measurement(engine: ModelEngine) -> KeptMeasurement | None:
     )
 
 
-def measure_memory(engine: ModelEngine, on_progress: Callable[[], None]) -> bool:
+def measure_memory(engine: LoadedEngine, on_progress: Callable[[], None]) -> bool:
     """Measures the bytes of a pass at its peak; returns whether passes become long."""
     parts, memory, drafts = engine.parts, engine.parts.memory, engine.most_drafts
     chunks = GPU_WARM_UP_CHUNKS if device.on_gpu() else CPU_WARM_UP_CHUNKS
@@ -158,7 +155,7 @@ def measure_memory(engine: ModelEngine, on_progress: Callable[[], None]) -> bool
 
 
 def measure_chunks(
-    engine: ModelEngine, sizes: Many[int], on_progress: Callable[[], None]
+    engine: LoadedEngine, sizes: Many[int], on_progress: Callable[[], None]
 ) -> list[tuple[int, int]]:
     """Returns what `measure_chunk` does for each size; compiles their kernels together."""
     if engine.parts.memory.layout.sizes and device.on_gpu():
@@ -168,7 +165,7 @@ def measure_chunks(
     return [measure_chunk(engine, size) for size in sizes]
 
 
-def measure_chunk(engine: ModelEngine, size: int) -> tuple[int, int]:
+def measure_chunk(engine: LoadedEngine, size: int) -> tuple[int, int]:
     """Computes a chunk of `size` tokens; returns `size` and the bytes of its activations."""
     (seq,) = dummy_rows(engine, 1, max(size, 1) + 2)  # so that the chunk is not its last
     memory = engine.parts.memory
@@ -195,7 +192,9 @@ def pass_bytes(
     return max(one_pass, logit_bytes(vocab_size, lines))
 
 
-def choose_long_passes(engine: ModelEngine, small: tuple[int, int], large: tuple[int, int]) -> bool:
+def choose_long_passes(
+    engine: LoadedEngine, small: tuple[int, int], large: tuple[int, int]
+) -> bool:
     """Makes a layout of long passes, if they pay and are allowed; returns whether it did.
 
     They have twice the inputs of the `large` chunk, which is the longest of the layout. They
@@ -232,7 +231,7 @@ def blocks_beside(parts: Parts, step: int) -> int:
         memory.budget = before
 
 
-def chunk_seconds(engine: ModelEngine, size: int) -> float:
+def chunk_seconds(engine: LoadedEngine, size: int) -> float:
     """Returns the time of a chunk of `size` tokens, for which the pass is compiled."""
     (seq,) = dummy_rows(engine, 1, size + 1)
     began = monotonic()
@@ -242,13 +241,13 @@ def chunk_seconds(engine: ModelEngine, size: int) -> float:
     return taken
 
 
-def most_logits(engine: ModelEngine) -> int:
+def most_logits(engine: LoadedEngine) -> int:
     """Returns how many lines of logits a pass with drafts has, with those of padding."""
     most = engine.parts.memory.budget.rows + engine.most_drafts
     return next((size for size in engine.parts.memory.layout.sizes if size >= most), most)
 
 
-def draw_bytes(engine: ModelEngine, lines: int) -> int:
+def draw_bytes(engine: LoadedEngine, lines: int) -> int:
     """Returns the memory of so many lines of logits and of their draws, with every option."""
     part = min(lines, lines_at_a_time(engine.vocab_size))
     # Some rows with a top-k and some without, for which top-p looks at all tokens.
@@ -268,7 +267,7 @@ def draw_bytes(engine: ModelEngine, lines: int) -> int:
     return taken + lines * engine.vocab_size * engine.parts.loaded.dtype.size
 
 
-def decode_seconds(engine: ModelEngine) -> float:
+def decode_seconds(engine: LoadedEngine) -> float:
     """Returns the time of a decode step of one row, one after the other as requests have it."""
     (seq,) = dummy_rows(engine, 1, 1)
     ends = []

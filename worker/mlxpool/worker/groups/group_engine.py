@@ -13,10 +13,9 @@ from msgspec.structs import replace
 from mlxpool.worker.attention.layout import Layout
 from mlxpool.worker.attention.layout_choice import writes_in_place
 from mlxpool.worker.attention.row_shape import RowShape
-from mlxpool.worker.engine.devices import OneDevice, Passes
+from mlxpool.worker.engine.devices import OneDevice, Passes, PassQueue
 from mlxpool.worker.engine.engine import MemoryUse, StepResult
 from mlxpool.worker.engine.model_engine import ModelEngine
-from mlxpool.worker.engine.pipeline import Pipeline
 from mlxpool.worker.engine.settings import EngineSettings
 from mlxpool.worker.groups.collectives import Collectives
 from mlxpool.worker.groups.messages import Ended, Head, Settle
@@ -79,7 +78,7 @@ class Group(OneDevice):
             collectives=self._collectives,
         )
 
-    def passes(self, pipeline: Pipeline) -> Passes:
+    def passes(self, pipeline: PassQueue) -> Passes:
         """See OneDevice."""
         return GroupPasses(pipeline, self._orders, self._collectives)
 
@@ -118,7 +117,7 @@ class Group(OneDevice):
 class GroupPasses:
     """The passes of rank 0; the other ranks are told of each that has ended."""
 
-    def __init__(self, pipeline: Pipeline, orders: Orders, collectives: Collectives) -> None:
+    def __init__(self, pipeline: PassQueue, orders: Orders, collectives: Collectives) -> None:
         self._pipeline, self._orders, self._collectives = pipeline, orders, collectives
 
     def start(

@@ -131,7 +131,7 @@ class ModelDrafter(Struct):
     name: str = DRAFT
     rate_of_all: float = FIRST_RATE
     chances_of_all: list[float] = field(default_factory=lambda: [*FIRST_CHANCES])
-    _streams: dict[Sequence, _Stream] = field(default_factory=dict)
+    streams: dict[Sequence, _Stream] = field(default_factory=dict)
     _learned: int = 0  # drafts of all streams
     _ratios: dict[int, float] = field(default_factory=dict)  # measured by predicted seconds
 
