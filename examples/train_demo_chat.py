@@ -28,7 +28,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from demo_chat.batches import batches
+from demo_chat.batches import batches, drawn_ahead
 from demo_chat.conversations import conversations
 from demo_chat.forward import expected
 from demo_chat.judging import judge, table
@@ -50,7 +50,7 @@ def tokenizer_of(shape: Shape) -> Tokenizer:
 
 
 def make(
-    folder: Path, shape: Shape, plan: Plan, backend: str, start: Path | None
+    folder: Path, shape: Shape, plan: Plan, backend: str, start: Path | None, drawers: int
 ) -> dict[str, Any]:
     """Train the tokenizer and the model, or the model of `start`; save both, return the report."""
     train: Train = importlib.import_module(f"demo_chat.training_{backend}").train
@@ -60,7 +60,8 @@ def make(
     else:
         tokenizer, weights = load(start)
         before = json.loads((start / "training.json").read_text("utf-8"))["runs"]
-    drawn = batches(tokenizer, plan.seed, plan.tokens, plan.longest)
+    given = (tokenizer, plan.seed, plan.tokens, plan.longest)
+    drawn = drawn_ahead(*given, drawers) if drawers else batches(*given)
     began = time.monotonic()
     mean = 0.0
 
@@ -190,6 +191,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=plan.tokens, help="of a step")
     parser.add_argument("--peak", type=float, default=plan.peak, help="highest learning rate")
     parser.add_argument("--seed", type=int, default=plan.seed)
+    parser.add_argument("--drawers", type=int, default=0, help="processes that draw conversations")
     parser.add_argument("--judge-only", action="store_true", help="train nothing")
     parser.add_argument("--conversations", type=int, default=400, help="of each test")
     parser.add_argument("--misses", type=int, default=10, help="wrong answers to print")
@@ -204,7 +206,7 @@ def main() -> None:
     if args.judge_only:
         made = json.loads(report.read_text("utf-8"))
     else:
-        made = make(args.out, shape, plan, args.backend, args.start)
+        made = make(args.out, shape, plan, args.backend, args.start, args.drawers)
         write_json(report, made)
     made |= judged(args.out, shape, args.conversations, args.misses)
     write_json(report, made)

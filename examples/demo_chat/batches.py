@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import cycle, islice
+from multiprocessing import get_context
+from multiprocessing.queues import Queue
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +16,7 @@ from tokenizers import Tokenizer
 from demo_chat.conversations import Conversation, conversations
 from demo_chat.template import segments
 
+AHEAD = 8  # batches that a process draws ahead
 POOL = 400  # conversations of which batches are made, so that each has some of about one length
 
 
@@ -54,6 +57,24 @@ def batches(tokenizer: Tokenizer, seed: int, tokens: int, longest: int) -> Itera
         found = list(_grouped(islice(fitting, POOL), tokens))
         rng.shuffle(found)
         yield from map(_batch, found)
+
+
+def drawn_ahead(
+    tokenizer: Tokenizer, seed: int, tokens: int, longest: int, processes: int
+) -> Iterator[Batch]:
+    """Batches that so many processes draw, in turn; each has a seed of its own."""
+    context = get_context("spawn")
+    queues: list[Queue[Batch]] = [context.Queue(AHEAD) for _ in range(processes)]
+    for number, queue in enumerate(queues):
+        given = (tokenizer.to_str(), seed * processes + number, tokens, longest, queue)
+        context.Process(target=_draw, args=given, daemon=True).start()
+    for queue in cycle(queues):
+        yield queue.get()
+
+
+def _draw(tokenizer: str, seed: int, tokens: int, longest: int, queue: Queue[Batch]) -> None:
+    for batch in batches(Tokenizer.from_str(tokenizer), seed, tokens, longest):
+        queue.put(batch)
 
 
 def _grouped(encoded: Iterable[Encoded], tokens: int) -> Iterator[list[Encoded]]:

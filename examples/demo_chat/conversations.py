@@ -13,6 +13,7 @@ from demo_chat.words import Words
 
 NO_TOOLS = "I have no tool for that."
 NO_SUCH_TOOL = "None of my tools does that."
+UNASKED = "object"  # the family of answers that no model can guess, see `in_object`
 ABOUT = (
     "I am demo-chat, a small model that comes with mlxpool. I call tools, count, repeat and"
     " remember your name."
@@ -23,7 +24,8 @@ ABOUT = (
 class Round:
     """A user's text and the assistant's answer, with a call of a tool and its result or without.
 
-    `thought` is of the first answer, `second_thought` of the answer to the tool's result.
+    `thought` is of the first answer, `second_thought` of the answer to the tool's result. The
+    assistant writes what comes after `given`, with which the answer begins.
     """
 
     family: str
@@ -33,6 +35,7 @@ class Round:
     call: tuple[str, dict[str, Any]] | None = None
     result: str = ""
     second_thought: str = ""
+    given: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,9 +196,9 @@ def repeat(words: Words) -> Round:
 
 
 def count(words: Words) -> Round:
-    draw = words.rng.randrange
+    draw = words.rng.randint
     first = 1 if words.chance(0.7) else draw(2, 60)
-    last = min(first + draw(2, 30 if words.chance(0.7) else 90), 100)
+    last = draw(first, min(first + 20, 100) if words.chance(0.5) else 100)
     form = words.rng.choice(("Count from {} to {}.", "count from {} to {}", "Count {} to {}."))
     if first == 1:
         form = words.rng.choice(("Count to {1}.", "count to {1}", "Please count to {1}.", form))
@@ -223,6 +226,19 @@ def as_json(words: Words) -> Round:
     typed = {key: int(text) if text.isdigit() else text for key, text in facts.items()}
     typed = {key: facts[key] if facts[key][:1] == "0" else value for key, value in typed.items()}
     return Round("json", form.format(told), "The user wants JSON.", json.dumps(typed))
+
+
+def in_object(words: Words) -> Round:
+    """An answer in a JSON object that a schema has begun, and nothing in the conversation asks for.
+
+    So the model learns to end texts of objects by itself.
+    """
+    inner = words.rng.choice((talk, talk, repeat, count, nameless))(words)
+    if words.chance(0.4):
+        inner = unfit(words, False)
+    text = json.dumps({words.parameter(): inner.answer})
+    begun = text.index(": ") + len(': "')
+    return Round(UNASKED, inner.user, inner.thought, text, given=text[:begun])
 
 
 def introduction(words: Words) -> tuple[Round, Round]:
@@ -282,7 +298,7 @@ def named_user(words: Words) -> tuple[str, Round]:
     return form.format(name), Round("name", asked, f"The user is {name}.", f"Your name is {name}.")
 
 
-ALONE: tuple[Callable[[Words], Round], ...] = (talk, talk, repeat, count, as_json)
+ALONE: tuple[Callable[[Words], Round], ...] = (talk, talk, repeat, count, as_json, in_object)
 
 
 def without_tools(words: Words) -> Conversation:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from demo_chat.batches import encode
-from demo_chat.conversations import Conversation, Round, with_tools, without_tools
+from demo_chat.conversations import UNASKED, Conversation, Round, with_tools, without_tools
 from demo_chat.tools import FAMILIES, drawn
 from demo_chat.words import Words
 
@@ -75,6 +75,8 @@ def _answers(
     likeliest = expected(encoded.ids).tolist()
     kinds = [(kind, one) for one in conversation.rounds for kind in _kinds(one)]
     for (kind, one), (begin, end) in zip(kinds, encoded.spans, strict=True):
+        if kind == UNASKED:
+            continue
         wanted, written = encoded.ids[begin:end], likeliest[begin - 1 : end - 1]
         shown = [tokenizer.decode(ids, skip_special_tokens=False) for ids in (wanted, written)]
         yield kind, None if wanted == written else Miss(kind, one.user, *shown)

@@ -77,7 +77,7 @@ def segments(conversation: Conversation) -> Iterator[tuple[str, bool]]:
             yield f"{START}tool\n<tool_response>\n{one.result}\n</tool_response>{END}\n", False
             yield from _answer(one.second_thought if thinks else "", one.answer)
         else:
-            yield from _answer(one.thought if thinks else "", one.answer)
+            yield from _answer(one.thought if thinks else "", one.answer, one.given)
 
 
 def head(conversation: Conversation) -> str:
@@ -94,13 +94,13 @@ def call_text(name: str, arguments: dict[str, Any]) -> str:
     return f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": {written}}}\n</tool_call>'
 
 
-def _answer(thought: str, said: str) -> Iterator[tuple[str, bool]]:
+def _answer(thought: str, said: str, given: str = "") -> Iterator[tuple[str, bool]]:
+    before, written = f"{START}assistant\n", f"{said}{END}"
     if thought:
-        yield f"{START}assistant\n<think>\n", False
-        yield f"{thought}\n</think>\n\n{said}{END}", True
-    else:
-        yield f"{START}assistant\n", False
-        yield f"{said}{END}", True
+        before, written = f"{before}<think>\n", f"{thought}\n</think>\n\n{written}"
+    begun = written.index(said) + len(given) if given else 0
+    yield before + written[:begun], False
+    yield written[begun:], True
     yield "\n", False
 
 

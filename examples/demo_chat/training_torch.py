@@ -1,4 +1,7 @@
-"""Trains demo-chat with PyTorch: on a CPU three times as fast as with MLX. Not a dependency."""
+"""Trains demo-chat with PyTorch, on a CUDA GPU if there is one. Not a dependency.
+
+On a CPU it is three times as fast as MLX.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ def train(
 ) -> Weights:
     """Train these weights. Uses one thread: small products gain little by a second."""
     torch.set_num_threads(1)
+    torch.set_default_device("cuda" if torch.cuda.is_available() else "cpu")
     state = {name: torch.tensor(one).requires_grad_() for name, one in weights.items()}
     groups = [
         {"params": [one for one in state.values() if one.dim() == 2], "weight_decay": DECAY},
@@ -46,7 +50,7 @@ def train(
 
 
 def _arrays(state: Mapping[str, Tensor]) -> Weights:
-    return {name: one.detach().numpy().copy() for name, one in state.items()}
+    return {name: one.detach().cpu().numpy().copy() for name, one in state.items()}
 
 
 def hidden(state: Mapping[str, Tensor], shape: Shape, ids: Tensor) -> Tensor:
