@@ -44,7 +44,7 @@ def test_every_request_over_http_says_how_long_it_may_take() -> None:
 
 NUMBERS = """
 import inspect
-from mlxpool.broker.http import connections, latest_snapshot, loop_queue
+from mlxpool.broker.http import loop_exchange, server
 from mlxpool.cli import admin, request_flags
 from mlxpool.client import AsyncClient, Client
 from mlxpool.client.retry import Pace
@@ -53,8 +53,8 @@ defaults = [inspect.signature(kind).parameters["connect_timeout"].default
             for kind in (AsyncClient, Client)]
 asked = inspect.signature(admin.ask).parameters["timeout"].default
 graces = [request_flags.IPC_GRACE, request_flags.TCP_GRACE, Pace().overdue, Pace().connect_grace]
-waits = [latest_snapshot.LatestSnapshot().max_wait, loop_queue.LoopQueue().max_wait]
-print(*defaults, asked, *graces, *waits, connections.Connections().max_seconds)
+waits = [loop_exchange.LatestSnapshot().max_wait, loop_exchange.LoopQueue().max_wait]
+print(*defaults, asked, *graces, *waits, server.Connections().max_seconds)
 """
 
 

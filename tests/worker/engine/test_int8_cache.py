@@ -238,9 +238,9 @@ def test_a_model_of_images_has_memory_for_rows_that_operations_read(
     models: dict[str, LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kernels read a pool's integers, but not in passes with images."""
-    monkeypatch.setattr(
-        paged_layout, "RaggedRunner", lambda *_, **__: SimpleNamespace(kinds=ComputedKinds())
-    )
+    runner, probe = SimpleNamespace(kinds=ComputedKinds()), SimpleNamespace(supported=True)
+    monkeypatch.setattr(paged_layout, "RaggedRunner", lambda *_, **__: runner)
+    monkeypatch.setattr(paged_layout, "attention_of", lambda *_, **__: probe)
     shape = RowShape((KeyValueSpec(2, 64, 64),) * 2, mx.bfloat16, 3000, keeps_all=True, kv="int8")
     model, found = models["llama"].model, {}
     for images in (False, True):

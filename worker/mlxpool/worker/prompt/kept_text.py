@@ -17,6 +17,7 @@ from mlxpool.worker.prompt.text_model import TextSource, TokenTable
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.system.kept_files import KeptFile, code
 from mlxpool.worker.versions import version_of
+from mlxpool.worker.weights.chat_template_files import named_files
 from mlxpool.worker.weights.inspect import ModelFolder
 from mlxpool.worker.weights.json_files import is_present, read_file
 
@@ -37,7 +38,9 @@ def text_of(folder: ModelFolder) -> tuple[TokenTable, TextSource, tuple[str, ...
     Raises ModelLoadFailed as ChatTokenizer.from_folder.
     """
     file = KeptFile(KIND, _key(folder))
-    kept = _decoded(file)
+    # The digest leaves out templates that are no regular files, which the reading below refuses.
+    known = all(template.is_file() for template in named_files(folder.files))
+    kept = _decoded(file) if known else None
     if kept is None:
         kept = _read(folder)
         file.write(msgspec.msgpack.encode(kept))

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.weights.chat_template_files import find_sources
-from mlxpool.worker.weights.json_files import FileLookup, optional_json, read_file
+from mlxpool.worker.weights.json_files import FileLookup, is_present, optional_json, read_file
 
 _ID = re.compile(r"[0-9]{1,10}")
 SETTINGS, OLDER_SETTINGS = "tokenizer_config.json", "special_tokens_map.json"
@@ -63,6 +63,8 @@ class _Tokenizer(Struct):
 
 def _vocabulary(file: Path) -> Mapping[str, Any]:
     """The parts of tokenizer.json that TokenIds reads; all of a file with an unusual form."""
+    if not is_present(file):
+        return {}
     with suppress(ModelLoadFailed, msgspec.DecodeError, RecursionError):
         found = msgspec.json.decode(read_file(file), type=_Tokenizer)
         return {"model": {"vocab": found.model.vocab}, "added_tokens": found.added_tokens}
