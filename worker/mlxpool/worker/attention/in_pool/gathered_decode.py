@@ -143,7 +143,8 @@ class GatheredDecode:
         self, ids: mx.array, numbers: mx.array, arrays: list[Arrays]
     ) -> tuple[list[mx.array], list[Arrays]]:
         pool = _PoolView(self._pool, arrays)
-        batch = GatheredBatch(pool, numbers[:, 0], numbers[:, 1], numbers[:, 2:])
+        slots = mx.contiguous(numbers[:, 1])  # a kernel reads them without strides
+        batch = GatheredBatch(pool, numbers[:, 0], slots, numbers[:, 2:])
         if self._keeps_states or self._keeps_drawn:
             states = self._model.hidden_states(ids, batch)
             found = [self._model.logits_of(states), states]
