@@ -21,7 +21,7 @@ from mlxpool.worker.decode_pass import choice, kernel, model_weights, trial  # n
 from mlxpool.worker.decode_pass.model_weights import PassShape  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.kernels import device  # noqa: E402
-from mlxpool.worker.layers import builder  # noqa: E402
+from mlxpool.worker.layers import builder, dense_weights  # noqa: E402
 from mlxpool.worker.layers.layer_types import Rope  # noqa: E402
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence  # noqa: E402
 from mlxpool.worker.scheduling.spans import Span  # noqa: E402
@@ -90,7 +90,8 @@ def test_an_engine_draws_the_same_tokens(
     caplog.set_level(logging.INFO, "mlxpool.worker")
     folder = model_folder(tmp_path)
     plain = drawn(model_engine(load(folder), layout="rows", lookahead=False))
-    monkeypatch.setattr(builder, "on_gpu", lambda: True)  # as a GPU has them
+    for module in (builder, dense_weights):
+        monkeypatch.setattr(module, "on_gpu", lambda: True)  # as a GPU has them
     engine = model_engine(load(folder, dtype=mx.bfloat16), layout="pool", lookahead=True, blocks=30)
     called.clear()  # of trials
     ours = drawn(engine)
@@ -105,7 +106,8 @@ def test_an_engine_checks_drafts_by_it(
     """Lines of drafts follow each other in their rows, beside rows without, in any order."""
     folder = model_folder(tmp_path)
     plain = model_engine(load(folder), layout="rows", lookahead=False)
-    monkeypatch.setattr(builder, "on_gpu", lambda: True)  # as a GPU has them
+    for module in (builder, dense_weights):
+        monkeypatch.setattr(module, "on_gpu", lambda: True)  # as a GPU has them
     engine = model_engine(load(folder, dtype=mx.bfloat16), layout="pool", lookahead=True, blocks=30)
     options = Options(temperature=0.0, logprobs=True, top_logprobs=4)
     answers = []

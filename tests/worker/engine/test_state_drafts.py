@@ -32,7 +32,7 @@ from mlxpool.worker.engine import devices  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
 from mlxpool.worker.kernels import device  # noqa: E402
 from mlxpool.worker.kernels.compiled_passes import CompiledPasses  # noqa: E402
-from mlxpool.worker.layers import builder  # noqa: E402
+from mlxpool.worker.layers import builder, dense_weights  # noqa: E402
 from mlxpool.worker.layers.model_plan import PredictingModel  # noqa: E402
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer  # noqa: E402
 from mlxpool.worker.scheduling.sequence import Sequence  # noqa: E402
@@ -274,7 +274,8 @@ def pooled(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[ModelEngi
             patch = stack.enter_context(pytest.MonkeyPatch.context())
             patch.setattr(devices, "make_layout", _as_on_a_gpu)
             if request.param == "one kernel":
-                patch.setattr(builder, "on_gpu", lambda: True)
+                for module in (builder, dense_weights):
+                    patch.setattr(module, "on_gpu", lambda: True)
                 patch.setattr(choice, "MIN_MULTIPROCESSORS", 2)
                 patch.setattr(device, "multiprocessors", lambda: 2)
         loaded = load(inspect(path, predicts=True), dtype=mx.bfloat16)
