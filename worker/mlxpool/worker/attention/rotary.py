@@ -21,6 +21,8 @@ from mlxpool.worker.layers.layer_types import (
     LatentToken,
     PendingNorm,
     Rope,
+    Scan,
+    SpanScan,
 )
 
 # Below, MLX's CUDA kernel fails past 64 tokens: its thread blocks are too deep.
@@ -185,6 +187,46 @@ class RotateThenAttend(WithoutImages):
     ) -> mx.array | None:
         """See ForwardBatch."""
         return None
+
+
+class DecodingRows(RotateThenAttend):
+    """Base of the ForwardBatch classes of passes in which all lines give logits.
+
+    Layers with states have no such pass: `no_states` says why.
+    """
+
+    logits = True
+    no_states = ""
+
+    def __init__(self, positions: mx.array) -> None:
+        """`positions` [R] are those of the lines."""
+        self._rotation = RotaryEmbedding(positions)
+
+    def logit_rows(self, x: mx.array) -> mx.array:
+        """See ForwardBatch."""
+        return x
+
+    def lines_after(self, layer: int, x: mx.array) -> mx.array:
+        """See ForwardBatch."""
+        return x
+
+    def rope(self, x: mx.array, rope: Rope) -> mx.array:
+        """See ForwardBatch."""
+        return self._rotation(x, rope)
+
+    def attend_latent(
+        self, layer: int, q: mx.array, latent: mx.array, scale: float, heads: LatentProjections
+    ) -> mx.array:
+        """See ForwardBatch."""
+        raise NotImplementedError(self.no_states)
+
+    def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
+        """See ForwardBatch."""
+        raise NotImplementedError(self.no_states)
+
+    def recur_spans(self, layer: int, lines: mx.array, scan: SpanScan) -> mx.array:
+        """See ForwardBatch."""
+        raise NotImplementedError(self.no_states)
 
 
 def split_lines(lines: mx.array, heads: Heads) -> tuple[mx.array, mx.array]:

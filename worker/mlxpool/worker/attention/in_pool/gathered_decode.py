@@ -12,12 +12,12 @@ import numpy as np
 
 from mlxpool.worker.attention.dot_product import unfused_attention
 from mlxpool.worker.attention.in_pool.kv_pool import KVPool, PagedRow
-from mlxpool.worker.attention.rotary import RotaryEmbedding, RotateThenAttend
+from mlxpool.worker.attention.rotary import DecodingRows
 from mlxpool.worker.attention.row_shape import Arrays
 from mlxpool.worker.attention.row_spans import PassOutput
 from mlxpool.worker.kernels.compiled_passes import CompiledPasses
 from mlxpool.worker.kernels.score_params import ScoreParams
-from mlxpool.worker.layers.layer_types import LatentProjections, Rope, Scan, SpanScan
+from mlxpool.worker.layers.layer_types import LatentProjections
 from mlxpool.worker.layers.model_plan import Model
 from mlxpool.worker.scheduling.kv_blocks import blocks_for
 
@@ -26,28 +26,16 @@ TABLE_STEP = 8  # blocks: the width of block tables is a multiple of it, so that
 NO_STATES = "a pool of blocks has no states, see RowShape.fits_blocks"
 
 
-class GatheredBatch(RotateThenAttend):
+class GatheredBatch(DecodingRows):
     """A ForwardBatch of one token of each row; its arrays belong to one compiled pass."""
 
-    logits = True
+    no_states = NO_STATES
 
     def __init__(self, pool: KVPool, positions: mx.array, slots: mx.array, table: mx.array) -> None:
         """Takes positions and slots [R] of the new tokens and the block tables [R, B] of rows."""
+        super().__init__(positions)
         self._pool, self._positions = pool, positions
         self._slots, self._table = slots, table
-        self._rotation = RotaryEmbedding(positions)
-
-    def logit_rows(self, x: mx.array) -> mx.array:
-        """See ForwardBatch.logit_rows."""
-        return x
-
-    def lines_after(self, layer: int, x: mx.array) -> mx.array:
-        """See ForwardBatch.lines_after."""
-        return x
-
-    def rope(self, x: mx.array, rope: Rope) -> mx.array:
-        """See ForwardBatch.rope."""
-        return self._rotation(x, rope)
 
     def attend(
         self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: ScoreParams
@@ -80,14 +68,6 @@ class GatheredBatch(RotateThenAttend):
             inside = inside & (tokens > last - window)
         mask = inside[:, None, None, None]
         return unfused_attention(q[:, :, None], keys, values, scores, mask)[:, :, 0]
-
-    def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
-        """See ForwardBatch.recur."""
-        raise NotImplementedError(NO_STATES)
-
-    def recur_spans(self, layer: int, lines: mx.array, scan: SpanScan) -> mx.array:
-        """See ForwardBatch.recur_spans."""
-        raise NotImplementedError(NO_STATES)
 
 
 class GatheredDecode:

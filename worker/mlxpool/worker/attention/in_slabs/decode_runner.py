@@ -8,12 +8,11 @@ import mlx.core as mx
 
 from mlxpool.worker.attention.in_slabs.slab_reader import PartConstants, SlabReader, SlabStep
 from mlxpool.worker.attention.in_slabs.slabs import SlabRow
-from mlxpool.worker.attention.rotary import RotaryEmbedding, RotateThenAttend
+from mlxpool.worker.attention.rotary import DecodingRows
 from mlxpool.worker.attention.row_shape import Arrays, RowShape
 from mlxpool.worker.attention.row_spans import PassOutput
 from mlxpool.worker.kernels.compiled_passes import MAX_PASSES, CompiledPasses
 from mlxpool.worker.kernels.score_params import ScoreParams
-from mlxpool.worker.layers.layer_types import LatentProjections, Rope, Scan, SpanScan
 from mlxpool.worker.layers.model_plan import Model
 
 NOT_PLAIN = (
@@ -21,25 +20,14 @@ NOT_PLAIN = (
 )
 
 
-class DecodeBatch(RotateThenAttend):
-    """A ForwardBatch of lines that all give logits; its arrays belong to one compiled pass."""
+class DecodeBatch(DecodingRows):
+    """A ForwardBatch of rows in slabs; its arrays belong to one compiled pass."""
 
-    logits = True
+    no_states = NOT_PLAIN
 
     def __init__(self, positions: mx.array, reader: SlabReader) -> None:
-        self._rotation, self._reader = RotaryEmbedding(positions), reader
-
-    def logit_rows(self, x: mx.array) -> mx.array:
-        """See ForwardBatch.logit_rows."""
-        return x
-
-    def lines_after(self, layer: int, x: mx.array) -> mx.array:
-        """See ForwardBatch.lines_after."""
-        return x
-
-    def rope(self, x: mx.array, rope: Rope) -> mx.array:
-        """See ForwardBatch.rope."""
-        return self._rotation(x, rope)
+        super().__init__(positions)
+        self._reader = reader
 
     def attend(
         self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: ScoreParams
@@ -47,20 +35,6 @@ class DecodeBatch(RotateThenAttend):
         """See ForwardBatch.attend."""
         self._reader.write(layer, k, v)
         return self._reader.read(layer, q, scores)
-
-    def attend_latent(
-        self, layer: int, q: mx.array, latent: mx.array, scale: float, heads: LatentProjections
-    ) -> mx.array:
-        """See ForwardBatch.attend_latent."""
-        raise NotImplementedError(NOT_PLAIN)
-
-    def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
-        """See ForwardBatch.recur."""
-        raise NotImplementedError(NOT_PLAIN)
-
-    def recur_spans(self, layer: int, lines: mx.array, scan: SpanScan) -> mx.array:
-        """See ForwardBatch.recur_spans."""
-        raise NotImplementedError(NOT_PLAIN)
 
 
 class SlabDecodeRunner:
