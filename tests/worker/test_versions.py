@@ -22,3 +22,8 @@ def test_the_digest_of_the_facts_changes_with_the_files_and_with_the_rules(
     )
     monkeypatch.setattr(versions, "RULES", versions.RULES + 1)
     assert model_source.open_source(BUILTIN["demo"]).opened.digest != first
+
+
+def test_a_package_that_is_imported_without_being_installed_has_no_version() -> None:
+    assert versions.version_of("mlx")
+    assert versions.version_of("mlxpool-that-is-not-installed") == ""

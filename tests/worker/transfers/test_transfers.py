@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -9,7 +13,7 @@ mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 
 from mlxpool.worker.transfers import downloads  # noqa: E402
 from mlxpool.worker.transfers.downloads import Downloads  # noqa: E402
-from mlxpool.worker.transfers.shared_array import SETS  # noqa: E402
+from mlxpool.worker.transfers.shared_array import SETS, SharedArray  # noqa: E402
 from mlxpool.worker.transfers.uploads import (  # noqa: E402
     SharedTable,
     Uploads,
@@ -114,3 +118,21 @@ def test_numbers_are_there_when_the_device_has_written_them() -> None:
         found = download.arrived()
         assert found is not None and found.tolist() == [number] * 3
         assert [one.tolist() for one in download.read()] == [[number] * 3, [number + 1] * 3]
+
+
+def test_memory_that_is_freed_is_not_kept_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLX gives it to the outputs of operations, which would be read over the bus."""
+    advised: list[tuple[int, int, int]] = []
+
+    class Driver:
+        @staticmethod
+        def cuMemAdvise(address: Any, size: Any, advice: int, device: int) -> None:
+            advised.append((address.value, size.value, advice))
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: Driver)
+    shared = SharedArray(4096)
+    place = shared.numbers.ctypes.data, shared.numbers.nbytes
+    assert advised == [(*place, 3), (*place, 5)]
+    del shared
+    gc.collect()
+    assert advised[2:] == [(*place, 4), (*place, 6)]

@@ -20,7 +20,11 @@ def digest_of(folder: str, kv: str = "auto") -> str:
 
 
 def version_of(package: str) -> str:
-    """The version of an installed package. Raises PackageNotFoundError."""
-    from importlib.metadata import version  # which no start of a worker needs
+    """Returns the version of a package; "" if it is imported without being installed."""
+    # No start of a worker needs this import.
+    from importlib.metadata import PackageNotFoundError, version
 
-    return version(package)
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""

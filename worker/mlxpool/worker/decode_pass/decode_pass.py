@@ -14,6 +14,7 @@ from mlxpool.worker.decode_pass.addresses import addresses_of
 from mlxpool.worker.decode_pass.kernel import LAYER_NUMBERS, MAX_LINES, PassArrays
 from mlxpool.worker.decode_pass.model_weights import PassWeights
 from mlxpool.worker.kernels import ragged_attention
+from mlxpool.worker.kernels.device import evaluate_in_own_memory
 from mlxpool.worker.kernels.work_list import capacity_of
 
 STATE_NUMBERS = 3  # of grid_barrier.cuh
@@ -89,7 +90,7 @@ def _arrays(weights: PassWeights, memory: PassMemory) -> PassArrays:
         sums=ragged_attention.part_sums(shape.kv_heads, shape.size),
         arrived=ragged_attention.counters(shape.kv_heads),
     )
-    mx.eval(arrays.inputs())
+    evaluate_in_own_memory(arrays.inputs())
     return arrays
 
 

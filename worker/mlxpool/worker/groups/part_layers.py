@@ -9,8 +9,17 @@ from msgspec import Struct
 
 from mlxpool.worker.groups.collectives import Collectives
 from mlxpool.worker.groups.divisions import HEAD, Part, Share, share_of
+from mlxpool.worker.kernels.block_write import RopeTables
 from mlxpool.worker.layers.builder import WeightLayerBuilder
-from mlxpool.worker.layers.layer_types import Embedding, Linear, LinearInput
+from mlxpool.worker.layers.layer_types import (
+    Embedding,
+    LatentParts,
+    LatentToken,
+    Linear,
+    LinearInput,
+    PendingNorm,
+    PendingProduct,
+)
 from mlxpool.worker.layers.quantisation import QuantLayout
 
 
@@ -50,14 +59,19 @@ class PartLayerBuilder(WeightLayerBuilder):
             super().embedding(name), part.first_token, part.tokens, self._collectives
         )
 
-    @property
-    def divided(self) -> bool:
+    def latent_token(self, parts: LatentParts) -> LatentToken | None:
         """See LayerBuilder."""
-        return True
+        assert isinstance(parts.out, SummedLinear)
+        token = super().latent_token(parts._replace(out=parts.out.layer))
+        return None if token is None else SummedLatentToken(token, self._collectives)
 
     def whole_sum(self, x: mx.array) -> mx.array:
         """See LayerBuilder."""
         return self._collectives.all_sum(x)
+
+    def whole_product(self, product: PendingProduct) -> PendingProduct:
+        """See LayerBuilder."""
+        return PendingProduct(SummedLinear(product.layer, self._collectives), product.x)
 
 
 class SummedLinear(Struct, frozen=True):
@@ -74,6 +88,18 @@ class SummedLinear(Struct, frozen=True):
         if x.dtype != residual.dtype or not self.collectives.adds(residual.nbytes, x.dtype):
             return None
         return self.collectives.sum_onto(residual, self.layer(x))
+
+
+class SummedLatentToken(SummedLinear, frozen=True):
+    """Implements layer_types.LatentToken over the heads of a rank."""
+
+    layer: LatentToken
+
+    def queries(
+        self, x: PendingNorm, pool: mx.array, slots: mx.array, turns: RopeTables
+    ) -> mx.array | None:
+        """See layer_types.LatentToken."""
+        return self.layer.queries(x, pool, slots, turns)
 
 
 class JoinedLinear(Struct, frozen=True):

@@ -18,6 +18,7 @@ from typing import Any
 import mlx.core as mx
 from msgspec import Struct
 
+from mlxpool.worker.kernels.device import evaluate_in_own_memory
 from mlxpool.worker.kernels.kernel_builder import (
     FLOAT_DTYPES,
     WARP_SIZE,
@@ -165,9 +166,8 @@ class PeerSums:
         given = mx.array([self.rank, bound, *self._addresses], dtype=mx.int64)
         spare = mx.zeros((PLACES - given.size,), dtype=mx.int64)
         mx.eval(given, spare)
-        mx.clear_cache()
         self._places = mx.concatenate([given, spare])
-        mx.eval(self._places)
+        evaluate_in_own_memory([self._places])
 
     @property
     def lost(self) -> int | None:

@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import sys
+from collections.abc import Sequence
 
 import mlx.core as mx
 import psutil
@@ -100,6 +101,16 @@ def memory_limit(configured: int) -> int:
 def has_own_memory() -> bool:
     """Returns whether the device has a memory of its own, apart from that of processes."""
     return on_gpu() and sys.platform == "linux"
+
+
+def evaluate_in_own_memory(arrays: Sequence[mx.array]) -> None:
+    """Evaluates operations whose outputs must be in the device's own memory, above 8 bytes each.
+
+    An output may otherwise get managed memory that MLX keeps for reuse. Thread blocks that count
+    up a number there, or wait for it, take microseconds each: docs/notes/mlx-cuda-buffers.md.
+    """
+    mx.clear_cache()
+    mx.eval(*arrays)
 
 
 def non_mlx_bytes() -> int:

@@ -22,6 +22,7 @@ import mlx.core as mx
 import numpy as np
 from msgspec import Struct
 
+from mlxpool.worker.kernels.device import evaluate_in_own_memory
 from mlxpool.worker.kernels.kernel_builder import (
     HALF_DTYPES,
     WARP_SIZE,
@@ -234,7 +235,7 @@ def _counters() -> Any:
     """
     shape = (DEVICE_NUMBERS,)
     counters = [mx.zeros(shape, dtype=mx.int32) for _ in range(COUNTER_ARRAYS)]
-    mx.eval(counters)
+    evaluate_in_own_memory(counters)
     return cycle(counters)
 
 
@@ -242,7 +243,7 @@ def _counters() -> Any:
 def _item_lines_array(lines: int) -> mx.array:
     """Returns `lines` in an array that is made once; see DEVICE_NUMBERS."""
     array = mx.full((DEVICE_NUMBERS,), lines, dtype=mx.int32)
-    mx.eval(array)
+    evaluate_in_own_memory([array])
     return array
 
 

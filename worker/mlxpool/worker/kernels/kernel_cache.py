@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from msgspec.structs import replace
 from mlxpool.worker.kernels import nvrtc
 from mlxpool.worker.system.compile_locks import compile_lock
 from mlxpool.worker.system.load_clock import LOAD
+from mlxpool.worker.versions import version_of
 
 log = logging.getLogger("mlxpool.worker")
 
@@ -308,11 +308,7 @@ def _texts() -> str:
 
 
 def _mlx() -> str:
-    """Returns MLX's version; "" when it was installed without metadata."""
-    try:
-        return version("mlx")
-    except PackageNotFoundError:
-        return ""
+    return version_of("mlx")
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlxpool.worker.kernels.device import evaluate_in_own_memory
 from mlxpool.worker.kernels.kernel_builder import (
     HALF_DTYPES,
     Constant,
@@ -182,7 +183,7 @@ def counters() -> Any:
     The kernel resets them to zero. Only one thread of a process computes.
     """
     counters = [mx.zeros((FULL_GPU_BLOCKS,), dtype=mx.int32) for _ in range(COUNTER_ARRAYS)]
-    mx.eval(counters)
+    evaluate_in_own_memory(counters)
     return cycle(counters)
 
 
@@ -193,7 +194,7 @@ def part_sums() -> Any:
     As outputs of the kernel, arrays of that size would cost the host as much as the product.
     """
     sums = [mx.zeros((FULL_GPU_BLOCKS * ROWS * MAX_TOKENS,)) for _ in range(SUM_ARRAYS)]
-    mx.eval(sums)
+    evaluate_in_own_memory(sums)
     return cycle(sums)
 
 

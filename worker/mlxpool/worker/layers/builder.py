@@ -14,8 +14,13 @@ from mlxpool.worker.layers.dense_weights import concatenated as concatenated_den
 from mlxpool.worker.layers.dense_weights import dense, laid_out
 from mlxpool.worker.layers.derived_weights import MODULE_TENSORS
 from mlxpool.worker.layers.experts import SwitchGLU, SwitchLinear
-from mlxpool.worker.layers.latent_token import LatentToken, latent_token_of
-from mlxpool.worker.layers.layer_types import Activation, LatentParts
+from mlxpool.worker.layers.latent_token import latent_token_of
+from mlxpool.worker.layers.layer_types import (
+    Activation,
+    LatentParts,
+    LatentToken,
+    PendingProduct,
+)
 from mlxpool.worker.layers.layer_types import Linear as AnyLinear
 from mlxpool.worker.layers.linear import (
     ConcatenatedLinear,
@@ -102,7 +107,7 @@ class WeightLayerBuilder:
 
     def latent_token(self, parts: LatentParts) -> LatentToken | None:
         """A layer of latent attention for one token, see latent_token_of."""
-        return None if self.divided else latent_token_of(parts)
+        return latent_token_of(parts)
 
     def switch_linear(self, name: str) -> SwitchLinear:
         """The stacked linear layers of experts, weight [E, out, in]."""
@@ -131,12 +136,11 @@ class WeightLayerBuilder:
             return _swiglu(gate, up)
         return cpu_exp.swiglu(gate, up)
 
-    @property
-    def divided(self) -> bool:
-        return False
-
     def whole_sum(self, x: mx.array) -> mx.array:
         return x
+
+    def whole_product(self, product: PendingProduct) -> PendingProduct:
+        return product
 
     def _weight(self, name: str) -> mx.array | QuantisedWeight:
         weight = self._concatenated_weight([name])

@@ -352,12 +352,11 @@ class LayerBuilder(Protocol):
 
     def swiglu(self, gate: mx.array, up: mx.array) -> mx.array: ...
 
-    @property
-    def divided(self) -> bool:
-        """Whether devices have parts of the model."""
-
     def whole_sum(self, x: mx.array) -> mx.array:
         """x; where devices have parts of the model, the sum of what each of them has as x."""
+
+    def whole_product(self, product: PendingProduct) -> PendingProduct:
+        """`product`; where devices have parts of the model, the sum of those of all devices."""
 
     def tensor(self, name: str) -> mx.array: ...
 

@@ -121,13 +121,13 @@ class _RoutedExperts(FusableSublayer):
         self.spec = spec
         self.gate = builder.linear(f"{name}.gate")
         self.experts = builder.switch_glu(f"{name}.switch_mlp")
-        self.whole_sum, self.divided = builder.whole_sum, builder.divided
+        self.whole_sum, self.whole_product = builder.whole_sum, builder.whole_product
 
     def pending(self, x: LinearInput, *batch: ForwardBatch) -> mx.array | PendingProduct:
         """See FusableSublayer."""
         product = self.experts.routed_sum(x, self.gate, self.spec.routing)
         if product is not None:
-            return self.whole_sum(product()) if self.divided else product
+            return self.whole_product(product)
         x = computed(x)
         chosen, weights = _softmax_route(self.gate(x), self.spec.chosen, self.spec.normed)
         out = (self.experts(x, chosen) * weights[..., None]).sum(axis=-2).astype(x.dtype)
@@ -251,14 +251,14 @@ class _SigmoidMoE(FusableSublayer):
         self.correction = builder.tensor(f"{name}.gate.{CORRECTION}")
         self.experts = builder.switch_glu(f"{name}.switch_mlp")
         self.shared = spec.build_shared(builder, name)
-        self.whole_sum, self.divided = builder.whole_sum, builder.divided
+        self.whole_sum, self.whole_product = builder.whole_sum, builder.whole_product
 
     def pending(self, x: LinearInput, *batch: ForwardBatch) -> mx.array | PendingProduct:
         """See FusableSublayer."""
         spec = self.spec
         product = self.experts.routed_sum(x, self.gate, spec.routing, self.correction, self.shared)
         if product is not None:
-            return self.whole_sum(product()) if self.divided else product
+            return self.whole_product(product)
         x = computed(x)
         chosen, weights = _sigmoid_route(self.gate(x), self.correction, spec)
         out = (self.experts(x, chosen) * weights[..., None]).sum(axis=-2).astype(x.dtype)

@@ -139,7 +139,7 @@ class _GptOssExperts(FusableSublayer):
         self.spec = spec
         self.router = builder.linear(f"{name}.router")
         self.experts = builder.switch_glu(f"{name}.experts", ClampedSwiGLU(spec.limit))
-        self.whole_sum, self.divided = builder.whole_sum, builder.divided
+        self.whole_sum, self.whole_product = builder.whole_sum, builder.whole_product
 
     def pending(self, x: LinearInput, *batch: ForwardBatch) -> mx.array | PendingProduct:
         """See FusableSublayer."""
@@ -149,7 +149,7 @@ class _GptOssExperts(FusableSublayer):
         routing = RoutingParams(spec.count, spec.chosen, sigmoid=False, normed=True)
         product = self.experts.routed_sum(x, self.router, routing)
         if product is not None:
-            return self.whole_sum(product()) if self.divided else product
+            return self.whole_product(product)
         x = computed(x)
         logits = self.router(x)
         chosen = mx.argpartition(logits, kth=-spec.chosen, axis=-1)[:, -spec.chosen :]

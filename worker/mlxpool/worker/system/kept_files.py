@@ -24,6 +24,7 @@ from typing import Any
 
 import mlxpool.worker
 from mlxpool.common.process import private_temp
+from mlxpool.common.version import VERSION
 from mlxpool.worker.versions import version_of
 
 Key = Mapping[str, Any]  # of JSON's types
@@ -115,7 +116,7 @@ def _remove_oldest(folder: Path) -> None:
 @cache
 def code() -> dict[str, str]:
     """The part of a key that names our code: any file of the worker that changes changes it."""
-    digest = hashlib.sha256(version_of("mlxpool").encode())
+    digest = hashlib.sha256(VERSION.encode())
     root = Path(mlxpool.worker.__file__).parent
     for file in sorted(root.rglob("*.py")):
         status = file.stat()

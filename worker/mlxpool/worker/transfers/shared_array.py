@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import weakref
 from typing import Any
 
 import mlx.core as mx
@@ -22,8 +23,10 @@ SETS = 3
 LEAST_NUMBERS = 4096  # of the memory of a pass
 ALIGNMENT = 32  # numbers between the beginnings of two arrays in it
 
-# Of cuMemAdvise: the memory stays with the host, and the device reads and writes it there.
+# Of cuMemAdvise: the memory stays with the host, and the device reads and writes it there; and the
+# end of both.
 _PREFERRED_LOCATION, _ACCESSED_BY, _HOST, _DEVICE = 3, 5, -1, 0
+_NO_LOCATION, _NO_ACCESS = 4, 6
 
 Numbers = npt.NDArray[Any]
 
@@ -35,7 +38,10 @@ class SharedArray:
         self.array = mx.zeros((size,), dtype=mx.int32)
         mx.eval(self.array)
         self.numbers = np.array(self.array, copy=False)  # a view; MLX moves the array to the host
-        _keep_on_host(self.numbers)
+        place = self.numbers.ctypes.data, self.numbers.nbytes
+        _advise(*place, _PREFERRED_LOCATION, _ACCESSED_BY)
+        # MLX keeps freed memory for the outputs of operations, which belong on the device.
+        weakref.finalize(self, _advise, *place, _NO_LOCATION, _NO_ACCESS).atexit = False
 
 
 def aligned(count: int) -> int:
@@ -43,13 +49,13 @@ def aligned(count: int) -> int:
     return -(-count // ALIGNMENT) * ALIGNMENT
 
 
-def _keep_on_host(numbers: Numbers) -> None:
-    """Asks the driver to leave managed memory on the host, where the device addresses it, too.
+def _advise(address: int, size: int, location: int, access: int) -> None:
+    """Tells the driver where `size` bytes of managed memory should be, and who addresses them.
 
-    Without it pages move to where they are used, which takes longer and is right as well.
+    Without advice pages move to where they are used, which takes longer and is right as well.
     """
     with contextlib.suppress(OSError, AttributeError):
         advise = ctypes.CDLL("libcuda.so.1").cuMemAdvise
-        address, size = ctypes.c_uint64(numbers.ctypes.data), ctypes.c_size_t(numbers.nbytes)
-        advise(address, size, _PREFERRED_LOCATION, _HOST)
-        advise(address, size, _ACCESSED_BY, _DEVICE)
+        where, count = ctypes.c_uint64(address), ctypes.c_size_t(size)
+        advise(where, count, location, _HOST)
+        advise(where, count, access, _DEVICE)

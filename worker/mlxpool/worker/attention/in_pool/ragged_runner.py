@@ -28,6 +28,7 @@ from mlxpool.worker.decode_pass import choice
 from mlxpool.worker.decode_pass.kernel import MAX_LINES
 from mlxpool.worker.kernels import kernel_cache, ragged_attention
 from mlxpool.worker.kernels.compiled_passes import ComputedKinds
+from mlxpool.worker.kernels.device import evaluate_in_own_memory
 from mlxpool.worker.kernels.sampling import known_tokens
 from mlxpool.worker.kernels.work_list import HIGH, Spans, WorkLists, capacity_of
 from mlxpool.worker.layers.model_plan import Model
@@ -141,7 +142,7 @@ class RaggedRunner:
                 model, pool.shape.dtype, pool.arrays, windows, self._tables.array, frequencies_of
             )
         self._none = mx.zeros((rows,), dtype=mx.int32)
-        mx.eval(self._none, self._memory.arrived, self._memory.partial)
+        evaluate_in_own_memory([self._none, self._memory.arrived, self._memory.partial])
         self._passes: dict[PlanShape, OnePass] = {}
         self.kinds = ComputedKinds()
         self._decoding: DecodingRows | None = None  # of the newest pass, if it was such a pass
