@@ -1,0 +1,142 @@
+"""Counts sentences that often need a second reading: nine patterns, see CONTRIBUTING.md.
+
+Reads docstrings, comments, help texts and error texts of the Python files, and the pages. It is a
+report: no number of hits fails it, because a pattern also fits sentences that are clear.
+
+Usage: plain_words.py [--list] [FOLDER OR FILE ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import re
+import subprocess
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+PATTERNS = {
+    "one that, those that": r"\b(?:ones?|those|that|all) (?:that|which|of which|whose|with which)\b",
+    "what is, what has, as a noun": r"(?<!\A)(?<![.?!:] )\bwhat (?:is|are|has|have|was|it|they|a|an|the|he|each|its)\b",
+    "where, for if": r"(?:(?<=^)|(?<=[,;:.] )|(?<=\bhere and there ))[Ww]here (?!it is|they are)|\b(?:is|are|one|that|True|False|None|0) where\b",
+    "of which, behind which": r"\b(?:of|for|in|by|with|from|at|to|behind|beside|on) (?:which|whom)\b",
+    "behind, for after": r"\bbehind\b",
+    "says, tells, of data": r"\b(?:says?|said|tells?|told)\b",
+    "is no, are none": r"\b(?:is|are|was|were|has|have|gives?|takes?) (?:no|none|neither)\b(?! longer)",
+    "so many, so much": r"\b(?:so|as) (?:many|much|long|few)\b(?! as)",
+    "a line without its noun": r"\A(?:Of|What|Whether|In|By|From|For|At|To|With|Beside|Behind|Those|One|Where) ",
+}
+COMPILED = {name: re.compile(pattern) for name, pattern in PATTERNS.items()}
+MIN_WORDS = 4  # of a string constant that counts as a sentence
+SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z`'\"(])")
+
+
+class Text(NamedTuple):
+    """A sentence, and where it begins."""
+
+    file: Path
+    line: int
+    sentence: str
+
+
+def main() -> None:
+    """Prints the hits of each pattern, and with --list each sentence with its place."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--list", action="store_true", help="each sentence with its place")
+    parser.add_argument("paths", nargs="*", type=Path)
+    given = parser.parse_args()
+    counts, every, marked = Counter[str](), 0, 0
+    for text in sentences(given.paths or [ROOT]):
+        every += 1
+        found = hits(text.sentence)
+        counts.update(found)
+        marked += bool(found)
+        if given.list and found:
+            print(f"{text.file}:{text.line}: [{'; '.join(found)}] {text.sentence}")
+    for name in PATTERNS:
+        print(f"{counts[name]:6} {name}")
+    print(f"{marked} of {every} sentences have one of them")
+
+
+def hits(sentence: str) -> list[str]:
+    """The names of the patterns that fit a sentence."""
+    return [name for name, pattern in COMPILED.items() if pattern.search(sentence)]
+
+
+def sentences(paths: list[Path]) -> Iterator[Text]:
+    """Yields all sentences of the tracked files under these paths."""
+    names = subprocess.run(
+        ["git", "ls-files", "--", *map(str, paths)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    for name in names:
+        texts = {".py": of_python, ".md": of_page}.get(Path(name).suffix)
+        if texts is None or name == "CHANGELOG.md":
+            continue
+        for line, text in texts((ROOT / name).read_text()):
+            for sentence in SENTENCE.split(" ".join(text.split())):
+                if len(sentence.split()) >= MIN_WORDS:
+                    yield Text(Path(name), line, sentence)
+
+
+def of_python(source: str) -> Iterator[tuple[int, str]]:
+    """Yields line and text of docstrings, comments and strings that are sentences."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.JoinedStr):
+            parts = [one.value if isinstance(one, ast.Constant) else "X" for one in node.values]
+            if len("".join(map(str, parts)).split()) >= MIN_WORDS:
+                yield node.lineno, "".join(map(str, parts))
+            for inner in ast.walk(node):
+                if isinstance(inner, ast.Constant):
+                    inner.value = None
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            for offset, part in enumerate(re.split(r"\n\s*\n", node.value)):
+                if len(part.split()) >= MIN_WORDS:
+                    yield node.lineno + 2 * offset, part
+    comments: list[tuple[int, str]] = []
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type != tokenize.COMMENT:
+            continue
+        text = token.string.lstrip("#: ")
+        if text.startswith(("noqa", "type:", "fmt:", "pragma")):
+            continue
+        if comments and comments[-1][0] + comments[-1][1].count("\n") + 1 == token.start[0]:
+            comments[-1] = comments[-1][0], f"{comments[-1][1]}\n{text}"
+        else:
+            comments.append((token.start[0], text))
+    yield from comments
+
+
+def of_page(source: str) -> Iterator[tuple[int, str]]:
+    """Yields line and text of the paragraphs, items and table cells of a page."""
+    fenced = False
+    paragraph: list[str] = []
+    begin = 0
+    for number, line in enumerate([*source.splitlines(), ""], 1):
+        if line.lstrip().startswith("```"):
+            fenced = not fenced
+            line = ""
+        if fenced:
+            continue
+        new = re.match(r"\s*(?:[-*] |\d+\. |#|\|)", line)
+        if paragraph and (new or not line.strip()):
+            yield begin, " ".join(paragraph)
+            paragraph = []
+        if line.lstrip().startswith("|"):
+            for cell in line.strip().strip("|").split("|"):
+                yield number, cell.strip()
+        elif line.strip():
+            begin = begin if paragraph else number
+            paragraph.append(re.sub(r"^\s*(?:[-*] |\d+\. |#+ )", "", line).strip())
+
+
+if __name__ == "__main__":
+    main()
