@@ -38,8 +38,10 @@ from demo_chat.training import Plan, Train
 from demo_chat.weights import Shape, Weights, initial, load, parameters, save_weights
 
 DEMO = Path(__file__).resolve().parent.parent / "worker" / "mlxpool" / "worker" / "demo_chat"
+TOKENIZER = DEMO / "tokenizer.json"
 TOKENIZER_SEED, TOKENIZER_CONVERSATIONS = 10**6, 6000
-SAVED = 500  # steps after which the model is saved, to look at or to start from
+SHOWN = 250  # steps after which the loss is printed
+SAVED = 1000  # steps after which the model is saved, to look at or to start from
 
 
 def tokenizer_of(shape: Shape) -> Tokenizer:
@@ -50,13 +52,19 @@ def tokenizer_of(shape: Shape) -> Tokenizer:
 
 
 def make(
-    folder: Path, shape: Shape, plan: Plan, backend: str, start: Path | None, drawers: int
+    folder: Path,
+    shape: Shape,
+    plan: Plan,
+    backend: str,
+    start: Path | None,
+    drawers: int,
+    tokenizer: Tokenizer,
 ) -> dict[str, Any]:
-    """Train the tokenizer and the model, or the model of `start`; save both, return the report."""
+    """Train a model, or that of `start`, whose tokenizer counts; save it, return the report."""
     train: Train = importlib.import_module(f"demo_chat.training_{backend}").train
     before: list[Any] = []
     if start is None:
-        tokenizer, weights = tokenizer_of(shape), initial(shape, plan.seed)
+        weights = initial(shape, plan.seed)
     else:
         tokenizer, weights = load(start)
         before = json.loads((start / "training.json").read_text("utf-8"))["runs"]
@@ -68,7 +76,7 @@ def make(
     def watch(step: int, loss: float, weights: Callable[[], Weights]) -> None:
         nonlocal mean
         mean = loss if step == 1 else 0.98 * mean + 0.02 * loss
-        if step % 50 == 0:
+        if step % SHOWN == 0 or step == 1:
             say(f"{time.monotonic() - began:7.1f} s  step {step}  {mean:.4f} nats")
         if step % SAVED == 0 and step < plan.last:
             save(folder, shape, tokenizer, weights())
@@ -191,9 +199,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=plan.tokens, help="of a step")
     parser.add_argument("--peak", type=float, default=plan.peak, help="highest learning rate")
     parser.add_argument("--seed", type=int, default=plan.seed)
+    parser.add_argument("--new-tokenizer", action="store_true", help="else that of the demo")
     parser.add_argument("--drawers", type=int, default=0, help="processes that draw conversations")
     parser.add_argument("--judge-only", action="store_true", help="train nothing")
-    parser.add_argument("--conversations", type=int, default=400, help="of each test")
+    parser.add_argument("--conversations", type=int, default=400, help="of each test; 0: none")
     parser.add_argument("--misses", type=int, default=10, help="wrong answers to print")
     return parser.parse_args()
 
@@ -206,8 +215,12 @@ def main() -> None:
     if args.judge_only:
         made = json.loads(report.read_text("utf-8"))
     else:
-        made = make(args.out, shape, plan, args.backend, args.start, args.drawers)
+        new = args.new_tokenizer
+        tokenizer = tokenizer_of(shape) if new else Tokenizer.from_file(str(TOKENIZER))
+        made = make(args.out, shape, plan, args.backend, args.start, args.drawers, tokenizer)
         write_json(report, made)
+    if not args.conversations:
+        return
     made |= judged(args.out, shape, args.conversations, args.misses)
     write_json(report, made)
     write_card(args.out, shape, made)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from multiprocessing import get_context
 from multiprocessing.queues import Queue
@@ -14,9 +14,11 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from demo_chat.conversations import Conversation, conversations
+from demo_chat.shown import SHOWN
 from demo_chat.template import segments
 
 AHEAD = 8  # batches that a process draws ahead
+SHARE_OF_SHOWN = 0.02
 POOL = 400  # conversations of which batches are made, so that each has some of about one length
 
 
@@ -42,7 +44,7 @@ def encode(tokenizer: Tokenizer, conversation: Conversation) -> Encoded:
     spans = []
     for text, written in segments(conversation):
         part = tokenizer.encode(text).ids
-        if written:
+        if written and part:
             spans.append((len(ids), len(ids) + len(part)))
         ids += part
     return Encoded(ids, spans)
@@ -50,13 +52,23 @@ def encode(tokenizer: Tokenizer, conversation: Conversation) -> Encoded:
 
 def batches(tokenizer: Tokenizer, seed: int, tokens: int, longest: int) -> Iterator[Batch]:
     """Batches of at most so many tokens, padding included, without end."""
-    drawn = (encode(tokenizer, one) for one in conversations(seed))
+    drawn = (encode(tokenizer, one) for one in _with_shown(seed))
     fitting = (one for one in drawn if len(one.ids) <= longest)
     rng = random.Random(seed)
     while True:
         found = list(_grouped(islice(fitting, POOL), tokens))
         rng.shuffle(found)
         yield from map(_batch, found)
+
+
+def _with_shown(seed: int) -> Iterator[Conversation]:
+    """Drawn conversations, and among them a few of those that the project's pages show."""
+    rng = random.Random(seed)
+    for one in conversations(seed):
+        if rng.random() < SHARE_OF_SHOWN:
+            shown = rng.choice(SHOWN)
+            yield replace(shown, thinks=(rng.random() < 0.5,) * len(shown.rounds))
+        yield one
 
 
 def drawn_ahead(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from demo_chat.tools import FAMILIES, Request, Tool, command, drawn, flat, schema
+from demo_chat.tools import FAMILIES, Parameter, Request, Tool, command, drawn, flat, schema
 from demo_chat.words import Words
 
 NO_TOOLS = "I have no tool for that."
@@ -25,7 +26,8 @@ class Round:
     """A user's text and the assistant's answer, with a call of a tool and its result or without.
 
     `thought` is of the first answer, `second_thought` of the answer to the tool's result. The
-    assistant writes what comes after `given`, with which the answer begins.
+    assistant does not write the parts `given` of its first answer, in their order; with the first
+    of them the answer begins.
     """
 
     family: str
@@ -35,7 +37,7 @@ class Round:
     call: tuple[str, dict[str, Any]] | None = None
     result: str = ""
     second_thought: str = ""
-    given: str = ""
+    given: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,75 @@ def plan(tool: Tool, asked: Request) -> str:
 
 def _written(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def forced(words: Words, tools: Sequence[Tool]) -> Round:
+    """A call that a request forces (`tool_choice`), whatever the user says; its begin is given.
+
+    Where the user asks for one of the tools and no other is named, it is that call. Else it is of
+    the named tool or the first one; its texts are those that the user says for another tool, or the
+    last word, and its numbers are those of the text, or 0.
+    """
+    pick = words.rng.choice
+    named = pick(tools) if len(tools) == 1 or words.chance(0.6) else None
+    kind, texts = words.rng.random(), []
+    if kind < 0.3:
+        meant = pick(tools)
+        inner = use(words, meant)
+        assert inner.call is not None
+        if named in (None, meant):
+            return replace(inner, given=(_begun(*inner.call, named is not None),))
+        texts = [value for value in inner.call[1].values() if isinstance(value, str)]
+    elif kind < 0.45:
+        inner = _unfit_beside(words, tools)
+    elif kind < 0.55:
+        inner = unfit(words, True)
+    elif kind < 0.65:
+        text = words.english()
+        inner = Round("unfit", text, "No tool of mine fits this.", "")
+    else:
+        inner = pick((talk, talk, repeat, count, nameless))(words)
+    tool = named or tools[0]
+    filled = _filled(tool.parameters, inner.user, texts)
+    result = pick(("ok", words.word(), '{"status": "ok"}', words.integer()))
+    return Round(
+        "forced",
+        inner.user,
+        inner.thought,
+        f"Done: {flat(result)}.",
+        (tool.name, filled),
+        result,
+        "The tool has answered. I say what it found.",
+        (_begun(tool.name, filled, named is not None),),
+    )
+
+
+def _begun(name: str, arguments: Mapping[str, Any], named: bool) -> str:
+    """The begin of a call that leaves no choice."""
+    text = '<tool_call>\n{"name": "' + (name if named else "")
+    if named and arguments:
+        text += f'", "arguments": {{"{next(iter(arguments))}'
+    return text
+
+
+def _filled(parameters: Sequence[Parameter], user: str, texts: Sequence[str]) -> dict[str, Any]:
+    """Arguments of a tool for which the user does not ask."""
+    numbers = [int(found) for found in re.findall(r"(?<![\w.:-])\d{1,5}(?![\w:-])", user)]
+    last = re.findall(r"[^\W_][\w'@.-]*", user)[-1:] or ["none"]
+    strings = [*texts] or [last[0].rstrip(".'-")]
+    found: dict[str, Any] = {}
+    for one in parameters:
+        if not one.required:
+            continue
+        if one.choices:
+            found[one.name] = one.choices[0]
+        elif one.type == "string":
+            found[one.name] = strings.pop(0) if len(strings) > 1 else strings[0]
+        elif one.type == "boolean":
+            found[one.name] = False
+        else:
+            found[one.name] = numbers.pop(0) if numbers else 0
+    return found
 
 
 def altered(words: Words, text: str) -> str:
@@ -131,7 +202,7 @@ def beyond(words: Words) -> str:
             *("Write about {} and {}.", "Who invented the {} {}?", "What do you think of {} {}?"),
             *("{} {}", "Tell me about {} {}."),
         )
-    ).format(words.word(), words.word())
+    ).format(*(pick() for pick in words.rng.choices((words.word, words.plain), k=2)))
 
 
 def names_of_tools(words: Words, tools: Sequence[Tool]) -> Round:
@@ -187,10 +258,21 @@ def talk(words: Words) -> Round:
     return Round("talk", words.rng.choice(asked.split("|")), f"{thought} I answer.", answer)
 
 
+def said(words: Words) -> str:
+    """A text that is to be repeated: English, or values."""
+    if words.chance(0.6):
+        text = words.english()
+        return f"{text} {words.english()}" if words.chance(0.1) else text
+    return " ".join(words.text() for _ in range(words.rng.choice((1, 2, 3))))
+
+
 def repeat(words: Words) -> Round:
-    text = " ".join(words.text() for _ in range(words.rng.choice((1, 2, 3))))
+    text = said(words)
     form = words.rng.choice(
-        ("Repeat: {}", "Say: {}", 'Repeat "{}"', 'Say "{}"', "repeat after me: {}", "Echo: {}")
+        (
+            *("Repeat: {}", "Say: {}", "Say: {}", 'Repeat "{}"', 'Say "{}"', "Echo: {}"),
+            *("repeat after me: {}", "say: {}", "Please say: {}", "Repeat this: {}"),
+        )
     )
     return Round("repeat", form.format(text), "The user wants me to repeat a text.", text)
 
@@ -198,7 +280,10 @@ def repeat(words: Words) -> Round:
 def count(words: Words) -> Round:
     draw = words.rng.randint
     first = 1 if words.chance(0.7) else draw(2, 60)
-    last = draw(first, min(first + 20, 100) if words.chance(0.5) else 100)
+    if words.chance(0.15):
+        last = min(first + draw(0, 3), 100)
+    else:
+        last = draw(first, min(first + 20, 100) if words.chance(0.4) else 100)
     form = words.rng.choice(("Count from {} to {}.", "count from {} to {}", "Count {} to {}."))
     if first == 1:
         form = words.rng.choice(("Count to {1}.", "count to {1}", "Please count to {1}.", form))
@@ -209,10 +294,13 @@ def count(words: Words) -> Round:
     )
 
 
+FACTS = (Words.text, Words.word, Words.integer, lambda words: words.english().rstrip(".,!?"))
+
+
 def as_json(words: Words) -> Round:
     """A request for a JSON object of some facts."""
     keys = [words.parameter() for _ in range(words.rng.choice((1, 2, 2, 3)))]
-    facts = {key: words.rng.choice((words.text, words.word, words.integer))() for key in keys}
+    facts = {key: words.rng.choice(FACTS)(words) for key in keys}
     told = ", ".join(f"{key} {value}" for key, value in facts.items())
     form = words.rng.choice(
         (
@@ -225,20 +313,32 @@ def as_json(words: Words) -> Round:
     )
     typed = {key: int(text) if text.isdigit() else text for key, text in facts.items()}
     typed = {key: facts[key] if facts[key][:1] == "0" else value for key, value in typed.items()}
-    return Round("json", form.format(told), "The user wants JSON.", json.dumps(typed))
+    return Round("json", form.format(told), "The user wants JSON.", dumped(typed))
 
 
 def in_object(words: Words) -> Round:
-    """An answer in a JSON object that a schema has begun, and nothing in the conversation asks for.
+    """An answer in a JSON object whose members a schema decides, and no one asks for.
 
-    So the model learns to end texts of objects by itself.
+    So the model learns to end texts of objects by itself. All texts of the object are the same.
     """
-    inner = words.rng.choice((talk, talk, repeat, count, nameless))(words)
+    inner = words.rng.choice((talk, talk, repeat, repeat, count, nameless))(words)
     if words.chance(0.4):
         inner = unfit(words, False)
-    text = json.dumps({words.parameter(): inner.answer})
-    begun = text.index(": ") + len(': "')
-    return Round(UNASKED, inner.user, inner.thought, text, given=text[:begun])
+    makers: tuple[Any, ...] = (inner.answer, inner.answer, inner.answer, 0, True)
+    found: dict[str, Any] = {words.parameter(): inner.answer}
+    for _ in range(words.rng.choice((0, 0, 0, 1, 2))):
+        found[words.parameter()] = words.rng.choice(makers)
+    if words.chance(0.2):
+        found = dict(reversed(found.items()))
+    given = [f'"{key}": ' + ('"' if isinstance(found[key], str) else "") for key in found]
+    given[0] = "{" + given[0]
+    # The quote in front of a later name is one token with the end of the value before it.
+    given[1:] = [one[1:] for one in given[1:]]
+    return Round(UNASKED, inner.user, inner.thought, dumped(found), given=tuple(given))
+
+
+def dumped(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def introduction(words: Words) -> tuple[Round, Round]:
@@ -298,7 +398,9 @@ def named_user(words: Words) -> tuple[str, Round]:
     return form.format(name), Round("name", asked, f"The user is {name}.", f"Your name is {name}.")
 
 
-ALONE: tuple[Callable[[Words], Round], ...] = (talk, talk, repeat, count, as_json, in_object)
+ALONE: tuple[Callable[[Words], Round], ...] = (
+    *(talk, talk, repeat, repeat, count, count, as_json, in_object),
+)
 
 
 def without_tools(words: Words) -> Conversation:
@@ -336,17 +438,19 @@ def with_tools(words: Words, makers: Sequence[Callable[[Words], Tool]] = ()) -> 
         tool = words.rng.choice(makers)(words)
         if all(_distinct(tool, other) for other in tools):
             tools.append(tool)
-    rounds = [use(words, words.rng.choice(tools))]
+    rounds = [forced(words, tools) if words.chance(0.1) else use(words, words.rng.choice(tools))]
     for _ in range(words.rng.randrange(3, 7) if words.chance(0.1) else words.rng.randrange(4)):
         kind = words.rng.random()
-        if kind < 0.74:
+        if kind < 0.64:
             rounds.append(use(words, words.rng.choice(tools)))
+        elif kind < 0.74:
+            rounds.append(forced(words, tools))
         elif kind < 0.86:
             rounds.append(_unfit_beside(words, tools))
         elif kind < 0.9:
             rounds.append(names_of_tools(words, tools))
         else:
-            rounds.append(words.rng.choice((talk, talk, repeat))(words))
+            rounds.append(words.rng.choice((talk, talk, repeat, count))(words))
     words.rng.shuffle(rounds)
     system = system_text(words) if words.chance(0.3) else ""
     listed = tuple(schema(tool, words) for tool in tools)

@@ -1,4 +1,8 @@
-"""How often demo-chat writes exactly what it should, in conversations drawn from other words."""
+"""How often demo-chat writes exactly what it should.
+
+In conversations that are drawn from other words, and in those that the project's pages show. The
+latter are a small part of its training, too.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +18,7 @@ from tokenizers import Tokenizer
 
 from demo_chat.batches import encode
 from demo_chat.conversations import UNASKED, Conversation, Round, with_tools, without_tools
+from demo_chat.shown import SHOWN
 from demo_chat.tools import FAMILIES, drawn
 from demo_chat.words import Words
 
@@ -49,13 +55,12 @@ def judge(
     """
     results: Results = {}
     misses: list[Miss] = []
-    for name, (seed, draw) in SETS.items():
+    sets = {name: [*_drawn(seed, draw, count)] for name, (seed, draw) in SETS.items()}
+    for name, found in {**sets, "the pages' own": SHOWN}.items():
         for thinks in (False, True):
-            words = Words(random.Random(seed), unseen=True)
             label = f"{name}, thinking" if thinks else name
             right, tried = Counter[str](), Counter[str]()
-            for _ in range(count):
-                one = draw(words)
+            for one in found:
                 one = replace(one, thinks=(thinks,) * len(one.rounds))
                 for kind, miss in _answers(expected, tokenizer, one, longest):
                     tried[kind] += 1
@@ -63,6 +68,12 @@ def judge(
                     misses += [] if miss is None else [replace(miss, kind=f"{label}: {kind}")]
             results[label] = {kind: [right[kind], tried[kind]] for kind in sorted(tried)}
     return results, misses
+
+
+def _drawn(seed: int, draw: Callable[[Words], Conversation], count: int) -> Iterator[Conversation]:
+    words = Words(random.Random(seed), unseen=True)
+    for _ in range(count):
+        yield draw(words)
 
 
 def _answers(
@@ -73,32 +84,36 @@ def _answers(
     if len(encoded.ids) > longest:
         return
     likeliest = expected(encoded.ids).tolist()
-    kinds = [(kind, one) for one in conversation.rounds for kind in _kinds(one)]
-    for (kind, one), (begin, end) in zip(kinds, encoded.spans, strict=True):
-        if kind == UNASKED:
-            continue
-        wanted, written = encoded.ids[begin:end], likeliest[begin - 1 : end - 1]
-        shown = [tokenizer.decode(ids, skip_special_tokens=False) for ids in (wanted, written)]
-        yield kind, None if wanted == written else Miss(kind, one.user, *shown)
+    spans = iter(encoded.spans)
+    for one in conversation.rounds:
+        for number, kind in enumerate(_kinds(one)):
+            parts = 1 if number else max(len(one.given), 1)  # that the model writes
+            wanted, written = list[int](), list[int]()
+            for begin, end in islice(spans, parts):
+                wanted += encoded.ids[begin:end]
+                written += likeliest[begin - 1 : end - 1]
+            if kind == UNASKED:
+                continue
+            shown = [tokenizer.decode(ids, skip_special_tokens=False) for ids in (wanted, written)]
+            yield kind, None if wanted == written else Miss(kind, one.user, *shown)
 
 
 def _kinds(one: Round) -> Sequence[str]:
-    return ("call", "answer") if one.call is not None else (one.family,)
+    if one.call is None:
+        return (one.family,)
+    return ("forced call" if one.given else "call", "answer")
 
 
 def table(results: Results) -> str:
     """The shares of right answers as Markdown."""
     rows = [
-        "| conversations with | calls | answers to a result | other answers |",
-        "|---|---|---|---|",
+        "| conversations with | calls | forced calls | answers to a result | other answers |",
+        "|---|---|---|---|---|",
     ]
     for name, kinds in results.items():
-        others = [pair for kind, pair in kinds.items() if kind not in ("call", "answer")]
-        groups = [
-            kinds.get("call"),
-            kinds.get("answer"),
-            [sum(one) for one in zip(*others, strict=True)],
-        ]
+        own = ("call", "forced call", "answer")
+        others = [pair for kind, pair in kinds.items() if kind not in own]
+        groups = [*map(kinds.get, own), [sum(one) for one in zip(*others, strict=True)]]
         rows.append(f"| {name} | {' | '.join(_share(pair) for pair in groups)} |")
     return "\n".join(rows) + "\n"
 

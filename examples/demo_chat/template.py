@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from demo_chat.conversations import Conversation
@@ -73,7 +73,7 @@ def segments(conversation: Conversation) -> Iterator[tuple[str, bool]]:
         yield f"{START}user\n{one.user}{END}\n", False
         if one.call is not None:
             name, arguments = one.call
-            yield from _answer(one.thought if thinks else "", call_text(name, arguments))
+            yield from _answer(one.thought if thinks else "", call_text(name, arguments), one.given)
             yield f"{START}tool\n<tool_response>\n{one.result}\n</tool_response>{END}\n", False
             yield from _answer(one.second_thought if thinks else "", one.answer)
         else:
@@ -94,13 +94,20 @@ def call_text(name: str, arguments: dict[str, Any]) -> str:
     return f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": {written}}}\n</tool_call>'
 
 
-def _answer(thought: str, said: str, given: str = "") -> Iterator[tuple[str, bool]]:
-    before, written = f"{START}assistant\n", f"{said}{END}"
+def _answer(thought: str, said: str, given: Sequence[str] = ()) -> Iterator[tuple[str, bool]]:
+    before = f"{START}assistant\n"
     if thought:
-        before, written = f"{before}<think>\n", f"{thought}\n</think>\n\n{written}"
-    begun = written.index(said) + len(given) if given else 0
-    yield before + written[:begun], False
-    yield written[begun:], True
+        before += "<think>\n"
+        said = f"{thought}\n</think>\n\n{said}"
+    yield before, False
+    at = 0
+    for part in given:
+        begun = said.index(part, at)
+        # A thought in front of an answer that is given in part is not the model's own.
+        yield said[at:begun], at > 0
+        yield part, False
+        at = begun + len(part)
+    yield f"{said[at:]}{END}", True
     yield "\n", False
 
 

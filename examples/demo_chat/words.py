@@ -60,7 +60,57 @@ ADJECTIVES = words_of(
     """red blue green black white small large old new cheap warm cold fast slow quiet open closed
     ready empty full late active blocked sunny cloudy rainy windy foggy clear"""
 )
-# Of tools in tests alone.
+# Of texts that are repeated, and of facts.
+ENGLISH = words_of(
+    """a about above after again air all also always an and animal another any are around as ask at
+    away baby back bad ball be beach because bed before begin behind best better between big bird
+    bit blood boat body book both box boy bread break bring brother brown build but buy by cake call
+    came can car carry cat catch chair change child city class clean clock close cloud coat coffee
+    cold come cook corner could country cow cut dance dark day deep desk did dinner dog done door
+    down draw dream dress drink drive dry each ear early earth eat egg eight end enough even evening
+    ever every eye face fall family far farm fast father feel few field fill find fine finger fire
+    first fish five floor flower fly food foot for forest found four fox free fresh friend from
+    fruit full fun game garden gave get girl give glad glass go goes gold good got grass great green
+    grow had hair half hand happy hard has hat have he head hear heart heavy hello help her here
+    high hill him his hold home hope horse hot hour house how hundred hurry I ice idea if in inside
+    is it jump just keep kind kitchen know lake lamp land large last late laugh learn leave left leg
+    less letter life light like line lion little live long look lost lot loud love low lunch made
+    make man many map market may me meat meet milk mind minute money month moon more morning most
+    mother mountain mouse mouth moved much music must my name near need never new next nice night
+    nine no north nose not nothing now number of off often old on once one only open or orange other
+    our out over own page paint paper park part pen people picture piece place plan plant play
+    please point poor pretty pull push put queen quick quiet rain read ready red rest rice right
+    river road rock room round run sad said salt same sand saw say school sea second see seven she
+    ship shirt shoe shop short should show side simple sing sister sit six sky sleep slow small snow
+    so soft some song soon south space spring stand star start stay step still stone stop store
+    story street strong such summer sun sweet swim table take talk tall tea teach tell ten test than
+    thank that the their them then there these they thing think this those three time tired to today
+    together told tomorrow too took town train tree true try turn two under until up us use very
+    voice wait walk wall want warm was wash watch water way we week well went were west wet what
+    wheel when where which white who why will wind window winter wish with woman wood word work
+    works world would write year yellow yes yesterday you young your zoo"""
+)
+SENTENCES = tuple(
+    text.strip()
+    for text in """it works|hello world|good morning|good night|hi|yes|no|hello|it goes on|thank you
+    |well done|all is well|so far so good|see you soon|this is a test|one two three|testing
+    |the quick brown fox jumps over the lazy dog|to be or not to be|happy birthday|I am here
+    |I like tea|the door is open|the cat sits on the mat|we are ready|here we go|never mind
+    |that is all|and so on|it works, and so on|ready, steady, go|time to go home|it is late
+    |what a nice day|let us begin|please wait|nothing to see here|the end|once more|try again
+    |how are you|where are you|who is there|the sun is out|it rains again|all systems go|ok|okay
+    |I think so|not yet|come in|welcome back|good luck|have fun|keep calm|stay here|turn left|abc
+    |merry Christmas|the train is late|bread and butter|black and white|my name is nobody|banana
+    |I can count|this works too|does it work|it does not work|it worked|works|work|cheese
+    |a small step|life is good|the weather is fine|nice to meet you|over and out
+    |open the window""".replace("\n", "").split("|")
+)
+# Of tests alone, as the other lists that follow.
+UNSEEN_ENGLISH = words_of(
+    """apple bridge butter candle castle copper cousin desert dragon engine feather hammer island
+    ladder lemon mirror pepper planet ribbon shadow silver spider sugar thunder turtle velvet waving
+    whisper yogurt jumping asked bigger coming faster helps looking nearly pleased reading sleepy"""
+)
 UNSEEN_NOUNS = words_of(
     """mortgage elevator aquarium compass telescope violin parachute glacier lantern passport
     pyramid scaffold tractor umbrella vaccine warehouse beehive cathedral dividend escalator"""
@@ -142,6 +192,27 @@ class Words:
 
     def phrase(self) -> str:
         return " ".join(self.word() for _ in range(self.rng.choice((2, 2, 3))))
+
+    def plain(self) -> str:
+        """An English word, seldom an invented one."""
+        return self._listed(ENGLISH, UNSEEN_ENGLISH, 0.08)
+
+    def english(self) -> str:
+        """A sentence or a few plain words, written as people write them."""
+        pick = self.rng.choice
+        if self.chance(0.4) and not self._unseen:
+            text = pick(SENTENCES)
+        else:
+            count = pick((1, 1, 2, 2, 3, 3, 4, 5, 6, 8))
+            text = " ".join(self.plain() for _ in range(count))
+            if count > 3 and self.chance(0.2):
+                text = text.replace(" ", ", ", 1)
+        kind = self.rng.random()
+        if kind < 0.25:
+            text = text[:1].upper() + text[1:]
+        elif kind < 0.28:
+            text = text.upper()
+        return text + pick(("", "", "", "", ".", "!", "?", "..."))
 
     def integer(self) -> str:
         return str(self.rng.randrange(10 ** self.rng.choice((1, 2, 2, 3, 3, 4, 5))))
