@@ -330,10 +330,14 @@ def in_object(words: Words) -> Round:
         found[words.parameter()] = words.rng.choice(makers)
     if words.chance(0.2):
         found = dict(reversed(found.items()))
-    given = [f'"{key}": ' + ('"' if isinstance(found[key], str) else "") for key in found]
-    given[0] = "{" + given[0]
-    # The quote in front of a later name is one token with the end of the value before it.
-    given[1:] = [one[1:] for one in given[1:]]
+    # A name ends where a grammar leaves a choice of tokens: `": ` or `": "` follows. The quote in
+    # front of a later name is one token with the end of the value before it.
+    first, *others = found
+    if any(dumped(found).count(key) > 1 for key in others):  # it would be found in a text
+        found, others = {first: found[first]}, []
+    given = ['{"' + first, *others]
+    if words.chance(0.1):  # a schema of any object
+        found, given = {"answer": inner.answer}, ['{"']
     return Round(UNASKED, inner.user, inner.thought, dumped(found), given=tuple(given))
 
 

@@ -42,7 +42,7 @@ def repeated(text: str, form: str = "Say: {}") -> Round:
 
 def in_object(one: Round, member: str) -> Round:
     """The answer in an object that a schema asks for."""
-    begun = f'{{"{member}": "'
+    begun = f'{{"{member}'
     return Round("JSON", one.user, one.thought, dumped({member: one.answer}), given=(begun,))
 
 
