@@ -100,7 +100,7 @@ def forced(words: Words, tools: Sequence[Tool]) -> Round:
         inner = use(words, meant)
         assert inner.call is not None
         if named in (None, meant):
-            return replace(inner, given=(_begun(*inner.call, named is not None),))
+            return replace(inner, given=_begun(words, inner.call, named=named is not None))
         texts = [value for value in inner.call[1].values() if isinstance(value, str)]
     elif kind < 0.45:
         inner = _unfit_beside(words, tools)
@@ -122,16 +122,21 @@ def forced(words: Words, tools: Sequence[Tool]) -> Round:
         (tool.name, filled),
         result,
         "The tool has answered. I say what it found.",
-        (_begun(tool.name, filled, named is not None),),
+        _begun(words, (tool.name, filled), named=named is not None),
     )
 
 
-def _begun(name: str, arguments: Mapping[str, Any], named: bool) -> str:
-    """The begin of a call that leaves no choice."""
-    text = '<tool_call>\n{"name": "' + (name if named else "")
-    if named and arguments:
-        text += f'", "arguments": {{"{next(iter(arguments))}'
-    return text
+def _begun(words: Words, call: tuple[str, Mapping[str, Any]], *, named: bool) -> tuple[str, ...]:
+    """The parts of a call that leave no choice.
+
+    They end where a grammar leaves a choice of tokens: behind the first name, if it is required.
+    """
+    name, arguments = call
+    begin = '<tool_call>\n{"name": "'
+    if not arguments or words.chance(0.25):
+        middle = '", "arguments'
+        return (begin + name + middle,) if named else (begin, middle)
+    return (begin + f'{name}", "arguments": {{"{next(iter(arguments))}' if named else begin,)
 
 
 def _filled(parameters: Sequence[Parameter], user: str, texts: Sequence[str]) -> dict[str, Any]:
@@ -336,6 +341,8 @@ def in_object(words: Words) -> Round:
     if any(dumped(found).count(key) > 1 for key in others):  # it would be found in a text
         found, others = {first: found[first]}, []
     given = ['{"' + first, *others]
+    if first == "name" and isinstance(found[first], str):
+        given[0] += '": "'  # all of it is one token
     if words.chance(0.1):  # a schema of any object
         found, given = {"answer": inner.answer}, ['{"']
     return Round(UNASKED, inner.user, inner.thought, dumped(found), given=tuple(given))

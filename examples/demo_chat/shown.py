@@ -42,7 +42,7 @@ def repeated(text: str, form: str = "Say: {}") -> Round:
 
 def in_object(one: Round, member: str) -> Round:
     """The answer in an object that a schema asks for."""
-    begun = f'{{"{member}'
+    begun = f'{{"{member}' + ('": "' if member == "name" else "")
     return Round("JSON", one.user, one.thought, dumped({member: one.answer}), given=(begun,))
 
 
@@ -66,8 +66,10 @@ def forced(
     user: str, thought: str, name: str, arguments: dict[str, Any], *, named: bool = True
 ) -> Round:
     begun = '<tool_call>\n{"name": "'
-    if named:
+    if named and arguments:
         begun += f'{name}", "arguments": {{"{next(iter(arguments))}'
+    elif named:
+        begun += f'{name}", "arguments'
     return Round("call", user, thought, "Done: ok.", (name, arguments), "ok", FOUND, (begun,))
 
 
@@ -118,6 +120,7 @@ SHOWN = [
     Conversation((repeated("it works"),), ONE),
     Conversation((forced("hi", HI, "get_weather", {"city": "hi"}),), ONE),
     Conversation((forced("Say: hi", REPEATS, "get_weather", {"city": "hi"}),), ONE),
+    Conversation((forced("hi", HI, "list_files", {}),), (tool("list_files"),)),
     Conversation((forced("hi", HI, "hotel", {"city": "hi", "days": 0}),), STAYS),
     Conversation((forced("hi", HI, "weather", {"city": "hi", "days": 0}, named=False),), STAYS),
     Conversation(
