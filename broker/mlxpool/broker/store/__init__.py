@@ -1,4 +1,4 @@
 """The store of jobs, and the one thread that reads and writes it.
 
-It decides nothing: `operations.py` says what can be asked, `records.py` what is answered.
+It decides nothing: `operations.py` has the operations on the store, `records.py` their results.
 """

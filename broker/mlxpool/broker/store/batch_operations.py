@@ -1,8 +1,8 @@
-"""What can be asked of the store about files and batches, and what it answers.
+"""The store's operations on files and batches, and their results.
 
 A batch is a stored file whose lines become jobs a thousand at a time, when there is room for them.
-The store finds the lines; what is in them the broker reads. See operations.py for what all
-operations have in common.
+The store finds the lines; the broker reads their contents. operations.py describes the properties
+that all operations share.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mlxpool.broker.store.records import JobState, JobView, Name, Result, Scope
 MAX_LINE = 8 * 1024 * 1024  # bytes of a line of a batch
 MAX_OUTPUT = 2 * 1024 * 1024  # bytes of a job's output and end in a page of outcomes
 
-Place = tuple[float, bytes]  # in a list of files or batches: when one was created, and its id
+Place = tuple[float, bytes]  # the place of an entry in a list: time of its creation, id
 
 
 class FileView(Result, Struct, frozen=True):
@@ -37,21 +37,21 @@ class FileView(Result, Struct, frozen=True):
 
 
 class FileDiffers(Result, Struct, frozen=True):
-    """What was to be appended at `start` is not what the file has there; nothing was changed."""
+    """The part for `start` differs from the bytes that the file has there; nothing was changed."""
 
     file: FileView
     start: int
 
 
 class FileList(Result, Struct, frozen=True):
-    """Files in the order that was asked for; `more`: others follow them."""
+    """Files in the requested order; `more`: others follow them."""
 
     files: tuple[FileView, ...]
     more: bool = False
 
 
 class FilePart(Result, Struct, frozen=True):
-    """Bytes of a file from `start` on; none behind its end."""
+    """Bytes of a file from `start` on; none after its end."""
 
     file: FileView
     start: int
@@ -59,7 +59,7 @@ class FilePart(Result, Struct, frozen=True):
 
 
 class Outcomes(IntFlag):
-    """Which results of a batch: those of lines that are done, and all others."""
+    """A choice of a batch's results: those of done lines, and all others."""
 
     NONE = 0
     DONE = 1
@@ -67,9 +67,9 @@ class Outcomes(IntFlag):
 
 
 class BatchState(StrEnum):
-    """The states of a batch. Whether its jobs have all ended is counted, see BatchView.counts."""
+    """The states of a batch. BatchView.counts shows whether its jobs have all ended."""
 
-    OPEN = "open"  # lines are left that are no jobs yet
+    OPEN = "open"  # some lines have not become jobs yet
     FED = "fed"  # every line is a job or a failed line
     ENDED = "ended"
     CANCELLED = "cancelled"
@@ -77,12 +77,12 @@ class BatchState(StrEnum):
 
 
 class BatchView(Result, Struct, frozen=True):
-    """A batch. `next_line` is the number, from 0, of the first line that is no job yet.
+    """A batch. `next_line` is the number, from 0, of the first line that has not become a job yet.
 
-    `next_start` is where that line begins in the file, which has `file_size` bytes. `counts` has
-    the number of its jobs in each state, where lines that its deadline cut off before they were
-    jobs are expired, and `failed` the number of lines that could not become jobs.
-    `defaults` is what `SubmitBatch` was given: the store does not read it.
+    `next_start` is the offset of that line in the file, which has `file_size` bytes. `counts` has
+    the number of jobs in each state. It counts lines that the deadline cut off before they were
+    jobs as expired. `failed` is the number of lines that could not become jobs. `defaults` comes
+    from `SubmitBatch`: the store does not read it.
     """
 
     id: bytes
@@ -102,13 +102,13 @@ class BatchView(Result, Struct, frozen=True):
     keep: float | None
     notify: str
     forget: float | None = None
-    end_seq: int = 0  # of its end among the ends of all jobs and batches, 0 before
-    notice: str = ""  # waiting or given_up: the notice of its end was not delivered
-    deleted: Outcomes = Outcomes.NONE  # of its results before their time
+    end_seq: int = 0  # the number of its end among the ends of all jobs and batches; 0 before
+    notice: str = ""  # "waiting" or "given_up" if the notice of its end was not delivered
+    deleted: Outcomes = Outcomes.NONE  # the results that were deleted before their time
 
     @property
     def live(self) -> bool:
-        """Whether lines of it are still to become jobs, or wait, or run."""
+        """True while some of its lines are still to become jobs, or wait, or run."""
         states = (BatchState.OPEN, BatchState.FED, BatchState.CANCELLED)
         return self.ended is None and self.state in states
 
@@ -133,7 +133,7 @@ class BatchList(Result, Struct, frozen=True):
 
     @property
     def next(self) -> Place | None:
-        """The `behind` of the following question; None: these are the last."""
+        """The `behind` of the next ListBatches; None: these are the last."""
         return (self.batches[-1].created, self.batches[-1].id) if self.more else None
 
 
@@ -145,10 +145,10 @@ class BatchChanged(Result, Struct, frozen=True):
 
 
 class Lines(Result, Struct, frozen=True):
-    """The next lines of a batch, without their line ends. (number, where it begins, bytes).
+    """The next lines of a batch, without their line ends: (number, offset in the file, bytes).
 
-    `end` is where the line behind the last of them begins. `last`: the file ends there. Empty lines
-    are counted and left out. Of a line over MAX_LINE there are MAX_LINE + 1 bytes. `deadline_left`:
+    `end` is the offset of the line after the last of them. `last`: the file ends there. Empty lines
+    are counted and left out. A line over MAX_LINE is cut to MAX_LINE + 1 bytes. `deadline_left`:
     seconds until the deadline of the batch.
     """
 
@@ -161,11 +161,10 @@ class Lines(Result, Struct, frozen=True):
 
 
 class LineOutcome(Struct, frozen=True):
-    """What became of a line: a job, or a cause of failure.
+    """The outcome of a line: a job, or a cause of failure.
 
-    An ended job has its text and ids, or the blobs of its answer.
-
-    `whole` is false for a job with more output than a page may have; then it comes without.
+    An ended job has its text and ids, or the blobs of its answer. `whole` is false for a job with
+    more output than a page may have; then the outcome has no output.
     """
 
     line: int
@@ -189,8 +188,8 @@ class LineOutcomes(Result, Struct, frozen=True):
 class CreateFile(Operation, Struct, frozen=True):
     """Begin a file with its first part. Results: FileView, FileDiffers.
 
-    One that is there already stays; the part is then appended as AppendFile does. `keep`: seconds
-    from now, None until it is deleted. `max_bytes`: see AppendFile.
+    If the file exists, it stays, and AppendFile's rules hold for the part. `keep`: seconds from now
+    until the file is deleted; None: only DeleteFile deletes it. `max_bytes`: see AppendFile.
     """
 
     admits: ClassVar[bool] = True
@@ -213,11 +212,11 @@ class CreateFile(Operation, Struct, frozen=True):
 class AppendFile(Operation, Struct, frozen=True):
     """Append `data` at `start`, the present size. Results: FileView, FileDiffers, UnknownName.
 
-    Bytes that are there already are compared and skipped, so a part may be sent again, also to a
-    complete file; a start behind the size changes nothing, and the view says the size. `last`: the
-    file is complete. `max_bytes`: what the files of the owner may have in all, 0: no bound; above
-    it nothing is appended (`over_quota`). `keep`: seconds from the file's first part on, None: as
-    that has said.
+    Bytes that the file already has are compared and skipped, so a part may be sent again, also to a
+    complete file. A start after the end changes nothing; the view has the size. `last`: the file is
+    complete. `max_bytes`: the bound on the files of the owner together, 0: no bound; above it
+    nothing is appended (`over_quota`). `keep`: seconds since the file was created until it is
+    deleted; None: as its first part has it.
     """
 
     admits: ClassVar[bool] = True
@@ -236,7 +235,7 @@ class AppendFile(Operation, Struct, frozen=True):
 
 
 class ReadFile(Operation, Struct, frozen=True):
-    """Bytes of a file. Results: FilePart, UnknownName."""
+    """Read bytes of a file. Results: FilePart, UnknownName."""
 
     writes: ClassVar[bool] = False
     id: bytes
@@ -247,10 +246,10 @@ class ReadFile(Operation, Struct, frozen=True):
 
 
 class ListFiles(Operation, Struct, frozen=True):
-    """Files of a tenant, the newest first or the oldest. Result: FileList.
+    """List files of a tenant, the newest or the oldest first. Result: FileList.
 
-    `purpose` "": of all. `behind`: those that follow the file with this time and id, which need not
-    be there any more.
+    `purpose` "": files of all purposes. `behind`: only files that follow the one with this time and
+    id, which may have been deleted.
     """
 
     writes: ClassVar[bool] = False
@@ -265,7 +264,8 @@ class ListFiles(Operation, Struct, frozen=True):
 class DeleteFile(Operation, Struct, frozen=True):
     """Delete a file. Results: FileView, UnknownName; Refused while a batch needs it.
 
-    An open batch needs its file, and one made by a gateway the lines as long as it has results.
+    An open batch needs its file. A batch that a gateway made needs its lines as long as it has
+    results.
     """
 
     frees: ClassVar[bool] = True
@@ -277,10 +277,10 @@ class DeleteFile(Operation, Struct, frozen=True):
 class SubmitBatch(Operation, Struct, frozen=True):
     """Store a batch of a complete file. Results: BatchSubmitted, DuplicateKey, KeyGone.
 
-    Of a file that is not complete FileView, of one that is not there UnknownName.
+    The result is FileView if the file is not complete, and UnknownName if it does not exist.
 
-    `defaults` is for the broker, which reads the lines. Keys of batches and of jobs are apart.
-    `max_live`: how many batches of the owner may be live with it.
+    `defaults` is for the broker, which reads the lines. A batch and a job may have the same key.
+    `max_live`: the most live batches of the owner, this one included.
     """
 
     admits: ClassVar[bool] = True
@@ -296,7 +296,7 @@ class SubmitBatch(Operation, Struct, frozen=True):
 
 
 class ReadLines(Operation, Struct, frozen=True):
-    """The next lines of a batch that are no jobs yet. Results: Lines, UnknownName."""
+    """Read the next lines of a batch that have not become jobs. Results: Lines, UnknownName."""
 
     writes: ClassVar[bool] = False
     batch: bytes
@@ -307,11 +307,11 @@ class ReadLines(Operation, Struct, frozen=True):
 class AddLines(Operation, Struct, frozen=True):
     """Make jobs of lines, in one transaction. Results: BatchView, UnknownName.
 
-    `first_line` is the batch's `next_line`, or another call was first: nothing is changed, and the
-    view says where the batch is. `next_line`, `end` and `last` are those of `Lines`. `jobs` have
-    `batch` and `line`; `failed` and `expired` are (line, label, cause). A job whose key is taken
-    becomes a failed line. `expired` lines were cut off by the deadline of the batch: they count as
-    its expired jobs do.
+    If `first_line` is not the batch's `next_line`, another call was first: nothing is changed, and
+    the view has the present `next_line`. `next_line`, `end` and `last` are those of `Lines`. `jobs`
+    have `batch` and `line`; `failed` and `expired` are (line, label, cause). A job whose key is
+    taken becomes a failed line. The deadline of the batch cut off the `expired` lines: they count
+    as expired jobs.
     """
 
     admits: ClassVar[bool] = True
@@ -337,9 +337,10 @@ class ReadBatch(Operation, Struct, frozen=True):
 
 
 class ListBatches(Operation, Struct, frozen=True):
-    """Batches, the newest first. Result: BatchList. `states` empty: all. `owner` None: of all.
+    """List batches, the newest first. Result: BatchList.
 
-    `live`: those that have not ended. `behind`: those that follow the batch with this time and id.
+    `states` empty: batches in all states. `owner` None: batches of all owners. `live`: only batches
+    that have not ended. `behind`: only batches that follow the one with this time and id.
     """
 
     writes: ClassVar[bool] = False
@@ -352,9 +353,9 @@ class ListBatches(Operation, Struct, frozen=True):
 
 
 class CancelBatch(Operation, Struct, frozen=True):
-    """No line becomes a job any more, and at most `count` waiting jobs are cancelled.
+    """Make no further jobs of a batch, and cancel at most `count` of its waiting jobs.
 
-    Results: BatchChanged with those jobs, UnknownName. Repeat it while the batch has waiting ones.
+    Results: BatchChanged with those jobs, UnknownName. Repeat it while the batch has waiting jobs.
     """
 
     name: Name
@@ -363,9 +364,9 @@ class CancelBatch(Operation, Struct, frozen=True):
 
 
 class RetryBatch(Operation, Struct, frozen=True):
-    """At most `count` dead or expired jobs of a batch wait again. Results as of CancelBatch.
+    """Let at most `count` dead or expired jobs of a batch wait again. Results as of CancelBatch.
 
-    A batch that had ended has not any more. Nothing is changed of a cancelled or a gone one.
+    An ended batch becomes live again. A cancelled or gone batch is not changed.
     """
 
     name: Name
@@ -375,8 +376,8 @@ class RetryBatch(Operation, Struct, frozen=True):
 class ReleaseBatch(Operation, Struct, frozen=True):
     """Delete the results of an ended batch before their time. Results: BatchView, UnknownName.
 
-    Sweeps do it, some jobs at a time; `forget` of the view is in the past then. One that has not
-    ended stays as it is.
+    It sets `forget` of the batch to now, and the next sweeps delete some jobs at a time. A batch
+    that has not ended stays as it is.
     """
 
     frees: ClassVar[bool] = True
@@ -386,10 +387,10 @@ class ReleaseBatch(Operation, Struct, frozen=True):
 class ReleaseOutcomes(Operation, Struct, frozen=True):
     """Delete some results of an ended batch before their time. Results: BatchChanged, UnknownName.
 
-    At most `count` jobs lose theirs, which are those of the result: repeat it while there are as
-    many. The batch stays, and so do its counts; `deleted` of the view says from the first commit on
-    which results it has no more. With the last results go the lines that a gateway has written.
-    One that has not ended, or is gone, stays as it is.
+    At most `count` jobs lose their results. The result has these jobs: repeat it until there are
+    fewer than `count`. The batch and its counts stay. From the first commit on, `deleted` of the
+    view has the outcomes that are deleted. When the last results are deleted, so are the lines that
+    a gateway wrote. A batch that has not ended, or is gone, stays as it is.
     """
 
     frees: ClassVar[bool] = True
@@ -399,10 +400,10 @@ class ReleaseOutcomes(Operation, Struct, frozen=True):
 
 
 class EndBatch(Operation, Struct, frozen=True):
-    """A fed or cancelled batch without waiting jobs has ended. Results: BatchView, UnknownName.
+    """End a fed or cancelled batch without waiting jobs. Results: BatchView, UnknownName.
 
-    Another batch stays as it is, and the view says so. From its end on `keep` counts for it. One
-    with `notify` gets a notice, which names the files of its results as they are given here.
+    Any other batch stays as it is; its view shows that. `keep` counts from the end. A batch with
+    `notify` gets a notice, which names these two files of its results.
     """
 
     batch: bytes
@@ -411,9 +412,9 @@ class EndBatch(Operation, Struct, frozen=True):
 
 
 class ReadOutcomes(Operation, Struct, frozen=True):
-    """What became of the lines behind `after`. Results: LineOutcomes, UnknownName.
+    """Read the outcomes of the lines after `after`. Results: LineOutcomes, UnknownName.
 
-    Jobs that wait come without their output, and so do those with more than MAX_OUTPUT bytes.
+    Waiting jobs come without their output, and so do jobs with more than MAX_OUTPUT bytes.
     """
 
     writes: ClassVar[bool] = False

@@ -1,7 +1,7 @@
-"""Checksums of what is stored of a job, so that a bit which the disk has changed is never served.
+"""Checksums of the stored parts of a job: a bit that the disk has changed is never served.
 
-Each is a CRC-32, which any change of up to 32 bits in a row alters. The record, the request, the
-end and each chunk of output of a job have one of their own: damage to one never costs another.
+Each is a CRC-32, which detects any change within 32 bits in a row. The record, the request, the end
+and each chunk of output of a job have a checksum each, so damage to one part never costs another.
 """
 
 from __future__ import annotations
@@ -13,29 +13,32 @@ Part = bytes | str | int
 
 
 def of_chunk(seq: int, gen: int, pos: int, columns: Iterable[bytes]) -> int:
-    """Of output: `columns` are its packed ids, text, borders and log-probabilities."""
+    """Returns the checksum of output.
+
+    `columns` are its packed ids, text, borders and log-probabilities.
+    """
     return _crc(seq, gen, pos, *columns)
 
 
 def of_request(
     id: bytes, digest: bytes, kind: str, model: str, seed: int, request: bytes, notify: str
 ) -> int:
-    """The checksum of what a client has submitted, which no operation changes."""
+    """Returns the checksum of a client's submission, which no operation changes."""
     return _crc(id, digest, kind, model, seed, request, notify)
 
 
 def of_record(id: bytes, record: bytes) -> int:
-    """The CRC-32 of the packed record of a job."""
+    """Returns the checksum of the packed record of a job."""
     return _crc(id, record)
 
 
 def of_end(id: bytes, state: str, end: bytes) -> int:
-    """The checksum of how a job ended."""
+    """Returns the checksum of the end of a job."""
     return _crc(id, state, end)
 
 
 def _crc(*parts: Part) -> int:
-    """Of the parts with their lengths, so that no byte can move from one to the next."""
+    """Returns the CRC-32 of the parts and their lengths, so no byte can move to another part."""
     crc = 0
     for part in parts:
         data = part if isinstance(part, bytes) else str(part).encode(errors="surrogatepass")

@@ -16,7 +16,7 @@ Borders = tuple[tuple[int, int], ...]
 
 
 def pack_borders(borders: Borders) -> bytes:
-    """Pairs as little-endian u32, one after the other."""
+    """Pack pairs as little-endian u32, one after the other."""
     packed = array("I", chain.from_iterable(borders))
     if sys.byteorder == "big":
         packed.byteswap()
@@ -33,7 +33,7 @@ def unpack_borders(packed: bytes) -> Borders:
 
 
 def pack_text(text: str) -> bytes:
-    """UTF-8; half a surrogate pair, which a model can make, is kept."""
+    """Encode as UTF-8; half a surrogate pair, which a model can make, is kept."""
     return text.encode(errors="surrogatepass")
 
 
@@ -43,7 +43,7 @@ def unpack_text(packed: bytes) -> str:
 
 
 def stored_size(chunk: Chunk) -> int:
-    """Bytes that a chunk takes in its columns."""
+    """Returns the bytes that a chunk takes in its columns."""
     return (
         len(chunk.ids)
         + len(pack_text(chunk.text))
@@ -53,13 +53,13 @@ def stored_size(chunk: Chunk) -> int:
 
 
 def check(chunk: Chunk) -> None:
-    """Raises ValueError for a chunk that does not hold together."""
+    """Raises ValueError if the parts of a chunk contradict each other."""
     if not chunk.borders or len(chunk.ids) % ID_WIDTH:
         raise ValueError(f"a chunk of {len(chunk.ids)} bytes of ids, {len(chunk.borders)} steps")
     before = (0, 0)
     for border in chunk.borders:
         if border[0] <= before[0] or border[1] < before[1]:
-            raise ValueError(f"the border {border} of a chunk comes behind {before}")
+            raise ValueError(f"the border {border} of a chunk comes after {before}")
         before = border
     if before != (chunk.count, len(chunk.text)):
         raise ValueError(
@@ -69,7 +69,7 @@ def check(chunk: Chunk) -> None:
 
 
 def cut_from(chunk: Chunk, pos: int) -> Chunk:
-    """The chunk from the last border at or before `pos` on; all of it if there is none."""
+    """Returns the chunk from its last border at or before `pos` on; without one the whole chunk."""
     keep = 0  # steps that are left out
     while keep < len(chunk.borders) and chunk.pos + chunk.borders[keep][0] <= pos:
         keep += 1
@@ -77,10 +77,10 @@ def cut_from(chunk: Chunk, pos: int) -> Chunk:
 
 
 def cut_to(chunk: Chunk, max_bytes: int) -> Chunk:
-    """The first steps of a chunk that together take at most `max_bytes`, at least one."""
+    """Returns the first steps of a chunk that fit in `max_bytes`, but at least one step."""
     if chunk.size <= max_bytes or len(chunk.borders) == 1:
         return chunk
-    share = chunk.size / len(chunk.borders)  # steps are about alike
+    share = chunk.size / len(chunk.borders)  # steps have about the same size
     steps = max(1, int(max_bytes / share))
     part = _part(chunk, 0, steps)
     while part.size > max_bytes and steps > 1:
@@ -90,7 +90,7 @@ def cut_to(chunk: Chunk, max_bytes: int) -> Chunk:
 
 
 def _part(chunk: Chunk, first: int, last: int) -> Chunk:
-    """The steps from `first` up to `last`."""
+    """Returns the steps from `first` to before `last`."""
     if first == 0 and last == len(chunk.borders):
         return chunk
     from_id, from_text = chunk.borders[first - 1] if first else (0, 0)
@@ -108,7 +108,7 @@ def _part(chunk: Chunk, first: int, last: int) -> Chunk:
 
 
 def without_gap(chunks: Iterable[tuple[int, bytes]]) -> bytes:
-    """The packed ids of (pos, ids) in order of pos, up to the first gap."""
+    """Returns the packed ids of (pos, ids), in order of pos, up to the first gap."""
     joined = bytearray()
     for pos, ids in chunks:
         if ID_WIDTH * pos != len(joined):

@@ -1,7 +1,7 @@
-"""What a notice says: the JSON that is posted when a job or a batch has ended. Pure.
+"""Bodies of notices: the JSON that is posted when a job or a batch has ended. Pure functions.
 
-It is made in the transaction that stores the end, and is posted as it is at every try: whatever is
-done with the job or the batch afterwards changes nothing of it.
+A body is made in the transaction that stores the end, and every try posts the same body: later
+changes of the job or the batch do not change it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ JOB_ENDED = "job.ended"
 
 
 def notice_id(kind: str, subject: bytes, end_seq: int) -> str:
-    """The same for every try of a notice, and of no other one. `kind`: job or batch."""
+    """Returns the id of a notice, equal for all its tries and unique. `kind`: job or batch."""
     return f"{kind}_{subject.hex()}_{end_seq}"
 
 
 def origin_of(url: str) -> str:
-    """The scheme, host and port that a URL names; the URL itself if it has another form."""
+    """Returns scheme, host and port of a URL; the URL itself if it has another form."""
     try:
         return str(Target.parse(url).origin)
     except ValueError:
@@ -33,7 +33,7 @@ def origin_of(url: str) -> str:
 
 
 def job_notice(job: JobView) -> bytes:
-    """The notice of a job that has ended: `job` is as it is after its end."""
+    """Returns the notice of an ended job: `job` is its view after the end."""
     data = {
         "job": job.id.hex(),
         "key": job.scope.key,
@@ -49,10 +49,10 @@ def job_notice(job: JobView) -> bytes:
 
 
 def batch_outcome(batch: BatchView) -> str:
-    """How a batch has ended: completed, cancelled, expired or failed; "" if it has not, or is gone.
+    """Returns completed, cancelled, expired or failed; "" if the batch has not ended or is gone.
 
-    It has expired if its deadline ended lines of it, jobs or not, and has failed if no line of it
-    could become a job.
+    A batch has expired if its deadline ended some of its lines, jobs or not. It has failed if no
+    line could become a job.
     """
     if batch.ended is None or batch.state is BatchState.GONE:
         return ""
@@ -65,9 +65,10 @@ def batch_outcome(batch: BatchView) -> str:
 
 
 def batch_notice(batch: BatchView, output_file: str, error_file: str) -> bytes:
-    """The notice of a batch that has ended: `batch` is as it is after its end.
+    """Returns the notice of an ended batch: `batch` is its view after the end.
 
-    The files are named if they have lines: the first those that are done, the second all others.
+    It names a file only if that has lines: done lines are in `output_file`, all others in
+    `error_file`.
     """
     counts = {state.value: dict(batch.counts).get(state, 0) for state in sorted(ENDED)}
     done = counts[JobState.DONE.value]
@@ -91,7 +92,7 @@ def batch_notice(batch: BatchView, output_file: str, error_file: str) -> bytes:
 
 
 def _event(id: str, type: str, ended: float, data: Mapping[str, Any]) -> bytes:
-    """An event as Standard Webhooks and OpenAI's clients read it."""
+    """Returns an event in the form that Standard Webhooks and OpenAI's clients read."""
     moment = datetime.fromtimestamp(ended, UTC).isoformat(timespec="milliseconds")
     event = {
         "id": id,

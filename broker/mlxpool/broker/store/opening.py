@@ -1,4 +1,4 @@
-"""Chooses the store of the settings."""
+"""The choice between SQLite and PostgreSQL, by the setting `state_dir`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ POSTGRES = ("postgresql://", "postgres://")
 
 
 def opener(place: str, max_bytes: int, key_life: float = KEY_LIFE) -> Opener:
-    """The opener for a folder, or for the URL of a PostgreSQL database.
+    """Returns the opener of a folder, or of the URL of a PostgreSQL database.
 
     Raises StoreInUse and StoreUnusable, see SqliteOpener.
     """

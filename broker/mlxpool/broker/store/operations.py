@@ -1,10 +1,10 @@
-"""What can be asked of the store about jobs: one frozen record for each write and each read.
+"""The store's operations on jobs: one frozen record for each write and each read.
 
-Files and batches are in batch_operations.py. The results are in records.py; each docstring names
-those that its operation can have, and any operation can also be `Refused`. A write is told only
-after the commit that holds it, and changes nothing if its result is `Fate`, `UnknownName`,
+Files and batches are in batch_operations.py. The results are in records.py. Each docstring names
+the possible results of its operation; any operation can also be `Refused`. The result of a write
+comes only after its commit. A write has changed nothing if its result is `Fate`, `UnknownName`,
 `DuplicateKey`, `KeyGone` or `Refused`. Ages are seconds; the store adds them to its own clock.
-`held` are the ids of the jobs that the broker runs: on disk they wait.
+`held` are the ids of the jobs that the broker runs: on disk these jobs wait.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from mlxpool.broker.store.records import Chunk, Cursor, JobState, Name, Scope
 class Operation:
     """Base of all operations.
 
-    `urgent`: a commit is not delayed to gather more. `admits`: it brings new work, so that it is
-    refused first when the inbox fills or the bound in bytes comes near. `writes`: it can change
-    what is stored. `frees`: it deletes, concerns no job that runs, and so goes before others when
+    `urgent`: its commit is not delayed to gather more operations. `admits`: it brings new work, and
+    is refused first when the inbox fills or the store nears its bound in bytes. `writes`: it can
+    change the store. `frees`: it deletes, concerns no running job, and so goes before others when
     the disk is full.
     """
 
@@ -36,7 +36,7 @@ class Operation:
 
     @property
     def size(self) -> int:
-        """Bytes that it holds in memory while it waits, beside a small constant."""
+        """Bytes that the operation holds in memory while it waits, beside a small constant."""
         return 0
 
 
@@ -46,12 +46,13 @@ class Operation:
 class Submit(Operation, Struct, frozen=True):
     """Store a job. Results: Submitted, DuplicateKey, KeyGone.
 
-    `request` is the packed request, which the store does not read, and `blobs` are those of its
-    message: equal blobs of all jobs are stored once. `digest` says what makes two sendings the same
-    job. `delay`: not fed before so many seconds, `not_before` not before this time of day.
-    `deadline`: seconds from now, None for no deadline. `keep`: seconds for which the result is kept
-    after the end, None until it is released. `label` is the client's name of a line of a batch.
-    `max_jobs` and `max_bytes` are what the owner may have stored in all, 0 for no bound.
+    `request` is the packed request, which the store does not read. `blobs` are those of its
+    message: equal blobs of all jobs are stored once. Two submissions with the same `digest` are the
+    same job. `delay`: seconds before which it is not fed; `not_before`: a time of day before which
+    it is not fed. `deadline`: seconds from now, None for no deadline. `keep`: seconds between the
+    end and the deletion of the result; None: until it is released. `label` is the client's name of
+    a line of a batch. `max_jobs` and `max_bytes` bound the stored jobs and bytes of the owner, 0
+    for no bound.
     """
 
     admits: ClassVar[bool] = True
@@ -81,13 +82,12 @@ class Submit(Operation, Struct, frozen=True):
 
 
 class FeedNext(Operation, Struct, frozen=True):
-    """Take jobs that wait and are due, to be run. Result: Fed.
+    """Take waiting jobs that are due, to be run. Result: Fed.
 
-    One job of each owner in turn, owners in the order of their names from the first behind
-    `after_owner`, until `count` jobs are found or `max_bytes` of requests; of one owner the
-    earliest due first. Jobs in `held` and those of `but_owners` are passed over, and those whose
-    `starts` is below `min_starts` or from `below_starts` on. `starts` is raised before the result
-    is told.
+    Owners take turns, one job a turn, in the order of their names from the first after
+    `after_owner`. An owner's earliest due job comes first. It ends at `count` jobs or `max_bytes`
+    of requests. Skipped are jobs in `held`, jobs of `but_owners`, and jobs whose `starts` is below
+    `min_starts` or at least `below_starts`. `starts` is raised in the same commit.
     """
 
     model: str
@@ -102,10 +102,10 @@ class FeedNext(Operation, Struct, frozen=True):
 
 
 class Progress(Operation, Struct, frozen=True):
-    """Append output to a job that runs. Results: Durable, Fate, UnknownName.
+    """Append output to a running job. Results: Durable, Fate, UnknownName.
 
-    `chunk.pos` is the number of ids that are stored, or there is a gap and the result is `Fate`.
-    `facts` come with the first ids of a generation. `starts` becomes 0.
+    The result is `Fate` unless `chunk.pos` is the number of stored ids. `facts` come with the first
+    ids of a generation. `starts` becomes 0.
     """
 
     id: bytes
@@ -123,12 +123,13 @@ class Progress(Operation, Struct, frozen=True):
 
 
 class Finish(Operation, Struct, frozen=True):
-    """End a job that waits or runs, with its last output. Results: Changed, Fate, UnknownName.
+    """End a waiting or running job, with its last output. Results: Changed, Fate, UnknownName.
 
-    `state` is one of `ENDED`. `end` is the packed terminal, of at most MAX_END bytes, `answer` the
-    blobs of one that has an answer, of at most MAX_ANSWER bytes together. A job with `notify` gets
-    a notice. A `cause` is kept as a failure of the job, with `stacks` of a worker. `attempts` are
-    those that have failed in a row, with the last; None: as before. `patient`: it is not urgent.
+    `state` is one of `ENDED`. `end` is the packed terminal message, of at most MAX_END bytes.
+    `answer` are the blobs of an answer, of at most MAX_ANSWER bytes together. A job with `notify`
+    gets a notice. A `cause` is kept as a failure of the job, with `stacks` of a worker. `attempts`
+    is the number of failed attempts in a row, the last included; None: as before. `patient`: it is
+    not urgent.
     """
 
     id: bytes
@@ -154,10 +155,10 @@ class Finish(Operation, Struct, frozen=True):
 
 
 class Defer(Operation, Struct, frozen=True):
-    """Put a job that ran back: it waits and is due in `delay` seconds. Results as of Finish.
+    """Let a running job wait again; it is due in `delay` seconds. Results as of Finish.
 
-    `attempts` and `charge` replace those that are stored; `starts` too, unless None. A `cause` is
-    kept as a failure of the job, with `stacks` of a worker.
+    `attempts` and `charge` replace the stored values; `starts` too, unless None. A `cause` is kept
+    as a failure of the job, with `stacks` of a worker.
     """
 
     id: bytes
@@ -171,10 +172,10 @@ class Defer(Operation, Struct, frozen=True):
 
 
 class SetBack(Operation, Struct, frozen=True):
-    """A worker that ran the job was lost; the job goes on. Results: Done, Fate, UnknownName.
+    """Note that a job lost its worker; the job goes on. Results: Done, Fate, UnknownName.
 
-    `charge` replaces the one that is stored, so that it outlives the broker. `cause` is kept as a
-    failure of the job, with the `stacks` of the worker.
+    `charge` replaces the stored value, so that it outlives the broker. `cause` is kept as a failure
+    of the job, with the `stacks` of the worker.
     """
 
     id: bytes
@@ -191,7 +192,7 @@ class SetBack(Operation, Struct, frozen=True):
 class NewGeneration(Operation, Struct, frozen=True):
     """Begin the output of a job anew, as generation `gen` + 1 at 0. Results as of Finish.
 
-    For a worker whose model has another digest: the ids so far are deleted, its facts too.
+    It is used if the worker's model has another digest. The ids so far and the facts are deleted.
     """
 
     id: bytes
@@ -199,7 +200,7 @@ class NewGeneration(Operation, Struct, frozen=True):
 
 
 class Cancel(Operation, Struct, frozen=True):
-    """End a job that waits or runs as `cancelled`. Results: Changed, Fate, UnknownName."""
+    """End a waiting or running job as `cancelled`. Results: Changed, Fate, UnknownName."""
 
     name: Name
     end: bytes = b""
@@ -210,7 +211,7 @@ class Retry(Operation, Struct, frozen=True):
     """Let a dead or expired job wait again. Results: Changed, Fate, UnknownName.
 
     Its attempts, starts and charge become 0 and its quarantine ends. `new_generation`: the output
-    begins anew. `deadline`: seconds from now, None for none.
+    begins anew. `deadline`: seconds from now, None for no deadline.
     """
 
     name: Name
@@ -219,18 +220,18 @@ class Retry(Operation, Struct, frozen=True):
 
 
 class Release(Operation, Struct, frozen=True):
-    """Delete the result of an ended job; its key is `gone`. Results: Changed, Fate, UnknownName."""
+    """Delete the result of an ended job: it is `gone`. Results: Changed, Fate, UnknownName."""
 
     frees: ClassVar[bool] = True
     name: Name
 
 
 class Sweep(Operation, Struct, frozen=True):
-    """Do what time asks for, at most `count` jobs of each sort. Result: Swept.
+    """Expire and delete jobs past their times, at most `count` of each sort. Result: Swept.
 
     Waiting jobs past their deadline expire, unless they are `held`: the broker ends those itself.
-    Ended jobs past `forget` are gone, gone ones past `key_life` are deleted, and so are files and
-    batches past their time. `expired_end` is the packed terminal of those that expire.
+    Ended jobs past `forget` become gone, and gone jobs past `key_life` are deleted. So are files
+    and batches past their time. `expired_end` is the packed terminal message of expired jobs.
     """
 
     frees: ClassVar[bool] = True
@@ -250,14 +251,14 @@ class ReadJob(Operation, Struct, frozen=True):
 
 
 class ReadHistory(Operation, Struct, frozen=True):
-    """Look a job up, with what went wrong with it. Results: History, UnknownName."""
+    """Look a job up, with its failures. Results: History, UnknownName."""
 
     writes: ClassVar[bool] = False
     name: Name
 
 
 class ReadRequest(Operation, Struct, frozen=True):
-    """Read what was submitted. Results: StoredRequest, KeyGone, UnknownName."""
+    """Read the submission of a job. Results: StoredRequest, KeyGone, UnknownName."""
 
     writes: ClassVar[bool] = False
     id: bytes
@@ -266,10 +267,10 @@ class ReadRequest(Operation, Struct, frozen=True):
 class FetchPage(Operation, Struct, frozen=True):
     """Read output. Results: Page, JobRestarted, KeyGone, UnknownName.
 
-    Output that does not match its checksum is refused as `damaged`, and so is the end of a job.
+    Output or an end that does not match its checksum is refused as `damaged`.
 
-    `pos` is rounded down to a border of steps. `gen` None is the present generation; another than
-    that is JobRestarted. The page has at least one step, and else at most `max_bytes`.
+    `pos` is rounded down to a border of steps. `gen` None is the present generation; any other
+    generation gives JobRestarted. The page has at most `max_bytes`, but at least one step.
     """
 
     writes: ClassVar[bool] = False
@@ -280,11 +281,11 @@ class FetchPage(Operation, Struct, frozen=True):
 
 
 class ListJobs(Operation, Struct, frozen=True):
-    """Jobs in order of arrival behind the number `after`. Result: JobList of seqs.
+    """List jobs in order of arrival from the first after `after`. Result: JobList of seqs.
 
-    `owner` and `tenant` None: of all. `states` empty: of all but gone ones. `model` "": of all.
-    `reverse`: the newest first, those before `after` (0: from the newest). `batch`: the lines of
-    that batch; without it they are left out.
+    `owner` and `tenant` None: jobs of all. `states` empty: jobs in all states but gone. `model` "":
+    jobs of all models. `reverse`: the newest first, from the last before `after` (0: the newest).
+    `batch`: only jobs of that batch; without it only jobs of no batch.
     """
 
     writes: ClassVar[bool] = False
@@ -299,10 +300,10 @@ class ListJobs(Operation, Struct, frozen=True):
 
 
 class ListEnded(Operation, Struct, frozen=True):
-    """The durable feed: ended jobs behind the end number `after`. Result: JobList of end_seqs.
+    """Read the durable feed: ended jobs after the end number `after`. Result: JobList of end_seqs.
 
-    The numbers rise in the order of the commits, so that nothing appears later below one that was
-    read. Jobs whose result was deleted are there as `gone`, until their key is forgotten.
+    The numbers rise in the order of the commits, so no job appears later below a number that was
+    read. Jobs whose result was deleted are listed as `gone`, until their key is forgotten.
     """
 
     writes: ClassVar[bool] = False
@@ -313,7 +314,7 @@ class ListEnded(Operation, Struct, frozen=True):
 
 
 class ReadBacklog(Operation, Struct, frozen=True):
-    """Which models have jobs that wait. Result: Backlog."""
+    """Read which models have waiting jobs. Result: Backlog."""
 
     writes: ClassVar[bool] = False
 
@@ -329,13 +330,13 @@ class SetPoison(Operation, Struct, frozen=True):
 
 
 class ReadPoisons(Operation, Struct, frozen=True):
-    """The quarantine, at boot. Result: Poisons."""
+    """Read the quarantine, when the broker starts. Result: Poisons."""
 
     writes: ClassVar[bool] = False
 
 
 class OriginLoad(Struct, frozen=True):
-    """How many notices to an origin are under way, and for how many more it has room."""
+    """The number of notices to an origin under way, and the room for more."""
 
     origin: str
     under_way: int
@@ -343,11 +344,11 @@ class OriginLoad(Struct, frozen=True):
 
 
 class ReadNotices(Operation, Struct, frozen=True):
-    """Notices that are due and not given up; those of `held` are under way. Result: Notices.
+    """Read due notices that are not given up; notices in `held` are under way. Result: Notices.
 
-    At most `count` come, and of one origin `per_origin`, or as many as it has room for in `loads`.
-    Origins take turns: first those with the fewest under way, of these the one whose notice is due
-    for longest. So none has to wait for the older notices of others.
+    At most `count` are read, and of one origin at most its room in `loads`, else `per_origin`.
+    Origins take turns, those with the fewest notices under way first. At equal numbers the origin
+    goes first whose notice is due for longest. So no origin waits for the older notices of others.
     """
 
     writes: ClassVar[bool] = False
@@ -358,9 +359,9 @@ class ReadNotices(Operation, Struct, frozen=True):
 
 
 class ListNotices(Operation, Struct, frozen=True):
-    """Notices that were not taken yet, or were given up, by `end_seq`. Result: Notices.
+    """List notices that are not delivered, or given up, by `end_seq`. Result: Notices.
 
-    `owner` None: of all.
+    `owner` None: notices of all owners.
     """
 
     writes: ClassVar[bool] = False
@@ -370,17 +371,17 @@ class ListNotices(Operation, Struct, frozen=True):
 
 
 class NoticeSent(Operation, Struct, frozen=True):
-    """A notice was taken: it is deleted. Result: Done."""
+    """Delete a notice that was delivered. Result: Done."""
 
     frees: ClassVar[bool] = True
     end_seq: int
 
 
 class NoticeFailed(Operation, Struct, frozen=True):
-    """A notice is tried again in `delay` seconds; None: it is given up. Result: Done.
+    """Note a failed try; the next follows in `delay` seconds, with None never. Result: Done.
 
-    `unreachable`: an origin that cannot be reached at all. With it those of its notices are given
-    up that were to be tried for `give_up_after` seconds, some at a time: they need no try each.
+    `unreachable`: an origin that cannot be reached at all. Its notices older than `give_up_after`
+    seconds are given up without a further try, some at a time.
     """
 
     end_seq: int
@@ -394,15 +395,15 @@ class NoticeFailed(Operation, Struct, frozen=True):
 
 
 class ReadFigures(Operation, Struct, frozen=True):
-    """What the store holds. Result: StoreFigures."""
+    """Read the figures of the store. Result: StoreFigures."""
 
     writes: ClassVar[bool] = False
 
 
 class ExportJobs(Operation, Struct, frozen=True):
-    """Jobs with all that is stored of them, from `cursor` on, for a copy. Result: Export.
+    """Read jobs with all their stored parts, from `cursor` on, for a copy. Result: Export.
 
-    Of a job whose output has more than `max_bytes` a page has only a part.
+    If a job has more than `max_bytes` of output, a page has only a part of it.
     """
 
     writes: ClassVar[bool] = False
@@ -413,9 +414,9 @@ class ExportJobs(Operation, Struct, frozen=True):
 
 
 class VerifyJobs(Operation, Struct, frozen=True):
-    """Compare jobs behind the number `after` with their checksums. Result: Verified.
+    """Compare jobs after the number `after` with their checksums. Result: Verified.
 
-    At most `count` jobs, and so many that `max_bytes` are read, or one.
+    It reads at most `count` jobs, and at most `max_bytes`, but at least one job.
     """
 
     writes: ClassVar[bool] = False

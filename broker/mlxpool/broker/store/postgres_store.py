@@ -1,7 +1,7 @@
-"""The store in PostgreSQL, of one broker at a time: so that another machine can take it over.
+"""The store in PostgreSQL, used by one broker at a time: another machine can take it over.
 
-Whoever has the session's advisory lock has the store. A session can be lost while its broker still
-runs, and the lock with it, so each transaction also locks and compares the number of the broker.
+The session that holds the advisory lock owns the store. A session can be lost with its lock while
+its broker still runs, so each transaction also locks and compares the number of the broker.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from mlxpool.broker.store.sql.database import Database, Row
 from mlxpool.broker.store.sql.sql_store import KEY_LIFE, Opener, SqlStore
 
 LOCK = 0x6D6C7870  # "mlxp": the first half of the advisory lock's number
-LOCK_WAIT = 2.0  # seconds in which the server may notice that the last session has ended
-# A server that does not answer is given up, and not waited for without end; seconds, milliseconds.
+LOCK_WAIT = 2.0  # seconds for the server to notice that the last session has ended
+# Bounds on the wait for a server that does not answer; seconds, but tcp_user_timeout milliseconds.
 CONNECTION = {
     "connect_timeout": 10,
     "keepalives_idle": 10,
@@ -37,7 +37,7 @@ CONNECTION = {
 
 
 class PostgresDatabase(Database):
-    """A session that has the advisory lock. Raises StoreUnusable, StoreInUse and StoreFailed."""
+    """A session that holds the advisory lock. Raises StoreUnusable, StoreInUse and StoreFailed."""
 
     def __init__(self, url: str) -> None:
         try:
@@ -102,7 +102,8 @@ class PostgresDatabase(Database):
             pass  # a lost session has no transaction
 
     def lock_boot(self) -> int:
-        # Whoever takes the store over waits for this transaction, or this one sees its number.
+        # A broker that takes the store over waits for this transaction, or this one sees its
+        # number.
         return self.number("SELECT boot FROM meta FOR UPDATE")
 
     def used_bytes(self) -> int:
@@ -119,7 +120,7 @@ class PostgresDatabase(Database):
         self.change("INSERT INTO store_version (version) VALUES (?)", version)
 
     def close(self) -> None:
-        try:  # by itself the lock ends when the server notices the end of the session
+        try:  # without this, the lock ends only when the server notices the end of the session
             self._connection.execute("SELECT pg_advisory_unlock_all()")
         except psycopg.Error:
             pass
@@ -128,18 +129,18 @@ class PostgresDatabase(Database):
 
 @cache
 def _translated(sql: str) -> str:
-    """A statement with the placeholders of psycopg; none has a `?` or a `%` otherwise."""
+    """Returns a statement with psycopg's placeholders; it has no other `?` and no `%`."""
     return sql.replace("?", "%s")
 
 
 class PostgresOpener(Opener):
-    """Opens the store at a URL such as postgresql://user@host/database."""
+    """The opener of the store at a URL such as postgresql://user@host/database."""
 
     def __init__(self, url: str, max_bytes: int, key_life: float = KEY_LIFE) -> None:
         self._url, self._max_bytes, self._key_life = url, max_bytes, key_life
 
     def open(self) -> SqlStore:
-        """Open the store, and make its tables if there are none. Raises StoreUnusable."""
+        """Open the store; make its tables in an empty database. Raises StoreUnusable."""
         try:
             return self._open()
         except StoreUnusable:
@@ -148,7 +149,7 @@ class PostgresOpener(Opener):
             raise StoreUnusable(f"the store of jobs cannot be opened: {error}") from error
 
     def reopen(self) -> SqlStore:
-        """Open it after the session was lost. Raises StoreError."""
+        """Open the store after its session was lost. Raises StoreError."""
         try:
             return self._open()
         except psycopg.Error as error:
@@ -164,4 +165,4 @@ class PostgresOpener(Opener):
             raise
 
     def close(self) -> None:
-        """The lock ended with the session."""
+        """Do nothing: the lock ended with the session."""

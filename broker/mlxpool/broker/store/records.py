@@ -1,4 +1,4 @@
-"""What the store answers: views of jobs, pages of output, and the results of operations.
+"""Results of the store's operations, with their views of jobs and pages of output.
 
 Times are seconds since 1970 on the store's clock (see clock.py), which never goes back.
 """
@@ -13,47 +13,47 @@ from mlxpool.common.protocol.token_ids import count_of
 
 
 class StoreError(OSError):
-    """Base of these errors; the message says what to do."""
+    """Base of the store's errors; the message has the remedy."""
 
 
 class StoreUnusable(StoreError):
-    """The store cannot be opened as it is: nothing was changed."""
+    """The store cannot be opened; nothing was changed."""
 
 
 class StoreUnwritable(StoreUnusable):
-    """The folder of the store cannot be made, or this user cannot write in it."""
+    """The folder of the store cannot be made, or this user cannot write into it."""
 
 
 class StoreInUse(StoreUnusable):
-    """Another broker has the store."""
+    """Another broker uses the store."""
 
 
 class StoreFenced(StoreError):
-    """Another broker has written into the store since this one opened it: this one must end."""
+    """Another broker has taken the store over since this one opened it: this one must end."""
 
 
 class StoreFailed(StoreError):
-    """The disk or the connection failed. Whether the last transaction is durable is unknown."""
+    """The disk or the connection failed. The last transaction may or may not be durable."""
 
 
 class OutOfSpace(StoreError):
-    """No room for the transaction, which was undone; the store is as it was."""
+    """The transaction found no room and was undone; the store is unchanged."""
 
 
 class Damaged(Exception):
-    """What is stored does not match its checksum; the message names the job and the range."""
+    """A stored part does not match its checksum; the message names the job and the range."""
 
 
 MAX_CHUNK = 64 * 1024  # bytes of ids, text and log-probabilities in one chunk
-MAX_END = 4 * 1024 * 1024  # bytes of the end of a job without the blobs of its answer
+MAX_END = 4 * 1024 * 1024  # bytes of the end of a job, without the blobs of its answer
 MAX_ANSWER = 4 * 1024 * 1024  # bytes of the blobs of a job's answer
-MAX_FAILURES = 16  # that are kept of a job, the newest
-MAX_RETRIES = 1000  # of one generation of a job
-MAX_STACKS = 16 * 1024  # characters of a worker's stacks that are kept with a failure
+MAX_FAILURES = 16  # failures that are kept of a job, the newest
+MAX_RETRIES = 1000  # retries of one generation of a job
+MAX_STACKS = 16 * 1024  # characters of a worker's stacks, kept with a failure
 
 
 class JobState(StrEnum):
-    """The states of a job on disk. A running job is `waiting` there: that it runs is memory."""
+    """The states of a job on disk. A running job is `waiting` there."""
 
     WAITING = "waiting"
     DONE = "done"
@@ -70,7 +70,8 @@ RETRYABLE = frozenset({JobState.DEAD, JobState.EXPIRED})
 class Scope(Struct, frozen=True):
     """The name of a job as its client knows it. Equal keys of two owners or tenants are two jobs.
 
-    `owner` is the key or the uid of the connection; `tenant` is whom a gateway speaks for, "" else.
+    `owner` is the key or the uid of the connection. `tenant` is a gateway's client, "" without a
+    gateway.
     """
 
     owner: str
@@ -85,10 +86,10 @@ Name = Scope | bytes
 class Chunk(Struct, frozen=True):
     """Output of a job from `pos` on, in whole steps.
 
-    `ids` are packed ids. `borders` has for each step (ids, characters): how many there are in this
-    chunk up to the step's end, so that the last entry is (count, len(text)). Each step has ids:
-    text without ids goes with the step behind it, or into the end of the job. `logprobs` is a
-    packed list with one entry for each id; b"" if none were asked for.
+    `ids` are packed ids. `borders` has (ids, characters) for each step: their numbers in this chunk
+    up to the step's end, so the last entry is (count, len(text)). Each step has ids: text without
+    ids goes into the next step, or into the end of the job. `logprobs` is a packed list with one
+    entry for each id; b"" if the request has none.
     """
 
     pos: int
@@ -99,30 +100,30 @@ class Chunk(Struct, frozen=True):
 
     @property
     def count(self) -> int:
-        """How many ids it has."""
+        """The number of ids."""
         return count_of(self.ids)
 
     @property
     def end(self) -> int:
-        """The position behind its last id."""
+        """The position after the last id."""
         return self.pos + self.count
 
     @property
     def size(self) -> int:
-        """Bytes that it takes at most."""
+        """The most bytes that it takes."""
         return len(self.ids) + 4 * len(self.text) + 8 * len(self.borders) + len(self.logprobs)
 
 
 class JobView(Struct, frozen=True):
     """A job without its request and its output. `seq` is its number in the order of arrival.
 
-    `gen` counts the generations of its output, `pos` the durable ids of this generation, in which
-    `retried` has (pos, times) of its retries. `starts` counts how often it was given to a worker
-    since its last durable id. `end` is what `Finish` stored, None while it waits. `end_seq` orders
-    the ends of all jobs, 0 while it waits. `batch` and `line` say of which batch it is a line.
-    `due`: not before this time. `notice` is `waiting` or `given_up` if that of its end was not
-    delivered. `damaged` says what the disk has changed: `end` is None then, or `facts`, `ended`,
-    `cause`, `attempts`, `charge` and `retried` are those of a job that nothing was noted of.
+    `gen` is the generation of its output, `pos` the number of durable ids in it, `retried` the
+    (pos, times) of its retries. `starts` counts the times that it was given to a worker since its
+    last durable id. `end` comes from `Finish`, None while the job waits. `end_seq` orders the ends
+    of all jobs, 0 while it waits. A line of a batch has `batch` and `line`. `due`: the time before
+    which it is not fed. `notice` is `waiting` or `given_up` if the notice of its end was not
+    delivered. `damaged` names the parts that the disk has changed: then `end` is None, or `facts`,
+    `ended`, `cause`, `attempts`, `charge` and `retried` have the values of a new job.
     """
 
     seq: int
@@ -163,9 +164,9 @@ class JobView(Struct, frozen=True):
 
 
 class Failure(Struct, frozen=True):
-    """What went wrong with a job once: `cause` in words, `at` seconds since 1970.
+    """A failure of a job: `cause` in words, `at` seconds since 1970.
 
-    `stacks` are those of the threads of a worker that hung or crashed, "" if there are none.
+    `stacks` are the stacks of the threads of a worker that hung or crashed, else "".
     """
 
     number: int
@@ -178,7 +179,7 @@ class FedJob(Struct, frozen=True):
     """A job as it is given to a worker. `request` and `blobs` are those of `Submit`.
 
     `ids` are the packed durable ids, job.pos of them, without a gap. `deadline_left`: seconds.
-    `damaged`: why it cannot be run, since the disk has changed its request; "" if it has not.
+    `damaged`: the error if the disk has changed its request, so that it cannot be run; else "".
     """
 
     job: JobView
@@ -201,11 +202,11 @@ class Result:
 class Refused(Result, Struct, frozen=True):
     """Nothing was changed, and the operation can be sent again later.
 
-    `code`: `store_full` (the bound in bytes, or the disk), `over_quota` (of the owner),
+    `code`: `store_full` (the bound in bytes, or the disk), `over_quota` (the owner's quota),
     `store_busy` (the inbox is full), `store_closed` (the disk failed, or the broker ends),
-    `store_error` (the operation itself could not be performed), `damaged` (the disk has changed
-    what it asks for; sending it again does not help). `message` says it in a sentence. `value` and
-    `bound` are the figures of a quota, 0 of others.
+    `store_error` (the operation itself failed), `damaged` (the disk has changed the requested data;
+    a retry does not help). `message` is a sentence. `value` and `bound` are the figures of a quota,
+    else 0.
     """
 
     code: str
@@ -222,40 +223,40 @@ class Submitted(Result, Struct, frozen=True):
 
 
 class DuplicateKey(Result, Struct, frozen=True):
-    """The key names a job or batch with another digest; `id` is that one's."""
+    """The key names a job or batch with another digest; `id` is the id of it."""
 
     id: bytes
 
 
 class KeyGone(Result, Struct, frozen=True):
-    """The key named a job or batch that is deleted; it is free again at `until`."""
+    """The key named a job or batch that is deleted; the key is free again at `until`."""
 
     id: bytes
     until: float
-    scope: Scope | None = None  # whose job it was, of FetchPage
+    scope: Scope | None = None  # of the deleted job; only FetchPage and ReadRequest set it
 
 
 class UnknownName(Result, Struct, frozen=True):
-    """There is no such job, batch or file, or not one of this scope.
+    """No job, batch or file of this scope has the name.
 
-    `created`: of a file that was deleted lately, when it was made.
+    `created`: the time of creation of a lately deleted file.
     """
 
     created: float | None = None
 
 
 class Fate(Result, Struct, frozen=True):
-    """The operation does not fit what is stored, which is `job`; nothing was changed."""
+    """The operation does not fit the stored job, which is `job`; nothing was changed."""
 
     job: JobView
 
 
 class Fed(Result, Struct, frozen=True):
-    """Jobs to be run, in the order of the round over owners. Their `starts` is one higher.
+    """Jobs to be run, in the order of the owners' turns. Their `starts` is one higher.
 
-    `last_owner` goes into the next `FeedNext`. `next_due` is when the earliest job that waits for
-    a time is due; None if there is none, and if as many were fed as were asked for. `more`: others
-    are due, and were not fed for the bounds.
+    `last_owner` goes into the next `FeedNext`. `next_due` is the earliest due time of further jobs;
+    None without such a job, and after a bound was reached. `more`: further jobs are due, and were
+    not fed because of the bounds.
     """
 
     jobs: tuple[FedJob, ...]
@@ -266,7 +267,7 @@ class Fed(Result, Struct, frozen=True):
 
 
 class Durable(Result, Struct, frozen=True):
-    """The ids of a generation below `pos` are on disk: readers may have them."""
+    """The ids of a generation below `pos` are on disk: readers may receive them."""
 
     id: bytes
     gen: int
@@ -274,7 +275,7 @@ class Durable(Result, Struct, frozen=True):
 
 
 class Changed(Result, Struct, frozen=True):
-    """The operation was performed: this is the job now. Of an end, `job.end_seq` is set."""
+    """The operation was performed: `job` is its new view. After an end, `job.end_seq` is set."""
 
     job: JobView
 
@@ -286,14 +287,14 @@ class Found(Result, Struct, frozen=True):
 
 
 class History(Result, Struct, frozen=True):
-    """A job and what went wrong with it, the oldest first; at most MAX_FAILURES are kept."""
+    """A job and its failures, the oldest first; at most MAX_FAILURES are kept."""
 
     job: JobView
     failures: tuple[Failure, ...]
 
 
 class StoredRequest(Result, Struct, frozen=True):
-    """What was submitted: `request` and `blobs` are those of `Submit`."""
+    """The submission of a job: `request` and `blobs` are those of `Submit`."""
 
     job: JobView
     request: bytes
@@ -303,9 +304,9 @@ class StoredRequest(Result, Struct, frozen=True):
 class Page(Result, Struct, frozen=True):
     """Output of a job from a step border on, in whole steps.
 
-    `chunks` begin at or before the position asked for. `job.pos` says how far the output goes, and
-    `job.state` whether it can go on. No chunks: there is nothing behind the position yet. `answer`:
-    the blobs of the answer of an ended job, on the page that has its last id.
+    `chunks` begin at or before the requested position. Output ends at `job.pos`, and can grow while
+    `job.state` is waiting. No chunks: there is no output after the position yet. `answer`: the
+    blobs of the answer of an ended job, on the page that has its last id.
     """
 
     job: JobView
@@ -314,22 +315,22 @@ class Page(Result, Struct, frozen=True):
 
 
 class JobRestarted(Result, Struct, frozen=True):
-    """The generation asked for is not the present one, which begins at 0."""
+    """The requested generation is not the present generation, which begins at 0."""
 
     job: JobView
 
 
 class JobList(Result, Struct, frozen=True):
-    """Jobs in order. `next` goes into the following operation's `after`; 0: these are the last."""
+    """Jobs in order. `next` is the `after` of the next operation; 0: these are the last."""
 
     jobs: tuple[JobView, ...]
     next: int
 
 
 class Swept(Result, Struct, frozen=True):
-    """What time has ended. `more`: at least as much is left, so sweep again at once.
+    """Jobs that a sweep ended. `more`: others may be left, so sweep again at once.
 
-    `next` is the earliest time at which a further sweep has something to do, None if none is known.
+    `next` is the earliest time at which a further sweep has something to do, None if not known.
     """
 
     expired: tuple[JobView, ...]
@@ -339,18 +340,19 @@ class Swept(Result, Struct, frozen=True):
 
 
 class Backlog(Result, Struct, frozen=True):
-    """For each (model, priority) how many jobs wait or run, the earliest due time, most starts."""
+    """(model, priority, number of waiting and running jobs, earliest due time, most starts)."""
 
     waiting: tuple[tuple[str, int, int, float, int], ...]
     now: float
 
 
 class Notice(Result, Struct, frozen=True):
-    """A job or a batch (`kind`) ended with `end_seq`, and `url` is to be told by posting `body`.
+    """The notice of the end of a job or batch (`kind`): `body` is posted to `url`.
 
-    `subject` is the id of the job or batch, `origin` the scheme, host and port of the URL. From
-    `since` on it is tried; that counts no time in which there was no broker. `tries` were in vain,
-    `cause` is why the last one failed. `given_up`: when that was the last one, None before.
+    `subject` is the id of the job or batch, `origin` the scheme, host and port of the URL. `since`
+    is the time of the first try; times without a broker are added to it. `tries` is the number of
+    failed tries, `cause` the cause of the last. `given_up` is the time of the last try if the
+    broker gave up, else None.
     """
 
     end_seq: int
@@ -368,7 +370,7 @@ class Notice(Result, Struct, frozen=True):
 
 
 class Notices(Result, Struct, frozen=True):
-    """Notices whose time has come; `next` is when the following one is due."""
+    """Due notices; `next` is the due time of the next notice."""
 
     notices: tuple[Notice, ...]
     next: float | None
@@ -376,23 +378,23 @@ class Notices(Result, Struct, frozen=True):
 
 
 class Poisons(Result, Struct, frozen=True):
-    """Digests of requests in quarantine, with the seconds that are left."""
+    """Digests of requests in quarantine, with the seconds until their release."""
 
     left: tuple[tuple[bytes, float], ...]
 
 
 class Done(Result, Struct, frozen=True):
-    """The operation was performed and has nothing to tell."""
+    """The operation was performed and has no other result."""
 
 
 # ---- operators -----------------------------------------------------------------------------------
 
 
 class StoreFigures(Result, Struct, frozen=True):
-    """What the store holds. `used` and `bound` are bytes; new jobs are refused above `admit`.
+    """Figures of the store. `used` and `bound` are bytes; new jobs are refused above `admit`.
 
-    `room`: bytes that new jobs may take, as the bound and the disk allow; 0: they are refused.
-    `notices` were not delivered yet; `given_up` will not be tried again.
+    `room`: bytes that new jobs may take, as the bound and the disk allow; 0: new jobs are refused.
+    `notices` are still to be delivered; `given_up` notices will not be tried again.
     """
 
     states: tuple[tuple[JobState, int], ...]
@@ -406,10 +408,10 @@ class StoreFigures(Result, Struct, frozen=True):
 
 
 class Cursor(Struct, frozen=True):
-    """Where an export goes on: at the job `seq` or the first behind it.
+    """The place at which an export goes on: the job `seq` or the first after it.
 
-    `part` 0: with the job itself; else with the blob `part` - 1 of its request and of its answer,
-    those behind it and the output, of generation `gen`, from `pos` on.
+    `part` 0: at the job itself. Otherwise: at blob `part` - 1, counting the blobs of its request,
+    then of its answer. The further blobs follow, then the output of generation `gen` from `pos` on.
     """
 
     seq: int = 0
@@ -421,8 +423,8 @@ class Cursor(Struct, frozen=True):
 class ExportedJob(Struct, frozen=True):
     """A job, or only further blobs and output of it if `request` is None.
 
-    `blobs` of its request and of its `answer` are (place, data). `damaged` says what of it the disk
-    has changed; that is left out.
+    `blobs` of its request and blobs of its `answer` are (place, data). `damaged` names the parts
+    that the disk has changed; they are left out.
     """
 
     job: JobView
@@ -436,7 +438,7 @@ class ExportedJob(Struct, frozen=True):
 class Export(Result, Struct, frozen=True):
     """Jobs in order of `seq`. `next` goes into the following operation; None: these are the last.
 
-    Of the last job the output may go on in the next one.
+    The output of the last job may go on in the next export.
     """
 
     jobs: tuple[ExportedJob, ...]
@@ -444,9 +446,9 @@ class Export(Result, Struct, frozen=True):
 
 
 class Verified(Result, Struct, frozen=True):
-    """Jobs of `checked` were compared with their checksums: `damaged` are (job, what).
+    """`checked` jobs were compared with their checksums: `damaged` are (job, damaged part).
 
-    `next` goes into the following operation's `after`; 0: these were the last.
+    `next` is the `after` of the next operation; 0: these were the last.
     """
 
     checked: int

@@ -1,8 +1,8 @@
-"""The store in SQLite: one connection that has the file for itself, and commits that are on disk.
+"""The store in SQLite: a single connection locks the file, and every commit is on disk.
 
-SQLite is used with a write-ahead log and synchronous=FULL, so a commit is one fsync of the log.
-The index of the log is in this process's memory (locking_mode EXCLUSIVE before the first access),
-so that no second connection can be made, by which SQLite before 3.51.3 could damage a log.
+SQLite has a write-ahead log and synchronous=FULL, so a commit is one fsync of the log. The index of
+the log is in this process's memory (locking_mode EXCLUSIVE before the first access). So no second
+connection is possible; with one, SQLite before 3.51.3 could damage a log.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from mlxpool.broker.store.state_dir import RESERVE_BYTES, StateDir, make_private
 
 MIN_VERSION = (3, 37, 0)  # STRICT tables, RETURNING
 PAGE = 4096  # bytes
-# In this order: the lock before the log is touched, auto_vacuum before there are tables.
+# The order matters: the lock before the first access to the log, auto_vacuum before the tables.
 PRAGMAS = {
     "locking_mode": "EXCLUSIVE",
     "page_size": str(PAGE),
     "auto_vacuum": "INCREMENTAL",
     "journal_mode": "WAL",
     "synchronous": "FULL",
-    "fullfsync": "1",  # macOS alone knows the difference
+    "fullfsync": "1",  # has an effect on macOS alone
     "checkpoint_fullfsync": "1",
     "secure_delete": "ON",
-    "wal_autocheckpoint": "0",  # `tend` does it, when no answer waits for it
+    "wal_autocheckpoint": "0",  # `tend` does it, when no result waits for it
     "foreign_keys": "OFF",
     "temp_store": "MEMORY",
     "cache_size": "-16384",  # KiB
 }
 NO_BOUND = 1 << 44  # bytes
 LOG_HEAD, FRAME_HEAD = 32, 24  # bytes before the frames of the log, and before each page in it
-LOG_BYTES = 32 * 1024 * 1024  # of the log, from which on it is copied into the database
-RESERVE_PAUSE = 60.0  # seconds until the reserve is taken again after it was given away
-FREE_PAGES = 256  # that are given back to the file system at once
-# The result codes after which nothing on this connection can be believed.
+LOG_BYTES = 32 * 1024 * 1024  # length of the log from which on it is copied into the database
+RESERVE_PAUSE = 60.0  # seconds until a freed reserve is taken again
+FREE_PAGES = 256  # pages given back to the file system at once
+# Result codes after which this connection cannot be trusted.
 BROKEN = frozenset(
     {
         sqlite3.SQLITE_IOERR,
@@ -79,11 +79,11 @@ class SqliteDatabase(Database):
 
     def _set_up(self, max_bytes: int) -> None:
         for name, value in PRAGMAS.items():
-            found = self.one(f"PRAGMA {name} = {value}")
-            if name == "journal_mode" and (found is None or found[0] != "wal"):
-                raise StoreUnusable(f"SQLite cannot use a write-ahead log for {self.path}: {found}")
+            row = self.one(f"PRAGMA {name} = {value}")
+            if name == "journal_mode" and (row is None or row[0] != "wal"):
+                raise StoreUnusable(f"SQLite cannot use a write-ahead log for {self.path}: {row}")
         self.execute(f"PRAGMA max_page_count = {max(64, max_bytes // PAGE)}")
-        self.begin()  # takes the lock for good
+        self.begin()  # takes the lock and keeps it
         self.rollback()
         if self.path.with_name(self.path.name + "-shm").exists():
             raise StoreInUse(f"another process has {self.path} open")
@@ -139,21 +139,21 @@ class SqliteDatabase(Database):
         self.execute(f"PRAGMA user_version = {version}")
 
     def copy_to(self, path: Path) -> None:
-        """Write a whole new database of what can be read in this one, and put it on the disk."""
+        """Write the readable contents of this database into a new one, and sync it to the disk."""
         path.unlink(missing_ok=True)
         make_private(path)
         self.execute("VACUUM INTO ?", str(path))
         sync(path)
 
     def copy_log(self) -> None:
-        """Copy the log into the database file; the next commit begins it anew, in its old room.
+        """Copy the log into the database file; the next commit begins at the log's head again.
 
-        The log keeps its size on the disk: to write over it is one fsync of data alone, where to
-        append to it the file system has to note its new size, too.
+        The log keeps its size on the disk: an overwrite needs an fsync of data alone, an append
+        also one of the new size.
         """
         salt = self._log_salt()
         row = self.one("PRAGMA wal_checkpoint(PASSIVE)")
-        if row is not None and row[1] == row[2]:  # frames in the log, frames that are copied
+        if row is not None and row[1] == row[2]:  # frames in the log, copied frames
             self._copied_salt = salt
 
     def give_back(self, pages: int) -> None:
@@ -165,10 +165,11 @@ class SqliteDatabase(Database):
             raise self._translated(error) from error
 
     def log_is_long(self, size: int) -> bool:
-        """Whether the log has so many bytes that are not copied yet.
+        """Returns whether the log has at least `size` bytes that are not copied yet.
 
-        Frames from before the log was begun anew lie behind those that count. They have another
-        salt than its head, so it is as long as `size` if the frame at that place has the same.
+        After the valid frames come frames from before the log was begun anew. Their salt differs
+        from the salt in the log's head. So the log is that long if the frame at offset `size` has
+        the same salt.
         """
         salt = self._log_salt()
         if not salt or salt == self._copied_salt:
@@ -192,17 +193,17 @@ class SqliteDatabase(Database):
 
 
 class SqliteStore(SqlStore):
-    """The store in a folder that is locked for it. Raises StoreError and sqlite3.Error."""
+    """The store in a locked folder. Raises StoreError and sqlite3.Error."""
 
     def __init__(self, folder: StateDir, max_bytes: int, key_life: float = KEY_LIFE) -> None:
         self._folder = folder
-        self._hold_reserve_at = math.inf  # a time of the store's clock
+        self._hold_reserve_at = math.inf  # time by the store's clock
         self._sqlite = database = SqliteDatabase(folder.database(), max_bytes)
         try:
             if schema.ensure(database, schema.SQLITE):
                 sync(folder.path)
             super().__init__(database, max_bytes, key_life)
-            # Until there are jobs to write on a full disk, nothing is held for that.
+            # An empty store needs no reserve: it has no running jobs to write on a full disk.
             self._holds_reserve = self._has_contents()
         except BaseException:
             database.close()
@@ -210,11 +211,13 @@ class SqliteStore(SqlStore):
 
     def _has_contents(self) -> bool:
         tables = ("job", "batch", "file")
-        return any(self._sqlite.number(f"SELECT EXISTS (SELECT 1 FROM {one})") for one in tables)
+        return any(
+            self._sqlite.number(f"SELECT EXISTS (SELECT 1 FROM {table})") for table in tables
+        )
 
     def begin(self, boot: int, now: float) -> None:
         super().begin(boot, now)
-        self._hold_reserve_at = now + RESERVE_PAUSE  # it may have been given away to open this
+        self._hold_reserve_at = now + RESERVE_PAUSE  # opening the store may have freed it
 
     def transaction(self, operations: Sequence[Operation], now: float) -> list[Result]:
         if not self._holds_reserve and any(operation.admits for operation in operations):
@@ -223,7 +226,7 @@ class SqliteStore(SqlStore):
         return super().transaction(operations, now)
 
     def hold_reserve(self) -> None:
-        """Take the reserve if the store has anything, and the disk room."""
+        """Take the reserve if the store is not empty and the disk has room."""
         if self._holds_reserve:
             self._folder.hold_reserve()
 
@@ -231,7 +234,7 @@ class SqliteStore(SqlStore):
         return min(super().room(share), self._folder.free_bytes() - 2 * LOG_BYTES)
 
     def tend(self) -> None:
-        """Copy the log into the database when it is long, give pages back, hold the reserve."""
+        """Copy a long log into the database, give free pages back, and take the reserve."""
         database = self._sqlite
         if self._holds_reserve and self.wall_seen >= self._hold_reserve_at:
             held = self._folder.hold_reserve()
@@ -249,7 +252,7 @@ class SqliteStore(SqlStore):
 
 
 class SqliteOpener(Opener):
-    """Has a folder locked for the life of the broker, and opens the store in it.
+    """The opener of the store in a folder, which it locks for the life of the broker.
 
     Raises StoreInUse, StoreUnwritable and StoreUnusable, see StateDir.
     """
@@ -265,9 +268,9 @@ class SqliteOpener(Opener):
         self._max_bytes, self._key_life = max_bytes, key_life
 
     def open(self) -> SqliteStore:
-        """Open the store, and make it if there is none.
+        """Open the store; make it if it does not exist.
 
-        Raises StoreUnusable, with what to do, and leaves everything as it was.
+        Raises StoreUnusable, with the remedy, and leaves everything as it was.
         """
         try:
             try:
@@ -289,21 +292,21 @@ class SqliteOpener(Opener):
             ) from error
 
     def reopen(self) -> SqliteStore:
-        """Open the store after its disk failed, as a new file made of what can be read.
+        """Open the store after its disk failed, as a new file with the readable contents.
 
-        After a failed fsync the old file may hold less than what is read from it. Raises
-        StoreFailed if it cannot be done now.
+        After a failed fsync, reads may return data that is not in the old file. Raises StoreFailed
+        if the store cannot be opened now.
         """
-        made = self.folder.path / "rebuilt.db"
+        rebuilt = self.folder.path / "rebuilt.db"
         try:
             with SqliteDatabase(self.folder.database(), NO_BOUND) as database:
-                database.copy_to(made)
-            self.folder.replace(made)
+                database.copy_to(rebuilt)
+            self.folder.replace(rebuilt)
             return self._open()
         except (sqlite3.Error, OSError) as error:
             raise StoreFailed(f"the store of jobs cannot be opened again: {error}") from error
         finally:
-            made.unlink(missing_ok=True)
+            rebuilt.unlink(missing_ok=True)
 
     def _open(self) -> SqliteStore:
         return SqliteStore(self.folder, self._max_bytes, self._key_life)

@@ -1,4 +1,4 @@
-"""The folder of the store: its lock, the file systems that it must not be on, its reserve."""
+"""The folder of the store: its lock, its databases, its reserve, and the refused file systems."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from mlxpool.broker.store.records import StoreInUse, StoreUnusable, StoreUnwrita
 from mlxpool.common.closing import Closing
 from mlxpool.common.files import FolderLocked, lock_folder
 
-RESERVE_BYTES = 64 * 1024 * 1024  # held for a full disk, on which even deleting needs room
-# File systems on which a lock or an fsync of one machine need not hold for another.
+RESERVE_BYTES = 64 * 1024 * 1024  # held for a full disk: even a delete needs room
+# File systems on which a lock or an fsync may not hold for other machines.
 NETWORK = frozenset(
     {
         *("9p", "afpfs", "afs", "beegfs", "ceph", "cifs", "coda", "gfs", "gfs2", "gpfs", "lustre"),
@@ -28,10 +28,10 @@ _DATABASE = re.compile(r"jobs-(\d+)\.db")
 
 
 class StateDir(Closing):
-    """Creates the folder if it is not there, and locks it for the life of this object.
+    """The folder of the store: made if it does not exist, and locked for the life of this object.
 
-    Raises StoreInUse if another broker has it, StoreUnwritable if it cannot be written, and
-    StoreUnusable for a network file system.
+    Raises StoreInUse if another broker has locked it, StoreUnwritable if this user cannot write
+    into it, and StoreUnusable if it is on a network file system.
     """
 
     def __init__(self, path: Path, reserve_bytes: int = RESERVE_BYTES) -> None:
@@ -44,19 +44,19 @@ class StateDir(Closing):
     # ---- databases -----------------------------------------------------------------------------
 
     def database(self) -> Path:
-        """The newest database; the one to be made if there is none.
+        """Returns the path of the newest database; of the first one to make in an empty folder.
 
-        They are numbered, `jobs-1.db`: a database that is made anew from a damaged one gets the
-        next number by one rename, and its log never mixes with that of the old one.
+        Databases are numbered, `jobs-1.db`. A database that replaces a damaged one gets the next
+        number by one rename, so its log never mixes with the old log.
         """
         return self.path / f"jobs-{max(self._numbers(), default=1)}.db"
 
     def replacement(self) -> Path:
-        """The path of the database that is to follow the newest; `replace` puts it in place."""
+        """Returns the path of the database after the newest; `replace` puts a copy there."""
         return self.path / f"jobs-{max(self._numbers(), default=0) + 1}.db"
 
     def replace(self, made: Path) -> Path:
-        """Make a complete copy the newest database, then delete the older ones."""
+        """Make a complete copy the newest database, then delete the older databases."""
         older = [self.path / f"jobs-{number}.db" for number in self._numbers()]
         target = self.replacement()
         for suffix in ("-wal", "-shm", "-journal"):
@@ -70,8 +70,8 @@ class StateDir(Closing):
         return target
 
     def _numbers(self) -> list[int]:
-        found = (_DATABASE.fullmatch(name) for name in os.listdir(self.path))
-        return [int(match[1]) for match in found if match]
+        matches = (_DATABASE.fullmatch(name) for name in os.listdir(self.path))
+        return [int(match[1]) for match in matches if match]
 
     # ---- the reserve ---------------------------------------------------------------------------
 
@@ -80,30 +80,30 @@ class StateDir(Closing):
         return self.path / "reserve"
 
     def hold_reserve(self) -> bool:
-        """Take the reserve, if it is not taken and the disk has twice its room; says if it is."""
+        """Take the reserve if the disk has room for two; returns whether it is held."""
         if self._reserve.exists():
             return True
         if self.free_bytes() < 2 * self._reserve_bytes:
             return False
-        made = self._reserve.with_suffix(".new")
+        new = self._reserve.with_suffix(".new")
         try:
-            _allocate(made, self._reserve_bytes)
-            os.rename(made, self._reserve)
+            _allocate(new, self._reserve_bytes)
+            os.rename(new, self._reserve)
         except OSError:
-            made.unlink(missing_ok=True)
+            new.unlink(missing_ok=True)
             return False
         return True
 
     def free_reserve(self) -> bool:
-        """Give the reserve to the database; returns whether it was held."""
+        """Delete the reserve, to make room for the database; returns whether it was held."""
         held = self._reserve.exists()
         self._reserve.unlink(missing_ok=True)
         return held
 
     def free_bytes(self) -> int:
-        """What the file system has left for this user."""
-        found = os.statvfs(self.path)
-        return found.f_bavail * found.f_frsize
+        """Returns the bytes that the file system has left for this user."""
+        status = os.statvfs(self.path)
+        return status.f_bavail * status.f_frsize
 
     def close(self) -> None:
         """Release the lock."""
@@ -111,9 +111,9 @@ class StateDir(Closing):
 
 
 def create(path: Path) -> None:
-    """Make the folder for this user alone, so that it survives the loss of power.
+    """Make the folder for this user alone, and sync it to the disk.
 
-    Raises StoreUnwritable if it cannot be made, is no folder or belongs to another user.
+    Raises StoreUnwritable if it cannot be made, is not a folder or belongs to another user.
     """
     try:
         if not path.exists():
@@ -130,16 +130,16 @@ def create(path: Path) -> None:
 
 
 def make_private(path: Path) -> None:
-    """Make an empty file that no other user can read, unless it is there. Raises OSError."""
+    """Make an empty file that no other user can read, unless it exists. Raises OSError."""
     if not path.exists():  # closing a descriptor of a file ends this process's locks on it
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
 
 
 def sync(path: Path) -> None:
-    """Put a file or a folder on the disk itself. Raises OSError."""
+    """Sync a file or a folder to the disk itself. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        if hasattr(fcntl, "F_FULLFSYNC"):  # macOS: fsync leaves it in the drive's cache
+        if hasattr(fcntl, "F_FULLFSYNC"):  # macOS: fsync leaves data in the drive's cache
             fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
         else:
             os.fsync(descriptor)
@@ -148,24 +148,24 @@ def sync(path: Path) -> None:
 
 
 def file_system(path: Path, mounts: Iterable[tuple[str, str]] | None = None) -> str:
-    """The type of the file system that has a path, "" if it is not known.
+    """Returns the type of the file system of a path, "" if it is not known.
 
-    `mounts` are pairs of a mount point and a type, by default those of this machine.
+    `mounts` are pairs of mount point and type, by default those of this machine.
     """
     if mounts is None:
-        found = psutil.disk_partitions(all=True)
-        mounts = [(partition.mountpoint, partition.fstype) for partition in found]
+        partitions = psutil.disk_partitions(all=True)
+        mounts = [(partition.mountpoint, partition.fstype) for partition in partitions]
     real = os.path.realpath(path)
     best, kind = -1, ""
     for point, fstype in mounts:
         inside = real == point or real.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= best:  # of mounts on one point the last hides the others
+        if inside and len(point) >= best:  # the last mount on a point hides the others
             best, kind = len(point), fstype
     return kind
 
 
 def check_file_system(path: Path, mounts: Iterable[tuple[str, str]] | None = None) -> None:
-    """Raises StoreUnusable for a network file system."""
+    """Raises StoreUnusable if the path is on a network file system."""
     kind = file_system(path, mounts)
     if kind in NETWORK:
         raise StoreUnusable(
@@ -189,7 +189,7 @@ def _lock(path: Path) -> int:
 
 
 def _allocate(path: Path, size: int) -> None:
-    """A file that has its blocks. Raises OSError."""
+    """Make a file with allocated blocks. Raises OSError."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
         if hasattr(os, "posix_fallocate"):

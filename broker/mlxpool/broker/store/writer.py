@@ -1,4 +1,4 @@
-"""The store's thread: takes what waits, commits it as one transaction, then tells the results."""
+"""The store's thread: commits waiting operations as one transaction, then hands out the results."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from mlxpool.broker.store.records import (
 )
 from mlxpool.broker.store.sql.sql_store import Opener
 
-GATHER = 0.1  # seconds for which output waits for more of its kind
-ADMIT_SHARE = 2  # operations that bring new work may take 1 / ADMIT_SHARE of the inbox
-OPERATION_BYTES = 512  # an operation without its data
+GATHER = 0.1  # seconds for which output waits for more output
+ADMIT_SHARE = 2  # new work may take 1 / ADMIT_SHARE of the inbox
+OPERATION_BYTES = 512  # size of an operation without its data
 
 
 class Bounds(Struct, frozen=True):
-    """How much may wait, and how much of it one transaction takes."""
+    """Bounds on waiting operations, and on the group that one transaction takes."""
 
     operations: int = 4096
     bytes: int = 64 * 1024 * 1024
@@ -37,27 +37,27 @@ class Bounds(Struct, frozen=True):
 
 
 class Load(Struct, frozen=True):
-    """What waits; what the thread works on is counted too, until its results are there."""
+    """The operations in the inbox and their bytes, those in work included."""
 
     operations: int
     bytes: int
 
 
 class Inbox:
-    """The broker's loop puts in and never waits; the store's thread takes out."""
+    """Operations for the store: the broker's loop adds without waiting, the store's thread takes."""
 
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds
         self._changed = threading.Condition()
         self._waiting: deque[Operation] = deque()
-        self._urgent = 0  # of those that wait
-        self._operations = self._bytes = 0  # taken ones included
-        self._since = 0.0  # when the oldest that waits came
+        self._urgent = 0  # waiting urgent operations
+        self._operations = self._bytes = 0  # those in work included
+        self._since = 0.0  # arrival of the oldest waiting operation
         self._closed: Refused | None = None
         self._paused: Refused | None = None
 
     def offer(self, operation: Operation) -> Refused | None:
-        """Put an operation in, unless there is no room for one of its kind."""
+        """Add an operation; returns a refusal if the inbox is full, closed or paused."""
         size = operation.size + OPERATION_BYTES
         with self._changed:
             refused = self._closed or self._paused
@@ -89,9 +89,10 @@ class Inbox:
         )
 
     def take(self, until: float | None = None) -> list[Operation]:
-        """Wait for operations and take a group; an empty one at `until`, and when it is closed.
+        """Wait for operations and take a group; it is empty at `until`, or after `close`.
 
-        Output alone is taken when the oldest has waited for GATHER, or there is enough of it.
+        Operations that are not urgent are taken once the oldest has waited for GATHER, or a group
+        is full.
         """
         with self._changed:
             while True:
@@ -123,24 +124,24 @@ class Inbox:
         return group
 
     def done(self, operations: Sequence[Operation]) -> None:
-        """The results of these are there: their room is free."""
+        """Free the room of operations whose results are known."""
         with self._changed:
             self._operations -= len(operations)
             self._bytes -= sum(operation.size + OPERATION_BYTES for operation in operations)
 
     def load(self) -> Load:
-        """What waits and what is worked on."""
+        """Returns the waiting operations and those in work."""
         with self._changed:
             return Load(self._operations, self._bytes)
 
     def close(self, why: Refused) -> None:
-        """Take nothing more; what waits is still handed out."""
+        """Refuse new operations; waiting ones are still handed out."""
         with self._changed:
             self._closed = self._closed or why
             self._changed.notify()
 
     def empty(self, why: Refused) -> list[Operation]:
-        """Take nothing until `open`, and hand out all that waits."""
+        """Refuse new operations until `open`, and hand out all waiting ones."""
         with self._changed:
             self._paused = why
             waiting = list(self._waiting)
@@ -154,27 +155,27 @@ class Inbox:
             self._paused = None
 
     def wait(self, seconds: float) -> None:
-        """Wait so long, or until it is closed."""
+        """Wait for this many seconds, or until `close`."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed is not None, seconds)
 
     @property
     def closed(self) -> bool:
-        """Whether nothing more is taken."""
+        """True after `close`: new operations are refused."""
         return self._closed is not None
 
 
 def steady() -> float:
-    """Seconds of a clock that nobody sets; where it can be had, it counts a suspended machine."""
+    """Returns the seconds of a clock that is never set; on Linux it runs on while suspended."""
     clock = getattr(time, "CLOCK_BOOTTIME", None)
     return time.monotonic() if clock is None else time.clock_gettime(clock)
 
 
 class StoreClock:
-    """Starts at the time of day, or at `seen`, the newest time in the store, if that is later.
+    """A clock that starts at the time of day, or at `seen`, the newest time in the store, if later.
 
-    From there on it goes by the steady clock: a time of day that jumps while the broker runs
-    neither ends deadlines nor deletes results. The next start of the broker reads it again.
+    Then it follows the steady clock: a jump of the time of day while the broker runs neither ends
+    deadlines nor deletes results. The next start of the broker reads the time of day again.
     """
 
     __slots__ = ("_offset", "_steady")
@@ -195,23 +196,24 @@ class StoreClock:
 
 log = logging.getLogger("mlxpool.broker")
 
-RETRY = 1.0  # seconds after which a full or failed disk is tried again
+RETRY = 1.0  # seconds between two tries of a full or failed disk
 
 
 class HealthState(StrEnum):
-    """How the store is."""
+    """The states of the store."""
 
     OK = "ok"
-    FULL = "full"  # the disk has no room: new jobs are refused, output of running ones is kept
-    FAILED = "failed"  # the disk failed: everything is refused until it is opened again
-    FENCED = "fenced"  # another broker has the store: this broker must end
+    FULL = "full"  # the disk is full: new jobs are refused, output of running ones is kept
+    FAILED = "failed"  # the disk failed: everything is refused until the store is open again
+    FENCED = "fenced"  # another broker owns the store: this broker must end
     CLOSED = "closed"
 
 
 class Health(Struct, frozen=True):
-    """What operators and the broker see. `busy` is for how many seconds the disk has not answered.
+    """The state of the store and its load.
 
-    `operations` and `bytes` wait or are worked on.
+    `busy` is the age of the group that the disk works on, in seconds, 0 without one. `operations`
+    and `bytes` wait or are in work.
     """
 
     state: HealthState
@@ -222,10 +224,10 @@ class Health(Struct, frozen=True):
 
 
 class StoreWriter(threading.Thread):
-    """Start it; `offer` operations, and `take` their results when `wake` was called.
+    """The thread of the store: `offer` operations, and `take` their results after each `wake`.
 
-    `wake` is called on this thread, after results and after changes of health. Raises StoreUnusable
-    if the store cannot be opened or written; then the opener is still the caller's to close.
+    It calls `wake` on its own thread, after results and after changes of health. Raises
+    StoreUnusable if the store cannot be opened or written; then the caller must close the opener.
     """
 
     def __init__(
@@ -248,7 +250,7 @@ class StoreWriter(threading.Thread):
         except BaseException:
             self._store.close()
             raise
-        # Taken and not answered: kept over turns only while the disk has no room for them.
+        # Operations without a result; they stay over turns only while the disk is full.
         self._open: list[Operation] = []
         self._state, self._reason = HealthState.OK, ""
         self._busy_since: float | None = None
@@ -266,11 +268,11 @@ class StoreWriter(threading.Thread):
     # ---- on the broker's thread ----------------------------------------------------------------
 
     def offer(self, operation: Operation) -> Refused | None:
-        """Have an operation performed. None: its result will come; else it is refused now."""
+        """Queue an operation; returns None, or the refusal if it is refused at once."""
         return self._inbox.offer(operation)
 
     def take(self) -> list[tuple[Operation, Result]]:
-        """The results since the last call, in the order of the commits."""
+        """Returns the results since the last call, in the order of the commits."""
         taken = []
         while self._results:
             taken.append(self._results.popleft())
@@ -278,13 +280,13 @@ class StoreWriter(threading.Thread):
 
     @property
     def health(self) -> Health:
-        """How the store is now."""
+        """The present health of the store."""
         load, since = self._inbox.load(), self._busy_since
         busy = 0.0 if since is None else time.monotonic() - since
         return Health(self._state, self._reason, load.operations, load.bytes, busy)
 
     def close(self, timeout: float | None = None) -> bool:
-        """Commit what waits, then close the store; returns whether that is done in time."""
+        """Commit waiting operations, then close the store; returns False at the timeout."""
         self._inbox.close(Refused("store_closed", "the broker ends; send it again to the next one"))
         if self.ident is None:  # it was never started
             self._end()
@@ -298,14 +300,14 @@ class StoreWriter(threading.Thread):
         try:
             while self._turn():
                 pass
-        except Exception as error:  # a bug of ours must not leave operations without an answer
+        except Exception as error:  # a bug must not leave operations without a result
             log.exception("the thread of the store ended")
             self._give_up(HealthState.FAILED, f"the thread of the store ended: {error!r}")
         finally:
             self._end()
 
     def _turn(self) -> bool:
-        """Perform one group; returns whether there may be another."""
+        """Perform one group; returns whether to go on."""
         until = time.monotonic() + self._retry if self._open else None
         new = self._inbox.take(until)
         self._open += new
@@ -315,7 +317,7 @@ class StoreWriter(threading.Thread):
         try:
             self._perform()
             self._store.tend()
-        except OutOfSpace as error:  # of `tend`
+        except OutOfSpace as error:  # raised by `tend`
             self._store.free_reserve()
             log.warning("the disk of the store is full", extra={"why": str(error)})
         except StoreFenced as error:
@@ -330,7 +332,7 @@ class StoreWriter(threading.Thread):
         return True
 
     def _perform(self) -> None:
-        """Perform all open operations in one transaction, or what finds room one by one."""
+        """Perform all open operations in one transaction; on a full disk one by one."""
         group = list(self._open)
         try:
             results = self._store.transaction(group, self._clock.now())
@@ -341,7 +343,7 @@ class StoreWriter(threading.Thread):
         self._change(HealthState.OK, "")
 
     def _perform_without_room(self, group: list[Operation], why: str) -> None:
-        """Refuse new work, let go first what frees room, and keep in order what finds none."""
+        """Refuse new work, perform deletes and reads first, and keep writes that find no room."""
         self._change(HealthState.FULL, why)
         self._store.free_reserve()
         self._refuse([operation for operation in group if operation.admits], "store_full", why)
@@ -352,7 +354,7 @@ class StoreWriter(threading.Thread):
         for operation in others:
             writes = operation.writes and not operation.frees
             if writes and not self._perform_alone(operation):
-                return  # it and all behind it stay open
+                return  # this write and all later ones stay open
         self._change(HealthState.OK, "")
 
     def _perform_alone(self, operation: Operation) -> bool:
@@ -407,13 +409,13 @@ class StoreWriter(threading.Thread):
     # ---- answers -------------------------------------------------------------------------------
 
     def _answer(self, operations: Sequence[Operation], results: Sequence[Result]) -> None:
-        """Hand out results, and with them the room of their operations in the inbox."""
+        """Hand out results, and free the room of their operations in the inbox."""
         if len(operations) == len(self._open):
             self._open.clear()
         for operation in operations if self._open else ():
             index = next(i for i, open_one in enumerate(self._open) if open_one is operation)
             del self._open[index]
-        self._inbox.done(operations)  # first: whoever has a result may use its room
+        self._inbox.done(operations)  # first, so that a receiver of a result can use the room
         self._results.extend(zip(operations, results, strict=True))
         if operations:
             self._wake()

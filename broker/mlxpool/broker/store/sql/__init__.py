@@ -1,1 +1,1 @@
-"""Operations as SQL, once for both databases: tables, rows, and a function for each operation."""
+"""The operations as SQL for both databases: tables, rows, and a function for each operation."""

@@ -1,4 +1,4 @@
-"""Batches as they are read: their rows with the counts, and lists of them."""
+"""Reads of batches: rows with their counts, lists, and outcomes of lines."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ COLUMNS = ", ".join(
 
 
 def select(database: Database, condition: str, *values: Any) -> list[BatchView]:
-    """The batches that meet a condition of SQL, which may end with an order and a limit."""
-    found = database.execute(f"SELECT {COLUMNS} FROM batch WHERE {condition}", *values)
-    return [_view(database, StoredBatch(*row)) for row in found]
+    """Returns the batches that meet a condition of SQL, which may end with an order and a limit."""
+    stored = database.execute(f"SELECT {COLUMNS} FROM batch WHERE {condition}", *values)
+    return [_view(database, StoredBatch(*row)) for row in stored]
 
 
 def _view(database: Database, stored: StoredBatch) -> BatchView:
@@ -105,69 +105,71 @@ def _view(database: Database, stored: StoredBatch) -> BatchView:
 
 
 def find(database: Database, name: Name) -> BatchView | None:
-    """The batch of this name; None if there is none, or another owner's or tenant's."""
+    """Returns the batch of this name; None if no batch of the owner and tenant has it."""
     if isinstance(name, bytes):
-        found = select(database, "id = ?", name)
+        batches = select(database, "id = ?", name)
     elif rows.has_nul(name):
         return None
     else:
         scope = (name.owner, name.tenant, name.key)
-        found = select(database, "owner = ? AND tenant = ? AND key = ?", *scope)
-    return found[0] if found else None
+        batches = select(database, "owner = ? AND tenant = ? AND key = ?", *scope)
+    return batches[0] if batches else None
 
 
 # ---- operations ----------------------------------------------------------------------------------
 
 
-def read_batch(database: Database, asked: ReadBatch, now: float) -> Result:
-    return find(database, asked.name) or UnknownName()
+def read_batch(database: Database, operation: ReadBatch, now: float) -> Result:
+    return find(database, operation.name) or UnknownName()
 
 
-def list_batches(database: Database, asked: ListBatches, now: float) -> BatchList:
-    states = asked.states or tuple(state for state in BatchState if state is not BatchState.GONE)
-    where = [f"state IN ({', '.join('?' * len(states))})", *([LIVE] if asked.live else [])]
+def list_batches(database: Database, operation: ListBatches, now: float) -> BatchList:
+    states = operation.states or tuple(
+        state for state in BatchState if state is not BatchState.GONE
+    )
+    where = [f"state IN ({', '.join('?' * len(states))})", *([LIVE] if operation.live else [])]
     values: list[Any] = [state.value for state in states]
-    for column, value in (("owner", asked.owner), ("tenant", asked.tenant)):
+    for column, value in (("owner", operation.owner), ("tenant", operation.tenant)):
         if value is not None:
             where.append(f"{column} = ?")
             values.append(value)
-    if asked.behind is not None:
+    if operation.behind is not None:
         where.append("(created, id) < (?, ?)")
-        values += asked.behind
+        values += operation.behind
     condition = f"{' AND '.join(where)} ORDER BY created DESC, id DESC LIMIT ?"
-    found = select(database, condition, *values, asked.count + 1)
-    return BatchList(tuple(found[: asked.count]), len(found) > asked.count)
+    batches = select(database, condition, *values, operation.count + 1)
+    return BatchList(tuple(batches[: operation.count]), len(batches) > operation.count)
 
 
 # ---- outcomes of lines ---------------------------------------------------------------------------
 
 
-def read_outcomes(database: Database, asked: ReadOutcomes, now: float) -> Result:
-    """What became of lines, jobs and failed ones together in the order of lines."""
-    batch = find(database, asked.name)
+def read_outcomes(database: Database, operation: ReadOutcomes, now: float) -> Result:
+    """Read outcomes in the order of lines, jobs and failed lines together."""
+    batch = find(database, operation.name)
     if batch is None:
         return UnknownName()
     jobs = rows.select(
         database,
         "batch = ? AND line > ? ORDER BY line LIMIT ?",
         batch.id,
-        asked.after,
-        asked.count + 1,
+        operation.after,
+        operation.count + 1,
     )
     failed = database.execute(
         "SELECT line, label, cause FROM failed_line WHERE batch = ? AND line > ?"
         " ORDER BY line LIMIT ?",
         batch.id,
-        asked.after,
-        asked.count + 1,
+        operation.after,
+        operation.count + 1,
     )
     both = [LineOutcome(job.line, job.label, job.cause, job) for job in jobs]
     both += [LineOutcome(line, label, cause, None) for line, label, cause in failed]
     both.sort(key=lambda outcome: outcome.line)
     page: list[LineOutcome] = []
     size = 0
-    for outcome in both[: asked.count]:
-        if page and size >= asked.max_bytes:
+    for outcome in both[: operation.count]:
+        if page and size >= operation.max_bytes:
             break
         page.append(_with_output(database, outcome))
         size += rows.ROW_BYTES + _output_size(page[-1])
@@ -175,21 +177,21 @@ def read_outcomes(database: Database, asked: ReadOutcomes, now: float) -> Result
 
 
 def _output_size(outcome: LineOutcome) -> int:
-    """Bytes of its output, at most."""
+    """Returns the most bytes that the output of an outcome takes."""
     end = 0 if outcome.job is None else len(outcome.job.end or b"")
     blobs = sum(map(len, (*outcome.logprobs, *outcome.answer)))
     return end + 4 * len(outcome.text) + len(outcome.ids) + blobs
 
 
 def _with_output(database: Database, outcome: LineOutcome) -> LineOutcome:
-    """With the output of an ended job, unless it has more than MAX_OUTPUT bytes."""
+    """Returns the outcome with the output of an ended job, unless that exceeds MAX_OUTPUT bytes."""
     job = outcome.job
     if job is None or job.state not in ENDED:
         return outcome
     try:
         chunks = list(contents.chunks_of(database, job))
         answer = contents.read_answer(database, job) if job.kind in CALLS else ()
-    except Damaged:  # who fetches the job is told which ids
+    except Damaged:  # fetching the job returns the error, with the range of ids
         return _left_out(outcome, job)
     whole = replace(
         outcome,

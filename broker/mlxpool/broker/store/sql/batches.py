@@ -42,88 +42,89 @@ from mlxpool.broker.store.sql.submitting import check_names, submit_line
 # ---- begin and end -------------------------------------------------------------------------------
 
 
-def submit_batch(database: Database, asked: SubmitBatch, now: float) -> Result:
-    """Store a batch, or answer the one that its key names already."""
-    scope = asked.scope
+def submit_batch(database: Database, operation: SubmitBatch, now: float) -> Result:
+    """Store a batch, or return the batch that has its key already."""
+    scope = operation.scope
     known = find(database, scope)
     if known is not None:
         if known.state is BatchState.GONE:
             return KeyGone(known.id, known.forget or now)
-        if known.digest != asked.digest:
+        if known.digest != operation.digest:
             return DuplicateKey(known.id)
         return BatchSubmitted(known, new=False)
-    file = files.find(database, asked.file, scope.owner, scope.tenant)
+    file = files.find(database, operation.file, scope.owner, scope.tenant)
     if file is None:
         return UnknownName()
     if not file.complete:
         return file
     live = database.number(f"SELECT COUNT(*) FROM batch WHERE owner = ? AND {LIVE}", scope.owner)
-    if live >= asked.max_live:
-        why = f"{live} batches of this owner have not ended, at most {asked.max_live}"
+    if live >= operation.max_live:
+        why = f"{live} batches of this owner have not ended, at most {operation.max_live}"
         return Refused("over_quota", why)
-    check_names(scope, asked.notify)
+    check_names(scope, operation.notify)
     database.change(
         "INSERT INTO batch (id, owner, tenant, key, file, digest, defaults, state, next_line,"
         " next_start, created, deadline, keep, notify)"
         " VALUES (?, ?, ?, ?, ?, ?, ?, 'open', 0, 0, ?, ?, ?, ?)",
-        asked.id,
+        operation.id,
         scope.owner,
         scope.tenant,
         scope.key,
-        asked.file,
-        asked.digest,
-        asked.defaults,
+        operation.file,
+        operation.digest,
+        operation.defaults,
         now,
-        None if asked.deadline is None else now + asked.deadline,
-        asked.keep,
-        asked.notify,
+        None if operation.deadline is None else now + operation.deadline,
+        operation.keep,
+        operation.notify,
     )
-    database.change("UPDATE file SET waits_since = NULL WHERE id = ?", asked.file)
-    return BatchSubmitted(_again(database, asked.id), new=True)
+    database.change("UPDATE file SET waits_since = NULL WHERE id = ?", operation.file)
+    return BatchSubmitted(_again(database, operation.id), new=True)
 
 
 def _again(database: Database, id: bytes) -> BatchView:
-    found = find(database, id)
-    assert found is not None
-    return found
+    batch = find(database, id)
+    assert batch is not None
+    return batch
 
 
-def cancel_batch(database: Database, asked: CancelBatch, now: float) -> Result:
-    """Cancel what waits, some jobs at a time."""
-    batch = find(database, asked.name)
+def cancel_batch(database: Database, operation: CancelBatch, now: float) -> Result:
+    """Cancel waiting jobs, some at a time."""
+    batch = find(database, operation.name)
     if batch is None:
         return UnknownName()
     if batch.state in (BatchState.OPEN, BatchState.FED):
         database.change("UPDATE batch SET state = 'cancelled' WHERE id = ?", batch.id)
     elif batch.state is not BatchState.CANCELLED:
         return BatchChanged(batch, ())
-    waiting = _jobs(database, batch, (JobState.WAITING,), asked.count)
+    waiting = _jobs(database, batch, (JobState.WAITING,), operation.count)
     cause = "its batch was cancelled"
     ended = tuple(
-        endings.end_job(database, job, JobState.CANCELLED, asked.end, cause, now) for job in waiting
+        endings.end_job(database, job, JobState.CANCELLED, operation.end, cause, now)
+        for job in waiting
     )
     return BatchChanged(_again(database, batch.id), ended)
 
 
 EMPTY_LINES = re.compile(rb"(?:[ \t\r\v\f]*+\n)++")
-OUTCOMES = {True: Outcomes.DONE, False: Outcomes.OTHERS}  # by whether a line is done
+OUTCOMES = {True: Outcomes.DONE, False: Outcomes.OTHERS}  # keys: whether a line is done
 
 
-def retry_batch(database: Database, asked: RetryBatch, now: float) -> Result:
+def retry_batch(database: Database, operation: RetryBatch, now: float) -> Result:
     """Let dead and expired jobs wait again, some at a time."""
-    batch = find(database, asked.name)
+    batch = find(database, operation.name)
     if batch is None:
         return UnknownName()
     if batch.state not in (BatchState.OPEN, BatchState.FED, BatchState.ENDED):
         return BatchChanged(batch, ())
-    failed = _jobs(database, batch, tuple(RETRYABLE), asked.count)
+    failed = _jobs(database, batch, tuple(RETRYABLE), operation.count)
     jobs = tuple(endings.let_wait(database, job, None, now) for job in failed)
     return BatchChanged(_again(database, batch.id), jobs)
 
 
-def release_batch(database: Database, asked: ReleaseBatch, now: float) -> Result:
-    """Have an ended batch forgotten by the next sweeps."""
-    batch = find(database, asked.name)
+def release_batch(database: Database, operation: ReleaseBatch, now: float) -> Result:
+    """Let the next sweeps delete an ended batch."""
+    batch = find(database, operation.name)
     if batch is None:
         return UnknownName()
     if batch.ended is not None and batch.state is not BatchState.GONE:
@@ -132,41 +133,41 @@ def release_batch(database: Database, asked: ReleaseBatch, now: float) -> Result
 
 
 def release_outcomes(
-    database: Database, asked: ReleaseOutcomes, now: float, key_life: float
+    database: Database, operation: ReleaseOutcomes, now: float, key_life: float
 ) -> Result:
     """Delete results of an ended batch, some jobs at a time."""
-    batch = find(database, asked.name)
+    batch = find(database, operation.name)
     if batch is None:
         return UnknownName()
     if batch.ended is None or batch.state is BatchState.GONE:
         return BatchChanged(batch, ())
     states = tuple(
-        state for state in sorted(ENDED) if OUTCOMES[state is JobState.DONE] & asked.outcomes
+        state for state in sorted(ENDED) if OUTCOMES[state is JobState.DONE] & operation.outcomes
     )
-    jobs = _jobs(database, batch, states, asked.count)
+    jobs = _jobs(database, batch, states, operation.count)
     for job in jobs:
         endings.empty_job(database, job, now + key_life)
-    if Outcomes.OTHERS & asked.outcomes:
+    if Outcomes.OTHERS & operation.outcomes:
         database.change("DELETE FROM failed_line WHERE batch = ?", batch.id)
-    # With the first results: who reads the others meanwhile is told why these are missing.
-    deleted = batch.deleted | asked.outcomes
+    # From the first deletion on: a reader of the other results can see why these are missing.
+    deleted = batch.deleted | operation.outcomes
     if not _has_results(database, batch.id):
-        deleted = Outcomes.DONE | Outcomes.OTHERS  # nobody reads its lines any more
+        deleted = Outcomes.DONE | Outcomes.OTHERS  # its lines have no reader any more
         files.let_go(database, batch.id, now)
     database.change("UPDATE batch SET deleted = ? WHERE id = ?", int(deleted), batch.id)
     return BatchChanged(_again(database, batch.id), tuple(jobs))
 
 
 def _has_results(database: Database, id: bytes) -> bool:
-    found = database.one("SELECT 1 FROM job WHERE batch = ? AND state <> 'gone' LIMIT 1", id)
+    job = database.one("SELECT 1 FROM job WHERE batch = ? AND state <> 'gone' LIMIT 1", id)
     failed = database.one("SELECT 1 FROM failed_line WHERE batch = ? LIMIT 1", id)
-    return found is not None or failed is not None
+    return job is not None or failed is not None
 
 
 def _jobs(
     database: Database, batch: BatchView, states: tuple[JobState, ...], count: int
 ) -> list[JobView]:
-    """The first jobs of a batch that are in one of these states."""
+    """Returns the first jobs of a batch that are in one of these states."""
     return rows.select(
         database,
         f"batch = ? AND state IN ({', '.join('?' * len(states))}) LIMIT ?",
@@ -176,9 +177,9 @@ def _jobs(
     )
 
 
-def end_batch(database: Database, asked: EndBatch, now: float) -> Result:
-    """Note the end of a batch whose jobs have all ended, and have it told if it asks so."""
-    batch = find(database, asked.batch)
+def end_batch(database: Database, operation: EndBatch, now: float) -> Result:
+    """Store the end of a batch whose jobs have all ended, with a notice if it has `notify`."""
+    batch = find(database, operation.batch)
     if batch is None:
         return UnknownName()
     over = batch.state in (BatchState.FED, BatchState.CANCELLED) and not batch.waiting
@@ -195,13 +196,13 @@ def end_batch(database: Database, asked: EndBatch, now: float) -> Result:
         batch.id,
     )
     if batch.notify:
-        body = batch_notice(_again(database, batch.id), asked.output_file, asked.error_file)
+        body = batch_notice(_again(database, batch.id), operation.output_file, operation.error_file)
         outbox.add(database, end_seq, outbox.BATCH, batch.id, batch.notify, body, now)
     return _again(database, batch.id)
 
 
 def takes_again(database: Database, job: JobView) -> bool:
-    """Whether a job may wait again: it is no line of a batch that was cancelled or deleted."""
+    """Returns False for a line of a cancelled or deleted batch: the job may not wait again."""
     if job.batch is None:
         return True
     row = database.one("SELECT state FROM batch WHERE id = ?", job.batch)
@@ -211,13 +212,13 @@ def takes_again(database: Database, job: JobView) -> bool:
 def sweep(database: Database, now: float, key_life: float, count: int) -> bool:
     """Forget batches and files past their time; returns whether more may be left.
 
-    The results of a batch go some at a time, the batch when they are gone.
+    The results of a batch are deleted some at a time, then the batch.
     """
-    found = database.execute(
+    batches = database.execute(
         "SELECT id, state, end_seq FROM batch WHERE forget <= ? ORDER BY forget LIMIT ?", now, count
     )
     left = count
-    for id, state, end_seq in found:
+    for id, state, end_seq in batches:
         if state == BatchState.GONE.value:
             _delete(database, id, end_seq, now)
             continue
@@ -236,11 +237,11 @@ def sweep(database: Database, now: float, key_life: float, count: int) -> bool:
             id,
         )
     more_files = files.sweep(database, now)
-    return len(found) == count or left <= 0 or more_files
+    return len(batches) == count or left <= 0 or more_files
 
 
 def _delete(database: Database, id: bytes, end_seq: int | None, now: float) -> None:
-    """Delete a batch that is gone with its key, once its end was told."""
+    """Delete a gone batch with its key, once the notice of its end needs no further try."""
     if outbox.is_waiting(database, end_seq):
         database.change("UPDATE batch SET forget = ? WHERE id = ?", now + outbox.HOLD, id)
         return
@@ -251,21 +252,21 @@ def _delete(database: Database, id: bytes, end_seq: int | None, now: float) -> N
 # ---- lines ---------------------------------------------------------------------------------------
 
 
-def read_lines(database: Database, asked: ReadLines, now: float) -> Result:
-    """The next lines of an open batch; none of another."""
-    batch = find(database, asked.batch)
+def read_lines(database: Database, operation: ReadLines, now: float) -> Result:
+    """Read the next lines of an open batch; no lines of any other."""
+    batch = find(database, operation.batch)
     if batch is None:
         return UnknownName()
     left = None if batch.deadline is None else batch.deadline - now
     start, number = batch.next_start, batch.next_line
     if batch.state is not BatchState.OPEN:
         return Lines(batch, (), number, start, True, left)
-    data = _next_bytes(database, batch, asked.max_bytes)
+    data = _next_bytes(database, batch, operation.max_bytes)
     at_end = start + len(data) >= batch.file_size
-    found: list[tuple[int, int, bytes]] = []
+    lines: list[tuple[int, int, bytes]] = []
     at = counted = skipped = 0
-    while counted < asked.count and at < len(data):
-        if empty := EMPTY_LINES.match(data, at):  # millions of them are one portion
+    while counted < operation.count and at < len(data):
+        if empty := EMPTY_LINES.match(data, at):  # millions of empty lines are one portion
             skipped += data.count(b"\n", at, empty.end())
             at = empty.end()
             continue
@@ -274,18 +275,18 @@ def read_lines(database: Database, asked: ReadLines, now: float) -> Result:
             break
         line = data[at : len(data) if end < 0 else end]
         if line.strip():
-            found.append((number + skipped + counted, start + at, line[: MAX_LINE + 1]))
+            lines.append((number + skipped + counted, start + at, line[: MAX_LINE + 1]))
         at = len(data) if end < 0 else end + 1
         counted += 1
-    if not counted and not skipped and data:  # one line that is longer than what was read
-        found, counted = [(number, start, data + b" " * (MAX_LINE + 1 - len(data)))], 1
+    if not counted and not skipped and data:  # the line is longer than `data`
+        lines, counted = [(number, start, data + b" " * (MAX_LINE + 1 - len(data)))], 1
         at = _line_end(database, batch, start + len(data)) - start
     last = start + at >= batch.file_size
-    return Lines(batch, tuple(found), number + skipped + counted, start + at, last, left)
+    return Lines(batch, tuple(lines), number + skipped + counted, start + at, last, left)
 
 
 def _next_bytes(database: Database, batch: BatchView, max_bytes: int) -> bytes:
-    """Bytes of the file from the next line on: a part, or as many as one long line needs."""
+    """Returns bytes of the file from the next line on: a part, or more for one long line."""
     data = files.read_from(database, batch.file, batch.next_start, min(files.PART, max_bytes))
     while b"\n" not in data and len(data) < max_bytes:
         start = batch.next_start + len(data)
@@ -297,7 +298,7 @@ def _next_bytes(database: Database, batch: BatchView, max_bytes: int) -> bytes:
 
 
 def _line_end(database: Database, batch: BatchView, start: int) -> int:
-    """Where the line behind that of a position begins."""
+    """Returns the offset of the line after the line at `start`."""
     while part := files.read_from(database, batch.file, start, files.PART):
         end = part.find(b"\n")
         if end >= 0:
@@ -306,16 +307,16 @@ def _line_end(database: Database, batch: BatchView, start: int) -> int:
     return batch.file_size
 
 
-def add_lines(database: Database, asked: AddLines, now: float, room: int) -> Result:
-    """Make jobs of lines, all or none."""
-    batch = find(database, asked.batch)
+def add_lines(database: Database, operation: AddLines, now: float, room: int) -> Result:
+    """Make jobs of all lines, or of none."""
+    batch = find(database, operation.batch)
     if batch is None:
         return UnknownName()
-    if batch.state is not BatchState.OPEN or batch.next_line != asked.first_line:
+    if batch.state is not BatchState.OPEN or batch.next_line != operation.first_line:
         return batch
-    failed = list(asked.failed)
+    failed = list(operation.failed)
     new = uncounted = size = 0
-    for job in asked.jobs:
+    for job in operation.jobs:
         result = submit_line(database, job, now, room)
         if isinstance(result, int):
             new, uncounted, size = new + 1, uncounted + 1, size + result
@@ -327,7 +328,7 @@ def add_lines(database: Database, asked: AddLines, now: float, room: int) -> Res
             new += 1
         room -= job.size + rows.ROW_BYTES
     rows.count_usage(database, batch.scope.owner, uncounted, size)
-    for line, label, cause in (*failed, *asked.expired):
+    for line, label, cause in (*failed, *operation.expired):
         database.change(
             "INSERT INTO failed_line (batch, line, label, cause) VALUES (?, ?, ?, ?)",
             batch.id,
@@ -338,19 +339,19 @@ def add_lines(database: Database, asked: AddLines, now: float, room: int) -> Res
     database.change(
         "UPDATE batch SET next_line = ?, next_start = ?, jobs = jobs + ?, expired = expired + ?,"
         " failed = failed + ?, state = ? WHERE id = ?",
-        asked.next_line,
-        asked.end,
-        new + len(asked.expired),
-        len(asked.expired),
+        operation.next_line,
+        operation.end,
+        new + len(operation.expired),
+        len(operation.expired),
         len(failed),
-        (BatchState.FED if asked.last else BatchState.OPEN).value,
+        (BatchState.FED if operation.last else BatchState.OPEN).value,
         batch.id,
     )
     return _again(database, batch.id)
 
 
 class Full(Exception):
-    """One job of several was refused, so that all are."""
+    """One of several jobs was refused, so all are."""
 
     def __init__(self, refused: Refused) -> None:
         super().__init__(refused.message)

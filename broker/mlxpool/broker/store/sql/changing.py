@@ -1,4 +1,4 @@
-"""The operations on jobs by their name, and what time does to them."""
+"""The operations on jobs by name, and the sweep of jobs past their times."""
 
 from __future__ import annotations
 
@@ -20,72 +20,74 @@ from mlxpool.broker.store.sql.database import Database
 DEADLINE_CAUSE = "its deadline passed while it waited"
 
 
-def cancel(database: Database, asked: Cancel, now: float) -> Result:
+def cancel(database: Database, operation: Cancel, now: float) -> Result:
     """End a waiting job."""
-    job = rows.find(database, asked.name)
+    job = rows.find(database, operation.name)
     if job is None or job.state is not JobState.WAITING:
-        return rows.fate(database, asked.name)
-    return Changed(endings.end_job(database, job, JobState.CANCELLED, asked.end, asked.cause, now))
+        return rows.fate(database, operation.name)
+    return Changed(
+        endings.end_job(database, job, JobState.CANCELLED, operation.end, operation.cause, now)
+    )
 
 
-def retry(database: Database, asked: Retry, now: float) -> Result:
+def retry(database: Database, operation: Retry, now: float) -> Result:
     """Let a dead or expired job wait, unless its batch was cancelled."""
-    job = rows.find(database, asked.name)
+    job = rows.find(database, operation.name)
     if job is None or job.state not in RETRYABLE:
-        return rows.fate(database, asked.name)
+        return rows.fate(database, operation.name)
     if not batches.takes_again(database, job):
         why = f"the job {job.scope.key!r} is a line of a batch that was cancelled: submit it alone"
         return Refused("in_use", why)
-    if not asked.new_generation and not endings.may_retry(job):
+    if not operation.new_generation and not endings.may_retry(job):
         why = f"the job {job.scope.key!r} was tried again {MAX_RETRIES} times, which is the bound"
         return Refused("in_use", f"{why}: submit it under another key")
-    deadline = None if asked.deadline is None else now + asked.deadline
-    anew = asked.new_generation
+    deadline = None if operation.deadline is None else now + operation.deadline
+    anew = operation.new_generation
     return Changed(endings.let_wait(database, job, deadline, now, new_generation=anew))
 
 
-def release(database: Database, asked: Release, now: float, key_life: float) -> Result:
+def release(database: Database, operation: Release, now: float, key_life: float) -> Result:
     """Delete the result of an ended job."""
-    job = rows.find(database, asked.name)
+    job = rows.find(database, operation.name)
     if job is None or job.state not in ENDED:
-        return rows.fate(database, asked.name)
+        return rows.fate(database, operation.name)
     return Changed(endings.empty_job(database, job, now + key_life))
 
 
 # ---- time ----------------------------------------------------------------------------------------
 
 
-def sweep(database: Database, asked: Sweep, now: float, key_life: float) -> Swept:
-    """Expire, forget and delete what is past its time."""
-    overdue = _overdue(database, asked, now)
+def sweep(database: Database, operation: Sweep, now: float, key_life: float) -> Swept:
+    """Expire, forget and delete jobs, files and batches past their times."""
+    overdue = _overdue(database, operation, now)
     expired = tuple(
-        endings.end_job(database, job, JobState.EXPIRED, asked.expired_end, DEADLINE_CAUSE, now)
-        for job in overdue[: asked.count]
+        endings.end_job(database, job, JobState.EXPIRED, operation.expired_end, DEADLINE_CAUSE, now)
+        for job in overdue[: operation.count]
     )
     forgotten = database.execute(
-        "SELECT seq FROM job WHERE forget <= ? ORDER BY forget, seq LIMIT ?", now, asked.count
+        "SELECT seq FROM job WHERE forget <= ? ORDER BY forget, seq LIMIT ?", now, operation.count
     )
     for (seq,) in forgotten:
         _forget(database, seq, now, key_life)
     database.change("DELETE FROM poison WHERE until <= ?", now)
     database.change("DELETE FROM usage WHERE jobs = 0 AND bytes = 0 AND file_bytes = 0")
-    of_batches = batches.sweep(database, now, key_life, asked.count)
-    more = asked.count in (len(overdue), len(forgotten)) or of_batches
+    of_batches = batches.sweep(database, now, key_life, operation.count)
+    more = operation.count in (len(overdue), len(forgotten)) or of_batches
     return Swept(expired, len(forgotten), more, _next(database, now))
 
 
-def _overdue(database: Database, asked: Sweep, now: float) -> list[JobView]:
+def _overdue(database: Database, operation: Sweep, now: float) -> list[JobView]:
     jobs = rows.select(
         database,
         "state = 'waiting' AND deadline <= ? ORDER BY deadline, seq LIMIT ?",
         now,
-        asked.count + len(asked.held),
+        operation.count + len(operation.held),
     )
-    return [job for job in jobs if job.id not in asked.held][: asked.count]
+    return [job for job in jobs if job.id not in operation.held][: operation.count]
 
 
 def _forget(database: Database, seq: int, now: float, key_life: float) -> None:
-    """An ended job is gone; a gone one is deleted with its key, once its end was told."""
+    """Empty an ended job, or delete a gone one once the notice of its end needs no further try."""
     job = rows.by_seq(database, seq)
     if job.state is not JobState.GONE:
         endings.empty_job(database, job, now + key_life)
@@ -99,7 +101,7 @@ def _forget(database: Database, seq: int, now: float, key_life: float) -> None:
 
 
 def _next(database: Database, now: float) -> float | None:
-    """The earliest time of the future that ends something."""
+    """Returns the earliest time after `now` at which a sweep has something to do, if any."""
     times = [
         row[0]
         for row in (

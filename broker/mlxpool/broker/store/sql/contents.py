@@ -1,4 +1,4 @@
-"""What is stored of a job beside its row: its request and its output, each with a checksum."""
+"""The stored parts of a job beside its row: request and output, each with a checksum."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHUNK = "pos, ids, text, borders, logprobs, crc"
 
 
 def chunk_of(job: JobView, row: Row) -> Chunk:
-    """The chunk of a row of the columns CHUNK. Raises Damaged naming the job and the ids."""
+    """Returns the chunk of a row of columns CHUNK. Raises Damaged with the job and the ids."""
     pos, ids, text, borders, logprobs, crc = row
     if crc != checksums.of_chunk(job.seq, job.gen, pos, (ids, text, borders, logprobs)):
         raise rows.damage(
@@ -26,7 +26,7 @@ def chunk_of(job: JobView, row: Row) -> Chunk:
 
 
 def chunks_of(database: Database, job: JobView, pos: int = 0) -> Iterator[Chunk]:
-    """The chunk that has a position and those behind it, one read each. Raises Damaged."""
+    """Yields the chunk that has a position and all later chunks, one read each. Raises Damaged."""
     row = database.one(
         f"SELECT {CHUNK} FROM chunk WHERE job = ? AND gen = ? AND pos <= ?"
         " ORDER BY pos DESC LIMIT 1",
@@ -59,7 +59,7 @@ def add_chunk(database: Database, seq: int, gen: int, chunk: Chunk) -> None:
 
 
 def begin_anew(database: Database, job: JobView) -> JobView:
-    """Delete all output of a job and its facts, and let it begin as the next generation."""
+    """Delete the output and the facts of a job, and begin its next generation."""
     size = database.number(
         "SELECT SUM(LENGTH(ids) + LENGTH(text) + LENGTH(borders) + LENGTH(logprobs))"
         " FROM chunk WHERE job = ?",
@@ -72,7 +72,7 @@ def begin_anew(database: Database, job: JobView) -> JobView:
 
 
 def add_blobs(database: Database, seq: int, blobs: Iterable[tuple[int, bytes]]) -> None:
-    """Store (place, data) for a job; data that is stored already is only counted."""
+    """Store (place, data) for a job; only the count of equal stored data is raised."""
     for place, data in blobs:
         sha = hashlib.sha256(data).digest()
         if not database.change("UPDATE blob SET refs = refs + 1 WHERE sha = ?", sha):
@@ -81,16 +81,13 @@ def add_blobs(database: Database, seq: int, blobs: Iterable[tuple[int, bytes]]) 
 
 
 def add_answer(database: Database, job: JobView, blobs: Sequence[bytes]) -> int:
-    """Store the blobs of the answer of a job that ends, at the places -1, -2 and so on.
-
-    Returns their bytes.
-    """
+    """Store the blobs of a job's answer at the places -1, -2 and so on; returns their bytes."""
     add_blobs(database, job.seq, ((-1 - index, data) for index, data in enumerate(blobs)))
     return sum(map(len, blobs))
 
 
 def count_blobs(database: Database, job: JobView, *, of_answer: bool = False) -> int:
-    """How many blobs the request of a job has, or its answer."""
+    """Returns the number of blobs of a job's request, or of its answer."""
     compared = "<" if of_answer else ">="
     return database.number(
         f"SELECT COUNT(*) FROM job_blob WHERE job = ? AND place {compared} 0", job.seq
@@ -98,7 +95,7 @@ def count_blobs(database: Database, job: JobView, *, of_answer: bool = False) ->
 
 
 def read_blob(database: Database, job: JobView, place: int) -> bytes:
-    """One blob of a job: of its answer, if the place is below 0. Raises Damaged."""
+    """Read one blob of a job: a place below 0 is of its answer. Raises Damaged."""
     row = database.one(
         "SELECT blob.sha, data FROM job_blob JOIN blob ON blob.sha = job_blob.sha"
         " WHERE job = ? AND place = ?",
@@ -113,26 +110,26 @@ def read_blob(database: Database, job: JobView, place: int) -> bytes:
 
 
 def read_blobs(database: Database, job: JobView) -> tuple[bytes, ...]:
-    """The blobs of the request of a job in their order. Raises Damaged."""
+    """Read the blobs of the request of a job in their order. Raises Damaged."""
     count = count_blobs(database, job)
     return tuple(read_blob(database, job, place) for place in range(count))
 
 
 def read_answer(database: Database, job: JobView) -> tuple[bytes, ...]:
-    """The blobs of the answer of a job in their order. Raises Damaged."""
+    """Read the blobs of the answer of a job in their order. Raises Damaged."""
     count = count_blobs(database, job, of_answer=True)
     return tuple(read_blob(database, job, -1 - index) for index in range(count))
 
 
 def read_request(database: Database, job: JobView) -> bytes:
-    """The packed request of a job, b"" for a job that was released. Raises Damaged."""
+    """Read the packed request of a job, b"" if the job was released. Raises Damaged."""
     row = database.one("SELECT data, crc FROM request WHERE job = ?", job.seq)
     assert row is not None
     return checked_request(job, *row)
 
 
 def checked_request(job: JobView, data: bytes, crc: int | None) -> bytes:
-    """A request as it was submitted. Raises Damaged if the disk has changed it."""
+    """Returns the data of a request. Raises Damaged if the disk has changed it."""
     submitted = (job.id, job.digest, job.kind, job.model, job.seed, data, job.notify)
     if crc is not None and crc != checksums.of_request(*submitted):
         raise rows.damage(job, "its request")

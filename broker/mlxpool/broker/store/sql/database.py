@@ -1,4 +1,4 @@
-"""What the SQL of the operations needs of a database; each store has its own."""
+"""The interface that the SQL of the operations needs; each database implements it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Row = Sequence[Any]
 
 
 class Database(Closing):
-    """One connection, used by one thread at a time.
+    """A connection, used by one thread at a time.
 
     Statements have `?` for parameters. Values are int, float, str, bytes and None. Every method can
-    raise `StoreFailed`, and what writes `OutOfSpace`, after which only `rollback` and `close` may
-    follow.
+    raise `StoreFailed`. A method that writes can raise `OutOfSpace`; then only `rollback` and
+    `close` may follow.
     """
 
     __slots__ = ()
@@ -28,7 +28,7 @@ class Database(Closing):
 
     @abstractmethod
     def change(self, sql: str, *values: Any) -> int:
-        """Run an UPDATE, DELETE or INSERT; returns how many rows it changed."""
+        """Run an UPDATE, DELETE or INSERT; returns the number of changed rows."""
 
     @abstractmethod
     def begin(self) -> None:
@@ -36,38 +36,38 @@ class Database(Closing):
 
     @abstractmethod
     def commit(self) -> None:
-        """End the transaction. When it returns, what was written survives the loss of power."""
+        """End the transaction. When it returns, the transaction survives the loss of power."""
 
     @abstractmethod
     def rollback(self) -> None:
-        """Undo the transaction, if there is one. Raises nothing."""
+        """Undo the open transaction, if any. Raises nothing."""
 
     @property
     @abstractmethod
     def operation_errors(self) -> tuple[type[Exception], ...]:
-        """What a statement raises that cannot be performed, while the database is well."""
+        """The exceptions of a statement that fails while the database works."""
 
     def lock_boot(self) -> int:
-        """The number of the broker that has the store, which stays so until the commit."""
+        """Returns the number of the owning broker; it cannot change before the commit."""
         return self.number("SELECT boot FROM meta")
 
     @abstractmethod
     def used_bytes(self) -> int:
-        """Bytes that the tables take, without what is free in them."""
+        """Returns the bytes that the tables take, without free pages."""
 
     @abstractmethod
     def read_version(self) -> int:
-        """The version of the schema; 0 in an empty database."""
+        """Returns the version of the schema; 0 in an empty database."""
 
     @abstractmethod
     def write_version(self, version: int) -> None:
-        """Set it, in the transaction that is open."""
+        """Set the version of the schema, in the open transaction."""
 
     # ---- what both have in common ------------------------------------------------------------
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Begin, and commit at the end of the `with`, or undo everything after an exception."""
+        """Begin; at the end of the `with` commit, or undo everything after an exception."""
         self.begin()
         try:
             yield
@@ -77,12 +77,12 @@ class Database(Closing):
             raise
 
     def one(self, sql: str, *values: Any) -> Row | None:
-        """The first row, if there is one."""
+        """Returns the first row; None without rows."""
         rows = self.execute(sql, *values)
         return rows[0] if rows else None
 
     def number(self, sql: str, *values: Any) -> int:
-        """The only value of the only row; 0 for NULL and for no row."""
+        """Returns the only value of the only row; 0 for NULL and without a row."""
         row = self.one(sql, *values)
         return 0 if row is None or row[0] is None else int(row[0])
 
@@ -91,10 +91,10 @@ class Database(Closing):
         self.change("SAVEPOINT operation")
 
     def release(self) -> None:
-        """Keep what was done since the savepoint."""
+        """Keep the changes since the savepoint."""
         self.change("RELEASE SAVEPOINT operation")
 
     def undo(self) -> None:
-        """Undo what was done since the savepoint."""
+        """Undo the changes since the savepoint."""
         self.change("ROLLBACK TO SAVEPOINT operation")
         self.release()

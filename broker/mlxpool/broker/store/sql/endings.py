@@ -1,4 +1,4 @@
-"""How jobs end, wait again after their end, and are emptied."""
+"""The ends of jobs, their return to waiting, and the deletion of their results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mlxpool.broker.store.records import ENDED, MAX_RETRIES, Chunk, JobState, Jo
 from mlxpool.broker.store.sql import contents, outbox, rows
 from mlxpool.broker.store.sql.database import Database
 
-ENDED_COLUMNS = {state: state.value for state in ENDED}  # of a batch
+ENDED_COLUMNS = {state: state.value for state in ENDED}  # columns of a batch that count its jobs
 
 
 def end_job(
@@ -23,10 +23,10 @@ def end_job(
     attempts: int | None = None,
     added: int = 0,
 ) -> JobView:
-    """Let a waiting job end: the next number of an end is its own, and a notice if it asks so.
+    """End a waiting job: it gets the next end number, and a notice if it has `notify`.
 
-    `last` is appended to its output, with the facts if they are the first. `attempts` replaces
-    what is stored, unless None. `added`: bytes that were stored of it and are not counted yet.
+    `last` is appended to its output; `facts` are stored unless it has facts. `attempts` replaces
+    the stored value, unless None. `added`: bytes that were stored for it and are not counted yet.
     """
     if state not in ENDED:
         raise ValueError(f"a job cannot end as {state.value!r}")
@@ -67,8 +67,7 @@ def let_wait(
 ) -> JobView:
     """Let an ended job wait again.
 
-    Notices of its end, and of that of its batch, that were not delivered are dropped: it has not
-    ended any more.
+    Undelivered notices of its end, and of the end of its batch, are dropped.
     """
     outbox.drop(database, job.end_seq)
     database.change("DELETE FROM poison WHERE digest = ?", job.digest)
@@ -91,7 +90,7 @@ def let_wait(
         size=job.size - len(job.end or b""),
     )
     count_line(database, job, job.state, -1)
-    if job.batch is not None:  # its batch, if that has ended, has not any more
+    if job.batch is not None:  # an ended batch becomes live again
         row = database.one("SELECT end_seq FROM batch WHERE id = ? AND state = 'ended'", job.batch)
         if row is not None:
             outbox.drop(database, row[0])
@@ -104,12 +103,12 @@ def let_wait(
 
 
 def may_retry(job: JobView) -> bool:
-    """Whether a job may be let wait once more: each time is stored."""
+    """Returns True while a job has fewer than MAX_RETRIES retries: each retry is stored."""
     return sum(count for _, count in job.retried) < MAX_RETRIES
 
 
 def _retried_again(job: JobView) -> tuple[tuple[int, int], ...]:
-    """The places where a job was let wait again, with the one where it is now."""
+    """Returns the positions and times of a job's retries, with a retry at its present position."""
     if not may_retry(job):
         return job.retried
     counts = {**dict(job.retried), job.pos: job.retries_at(job.pos) + 1}
@@ -117,14 +116,14 @@ def _retried_again(job: JobView) -> tuple[tuple[int, int], ...]:
 
 
 def count_line(database: Database, job: JobView, state: JobState, change: int) -> None:
-    """Count the end of a line of a batch; `change` is -1 when it waits again."""
+    """Count the end of a line of a batch; `change` is -1 if the line waits again."""
     if job.batch is not None:
         column = ENDED_COLUMNS[state]
         database.change(f"UPDATE batch SET {column} = {column} + ? WHERE id = ?", change, job.batch)
 
 
 def empty_job(database: Database, job: JobView, until: float) -> JobView:
-    """Delete the request and the result of an ended job; its key is remembered until then."""
+    """Delete the request and the result of an ended job; its key is remembered until `until`."""
     database.change("DELETE FROM chunk WHERE job = ?", job.seq)
     database.change("DELETE FROM failure WHERE job = ?", job.seq)
     contents.drop_blobs(database, job.seq)

@@ -25,72 +25,80 @@ from mlxpool.broker.store.sql.submitting import check_names
 from mlxpool.common.protocol.kept.file_messages import LINES_PURPOSE
 
 PART = 256 * 1024  # bytes of a stored part at most
-# Seconds after its last part until a file is deleted that is not complete, or that has the lines of
-# a batch which was never made: its sender is gone.
+# Seconds between the last part of an abandoned file and its deletion. A file is abandoned if it is
+# incomplete, or if it has the lines of a batch that was never made.
 UPLOAD_LIFE = 3600.0
-SWEPT = 4  # files that one sweep deletes of each kind: each may have 1 GiB
-DELETED_LIFE = 3600.0  # seconds for which it is known where in a list a deleted file was
-# A batch whose lines are still to become jobs needs its file. A gateway reads the lines that it has
-# written for a batch as long as that has results.
+SWEPT = 4  # files of each kind that one sweep deletes: a file may have 1 GiB
+DELETED_LIFE = 3600.0  # seconds for which the list position of a deleted file is kept
+# The condition under which a batch needs its file: lines are still to become jobs, or a gateway
+# wrote the file and reads it together with the results.
 NEEDED = (
     "batch.file = file.id AND (batch.state = 'open'"
     f" OR file.purpose = '{LINES_PURPOSE}' AND batch.state <> 'gone'"
     f" AND batch.deleted <> {int(Outcomes.DONE | Outcomes.OTHERS)})"
 )
-COLUMNS = FileView.__struct_fields__  # the record has those of the table
+COLUMNS = FileView.__struct_fields__  # the record has the columns of the table
 
 
 def select(database: Database, condition: str, *values: Any) -> list[FileView]:
-    """The files for which a condition holds, and what follows on it, such as an order."""
-    found = database.execute(f"SELECT {', '.join(COLUMNS)} FROM file WHERE {condition}", *values)
-    named = (dict(zip(COLUMNS, row, strict=True)) for row in found)
+    """Returns the files that meet a condition of SQL, which may end with an order and a limit."""
+    stored = database.execute(f"SELECT {', '.join(COLUMNS)} FROM file WHERE {condition}", *values)
+    named = (dict(zip(COLUMNS, row, strict=True)) for row in stored)
     return [FileView(**{**columns, "complete": bool(columns["complete"])}) for columns in named]
 
 
 def find(database: Database, id: bytes, owner: str | None, tenant: str | None) -> FileView | None:
-    """The file with this id; None if there is none, or another owner's or tenant's."""
-    found = select(database, "id = ?", id)
-    if not found or owner not in (None, found[0].owner) or tenant not in (None, found[0].tenant):
+    """Returns the file with this id; None if the owner or tenant has no such file."""
+    files = select(database, "id = ?", id)
+    if not files or owner not in (None, files[0].owner) or tenant not in (None, files[0].tenant):
         return None
-    return found[0]
+    return files[0]
 
 
-def create_file(database: Database, asked: CreateFile, now: float, room: int) -> Result:
-    """Begin a file with its first part; of one that is there already the part is compared."""
-    check_names(Scope(asked.owner, asked.tenant, asked.key), asked.name, asked.purpose)
-    part = AppendFile(
-        asked.id, asked.owner, asked.tenant, 0, asked.data, asked.last, asked.max_bytes
+def create_file(database: Database, operation: CreateFile, now: float, room: int) -> Result:
+    """Create a file with its first part; if the file exists, compare or append the part."""
+    check_names(
+        Scope(operation.owner, operation.tenant, operation.key), operation.name, operation.purpose
     )
-    if find(database, asked.id, asked.owner, asked.tenant) is None:
+    part = AppendFile(
+        operation.id,
+        operation.owner,
+        operation.tenant,
+        0,
+        operation.data,
+        operation.last,
+        operation.max_bytes,
+    )
+    if find(database, operation.id, operation.owner, operation.tenant) is None:
         refused = _no_room(database, part, len(part.data) + rows.ROW_BYTES, room)
         if refused is not None:
             return refused
-        _insert(database, asked, now)
+        _insert(database, operation, now)
     return append_file(database, part, now, room)
 
 
-def _insert(database: Database, asked: CreateFile, now: float) -> None:
+def _insert(database: Database, operation: CreateFile, now: float) -> None:
     added = database.change(
         "INSERT INTO file (id, owner, tenant, key, name, purpose, size, complete, created,"
         " forget, waits_since) VALUES (?, ?, ?, ?, ?, ?, 0, 0, ?, ?, ?)"
         " ON CONFLICT (id) DO NOTHING",
-        asked.id,
-        asked.owner,
-        asked.tenant,
-        asked.key,
-        asked.name,
-        asked.purpose,
+        operation.id,
+        operation.owner,
+        operation.tenant,
+        operation.key,
+        operation.name,
+        operation.purpose,
         now,
-        None if asked.keep is None else now + asked.keep,
+        None if operation.keep is None else now + operation.keep,
         now,
     )
     if not added:
-        raise ValueError(f"the id {asked.id.hex()} is a file of another owner")
-    rows.count_usage(database, asked.owner, 0, 0, rows.ROW_BYTES)
+        raise ValueError(f"the id {operation.id.hex()} is a file of another owner")
+    rows.count_usage(database, operation.owner, 0, 0, rows.ROW_BYTES)
 
 
 def _no_room(database: Database, part: AppendFile, size: int, room: int) -> Refused | None:
-    """Why a part that adds `size` bytes is refused; None if it is not."""
+    """Returns the refusal of a part that adds `size` bytes; None if there is room."""
     if len(part.data) > room:
         return Refused(
             "store_full",
@@ -112,29 +120,29 @@ def _no_room(database: Database, part: AppendFile, size: int, room: int) -> Refu
     )
 
 
-def append_file(database: Database, asked: AppendFile, now: float, room: int) -> Result:
-    """Append what is new of a part."""
-    file = find(database, asked.id, asked.owner, asked.tenant)
+def append_file(database: Database, operation: AppendFile, now: float, room: int) -> Result:
+    """Append the new bytes of a part."""
+    file = find(database, operation.id, operation.owner, operation.tenant)
     if file is None:
         return UnknownName()
-    if asked.start > file.size:
+    if operation.start > file.size:
         return file
-    known = min(len(asked.data), file.size - asked.start)
-    if read_from(database, asked.id, asked.start, known) != asked.data[:known]:
-        return FileDiffers(file, asked.start)
-    ends = asked.start + len(asked.data)
-    if asked.last and ends < file.size:
-        return FileDiffers(file, asked.start)
+    known = min(len(operation.data), file.size - operation.start)
+    if read_from(database, operation.id, operation.start, known) != operation.data[:known]:
+        return FileDiffers(file, operation.start)
+    ends = operation.start + len(operation.data)
+    if operation.last and ends < file.size:
+        return FileDiffers(file, operation.start)
     if file.complete:
-        return FileDiffers(file, asked.start) if ends > file.size else file
-    data = asked.data[known:]
-    refused = _no_room(database, replace(asked, data=data), len(data), room)
+        return FileDiffers(file, operation.start) if ends > file.size else file
+    data = operation.data[known:]
+    refused = _no_room(database, replace(operation, data=data), len(data), room)
     if refused is not None:
         return refused
     for start in range(0, len(data), PART):
         database.change(
             "INSERT INTO file_part (file, start, data) VALUES (?, ?, ?)",
-            asked.id,
+            operation.id,
             file.size + start,
             data[start : start + PART],
         )
@@ -142,19 +150,19 @@ def append_file(database: Database, asked: AppendFile, now: float, room: int) ->
         "UPDATE file SET size = size + ?, complete = ?, waits_since = ?,"
         " forget = COALESCE(created + ?, forget) WHERE id = ?",
         len(data),
-        int(asked.last),
-        None if asked.last and file.purpose != LINES_PURPOSE else now,
-        asked.keep,
-        asked.id,
+        int(operation.last),
+        None if operation.last and file.purpose != LINES_PURPOSE else now,
+        operation.keep,
+        operation.id,
     )
     rows.count_usage(database, file.owner, 0, len(data), len(data))
-    found = find(database, asked.id, None, None)
-    assert found is not None
-    return found
+    appended = find(database, operation.id, None, None)
+    assert appended is not None
+    return appended
 
 
 def read_from(database: Database, id: bytes, start: int, max_bytes: int) -> bytes:
-    """Bytes of a file from `start` on; fewer than `max_bytes` only at its end."""
+    """Returns bytes of a file from `start` on; fewer than `max_bytes` only at its end."""
     data = bytearray()
     while len(data) < max_bytes:
         at = start + len(data)
@@ -171,40 +179,42 @@ def read_from(database: Database, id: bytes, start: int, max_bytes: int) -> byte
     return bytes(data)
 
 
-def read_file(database: Database, asked: ReadFile, now: float) -> Result:
-    file = find(database, asked.id, asked.owner, asked.tenant)
+def read_file(database: Database, operation: ReadFile, now: float) -> Result:
+    file = find(database, operation.id, operation.owner, operation.tenant)
     if file is None:
-        return _unknown(database, asked)
-    return FilePart(file, asked.start, read_from(database, file.id, asked.start, asked.max_bytes))
+        return _unknown(database, operation)
+    return FilePart(
+        file, operation.start, read_from(database, file.id, operation.start, operation.max_bytes)
+    )
 
 
-def _unknown(database: Database, asked: ReadFile) -> UnknownName:
-    """There is no such file; when it was created, if it was deleted lately."""
+def _unknown(database: Database, operation: ReadFile) -> UnknownName:
+    """Returns UnknownName, with the time of creation if the file was deleted lately."""
     row = database.one(
         "SELECT created FROM deleted_file WHERE id = ? AND owner = ? AND tenant = ?",
-        asked.id,
-        asked.owner,
-        asked.tenant,
+        operation.id,
+        operation.owner,
+        operation.tenant,
     )
     return UnknownName(None if row is None else row[0])
 
 
-def list_files(database: Database, asked: ListFiles, now: float) -> FileList:
-    where, values = ["owner = ?", "tenant = ?"], list[Any]([asked.owner, asked.tenant])
-    if asked.purpose:
+def list_files(database: Database, operation: ListFiles, now: float) -> FileList:
+    where, values = ["owner = ?", "tenant = ?"], list[Any]([operation.owner, operation.tenant])
+    if operation.purpose:
         where.append("purpose = ?")
-        values.append(asked.purpose)
-    sign, order = (">", "ASC") if asked.oldest_first else ("<", "DESC")
-    if asked.behind is not None:
+        values.append(operation.purpose)
+    sign, order = (">", "ASC") if operation.oldest_first else ("<", "DESC")
+    if operation.behind is not None:
         where.append(f"(created, id) {sign} (?, ?)")
-        values += asked.behind
+        values += operation.behind
     condition = f"{' AND '.join(where)} ORDER BY created {order}, id {order} LIMIT ?"
-    found = select(database, condition, *values, asked.count + 1)
-    return FileList(tuple(found[: asked.count]), len(found) > asked.count)
+    files = select(database, condition, *values, operation.count + 1)
+    return FileList(tuple(files[: operation.count]), len(files) > operation.count)
 
 
-def delete_file(database: Database, asked: DeleteFile, now: float) -> Result:
-    file = find(database, asked.id, asked.owner, asked.tenant)
+def delete_file(database: Database, operation: DeleteFile, now: float) -> Result:
+    file = find(database, operation.id, operation.owner, operation.tenant)
     if file is None:
         return UnknownName()
     if (why := _needed_for(database, file)) is not None:
@@ -224,11 +234,11 @@ def delete_file(database: Database, asked: DeleteFile, now: float) -> Result:
 
 
 def _needed_for(database: Database, file: FileView) -> str | None:
-    """Why a file cannot be deleted now; None: no batch needs it."""
-    found = database.one(
+    """Returns the reason against deleting a file now; None if no batch needs it."""
+    batch = database.one(
         f"SELECT batch.state FROM batch, file WHERE file.id = ? AND {NEEDED} LIMIT 1", file.id
     )
-    if found is None:
+    if batch is None:
         return None
     if file.purpose == LINES_PURPOSE:
         return (
@@ -239,7 +249,7 @@ def _needed_for(database: Database, file: FileView) -> str | None:
 
 
 def let_go(database: Database, batch: bytes, now: float) -> None:
-    """Have the lines deleted that a gateway wrote for a batch whose results are gone."""
+    """Let sweeps delete the lines that a gateway wrote for a batch whose results are deleted."""
     database.change(
         "UPDATE file SET forget = ? WHERE purpose = ?"
         " AND id = (SELECT file FROM batch WHERE batch.id = ?)",
@@ -257,9 +267,9 @@ def drop(database: Database, file: FileView) -> None:
 
 
 def sweep(database: Database, now: float) -> bool:
-    """Delete files past their time, and those that have waited for UPLOAD_LIFE.
+    """Delete files past their time and abandoned files; returns whether more may be left.
 
-    Also forget where files were that were deleted long ago. Returns whether more may be left.
+    It also forgets the list positions of files that were deleted long ago.
     """
     needed = f"EXISTS (SELECT 1 FROM batch WHERE {NEEDED})"
     expired = select(database, f"forget <= ? AND NOT {needed} ORDER BY forget LIMIT ?", now, SWEPT)

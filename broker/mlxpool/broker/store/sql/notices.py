@@ -24,24 +24,24 @@ VALUES = """outbox.url, outbox.origin, outbox.since, outbox.tries, outbox.due, o
 SCOPE = ", ".join(f"COALESCE(job.{name}, batch.{name})" for name in ("owner", "tenant", "key"))
 FROM = """outbox LEFT JOIN job ON outbox.kind = 'job' AND job.id = outbox.subject
     LEFT JOIN batch ON outbox.kind = 'batch' AND batch.id = outbox.subject"""
-GIVEN_UP_AT_ONCE = 1000  # notices that one failed try gives up
+GIVEN_UP_AT_ONCE = 1000  # the most notices that one failed try gives up
 
 
 def _notice(row: Row) -> Notice:
-    """The notice of a row of the columns NOTICE, SCOPE and VALUES."""
+    """Returns the notice of a row of the columns NOTICE, SCOPE and VALUES."""
     end_seq, kind, subject, owner, tenant, key, *others = row
     return Notice(end_seq, kind, subject, Scope(owner, tenant, key), *others)
 
 
-def read_notices(database: Database, asked: ReadNotices, now: float) -> Notices:
-    """Notices that are due, of each origin as many as it has room for, taken in turns."""
-    loads = {load.origin: load for load in asked.loads}
-    waiting: list[tuple[int, float, list[Row]]] = []  # under way, due since, the notices
+def read_notices(database: Database, operation: ReadNotices, now: float) -> Notices:
+    """Read due notices, of each origin at most its room; origins take turns."""
+    loads = {load.origin: load for load in operation.loads}
+    waiting: list[tuple[int, float, list[Row]]] = []  # number under way, earliest due time, notices
     later: list[float] = []
     for origin in _origins(database):
-        load = loads.get(origin) or OriginLoad(origin, 0, asked.per_origin)
-        room = min(asked.count, load.room)
-        if room > 0 and (due := _due(database, origin, room, asked.held, now)):
+        load = loads.get(origin) or OriginLoad(origin, 0, operation.per_origin)
+        room = min(operation.count, load.room)
+        if room > 0 and (due := _due(database, origin, room, operation.held, now)):
             waiting.append((load.under_way, due[0][1], due))
         row = database.one(
             "SELECT due FROM outbox WHERE origin = ? AND due > ? AND given_up IS NULL"
@@ -52,19 +52,19 @@ def read_notices(database: Database, asked: ReadNotices, now: float) -> Notices:
         later += [] if row is None else [row[0]]
     waiting.sort(key=lambda each: each[:2])
     turns = itertools.chain.from_iterable(itertools.zip_longest(*(each[2] for each in waiting)))
-    numbers = itertools.islice((row[0] for row in turns if row is not None), asked.count)
-    found = [
+    numbers = itertools.islice((row[0] for row in turns if row is not None), operation.count)
+    notices = [
         _notice(row)
         for number in numbers
         for row in database.execute(
             f"SELECT {NOTICE}, {SCOPE}, {VALUES} FROM {FROM} WHERE outbox.end_seq = ?", number
         )
     ]
-    return Notices(tuple(found), min(later, default=None), now)
+    return Notices(tuple(notices), min(later, default=None), now)
 
 
 def _origins(database: Database) -> Iterator[str]:
-    """The origins that have notices to be delivered; each is one look into the index."""
+    """Yields the origins that have notices to be delivered; each takes one look-up in the index."""
     last = ""
     while True:
         row = database.one(
@@ -79,69 +79,71 @@ def _origins(database: Database) -> Iterator[str]:
 
 
 def _due(database: Database, origin: str, room: int, held: frozenset[int], now: float) -> list[Row]:
-    """(end_seq, due) of the notices of an origin that are due for longest."""
-    found = database.execute(
+    """Returns (end_seq, due) of the `room` notices of an origin that are due for longest."""
+    stored = database.execute(
         "SELECT end_seq, due FROM outbox WHERE origin = ? AND due <= ? AND given_up IS NULL"
         " ORDER BY due, end_seq LIMIT ?",
         origin,
         now,
         room + len(held),
     )
-    return [row for row in found if row[0] not in held][:room]
+    return [row for row in stored if row[0] not in held][:room]
 
 
-def list_notices(database: Database, asked: ListNotices, now: float) -> Notices:
-    owner = "" if asked.owner is None else " AND COALESCE(job.owner, batch.owner) = ?"
-    found = database.execute(
+def list_notices(database: Database, operation: ListNotices, now: float) -> Notices:
+    owner = "" if operation.owner is None else " AND COALESCE(job.owner, batch.owner) = ?"
+    stored = database.execute(
         f"SELECT {NOTICE}, {SCOPE}, {VALUES} FROM {FROM} WHERE outbox.end_seq > ?{owner}"
         " ORDER BY outbox.end_seq LIMIT ?",
-        asked.after,
-        *(() if asked.owner is None else (asked.owner,)),
-        asked.count,
+        operation.after,
+        *(() if operation.owner is None else (operation.owner,)),
+        operation.count,
     )
-    return Notices(tuple(map(_notice, found)), None, now)
+    return Notices(tuple(map(_notice, stored)), None, now)
 
 
-def notice_sent(database: Database, asked: NoticeSent, now: float) -> Done:
-    outbox.drop(database, asked.end_seq)
+def notice_sent(database: Database, operation: NoticeSent, now: float) -> Done:
+    outbox.drop(database, operation.end_seq)
     return Done()
 
 
-def notice_failed(database: Database, asked: NoticeFailed, now: float) -> Done:
-    cause = rows.storable(asked.cause)
+def notice_failed(database: Database, operation: NoticeFailed, now: float) -> Done:
+    cause = rows.storable(operation.cause)
     database.change(
         "UPDATE outbox SET tries = tries + 1, due = ?, given_up = ?, cause = ? WHERE end_seq = ?",
-        now + (asked.delay or 0.0),
-        now if asked.delay is None else None,
+        now + (operation.delay or 0.0),
+        now if operation.delay is None else None,
         cause,
-        asked.end_seq,
+        operation.end_seq,
     )
-    if asked.unreachable:
+    if operation.unreachable:
         database.change(
             "UPDATE outbox SET given_up = ?, cause = ? WHERE end_seq IN (SELECT end_seq FROM outbox"
             " WHERE origin = ? AND given_up IS NULL AND since < ? LIMIT ?)",
             now,
             cause,
-            asked.unreachable,
-            now - asked.give_up_after,
+            operation.unreachable,
+            now - operation.give_up_after,
             GIVEN_UP_AT_ONCE,
         )
     return Done()
 
 
-def set_poison(database: Database, asked: SetPoison, now: float) -> Done:
-    if asked.life <= 0:
-        database.change("DELETE FROM poison WHERE digest = ?", asked.digest)
+def set_poison(database: Database, operation: SetPoison, now: float) -> Done:
+    if operation.life <= 0:
+        database.change("DELETE FROM poison WHERE digest = ?", operation.digest)
     else:
         database.change(
             "INSERT INTO poison (digest, until) VALUES (?, ?)"
             " ON CONFLICT (digest) DO UPDATE SET until = excluded.until",
-            asked.digest,
-            now + asked.life,
+            operation.digest,
+            now + operation.life,
         )
     return Done()
 
 
-def read_poisons(database: Database, asked: ReadPoisons, now: float) -> Poisons:
-    found = database.execute("SELECT digest, until FROM poison WHERE until > ? ORDER BY until", now)
-    return Poisons(tuple((digest, until - now) for digest, until in found))
+def read_poisons(database: Database, operation: ReadPoisons, now: float) -> Poisons:
+    stored = database.execute(
+        "SELECT digest, until FROM poison WHERE until > ? ORDER BY until", now
+    )
+    return Poisons(tuple((digest, until - now) for digest, until in stored))

@@ -1,16 +1,16 @@
-"""Rows of the outbox: notices of ends that no receiver has taken yet, or that were given up."""
+"""Rows of the outbox: notices of ends that are not delivered yet, or were given up."""
 
 from __future__ import annotations
 
 from mlxpool.broker.store.notice_bodies import origin_of
 from mlxpool.broker.store.sql.database import Database
 
-JOB, BATCH = "job", "batch"  # kinds of what has ended
-HOLD = 60.0  # seconds until a deleted key whose notice is not delivered is looked at again
+JOB, BATCH = "job", "batch"  # kinds of notices, by what has ended
+HOLD = 60.0  # seconds until a sweep looks again at a deleted key with an undelivered notice
 
 
 def state_of(table: str) -> str:
-    """The column that says how the notice of a row of `table` stands; NULL: there is none left."""
+    """Returns SQL for the state of the notice of a row of `table`; NULL without a notice."""
     return (
         "(SELECT CASE WHEN outbox.given_up IS NULL THEN 'waiting' ELSE 'given_up' END"
         f" FROM outbox WHERE outbox.end_seq = {table}.end_seq)"
@@ -18,7 +18,7 @@ def state_of(table: str) -> str:
 
 
 def next_end(database: Database) -> int:
-    """The number of the end that is being stored: higher than that of every earlier end."""
+    """Returns a new number for an end, higher than the number of every earlier end."""
     return database.number("UPDATE meta SET last_end = last_end + 1 RETURNING last_end")
 
 
@@ -31,7 +31,7 @@ def add(
     body: bytes,
     now: float,
 ) -> None:
-    """Have the end of a job or a batch told, from now on."""
+    """Store the notice of the end of a job or a batch, due now."""
     database.change(
         "INSERT INTO outbox (end_seq, kind, subject, url, origin, since, tries, due, cause, body)"
         " VALUES (?, ?, ?, ?, ?, ?, 0, ?, '', ?)",
@@ -47,14 +47,14 @@ def add(
 
 
 def drop(database: Database, end_seq: int | None) -> None:
-    """Delete the notice of an end, if there is one."""
+    """Delete the notice of an end, if any."""
     if end_seq:
         database.change("DELETE FROM outbox WHERE end_seq = ?", end_seq)
 
 
 def is_waiting(database: Database, end_seq: int | None) -> bool:
-    """Whether the notice of an end is still to be delivered."""
+    """Returns whether the notice of an end is still to be delivered."""
     if not end_seq:
         return False
-    found = database.one("SELECT 1 FROM outbox WHERE end_seq = ? AND given_up IS NULL", end_seq)
-    return found is not None
+    waiting = database.one("SELECT 1 FROM outbox WHERE end_seq = ? AND given_up IS NULL", end_seq)
+    return waiting is not None

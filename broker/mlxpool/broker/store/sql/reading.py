@@ -43,19 +43,19 @@ from mlxpool.broker.store.sql.database import Database
 NOT_GONE = tuple(state for state in JobState if state is not JobState.GONE)
 
 
-def read_job(database: Database, asked: ReadJob, now: float) -> Result:
-    job = rows.find(database, asked.name)
+def read_job(database: Database, operation: ReadJob, now: float) -> Result:
+    job = rows.find(database, operation.name)
     return UnknownName() if job is None else Found(job)
 
 
-def read_history(database: Database, asked: ReadHistory, now: float) -> Result:
-    job = rows.find(database, asked.name)
+def read_history(database: Database, operation: ReadHistory, now: float) -> Result:
+    job = rows.find(database, operation.name)
     return UnknownName() if job is None else History(job, rows.failures_of(database, job.seq))
 
 
-def read_request(database: Database, asked: ReadRequest, now: float) -> Result:
-    """What was submitted; of a job that is gone it is deleted."""
-    job = rows.find(database, asked.id)
+def read_request(database: Database, operation: ReadRequest, now: float) -> Result:
+    """Read the submission of a job; KeyGone if the job is gone."""
+    job = rows.find(database, operation.id)
     if job is None:
         return UnknownName()
     if job.state is JobState.GONE:
@@ -67,23 +67,23 @@ def read_request(database: Database, asked: ReadRequest, now: float) -> Result:
 # ---- output --------------------------------------------------------------------------------------
 
 
-def fetch_page(database: Database, asked: FetchPage, now: float) -> Result:
-    """Whole steps of output from the border at or before a position on."""
-    job = rows.find(database, asked.name)
+def fetch_page(database: Database, operation: FetchPage, now: float) -> Result:
+    """Read whole steps of output from the border at or before a position on."""
+    job = rows.find(database, operation.name)
     if job is None:
         return UnknownName()
     if job.state is JobState.GONE:
         return KeyGone(job.id, job.forget or now, job.scope)
-    if asked.gen not in (None, job.gen):
+    if operation.gen not in (None, job.gen):
         return JobRestarted(job)
     if job.damaged:
         raise rows.damage(job, job.damaged)
     chunks: list[Chunk] = []
-    room = asked.max_bytes
-    for stored in contents.chunks_of(database, job, asked.pos):
-        chunk = cut_from(stored, asked.pos)
+    room = operation.max_bytes
+    for stored in contents.chunks_of(database, job, operation.pos):
+        chunk = cut_from(stored, operation.pos)
         if not chunk.borders:
-            continue  # the position is its end
+            continue  # the chunk ends at the position
         part = cut_to(chunk, room)
         if chunks and part.size > room:
             break
@@ -91,37 +91,39 @@ def fetch_page(database: Database, asked: FetchPage, now: float) -> Result:
         room -= part.size
         if room <= 0 or part is not chunk:
             break
-    whole = job.state in ENDED and (chunks[-1].end if chunks else asked.pos) >= job.pos
+    whole = job.state in ENDED and (chunks[-1].end if chunks else operation.pos) >= job.pos
     return Page(job, tuple(chunks), contents.read_answer(database, job) if whole else ())
 
 
 # ---- lists ---------------------------------------------------------------------------------------
 
 
-def list_jobs(database: Database, asked: ListJobs, now: float) -> JobList:
-    """Jobs in order of arrival, or in the reverse order."""
-    where, values = _filters(asked.owner, asked.tenant, asked.states or NOT_GONE)
-    if asked.batch is None:
+def list_jobs(database: Database, operation: ListJobs, now: float) -> JobList:
+    """List jobs in order of arrival, or in the reverse order."""
+    where, values = _filters(operation.owner, operation.tenant, operation.states or NOT_GONE)
+    if operation.batch is None:
         where.append("batch IS NULL")
     else:
         where.append("batch = ?")
-        values.append(asked.batch)
-    if asked.model:
+        values.append(operation.batch)
+    if operation.model:
         where.append("model = ?")
-        values.append(asked.model)
-    if asked.after or not asked.reverse:
-        where.append("seq < ?" if asked.reverse else "seq > ?")
-        values.append(asked.after)
-    order = "seq DESC" if asked.reverse else "seq"
-    jobs = _jobs(database, where, values, order, asked.count)
-    return JobList(jobs, jobs[-1].seq if len(jobs) == asked.count else 0)
+        values.append(operation.model)
+    if operation.after or not operation.reverse:
+        where.append("seq < ?" if operation.reverse else "seq > ?")
+        values.append(operation.after)
+    order = "seq DESC" if operation.reverse else "seq"
+    jobs = _jobs(database, where, values, order, operation.count)
+    return JobList(jobs, jobs[-1].seq if len(jobs) == operation.count else 0)
 
 
-def list_ended(database: Database, asked: ListEnded, now: float) -> JobList:
-    """Ended jobs in the order of their ends."""
-    where, values = _filters(asked.owner, asked.tenant, tuple(JobState))
-    jobs = _jobs(database, [*where, "end_seq > ?"], [*values, asked.after], "end_seq", asked.count)
-    return JobList(jobs, jobs[-1].end_seq if len(jobs) == asked.count else 0)
+def list_ended(database: Database, operation: ListEnded, now: float) -> JobList:
+    """List ended jobs in the order of their ends."""
+    where, values = _filters(operation.owner, operation.tenant, tuple(JobState))
+    jobs = _jobs(
+        database, [*where, "end_seq > ?"], [*values, operation.after], "end_seq", operation.count
+    )
+    return JobList(jobs, jobs[-1].end_seq if len(jobs) == operation.count else 0)
 
 
 def _filters(
@@ -143,24 +145,24 @@ def _jobs(
     return tuple(rows.select(database, condition, *values, count))
 
 
-def read_backlog(database: Database, asked: ReadBacklog, now: float) -> Backlog:
-    found = database.execute(
+def read_backlog(database: Database, operation: ReadBacklog, now: float) -> Backlog:
+    backlog = database.execute(
         "SELECT model, priority, COUNT(*), MIN(due), MAX(starts) FROM job WHERE state = 'waiting'"
         " GROUP BY model, priority ORDER BY model, priority"
     )
-    return Backlog(tuple((row[0], row[1], row[2], row[3], row[4]) for row in found), now)
+    return Backlog(tuple((row[0], row[1], row[2], row[3], row[4]) for row in backlog), now)
 
 
 # ---- whole jobs: copies, and comparison with checksums -------------------------------------------
 
 
-def export_jobs(database: Database, asked: ExportJobs, now: float) -> Export:
-    """Jobs and their output, until the bytes are more than asked for."""
+def export_jobs(database: Database, operation: ExportJobs, now: float) -> Export:
+    """Read jobs and their output, up to the requested bytes."""
     jobs: list[ExportedJob] = []
-    room = asked.max_bytes
-    cursor: Cursor | None = asked.cursor
-    while cursor is not None and room > 0 and len(jobs) < asked.count:
-        job = _first_from(database, cursor.seq, asked.states or NOT_GONE)
+    room = operation.max_bytes
+    cursor: Cursor | None = operation.cursor
+    while cursor is not None and room > 0 and len(jobs) < operation.count:
+        job = _first_from(database, cursor.seq, operation.states or NOT_GONE)
         if job is None:
             return Export(tuple(jobs), None)
         began = (cursor.seq, cursor.gen) == (job.seq, job.gen)
@@ -173,14 +175,14 @@ def export_jobs(database: Database, asked: ExportJobs, now: float) -> Export:
 
 def _first_from(database: Database, seq: int, states: tuple[JobState, ...]) -> JobView | None:
     condition = f"seq >= ? AND state IN ({', '.join('?' * len(states))}) ORDER BY seq LIMIT 1"
-    found = rows.select(database, condition, seq, *(state.value for state in states))
-    return found[0] if found else None
+    jobs = rows.select(database, condition, seq, *(state.value for state in states))
+    return jobs[0] if jobs else None
 
 
 def _exported(
     database: Database, job: JobView, at: Cursor, room: int
 ) -> tuple[ExportedJob, Cursor]:
-    """A job, or what of it comes from a place on, and where to go on."""
+    """Returns the parts of a job from a place on, and the place at which to go on."""
     damaged: list[str] = []
     request: bytes | None = None
     if not at.part:
@@ -193,7 +195,7 @@ def _exported(
         room -= len(request) + len(job.end or b"")
     blobs: list[tuple[int, bytes]] = []
     places = [*range(contents.count_blobs(database, job))]
-    places += [-1 - one for one in range(contents.count_blobs(database, job, of_answer=True))]
+    places += [-1 - number for number in range(contents.count_blobs(database, job, of_answer=True))]
     for index in range(max(0, at.part - 1), len(places)):
         try:
             data = contents.read_blob(database, job, places[index])
@@ -219,8 +221,8 @@ def _part(
     chunks: tuple[Chunk, ...],
     damaged: list[str],
 ) -> ExportedJob:
-    """What a page has of a job; blobs at places below 0 are those of its answer."""
-    of_request = tuple(one for one in blobs if one[0] >= 0)
+    """Returns the parts of a job on a page; blobs at places below 0 are those of its answer."""
+    of_request = tuple(blob for blob in blobs if blob[0] >= 0)
     answer = tuple((-1 - place, data) for place, data in blobs if place < 0)
     return ExportedJob(job, request, of_request, chunks, tuple(damaged), answer)
 
@@ -228,7 +230,10 @@ def _part(
 def _output(
     database: Database, job: JobView, pos: int, room: int, damaged: list[str], first: bool
 ) -> tuple[tuple[Chunk, ...], int | None]:
-    """Output from `pos` on, and where to go on, None: it is all. `first`: at least one chunk."""
+    """Returns output from `pos` on, and the position at which to go on, None at the end.
+
+    `first`: at least one chunk.
+    """
     chunks: list[Chunk] = []
     try:
         for chunk in contents.chunks_of(database, job, pos):
@@ -250,31 +255,31 @@ def _size(exported: ExportedJob) -> int:
     return rows.ROW_BYTES + head + blobs + chunks
 
 
-def verify_jobs(database: Database, asked: VerifyJobs, now: float) -> Verified:
-    """Read jobs as they are stored, and name those that are not what was written."""
-    found = rows.select(database, "seq > ? ORDER BY seq LIMIT ?", asked.after, asked.count)
+def verify_jobs(database: Database, operation: VerifyJobs, now: float) -> Verified:
+    """Compare stored jobs with their checksums, and name the damaged parts."""
+    jobs = rows.select(database, "seq > ? ORDER BY seq LIMIT ?", operation.after, operation.count)
     damaged: list[tuple[JobView, str]] = []
     size = checked = 0
-    last = asked.after
-    for job in found:
-        if checked and size + job.size > asked.max_bytes:
+    last = operation.after
+    for job in jobs:
+        if checked and size + job.size > operation.max_bytes:
             return Verified(checked, size, tuple(damaged), last)
         damaged += [(job, what) for what in _damages(database, job)]
         checked, size, last = checked + 1, size + job.size, job.seq
-    return Verified(checked, size, tuple(damaged), last if len(found) == asked.count else 0)
+    return Verified(checked, size, tuple(damaged), last if len(jobs) == operation.count else 0)
 
 
 def _damages(database: Database, job: JobView) -> list[str]:
-    """What of a job is not as it was written; of its output the first part."""
-    found = [str(rows.damage(job, job.damaged))] if job.damaged else []
+    """Returns the damaged parts of a job; of its output only the first damaged part."""
+    damages = [str(rows.damage(job, job.damaged))] if job.damaged else []
     if job.state is JobState.GONE:
-        return found
+        return damages
     try:
         contents.read_request(database, job)
         contents.read_blobs(database, job)
         contents.read_answer(database, job)
     except Damaged as error:
-        found.append(str(error))
+        damages.append(str(error))
     try:
         end = 0
         for chunk in contents.chunks_of(database, job):
@@ -282,7 +287,7 @@ def _damages(database: Database, job: JobView) -> list[str]:
                 break
             end = chunk.end
         if end != job.pos:
-            found.append(str(rows.damage(job, f"{job.pos - end} ids from {end} on are missing")))
+            damages.append(str(rows.damage(job, f"{job.pos - end} ids from {end} on are missing")))
     except Damaged as error:
-        found.append(str(error))
-    return found
+        damages.append(str(error))
+    return damages

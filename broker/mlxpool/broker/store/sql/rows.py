@@ -1,8 +1,8 @@
-"""Rows of jobs: reads, names and changes them, counts their bytes and keeps their failures.
+"""Rows of jobs: look-ups, changes, bytes in use, and failures.
 
-What SQL asks for and what is counted are columns of `job`. What a client has submitted and nothing
-changes is in `request`, so that no change of a job writes its prompt again. Everything else is the
-packed `record` of the job.
+Columns that queries or counts need are in `job`. The submission, which nothing changes, is in
+`request`, so that no change of a job writes its prompt again. Everything else is in the packed
+`record` of the job.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mlxpool.broker.store.records import (
 from mlxpool.broker.store.sql import outbox
 from mlxpool.broker.store.sql.database import Database, Row
 
-ROW_BYTES = 512  # what a job takes beside its request and its output, about
+ROW_BYTES = 512  # about the size of a job beside its request and its output
 WAITING = JobState.WAITING.value
 RECORD_DAMAGED = "its record (times, attempts, cause, model)"
 END_DAMAGED = "its end"
@@ -71,7 +71,7 @@ class StoredJob(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What is noted of a job and no query asks for, packed in this order."""
+    """Fields of a job that no query needs, packed in this order."""
 
     attempts: int = 0
     charge: float = 0.0
@@ -82,13 +82,13 @@ class Record(NamedTuple):
 
 
 def packed(id: bytes, record: Record) -> tuple[bytes, int]:
-    """The record of a job as it is stored, and its checksum."""
+    """Returns the packed record of a job, and its checksum."""
     data = msgpack.packb(record)
     return data, checksums.of_record(id, data)
 
 
 def unpacked(id: bytes, data: bytes | None, crc: int | None) -> Record | None:
-    """Undo `packed`; None if the disk has changed it. Nothing stored is nothing noted."""
+    """Undo `packed`; None if the disk has changed it. NULL is a record with its defaults."""
     if data is None:
         return Record()
     if crc != checksums.of_record(id, data):
@@ -96,16 +96,16 @@ def unpacked(id: bytes, data: bytes | None, crc: int | None) -> Record | None:
     return Record(*msgpack.unpackb(data, use_list=False))
 
 
-# LEFT: the join never begins with the requests.
+# A LEFT join: the database never begins with the requests.
 JOBS = "job LEFT JOIN request ON request.job = job.seq"
 COLUMNS = ", ".join((*StoredJob._fields[:-1], outbox.state_of("job")))
-CHANGED = frozenset(  # columns that have the name and the value of a field of JobView
+CHANGED = frozenset(  # columns with the name and the value of a field of JobView
     ("gen", "pos", "starts", "size", "due", "deadline", "forget")
 )
 
 
 def view(row: Row) -> JobView:
-    """The job of a row of COLUMNS."""
+    """Returns the job of a row of COLUMNS."""
     stored = StoredJob(*row)
     damages = []
     end = stored.ending
@@ -116,7 +116,7 @@ def view(row: Row) -> JobView:
     if end is not None and stored.ending_crc != checksums.of_end(stored.id, stored.state, end):
         end = None
         damages.append(END_DAMAGED)
-    return JobView(  # in the order of its fields: names take three times as long
+    return JobView(  # positional: with field names this call takes three times as long
         stored.seq,
         stored.id,
         Scope(stored.owner, stored.tenant, stored.key),
@@ -153,10 +153,10 @@ def view(row: Row) -> JobView:
 
 
 def change(database: Database, job: JobView, **changes: Any) -> JobView:
-    """Store other values of fields of a job, count its bytes for its owner, and return it.
+    """Store new values of fields of a job, count its bytes for its owner, and return its view.
 
-    `job` is as this transaction has it. A record that the disk has changed stays so, and is told,
-    until the facts in it are replaced.
+    `job` is the view of this transaction. A record that the disk has changed stays damaged, and is
+    reported, until the facts in it are replaced.
     """
     if "cause" in changes:
         changes["cause"] = storable(changes["cause"])
@@ -182,17 +182,17 @@ def change(database: Database, job: JobView, **changes: Any) -> JobView:
 
 
 def has_nul(scope: Scope) -> bool:
-    """Whether a name has a character that PostgreSQL has not in texts, so that it names nothing."""
+    """Returns whether a name has a NUL: PostgreSQL cannot store it, so no job has the name."""
     return "\0" in scope.owner + scope.tenant + scope.key
 
 
 def storable(text: str) -> str:
-    """A message as both databases can store it: without NUL and halves of surrogate pairs."""
+    """Returns a message that both databases can store: NUL and lone surrogates are escaped."""
     return text.replace("\0", "\\0").encode(errors="backslashreplace").decode()
 
 
 def signed(seed: int) -> int:
-    """A u64 as the integer of a database, which has a sign."""
+    """Returns a u64 as a signed 64-bit integer, which is what databases store."""
     return seed - (1 << 64) if seed >= 1 << 63 else seed
 
 
@@ -202,44 +202,44 @@ def unsigned(stored: int) -> int:
 
 
 def select(database: Database, condition: str, *values: Any) -> list[JobView]:
-    """The jobs that meet a condition of SQL, which may end with an order and a limit."""
-    found = database.execute(f"SELECT {COLUMNS} FROM {JOBS} WHERE {condition}", *values)
-    return list(map(view, found))
+    """Returns the jobs that meet a condition of SQL, which may end with an order and a limit."""
+    stored = database.execute(f"SELECT {COLUMNS} FROM {JOBS} WHERE {condition}", *values)
+    return list(map(view, stored))
 
 
 def find(database: Database, name: Name) -> JobView | None:
-    """The job of this name; None if there is none, or another owner's or tenant's."""
+    """Returns the job of this name; None if no job of the owner and tenant has it."""
     if isinstance(name, bytes):
-        found = select(database, "id = ?", name)
+        jobs = select(database, "id = ?", name)
     elif has_nul(name):
         return None
     else:
         scope = (name.owner, name.tenant, name.key)
-        found = select(database, "owner = ? AND tenant = ? AND key = ?", *scope)
-    return found[0] if found else None
+        jobs = select(database, "owner = ? AND tenant = ? AND key = ?", *scope)
+    return jobs[0] if jobs else None
 
 
 def by_seq(database: Database, seq: int) -> JobView:
-    """The job with this number, which exists."""
+    """Returns the job with this number, which must exist."""
     (job,) = select(database, "seq = ?", seq)
     return job
 
 
 def fate(database: Database, name: Name) -> Result:
-    """Why an operation on this job changed no row."""
+    """Returns the result of an operation that changed no row of this job."""
     job = find(database, name)
     return UnknownName() if job is None else Fate(job)
 
 
 def damage(job: JobView, what: str) -> Damaged:
-    """The error for a part of a job that the disk has changed."""
+    """Returns the error for a part of a job that the disk has changed."""
     return Damaged(
         f"the disk has changed what is stored of the job {job.scope.key!r} ({job.id.hex()}): {what}"
     )
 
 
 def count_usage(database: Database, owner: str, jobs: int, size: int, file_bytes: int = 0) -> None:
-    """Add to what an owner has stored: jobs, bytes of jobs and files, and what files count as."""
+    """Add to the usage of an owner: jobs, bytes of jobs and files, and bytes of files alone."""
     if jobs or size or file_bytes:
         database.change(
             "INSERT INTO usage (owner, jobs, bytes, file_bytes) VALUES (?, ?, ?, ?)"
@@ -254,9 +254,9 @@ def count_usage(database: Database, owner: str, jobs: int, size: int, file_bytes
 
 
 def add_failure(database: Database, job: JobView, cause: str, stacks: str, now: float) -> int:
-    """Adds a failure, if there is one, to those of a job; only the newest are kept.
+    """Add a failure to a job, unless `cause` is empty; only the newest failures are kept.
 
-    Returns by how many bytes the job has grown, below 0 if it has shrunk.
+    Returns the bytes by which the job has grown, below 0 if it has shrunk.
     """
     if not cause:
         return 0
@@ -281,8 +281,8 @@ def add_failure(database: Database, job: JobView, cause: str, stacks: str, now: 
 
 
 def failures_of(database: Database, seq: int) -> tuple[Failure, ...]:
-    """The stored failures of a job, the oldest first."""
-    found = database.execute(
+    """Returns the stored failures of a job, the oldest first."""
+    stored = database.execute(
         "SELECT number, at, cause, stacks FROM failure WHERE job = ? ORDER BY number", seq
     )
-    return tuple(Failure(*row) for row in found)
+    return tuple(Failure(*row) for row in stored)

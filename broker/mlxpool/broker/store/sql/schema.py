@@ -1,4 +1,4 @@
-"""The tables, in the dialects of both databases, and their version."""
+"""The tables, in the dialects of both databases, and the version of the schema."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ VERSION = 6
 
 
 class Dialect(Struct, frozen=True):
-    """How a database writes what differs."""
+    """The spellings that differ between the databases."""
 
     blob: str
-    text: str  # in the order of its bytes
+    text: str  # sorted by its bytes
     real: str
     integer: str
-    numbered: str  # a primary key that counts up and never names a deleted row again
-    strict: str  # behind each table
-    clustered: str  # behind a table that is stored in the order of its primary key
+    numbered: str  # a primary key that counts up; a deleted row's number is never used again
+    strict: str  # after each table
+    clustered: str  # after a table that is stored in the order of its primary key
 
 
 SQLITE = Dialect(
@@ -41,14 +41,14 @@ POSTGRES = Dialect(
     clustered="",
 )
 
-# Jobs that were started so often without a durable id. There are few, and each turn that looks for
-# them would read all other jobs. A query has to have the same number in its text. It is made behind
-# job_waiting: of indices that serve a query alike SQLite takes the newest.
+# An index of jobs with at least OFTEN_STARTED starts without a durable id. They are few, and
+# without it a search for them reads all other jobs. A query must have the same number in its text.
+# It is created after job_waiting: of indices that serve a query equally SQLite takes the newest.
 OFTEN_STARTED = 3
 SUSPECTS = f"""CREATE INDEX job_suspect ON job (model, priority, owner, due, seq)
         WHERE state = 'waiting' AND starts >= {OFTEN_STARTED}"""
 
-# Large columns come last: SQLite reads through a row up to the column that is asked for.
+# Large columns come last: SQLite reads a row from its begin to the last requested column.
 TABLES = (
     """CREATE TABLE meta (
         one {integer} PRIMARY KEY CHECK (one = 1), boot {integer} NOT NULL,
@@ -63,7 +63,7 @@ TABLES = (
         end_seq {integer} UNIQUE, record_crc {integer}, ending_crc {integer}, record {blob},
         ending {blob}, UNIQUE (owner, tenant, key)
     ) {strict}""",
-    # What was submitted: apart, for SQLite writes the whole row of a job that is changed.
+    # Submissions: apart, because SQLite writes the whole row of a changed job.
     """CREATE TABLE request (
         job {integer} PRIMARY KEY, digest {blob} NOT NULL, kind TEXT NOT NULL,
         seed {integer} NOT NULL, submitted {real} NOT NULL, keep {real}, label TEXT NOT NULL,
@@ -99,12 +99,12 @@ TABLES = (
     """CREATE TABLE poison (
         digest {blob} PRIMARY KEY, until {real} NOT NULL
     ) {strict}""",
-    # What went wrong with a job; see rows.add_failure.
+    # Failures of jobs, see rows.add_failure.
     """CREATE TABLE failure (
         job {integer} NOT NULL, number {integer} NOT NULL, at {real} NOT NULL, cause TEXT NOT NULL,
         stacks TEXT NOT NULL, PRIMARY KEY (job, number)
     ) {clustered}""",
-    # Notices of ends that are not delivered. `body` is what is posted.
+    # Undelivered notices of ends. `body` is the posted JSON.
     """CREATE TABLE outbox (
         end_seq {integer} PRIMARY KEY, kind TEXT NOT NULL, subject {blob} NOT NULL,
         url TEXT NOT NULL, origin {text} NOT NULL, since {real} NOT NULL, tries {integer} NOT NULL,
@@ -137,13 +137,13 @@ TABLES = (
         batch {blob} NOT NULL, line {integer} NOT NULL, label TEXT NOT NULL, cause TEXT NOT NULL,
         PRIMARY KEY (batch, line)
     ) {clustered}""",
-    # Places in lists of files that were deleted, for those who read on behind them.
+    # List positions of deleted files, for clients that go on after them in a list.
     """CREATE TABLE deleted_file (
         id {blob} PRIMARY KEY, owner {text} NOT NULL, tenant {text} NOT NULL,
         created {real} NOT NULL, forget {real} NOT NULL
     ) {strict}""",
     "CREATE INDEX deleted_file_forget ON deleted_file (forget)",
-    # Indexes for pages of files and batches, and for the batches that keep a file.
+    # Indices for pages of files and batches, and for the batches that keep a file.
     "CREATE INDEX file_listed ON file (owner, tenant, created, id)",
     "CREATE INDEX file_of_purpose ON file (owner, tenant, purpose, created, id)",
     "CREATE INDEX file_waiting ON file (waits_since) WHERE waits_since IS NOT NULL",
@@ -163,16 +163,16 @@ def create(database: Database, dialect: Dialect) -> None:
 
 
 def ensure(database: Database, dialect: Dialect) -> bool:
-    """Make the tables if there are none; returns whether it did.
+    """Make the tables in an empty database; returns whether it did.
 
-    Raises StoreUnusable for tables of another version: nothing leads from one to another.
+    Raises StoreUnusable for tables of another version: there are no migrations.
     """
-    found = database.read_version()
-    if found == VERSION:
+    version = database.read_version()
+    if version == VERSION:
         return False
-    if found:
+    if version:
         raise StoreUnusable(
-            f"the store has schema {found}, this mlxpool reads and writes schema {VERSION} alone:"
+            f"the store has schema {version}, this mlxpool reads and writes schema {VERSION} alone:"
             " start the mlxpool that wrote it, or give this one an empty state_dir; jobs are not"
             " carried over (docs/operate.md#jobs)"
         )

@@ -1,4 +1,4 @@
-"""A store on a database: transactions of many operations, each of which succeeds alone."""
+"""A store on a database: a transaction performs many operations, which fail independently."""
 
 from __future__ import annotations
 
@@ -34,20 +34,21 @@ from mlxpool.common.closing import Closing
 
 log = logging.getLogger("mlxpool.broker")
 
-KEY_LIFE = 24 * 3600.0  # seconds for which a key outlives its result
-ADMIT_SHARE = 0.8  # of the bound in bytes: above it only running jobs write
-# And owners that have no more than this share, so that none can fill the store for all others.
+KEY_LIFE = 24 * 3600.0  # seconds for which a key is kept after its result is deleted
+ADMIT_SHARE = 0.8  # share of the bound in bytes above which only running jobs write
+# Owners below this share of the bound may still add new jobs above ADMIT_SHARE, up to the sum of
+# both shares: no owner can fill the store for all others.
 SMALL_SHARE = 0.1
-SEEN_EVERY = 1.0  # seconds between two times that are written
+SEEN_EVERY = 1.0  # seconds between two stores of the time
 
 Handler = Callable[..., Result]
 
 
 class SqlStore(Closing):
-    """Used by one thread at a time. `begin` makes it this broker's.
+    """The store of one broker, used by one thread at a time. `begin` takes it over.
 
-    Every method can raise StoreFailed, after which the store must be closed; `begin` and
-    `transaction` StoreFenced; `transaction` OutOfSpace, which leaves the store as it was.
+    Every method can raise StoreFailed; then the store must be closed. `begin` and `transaction` can
+    raise StoreFenced. `transaction` can raise OutOfSpace, which leaves the store as it was.
     """
 
     def __init__(self, database: Database, max_bytes: int, key_life: float = KEY_LIFE) -> None:
@@ -61,7 +62,7 @@ class SqlStore(Closing):
         self._handlers = self._table()
 
     def begin(self, boot: int, now: float) -> None:
-        """Take the store over; results are kept for longer by the time since it was last used."""
+        """Take the store over; times without a broker do not count towards the life of results."""
         away = max(0.0, now - self.wall_seen)
         with self.database.transaction():
             for table in ("job", "batch", "file"):
@@ -84,7 +85,8 @@ class SqlStore(Closing):
     def transaction(self, operations: Sequence[Operation], now: float) -> list[Result]:
         """Perform operations in order; when it returns they are durable.
 
-        An operation that cannot be performed is `Refused` and changes nothing; the others do.
+        An operation that cannot be performed is `Refused` and changes nothing; the others are
+        performed.
         """
         writes = any(operation.writes for operation in operations)
         stamps = writes and now - self.wall_seen >= SEEN_EVERY
@@ -124,17 +126,17 @@ class SqlStore(Closing):
     # ---- what needs the store beside the database ----------------------------------------------
 
     def admit_bound(self) -> int:
-        """Bytes in use above which no new jobs are taken."""
+        """Returns the bytes in use above which no new jobs are taken."""
         return int(ADMIT_SHARE * self._max_bytes)
 
     def room(self, share: float = ADMIT_SHARE) -> int:
-        """Bytes that new jobs may take up to a share of the bound; below 0 if there are more."""
+        """Returns the bytes left up to a share of the bound; below 0 above that share."""
         return int(share * self._max_bytes) - self.database.used_bytes()
 
-    def room_of(self, asked: Operation) -> int:
-        """Bytes that the owner of new jobs, or of a part of a file, may add."""
+    def room_of(self, operation: Operation) -> int:
+        """Returns the bytes that the owner of new jobs, or of a part of a file, may add."""
         room = self.room()
-        owner, size = _claim(asked)
+        owner, size = _claim(operation)
         if size <= room:
             return room
         used = self.database.number("SELECT bytes FROM usage WHERE owner = ?", owner)
@@ -156,10 +158,10 @@ class SqlStore(Closing):
         )
 
     def tend(self) -> None:
-        """Housekeeping between transactions, when nobody waits for its end."""
+        """Do housekeeping after a transaction whose results are out."""
 
     def free_reserve(self) -> bool:
-        """Free the space that is held for a full disk; returns whether there was any."""
+        """Free the reserve for a full disk; returns whether there was one."""
         return False
 
     def close(self) -> None:
@@ -169,7 +171,9 @@ class SqlStore(Closing):
         key_life = self._key_life
 
         def with_room(handler: Handler) -> Handler:
-            return lambda database, asked, now: handler(database, asked, now, self.room_of(asked))
+            return lambda database, operation, now: handler(
+                database, operation, now, self.room_of(operation)
+            )
 
         return {
             of_jobs.Submit: with_room(submit),
@@ -192,7 +196,7 @@ class SqlStore(Closing):
             of_jobs.ReadHistory: reading.read_history,
             of_jobs.ExportJobs: reading.export_jobs,
             of_jobs.VerifyJobs: reading.verify_jobs,
-            of_jobs.ReadFigures: lambda database, asked, now: self.figures(),
+            of_jobs.ReadFigures: lambda database, operation, now: self.figures(),
             of_jobs.SetPoison: notices.set_poison,
             of_jobs.ReadPoisons: notices.read_poisons,
             of_jobs.ReadNotices: notices.read_notices,
@@ -218,29 +222,29 @@ class SqlStore(Closing):
         }
 
 
-def _claim(asked: Operation) -> tuple[str, int]:
-    """The owner of what is to be stored, and its bytes with its rows."""
-    if isinstance(asked, of_batches.AddLines):
-        owner = asked.jobs[0].scope.owner if asked.jobs else ""
-        return owner, asked.size + len(asked.jobs) * ROW_BYTES
-    if isinstance(asked, of_jobs.Submit):
-        return asked.scope.owner, asked.size + ROW_BYTES
-    assert isinstance(asked, of_batches.CreateFile | of_batches.AppendFile)
-    return asked.owner, asked.size + ROW_BYTES
+def _claim(operation: Operation) -> tuple[str, int]:
+    """Returns the owner and the bytes, with rows, that an operation adds."""
+    if isinstance(operation, of_batches.AddLines):
+        owner = operation.jobs[0].scope.owner if operation.jobs else ""
+        return owner, operation.size + len(operation.jobs) * ROW_BYTES
+    if isinstance(operation, of_jobs.Submit):
+        return operation.scope.owner, operation.size + ROW_BYTES
+    assert isinstance(operation, of_batches.CreateFile | of_batches.AppendFile)
+    return operation.owner, operation.size + ROW_BYTES
 
 
 class Opener(Closing):
-    """Has the store locked for the life of the broker; `close` releases it."""
+    """Opens the store, and holds its lock for the life of the broker; `close` releases it."""
 
     __slots__ = ()
 
     @abstractmethod
     def open(self) -> SqlStore:
-        """Open the store, and make it if there is none. Raises StoreUnusable."""
+        """Open the store; make it if it does not exist. Raises StoreUnusable."""
 
     @abstractmethod
     def reopen(self) -> SqlStore:
-        """Open it after a failure. Raises StoreError."""
+        """Open the store after a failure. Raises StoreError."""
 
 
 _FENCED = "another broker has taken the store of jobs over; this broker must not write any more"

@@ -1,4 +1,4 @@
-"""`Submit`: a new job, or the one that its key names already."""
+"""The operation `Submit`: stores a job, or finds the job that has its key already."""
 
 from __future__ import annotations
 
@@ -17,46 +17,46 @@ from mlxpool.broker.store.sql import contents, rows
 from mlxpool.broker.store.sql.database import Database
 
 
-def submit(database: Database, asked: Submit, now: float, room: int) -> Result:
-    """Store a job, unless it takes more than `room` bytes."""
-    known = rows.find(database, asked.scope)
+def submit(database: Database, operation: Submit, now: float, room: int) -> Result:
+    """Store a job, unless its key is known, it needs more than `room` bytes or exceeds a quota."""
+    known = rows.find(database, operation.scope)
     if known is not None:
         if known.state is JobState.GONE:
             return KeyGone(known.id, known.forget or now)
-        if known.digest != asked.digest:
+        if known.digest != operation.digest:
             return DuplicateKey(known.id)
         return Submitted(known, new=False)
-    size = asked.size + rows.ROW_BYTES
-    refused = _no_room(asked, size, room) or _over_quota(database, asked, size)
+    size = operation.size + rows.ROW_BYTES
+    refused = _no_room(operation, size, room) or _over_quota(database, operation, size)
     if refused is not None:
         return refused
-    seq = _insert(database, asked, size, now)
+    seq = _insert(database, operation, size, now)
     assert seq is not None  # the key is free
-    rows.count_usage(database, asked.scope.owner, 1, size)
+    rows.count_usage(database, operation.scope.owner, 1, size)
     return Submitted(rows.by_seq(database, seq), new=True)
 
 
-def submit_line(database: Database, asked: Submit, now: float, room: int) -> Result | int:
-    """Store a job that is a line of a batch, as `submit` does, at less cost where nothing is wrong.
+def submit_line(database: Database, operation: Submit, now: float, room: int) -> Result | int:
+    """Store a job that is a line of a batch, as `submit` does, but at less cost in the usual case.
 
-    Returns the bytes of a new job, which the caller has to count for its owner, or what `submit`
-    answered, which has counted them.
+    Returns the bytes of a new job, which the caller must count for its owner, or the result of
+    `submit`, which has counted them.
     """
-    size = asked.size + rows.ROW_BYTES
-    checked = asked.max_jobs or asked.max_bytes or size > room
-    if not checked and _insert(database, asked, size, now) is not None:
+    size = operation.size + rows.ROW_BYTES
+    checked = operation.max_jobs or operation.max_bytes or size > room
+    if not checked and _insert(database, operation, size, now) is not None:
         return size
-    return submit(database, asked, now, room)
+    return submit(database, operation, now, room)
 
 
 def check_names(scope: Scope, *texts: str) -> None:
-    """Raises ValueError for a NUL character, which PostgreSQL has not in texts."""
+    """Raises ValueError if a text has a NUL character, which PostgreSQL cannot store."""
     for text in (scope.owner, scope.tenant, scope.key, *texts):
         if "\0" in text:
             raise ValueError(f"a name must not contain a NUL character, got {text!r:.60}")
 
 
-def _no_room(asked: Submit, size: int, room: int) -> Refused | None:
+def _no_room(operation: Submit, size: int, room: int) -> Refused | None:
     if size <= room:
         return None
     return Refused(
@@ -66,66 +66,72 @@ def _no_room(asked: Submit, size: int, room: int) -> Refused | None:
     )
 
 
-def _over_quota(database: Database, asked: Submit, size: int) -> Refused | None:
-    if not (asked.max_jobs or asked.max_bytes):
+def _over_quota(database: Database, operation: Submit, size: int) -> Refused | None:
+    if not (operation.max_jobs or operation.max_bytes):
         return None
-    row = database.one("SELECT jobs, bytes FROM usage WHERE owner = ?", asked.scope.owner)
+    row = database.one("SELECT jobs, bytes FROM usage WHERE owner = ?", operation.scope.owner)
     jobs, used = (0, 0) if row is None else row
-    if asked.max_jobs and jobs >= asked.max_jobs:
+    if operation.max_jobs and jobs >= operation.max_jobs:
         return Refused(
             "over_quota",
-            f"{jobs} jobs are stored for this owner, at most {asked.max_jobs} (quota_jobs); release"
-            " results that are not needed, or wait until their time is over",
+            f"{jobs} jobs are stored for this owner, at most {operation.max_jobs} (quota_jobs);"
+            " release results that are not needed, or wait until their time is over",
         )
-    if asked.max_bytes and used + size > asked.max_bytes:
+    if operation.max_bytes and used + size > operation.max_bytes:
         return Refused(
             "over_quota",
             f"{used} bytes are stored for this owner, with this job {used + size},"
-            f" at most {asked.max_bytes}",
+            f" at most {operation.max_bytes}",
         )
     return None
 
 
-def _insert(database: Database, asked: Submit, size: int, now: float) -> int | None:
-    """Insert the row of a job with its blobs; returns its number, None if its key is taken."""
-    check_names(asked.scope, asked.kind, asked.model, asked.label, asked.notify)
-    scope = asked.scope
+def _insert(database: Database, operation: Submit, size: int, now: float) -> int | None:
+    """Insert the row of a job and its blobs; returns its number, None if its key is taken."""
+    check_names(operation.scope, operation.kind, operation.model, operation.label, operation.notify)
+    scope = operation.scope
     row = database.one(
         "INSERT INTO job (id, owner, tenant, key, model, priority, batch, line, state, gen, pos,"
         " starts, size, due, deadline) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 0, 0, 0, ?, ?, ?)"
         " ON CONFLICT (owner, tenant, key) DO NOTHING RETURNING seq",
-        asked.id,
+        operation.id,
         scope.owner,
         scope.tenant,
         scope.key,
-        asked.model,
-        asked.priority,
-        asked.batch,
-        asked.line,
+        operation.model,
+        operation.priority,
+        operation.batch,
+        operation.line,
         rows.WAITING,
         size,
-        max(now + asked.delay, asked.not_before),
-        None if asked.deadline is None else now + asked.deadline,
+        max(now + operation.delay, operation.not_before),
+        None if operation.deadline is None else now + operation.deadline,
     )
     if row is None:
         return None
     seq: int = row[0]
     crc = checksums.of_request(
-        asked.id, asked.digest, asked.kind, asked.model, asked.seed, asked.request, asked.notify
+        operation.id,
+        operation.digest,
+        operation.kind,
+        operation.model,
+        operation.seed,
+        operation.request,
+        operation.notify,
     )
     database.change(
         "INSERT INTO request (job, digest, kind, seed, submitted, keep, label, notify, crc, data)"
         " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         seq,
-        asked.digest,
-        asked.kind,
-        rows.signed(asked.seed),
+        operation.digest,
+        operation.kind,
+        rows.signed(operation.seed),
         now,
-        asked.keep,
-        asked.label,
-        asked.notify,
+        operation.keep,
+        operation.label,
+        operation.notify,
         crc,
-        asked.request,
+        operation.request,
     )
-    contents.add_blobs(database, seq, enumerate(asked.blobs))
+    contents.add_blobs(database, seq, enumerate(operation.blobs))
     return seq
