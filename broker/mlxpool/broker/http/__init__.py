@@ -1,4 +1,4 @@
-"""Serves metrics, health and the status page over HTTP, on its own threads.
+"""The HTTP server of metrics, health and the status page, on its own threads.
 
 It reads snapshots and never touches the core.
 """

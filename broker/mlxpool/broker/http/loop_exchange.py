@@ -1,4 +1,4 @@
-"""What the broker's loop and the threads of the HTTP server give each other."""
+"""The exchange between the broker's loop and the threads of the HTTP server."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from mlxpool.common.closing import Closing
 from mlxpool.common.transport.waker import Waker
 
 # ---- loop queue ----------------------------------------------------------------------------------
-# What operators ask for on the status page, on its way to the broker's loop. A thread of the HTTP
-# server waits for the answer; a question that it no longer waits for is dropped, unless the loop
-# has begun with it.
+# Operators' commands on the status page, on their way to the broker's loop. A thread of the HTTP
+# server waits for the answer. If the thread gives up, its command is dropped, unless the loop has
+# begun with it.
 
 
 Fate = dict[str, Any]  # an answer, as the command of the same name prints it with --json
@@ -24,7 +24,7 @@ Asked = TypeVar("Asked")
 
 
 class LoopQueue(Closing, Generic[Asked]):
-    """`waker` is readable when a question waits for the loop."""
+    """A queue of operators' commands; `waker` is readable while a command waits for the loop."""
 
     def __init__(self) -> None:
         self.max_wait = MAX_WAIT
@@ -32,10 +32,10 @@ class LoopQueue(Closing, Generic[Asked]):
         self._waiting: SimpleQueue[tuple[Asked, Future[Fate]]] = SimpleQueue()
         self._closed = False
 
-    def ask(self, asked: Asked) -> Fate:
-        """Have the loop answer. Raises what it raises, and Unavailable if it does not answer."""
+    def ask(self, command: Asked) -> Fate:
+        """Have the loop answer. Raises the loop's exception; Unavailable if it does not answer."""
         future: Future[Fate] = Future()
-        self._waiting.put((asked, future))
+        self._waiting.put((command, future))
         self.waker.wake()
         if self._closed:
             self._refuse_all()
@@ -52,25 +52,25 @@ class LoopQueue(Closing, Generic[Asked]):
             raise Unavailable(f"there is no answer after {waited:g} s; look again") from None
 
     def serve(self, answer: Callable[[Asked, float], Fate], now: float) -> None:
-        """Answer what waits. Called by the loop when it was woken."""
+        """Answer all waiting commands. The loop calls it after a wake."""
 
-        def begin(asked: Asked, future: Future[Fate], now: float) -> None:
-            future.set_result(answer(asked, now))
+        def begin(command: Asked, future: Future[Fate], now: float) -> None:
+            future.set_result(answer(command, now))
 
         self.begin(begin, now)
 
     def begin(self, begin: Callable[[Asked, Future[Fate], float], None], now: float) -> None:
-        """Begin with what waits: `begin` sets the result of the future, now or later."""
+        """Begin all waiting commands: `begin` sets the result of the future, now or later."""
         self.waker.drain()
-        for asked, future in self._take():
+        for command, future in self._take():
             if future.set_running_or_notify_cancel():
                 try:
-                    begin(asked, future, now)
-                except Exception as error:  # it is raised in the thread that waits
+                    begin(command, future, now)
+                except Exception as error:  # it is raised in the waiting thread
                     future.set_exception(error)
 
     def close(self) -> None:
-        """Threads that wait get Unavailable at once."""
+        """Close the queue; waiting threads get Unavailable at once."""
         self._closed = True
         self._refuse_all()
         self.waker.close()
@@ -90,21 +90,21 @@ class LoopQueue(Closing, Generic[Asked]):
 
 
 # ---- latest snapshot -----------------------------------------------------------------------------
-# The newest snapshot, which the loop hands to the threads of the HTTP server. A thread that finds
-# it too old wakes the loop, which leaves a new one in its next turn and never waits for these
+# The newest snapshot, which the loop hands to the threads of the HTTP server. If it is too old, a
+# thread wakes the loop. The loop puts a new snapshot in its next turn, and never waits for these
 # threads.
 
 
-FRESH = 0.25  # seconds for which a snapshot is reused: it bounds how many the loop takes
+FRESH = 0.25  # seconds for which a snapshot is reused: it bounds the loop's work
 MAX_WAIT = 2.0  # seconds until a loop that does not answer counts as stuck
 
 
 class Unavailable(Exception):
-    """The loop did not answer in MAX_WAIT, or has ended."""
+    """The loop did not answer within MAX_WAIT, or has ended."""
 
 
 class LatestSnapshot(Closing):
-    """`waker` is readable when a thread waits for a new snapshot."""
+    """The newest snapshot; `waker` is readable while a thread waits for a newer one."""
 
     def __init__(self) -> None:
         self.fresh, self.max_wait = FRESH, MAX_WAIT
@@ -115,30 +115,30 @@ class LatestSnapshot(Closing):
         self._closed = False
 
     def put(self, snapshot: Snapshot) -> None:
-        """Called by the loop after it was woken."""
+        """Set the snapshot. The loop calls it after a wake."""
         self.waker.drain()
         with self._changed:
             self._snapshot, self._at = snapshot, monotonic()
             self._changed.notify_all()
 
     def get(self) -> Snapshot:
-        """A snapshot at most `fresh` seconds old. Raises Unavailable."""
-        asked = monotonic()
+        """Returns a snapshot at most `fresh` seconds old. Raises Unavailable."""
+        called_at = monotonic()
         with self._changed:
-            if self._snapshot is None or asked - self._at > self.fresh:
+            if self._snapshot is None or called_at - self._at > self.fresh:
                 self.waker.wake()
-                came = self._changed.wait_for(
-                    lambda: self._closed or self._at >= asked, self.max_wait
+                fresh = self._changed.wait_for(
+                    lambda: self._closed or self._at >= called_at, self.max_wait
                 )
                 if self._closed:
                     raise Unavailable("the broker is ending")
-                if not came:
+                if not fresh:
                     raise Unavailable(f"the broker's loop has not answered for {self.max_wait:g} s")
             assert self._snapshot is not None
             return self._snapshot
 
     def close(self) -> None:
-        """Threads that wait get Unavailable at once."""
+        """Close the exchange; waiting threads get Unavailable at once."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -1,9 +1,9 @@
-"""Who may ask over HTTP; and who may change the pool: an operator with the token, on this page.
+"""Access over HTTP; changes of the pool need the operators' token and this page's origin.
 
-The server has no sessions and no cookies, so a request is judged by its headers alone:
+The server keeps neither sessions nor cookies, so a request is judged by its headers alone:
 
 - Host is a loopback address: a page whose name resolves to it (DNS rebinding) sends its own name.
-  This holds for what is only read as well, unless the server listens on an open address;
+  This also holds for reads, unless the server listens on an open address;
 - Origin is that host: scripts of other sites (CSRF) send the origin of their page;
 - Authorization is the token, which no browser adds by itself.
 """
@@ -28,19 +28,19 @@ from mlxpool.common.files import open_regular
 from mlxpool.common.http_access import foreign_page
 
 MIN_TOKEN, MAX_TOKEN = 32, 256  # characters
-TOKEN = re.compile(r"[!-~]+")  # visible ASCII: what a header can carry
+TOKEN = re.compile(r"[!-~]+")  # visible ASCII, as a header can carry
 SETTING = "pool.metrics_admin_token"
 
 
 class Refusal(Struct, frozen=True):
-    """Why a request may not change the pool, and the status that says so."""
+    """The reason of a refusal, and the status of the answer."""
 
     status: HTTPStatus
     why: str
 
 
 def read_token(file: Path) -> bytes:
-    """The digest of the token in a file. Raises ConfigError naming the file, never the token."""
+    """Returns the digest of the token in a file. Raises ConfigError without the token."""
     try:
         with open_regular(file) as opened:
             mode = stat.S_IMODE(os.fstat(opened.fileno()).st_mode)
@@ -61,7 +61,7 @@ def read_token(file: Path) -> bytes:
 
 
 def host_refusal(host: str) -> Refusal | None:
-    """Why a request with this Host header is refused; None: it names the loopback interface."""
+    """Returns the refusal of a Host header; None if it names the loopback interface."""
     if is_loopback(_name(f"//{host}")):
         return None
     return Refusal(
@@ -72,16 +72,16 @@ def host_refusal(host: str) -> Refusal | None:
 
 
 def page_refusal(method: str, headers: Message) -> Refusal | None:
-    """Why a request is refused that a page of another origin sent; None: none did."""
-    told = {
+    """Returns the refusal of a request from a page of another origin; None for other requests."""
+    headers_of = {
         name: list(map(str, headers.get_all(name, ()))) for name in ("Origin", "Sec-Fetch-Site")
     }
-    found = foreign_page(method, str(headers.get("Host", "")), *told.values())
-    return None if found is None else Refusal(HTTPStatus.FORBIDDEN, f"{found} may change nothing")
+    page = foreign_page(method, str(headers.get("Host", "")), *headers_of.values())
+    return None if page is None else Refusal(HTTPStatus.FORBIDDEN, f"{page} may change nothing")
 
 
 def refusal(headers: Message, token: bytes) -> Refusal | None:
-    """Why a request with these headers is refused; None: it may change the pool."""
+    """Returns the refusal of a request with these headers; None if it may change the pool."""
     host, origin, authorization = (
         str(headers.get(name, "")) for name in ("Host", "Origin", "Authorization")
     )
@@ -93,14 +93,14 @@ def refusal(headers: Message, token: bytes) -> Refusal | None:
         return refused
     if len(headers.get_all("Authorization", ())) > 1:
         return Refusal(HTTPStatus.UNAUTHORIZED, "the header Authorization is there more than once")
-    scheme, _, given = authorization.partition(" ")
-    if scheme.lower() != "bearer" or not hmac.compare_digest(_digest(given.strip()), token):
+    scheme, _, sent = authorization.partition(" ")
+    if scheme.lower() != "bearer" or not hmac.compare_digest(_digest(sent.strip()), token):
         return Refusal(HTTPStatus.UNAUTHORIZED, "the operators' token is missing or wrong")
     return None
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is an address of the loopback interface, or localhost."""
+    """Returns whether a host is an address of the loopback interface, or localhost."""
     if host.lower() == "localhost":
         return True
     try:
@@ -110,7 +110,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _name(url: str) -> str:
-    """The host of a URL without its port; "" if it has none."""
+    """Returns the host of a URL without its port; "" for a URL without a host."""
     try:
         return urlsplit(url).hostname or ""
     except ValueError:

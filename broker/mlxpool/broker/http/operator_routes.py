@@ -1,4 +1,4 @@
-"""The routes of operators on the status page: cancel, jobs and a worker's log."""
+"""The routes for operators on the status page: cancel, jobs and a worker's log."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Asked = TypeVar("Asked")
 
 
 class OperatorRoute(ABC, Generic[Asked]):
-    """A path that takes POST from operators. Used by all threads of the server."""
+    """A path that takes POST from operators. All threads of the server use it."""
 
     path: ClassVar[str]
     max_body: ClassVar[int]  # bytes
@@ -46,14 +46,14 @@ class OperatorRoute(ABC, Generic[Asked]):
 
     @abstractmethod
     def parse(self, asked: dict[str, Any], peer: str) -> Asked:
-        """What a body asks for. Raises BadRequest saying what it must be."""
+        """Returns the command of a body. Raises BadRequest with the form that it must have."""
 
     @abstractmethod
     def perform(self, asked: Asked) -> Any:
-        """The answer, as JSON. Raises PoolError if it cannot be, Unavailable if nobody answers."""
+        """Perform a command and return JSON. Raises PoolError; Unavailable without an answer."""
 
     def read_body(self, headers: Message, stream: BufferedIOBase) -> bytes | None:
-        """The body of a request; None: it is too large, or its length is not told."""
+        """Returns the body of a request; None if it is too large or has no valid length."""
         length = str(headers.get("Content-Length", ""))
         # `int` refuses texts of thousands of digits
         digits = len(str(self.max_body))
@@ -62,7 +62,7 @@ class OperatorRoute(ABC, Generic[Asked]):
         return stream.read(int(length))
 
     def answer(self, headers: Message, body: bytes | None, peer: str) -> Answer:
-        """Do what a body of `read_body` says; `peer` is the address of the other side."""
+        """Perform the command of a body of `read_body`; `peer` is the address of the client."""
         if body is None:
             why = f"the body must have a Content-Length of at most {self.max_body} bytes"
             return _error(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, why)
@@ -84,22 +84,22 @@ class OperatorRoute(ABC, Generic[Asked]):
             return _error(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
 
     def _log(self, refused: Refusal, peer: str) -> None:
-        """A line for the first refusal of each LOG_INTERVAL."""
+        """Log the first refusal of each LOG_INTERVAL, with the number of refusals not logged."""
         with self._lock:
             now = monotonic()
             if now < self._quiet_until:
                 self._not_logged += 1
                 return
             self._quiet_until = now + LOG_INTERVAL
-            untold, self._not_logged = self._not_logged, 0
+            not_logged, self._not_logged = self._not_logged, 0
         what = f"{self.path.strip('/')} refused"
-        log.warning(what, extra={"why": refused.why, "address": peer, "untold": untold})
+        log.warning(what, extra={"why": refused.why, "address": peer, "untold": not_logged})
 
 
 class LoopRoute(OperatorRoute[Asked]):
-    """A path whose questions the broker's loop answers.
+    """A path whose commands the broker's loop answers.
 
-    A thread waits for that, at most `queue.max_wait`, and as long again if the loop has begun.
+    A thread waits for the answer at most `queue.max_wait`, and twice that if the loop has begun.
     """
 
     def __init__(self, queue: LoopQueue[Asked], token: bytes) -> None:
@@ -107,7 +107,7 @@ class LoopRoute(OperatorRoute[Asked]):
         self.queue = queue
 
     def shown(self, fate: Fate) -> Any:
-        """The answer of the loop as JSON."""
+        """Returns the answer of the loop as JSON."""
         return fate
 
     def perform(self, asked: Asked) -> Any:
@@ -115,7 +115,7 @@ class LoopRoute(OperatorRoute[Asked]):
 
 
 def _map(body: bytes) -> dict[str, Any]:
-    """The JSON object of a body; an empty one for anything else."""
+    """Returns the JSON object of a body; an empty object for any other body."""
     try:
         asked = json.loads(body)
     except ValueError:
@@ -134,11 +134,11 @@ def _json(status: HTTPStatus, body: Any) -> Answer:
 # ---- cancel --------------------------------------------------------------------------------------
 
 
-PREFIX = re.compile(r"[0-9a-f]{8,32}")  # of a request's id
+PREFIX = re.compile(r"[0-9a-f]{8,32}")  # the first digits of a request's id
 
 
 class CancelRoute(LoopRoute[str]):
-    """What is asked is the beginning of a request's id."""
+    """The route that cancels a request, named by the first digits of its id."""
 
     path: ClassVar[str] = "/cancel"
     max_body: ClassVar[int] = 256
@@ -160,11 +160,14 @@ OF_SOCKET = {job_operations.BATCHES, job_operations.EXPORT, job_operations.VERIF
 KINDS = job_operations.KINDS - OF_SOCKET
 ID = re.compile(r"[0-9a-f]{32}")
 
-Question = tuple[str, Mapping[str, Any]]  # the kind of a question of job_operations, and its body
+Question = tuple[str, Mapping[str, Any]]  # the kind of an operation of job_operations, and its body
 
 
 class JobsRoute(LoopRoute[Question]):
-    """A body is {"ask": KIND} with the keys of that question; ids are hexadecimal digits."""
+    """The route of job operations.
+
+    A body is {"ask": KIND} with the keys of that operation; ids are hexadecimal digits.
+    """
 
     path: ClassVar[str] = "/jobs"
     max_body: ClassVar[int] = 4096
@@ -176,7 +179,7 @@ class JobsRoute(LoopRoute[Question]):
         for name in IDS:
             if name in asked:
                 asked[name] = _id(name, asked[name])
-        job_operations.parse_question(kind, asked)  # what is wrong is told before the loop is woken
+        job_operations.parse_question(kind, asked)  # a bad body is refused before the loop is woken
         if kind in job_operations.CHANGING or kind == job_messages.READ:
             job = asked.get("job")
             shown = job.hex() if isinstance(job, bytes) else repr(asked.get("key"))[:80]
@@ -203,7 +206,7 @@ MAX_SLOT = 400  # characters
 
 
 class LogRoute(OperatorRoute[str]):
-    """What is asked is a slot. Its file is read on the thread of the HTTP server."""
+    """The route of the end of a slot's log. The thread of the HTTP server reads the file."""
 
     path: ClassVar[str] = "/log"
     max_body: ClassVar[int] = 1024
@@ -219,7 +222,7 @@ class LogRoute(OperatorRoute[str]):
         return slot
 
     def perform(self, asked: str) -> dict[str, Any]:
-        """Raises BadRequest where there is no such log."""
+        """Returns the end of the log. Raises BadRequest if there is no log of the slot."""
         path = worker_log(self._run_dir, asked)
         try:
             return {"slot": asked, "text": last_lines(path)}
@@ -231,7 +234,7 @@ class LogRoute(OperatorRoute[str]):
 
 
 def last_lines(path: Path) -> str:
-    """The last MAX_LINES lines of a file, of MAX_BYTES at most. Raises OSError."""
+    """Returns the last MAX_LINES lines of a file, at most MAX_BYTES. Raises OSError."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         begin = max(0, size - MAX_BYTES)

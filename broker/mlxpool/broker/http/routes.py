@@ -1,4 +1,4 @@
-"""What each path of the HTTP server answers."""
+"""The answers of the HTTP server's paths."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ SCRIPT = re.compile(r'<script src="(\w+\.js)"></script>')
 
 
 def assembled(folder: Path) -> bytes:
-    """The page with its style sheet and its scripts in it, which page.html names.
+    """Returns page.html with the style sheet and the scripts that it names inside.
 
-    So one answer is the whole page, and a policy with their hashes allows them and nothing else: it
-    requests `status.json` and may do nothing else.
+    So one answer is the whole page. A policy with the hashes allows this style and these scripts
+    alone: the page can fetch from this server and nothing else.
     """
     page = (folder / "page.html").read_text("utf-8")
-    page = STYLE.sub(lambda found: f"<style>{_text(folder / found[1])}</style>", page)
-    page = SCRIPT.sub(lambda found: f"<script>{_text(folder / found[1])}</script>", page)
+    page = STYLE.sub(lambda match: f"<style>{_text(folder / match[1])}</style>", page)
+    page = SCRIPT.sub(lambda match: f"<script>{_text(folder / match[1])}</script>", page)
     return page.encode()
 
 
 def _text(file: Path) -> str:
-    """The text of a file. Raises ValueError where it would end its element."""
+    """Returns the text of a file. Raises ValueError if it would end its element."""
     text = file.read_text("utf-8")
     if "</s" in text.lower():
         raise ValueError(f"{file.name} has '</s', which would end its element in the page")
@@ -50,7 +50,7 @@ def _text(file: Path) -> str:
 
 
 def content_security_policy(page: bytes) -> str:
-    """The Content-Security-Policy that allows only the page's own scripts and style."""
+    """Returns the Content-Security-Policy that allows only the page's own scripts and style."""
     scripts, styles = (" ".join(_hashes(page, tag)) for tag in (b"script", b"style"))
     return (
         f"default-src 'none'; script-src {scripts}; style-src {styles}; connect-src 'self';"
@@ -59,7 +59,7 @@ def content_security_policy(page: bytes) -> str:
 
 
 def _hashes(page: bytes, tag: bytes) -> list[str]:
-    """Of each element with this tag, as browsers compute it."""
+    """Returns the hash of each element with this tag, as browsers compute it."""
     texts = re.findall(rb"<%b>(.*?)</%b>" % (tag, tag), page, re.DOTALL)
     digests = (hashlib.sha256(text).digest() for text in texts)
     return [f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests]
@@ -72,7 +72,7 @@ POLICY = content_security_policy(PAGE)
 Answer = tuple[HTTPStatus, str, bytes]  # status, content type, body
 
 TEXT = "text/plain; charset=utf-8"
-HOME = "/"  # the status page: it is served, and says so, also when the loop does not answer
+HOME = "/"  # the status page: it is served, with an error text, also if the loop does not answer
 HOME_ANSWER: Answer = (HTTPStatus.OK, "text/html; charset=utf-8", PAGE)
 
 HEADERS = {
@@ -85,14 +85,14 @@ VERSIONS = (VERSION, platform.python_version(), zmq.__version__, zmq.zmq_version
 
 
 class Renderers:
-    """What answers share between requests. Used by all threads of the server."""
+    """State that the answers to all requests share. All threads of the server use it."""
 
     def __init__(self, *, cancels: bool) -> None:
         """`cancels`: operators may cancel requests."""
         self.cancels = cancels
         self.history = RecentHistory()
         self._writer = MetricsWriter(FAMILIES)
-        self._writing = threading.Lock()  # its cache is for one thread at a time
+        self._writing = threading.Lock()  # the writer's cache serves one thread at a time
 
     def prometheus(self, snapshot: Snapshot) -> tuple[bytes, str]:
         with self._writing:
@@ -105,17 +105,17 @@ def _metrics(renderers: Renderers, snapshot: Snapshot) -> Answer:
 
 
 def _stats(renderers: Renderers, snapshot: Snapshot) -> Answer:
-    """What `mlxpool stats --json` prints."""
+    """Returns the JSON of `mlxpool stats --json`."""
     return HTTPStatus.OK, "application/json", json.dumps(stats(snapshot)).encode() + b"\n"
 
 
 def _healthz(renderers: Renderers, snapshot: Snapshot) -> Answer:
-    """A snapshot shows that the loop runs."""
+    """Returns ok: a snapshot shows that the loop runs."""
     return HTTPStatus.OK, TEXT, b"ok\n"
 
 
 def _readyz(renderers: Renderers, snapshot: Snapshot) -> Answer:
-    """Whether a request would be accepted; a cold model is started by it."""
+    """Returns ready if a request would be accepted; a cold model is started by a request."""
     if snapshot.broker.state != "ready":
         return HTTPStatus.SERVICE_UNAVAILABLE, TEXT, f"{snapshot.broker.state}\n".encode()
     if not any(model.available for model in snapshot.models):
@@ -125,9 +125,9 @@ def _readyz(renderers: Renderers, snapshot: Snapshot) -> Answer:
 
 
 def _status_json(renderers: Renderers, snapshot: Snapshot) -> Answer:
-    """What the status page shows."""
-    told = {**status(snapshot, renderers.history, monotonic()), "cancels": renderers.cancels}
-    return HTTPStatus.OK, "application/json", json.dumps(told, separators=(",", ":")).encode()
+    """Returns the JSON of the status page."""
+    fields = {**status(snapshot, renderers.history, monotonic()), "cancels": renderers.cancels}
+    return HTTPStatus.OK, "application/json", json.dumps(fields, separators=(",", ":")).encode()
 
 
 PATHS: dict[str, Callable[[Renderers, Snapshot], Answer]] = {

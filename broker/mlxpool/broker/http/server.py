@@ -1,7 +1,7 @@
-"""Serves the status page, `/metrics`, `/healthz`, `/readyz` and `/stats` over HTTP.
+"""The HTTP server of the status page, `/metrics`, `/healthz`, `/readyz` and `/stats`.
 
-Its threads share two things with the broker's loop: the latest snapshot, and what operators ask
-for.
+Its threads share two things with the broker's loop: the latest snapshot, and the queues of
+operators' commands.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ from mlxpool.broker.telemetry.history import POINT_INTERVAL, RecentHistory
 from mlxpool.common.closing import Closing
 from mlxpool.common.config.bounds import host_port
 
-MAX_CONNECTIONS = 8  # each takes a descriptor that clients cannot have
-MAX_SECONDS = 5.0  # from the first byte of a request to the last of its answer
+MAX_CONNECTIONS = 8  # each takes a descriptor from clients
+MAX_SECONDS = 5.0  # from the first byte of a request to the last byte of its answer
 
 
 class Stage(Enum):
-    """What a connection waits for."""
+    """The stage of a connection: what it waits for."""
 
     REQUEST = "the peer's request"
     ANSWER = "our answer"
     SENDING = "the peer to receive the answer"
 
 
-# One that waits for its peer is shut down before one that waits for us: that one ends by itself.
+# Connections that wait for their peer are shut down first: a wait for the broker ends by itself.
 IDLE_STAGES = (Stage.REQUEST, Stage.SENDING)
 
 
 class Connection(Struct, eq=False):
-    """`since` is when it was accepted, in seconds."""
+    """A connection; `since` is the time of its acceptance, in seconds."""
 
     socket: socket.socket
     since: float
@@ -67,11 +67,11 @@ class Connection(Struct, eq=False):
 
 
 class Connections:
-    """All that are open, the oldest first. Every method may be called from any thread.
+    """The open connections, the oldest first. Any thread may call every method.
 
-    Few and short-lived: idle ones make room for new ones. Invariant: at most MAX_CONNECTIONS are
-    counted. One that was shut down is not counted any more; its thread sees the end of the socket
-    at once and closes it.
+    They are few and short-lived: idle connections make room for new ones. Invariant: at most
+    MAX_CONNECTIONS are counted. A connection that was shut down is not counted any more; its thread
+    sees the end of the socket at once and closes it.
     """
 
     def __init__(self) -> None:
@@ -83,12 +83,12 @@ class Connections:
         return len(self._open)
 
     def count(self, stage: Stage) -> int:
-        """How many are in this stage."""
+        """Returns the number of connections in this stage."""
         with self._lock:
             return sum(connection.stage is stage for connection in self._open.values())
 
     def add(self, accepted: socket.socket, now: float) -> bool:
-        """Count it, in place of the oldest idle one if need be. False: there is no room."""
+        """Count a connection, or else shut the oldest idle one down; returns False without room."""
         with self._lock:
             if len(self._open) >= MAX_CONNECTIONS:
                 if (oldest := self._oldest_idle()) is None:
@@ -98,18 +98,18 @@ class Connections:
             return True
 
     def set_stage(self, accepted: socket.socket, stage: Stage) -> None:
-        """Nothing, if it was shut down meanwhile."""
+        """Set the stage of a connection, unless it was shut down meanwhile."""
         with self._lock:
             if (connection := self._open.get(accepted)) is not None:
                 connection.stage = stage
 
     def remove(self, accepted: socket.socket) -> None:
-        """It has ended."""
+        """Forget a connection that has ended."""
         with self._lock:
             self._open.pop(accepted, None)
 
     def shut_down_overdue(self, now: float) -> None:
-        """End those that have been open for `max_seconds`."""
+        """Shut down connections that have been open for over `max_seconds`."""
         with self._lock:
             overdue = [c for c in self._open.values() if now - c.since > self.max_seconds]
             for connection in overdue:
@@ -133,14 +133,17 @@ class Connections:
 log = logging.getLogger("mlxpool.broker")
 
 POST_PATHS = (CancelRoute.path, JobsRoute.path, LogRoute.path)
-BACKLOG = 128  # connections that the kernel queues until they are accepted
-POLL_INTERVAL = 0.1  # seconds between two looks for overdue connections, or for the end
+BACKLOG = 128  # connections that the kernel queues before they are accepted
+POLL_INTERVAL = 0.1  # seconds between two looks for overdue connections and for the end
 # Seconds for which a thread that writes text may hold the interpreter while the loop wants it.
 SWITCH_INTERVAL = 0.0005
 
 
 class HttpServer(Closing):
-    """Serves from its construction on. Raises OSError naming an address it cannot have."""
+    """The HTTP server, which serves from its construction on.
+
+    Raises OSError, with the address, if it cannot listen there.
+    """
 
     def __init__(
         self,
@@ -151,8 +154,8 @@ class HttpServer(Closing):
     ) -> None:
         """`history_interval`: seconds between two points of the history.
 
-        `operator_token` is the digest of the token with which operators may change the pool, and
-        read the logs of workers in `run_dir`.
+        `operator_token` is the digest of the operators' token. It allows changes of the pool, and
+        reads of the workers' logs in `run_dir`.
         """
         host, port = host_port(address)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -192,14 +195,14 @@ class HttpServer(Closing):
 
     @property
     def url(self) -> str:
-        """With the port that it got."""
+        """The URL with the port that the server got."""
         host, port = self._server.server_address[:2]
         text = host.decode() if isinstance(host, bytes | bytearray) else str(host)
         return f"http://[{text}]:{port}" if ":" in text else f"http://{text}:{port}"
 
     @property
     def history(self) -> RecentHistory:
-        """The last minutes that the status page shows."""
+        """The last minutes, for the status page."""
         return self._server.renderers.history
 
     @property
@@ -215,7 +218,7 @@ class HttpServer(Closing):
                 continue
 
     def _close_exchanges(self) -> None:
-        """What the threads wait for at the loop; they get Unavailable."""
+        """Close the exchanges with the loop; waiting threads get Unavailable."""
         self.latest.close()
         for queue in (self.cancels, self.jobs):
             if queue is not None:
@@ -253,7 +256,7 @@ class _Server(ThreadingHTTPServer):
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
-        """As the base class does, without asking a name server for our name."""
+        """Bind as the base class does, without a query for this host's name."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = "mlxpool", int(self.server_address[1])
 
@@ -270,18 +273,18 @@ class _Server(ThreadingHTTPServer):
             self.connections.remove(request)
 
     def service_actions(self) -> None:
-        """Called every POLL_INTERVAL, and after each accepted connection."""
+        """Shut down overdue connections, every POLL_INTERVAL and after each accepted connection."""
         self.connections.shut_down_overdue(monotonic())
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A peer that went away is normal; anything else is a bug of ours."""
+        """Log errors, except for a peer that went away."""
         error = sys.exception()
         if not isinstance(error, ConnectionError | TimeoutError):
             log.error("http failed", exc_info=error)
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One request for each connection."""
+    """The handler of a connection, which serves one request."""
 
     server: _Server
     timeout = MAX_SECONDS
@@ -309,7 +312,7 @@ class _Handler(BaseHTTPRequestHandler):
         return route.answer(self.headers, body, self.client_address[0])
 
     def _answer(self) -> Answer:
-        host = self.headers.get("Host")  # programs may leave it out, no browser does
+        host = self.headers.get("Host")  # browsers always send it, other programs may not
         if self.server.loopback and host is not None and (refused := host_refusal(str(host))):
             return refused.status, TEXT, f"{refused.why}\n".encode()
         path = self.path.partition("?")[0]
@@ -337,4 +340,4 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """No line for each scrape."""
+        """Log nothing: there would be a line for each scrape."""

@@ -44,7 +44,7 @@ class Load(Struct, frozen=True):
 
 
 class Inbox:
-    """Operations for the store: the broker's loop adds without waiting, the store's thread takes."""
+    """Queue of operations: the broker's loop adds without waiting, the store's thread takes."""
 
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds

@@ -1,4 +1,4 @@
-"""One snapshot of the pool, rendered as stats, ps, top, status page, Prometheus.
+"""A snapshot of the pool, and its forms: stats, ps, top, status page, Prometheus.
 
-It only reads: nothing here changes the core.
+This package only reads: it never changes the core.
 """

@@ -1,7 +1,7 @@
-"""The last minutes of the pool, for a status page that was just opened: bounded rings.
+"""Ring buffers with the last minutes of the pool, for a status page that was just opened.
 
-Written by one thread; others may copy its lists. Size: MAX_POINTS points and MAX_COLUMNS columns,
-each with one entry for every model that made tokens in its time.
+One thread writes them; others may copy the lists. There are at most MAX_POINTS points and
+MAX_COLUMNS columns, each with an entry for every model that made tokens in its time.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from mlxpool.common.metrics import Frozen
 
 POINT_INTERVAL = 2.0  # seconds
 MAX_POINTS = 300  # ten minutes
-QUANTILE_POINTS = 30  # points that a quantile is made of: a minute
-COLUMN_SECONDS = 10.0  # of one column in the plot of one model
+QUANTILE_POINTS = 30  # points of a quantile: a minute
+COLUMN_SECONDS = 10.0  # seconds of a column in the plot of a model
 MAX_COLUMNS = 60
 
 Buckets = tuple[int, ...]
@@ -29,11 +29,11 @@ _EMPTY: Buckets = (0,) * (len(FIRST_TOKEN) + 1)
 
 
 class Point(Struct, frozen=True):
-    """The pool at one moment, and what was added since the point before. Seconds and bytes."""
+    """The pool at one moment, and the increases since the point before. Seconds and bytes."""
 
     at: float
     seconds: float  # since the point before
-    tokens: Mapping[str, int]  # since then, of each model that made any
+    tokens: Mapping[str, int]  # since then, of each model that made tokens
     first_token: Buckets  # times to the first token since then, by FIRST_TOKEN
     median: float | None  # of the times to the first token of the last minute
     p95: float | None  # the same
@@ -43,12 +43,12 @@ class Point(Struct, frozen=True):
     ended: int  # streams, since the point before
     failures: Mapping[str, int]  # since then: streams that ended with an error, by its code
     failing_models: Mapping[str, int]  # the same streams, by model
-    rejected: Mapping[str, int]  # since then: requests that were not accepted, by code
+    rejected: Mapping[str, int]  # since then: rejected requests, by code
     restarts: Mapping[str, int]  # since then, see Snapshot.restarts
 
     @property
     def rates(self) -> dict[str, float]:
-        """Tokens a second, of each model that made any."""
+        """Tokens a second, of each model that made tokens."""
         return {name: count / self.seconds for name, count in self.tokens.items()}
 
     @property
@@ -58,41 +58,41 @@ class Point(Struct, frozen=True):
 
 
 class RateColumn(Struct, eq=False):
-    """Tokens of several points, for the plots of single models.
+    """Tokens of several points, a column in the plots of single models.
 
-    It begins at a multiple of COLUMN_SECONDS, so that a plot moves and keeps its shape.
+    A column begins at a multiple of COLUMN_SECONDS, so that a plot moves and keeps its shape.
     """
 
-    number: int  # its beginning / COLUMN_SECONDS
-    seconds: float  # that its points stand for
+    number: int  # its start time / COLUMN_SECONDS
+    seconds: float  # the time that its points cover
     tokens: Counter[str]
 
 
 class RecentEvents(Struct, frozen=True):
-    """What went wrong in the time that the points cover."""
+    """The failures in the time that the points cover."""
 
     ended: int  # streams, however they ended
     failures: Counter[str]  # streams that ended with an error, by its code
     failing_models: Counter[str]  # the same streams, by model
-    rejected: Counter[str]  # requests that were not accepted, by code
+    rejected: Counter[str]  # rejected requests, by code
     restarts: Counter[str]  # see Snapshot.restarts
 
 
 class Increase:
-    """What was added to named counts since the last look."""
+    """The increases of named counts between two calls of `since`."""
 
     def __init__(self) -> None:
         self._seen: Mapping[str, int] = {}
 
     def since(self, counts: Mapping[str, int]) -> dict[str, int]:
-        """The counts that have grown, and by how much; a new one counts from zero."""
+        """Returns the increases since the last call; a new count increases from zero."""
         grown = {name: count - self._seen.get(name, 0) for name, count in counts.items()}
         self._seen = counts
         return {name: count for name, count in grown.items() if count > 0}
 
 
 class RecentHistory:
-    """The rings. The first `record` only sets the counters that the next one subtracts."""
+    """The ring buffers. The first `record` only sets the counters that the next one subtracts."""
 
     def __init__(self) -> None:
         self.points: deque[Point] = deque(maxlen=MAX_POINTS)
@@ -142,12 +142,12 @@ class RecentHistory:
         )
 
     def add_to_column(self, at: float, seconds: float, tokens: Mapping[str, int]) -> None:
-        """Add the tokens of `seconds` that ended `at` to the column of that time."""
+        """Add the tokens of the `seconds` before `at` to the column of that time."""
         number = int(at // COLUMN_SECONDS)
         if self.columns and self.columns[-1].number == number:
             self.columns[-1].seconds += seconds
             self.columns[-1].tokens.update(tokens)
-        else:  # complete before others can read it: they divide by its seconds
+        else:  # complete before another thread can read it and divide by its seconds
             self.columns.append(RateColumn(number, seconds, Counter(tokens)))
 
     def _new_first_tokens(self, snapshot: Snapshot) -> Buckets:
@@ -164,7 +164,7 @@ class RecentHistory:
 
 
 def recent_events(points: Iterable[Point]) -> RecentEvents:
-    """The sums over all points."""
+    """Returns the sums over all points."""
     events = RecentEvents(0, Counter(), Counter(), Counter(), Counter())
     ended = 0
     for point in points:
@@ -177,9 +177,10 @@ def recent_events(points: Iterable[Point]) -> RecentEvents:
 
 
 def quantile(bounds: Sequence[float], counts: Sequence[int], part: float) -> float | None:
-    """The value below which `part` of all values lie, 0 < part < 1, as if each bucket were even.
+    """Returns the quantile `part` of all values, 0 < part < 1; None without values.
 
-    None: there are no values. A value above the last bound counts as the last bound.
+    Values are taken to be spread evenly over their bucket. A value above the last bound counts as
+    the last bound.
     """
     rank, below, low = part * sum(counts), 0, 0.0
     for bound, count in zip(bounds, counts, strict=False):
@@ -190,9 +191,9 @@ def quantile(bounds: Sequence[float], counts: Sequence[int], part: float) -> flo
 
 
 def recent_rates(columns: Iterable[RateColumn], model: str, now: float) -> list[float | None]:
-    """Tokens a second of a model in MAX_COLUMNS columns up to now, the newest last.
+    """Returns tokens a second of a model in MAX_COLUMNS columns up to now, the newest last.
 
-    None: nothing was recorded then. [] if the model made no token in that time.
+    A column is None if nothing was recorded then. [] if the model made no token in that time.
     """
     rates: list[float | None] = [None] * MAX_COLUMNS
     first, used = int(now // COLUMN_SECONDS) - MAX_COLUMNS + 1, False

@@ -1,11 +1,11 @@
-"""The broker's metrics: one table of every name, its labels and where its values are.
+"""The broker's metrics: a table with the name, the labels and the values of each.
 
-To add a metric: record it in metrics/ (counters.py or histograms.py), and add its line here.
-docs/metrics.md is made from this table (`make pages`).
+A new metric is recorded in metrics.py and gets a line here. docs/metrics.md is made from this table
+(`make pages`).
 
 Names and buckets are vLLM's, with `mlxpool_` for `vllm:` and `model` for `model_name`. A label has
-few values, known beforehand: models, slots, states, kinds, codes; never an id, an owner or a
-process.
+few values, all known beforehand: models, slots, states, kinds, codes. It is never an id, an owner
+or a process.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ WORKER_STATES = ("starting", "loading", "ready", "suspect", "condemned", "draini
 CODES = tuple(BY_CODE)
 FAILURES = (*CODES, OTHER)
 MEMORY = (
-    "weights", "kv", "prefix", "compute", "total",  # the sum of those before it
+    "weights", "kv", "prefix", "compute", "total",  # the sum of the kinds before it
     "kv_used", "images", "draft", "active", "cache", "peak", "rss", "prepare",
 )  # fmt: skip
 
 
 def _pool(value: Callable[[Snapshot], float]) -> Callable[[Snapshot], Rows]:
-    """One value of the whole pool."""
+    """Returns rows with a value of the whole pool."""
     return lambda snapshot: [((), float(value(snapshot)))]
 
 
@@ -61,7 +61,7 @@ def _worker(value: Callable[[WorkerSnapshot], int]) -> Callable[[Snapshot], Rows
 
 
 def _beat(value: Callable[[WorkerSnapshot], int | None]) -> Callable[[Snapshot], Rows]:
-    """As `_worker`; a worker whose value is None has no row."""
+    """Returns rows as `_worker` does, without workers whose value is None."""
 
     def rows(snapshot: Snapshot) -> Rows:
         for worker in snapshot.workers:
@@ -73,7 +73,10 @@ def _beat(value: Callable[[WorkerSnapshot], int | None]) -> Callable[[Snapshot],
 
 
 def _outcomes(names: tuple[str, ...]) -> Callable[[Snapshot], Rows]:
-    """A model's counts of ends, zeros included once it was requested: a rate needs them."""
+    """Returns rows with a model's counts of ends, zeros included once it was requested.
+
+    A rate needs the zeros.
+    """
     return lambda snapshot: (
         ((model.name,), [model.outcomes.get(name, 0) for name in names])
         for model in snapshot.models
@@ -90,14 +93,14 @@ def _broker_states(snapshot: Snapshot) -> Rows:
 
 
 def _gateway(value: Callable[[GatewayInfo], float]) -> Callable[[Snapshot], Rows]:
-    """One value, where the broker runs a gateway."""
+    """Returns rows with a value of the gateway; without a gateway no rows."""
     return lambda snapshot: (
         [] if snapshot.gateway is None else [((), float(value(snapshot.gateway)))]
     )
 
 
 def _jobs(value: Callable[[JobFigures], Value]) -> Callable[[Snapshot], Rows]:
-    """What there is of jobs, where the broker keeps any."""
+    """Returns rows with a figure of the jobs; no rows without a usable store."""
 
     def rows(snapshot: Snapshot) -> Rows:
         if snapshot.jobs is not None and snapshot.jobs.store != UNUSABLE:
@@ -107,7 +110,7 @@ def _jobs(value: Callable[[JobFigures], Value]) -> Callable[[Snapshot], Rows]:
 
 
 def _job_store_up(snapshot: Snapshot) -> Rows:
-    """Also of a store that the settings name and that cannot be used."""
+    """Yields 0 also for a store in the settings that cannot be used."""
     if snapshot.jobs is not None:
         yield (), int(snapshot.jobs.store in ("ok", REFUSING))
 
@@ -164,7 +167,7 @@ def _queries(worker: WorkerSnapshot) -> int | None:
 
 
 def _disk(name: str) -> Callable[[Snapshot], Rows]:
-    """A counter of the disk tier; workers without one have none."""
+    """Returns rows with a counter of the disk tier, without workers that have no disk tier."""
     return _beat(lambda worker: worker.prefix.get(f"disk_{name}"))
 
 
@@ -182,7 +185,7 @@ BROKER = (
            (), _pool(lambda s: s.lag)),
     Family("mlxpool_links", GAUGE, "Connections of clients", (), _pool(lambda s: s.broker.links)),
     Family("mlxpool_full_links", GAUGE,
-           "Connections that take no more now, because their client does not read",
+           "Connections that are full now because their client does not read",
            (), _pool(lambda s: s.broker.full_links)),
     Family("mlxpool_backlog_bytes", GAUGE, "Bytes that wait for full connections, at most 256 MiB",
            (), _pool(lambda s: s.broker.backlog_bytes)),
@@ -268,19 +271,19 @@ MODELS = (
            _MODEL, _count("prompt_tokens")),
     Family("mlxpool_generation_tokens_total", COUNTER, "Tokens received from workers",
            _MODEL, _count("tokens")),
-    Family("mlxpool_request_queue_time_seconds", HISTOGRAM, "From accepted to assigned to a worker",
+    Family("mlxpool_request_queue_time_seconds", HISTOGRAM, "Time from acceptance to assignment",
            _MODEL, _histogram("queue")),
-    Family("mlxpool_time_to_first_token_seconds", HISTOGRAM, "From accepted to the first token",
-           _MODEL, _histogram("first_token")),
-    Family("mlxpool_inter_token_latency_seconds", HISTOGRAM, "Between two tokens of a stream",
+    Family("mlxpool_time_to_first_token_seconds", HISTOGRAM,
+           "Time from acceptance to the first token", _MODEL, _histogram("first_token")),
+    Family("mlxpool_inter_token_latency_seconds", HISTOGRAM, "Time between two tokens of a stream",
            _MODEL, _histogram("inter_token")),
-    Family("mlxpool_e2e_request_latency_seconds", HISTOGRAM, "From accepted to the end",
+    Family("mlxpool_e2e_request_latency_seconds", HISTOGRAM, "Time from acceptance to the end",
            _MODEL, _histogram("whole")),
     Family("mlxpool_request_prefill_time_seconds", HISTOGRAM,
-           "From assigned to the first token", _MODEL, _histogram("prefill")),
-    Family("mlxpool_request_decode_time_seconds", HISTOGRAM, "From the first token to the end",
+           "Time from assignment to the first token", _MODEL, _histogram("prefill")),
+    Family("mlxpool_request_decode_time_seconds", HISTOGRAM, "Time from the first token to the end",
            _MODEL, _histogram("decode")),
-    Family("mlxpool_request_inference_time_seconds", HISTOGRAM, "From assigned to the end",
+    Family("mlxpool_request_inference_time_seconds", HISTOGRAM, "Time from assignment to the end",
            _MODEL, _histogram("inference")),
     Family("mlxpool_request_prompt_tokens", HISTOGRAM, "Prompt tokens of requests that got a token",
            _MODEL, _histogram("prompts")),
@@ -332,7 +335,7 @@ WORKERS = (
            _WORKER, _beat(lambda worker: worker.speculation.get("checks"))),
     Family("mlxpool_spec_decode_draft_tokens_total", COUNTER, "Draft tokens that were checked",
            _WORKER, _beat(lambda worker: worker.speculation.get("drafted"))),
-    Family("mlxpool_spec_decode_accepted_tokens_total", COUNTER, "Of these, tokens that were right",
+    Family("mlxpool_spec_decode_accepted_tokens_total", COUNTER, "Draft tokens that were accepted",
            _WORKER, _beat(lambda worker: worker.speculation.get("accepted"))),
 )  # fmt: skip
 

@@ -1,6 +1,6 @@
-"""What is wrong with the pool now, in the words of `mlxpool ps`: the strip of the status page.
+"""The present problems of the pool, in the words of `mlxpool ps`: a strip of the status page.
 
-The bounds are those of the alerts in deploy/prometheus/alerts.yml where there is such an alert.
+A problem with an alert in deploy/prometheus/alerts.yml has the bounds of that alert.
 """
 
 from __future__ import annotations
@@ -24,16 +24,19 @@ from mlxpool.common.errors import (
     PoolFault,
 )
 
-LATE, VERY_LATE = 0.2, 1.0  # seconds that the broker's loop did not read its sockets
-LONG_WAIT = 30.0  # seconds of the oldest request in a queue
-FAILING_SHARE = 0.05  # of the streams that ended, by the pool's fault
-OF_MODELS = (ModelLoadFailed.code, ModelUnavailable.code)  # errors that a fault explains
+LATE, VERY_LATE = 0.2, 1.0  # seconds for which the broker's loop did not read its sockets
+LONG_WAIT = 30.0  # age of the oldest request in a queue, in seconds
+FAILING_SHARE = 0.05  # the share of ended streams that failed by the pool's fault
+OF_MODELS = (
+    ModelLoadFailed.code,
+    ModelUnavailable.code,
+)  # errors that a model's fault explains
 MAX_DETAILS = 5
 MAX_DETAIL_CHARS = 300
 
 
 class Level(Enum):
-    """How bad it is; the value is a class of the page."""
+    """The severity of a problem; the value is a class of the page."""
 
     FINE = ""
     WARNING = "warn"
@@ -41,7 +44,7 @@ class Level(Enum):
 
 
 class Problem(Struct, frozen=True):
-    """`what` is a heading; `details` say which model, worker or error, a line for each."""
+    """A problem: `what` is a heading; `details` has a line for each model, worker or error."""
 
     level: Level
     what: str
@@ -49,8 +52,8 @@ class Problem(Struct, frozen=True):
 
 
 def problems(snapshot: Snapshot, recent: RecentEvents, minutes: int) -> list[Problem]:
-    """The worst first. `recent` are the events of the last `minutes`."""
-    found = (
+    """Returns the problems, the worst first. `recent` are the events of the last `minutes`."""
+    unsorted = (
         *_models(snapshot.faults),
         *_broker(snapshot),
         *_workers(snapshot.workers),
@@ -58,26 +61,28 @@ def problems(snapshot: Snapshot, recent: RecentEvents, minutes: int) -> list[Pro
         *_queues(snapshot),
         *_failures(snapshot.faults, recent, minutes),
     )
-    return sorted(found, key=lambda problem: problem.level is not Level.BAD)
+    return sorted(unsorted, key=lambda problem: problem.level is not Level.BAD)
 
 
 def lag_level(seconds: float) -> Level:
-    """Of the broker's loop."""
+    """Returns the level of a lag of the broker's loop."""
     if seconds >= VERY_LATE:
         return Level.BAD
     return Level.WARNING if seconds >= LATE else Level.FINE
 
 
 def wait_level(seconds: float) -> Level:
-    """Of the oldest request in a queue."""
+    """Returns the level of the wait of the oldest request in a queue."""
     return Level.WARNING if seconds >= LONG_WAIT else Level.FINE
 
 
 def _models(faults: tuple[Fault, ...]) -> Iterator[Problem]:
     for state in ("failed", "broken"):
-        found = [fault for fault in faults if fault.state == state]
-        if found:
-            yield Problem(Level.BAD, f"{_count(len(found), 'model')} {state}", _reasons(found))
+        matching = [fault for fault in faults if fault.state == state]
+        if matching:
+            yield Problem(
+                Level.BAD, f"{_count(len(matching), 'model')} {state}", _reasons(matching)
+            )
     others = [fault for fault in faults if fault.state not in ("failed", "broken")]
     if others:
         what = f"{_count(len(others), 'model')} cannot be had"
@@ -121,16 +126,16 @@ def _broker(snapshot: Snapshot) -> Iterator[Problem]:
 
 def _workers(workers: tuple[WorkerSnapshot, ...]) -> Iterator[Problem]:
     for state in ("suspect", "condemned"):
-        found = [worker for worker in workers if worker.shown_state == state]
-        if found:
-            reasons = _details(f"{worker.slot}: {worker.cause}" for worker in found)
-            yield Problem(Level.WARNING, f"{_count(len(found), 'worker')} {state}", reasons)
+        matching = [worker for worker in workers if worker.shown_state == state]
+        if matching:
+            reasons = _details(f"{worker.slot}: {worker.cause}" for worker in matching)
+            yield Problem(Level.WARNING, f"{_count(len(matching), 'worker')} {state}", reasons)
 
 
 def _restarts(
     snapshot: Snapshot, all_restarts: Mapping[str, int], minutes: int
 ) -> Iterator[Problem]:
-    """Those of models that cannot be had are told with these."""
+    """Yields the recent restarts, without unavailable models, which `_models` reports."""
     faulty = {fault.name for fault in snapshot.faults}
     ends = {w.slot: w.last_exit for w in snapshot.workers if w.model not in faulty}
     if snapshot.gateway is not None:
@@ -155,11 +160,11 @@ def _queues(snapshot: Snapshot) -> Iterator[Problem]:
 
 
 def _failures(faults: tuple[Fault, ...], recent: RecentEvents, minutes: int) -> Iterator[Problem]:
-    told = OF_MODELS if faults else ()
+    explained = OF_MODELS if faults else ()
     codes = {
         code: count
         for code, count in recent.failures.items()
-        if _is_pool_fault(code) and code not in told
+        if _is_pool_fault(code) and code not in explained
     }
     failed = sum(codes.values())
     if failed and failed >= FAILING_SHARE * recent.ended:
@@ -173,7 +178,7 @@ def _is_pool_fault(code: str) -> bool:
 
 
 def _details(lines: Iterator[str]) -> tuple[str, ...]:
-    """The first of them, cut to their bounds, and how many there are more."""
+    """Returns the first lines, each cut to MAX_DETAIL_CHARS, and the number of further lines."""
     shown = [line[:MAX_DETAIL_CHARS] for line in islice(lines, MAX_DETAILS)]
     more = sum(1 for _ in lines)
     return (*shown, *([f"and {more} more: mlxpool ps"] if more else []))

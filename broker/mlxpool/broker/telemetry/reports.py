@@ -1,4 +1,4 @@
-"""What `mlxpool ps`, `stats`, `requests` and `top` print as JSON."""
+"""The JSON of `mlxpool ps`, `stats`, `requests` and `top`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def stats(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def _processes(snapshot: Snapshot) -> dict[str, Any]:
-    """The broker's own row, that of its gateway if it runs one, and its jobs if it keeps some."""
+    """Returns the rows of the broker, of its gateway and of its jobs, if it has them."""
     gateway = {} if snapshot.gateway is None else {"gateway": as_map(snapshot.gateway)}
     jobs = {} if snapshot.jobs is None else {"jobs": as_map(snapshot.jobs)}
     return {"broker": as_map(snapshot.broker), **gateway, **jobs}
 
 
 def pool_stats(snapshot: Snapshot) -> dict[str, Any]:
-    """All of `stats` but the rows of the broker and its gateway."""
+    """Returns all of `stats` without the rows of `_processes`."""
     counters, sizes = snapshot.counters, snapshot.sizes
     ended = counters.done + counters.failed + counters.cancelled
     return {
@@ -59,7 +59,10 @@ def pool_stats(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def ps(snapshot: Snapshot, last_dump: Callable[[str], Path | None]) -> dict[str, Any]:
-    """`snapshot` has a listing; `last_dump` finds the newest file with stacks of a slot."""
+    """Returns the rows of `ps`; `last_dump` finds the newest file with stacks of a slot.
+
+    `snapshot` must have a listing.
+    """
     workers = [
         {**worker_row(worker), "last_dump": _text(last_dump(worker.slot))}
         for worker in snapshot.workers
@@ -76,7 +79,7 @@ def _text(path: Path | None) -> str | None:
 
 
 def worker_row(worker: WorkerSnapshot) -> dict[str, Any]:
-    """A slot and what the last beat of its worker said; few keys where it has none."""
+    """Returns a slot and the last heartbeat of its worker; few keys if it has no worker."""
     row: dict[str, Any] = {
         "slot": worker.slot,
         "model": worker.model,
@@ -120,12 +123,12 @@ def worker_row(worker: WorkerSnapshot) -> dict[str, Any]:
         "ranks": [
             {
                 "rank": rank,
-                "pid": one.pid or None,
-                "phase": one.phase,
-                "progress_age_ms": round(one.progress_age * 1000),
-                "rss": one.rss,
+                "pid": other.pid or None,
+                "phase": other.phase,
+                "progress_age_ms": round(other.progress_age * 1000),
+                "rss": other.rss,
             }
-            for rank, one in enumerate(worker.ranks, start=1)
+            for rank, other in enumerate(worker.ranks, start=1)
         ],
     }
 
@@ -134,7 +137,7 @@ MAX_ROWS = 1000
 
 
 def live_requests(requests: Iterable[Request], now: float) -> list[dict[str, Any]]:
-    """The oldest MAX_ROWS of them, the oldest first, as they stand in `requests`."""
+    """Returns the first MAX_ROWS of `requests`, which has the oldest first."""
     return [
         {
             "id": request.id.hex(),
@@ -174,5 +177,8 @@ def _model_row(model: ModelSnapshot) -> dict[str, Any]:
 
 
 def _histogram(histogram: Frozen) -> dict[str, Any]:
-    """`counts[i]` counts values above bound i-1 and up to bound i, seconds; the last is open."""
+    """Returns bounds in seconds and counts: values above bound i-1, up to bound i.
+
+    The last count has no upper bound.
+    """
     return {"bounds": list(histogram.bounds), "counts": list(histogram.counts)}

@@ -1,6 +1,6 @@
-"""One snapshot of the pool, taken on the broker's thread and rendered by everything that reports.
+"""A snapshot of the pool, taken on the broker's thread; all reports are rendered from it.
 
-Invariant: nothing in a snapshot changes after it was taken, so other threads may read it.
+Invariant: a snapshot never changes after it was taken, so other threads may read it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from mlxpool.broker.workers.worker import Slot, Worker
 from mlxpool.common.metrics import Frozen, Histogram
 from mlxpool.common.protocol.from_worker import Beat
 
-GATEWAY = "gateway"  # beside the names of slots, which all have a slash
-MAX_LIVE = 12  # requests that a snapshot has
-MAX_PHASE_CHARS = 20  # of a phase, which is a worker's own word
-_NO_FIGURES = Figures()  # of a model that was never requested
+GATEWAY = "gateway"  # used beside names of slots, which all have a slash
+MAX_LIVE = 12  # the most requests in a snapshot
+MAX_PHASE_CHARS = 20  # characters of a phase, a word that the worker chooses
+_NO_FIGURES = Figures()  # figures of a model that was never requested
 
 
 class BrokerInfo(Struct, frozen=True):
@@ -41,16 +41,16 @@ class BrokerInfo(Struct, frozen=True):
     run_dir: str
     local_workers: bool
     links: int  # connections of clients
-    full_links: int  # of these, those that take no more now: see Backlogs
-    backlog_bytes: int  # that wait for them
+    full_links: int  # full connections among them: see Backlogs
+    backlog_bytes: int  # bytes that wait for full connections
     given_up: int  # connections ended because they read too little
-    front_shut: int  # times the front was unbound
+    front_shut: int  # number of times that the front was unbound
     turned_out: int  # connections ended because memory was short
-    descriptors: int  # that this process may have
-    endpoints: Mapping[str, list[str]]  # beside those of the run directory
+    descriptors: int  # the most descriptors of this process
+    endpoints: Mapping[str, list[str]]  # besides the endpoints in the run directory
     metrics: str | None  # the URL of the HTTP server
-    trouble: str = ""  # why the pool cannot be reached by new workers and commands; "": it can
-    slow_blas: str = ""  # why its workers compute slowly on this CPU, and what mends it
+    trouble: str = ""  # why new workers and commands cannot reach the pool, else ""
+    slow_blas: str = ""  # why its workers compute slowly on this CPU, and the remedy
 
 
 class GatewayInfo(Struct, frozen=True):
@@ -66,7 +66,7 @@ class GatewayInfo(Struct, frozen=True):
 
 
 class ModelSnapshot(Struct, frozen=True):
-    """One model. `histograms` is empty until its first request, so that unused models are cheap."""
+    """A model. `histograms` is empty until its first request, so that unused models are cheap."""
 
     name: str
     state: str
@@ -74,14 +74,14 @@ class ModelSnapshot(Struct, frozen=True):
     used: bool  # it has workers or waiting requests, or had a request
     waiting: int
     waiting_bytes: int
-    oldest_wait: float  # seconds for which the oldest in its queue has waited; 0: none waits
-    running: int  # requests that workers have
+    oldest_wait: float  # wait of the oldest queued request, in seconds; 0 for an empty queue
+    running: int  # requests assigned to workers
     workers: Mapping[str, int]  # by state
-    replicas_wanted: int  # workers that it should have; 0: those that dial in are counted elsewhere
-    counts: Mapping[str, int]  # the integer counters of metrics.histograms.Figures, by name
+    replicas_wanted: int  # the target number of workers; 0 if all of them dial in
+    counts: Mapping[str, int]  # the integer counters of metrics.Figures, by name
     outcomes: Mapping[str, int]
     histograms: Mapping[str, Frozen]
-    kv: str  # the setting of this name: what is stored of keys and values
+    kv: str  # the setting `kv`: the storage of keys and values
 
     @property
     def failed(self) -> int:
@@ -91,7 +91,7 @@ class ModelSnapshot(Struct, frozen=True):
 
 
 class RankSnapshot(Struct, frozen=True):
-    """A rank behind the first of a group; `pid` 0: it has not begun."""
+    """A rank of a group, other than rank 0; `pid` is 0 until it has begun."""
 
     pid: int
     phase: str
@@ -100,9 +100,9 @@ class RankSnapshot(Struct, frozen=True):
 
 
 class WorkerSnapshot(Struct, frozen=True):
-    """A slot, and its worker where it has one. Times are seconds.
+    """A slot, and its worker if it has one. Times are seconds.
 
-    Without a worker `state` is "none", and all that only a worker has is None, 0 or empty.
+    Without a worker `state` is "none", and the worker's fields are None, 0 or empty.
     """
 
     slot: str
@@ -112,24 +112,24 @@ class WorkerSnapshot(Struct, frozen=True):
     state: str = "none"
     pid: int | None = None
     epoch: int | None = None
-    running: int = 0  # requests the broker has given to it
-    tokens: int = 0  # received from it
+    running: int = 0  # requests that the broker assigned to it
+    tokens: int = 0  # tokens received from it
     uptime: float = 0.0
-    load_s: float | None = None  # from its start until it was ready
-    beat_age: float = 0.0  # since its last beat, or its start
+    load_s: float | None = None  # time from its start until it was ready
+    beat_age: float = 0.0  # time since its last heartbeat, or its start
     progress_age: float = 0.0  # since its progress counter moved
     suspect: bool = False
-    cause: str = ""  # why it is suspect, or why we ended it
+    cause: str = ""  # why it is suspect, or why the broker ended it
     remote: bool = False
     host: str | None = None
     context: int | None = None
-    beat: Beat | None = None  # the last one, or an empty one; None: there is no worker
-    ranks: tuple[RankSnapshot, ...] = ()  # of a group on this machine: those behind the first
-    gpus: tuple[str, ...] = ()  # that the broker gave it, one for each rank
+    beat: Beat | None = None  # the last heartbeat, or an empty one; None without a worker
+    ranks: tuple[RankSnapshot, ...] = ()  # ranks of a group on this machine, without rank 0
+    gpus: tuple[str, ...] = ()  # GPUs that the broker gave it, one for each rank
 
     @property
     def shown_state(self) -> str:
-        """Its state as operators see it."""
+        """The state that operators see."""
         return "suspect" if self.suspect else self.state
 
     @property
@@ -138,39 +138,39 @@ class WorkerSnapshot(Struct, frozen=True):
 
     @property
     def load_phases(self) -> dict[str, float]:
-        """Seconds of each phase of its load that has begun, see LOAD_PHASES."""
+        """Seconds of each begun phase of its load, see LOAD_PHASES."""
         return {} if self.beat is None else self.beat.load.shown
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes, by kind; empty without a beat."""
+        """Bytes, by kind; empty without a heartbeat."""
         return {} if self.beat is None else _integers(self.beat.memory)
 
     @property
     def prefix(self) -> dict[str, int]:
-        """Counters of its prefix cache, by name; empty without a beat."""
+        """Counters of its prefix cache, by name; empty without a heartbeat."""
         return {} if self.beat is None else _integers(self.beat.prefix)
 
     @property
     def speculation(self) -> dict[str, int]:
-        """Counters of its drafts, by name; empty without a beat, and where none are checked."""
+        """Counters of its drafts, by name; empty without a heartbeat or without speculation."""
         return {} if self.beat is None else _integers(self.beat.speculation)
 
     @property
     def acceptance(self) -> float | None:
-        """The share of the checked drafts that were right, 0 to 1; None: none were checked."""
+        """The accepted share of the checked draft tokens, 0 to 1; None without checked tokens."""
         drafted = self.speculation.get("drafted", 0)
         return self.speculation.get("accepted", 0) / drafted if drafted > 0 else None
 
     @property
     def memory_used(self) -> int:
-        """Bytes. The resident set lacks device memory, `total` lacks memory outside MLX."""
+        """Bytes in use. The resident set lacks device memory, `total` lacks memory outside MLX."""
         memory = self.memory
         return max(memory.get("total", memory.get("active", 0)), memory.get("rss", 0))
 
 
 class LiveRequest(Struct, frozen=True):
-    """One live request, without anything that it says. `slot` is "" while no worker has it."""
+    """A live request without its contents. `slot` is "" while no worker has it."""
 
     id: bytes
     model: str
@@ -181,7 +181,7 @@ class LiveRequest(Struct, frozen=True):
 
 
 class Snapshot(Struct, frozen=True):
-    """The whole pool. Who renders its metrics adds `versions`."""
+    """The whole pool. The renderer of metrics adds `versions`."""
 
     broker: BrokerInfo
     counters: Counters  # a copy
@@ -191,7 +191,7 @@ class Snapshot(Struct, frozen=True):
     lag: float  # seconds, see edge/loop.py, LoopLag
     memory_limit: int  # bytes that all workers may take together
     listing: tuple[Mapping[str, Any], ...] = ()  # a row for each name, with its path
-    faults: tuple[Fault, ...] = ()  # names that cannot be had, with the reasons that `ps` prints
+    faults: tuple[Fault, ...] = ()  # unavailable names, with the reasons that `ps` prints
     live: tuple[LiveRequest, ...] = ()  # the oldest MAX_LIVE
     versions: tuple[str, ...] = ("unknown",) * 4  # of mlxpool, Python, pyzmq, libzmq
     gateway: GatewayInfo | None = None  # None: the broker runs none
@@ -199,7 +199,7 @@ class Snapshot(Struct, frozen=True):
 
     @property
     def restarts(self) -> dict[str, int]:
-        """Ends that nobody asked for since the broker's start, by slot; also of the gateway."""
+        """Unrequested exits since the broker's start, by slot, and of the gateway."""
         gateway = {} if self.gateway is None else {GATEWAY: self.gateway.restarts}
         return {**{worker.slot: worker.restarts for worker in self.workers}, **gateway}
 
@@ -214,7 +214,7 @@ def take(
     gateway: GatewayInfo | None = None,
     jobs: JobFigures | None = None,
 ) -> Snapshot:
-    """The pool as it is now; with `listing` also the rows of models that only `ps` renders."""
+    """Take a snapshot; with `listing` also the rows of models that only `ps` renders."""
     registry = state.registry
     slots = registry.slots.values()
     return Snapshot(
@@ -230,14 +230,17 @@ def take(
         registry.memory,
         tuple(_listing(registry, now)) if listing else (),
         faults=tuple(model_listing.faults(registry, now)),
-        live=tuple(_live(each, now) for each in islice(state.requests.values(), MAX_LIVE)),
+        live=tuple(_live(request, now) for request in islice(state.requests.values(), MAX_LIVE)),
         gateway=gateway,
         jobs=jobs,
     )
 
 
 def _sizes(state: State) -> dict[str, int]:
-    """An idle pool has entries only of tombstones and poison, and the timers that end them."""
+    """Returns the sizes of the core's maps.
+
+    An idle pool has only tombstones, poison, and the timers that end them.
+    """
     workers = [worker for model in state.registry.models.values() for worker in model.workers]
     return {
         "requests": len(state.requests),
@@ -270,9 +273,9 @@ def _listing(registry: Registry, now: float) -> Iterable[Mapping[str, Any]]:
 
 
 def _joined_models(state: State) -> Iterable[ModelSnapshot]:
-    """Models that were asked for before they became names of others.
+    """Yields models that had requests before their names became names of other models.
 
-    They have nothing now but what was counted: without them sums over models would go down.
+    They have only counts: without them sums over models would go down.
     """
     registry = state.registry
     for name, figures in state.counters.models.items():
@@ -303,7 +306,7 @@ def _model(state: State, model: Model, now: float) -> ModelSnapshot:
 
 
 def _counted(figures: Figures) -> tuple[dict[str, int], dict[str, int], dict[str, Frozen]]:
-    """`counts`, `outcomes` and `histograms` of a ModelSnapshot."""
+    """Returns `counts`, `outcomes` and `histograms` of a ModelSnapshot."""
     values = vars(figures).items()
     histograms = {name: value.frozen() for name, value in values if type(value) is Histogram}
     return (
@@ -353,5 +356,5 @@ def _load_seconds(worker: Worker) -> float | None:
 
 
 def _integers(values: Mapping[str, Any]) -> dict[str, int]:
-    """Without values of other types, which a worker might send."""
-    return {str(key): each for key, each in values.items() if type(each) is int}
+    """Returns the integers alone: a worker might send values of other types."""
+    return {str(key): value for key, value in values.items() if type(value) is int}

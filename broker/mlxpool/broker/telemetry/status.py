@@ -1,4 +1,4 @@
-"""What the status page shows, as JSON; the page is its only reader, so the shape may change."""
+"""The JSON of the status page; the page is its only reader, so the shape may change."""
 
 from __future__ import annotations
 
@@ -31,18 +31,21 @@ from mlxpool.common.version import VERSION
 
 MINUTES = round(MAX_POINTS * POINT_INTERVAL / 60)
 LEVELS = tuple(Level)
-ID_DIGITS = 12  # of a request's id that are shown
-GPU_CHARS = 12  # of a GPU's name that are shown
-MAX_ROWS = 40  # of models and of workers: the page stays small however large the pool is
+ID_DIGITS = 12  # digits of a request's id that are shown
+GPU_CHARS = 12  # characters of a GPU's name that are shown
+MAX_ROWS = 40  # rows of models, and of workers: they bound the page of a large pool
 FAULTY = ("failed", "broken", "suspect", "condemned")
 INACTIVE = ("cold", "drained", "none")
-PARTS = ("weights", "kv", "prefix", "compute")  # of what MLX holds
+PARTS = ("weights", "kv", "prefix", "compute")  # parts of the memory that MLX holds
 
 Row = TypeVar("Row", ModelSnapshot, WorkerSnapshot)
 
 
 def status(snapshot: Snapshot, history: RecentHistory, now: float) -> dict[str, Any]:
-    """Seconds, bytes, and rates a second; `now` is on the clock of `history`."""
+    """Returns the JSON; its units are seconds, bytes and rates a second.
+
+    `now` is on the clock of `history`.
+    """
     points = list(history.points)
     recent = recent_events(points)
     columns = list(history.columns)
@@ -50,7 +53,7 @@ def status(snapshot: Snapshot, history: RecentHistory, now: float) -> dict[str, 
     models = _most_relevant(snapshot.models, lambda model: model.running + model.waiting)
     workers = _most_relevant(snapshot.workers, lambda worker: worker.running)
     broker, pool = snapshot.broker, pool_stats(snapshot)
-    found = problems(snapshot, recent, MINUTES)
+    current = problems(snapshot, recent, MINUTES)
     states = {fault.name: fault.state for fault in snapshot.faults}
     return {
         "broker": {
@@ -58,11 +61,11 @@ def status(snapshot: Snapshot, history: RecentHistory, now: float) -> dict[str, 
             "pid": broker.pid,
             "uptime_s": broker.uptime_s,
             "links": broker.links,
-            "level": max((p.level for p in found), key=LEVELS.index, default=Level.FINE).value,
+            "level": max((p.level for p in current), key=LEVELS.index, default=Level.FINE).value,
         },
         "problems": [
             {"level": problem.level.value, "what": problem.what, "details": problem.details}
-            for problem in found
+            for problem in current
         ],
         "levels": _levels(snapshot, recent),
         "gateway": _gateway(snapshot.gateway),
@@ -97,7 +100,7 @@ def status(snapshot: Snapshot, history: RecentHistory, now: float) -> dict[str, 
 
 
 def _levels(snapshot: Snapshot, recent: RecentEvents) -> dict[str, str]:
-    """Of the totals: a failure and a restart count for as long as the page shows its time."""
+    """Returns the levels of the totals; events count as long as the page shows their time."""
     return {
         "failed": Level.BAD.value if recent.failures else "",
         "rejected": Level.WARNING.value if recent.rejected else "",
@@ -107,7 +110,9 @@ def _levels(snapshot: Snapshot, recent: RecentEvents) -> dict[str, str]:
 
 
 def _live(request: LiveRequest) -> dict[str, Any]:
-    """The beginning of its id is enough for an operator, and too little for a client's cancel."""
+    """Returns a row with a part of the id: it suffices for an operator's cancel, not for a
+    client's.
+    """
     return {
         "id": request.id.hex()[:ID_DIGITS],
         "model": request.model,
@@ -119,7 +124,7 @@ def _live(request: LiveRequest) -> dict[str, Any]:
 
 
 def _errors(counters: Counters, recent: RecentEvents) -> list[dict[str, Any]]:
-    """A row for each code, those of the last minutes first."""
+    """Returns a row for each code, codes of the last minutes first."""
     failures, rejected = counters.failures, counters.rejected
     rows = [
         {
@@ -145,7 +150,10 @@ def _gateway(gateway: GatewayInfo | None) -> dict[str, Any] | None:
 
 
 def _most_relevant(rows: Sequence[Row], load: Callable[[Row], int]) -> list[Row]:
-    """At most MAX_ROWS, in their order: faulty ones first, then by load, inactive ones last."""
+    """Returns at most MAX_ROWS rows, in their order; faulty and busy rows are preferred.
+
+    Faulty rows come first in the choice, then rows by their load, inactive rows last.
+    """
     if len(rows) <= MAX_ROWS:
         return list(rows)
 
@@ -158,7 +166,7 @@ def _most_relevant(rows: Sequence[Row], load: Callable[[Row], int]) -> list[Row]
 
 
 def _past(points: Sequence[Point], now: float) -> dict[str, list[float | None]]:
-    """One list for each figure, the oldest point first."""
+    """Returns a list for each figure, the oldest point first."""
     return {
         "age_s": [round(now - point.at, 1) for point in points],
         "tokens_s": [round(point.rate, 1) for point in points],
@@ -185,12 +193,12 @@ def _model(model: ModelSnapshot, rate: float, recent: Sequence[float | None]) ->
         "failed": model.failed,
         "tokens": model.counts["tokens"],
         "now": round(rate, 1),
-        "recent": [_rounded(each, 1) for each in recent],
+        "recent": [_rounded(column, 1) for column in recent],
     }
 
 
 def _load_progress(worker: WorkerSnapshot) -> float | None:
-    """The share of the weights that a worker has loaded so far; None: it loads none now."""
+    """Returns the share of the weights that a worker has loaded; None unless it loads now."""
     if worker.beat is None or worker.state not in ("starting", "loading"):
         return None
     return _rounded(worker.beat.load_progress, 3)
@@ -215,5 +223,5 @@ def _worker(worker: WorkerSnapshot, recent_restarts: int) -> dict[str, Any]:
         "last_exit": worker.last_exit,
         "taken": taken,
         "limit": memory.get("limit", 0),
-        "memory": parts,  # which add up to `taken`
+        "memory": parts,  # their sum is `taken`
     }

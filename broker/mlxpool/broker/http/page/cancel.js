@@ -1,6 +1,6 @@
 "use strict";
-// The cancel of operators. The token is asked for with the first one and is kept in this tab's
-// memory only, until the page is loaded again.
+// Operators' cancel. The first one asks for the token, which only this tab's memory keeps, until
+// the page is loaded again.
 
 const cancelling = new Set(); // ids whose cancel was accepted
 let operatorToken = "";
@@ -20,7 +20,7 @@ const cancelButton = (cell, row) => {
   cell.firstChild.disabled = cancelling.has(row.id);
 };
 
-// Asks a route of operators.
+// Posts a command to a route of operators.
 const askOperator = async (route, question, token) => {
   const answer = await fetch(route, {
     method: "POST",

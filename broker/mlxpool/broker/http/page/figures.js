@@ -1,8 +1,8 @@
 "use strict";
-// Figures with units, and the elements that show them. Whatever comes from the pool goes into the
-// page through textContent or as a number, never as HTML.
+// Figures with units, and the elements that show them. Data of the pool goes into the page through
+// textContent or as a number, never as HTML.
 
-const PATIENCE = 5000; // milliseconds for an answer of the broker
+const PATIENCE = 5000; // milliseconds until a request to the broker fails
 const SVG = "http://www.w3.org/2000/svg";
 const $ = (id) => document.getElementById(id);
 
@@ -57,7 +57,7 @@ const MOODS = {
   ready: "good", starting: "busy", loading: "busy", streaming: "busy", draining: "warn", suspect: "warn",
   stopping: "warn", cancelling: "warn", failed: "bad", broken: "bad", condemned: "bad", "no answer": "bad",
 };
-// A word with a dot of its colour; `tone` is the class of the colour where the word has none.
+// A word with a dot of its colour; `tone` is the class of the colour if the word has no colour.
 const mood = (node, state, tone = MOODS[state]) => {
   say(node, state);
   node.className = ["state", node.classList.contains("pill") ? "pill" : "", tone ?? ""].filter(Boolean).join(" ");

@@ -1,8 +1,8 @@
 "use strict";
-// The jobs: how many there are for everybody; the list and the page of one job for operators.
+// The jobs: their numbers for everybody; their list and the page of a job for operators.
 
 const JOB_STATES = ["waiting", "running", "done", "cancelled", "dead", "expired"];
-// What the state of a job allows: the kind of the question, the button, its class.
+// The commands that the state of a job allows: the kind, the button, its class.
 const JOB_ACTIONS = {
   waiting: [["cancel_job", "Cancel", "danger"]],
   running: [["cancel_job", "Cancel", "danger"]],
@@ -14,9 +14,9 @@ const JOB_ACTIONS = {
 Object.assign(MOODS, { done: "good", running: "busy", dead: "bad", expired: "warn" });
 
 let shownJob = null; // the job that the dialog shows
-let olderThan = 0; // the number behind which the next page of the list begins
+let olderThan = 0; // the number after which the next page of the list begins
 
-// The answer, or null when there is none: then `node` says why.
+// Returns the answer, or null without an answer: then `node` shows the reason.
 const askedJobs = async (question, node) => {
   const token = operatorToken || $("jobs-token").value.trim();
   if (!token) { say(node, "The operators’ token is needed."); $("jobs-token").focus(); return null; }

@@ -1,7 +1,7 @@
 "use strict";
-// Asks for the figures, and shows them.
+// Fetches the figures and shows them.
 
-const EVERY = 2000; // milliseconds from one question to the next
+const EVERY = 2000; // milliseconds between two fetches
 
 const COUNTS = [
   ["Live", (s) => count(s.requests.live)],
@@ -30,7 +30,7 @@ const showProblems = (problems) => {
     return line;
   });
   const list = $("problems"), before = list.dataset.shown ?? "[]", now = JSON.stringify(problems);
-  if (before !== now) list.replaceChildren(...lines); // else a reader of screens would say it again
+  if (before !== now) list.replaceChildren(...lines); // else a screen reader would repeat it
   list.dataset.shown = now;
   list.hidden = problems.length === 0;
 };

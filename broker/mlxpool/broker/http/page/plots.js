@@ -1,5 +1,5 @@
 "use strict";
-// The charts of the last minutes, and the small ones of models.
+// The charts of the last minutes, and the small charts of models.
 
 const RANGES = [60, 120, 300, 600]; // seconds that a plot can show
 const HEIGHT = 104; // pixels of a plot, as in page.css
@@ -36,7 +36,7 @@ const area = (points, gap, floor) => {
 };
 
 class Plot {
-  // `lines`: [key in status.past, hue, what it is]; the first is filled, the second is dashed.
+  // `lines`: [key in status.past, hue, name]; the first is filled, the second is dashed.
   // `unit`: a number to [text, unit].
   constructor({ title, lines, unit, least, words }) {
     Object.assign(this, { title, lines, unit, least, words, at: null });

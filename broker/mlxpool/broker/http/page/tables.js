@@ -31,7 +31,7 @@ class Table {
     this.body = make("tbody");
     this.node.append(this.head, this.body);
   }
-  // Another title of a column.
+  // Sets another title of a column.
   name(column, title) {
     if (this.titles[column] === title) return;
     this.titles[column] = title;
