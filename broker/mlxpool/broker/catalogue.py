@@ -1,4 +1,4 @@
-"""Finds and reads model folders, on a thread and in a child process."""
+"""The catalogue of models: a thread finds their folders, a child process reads them."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from mlxpool.common.records import as_map
 from mlxpool.common.transport.waker import Waker
 
 COMMAND = (sys.executable, "-P", "-m", "mlxpool.worker.diagnose.check", "--background")
-MAX_READ = 1 << 16  # bytes of output that are read at once
-MAX_SECONDS = 60.0  # for one model: beyond it the disk hangs, or a file is malicious
+MAX_READ = 1 << 16  # bytes of output read at once
+MAX_SECONDS = 60.0  # for a model; after that the disk hangs, or a file is malicious
 
 
 class InspectionError(Exception):
-    """The process cannot be used any more; the message is what is reported of the model."""
+    """The inspecting process is unusable; the message is reported as the model's problem."""
 
 
 class Inspector(Closing):
-    """Raises InspectionError when its process cannot be started."""
+    """A child process that inspects models. Raises InspectionError if it cannot be started."""
 
     def __init__(self, command: tuple[str, ...], max_seconds: float) -> None:
         self._max_seconds = max_seconds
-        self._unread = b""  # of its output
+        self._unread = b""  # output that is not read yet
         try:
             self._process = subprocess.Popen(
                 command,
@@ -57,9 +57,9 @@ class Inspector(Closing):
     def inspect(
         self, name: str, model: ModelConfig, on_early: Callable[[Mapping[str, Any]], None]
     ) -> dict[str, Any]:
-        """The report on a model; `on_early` gets what is known before its tokenizer is read.
+        """Returns the report on a model; `on_early` gets the part before its tokenizer is read.
 
-        Raises InspectionError when the process ended or was too slow.
+        Raises InspectionError if the process ended or was too slow.
         """
         request = self._process.stdin
         assert request is not None
@@ -78,7 +78,7 @@ class Inspector(Closing):
             ) from None
 
     def _line(self, end: float) -> bytes:
-        """The next line of output. Raises InspectionError at `end`, in monotonic seconds."""
+        """Returns the next line of output. Raises InspectionError at the monotonic time `end`."""
         output = self._process.stdout
         assert output is not None
         poll = select.poll()
@@ -95,7 +95,7 @@ class Inspector(Closing):
         return line
 
     def kill(self) -> None:
-        """End an inspection under way; may be called from another thread."""
+        """End an inspection under way; any thread may call it."""
         self._process.kill()
 
     def close(self) -> None:
@@ -105,15 +105,14 @@ class Inspector(Closing):
 
 log = logging.getLogger("mlxpool.broker")
 
-FRESH = 0.5  # seconds for which the result of a scan is reused
+FRESH = 0.5  # seconds of reuse of a scan's result
 
 
 class Scanner(threading.Thread):
-    """Start it; `request_scan` asks for a scan. It reports through callbacks, on its own thread.
+    """The thread that scans models. It calls back on its own thread.
 
-    `on_found(name, config, location, weights)` for a model that was not there before,
-    `on_described(name, about)` for one whose files are new or have changed, `on_scanned()` after
-    each scan.
+    It calls `on_found(name, config, location, weights)` for a new model, `on_described(name,
+    about)` for a model with new or changed files, and `on_scanned()` after each scan.
     """
 
     def __init__(
@@ -132,8 +131,8 @@ class Scanner(threading.Thread):
         self._on_found, self._on_described, self._on_scanned = on_found, on_described, on_scanned
         self._command, self._max_seconds, self._fresh = command, max_seconds, fresh
         self._fingerprints: dict[str, Fingerprints] = {}
-        self._paths: dict[str, tuple[Path, ...]] = {}  # where a reference leads, once it is known
-        self._logged: dict[str, str] = {}  # the problem of each model that the log has
+        self._paths: dict[str, tuple[Path, ...]] = {}  # the folders of a reference, once known
+        self._logged: dict[str, str] = {}  # the last logged problem of each model
         self._changed = threading.Condition()
         self._uninspected: deque[str] = deque()
         self._requested = self._begun = self._done = 0  # numbers of scans
@@ -145,7 +144,7 @@ class Scanner(threading.Thread):
     # ---- on the broker's thread ------------------------------------------------------------
 
     def request_scan(self) -> int:
-        """Ask for a scan, unless the last is fresh; `done` will become the returned number."""
+        """Request a scan unless the last is fresh; `done` will reach the returned number."""
         with self._changed:
             idle = self._begun == self._done
             fresh = idle and time.monotonic() - self._done_at < self._fresh
@@ -155,7 +154,7 @@ class Scanner(threading.Thread):
             return self._requested
 
     def reload(self, models: Mapping[str, ModelConfig]) -> None:
-        """The settings name these models now; a scan follows."""
+        """Take the models of new settings; a scan follows."""
         with self._changed:
             self._new_models = models
             self._requested += 1
@@ -173,7 +172,7 @@ class Scanner(threading.Thread):
 
     @property
     def inspecting(self) -> bool:
-        """Whether a process inspects models."""
+        """True while a process inspects models."""
         return self._inspector is not None
 
     def close(self) -> None:
@@ -198,14 +197,14 @@ class Scanner(threading.Thread):
                 self._scan()
                 while self._uninspected and not self._closing:
                     self._inspect()
-            except Exception:  # a bug of ours costs one scan
+            except Exception:  # a bug costs one scan
                 log.exception("the scan of the models failed")
             with self._changed:
                 self._done, self._done_at = self._begun, time.monotonic()
             self._on_scanned()
 
     def _scan(self) -> None:
-        """Find new models, and enqueue every model whose files differ from those inspected."""
+        """Find new models, and enqueue every model whose files changed since its inspection."""
         with self._changed:
             models, self._new_models = self._new_models, None
         if models is not None:
@@ -215,13 +214,13 @@ class Scanner(threading.Thread):
                 self._known[name] = config
                 self._on_found(name, config, location(config), weights_bytes(config))
         for name in self._known:
-            found = self._fingerprints_of(name)
-            if self._fingerprints.get(name) != found:
-                self._fingerprints[name] = found
+            files = self._fingerprints_of(name)
+            if self._fingerprints.get(name) != files:
+                self._fingerprints[name] = files
                 self._uninspected.append(name)
 
     def _inspect(self) -> None:
-        """Inspect in one process as many models as it survives."""
+        """Inspect enqueued models in one process, until it fails."""
         try:
             inspector = Inspector(self._command, self._max_seconds)
         except InspectionError as error:
@@ -240,7 +239,7 @@ class Scanner(threading.Thread):
                     except InspectionError as error:
                         self._report(name, _unread(error))
                         break
-                    if self._requested != self._begun:  # a scan requested meanwhile reports early
+                    if self._requested != self._begun:  # a scan was requested meanwhile
                         self._scan()
         finally:
             with self._changed:
@@ -250,7 +249,7 @@ class Scanner(threading.Thread):
         return self._paths.get(name) or (Path(self._known[name].path),)
 
     def _fingerprints_of(self, name: str) -> Fingerprints:
-        return tuple(one for path in self._paths_of(name) for one in fingerprints(path))
+        return tuple(file for path in self._paths_of(name) for file in fingerprints(path))
 
     def _report_early(self, name: str, model: Mapping[str, Any]) -> None:
         self._on_described(name, {**model, "problems": [], "partial": True})
@@ -269,30 +268,28 @@ class Scanner(threading.Thread):
         self._on_described(name, about)
 
     def _log_problem(self, name: str, problem: str) -> None:
-        """Log a model's problem once, so that who starts a pool need not ask `ps` for it."""
+        """Log a model's problem once: an operator sees it without `ps`."""
         if problem and self._logged.get(name) != problem:
             log.warning("a model has a problem", extra={"model": name, "why": problem})
         self._logged[name] = problem
 
 
 def _unread(error: InspectionError) -> dict[str, Any]:
-    """The report on files that could not be read here: a worker may yet load them."""
+    """Returns the report on files that could not be read here: a worker may yet load them."""
     return {"problems": [str(error)], "unread": True}
 
 
-# ---- what files tell without being read ----------------------------------------------------------
+# ---- names, times and sizes of files ----------------------------------------------------------
 
 
-WHOLE = "model.safetensors", "model.safetensors.index.json"  # all weights; which shards have them
-# Files beside a model that it is not made of: hidden ones, those of its makers, adapters.
+WHOLE = "model.safetensors", "model.safetensors.index.json"  # all weights; index of their shards
+# Begins of file names without weights: hidden files, the makers' own format, adapters.
 NO_WEIGHTS = (".", "consolidated", "adapter")
-Fingerprints = tuple[tuple[str, int, int], ...]  # name, time and size of each file
+Fingerprints = tuple[tuple[str, int, int], ...]  # (name, time, size) of each file
 
 
 def weights_bytes(model: ModelConfig) -> int:
-    """Bytes of the model's weights on the disk, and of its draft model's; 0 where they cannot be
-    seen.
-    """
+    """Returns the bytes of a model's weights on the disk, with its draft model's; 0 if unknown."""
     if not _has_files(model.path):
         return model.counting.load_bytes
     size = _stored_bytes(model.path)
@@ -305,7 +302,7 @@ def _has_files(path: str) -> bool:
 
 
 def _stored_bytes(path: str) -> int:
-    """The bytes of a folder's safetensors, else of its GGUF files, or of a file."""
+    """Returns the bytes of a file, or of a folder's safetensors, else of its GGUF files."""
     place = Path(path)
     try:
         if place.is_file():
@@ -313,21 +310,23 @@ def _stored_bytes(path: str) -> int:
         single, index = (place / name for name in WHOLE)
         if single.is_file() and not index.is_file():
             return single.stat().st_size
-        files = [one for one in place.glob("*.safetensors") if not one.name.startswith(NO_WEIGHTS)]
+        files = [
+            part for part in place.glob("*.safetensors") if not part.name.startswith(NO_WEIGHTS)
+        ]
         return sum(file.stat().st_size for file in files or place.glob("*.gguf"))
     except OSError:  # a broken link; the worker reports it
         return 0
 
 
 def all_weights_bytes(config: PoolConfig) -> dict[str, int]:
-    """The least memory of one worker of each model, in bytes, as far as the disk tells."""
+    """Returns the bytes of each model's weights: the least memory of a worker, 0 if unknown."""
     return {name: weights_bytes(model) for name, model in config.models.items()}
 
 
 def location(model: ModelConfig) -> str:
-    """The folder that all links lead to, or the reference; "" if nothing may share its worker.
+    """Returns the resolved folder of a model, or the reference; "" if it may share no worker.
 
-    That is a model without files, and one that is refused for a link out of the models folder.
+    Such a model has no files, or is refused for a link out of the models folder.
     """
     if model.path == f"{BUILTIN_PREFIX}counting" or (
         model.within and outside_target(Path(model.path), Path(model.within)) is not None
@@ -340,17 +339,17 @@ def location(model: ModelConfig) -> str:
 
 
 def all_locations(config: PoolConfig) -> dict[str, str]:
-    """The location of each model: names with the same one may share workers."""
+    """Returns the location of each model: names with equal locations may share workers."""
     return {name: location(model) for name, model in config.models.items()}
 
 
 def fingerprints(path: Path) -> Fingerprints:
-    """Names, times and sizes of the files at `path`; () where nothing can be seen."""
+    """Returns names, times and sizes of the files at `path`; () if it cannot be read."""
     try:
         files = sorted(path.iterdir()) if path.is_dir() else [path]
     except OSError:
         return ()
-    return tuple(found for file in files if (found := _fingerprint(file)) is not None)
+    return tuple(fingerprint for file in files if (fingerprint := _fingerprint(file)) is not None)
 
 
 def _fingerprint(file: Path) -> tuple[str, int, int] | None:
@@ -365,14 +364,14 @@ def _fingerprint(file: Path) -> tuple[str, int, int] | None:
 # The scanner's results as events for the broker's loop, and the answers that wait for a scan.
 
 
-MAX_WAIT = 1.5  # seconds for which the answer to `models` waits for a scan
-MAX_WAITING = 1000  # answers that may wait; further ones are given at once
+MAX_WAIT = 1.5  # the longest wait of an answer to `models` for a scan, in seconds
+MAX_WAITING = 1000  # answers that may wait; further answers are given at once
 
 MakeScanner = Callable[..., Scanner]  # the arguments are those of Scanner
 
 
 class Waiting(Struct, frozen=True):
-    """An answer that is due after a scan, or at a time."""
+    """An answer that is due after a scan, or at the time `until`."""
 
     scan: int
     until: float
@@ -380,9 +379,9 @@ class Waiting(Struct, frozen=True):
 
 
 class Catalogue(Closing):
-    """Used on the broker's thread; only `_enqueue` and the waker are called by the scanner's.
+    """The scanner's results as events. `waker` becomes readable when there are results.
 
-    `waker` becomes readable when there are results.
+    The broker's thread uses it; the scanner's thread calls only `_enqueue` and the waker.
     """
 
     def __init__(
@@ -406,11 +405,11 @@ class Catalogue(Closing):
             self._scanner.request_scan()
 
     def reload(self, models: Mapping[str, ModelConfig]) -> None:
-        """The settings name these models now."""
+        """Take the models of new settings."""
         self._scanner.reload(models)
 
     def after_scan(self, answer: Callable[[float], None], now: float) -> None:
-        """Call `answer` with the time when a fresh scan is done, at the latest after MAX_WAIT."""
+        """Call `answer` with the time once a fresh scan is done, or after MAX_WAIT."""
         scan = self._scanner.request_scan()
         if scan <= self._scanner.done or len(self._waiting) >= MAX_WAITING:
             answer(now)
@@ -418,25 +417,25 @@ class Catalogue(Closing):
             self._waiting.append(Waiting(scan, now + MAX_WAIT, answer))
 
     def on_results(self, now: float) -> None:
-        """Have the core handle what the scanner has found since the last call."""
+        """Have the core handle the scanner's results since the last call."""
         self.waker.drain()
         while self._events:
             self._perform(self._events.popleft(), now)
 
     def answer_waiting(self, now: float) -> None:
-        """Give the answers that need not wait any more, after the results they waited for."""
+        """Give the answers that are due, after the results that they waited for."""
         if not self._waiting:
             return
         done = self._scanner.done
         self.on_results(now)
-        due = [one for one in self._waiting if one.scan <= done or one.until <= now]
-        self._waiting = [one for one in self._waiting if one not in due]
-        for one in due:
-            one.answer(now)
+        due = [waiting for waiting in self._waiting if waiting.scan <= done or waiting.until <= now]
+        self._waiting = [waiting for waiting in self._waiting if waiting not in due]
+        for waiting in due:
+            waiting.answer(now)
 
     def next_wake(self) -> float:
-        """When an answer has waited for MAX_WAIT."""
-        return min((one.until for one in self._waiting), default=math.inf)
+        """Returns the time at which an answer has waited for MAX_WAIT."""
+        return min((waiting.until for waiting in self._waiting), default=math.inf)
 
     def close(self) -> None:
         """End the scanner and its process."""

@@ -1,7 +1,7 @@
-"""What the operating system says of processes and of this machine.
+"""Queries of the operating system about processes and this machine.
 
-A function that Linux alone supports has a portable twin. None raises for a process that has ended:
-it returns the value for `unknown`.
+A function that only Linux supports has a portable twin. A function never raises for a process that
+has ended: it returns its value for unknown.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import psutil
 from mlxpool.common.config.schema import PoolConfig
 
 LINUX = sys.platform == "linux"
-DEFAULT_SHARE = 0.8  # of the machine's memory, when no limit is set
+DEFAULT_SHARE = 0.8  # share of the machine's memory, if no limit is set
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def run_queue_wait_ns(pid: int, thread: int) -> int:
-    """Nanoseconds that a thread was ready to run and had no CPU; 0: unknown."""
+    """Returns the nanoseconds for which a thread was ready to run without a CPU; 0: unknown."""
     if not LINUX or not thread:
         return 0
     text = _read(f"/proc/{pid}/task/{thread}/schedstat").split()
@@ -30,7 +30,7 @@ def run_queue_wait_ns(pid: int, thread: int) -> int:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a signal or a debugger has stopped the process."""
+    """Returns whether a signal or a debugger has stopped the process."""
     if LINUX:
         return _read(f"/proc/{pid}/stat").rpartition(")")[2].strip()[:1] in ("T", "t")
     try:
@@ -40,7 +40,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def resident_bytes(pid: int) -> int:
-    """Resident memory of the process; 0: unknown."""
+    """Returns the resident memory of a process; 0: unknown."""
     if LINUX:
         text = _read(f"/proc/{pid}/statm").split()
         return int(text[1]) * _PAGE_BYTES if len(text) > 1 else 0
@@ -51,14 +51,14 @@ def resident_bytes(pid: int) -> int:
 
 
 def trim_heap() -> None:
-    """Return free memory of the C library of this process to the operating system, if it can."""
+    """Give free memory of the C library back to the operating system, if possible."""
     if LINUX:
         with contextlib.suppress(AttributeError, OSError):  # another C library
             ctypes.CDLL(None).malloc_trim(0)
 
 
 def start_time(pid: int) -> float | None:
-    """When the process began; with its pid it identifies a process. None: unknown."""
+    """Returns the start time of a process, which identifies it with its pid. None: unknown."""
     try:
         return float(psutil.Process(pid).create_time())
     except psutil.Error:
@@ -66,7 +66,7 @@ def start_time(pid: int) -> float | None:
 
 
 def oom_kills() -> int:
-    """Processes that the kernel has killed for memory, in our control group and in the machine."""
+    """Returns the number of processes killed for memory, in this control group and machine."""
     if not LINUX:
         return 0
     return sum(_oom_kills_in(path) for path in (*_memory_event_files(), Path("/proc/vmstat")))
@@ -103,5 +103,5 @@ def _read(path: str | Path) -> str:
 
 
 def memory_limit_bytes(config: PoolConfig) -> int:
-    """How much memory all workers together may take."""
+    """Returns the bytes of memory that all workers together may take."""
     return config.memory_limit or int(DEFAULT_SHARE * machine_memory_bytes())

@@ -1,4 +1,4 @@
-"""What the core counts: over all models, and over the requests of one. Pure."""
+"""The core's counters, over all models and for each model. Pure."""
 
 from __future__ import annotations
 
@@ -13,36 +13,35 @@ from mlxpool.common.protocol.token_ids import ID_WIDTH
 
 @dataclass(eq=False, slots=True)
 class Counters:
-    """What the core counts over all models. No value ever goes down.
+    """The counters over all models. No value ever goes down.
 
-    The conservation law: accepted = done + failed + cancelled + live. Each request counts under the
-    name under which its model runs, whatever name it asked for, so sums over `models` are the
-    totals.
+    The conservation law: accepted = done + failed + cancelled + live. Each request counts under its
+    model's own name, whatever name the client used, so sums over `models` are the totals.
     """
 
     accepted: int = 0
     done: int = 0
     failed: int = 0
     cancelled: int = 0
-    tokens: int = 0  # taken from workers
-    prompt_tokens: int = 0  # of ended requests
-    resumed: int = 0  # times a request was queued again because its worker was lost or drained
-    preempted: int = 0  # times a request gave up its place for another owner
-    fenced: int = 0  # frames of workers about an epoch or a run that no longer counts
-    bad_frames: int = 0  # what was no message
+    tokens: int = 0  # received from workers
+    prompt_tokens: int = 0  # prompt tokens of ended requests
+    resumed: int = 0  # returns to the queue after a worker was lost or drained
+    preempted: int = 0  # returns to the queue in favour of another owner
+    fenced: int = 0  # workers' frames with an outdated epoch or run
+    bad_frames: int = 0  # frames that are not messages
     links_lost: int = 0
     auth_failures: int = 0  # hellos without a valid token, peers without a valid key
-    internal_errors: int = 0  # events and actions that met a bug of ours
-    rejected: Counter[str] = field(default_factory=Counter)  # by error code, never accepted
-    failures: Counter[str] = field(default_factory=Counter)  # by error code, accepted
+    internal_errors: int = 0  # events and actions that failed by a bug
+    rejected: Counter[str] = field(default_factory=Counter)  # not accepted, by error code
+    failures: Counter[str] = field(default_factory=Counter)  # accepted, by error code
     queue_s: float = 0.0  # sums over ended requests
     total_s: float = 0.0
     models: dict[str, Figures] = field(default_factory=dict)
 
     def of(self, model: str) -> Figures:
-        """Those of one model, by the name under which it runs.
+        """Returns the figures of a model, by its own name.
 
-        They are kept for ever: only for models that exist.
+        They are kept for ever: call it only for models that exist.
         """
         figures = self.models.get(model)
         if figures is None:
@@ -54,12 +53,12 @@ class Counters:
         self.of(request.model).accepted += 1
 
     def resume(self, request: Request) -> None:
-        """It is queued again with the ids it has."""
+        """Count a request that is queued again with its ids."""
         self.resumed += 1
         self.of(request.model).resumed += 1
 
     def preempt(self, request: Request) -> None:
-        """It gave up its place for another owner and is queued again with the ids it has."""
+        """Count a request that is queued again with its ids in favour of another owner."""
         self.preempted += 1
         self.of(request.message.model).preempted += 1
 
@@ -78,7 +77,7 @@ class Counters:
         self.total_s += now - request.accepted_at
 
     def copy(self) -> Counters:
-        """The values of now, without those of single models."""
+        """Returns a copy without the figures of single models."""
         rejected, failures = Counter(self.rejected), Counter(self.failures)
         return replace(self, rejected=rejected, failures=failures, models={})
 
@@ -102,42 +101,42 @@ REQUEST = (
 # Upper bounds, tokens: 1, 2, 5, 10 … 500,000.
 TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 
-OTHER = "other"  # a reason or code of a worker that we do not know
+OTHER = "other"  # a worker's reason or code that this version does not know
 OUTCOMES = frozenset({"stop", "length", "cancelled", *BY_CODE})
 
 
 class Figures:
-    """Counts and histograms of one model since the broker's start. Times are seconds.
+    """Counts and histograms of a model since the broker's start. Times are seconds.
 
-    No value goes down and nothing is kept of a single request. The bounds are vLLM's, so that its
-    dashboards and alerts fit; `INTER_TOKEN` has three more below them, for small models.
+    No value goes down, and no data of single requests is kept. The bounds are vLLM's, so that its
+    dashboards and alerts fit. `INTER_TOKEN` has three lower bounds more, for small models.
     """
 
     def __init__(self) -> None:
         self.accepted = 0
         self.resumed = 0
-        self.preempted = 0  # times a request gave up its place for another owner
-        self.tokens = 0  # taken from workers
-        self.prompt_tokens = 0  # of ended requests
-        self.outcomes: Counter[str] = Counter()  # by reason or error code
-        self.queue = Histogram(REQUEST)  # accepted to given to a worker
-        self.first_token = Histogram(FIRST_TOKEN)  # accepted to first token
-        self.inter_token = Histogram(INTER_TOKEN)  # between two tokens of a request
-        self.prefill = Histogram(REQUEST)  # given to a worker to first token
+        self.preempted = 0  # returns to the queue in favour of another owner
+        self.tokens = 0  # received from workers
+        self.prompt_tokens = 0  # prompt tokens of ended requests
+        self.outcomes: Counter[str] = Counter()  # ended streams by reason or error code
+        self.queue = Histogram(REQUEST)  # acceptance to assignment to a worker
+        self.first_token = Histogram(FIRST_TOKEN)  # acceptance to first token
+        self.inter_token = Histogram(INTER_TOKEN)  # time between two tokens of a request
+        self.prefill = Histogram(REQUEST)  # assignment to first token
         self.decode = Histogram(REQUEST)  # first token to end
-        self.inference = Histogram(REQUEST)  # given to a worker to end
-        self.whole = Histogram(REQUEST)  # accepted to end
-        self.prompts = Histogram(TOKENS)  # of requests that got a token
-        self.completions = Histogram(TOKENS)  # of requests that got a token
+        self.inference = Histogram(REQUEST)  # assignment to end
+        self.whole = Histogram(REQUEST)  # acceptance to end
+        self.prompts = Histogram(TOKENS)  # prompt tokens of requests that got a token
+        self.completions = Histogram(TOKENS)  # tokens of requests that got a token
 
     def assigned(self, request: Request, now: float) -> None:
-        """It was given to its first worker."""
+        """Measure the wait of a request that was assigned to its first worker."""
         self.queue.observe(now - request.accepted_at)
 
     def tokens_came(self, request: Request, now: float) -> None:
-        """Measure the ids that are new in its run: those of several steps, if they came together.
+        """Measure the new ids of a run, which may come from several steps.
 
-        Steps that are read together have one time, so their ids share the pause before them.
+        Steps that are read together have the same time, so their ids share the pause before them.
         """
         run = request.run
         count = len(run.ids) // ID_WIDTH - run.measured_ids
@@ -152,7 +151,7 @@ class Figures:
         run.measured_at = now
 
     def ended(self, request: Request, outcome: str, now: float) -> None:
-        """Its stream has its terminal message."""
+        """Measure a request whose stream has its terminal message."""
         run = request.run
         self.outcomes[outcome if outcome in OUTCOMES else OTHER] += 1
         self.prompt_tokens += run.prompt_tokens

@@ -1,4 +1,4 @@
-"""Answers operators on the admin socket: commands, subscriptions, reloads.
+"""The admin socket: operators' commands, subscriptions and reloads.
 
-Also the messages to a service manager.
+Messages to a service manager are here too.
 """

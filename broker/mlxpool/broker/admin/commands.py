@@ -1,4 +1,4 @@
-"""The commands of operators: one handler for each kind, with its checks."""
+"""The commands of operators: a handler for each kind, with its checks."""
 
 from __future__ import annotations
 
@@ -25,33 +25,33 @@ from mlxpool.common.records import as_map
 log = logging.getLogger("mlxpool.broker")
 
 LOGGED = frozenset({"load", "unload", "drain", "restart", "cancel", "reload", "stop"})
-SHOWN_SLOTS = 20  # in an error
+SHOWN_SLOTS = 20  # the most slots that an error names
 
 Answer = Mapping[str, Any]  # the body of the answer, which the command line prints as JSON
 
 
 class Controls(Struct, frozen=True):
-    """What commands read or start outside the core."""
+    """Functions outside the core that commands use."""
 
-    snapshot: Callable[[float, bool], Snapshot]  # at a time, with rows of models or without
+    snapshot: Callable[[float, bool], Snapshot]  # of a time, with rows of models or without
     last_dump: Callable[[str], Path | None]  # the newest file with stacks of a slot's workers
-    reloaded: Callable[[], Answer]  # what the last reload changed; raises BadRequest if it failed
+    reloaded: Callable[[], Answer]  # the last reload's changes; raises BadRequest if it failed
     stop: Callable[[float], None]  # ends the broker for good
-    drain_grace: Callable[[], float]  # seconds that a drain gives to streams, by the settings
+    drain_grace: Callable[[], float]  # seconds that a drain leaves to streams, by the settings
 
 
 class Commands:
-    """Answers one message with one body. Owned by the broker's thread."""
+    """Answers each message with a body. Owned by the broker's thread."""
 
     def __init__(self, core: Core, controls: Controls, perform: Perform) -> None:
-        """`core` is only read: what changes it are events."""
+        """`core` is only read: all changes are events."""
         self._core = core
         self._state = core.state
         self._operations = controls
         self._perform = perform
 
     def handle(self, message: Message, now: float) -> Answer:
-        """Raises PoolError for what cannot be done."""
+        """Returns the answer to a command. Raises PoolError if the command cannot be performed."""
         handler = HANDLERS.get(message.kind)
         if handler is None:
             raise BadRequest(
@@ -74,7 +74,7 @@ class Commands:
         return stats(self._operations.snapshot(now, False))
 
     def watch(self, message: Message, now: float) -> Answer:
-        """Reached only when there are too many subscribers."""
+        """Raises QueueFull: it is called only if there are too many subscribers."""
         raise QueueFull(f"{MAX_SUBSCRIBERS} others watch the pool already", retry_after_ms=5000)
 
     def models(self, message: Message, now: float) -> Answer:
@@ -102,9 +102,9 @@ class Commands:
         grace = self._operations.drain_grace() if request.grace is None else request.grace
         slot, model = None, None
         if request.slot is not None:
-            found = self._slot(message.kind, request.slot)
-            self._check_drainable(found)
-            slot = found.name
+            slot_of_name = self._slot(message.kind, request.slot)
+            self._check_drainable(slot_of_name)
+            slot = slot_of_name.name
         elif request.model is not None:
             of_name = self._state.registry.model(request.model)
             if not of_name.admits:
@@ -128,7 +128,7 @@ class Commands:
         return {"slot": slot.name}
 
     def reload(self, message: Message, now: float) -> Answer:
-        """Tell what a reload has changed, which is over when this is called."""
+        """Returns the changes of the reload that has just ended."""
         return self._operations.reloaded()
 
     def cancel(self, message: Message, now: float) -> Answer:

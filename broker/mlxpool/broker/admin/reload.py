@@ -1,7 +1,7 @@
-"""SIGHUP and `mlxpool reload`: models, limits and keys are read anew while streams go on.
+"""SIGHUP and `mlxpool reload`: new models, limits and keys while streams go on.
 
-The file is read on a thread, since a disk may be slow; the new settings are compared with those in
-force and applied on the broker's thread. A file with an error changes nothing.
+A thread reads the file, since a disk may be slow. The broker's thread compares the new settings
+with the current ones and applies them. A file with an error changes nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NO_KEY = (
 NOTHING_TO_READ = "this broker was not started from settings that can be read again"
 UNEXPECTED = "not reloaded as a whole: the broker's log says why"
 
-FIXED = (  # sockets, folders and threads were made with these: only a restart changes them
+FIXED = (  # sockets, folders and threads depend on these: only a restart changes them
     "run_dir",
     "front",
     "back",
@@ -77,18 +77,18 @@ class CurrentSettings:
 
 
 def without_local_workers(config: PoolConfig) -> PoolConfig:
-    """The settings of a broker that starts no worker and scans no models folder.
+    """Returns the settings of a broker that starts no worker and scans no models folder.
 
-    Its models are served by workers that dial in.
+    Workers that dial in serve its models.
     """
     models = {name: replace(model, replicas=0) for name, model in config.models.items()}
     return replace(config, models=models, models_dir=None)
 
 
 def require_gpus(old: PoolConfig, new: PoolConfig, visible: Sequence[str]) -> None:
-    """Raises ConfigError if workers of new or changed models cannot have their GPUs.
+    """Raises ConfigError if there are too few GPUs for workers of new or changed models.
 
-    Workers that dial in are on other machines. A model that has not changed keeps its workers.
+    Models whose workers dial in are skipped, and so are unchanged models: they keep their workers.
     """
     problems = []
     for name, model in new.models.items():
@@ -102,26 +102,26 @@ def require_gpus(old: PoolConfig, new: PoolConfig, visible: Sequence[str]) -> No
 
 
 class Change(Struct, frozen=True):
-    """What new settings mean for a running broker. `config` is in force from now on."""
+    """The effect of new settings on a running broker. `config` is in force from now on."""
 
     config: PoolConfig
-    fixed: tuple[str, ...]  # settings that changed without effect
+    fixed: tuple[str, ...]  # changed settings that only a restart applies
     limits: tuple[str, ...]  # settings of [pool] that changed
     added: tuple[str, ...]  # models
     gone: tuple[str, ...]
     changed: tuple[str, ...]
-    pinned: tuple[str, ...]  # models of which workers are to start: their `pin` is new
+    pinned: tuple[str, ...]  # models whose workers must start, since their `pin` is new
     keys: tuple[str, ...]  # names of keys that were added, removed or changed
 
     def body(self) -> dict[str, Any]:
-        """The answer to an operator who asked for it."""
+        """Returns the answer to the operator's command."""
         names = ("limits", "added", "gone", "changed", "keys")
-        told = {name: list(getattr(self, name)) for name in names}
-        return {"state": "reloaded", **told, "restart_needed": list(self.fixed)}
+        changes = {name: list(getattr(self, name)) for name in names}
+        return {"state": "reloaded", **changes, "restart_needed": list(self.fixed)}
 
 
 def compare(old: PoolConfig, new: PoolConfig) -> Change:
-    """Pure."""
+    """Returns the changes between two settings. Pure."""
     differing = [
         name
         for name in PoolConfig.__struct_fields__
@@ -150,7 +150,7 @@ def compare(old: PoolConfig, new: PoolConfig) -> Change:
 
 
 class NewSettings(Struct, frozen=True):
-    """The settings as they were read, and what the disk tells of their models."""
+    """New settings, with the weights and locations of their models on the disk."""
 
     config: PoolConfig
     weights: Mapping[str, int]  # bytes
@@ -158,23 +158,26 @@ class NewSettings(Struct, frozen=True):
 
 
 class Target(Protocol):
-    """What a reload changes beside the core."""
+    """The parts of the broker that a reload changes besides the core."""
 
     def model_of(self, name: str) -> str:
-        """The model that a name is served by."""
+        """Returns the model that serves a name."""
 
     def use(self, config: PoolConfig) -> dict[str, str]:
-        """Put limits and keys in force; returns the keys that are revoked, public -> name."""
+        """Put limits and keys in force; returns the revoked keys, public key -> name."""
 
     def use_models(self, models: Mapping[str, ModelConfig]) -> None:
-        """The settings name these models now."""
+        """Put the models of the settings in force."""
 
     def disconnect_user(self, user: str, now: float) -> None:
         """End every connection whose handshake had this user id."""
 
 
 class Reloader:
-    """All but `_read` runs on the broker's thread. `waker` is readable when `apply` is due."""
+    """Performs reloads. `waker` is readable when `apply` is due.
+
+    All methods but `_read` run on the broker's thread.
+    """
 
     def __init__(
         self,
@@ -195,19 +198,19 @@ class Reloader:
         self._counters = counters
         self._read_settings: NewSettings | None = None
         self._thread: threading.Thread | None = None
-        self._again = False  # another reload was asked for while the file was being read
-        self._outcome: Change | str = NOTHING_TO_READ  # of the last; text: why it failed
-        self._answers: list[Callable[[float], None]] = []  # of those who asked for this reload
-        self._later: list[Callable[[float], None]] = []  # of those who asked for the next one
+        self._again = False  # another reload was requested while a thread read the file
+        self._outcome: Change | str = NOTHING_TO_READ  # of the last reload; text: the error
+        self._answers: list[Callable[[float], None]] = []  # callbacks of this reload
+        self._later: list[Callable[[float], None]] = []  # callbacks of the next reload
 
     def outcome(self) -> Mapping[str, Any]:
-        """What the last reload changed. Raises BadRequest with the reason if it failed."""
+        """Returns the last reload's changes. Raises BadRequest with the reason if it failed."""
         if isinstance(self._outcome, Change):
             return self._outcome.body()
         raise BadRequest(self._outcome)
 
     def after_reload(self, answer: Callable[[float], None], now: float) -> None:
-        """Read the settings, and call `answer` when they are in force, or when that has failed."""
+        """Read the settings; call `answer` when they are in force, or after a failure."""
         (self._answers if self._thread is None else self._later).append(answer)
         if not self.begin():
             self._answer_all(now)
@@ -218,7 +221,7 @@ class Reloader:
             answer(now)
 
     def begin(self) -> bool:
-        """Read the settings; False when there is nothing to read them from."""
+        """Start to read the settings; returns False if the broker has no file of settings."""
         if self._reread is None:
             log.warning("nothing to reload: the broker was not started from settings")
             return False
@@ -243,9 +246,9 @@ class Reloader:
                 config = without_local_workers(config)
             require_gpus(before, config, visible_gpus(os.environ))
             if before.http and before.http_keys is not None:
-                http_access.read_keys(before.http_keys)  # which the gateway reads again
+                http_access.read_keys(before.http_keys)  # a check: the gateway reads them itself
             if before.state_dir and config.job_notify_secret is not None:
-                read_secrets(config.job_notify_secret)  # which each notice reads again
+                read_secrets(config.job_notify_secret)  # a check: each notice reads them itself
             self._read_settings = NewSettings(
                 config, all_weights_bytes(config), all_locations(config)
             )
@@ -258,7 +261,7 @@ class Reloader:
         self.waker.wake()
 
     def apply(self, now: float) -> None:
-        """The file was read: put its settings in force."""
+        """Put the settings that were read in force."""
         self.waker.drain()
         if self._thread is not None:
             self._thread.join()
@@ -266,7 +269,7 @@ class Reloader:
         try:
             if new is not None:
                 self._apply(new, now)
-        except Exception:  # a bug of ours costs one reload, never the pool
+        except Exception:  # a bug costs one reload, never the pool
             self._counters.internal_errors += 1
             log.exception("not reloaded as a whole")
         self._notifier.ready()
@@ -290,13 +293,13 @@ class Reloader:
             self._target.use_models(config.models)
         for name in change.pinned:
             self._perform(ev.LoadModel(self._target.model_of(name)), now)
-        told = ("limits", "added", "gone", "changed", "pinned", "keys")
-        shown = {name: getattr(change, name) for name in told}
+        fields = ("limits", "added", "gone", "changed", "pinned", "keys")
+        shown = {name: getattr(change, name) for name in fields}
         log.info("reloaded", extra={k: v for k, v in shown.items() if v})
         self._outcome = change
 
     def _apply_limits(self, config: PoolConfig, now: float) -> None:
-        """Put all but the models in force, and end what revoked keys have."""
+        """Put all settings but models in force, and end streams and connections of revoked keys."""
         revoked = self._target.use(config)
         self._perform(ev.Reload(config, memory_limit_bytes(config)), now)
         for public, name in revoked.items():
@@ -313,6 +316,6 @@ class Reloader:
         return ev.ModelFound(name, model, location, weights)
 
     def close(self) -> None:
-        """The result of a reading under way is dropped."""
+        """Stop reloads; a read under way has no effect."""
         self._again, self._reread = False, None
         self.waker.close()

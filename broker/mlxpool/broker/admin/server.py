@@ -1,4 +1,4 @@
-"""The admin socket: one answer for each command, and updates for subscribers."""
+"""The admin socket: an answer for each command, and updates for subscribers."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from mlxpool.common.protocol.to_client import Failed
 log = logging.getLogger("mlxpool.broker")
 
 AskJobs = Callable[[str, Mapping[str, Any], Callable[[Content], None], float], None]
-MAX_PER_TURN = 64  # messages answered before the other sockets are read
+MAX_PER_TURN = 64  # messages answered before other sockets are read
 
 
 class AdminServer:
-    """A message is answered by one of the same kind or `error`; `watch` by many."""
+    """Answers a message with one of the same kind or `error`; `watch` gets many answers."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class AdminServer:
         """`after_scan` calls its argument when the models on the disk are known.
 
         `after_reload` reads the settings anew, and calls its argument when they are in force.
-        `ask_jobs` asks about jobs; it raises JobsOff where none are kept.
+        `ask_jobs` performs an operation on jobs; it raises JobsOff if the broker keeps no jobs.
         """
         self.peers = peers
         self.subscriptions = Subscriptions(peers, figures)
@@ -51,7 +51,7 @@ class AdminServer:
         self._counters = counters
 
     def serve(self, now: float) -> None:
-        """Answer what waits on the socket."""
+        """Answer messages that wait on the socket, at most MAX_PER_TURN."""
         for _ in range(MAX_PER_TURN):
             received = self.peers.receive(now)
             if received is None:
@@ -81,7 +81,7 @@ class AdminServer:
             self._answer(number, message, now)
 
     def _about_jobs(self, number: int, message: Message, now: float) -> None:
-        """Have a question about jobs answered, when the store has."""
+        """Perform an operation on jobs; the answer follows the store's."""
         kind, id = message.kind, message.header.id
 
         def answer(content: Content) -> None:
@@ -117,7 +117,7 @@ class AdminServer:
             self.peers.forget(number)
 
     def send_updates(self, now: float) -> None:
-        """Send subscribers the update that is due."""
+        """Send a due update to subscribers."""
         self._guarded(self.subscriptions.send_due, now)
 
     def _guarded(self, step: Callable[[float], None], now: float) -> None:
@@ -129,6 +129,6 @@ class AdminServer:
 
 
 def _named(body: Mapping[str, Any]) -> dict[str, str]:
-    """Which job a command names, for the log."""
+    """Returns the job that a command names, for the log."""
     id = body.get("job")
     return {"job": id.hex() if isinstance(id, bytes) else repr(body.get("key"))[:80]}

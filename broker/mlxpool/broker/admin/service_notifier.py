@@ -1,7 +1,7 @@
-"""Messages to a service manager: systemd's notify protocol, over the datagram socket it names.
+"""Messages to a service manager by systemd's notify protocol, over its datagram socket.
 
 Only the broker's loop calls `on_turn`, in each turn: a loop that hangs sends no watchdog message,
-whatever other threads still do.
+even while other threads run.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from mlxpool.common.closing import Closing
 log = logging.getLogger("mlxpool.broker")
 
 SOCKET, WATCHDOG, WATCHDOG_PID = "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"
-STATUS_INTERVAL = 10.0  # seconds, for a status that has changed
+STATUS_INTERVAL = 10.0  # seconds between two looks for a changed status
 
 
 class ServiceNotifier(Closing):
-    """Does nothing where no service manager asked for messages."""
+    """Sends messages to a service manager; without one it does nothing."""
 
     def __init__(self, address: str = "", watchdog: float = 0.0) -> None:
-        """`address` is a path, or "@" and an abstract name; `watchdog` is seconds, 0: none."""
+        """`address` is a path, or "@" and an abstract name. `watchdog`: seconds, 0 for none."""
         self._socket: socket.socket | None = None
         self._address = "\0" + address[1:] if address.startswith("@") else address
         if address:
             kind = socket.SOCK_DGRAM | getattr(socket, "SOCK_CLOEXEC", 0)
             self._socket = socket.socket(socket.AF_UNIX, kind)
             self._socket.setblocking(False)
-        # Half of the time tolerates one late turn.
+        # Half of the time: one late turn does no harm.
         self._watchdog_interval = watchdog / 2 if watchdog and address else math.inf
         self._watchdog_at = self._status_at = 0.0  # at once
         self._status = ""
@@ -41,35 +41,35 @@ class ServiceNotifier(Closing):
     def from_environment(
         cls, environment: MutableMapping[str, str] | None = None
     ) -> ServiceNotifier:
-        """As the variables say; they are removed, since workers are not the service."""
-        given = os.environ if environment is None else environment
-        address = given.pop(SOCKET, "")
-        microseconds, pid = given.pop(WATCHDOG, ""), given.pop(WATCHDOG_PID, "")
+        """Make one by the environment's variables; they are removed, so workers do not see them."""
+        variables = os.environ if environment is None else environment
+        address = variables.pop(SOCKET, "")
+        microseconds, pid = variables.pop(WATCHDOG, ""), variables.pop(WATCHDOG_PID, "")
         if address and address[0] not in "/@":
             log.warning("no such service manager", extra={"socket": address})
             return cls()
         ours = not pid or pid == str(os.getpid())
-        asked = ours and microseconds.isascii() and microseconds.isdecimal()
-        return cls(address, int(microseconds) / 1e6 if asked else 0.0)
+        has_watchdog = ours and microseconds.isascii() and microseconds.isdecimal()
+        return cls(address, int(microseconds) / 1e6 if has_watchdog else 0.0)
 
     @property
     def enabled(self) -> bool:
-        """Whether a service manager asked for messages."""
+        """True if a service manager takes messages."""
         return self._socket is not None
 
     def ready(self) -> None:
-        """The broker serves, or has read its settings anew."""
+        """Send that the broker serves, or has read its settings anew."""
         self._send("READY=1")
 
     def reloading(self) -> None:
-        """The broker reads its settings; `ready` follows, also when that fails."""
+        """Send that the broker reads its settings; `ready` follows, also after a failure."""
         self._send(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
 
     def stopping(self) -> None:
         self._send("STOPPING=1")
 
     def on_turn(self, status: Callable[[], str], now: float) -> None:
-        """Send what is due; `status` is called when it is time for a new status."""
+        """Send due messages; `status` is called when a new status is due."""
         if now >= self._watchdog_at and self._watchdog_interval < math.inf:
             self._watchdog_at = now + self._watchdog_interval
             self._send("WATCHDOG=1")
@@ -80,7 +80,7 @@ class ServiceNotifier(Closing):
                 self._send(f"STATUS={text}")
 
     def next_wake(self) -> float:
-        """When `on_turn` has to be called at the latest; infinity without a watchdog."""
+        """Returns the latest time of the next `on_turn`; infinity without a watchdog."""
         return self._watchdog_at if self._watchdog_interval < math.inf else math.inf
 
     def _send(self, text: str) -> None:
@@ -88,7 +88,7 @@ class ServiceNotifier(Closing):
             return
         try:
             self._socket.sendto(text.encode(), self._address)
-        except OSError as error:  # it is gone, or its buffer is full; the next message is due soon
+        except OSError as error:  # its socket is gone or full; the next message is due soon
             log.debug("service manager not told", extra={"what": text, "why": str(error)})
 
     def close(self) -> None:

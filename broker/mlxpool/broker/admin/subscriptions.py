@@ -1,7 +1,7 @@
-"""Connections that get the pool's figures once a second, until they stop asking.
+"""Connections that get the pool's figures once a second, until their lease ends.
 
-A subscriber asks again before its lease ends, so one that froze or went away costs a few frames.
-Without subscribers no snapshot is taken.
+A subscriber renews its lease before the end, so a subscriber that froze or went away costs few
+frames. Without subscribers no snapshot is taken.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from mlxpool.common.protocol import admin, frames
 from mlxpool.common.protocol.frames import Header
 
 INTERVAL = 1.0  # seconds between two updates
-LEAST_INTERVAL = INTERVAL / 2  # from the first update of a connection to one that all get
-LEASE = 5.0  # seconds for which one request is answered
+LEAST_INTERVAL = INTERVAL / 2  # seconds from a connection's first update to an update for all
+LEASE = 5.0  # seconds of updates that a request brings
 MAX_SUBSCRIBERS = 64
 
 
 class Subscription(Struct, eq=False):
-    """One connection; `id` is that of its newest request, `since` the time of its first."""
+    """A subscription: `id` of its newest request, `since` is the time of its first request."""
 
     id: bytes | None
     until: float
@@ -31,10 +31,10 @@ class Subscription(Struct, eq=False):
 
 
 class Subscriptions:
-    """Owned by the broker's thread."""
+    """The subscriptions of all connections. Owned by the broker's thread."""
 
     def __init__(self, connections: Peers, figures: Callable[[float], Mapping[str, Any]]) -> None:
-        """`figures` makes the body of an update."""
+        """`figures` returns the body of an update."""
         self._connections = connections
         self._figures = figures
         self._by_number: dict[int, Subscription] = {}  # by number of the connection
@@ -48,11 +48,11 @@ class Subscriptions:
         return number in self._by_number
 
     def accepts(self, number: int) -> bool:
-        """Whether this connection may subscribe: it has done so already, or there is room."""
+        """Returns whether a connection may subscribe: it has a subscription, or there is room."""
         return number in self._by_number or len(self._by_number) < MAX_SUBSCRIBERS
 
     def renew(self, number: int, request_id: bytes | None, now: float) -> None:
-        """Begin or prolong a subscription; a new one gets its first update at once."""
+        """Begin or renew a subscription; a new one gets its first update at once."""
         self._due = min(self._due, now + INTERVAL)
         known = self._by_number.get(number)
         if known is not None:
@@ -62,14 +62,16 @@ class Subscriptions:
         self._send(number, self._figures(now))
 
     def next_wake(self) -> float:
-        """When an update or the end of a lease is due; infinity without subscribers."""
+        """Returns the time of the next update or end of a lease; infinity without subscribers."""
         return self._due
 
     def send_due(self, now: float) -> None:
-        """Send the update that is due to all but those who have just had their first."""
+        """Send a due update to all connections but those that have just had their first."""
         if now < self._due:
             return
-        for number in [n for n, one in self._by_number.items() if one.until <= now]:
+        for number in [
+            n for n, subscription in self._by_number.items() if subscription.until <= now
+        ]:
             del self._by_number[number]
             self._connections.forget(number)
         if not self._by_number:
@@ -77,12 +79,12 @@ class Subscriptions:
             return
         self._due = now + INTERVAL
         figures = self._figures(now)
-        for number, one in list(self._by_number.items()):
-            if now - one.since >= LEAST_INTERVAL:
+        for number, subscription in list(self._by_number.items()):
+            if now - subscription.since >= LEAST_INTERVAL:
                 self._send(number, figures)
 
     def _send(self, number: int, figures: Mapping[str, Any]) -> None:
-        """A connection with a backlog is skipped: old updates are not worth queueing."""
+        """Send an update; a connection with a backlog is skipped, since old updates are useless."""
         if number in self._connections.full:
             return
         self._count += 1

@@ -110,9 +110,7 @@ def _levels(snapshot: Snapshot, recent: RecentEvents) -> dict[str, str]:
 
 
 def _live(request: LiveRequest) -> dict[str, Any]:
-    """Returns a row with a part of the id: it suffices for an operator's cancel, not for a
-    client's.
-    """
+    """Returns a row with a part of the id, enough for an operator's cancel, not for a client's."""
     return {
         "id": request.id.hex()[:ID_DIGITS],
         "model": request.model,
