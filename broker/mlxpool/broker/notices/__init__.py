@@ -1,4 +1,4 @@
-"""Posts signed notices of ended jobs and batches to allowed hosts.
+"""Notices of ended jobs and batches: signed posts to allowed hosts.
 
-A thread of its own does that: names, connections and slow servers never hold up the broker's loop.
+They have their own thread: look-ups, connections and slow servers never delay the broker's loop.
 """

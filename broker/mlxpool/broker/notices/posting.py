@@ -1,10 +1,10 @@
-"""One POST to a URL that the settings allow, at an address that was checked.
+"""A POST to a URL that the settings allow, at an address that was checked.
 
-The name is resolved once, and the connection goes to an address of that answer: a name that means
-another host a moment later (DNS rebinding) changes nothing. No redirect is followed, no proxy and
-no cookie is used, and of the response only the status and the headers are read.
+The name is resolved once, and the connection goes to an address of that answer: a name that changes
+its address a moment later (DNS rebinding) has no effect. Redirects are not followed; proxies and
+cookies are not used. Only the status and the headers of a response are read.
 
-One deadline holds for all of it: the name, the connection, TLS, the request and the response.
+A single deadline bounds look-up, connection, TLS, request and response together.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ Found = tuple[Sequence[IpAddress], OSError | None]
 
 
 def resolve(host: str, port: int) -> list[IpAddress]:
-    """The addresses of a name, in the order in which the system prefers them. Raises OSError."""
+    """Returns the addresses of a name, in the system's order of preference. Raises OSError."""
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except UnicodeError as error:  # a label that DNS cannot have
+        entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except UnicodeError as error:  # a label that DNS does not allow
         raise OSError(f"{host} cannot be looked up: {error}") from None
-    addresses = (ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in found)
+    addresses = (ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in entries)
     return list(dict.fromkeys(addresses))
 
 
 class Names:
-    """Looks names up for the tasks of one event loop, on threads.
+    """Looks names up on threads, for the tasks of one event loop.
 
-    The system's call for it can neither wait nor be ended. A look-up that hangs keeps its thread,
-    which is a daemon: the process ends without it. Each name has one at most, so that there are
-    never more threads than the settings allow hosts.
+    The system's call is blocking and cannot be cancelled. A look-up that hangs keeps its thread, a
+    daemon thread: the process can end without it. Each name has at most one thread, so there are
+    never more threads than allowed hosts.
     """
 
     def __init__(self, resolve: Resolve = resolve) -> None:
@@ -50,9 +50,9 @@ class Names:
         self._pending: dict[tuple[str, int], asyncio.Future[Found]] = {}
 
     async def addresses(self, host: str, port: int) -> Sequence[IpAddress]:
-        """The addresses of a name. Raises OSError.
+        """Returns the addresses of a name. Raises OSError.
 
-        A task that is cancelled leaves the look-up to those that ask for the same name.
+        If a task is cancelled, its look-up goes on for other tasks with the same name.
         """
         key = (host, port)
         pending = self._pending.get(key)
@@ -74,15 +74,15 @@ class Names:
     def _look_up(
         self, loop: asyncio.AbstractEventLoop, pending: asyncio.Future[Found], host: str, port: int
     ) -> None:
-        found: Found
+        result: Found
         try:
-            found = (self._resolve(host, port), None)
+            result = (self._resolve(host, port), None)
         except OSError as error:
-            found = ((), error)
-        except Exception as bug:  # a bug of ours must not keep the name for ever
-            found = ((), OSError(f"{host} could not be looked up: {bug!r:.200}"))
+            result = ((), error)
+        except Exception as bug:  # a bug must not leave the look-up pending for ever
+            result = ((), OSError(f"{host} could not be looked up: {bug!r:.200}"))
         try:
-            loop.call_soon_threadsafe(_settle, pending, found)
+            loop.call_soon_threadsafe(_settle, pending, result)
         except RuntimeError:
             pass  # the loop has ended
 
@@ -92,20 +92,20 @@ def _settle(pending: asyncio.Future[Found], found: Found) -> None:
         pending.set_result(found)
 
 
-TIMEOUT = 15.0  # seconds for one try, from the name to the status
+TIMEOUT = 15.0  # seconds of a try, from the look-up to the status
 MAX_RETRY_AFTER = 3600.0  # seconds
-MAX_HEAD = 32 * 1024  # bytes of the head of a response
-MAX_WHY = 300  # characters of a reason
+MAX_HEAD = 32 * 1024  # bytes of the head of a response, at most
+MAX_WHY = 300  # characters of a reason, at most
 READ_SIZE = 16 * 1024  # bytes
 USER_AGENT = "mlxpool"
 
 
 class Outcome(Struct, frozen=True):
-    """What came of a try. `why` says it in a few words if it failed.
+    """The outcome of a try. `why` is the reason of a failure in a few words.
 
-    `final`: no other try can help. `retry_after`: seconds that the server asked for, or 0.
-    `unreachable`: there was no connection over which the request could be sent, so that no other
-    notice to this origin can be delivered now.
+    `final`: a further try cannot help. `retry_after`: the server's Retry-After in seconds, or 0.
+    `unreachable`: no connection could be made, so no other notice to this origin can be delivered
+    now.
     """
 
     delivered: bool
@@ -116,7 +116,7 @@ class Outcome(Struct, frozen=True):
 
 
 class Poster:
-    """Used by the tasks of one event loop. `timeout` is for a whole try, in seconds."""
+    """Posts notices, for the tasks of one event loop. `timeout`: seconds of a whole try."""
 
     def __init__(self, timeout: float = TIMEOUT, names: Names | None = None) -> None:
         self._timeout = timeout
@@ -126,7 +126,7 @@ class Poster:
     async def post(
         self, url: str, body: bytes, headers: Mapping[str, str], allowed: Allowed
     ) -> Outcome:
-        """Post once; never raises for what is wrong with the URL or the other side."""
+        """Post once. It does not raise for a bad URL or a failing server."""
         try:
             target = Target.parse(url)
         except ValueError as error:
@@ -153,7 +153,7 @@ class Poster:
         return f"no connection to {target.origin} in {self._timeout:g} s"
 
     async def _connect(self, origin: Origin, allowed: Allowed, until: float) -> Connection:
-        """A connection to the first address that takes one, each in its share of the time.
+        """Connect to the first address that accepts; each address has a share of the time.
 
         `until` is a time of the loop's clock. Raises OSError of the last address, and NotAllowed.
         """
@@ -172,10 +172,10 @@ class Poster:
         raise last
 
     async def _addresses(self, origin: Origin, allowed: Allowed) -> Sequence[IpAddress]:
-        """The addresses of the host, all of which may be used. Raises OSError, NotAllowed.
+        """Returns the addresses of the host, if all are allowed. Raises OSError, NotAllowed.
 
-        One that may not be used refuses the host with all others: its name is not in the hands of
-        whom the settings trust.
+        A single address that is not allowed refuses the host: someone whom the settings do not
+        trust controls its name.
         """
         literal = origin.address
         if literal is not None:
@@ -188,7 +188,7 @@ class Poster:
         return addresses
 
     async def _connect_to(self, origin: Origin, address: IpAddress) -> Connection:
-        """A connection to one address, which the certificate of the host's name has to vouch for.
+        """Connect to an address; over TLS its certificate must be for the host's name.
 
         Raises OSError.
         """
@@ -204,11 +204,11 @@ class Poster:
 
 
 class NotAllowed(OSError):
-    """The host has an address to which nothing may be posted."""
+    """The host has an address that is not allowed."""
 
 
 class Connection:
-    """One connection for one request."""
+    """A connection for a single request."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -229,27 +229,27 @@ class Connection:
             self._writer.write(http.send(event) or b"")
         await self._writer.drain()
         while True:
-            found = http.next_event()
-            if isinstance(found, h11.Response):
-                return outcome_of(found, time())
-            if found is h11.NEED_DATA:
+            received = http.next_event()
+            if isinstance(received, h11.Response):
+                return outcome_of(received, time())
+            if received is h11.NEED_DATA:
                 http.receive_data(await self._reader.read(READ_SIZE))
-            elif not isinstance(found, h11.InformationalResponse):
-                raise h11.RemoteProtocolError(f"there was no response, but {found!r:.60}")
+            elif not isinstance(received, h11.InformationalResponse):
+                raise h11.RemoteProtocolError(f"there was no response, but {received!r:.60}")
 
     def end(self) -> None:
-        """Close it at once, whatever is under way."""
+        """Close the connection at once, even during a transfer."""
         self._writer.transport.abort()
 
 
 def host_field(origin: Origin) -> str:
-    """The header Host: with the port only if it is not the one of the scheme."""
+    """Returns the header Host, without the port if it is the scheme's default."""
     host = f"[{origin.host}]" if ":" in origin.host else origin.host
     return host if origin.port == PORTS[origin.scheme] else f"{host}:{origin.port}"
 
 
 def outcome_of(response: h11.Response, now: float) -> Outcome:
-    """What a response means for the notice that it answers. `now`: seconds since 1970."""
+    """Returns the outcome that a response gives a notice. `now`: seconds since 1970."""
     status = response.status_code
     if 200 <= status < 300:
         return Outcome(True)
@@ -262,7 +262,7 @@ def outcome_of(response: h11.Response, now: float) -> Outcome:
 
 
 def _seconds(field: bytes, now: float) -> float:
-    """The seconds of a Retry-After, which is a number or a date; 0 for one that is neither."""
+    """Returns the seconds of a Retry-After, a number or a date; 0 for any other text."""
     if field.isdigit():
         return min(MAX_RETRY_AFTER, float(field[:10]))
     try:

@@ -1,4 +1,4 @@
 """The supervisor: starts, observes and ends the worker processes of this machine.
 
-Workers of other supervisors dial in; `remote_supervisor` is what runs on their machine.
+Workers of other supervisors dial in; `remote_supervisor` runs on their machines.
 """

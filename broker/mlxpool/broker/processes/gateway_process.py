@@ -1,7 +1,7 @@
-"""The gateway as a child process, and the sockets on which it serves.
+"""The gateway as a child process, and its listening sockets.
 
-The broker owns the listening sockets, so an address that cannot be had is found at its start, and
-connections wait while one gateway follows another.
+The broker owns the sockets, so it detects an unusable address at its start, and connections wait
+while a new gateway replaces an old one.
 """
 
 from __future__ import annotations
@@ -24,30 +24,33 @@ from mlxpool.common.config.schema import GATEWAY_VARIABLE, GatewayConfig, PoolCo
 from mlxpool.common.transport import listening
 
 RECORD = "gateway"
-# Seconds for which the address may still be that of an earlier broker's gateway, which stops to
-# listen as soon as its broker has ended.
+# Seconds for which the address may still belong to an earlier broker's gateway. That stops to
+# listen once its broker has ended.
 EARLIER_GATEWAY_TIME = 2.0
 RETRY_INTERVAL = 0.02  # seconds
-BEATS = 4  # in `beat_limit`
-MAX_BEATS = 4096  # bytes that are read at once
+BEATS = 4  # heartbeats in `beat_limit`
+MAX_BEATS = 4096  # bytes read at once
 
 
 class GatewayProcess(Closing):
-    """Listens from its construction on. At most one process runs at a time; used by one thread."""
+    """The gateway's sockets, which listen from the construction on, and its process.
+
+    At most one process runs at a time. One thread uses it.
+    """
 
     def __init__(self, config: PoolConfig) -> None:
-        """Raises ValueError for keys that cannot be used, OSError naming an address."""
+        """Raises ValueError if the keys are unusable, OSError with the address if that is."""
         if config.http_keys is not None:
             http_access.read_keys(config.http_keys)
         self._records = ProcessRecords(config.run_dir / "gateway")
         self._bound = _listen(config.http, self._records)
         self.url = listening.url_of(self._bound[0])
         self._process: subprocess.Popen[bytes] | None = None
-        self._notified = -1  # our end of the process's pipe
+        self._notified = -1  # the broker's end of the process's pipe
 
     @property
     def pid(self) -> int | None:
-        """None while no process runs."""
+        """The pid of the process; None while none runs."""
         return None if self._process is None else self._process.pid
 
     @property
@@ -59,7 +62,7 @@ class GatewayProcess(Closing):
         return [each.fileno() for each in self._bound]
 
     def start(self, config: PoolConfig) -> int:
-        """Start it; returns the descriptor that is readable when `beats` has news.
+        """Start the process; returns a descriptor, readable when heartbeats came or it ended.
 
         Raises OSError.
         """
@@ -84,7 +87,7 @@ class GatewayProcess(Closing):
         return self._notified
 
     def record(self) -> None:
-        """Name the running process in a file again."""
+        """Write the record of the running process again."""
         if self._process is not None:
             self._records.add(RECORD, self._process.pid)
 
@@ -116,25 +119,25 @@ class GatewayProcess(Closing):
         }
 
     def beats(self) -> int | None:
-        """How many beats have come since the last call; None: the process has ended."""
+        """Returns the number of heartbeats since the last call; None: the process has ended."""
         try:
             return len(os.read(self._notified, MAX_BEATS)) or None
         except BlockingIOError:
             return 0
 
     def signal(self, number: int) -> None:
-        """Send it a signal, if it runs."""
-        # It is waited for in `reap` only, so until then no other process can have its pid.
+        """Send a signal to the process, if it runs."""
+        # Only `reap` waits for it, so until then no other process can have its pid.
         if self._process is not None:
             os.kill(self._process.pid, number)
 
     def stop_listening(self) -> None:
-        """Connections are refused as soon as the process does not listen either."""
+        """Close the broker's sockets; connections are refused once the process closes its own."""
         for each in self._bound:
             each.close()
 
     def reap(self) -> str:
-        """Collect the process that has ended; returns the cause in words."""
+        """Collect the ended process; returns the cause in words."""
         assert self._process is not None
         code = self._process.wait()
         if self._process.stdin is not None:
@@ -145,7 +148,7 @@ class GatewayProcess(Closing):
         return cause_of(code)
 
     def close(self) -> None:
-        """Kill what runs, and free the address."""
+        """Kill the process, if it runs, and free the address."""
         if self._process is not None:
             self.signal(signal.SIGKILL)
             self.reap()
@@ -153,7 +156,7 @@ class GatewayProcess(Closing):
 
 
 def _listen(address: str, records: ProcessRecords) -> list[socket.socket]:
-    """Listen; ends an earlier broker's gateway that does not stop to listen."""
+    """Listen; end an earlier broker's gateway that does not stop to listen."""
     host, port = host_port(address, "pool.http")
     give_up_at = time.monotonic() + EARLIER_GATEWAY_TIME
     waits = True
@@ -162,7 +165,7 @@ def _listen(address: str, records: ProcessRecords) -> list[socket.socket]:
             return listening.listen(host, port)
         except OSError as error:
             if error.errno == errno.EADDRINUSE and waits:
-                # Once more after it was found to have ended, for that may have been just now.
+                # One more try after the process has ended, which may be just now.
                 waits = records.any_alive()
                 if waits and time.monotonic() >= give_up_at:
                     records.kill_survivors()

@@ -1,4 +1,4 @@
-"""Files that name the running child processes, so that the next broker can end survivors."""
+"""Records of the running child processes in files: the next broker can end survivors."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 from mlxpool.broker import host
 from mlxpool.common.paths import file_stem
 
-MAX_RECORD_CHARS = 4096  # of a record that are read
+MAX_RECORD_CHARS = 4096  # characters of a record, at most
 
 
 def kill_group(pid: int) -> None:
-    """SIGKILL to every process of the group that `pid` leads."""
+    """Send SIGKILL to every process of the group that `pid` leads."""
     try:
         os.killpg(pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
@@ -23,7 +23,7 @@ def kill_group(pid: int) -> None:
 
 
 class ProcessRecords:
-    """One JSON file for each running process: its pid and start time."""
+    """JSON files, one for each running process, with its pid and start time."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -40,11 +40,11 @@ class ProcessRecords:
             pass  # a full disk must not prevent a start
 
     def remove(self, slot: str) -> None:
-        with contextlib.suppress(OSError):  # somebody may have removed its folder
+        with contextlib.suppress(OSError):  # the folder may have been removed
             self._path(slot).unlink()
 
     def any_alive(self) -> bool:
-        """Whether a recorded process of an earlier broker runs."""
+        """Returns whether a recorded process of an earlier broker runs."""
         return any(_alive(path) for path in self._folder.glob("*.json"))
 
     def kill_survivors(self) -> list[int]:
@@ -60,9 +60,9 @@ class ProcessRecords:
 
 
 def _alive(path: Path) -> int | None:
-    """The pid of a record whose process runs.
+    """Returns the pid of a record if its process runs, else None.
 
-    A pid counts only together with its start time: another process may have it by now.
+    The start time must match too: another process may have the pid by now.
     """
     try:
         with path.open() as file:

@@ -1,8 +1,8 @@
-"""Workers of other supervisors: admits those that dial in, observes them, notices their ends.
+"""Workers of other supervisors: admission of workers that dial in, observation, ends.
 
-Their processes belong to another supervisor. To the broker such a worker is its connection: when
-that ends, or beats and progress show a hang, the worker is fenced and its streams are resumed on
-another. One that was fenced dials again and is new.
+The broker has no process of such a worker, only its connection. When that ends, or heartbeats and
+progress show a hang, the worker is fenced, and another worker resumes its streams. A fenced worker
+dials again and counts as new.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from mlxpool.common.protocol.from_worker import Beat, Hello, ProgressSample
 from mlxpool.common.protocol.to_worker import Stop
 
 MAX_REMOTE_WORKERS = 4096
-MAX_MODELS = 10_000  # names, above which a worker may bring no new one
+MAX_MODELS = 10_000  # names; above that a worker may not bring a new name
 
 
 class RemoteSlot(Struct, eq=False):
-    """A worker that dialled in. Its next connection needs `token`: nobody else takes its slot."""
+    """A worker that dialled in. Its next connection needs `token`, which protects its slot."""
 
     name: str
     model: str
-    number: int  # of its connection
+    number: int  # the number of its connection
     token: str = field(default_factory=lambda: secrets.token_hex(16))
 
 
 class RemoteSlots:
-    """Owned by the broker's thread."""
+    """The slots of workers that dialled in. Owned by the broker's thread."""
 
     def __init__(self, back: zmq.Socket[bytes]) -> None:
         self.by_name: dict[str, RemoteSlot] = {}
@@ -57,19 +57,19 @@ class RemoteSlots:
         self.monitor: zmq.Socket[bytes] = back.get_monitor_socket(zmq.EVENT_DISCONNECTED)
 
     def find(self, number: int, token: str) -> RemoteSlot | None:
-        """The worker that says `hello` again, on the same connection or with its newest token."""
+        """Returns the worker with this connection or newest token, which sends `hello` again."""
         for slot in self.by_name.values():
             if slot.number == number or secrets.compare_digest(slot.token.encode(), token.encode()):
                 return slot
         return None
 
     def fill(self, name: str, model: str, number: int) -> RemoteSlot:
-        """A worker on this connection fills the slot."""
+        """Put the worker on this connection into the slot."""
         self.by_name[name] = slot = RemoteSlot(name, model, number)
         return slot
 
     def disconnected(self) -> set[int]:
-        """Our ends (descriptors) of the connections that have ended since the last call."""
+        """Returns the broker's descriptors of the connections that ended since the last call."""
         ended = set()
         try:
             while True:
@@ -79,7 +79,7 @@ class RemoteSlots:
             return ended
 
     def due(self, now: float) -> Iterator[RemoteSlot]:
-        """The slots to observe, if it is time."""
+        """Yields the slots to observe, if it is time."""
         if self.by_name and now >= self._observe_at:
             self._observe_at = now + OBSERVE_INTERVAL
             yield from list(self.by_name.values())
@@ -94,13 +94,13 @@ class RemoteSlots:
 
 
 def model_of(hello: Hello) -> str | None:
-    """The model that a `hello` without a slot serves; None when its name is missing or bad."""
+    """Returns the model of a `hello` without a slot; None if its name is missing or bad."""
     name = hello.model
     return None if hello.slot or name is None or fault_of_name(name) is not None else name
 
 
 def sample_of(beat: Beat) -> Sample:
-    """A beat in place of an observation from outside. Pure. Without a phase it is loading."""
+    """Returns a sample made of a heartbeat. Pure. Without a phase the worker is loading."""
     phase = "load" if beat.phase is None else beat.phase
     if phase not in PHASES:
         return Sample(ProgressReading("decode"))
@@ -112,7 +112,7 @@ def sample_of(beat: Beat) -> Sample:
 
 
 class RemoteWorkers:
-    """Owned by the broker's thread."""
+    """The workers that dialled in. Owned by the broker's thread."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class RemoteWorkers:
         stopping: Callable[[], bool],
         local_workers: bool,
     ) -> None:
-        """`read_pending` handles what waits on the back socket; `stopping`: the broker ends."""
+        """`read_pending` handles waiting messages of the back socket; `stopping`: broker ends."""
         self.slots = RemoteSlots(sessions.peers.socket)
         self._sessions = sessions
         self._state = state
@@ -134,7 +134,7 @@ class RemoteWorkers:
         self._local_workers = local_workers
 
     def admit(self, peer: Peer, hello: Hello, now: float) -> None:
-        """A worker without a slot of ours said `hello`. Raises PoolError when it is refused."""
+        """Admit a worker that sent `hello` without a local slot. Raises PoolError to refuse it."""
         model = model_of(hello)
         if model is None:
             raise Unauthorized("no slot of this broker has this token")
@@ -161,7 +161,10 @@ class RemoteWorkers:
             self._sessions.welcome(peer.number, worker.epoch)
 
     def _check_authorized(self, peer: Peer) -> None:
-        """A worker's key admits it; on ipc our own user, if this broker starts no workers."""
+        """Raises Unauthorized without a worker's key; on ipc the broker's own user needs none.
+
+        The exception for ipc holds only if this broker starts no workers.
+        """
         if peer.user.startswith(KEY) and peer.admitted:
             return
         if self._local_workers:
@@ -187,10 +190,10 @@ class RemoteWorkers:
     # ---- ends ----------------------------------------------------------------------------------
 
     def stop(self, slot: str, now: float) -> bool:
-        """Ask the slot's worker to leave, and fence it. False for a worker that is not remote.
+        """Send a remote worker `Stop` and fence it; returns False if it is not remote.
 
-        It is asked to connect again if it is replaced, or if it is not in the state `stopping`.
-        While the broker itself ends it is sent nothing: it waits for the next broker.
+        `Stop` asks it to connect again if it is replaced, or is not in the state `stopping`. While
+        the broker itself ends, nothing is sent: the worker waits for the next broker.
         """
         if slot not in self.slots.by_name:
             return False
@@ -210,7 +213,7 @@ class RemoteWorkers:
         self._perform(ev.WorkerExited(slot, cause), now)
 
     def on_disconnected(self, now: float) -> None:
-        """Connections have ended; what they carried is read before their workers count as lost."""
+        """Handle ended connections: their last messages are read before their workers are lost."""
         ended = self.slots.disconnected()
         peers = self._sessions.peers.by_number
         for slot in list(self.slots.by_name.values()):
@@ -229,7 +232,7 @@ class RemoteWorkers:
     # ---- observation ---------------------------------------------------------------------------
 
     def observe(self, now: float) -> None:
-        """Have the core judge them by their beats."""
+        """Have the core judge the workers by their heartbeats."""
         for slot in self.slots.due(now):
             worker = self._state.worker_in(slot.name)
             if worker is not None:

@@ -1,6 +1,6 @@
-"""Starts the worker processes of this machine, observes them, ends them and collects their exits.
+"""The supervisor starts, observes and ends the worker processes of this machine.
 
-They are ended by SIGTERM and, after `stop_grace`, SIGKILL.
+It ends them by SIGTERM and, after `stop_grace`, SIGKILL, and collects their exits.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from mlxpool.common.process.blas import preload
 from mlxpool.common.progress import Block
 from mlxpool.common.records import as_map
 
-KILL_INTERVAL = 1.0  # seconds between SIGKILLs to a process that the kernel has not ended yet
+KILL_INTERVAL = 1.0  # seconds between two SIGKILLs while the process still exists
 OBSERVE_INTERVAL = 0.5  # seconds
-SAVE_SHARE = 0.7  # of stop_grace: a worker that ends may write prefixes for so long
-KEPT_DUMPS = 3  # files with stacks, of each slot
+SAVE_SHARE = 0.7  # share of stop_grace in which an ending worker may write prefixes
+KEPT_DUMPS = 3  # files with stacks that a slot keeps
 
 
 class Child(Struct, eq=False):
@@ -43,21 +43,21 @@ class Child(Struct, eq=False):
     exit_descriptor: int
     block: Block
     dump_path: Path
-    oom_kills: int = 0  # the kernel's count when it was started
-    kill_at: float = 0.0  # when SIGKILL follows; 0: not being stopped
+    oom_kills: int = 0  # the kernel's count at its start
+    kill_at: float = 0.0  # the time of SIGKILL; 0: not being stopped
     commanded: bool = False
-    dumped: bool = False  # it was asked for its stacks
-    used_token: str = ""  # opened the newest connection; valid until `welcome` has surely arrived
-    rank_blocks: tuple[Block, ...] = ()  # of a group: those of the ranks behind the first
-    gpus: tuple[str, ...] = ()  # that it was given, one for each rank
-    log_begin: int = 0  # bytes of the slot's log before it
+    dumped: bool = False  # its stacks were requested
+    used_token: str = ""  # the token of the newest connection, see `accepts`
+    rank_blocks: tuple[Block, ...] = ()  # of a group: the blocks of ranks 1 and higher
+    gpus: tuple[str, ...] = ()  # the GPUs that it was given, one for each rank
+    log_begin: int = 0  # the length of the slot's log at its start
 
     @property
     def pid(self) -> int:
         return self.process.pid
 
     def accepts(self, token: str) -> bool:
-        """Whether a `hello` with this token is the worker's.
+        """Returns whether a `hello` with this token is the worker's.
 
         The token before the newest is valid too: the `welcome` with the newest may be lost.
         """
@@ -65,25 +65,25 @@ class Child(Struct, eq=False):
         return any(secrets.compare_digest(each.encode(), token.encode()) for each in valid)
 
     def renew(self, token: str) -> None:
-        """A connection was opened with `token`: the next one needs a new token."""
+        """Make a new token for the next connection, after one was opened with `token`."""
         if token == self.token or not self.used_token:
             self.used_token, self.token = token, secrets.token_hex(16)
 
 
 class DialSettings(Struct, frozen=True):
-    """How a worker reaches a broker elsewhere; the fields are those of WorkerConfig."""
+    """A worker's access to a broker elsewhere; the fields are those of WorkerConfig."""
 
     server_key: str = ""
     key: str = ""
     orphan_grace: float = 60.0  # seconds
 
 
-MAX_LAST_LINE = 1000  # bytes of a worker's last line that are told
-SPARE_WAIT = 60.0  # seconds between the broker's end of a group that hangs and the group's own
+MAX_LAST_LINE = 1000  # bytes of a worker's last line that are reported
+SPARE_WAIT = 60.0  # seconds after the broker's bound for a hang until a group ends itself
 
 
 class Supervisor:
-    """Owns the child processes. Used by one thread."""
+    """The owner of the child processes. One thread uses it."""
 
     def __init__(
         self,
@@ -93,18 +93,18 @@ class Supervisor:
         portable: bool = False,
         dial: DialSettings | None = None,
     ) -> None:
-        """With `dial` the workers serve a broker elsewhere, and log to our standard error.
+        """With `dial` the workers serve a broker elsewhere, and log to this process's stderr.
 
-        `portable`: watch a pipe that the child holds, also where there are pidfds.
+        `portable`: watch a pipe that the child holds, even if the system has pidfds.
         """
         self.config = config
         self.endpoint = endpoint
         self.dial = dial
         self.portable = portable or not hasattr(os, "pidfd_open")
         self.children: dict[str, Child] = {}  # by slot
-        self.places = GpuPlaces()  # invariant: one is held for each of `children`
+        self.places = GpuPlaces()  # invariant: each of `children` holds one
         self.records = ProcessRecords(config.run_dir / "workers")
-        self._started: dict[str, int] = {}  # slot -> workers it has had
+        self._started: dict[str, int] = {}  # slot -> number of workers started
         self._observe_at = 0.0
 
     # ---- start ---------------------------------------------------------------------------------
@@ -112,20 +112,20 @@ class Supervisor:
     def start(self, slot: str, name: str, model: ModelConfig) -> Child:
         """Start the worker of a slot.
 
-        Raises OSError when it or its files cannot be made, GpusUnavailable when there are no GPUs
-        as its settings ask for.
+        Raises OSError if the process or its files cannot be made, GpusUnavailable without the GPUs
+        of its settings.
         """
         for_child: list[int] = []
         gpus = chosen_gpus(visible_gpus(os.environ), model.gpu_ids)
-        given: tuple[str, ...] = ()
+        granted: tuple[str, ...] = ()
         if self.dial is None:
-            given = gpus = self.places.take(slot, gpus, model.devices)
-        elif not model.gpu_ids:  # a worker that dials chooses among all GPUs of its machine
+            granted = gpus = self.places.take(slot, gpus, model.devices)
+        elif not model.gpu_ids:  # a worker that dials in chooses among all GPUs of its machine
             gpus = ()
         for_gpus = environment_of(gpus, os.environ)
         try:
             child = self._start(slot, name, model, for_gpus, for_child)
-            child.gpus = given
+            child.gpus = granted
             return child
         finally:
             if self.dial is None and slot not in self.children:
@@ -141,9 +141,10 @@ class Supervisor:
         for_gpus: Mapping[str, str],
         for_child: list[int],
     ) -> Child:
-        """`for_gpus`: the variable of its environment that says which GPUs it may use, if any.
+        """Start the process.
 
-        `for_child` collects the descriptors that only the child needs.
+        `for_gpus`: the environment variable with the GPUs that it may use, if any. `for_child`
+        collects the descriptors that only the child needs.
         """
         for_child.append(log := self._open_log(slot))
         number = self._started.get(slot, 0)
@@ -186,8 +187,8 @@ class Supervisor:
             )
         except OSError:
             os.close(closed_at_exit)
-            for one in (block, *rank_blocks):
-                one.close()
+            for opened in (block, *rank_blocks):
+                opened.close()
             raise
         exit_descriptor = closed_at_exit
         if not self.portable:
@@ -214,21 +215,21 @@ class Supervisor:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
     def log_path(self, slot: str) -> Path:
-        """The file to which a slot's workers log."""
+        """Returns the log file of a slot's workers."""
         return worker_log(self.config.run_dir, slot)
 
     def _dump_path(self, slot: str, number: int) -> Path:
         return self.config.run_dir / "logs" / f"{file_stem(slot)}.{number % KEPT_DUMPS}.stacks"
 
     def record_all(self) -> None:
-        """Name the running workers in files again."""
+        """Write the records of the running workers again."""
         for slot, child in self.children.items():
             self.records.add(slot, child.pid)
 
     # ---- observe -------------------------------------------------------------------------------
 
     def accepts(self, slot: str, token: str) -> str | None:
-        """The token for the worker's next connection, if `token` opens this one."""
+        """Returns the token of the worker's next connection, if `token` is valid, else None."""
         child = self.children.get(slot)
         if child is None or not child.accepts(token):
             return None
@@ -236,20 +237,20 @@ class Supervisor:
         return child.token
 
     def observation_due(self, now: float) -> bool:
-        """Whether it is time to observe the children again."""
+        """Returns whether it is time to observe the children; then the next time is set."""
         if not self.children or now < self._observe_at:
             return False
         self._observe_at = now + OBSERVE_INTERVAL
         return True
 
     def observe(self, slot: str) -> Sample:
-        """The state of a child as it is seen from outside."""
+        """Returns the state of a child as seen from outside."""
         child = self.children[slot]
         pid, look = child.process.pid, child.block.read()
         return Sample(
             look,
             host.is_stopped(pid),
-            # Before it has named its threads it has one.
+            # Before it has named its threads it has a single thread.
             host.run_queue_wait_ns(pid, look.compute_tid or pid),
             host.run_queue_wait_ns(pid, look.edge_tid or pid),
             host.resident_bytes(pid),
@@ -257,25 +258,27 @@ class Supervisor:
         )
 
     def dump_stacks(self, slot: str) -> None:
-        """Ask the worker to write the stacks of its threads; `last_dump` finds the file."""
+        """Have a worker write the stacks of its threads; `last_dump` finds the file."""
         child = self.children.get(slot)
         if child is not None:
             child.dumped = True
             self._signal(child, signal.SIGUSR1)
-            for rank in filter(None, (_pid_of_rank(child.pid, one) for one in child.rank_blocks)):
+            for rank in filter(
+                None, (_pid_of_rank(child.pid, block) for block in child.rank_blocks)
+            ):
                 _signal_rank(rank)
 
     def last_dump(self, slot: str) -> Path | None:
-        """The newest file with stacks of a slot's workers."""
-        found = [
+        """Returns the newest file with stacks of a slot's workers, if any."""
+        dumps = [
             path
             for number in range(KEPT_DUMPS)
             if (path := self._dump_path(slot, number)).exists() and path.stat().st_size
         ]
-        return max(found, key=lambda path: path.stat().st_mtime_ns, default=None)
+        return max(dumps, key=lambda path: path.stat().st_mtime_ns, default=None)
 
     def stacks(self, slot: str, limit: int) -> str:
-        """The stacks that the newest worker of a slot wrote, its last `limit` bytes; "" if none."""
+        """Returns the last `limit` bytes of stacks of a slot's newest worker; "" without stacks."""
         number = self._started.get(slot, 0) - 1
         try:
             with self._dump_path(slot, number).open("rb") as file:
@@ -303,23 +306,26 @@ class Supervisor:
                 self._signal(child, signal.SIGKILL, group=True)
 
     def kill_all(self, now: float) -> None:
-        """Kill every worker now; their ends are collected as all others."""
+        """Kill every worker now; their exits are collected as usual."""
         for child in self.children.values():
             child.commanded, child.kill_at = True, now
         self.kill_overdue(now)
 
     def next_wake(self) -> float:
-        """When `kill_overdue` or an observation is due."""
+        """Returns the time at which `kill_overdue` or an observation is due."""
         kills = min((c.kill_at for c in self.children.values() if c.kill_at), default=float("inf"))
         return min(kills, self._observe_at) if self.children else kills
 
     def _signal(self, child: Child, number: int, *, group: bool = False) -> None:
-        # It is waited for in `reap` only, so until then no other process can have its pid.
+        # Only `reap` waits for it, so until then no other process can have its pid.
         if child.process.returncode is None:
             (os.killpg if group else os.kill)(child.process.pid, number)
 
     def exited_by_itself(self, slot: str) -> bool:
-        """Whether an ended worker, not yet reaped, was ended by no signal; only Linux tells."""
+        """Returns whether a worker, not yet reaped, exited without a signal; else False.
+
+        Only Linux can tell.
+        """
         if sys.platform != "linux":
             return False
         flags = os.WEXITED | os.WNOWAIT | os.WNOHANG
@@ -327,9 +333,9 @@ class Supervisor:
         return end is not None and end.si_code == os.CLD_EXITED
 
     def reap(self, slot: str) -> WorkerExit:
-        """Collect an ended worker and kill what is left of its process group."""
+        """Collect an ended worker and kill the rest of its process group."""
         child = self.children.pop(slot)
-        kill_group(child.process.pid)  # not yet waited for, so the group is still its own
+        kill_group(child.process.pid)  # before `wait`, so the group is still its own
         code = child.process.wait()
         if self.dial is None:
             self.places.release(slot)
@@ -343,12 +349,12 @@ class Supervisor:
             child.dump_path.unlink()
         self.records.remove(slot)
         out_of_memory = host.oom_kills() > child.oom_kills
-        # One that has said hello logs what it does, so its last line need not be the cause.
-        said = self._last_line(child) if code > 0 and not child.used_token else ""
-        return exit_of(code, child.commanded, out_of_memory, look, said)
+        # After `hello` a worker also logs normal events, so its last line may not be the cause.
+        line = self._last_line(child) if code > 0 and not child.used_token else ""
+        return exit_of(code, child.commanded, out_of_memory, look, line)
 
     def _last_line(self, child: Child) -> str:
-        """What a worker wrote last, its last line that is not empty; "" where it logs elsewhere."""
+        """Returns the last line of a worker's log that is not empty; "" if it logs elsewhere."""
         if self.dial is not None:
             return ""
         try:
@@ -377,13 +383,13 @@ def _environment(settings: WorkerConfig) -> dict[str, str]:
 
 
 def rank_wait_limit(config: PoolConfig) -> float:
-    """Seconds that a rank waits for others in a sum: longer than the broker lets it stand still."""
+    """Returns the seconds that a rank waits for others in a sum, longer than the broker's bound."""
     longest = max(config.load_limit, config.fresh_limit, config.prefill_limit, config.step_limit)
     return 2 * longest + SPARE_WAIT
 
 
 def _rank_blocks(count: int, for_child: list[int]) -> tuple[tuple[Block, ...], tuple[int, ...]]:
-    """The blocks of a group's other ranks; `for_child` collects their descriptors."""
+    """Make the blocks of a group's other ranks; `for_child` collects their descriptors."""
     blocks, descriptors = [], []
     for _ in range(count):
         block, descriptor = Block.create()
@@ -394,16 +400,16 @@ def _rank_blocks(count: int, for_child: list[int]) -> tuple[tuple[Block, ...], t
 
 
 def _pid_of_rank(worker: int, block: Block) -> int:
-    """The process of a rank; 0: it has not begun, or has ended."""
+    """Returns the pid of a rank; 0 before its begin and after its end."""
     pid = block.read().pid
-    try:  # in the worker's group, so that it is no other process that has its pid by now
+    try:  # the check of the group excludes another process with the same pid
         return pid if pid > 1 and os.getpgid(pid) == worker else 0
     except OSError:
         return 0
 
 
 def _sample_of_rank(worker: int, block: Block) -> Sample:
-    """The state of a rank behind the first. It has no main thread that sends beats."""
+    """Returns the state of rank 1 or higher, which has no main thread that sends heartbeats."""
     look, pid = block.read(), _pid_of_rank(worker, block)
     if not pid:
         return Sample(look)
@@ -421,7 +427,7 @@ def _signal_rank(pid: int) -> None:
 def _pidfd(process: subprocess.Popen[bytes]) -> int:
     try:
         return os.pidfd_open(process.pid)
-    except OSError:  # a process that is not watched must not live
+    except OSError:  # a process without a watch must not live
         process.kill()
         process.wait()
         raise

@@ -1,4 +1,4 @@
-"""Finds the cheapest worker for a request by cache, speed and load.
+"""The choice of the cheapest worker for a request, by cache, speed and load.
 
-Pure; `workers.placement` asks it.
+Pure; `workers.placement` uses it.
 """

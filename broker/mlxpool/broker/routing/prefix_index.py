@@ -1,7 +1,7 @@
-"""What one incarnation of a worker may have cached, by the pieces of the prompts it was sent.
+"""An index of the prefixes that a worker may have cached, by the prompts that it was sent.
 
-It is a guess from the broker's side: the worker has the truth, and tells of it in heartbeats (how
-many tokens its cache dropped) and in the usage of each request (how many it found).
+It is an estimate. The worker reports the facts: heartbeats have the number of tokens that its cache
+dropped, the usage of a request has the number that it found.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from mlxpool.common.protocol.prompts import ChatPrompt, PackedPrompt, Prompt, Te
 from mlxpool.common.protocol.token_ids import ID_WIDTH
 
 PIECE_TOKENS = 256
-MAX_PIECES = 1024  # of one prompt; what follows them is in none
-BYTES_PER_TOKEN = 4  # of text, roughly, until a worker has counted
+MAX_PIECES = 1024  # pieces of a prompt at most; the rest of a long prompt has none
+BYTES_PER_TOKEN = 4  # a rough value for text, until a worker has counted
 KEY_BYTES = 8
 
 
 class PromptPieces(Struct, frozen=True):
-    """A prompt as a chain of pieces: prompts that begin alike begin with equal pieces.
+    """A prompt as a chain of pieces: prompts with a common prefix begin with equal pieces.
 
-    The broker has no tokenizer and no chat template, so pieces are cut from what the client sent:
-    256 token ids, 1 KiB of a text, a message of a chat (1 KiB of it where it is longer). `keys[i]`
-    stands for the prompt up to the end of piece i.
+    The broker does without tokenizer and chat template, so it cuts the client's data: 256 token
+    ids, 1 KiB of text, or a message of a chat (1 KiB of a longer message). `keys[i]` stands for the
+    prompt up to the end of piece i.
 
-    A worker that was sent a prompt with that key has cached about `ends[i]` tokens of this one: up
-    to the end of the piece, and of the model's answer where one follows, for the worker made it.
-    `tokens` are those of the whole prompt.
+    A worker that was sent a prompt with that key has cached about `ends[i]` tokens of this prompt.
+    They reach to the end of the piece. If the model's answer follows, they include it, since the
+    worker made it. `tokens` is the number of tokens of the whole prompt.
     """
 
     keys: tuple[bytes, ...]
@@ -42,11 +42,11 @@ class PromptPieces(Struct, frozen=True):
 
 
 def pieces_of(prompt: Prompt) -> PromptPieces:
-    """Cut a prompt. The first key also depends on its tools, its thinking and its images."""
+    """Cut a prompt. All keys also depend on its tools, its thinking and its images."""
     keys: list[bytes] = []
     ends: list[int] = []
     key, end = _base(prompt), _base_tokens(prompt)
-    asked = 0  # pieces up to the newest that no model made
+    sent = 0  # pieces up to the newest one from the client
     for text, generated, width in _texts(prompt):
         for start in range(0, len(text), PIECE_TOKENS * width):
             piece = text[start : start + PIECE_TOKENS * width]
@@ -56,10 +56,10 @@ def pieces_of(prompt: Prompt) -> PromptPieces:
             key = _hash(key, piece)
             keys.append(key)
             ends.append(end)
-            if generated and asked:
-                ends[asked - 1] = end
+            if generated and sent:
+                ends[sent - 1] = end
             elif not generated:
-                asked = len(keys)
+                sent = len(keys)
     return PromptPieces(tuple(keys), tuple(ends), end)
 
 
@@ -68,7 +68,7 @@ def _hash(*parts: bytes) -> bytes:
 
 
 def _base(prompt: Prompt) -> bytes:
-    """What stands before all pieces, or changes what they mean."""
+    """Returns a hash of data before all pieces, or that changes their meaning."""
     settings: list[object] = [type(prompt).__name__]
     if isinstance(prompt, ChatPrompt):
         settings += [prompt.tools, prompt.think]
@@ -85,7 +85,7 @@ def _base_tokens(prompt: Prompt) -> int:
 
 
 def _texts(prompt: Prompt) -> Iterator[tuple[bytes, bool, int]]:
-    """What the prompt is made of: bytes, whether a model made them, and bytes of a token."""
+    """Yields parts of a prompt: bytes, whether a model made them, and bytes of a token."""
     if isinstance(prompt, ChatPrompt):
         for message in prompt.messages:
             yield msgpack.packb(message), message.get("role") == "assistant", BYTES_PER_TOKEN
@@ -95,11 +95,14 @@ def _texts(prompt: Prompt) -> Iterator[tuple[bytes, bool, int]]:
         yield prompt.blob, False, BYTES_PER_TOKEN if prompt.key == "prompt" else ID_WIDTH
 
 
-MAX_KEYS = 1 << 16  # pieces of one worker: about 8 MB
+MAX_KEYS = 1 << 16  # pieces of a worker, about 8 MB
 
 
 class PrefixIndex:
-    """Least recently sent pieces are dropped first, and of one prompt the last pieces first."""
+    """The pieces of the prompts that a worker was sent.
+
+    The least recently sent pieces are dropped first, and of a prompt its last pieces first.
+    """
 
     def __init__(self) -> None:
         self._pieces: OrderedDict[bytes, int] = OrderedDict()  # key -> tokens of the piece
@@ -109,14 +112,14 @@ class PrefixIndex:
         return len(self._pieces)
 
     def found(self, prompt: PromptPieces) -> int:
-        """Returns how many of the prompt's first tokens are in the index."""
+        """Returns the number of the prompt's first tokens that are in the index."""
         # Invariant: a piece is in the index only together with all pieces before it.
         count = bisect_left(prompt.keys, True, key=lambda key: key not in self._pieces)
         return prompt.ends[count - 1] if count else 0
 
     def add(self, prompt: PromptPieces) -> None:
-        """The worker was sent this prompt."""
-        # The first piece is touched last: a shared beginning outlives what follows it.
+        """Add a prompt that the worker was sent."""
+        # The first piece is touched last: a shared prefix outlives the pieces after it.
         for index in range(len(prompt.keys) - 1, -1, -1):
             key = prompt.keys[index]
             if key in self._pieces:
@@ -129,12 +132,12 @@ class PrefixIndex:
             self._drop_oldest()
 
     def bound(self, tokens: int) -> None:
-        """Drops the oldest pieces until at most so many tokens are left."""
+        """Drop the oldest pieces until at most `tokens` tokens are left."""
         while self._pieces and self.tokens > tokens:
             self._drop_oldest()
 
     def shrink(self, tokens: int) -> None:
-        """The worker's cache has dropped so many tokens."""
+        """Drop the oldest pieces, after the worker's cache has dropped `tokens` tokens."""
         self.bound(max(0, self.tokens - tokens))
 
     def _drop_oldest(self) -> None:

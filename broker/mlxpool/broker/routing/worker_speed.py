@@ -1,29 +1,30 @@
-"""How fast one worker is, fitted to its heartbeats: replicas need not be of the same speed.
+"""The speed of a worker, fitted to its heartbeats: replicas may differ in speed.
 
-A few observations may be far off, and a worker that seems slow is given nothing that would show
-otherwise. So its own speed counts beside that of the model's workers together, the more the more
-was observed lately, and less with each heartbeat for which it rests.
+A few observations may be far off, and a worker that seems slow gets no requests that would correct
+this. So a worker's own speed is mixed with the speed of the model's workers together. Its weight
+grows with recent observations, and falls with each idle heartbeat.
 """
 
 from __future__ import annotations
 
 from msgspec import Struct
 
-DEFAULT_PROMPT_MS = 1.0  # of a prompt token, until a worker of the model has read one
-DEFAULT_STEP_MS = 30.0  # of a decode step of one row, until a worker of the model has made one
-DEFAULT_ROW_MS = 1.0  # more of it with each further row
-DECAY = 0.97  # of the weight of a heartbeat with each later one
-REST_DECAY = 0.93  # the same, with each heartbeat of a worker that has nothing to do
-PRIOR = 0.25  # heartbeats for which the speed of the model's workers counts
+DEFAULT_PROMPT_MS = 1.0  # a prompt token, until a worker of the model has read one
+DEFAULT_STEP_MS = 30.0  # a decode step of one row, until a worker of the model has made one
+DEFAULT_ROW_MS = 1.0  # added to a decode step by each further row
+DECAY = 0.97  # factor on a heartbeat's weight at each later heartbeat
+REST_DECAY = 0.93  # the same at each heartbeat of an idle worker
+PRIOR = 0.25  # weight of the speed of the model's workers, in heartbeats
 
 
 class WorkerSpeed(Struct, eq=False):
-    """Milliseconds of a prompt token, and of a decode step as a line over its rows.
+    """Milliseconds of a prompt token, and of a decode step as a linear function of its rows.
 
-    The first is a weighted mean, the line a weighted least-squares fit; newer ones weigh more.
+    The first is a weighted mean, the second a weighted least-squares fit; newer observations weigh
+    more.
     """
 
-    prompt_ms: float = 0.0  # 0: it has read no prompt
+    prompt_ms: float = 0.0  # 0 until it has read a prompt
     _prompt_weight: float = 0.0
     _weight: float = 0.0
     _rows: float = 0.0  # weighted sums
@@ -32,14 +33,14 @@ class WorkerSpeed(Struct, eq=False):
     _rows_ms: float = 0.0
 
     def observe_prompt(self, ms: float) -> None:
-        """A prompt token takes so long, by what the worker says while it reads a prompt."""
+        """Add the time of a prompt token, which a worker reports while it reads a prompt."""
         if ms <= 0:
             return
         self._prompt_weight = self._prompt_weight * DECAY + 1
         self.prompt_ms += (ms - self.prompt_ms) / self._prompt_weight
 
     def rest(self) -> None:
-        """The worker has nothing to do: what was observed of it grows old."""
+        """Lower the weight of the observations, at a heartbeat of an idle worker."""
         self._prompt_weight *= REST_DECAY
         self._weight *= REST_DECAY
         self._rows *= REST_DECAY
@@ -48,7 +49,7 @@ class WorkerSpeed(Struct, eq=False):
         self._rows_ms *= REST_DECAY
 
     def observe_step(self, rows: int, ms: float) -> None:
-        """A decode step of so many rows took so long."""
+        """Add the time of a decode step with this number of rows."""
         if rows <= 0 or ms <= 0:
             return
         self._weight = self._weight * DECAY + 1
@@ -58,19 +59,19 @@ class WorkerSpeed(Struct, eq=False):
         self._rows_ms = self._rows_ms * DECAY + rows * ms
 
     def step_ms(self, rows: float) -> float:
-        """Returns how long a decode step of so many rows takes: a default before the first one."""
+        """Returns the milliseconds of a decode step of `rows` rows: a default before the first."""
         if not self._weight:
             return DEFAULT_STEP_MS + DEFAULT_ROW_MS * (rows - 1)
         mean_rows, mean_ms = self._rows / self._weight, self._ms / self._weight
         spread = self._rows_squared / self._weight - mean_rows**2
         together = self._rows_ms / self._weight - mean_rows * mean_ms
         slope = max(0.0, together / spread) if spread > 0.25 else 0.0
-        # A step of one row is no free one, whatever the line says left of what was seen.
+        # A step with few rows takes time even if the fit gives less than that outside its data.
         return max(mean_ms + slope * (rows - mean_rows), 0.1 * mean_ms)
 
 
 def prompt_ms_of(worker: WorkerSpeed, model: WorkerSpeed) -> float:
-    """Milliseconds of a prompt token there; `model` is the speed of all its model's workers."""
+    """Returns the milliseconds of a prompt token; `model` is the speed of the model's workers."""
     if not model.prompt_ms:
         return worker.prompt_ms or DEFAULT_PROMPT_MS
     weight = worker._prompt_weight
@@ -78,7 +79,7 @@ def prompt_ms_of(worker: WorkerSpeed, model: WorkerSpeed) -> float:
 
 
 def step_ms_of(worker: WorkerSpeed, model: WorkerSpeed, rows: float) -> float:
-    """Milliseconds of a decode step of so many rows there."""
+    """Returns the milliseconds of a decode step of `rows` rows."""
     if not model._weight:
         return worker.step_ms(rows)
     weight = worker._weight

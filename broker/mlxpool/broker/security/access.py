@@ -1,4 +1,4 @@
-"""The broker's own key, the allow-list and the ZAP handler: what the sockets are made with."""
+"""Access control of the sockets: the broker's own key, the allow-list and the ZAP handler."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from mlxpool.common.config.schema import PoolConfig
 from mlxpool.common.transport import keys
 
 ADDRESS = "inproc://zeromq.zap.01"
-MAX_PER_TURN = 64  # requests answered before streams are served again
-LOG_INTERVAL = 1.0  # seconds between two lines about refusals: a flood must not fill the disk
+MAX_PER_TURN = 64  # requests answered before streams are served
+LOG_INTERVAL = 1.0  # seconds between two log lines about refusals: a flood must not fill the disk
 VERSION = b"1.0"
-MIN_FIELDS = 6  # of a request
+MIN_FIELDS = 6  # fields of a request at least
 
 
 class ZapHandler:
-    """Answers libzmq's requests whether a connection is allowed (ZAP, RFC 27). Never blocks.
+    """Answers libzmq's requests about new connections (ZAP, RFC 27). Never blocks.
 
-    It is bound before any endpoint is. The domain of a request is the role that the endpoint is
-    for. Owned by the broker's thread.
+    It must be bound before any endpoint. The domain of a request is the role of its endpoint. Owned
+    by the broker's thread.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class ZapHandler:
             self.socket.send_multipart([VERSION, number, *verdict, user.encode(), b""])
 
     def user_id(self, request: list[bytes], now: float) -> str:
-        """The user id that the connection's messages will carry; "": it is refused."""
+        """Returns the user id of the connection's messages; "" refuses the connection."""
         version, _, domain, address, _, mechanism, *credentials = request
         if version != VERSION:
             return ""
         if mechanism == b"NULL":
-            # With a secret key all tcp is CURVE, so this came on ipc, in a folder of our user; the
-            # address is localhost:UID:GID:PID where the kernel gives credentials.
+            # With a secret key all tcp is CURVE, so this connection is on ipc, in a folder of this
+            # user. The address is localhost:UID:GID:PID if the kernel gives credentials.
             uid = address.decode("latin-1").split(":")[1:2]
             return f"{UID}{uid[0] if uid else 'unknown'}"
         public = z85.encode(credentials[0]).decode() if mechanism == b"CURVE" else ""
@@ -81,7 +81,7 @@ class ZapHandler:
         self._not_logged = 0
 
     def close(self) -> None:
-        """Call it after the sockets that use it were closed."""
+        """Close the handler; the sockets that use it must be closed before."""
         self.socket.close()
 
 
@@ -91,7 +91,7 @@ ROLES = {"front": "client", "back": "worker", "admin": "admin"}  # by socket
 
 
 class AccessControl:
-    """Without a secret key it checks nothing: sockets are on ipc and the loopback alone."""
+    """The access control; without a secret key it allows all: sockets are local only."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class AccessControl:
         context: zmq.Context[zmq.Socket[bytes]],
         on_refusal: Callable[[], None],
     ) -> None:
-        """Raises BadKey. Make it before any socket is bound."""
+        """Raises BadKey. It must be made before any socket is bound."""
         self.key = keys.read(config.secret_key, "server") if config.secret_key else None
         self.keyring = Keyring(config.keys)
         if config.keys and self.key is None:
@@ -107,11 +107,11 @@ class AccessControl:
         self.zap = ZapHandler(context, self.keyring, on_refusal) if self.key else None
 
     def domain(self, socket: str) -> str:
-        """The ZAP domain of one of the pool's sockets; "": its peers are not authenticated."""
+        """Returns the ZAP domain of a socket; "": its peers are not authenticated."""
         return ROLES[socket] if self.key else ""
 
     def authorize(self, socket: str) -> Authorize | None:
-        """Finds the owner of a message's sender; None when every connection is allowed."""
+        """Returns a function from a message's user id to its owner; None if all are allowed."""
         return self.keyring.authorize(ROLES[socket]) if self.key else None
 
     def close(self) -> None:

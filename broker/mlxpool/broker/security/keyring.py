@@ -1,8 +1,8 @@
-"""The allow-list: which public key belongs to which name, and in which role. Pure.
+"""The allow-list: the names and roles of public keys. Pure.
 
 A connection carries the user id of its handshake: `key:PUBLIC` over CURVE, `uid:N` on ipc by the
-kernel's credentials. What it may do is looked up at every message, so a key that is taken off the
-list is refused at once.
+kernel's credentials. Its rights are looked up at every message, so a key that leaves the list is
+refused at once.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ UID = "uid:"
 
 
 def may_name_owners(owner: str, keys: Mapping[str, KeyConfig]) -> bool:
-    """Whether a client may ask on behalf of owners that it names.
+    """Returns whether a client may name the owner of its requests.
 
-    Besides keys with that setting the broker's own user and root may: what the broker has is in
-    files that they can read.
+    Keys with that setting may, and so may the broker's own user and root: they can read the
+    broker's files anyway.
     """
     if owner.startswith(KEY):
         key = keys.get(owner.removeprefix(KEY))
@@ -29,14 +29,14 @@ def may_name_owners(owner: str, keys: Mapping[str, KeyConfig]) -> bool:
 
 
 class Keyring:
-    """The keys that are allowed now."""
+    """The allowed keys."""
 
     def __init__(self, keys: Mapping[str, KeyConfig]) -> None:
         self._known: dict[str, tuple[str, str]] = {}  # public -> name, role
         self.replace(keys)
 
     def replace(self, keys: Mapping[str, KeyConfig]) -> dict[str, str]:
-        """Allow these keys only; returns those revoked by it, public -> name.
+        """Allow only these keys; returns the revoked keys, public key -> name.
 
         A key that stays under another name or in another role counts as revoked.
         """
@@ -49,17 +49,17 @@ class Keyring:
         }
 
     def name(self, public: str, role: str) -> str | None:
-        """The name of a key, if it has this role."""
+        """Returns the name of a key if it has this role, else None."""
         known = self._known.get(public)
         return known[0] if known is not None and known[1] == role else None
 
     def owner(self, user: str, role: str) -> str:
-        """The owner that requests and quotas know a user id by; "": not allowed in this role."""
+        """Returns a user id's owner, for requests and quotas; "": not allowed in this role."""
         if user.startswith(UID):
             return user
         name = self.name(user.removeprefix(KEY), role) if user.startswith(KEY) else None
         return "" if name is None else f"{KEY}{name}"
 
     def authorize(self, role: str) -> Callable[[str], str]:
-        """`owner` for one role."""
+        """Returns the function `owner` for a role."""
         return lambda user: self.owner(user, role)

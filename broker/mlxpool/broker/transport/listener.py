@@ -1,11 +1,11 @@
-"""Keeps file descriptors free: libzmq aborts the process when accepting on ipc finds none.
+"""A reserve of free file descriptors: libzmq aborts the process if an accept on ipc finds none.
 
-libzmq's thread accepts while the broker's thread waits for a processor, so a crowd that needs more
-descriptors than are left, and comes in that time, ends the broker all the same.
+libzmq's thread also accepts while the broker's thread waits for a CPU. A crowd that exhausts the
+descriptors in that time still ends the broker.
 
-When descriptors become short, connections without live streams are ended, the newest first, so that
-newcomers wait. When that does not suffice, the front's endpoints are unbound until there are enough
-again: libzmq closes all their connections then, and clients redial and send their requests again.
+If descriptors become short, the broker ends connections without live streams, the newest first. If
+that does not suffice, it unbinds the front's endpoints until enough are free again. Then libzmq
+closes all their connections, and clients redial and send their requests again.
 """
 
 from __future__ import annotations
@@ -25,33 +25,36 @@ from mlxpool.common.transport.keys import KeyPair
 
 log = logging.getLogger("mlxpool.broker")
 
-UNBIND_ABOVE = 0.8  # of all descriptors
+UNBIND_ABOVE = 0.8  # share of all descriptors
 END_IDLE_ABOVE = 0.65  # the same, and at least BURST below UNBIND_ABOVE
-END_IDLE_SHARE = 0.1  # of all descriptors: so many more are made free
-BURST = 128  # connections that may be accepted until the next count
-MAX_EVENTS = 256  # of the monitor, handled in one turn of the loop
+END_IDLE_SHARE = 0.1  # share of all descriptors that are freed in addition
+BURST = 128  # connections that may be accepted before the next count
+MAX_EVENTS = 256  # events of the monitor handled in a turn of the loop
 BIND_BELOW = 0.6
-RECOUNT_AFTER = 0.02  # of all descriptors: accepted connections that cause a new count
+RECOUNT_AFTER = 0.02  # new connections that cause a new count, as a share of all descriptors
 COUNT_INTERVAL = 1.0  # seconds between two counts while nobody connects
 
 
 def backlog_of(limit: int) -> int:
-    """Connections the kernel may queue: libzmq's thread accepts so many each time that it runs.
+    """Returns the backlog of the sockets: libzmq's thread may accept all of it each time it runs.
 
-    It runs several times while the broker's thread waits for a processor.
+    It runs several times while the broker's thread waits for a CPU.
     """
     return max(3, min(sockets.BACKLOG, limit // 100))
 
 
 class Listener:
-    """Owned by the broker's thread, like the socket whose endpoints it binds."""
+    """The endpoints of the front socket, and its guard of descriptors.
+
+    Owned by the broker's thread, like the socket.
+    """
 
     def __init__(
         self, socket: zmq.Socket[bytes], first: str, limit: int, key: KeyPair | None = None
     ) -> None:
-        """`first` is bound already; `limit` is how many descriptors this process may have.
+        """`first` is bound already; `limit` is the most descriptors of this process.
 
-        With a `key` tcp speaks CURVE.
+        With a `key` tcp uses CURVE.
         """
         self.socket = socket
         self.key = key
@@ -68,11 +71,11 @@ class Listener:
         self._count_at = 0.0
 
     def bind(self, endpoint: str) -> None:
-        """Add an endpoint. Raises OSError naming it."""
+        """Add an endpoint. Raises OSError with its name."""
         self.endpoints.append(sockets.bind(self.socket, endpoint, self.key))
 
     def on_accepted(self, now: float) -> None:
-        """The monitor is readable: connections were accepted, or have ended."""
+        """Handle the monitor's events: accepted and ended connections."""
         with contextlib.suppress(zmq.Again):
             for _ in range(MAX_EVENTS):
                 event = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))
@@ -85,7 +88,7 @@ class Listener:
         self.check(now)
 
     def check(self, now: float) -> None:
-        """End idle connections, unbind or bind if it is time to count descriptors."""
+        """Count descriptors if it is time; end idle connections, unbind or bind as needed."""
         if self._accepted <= RECOUNT_AFTER * self.limit and now < self._count_at:
             return
         self._accepted, self._count_at = 0, now + COUNT_INTERVAL
@@ -100,19 +103,21 @@ class Listener:
             log.info("front open again", extra={"used": used, "of": self.limit})
 
     def next_wake(self) -> float:
-        """When `check` is due; infinity while the front is bound: then connections cause it."""
+        """Returns the time of the next `check`; infinity while bound: connections cause it then."""
         return self._count_at if self.unbound else math.inf
 
     def unbind_now(self, now: float) -> None:
-        """Accept nobody for COUNT_INTERVAL, whatever the number of descriptors."""
+        """Unbind for COUNT_INTERVAL, whatever the number of descriptors."""
         self._count_at = now + COUNT_INTERVAL
         if not self.unbound:
             self._unbind()
 
     def _end_idle(self, wanted: int) -> None:
-        """End so many connections without live streams, those accepted last first."""
+        """End `wanted` connections without live streams, the newest first."""
         busy, endpoints = self.busy(), set(self.endpoints)
-        newest = [each for each in reversed(self._connected) if each not in busy][:wanted]
+        newest = [
+            descriptor_ for descriptor_ in reversed(self._connected) if descriptor_ not in busy
+        ][:wanted]
         for descriptor in newest:
             end_accepted(descriptor, endpoints)
             del self._connected[descriptor]
@@ -124,7 +129,7 @@ class Listener:
     def _unbind(self) -> None:
         for endpoint in self.endpoints:
             self.socket.unbind(endpoint)
-        self._connected.clear()  # libzmq ends what was accepted with the endpoint
+        self._connected.clear()  # libzmq ends accepted connections with the endpoint
         self.unbound = True
         self.times_unbound += 1
 
@@ -134,18 +139,18 @@ class Listener:
         self.unbound = False
 
     def close(self) -> None:
-        """Close the monitor; the socket is closed by its owner."""
+        """Close the monitor; the owner of the socket closes that."""
         self.socket.disable_monitor()
         self.monitor.close()
 
 
 # ---- descriptors of accepted connections ---------------------------------------------------------
 #
-# libzmq offers no way to end one connection, so the broker shuts down the socket below it.
+# libzmq cannot end a single connection, so the broker shuts down the socket under it.
 
 
 def inode_of(descriptor: int) -> int:
-    """Distinguishes a descriptor from a later one with the same number; -1: there is none."""
+    """Returns a number that differs from a later descriptor's; -1 if the descriptor is closed."""
     try:
         return os.fstat(descriptor).st_ino if descriptor >= 0 else -1
     except OSError:
@@ -153,7 +158,7 @@ def inode_of(descriptor: int) -> int:
 
 
 def has_ended(descriptor: int, inode: int) -> bool:
-    """Whether the connection with this descriptor is closed, by us or by its peer."""
+    """Returns whether the connection of a descriptor is closed, by the broker or its peer."""
     if inode_of(descriptor) != inode:
         return True
     try:
@@ -171,12 +176,12 @@ def has_ended(descriptor: int, inode: int) -> bool:
 
 
 def count_open() -> int:
-    """Descriptors that this process has open."""
+    """Returns the number of open descriptors of this process."""
     return len(os.listdir("/dev/fd"))
 
 
 def shut_down(descriptor: int, inode: int) -> None:
-    """End the connection with this descriptor; nothing if it has closed or is another file now."""
+    """End the connection of a descriptor, unless it is closed or another file by now."""
     if descriptor < 0 or inode_of(descriptor) != inode:
         return
     try:
@@ -193,10 +198,10 @@ def shut_down(descriptor: int, inode: int) -> None:
 
 
 def end_accepted(descriptor: int, endpoints: set[str]) -> None:
-    """End the connection with this descriptor if it was accepted on one of these endpoints."""
+    """End the connection of a descriptor if it was accepted on one of these endpoints."""
     try:
         connection = socket.socket(fileno=descriptor)
-    except OSError:  # no socket, or closed meanwhile
+    except OSError:  # not a socket, or closed meanwhile
         return
     try:
         if _endpoints(connection) & endpoints:
@@ -208,11 +213,11 @@ def end_accepted(descriptor: int, endpoints: set[str]) -> None:
 
 
 def accepted(endpoints: set[str]) -> Iterator[tuple[int, socket.socket]]:
-    """Descriptor and socket of each connection that was accepted on these endpoints."""
+    """Yields descriptor and socket of each connection that was accepted on these endpoints."""
     for name in os.listdir("/dev/fd"):
         try:
             connection = socket.socket(fileno=int(name))
-        except OSError:  # no socket, or closed meanwhile
+        except OSError:  # not a socket, or closed meanwhile
             continue
         try:
             if _endpoints(connection) & endpoints:
@@ -222,7 +227,7 @@ def accepted(endpoints: set[str]) -> Iterator[tuple[int, socket.socket]]:
 
 
 def _endpoints(connection: socket.socket) -> set[str]:
-    """The endpoints that may have accepted it, wildcard addresses included; empty: none."""
+    """Returns the endpoints that may have accepted a connection, wildcard addresses included."""
     try:
         if connection.type != socket.SOCK_STREAM or _is_listening(connection):
             return set()
@@ -231,7 +236,7 @@ def _endpoints(connection: socket.socket) -> set[str]:
         return set()
     if isinstance(own, tuple):
         host = f"[{own[0]}]" if ":" in own[0] else own[0]
-        return {f"tcp://{each}:{own[1]}" for each in (host, "0.0.0.0", "[::]")}
+        return {f"tcp://{name}:{own[1]}" for name in (host, "0.0.0.0", "[::]")}
     return {f"ipc://{own}"}
 
 

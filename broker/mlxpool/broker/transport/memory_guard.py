@@ -1,9 +1,9 @@
-"""Ends connections of clients that fill the broker's memory with messages they never finish.
+"""The guard against clients that fill the broker's memory with unfinished messages.
 
-libzmq bounds neither the parts nor the bytes of an unfinished message (MAXMSGSIZE is for one part)
-and reports none of them. But a client with live streams pings every second, and nothing else can
-come from a peer in the middle of a message. So when more memory is used than requests and backlogs
-explain, connections without a recent whole message are ended; if that does not help, all are, and
+libzmq bounds neither the parts nor the bytes of an unfinished message (MAXMSGSIZE is for one part),
+and does not report such messages. But a client with live streams pings every second, and a peer in
+the middle of a message cannot send a ping. So if memory exceeds the bytes of requests and backlogs,
+the guard ends connections without a recent whole message. If that does not help, it ends all, and
 the front stays unbound until the remaining memory is known. Honest clients redial and send their
 requests again.
 """
@@ -25,15 +25,15 @@ log = logging.getLogger("mlxpool.broker")
 
 MAX_UNEXPLAINED = 512 * 1024 * 1024  # bytes
 CHECK_INTERVAL = 0.25  # seconds
-SETTLE_TIME = 0.5  # seconds until memory of ended connections is freed; shorter than the unbinding
-TRIM_TIME = 60.0  # seconds after connections were ended in which freed memory is given back
-RECENT = 2.0  # seconds within which a client with live streams has sent a whole message
-UNREAD_ID_BYTES = 64  # of a token id that was sent and not acknowledged, somewhere in a socket
-OVERHEAD = 2  # memory of a message in Python, in multiples of its bytes
+SETTLE_TIME = 0.5  # seconds until memory of ended connections is free; less than COUNT_INTERVAL
+TRIM_TIME = 60.0  # seconds after ended connections in which freed memory is given back
+RECENT = 2.0  # seconds; a client with live streams sends a whole message within them
+UNREAD_ID_BYTES = 64  # bytes in a socket for a token id sent and not acknowledged
+OVERHEAD = 2  # memory of a message in Python, as a multiple of its bytes
 
 
 class MemoryGuard:
-    """Owned by the broker's thread. Only memory is guarded; the loop shares out its time."""
+    """Ends connections while memory is short. Owned by the broker's thread."""
 
     def __init__(self, listener: Listener, front: Peers, state: State) -> None:
         self.listener = listener
@@ -41,12 +41,12 @@ class MemoryGuard:
         self._state = state
         self.disconnected = 0  # connections so far
         self._check_at = 0.0
-        self._floor = 0  # bytes that remained when nobody was connected
+        self._floor = 0  # bytes in use that remained without connections
         self._strikes = 0
         self._trim_until = 0.0
 
     def next_wake(self) -> float:
-        """When `check` is due."""
+        """Returns the time of the next `check`."""
         return self._check_at
 
     def check(self, now: float) -> None:
@@ -55,8 +55,8 @@ class MemoryGuard:
             return
         self._check_at = now + CHECK_INTERVAL
         if now < self._trim_until:
-            # The memory of ended connections is not counted, and not kept when it is freed later:
-            # a busy machine may need longer than SETTLE_TIME.
+            # Freed memory of ended connections goes back to the system, so it does not count: a
+            # busy machine may free it after SETTLE_TIME.
             host.trim_heap()
         used = host.resident_bytes(os.getpid()) - self._floor
         if self._strikes < 2 and (
@@ -68,7 +68,7 @@ class MemoryGuard:
         self._trim_until = now + TRIM_TIME
         self._strikes += 1
         if self._strikes == 1:
-            # A client with live streams that is not in the middle of a message has sent a ping.
+            # A client with live streams has sent a ping, unless it is in the middle of a message.
             self._disconnect_except(busy_descriptors(self.front, self._state, now - RECENT), used)
         elif self._strikes == 2:
             self.listener.unbind_now(now)
@@ -77,15 +77,16 @@ class MemoryGuard:
             self._set_floor(used - self._explained())
 
     def _set_floor(self, left: int) -> None:
-        """Nobody is connected: `left` is what the C library keeps, and is tolerated from now on.
+        """Tolerate `left` bytes from now on: without connections the C library keeps them.
 
-        At most MAX_UNEXPLAINED, since some of it may be unread messages of ended connections.
+        At most MAX_UNEXPLAINED are tolerated, since some may be unread messages of ended
+        connections.
         """
         self._floor = min(MAX_UNEXPLAINED, max(0, self._floor + left - MAX_UNEXPLAINED // 2))
         self._strikes = 0
 
     def _explained(self) -> int:
-        """Bytes that requests and backlogs may take at most."""
+        """Returns the most bytes that requests and backlogs may take."""
         return OVERHEAD * (_bytes_held(self._state) + self.front.full.bytes)
 
     def _disconnect_except(self, spared: set[int], used: int) -> None:
@@ -100,7 +101,7 @@ class MemoryGuard:
 
 
 def _bytes_held(state: State) -> int:
-    """Payloads of open calls; of live requests also tokens, and ids of those not acknowledged."""
+    """Returns the bytes of open calls and live requests, with tokens not acknowledged."""
     return sum(call.size for call in state.calls.values()) + sum(
         request.message.size
         + len(request.run.ids)
@@ -111,7 +112,7 @@ def _bytes_held(state: State) -> int:
 
 
 def busy_descriptors(front: Peers, state: State, since: float = -math.inf) -> set[int]:
-    """Descriptors of clients with live streams or open calls that were heard from after `since`."""
+    """Returns descriptors of clients with streams or calls that sent a message after `since`."""
     return {
         peer.descriptor
         for number, link in state.links.items()

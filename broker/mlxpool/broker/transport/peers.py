@@ -1,6 +1,6 @@
-"""The peers of one ROUTER: a number for each connection, and a bounded queue for each full one.
+"""The peers of a ROUTER: a number for each connection, and a bounded backlog for a full one.
 
-libzmq's POLLOUT says only that *some* peer can be written to, so a full peer is tried again: see
+libzmq's POLLOUT only means that *some* peer takes messages, so a full peer is tried again: see
 Backlogs.
 """
 
@@ -17,31 +17,31 @@ from mlxpool.broker.core.state import Timers
 from mlxpool.broker.transport.listener import has_ended, inode_of, shut_down
 from mlxpool.common.protocol.frames import MAX_PARTS
 
-FIRST_RETRY = 0.01  # seconds until a peer that has become full, or took something, is tried again
-MAX_RETRY = 0.64  # seconds at most: doubled with each try in vain
-MAX_SENDS = 128  # sends, in vain or not, in one turn of the loop
+FIRST_RETRY = 0.01  # seconds to the next try of a peer that became full or took something
+MAX_RETRY = 0.64  # seconds at most: the wait doubles with each failed try
+MAX_SENDS = 128  # sends, failed ones included, in a turn of the loop
 MAX_BACKLOGS = 256 * 1024 * 1024  # bytes that wait for all clients
-PART_BYTES = 64  # of memory that a part takes beside its bytes
+PART_BYTES = 64  # memory of a part beside its bytes
 
 
 def size_of(parts: Sequence[bytes]) -> int:
-    """The bytes for which a queued message counts."""
+    """Returns the memory that a queued message is taken to need, in bytes."""
     return sum(map(len, parts)) + PART_BYTES * len(parts)
 
 
 class Backlogs:
     """The numbers of peers with a backlog, in the order of their last progress.
 
-    A peer that takes nothing is tried less and less often, so that many of them cost one that
-    reads nothing. A frame of a peer makes its next try due at once: it lives, and may be reading
-    again. Bytes are counted here for all; the messages are the peers' own.
+    A peer that takes nothing is tried less and less often, so that many such peers cost little. A
+    frame of a peer makes its next try due at once: it may read again. The bytes of all peers are
+    counted here; each peer has its messages.
     """
 
     def __init__(self, max_bytes: float = math.inf) -> None:
         self.max_bytes = max_bytes
         self.bytes = 0
-        self._waits: dict[int, float] = {}  # number -> seconds to wait after a try in vain
-        self._new: list[int] = []  # of these, those whose first try is not scheduled yet
+        self._waits: dict[int, float] = {}  # number -> seconds to wait after a failed try
+        self._new: list[int] = []  # peers whose first try is not scheduled yet
         self._retries: Timers[int] = Timers()
 
     def __len__(self) -> int:
@@ -58,37 +58,37 @@ class Backlogs:
         return self.bytes > self.max_bytes
 
     def stuck_longest(self, bytes_of: Callable[[int], int]) -> int:
-        """Of the peers with half the mean backlog or more, the one that has taken nothing for the
-        longest time. `bytes_of` gives the bytes that wait for a peer.
+        """Returns the peer without progress for longest, of those with a large backlog.
 
-        A peer with a small backlog is spared: its end would free nothing. Those with less than half
-        the mean have together less than half of all bytes, so there is always another one.
+        A large backlog is at least half the mean. `bytes_of` returns the backlog of a peer in
+        bytes. A peer with a small backlog is spared, since its end would free little. All small
+        backlogs together have less than half of the bytes, so there is always a large one.
         """
         enough = self.bytes / len(self._waits) / 2
         return next(number for number in self._waits if bytes_of(number) >= enough)
 
     def add(self, number: int, size: int) -> None:
-        """A message of so many bytes waits for this peer."""
+        """Count a message of `size` bytes that waits for this peer."""
         self.bytes += size
         if number not in self._waits:
             self._waits[number] = FIRST_RETRY
             self._new.append(number)
 
     def sent(self, size: int) -> None:
-        """A waiting message of so many bytes was sent."""
+        """Count a waiting message of `size` bytes that was sent."""
         self.bytes -= size
 
     def drop(self, number: int, size: int) -> None:
-        """The peer has no backlog any more; so many bytes of it were not sent."""
+        """Remove a peer without a backlog; `size` bytes of its backlog were not sent."""
         self.bytes -= size
         if self._waits.pop(number, None) is not None:
             self._retries.clear(number)
 
     def heard(self, number: int, now: float) -> None:
-        """A frame of a peer with a backlog came.
+        """Make the next try due, after a frame of a peer with a backlog.
 
-        A try that is overdue keeps its turn: a peer that sends often would else wait behind all
-        others again and again.
+        An overdue try keeps its turn: otherwise a peer that sends often would go to the end of the
+        queue each time.
         """
         self._waits[number] = FIRST_RETRY
         if self._retries.at(number) > now:
@@ -97,23 +97,23 @@ class Backlogs:
     # ---- tries -------------------------------------------------------------------------------
 
     def next_wake(self) -> float:
-        """When a peer is to be tried, or to be scheduled; infinity if none has a backlog."""
+        """Returns the time of the next try, or 0 for a new peer; infinity without backlogs."""
         return 0.0 if self._new else self._retries.next()
 
     def due(self, now: float) -> int | None:
-        """The number of the peer that is to be tried next; `put_back` or `drop` follows."""
+        """Returns the number of the peer to try next; `put_back` or `drop` follows."""
         for number in self._new:
             if number in self._waits and number not in self._retries:
                 self._retries.set(number, now + FIRST_RETRY)
         self._new.clear()
-        found = self._retries.due(now, 1)
-        return found[0] if found else None
+        numbers = self._retries.due(now, 1)
+        return numbers[0] if numbers else None
 
     def put_back(self, number: int, now: float, *, progress: bool, more: bool) -> None:
-        """The peer still has a backlog after a try.
+        """Schedule the next try of a peer that still has a backlog.
 
-        `progress`: it took some messages. `more`: it may take another one now, but others are tried
-        first.
+        `progress`: it took some messages. `more`: it may take another message now, but others are
+        tried first.
         """
         if progress:
             del self._waits[number]
@@ -125,30 +125,30 @@ class Backlogs:
         self._retries.set(number, now + wait)
 
 
-MAX_SKIPPED_PARTS = 1024  # read in one call of a message with more parts than the protocol allows
-MAX_BACKLOG = 16 * 1024 * 1024  # bytes queued here for one peer, beyond what libzmq holds
+MAX_SKIPPED_PARTS = 1024  # parts of a message with too many parts that are read in a call
+MAX_BACKLOG = 16 * 1024 * 1024  # bytes queued here for a peer, beyond libzmq's own queue
 
-Authorize = Callable[[str], str]  # the user id of a handshake -> the owner; "": not on this socket
+Authorize = Callable[[str], str]  # a handshake's user id -> the owner; "": not allowed here
 
 
 class Peer(Struct, eq=False):
-    """One connection; `number` is never used again."""
+    """A connection; its `number` is never used again."""
 
     name: bytes  # the routing id that the ROUTER gave it
     number: int
     heard_at: float
     owner: str
-    descriptor: int = -1  # of our end while the connection lives; -1: unknown
-    inode: int = -1  # of that descriptor, whose number may be reused before we hear of its end
-    user: str = ""  # the user id that the handshake gave it, on sockets with authorization
-    admitted: bool = True  # whether its newest message was authorized
-    gone: bool = False  # nothing can be sent to it; what it sent before may still be unread
+    descriptor: int = -1  # of the broker's end while the connection lives; -1: unknown
+    inode: int = -1  # of the descriptor, whose number may be reused before its end is known
+    user: str = ""  # the handshake's user id, on sockets with authorization
+    admitted: bool = True  # True if its newest message was authorized
+    gone: bool = False  # nothing can be sent to it; its last messages may still be unread
     backlog: deque[list[bytes]] = field(default_factory=deque)
     backlog_bytes: int = 0
 
 
 class Peers:
-    """Owned by the broker's thread, like its socket."""
+    """The peers of a ROUTER socket. Owned by the broker's thread, like its socket."""
 
     def __init__(
         self,
@@ -160,9 +160,9 @@ class Peers:
     ) -> None:
         """With `authorize` the sender of every message is checked by its handshake's user id.
 
-        `keep_gone`: a peer found gone keeps its number until `forget`, so that its last messages
-        are still attributed to it; else it is forgotten at once. `max_backlogs`: bytes that may
-        wait for all peers together.
+        `keep_gone`: a peer that is gone keeps its number until `forget`, so that its last messages
+        still belong to it; else it is forgotten at once. `max_backlogs`: bytes that may wait for
+        all peers together.
         """
         self.socket = socket
         self.authorize = authorize
@@ -171,16 +171,16 @@ class Peers:
         self.by_number: dict[int, Peer] = {}
         self._by_descriptor: dict[int, Peer] = {}
         self.full = Backlogs(max_backlogs)  # the peers with a backlog
-        self.given_up = 0  # peers whose connection was ended because they read too little
-        self._given_up: list[int] = []  # since the last `retry`, for the backlogs of all
-        self._overflowed = 0  # the number that was last given up for its own backlog
+        self.given_up = 0  # peers disconnected because they read too little
+        self._given_up: list[int] = []  # since the last `retry`, by the bound for all peers
+        self._overflowed = 0  # the peer that was last given up for its own backlog
         self._skipping: tuple[Peer, list[bytes]] | None = None  # a message with too many parts
         self._count = 0
 
     def receive(self, now: float) -> tuple[Peer, list[bytes]] | None:
-        """The next message and its sender; None when there is none.
+        """Returns the sender and the parts of the next message; None without a message.
 
-        Also None while a message has so many parts that it takes several calls to read past them.
+        It is also None while a message with too many parts is skipped, which takes several calls.
         """
         if self._skipping is not None:
             return self._skip()
@@ -190,7 +190,7 @@ class Peers:
         except zmq.Again:
             return None
         peer = self.by_name.get(name)
-        if peer is None or self.authorize is not None:  # only a frame has the connection's data
+        if peer is None or self.authorize is not None:  # a zmq.Frame has the connection's data
             frame = socket.recv(copy=False)
             peer = self._sender(name, peer, frame, now)
             parts = [frame.bytes]
@@ -216,7 +216,7 @@ class Peers:
         return None
 
     def _sender(self, name: bytes, known: Peer | None, frame: zmq.Frame, now: float) -> Peer:
-        """A peer may take over the routing id of another: then it counts as a new connection."""
+        """Returns the sender; a peer that takes over a routing id counts as a new connection."""
         if self.authorize is None:
             return known or self._register(name, frame, now)
         user = _user(frame)
@@ -234,14 +234,14 @@ class Peers:
         peer = Peer(name, self._count, now, _owner(frame), descriptor, inode_of(descriptor))
         self.by_name[name] = self.by_number[peer.number] = peer
         before = self._by_descriptor.get(peer.descriptor)
-        if before is not None:  # its connection has ended, else the descriptor were not free
+        if before is not None:  # its connection has ended, since its descriptor is used again
             before.descriptor = -1
         if peer.descriptor >= 0:
             self._by_descriptor[peer.descriptor] = peer
         return peer
 
     def send(self, number: int, parts: list[bytes]) -> bool:
-        """Send or queue; False when the peer is gone or is given up: too much waits for it."""
+        """Send or queue a message; returns False if the peer is gone or given up."""
         peer = self.by_number.get(number)
         if peer is None:
             return False
@@ -252,7 +252,7 @@ class Peers:
         return self._queue(peer, parts)
 
     def _try(self, peer: Peer, parts: list[bytes]) -> bool | None:
-        """True: sent; False: the peer is gone; None: the peer is full."""
+        """Try to send: True is sent, False is a peer that is gone, None a full peer."""
         try:
             self.socket.send_multipart([peer.name, *parts], zmq.NOBLOCK)
         except zmq.Again:
@@ -278,7 +278,10 @@ class Peers:
         peer.backlog_bytes = 0
 
     def _queue(self, peer: Peer, parts: list[bytes]) -> bool:
-        """Returns whether the peer was kept. A bound for all gives up those that are stuck."""
+        """Queue a message; returns whether the peer was kept.
+
+        Above the bound for all peers, peers that are stuck are given up.
+        """
         size = size_of(parts)
         peer.backlog.append(parts)
         peer.backlog_bytes += size
@@ -299,10 +302,9 @@ class Peers:
         return self.by_number[number].backlog_bytes
 
     def _give_up(self, peer: Peer) -> None:
-        """End the connection of a peer that reads too little: libzmq frees what it holds for it.
+        """End the connection of a peer that reads too little: libzmq frees its queue.
 
-        Who reports the end of a worker knows its connection by number, so that one is only
-        forgotten.
+        With `keep_gone` the peer is only forgotten: the end of a worker is reported by its number.
         """
         self.given_up += 1
         if self.keep_gone:
@@ -311,17 +313,17 @@ class Peers:
             self.disconnect(peer)
 
     def overflowed(self, number: int) -> bool:
-        """Whether the last failed `send` failed because this peer's backlog was too large."""
+        """Returns whether the last failed `send` failed for this peer's too large backlog."""
         return number == self._overflowed
 
     def next_retry(self) -> float:
-        """When `retry` is due; infinity if nothing waits."""
+        """Returns the time of the next `retry`; infinity without backlogs."""
         return 0.0 if self._given_up else self.full.next_wake()
 
     def retry(self, now: float) -> list[int]:
-        """Try full peers whose time has come, with at most MAX_SENDS sends.
+        """Try full peers that are due, with at most MAX_SENDS sends.
 
-        Returns the numbers of those that are gone, or were given up since the last call.
+        Returns the numbers of peers that are gone, or were given up since the last call.
         """
         gone, self._given_up = self._given_up, []
         room = MAX_SENDS
@@ -336,7 +338,7 @@ class Peers:
         return gone
 
     def _send_backlog(self, peer: Peer, room: int) -> tuple[int, bool | None]:
-        """Send at most `room` messages of a backlog; the number of tries, how the last one went."""
+        """Send at most `room` messages of a backlog; returns the tries and the last result."""
         tries, sent = 0, None
         while peer.backlog and tries < room:
             tries += 1
@@ -351,7 +353,7 @@ class Peers:
         return tries, sent
 
     def forget(self, number: int) -> None:
-        """Drop what is known of a connection; a later message on it makes a new number."""
+        """Forget a connection; a later message on it gets a new number."""
         peer = self.by_number.pop(number, None)
         if peer is not None:
             del self.by_name[peer.name]
@@ -360,9 +362,9 @@ class Peers:
             self._drop_backlog(peer)
 
     def ended(self, descriptor: int) -> Peer | None:
-        """The peer whose connection with this descriptor has ended; it is forgotten.
+        """Forget and return the peer whose connection with this descriptor has ended.
 
-        None where the descriptor is unknown, or of a newer connection by now.
+        Returns None if the descriptor is unknown, or belongs to a newer connection by now.
         """
         peer = self._by_descriptor.get(descriptor)
         if peer is None or not has_ended(peer.descriptor, peer.inode):
@@ -371,7 +373,7 @@ class Peers:
         return peer
 
     def disconnect(self, peer: Peer) -> None:
-        """End its connection, and drop what was not read of it."""
+        """End the connection of a peer, and drop its unread messages."""
         self.forget(peer.number)
         shut_down(peer.descriptor, peer.inode)
 
@@ -383,7 +385,7 @@ class Peers:
 
 
 def _owner(frame: zmq.Frame) -> str:
-    """`uid:N` by the kernel's credentials on ipc, else `host:` and the peer's address."""
+    """Returns `uid:N` by the kernel's credentials on ipc, else `host:` and the address."""
     try:
         address = str(frame.get("Peer-Address"))
     except zmq.ZMQError:

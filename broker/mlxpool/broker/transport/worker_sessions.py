@@ -1,7 +1,7 @@
-"""Which connection of the back socket belongs to which slot, and to which epoch.
+"""The slots and epochs of the back socket's connections.
 
-A frame of a worker counts only on the connection that got its epoch's `welcome`, and only with that
-epoch: this is the fencing of workers that were replaced.
+A worker's frame counts only on the connection that got its epoch's `welcome`, and only with that
+epoch: this fences workers that were replaced.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from mlxpool.broker.transport.peers import Peer, Peers
 
 
 class WorkerSessions:
-    """Owned by the broker's thread, like the socket behind `peers`."""
+    """The connections of slots. Owned by the broker's thread, like the socket of `peers`."""
 
     def __init__(self, peers: Peers) -> None:
         self.peers = peers
@@ -18,36 +18,36 @@ class WorkerSessions:
         self._epochs: dict[int, int] = {}  # number of a welcomed connection -> its epoch
 
     def open(self, slot: str, number: int) -> None:
-        """The worker of this slot is on this connection; the slot's earlier one is forgotten."""
+        """Set the connection of a slot's worker; the slot's earlier connection is forgotten."""
         before = self._numbers.get(slot)
         if before is not None and before != number:
             self.close(slot)
         self._numbers[slot] = number
 
     def welcome(self, number: int, epoch: int) -> None:
-        """Frames with this epoch count on this connection."""
+        """Let frames with this epoch count on this connection."""
         self._epochs[number] = epoch
 
     def connection(self, slot: str) -> int | None:
-        """The number of the slot's connection."""
+        """Returns the number of the slot's connection, if any."""
         return self._numbers.get(slot)
 
     def epoch(self, number: int) -> int | None:
-        """The epoch that a connection was welcomed with."""
+        """Returns the epoch with which a connection was welcomed, if any."""
         return self._epochs.get(number)
 
     def epoch_of_slot(self, slot: str) -> int | None:
         return self._epochs.get(self._numbers.get(slot, -1))
 
     def release(self, slot: str) -> int | None:
-        """The slot has no connection from now on; returns the number of the one it had."""
+        """Take the connection from a slot; returns its number, if any."""
         number = self._numbers.pop(slot, None)
         if number is not None:
             self._epochs.pop(number, None)
         return number
 
     def close(self, slot: str) -> Peer | None:
-        """Forget the slot's connection; returns its peer, where it is still known."""
+        """Forget the slot's connection; returns its peer if that is still known."""
         number = self.release(slot)
         if number is None:
             return None
@@ -56,9 +56,10 @@ class WorkerSessions:
         return peer
 
     def send(self, slot: str, parts: list[bytes]) -> bool:
-        """Send to the slot's worker; False when it takes nothing any more (its backlog is full).
+        """Send to the slot's worker; returns False if its backlog is full.
 
-        True also when the connection is gone: the worker says `hello` again, or is judged hung.
+        It also returns True if the connection is gone: the worker sends `hello` again, or is judged
+        hung.
         """
         number = self._numbers.get(slot)
         if number is None:
