@@ -23,7 +23,7 @@ from support.job_harness import JobStory
 
 
 def jsonl(lines: Iterable[Any]) -> bytes:
-    """Lines of a file; one that is bytes stays as it is."""
+    """Returns a file of JSON lines; a line of bytes stays as it is."""
     return b"".join(
         (line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines
     )
@@ -34,7 +34,7 @@ def prompts(count: int) -> list[dict[str, Any]]:
 
 
 class BatchStory(JobStory):
-    """`submit_batch` sends a file and a batch of its lines under one key."""
+    """A story with batches: `submit_batch` sends a file and a batch of its lines under one key."""
 
     def put(self, key: str, data: bytes, *, owner: str = OWNER, tenant: str = "") -> None:
         """Send a whole file."""
@@ -67,26 +67,26 @@ class BatchStory(JobStory):
         return self.about_batch(messages.READ, key)
 
     def wait_for(self, key: str, seen: str = "", *, link: int = 1) -> bytes:
-        """Ask for progress; returns the id of the question."""
+        """Ask for progress; returns the id of the request."""
         return self.ask(WaitForProgress(KeyName(key), seen), link)
 
     def answered(self, ident: bytes) -> bool:
         return any(tell.header.id == ident for tell in self.told)
 
     def outcomes(self, key: str, limit: int = 3) -> list[dict[str, Any]]:
-        """All outcomes there are, over as many pages as it takes."""
-        found, after = [], -1
+        """Returns all outcomes, from all pages."""
+        outcomes, after = [], -1
         while True:
             ident = self.ask(ReadOutcomes(KeyName(key), after, limit))
             self.settle()
             answer = next(tell.message for tell in self.told if tell.header.id == ident)
-            found += unpack(answer.blobs()[0])
+            outcomes += unpack(answer.blobs()[0])
             after = (answer.body() or {})["next"]
             if after < 0:
-                return found
+                return outcomes
 
     def pass_time(self, seconds: float) -> None:
-        """Let time pass; whatever is due at a time is done, in as many turns as it takes."""
+        """Let time pass, with everything that comes due."""
         end = self.now + seconds
         while self.now < end:
             super().pass_time(min(0.1, end - self.now))
@@ -95,7 +95,7 @@ class BatchStory(JobStory):
                 self.settle()
 
     def work_off(self, worker: FakeWorker, seconds: float = 60.0) -> None:
-        """Have a worker end its runs, with two tokens each, until none comes any more."""
+        """Have a worker end its runs, with two tokens each, until no new run comes."""
         end = self.now + seconds
         quiet = 0
         while quiet < 3 and self.now < end:

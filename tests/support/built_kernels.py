@@ -1,4 +1,4 @@
-"""A GPU whose kernels give zeros: for tests of what is listed, compiled and built at load."""
+"""A GPU whose kernels return zeros: for tests of the kernels that a load lists and builds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support import simt
 
 @contextmanager
 def built_kernels(*, right: bool = True) -> Iterator[list[str]]:
-    """Replaces CUDA kernels by ones that give zeros; `right`: every trial finds them right.
+    """Replaces CUDA kernels by kernels that return zeros; `right`: every trial accepts them.
 
     Yields the names of the kernels that were called, one for each call. MLX compiles passes, and
     reports a CUDA GPU.
@@ -32,8 +32,8 @@ def built_kernels(*, right: bool = True) -> Iterator[list[str]]:
             **_: Any,
         ) -> list[Any]:
             called.append(name.removeprefix("mlxpool_"))
-            each = zip(output_shapes, output_dtypes, strict=True)
-            return [mx.zeros(shape, dtype=dtype) for shape, dtype in each]
+            outputs = zip(output_shapes, output_dtypes, strict=True)
+            return [mx.zeros(shape, dtype=dtype) for shape, dtype in outputs]
 
         return call
 

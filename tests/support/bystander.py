@@ -12,17 +12,17 @@ from support.counting_checker import expected_ids
 from support.pool import until
 
 PROMPT, SEED = "bystander", 7
-MORE_IDS = 20  # that must arrive after the attack
-# A client that waits as long as a busy broker needs: it sends its request again only when its
-# connection was ended, or the broker says that it must.
+MORE_IDS = 20  # ids that must arrive after the attack
+# A client that waits as long as a busy broker needs. It sends its request again only if its
+# connection was ended, or if the broker asks for that.
 UNHURRIED = Pace(silence=math.inf, answer=(math.inf,))
 
 
 class Bystander(Closing):
-    """One long stream of a counting model, read by a thread."""
+    """A long stream of a counting model, read by a thread."""
 
     def __init__(self, make: Callable[..., Client], model: str = "counting") -> None:
-        """`make` makes its client with the options that it is given."""
+        """`make` makes a client with the given options."""
         self.client = make(pace=UNHURRIED)
         self.stream = self.client.stream(model, PROMPT, seed=SEED, max_tokens=10**6)
         self.ids: list[int] = []
@@ -49,7 +49,7 @@ class Bystander(Closing):
         assert self.attempts == {1}
 
     def check_ids(self, more: int) -> None:
-        """Assert that so many more ids arrive, and that every id is right."""
+        """Assert that `more` ids more arrive, and that every id is right."""
         had = len(self.ids)
         until(lambda: self.error or len(self.ids) >= had + more, "the bystander goes on")
         assert self.error is None

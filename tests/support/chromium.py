@@ -34,7 +34,7 @@ class Chromium(Closing):
     """Debian's Chromium with a temporary profile."""
 
     def __init__(self) -> None:
-        """Skips the test where the program is missing."""
+        """Skips the test if the program is missing."""
         programs = [shutil.which(name) for name in ("chromium", "chromedriver")]
         if not all(programs):
             pytest.skip("chromium is not installed (Debian: chromium, chromium-driver)")
@@ -66,13 +66,13 @@ class Chromium(Closing):
         return self.driver.execute_cdp_cmd(name, arguments)
 
     def run(self, script: str) -> Any:
-        """Run a script; its return value."""
+        """Run a script; returns its value."""
         return self.driver.execute_script(script)
 
     def text(self, selector: str) -> str:
         """The visible text of the first match; "" without a match."""
-        found = f"document.querySelector({json.dumps(selector)})"
-        return str(self.run(f"return {found}?.innerText || ''"))
+        node = f"document.querySelector({json.dumps(selector)})"
+        return str(self.run(f"return {node}?.innerText || ''"))
 
     def texts(self, selector: str) -> list[str]:
         """The visible text of every match."""
@@ -85,26 +85,26 @@ class Chromium(Closing):
 
     def point_at(self, selector: str) -> None:
         """Move the mouse to the middle of the first match."""
-        found = self.driver.find_element("css selector", selector)
-        ActionChains(self.driver).move_to_element(found).perform()
+        element = self.driver.find_element("css selector", selector)
+        ActionChains(self.driver).move_to_element(element).perform()
 
     def click(self, selector: str) -> None:
         """Click on the first match."""
         self.driver.find_element("css selector", selector).click()
 
     def write(self, selector: str, text: str) -> None:
-        """Type a text into the first match, in place of what it has."""
-        found = self.driver.find_element("css selector", selector)
-        found.clear()
-        found.send_keys(text)
+        """Replace the text of the first match."""
+        element = self.driver.find_element("css selector", selector)
+        element.clear()
+        element.send_keys(text)
 
     def console_messages(self) -> list[str]:
-        """The console's messages since the last call.
+        """Returns the console's messages since the last call.
 
-        Without those of answers with status 503, which a busy machine gives: the page asks again.
+        Messages about status 503 are left out: a busy machine causes them, and the page retries.
         """
-        found = [entry["message"] for entry in self._log("browser")]
-        return [message for message in found if "status of 503" not in message]
+        messages = [entry["message"] for entry in self._log("browser")]
+        return [message for message in messages if "status of 503" not in message]
 
     def events(self) -> list[dict[str, Any]]:
         """The DevTools events since the last call, each with `method` and `params`."""
@@ -114,7 +114,7 @@ class Chromium(Closing):
         return list(self.driver.get_log(name))  # type: ignore[no-untyped-call]
 
     def screenshot(self) -> bytes:
-        """A PNG of the whole page, also beyond the window."""
+        """Returns a PNG of the whole page, not only of the window."""
         taken = self.command("Page.captureScreenshot", captureBeyondViewport=True)
         return base64.b64decode(taken["data"])
 

@@ -13,7 +13,7 @@ from support.tiers import Tiers
 if TYPE_CHECKING:
     from _pytest.terminal import TerminalReporter
 
-LEFT_OUT = "mlxpool_left_out"  # the key of a process's output: cases that it has deselected
+LEFT_OUT = "mlxpool_left_out"  # the key of a process's output: the number of deselected cases
 
 
 class ClosingLines:
@@ -25,11 +25,11 @@ class ClosingLines:
         self._left_out = 0
 
     def pytest_deselected(self, items: list[pytest.Item]) -> None:
-        """Counts cases where one process runs all tests."""
+        """Counts cases if one process runs all tests."""
         self._left_out += len(items)
 
     def pytest_testnodedown(self, node: Any, error: object) -> None:
-        """Takes the count of a process of xdist; each of them has collected all tests."""
+        """Takes the count of a process of xdist; each process has collected all tests."""
         self._left_out = max(self._left_out, getattr(node, "workeroutput", {}).get(LEFT_OUT, 0))
 
     def pytest_terminal_summary(
@@ -48,9 +48,9 @@ class ClosingLines:
 
 
 def _processor_seconds() -> float:
-    """Returns the processor time of this process and of all that have ended below it."""
+    """Returns the processor time of this process and its ended descendants."""
     usages = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(one.ru_utime + one.ru_stime for one in usages)
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def _minutes(seconds: float) -> str:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# Of linear RGB, for people who lack one kind of cone (Machado, Oliveira and Fernandes, 2009).
+# Matrices for linear RGB, for people without one kind of cone (Machado, Oliveira and Fernandes,
+# 2009).
 DEFICIENCIES = {
     "none": np.eye(3),
     "protanopia": np.array(
@@ -34,32 +35,32 @@ DEFICIENCIES = {
 }
 XYZ = np.array(
     [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
-)  # of linear sRGB
+)  # from linear sRGB
 WHITE = XYZ.sum(axis=1)
 
 
 def palettes(css: str) -> tuple[dict[str, str], dict[str, str]]:
-    """The variables of a style sheet that are colours: light, and dark."""
+    """Returns the colour variables of a style sheet: (light, dark)."""
     blocks = re.findall(r":root \{(.*?)\}", css, re.DOTALL)
     light, dark = (dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", block)) for block in blocks)
     return light, {**light, **dark}
 
 
 def linear(colour: str) -> np.ndarray:
-    """Linear RGB, 0 to 1, of #rrggbb."""
+    """Returns the linear RGB, 0 to 1, of #rrggbb."""
     parts: Sequence[float] = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
     return np.array([c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts])
 
 
 def contrast(one: str, other: str) -> float:
-    """The ratio of WCAG 2, 1 to 21."""
-    low, high = sorted(float(XYZ[1] @ linear(each)) for each in (one, other))
+    """Returns the contrast ratio of WCAG 2, 1 to 21."""
+    low, high = sorted(float(XYZ[1] @ linear(colour)) for colour in (one, other))
     return (high + 0.05) / (low + 0.05)
 
 
 def difference(one: str, other: str, deficiency: str = "none") -> float:
-    """The distance in CIELAB (1976); 2.3 is just noticeable side by side."""
-    first, second = (_lab(DEFICIENCIES[deficiency] @ linear(each)) for each in (one, other))
+    """Returns the distance in CIELAB (1976); 2.3 is just noticeable side by side."""
+    first, second = (_lab(DEFICIENCIES[deficiency] @ linear(colour)) for colour in (one, other))
     return float(np.linalg.norm(first - second))
 
 

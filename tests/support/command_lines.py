@@ -9,21 +9,21 @@ from mlxpool.cli.main import parser
 
 
 def options(root: argparse.ArgumentParser) -> Sequence[argparse.Action]:
-    """The options and arguments of a parser, which argparse shows in no other way."""
+    """Returns the options and arguments of a parser, from a private attribute of argparse."""
     return root._actions
 
 
 def verbs(root: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
-    """The commands of a parser, each with its own parser."""
-    found = (one.choices for one in options(root) if isinstance(one.choices, dict))
-    return next(found, {})
+    """Returns the commands of a parser, each with its own parser."""
+    choices = (action.choices for action in options(root) if isinstance(action.choices, dict))
+    return next(choices, {})
 
 
 def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     """`mlxpool ARGUMENTS`, parsed. Raises AssertionError if the parser refuses them."""
     root = parser()
-    given = [a for a in arguments if a in verbs(root)]
-    assert given, f"no command in {arguments}"
+    commands = [a for a in arguments if a in verbs(root)]
+    assert commands, f"no command in {arguments}"
     try:
         return root.parse_args(list(arguments))
     except SystemExit as error:

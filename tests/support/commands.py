@@ -1,6 +1,6 @@
-"""Programs in the process of a test: a process of its own takes 0.3 to 1 s of a processor.
+"""Programs in the process of a test: a new process takes 0.3 to 1 s of processor time.
 
-Tests of the process itself start one: see Pool.cli.
+Tests of the process itself start a new one, see Pool.cli.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from unittest.mock import patch
 
 from mlxpool.cli.main import FAILED, OK, main
 
-SERVERS = frozenset({"broker", "gateway", "serve", "worker"})  # they set up a process as theirs
+SERVERS = frozenset({"broker", "gateway", "serve", "worker"})  # they need a process of their own
 
 
 def is_server(arguments: Sequence[str]) -> bool:
-    """Whether a command line starts a server, which needs a process of its own."""
+    """Returns whether a command line starts a server, which needs its own process."""
     return not SERVERS.isdisjoint(arguments)
 
 
@@ -41,7 +41,7 @@ def run_script_here(path: Path, *arguments: str) -> CompletedProcess[str]:
 
 def _script(path: Path) -> int:
     runpy.run_path(str(path), run_name="__main__")
-    return OK  # of a program that does not say how it ends
+    return OK  # of a program that returns without an exit code
 
 
 def _captured(
@@ -50,12 +50,12 @@ def _captured(
     environment: Mapping[str, str],
     stdin: str | None = None,
 ) -> CompletedProcess[str]:
-    """Run it with files in place of the standard streams; used by one thread at a time."""
+    """Run `work` with files as the standard streams. One thread at a time may use it."""
     with ExitStack() as stack:
-        given, out, err = (_stream(stack) for _ in range(3))
-        given.write(stdin or "")
-        given.seek(0)
-        for name, stream in (("stdin", given), ("stdout", out), ("stderr", err)):
+        stdin_file, out, err = (_stream(stack) for _ in range(3))
+        stdin_file.write(stdin or "")
+        stdin_file.seek(0)
+        for name, stream in (("stdin", stdin_file), ("stdout", out), ("stderr", err)):
             stack.enter_context(patch.object(sys, name, stream))
         stack.enter_context(patch.dict(os.environ, environment, clear=True))
         try:
@@ -66,7 +66,7 @@ def _captured(
 
 
 def _stream(stack: ExitStack) -> IO[str]:
-    """A file, as the streams of a process in a pipeline are: no terminal, with a descriptor."""
+    """Returns a file with a descriptor, as a stream in a pipeline: it is not a terminal."""
     return stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8"))
 
 
@@ -77,7 +77,7 @@ def _text(stream: IO[str]) -> str:
 
 
 def _exit_code(end: SystemExit) -> int:
-    """The exit code of a process that is ended so."""
+    """Returns the exit code of a process that ends with SystemExit."""
     if isinstance(end.code, str):
         print(end.code, file=sys.stderr)
         return FAILED

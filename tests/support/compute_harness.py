@@ -1,4 +1,4 @@
-"""A started compute thread; the test takes the part of the main thread."""
+"""A started compute thread; the test acts as the main thread."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class ComputeHarness:
         self.compute.send(Admit(sequence, facts, text, now, now + left))
 
     def drop(self, name: int) -> None:
-        """A cancel."""
+        """Cancel a sequence."""
         self.compute.send(Drop((bytes([name] * 16), 1)))
 
     def deltas(self) -> Iterator[Delta]:
@@ -115,15 +115,15 @@ class ComputeHarness:
                 self.compute.delta_queue.acknowledge()
 
     def until_ended(self, names: set[int]) -> dict[int, list[Delta]]:
-        """All deltas until these sequences have ended."""
-        found: dict[int, list[Delta]] = {}
+        """Returns all deltas until these sequences have ended."""
+        deltas_by_name: dict[int, list[Delta]] = {}
         left = set(names)
         for delta in self.deltas():
-            found.setdefault(delta.id[0], []).append(delta)
+            deltas_by_name.setdefault(delta.id[0], []).append(delta)
             if delta.end is not None:
                 left.discard(delta.id[0])
             if not left:
-                return found
+                return deltas_by_name
         raise AssertionError
 
 

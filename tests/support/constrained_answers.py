@@ -1,4 +1,4 @@
-"""Answers of the demo model whose requests have formats, computed in this process."""
+"""Answers of the demo model to requests with formats, computed in this process."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def demo() -> tuple[ModelFolder, ChatTokenizer, TokenTable]:
 
 @cache
 def compiler() -> Compiler:
-    """Compiles formats for the demo model, in the thread that asks."""
+    """Returns a compiler of formats for the demo model, which runs in the caller's thread."""
     folder, text, table = demo()
 
     def load() -> Any:
@@ -61,7 +61,7 @@ def constraint(format: Mapping[str, Any]) -> Constraint:
 
 @cache
 def end_of_thoughts() -> list[int]:
-    """The ids of the mark that ends thoughts: several, as the demo model has no token for it."""
+    """Returns the ids of the mark that ends thoughts: the demo model has no single token for it."""
     _, text, table = demo()
     ids = text.encode(MARKS["tags"].closings[0])[len(text.prefix) :]
     assert b"".join(map(table.piece, ids)) == b"</think>" and len(ids) > 2
@@ -69,7 +69,7 @@ def end_of_thoughts() -> list[int]:
 
 
 def thoughts_of(most: int) -> Thoughts:
-    """Thoughts of the demo model, which knows none, inside of which the answer begins."""
+    """Returns open thoughts for an answer to begin in; the demo model itself has no thoughts."""
     _, text, _ = demo()
     marks = MARKS["tags"]
     return Thoughts(text.piece, marks, most=most, closings=[end_of_thoughts()])
@@ -83,7 +83,7 @@ def tokens_of(mask: Words) -> list[int]:
 
 @dataclass
 class Answer:
-    """What one request got."""
+    """The answer to a request."""
 
     ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -92,7 +92,7 @@ class Answer:
 
 
 class Answers:
-    """Runs requests on an engine of the demo model, all of them in one batch."""
+    """Runs requests on an engine of the demo model, all in one batch."""
 
     def __init__(self, engine: Engine, speculator: Speculator | None = None) -> None:
         self.engine = engine
@@ -109,9 +109,9 @@ class Answers:
         max_tokens: int = 60,
         **options: Any,
     ) -> Row:
-        """Admits a request; `had` are the ids of a resumed one.
+        """Admits a request; `had` are the ids of a resumed request.
 
-        With `thinking_budget` the prompt has opened thoughts.
+        A request with `thinking_budget` has opened thoughts in its prompt.
         """
         chosen = Options.parse({"seed": number, **options})
         _, text, _ = demo()
@@ -120,18 +120,18 @@ class Answers:
         row = Row(bytes([number] * 16), 1, ids, chosen, seed, max_tokens, list(had))
         detokenizer = Detokenizer(text.piece, chosen.stop)
         detokenizer.replay(had)
-        found = None if chosen.format is None else constraint(chosen.format)
+        format_constraint = None if chosen.format is None else constraint(chosen.format)
         bound = None
         if chosen.thinking_budget >= 0:
             thoughts = thoughts_of(chosen.thinking_budget)
-            if found is not None:
-                found.begin_in_thoughts(thoughts)
+            if format_constraint is not None:
+                format_constraint.begin_in_thoughts(thoughts)
             else:
                 bound = ThoughtBound(thoughts, demo()[0].plan.vocab_size)
                 bound.replay(had)
-        if found is not None:
-            found.replay(had)
-        admit = Admit(row, Facts(), detokenizer, 0.0, constraint=found, bound=bound)
+        if format_constraint is not None:
+            format_constraint.replay(had)
+        admit = Admit(row, Facts(), detokenizer, 0.0, constraint=format_constraint, bound=bound)
         self.answers[number] = Answer(list(had))
         self.generations.add(Generation.begin(admit, self.engine.piece))
         self._enter(row)
@@ -142,7 +142,7 @@ class Answers:
         assert not self.steps.admit(row)
 
     def step(self) -> None:
-        """Runs one step, and admits rows that lost theirs."""
+        """Runs one step, and admits preempted rows again."""
         for row in self.generations.sequences():
             if row.phase is Phase.WAITING:
                 self._enter(row)

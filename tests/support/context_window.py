@@ -1,4 +1,4 @@
-"""The context of a stream with shifts, token by token as docs/concepts.md tells it."""
+"""The context of a stream with shifts, token by token, as docs/concepts.md describes it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def window(stream: Sequence[int], context: int, keep: int) -> list[int]:
-    """Returns the tokens of a stream that a model reads before it draws the next one."""
+    """Returns the tokens of a stream that a model reads before it draws the next token."""
     inputs: list[int] = []
     for token in stream:
         if len(inputs) == context:

@@ -1,4 +1,4 @@
-"""Events of the core from bodies, parsed as the edge parses them."""
+"""Events of the core, parsed from bodies as the edge parses them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def client(
     blobs: Sequence[bytes] = (),
     entropy: int = 0,
 ) -> ev.Event:
-    """The event of a client's message."""
+    """Returns the event of a client's message."""
     message = Message(header, dict(body), tuple(blobs))
     event = ev.of_client(link, owner, message, lambda: entropy)
     assert event is not None

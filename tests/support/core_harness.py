@@ -1,8 +1,8 @@
 """A vocabulary for stories about the core: clients, workers and a clock, without a socket.
 
-Every action is checked as it comes: it fits the wire, `pos` has no gap, each accepted (id, attempt)
-gets one terminal and nothing after it, and work goes only where there is a READY worker with room.
-A fake worker's token at position i is i, so that a client can tell what it should have got.
+Every action is checked at once. It fits the wire, and `pos` continues without a gap. Each accepted
+(id, attempt) gets a terminal and nothing after it. Work goes only to a READY worker with room. A
+fake worker's token at position i is i, so that a client can check its tokens.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def model(**settings: Any) -> ModelConfig:
 
 @dataclass(eq=False)
 class Run:
-    """What a worker has of a request."""
+    """A worker's part of a request."""
 
     attempt: int
     pos: int
@@ -61,19 +61,19 @@ class Run:
 
 @dataclass(eq=False)
 class Heard:
-    """What a client has of one (id, attempt)."""
+    """A client's part of one (id, attempt)."""
 
-    pos: int | None = None  # None: whatever the first frame says, for a resume
+    pos: int | None = None  # None: the position of the first frame, for a resume
     ids: list[int] = field(default_factory=list)
     text: str = ""
     frames: int = 0
-    link: int = 0  # where it is told to be
-    forgotten: bool = False  # its link was silent for too long: nothing more may come
+    link: int = 0  # the link to which it belongs
+    forgotten: bool = False  # its link timed out: nothing more may come
     ended: act.ToClient | None = None
 
 
 class FakeWorker:
-    """Says what a worker says; remembers what it was told."""
+    """Sends the messages of a worker, and remembers the messages to it."""
 
     def __init__(self, story: Story, slot: str) -> None:
         self.story = story
@@ -118,14 +118,14 @@ class FakeWorker:
         return self
 
     def credit(self, capacity: int | None = None) -> FakeWorker:
-        """Report free places, of `capacity` in all."""
+        """Report the free ones of `capacity` places."""
         self.capacity = self.capacity if capacity is None else capacity
         free = max(0, self.capacity - len(self.runs))
         self.story.do(make.credit(self.epoch, {"sequences": free, "works": self.works}))
         return self
 
     def row(self, request: bytes, count: int = 0, **parts: Any) -> Delta:
-        """The next `count` tokens of a run as an entry of `deltas`; the ids are the positions."""
+        """Returns the next `count` tokens of a run as an entry of `deltas`; ids are positions."""
         run = self.runs[request]
         ids = range(run.pos, run.pos + count)
         row = Delta(
@@ -147,13 +147,13 @@ class FakeWorker:
         return self.story.do(ev.WorkerDeltas(self.epoch if epoch is None else epoch, rows))
 
     def tokens(self, request: bytes, count: int = 1, **parts: Any) -> list[act.Action]:
-        """One `deltas` frame with one entry."""
+        """Send a `deltas` frame with one entry."""
         return self.say(self.row(request, count, **parts))
 
     def end(
         self, request: bytes, reason: str = "stop", count: int = 0, rest: str = ""
     ) -> list[act.Action]:
-        """The last `count` tokens and the end in one entry; `rest` is text that was held back."""
+        """Send the last `count` tokens and the end in one entry; `rest` is text held back."""
         end = {"reason": reason, "text": rest, "usage": {"completion_tokens": count}}
         return self.tokens(request, count, end=end)
 
@@ -161,7 +161,7 @@ class FakeWorker:
         return self.tokens(request, end={"code": code, "message": message}, count=0, text="")
 
     def confirm(self, request: bytes) -> None:
-        """The end of a run that was cancelled, as a worker reports it."""
+        """Report the end of a cancelled run."""
         self.end(request, "cancelled")
 
     def bye(self, code: str, message: str) -> None:
@@ -175,19 +175,19 @@ class FakeWorker:
         return self.story.do(ev.WorkerExited(self.slot, cause, own, prefill))
 
     def give_back(self, *requests: bytes) -> list[act.Action]:
-        """Hand back runs, as at a drain; all of them when none is named."""
+        """Hand back runs, as at a drain; without arguments all of them."""
         named = requests or tuple(self.runs)
         runs = [[request, self.runs.pop(request).attempt] for request in named]
         return self.story.do(make.handed_back(self.epoch, runs))
 
     def look(self, look: ProgressReading | None = None, **sample: Any) -> list[act.Action]:
-        """The supervisor looks at it, as it does every second."""
+        """Have the supervisor observe the worker, as it does every second."""
         return self.story.do(
             ev.Looked(self.slot, Sample(look or ProgressReading("idle"), **sample), 1.0)
         )
 
     def watched(self, seconds: int, look: ProgressReading, **sample: Any) -> None:
-        """So many seconds of looks that all see the same; all others are heard all the while."""
+        """Have the supervisor see the same for `seconds`; all others are heard meanwhile."""
         for _ in range(seconds):
             for link in list(self.story.core.state.links):
                 self.story.hear(link)
@@ -208,7 +208,7 @@ class FakeWorker:
 
 
 class Story:
-    """A core, the links to it and its workers. `last` holds what the last call made it do."""
+    """A core, its links and its workers. `last` has the actions that the last call caused."""
 
     def __init__(
         self,
@@ -232,14 +232,14 @@ class Story:
     # ---- what happens --------------------------------------------------------------------------
 
     def do(self, event: ev.Event) -> list[act.Action]:
-        """One event, now."""
+        """Perform an event, now."""
         self.last = list(self.core.handle(event, self.now))
         for action in self.last:
             self._check(action)
         return self.last
 
     def later(self, seconds: float) -> list[act.Action]:
-        """Let time pass, waking the core whenever it asks for it."""
+        """Let time pass, with the core's wake-ups."""
         end, actions = self.now + seconds, []
         while self.core.next_wake() <= end:
             self.now = max(self.now, self.core.next_wake())
@@ -259,7 +259,7 @@ class Story:
         options: Any = None,
         **body: Any,
     ) -> bytes:
-        """A client sends `generate`; returns its id, a new one when none is given."""
+        """Have a client send `generate`; returns its id, by default a new one."""
         if request is None:
             self._made += 1
             request = request_id(self._made)
@@ -290,7 +290,7 @@ class Story:
     def ready_worker(
         self, name: str = "m", sequences: int = 4, replica: int = 0, **hello: Any
     ) -> FakeWorker:
-        """The worker of a slot, started if it is not, welcomed, with so many places."""
+        """Returns the worker of a slot, started, welcomed and with `sequences` places."""
         slot = f"{name}/{replica}"
         self._wait_out(name, slot)
         if self.core.state.registry.slots[slot].worker is None:
@@ -298,24 +298,26 @@ class Story:
         return self.workers[slot].hello(**hello).credit(sequences)
 
     def _wait_out(self, name: str, slot: str) -> None:
-        """The pause before a restart, when the slot's worker is lost."""
+        """Wait for the restart of a slot's lost worker."""
         model = self.core.state.registry.models[name]
-        wanted = model.state in DEMANDED or ("restart", name) in self.core.state.timers
+        restarts = model.state in DEMANDED or ("restart", name) in self.core.state.timers
         while (
-            wanted and slot in self.workers and self.core.state.registry.slots[slot].worker is None
+            restarts
+            and slot in self.workers
+            and self.core.state.registry.slots[slot].worker is None
         ):
             for link in list(self.core.state.links):
                 self.hear(link)
             self.later(0.5)
 
     def running(self, sequences: int = 4, **request: Any) -> tuple[FakeWorker, bytes]:
-        """A ready worker that has been given a request."""
+        """Returns a ready worker and the request that it has been given."""
         worker = self.ready_worker(sequences=sequences)
         request_id = self.generate(**request)
         assert self.request(request_id).state is RequestState.ASSIGNED
         return worker, request_id
 
-    # ---- what is there -------------------------------------------------------------------------
+    # ---- the state -------------------------------------------------------------------------
 
     def request(self, request: bytes) -> Request:
         return self.core.state.requests[request]
@@ -324,7 +326,7 @@ class Story:
         return self.core.state.registry.models[name]
 
     def to_client(self, kind: str | None = None, link: int | None = None) -> list[act.ToClient]:
-        """What the last call sent to clients."""
+        """Returns the last call's messages to clients."""
         return [
             action
             for action in self.last
@@ -334,18 +336,18 @@ class Story:
         ]
 
     def started(self) -> list[str]:
-        """Slots whose worker the last call had started."""
+        """Returns the slots whose worker the last call had started."""
         return [action.slot for action in self.last if isinstance(action, act.StartWorker)]
 
     def stopped(self) -> list[str]:
         return [action.slot for action in self.last if isinstance(action, act.StopWorker)]
 
     def assert_sent(self, link: int, kind: str, /, **fields: Any) -> act.ToClient:
-        """Exactly one such frame went out in the last call; fields are of its body or header."""
-        found = self.to_client(kind, link)
+        """Assert that the last call sent exactly one such frame; fields are of body or header."""
+        frames = self.to_client(kind, link)
         shown = [(a.link, a.header.kind, body_of(a)) for a in self.to_client()]
-        assert len(found) == 1, f"not one {kind} to {link} in {shown}"
-        frame = found[0]
+        assert len(frames) == 1, f"not one {kind} to {link} in {shown}"
+        frame = frames[0]
         for key, value in fields.items():
             has = getattr(frame.header, key) if key in ("id", "pos", "attempt") else None
             has = body_of(frame).get(key) if has is None else has
@@ -353,7 +355,7 @@ class Story:
         return frame
 
     def assert_refused(self, code: str, *words: str, link: int = 1) -> act.ToClient:
-        """The last call answered with an error and accepted nothing."""
+        """Assert that the last call answered with an error and accepted nothing."""
         frame = self.assert_sent(link, kinds.ERROR, code=code)
         assert not self.to_client(kinds.ACCEPTED)
         for word in words:
@@ -361,14 +363,14 @@ class Story:
         return frame
 
     def assert_ended(self, request: bytes, outcome: str, attempt: int = 1) -> act.ToClient:
-        """The stream has its terminal: a `reason` or an error's `code`."""
+        """Assert that the stream has its terminal: a `reason` or an error's `code`."""
         ended = self.heard[request, attempt].ended
         assert ended is not None, "the stream has not ended"
         assert outcome in (body_of(ended).get("reason"), body_of(ended).get("code")), body_of(ended)
         return ended
 
     def assert_conserved(self) -> None:
-        """What was accepted has ended or is live, in all and by model."""
+        """Assert that accepted requests have ended or are live, in all and by model."""
         counters = self.core.state.counters
         ended = counters.done + counters.failed + counters.cancelled
         assert counters.accepted == ended + len(self.core.state.requests)
@@ -380,16 +382,18 @@ class Story:
             assert by_model == getattr(counters, key), key
 
     def assert_idle(self) -> None:
-        """Nothing is left of anybody but tombstones."""
+        """Assert that only tombstones are left."""
         core = self.core
         assert not core.state.requests and not core.state.calls
-        for each in core.state.registry.models.values():
-            assert not each.queue and not each.queue.bytes and not each.calls
-            assert not list(each.queue), "the queue's count is wrong"
-            assert not any(each.queue.ranked), "the queue's count of ranks is wrong"
-            assert not each.queue.charged, "the queue's count of charged requests is wrong"
-            assert not each.places.held, "the places of owners are wrong"
-            assert not any(w.leases or w.batch_bounds or w.reading or w.calls for w in each.workers)
+        for owner_model in core.state.registry.models.values():
+            assert not owner_model.queue and not owner_model.queue.bytes and not owner_model.calls
+            assert not list(owner_model.queue), "the queue's count is wrong"
+            assert not any(owner_model.queue.ranked), "the queue's count of ranks is wrong"
+            assert not owner_model.queue.charged, "the queue's count of charged requests is wrong"
+            assert not owner_model.places.held, "the places of owners are wrong"
+            assert not any(
+                w.leases or w.batch_bounds or w.reading or w.calls for w in owner_model.workers
+            )
         assert not any(link.ids or link.calls for link in core.state.links.values())
 
     # ---- the checks ----------------------------------------------------------------------------
@@ -479,7 +483,7 @@ class Story:
 
 
 def wake_until_idle(story: Story) -> list[int]:
-    """Wake the core for what is due now; returns how many streams each event ended."""
+    """Wake the core for due events; returns the number of streams that each event ended."""
     left = [len(story.core.state.requests)]
     while story.core.next_wake() <= story.now:
         story.do(ev.Wake())
@@ -493,5 +497,5 @@ def body_of(action: act.ToClient | act.ToWorker) -> dict[str, Any]:
 
 
 def owed(worker: Worker) -> int:
-    """Free places by the worker's word, minus the work it has not seen; never below 0."""
+    """Returns the worker's reported free places minus the work it has not seen, at least 0."""
     return worker.sequences - (worker.works_sent - worker.works_seen)

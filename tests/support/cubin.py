@@ -1,4 +1,4 @@
-"""Reads what a kernel needs of a GPU from the machine code that NVIDIA's compiler made of it."""
+"""Reads a kernel's registers and stack from the machine code of NVIDIA's compiler."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 INFO = b".nv.info"  # the section with a list of attributes of all kernels
-WITH_WORDS = 4  # the format of an attribute whose value is words: of a symbol, and a number
+WITH_WORDS = 4  # the format of an attribute with a symbol and a number as its value
 FRAME_SIZE, REGISTERS = 0x11, 0x2F  # attributes
 
 
 @dataclass(frozen=True, slots=True)
 class KernelNeeds:
-    """`registers` of a thread, and the bytes of its `stack`, to which registers are spilled."""
+    """The `registers` of a thread, and the bytes of its `stack`, which has spilled registers."""
 
     registers: int
     stack: int
 
 
 def needs_of(code: bytes) -> KernelNeeds:
-    """Returns what the only kernel of an ELF file needs; raises KeyError if it does not say so."""
-    found: dict[int, int] = {}
+    """Returns the needs of the only kernel of an ELF file. Raises KeyError if they are missing."""
+    attributes: dict[int, int] = {}
     for name, content in _sections(code):
         if name == INFO:
-            found.update(_attributes(content))
-    return KernelNeeds(found[REGISTERS], found[FRAME_SIZE])
+            attributes.update(_attributes(content))
+    return KernelNeeds(attributes[REGISTERS], attributes[FRAME_SIZE])
 
 
 def _sections(code: bytes) -> Iterator[tuple[bytes, bytes]]:
     """Yields the name and the content of each section of an ELF file of 64 bits."""
     (headers,) = struct.unpack_from("<Q", code, 0x28)
     size, count, of_names = struct.unpack_from("<HHH", code, 0x3A)
-    every = [struct.unpack_from("<IIQQQQ", code, headers + size * n) for n in range(count)]
-    names = every[of_names][4]
-    for name, _, _, _, begin, length in every:
+    sections = [struct.unpack_from("<IIQQQQ", code, headers + size * n) for n in range(count)]
+    names = sections[of_names][4]
+    for name, _, _, _, begin, length in sections:
         at = names + name
         yield code[at : code.index(b"\0", at)], code[begin : begin + length]
 

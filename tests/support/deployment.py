@@ -24,32 +24,32 @@ MLXPOOL = (sys.executable, "-m", "mlxpool.cli.main")
 
 
 def ports_of_deployments() -> dict[str, str]:
-    """A free port for each port of the deployments."""
+    """Returns a free port for each port of the deployments."""
     return {name: str(port) for name, port in zip(PORTS, free_ports(len(PORTS)), strict=True)}
 
 
 def arguments(manifest: Path) -> list[str]:
-    """The arguments of the container of the one workload in a file, a patch of one included."""
+    """Returns the arguments of the container of the only workload in a file or patch."""
     (workload,) = yaml.safe_load_all(manifest.read_text("utf-8"))
     (container,) = workload["spec"]["template"]["spec"]["containers"]
     return list(container["args"])
 
 
 def make_keys(folder: Path, roles: Mapping[str, str], bearer: str) -> dict[str, str]:
-    """Write the key files that the Secrets hold, each broker's public one too; the public keys."""
-    made = {}
+    """Write the key files of the Secrets, and brokers' public keys; returns the public keys."""
+    public_keys = {}
     for name, role in roles.items():
         flags = ("keygen", name, "--role", role, "--folder", str(folder), "--json")
         done = subprocess.run([*MLXPOOL, *flags], capture_output=True, timeout=PATIENCE, check=True)
-        made[name] = str(json.loads(done.stdout)["public"])
+        public_keys[name] = str(json.loads(done.stdout)["public"])
         if role == "server":
-            (folder / f"{name}.pub").write_text(made[name])
+            (folder / f"{name}.pub").write_text(public_keys[name])
     secret_file(folder / "http.keys", bearer)
-    return made
+    return public_keys
 
 
 def admitting(settings: str, roles: Mapping[str, str], public: Mapping[str, str]) -> str:
-    """A broker's settings with a section for each key that is no server's."""
+    """Returns a broker's settings with a section for each key except servers' keys."""
     return settings + "".join(
         f'\n[keys.{name}]\nrole = "{role}"\npublic = "{public[name]}"\n'
         for name, role in roles.items()
@@ -64,9 +64,10 @@ def running(
     prefix: Sequence[str] = (),
     variables: Mapping[str, str] | None = None,
 ) -> Iterator[None]:
-    """Run `mlxpool` with these arguments meanwhile, with a run directory of its own.
+    """Run `mlxpool` with these arguments in the block, with its own run directory.
 
-    `prefix`: a command that becomes `mlxpool`, such as `ip netns exec NAME`. `variables` are set.
+    `prefix`: a command that runs `mlxpool`, such as `ip netns exec NAME`. `variables` are set in
+    its environment.
     """
     with TemporaryDirectory(prefix="mlxpool-") as folder, log.open("wb") as out:
         environment = {**os.environ, "MLXPOOL_RUN_DIR": f"{folder}/pool", **(variables or {})}
@@ -84,7 +85,7 @@ def running(
 
 
 def answers(url: str) -> bool:
-    """Whether the path is answered with 200."""
+    """Returns whether the URL is answered with status 200."""
     try:
         with urllib.request.urlopen(url, timeout=PATIENCE) as answer:
             return bool(answer.status == 200)

@@ -1,4 +1,4 @@
-"""Records of the disk tier for tests: arrays follow from the inputs, so that a wrong one shows."""
+"""Records of the disk tier for tests: arrays follow from the inputs, so a wrong one is detected."""
 
 from __future__ import annotations
 
@@ -33,8 +33,10 @@ HEADS, SIZE = 2, 3
 
 
 def cells(ids: Sequence[int], start: int = 0) -> np.ndarray[tuple[int, ...], np.dtype[np.uint16]]:
-    """Returns an array [HEADS, tokens, SIZE] that tells the inputs and their places."""
-    numbers = np.array([(one * 7 + start + at) % 65_521 for at, one in enumerate(ids)], np.uint16)
+    """Returns an array [HEADS, tokens, SIZE] that encodes the inputs and their places."""
+    numbers = np.array(
+        [(token * 7 + start + at) % 65_521 for at, token in enumerate(ids)], np.uint16
+    )
     return np.broadcast_to(numbers[None, :, None], (HEADS, len(ids), SIZE)).copy()
 
 
@@ -42,31 +44,31 @@ def records_of(
     ids: Sequence[int], scope: str = "", *, states: Sequence[int] = ()
 ) -> list[NewRecord]:
     """Returns the records of a sequence: its blocks, a part at its end, and snapshots."""
-    found, key = [], root_key(scope)
+    records, key = [], root_key(scope)
     for start in range(0, len(ids), BLOCK_TOKENS):
         part = tuple(ids[start : start + BLOCK_TOKENS])
-        found += record_of(part, start, key, states=states)
+        records += record_of(part, start, key, states=states)
         key = block_key(key, packed(part))
-    return found
+    return records
 
 
 def record_of(
     part: tuple[int, ...], start: int, parent: bytes, *, states: Sequence[int] = ()
 ) -> list[NewRecord]:
-    """Returns the record of a block behind those of a key, and its snapshot if it is to have one.
+    """Returns the record of a block after the blocks of a key, and its snapshot if requested.
 
     A snapshot inside the block has a record of the inputs before it as well.
     """
     key = block_key(parent, packed(part))
     arrays = (NamedArray("0.0", "bfloat16", (cells(part, start),)),)
-    found = [NewRecord(Kind.TOKENS, start, parent, key, part, arrays)]
+    records = [NewRecord(Kind.TOKENS, start, parent, key, part, arrays)]
     for end in states:
         if end == start + len(part):
             state = NamedArray("1.0", "float32", (np.array([end], np.float32),), 0)
-            found.append(NewRecord(Kind.STATE, start, parent, key, part, (state,)))
+            records.append(NewRecord(Kind.STATE, start, parent, key, part, (state,)))
         elif start < end < start + len(part):
-            found += record_of(part[: end - start], start, parent, states=[end])
-    return found
+            records += record_of(part[: end - start], start, parent, states=[end])
+    return records
 
 
 @contextmanager
@@ -78,7 +80,7 @@ def tier_at(
     model: str = "m",
     records: int = 0,
 ) -> Iterator[DiskTier]:
-    """Runs a tier in a folder, when it has found so many records."""
+    """Runs a tier in a folder; it has found at least `records` records."""
     folder = ModelFolder(path, model, budget)
     folder.prepare(digest)
     tier = DiskTier(TierState(folder, digest, ABOUT, ROOM, True, lambda: None))
@@ -92,18 +94,18 @@ def tier_at(
 
 
 def write_all(tier: DiskTier, records: Sequence[NewRecord]) -> None:
-    """Writes records, and waits until they are."""
+    """Writes records, and waits until they are written."""
     for record in records:
         tier.writes.put(record)
     until(lambda: tier.writes.pending == 0, "all is written")
 
 
 def write_until_killed(path: Path, number: int) -> None:
-    """Writes records that begin with `number * 1,000,000`, for a process that is killed."""
-    with tier_at(path, budget=2**32) as one:  # nothing is deleted, however long they write
+    """Writes records that begin at `number * 1,000,000` without end, in a process to be killed."""
+    with tier_at(path, budget=2**32) as tier:  # a budget so large that nothing is deleted
         for count in range(10_000):
             base = number * 1_000_000 + count * 1000
-            write_all(one, records_of(tuple(range(base, base + 700)), states=[700]))
+            write_all(tier, records_of(tuple(range(base, base + 700)), states=[700]))
 
 
 def wanted(
@@ -115,7 +117,7 @@ def wanted(
     scope: str = "",
     most: int | None = None,
 ) -> Wanted:
-    """Returns what a prompt can use."""
+    """Returns the records that a prompt can use."""
     least = matched if restorable is None else restorable
     most = len(ids) - 1 if most is None else most
     return Wanted(root_key(scope), tuple(ids), most, matched, least, stateful)
@@ -124,20 +126,20 @@ def wanted(
 def read_all(tier: DiskTier, what: Wanted) -> list[ReadRecord]:
     """Reads everything that the disk has for a prompt."""
     reading = tier.reader.begin(what)
-    found: list[ReadRecord] = []
-    until(lambda: _take(reading, found), "all is read")
-    return found
+    records: list[ReadRecord] = []
+    until(lambda: _take(reading, records), "all is read")
+    return records
 
 
-def _take(reading: Reading, found: list[ReadRecord]) -> bool:
+def _take(reading: Reading, records: list[ReadRecord]) -> bool:
     while (record := reading.take()) is not None:
-        found.append(record)
+        records.append(record)
     return reading.finished
 
 
 def array_of(record: ReadRecord, name: str) -> np.ndarray[tuple[int, ...], np.dtype[np.uint16]]:
     """Returns an array of a record, bfloat16 as uint16."""
-    (place,) = (one for one in record.header.arrays if one.name == name)
+    (place,) = (candidate for candidate in record.header.arrays if candidate.name == name)
     kind = {"bfloat16": "uint16"}.get(place.dtype, place.dtype)
     data = record.arrays[place.offset : place.offset + place.nbytes]
     return data.view(kind).reshape(place.shape)
@@ -145,7 +147,7 @@ def array_of(record: ReadRecord, name: str) -> np.ndarray[tuple[int, ...], np.dt
 
 def encoded(record: NewRecord, digest: bytes = DIGEST) -> tuple[bytes, memoryview]:
     """Returns the header and the arrays of a record."""
-    places = places_of([(one.name, one.dtype, one.shape) for one in record.arrays])
+    places = places_of([(array.name, array.dtype, array.shape) for array in record.arrays])
     payload = payload_of(record, places).data
     fields = record.kind, record.start, record.parent, packed(record.ids)
     return encode_header(digest, *fields, places, checksum_of(digest, [payload])), payload
@@ -155,14 +157,14 @@ def record_from(arrays: Sequence[NamedArray], start: int, tokens: int) -> ReadRe
     """Returns the record of these arrays as a tier would read it."""
     ids, parent = tuple(range(tokens)), root_key("")
     header, payload = encoded(NewRecord(Kind.TOKENS, start, parent, b"", ids, tuple(arrays)))
-    found = np.frombuffer(payload, np.uint8)
-    return ReadRecord(decode_header(DIGEST, header), found, start + tokens)
+    array = np.frombuffer(payload, np.uint8)
+    return ReadRecord(decode_header(DIGEST, header), array, start + tokens)
 
 
-def check_tokens(found: Sequence[ReadRecord], ids: Sequence[int], matched: int = 0) -> int:
-    """Asserts that records have what belongs to the inputs; returns up to where."""
+def check_tokens(records: Sequence[ReadRecord], ids: Sequence[int], matched: int = 0) -> int:
+    """Asserts that records belong to the inputs; returns the end of the last record."""
     end = matched
-    for record in found:
+    for record in records:
         header = record.header
         if header.kind is Kind.STATE:
             assert array_of(record, "1.0").tolist() == [header.end]

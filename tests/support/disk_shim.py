@@ -1,8 +1,8 @@
-"""Runs a Python program on a disk that is logged, and that a test can make full, slow or bad.
+"""Runs a Python program on a logged disk, which a test can make full, slow or bad.
 
-A library of ours is preloaded: it replaces the calls of libc by which SQLite writes. A file system
-of our own (FUSE) needs rights that a test does not have; a VFS of SQLite's would need another build
-of SQLite than the one that is served; strace sees the calls, but cannot stop one.
+A preloaded library replaces the calls of libc that SQLite writes with. Other ways do not fit: a
+FUSE file system needs rights that a test does not have, a VFS of SQLite needs another build of
+SQLite than users have, and strace sees calls but cannot stop them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NO_BOUND = -1
 
 @cache
 def library() -> Path:
-    """Builds the library, once a process. Skips the test where it cannot be built."""
+    """Builds the library, once a process. Skips the test if it cannot be built."""
     if not sys.platform.startswith("linux"):
         pytest.skip("the calls of libc are replaced by preloading, as on Linux")
     if COMPILER is None:
@@ -46,7 +46,7 @@ def library() -> Path:
 
 
 class ShimmedDisk(Closing):
-    """What the library does to the folder `root`, for processes that run in `environment`."""
+    """The library's control of the folder `root`, for processes that run in `environment`."""
 
     def __init__(self, root: Path, log: Path | None = None, room: int = NO_BOUND) -> None:
         root.mkdir(exist_ok=True)
@@ -77,11 +77,11 @@ class ShimmedDisk(Closing):
         until(lambda: self._get(3) > 0, "a call waits for the disk")
 
     def leave(self, room: int) -> None:
-        """So many bytes are left on the disk; NO_BOUND: as many as you like."""
+        """Set the bytes left on the disk; NO_BOUND for no bound."""
         self._set(1, room)
 
     def fail_syncs(self, count: int) -> None:
-        """The next syncs fail with EIO."""
+        """Let the next `count` syncs fail with EIO."""
         self._set(2, count)
 
     def close(self) -> None:
@@ -90,9 +90,9 @@ class ShimmedDisk(Closing):
 
 
 class ShimmedProcess(ShimmedDisk):
-    """A program of tests/support in a process of its own, on the folder `root` with so much room.
+    """A program of tests/support in a new process, on the folder `root` with `room` bytes.
 
-    Lines that it prints are read by `line`; it is told to go on by `tell`.
+    `line` reads its output; `tell` writes to its input.
     """
 
     def __init__(
@@ -110,27 +110,27 @@ class ShimmedProcess(ShimmedDisk):
         )
 
     def line(self) -> str:
-        """The next line that the program prints; "" at its end."""
+        """Returns the next line of its output; "" at its end."""
         assert self.process.stdout is not None
         return self.process.stdout.readline().rstrip("\n")
 
     def tell(self, text: str) -> None:
-        """Give the program a line to read."""
+        """Write a line to its input."""
         assert self.process.stdin is not None
         self.process.stdin.write(text + "\n")
         self.process.stdin.flush()
 
     def ask(self, text: str) -> str:
-        """The program's line about one of ours."""
+        """Write a line to its input; returns the line that it prints."""
         self.tell(text)
         return self.line()
 
     def wait(self) -> int:
-        """Wait for its end; returns its exit status."""
+        """Wait for its end; returns the exit status."""
         return self.process.wait(PATIENCE)
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL."""
         self.process.kill()
         self.process.wait(PATIENCE)
 

@@ -1,9 +1,9 @@
-"""Measures what a disk that stalls under the store of jobs does to streams that are no jobs.
+"""Measures the effect of a stalled disk under the store of jobs on streams without jobs.
 
 PYTHONPATH=tests python tests/support/disk_stall_gaps.py [--rounds 3] [--seconds 5]
 
-Eight streams run beside jobs that run and are submitted. In each round the disk works for so many
-seconds, and stalls for as many; each gap between two deltas of a stream is noted on the client.
+Eight streams run beside jobs that run and are submitted. In each round the disk works for `seconds`
+and stalls for `seconds`. The client measures each gap between two deltas of a stream.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STREAMS, JOBS = 8, 4
 
 
 class Phases:
-    """The gaps of each phase; a gap is of the phase in which it ended."""
+    """The gaps of each phase; a gap belongs to the phase of its end."""
 
     def __init__(self) -> None:
         self.now = ""
@@ -42,7 +42,7 @@ class Phases:
 
 
 def read(client: Client, number: int, phases: Phases, over: threading.Event) -> None:
-    """One stream after the other, until it is over."""
+    """Read one stream after the other until `over`."""
     while not over.is_set():
         last = 0.0
         with client.stream("m", f"stream {number}", max_tokens=100_000) as stream:
@@ -56,7 +56,7 @@ def read(client: Client, number: int, phases: Phases, over: threading.Event) -> 
 
 
 def submit(client: Client, over: threading.Event) -> None:
-    """Submit jobs one after the other; one waits for the disk while it stalls."""
+    """Submit jobs one after the other; a job waits while the disk stalls."""
     while not over.is_set():
         try:
             client.submit("m", "a job", max_tokens=50)

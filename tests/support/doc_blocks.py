@@ -28,12 +28,12 @@ REASON = re.compile(r"<!-- not run: (.+) -->\s*\Z")
 LOOSE = re.compile(r"<!-- figures differ -->\s*\Z")
 ENDS = re.compile(r"<!-- ends with (\d+) -->\s*\Z")
 RUNNABLE = frozenset({"console", "python", "sh", "toml"})
-PATIENCE = 500  # seconds for a whole page; this only bounds a failure
+PATIENCE = 500  # seconds for a whole page; it only bounds a failure
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A fenced block. `line`: of its fence. `reason`: why it is not run, "" if it is.
+    """A fenced block. `line`: the line of its fence. `reason`: why it is not run, else "".
 
     `loose`: its figures differ. `ends`: the exit code of its last command.
     """
@@ -48,7 +48,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One command of a page and its expected output; None: any output."""
+    """A command of a page and its expected output; None: any output."""
 
     text: str
     printed: str | None
@@ -58,12 +58,12 @@ class Command:
 
 
 def blocks(page: str) -> list[Block]:
-    """Every fenced block of a page."""
-    found = []
+    """Returns every fenced block of a page."""
+    fenced = []
     for match in FENCE.finditer(page):
         above = page[: match.start()]
         reason, ends = REASON.search(above), ENDS.search(above)
-        found.append(
+        fenced.append(
             Block(
                 match[1],
                 match[2],
@@ -73,17 +73,17 @@ def blocks(page: str) -> list[Block]:
                 int(ends[1]) if ends else 0,
             )
         )
-    return found
+    return fenced
 
 
 def commands(page: str) -> Iterator[Command]:
-    """The commands of a page, in order."""
+    """Yields the commands of a page, in order."""
     for block in blocks(page):
         if block.reason or block.kind not in RUNNABLE:
             continue
-        found = list(_of(block))
-        yield from found[:-1]
-        yield replace(found[-1], ends=block.ends)
+        of_block = list(_of(block))
+        yield from of_block[:-1]
+        yield replace(of_block[-1], ends=block.ends)
 
 
 def _of(block: Block) -> Iterator[Command]:
@@ -178,7 +178,7 @@ FIGURE = re.compile(r"(?:/[\w.-]+)+|\d[\d,.:]*")
 
 
 def agrees(printed: str, wanted: str, *, loose: bool = False) -> bool:
-    """Whether output matches the expected text of a page."""
+    """Returns whether output matches the expected text of a page."""
     if loose:
         printed, wanted = (re.sub(" +", " ", FIGURE.sub("0", text)) for text in (printed, wanted))
     pattern = ""

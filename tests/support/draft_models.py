@@ -15,7 +15,7 @@ BFLOAT16_BYTES, LENGTH_BYTES = 2, 8
 
 
 def write_draft(folder: Path) -> Path:
-    """Writes the draft model to a new folder, which it returns; some of its drafts are right."""
+    """Writes the draft model to a new folder and returns that; some of its drafts are right."""
     folder.mkdir(parents=True)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(DEMO_FOLDER / name, folder)
@@ -31,14 +31,14 @@ def _first_layers() -> bytes:
     """The safetensors file of the demo without its last layers."""
     data = (DEMO_FOLDER / "model.safetensors").read_bytes()
     begin = LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")
-    given: dict[str, dict[str, Any]] = json.loads(data[LENGTH_BYTES:begin])
+    tensors: dict[str, dict[str, Any]] = json.loads(data[LENGTH_BYTES:begin])
     header, parts, size = {}, list[bytes](), 0
-    for name, one in given.items():
+    for name, tensor in tensors.items():
         if name == "__metadata__" or _layer(name) >= LAYERS:
             continue
-        first, end = one["data_offsets"]
-        assert end - first == BFLOAT16_BYTES * prod(one["shape"])
-        header[name] = {**one, "data_offsets": [size, size + end - first]}
+        first, end = tensor["data_offsets"]
+        assert end - first == BFLOAT16_BYTES * prod(tensor["shape"])
+        header[name] = {**tensor, "data_offsets": [size, size + end - first]}
         parts.append(data[begin + first : begin + end])
         size += end - first
     text = json.dumps(header).encode()
@@ -47,5 +47,5 @@ def _first_layers() -> bytes:
 
 
 def _layer(name: str) -> int:
-    """The number of the layer that a tensor is of; -1: of none."""
+    """Returns the number of the layer of a tensor; -1 without a layer."""
     return int(name.split(".")[2]) if name.startswith("model.layers.") else -1

@@ -1,4 +1,4 @@
-"""Drafts that are known to be right or wrong, and steps that check them whether they pay or not."""
+"""Drafts that are known to be right or wrong, and steps that check them in any case."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ MAX_DEPTH = 6
 
 
 class OracleDrafter:
-    """Proposes the next ids of answers that are known, some of them changed.
+    """Proposes the next ids of known answers, some of them changed.
 
-    `answers`: the whole answer of a request by its id. An id that follows the last one is drawn.
+    `answers`: the whole answer of a request by its id. Ids after the end of an answer are drawn.
     """
 
     name = "oracle"
 
     def __init__(self, answers: Mapping[bytes, Many[int]], draw: random.Random, size: int) -> None:
-        """`size`: of the vocabulary."""
+        """`size`: the size of the vocabulary."""
         self._answers = answers
         self._draw = draw
         self._size = size
@@ -63,17 +63,17 @@ class OracleDrafter:
 
 
 class EagerSpeculator(Speculator):
-    """Has every row check a random number of drafts, where it has room and there are some.
+    """Has every row with room check a random number of the drafts that there are.
 
-    They are checked whether they pay or not.
+    They are checked whether that pays or not.
     """
 
     def __init__(self, drafter: Drafter | None = None, draw: random.Random | None = None) -> None:
-        """Without `draw` it is as many as possible."""
+        """Without `draw` the number is as high as possible."""
         super().__init__(drafter or NgramDrafter(), lambda load: 0.0, monotonic)
         self._draw = draw
         self.most = 0  # drafts of a row in a step
-        self.waits = False  # whether no row checks drafts now
+        self.waits = False  # True while no row checks drafts
 
     @property
     def skips_next(self) -> bool:
@@ -82,24 +82,24 @@ class EagerSpeculator(Speculator):
     def depths(
         self, rows: int, lines: int, candidates: Many[Candidate], began: float
     ) -> dict[Sequence, int]:
-        found = {}
-        for one in () if self.waits else candidates:
+        chosen = {}
+        for candidate in () if self.waits else candidates:
             self.search.forget_ended(rows)
-            if not self.search.follow(one.sequence):
+            if not self.search.follow(candidate.sequence):
                 continue
-            some = self.drafter.chances(one.sequence, max(0, min(MAX_DEPTH, one.room)))
+            some = self.drafter.chances(candidate.sequence, max(0, min(MAX_DEPTH, candidate.room)))
             depth = len(some) if self._draw is None else self._draw.randint(0, len(some))
             if depth:
-                found[one.sequence] = depth
+                chosen[candidate.sequence] = depth
                 self.most = max(self.most, depth)
-        return found
+        return chosen
 
     def _those_that_pay(self, drafts: Drafts) -> Drafts:
         return drafts
 
 
 class ClockedSpeculator(Speculator):
-    """Notes how long steps are said to have taken, by a clock that the test moves."""
+    """Records the reported times of steps, by a clock that the test moves."""
 
     def __init__(self) -> None:
         super().__init__(NgramDrafter(), lambda load: 0.0, lambda: self.now)

@@ -1,4 +1,4 @@
-"""Steps of an engine without the compute thread: prompts are read and rows decoded by spans.
+"""Steps of an engine without the compute thread: spans that read prompts and decode rows.
 
 Tokens are appended to their sequences as soon as they are collected.
 """
@@ -15,9 +15,10 @@ from mlxpool.worker.scheduling.spans import Span
 
 
 def chunk_of(engine: Engine, seq: Sequence, tokens: int | None = None) -> Span | None:
-    """Returns the next chunk of a prompt, `tokens` long at most; None: only a decode step is left.
+    """Returns the next chunk of a prompt, `tokens` long at most; None before the decode step.
 
-    It ends before the input of the decode step and, as the engine wants, at a restore point.
+    A chunk ends before the input of the decode step, and at a restore point if the engine needs
+    that.
     """
     limits = engine.limits
     most = min(seq.unread - 1, limits.lines, longest_chunk(seq.submitted, limits.pairs))
@@ -28,9 +29,9 @@ def chunk_of(engine: Engine, seq: Sequence, tokens: int | None = None) -> Span |
 
 
 def read_chunk(engine: Engine, seq: Sequence, tokens: int | None = None) -> int:
-    """Reads the next chunk of a prompt in a pass of its own; returns its tokens, 0: none is left.
+    """Reads the next chunk of a prompt in its own pass; returns its tokens, 0 at the end.
 
-    Also collects the passes in flight.
+    It also collects the passes in flight.
     """
     span = chunk_of(engine, seq, tokens)
     if span is None:
@@ -55,10 +56,10 @@ def enter(engine: Engine, seq: Sequence, tokens: int | None = None) -> list[int]
 
 
 def decode(engine: Engine, rows: Many[Sequence], steps: int = 1) -> list[SampledToken]:
-    """Decodes until each row has `steps` tokens more; returns all tokens that were drawn.
+    """Decodes until each row has `steps` tokens more; returns all drawn tokens.
 
-    With look-ahead a pass over the rows that may continue stays in flight. Rows that are not in
-    `rows` get the token that was in flight. Raises the first SequenceFailed.
+    If the engine looks ahead, a pass over the rows that may continue stays in flight. Rows outside
+    `rows` get their token in flight. Raises the first SequenceFailed.
     """
     target = {seq: len(seq.ids) + steps for seq in rows}
     ahead = engine.limits.ahead
@@ -73,7 +74,7 @@ def decode(engine: Engine, rows: Many[Sequence], steps: int = 1) -> list[Sampled
 
 
 def step(engine: Engine, spans: Iterable[Span]) -> list[SampledToken]:
-    """Computes one pass with none in flight; the tokens are not appended to their sequences."""
+    """Computes one pass while none is in flight; the tokens are not appended to sequences."""
     assert not engine.in_flight
     engine.submit(list(spans))
     found = engine.collect()
@@ -88,19 +89,19 @@ def decode_spans(rows: Iterable[Sequence]) -> list[Span]:
 
 
 def may_continue(engine: Engine, seq: Sequence) -> bool:
-    """Whether the sequence may draw one more token after those in flight."""
-    made = len(seq.ids) + seq.awaited
-    return made < seq.max_tokens and len(seq.prompt) + made < engine.context
+    """Returns whether a sequence may draw a further token after the tokens in flight."""
+    count = len(seq.ids) + seq.awaited
+    return count < seq.max_tokens and len(seq.prompt) + count < engine.context
 
 
 def collect(engine: Engine) -> StepResult:
     """Collects the oldest pass in flight and appends its tokens; raises its first failure."""
-    found = engine.collect()
-    for one in found.drawn:
-        one.sequence.ids.append(one.token)
-    for failure in found.failed:
+    result = engine.collect()
+    for token in result.drawn:
+        token.sequence.ids.append(token.token)
+    for failure in result.failed:
         raise failure
-    return found
+    return result
 
 
 def drain(engine: Engine) -> list[SampledToken]:
@@ -112,7 +113,7 @@ def drain(engine: Engine) -> list[SampledToken]:
 
 
 def _submit(engine: Engine, rows: Many[Sequence], ahead: int) -> list[SampledToken]:
-    """Submits a decode step; returns what is collected because no more passes may be in flight."""
+    """Submits a decode step; returns the tokens of a pass that had to be collected before."""
     if rows:
         engine.submit(decode_spans(rows))
     drawn: list[SampledToken] = []
@@ -136,7 +137,7 @@ class ScheduledSteps:
             self.live.append(seq)
 
     def step(self) -> list[SampledToken]:
-        """Submits the next step; collects the oldest one if no more may be in flight."""
+        """Submits the next step; collects the oldest pass if no more may be in flight."""
         limits = self.engine.limits
         chosen = schedule(self.live, limits, self.engine.cost.seconds, self.engine.clip)
         assert not (chosen.alone and self.engine.in_flight)
@@ -147,7 +148,7 @@ class ScheduledSteps:
         return collect(self.engine).drawn
 
     def preempt(self, seq: Sequence) -> None:
-        """Takes the row of a sequence, which may be admitted again."""
+        """Takes the row from a sequence, which may be admitted again."""
         self.engine.release(seq)
         seq.preempt()
 

@@ -23,18 +23,18 @@ PATIENCE = 200  # seconds; no test measures time, so this only bounds a failure
 NEVER = 3600.0
 USAGE = {"completion_tokens": 0}
 FACTS = {"digest": "d", "context": 64, "max_tokens": 9, "prompt_tokens": 3, "now": 5}
-# Polls often, and never resends by itself, however slow the machine.
+# Polls often, and never sends again by itself, even on a slow machine.
 NO_RESEND_PACE = Pace(ping=0.05, tick=0.01, silence=NEVER, answer=(NEVER,))
 WAITS: dict[str, Any] = {"connect_timeout": PATIENCE, "pace": NO_RESEND_PACE}
 
 
 class FakeBroker:
-    """A ROUTER socket that a test sends and receives with. Used by one thread at a time."""
+    """A ROUTER socket by which a test sends and receives. One thread at a time may use it."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
         self.boot = 11
-        self.number = 5  # of the connection
+        self.number = 5  # the number of the connection
         self.peer = b""
         self.seen: list[Message] = []
         self.attempts: dict[bytes, int] = {}  # the latest attempt of each stream
@@ -52,7 +52,7 @@ class FakeBroker:
         self.context.term()
 
     def client(self, **options: Any) -> Client:
-        """A client that waits for this broker as long as it takes, and sends nothing again."""
+        """Returns a client that waits for this broker without end, and never sends again."""
         return Client(self.run_dir, **{**WAITS, **options})
 
     def async_client(self, **options: Any) -> AsyncClient:
@@ -60,7 +60,7 @@ class FakeBroker:
         return AsyncClient(self.run_dir, **{**WAITS, **options})
 
     def receive(self, kind: str, *, pongs: bool = True) -> Message:
-        """The next message of a kind; answers pings and records all messages."""
+        """Returns the next message of a kind; answers pings and records all messages."""
         assert self.socket is not None
         end = time.monotonic() + PATIENCE
         while time.monotonic() < end:
@@ -108,7 +108,7 @@ class FakeBroker:
         return request
 
     def stream_of(self, client: Client, prompt: str = "a", **options: Any) -> tuple[Stream, bytes]:
-        """A stream that the client has begun and this broker, opened if need be, accepts."""
+        """Returns a client's new stream, which this broker, opened if need be, accepts."""
         stream = client.stream("m", prompt, **options)
         if self.socket is None:
             self.open()
@@ -136,8 +136,8 @@ class FakeBroker:
 def fake_broker() -> Iterator[FakeBroker]:
     """A broker with a run directory of its own; its socket is not open yet."""
     with TemporaryDirectory(prefix="mlxpool-") as folder:  # a short path, as a socket needs
-        made = FakeBroker(Path(folder))
+        broker = FakeBroker(Path(folder))
         try:
-            yield made
+            yield broker
         finally:
-            made.close()
+            broker.close()

@@ -1,4 +1,4 @@
-"""Peers without a socket, for tests: they record what they are sent."""
+"""Peers without a socket, for tests: they record the messages to them."""
 
 from __future__ import annotations
 

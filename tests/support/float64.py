@@ -1,4 +1,4 @@
-"""Parts of models in float64 and NumPy: references of our kernels and of whole models."""
+"""Parts of models in float64 and NumPy: references for kernels and for whole models."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 
 def numbers(array: Any) -> Any:
     """Returns an array of MLX in float64."""
-    import mlx.core as mx  # references of whole models do without it
+    import mlx.core as mx  # references for whole models do without it
 
     return np.array(array.astype(mx.float32)).astype(np.float64)
 
 
 def assert_near(found: Any, expected: Any, within: float = 0.02) -> None:
-    """Compares an array of MLX; `within`: of the largest expected number."""
+    """Compares an array of MLX; `within`: the error as a share of the largest expected number."""
     assert found.shape == expected.shape
     assert np.abs(numbers(found) - expected).max() < within * np.abs(expected).max()
 
@@ -31,7 +31,7 @@ def silu(x: Any) -> Any:
 
 
 def gated(both: Any) -> Any:
-    """Returns SwiGLU of [T, 2 N] numbers: those of the gate, then the others."""
+    """Returns SwiGLU of [T, 2 N] numbers: first the gate's, then the others."""
     gate, other = np.split(both, 2, axis=1)
     return silu(gate) * other
 
@@ -53,9 +53,9 @@ def rotated(x: Any, angles: Any, *, traditional: bool) -> Any:
     A pair is two neighbours (`traditional`), or the numbers of one place in both halves.
     """
     half = x.shape[-1] // 2
-    one, two = (x[..., ::2], x[..., 1::2]) if traditional else (x[..., :half], x[..., half:])
-    left = one * np.cos(angles) - two * np.sin(angles)
-    right = two * np.cos(angles) + one * np.sin(angles)
+    first, second = (x[..., ::2], x[..., 1::2]) if traditional else (x[..., :half], x[..., half:])
+    left = first * np.cos(angles) - second * np.sin(angles)
+    right = second * np.cos(angles) + first * np.sin(angles)
     return np.stack([left, right], axis=-1 if traditional else -2).reshape(x.shape)
 
 
@@ -70,18 +70,18 @@ def attention(
 ) -> Any:
     """Returns attention [T, H, E] of q [T, H, D] over keys [L, KV, D] and values [L, KV, E].
 
-    `seen` [T, L]: whether a line attends to a key; each attends to one at least. `sinks`: an array
-    of MLX [H].
+    `seen` [T, L]: whether a line attends to a key; a line attends to at least one. `sinks`: an
+    array of MLX [H].
     """
     group = q.shape[1] // keys.shape[1]
-    keys, values = (np.repeat(one, group, axis=1) for one in (keys, values))
-    found = np.einsum("thd,lhd->htl", q, keys) * scale
+    keys, values = (np.repeat(heads, group, axis=1) for heads in (keys, values))
+    scores = np.einsum("thd,lhd->htl", q, keys) * scale
     if softcap:
-        found = softcap * np.tanh(found / softcap)
-    found = np.where(seen, found, -np.inf)
+        scores = softcap * np.tanh(scores / softcap)
+    scores = np.where(seen, scores, -np.inf)
     sink = -np.inf if sinks is None else numbers(sinks)[:, None, None]
-    top = np.maximum(found.max(-1, keepdims=True), sink)
-    weights = np.exp(found - top)
+    top = np.maximum(scores.max(-1, keepdims=True), sink)
+    weights = np.exp(scores - top)
     weights /= weights.sum(-1, keepdims=True) + np.exp(sink - top)
     return np.einsum("htl,lhe->the", weights, values)
 
@@ -90,5 +90,5 @@ def dequantised(weight: Any, scales: Any, biases: Any, group: int, bits: int) ->
     """Returns the numbers of a quantised weight; in bfloat16 MLX rounds intermediate results."""
     import mlx.core as mx
 
-    scales, biases = (one.astype(mx.float32) for one in (scales, biases))
+    scales, biases = (array.astype(mx.float32) for array in (scales, biases))
     return numbers(mx.dequantize(weight, scales, biases, group_size=group, bits=bits))

@@ -10,10 +10,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-LOWEST = 20_000  # Ray gives its workers 10,002 to 19,999, and browsers refuse some below
-USUAL_LIMIT = 32_768  # where the kernel's own range begins, if it does not say
+LOWEST = 20_000  # Ray gives its workers 10,002 to 19,999; browsers refuse some lower ports
+USUAL_LIMIT = 32_768  # the begin of the kernel's own range, if it is unknown
 MIN_CHOICE = 2_000  # ports to choose from
-_given: set[int] = set()  # in this process
+_given: set[int] = set()  # ports given in this process
 
 
 def free_port() -> int:
@@ -23,11 +23,11 @@ def free_port() -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """So many ports on which nobody listens; each is given once in a process.
+    """Returns `count` ports without a listener; a process gets each port once.
 
-    The kernel gives none of them to a socket that asks for any port, and the other processes of a
-    run of the tests give others, so they stay free until the server starts. Where the kernel's
-    range leaves no room below it, they are of its range.
+    They stay free until the server starts: the kernel gives other ports to sockets that ask for
+    any, and so do the other test processes of the run. If the kernel's range leaves no room below
+    it, the ports are from that range.
     """
     limit = _limit()
     if limit - LOWEST < MIN_CHOICE:
@@ -35,23 +35,23 @@ def free_ports(count: int) -> list[int]:
     first, step = _share(os.environ)
     candidates = [port for port in range(LOWEST + first, limit, step) if port not in _given]
     random.SystemRandom().shuffle(candidates)
-    found: list[int] = []
-    while len(found) < count:
+    ports: list[int] = []
+    while len(ports) < count:
         port = candidates.pop()
         if _is_free(port):
-            found.append(port)
-    _given.update(found)
-    return found
+            ports.append(port)
+    _given.update(ports)
+    return ports
 
 
 def _share(environment: Mapping[str, str]) -> tuple[int, int]:
-    """Which of the processes of a run of the tests this is, and how many there are."""
+    """Returns the number of this process in a run of the tests, and the number of processes."""
     name = environment.get("PYTEST_XDIST_WORKER", "gw0")
     return int(name.removeprefix("gw")), int(environment.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 
 
 def _limit() -> int:
-    """The first port that the kernel gives to a socket that asks for any."""
+    """Returns the first port that the kernel gives to a socket that asks for any."""
     try:
         return int(RANGE.read_text().split()[0])
     except OSError:
@@ -69,4 +69,4 @@ def _is_free(port: int) -> bool:
 def _of_the_kernel(count: int) -> list[int]:
     with ExitStack() as stack:
         held = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [int(each.getsockname()[1]) for each in held]
+        return [int(socket_.getsockname()[1]) for socket_ in held]

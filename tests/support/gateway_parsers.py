@@ -1,4 +1,4 @@
-"""The gateway's parser of each path that takes JSON, with the fields and a body of the least."""
+"""The gateway's parser of each path that takes JSON, with its fields and a minimal body."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ GENERATE = "/api/generate"
 
 
 class Parser(NamedTuple):
-    """`least`: the fields that a body has to have."""
+    """A parser. `least`: a body with the required fields alone."""
 
     read: Callable[[Mapping[str, Any]], Any]
     fields: Body
     least: dict[str, Any]
 
     def __call__(self, /, **more: Any) -> Any:
-        """Read the least body with more fields."""
+        """Parse the minimal body with more fields."""
         return self.read({**self.least, **more})
 
 

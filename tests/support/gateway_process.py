@@ -1,4 +1,4 @@
-"""A gateway in a process of its own."""
+"""A gateway in its own process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.pool import PATIENCE, Pool, until
 
 
 class GatewayProcess(Closing):
-    """`mlxpool gateway` on a port that stays the same when it is killed and started again."""
+    """`mlxpool gateway` on a port that stays the same after it is killed and started again."""
 
     def __init__(self, run_dir: Path, port: int, log: Path, *flags: str) -> None:
         self.port = port
@@ -48,14 +48,14 @@ class GatewayProcess(Closing):
         return True
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL."""
         if self.process is not None:
             self.process.kill()
             self.process.wait(PATIENCE)
             self.process = None
 
     def close(self) -> None:
-        """SIGTERM; fails if it does not end."""
+        """Send SIGTERM; fails if the process does not end."""
         process, self.process = self.process, None
         if process is None:
             return
@@ -70,11 +70,11 @@ class GatewayProcess(Closing):
 
 @contextmanager
 def serving(pool: Pool, log: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Run `mlxpool gateway` for a pool on a free port meanwhile; yields the process and its URL."""
-    with log.open("wb") as said:
+    """Run `mlxpool gateway` for a pool on a free port; yields the process and its URL."""
+    with log.open("wb") as stderr:
         process = subprocess.Popen(
             [*pool.command(), "gateway", "--port", "0", *arguments],
-            stdout=subprocess.PIPE, stderr=said, text=True,
+            stdout=subprocess.PIPE, stderr=stderr, text=True,
         )  # fmt: skip
     try:
         assert process.stdout is not None

@@ -16,12 +16,12 @@ from support.pool import PATIENCE, until
 
 
 class GatewayThread(Closing):
-    """Serves from its construction until it is closed."""
+    """A gateway that serves from its construction until it is closed."""
 
     def __init__(self, run_dir: Path, **settings: Any) -> None:
-        made = Settings(run_dir=run_dir, port=0, **settings)
-        self.gateway = Gateway(made)
-        self._bound = listen(made)
+        settings_ = Settings(run_dir=run_dir, port=0, **settings)
+        self.gateway = Gateway(settings_)
+        self._bound = listen(settings_)
         self._server = make_server(self.gateway)
         self._thread = threading.Thread(target=self._server.run, args=(self._bound,))
         self._thread.start()
@@ -32,7 +32,7 @@ class GatewayThread(Closing):
         return listening.url_of(self._bound[0])
 
     def drain(self) -> None:
-        """As SIGTERM does."""
+        """Drain, as SIGTERM does."""
         self._server.handle_exit(signal.SIGTERM, None)
 
     @property
@@ -42,6 +42,6 @@ class GatewayThread(Closing):
     def close(self) -> None:
         self._server.should_exit = True
         self._thread.join(PATIENCE)
-        for each in self._bound:
-            each.close()
+        for socket_ in self._bound:
+            socket_.close()
         assert not self._thread.is_alive(), "the gateway did not end"

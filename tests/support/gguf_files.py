@@ -1,6 +1,6 @@
 """Small GGUF files, written by llama.cpp's own package, with the weights of test checkpoints.
 
-llama.cpp's names and layouts are written down here a second time, on purpose.
+llama.cpp's names and layouts are repeated here on purpose, independent of the worker's code.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from support.worker_checkpoints import BOS, CHAT_TEMPLATE, EOS, SPECIAL
 
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _OTHERS = tuple(byte for byte in range(256) if byte not in _PRINTABLE)
-BYTE_CHARS = {  # of byte-level vocabularies
+BYTE_CHARS = {  # characters of byte-level vocabularies
     **{byte: chr(byte) for byte in _PRINTABLE},
     **{byte: chr(256 + index) for index, byte in enumerate(_OTHERS)},
 }
@@ -53,7 +53,7 @@ NAMES = {
     "self_attn.embed_q": "attn_k_b",
     "self_attn.unembed_out": "attn_v_b",
 }
-OTHER_NORMS = {  # architecture -> names that differ from those above
+OTHER_NORMS = {  # architecture -> names that differ from the names above
     "gemma3": {
         "post_attention_layernorm": "post_attention_norm",
         "pre_feedforward_layernorm": "ffn_norm",
@@ -64,7 +64,7 @@ OTHER_NORMS = {  # architecture -> names that differ from those above
 
 
 def llama_cpp_name(name: str, architecture: str = "llama") -> str:
-    """llama.cpp's name of one of our tensors."""
+    """Returns llama.cpp's name of a tensor."""
     names = {**NAMES, **OTHER_NORMS.get(architecture, {})}
     match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
     layer, rest = (f"blk.{match[1]}.", match[2]) if match else ("", name)
@@ -75,7 +75,7 @@ def llama_cpp_name(name: str, architecture: str = "llama") -> str:
 
 
 def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
-    """The rows of queries or keys in the order in which llama.cpp rotates them."""
+    """Returns the rows of queries or keys in llama.cpp's order of rotation."""
     halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
@@ -83,7 +83,7 @@ def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
 def stored_weight(
     name: str, weight: np.ndarray, architecture: str, config: Mapping[str, Any]
 ) -> np.ndarray:
-    """The numbers that llama.cpp's conversion stores for one of our tensors."""
+    """Returns the numbers that llama.cpp's conversion stores for a tensor."""
     if architecture == "llama" and ".q_proj." in name:
         return interleaved(weight, config["num_attention_heads"])
     if architecture == "llama" and ".k_proj." in name:
@@ -94,7 +94,7 @@ def stored_weight(
 
 
 def byte_level_vocabulary(writer: GGUFWriter, pre: str = "gpt-2") -> None:
-    """The vocabulary of support.worker_checkpoints: a token for each byte, and SPECIAL."""
+    """Writes the vocabulary of support.worker_checkpoints: a token for each byte, and SPECIAL."""
     tokens = [BYTE_CHARS[byte] for byte in range(256)] + list(SPECIAL)
     types = [TokenType.NORMAL] * 256 + [TokenType.CONTROL] * len(SPECIAL)
     writer.add_tokenizer_model("gpt2")
@@ -109,7 +109,7 @@ def byte_level_vocabulary(writer: GGUFWriter, pre: str = "gpt-2") -> None:
 
 
 def numbers_of(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
-    """The metadata of an architecture that follow from the keys of most config.json files."""
+    """Returns an architecture's metadata that follow from keys of most config.json files."""
     numbers = {
         "block_count": config["num_hidden_layers"],
         "context_length": config["max_position_embeddings"],
@@ -138,8 +138,10 @@ def write_gguf(
     extra: Mapping[str, np.ndarray] | None = None,
     split: int = 0,
 ) -> Path:
-    """Writes a model; `kind`: the type of each of our tensors. `metadata` are further numbers,
-    `extra` further tensors of F32 by llama.cpp's names, `split` the most tensors of a file.
+    """Writes a model; `kind` returns the type of a tensor.
+
+    `metadata` are further numbers, `extra` further tensors of F32 by llama.cpp's names, `split` the
+    most tensors of a file.
     """
     writer = GGUFWriter(path, architecture, split_max_tensors=split)
     for key, value in {**numbers_of(config, architecture), **(metadata or {})}.items():

@@ -14,13 +14,13 @@ ALICE, BOB = "a-key-of-alice-0123456789", "a-key-of-bob-0123456789ab"
 
 
 def keys_file(folder: Path) -> Path:
-    """A file of keys in a folder, with those of alice and bob."""
+    """Writes a file with the keys of alice and bob."""
     file = secret_file(folder / "keys", f"alice {ALICE}\nbob {BOB}\n")
     return file
 
 
 def openai_client(url: str, key: str = "none") -> openai.OpenAI:
-    """OpenAI's client, which sends nothing again by itself."""
+    """Returns OpenAI's client, without retries."""
     return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
 
 

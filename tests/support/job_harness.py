@@ -1,7 +1,7 @@
 """A story about jobs: the core's story with a manager and a store in memory beside it.
 
-The fake workers of the core's story send position i as the token at i, so what a reader or the
-store has can be checked id by id.
+The fake workers of the core's story send i as the token at position i, so every id of a reader or
+the store can be checked.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WALL = 1_000_000.0  # wall time at the begin of a story
 
 @dataclass
 class Reading:
-    """What one sending of a fetch was answered with."""
+    """The answers to one sending of a fetch."""
 
     start: int = 0
     accepted: dict[str, Any] | None = None
@@ -43,7 +43,7 @@ class Reading:
 
 
 class JobStory(Story):
-    """`settle` lets core, manager and store work until nothing is left to do at this time."""
+    """A story with jobs: `settle` lets core, manager and store finish their work of this time."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class JobStory(Story):
                 self.do(action.event)
 
     def drain(self) -> None:
-        """Give the manager what the core and the store have for it."""
+        """Give the manager the events of the core and the results of the store."""
         while self.inbox or self.store.results:
             while self.inbox:
                 event = job_event(self.inbox.pop(0), lambda slot: f"stacks of {slot}")
@@ -109,7 +109,7 @@ class JobStory(Story):
             self.drain()
 
     def pass_time(self, seconds: float) -> None:
-        """Let time pass with everything that it brings; connections are heard all the while."""
+        """Let time pass, with all due work; connections stay alive."""
         end = self.now + seconds
         while self.now < end:
             for link in list(self.core.state.links):
@@ -120,7 +120,7 @@ class JobStory(Story):
             self.settle()
 
     def restart(self) -> Self:
-        """The broker dies and another one opens the same store."""
+        """Let the broker die, and another one open the same store."""
         self.store.crash()
         following = type(self)(self.store, self.policy)
         following.now, following.offset, following._made = self.now, self.offset, self._made
@@ -129,7 +129,7 @@ class JobStory(Story):
     # ---- clients ---------------------------------------------------------------------------------
 
     def ask(self, message: Any, link: int = 1, *, owner: str = OWNER, attempt: int = 1) -> bytes:  # type: ignore[override]
-        """A client's message about jobs; returns its id."""
+        """Send a client's message about jobs; returns its id."""
         self._made += 1
         ident = request_id(10_000 + self._made)
         self.hear(link)
@@ -167,10 +167,10 @@ class JobStory(Story):
         return list(self.answer(ident)["jobs"])
 
     def answer(self, ident: bytes) -> dict[str, Any]:
-        """The body of the only answer to a message."""
-        found = [tell for tell in self.told if tell.header.id == ident]
-        assert len(found) == 1, found
-        return found[0].message.body() or {}
+        """Returns the body of the only answer to a message."""
+        answers = [tell for tell in self.told if tell.header.id == ident]
+        assert len(answers) == 1, answers
+        return answers[0].message.body() or {}
 
     def _told(self, tell: act.Tell) -> None:
         self.told.append(tell)
@@ -194,7 +194,7 @@ class JobStory(Story):
             assert reading.end is None, "a second end"
             reading.end = message.body()
 
-    # ---- what is there ---------------------------------------------------------------------------
+    # ---- the state ---------------------------------------------------------------------------
 
     def job(self, key: str, owner: str = OWNER) -> JobView:
         job: JobView = self.store.job(key, owner)

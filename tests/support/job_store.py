@@ -11,7 +11,7 @@ from mlxpool.broker.store.sql.sql_store import Opener, SqlStore
 from mlxpool.common.protocol.token_ids import pack_ids
 
 BOOT = 7
-BEGIN = 1_000_000.0  # seconds: when the stores of tests are opened
+BEGIN = 1_000_000.0  # seconds: the time at which stores of tests are opened
 MAX_BYTES = 256 * 1024 * 1024
 RESERVE = 1024 * 1024
 FOREVER = 10_000.0
@@ -22,7 +22,7 @@ def job_id(number: int) -> bytes:
 
 
 def submit(number: int, owner: str = "a", **fields: Any) -> Submit:
-    """A job with the id and the key of a number."""
+    """Returns a job with the id and the key of a number."""
     of: dict[str, Any] = {
         "scope": Scope(owner, "", f"key-{number}"),
         "digest": b"digest",
@@ -36,12 +36,12 @@ def submit(number: int, owner: str = "a", **fields: Any) -> Submit:
 
 
 def token(number: int, pos: int) -> int:
-    """The id that job `number` has at a position."""
+    """Returns the token id of job `number` at a position."""
     return (number * 1_000_003 + pos * 7) % 2**32
 
 
 def chunk(number: int, pos: int, count: int = 4, step: int = 2) -> Chunk:
-    """Output of job `number`: steps of `step` ids, each id with the text `<pos>`."""
+    """Returns output of job `number`: steps of `step` ids, each id with the text `<pos>`."""
     texts = [f"<{pos + i}>" for i in range(count)]
     ends = [min(i + step, count) for i in range(0, count, step)]
     borders = tuple((end, len("".join(texts[:end]))) for end in ends)
@@ -58,7 +58,7 @@ def finish(number: int, state: JobState = JobState.DONE, **fields: Any) -> Finis
 
 
 class OpenedStore:
-    """A store without its thread: operations are performed at once, at the time `now`."""
+    """A store without its thread, which performs operations at once, at the time `now`."""
 
     def __init__(self, make_opener: Callable[..., Opener]) -> None:
         self._make_opener = make_opener
@@ -67,7 +67,7 @@ class OpenedStore:
         self.open()
 
     def open(self, boot: int = BOOT, **settings: Any) -> None:
-        """Open it, after closing it, as a broker does that starts at `now`."""
+        """Close the store and open it again, as a broker does that starts at `now`."""
         self.close()
         self.opener = self._make_opener(**settings)
         self.store: SqlStore = self.opener.open()
@@ -78,7 +78,7 @@ class OpenedStore:
         return self.store.transaction(operations, self.now)
 
     def one(self, operation: Operation) -> Any:
-        """The result of one operation."""
+        """Perform an operation; returns its result."""
         return self.do(operation)[0]
 
     def submitted(self, number: int, **fields: Any) -> JobView:

@@ -1,4 +1,4 @@
-"""Reads the shapes of JSON that docs/cli.md and docs/bench.md have, and compares values."""
+"""Reads the shapes of JSON in docs/cli.md and docs/bench.md, and compares values with them."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def sections_of(page: str) -> dict[str, str]:
 
 
 def named_shapes(page: str) -> dict[str, Any]:
-    """The shapes that the first block of a page names, each without the names of others."""
+    """Returns the named shapes of the first block of a page, with all names expanded."""
     block = next(block.text for block in blocks(page) if NAMED.match(block.text))
     named = parsed(f"{{{block}}}")
     return {name: expanded(shape, named) for name, shape in named.items()}
 
 
 def shapes_of(section: str, named: dict[str, Any]) -> list[Any]:
-    """The shapes in the paragraphs of a section that begin with JSON."""
+    """Returns the shapes in the paragraphs of a section that begin with JSON."""
     codes = [code for text in PARAGRAPH.findall(section) for code in CODE.findall(text)]
     return [expanded(parsed(code), named) for code in codes if code in named or code[0] == "{"]
 
@@ -79,18 +79,18 @@ def _shape(tokens: list[str]) -> tuple[Any, list[str]]:
 
 
 def _object(rest: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """The keys up to the brace that ends them; keys that commas separate share the next type."""
-    found: dict[str, Any] = {}
+    """Returns the keys up to the closing brace; keys with commas between share the next type."""
+    members: dict[str, Any] = {}
     while rest[0] != "}":
         end = rest.index(":")
         keys = rest[:end:2]
-        if any(comma != "," for comma in rest[1:end:2]) or set(keys) & set(found):
+        if any(comma != "," for comma in rest[1:end:2]) or set(keys) & set(members):
             raise ValueError(f"{rest[:end]} are no new keys")
         inner, rest = _shape(rest[end + 1 :])
-        found |= dict.fromkeys(keys, inner)
+        members |= dict.fromkeys(keys, inner)
         if rest[0] == ",":
             rest = rest[1:]
-    return found, rest[1:]
+    return members, rest[1:]
 
 
 def _after(token: str, rest: list[str]) -> list[str]:
@@ -100,7 +100,7 @@ def _after(token: str, rest: list[str]) -> list[str]:
 
 
 def faults(value: Any, shape: Any, where: str = "$") -> Iterator[str]:
-    """Differences between a value and a shape, including keys that the shape does not have."""
+    """Yields differences between a value and a shape, including keys that the shape lacks."""
     if isinstance(shape, str):
         if not _is(value, shape):
             yield f"{where}: {value!r:.60} is no {shape}"
@@ -108,13 +108,13 @@ def faults(value: Any, shape: Any, where: str = "$") -> Iterator[str]:
         if not isinstance(value, list):
             yield f"{where}: {value!r:.60} is no list"
             return
-        for number, each in enumerate(value):
-            yield from faults(each, shape[0], f"{where}[{number}]")
+        for number, item in enumerate(value):
+            yield from faults(item, shape[0], f"{where}[{number}]")
     elif not isinstance(value, dict):
         yield f"{where}: {value!r:.60} is no object"
     elif "*" in shape:
-        for key, each in value.items():
-            yield from faults(each, shape["*"], f"{where}.{key}")
+        for key, item in value.items():
+            yield from faults(item, shape["*"], f"{where}.{key}")
     else:
         yield from _of_keys(value, shape, where)
 
@@ -124,11 +124,11 @@ def _of_keys(value: dict[str, Any], shape: dict[str, Any], where: str) -> Iterat
     for key in shape:
         if not key.endswith("?") and key not in value:
             yield f"{where}.{key} is missing"
-    for key, each in value.items():
+    for key, item in value.items():
         if key not in known:
             yield f"{where}.{key} is not documented"
         else:
-            yield from faults(each, known[key], f"{where}.{key}")
+            yield from faults(item, known[key], f"{where}.{key}")
 
 
 def _is(value: Any, words: str) -> bool:

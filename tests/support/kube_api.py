@@ -23,10 +23,13 @@ TOKEN = "a-token-of-this-test"
 
 
 class KubeApi(Closing):
-    """The server. Skips the test if a program is missing; `definitions` are added to its kinds."""
+    """The API server. Skips the test if a program is missing.
+
+    The definitions in the folder ${DEFINITIONS} are added to its kinds.
+    """
 
     def __init__(self, folder: Path) -> None:
-        """`folder`: where it keeps what it writes."""
+        """`folder`: the place of its files."""
         path = os.pathsep.join(filter(None, (os.environ.get(FOLDERS), os.environ.get("PATH"))))
         found = {name: shutil.which(name, path=path) for name in PROGRAMS}
         lacking = [name for name, program in found.items() if program is None]
