@@ -25,17 +25,17 @@ TOKEN = "a-token-of-this-test"
 class KubeApi(Closing):
     """The API server. Skips the test if a program is missing.
 
-    The definitions in the folder ${DEFINITIONS} are added to its kinds.
+    The environment variable DEFINITIONS adds a folder of definitions to its kinds.
     """
 
     def __init__(self, folder: Path) -> None:
         """`folder`: the place of its files."""
         path = os.pathsep.join(filter(None, (os.environ.get(FOLDERS), os.environ.get("PATH"))))
-        found = {name: shutil.which(name, path=path) for name in PROGRAMS}
-        lacking = [name for name, program in found.items() if program is None]
+        programs = {name: shutil.which(name, path=path) for name in PROGRAMS}
+        lacking = [name for name, program in programs.items() if program is None]
         if lacking:
             pytest.skip(f"no {', '.join(lacking)} on the PATH or in ${FOLDERS}")
-        self._kubectl = str(found["kubectl"])
+        self._kubectl = str(programs["kubectl"])
         self._folder = folder
         store, peers, port = free_ports(3)
         self._url = f"https://127.0.0.1:{port}"
@@ -49,7 +49,7 @@ class KubeApi(Closing):
         (folder / "tokens.csv").write_text(f'{TOKEN},admin,admin,"system:masters"\n')
         try:
             self._start(
-                str(found["etcd"]),
+                str(programs["etcd"]),
                 f"--data-dir={folder / 'store'}",
                 f"--listen-client-urls=http://127.0.0.1:{store}",
                 f"--advertise-client-urls=http://127.0.0.1:{store}",
@@ -57,7 +57,7 @@ class KubeApi(Closing):
                 "--log-level=error",
             )
             self._start(
-                str(found["kube-apiserver"]),
+                str(programs["kube-apiserver"]),
                 f"--etcd-servers=http://127.0.0.1:{store}",
                 "--bind-address=127.0.0.1",
                 "--advertise-address=127.0.0.1",
@@ -69,7 +69,7 @@ class KubeApi(Closing):
                 "--service-cluster-ip-range=10.0.0.0/24",
                 "--authorization-mode=RBAC",
                 f"--token-auth-file={folder / 'tokens.csv'}",
-                # Accounts of pods are made by a controller.
+                # A controller would make the accounts of pods.
                 "--disable-admission-plugins=ServiceAccount",
             )
             until(self._ready, "the API server is ready", 2 * PATIENCE)
@@ -87,27 +87,27 @@ class KubeApi(Closing):
         for process in self._processes:
             logs = {path.name: path.read_text()[-2000:] for path in self._folder.glob("*.log")}
             assert process.poll() is None, logs
-        asked = urllib.request.Request(
+        request = urllib.request.Request(
             f"{self._url}/readyz", headers={"authorization": f"Bearer {TOKEN}"}
         )
         unchecked = ssl._create_unverified_context()
         try:
-            with urllib.request.urlopen(asked, timeout=PATIENCE, context=unchecked) as answer:
+            with urllib.request.urlopen(request, timeout=PATIENCE, context=unchecked) as answer:
                 return bool(answer.status == 200)
         except (urllib.error.URLError, ConnectionError):
             return False
 
     def _define(self) -> None:
-        """Add the definitions of the folder that the environment names, if it names one."""
+        """Add the definitions of the folder in the environment variable, if it is set."""
         folder = os.environ.get(DEFINITIONS)
         if folder is None:
             return
-        # `apply` would keep a copy in an annotation, for which some definitions are too large.
+        # `apply` would keep a copy in an annotation, and some definitions are too large for that.
         self.checked("create", "-f", folder)
         self.checked("wait", "--for=condition=Established", "crd", "--all", "--timeout=60s")
 
     def kubectl(self, *words: str, given: str = "") -> subprocess.CompletedProcess[str]:
-        """Run kubectl against it; `given` is its standard input."""
+        """Run kubectl against the server; `given` is its standard input."""
         access = ("--server", self._url, "--token", TOKEN, "--insecure-skip-tls-verify")
         return subprocess.run(
             [self._kubectl, "--kubeconfig=/dev/null", *access, *words],
@@ -118,13 +118,13 @@ class KubeApi(Closing):
         )
 
     def checked(self, *words: str, given: str = "") -> str:
-        """The output of a command that has to succeed."""
+        """Run a command, which must succeed; returns its output."""
         done = self.kubectl(*words, given=given)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
     def kinds(self) -> set[str]:
-        """The kinds that it knows."""
+        """Returns the kinds that the server knows."""
         table = self.checked("api-resources", "--no-headers")
         return {line.split()[-1] for line in table.splitlines()}
 

@@ -1,4 +1,4 @@
-"""A cluster of this process alone: worker hosts are objects of it, where Ray would have actors."""
+"""A cluster in this process: its worker hosts are objects; with Ray they would be actors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GRACE = 30.0  # seconds
 
 
 class LocalCluster:
-    """Satisfies broker_host.Cluster and, for its hosts, worker_host.Pool."""
+    """The cluster, which is a broker_host.Cluster and, for its hosts, a worker_host.Pool."""
 
     def __init__(self) -> None:
         self.alive = {"one", "two"}  # nodes

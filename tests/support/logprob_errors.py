@@ -1,4 +1,4 @@
-"""Compares the log-probabilities of an engine in bfloat16 with those of another computation."""
+"""Compares an engine's log-probabilities in bfloat16 with another computation's."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import numpy as np
 
 from mlxpool.worker.scheduling.sequence import SampledToken
 
-USUAL, WORST = 0.1, 0.5  # nats that rounding to bfloat16 costs: the median, and any token
+USUAL, WORST = 0.1, 0.5  # bounds on errors by bfloat16, in nats: the median, and any token
 LEAST_COMPARED = 20  # log-probabilities, so that an empty comparison fails
 
 
 def assert_near(
     ours: Sequence[Sequence[SampledToken]], others: Sequence[Sequence[SampledToken]]
 ) -> None:
-    """Compares the likeliest tokens of rows, each as far as both drew the same tokens."""
+    """Compares the likeliest tokens of rows, each up to the first token that differs."""
     errors: list[float] = []
     for row, other in zip(ours, others, strict=True):
         for mine, theirs in zip(row, other, strict=True):

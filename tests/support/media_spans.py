@@ -1,4 +1,4 @@
-"""What holds for the spans of images of every prompt."""
+"""The invariants of the spans of images in a prompt."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mlxpool.worker.media.spans import MediaSpan
 
 
 def check_spans(spans: Iterable[MediaSpan], inputs: int) -> None:
-    """Raises ValueError unless spans have inputs, are in order, do not overlap and end in time."""
+    """Raises ValueError unless spans have inputs, are in order, disjoint, and within `inputs`."""
     last = 0
     for number, span in enumerate(spans):
         if span.count < 1 or span.start < last or span.end > inputs:

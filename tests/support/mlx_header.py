@@ -1,11 +1,11 @@
 """Precompiles the header that MLX includes in each kernel that it compiles for a CPU.
 
-Under Linux MLX has g++ compile a kernel for each new combination of operations: 0.4 s of a
-processor, of which the header takes 0.3 s. The tests need 230 kernels on a machine that has none.
+Under Linux MLX has g++ compile a kernel for each new combination of operations. That takes 0.4 s of
+processor time, 0.3 s of it for the header. On a new machine the tests need 230 kernels.
 
-`make` runs this once, in the environment that it makes. g++ does not notice when the header is
-replaced by that of another MLX, so the file is added to those of the package: pip deletes it with
-the header.
+`make` runs this once, in the environment that it makes. g++ does not detect that another MLX has
+replaced the header. So the precompiled file is added to the package's list of files: pip deletes it
+together with the header.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ HEADER = Path("mlx/backend/cpu/compiled_preamble.h")
 
 
 def compiler_flags(library: Path) -> list[str]:
-    """The flags of g++ in MLX's library; g++ takes a precompiled header only with the same ones."""
-    found = re.search(rb"g\+\+ (-[ -~]*?) -shared \{\}", library.read_bytes())
-    return found[1].decode().split() if found else []
+    """Returns the flags of g++ in MLX's library: a precompiled header needs the same flags."""
+    match = re.search(rb"g\+\+ (-[ -~]*?) -shared \{\}", library.read_bytes())
+    return match[1].decode().split() if match else []
 
 
 def record_of(header: Path, site_packages: Path) -> Path | None:
-    """The list of the files of the package that has the header; None: no package manager has it."""
+    """Returns the list of files of the header's package; None without a package manager."""
     name = header.relative_to(site_packages).as_posix()
     for info in site_packages.glob("*.dist-info"):
         files = importlib.metadata.Distribution.at(info).files or ()
@@ -38,7 +38,7 @@ def record_of(header: Path, site_packages: Path) -> Path | None:
 
 
 def add_to_record(record: Path, name: str) -> None:
-    """Adds a file, of whatever content, to the files of a package, unless it is one of them."""
+    """Adds a file to a package's list of files, without a hash, unless the list has it."""
     lines = record.read_text(encoding="utf-8").splitlines()
     if not any(line.startswith(f"{name},") for line in lines):
         part = record.with_name("RECORD.part")
@@ -49,8 +49,8 @@ def add_to_record(record: Path, name: str) -> None:
 def precompile(package: Path) -> None:
     """Writes the precompiled header beside the header.
 
-    Does nothing without g++, the header, or a list of the package's files. Raises OSError where
-    these may not be written.
+    Does nothing without g++, the header, or a list of the package's files. Raises OSError if they
+    cannot be written.
     """
     header, library = package / "include" / HEADER, package / "lib" / "libmlx.so"
     if not header.is_file() or not library.is_file() or not shutil.which("g++"):
@@ -70,7 +70,7 @@ def precompile(package: Path) -> None:
 
 
 def main() -> None:
-    """Precompiles the header of the MLX that is installed. A failure is printed, no error."""
+    """Precompiles the header of the installed MLX. A failure is printed and is not an error."""
     spec = importlib.util.find_spec("mlx")
     for location in spec.submodule_search_locations or () if spec else ():
         try:

@@ -1,4 +1,4 @@
-"""Writes mlx-lm's answers to prompts. Runs as its own process: importing it lowers RLIMIT_NOFILE.
+"""Writes mlx-lm's answers to prompts, in its own process: its import lowers RLIMIT_NOFILE.
 
 cd tests; python -m support.mlx_lm_peer  # lines {paths, prompts, steps} on stdin; writes peer.npz
 """
@@ -20,8 +20,8 @@ from typing import Any
 def ask(job: Mapping[str, Any], program: str = "support.mlx_lm_peer") -> None:
     """Has a peer program, given by its module, do a job.
 
-    The program stays for later jobs, as its imports are slow, and ends with this process. Skips the
-    test where mlx-lm is not installed.
+    The program stays for later jobs, since its imports are slow, and ends with this process. Skips
+    the test if mlx-lm is not installed.
     """
     import pytest
 
@@ -33,7 +33,7 @@ def ask(job: Mapping[str, Any], program: str = "support.mlx_lm_peer") -> None:
 
 @cache
 def _peer(program: str) -> Callable[[Mapping[str, Any]], str]:
-    """Starts a peer program; returns what does a job there and returns the error, "" if none."""
+    """Starts a peer program; returns a function that does a job there and returns its error."""
     process = subprocess.Popen(
         [sys.executable, "-m", program],
         cwd=Path(__file__).parents[1],
@@ -42,15 +42,15 @@ def _peer(program: str) -> Callable[[Mapping[str, Any]], str]:
         text=True,
     )
     assert process.stdin is not None and process.stdout is not None
-    given, answers = process.stdin, process.stdout
+    inbox, answers = process.stdin, process.stdout
 
     def end() -> None:
-        given.close()  # which ends it
+        inbox.close()  # the program ends at this
         process.wait()
         answers.close()
 
     def do(job: Mapping[str, Any]) -> str:
-        print(json.dumps(job), file=given, flush=True)
+        print(json.dumps(job), file=inbox, flush=True)
         answer = answers.readline()
         assert answer, f"{program} has ended"
         return str(json.loads(answer))
@@ -60,9 +60,9 @@ def _peer(program: str) -> Callable[[Mapping[str, Any]], str]:
 
 
 def serve(work: Callable[[Any], None]) -> None:
-    """Does the jobs of stdin, JSON in a line each; prints "", or how a job failed, for each."""
+    """Does the jobs of stdin, a line of JSON each; prints a job's error, or "", as JSON."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # where packages print
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # output of packages goes to stderr
     for line in sys.stdin:
         try:
             work(json.loads(line))

@@ -1,4 +1,4 @@
-"""What the head of a model takes: the hidden states of the tokens that get logits."""
+"""The input of a model's head: the hidden states of the tokens that get logits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mlxpool.worker.layers.layer_types import PendingNorm
 
 @contextmanager
 def noted_head(model: Any) -> Iterator[list[Any]]:
-    """Yields a list to which each call of the head adds its input [E, d]."""
+    """Yields a list that gets the input [E, d] of each call of the head."""
     head, taken = model.head, []
 
     def noted(x: Any) -> Any:

@@ -1,7 +1,7 @@
 """A hub of models on loopback: the part of huggingface.co's HTTP that downloads use, with faults.
 
-Large files (safetensors, GGUF) are redirected to another host name, as the real hub redirects them
-to a store; small ones are answered at once.
+Requests for large files (safetensors, GGUF) are redirected to another host name, as the real hub
+redirects them to a store; requests for small files are answered at once.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _RANGE = re.compile(r"bytes=(\d+)-")
 
 @dataclass(slots=True)
 class Repository:
-    """The files of a repository by name, and what is wrong with it.
+    """The files of a repository by name, and its faults.
 
-    `cuts`: bytes of a file after which the connection ends, once. `sent`: what is sent of a file in
-    place of its contents. `status`: the answer for each file. `gated`: only TOKEN may read it.
+    `cuts`: bytes of a file after which the connection ends, once. `sent`: bytes sent in place of a
+    file's contents. `status`: the status for each file. `gated`: only TOKEN may read it.
     """
 
     files: Mapping[str, bytes]
@@ -43,7 +43,7 @@ class Repository:
     sent: dict[str, bytes] = field(default_factory=dict)
 
     def entries(self) -> list[dict[str, Any]]:
-        """The list of files in the form of the hub's API."""
+        """Returns the list of files in the form of the hub's API."""
         return [
             {
                 "rfilename": name,
@@ -56,12 +56,12 @@ class Repository:
 
 
 def folder_of(path: Path) -> dict[str, bytes]:
-    """The files of a model's folder."""
+    """Returns the files of a model's folder."""
     return {file.name: file.read_bytes() for file in path.iterdir()}
 
 
 def git_hash(content: bytes) -> str:
-    """The name that git gives to a file's contents."""
+    """Returns git's name of a file's contents."""
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
@@ -70,9 +70,9 @@ def _lfs(content: bytes) -> dict[str, Any]:
 
 
 class ModelHub(ThreadingHTTPServer):
-    """The server; `repositories` by ORG/NAME. `asked` has method, path, Range and Authorization.
+    """The server; `repositories` by ORG/NAME. `asked`: (method, path, Range, Authorization).
 
-    `held`: contents of a file are sent when its event is set.
+    `held`: events; the contents of a file are sent after its event is set.
     """
 
     daemon_threads = True
@@ -80,12 +80,12 @@ class ModelHub(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.repositories: dict[str, Repository] = {}
-        self.status = 200  # of every answer
+        self.status = 200  # the status of every answer
         self.held: dict[str, threading.Event] = {}
         self.asked: list[tuple[str, str, str, str]] = []
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that ends in the middle of an answer is none."""
+        """Ignore clients that end in the middle of an answer."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
@@ -94,7 +94,7 @@ class ModelHub(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
     def gets(self, file: str) -> list[str]:
-        """The Range of each GET for the contents of a file; "" for the whole."""
+        """Returns the Range of each GET for the contents of a file; "" for the whole."""
         return [
             part
             for method, path, part, _ in self.asked
@@ -136,70 +136,75 @@ class _Handler(BaseHTTPRequestHandler):
             self._fail(self.server.status, "", "the hub is under repair")
         elif path.startswith("/api/models/"):
             self._describe(path.removeprefix("/api/models/"))
-        elif (found := _RESOLVE.fullmatch(path)) is not None:
-            self._resolve(*found.groups())
-        elif (found := _STORED.fullmatch(path)) is not None:
-            self._send_file(self.server.repositories[found[1]], found[2], {})
+        elif (match := _RESOLVE.fullmatch(path)) is not None:
+            self._resolve(*match.groups())
+        elif (match := _STORED.fullmatch(path)) is not None:
+            self._send_file(self.server.repositories[match[1]], match[2], {})
         else:
             self._fail(404, "", "Sorry, we can't find the page you are looking for.")
 
     def _repository(self, name: str) -> Repository | None:
-        """None, after the answer, where there is none or the caller may not read it."""
+        """Returns a repository; None after an error answer, if it is missing or not readable."""
         key = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        found = self.server.repositories.get(name)
+        repository = self.server.repositories.get(name)
         if key not in ("", TOKEN, "hf_of-another-account"):
             self._fail(401, "", "Invalid credentials in Authorization header")
-        elif found is None:
+        elif repository is None:
             self._fail(404 if key else 401, "RepoNotFound", "Repository not found")
-        elif found.gated and key != TOKEN:
+        elif repository.gated and key != TOKEN:
             self._fail(403 if key else 401, "GatedRepo", f"Access to model {name} is restricted.")
         else:
-            return found
+            return repository
         return None
 
     def _describe(self, name: str) -> None:
-        # The real hub describes a gated repository to all, and keeps its files back.
-        found = self.server.repositories.get(name)
-        if found is None and self._repository(name) is None:
+        # The real hub describes a gated repository to all, and protects its files.
+        repository = self.server.repositories.get(name)
+        if repository is None and self._repository(name) is None:
             return
-        assert found is not None
-        about = {"id": name, "sha": found.commit, "siblings": found.entries(), "private": False}
+        assert repository is not None
+        about = {
+            "id": name,
+            "sha": repository.commit,
+            "siblings": repository.entries(),
+            "private": False,
+        }
         self._send(200, {"Content-Type": "application/json"}, json.dumps(about).encode())
 
     def _resolve(self, name: str, revision: str, file: str) -> None:
-        found = self._repository(name)
-        if found is None:
+        repository = self._repository(name)
+        if repository is None:
             return
-        if found.status != 200:
-            self._fail(found.status, "", "the store is under repair")
-        elif revision not in ("main", found.commit):
+        if repository.status != 200:
+            self._fail(repository.status, "", "the store is under repair")
+        elif revision not in ("main", repository.commit):
             self._fail(404, "RevisionNotFound", f"Invalid rev id: {revision}")
-        elif file not in found.files:
+        elif file not in repository.files:
             self._fail(404, "EntryNotFound", "Entry not found")
         elif file.endswith(LARGE):
-            about = _lfs(found.files[file])
+            about = _lfs(repository.files[file])
             headers = {
-                "X-Repo-Commit": found.commit,
+                "X-Repo-Commit": repository.commit,
                 "X-Linked-Etag": f'"{about["sha256"]}"',
                 "X-Linked-Size": str(about["size"]),
                 "Location": f"http://localhost:{self.server.server_port}/stored/{name}/{file}",
             }
             self._send(302, headers, b"")
         else:
-            etag = f'"{git_hash(found.files[file])}"'
-            self._send_file(found, file, {"X-Repo-Commit": found.commit, "ETag": etag})
+            etag = f'"{git_hash(repository.files[file])}"'
+            self._send_file(repository, file, {"X-Repo-Commit": repository.commit, "ETag": etag})
 
     def _send_file(self, found: Repository, file: str, headers: dict[str, str]) -> None:
         content = found.sent.get(file, found.files[file])
-        wanted = _RANGE.match(self.headers.get("Range", ""))
-        begin = int(wanted[1]) if wanted else 0
-        if wanted:
+        requested = _RANGE.match(self.headers.get("Range", ""))
+        begin = int(requested[1]) if requested else 0
+        if requested:
             about = f"bytes {begin}-{len(content) - 1}/{len(content)}"
             headers = {**headers, "Content-Range": about}
         if self.command == "GET" and file in self.server.held:
             self.server.held[file].wait()
         cut = found.cuts.pop(file, None) if self.command == "GET" else None
-        self._send(206 if wanted else 200, headers, content[begin:], cut)
+        self._send(206 if requested else 200, headers, content[begin:], cut)
 
     def _fail(self, status: int, code: str, words: str) -> None:
         headers = {"X-Error-Code": code} if code else {}

@@ -1,4 +1,4 @@
-"""Model folders, and a process that inspects them in place of the worker's code, for tests."""
+"""Model folders for tests, and a process that inspects them in place of the worker's code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ for line in sys.stdin:
 
 
 def program(deed: str = "pass") -> tuple[str, ...]:
-    """The command of a process that runs `deed` and then reports every model as sound."""
+    """Returns the command of a process that runs `deed` and then reports each model as sound."""
     return (sys.executable, "-c", ECHO.format(deed=deed))
 
 

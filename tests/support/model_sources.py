@@ -1,4 +1,4 @@
-"""Opens checkpoints for a compute thread, with engines of chosen settings."""
+"""Sources of checkpoints for a compute thread, with engines of chosen settings."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def source_of(
     deterministic: bool = False,
     **settings: Any,
 ) -> Callable[[ModelConfig], ModelSource]:
-    """Opens the folder with an engine of these settings, without its warm-up, which takes long."""
+    """Returns a function that opens the folder with such an engine, without the slow warm-up."""
 
     def open_source(config: ModelConfig) -> ModelSource:
-        found = inspect(folder)
-        text = ChatTokenizer.from_folder(found)
+        files = inspect(folder)
+        text = ChatTokenizer.from_folder(files)
 
         def build(on_progress: object) -> Engine:
-            loaded = load(found, deterministic=deterministic)
+            loaded = load(files, deterministic=deterministic)
             engine = engine_of_kind(kind, loaded, text, **{"blocks": 40, **settings})
             engine.warm_up = lambda on_progress=None: None  # type: ignore[method-assign]
             return engine
 
-        opened = Opened("", found.context, found.plan.vocab_size, text)
+        opened = Opened("", files.context, files.plan.vocab_size, text)
         return ModelSource(opened, build, config.sequences)
 
     return open_source

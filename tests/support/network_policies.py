@@ -1,4 +1,4 @@
-"""Which pods may dial which ports of others, by NetworkPolicies."""
+"""The connections between pods that NetworkPolicies allow."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-NAMESPACE = "kubernetes.io/metadata.name"  # the label that each namespace has
+NAMESPACE = "kubernetes.io/metadata.name"  # a label of each namespace
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,11 +16,11 @@ class PodPlace:
     name: str
     namespace: str
     labels: Mapping[str, str]
-    ports: Mapping[str, int]  # of its containers, by name
+    ports: Mapping[str, int]  # ports of its containers, by name
 
 
 class Allowed(NamedTuple):
-    """A pod, by its name, may dial a port of another."""
+    """An allowed connection: a pod, by its name, may dial a port of another."""
 
     source: str
     target: str
@@ -28,7 +28,7 @@ class Allowed(NamedTuple):
 
 
 def allowed(policies: Iterable[Mapping[str, Any]], pods: Iterable[PodPlace]) -> set[Allowed]:
-    """The TCP connections that the policies let pass; a pod without a policy is open."""
+    """Returns the TCP connections that the policies allow; a pod without a policy is open."""
     rules, places = list(policies), list(pods)
     return {
         Allowed(source.name, target.name, port)
@@ -49,7 +49,7 @@ def _passes(
     name: str,
     port: int,
 ) -> bool:
-    """Whether a pod's policies of one direction let a connection with the peer pass."""
+    """Returns whether a pod's policies of a direction allow a connection with the peer."""
     peers, entries = ("to", "egress") if direction == "Egress" else ("from", "ingress")
     own = [
         rule
@@ -67,7 +67,7 @@ def _passes(
 
 
 def _is(selected: Mapping[str, Any], peer: PodPlace, namespace: str) -> bool:
-    """Whether an entry of `from` or `to`, of a policy in `namespace`, means this pod."""
+    """Returns whether an entry of `from` or `to` selects a pod, in a policy in `namespace`."""
     assert set(selected) <= {"namespaceSelector", "podSelector"}, selected
     if "namespaceSelector" in selected:
         if not _matches(selected["namespaceSelector"], {NAMESPACE: peer.namespace}):

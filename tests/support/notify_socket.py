@@ -9,7 +9,7 @@ from mlxpool.common.closing import Closing
 
 
 class NotifySocket(Closing):
-    """`address`: the value of NOTIFY_SOCKET, a path or "@" and an abstract name."""
+    """The socket; `address` is the value of NOTIFY_SOCKET, a path or "@" and an abstract name."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -18,13 +18,13 @@ class NotifySocket(Closing):
         self._socket.setblocking(False)
 
     def received(self) -> list[str]:
-        """The datagrams since the last call."""
-        found: list[str] = []
+        """Returns the datagrams since the last call."""
+        datagrams: list[str] = []
         while True:
             try:
-                found.append(self._socket.recv(4096).decode())
+                datagrams.append(self._socket.recv(4096).decode())
             except BlockingIOError:
-                return found
+                return datagrams
 
     def close(self) -> None:
         self._socket.close()

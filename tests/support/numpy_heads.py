@@ -12,7 +12,7 @@ import numpy as np
 
 from support.float64 import attention, normed, rope_angles, rotated, silu, softmax
 
-Array: TypeAlias = Any  # of NumPy
+Array: TypeAlias = Any  # an array of NumPy
 Weights = Mapping[str, Array]
 Layer = Callable[[Array, "Tensors", Mapping[str, Any]], Array]  # x [T, d] -> [T, d]
 
@@ -36,8 +36,9 @@ class Tensors:
 def glm_head(
     weights: Weights, config: Mapping[str, Any], tokens: list[int], states: Array
 ) -> tuple[Array, Array]:
-    """States [T, d] behind the head's norm, and logits [T, vocabulary]: of the tokens, and of the
-    model's states [T, d] of the tokens before them.
+    """Returns states [T, d] after the head's norm, and logits [T, vocabulary].
+
+    The inputs are the tokens, and the model's states [T, d] of the tokens before them.
     """
     own = Tensors(weights, f"model.layers.{config['num_hidden_layers']}")
     embed = own if own.has("embed_tokens.weight") else Tensors(weights, "model")
@@ -53,7 +54,7 @@ def glm_head(
 def feed_head(
     weights: Weights, config: Mapping[str, Any], tokens: list[int], states: Array
 ) -> tuple[Array, Array]:
-    """See glm_head. The layer is a feed-forward, and the output head the model's."""
+    """See glm_head. The layer is a feed-forward layer; the output head is the model's."""
     return _mtp_head(weights, config, tokens, states, _feed_layer)
 
 
@@ -80,7 +81,7 @@ def _mtp_head(
 
 
 def glm_layer(x: Array, layer: Tensors, config: Mapping[str, Any]) -> Array:
-    """Latent attention and experts that are chosen by sigmoids, with residual additions."""
+    """Returns latent attention and experts chosen by sigmoids, with residual additions."""
     eps = config["rms_norm_eps"]
     x = x + _latent_attention(
         normed(x, layer("input_layernorm.weight"), eps), layer.below("self_attn"), config
@@ -96,7 +97,10 @@ def glm_layer(x: Array, layer: Tensors, config: Mapping[str, Any]) -> Array:
 
 
 def qwen_layer(x: Array, layer: Tensors, config: Mapping[str, Any]) -> Array:
-    """Attention with gated outputs; a dense feed-forward, or experts and a gated shared one."""
+    """Returns attention with gated outputs, then a feed-forward layer, dense or of experts.
+
+    The experts have a gated shared expert.
+    """
     eps = config["rms_norm_eps"]
     x = x + _gated_attention(
         normed(x, layer("input_layernorm.weight"), eps), layer.below("self_attn"), config
@@ -147,8 +151,10 @@ def _gated_attention(x: Array, attn: Tensors, config: Mapping[str, Any]) -> Arra
     eps, size = config["rms_norm_eps"], q.shape[2]
     turned = int(size * rope["partial_rotary_factor"])
     q, k = (
-        np.concatenate([_rope(one[..., :turned], rope["rope_theta"]), one[..., turned:]], axis=2)
-        for one in (
+        np.concatenate(
+            [_rope(heads_[..., :turned], rope["rope_theta"]), heads_[..., turned:]], axis=2
+        )
+        for heads_ in (
             normed(q, attn("q_norm.weight"), eps),
             normed(k, attn("k_norm.weight"), eps),
         )
@@ -163,12 +169,12 @@ def _attend(q: Array, k: Array, v: Array) -> Array:
 
 
 def _rope(x: Array, base: float, *, pairs: bool = False) -> Array:
-    """x [T, H, D] rotated by positions; `pairs`: neighbours are a pair, else both halves are."""
+    """Returns x [T, H, D] rotated by positions; `pairs`: neighbours are a pair, else halves."""
     return rotated(x, rope_angles(len(x), x.shape[2], base), traditional=pairs)
 
 
 def _experts(x: Array, mlp: Tensors, chosen: Array, shares: Array) -> Array:
-    gate, up, down = (mlp(f"switch_mlp.{one}_proj.weight") for one in ("gate", "up", "down"))
+    gate, up, down = (mlp(f"switch_mlp.{kind}_proj.weight") for kind in ("gate", "up", "down"))
     out = np.zeros_like(x)
     for token, experts in enumerate(chosen):
         for expert, share in zip(experts, shares[token], strict=True):

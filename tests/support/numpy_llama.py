@@ -45,7 +45,7 @@ def _attended(x: Numbers, weights: dict[str, Numbers], part: str, config: Any) -
     k = (x @ weights[part + "k_proj.weight"].T).reshape(count, pairs, size)
     v = (x @ weights[part + "v_proj.weight"].T).reshape(count, pairs, size)
     angles = rope_angles(count, size, config["rope_theta"])
-    q, k = (rotated(one, angles, traditional=False) for one in (q, k))
+    q, k = (rotated(heads_, angles, traditional=False) for heads_ in (q, k))
     out = attention(q, k, v, np.tri(count, dtype=bool), size**-0.5).reshape(count, -1)
     return np.asarray(out @ weights[part + "o_proj.weight"].T)
 
@@ -54,7 +54,7 @@ def _weights(file: Path) -> dict[str, Numbers]:
     """Returns the tensors of a safetensors file of bfloat16 numbers."""
     data = file.read_bytes()
     size = int.from_bytes(data[:8], "little")
-    found = {}
+    tensors = {}
     for name, tensor in json.loads(data[8 : 8 + size]).items():
         if name == "__metadata__":
             continue
@@ -62,5 +62,5 @@ def _weights(file: Path) -> dict[str, Numbers]:
         begin, end = (8 + size + at for at in tensor["data_offsets"])
         halves = np.frombuffer(data[begin:end], dtype="<u2").astype(np.uint32)
         numbers = (halves << 16).view(np.float32).astype(np.float64)
-        found[name] = numbers.reshape(tensor["shape"])
-    return found
+        tensors[name] = numbers.reshape(tensor["shape"])
+    return tensors

@@ -1,4 +1,4 @@
-"""Files and batches of OpenAI's interface: sent, begun, waited for and read."""
+"""Files and batches of OpenAI's interface: upload, begin, wait and results."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ OVER = ("completed", "failed", "expired", "cancelled")
 
 
 def sent(client: openai.OpenAI, lines: list[Any], name: str = "in.jsonl") -> str:
-    """The id of a file with these lines."""
-    texts = [one if isinstance(one, str) else json.dumps(one) for one in lines]
+    """Upload a file with these lines; returns its id."""
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
     data = "\n".join(texts).encode()
     return client.files.create(file=(name, data), purpose="batch").id
 
 
 def begin(client: openai.OpenAI, file: str, endpoint: str = COMPLETIONS, **more: Any) -> Any:
-    given: Any = {"endpoint": endpoint, "completion_window": "24h", **more}
-    return client.batches.create(input_file_id=file, **given)
+    fields: Any = {"endpoint": endpoint, "completion_window": "24h", **more}
+    return client.batches.create(input_file_id=file, **fields)
 
 
 def over(client: openai.OpenAI, id: str) -> Any:
-    """The batch once it has ended."""
+    """Wait for the end of a batch; returns it."""
 
     def ended() -> Any:
         batch = client.batches.retrieve(id)
@@ -37,8 +37,8 @@ def over(client: openai.OpenAI, id: str) -> Any:
 
 
 def results(client: openai.OpenAI, file: str | None) -> dict[str, Any]:
-    """The lines of a file by their custom_id."""
+    """Returns the lines of a file by their custom_id."""
     assert file is not None
     text = client.files.content(file).text
     assert client.files.retrieve(file).bytes == len(text.encode())
-    return {one["custom_id"]: one for one in map(json.loads, text.splitlines())}
+    return {line["custom_id"]: line for line in map(json.loads, text.splitlines())}

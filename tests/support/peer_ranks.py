@@ -1,4 +1,4 @@
-"""Ranks of a group on simulated GPUs: in this process, or each in a process of its own."""
+"""Ranks of a group on simulated GPUs: in this process, or each in its own process."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from mlxpool.worker.groups.peer_memory import HANDLE_BYTES, IDENTITY_BYTES, Peer
 from mlxpool.worker.groups.peer_sums import LINE_BYTES, BufferShape, Launch, Limits, PeerSums
 from support import simt
 
-FEW = Limits(small=2**12, large=2**17)  # bytes: so that a slow machine reaches both kernels
-# One block with two chunks, and two blocks with up to five chunks of another size together.
+FEW = Limits(small=2**12, large=2**17)  # bytes, small: a slow machine reaches both kernels
+# A block with two chunks, and two blocks with together up to five chunks of another size.
 FEW_LAUNCHES = (Launch(10_000, 1, 1), Launch(2**17, 2, 2))
-# One block whose warps have up to two portions, and two blocks with up to five of another size.
+# A block whose warps have up to two portions, and two blocks with up to five portions of another
+# size.
 FEW_LINE_LAUNCHES = (Launch(10_000, 2, 1), Launch(2**17, 4, 2))
 BOUND = 240.0  # seconds
-NVLINK = "SIMULATED_NVLINK"  # environment variable: "yes" where it connects the processes
+NVLINK = "SIMULATED_NVLINK"  # environment variable: "yes" if NVLink connects the processes
 
 
 class FakePeerMemory:
@@ -32,7 +33,7 @@ class FakePeerMemory:
     def __init__(
         self, *, exports: bool = True, opens: bool = True, identity: int = 1, nvlink: bool = False
     ) -> None:
-        """`exports`, `opens`: whether these calls work; `identity` 0: nor does that."""
+        """`exports`, `opens`: whether these calls work; `identity` 0: that call fails too."""
         self.exports, self.opens, self.number, self.nvlink = exports, opens, identity, nvlink
         self.allocated: dict[int, np.ndarray] = {}
         self.opened: list[int] = []
@@ -87,17 +88,17 @@ class SimulatedRanks:
         addresses = [self.memory.allocate(shape.size) for _ in range(ranks)]
         self.sums: Sequence[PeerSums] = [PeerSums(shape, rank, addresses) for rank in range(ranks)]
         self._addresses = addresses
-        for one in self.sums:
-            one.set_bound(bound)
+        for rank_sums in self.sums:
+            rank_sums.set_bound(bound)
 
     def begin_at(self, epoch: int) -> None:
-        """So many sums were computed before."""
+        """Set the number of earlier sums."""
         for address in self._addresses:
             ctypes.c_int64.from_address(address).value = epoch
 
 
 class MappedPeerMemory:
-    """Implements PeerMemory between processes: a handle is the path of a file without a name."""
+    """Implements PeerMemory between processes: a handle is the path of an unnamed file."""
 
     _kept: ClassVar[list[tuple[int, mmap.mmap]]] = []  # until the process ends
 
@@ -117,7 +118,7 @@ class MappedPeerMemory:
 
     def export(self, address: int) -> bytes:
         """See PeerMemory."""
-        descriptor = next(fd for fd, one in self._kept if _address(one) == address)
+        descriptor = next(fd for fd, memory in self._kept if _address(memory) == address)
         return f"/proc/{os.getpid()}/fd/{descriptor}".encode().ljust(HANDLE_BYTES, b"\0")
 
     def open(self, handle: bytes) -> int:
@@ -141,9 +142,9 @@ def _address(memory: mmap.mmap) -> int:
 
 @contextmanager
 def peer_sums(collectives: Collectives) -> Iterator[set[str]]:
-    """This process's rank adds up by kernels meanwhile, which are simulated; yields their names.
+    """Have this process's rank add up by simulated kernels; yields their names.
 
-    NVIDIA's compiler gets the same kernels elsewhere.
+    Other tests give the same kernels to NVIDIA's compiler.
     """
     with simt.simulated() as called, pytest.MonkeyPatch.context() as patch:
         patch.setattr(simt, "compiled", lambda *given: 0)

@@ -1,7 +1,7 @@
 """Tokens of two ranks that add up by kernels on simulated GPUs, each rank in a process.
 
-`python -m support.peer_tokens MODEL` prints JSON: the tokens without and with a pass ahead,
-and the kernels that ran in rank 0. A process can join one group, so this has one of its own.
+`python -m support.peer_tokens MODEL` prints JSON: the tokens without and with a pass ahead, and the
+kernels that ran in rank 0. A process can join a single group, so this program has its own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from support.rank_pair import RankPair
 
 
 def tokens(engine: Engine) -> list[list[int]]:
-    """Greedy and drawn tokens behind a long and a short prompt."""
+    """Returns greedy and drawn tokens after a long and a short prompt."""
     rows = []
     for number, size in enumerate((90, 5)):
         prompt = tuple((7 * number + 11 * n) % 250 for n in range(size))
@@ -34,7 +34,7 @@ def tokens(engine: Engine) -> list[list[int]]:
 
 
 def main(model: Path) -> None:
-    """See the module."""
+    """Print the JSON that the module describes."""
     found: list[list[list[int]]] = []
     with RankPair(by_kernels=True) as pair:
         pair.kernels.clear()

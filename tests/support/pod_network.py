@@ -1,4 +1,4 @@
-"""Network namespaces of Linux in place of pods: an address each, names of services, a firewall."""
+"""Network namespaces of Linux as pods, with addresses, names of services and a firewall."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from mlxpool.common.closing import Closing
 from support.network_policies import Allowed
 from support.pool import PATIENCE
 
-NAMES = Path("/etc/netns")  # `ip netns exec` shows a process the files of its namespace's folder
-PREFIX = "mlxpool-"  # of namespaces; the process that made one and its pod follow
+NAMES = Path("/etc/netns")  # `ip netns exec` gives a process the files of its namespace's folder
+PREFIX = "mlxpool-"  # of a namespace's name; the pid of its maker and the pod follow
 ADDRESS = "10.77.0.{}"
 DIAL = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 10).close()"
 
 
 class PodNetwork(Closing):
-    """A namespace for each pod, joined by a bridge in one more.
+    """A namespace for each pod, and another one with a bridge that joins them.
 
-    Skips the test where that is not allowed, or a program is missing.
+    Skips the test if that is not allowed, or if a program is missing.
     """
 
     def __init__(self, pods: Iterable[str], services: Mapping[str, Mapping[str, str]]) -> None:
-        """`services`: for each pod the names that it can resolve, each with the pod meant."""
+        """`services`: for each pod the names that it can resolve, each with the pod it means."""
         if os.geteuid() != 0:
             pytest.skip("network namespaces need root")
         lacking = [name for name in ("ip", "nft") if shutil.which(name) is None]
@@ -50,11 +50,11 @@ class PodNetwork(Closing):
             raise
 
     def space(self, pod: str) -> str:
-        """The name of a pod's namespace."""
+        """Returns the name of a pod's namespace."""
         return f"{self._prefix}-{pod}"
 
     def inside(self, pod: str) -> tuple[str, ...]:
-        """What a command begins with, to run as this pod."""
+        """Returns the first words of a command that runs as this pod."""
         return "ip", "netns", "exec", self.space(pod)
 
     def _add(self, pod: str) -> None:
@@ -68,8 +68,8 @@ class PodNetwork(Closing):
     def _make_bridge(self) -> None:
         self._add("bridge")
         space = self.space("bridge")
-        made = ("ip", "-n", space, "link", "add", "bridge", "type", "bridge")
-        done = subprocess.run(made, capture_output=True, text=True)
+        command = ("ip", "-n", space, "link", "add", "bridge", "type", "bridge")
+        done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
             pytest.skip(f"bridges are not allowed here: {done.stderr.strip()}")
         _run("ip", "-n", space, "link", "set", "bridge", "up")
@@ -91,7 +91,7 @@ class PodNetwork(Closing):
         (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
 
     def enforce(self, connections: Iterable[Allowed]) -> None:
-        """Lets only these connections into the pod; others are refused at once."""
+        """Lets only these connections into the pods; others are refused at once."""
         accepted: dict[str, list[str]] = {pod: [] for pod in self.addresses}
         for source, target, port in connections:
             rule = f"ip saddr {self.addresses[source]} tcp dport {port} accept"
@@ -104,7 +104,7 @@ class PodNetwork(Closing):
             _run(*self.inside(pod), "nft", "-f", "-", given=table)
 
     def connects(self, pod: str, target: str, port: int) -> bool:
-        """Whether a pod can dial a port of another."""
+        """Returns whether a pod can dial a port of another."""
         words = (sys.executable, "-c", DIAL, self.addresses[target], str(port))
         done = subprocess.run(
             [*self.inside(pod), *words], capture_output=True, text=True, timeout=PATIENCE
@@ -117,7 +117,7 @@ class PodNetwork(Closing):
         _run("ip", "-n", self.space(pod), "link", "set", "eth0", state)
 
     def close(self) -> None:
-        """Remove the namespaces; nothing of them is left."""
+        """Remove the namespaces and their files."""
         self._cleanup.close()
 
 
@@ -127,9 +127,9 @@ def _run(*words: str, given: str = "") -> None:
 
 
 def _remove_left() -> None:
-    """Remove the namespaces of test processes that were killed, and end what runs in them."""
-    told = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
-    for space in (line.split()[0] for line in told.splitlines() if line.startswith(PREFIX)):
+    """Remove the namespaces of killed test processes, and end the processes in them."""
+    listing = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    for space in (line.split()[0] for line in listing.splitlines() if line.startswith(PREFIX)):
         maker = space.removeprefix(PREFIX).partition("-")[0]
         if not maker.isdecimal() or psutil.pid_exists(int(maker)):
             continue
@@ -143,5 +143,5 @@ def _remove_left() -> None:
 
 def _forget(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
-    with suppress(OSError):  # others have theirs in it
+    with suppress(OSError):  # other namespaces have files in it
         NAMES.rmdir()

@@ -1,4 +1,4 @@
-"""A broker in a process of its own; removes its files at the end."""
+"""A broker in its own process; removes its files at the end."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from support.commands import is_server, run_here
 
 # Seconds. No test measures time, so this only bounds a failure; a busy machine is ten times slower.
 PATIENCE = 200.0
-# Admin commands that may be asked again. All others are sent once: the broker may have performed
-# what it did not answer in time, and a second drain is an error.
+# Admin commands that may be sent again. All others are sent once: the broker may have performed a
+# command without an answer in time, and a second drain is an error.
 QUESTIONS = frozenset({"batches", "job", "jobs", "models", "notices", "ps", "requests", "stats"})
 
 
 def reconnects(client: Client) -> int:
-    """How often a client has replaced its connection since it last heard the broker."""
+    """Returns how often a client has replaced its connection since it last heard the broker."""
     connection = client._connection
     assert isinstance(connection, Connection)
     return connection.timer.reconnects
@@ -52,7 +52,7 @@ def until(check: Callable[[], Any], what: str, patience: float = PATIENCE) -> An
 
 
 def gone(process: psutil.Process) -> bool:
-    """Whether a process has ended; a zombie has."""
+    """Returns whether a process has ended; a zombie has."""
     try:
         return not process.is_running() or bool(process.status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -60,15 +60,15 @@ def gone(process: psutil.Process) -> bool:
 
 
 def with_path(folder: Path) -> str:
-    """A PYTHONPATH that begins with this folder, for its `sitecustomize.py`."""
+    """Returns a PYTHONPATH that begins with this folder, for its `sitecustomize.py`."""
     return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 @contextmanager
 def patient_commands() -> Iterator[None]:
-    """Commands in this process wait for a busy broker meanwhile, as support/patient has others do.
+    """Let commands in this process wait for a busy broker, as support/patient does in others.
 
-    A command that gave up after 2 s may have been performed all the same: run again it would fail.
+    A command that gives up after 2 s may have been performed anyway, so a second run would fail.
     """
     with (
         patch.dict(ask.__kwdefaults__, {"timeout": PATIENCE}),
@@ -94,7 +94,8 @@ class Pool(Closing):
     ) -> None:
         """`prefix`: words before the broker's command, such as a shell that sets a limit.
 
-        It keeps jobs if its config or the arguments have a state_dir, or with `jobs_by_default`.
+        The pool keeps jobs if its config or the arguments have a state_dir, or with
+        `jobs_by_default`.
         """
         self.tmp_path = tmp_path
         self._folder = tempfile.TemporaryDirectory(prefix="mlxpool-")
@@ -133,9 +134,12 @@ class Pool(Closing):
         until(self._answers, f"the broker answers; it said:\n{self.log()}")
 
     def _without_jobs(self) -> tuple[str, ...]:
-        """The flag with which a pool has no store, unless it is wanted: it takes time to start."""
-        wanted = "--state-dir" in self.arguments or "state_dir" in self.config.read_text()
-        return () if wanted or self.jobs_by_default else ("--state-dir", "")
+        """Returns the flag that starts a pool without a store, unless the test needs the store.
+
+        A store takes time to start.
+        """
+        has_store = "--state-dir" in self.arguments or "state_dir" in self.config.read_text()
+        return () if has_store or self.jobs_by_default else ("--state-dir", "")
 
     def command(self) -> list[str]:
         return [sys.executable, "-m", "mlxpool.cli.main", "--run-dir", str(self.run_dir)]
@@ -169,7 +173,7 @@ class Pool(Closing):
             raise AssertionError(f"the broker did not end:\n{self.log()}") from None
 
     def kill(self) -> None:
-        """SIGKILL to the broker."""
+        """Send SIGKILL to the broker."""
         assert self.process is not None
         self.process.kill()
         self.process.wait()
@@ -179,7 +183,7 @@ class Pool(Closing):
         return self.log_path.read_text() if self.log_path.is_file() else ""
 
     def client(self, **options: Any) -> Client:
-        """A client that waits for a busy broker, unless the options say otherwise."""
+        """Returns a client that by default waits for a busy broker."""
         return Client(self.run_dir, **{"connect_timeout": PATIENCE, **options})
 
     def async_client(self, **options: Any) -> AsyncClient:
@@ -187,7 +191,7 @@ class Pool(Closing):
         return AsyncClient(self.run_dir, **{"connect_timeout": PATIENCE, **options})
 
     def ask(self, kind: str, **body: Any) -> dict[str, Any]:
-        """Run an admin command; waits for a broker that gets no processor time."""
+        """Run an admin command; waits for a broker without processor time."""
         end = time.monotonic() + PATIENCE
         timeout = admin.ANSWER_TIMEOUT if kind in QUESTIONS else PATIENCE
         while True:
@@ -199,7 +203,7 @@ class Pool(Closing):
                     raise
 
     def worker(self, slot: str) -> dict[str, Any]:
-        """A worker's row in `ps`; {} if it was never started."""
+        """Returns a worker's row in `ps`; {} if it was never started."""
         rows = [w for w in self.ask("ps")["workers"] if w["slot"] == slot]
         return dict(rows[0]) if rows else {}
 
@@ -230,32 +234,32 @@ class Pool(Closing):
     ) -> int | None:
         """Send a signal to the worker of a slot, once it has one; returns its pid.
 
-        None if its work is `over` before: a broker that has nothing left to do starts no worker.
+        Returns None if its work is `over` before: a broker without work starts no worker.
         """
-        found: list[int | None] = []
+        pids: list[int | None] = []
 
         def killed() -> bool:
             pid = int(self.worker(slot).get("pid") or 0)
             if pid:
                 try:
                     os.kill(pid, number)
-                    found.append(pid)
-                except ProcessLookupError:  # it has just ended, and the next one will be started
+                    pids.append(pid)
+                except ProcessLookupError:  # it has just ended; the next worker follows
                     return False
             elif over():
-                found.append(None)
-            return bool(found)
+                pids.append(None)
+            return bool(pids)
 
         until(killed, f"{slot} has a process")
-        return found[0]
+        return pids[0]
 
     def cli(
         self, *arguments: str, stdin: str | None = None, process: bool = False
     ) -> subprocess.CompletedProcess[str]:
-        """Run the `mlxpool` command against this pool: here, or in a `process` of its own.
+        """Run the `mlxpool` command against this pool: here, or in its own `process`.
 
-        It waits for this pool's broker while that gets no processor time, and is run again when it
-        gave up a broker that runs.
+        The command waits for a broker without processor time. It is run again if it gave up on a
+        broker that still runs.
         """
         end = time.monotonic() + PATIENCE
         while True:
@@ -263,15 +267,15 @@ class Pool(Closing):
             if process or is_server(arguments):
                 done = self._cli_process(arguments, stdin)
             else:
-                given = ("--run-dir", str(self.run_dir), *arguments)
+                words = ("--run-dir", str(self.run_dir), *arguments)
                 with patient_commands() if asks_ours else nullcontext():
-                    done = run_here(given, self.environment, stdin)
+                    done = run_here(words, self.environment, stdin)
             given_up = done.returncode == UNREACHABLE and "does not answer" in done.stderr
             if not (given_up and self._runs()) or time.monotonic() > end:
                 return done
 
     def is_asked(self, arguments: Sequence[str]) -> bool:
-        """Whether a command with these arguments asks this pool's broker."""
+        """Returns whether a command with these arguments contacts this pool's broker."""
         return {"--endpoint", "--run-dir"}.isdisjoint(arguments)
 
     def _runs(self) -> bool:

@@ -1,4 +1,4 @@
-"""A PostgreSQL server of its own for a test, on a Unix socket."""
+"""A PostgreSQL server for a test, on a Unix socket."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support.pool import PATIENCE, until
 DEBIAN = Path("/usr/lib/postgresql")  # has a folder for each major version
 USER = "mlxpool"
 NOBODY = 65534  # the server refuses to run as root
-MEMORY = Path("/dev/shm")  # where each fsync is free
+MEMORY = Path("/dev/shm")  # a folder in memory, in which fsync is free
 ROOM = 1 << 30  # bytes; a cluster takes about 60 MB
 SETTINGS = {
     "listen_addresses": "",
@@ -30,12 +30,12 @@ SETTINGS = {
 
 
 def _programs() -> Path | None:
-    """The folder of the newest installed `postgres` and `initdb`."""
+    """Returns the folder of the newest installed `postgres` and `initdb`."""
     versions = sorted(DEBIAN.glob("*/bin/postgres"), key=lambda path: float(path.parts[-3]))
     if versions:
         return versions[-1].parent
-    found = shutil.which("postgres")
-    return None if found is None else Path(found).parent
+    program = shutil.which("postgres")
+    return None if program is None else Path(program).parent
 
 
 def _has_room(folder: Path) -> bool:
@@ -45,7 +45,7 @@ def _has_room(folder: Path) -> bool:
 class PostgresServer(Closing):
     """A cluster in a new folder in memory or below /tmp, which an unprivileged user can enter.
 
-    Skips the test if the programs are not installed.
+    It skips the test if the programs are not installed.
     """
 
     def __init__(self, **settings: str) -> None:
@@ -122,12 +122,12 @@ class PostgresServer(Closing):
             )
 
     def url(self, schema: str) -> str:
-        """The URL of this server's database, with the tables of one schema."""
+        """Returns the URL of this server's database, with the tables of one schema."""
         options = f"-csearch_path%3D{schema}"
         return f"postgresql://{USER}@/postgres?host={self.folder}&options={options}"
 
     def new_url(self) -> str:
-        """The URL of a new, empty schema."""
+        """Make an empty schema; returns its URL."""
         import psycopg
 
         schema = f"test_{next(self._schemas)}"

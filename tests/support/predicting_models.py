@@ -1,4 +1,4 @@
-"""Small models with a head that predicts further tokens (MTP), of each family that has one."""
+"""Small models with a head that predicts further tokens (MTP), of each family with such heads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EXPERTS = {
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 24,
 }
-# The layer of a head keeps something of each token, but for these.
+# Families whose head has a layer that keeps nothing of earlier tokens.
 WITHOUT_CACHE: dict[str, dict[str, Any]] = {"llama": {"mtp_intermediate_size": 24}}
 FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {**GLM, "num_nextn_predict_layers": 1},
@@ -42,18 +42,18 @@ REFERENCES: dict[str, Callable[..., tuple[np.ndarray, np.ndarray]]] = {
     **{name: glm_head if name.startswith("glm") else qwen_head for name in FAMILIES},
     **dict.fromkeys(WITHOUT_CACHE, feed_head),
 }
-OWN = ("embed_tokens.weight", "shared_head.head.weight")  # that GLM's head may have
+OWN = ("embed_tokens.weight", "shared_head.head.weight")  # tensors that GLM's head may have
 
 
 def settings(family: str, **changes: Any) -> dict[str, Any]:
-    """The config.json of a family."""
+    """Returns the config.json of a family."""
     return config(**{**EVERY[family], **changes})
 
 
 def weights_with_head(
     family: str, seed: int = 0, *, own: bool = False, **changes: Any
 ) -> dict[str, np.ndarray]:
-    """Random weights of a model and its head. `own`: a head with its own tokens and output."""
+    """Returns random weights of a model and its head. `own`: the head has its own tensors OWN."""
     whole = settings(family, **changes)
     prediction = models.plan(whole).prediction
     assert prediction is not None
@@ -69,37 +69,37 @@ def weights_with_head(
 
 
 def likely_right(weights: Mapping[str, np.ndarray], share: float = 0.002) -> dict[str, np.ndarray]:
-    """The weights with layers of which only a `share` counts, and a head that leaves them out.
+    """Returns the weights with layers scaled to a `share`, and a head that ignores them.
 
-    The next token then depends nearly on the newest alone. The head gives the likeliest one behind
-    its token, so most of its drafts are right at any depth.
+    The next token then depends almost only on the newest. The head gives the likeliest token after
+    its input token, so most of its drafts are right at any depth.
     """
     joint = next(name for name in weights if name.endswith(("eh_proj.weight", "mtp.fc.weight")))
     head = joint.removesuffix("eh_proj.weight").removesuffix("fc.weight")
-    found = dict(weights)
+    changed = dict(weights)
     for name, array in weights.items():
         ahead = name.startswith(head)
         if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
-            found[name] = array * np.float32(0 if ahead else share)
+            changed[name] = array * np.float32(0 if ahead else share)
         elif ahead and "norm" in name:
-            found[name] = np.ones_like(array)
+            changed[name] = np.ones_like(array)
     size = len(weights[joint])
-    found[joint] = np.eye(size, 2 * size, dtype=np.float32)  # the token's half
-    found["model.norm.weight"] = np.ones_like(weights["model.norm.weight"])
-    return found
+    changed[joint] = np.eye(size, 2 * size, dtype=np.float32)  # the token's half
+    changed["model.norm.weight"] = np.ones_like(weights["model.norm.weight"])
+    return changed
 
 
 def write_predicting(
     path: Path, family: str, seed: int = 0, *, right: bool = False, **changes: Any
 ) -> Path:
-    """Writes a model with a head; `right`: most of its drafts are, see likely_right."""
+    """Writes a model with a head; `right`: most of its drafts are right, see likely_right."""
     weights = weights_with_head(family, seed, **changes)
     stored = likely_right(weights) if right else weights
     return write_checkpoint(path, weights=stored, **{**EVERY[family], **changes})
 
 
 def sequence(number: int, size: int = 70) -> Sequence:
-    """A greedy sequence with a random prompt of `size` tokens, which a seed gives."""
+    """Returns a greedy sequence with a random prompt of `size` tokens, drawn by a seed."""
     prompt = tuple(np.random.default_rng(number).integers(0, 256, size).tolist())
     options = Options.parse({"temperature": 0.0, "ignore_eos": True})
     return Sequence(bytes([number] * 16), 1, prompt, options, number, TOKENS)

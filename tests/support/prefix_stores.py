@@ -1,7 +1,7 @@
-"""Stores for tests of the prefix cache whose content can be checked: no weights, no MLX.
+"""Stores for tests of the prefix cache with checkable contents, without weights and MLX.
 
-A cell stands for the keys and values of one token. It follows from all tokens up to it, so that
-memory put at a wrong place, or under a wrong prompt, is seen.
+A cell stands for the keys and values of a token. It follows from all tokens up to it, so a check
+detects memory at a wrong place or under a wrong prompt.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def cells_of(tokens: Sequence[int]) -> list[int]:
 @dataclass(eq=False)
 class ListRow:
     cells: list[int] = field(default_factory=list)
-    state: int = 0  # 0: after no token
+    state: int = 0  # 0 before the first token
     stateful: bool = False
 
     @property
@@ -46,7 +46,7 @@ class ListRow:
         return CELL * len(self.cells)
 
     def feed(self, tokens: Sequence[int]) -> None:
-        """Computes the next cells; a stateful row uses its state, like a recurrent layer."""
+        """Computes the next cells; a row with a state uses that, like a recurrent layer."""
         for token in tokens:
             before = self.state if self.stateful else self.cells[-1] if self.cells else 0
             self.cells.append(chain(before, token))
@@ -54,7 +54,7 @@ class ListRow:
 
 
 class ListStore:
-    """Rows and kept pieces are lists of cells."""
+    """A store whose rows and kept pieces are lists of cells."""
 
     join_copies = True
 
@@ -62,9 +62,9 @@ class ListStore:
         """A snapshot of up to `window` tokens can be cut back to any of them."""
         self.stateful = stateful
         self.nbytes = 0
-        self.rows = 0  # that were made and not released
+        self.rows = 0  # rows that were made and not released
         self.window = window
-        self.broken = False  # whether allocations fail
+        self.broken = False  # True: allocations fail
 
     def new_row(self) -> ListRow:
         self.rows += 1
@@ -155,20 +155,20 @@ class PagedMemory:
             self.cells[block][at % self.size] = chain(before, token)
 
     def read(self, row: BlockRow) -> list[int]:
-        every = [cell for block in row.table for cell in self.cells[block]]
-        return every[: row.offset]
+        cells = [cell for block in row.table for cell in self.cells[block]]
+        return cells[: row.offset]
 
 
 def edges(cache: TreeCache[Any, Any, Any]) -> dict[tuple[int, ...], Node[Any, Any]]:
     """Returns each node by its tokens from the root."""
-    found: dict[tuple[int, ...], Node[Any, Any]] = {}
+    nodes: dict[tuple[int, ...], Node[Any, Any]] = {}
     for node in cache.tree.walk():
         path: tuple[int, ...] = ()
         above = node
         while above.parent is not None:
             path, above = (*above.tokens, *path), above.parent
-        found[path] = node
-    return found
+        nodes[path] = node
+    return nodes
 
 
 def unique_tokens(cache: TreeCache[Any, Any, Any]) -> int:
@@ -196,7 +196,7 @@ def serve(
     stop_at: int | None = None,
     restore_at: int = 0,
 ) -> int:
-    """A whole request, or one cancelled at `stop_at`; returns what was cached.
+    """Serve a request, whole or cancelled at `stop_at`; returns the number of cached tokens.
 
     The last generated token is never computed. Prefill ends its chunks at the stops.
     """

@@ -1,8 +1,8 @@
-"""Processes that tests start wait longer for a broker that a busy machine delays.
+"""Longer waits for a broker in processes that tests start: a busy machine may delay it.
 
-Users are told after 2 or 5 seconds that a broker does not answer. Python imports this module where
-its folder is on the path (tests/conftest.py), and each module below is changed when it is imported.
-A test in which no broker answers sets TESTS_PATIENCE, in seconds.
+Users get an error after 2 or 5 seconds without an answer of a broker. Python imports this module if
+its folder is on the path (tests/conftest.py). It changes each module below when that is imported. A
+test without an answering broker sets TESTS_PATIENCE, in seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ def _commands(module: ModuleType) -> None:
 
 def _clients(module: ModuleType) -> None:
     module.CONNECT_GRACE = PATIENCE  # type: ignore[attr-defined]
-    # Of a class that has its defaults already: a deadline is the broker's to tell, however late.
+    # The class exists already with its defaults, so a new one replaces it: only the broker may
+    # report a deadline, even if late.
     import msgspec
 
     patient = [(name, float, PATIENCE) for name in ("overdue", "connect_grace")]
@@ -54,7 +55,7 @@ CHANGED: dict[str, Callable[[ModuleType], None]] = {
 
 
 class Finder:
-    """Finds the modules above as Python does, and changes them behind their code."""
+    """Finds the modules above as Python does, and changes them after their code has run."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
