@@ -152,9 +152,9 @@ def _gated_attention(x: Array, attn: Tensors, config: Mapping[str, Any]) -> Arra
     turned = int(size * rope["partial_rotary_factor"])
     q, k = (
         np.concatenate(
-            [_rope(heads_[..., :turned], rope["rope_theta"]), heads_[..., turned:]], axis=2
+            [_rope(projected[..., :turned], rope["rope_theta"]), projected[..., turned:]], axis=2
         )
-        for heads_ in (
+        for projected in (
             normed(q, attn("q_norm.weight"), eps),
             normed(k, attn("k_norm.weight"), eps),
         )

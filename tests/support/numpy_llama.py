@@ -45,7 +45,7 @@ def _attended(x: Numbers, weights: dict[str, Numbers], part: str, config: Any) -
     k = (x @ weights[part + "k_proj.weight"].T).reshape(count, pairs, size)
     v = (x @ weights[part + "v_proj.weight"].T).reshape(count, pairs, size)
     angles = rope_angles(count, size, config["rope_theta"])
-    q, k = (rotated(heads_, angles, traditional=False) for heads_ in (q, k))
+    q, k = (rotated(projected, angles, traditional=False) for projected in (q, k))
     out = attention(q, k, v, np.tri(count, dtype=bool), size**-0.5).reshape(count, -1)
     return np.asarray(out @ weights[part + "o_proj.weight"].T)
 

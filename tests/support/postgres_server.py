@@ -106,7 +106,7 @@ class PostgresServer(Closing):
         return True
 
     def kill(self) -> None:
-        """End it as the loss of power does, as far as a process can: no transaction is ended."""
+        """End the server as a loss of power does, without ending transactions."""
         assert self.process is not None
         self.process.send_signal(signal.SIGQUIT)  # `immediate` shutdown, children too
         self.process.wait(PATIENCE)

@@ -1,8 +1,7 @@
 """Stubs of programs that pages of docs/ run and tests cannot, with the reason for each.
 
 `put_into` writes an executable for each name into a folder for the PATH. A stub checks its
-arguments as far as this machine allows, and fails with what is wrong. The executables call this
-file:
+arguments as far as this machine allows, and fails with the fault. The executables call this file:
 
     python tests/support/program_stubs.py PROGRAM ARGUMENT …
 """
@@ -28,7 +27,7 @@ import yaml
 ROOT = Path(__file__).parents[2]
 ROOT_VARIABLE = "PROGRAM_STUBS_ROOT"  # environment variable: the folder that is `/` for a page
 
-# command -> why it is not run, and what is done instead
+# command -> why it is not run: the replacement
 REASONS = {
     "mlxpool bench": "measures for minutes: its own parser reads the arguments",
     "python examples/train_demo_chat.py": "trains for most of an hour: its own parser reads these",
@@ -59,19 +58,19 @@ def need(truth: object, words: str) -> None:
 
 
 def only(words: Sequence[str], *known: str) -> None:
-    """Fail at a flag that is not in `known`."""
+    """Fail if a flag is not in `known`."""
     for word in words:
         need(not word.startswith("-") or word.partition("=")[0] in known, f"no flag {word}")
 
 
 def placed(path: str) -> Path:
-    """The path in the page's root folder; the runner may have prefixed it already."""
+    """Returns the path in the page's root folder; the runner may have prefixed it already."""
     root = os.environ[ROOT_VARIABLE]
     return Path(path) if not path.startswith("/") or path.startswith(root) else Path(root + path)
 
 
 def program_path(name: str) -> str:
-    """The real program; "" if it is not installed."""
+    """Returns the path of the real program; "" if it is not installed."""
     return shutil.which(name, path=os.defpath) or ""
 
 
@@ -79,7 +78,7 @@ def program_path(name: str) -> str:
 
 
 class ArgumentsParsed(Exception):
-    """A program's parser accepted its arguments."""
+    """The parser of a program has accepted its arguments."""
 
 
 def parse_only(program: str, words: Sequence[str]) -> None:
@@ -176,17 +175,17 @@ def docker(words: Sequence[str]) -> None:
         if name != "up":
             verb.add_argument("service")
             verb.add_argument("words", nargs="+")
-    given = options.parse_args(words)
-    if given.verb == "build":
-        need(given.context.is_dir(), f"no folder {given.context}")
-        need(given.target in targets(given.f), f"no target {given.target} in {given.f}")
+    options_ = options.parse_args(words)
+    if options_.verb == "build":
+        need(options_.context.is_dir(), f"no folder {options_.context}")
+        need(options_.target in targets(options_.f), f"no target {options_.target} in {options_.f}")
         return
-    services = yaml.safe_load(given.f.read_text("utf-8"))["services"]
-    need(given.what == "up" or given.service in services, f"no such service: {words}")
+    services = yaml.safe_load(options_.f.read_text("utf-8"))["services"]
+    need(options_.what == "up" or options_.service in services, f"no such service: {words}")
     for name, service in services.items():
         about = service.get("build")
         if about is not None:
-            file = given.f.parent / about["context"] / about["dockerfile"]
+            file = options_.f.parent / about["context"] / about["dockerfile"]
             need(about["target"] in targets(file), f"{name}: no target {about['target']} in {file}")
 
 
@@ -215,8 +214,8 @@ def kubectl(words: Sequence[str]) -> None:
 
 
 def user_is_known(name: str) -> None:
-    made = re.findall(r"^u (\S+) ", (placed("/etc/sysusers.d") / "mlxpool.conf").read_text(), re.M)
-    need(name in made, f"no user {name}; sysusers.conf makes {made}")
+    users = re.findall(r"^u (\S+) ", (placed("/etc/sysusers.d") / "mlxpool.conf").read_text(), re.M)
+    need(name in users, f"no user {name}; sysusers.conf makes {users}")
 
 
 def sudo(words: Sequence[str]) -> None:
@@ -264,7 +263,7 @@ def systemctl(words: Sequence[str]) -> None:
     for key, value in service_variables(text, files=not instance).items():
         line = line.replace(f"${{{key}}}", value)
         os.environ[key] = str(placed(value)) if value.startswith("/run/") else value
-    if instance:  # its broker is on another machine: only its arguments are checked
+    if instance:  # its broker is on another machine, so only its arguments are checked
         mlxpool(shlex.split(re.sub(r"\$\{(\w+)\}", r"of-\1", line).replace("%I", instance))[1:])
     else:
         start(
@@ -273,11 +272,11 @@ def systemctl(words: Sequence[str]) -> None:
 
 
 def service_variables(text: str, *, files: bool) -> dict[str, str]:
-    """The variables that a unit sets, with those of its file."""
-    found = re.findall(r"^Environment=(MLXPOOL\w+)=(.*)$", text, re.M)
+    """Returns the variables that a unit sets, with the variables of its file."""
+    variables = re.findall(r"^Environment=(MLXPOOL\w+)=(.*)$", text, re.M)
     for path in re.findall(r"^EnvironmentFile=(.*)$", text, re.M) if files else ():
-        found += re.findall(r"^(\w+)=(.*)$", placed(path).read_text("utf-8"), re.M)
-    return {**dict(found), "HTTP_PORT": "0"}  # its port may be in use here
+        variables += re.findall(r"^(\w+)=(.*)$", placed(path).read_text("utf-8"), re.M)
+    return {**dict(variables), "HTTP_PORT": "0"}  # the usual port may be in use here
 
 
 def start(name: str, command: Sequence[str]) -> None:
@@ -292,13 +291,13 @@ def start(name: str, command: Sequence[str]) -> None:
     with placed(f"/run/{name}.log").open("ab") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
     pid_file.write_text(f"{process.pid}\n")  # `cat` of several files keeps them apart
-    asked = [command[0], "--run-dir", str(placed("/run/mlxpool")), "ps"]
-    while subprocess.run(asked, capture_output=True).returncode:
+    command_ = [command[0], "--run-dir", str(placed("/run/mlxpool")), "ps"]
+    while subprocess.run(command_, capture_output=True).returncode:
         need(process.poll() is None, placed(f"/run/{name}.log").read_text())
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process runs; a zombie has ended."""
+    """Returns whether a process runs; a zombie has ended."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -333,7 +332,7 @@ STUBS: dict[str, Callable[[Sequence[str]], None]] = {
     "systemctl": systemctl,
     "systemd-sysusers": systemd_sysusers,
 }
-# Shell patterns of the arguments with which the stub runs; else the real program runs.
+# Shell patterns of arguments for which the stub runs; for others the real program runs.
 STUBBED_ARGUMENTS = {
     "mlxpool": '*" bench "*',
     "python": '" examples/train_demo_"*|" -m pytest "*',

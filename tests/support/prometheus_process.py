@@ -22,10 +22,10 @@ SETTINGS = Path(__file__).parents[2] / "deploy" / "prometheus" / "prometheus.yml
 
 
 class Prometheus(Closing):
-    """Debian's Prometheus with the settings of deploy/, other targets and shorter intervals."""
+    """Debian's Prometheus with the settings of deploy/, but other targets and shorter intervals."""
 
     def __init__(self, broker: str, gateway: str, folder: Path) -> None:
-        """`broker`, `gateway`: their URLs. Skips the test if the program is not installed."""
+        """`broker`, `gateway`: their URLs. It skips the test if the program is not installed."""
         program = shutil.which("prometheus")
         if program is None:
             pytest.skip("missing program: prometheus, of Debian's package of that name")
@@ -65,7 +65,7 @@ class Prometheus(Closing):
             return False
 
     def get(self, path: str, **query: str) -> Any:
-        """The `data` of a response of its HTTP API."""
+        """Returns the `data` of a response of its HTTP API."""
         url = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(query)}"
         with urllib.request.urlopen(url, timeout=PATIENCE) as answer:
             body = json.load(answer)
@@ -73,10 +73,10 @@ class Prometheus(Closing):
         return body["data"]
 
     def value(self, query: str) -> float | None:
-        """The value of a query with one series; None without a series."""
-        found = self.get("query", query=query)["result"]
-        assert len(found) <= 1, found
-        return float(found[0]["value"][1]) if found else None
+        """Returns the value of a query with one series; None without a series."""
+        series = self.get("query", query=query)["result"]
+        assert len(series) <= 1, series
+        return float(series[0]["value"][1]) if series else None
 
     def close(self) -> None:
         self.process.terminate()

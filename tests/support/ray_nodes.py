@@ -1,7 +1,7 @@
 """Several nodes of a Ray cluster on this machine, whose processes can be killed.
 
-A node is `ray start --block` and all that descends from it: killing it is what the loss of a
-machine is to the others.
+A node is `ray start --block` with all its descendants: to kill them is the loss of a machine for
+the other nodes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PATIENCE = 90.0  # seconds
 
 
 def descendants(pid: int) -> list[psutil.Process]:
-    """A process and all below it; none if it is gone."""
+    """Returns a process and its descendants; [] if it is gone."""
     try:
         top = psutil.Process(pid)
         return [top, *top.children(recursive=True)]
@@ -42,10 +42,10 @@ def descendants(pid: int) -> list[psutil.Process]:
 
 
 class RayNode:
-    """One `ray start`; `processes` notes whom it started, for they may lose their parents."""
+    """A `ray start`, with its descendants: they are recorded, since they may lose their parents."""
 
     def __init__(self, log: Path, temp: Path, *arguments: str) -> None:
-        """Hosts that are killed leave their folders in `temp`."""
+        """`temp`: the folder in which killed hosts leave their folders."""
         program = str(Path(sys.executable).parent / "ray")
         with log.open("ab") as out:
             self.process = subprocess.Popen(
@@ -58,25 +58,25 @@ class RayNode:
         self.seen: dict[int, psutil.Process] = {}
 
     def note(self) -> list[psutil.Process]:
-        """Its processes that run now."""
-        found = descendants(self.process.pid)
-        self.seen.update((each.pid, each) for each in found)
-        return found
+        """Record and return its running processes."""
+        processes = descendants(self.process.pid)
+        self.seen.update((process.pid, process) for process in processes)
+        return processes
 
     def has(self, pid: int) -> bool:
-        return any(each.pid == pid for each in self.note())
+        return any(process.pid == pid for process in self.note())
 
     def kill(self) -> None:
-        """SIGKILL to every process of it, those first that might start others."""
+        """Send SIGKILL to all its processes, first to those that may start others."""
         self.note()
         for process in self.seen.values():
-            with contextlib.suppress(psutil.NoSuchProcess):  # which compares its time of start
+            with contextlib.suppress(psutil.NoSuchProcess):  # it compares the time of start
                 process.kill()
         self.process.wait()
 
 
 class RayNodes(Closing):
-    """A head without room for workers, which the broker runs on, and nodes of two CPUs each."""
+    """A head without room for workers, for the broker, and nodes of two CPUs each."""
 
     def __init__(self, folder: Path) -> None:
         self.port = free_port()

@@ -1,6 +1,6 @@
 """A TCP relay in the test process that simulates a bad network. Loopback only.
 
-One thread moves the bytes of all connections; the controls may be called from any other thread.
+A single thread moves the bytes of all connections; any other thread may call the controls.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from support.pool import PATIENCE
 Target = tuple[str, str] | tuple[str, str, int]  # ("ipc", path) or ("tcp", host, port)
 
 CHUNK_BYTES = 64 * 1024
-MAX_HELD_BYTES = 1024 * 1024  # of one direction; at the bound its source is not read
+MAX_HELD_BYTES = 1024 * 1024  # bytes of a direction; at the bound its source is not read
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close with RST and drop unsent bytes
 
 
 @dataclass(eq=False)
 class Pipe:
-    """One direction of a connection; `chunks` are (time to send, bytes)."""
+    """A direction of a connection; `chunks` are (time to send, bytes)."""
 
     source: socket.socket
     sink: socket.socket
@@ -54,12 +54,12 @@ class Pipe:
             self.chunks.appendleft((ready_at, data[sent:]))
 
     def due(self) -> float | None:
-        """When it can write next; None: nothing to write."""
+        """The time of the next write; None without bytes to write."""
         return max(self.chunks[0][0], self.may_send_at) if self.chunks else None
 
 
 class Relay(Closing):
-    """Accepts on an ephemeral port and forwards to `target`, as well or badly as it is told."""
+    """Accepts on an ephemeral port and forwards to `target`, under the faults of the controls."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -105,8 +105,8 @@ class Relay(Closing):
         self._do(lambda: setattr(self, "_closing", True))
         self._thread.join(PATIENCE)
         assert not self._thread.is_alive(), "the relay's thread did not end"
-        for each in (self._listener, self._wake, self._wake_end):
-            each.close()
+        for socket_ in (self._listener, self._wake, self._wake_end):
+            socket_.close()
 
     def _do(self, command: Callable[[], None]) -> None:
         """Run a command in the relay's thread and wait for it."""
@@ -144,20 +144,20 @@ class Relay(Closing):
                 self._move(pipe, ready)
 
     def _register(self, selector: selectors.BaseSelector, now: float) -> float | None:
-        """Register the sockets to wait for; returns the timeout in seconds, None for none."""
+        """Register the sockets to wait for; returns the timeout in seconds, None for no timeout."""
         selector.register(self._listener, selectors.EVENT_READ)
-        wanted: dict[socket.socket, int] = {}
+        masks: dict[socket.socket, int] = {}
         soon: list[float] = []
         for pipe in self._pipes:
             due = pipe.due()
             if not pipe.ended and pipe.held < MAX_HELD_BYTES:
-                wanted[pipe.source] = wanted.get(pipe.source, 0) | selectors.EVENT_READ
+                masks[pipe.source] = masks.get(pipe.source, 0) | selectors.EVENT_READ
             if due is not None and due <= now:
-                wanted[pipe.sink] = wanted.get(pipe.sink, 0) | selectors.EVENT_WRITE
+                masks[pipe.sink] = masks.get(pipe.sink, 0) | selectors.EVENT_WRITE
             elif due is not None:
                 soon.append(due - now)
-        for each, mask in wanted.items():
-            selector.register(each, mask)
+        for socket_, mask in masks.items():
+            selector.register(socket_, mask)
         return min(soon, default=None)
 
     def _accept(self) -> None:
@@ -170,8 +170,8 @@ class Relay(Closing):
         except OSError:  # no listener at the target
             _reset(inner)
             return
-        for each in (inner, outer):
-            each.setblocking(False)
+        for connection in (inner, outer):
+            connection.setblocking(False)
         self._pipes += [Pipe(inner, outer), Pipe(outer, inner)]
 
     def _connect(self) -> socket.socket:
@@ -203,8 +203,8 @@ class Relay(Closing):
 
     def _drop(self, pipe: Pipe) -> None:
         """Reset both sides of a connection."""
-        for each in (pipe.source, pipe.sink):
-            _reset(each)
+        for connection in (pipe.source, pipe.sink):
+            _reset(connection)
         self._pipes = [
             other for other in self._pipes if other.source not in (pipe.source, pipe.sink)
         ]

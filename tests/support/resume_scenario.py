@@ -11,9 +11,9 @@ from support.fake_broker import FACTS, PATIENCE, FakeBroker, fake_broker
 
 
 def output_over_every_loss(command: Sequence[str]) -> str:
-    """What a client prints that is started with the run directory, a model and a prompt.
+    """Returns the output of a client, started with the run directory, a model and a prompt.
 
-    Six `x`, if nothing is lost. Fails unless it ends with exit code 0.
+    It is six `x` if nothing is lost. Fails unless the client ends with exit code 0.
     """
     with fake_broker() as broker:
         program = subprocess.Popen(
@@ -30,7 +30,7 @@ def output_over_every_loss(command: Sequence[str]) -> str:
 
 
 def play_every_loss(broker: FakeBroker) -> None:
-    """Lose the broker, the connection, a frame, the queue's admission, and all pongs, one by one.
+    """Lose the broker, the connection, a frame, the queue's admission and all pongs in turn.
 
     A slow machine may lose more: resumes with fewer ids are skipped.
     """

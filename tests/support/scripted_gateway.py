@@ -1,4 +1,4 @@
-"""A gateway of a scripted broker, which sends the text that a trained model would write."""
+"""A gateway with a scripted broker, which sends the text that a trained model would write."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.gateway_thread import GatewayThread
 
 
 class Model:
-    """A broker with the model `m`, which answers one request with these pieces of text."""
+    """A broker with the model `m`, which answers a single request with these pieces of text."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Model:
         row = {"name": "m", "state": "ready", "context": 64, "type": "x", "chat": self._chat}
         broker.say(kinds.MODELS, models, {"models": [row]}, attempt=0)
         request = broker.accept()
-        self.asked = next(one for one in broker.seen if one.kind == kinds.GENERATE)
+        self.asked = next(message for message in broker.seen if message.kind == kinds.GENERATE)
         facts = {**FACTS, "thinks": True} if self._thinks else FACTS
         for pos, text in enumerate(self._pieces):
             body = {"text": text, "n": 1, "facts": facts}
@@ -64,7 +64,7 @@ class Model:
 
 
 class Served:
-    """Starts scripted brokers, each behind a gateway."""
+    """Starts scripted brokers, each with a gateway."""
 
     def __init__(self) -> None:
         self._folder = TemporaryDirectory(prefix="mlxpool-")
@@ -79,10 +79,10 @@ class Served:
         reason: str | None = "stop",
         calls: int = 0,
     ) -> str:
-        """The gateway's URL.
+        """Start a broker and its gateway; returns the gateway's URL.
 
-        `reason`: why the answer ends; None: the worker is lost. `calls`: how often the gateway asks
-        for the text of the answer's ids.
+        `reason`: the reason of the answer's end; None: the worker is lost. `calls`: the number of
+        the gateway's requests for the text of the answer's ids.
         """
         run_dir = Path(self._folder.name)
         self._model = Model(run_dir, chat, pieces, thinks=thinks, reason=reason, calls=calls)

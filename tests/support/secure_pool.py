@@ -21,7 +21,7 @@ COUNTING_MODEL = (
 
 
 class Keys:
-    """Makes key files in a folder, and the config sections that list them."""
+    """Key files in a folder, and the config sections that list them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -36,7 +36,7 @@ class Keys:
         return self.folder / f"{name}.key"
 
     def section(self, *names: str) -> str:
-        """The sections `[keys.NAME]`."""
+        """Returns the sections `[keys.NAME]`."""
         return "".join(
             f'[keys.{name}]\nrole = "{self.pairs[name].role}"\n'
             f'public = "{self.pairs[name].public}"\n'
@@ -63,7 +63,7 @@ class SecurePool(Pool):
         ):
             self.keys.make(name, role)
         self.pool, self.models = pool, models
-        self._admin_endpoints: set[str] = set()  # that `flags` has given
+        self._admin_endpoints: set[str] = set()  # endpoints that `flags` has returned
         super().__init__(tmp_path, verb=verb)
         self.write("alice", "bob", "hand", "chief")
 
@@ -89,7 +89,7 @@ class SecurePool(Pool):
     def dial(
         self, name: str, server_key: str = "", socket: str = "front", **options: Any
     ) -> Client:
-        """A client with this key; `options`: of Client."""
+        """Returns a client with this key; `options` are those of Client."""
         return Client(
             endpoint=self.endpoint(socket),
             server_key=server_key or self.server_key,
@@ -98,7 +98,7 @@ class SecurePool(Pool):
         )
 
     def flags(self, name: str, socket: str) -> tuple[str, ...]:
-        """The command-line flags to connect with this key."""
+        """Returns the command-line flags to connect with this key."""
         endpoint = self.endpoint(socket)
         if socket == "admin":
             self._admin_endpoints.add(endpoint)
@@ -109,7 +109,7 @@ class SecurePool(Pool):
         )
 
     def is_asked(self, arguments: Sequence[str]) -> bool:
-        """See Pool; also at its admin endpoint over tcp."""
+        """See Pool; it also recognises the admin endpoint over tcp."""
         return super().is_asked(arguments) or not self._admin_endpoints.isdisjoint(arguments)
 
     def reload(self) -> None:
@@ -123,13 +123,13 @@ class SecurePool(Pool):
         return self.process is None or self.process.poll() is not None
 
     def reload_outcomes(self) -> int:
-        """The number of finished reloads in the log."""
+        """Returns the number of finished reloads in the log."""
         log = self.log()
         return sum(log.count(words) for words in ("event=reloaded", "not reloaded"))
 
 
 class RemoteWorker(Closing):
-    """`mlxpool worker` in a process of its own."""
+    """`mlxpool worker` in its own process."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class RemoteWorker(Closing):
         return self.log_path.read_text()
 
     def wait(self) -> int:
-        """Wait until the process ends by itself; its exit code."""
+        """Wait until the process ends by itself; returns its exit code."""
         return self.process.wait(timeout=PATIENCE)
 
     def close(self) -> None:

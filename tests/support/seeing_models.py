@@ -1,7 +1,7 @@
 """Small random models that read images, and images for them: from seeds, by NumPy alone.
 
-What an independent implementation answers to them is stored in tests/worker/models/expected/ by
-seeing_reference.py.
+seeing_reference.py has stored an independent implementation's answers in
+tests/worker/models/expected/.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from tokenizers import AddedToken, Tokenizer
 from support.worker_checkpoints import BOS, EOS, write_json, write_tokenizer, write_weights
 
 EXPECTED = Path(__file__).parents[1] / "worker" / "models" / "expected"
-STEPS = 24  # tokens that each prompt is continued by
+STEPS = 24  # tokens of the answer to each prompt
 BEGIN, SLOT, END = "<start_of_image>", "<image_soft_token>", "<end_of_image>"
-FIRST_ID = 260  # of these three
+FIRST_ID = 260  # the id of the first of these three
 GEMMA_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>"
     "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
@@ -29,7 +29,7 @@ GEMMA_TEMPLATE = (
 )
 TEXT: dict[str, Any] = {
     "model_type": "gemma3_text",
-    "hidden_size": 64,  # whose root is a bfloat16, by which transformers multiplies, too
+    "hidden_size": 64,  # its root is a bfloat16: transformers multiplies by such a root, too
     "intermediate_size": 48,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
@@ -38,7 +38,7 @@ TEXT: dict[str, Any] = {
     "vocab_size": 264,
     "max_position_embeddings": 512,
     "rms_norm_eps": 1e-6,
-    "sliding_window": 9,  # less than the inputs of an image
+    "sliding_window": 9,  # fewer than the inputs of an image
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     "query_pre_attn_scalar": 12,
     "rope_theta": 50000.0,
@@ -182,7 +182,7 @@ MLLAMA: dict[str, Any] = {
         "tie_word_embeddings": False,
     },
     "vision_config": MLLAMA_VISION,
-    "image_token_index": FIRST_ID,  # the first token behind the vocabulary
+    "image_token_index": FIRST_ID,  # the first id after the vocabulary
     "eos_token_id": [EOS],
 }
 MLLAMA_PREPROCESSOR: dict[str, Any] = {
@@ -192,7 +192,7 @@ MLLAMA_PREPROCESSOR: dict[str, Any] = {
     "max_image_tiles": 4,
     "do_pad": True,
 }
-# Prompts as parts: a text, or the number of an image.
+# Prompts as parts: texts and numbers of images.
 PROMPTS: Sequence[Sequence[str | int]] = (
     ("What is this? ", 0, " Say it."),
     (0, "and", 1, "differ in", 0, "what?"),
@@ -201,7 +201,7 @@ PICTURES = ((50, 70), (90, 33))  # height and width
 
 
 def picture(number: int) -> Image.Image:
-    """Image `number`: smooth colours with some noise."""
+    """Returns image `number`: smooth colours with some noise."""
     height, width = PICTURES[number]
     rows, columns = np.mgrid[0:height, 0:width] / 20
     waves = [np.sin(rows * (1 + number) + channel + columns * channel) for channel in range(3)]
@@ -211,40 +211,40 @@ def picture(number: int) -> Image.Image:
 
 
 def file_of(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
-    """An image as a file."""
+    """Returns an image as the bytes of a file."""
     out = BytesIO()
     image.save(out, kind, **options)
     return out.getvalue()
 
 
 class Weights(dict[str, np.ndarray]):
-    """Random weights by name, drawn in the order in which they are added."""
+    """Random weights by name, drawn in the order of `add`."""
 
     def __init__(self, seed: int) -> None:
         self._draw = np.random.default_rng(seed)
 
     def add(self, name: str, *shape: int, scale: float = 0.0) -> None:
-        """Numbers around 0; a `scale` of 0 fits a matrix with columns of that length."""
+        """Adds numbers around 0; a `scale` of 0 fits a matrix with columns of that length."""
         scale = scale or 1.4 * shape[-1] ** -0.5
         self[name] = self._draw.standard_normal(shape, dtype=np.float32) * np.float32(scale)
 
     def linear(self, name: str, outputs: int, inputs: int) -> None:
-        """A matrix and a bias."""
+        """Adds a matrix and a bias."""
         self.add(f"{name}.weight", outputs, inputs)
         self.add(f"{name}.bias", outputs, scale=0.2)
 
     def rms_norm(self, name: str, size: int) -> None:
-        """The weight of a norm without a bias."""
+        """Adds the weight of a norm without a bias."""
         self[f"{name}.weight"] = 1 + self._draw.standard_normal(size, dtype=np.float32) / 10
 
     def norm(self, name: str, size: int) -> None:
-        """A layer norm."""
+        """Adds a layer norm."""
         self[f"{name}.weight"] = 1 + self._draw.standard_normal(size, dtype=np.float32) / 10
         self.add(f"{name}.bias", size, scale=0.1)
 
 
 def gemma_weights(seed: int = 3) -> dict[str, np.ndarray]:
-    """Weights by the names that released files of Gemma 3 have."""
+    """Returns weights by the names in released files of Gemma 3."""
     weights = Weights(seed)
     _add_text(weights)
     _add_tower(weights)
@@ -260,15 +260,15 @@ def _add_text(weights: Weights) -> None:
     add("language_model.model.embed_tokens.weight", 264, hidden, scale=0.05)
     for layer in range(int(text["num_hidden_layers"])):
         name = f"language_model.model.layers.{layer}"
-        for one in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
-            add(f"{name}.{one}_layernorm.weight", hidden, scale=0.2)
-        for one, heads in (("q", 4), ("k", 2), ("v", 2)):
-            add(f"{name}.self_attn.{one}_proj.weight", heads * dim, hidden)
+        for part in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
+            add(f"{name}.{part}_layernorm.weight", hidden, scale=0.2)
+        for part, heads in (("q", 4), ("k", 2), ("v", 2)):
+            add(f"{name}.self_attn.{part}_proj.weight", heads * dim, hidden)
         add(f"{name}.self_attn.o_proj.weight", hidden, 4 * dim)
-        for one in "qk":
-            add(f"{name}.self_attn.{one}_norm.weight", dim, scale=0.2)
-        for one in ("gate", "up"):
-            add(f"{name}.mlp.{one}_proj.weight", width, hidden)
+        for part in "qk":
+            add(f"{name}.self_attn.{part}_norm.weight", dim, scale=0.2)
+        for part in ("gate", "up"):
+            add(f"{name}.mlp.{part}_proj.weight", width, hidden)
         add(f"{name}.mlp.down_proj.weight", hidden, width)
     add("language_model.model.norm.weight", hidden, scale=0.2)
     add("language_model.lm_head.weight", 264, hidden, scale=0.4)
@@ -287,33 +287,33 @@ def _add_tower(weights: Weights) -> None:
         inner = f"{name}.encoder.layers.{layer}"
         weights.norm(f"{inner}.layer_norm1", size)
         weights.norm(f"{inner}.layer_norm2", size)
-        for one in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            weights.linear(f"{inner}.self_attn.{one}", size, size)
+        for part in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            weights.linear(f"{inner}.self_attn.{part}", size, size)
         weights.linear(f"{inner}.mlp.fc1", wide, size)
         weights.linear(f"{inner}.mlp.fc2", size, wide)
     weights.norm(f"{name}.post_layernorm", size)
 
 
 def qwen_weights(seed: int = 4) -> dict[str, np.ndarray]:
-    """Weights by the names that released files of Qwen3-VL have."""
+    """Returns weights by the names in released files of Qwen3-VL."""
     weights = Weights(seed)
     text, name = QWEN["text_config"], "model.language_model"
     hidden, width, heads, kv, dim = text["hidden_size"], text["intermediate_size"], 4, 2, 16
     weights.add(f"{name}.embed_tokens.weight", 264, hidden, scale=0.5)
     for layer in range(text["num_hidden_layers"]):
         inner = f"{name}.layers.{layer}"
-        for one, size in (
+        for part, size in (
             ("input_layernorm", hidden),
             ("post_attention_layernorm", hidden),
             ("self_attn.q_norm", dim),
             ("self_attn.k_norm", dim),
         ):
-            weights.rms_norm(f"{inner}.{one}", size)
-        for one, count in (("q", heads), ("k", kv), ("v", kv)):
-            weights.add(f"{inner}.self_attn.{one}_proj.weight", count * dim, hidden)
+            weights.rms_norm(f"{inner}.{part}", size)
+        for part, count in (("q", heads), ("k", kv), ("v", kv)):
+            weights.add(f"{inner}.self_attn.{part}_proj.weight", count * dim, hidden)
         weights.add(f"{inner}.self_attn.o_proj.weight", hidden, heads * dim)
-        for one in ("gate", "up"):
-            weights.add(f"{inner}.mlp.{one}_proj.weight", width, hidden)
+        for part in ("gate", "up"):
+            weights.add(f"{inner}.mlp.{part}_proj.weight", width, hidden)
         weights.add(f"{inner}.mlp.down_proj.weight", hidden, width)
     weights.rms_norm(f"{name}.norm", hidden)
     weights.add("lm_head.weight", 264, hidden, scale=0.4)
@@ -337,14 +337,14 @@ def _add_qwen_tower(weights: Weights) -> None:
         weights.linear(f"{inner}.mlp.linear_fc1", vision["intermediate_size"], hidden)
         weights.linear(f"{inner}.mlp.linear_fc2", hidden, vision["intermediate_size"])
     deep = [f"deepstack_merger_list.{n}" for n in range(len(vision["deepstack_visual_indexes"]))]
-    for one in ("merger", *deep):
-        weights.norm(f"{name}.{one}.norm", hidden if one == "merger" else merged)
-        weights.linear(f"{name}.{one}.linear_fc1", merged, merged)
-        weights.linear(f"{name}.{one}.linear_fc2", out, merged)
+    for part in ("merger", *deep):
+        weights.norm(f"{name}.{part}.norm", hidden if part == "merger" else merged)
+        weights.linear(f"{name}.{part}.linear_fc1", merged, merged)
+        weights.linear(f"{name}.{part}.linear_fc2", out, merged)
 
 
 def mllama_weights(seed: int = 5) -> dict[str, np.ndarray]:
-    """Weights by the names that released files of Llama 3.2 Vision have."""
+    """Returns weights by the names in released files of Llama 3.2 Vision."""
     weights = Weights(seed)
     text, name = MLLAMA["text_config"], "language_model.model"
     hidden, width, heads, kv, dim = text["hidden_size"], text["intermediate_size"], 4, 2, 16
@@ -353,18 +353,18 @@ def mllama_weights(seed: int = 5) -> dict[str, np.ndarray]:
         inner = f"{name}.layers.{layer}"
         crossed = layer in text["cross_attention_layers"]
         attention = f"{inner}.{'cross_attn' if crossed else 'self_attn'}"
-        for one in ("input_layernorm", "post_attention_layernorm"):
-            weights.rms_norm(f"{inner}.{one}", hidden)
-        for one, count in (("q", heads), ("k", kv), ("v", kv)):
-            weights.add(f"{attention}.{one}_proj.weight", count * dim, hidden)
+        for part in ("input_layernorm", "post_attention_layernorm"):
+            weights.rms_norm(f"{inner}.{part}", hidden)
+        for part, count in (("q", heads), ("k", kv), ("v", kv)):
+            weights.add(f"{attention}.{part}_proj.weight", count * dim, hidden)
         weights.add(f"{attention}.o_proj.weight", hidden, heads * dim)
         if crossed:
             weights.rms_norm(f"{attention}.q_norm", dim)
             weights.rms_norm(f"{attention}.k_norm", dim)
             weights.add(f"{inner}.cross_attn_attn_gate", 1, scale=0.8)
             weights.add(f"{inner}.cross_attn_mlp_gate", 1, scale=0.8)
-        for one in ("gate", "up"):
-            weights.add(f"{inner}.mlp.{one}_proj.weight", width, hidden)
+        for part in ("gate", "up"):
+            weights.add(f"{inner}.mlp.{part}_proj.weight", width, hidden)
         weights.add(f"{inner}.mlp.down_proj.weight", hidden, width)
     weights.rms_norm(f"{name}.norm", hidden)
     weights.add("language_model.lm_head.weight", text["vocab_size"], hidden, scale=0.4)
@@ -384,8 +384,8 @@ def _add_mllama_tower(weights: Weights) -> None:
     weights.add(f"{inner}.gate", 1, scale=0.8)
     weights.add(f"{inner}.embedding", tokens, hidden, scale=0.5)
     weights.add(f"{inner}.tile_embedding.weight", ratios, tiles * tokens * hidden, scale=0.5)
-    for one in ("pre", "post"):
-        inner = f"{name}.{one}_tile_positional_embedding"
+    for weight in ("pre", "post"):
+        inner = f"{name}.{weight}_tile_positional_embedding"
         weights.add(f"{inner}.gate", 1, scale=0.8)
         weights.add(f"{inner}.embedding.weight", ratios, tiles * hidden, scale=0.5)
     weights.norm(f"{name}.layernorm_pre", hidden)
@@ -398,8 +398,8 @@ def _add_mllama_tower(weights: Weights) -> None:
             inner = f"{name}.{part}.layers.{layer}"
             weights.norm(f"{inner}.input_layernorm", hidden)
             weights.norm(f"{inner}.post_attention_layernorm", hidden)
-            for one in "qkvo":
-                weights.add(f"{inner}.self_attn.{one}_proj.weight", hidden, hidden)
+            for weight in "qkvo":
+                weights.add(f"{inner}.self_attn.{weight}_proj.weight", hidden, hidden)
             weights.linear(f"{inner}.mlp.fc1", vision["intermediate_size"], hidden)
             weights.linear(f"{inner}.mlp.fc2", hidden, vision["intermediate_size"])
             if part == "global_transformer":
@@ -414,9 +414,9 @@ def write_mllama(
     **changes: Any,
 ) -> Path:
     """Writes the folder of a Llama 3.2 Vision; `changes` are keys of config.json."""
-    given = mllama_weights() if weights is None else weights
+    weights_ = mllama_weights() if weights is None else weights
     config = {**MLLAMA, **changes}
-    return _write(path, config, given, preprocessor, (MLLAMA_IMAGE,), MLLAMA_TEMPLATE)
+    return _write(path, config, weights_, preprocessor, (MLLAMA_IMAGE,), MLLAMA_TEMPLATE)
 
 
 def write_qwen(
@@ -426,8 +426,8 @@ def write_qwen(
     **changes: Any,
 ) -> Path:
     """Writes the folder of a Qwen3-VL; `changes` are keys of config.json."""
-    given = qwen_weights() if weights is None else weights
-    return _write(path, {**QWEN, **changes}, given, preprocessor, QWEN_TOKENS, QWEN_TEMPLATE)
+    weights_ = qwen_weights() if weights is None else weights
+    return _write(path, {**QWEN, **changes}, weights_, preprocessor, QWEN_TOKENS, QWEN_TEMPLATE)
 
 
 def write_gemma(
@@ -437,8 +437,8 @@ def write_gemma(
     **changes: Any,
 ) -> Path:
     """Writes the folder of a Gemma 3 that reads images; `changes` are keys of config.json."""
-    given = gemma_weights() if weights is None else weights
-    return _write(path, {**GEMMA, **changes}, given, preprocessor, (BEGIN, SLOT, END))
+    weights_ = gemma_weights() if weights is None else weights
+    return _write(path, {**GEMMA, **changes}, weights_, preprocessor, (BEGIN, SLOT, END))
 
 
 def _write(
@@ -468,7 +468,7 @@ def add_tokens(path: Path, texts: Sequence[str], template: str) -> None:
 
 
 def parts_of(prompt: Sequence[str | int]) -> list[dict[str, Any]]:
-    """A prompt as the parts of a message."""
+    """Returns a prompt as the parts of a message."""
     return [
         {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "blob": part}
         for part in prompt

@@ -1,7 +1,7 @@
-"""Simulates CUDA on a CPU: compiles our kernels as C++ with simt.h and runs them.
+"""Simulates CUDA on a CPU: compiles kernels as C++ with simt.h and runs them.
 
-It is slow and checks what a kernel's text says: which thread computes what, and which waits for
-which; it says nothing about speed. Where NVIDIA's compiler is installed it must accept each text.
+It is slow. It checks the logic of a kernel's text, that is the work of each thread and the waits
+between threads, but not speed. If NVIDIA's compiler is installed, it must accept each text.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mlxpool.worker.kernels import device, kernel_cache, nvrtc, token_grid
 from mlxpool.worker.kernels.kernel_cache import KernelText
 
 HERE = Path(__file__).parent
-# The language of NVIDIA's compiler; a later one reads twice as much of the standard library.
+# The language of NVIDIA's compiler; with a later standard g++ reads twice as much of the library.
 FLAGS = (
     "-std=c++17", "-O1", "-w", "-fPIC", "-U_FORTIFY_SOURCE", "-fno-strict-aliasing"
 )  # fmt: skip
@@ -48,9 +48,9 @@ WHY = {
     3: "a copy is not aligned",
     4: "the kernel has ended the program",
 }
-TOGETHER = "GridBarrier"  # in the text of a kernel whose thread blocks wait for each other
-KEPT_DAYS = 14  # of a library that no run uses, see `_remove_old`
-resident = True  # whether all thread blocks of such a kernel are resident at a time
+TOGETHER = "GridBarrier"  # in the text of kernels whose thread blocks wait for each other
+KEPT_DAYS = 14  # days for which an unused library is kept, see `_remove_old`
+resident = True  # True: all thread blocks of such a kernel are resident at a time
 
 
 @contextmanager
@@ -77,7 +77,7 @@ def simulated() -> Iterator[set[str]]:
 
 @contextmanager
 def token_grid_machine() -> Iterator[set[str]]:
-    """A GPU, or a simulated one with three multiprocessors that takes kernels of one token."""
+    """Gives a GPU, or a simulated one with three multiprocessors that has kernels of one token."""
     if mx.cuda.is_available():
         yield set()
         return
@@ -102,9 +102,9 @@ def forget_kernels() -> None:
     others = [gated_delta, delta_rule, kernel_trials, block_tables, peer_sums, downloads]
     others += [addresses, pass_kernel, trial]
     for module in [*modules, *others]:
-        for one in vars(module).values():
-            if hasattr(one, "cache_clear"):
-                one.cache_clear()
+        for function in vars(module).values():
+            if hasattr(function, "cache_clear"):
+                function.cache_clear()
 
 
 def kernel(
@@ -173,7 +173,7 @@ def kernel(
 
 
 class Ranks:
-    """The launches of several GPUs, which wait for each other: see `together`."""
+    """The launches of several GPUs that wait for each other, see `together`."""
 
     def __init__(self, count: int) -> None:
         self.rank = 0
@@ -181,15 +181,15 @@ class Ranks:
 
     @contextmanager
     def on(self, rank: int) -> Iterator[None]:
-        """Kernels that are called meanwhile are launched on this GPU."""
+        """Kernels called in the block are launched on this GPU."""
         self.rank = rank
         yield
         self.rank = 0
 
     def run(self) -> None:
-        """Runs the launches of each GPU in their order, beside those of the others."""
+        """Runs the launches of each GPU in their order, all GPUs at the same time."""
         with ThreadPoolExecutor(len(self.launches)) as threads:
-            for done in [threads.submit(_in_order, one) for one in self.launches]:
+            for done in [threads.submit(_in_order, launches) for launches in self.launches]:
                 done.result()
 
 
@@ -203,9 +203,9 @@ _together: Ranks | None = None
 
 @contextmanager
 def together(count: int) -> Iterator[Ranks]:
-    """Kernels that are called inside are launched at the end, on `count` GPUs beside each other.
+    """Kernels called in the block are launched at its end, on `count` GPUs at the same time.
 
-    What a call returns has its numbers afterwards; until then only other kernels may read it.
+    The results of a call have their numbers after that; until then only kernels may read them.
     """
     global _together
     _together = Ranks(count)
@@ -220,7 +220,7 @@ def together(count: int) -> Iterator[Ranks]:
 def nvidia(*, optimises: bool = True) -> nvrtc.Compiler | None:
     """Returns NVIDIA's compiler, if it is installed as a package.
 
-    It takes the same texts, to machine code, in a third of the time where it `optimises` little.
+    It compiles the same texts to machine code. Unless it `optimises`, it takes a third of the time.
     """
     packages = Path(sysconfig.get_path("platlib")) / "nvidia" / "cu13"
     for library in sorted((packages / "lib").glob("libnvrtc.so.*")):
@@ -237,7 +237,7 @@ def nvidia(*, optimises: bool = True) -> nvrtc.Compiler | None:
 def compiled(
     text: KernelText, inputs: tuple[kernel_cache.InputKind, ...], outputs: tuple[Any, ...]
 ) -> int:
-    """Returns the bytes of machine code, 0 without NVIDIA's compiler.
+    """Returns the size of the machine code in bytes, 0 without NVIDIA's compiler.
 
     Raises RuntimeError with the compiler's message.
     """
@@ -253,7 +253,7 @@ def machine_code(
     *,
     optimises: bool = True,
 ) -> bytes:
-    """Returns what NVIDIA's compiler, which must be installed, makes of a kernel.
+    """Returns the machine code of a kernel from NVIDIA's compiler, which must be installed.
 
     Raises RuntimeError with the compiler's message.
     """
@@ -266,10 +266,13 @@ def machine_code(
 
 @functools.cache
 def _built(text: KernelText, dtypes: tuple[Any, ...], rank: int) -> Any:
-    """Each GPU has a library of its own: its threads and blocks are static variables of it."""
+    """Returns the `run` of a kernel's library.
+
+    Each GPU has its own library, since threads and blocks are static variables of a library.
+    """
     code = _code(text, dtypes)
     library = _folder() / f"{hashlib.sha256(code.encode()).hexdigest()[:20]}.so"
-    if library.exists():  # built by another process or an earlier run
+    if library.exists():  # another process or an earlier run has built it
         library.touch()
     else:
         source = library.with_suffix(f".{os.getpid()}.cpp")
@@ -285,7 +288,7 @@ def _built(text: KernelText, dtypes: tuple[Any, ...], rank: int) -> Any:
 
 
 def _compile(*arguments: str, to: Path, what: str) -> None:
-    """Writes a file as a whole: others never see a part. Raises RuntimeError."""
+    """Compiles to a file as a whole: other processes never see a part. Raises RuntimeError."""
     part = to.with_suffix(f".{os.getpid()}{to.suffix}")
     done = subprocess.run(
         [str(COMPILER), *FLAGS, *arguments, "-o", str(part)],
@@ -300,12 +303,12 @@ def _compile(*arguments: str, to: Path, what: str) -> None:
 
 @functools.cache
 def _folder() -> Path:
-    """Returns the folder of what is built, with simt.h precompiled.
+    """Returns the folder of built libraries, with simt.h precompiled.
 
-    It is in the user's cache folder, for all later runs: its name has the compiler, its flags and
-    the text of simt.h, the names of libraries have the text of their kernel. A cache folder that
-    others may write to, or that cannot be made, is not used: then the folder is of this process,
-    which removes it at its end.
+    It is in the user's cache folder, for all later runs. Its name is a hash of the compiler, the
+    flags and the text of simt.h; a library's name is a hash of the kernel's text. A cache folder
+    that others may write to, or that cannot be made, is not used. Then this process has its own
+    folder, and removes it at its end.
     """
     folder = _kept_folder() or _own_folder()
     header = folder / "simt.h"
@@ -332,9 +335,9 @@ def _kept_folder() -> Path | None:
     kept = home / "mlxpool-tests" / "simulated-kernels"
     folder = kept / _compiler_key()
     try:
-        for one in (kept.parent, kept, folder):
-            one.mkdir(mode=0o700, parents=True, exist_ok=True)
-            found = one.stat()
+        for parent in (kept.parent, kept, folder):
+            parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = parent.stat()
             if found.st_uid != os.getuid() or found.st_mode & 0o022:
                 return None
     except OSError:
@@ -363,16 +366,16 @@ def _remove_old(kept: Path) -> None:
 
 
 def _code(text: KernelText, dtypes: Sequence[Any]) -> str:
-    parameters, given = [], []
+    parameters, assignments = [], []
     names = [*text.inputs, *text.outputs]
     for i, (name, dtype) in enumerate(zip(names, dtypes, strict=True)):
         const = "const " if i < len(text.inputs) else ""
         parameters.append(f"static {const}{TYPES[dtype]}* {name};")
-        given.append(f"{name} = (decltype({name}))data[{i}];")
+        assignments.append(f"{name} = (decltype({name}))data[{i}];")
         for kind, number in (("shape", "int"), ("strides", "long")):
             if f"{name}_{kind}" in text.source:
                 parameters.append(f"static const {number}* {name}_{kind};")
-                given.append(f"{name}_{kind} = (const {number}*){kind}[{i}];")
+                assignments.append(f"{name}_{kind} = (const {number}*){kind}[{i}];")
     source = _expanded(text.source, text.header).replace(
         "extern __shared__ uint4 space[];", "uint4* const space = (uint4*)simt::shared;"
     )
@@ -384,7 +387,7 @@ def _code(text: KernelText, dtypes: Sequence[Any]) -> str:
             f"static void body() {{\n{source}\n}}",
             'extern "C" int run(void** data, void** shape, void** strides, const unsigned* grid, '
             "unsigned threads, long bytes, bool together) {",
-            *given,
+            *assignments,
             "return simt::launch(body, grid, threads, bytes, together);",
             "}\n",
         ]
@@ -395,8 +398,8 @@ def _code(text: KernelText, dtypes: Sequence[Any]) -> str:
 def _is_together(text: KernelText) -> bool:
     """Returns whether the thread blocks of a kernel wait for each other.
 
-    Raises RuntimeError where they have shared memory that is not asked for: the simulated blocks
-    would all have the same.
+    Raises RuntimeError if such blocks declare shared memory instead of requesting it: the simulated
+    blocks would share it.
     """
     source = _expanded(text.header + text.source, text.header)
     if TOGETHER not in source:
@@ -407,7 +410,7 @@ def _is_together(text: KernelText) -> bool:
 
 
 def _without_products(text: KernelText) -> str:
-    """Returns the header with simt.h's products instead of those of four warps of Hopper."""
+    """Returns the header with simt.h's products in place of Hopper's products of four warps."""
     dtype = re.search(r"using N = (\w+);", text.source)
 
     def ours(found: re.Match[str]) -> str:
@@ -422,7 +425,10 @@ def _without_products(text: KernelText) -> str:
 
 
 def _expanded(text: str, header: str) -> str:
-    """Replaces includes of our files, which `header` may name, by their text; drops CUDA's."""
+    """Replaces includes of the project's files, which `header` may name, by their text.
+
+    Includes of CUDA's files are dropped.
+    """
     names = dict(re.findall(r'#define (\w+) "(.*)"\n', header))
 
     def file(found: re.Match[str]) -> str:

@@ -1,4 +1,4 @@
-"""A tokenizer that takes any time for a short text, and texts that do so or end its process."""
+"""A tokenizer that can be slow on a short text, and texts that make it slow or crash it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from support.worker_checkpoints import write_json
 
 # Its matcher tries every way to divide a row of x: 13 ms for 20 of them.
 SLOW_PATTERN = r"(?:x+x+)+y"
-SLOW = ("x" * 20 + " ") * 700  # a short text that takes some 9 s of a core
-PANICS = "x" * 60  # the matcher gives up after a limit of its own, by a panic of native code
+SLOW = ("x" * 20 + " ") * 700  # a short text that takes about 9 s of a core
+PANICS = "x" * 60  # the matcher reaches its own limit, a panic of native code
 
 
 def split_texts(folder: Path, pattern: str = SLOW_PATTERN) -> Path:
-    """Has the tokenizer of a checkpoint split texts by a pattern first; returns the folder."""
+    """Makes a checkpoint's tokenizer first split texts by a pattern; returns the folder."""
     file = folder / "tokenizer.json"
     raw = json.loads(file.read_text())
     split = {

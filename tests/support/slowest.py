@@ -1,11 +1,11 @@
-"""Prints where the time of a run of the tests went: `make slowest`, and `make budget`.
+"""Prints the slowest tests of a run: `make slowest`, and `make budget`.
 
-The record is the file that pytest's --junitxml writes: the seconds of each test, set-up and end
-included. tests/conftest.py adds the processor time of the test and of the processes that it has
-waited for. A test with much more time than processor time waits for something.
+The record is the file of pytest's --junitxml: the seconds of each test, with set-up and end.
+tests/conftest.py adds the processor time of the test and of the processes that it has waited for. A
+test with much more time than processor time waits for something.
 
-The budget of `make test` is in processor seconds of the machine of REFERENCE_S, by folder
-(tests/tiers.toml). A fixed loop is timed here to compare machines.
+The budget of `make test` is in processor seconds, by folder (tests/tiers.toml), on the machine of
+REFERENCE_S. A fixed loop is timed to compare this machine with it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REFERENCE_S = 0.035  # processor seconds of `_fixed_work` on the machine of the 
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """What one test took, or several: seconds, seconds of processors, and how many tests."""
+    """The cost of tests: seconds, processor seconds, and the number of tests."""
 
     seconds: float = 0.0
     processor: float = 0.0
@@ -42,21 +42,21 @@ class Spent:
 
 
 def read(record: Path) -> dict[tuple[str, str], Spent]:
-    """What each test took, by file and name."""
+    """Returns the cost of each test, by file and name."""
     found: dict[tuple[str, str], Spent] = {}
     for case in ElementTree.parse(record).iter("testcase"):
         processor = sum(
-            float(one.get("value", 0)) for one in case.iter("property")
-            if one.get("name") == PROCESSOR
+            float(total.get("value", 0)) for total in case.iter("property")
+            if total.get("name") == PROCESSOR
         )  # fmt: skip
         key = (case.get("classname", "").replace(".", "/"), case.get("name", ""))
-        one = Spent(float(case.get("time", 0)), processor)
-        found[key] = one if key not in found else found[key] + one
+        total = Spent(float(case.get("time", 0)), processor)
+        found[key] = total if key not in found else found[key] + total
     return found
 
 
 def by_file(tests: Mapping[tuple[str, str], Spent]) -> dict[str, Spent]:
-    """The sums of files."""
+    """Returns the sums of files."""
     sums: dict[str, Spent] = defaultdict(lambda: Spent(tests=0))
     for (file, _), spent in tests.items():
         sums[file] += spent
@@ -64,7 +64,7 @@ def by_file(tests: Mapping[tuple[str, str], Spent]) -> dict[str, Spent]:
 
 
 def table(title: str, rows: Iterable[tuple[str, Spent]], count: int) -> str:
-    """The `count` rows that took longest."""
+    """Returns the `count` rows that took longest."""
     longest = sorted(rows, key=lambda row: -row[1].seconds)[:count]
     lines = [f"{'seconds':>9} {'processor':>9} {'tests':>6}  {title}"]
     lines += [f"{s.seconds:9.1f} {s.processor:9.1f} {s.tests:6}  {name}" for name, s in longest]
@@ -72,7 +72,7 @@ def table(title: str, rows: Iterable[tuple[str, Spent]], count: int) -> str:
 
 
 def by_folder(files: Mapping[str, Spent], folders: Iterable[str]) -> dict[str, Spent]:
-    """Returns the sums of the innermost of the given folders that has each file, "" for others."""
+    """Returns the sums of folders; a file counts for its innermost folder, "" for none."""
     sums: dict[str, Spent] = {folder: Spent(tests=0) for folder in (*folders, "")}
     for file, spent in files.items():
         inside = (folder for folder in sums if f"{folder}/" in f"{file}/" and folder)
@@ -81,7 +81,7 @@ def by_folder(files: Mapping[str, Spent], folders: Iterable[str]) -> dict[str, S
 
 
 def folder_of(key: str) -> str:
-    """Returns the folder of a key of the budget; "." is that of all tests."""
+    """Returns the folder of a key of the budget; "." is the folder of all tests."""
     return "tests" if key == "." else f"tests/{key}"
 
 
@@ -95,44 +95,44 @@ def _fixed_work() -> float:
 
 
 def machine_factor() -> float:
-    """Returns how much longer this machine's processor takes than that of the budget."""
+    """Returns the ratio of this machine's processor time to the budget machine's."""
     return min(_fixed_work() for _ in range(7)) / REFERENCE_S
 
 
 def over_budget(files: Mapping[str, Spent], budget: Mapping[str, float], factor: float) -> str:
-    """Returns the table of folders, and where the sum is above the budget a line that says so."""
-    folders = by_folder(files, [folder_of(one) for one in budget])
-    allowed = {folder_of(one): seconds * factor for one, seconds in budget.items()}
+    """Returns the table of folders, with a line about a sum above the budget."""
+    folders = by_folder(files, [folder_of(key) for key in budget])
+    allowed = {folder_of(key): seconds * factor for key, seconds in budget.items()}
     lines = [f"{'budget':>9} {'processor':>9} {'tests':>6}  folder (this machine: {factor:.2f})"]
     lines += [
         f"{allowed.get(name, 0):9.1f} {spent.processor:9.1f} {spent.tests:6}  {name or 'others'}"
         for name, spent in folders.items()
     ]
-    total, most = sum(one.processor for one in folders.values()), sum(allowed.values())
+    total, most = sum(key.processor for key in folders.values()), sum(allowed.values())
     lines.append(f"{most:9.1f} {total:9.1f} {'':6}  all")
     return "\n".join(lines)
 
 
 def total_of(files: Mapping[str, Spent]) -> float:
     """Returns the processor seconds of all tests."""
-    return sum(one.processor for one in files.values())
+    return sum(spent.processor for spent in files.values())
 
 
 def main() -> int:
-    """Prints the tables; with --budget, only that of folders, and returns 1 if it is exceeded."""
+    """Prints the tables; with --budget only folders, and returns 1 above the budget."""
     parser = argparse.ArgumentParser(description="where the time of the last `make test` went")
     parser.add_argument("record", type=Path)
     parser.add_argument("--count", type=int, default=40, help="rows of each table")
     parser.add_argument("--budget", action="store_true", help="fail where the budget is exceeded")
-    given = parser.parse_args()
-    if not given.record.is_file():
-        print(f"{given.record} does not exist; run `make test` first", file=sys.stderr)
+    options = parser.parse_args()
+    if not options.record.is_file():
+        print(f"{options.record} does not exist; run `make test` first", file=sys.stderr)
         return 1
-    tests = read(given.record)
+    tests = read(options.record)
     files = by_file(tests)
     budget, factor = tiers().budget, machine_factor()
     print(over_budget(files, budget, factor))
-    if given.budget:
+    if options.budget:
         spent, most = total_of(files), factor * sum(budget.values())
         if spent > most:
             print(
@@ -142,9 +142,9 @@ def main() -> int:
                 file=sys.stderr,
             )
         return int(spent > most)
-    print(table("file", files.items(), given.count))
+    print(table("file", files.items(), options.count))
     named = ((f"{file}::{name}", spent) for (file, name), spent in tests.items())
-    print(table("test", named, given.count))
+    print(table("test", named, options.count))
     return 0
 
 

@@ -53,6 +53,6 @@ def of(
     jobs: JobFigures | None = None,
     **broker: Any,
 ) -> Snapshot:
-    """The snapshot of a story's core at its present time; `broker` are fields of BrokerInfo."""
+    """Returns the snapshot of a story's core now; `broker` are fields of BrokerInfo."""
     about = replace(BROKER, **broker)
     return snapshot.take(story.core.state, about, lag, story.now, gateway=gateway, jobs=jobs)

@@ -1,4 +1,4 @@
-"""Takes screenshots of the status page, from a pool that does what a scene says.
+"""Takes screenshots of the status page of a pool with the work of a scene.
 
 PYTHONPATH=tests python tests/support/status_screenshot.py docs/img/status.png [--scene busy]
     [--minutes 10] [--dark] [--width 400]
@@ -41,7 +41,7 @@ counting.fault_in = "load"
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """`readers` are concurrent readers of each model; `kills`: workers that are killed."""
+    """The work of a pool: `readers` of each model at the same time; `kills`: workers to kill."""
 
     readers: Mapping[str, int]
     mean_pause: float  # seconds between two requests of a reader
@@ -82,7 +82,7 @@ async def kill(pool: Pool, slots: tuple[str, ...], seconds: float) -> None:
 
 
 async def take_screenshot(pool: Pool, options: argparse.Namespace) -> bytes:
-    """The page after `options.minutes` of the scene, as PNG."""
+    """Returns the page after `options.minutes` of the scene, as PNG."""
     url, scene = pool.ask("ps")["broker"]["metrics"], SCENES[options.scene]
     seconds = options.minutes * 60
     busy = asyncio.create_task(work(pool.run_dir, scene))

@@ -1,7 +1,7 @@
 """Runs `make test` several times beside busy processes, and counts the runs that pass.
 
 A test that depends on the machine's speed fails here: each busy process takes a share of the
-processors. What a run that fails printed is in .pytest_cache/steady-NUMBER.log.
+processors. The output of a failed run is in .pytest_cache/steady-NUMBER.log.
 
 Usage: steady.py [--runs N] [--busy N] [-- WORDS OF make]
 """
@@ -24,14 +24,14 @@ FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 
 @contextmanager
 def busy_processes(count: int) -> Iterator[None]:
-    """Has this many processes compute without end while the context is entered."""
+    """Has `count` processes compute without end in the block."""
     started = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(count)]
     try:
         yield
     finally:
-        for one in started:
-            one.kill()
-            one.wait()
+        for process in started:
+            process.kill()
+            process.wait()
 
 
 def main() -> int:
@@ -40,13 +40,13 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--busy", type=int, default=3, help="processes that compute beside it")
     parser.add_argument("words", nargs="*", default=["test"], help="what make gets; test")
-    given = parser.parse_args()
+    options = parser.parse_args()
     passed = 0
-    with busy_processes(given.busy):
-        for number in range(1, given.runs + 1):
+    with busy_processes(options.busy):
+        for number in range(1, options.runs + 1):
             began = time.monotonic()
             run = subprocess.run(
-                ["make", *given.words], capture_output=True, text=True, check=False
+                ["make", *options.words], capture_output=True, text=True, check=False
             )
             passed += run.returncode == 0
             if run.returncode:
@@ -58,8 +58,8 @@ def main() -> int:
                 f"{'passed' if run.returncode == 0 else failed}",
                 flush=True,
             )
-    print(f"{passed} of {given.runs} runs passed beside {given.busy} busy processes")
-    return int(passed < given.runs)
+    print(f"{passed} of {options.runs} runs passed beside {options.busy} busy processes")
+    return int(passed < options.runs)
 
 
 if __name__ == "__main__":

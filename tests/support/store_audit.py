@@ -1,4 +1,4 @@
-"""Whether the counts in a store of jobs are those of its rows, and no row is left over."""
+"""An audit of a store of jobs: counts must match rows, and no row may be left over."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-Run = Callable[[str], list[Any]]  # the rows of a statement
+Run = Callable[[str], list[Any]]  # a statement -> its rows
 
 USAGE = """SELECT usage.owner, usage.jobs, usage.bytes,
     (SELECT COUNT(*) FROM job WHERE job.owner = usage.owner AND state <> 'gone') AS jobs_found,
     COALESCE((SELECT SUM(size) FROM job WHERE job.owner = usage.owner), 0)
     + COALESCE((SELECT SUM(size) FROM file WHERE file.owner = usage.owner), 0) AS bytes_found
     FROM usage"""
-# Lines that the deadline of a batch cut off count as jobs that expired.
+# Lines that the deadline of a batch cut off count as expired jobs.
 COUNTS = """SELECT key, state, jobs, done + cancelled + dead + expired AS ended,
     (SELECT COUNT(*) FROM job WHERE job.batch = batch.id) + cut_off AS jobs_found,
     (SELECT COUNT(*) FROM job WHERE job.batch = batch.id AND job.state <> 'waiting') + cut_off
@@ -25,7 +25,7 @@ COUNTS = """SELECT key, state, jobs, done + cancelled + dead + expired AS ended,
 OUTPUT = """SELECT id, pos, size, state,
     COALESCE((SELECT SUM(LENGTH(ids)) FROM chunk WHERE job = seq AND chunk.gen = job.gen), 0) / 4
     FROM job"""
-# Each finds rows that nothing leads to any more.
+# Each statement finds rows without a reference to them.
 ORPHANS = {
     "chunks without a job": "SELECT job FROM chunk WHERE job NOT IN (SELECT seq FROM job)",
     "chunks of an earlier generation": (
@@ -59,21 +59,21 @@ ORPHANS = {
 
 
 def audit(run: Run) -> list[str]:
-    """What is wrong, one sentence each; `run` performs a statement on the store."""
-    found = [f"usage of {owner}: {told} of {real}" for owner, told, real in _usage(run)]
+    """Returns the faults, a sentence each; `run` performs a statement on the store."""
+    faults = [f"usage of {owner}: {counted} of {real}" for owner, counted, real in _usage(run)]
     for key, state, jobs, ended, jobs_found, ended_found, failed, failed_found in run(COUNTS):
-        told, real = (jobs, ended, failed), (jobs_found, ended_found, failed_found)
-        if told != real:
-            found.append(f"batch {key} ({state}) counts jobs, ended, failed {told}, has {real}")
+        counted, real = (jobs, ended, failed), (jobs_found, ended_found, failed_found)
+        if counted != real:
+            faults.append(f"batch {key} ({state}) counts jobs, ended, failed {counted}, has {real}")
     for id, pos, size, state, ids in run(OUTPUT):
-        wanted = 0 if state == "gone" else pos
-        if ids != wanted or size < 0:
-            found.append(f"job {bytes(id).hex()} ({state}) of {pos} ids has {ids}, {size} bytes")
+        expected = 0 if state == "gone" else pos
+        if ids != expected or size < 0:
+            faults.append(f"job {bytes(id).hex()} ({state}) of {pos} ids has {ids}, {size} bytes")
     for what, sql in ORPHANS.items():
         rows = run(sql)
         if rows:
-            found.append(f"{what}: {len(rows)}")
-    return found
+            faults.append(f"{what}: {len(rows)}")
+    return faults
 
 
 def _usage(run: Run) -> list[tuple[str, tuple[int, int], tuple[int, int]]]:
@@ -85,19 +85,19 @@ def _usage(run: Run) -> list[tuple[str, tuple[int, int], tuple[int, int]]]:
 
 
 def audit_folder(state_dir: Path) -> list[str]:
-    """`audit` of a folder that no broker has open, and what SQLite finds wrong with its file."""
+    """Returns the faults of a folder that no broker has open, with SQLite's integrity check."""
     (path,) = state_dir.glob("jobs-*.db")
     connection = sqlite3.connect(path)
     try:
-        found = audit(lambda sql: connection.execute(sql).fetchall())
+        faults = audit(lambda sql: connection.execute(sql).fetchall())
         whole = connection.execute("PRAGMA integrity_check").fetchall()
     finally:
         connection.close()
-    return found if whole == [("ok",)] else [*found, f"integrity_check: {whole}"]
+    return faults if whole == [("ok",)] else [*faults, f"integrity_check: {whole}"]
 
 
 def audit_postgres(url: str) -> list[str]:
-    """`audit` of a schema in PostgreSQL."""
+    """Returns the faults of a schema in PostgreSQL."""
     import psycopg
 
     with psycopg.connect(url) as connection:

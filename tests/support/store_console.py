@@ -1,10 +1,10 @@
-"""A program that performs single operations on a store, as a test asks by lines.
+"""A program that performs single operations on a store, by commands of a test.
 
     python -m support.store_console FOLDER [--reserve BYTES] [--operations N]
 
-A line is a command and its numbers; the answer is one line. `submit`, `progress`, `finish`,
-`release` and `read` are offered and answered at once: `offered`, or why not. `result` waits for the
-next result, `health` says how the store is, `sizes` what is in the folder.
+A line of input is a command and its numbers; the answer is a line. `submit`, `progress`, `finish`,
+`release` and `read` are answered at once: `offered`, or the refusal. `result` waits for the next
+result. `health` prints the state of the store, `sizes` the files of the folder.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from support.pool import until
 
 
 def operation_of(command: str, numbers: list[int]) -> Operation:
-    """The operation of a command; `submit` takes the number of a job and the bytes of a blob."""
+    """Returns the operation of a command; the numbers of `submit` are a job and blob bytes."""
     number, *more = numbers
     if command == "submit":
         return submit(number, blobs=(os.urandom(more[0]),) if more else ())
@@ -39,7 +39,7 @@ def operation_of(command: str, numbers: list[int]) -> Operation:
 
 
 def shown(operation: Operation, result: Result) -> str:
-    """One word for an operation and one or two for its result."""
+    """Returns a word for an operation and one or two words for its result."""
     what = result.code if isinstance(result, Refused) else type(result).__name__
     return f"{type(operation).__name__} {what} {getattr(result, 'pos', '')}".rstrip()
 

@@ -1,7 +1,7 @@
-"""The store of jobs in memory: what operations mean, without a disk. For tests of the manager.
+"""The store of jobs in memory, for tests of the manager: the operations without a disk.
 
-Operations wait in an inbox until `commit`; `crash` loses what waits, and every result that was not
-taken. What was committed stays.
+Operations wait in an inbox until `commit`. `crash` loses waiting operations, and every result that
+was not taken. Committed operations stay.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Row:
 
 
 class StoreModel:
-    """Owns rows by id. `clock` is wall time; it never goes back for the store."""
+    """The store, with rows by id. `clock` is wall time; the store's time never goes back."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.rows: dict[bytes, Row] = {}
@@ -46,15 +46,15 @@ class StoreModel:
         self.inbox: list[Operation] = []
         self.results: list[tuple[Operation, Result]] = []
         self.ended_twice: list[bytes] = []
-        self.damaged: str = ""  # of every request that is fed
-        self.refusing: str = ""  # a code: every operation is refused
+        self.damaged: str = ""  # the damage of every fed request
+        self.refusing: str = ""  # a code with which every operation is refused
         self._clock = clock
         self._seen = 0.0
         self._seq = itertools.count(1)
         self._end_seq = itertools.count(1)
 
     def follow(self, clock: Callable[[], float]) -> None:
-        """Take the time of another story from now on."""
+        """Use the clock of another story from now on."""
         self._clock = clock
 
     @property
@@ -68,7 +68,7 @@ class StoreModel:
         self.inbox.append(operation)
 
     def commit(self, count: int | None = None) -> None:
-        """Perform the next operations of the inbox."""
+        """Perform the next `count` operations of the inbox, by default all."""
         group = self.inbox[:count]
         del self.inbox[: len(group)]
         for operation in group:
@@ -315,15 +315,15 @@ class StoreModel:
     def _list(self, o: op.ListJobs) -> Result:
         rows = [row.job for row in self.rows.values() if self._of(row.job, o.owner, o.tenant)]
         states = o.states or tuple(set(JobState) - {JobState.GONE})
-        found = [job for job in rows if job.state in states]
-        found.sort(key=lambda job: -job.seq if o.reverse else job.seq)
-        return rec.JobList(tuple(found[: o.count]), 0)
+        jobs = [job for job in rows if job.state in states]
+        jobs.sort(key=lambda job: -job.seq if o.reverse else job.seq)
+        return rec.JobList(tuple(jobs[: o.count]), 0)
 
     def _list_ended(self, o: op.ListEnded) -> Result:
         rows = [row.job for row in self.rows.values() if self._of(row.job, o.owner, o.tenant)]
-        found = [job for job in rows if job.end_seq > o.after]
-        found.sort(key=lambda job: job.end_seq)
-        return rec.JobList(tuple(found[: o.count]), 0)
+        jobs = [job for job in rows if job.end_seq > o.after]
+        jobs.sort(key=lambda job: job.end_seq)
+        return rec.JobList(tuple(jobs[: o.count]), 0)
 
     def _of(self, job: JobView, owner: str | None, tenant: str | None) -> bool:
         return owner in (None, job.scope.owner) and tenant in (None, job.scope.tenant)
@@ -359,43 +359,43 @@ class StoreModel:
 
     def _read_notices(self, o: op.ReadNotices) -> Result:
         now, loads = self.now, {load.origin: load for load in o.loads}
-        open_ones = [one for one in self.outbox.values() if one.given_up is None]
-        due = [one for one in open_ones if one.due <= now and one.end_seq not in o.held]
-        later = min((one.due for one in open_ones if one.due > now), default=None)
-        due.sort(key=lambda one: (one.due, one.end_seq))
+        open_ones = [notice for notice in self.outbox.values() if notice.given_up is None]
+        due = [notice for notice in open_ones if notice.due <= now and notice.end_seq not in o.held]
+        later = min((notice.due for notice in open_ones if notice.due > now), default=None)
+        due.sort(key=lambda notice: (notice.due, notice.end_seq))
         queues: dict[str, list[rec.Notice]] = {}
-        for one in due:
-            queue = queues.setdefault(one.origin, [])
-            load = loads.get(one.origin)
+        for notice in due:
+            queue = queues.setdefault(notice.origin, [])
+            load = loads.get(notice.origin)
             if len(queue) < (o.per_origin if load is None else load.room):
-                queue.append(one)
+                queue.append(notice)
         order = sorted(
             queues,
             key=lambda origin: loads[origin].under_way if origin in loads else 0,
         )
         turns = itertools.zip_longest(*(queues[origin] for origin in order))
-        found = [one for turn in turns for one in turn if one is not None]
-        return rec.Notices(tuple(found[: o.count]), later, now)
+        notices = [notice for turn in turns for notice in turn if notice is not None]
+        return rec.Notices(tuple(notices[: o.count]), later, now)
 
     def _notice_sent(self, o: op.NoticeSent) -> Result:
         self.outbox.pop(o.end_seq, None)
         return rec.Done()
 
     def _notice_failed(self, o: op.NoticeFailed) -> Result:
-        one, now = self.outbox.get(o.end_seq), self.now
-        if one is not None:
+        notice, now = self.outbox.get(o.end_seq), self.now
+        if notice is not None:
             given_up = now if o.delay is None else None
             due = now + (o.delay or 0.0)
             self.outbox[o.end_seq] = replace(
-                one, tries=one.tries + 1, due=due, cause=o.cause, given_up=given_up
+                notice, tries=notice.tries + 1, due=due, cause=o.cause, given_up=given_up
             )
-        for number, one in list(self.outbox.items()):
-            late = now - one.since > o.give_up_after and one.given_up is None
-            if one.origin == o.unreachable and late:
-                self.outbox[number] = replace(one, cause=o.cause, given_up=now)
+        for number, notice in list(self.outbox.items()):
+            late = now - notice.since > o.give_up_after and notice.given_up is None
+            if notice.origin == o.unreachable and late:
+                self.outbox[number] = replace(notice, cause=o.cause, given_up=now)
         return rec.Done()
 
-    # ---- what is there ---------------------------------------------------------------------------
+    # ---- the state ---------------------------------------------------------------------------
 
     def job(self, key: str, owner: str = "uid:1", tenant: str = "") -> JobView:
         row = self.by_name(Scope(owner, tenant, key))
@@ -403,7 +403,7 @@ class StoreModel:
         return row.job
 
     def output(self, id: bytes) -> tuple[bytes, str]:
-        """The ids and the text that are stored of a job."""
+        """Returns the stored ids and text of a job."""
         chunks = self.rows[id].chunks
         return b"".join(chunk.ids for chunk in chunks), "".join(chunk.text for chunk in chunks)
 
@@ -429,14 +429,14 @@ class StoreModel:
         op.ListEnded: _list_ended,
         op.ReadBacklog: _backlog,
         op.ReadFigures: _figures,
-        ListBatches: lambda store, asked: BatchList(()),  # stories about batches have a real store
+        ListBatches: lambda store, asked: BatchList(()),  # stories with batches use a real store
         op.SetPoison: _set_poison,
         op.ReadPoisons: _poisons,
     }
 
 
 def _from_border(chunk: Chunk, pos: int) -> Chunk:
-    """The chunk from the last border at or before `pos` on."""
+    """Returns the chunk from the last border at or before `pos` on."""
     cut = max((b for b in chunk.borders if chunk.pos + b[0] <= pos), default=(0, 0))
     borders = tuple((n - cut[0], c - cut[1]) for n, c in chunk.borders if n > cut[0])
     return Chunk(chunk.pos + cut[0], chunk.ids[4 * cut[0] :], chunk.text[cut[1] :], borders)

@@ -1,4 +1,4 @@
-"""A program that writes jobs into a store, and says what was acknowledged: the store's witness.
+"""A program that writes jobs into a store, and reports the acknowledgements, for crash tests.
 
     python -m support.store_workload FOLDER [--jobs N] [--seed N] [--mutant NAME] [--print]
 
@@ -22,17 +22,17 @@ from mlxpool.broker.store.sqlite_store import SqliteDatabase, SqliteOpener, Sqli
 from mlxpool.broker.store.writer import StoreWriter
 from support.job_store import BOOT, MAX_BYTES, finish, job_id, progress, submit
 
-IN_FLIGHT = 24  # operations, so that commits hold several
-MAX_IDS = 60  # of one job
-SMALL_LOG = 128 * 1024  # bytes, so that it is copied into the database often
+IN_FLIGHT = 24  # operations at a time, so that commits hold several
+MAX_IDS = 60  # ids of a job at most
+SMALL_LOG = 128 * 1024  # bytes; a small log is copied into the database often
 MUTANTS = ("none", "normal", "off", "early", "parent")
 
 
 def break_a_rule(mutant: str) -> None:
-    """Make the store one that loses what it has acknowledged."""
+    """Break a rule of the store, so that it loses acknowledged operations."""
     if mutant in ("normal", "off"):
         sqlite_store.PRAGMAS["synchronous"] = mutant.upper()
-    elif mutant == "early":  # the results are told before the commit
+    elif mutant == "early":  # results are reported before the commit
         begin, commit = SqliteDatabase.begin, SqliteDatabase.commit
 
         def late_begin(self: SqliteDatabase) -> None:
@@ -54,12 +54,12 @@ class Workload:
     def __init__(self, writer: StoreWriter, jobs: int, draw: random.Random) -> None:
         self._writer, self._draw = writer, draw
         self._left = list(range(1, jobs + 1))
-        self._running: dict[int, int] = {}  # number -> ids that are asked for
+        self._running: dict[int, int] = {}  # number -> ids requested
         self._busy: set[int] = set()  # numbers with an operation in flight
         self._in_flight = 0
 
     def run(self, woken: threading.Event, told: Callable[[str], None]) -> None:
-        """Until every job has ended and every result is there."""
+        """Run until every job has ended and every result is known."""
         while self._left or self._running or self._in_flight:
             while self._in_flight < IN_FLIGHT and self._next():
                 pass
@@ -70,7 +70,7 @@ class Workload:
                 self._note(operation, result, told)
 
     def _next(self) -> bool:
-        """Offer one operation; returns whether there was one to offer."""
+        """Offer an operation; returns whether there was one to offer."""
         idle = [number for number in self._running if number not in self._busy]
         if self._left and (not idle or self._draw.random() < 0.4):
             number = self._left.pop()

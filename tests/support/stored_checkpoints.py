@@ -1,4 +1,4 @@
-"""The forms in which checkpoints of experts and delta nets store the weights of our plans."""
+"""Forms in which checkpoints of experts and delta nets store the weights of plans."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Store = Callable[[Weights], Mapping[str, np.ndarray]]
 
 
 def after(first: Store, then: Store) -> Store:
-    """Applies two forms of storing weights, one after the other."""
+    """Returns a form that applies two forms, one after the other."""
     return lambda weights: then(dict(first(weights)))
 
 
 def converted(weights: Mapping[str, np.ndarray]) -> Weights:
-    """As conversions to MLX: with the axes of convolutions swapped."""
+    """Returns weights as conversions to MLX store them: with swapped axes of convolutions."""
     return {
         name: np.ascontiguousarray(array.swapaxes(1, 2)) if "conv1d" in name else array
         for name, array in weights.items()
@@ -24,25 +24,25 @@ def converted(weights: Mapping[str, np.ndarray]) -> Weights:
 
 
 def inside(weights: Weights) -> Weights:
-    """As conversions of multimodal checkpoints name it."""
+    """Returns weights by the names in conversions of multimodal checkpoints."""
     return {f"language_model.{name}": array for name, array in weights.items()}
 
 
 def one_by_one(weights: Mapping[str, np.ndarray]) -> Weights:
-    """As released: every expert by itself."""
+    """Returns weights as released: each expert by itself."""
     stored: Weights = {}
     for name, array in weights.items():
         layer, stacked, kind = name.partition(".switch_mlp.")
         if not stacked:
             stored[name] = array
             continue
-        for expert, each in enumerate(array):
-            stored[f"{layer}.experts.{expert}.{kind}"] = each
+        for expert, weight in enumerate(array):
+            stored[f"{layer}.experts.{expert}.{kind}"] = weight
     return stored
 
 
 def glm_released(weights: Mapping[str, np.ndarray]) -> Weights:
-    """As GLM releases it: every expert by itself, both projections of latents as one weight."""
+    """Returns weights as GLM releases them: single experts, latents' projections as one weight."""
     stored: Weights = {}
     for name, array in one_by_one(weights).items():
         if name.endswith(".embed_q.weight"):

@@ -1,4 +1,4 @@
-"""A real store of jobs in the place of `StoreModel`: operations wait in an inbox until `commit`."""
+"""A real store of jobs in place of `StoreModel`: operations wait in an inbox until `commit`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.job_store import MAX_BYTES
 
 
 class StoredJobs:
-    """Has the interface of `StoreModel` as far as stories about batches need it."""
+    """The store, with the part of `StoreModel`'s interface that stories with batches need."""
 
     def __init__(self, folder: Path, boot: int = 1) -> None:
         self._opener = SqliteOpener(folder, MAX_BYTES)
@@ -25,11 +25,11 @@ class StoredJobs:
         self._store.begin(boot, 0.0)
         self.inbox: list[Operation] = []
         self.results: list[tuple[Operation, Result]] = []
-        self.refusal: Refused | None = None  # of everything that is offered
-        self.most_waiting = 0  # operations in the inbox
+        self.refusal: Refused | None = None  # refuses every offered operation
+        self.most_waiting = 0  # the most operations in the inbox so far
 
     def follow(self, clock: Callable[[], float]) -> None:
-        """Take the time of another story from now on; it never goes back."""
+        """Use the clock of another story from now on; the time never goes back."""
         self._clock = clock
 
     @property
@@ -54,7 +54,7 @@ class StoredJobs:
         return taken
 
     def crash(self) -> None:
-        """What waits is lost, and so are results that nobody took; another broker begins."""
+        """Lose waiting operations and results that were not taken; another broker begins."""
         self.inbox, self.results = [], []
         self._boot += 1
         self._store.begin(self._boot, self.now)
@@ -63,14 +63,14 @@ class StoredJobs:
         self._store.close()
         self._opener.close()
 
-    # ---- what is there ---------------------------------------------------------------------------
+    # ---- the state ---------------------------------------------------------------------------
 
     def ask(self, operation: Operation) -> Result:
-        """Perform an operation beside the broker."""
+        """Perform an operation without the broker."""
         return self._store.transaction([operation], self.now)[0]
 
     def lines(self, batch: bytes) -> list[JobView]:
-        """The jobs of a batch in the order of lines."""
+        """Returns the jobs of a batch in the order of lines."""
         return rows.select(self._store.database, "batch = ? ORDER BY line", batch)
 
     def job(self, key: str, owner: str = "uid:1", tenant: str = "") -> JobView:
@@ -79,20 +79,20 @@ class StoredJobs:
         return job
 
     def ended(self) -> int:
-        """How many jobs have ended."""
+        """Returns the number of ended jobs."""
         states = ", ".join(f"'{state.value}'" for state in (*ENDED, JobState.GONE))
         return self._store.database.number(f"SELECT COUNT(*) FROM job WHERE state IN ({states})")
 
     def ask_key(self, id: bytes) -> str:
-        """The key of a job."""
-        found = rows.find(self._store.database, id)
-        assert found is not None
-        return found.scope.key
+        """Returns the key of a job."""
+        job = rows.find(self._store.database, id)
+        assert job is not None
+        return job.scope.key
 
     def ask_outbox(self) -> int:
-        """How many notices were not delivered."""
+        """Returns the number of undelivered notices."""
         return self._store.database.number("SELECT COUNT(*) FROM outbox")
 
     def ask_cancel_some(self, key: str, owner: str = "uid:1") -> None:
-        """Cancel a batch beside the broker, and only a few of its jobs."""
+        """Cancel a batch without the broker, and only a few of its jobs."""
         self.ask(CancelBatch(Scope(owner, "", key), count=10))

@@ -1,6 +1,6 @@
-"""The features that chat templates use: for each a small template, its variables, its text.
+"""The features of chat templates: for each a small template, its variables and its text.
 
-The features are those of real models' templates; the templates are written for this table.
+Real models' templates use these features; the templates here are written for this table.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class Terminal(Closing):
             os.setsid()
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
-        # readline sets these in the process that runs the tests; the terminal has its own size.
+        # readline sets these variables in the tests' process; the terminal has its own size.
         own = {name: one for name, one in environment.items() if name not in ("COLUMNS", "LINES")}
         try:
             self.process = subprocess.Popen(
@@ -59,7 +59,7 @@ class Terminal(Closing):
             os.close(its)
 
     def until(self, text: str, *, after: int = 0) -> int:
-        """Read until `text` is shown after position `after`; the position of its end."""
+        """Read until `text` is shown after position `after`; returns the position of its end."""
         end = time.monotonic() + PATIENCE
         while (at := self.shown.find(text, after)) < 0:
             assert time.monotonic() < end, f"never shown: {text!r}; shown: {self.shown[-2000:]!r}"
@@ -67,7 +67,7 @@ class Terminal(Closing):
         return at + len(text)
 
     def _read(self, seconds: float) -> bool:
-        """False at the end."""
+        """Read some output; returns False at the end."""
         if not select.select([self._mine], [], [], seconds)[0]:
             return True
         try:
@@ -79,7 +79,7 @@ class Terminal(Closing):
         return bool(new)
 
     def interrupt(self, text: str, *, after: int) -> int:
-        """Send Ctrl-C, repeatedly, until `text` is shown; the position of its end.
+        """Send Ctrl-C, repeatedly, until `text` is shown; returns the position of its end.
 
         Python drops a Ctrl-C that comes between the prompt and its wait for input.
         """
@@ -97,7 +97,7 @@ class Terminal(Closing):
         os.write(self._mine, keys.encode())
 
     def ended(self) -> int:
-        """Read to the end of the output; the exit code."""
+        """Read to the end of the output; returns the exit code."""
         end = time.monotonic() + PATIENCE
         while self._read(0.1):
             assert time.monotonic() < end, f"it goes on; shown: {self.shown[-2000:]!r}"

@@ -1,8 +1,9 @@
-"""Which tests `make test` runs, and which `make test-all` runs besides.
+"""The tests of `make test`, and the further tests of `make test-all`.
 
-tests/tiers.toml has the table: files and functions that only `make test-all` runs, files and
-folders of which `make test` runs the first cases of each function, and the processor seconds that
-`make test` may use. All other tests are in both. A file that the command line names is run whole.
+tests/tiers.toml has the table. `full`: files and functions that only `make test-all` runs. `first`:
+files and folders with the number of first cases of each function that `make test` runs. `budget`:
+the processor seconds of `make test`. All other tests are in both. A file on the command line is run
+whole.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
 TABLE = TESTS / "tiers.toml"
-EVERYTHING = "TESTS_FULL"  # set in all processes of a run with --full
+EVERYTHING = "TESTS_FULL"  # environment variable of all processes of a run with --full
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +29,14 @@ class Tiers:
     budget: Mapping[str, float]  # folder -> processor seconds of its tests in `make test`
 
     def leaves_out(self, file: str) -> bool:
-        """Whether `make test` has no test of the file."""
+        """Returns whether `make test` runs no test of the file."""
         return file in self.full
 
     def cases(self, file: str, function: str) -> int | None:
-        """Returns how many cases of a function `make test` runs, None if all of them."""
+        """Returns the number of a function's cases that `make test` runs; None for all."""
         if file in self.full or f"{file}::{function}" in self.full:
             return 0
-        keys = [f"{file}::{function}", file, *(str(one) for one in Path(file).parents)]
+        keys = [f"{file}::{function}", file, *(str(parent) for parent in Path(file).parents)]
         return next((self.first[key] for key in keys if key in self.first), None)
 
     def kept(self, tests: Sequence[tuple[str, str]]) -> list[bool]:
@@ -44,35 +45,35 @@ class Tiers:
         The name of a case is `FUNCTION[PARAMETERS]`. The first cases are those collected first.
         """
         seen: dict[tuple[str, str], int] = {}
-        found = []
+        kept_ = []
         for file, name in tests:
             function = name.partition("[")[0]
             number = seen[file, function] = seen.get((file, function), 0) + 1
             most = self.cases(file, function)
-            found.append(most is None or number <= most)
-        return found
+            kept_.append(most is None or number <= most)
+        return kept_
 
     def unknown(self, tests: Iterable[tuple[str, str]]) -> list[str]:
-        """Returns the keys of the table that no collected test, as (file, name), belongs to."""
+        """Returns the keys of the table without a collected test, as (file, name)."""
         known: set[str] = set()
         for file, name in tests:
             known |= {file, f"{file}::{name.partition('[')[0]}"}
-            known |= {str(one) for one in Path(file).parents}
+            known |= {str(parent) for parent in Path(file).parents}
         return [key for key in (*self.full, *self.first) if key not in known]
 
 
 @cache
 def tiers() -> Tiers:
     """Returns the table of tests/tiers.toml."""
-    found = tomllib.loads(TABLE.read_text(encoding="utf-8"))
-    return Tiers(found["full"], found["first"], found["budget"])
+    table = tomllib.loads(TABLE.read_text(encoding="utf-8"))
+    return Tiers(table["full"], table["first"], table["budget"])
 
 
 def everything() -> bool:
-    """Returns whether this run is `make test-all`, for tests that have more rounds there."""
+    """Returns whether this run is `make test-all`, for tests with more rounds there."""
     return EVERYTHING in os.environ
 
 
 def relative(path: Path) -> str:
-    """Returns a path below tests/ as the table has it, another one as it is."""
+    """Returns a path below tests/ in the table's form, another path as it is."""
     return path.relative_to(TESTS).as_posix() if path.is_relative_to(TESTS) else str(path)

@@ -1,4 +1,4 @@
-"""A stub of the broker's loop that hands snapshots to the HTTP server; a test can stop it."""
+"""A stub of the broker's loop that puts snapshots for the HTTP server; a test can stop it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from mlxpool.common.closing import Closing
 
 
 class Loop(Closing):
-    """Hands over a snapshot at each wake-up while `turning` is true."""
+    """Puts a snapshot at each wake-up while `turning` is true."""
 
     def __init__(self, server: HttpServer, snapshot: Snapshot) -> None:
         self.server, self.snapshot = server, snapshot
         self.left = 0
         self.over = False
         self._turning = True
-        self._turn = threading.Lock()  # held while a snapshot is handed over
+        self._turn = threading.Lock()  # held while a snapshot is put
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
 
@@ -28,7 +28,7 @@ class Loop(Closing):
 
     @turning.setter
     def turning(self, on: bool) -> None:
-        """After it is set to false no snapshot is handed over any more."""
+        """Set `turning`; after False no further snapshot is put."""
         with self._turn:
             self._turning = on
 

@@ -1,4 +1,4 @@
-"""A server on the loopback that receives posts, whose answers a test writes byte by byte."""
+"""A server on the loopback that receives posts; a test writes its answers byte by byte."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Serve = Callable[[socket.socket, bytes], None]
 def receiver(
     serve: Serve, context: ssl.SSLContext | None = None
 ) -> Iterator[tuple[int, list[bytes]]]:
-    """A server on the loopback; `serve` answers each whole request, whose bytes are collected."""
+    """Run a server; yields its port and the bytes of the requests, which `serve` answers."""
     requests: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -37,7 +37,7 @@ def receiver(
                         request = read_request(c)
                         requests.append(request)
                         serve(c, request)
-                except (OSError, EOFError):  # such as a broker that is killed in the middle
+                except (OSError, EOFError):  # such as by a broker that is killed in a transfer
                     continue
 
         thread = threading.Thread(target=run, daemon=True)
@@ -48,7 +48,7 @@ def receiver(
 
 
 def read_request(connection: socket.socket) -> bytes:
-    """The head and the body of a request. Raises EOFError if its sender leaves before its end."""
+    """Returns a request with its body. Raises EOFError if the sender leaves before its end."""
     data = b""
     while b"\r\n\r\n" not in data:
         data += received(connection)
@@ -61,7 +61,7 @@ def read_request(connection: socket.socket) -> bytes:
 
 
 def received(connection: socket.socket) -> bytes:
-    """What has arrived next, at least one byte. Raises EOFError at the end of the connection."""
+    """Returns the next bytes, at least one. Raises EOFError at the end of the connection."""
     data = connection.recv(65536)
     if not data:
         raise EOFError("the sender has closed the connection")

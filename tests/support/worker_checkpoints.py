@@ -94,7 +94,7 @@ CHAT_TEMPLATE = (
 
 
 def config(**changes: Any) -> dict[str, Any]:
-    """BASE with these changes; a key of BASE that is changed to None is removed."""
+    """Returns BASE with these changes; None removes a key."""
     removed = {key for key in BASE if key in changes and changes[key] is None}
     return {key: value for key, value in {**BASE, **changes}.items() if key not in removed}
 
@@ -102,7 +102,7 @@ def config(**changes: Any) -> dict[str, Any]:
 def random_weights(
     settings: Mapping[str, Any], seed: int = 0, plan: ModelPlan | None = None
 ) -> dict[str, np.ndarray]:
-    """Random float32 weights of all names and shapes in the plan; None: that of the config."""
+    """Returns random float32 weights of all names and shapes in a plan, by default the config's."""
     draw = np.random.default_rng(seed)
     weights = {}
     for name, shape in (plan or models.plan(settings)).shapes.items():
@@ -148,7 +148,7 @@ def write_tokenizer(path: Path, settings: Mapping[str, Any] | None = None) -> No
 
 
 def _byte_chars() -> list[str]:
-    """The character that the byte-level pre-tokenizer uses for each byte."""
+    """Returns the byte-level pre-tokenizer's character for each byte."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     chars, shifted = [], 256
     for byte in range(256):
@@ -180,14 +180,14 @@ def write_raw_safetensors(file: Path, header: bytes, data: bytes = b"") -> None:
 
 
 def refusal(model: Path | str) -> str:
-    """Returns the error of a model that is not read, given by its path or name."""
+    """Returns the error of a refused model, given by its path or name."""
     with pytest.raises(ModelLoadFailed) as caught:
         inspect(find_files(str(model)))
     return str(caught.value)
 
 
 def refusal_of_worker(folder: Path) -> str:
-    """The error of a worker, which `check` reports, too; both can be sent and printed."""
+    """Returns a worker's error; `check` must report it too, and it must be JSON and UTF-8."""
     from mlxpool.worker.compute.model_source import open_source  # it needs MLX
     from mlxpool.worker.diagnose.check import check
 

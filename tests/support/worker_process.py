@@ -34,7 +34,7 @@ def id_of(name: int) -> bytes:
 
 
 class WorkerProcess(Closing):
-    """A context manager. With `hearing` False the broker does not answer heartbeats."""
+    """A worker and its broker. While `hearing` is False the broker does not answer heartbeats."""
 
     def __init__(
         self,
@@ -100,18 +100,18 @@ class WorkerProcess(Closing):
         return (self.tmp_path / "worker.log").read_text()
 
     def next(self, patience: float = PATIENCE) -> Message | None:
-        """The next message, None if none came in time. Heartbeats are answered."""
+        """Returns the next message, None if none came in time. Heartbeats are answered."""
         if not self.router.poll(int(patience * 1000)):
             return None
         self.peer, *parts = self.router.recv_multipart()
         message = frames.decode(parts, max_body=frames.MAX_BACK_BODY)
         if message.kind == kinds.BEAT and self.hearing:
-            with contextlib.suppress(zmq.ZMQError):  # it may have ended meanwhile
+            with contextlib.suppress(zmq.ZMQError):  # the worker may have ended meanwhile
                 self.say(kinds.HEARD)
         return message
 
     def receive(self, *kinds: str, no: tuple[str, ...] = ()) -> Message:
-        """The next message of these kinds; fails at one of the kinds in `no`."""
+        """Returns the next message of these kinds; fails at a kind in `no`."""
         end = time.monotonic() + PATIENCE
         while time.monotonic() < end:
             message = self.next(1.0)
@@ -135,7 +135,7 @@ class WorkerProcess(Closing):
         self.router.send_multipart([self.peer, *frames.encode(header, body or {}, blobs)])
 
     def welcome(self, epoch: int, token: str = "") -> Message:
-        """Wait for hello, send `welcome`, wait for the credit that follows."""
+        """Wait for `hello`, send `welcome`, wait for the credit that follows; returns `hello`."""
         hello = self.receive(kinds.HELLO)
         self.epoch = epoch
         self.say(kinds.WELCOME, {"boot": 1, "token": token or f"token-{epoch}"})
@@ -150,7 +150,7 @@ class WorkerProcess(Closing):
         self.say(kinds.WORK, body, *blobs, id=id_of(name), attempt=1)
 
     def deltas_until(self, *names: int) -> dict[int, list[Delta]]:
-        """All deltas until these streams have ended."""
+        """Returns all deltas until these streams have ended."""
         found: dict[int, list[Delta]] = {}
         left = set(names)
         while left:
@@ -163,7 +163,7 @@ class WorkerProcess(Closing):
     # ---- ends ----------------------------------------------------------------------------------
 
     def ended(self) -> int:
-        """Wait for the end. Returns the exit code."""
+        """Wait for the end; returns the exit code."""
         return self.process.wait(timeout=PATIENCE)
 
     def signal(self, number: signal.Signals) -> None:

@@ -1,4 +1,4 @@
-"""Model folders put into a Hugging Face cache or Ollama's store, for tests of the worker."""
+"""Model folders in a Hugging Face cache or in Ollama's store, for tests of the worker."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Store:
 
 
 def _tensors(folder: Path) -> dict[str, Any]:
-    """The tensors of all shards, as MLX's arrays: numpy has no bfloat16."""
+    """Returns the tensors of all shards, as MLX's arrays: numpy lacks bfloat16."""
     import mlx.core as mx
 
     return {
@@ -89,7 +89,7 @@ def _tensors(folder: Path) -> dict[str, Any]:
 
 
 def _blob(tensors: Mapping[str, Any], name: str, settings: dict[str, Any], stated: bool) -> bytes:
-    """A safetensors file of one tensor, with its .scale and .bias where it is quantised."""
+    """Returns a safetensors file of a tensor, with .scale and .bias if it is quantised."""
     module = name.removesuffix(".weight")
     parts = {name: tensors[name]}
     metadata = {}
@@ -105,7 +105,7 @@ def _blob(tensors: Mapping[str, Any], name: str, settings: dict[str, Any], state
 
 
 def _saved(parts: Mapping[str, Any], metadata: dict[str, str]) -> bytes:
-    """The bytes of a safetensors file."""
+    """Returns the bytes of a safetensors file."""
     import mlx.core as mx
 
     with TemporaryDirectory() as folder:
