@@ -70,14 +70,14 @@ class Chromium(Closing):
         return self.driver.execute_script(script)
 
     def text(self, selector: str) -> str:
-        """The visible text of the first match; "" without a match."""
+        """Returns the visible text of the first match; "" without a match."""
         node = f"document.querySelector({json.dumps(selector)})"
         return str(self.run(f"return {node}?.innerText || ''"))
 
     def texts(self, selector: str) -> list[str]:
-        """The visible text of every match."""
-        found = f"document.querySelectorAll({json.dumps(selector)})"
-        return list(self.run(f"return Array.from({found}, (node) => node.innerText)"))
+        """Returns the visible text of every match."""
+        nodes = f"document.querySelectorAll({json.dumps(selector)})"
+        return list(self.run(f"return Array.from({nodes}, (node) => node.innerText)"))
 
     def wait_for_text(self, selector: str, text: str) -> None:
         """Wait until the first match contains the text."""
@@ -107,7 +107,7 @@ class Chromium(Closing):
         return [message for message in messages if "status of 503" not in message]
 
     def events(self) -> list[dict[str, Any]]:
-        """The DevTools events since the last call, each with `method` and `params`."""
+        """Returns the DevTools events since the last call, each with `method` and `params`."""
         return [json.loads(entry["message"])["message"] for entry in self._log("performance")]
 
     def _log(self, name: str) -> list[dict[str, Any]]:

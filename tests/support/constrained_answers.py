@@ -37,7 +37,7 @@ PROMPT = "import json\n\n\ndef load(path):\n    "
 
 @cache
 def demo() -> tuple[ModelFolder, ChatTokenizer, TokenTable]:
-    """The folder of the demo model, its tokenizer, and the bytes of its tokens."""
+    """Returns the folder of the demo model, its tokenizer, and the bytes of its tokens."""
     folder = inspect(DEMO_FOLDER)
     text = ChatTokenizer.from_folder(folder)
     return folder, text, text.table(folder.plan.vocab_size)
@@ -55,7 +55,7 @@ def compiler() -> Compiler:
 
 
 def constraint(format: Mapping[str, Any]) -> Constraint:
-    """A new constraint of a format for the demo model."""
+    """Returns a new constraint of a format for the demo model."""
     return compiler().constraint(Options.parse({"format": format}).format or {})
 
 
@@ -76,7 +76,7 @@ def thoughts_of(most: int) -> Thoughts:
 
 
 def tokens_of(mask: Words) -> list[int]:
-    """The tokens that a mask [1, words] allows."""
+    """Returns the tokens that a mask [1, words] allows."""
     bits = mask[0][:, None] >> np.arange(32, dtype=np.uint32) & 1
     return [int(token) for token in np.nonzero(bits.reshape(-1))[0]]
 

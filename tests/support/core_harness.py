@@ -67,7 +67,7 @@ class Heard:
     ids: list[int] = field(default_factory=list)
     text: str = ""
     frames: int = 0
-    link: int = 0  # the link to which it belongs
+    link: int = 0  # the link that the stream belongs to
     forgotten: bool = False  # its link timed out: nothing more may come
     ended: act.ToClient | None = None
 
@@ -492,7 +492,7 @@ def wake_until_idle(story: Story) -> list[int]:
 
 
 def body_of(action: act.ToClient | act.ToWorker) -> dict[str, Any]:
-    """The body of a message."""
+    """Returns the body of a message."""
     return action.message.body() or {}
 
 

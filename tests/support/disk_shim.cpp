@@ -1,11 +1,12 @@
-// A library to preload: writes a log of everything that a process does to the files below one folder,
-// and lets a test make that disk full, slow or bad. Linux, glibc.
+// A library to preload: logs a process's changes to the files below a folder, and lets a test make
+// that disk full, slow or bad. Linux, glibc.
 //
-// DISK_SHIM_ROOT    the folder; everything else is passed through
-// DISK_SHIM_LOG     the log, see disk_log.py for its records; none if it is not set
+// DISK_SHIM_ROOT    the folder; calls for other files are passed through
+// DISK_SHIM_LOG     the log, see disk_log.py for its records; without it nothing is logged
 // DISK_SHIM_CONTROL a file of four 64-bit numbers, which the test writes while the process runs:
-//                   [0] not 0: writes and syncs wait; [1] bytes that are left, -1 for no bound;
-//                   [2] so many of the next syncs fail with EIO; [3] how many calls wait (written here)
+//                   [0] not 0: writes and syncs wait; [1] bytes left, -1 for no bound;
+//                   [2] the number of next syncs that fail with EIO; [3] the number of waiting
+//                   calls (written by this library)
 
 #include <dlfcn.h>
 #include <errno.h>
@@ -66,7 +67,7 @@ bool path_of(int descriptor, char* path) {
   return inside(path);
 }
 
-// The absolute path that a name means; the last part need not exist.
+// The absolute path of a name; its last part need not exist.
 bool absolute(const char* name, char* path) {
   char copy[PATH_MAX], folder[PATH_MAX];
   snprintf(copy, sizeof copy, "%s", name);
@@ -89,7 +90,7 @@ int64_t size_of(int descriptor) {
   return fstat(descriptor, &found) ? 0 : found.st_size;
 }
 
-// A record: what happened, two numbers, and bytes.
+// A record: the kind, two numbers, and bytes.
 void record(char what, uint64_t first, uint64_t second, const void* data, size_t length) {
   if (log_descriptor < 0) return;
   struct __attribute__((packed)) {
@@ -110,7 +111,7 @@ void wait_for_disk() {
   __atomic_sub_fetch(const_cast<int64_t*>(&control[3]), 1, __ATOMIC_SEQ_CST);
 }
 
-// Takes room for what a write adds to a file; false if the disk is full.
+// Takes room for the growth of a file by a write; false if the disk is full.
 bool take_room(int64_t more) {
   if (!control || control[1] < 0 || more <= 0) return true;
   if (control[1] < more) return false;
@@ -185,7 +186,7 @@ int opened(const char* name, int flags, mode_t mode, const char* symbol) {
 
 extern "C" {
 
-// Called by the process itself: a note at this place of the log.
+// Called by the process itself: adds a mark to the log.
 void disk_shim_mark(const char* text, size_t length) { record('M', 0, 0, text, length); }
 
 #define OPEN(name)                                  \

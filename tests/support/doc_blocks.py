@@ -128,7 +128,7 @@ def _of_console(block: Block) -> Iterator[Command]:
 
 
 def run(
-    wanted: Sequence[Command], folder: Path, environment: Mapping[str, str]
+    page_commands: Sequence[Command], folder: Path, environment: Mapping[str, str]
 ) -> list[tuple[Command, int, str]]:
     """Run commands in one shell; returns each with its exit code and its output.
 
@@ -137,7 +137,7 @@ def run(
     program_stubs.put_into(folder / "program_stubs")
     path = f"{folder / 'program_stubs'}:{Path(sys.executable).parent}"
     parts = [f'export PATH={shlex.quote(path)}:"$PATH"']
-    for number, command in enumerate(wanted):
+    for number, command in enumerate(page_commands):
         parts.append(f"exec > out.{number} 2>&1\n{command.text}\necho $? > code.{number}")
         if command.text.partition(" #")[0].rstrip().endswith("&"):
             parts.append("until mlxpool ps; do sleep 0.05; done > /dev/null 2>&1")
@@ -155,7 +155,7 @@ def run(
             _end_children(process.pid)
             process.kill()
         process.wait()
-    return [(command, *_result(folder, number)) for number, command in enumerate(wanted)]
+    return [(command, *_result(folder, number)) for number, command in enumerate(page_commands)]
 
 
 def _end_children(pid: int) -> None:
@@ -177,12 +177,14 @@ def _result(folder: Path, number: int) -> tuple[int, str]:
 FIGURE = re.compile(r"(?:/[\w.-]+)+|\d[\d,.:]*")
 
 
-def agrees(printed: str, wanted: str, *, loose: bool = False) -> bool:
+def agrees(printed: str, expected: str, *, loose: bool = False) -> bool:
     """Returns whether output matches the expected text of a page."""
     if loose:
-        printed, wanted = (re.sub(" +", " ", FIGURE.sub("0", text)) for text in (printed, wanted))
+        printed, expected = (
+            re.sub(" +", " ", FIGURE.sub("0", text)) for text in (printed, expected)
+        )
     pattern = ""
-    for line in wanted.strip("\n").splitlines():
+    for line in expected.strip("\n").splitlines():
         if line.strip() == "…":
             pattern += r"(?:.*\n)*?"
         else:

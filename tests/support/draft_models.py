@@ -28,7 +28,7 @@ def write_draft(folder: Path) -> Path:
 
 
 def _first_layers() -> bytes:
-    """The safetensors file of the demo without its last layers."""
+    """Returns the safetensors file of the demo without its last layers."""
     data = (DEMO_FOLDER / "model.safetensors").read_bytes()
     begin = LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")
     tensors: dict[str, dict[str, Any]] = json.loads(data[LENGTH_BYTES:begin])

@@ -43,10 +43,10 @@ def read_chunk(engine: Engine, seq: Sequence, tokens: int | None = None) -> int:
 
 def read(engine: Engine, seq: Sequence, tokens: int | None = None) -> list[int]:
     """Reads a prompt up to the input of its decode step; returns the tokens of its chunks."""
-    found: list[int] = []
+    tokens_of_chunks: list[int] = []
     while count := read_chunk(engine, seq, tokens):
-        found.append(count)
-    return found
+        tokens_of_chunks.append(count)
+    return tokens_of_chunks
 
 
 def enter(engine: Engine, seq: Sequence, tokens: int | None = None) -> list[int]:

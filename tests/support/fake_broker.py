@@ -29,7 +29,7 @@ WAITS: dict[str, Any] = {"connect_timeout": PATIENCE, "pace": NO_RESEND_PACE}
 
 
 class FakeBroker:
-    """A ROUTER socket by which a test sends and receives. One thread at a time may use it."""
+    """A ROUTER socket under a test's control. One thread at a time may use it."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
@@ -79,7 +79,7 @@ class FakeBroker:
         raise AssertionError(f"no {kind} came, only {Counter(self.kinds())}")
 
     def kinds(self) -> list[str]:
-        """The kinds of all messages so far."""
+        """Returns the kinds of all messages so far."""
         return [message.kind for message in self.seen]
 
     def say(

@@ -11,7 +11,7 @@ from mlxpool.broker.store.sql.sql_store import Opener, SqlStore
 from mlxpool.common.protocol.token_ids import pack_ids
 
 BOOT = 7
-BEGIN = 1_000_000.0  # seconds: the time at which stores of tests are opened
+BEGIN = 1_000_000.0  # the opening time of the tests' stores, in seconds
 MAX_BYTES = 256 * 1024 * 1024
 RESERVE = 1024 * 1024
 FOREVER = 10_000.0

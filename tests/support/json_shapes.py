@@ -23,7 +23,7 @@ TYPES: dict[str, tuple[type, ...]] = {
 
 
 def sections_of(page: str) -> dict[str, str]:
-    """The text of each section, by its heading."""
+    """Returns the text of each section, by its heading."""
     parts = page.split("\n## ")[1:]
     return {part.partition("\n")[0]: part.partition("\n")[2] for part in parts}
 
@@ -42,7 +42,7 @@ def shapes_of(section: str, named: dict[str, Any]) -> list[Any]:
 
 
 def expanded(shape: Any, named: dict[str, Any]) -> Any:
-    """A shape with named shapes in place of their names."""
+    """Returns a shape with named shapes in place of their names."""
     if isinstance(shape, dict):
         return {key: expanded(inner, named) for key, inner in shape.items()}
     if isinstance(shape, list):
@@ -66,7 +66,7 @@ def parsed(text: str) -> Any:
 
 
 def _shape(tokens: list[str]) -> tuple[Any, list[str]]:
-    """The shape at the beginning, and the tokens after it."""
+    """Returns the shape at the beginning, and the tokens after it."""
     first, rest = tokens[0], tokens[1:]
     if first == "[":
         inner, rest = _shape(rest)

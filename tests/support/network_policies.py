@@ -59,8 +59,8 @@ def _passes(
         and _matches(rule["spec"]["podSelector"], pod.labels)
     ]
     return not own or any(
-        any(each["port"] in (name, port) for each in entry["ports"])
-        and any(_is(each, peer, pod.namespace) for each in entry[peers])
+        any(item["port"] in (name, port) for item in entry["ports"])
+        and any(_is(item, peer, pod.namespace) for item in entry[peers])
         for rule in own
         for entry in rule["spec"].get(entries, [])
     )

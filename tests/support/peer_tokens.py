@@ -35,13 +35,13 @@ def tokens(engine: Engine) -> list[list[int]]:
 
 def main(model: Path) -> None:
     """Print the JSON that the module describes."""
-    found: list[list[list[int]]] = []
+    results: list[list[list[int]]] = []
     with RankPair(by_kernels=True) as pair:
         pair.kernels.clear()
         for ahead in (False, True):
             with pair.engine(model, lookahead=ahead) as group:
-                found.append(tokens(group))
-        print(json.dumps({"tokens": found, "kernels": sorted(pair.kernels)}))
+                results.append(tokens(group))
+        print(json.dumps({"tokens": results, "kernels": sorted(pair.kernels)}))
 
 
 if __name__ == "__main__":

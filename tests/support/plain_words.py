@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def hits(sentence: str) -> list[str]:
-    """The names of the patterns that fit a sentence."""
+    """Returns the names of the patterns that fit a sentence."""
     return [name for name, pattern in COMPILED.items() if pattern.search(sentence)]
 
 

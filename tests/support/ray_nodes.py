@@ -45,7 +45,7 @@ class RayNode:
     """A `ray start`, with its descendants: they are recorded, since they may lose their parents."""
 
     def __init__(self, log: Path, temp: Path, *arguments: str) -> None:
-        """`temp`: the folder in which killed hosts leave their folders."""
+        """`temp`: the folder for the folders that killed hosts leave."""
         program = str(Path(sys.executable).parent / "ray")
         with log.open("ab") as out:
             self.process = subprocess.Popen(
@@ -67,7 +67,7 @@ class RayNode:
         return any(process.pid == pid for process in self.note())
 
     def kill(self) -> None:
-        """Send SIGKILL to all its processes, first to those that may start others."""
+        """Send SIGKILL to all its processes, parents first."""
         self.note()
         for process in self.seen.values():
             with contextlib.suppress(psutil.NoSuchProcess):  # it compares the time of start

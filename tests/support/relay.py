@@ -54,7 +54,7 @@ class Pipe:
             self.chunks.appendleft((ready_at, data[sent:]))
 
     def due(self) -> float | None:
-        """The time of the next write; None without bytes to write."""
+        """Returns the time of the next write; None without bytes to write."""
         return max(self.chunks[0][0], self.may_send_at) if self.chunks else None
 
 

@@ -130,10 +130,10 @@ def kernel(
     ) -> list[Any]:
         called.add(name.removeprefix("mlxpool_"))
         if ensure_row_contiguous:
-            inputs = [mx.contiguous(one) for one in inputs]
+            inputs = [mx.contiguous(array) for array in inputs]
         mx.eval(inputs)
-        for one, its_name in zip(inputs, input_names, strict=True):
-            if f"{its_name}_strides" not in source and not _whole(one):
+        for array, its_name in zip(inputs, input_names, strict=True):
+            if f"{its_name}_strides" not in source and not _whole(array):
                 raise RuntimeError(f"{name}: {its_name} is not contiguous, and read as if it were")
         outs = [
             mx.full(shape, math.nan, dtype=dtype) if mx.issubdtype(dtype, mx.floating)
@@ -142,11 +142,11 @@ def kernel(
         ]  # fmt: skip
         arrays = [*inputs, *outs]
         mx.eval(arrays)
-        views = [_view(one) for one in arrays]
+        views = [_view(array) for array in arrays]
         rank = _together.rank if _together is not None else 0
-        run = _built(text, tuple(one.dtype for one in arrays), rank)
+        run = _built(text, tuple(array.dtype for array in arrays), rank)
         compiled(text, tuple((x.dtype, x.ndim > 0) for x in inputs), tuple(output_dtypes))
-        blocks = [-(-all_ // one) for all_, one in zip(grid, threadgroup, strict=True)]
+        blocks = [-(-all_ // size) for all_, size in zip(grid, threadgroup, strict=True)]
         arguments = (
             (ctypes.c_void_p * len(views))(*(view.data for view in views)),
             (ctypes.c_void_p * len(views))(*(ctypes.addressof(view.shape) for view in views)),
@@ -337,8 +337,8 @@ def _kept_folder() -> Path | None:
     try:
         for parent in (kept.parent, kept, folder):
             parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            found = parent.stat()
-            if found.st_uid != os.getuid() or found.st_mode & 0o022:
+            status = parent.stat()
+            if status.st_uid != os.getuid() or status.st_mode & 0o022:
                 return None
     except OSError:
         return None
@@ -415,10 +415,10 @@ def _without_products(text: KernelText) -> str:
 
     def ours(found: re.Match[str]) -> str:
         kind = f"{dtype[1] if dtype else 'float'}, {found[2]}"
-        given = "a0, a1, a2, a3, b" if "a0" in found[1] else "a, b"
+        arguments = "a0, a1, a2, a3, b" if "a0" in found[1] else "a, b"
         kinds = {"group_mma_columns": "products_columns", "by_lines": "products_by_lines"}
         name = next((ours for part, ours in kinds.items() if part in found[1]), "products")
-        return f"{found[1]} {{ {name}<{kind}>(c, {given}); }}\n"
+        return f"{found[1]} {{ {name}<{kind}>(c, {arguments}); }}\n"
 
     heads = r"__device__ inline (void group_mma\w*\(float \(&c\)\[(\d+)\][^)]*\)) {.*?\n}\n"
     return re.sub(heads, ours, text.header, flags=re.DOTALL)

@@ -43,7 +43,7 @@ class Spent:
 
 def read(record: Path) -> dict[tuple[str, str], Spent]:
     """Returns the cost of each test, by file and name."""
-    found: dict[tuple[str, str], Spent] = {}
+    spent: dict[tuple[str, str], Spent] = {}
     for case in ElementTree.parse(record).iter("testcase"):
         processor = sum(
             float(total.get("value", 0)) for total in case.iter("property")
@@ -51,8 +51,8 @@ def read(record: Path) -> dict[tuple[str, str], Spent]:
         )  # fmt: skip
         key = (case.get("classname", "").replace(".", "/"), case.get("name", ""))
         total = Spent(float(case.get("time", 0)), processor)
-        found[key] = total if key not in found else found[key] + total
-    return found
+        spent[key] = total if key not in spent else spent[key] + total
+    return spent
 
 
 def by_file(tests: Mapping[tuple[str, str], Spent]) -> dict[str, Spent]:

@@ -124,8 +124,8 @@ class StoreModel:
         due = [row for row in due if o.min_starts <= row.job.starts < o.below_starts]
         due.sort(key=lambda row: (row.job.due, row.job.seq))
         owners = sorted({row.job.scope.owner for row in due})
-        behind = [one for one in owners if one > o.after_owner]
-        turn = itertools.cycle(behind + [one for one in owners if one <= o.after_owner])
+        behind = [owner_ for owner_ in owners if owner_ > o.after_owner]
+        turn = itertools.cycle(behind + [owner_ for owner_ in owners if owner_ <= o.after_owner])
         fed: list[rec.FedJob] = []
         last = o.after_owner
         while due and len(fed) < o.count:

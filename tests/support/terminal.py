@@ -42,7 +42,9 @@ class Terminal(Closing):
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
         # readline sets these variables in the tests' process; the terminal has its own size.
-        own = {name: one for name, one in environment.items() if name not in ("COLUMNS", "LINES")}
+        own = {
+            name: value for name, value in environment.items() if name not in ("COLUMNS", "LINES")
+        }
         try:
             self.process = subprocess.Popen(
                 command,

@@ -1,9 +1,9 @@
 """The tests of `make test`, and the further tests of `make test-all`.
 
 tests/tiers.toml has the table. `full`: files and functions that only `make test-all` runs. `first`:
-files and folders with the number of first cases of each function that `make test` runs. `budget`:
-the processor seconds of `make test`. All other tests are in both. A file on the command line is run
-whole.
+files, folders and functions with the number of first cases of each function that `make test` runs.
+`budget`: the processor seconds of `make test`. All other tests are in both. A file on the command
+line is run whole.
 """
 
 from __future__ import annotations

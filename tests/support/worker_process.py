@@ -151,14 +151,14 @@ class WorkerProcess(Closing):
 
     def deltas_until(self, *names: int) -> dict[int, list[Delta]]:
         """Returns all deltas until these streams have ended."""
-        found: dict[int, list[Delta]] = {}
+        by_stream: dict[int, list[Delta]] = {}
         left = set(names)
         while left:
             for delta in deltas.unpack_deltas(self.receive(kinds.DELTAS)):
-                found.setdefault(delta.id[0], []).append(delta)
+                by_stream.setdefault(delta.id[0], []).append(delta)
                 if delta.end is not None:
                     left.discard(delta.id[0])
-        return found
+        return by_stream
 
     # ---- ends ----------------------------------------------------------------------------------
 

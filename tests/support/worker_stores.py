@@ -55,13 +55,13 @@ class Store:
         }
 
     def layers(self, folder: Path, *, stated: bool = True) -> list[dict[str, Any]]:
-        """The entries of a folder's files and tensors; `stated`: headers state the quantisation."""
+        """Returns entries of files and tensors; `stated`: headers have the quantisation."""
         files = sorted(folder.glob("*.json"))
         json_files = [file for file in files if file.name != "model.safetensors.index.json"]
         layers = [self.layer(JSON, file.name, file.read_bytes()) for file in json_files]
         tensors = _tensors(folder)
         settings = json.loads((folder / "config.json").read_bytes()).get("quantization") or {}
-        for name in [one for one in tensors if not one.endswith((".scales", ".biases"))]:
+        for name in [tensor for tensor in tensors if not tensor.endswith((".scales", ".biases"))]:
             layers.append(self.layer(TENSOR, name, _blob(tensors, name, settings, stated)))
         return layers
 

@@ -45,11 +45,11 @@ class OperatorRoute(ABC, Generic[Asked]):
         self._not_logged = 0
 
     @abstractmethod
-    def parse(self, asked: dict[str, Any], peer: str) -> Asked:
+    def parse(self, body: dict[str, Any], peer: str) -> Asked:
         """Returns the command of a body. Raises BadRequest with the form that it must have."""
 
     @abstractmethod
-    def perform(self, asked: Asked) -> Any:
+    def perform(self, command: Asked) -> Any:
         """Perform a command and return JSON. Raises PoolError; Unavailable without an answer."""
 
     def read_body(self, headers: Message, stream: BufferedIOBase) -> bytes | None:
@@ -73,11 +73,11 @@ class OperatorRoute(ABC, Generic[Asked]):
         if headers.get_content_type() != "application/json":
             return _error(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "the body must be application/json")
         try:
-            asked = self.parse(_map(body), peer)
+            command = self.parse(_map(body), peer)
         except BadRequest as error:
             return _error(HTTPStatus.BAD_REQUEST, error.message)
         try:
-            return _json(HTTPStatus.OK, self.perform(asked))
+            return _json(HTTPStatus.OK, self.perform(command))
         except PoolError as error:
             return _error(HTTPStatus.CONFLICT, error.message)
         except Unavailable as error:
@@ -110,17 +110,17 @@ class LoopRoute(OperatorRoute[Asked]):
         """Returns the answer of the loop as JSON."""
         return fate
 
-    def perform(self, asked: Asked) -> Any:
-        return self.shown(self.queue.ask(asked))
+    def perform(self, command: Asked) -> Any:
+        return self.shown(self.queue.ask(command))
 
 
 def _map(body: bytes) -> dict[str, Any]:
     """Returns the JSON object of a body; an empty object for any other body."""
     try:
-        asked = json.loads(body)
+        parsed = json.loads(body)
     except ValueError:
         return {}
-    return asked if isinstance(asked, dict) else {}
+    return parsed if isinstance(parsed, dict) else {}
 
 
 def _error(status: HTTPStatus, why: str) -> Answer:
@@ -143,8 +143,8 @@ class CancelRoute(LoopRoute[str]):
     path: ClassVar[str] = "/cancel"
     max_body: ClassVar[int] = 256
 
-    def parse(self, asked: dict[str, Any], peer: str) -> str:
-        prefix = asked.get("id")
+    def parse(self, body: dict[str, Any], peer: str) -> str:
+        prefix = body.get("id")
         if not isinstance(prefix, str) or not PREFIX.fullmatch(prefix):
             raise BadRequest(
                 'the body must be {"id": "…"} with 8 to 32 hexadecimal digits of a request\'s id'
@@ -172,20 +172,20 @@ class JobsRoute(LoopRoute[Question]):
     path: ClassVar[str] = "/jobs"
     max_body: ClassVar[int] = 4096
 
-    def parse(self, asked: dict[str, Any], peer: str) -> Question:
-        kind = asked.pop("ask", None)
+    def parse(self, body: dict[str, Any], peer: str) -> Question:
+        kind = body.pop("ask", None)
         if not isinstance(kind, str) or kind not in KINDS:
             raise BadRequest(f"ask must be one of {', '.join(sorted(KINDS))}")
         for name in IDS:
-            if name in asked:
-                asked[name] = _id(name, asked[name])
-        job_operations.parse_question(kind, asked)  # a bad body is refused before the loop is woken
+            if name in body:
+                body[name] = _id(name, body[name])
+        job_operations.parse_question(kind, body)  # a bad body is refused before the loop is woken
         if kind in job_operations.CHANGING or kind == job_messages.READ:
-            job = asked.get("job")
-            shown = job.hex() if isinstance(job, bytes) else repr(asked.get("key"))[:80]
+            job = body.get("job")
+            shown = job.hex() if isinstance(job, bytes) else repr(body.get("key"))[:80]
             extra = {"command": kind, "job": shown, "address": peer}
             log.info("jobs asked on the status page", extra=extra)
-        return kind, asked
+        return kind, body
 
     def shown(self, fate: Fate) -> Any:
         return as_json(fate)
@@ -215,20 +215,20 @@ class LogRoute(OperatorRoute[str]):
         super().__init__(token)
         self._run_dir = run_dir
 
-    def parse(self, asked: dict[str, Any], peer: str) -> str:
-        slot = asked.get("slot")
+    def parse(self, body: dict[str, Any], peer: str) -> str:
+        slot = body.get("slot")
         if not isinstance(slot, str) or not 0 < len(slot) <= MAX_SLOT or "\0" in slot:
             raise BadRequest('the body must be {"slot": "…"} with a slot such as demo/0')
         return slot
 
-    def perform(self, asked: str) -> dict[str, Any]:
+    def perform(self, slot: str) -> dict[str, Any]:
         """Returns the end of the log. Raises BadRequest if there is no log of the slot."""
-        path = worker_log(self._run_dir, asked)
+        path = worker_log(self._run_dir, slot)
         try:
-            return {"slot": asked, "text": last_lines(path)}
+            return {"slot": slot, "text": last_lines(path)}
         except OSError as error:
             raise BadRequest(
-                f"there is no log of {asked} in {path.parent} ({error.strerror}); a worker of"
+                f"there is no log of {slot} in {path.parent} ({error.strerror}); a worker of"
                 " another machine logs there"
             ) from None
 

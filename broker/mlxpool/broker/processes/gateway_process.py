@@ -59,7 +59,7 @@ class GatewayProcess(Closing):
 
     @property
     def _descriptors(self) -> list[int]:
-        return [each.fileno() for each in self._bound]
+        return [listener.fileno() for listener in self._bound]
 
     def start(self, config: PoolConfig) -> int:
         """Start the process; returns a descriptor, readable when heartbeats came or it ended.
@@ -133,8 +133,8 @@ class GatewayProcess(Closing):
 
     def stop_listening(self) -> None:
         """Close the broker's sockets; connections are refused once the process closes its own."""
-        for each in self._bound:
-            each.close()
+        for listener in self._bound:
+            listener.close()
 
     def reap(self) -> str:
         """Collect the ended process; returns the cause in words."""

@@ -62,7 +62,7 @@ class Child(Struct, eq=False):
         The token before the newest is valid too: the `welcome` with the newest may be lost.
         """
         valid = (self.token, self.used_token or self.token)
-        return any(secrets.compare_digest(each.encode(), token.encode()) for each in valid)
+        return any(secrets.compare_digest(known.encode(), token.encode()) for known in valid)
 
     def renew(self, token: str) -> None:
         """Make a new token for the next connection, after one was opened with `token`."""

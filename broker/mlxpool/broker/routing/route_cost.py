@@ -46,16 +46,16 @@ class Route(Struct, eq=False):
 
     def found(self, demand: Demand) -> int:
         """Returns the number of a prompt's first tokens that the worker was sent before."""
-        found = self.index.found(demand.pieces)
+        tokens = self.index.found(demand.pieces)
         if demand.session[1]:
-            found = max(found, min(self.sessions.get(demand.session, 0), demand.pieces.tokens))
-        return found
+            tokens = max(tokens, min(self.sessions.get(demand.session, 0), demand.pieces.tokens))
+        return tokens
 
     def sent(self, run: int, demand: Demand) -> None:
         """Note a request that the worker is given."""
-        found = self.found(demand)
-        self.predicted[run] = found
-        self.unread[run] = max(1, demand.pieces.tokens - round(found * self.trust))
+        cached = self.found(demand)
+        self.predicted[run] = cached
+        self.unread[run] = max(1, demand.pieces.tokens - round(cached * self.trust))
         self.index.add(demand.pieces)
         if demand.session[1]:
             self.sessions.pop(demand.session, None)
@@ -134,8 +134,8 @@ def cost_ms(
     end while the answer is made. Tokens that another worker has cached count once more for each
     waiting request. `model` is the speed of the model's workers together.
     """
-    found = route.trust * route.found(demand)
-    unread, again = max(0.0, demand.pieces.tokens - found), max(0.0, crowd.cached - found)
+    cached = route.trust * route.found(demand)
+    unread, again = max(0.0, demand.pieces.tokens - cached), max(0.0, crowd.cached - cached)
     waiting = sum(route.unread.values())
     step_ms = step_ms_of(route.speed, model, 1 + rows / 2)
     return (

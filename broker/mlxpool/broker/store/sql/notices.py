@@ -50,8 +50,8 @@ def read_notices(database: Database, operation: ReadNotices, now: float) -> Noti
             now,
         )
         later += [] if row is None else [row[0]]
-    waiting.sort(key=lambda each: each[:2])
-    turns = itertools.chain.from_iterable(itertools.zip_longest(*(each[2] for each in waiting)))
+    waiting.sort(key=lambda entry: entry[:2])
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*(entry[2] for entry in waiting)))
     numbers = itertools.islice((row[0] for row in turns if row is not None), operation.count)
     notices = [
         _notice(row)
