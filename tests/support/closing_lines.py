@@ -1,4 +1,4 @@
-"""The closing lines of `make test`: how long it took, and what `make test-all` runs besides."""
+"""The closing lines of `make test`: its time, and the further tests of `make test-all`."""
 
 from __future__ import annotations
 

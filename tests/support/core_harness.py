@@ -229,7 +229,7 @@ class Story:
         self.pool_stopped = 0
         self._made = 0
 
-    # ---- what happens --------------------------------------------------------------------------
+    # ---- events --------------------------------------------------------------------------------
 
     def do(self, event: ev.Event) -> list[act.Action]:
         """Perform an event, now."""

@@ -1,4 +1,4 @@
-"""A strategy that draws JSON schemas which a format can have."""
+"""A strategy that draws JSON schemas for formats."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ class FakeBroker:
 
 @contextlib.contextmanager
 def fake_broker() -> Iterator[FakeBroker]:
-    """A broker with a run directory of its own; its socket is not open yet."""
+    """Makes a broker with its own run directory; its socket is not open yet."""
     with TemporaryDirectory(prefix="mlxpool-") as folder:  # a short path, as a socket needs
         broker = FakeBroker(Path(folder))
         try:

@@ -104,7 +104,7 @@ class ModelHub(ThreadingHTTPServer):
 
 @contextmanager
 def running_hub() -> Iterator[ModelHub]:
-    """A hub that answers until the end of the block."""
+    """Runs a hub until the end of the block."""
     with ModelHub() as hub:
         thread = threading.Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()

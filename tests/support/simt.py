@@ -159,7 +159,7 @@ def kernel(
 
         def launch() -> None:
             why = run(*arguments)
-            del views[:]  # the memory was needed until now
+            del views[:]  # the memory is not needed any more
             if why:
                 raise RuntimeError(f"{name}: {WHY.get(why, why)}")
 

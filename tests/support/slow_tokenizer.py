@@ -7,7 +7,7 @@ from pathlib import Path
 
 from support.worker_checkpoints import write_json
 
-# Its matcher tries every way to divide a row of x: 13 ms for 20 of them.
+# Its matcher tries every division of a row of x: 13 ms for 20 letters.
 SLOW_PATTERN = r"(?:x+x+)+y"
 SLOW = ("x" * 20 + " ") * 700  # a short text that takes about 9 s of a core
 PANICS = "x" * 60  # the matcher reaches its own limit, a panic of native code

@@ -64,7 +64,7 @@ class Commands:
             log.info("operator", extra={"command": message.kind, **shown})
         return handler(self, message, now)
 
-    # ---- what only reads -----------------------------------------------------------------------
+    # ---- commands that only read ---------------------------------------------------------------
 
     def ps(self, message: Message, now: float) -> Answer:
         snapshot = self._operations.snapshot(now, True)
@@ -83,7 +83,7 @@ class Commands:
     def requests(self, message: Message, now: float) -> Answer:
         return {"requests": live_requests(self._state.requests.values(), now)}
 
-    # ---- what changes the pool -----------------------------------------------------------------
+    # ---- commands that change the pool ---------------------------------------------------------
 
     def load(self, message: Message, now: float) -> Answer:
         self._refuse_while_ending()

@@ -350,9 +350,9 @@ class Notice(Result, Struct, frozen=True):
     """The notice of the end of a job or batch (`kind`): `body` is posted to `url`.
 
     `subject` is the id of the job or batch, `origin` the scheme, host and port of the URL. `since`
-    is the time of the first try; times without a broker are added to it. `tries` is the number of
-    failed tries, `cause` the cause of the last. `given_up` is the time of the last try if the
-    broker gave up, else None.
+    is the time from which on it is tried; times without a broker are added to it. `tries` is the
+    number of failed tries, `cause` the cause of the last. `given_up` is the time at which the
+    broker gave it up, else None.
     """
 
     end_seq: int

@@ -63,7 +63,7 @@ class Database(Closing):
     def write_version(self, version: int) -> None:
         """Set the version of the schema, in the open transaction."""
 
-    # ---- what both have in common ------------------------------------------------------------
+    # ---- parts that both databases share -----------------------------------------------------
 
     @contextmanager
     def transaction(self) -> Iterator[None]:

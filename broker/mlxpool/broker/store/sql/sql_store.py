@@ -123,7 +123,7 @@ class SqlStore(Closing):
         self.database.release()
         return result
 
-    # ---- what needs the store beside the database ----------------------------------------------
+    # ---- bounds and figures, which depend on the store -----------------------------------------
 
     def admit_bound(self) -> int:
         """Returns the bytes in use above which no new jobs are taken."""
