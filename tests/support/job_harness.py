@@ -135,7 +135,9 @@ class JobStory(Story):
         self.hear(link)
         submits = getattr(message, "kind", "") in SUBMISSIONS
         new_id = request_id(20_000 + self._made)
-        event = ev.Asked(link, owner, ident, attempt, message, new_id, ENTROPY, submits=submits)
+        event = ev.QuestionAsked(
+            link, owner, ident, attempt, message, new_id, ENTROPY, submits=submits
+        )
         self.tell_manager(event)
         return ident
 

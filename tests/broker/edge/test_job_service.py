@@ -79,7 +79,9 @@ class Parts:
     fenced: list[float]
 
     def ask(self, number: int, now: float = 1.0) -> None:
-        event = ev.Asked(1, "uid:1", request_id(number), 1, SUBMIT, request_id(100 + number), 7)
+        event = ev.QuestionAsked(
+            1, "uid:1", request_id(number), 1, SUBMIT, request_id(100 + number), 7
+        )
         self.service.handle(event, now)
         self.service.serve(now)
 
@@ -167,7 +169,7 @@ def test_a_fault_of_the_manager_costs_one_event(
         raise RuntimeError("a bug")
 
     counters = parts.service._counters
-    monkeypatch.setitem(parts.service._manager._handlers, ev.Asked, fail)
+    monkeypatch.setitem(parts.service._manager._handlers, ev.QuestionAsked, fail)
     parts.ask(1)
     monkeypatch.undo()
     assert counters.internal_errors == 1 and parts.answers == ["internal"]

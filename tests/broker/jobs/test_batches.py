@@ -53,7 +53,7 @@ def list_all(story: BatchStory, **body: Any) -> dict[str, Any]:
     """An operator's question about the batches of all owners, and its answer."""
     owner, question = parse_question("batches", body)
     ident = request_id(90_000 + len(story.told))
-    story.tell_manager(ev.Asked(9, owner, ident, 0, question, operator=True))
+    story.tell_manager(ev.QuestionAsked(9, owner, ident, 0, question, operator=True))
     story.settle()
     return story.answer(ident)
 

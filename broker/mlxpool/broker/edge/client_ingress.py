@@ -107,7 +107,7 @@ class ClientIngress:
             elif event is not None:
                 self._handle(event, now)
 
-    def _ask(self, question: job_events.Asked, now: float) -> None:
+    def _ask(self, question: job_events.QuestionAsked, now: float) -> None:
         """Give a question about jobs to their manager."""
         link = question.link
         self._perform(ev.ClientHeard(link), now)
@@ -200,7 +200,7 @@ def new_seed() -> int:
 
 def question_of(
     link: int, owner: str, message: Message, entropy: Callable[[], int]
-) -> job_events.Asked | None:
+) -> job_events.QuestionAsked | None:
     """The event of a question to the job manager; None for another message.
 
     Raises BadRequest without an id.
@@ -212,7 +212,7 @@ def question_of(
         raise BadRequest(f"{kind!r} needs an id of {frames.ID_BYTES} bytes")
     asked = ev.parsed(kept_questions.parse_question, kind, message.body, message.blobs)
     job_id = secrets.token_bytes(frames.ID_BYTES)
-    return job_events.Asked(
+    return job_events.QuestionAsked(
         link,
         owner,
         header.id,

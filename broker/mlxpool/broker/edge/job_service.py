@@ -121,7 +121,7 @@ class JobService(Closing):
         except Exception:  # a bug of ours costs one event, never the pool
             self._failed(type(event).__name__)
             actions = self._manager.decided()
-            if isinstance(event, ev.Asked):
+            if isinstance(event, ev.QuestionAsked):
                 actions.append(self._answer_of_fault(event))
         self._act(actions, now)
 
@@ -133,7 +133,7 @@ class JobService(Closing):
         owner, question = job_operations.parse_question(kind, body)
         id = secrets.token_bytes(frames.ID_BYTES)
         self._asking[id] = answer
-        self.handle(ev.Asked(OPERATORS, owner, id, 0, question, operator=True), now)
+        self.handle(ev.QuestionAsked(OPERATORS, owner, id, 0, question, operator=True), now)
 
     def acknowledged(self, event: core_events.ClientAck, now: float) -> None:
         """A client has acknowledged ids, perhaps of readings."""
@@ -176,7 +176,7 @@ class JobService(Closing):
             actions = self._manager.decided()
         self._act(actions, now)
 
-    def _answer_of_fault(self, event: ev.Asked) -> act.Tell:
+    def _answer_of_fault(self, event: ev.QuestionAsked) -> act.Tell:
         """The answer to a question that the manager failed on: its client has to get one."""
         failed = Failed.of(Internal("the broker failed on this question; its log says why"))
         return act.Tell(

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from mlxpool.broker.core.events import Event
 from mlxpool.broker.jobs.answers import unexpected
-from mlxpool.broker.jobs.events import Asked
+from mlxpool.broker.jobs.events import QuestionAsked
 from mlxpool.broker.store.operations import Operation
 from mlxpool.broker.store.records import Result
 from mlxpool.common.errors import PoolError
@@ -39,13 +39,13 @@ class Perform(Struct, frozen=True):
 
 
 class Forget(Struct, frozen=True):
-    """The next frame on this connection makes a new link, so that its client notices a loss."""
+    """Forget a link: the next frame makes a new one, so that its client notices a loss."""
 
     link: int
 
 
 class Post(Struct, frozen=True):
-    """Post a notice to a URL; what came of it comes back as `Posted`."""
+    """Post a notice to a URL; the result comes back as `Posted`."""
 
     end_seq: int
     id: str
@@ -59,9 +59,9 @@ Then = Callable[[Result, float], None]  # takes the result of an operation, and 
 
 
 class Outbox:
-    """Collects the actions of one event. Knows what follows from the result of each operation.
+    """Collects the actions of one event, and calls `then` with the result of each operation.
 
-    An operation is told from an equal one by its identity: the store gives back the same object.
+    Operations are matched by identity, not by equality: the store gives back the same object.
     """
 
     def __init__(self, boot: int) -> None:
@@ -71,11 +71,11 @@ class Outbox:
         self._then: dict[int, tuple[Operation, Then]] = {}
 
     def __len__(self) -> int:
-        """How many operations have no result yet."""
+        """Returns the number of operations without a result."""
         return len(self._then)
 
     def take(self) -> list[Action]:
-        """The actions since the last call, in order."""
+        """Returns the actions since the last call, in order."""
         actions, self._actions = self._actions, []
         return actions
 
@@ -86,7 +86,7 @@ class Outbox:
 
     def ask(
         self,
-        event: Asked,
+        event: QuestionAsked,
         operation: Operation,
         kind: type[R],
         then: Callable[[R, float], None],
@@ -122,7 +122,7 @@ class Outbox:
         header = Header(message.kind, id, self.boot, attempt, pos)
         self._actions.append(Tell(link, header, message))
 
-    def refuse(self, event: Asked, error: PoolError) -> None:
+    def refuse(self, event: QuestionAsked, error: PoolError) -> None:
         """Answer a question with an error, and count a submission that it refuses."""
         if event.submits:
             self.refused[error.code] += 1

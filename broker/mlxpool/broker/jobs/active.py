@@ -1,4 +1,4 @@
-"""A job that runs: what came from its run and is not on the disk yet."""
+"""A job that runs, with the output of its run that is not on the disk yet."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from mlxpool.common.protocol.deltas import Delta, size_of
 from mlxpool.common.protocol.frames import pack
 from mlxpool.common.protocol.token_ids import count_of
 
-WRITE_DELAY = 0.05  # seconds for which steps are gathered until they are written
-UNREAD_DELAY = 1.0  # the same, while nobody reads the job: a crash makes it compute these again
-UNREAD_BYTES = 8 * 1024  # of steps that nobody reads, from which on they wait for WRITE_DELAY only
+WRITE_DELAY = 0.05  # seconds for which steps are gathered before a write
+UNREAD_DELAY = 1.0  # the same for a job without a reader; after a crash it computes these again
+UNREAD_BYTES = 8 * 1024  # bytes of unread steps from which on WRITE_DELAY applies
 
 
 class Step(NamedTuple):
-    """Output that is never divided: the text is exactly that of the ids."""
+    """Output that is never divided: `text` is exactly the text of `ids`."""
 
     text: str
     ids: bytes
@@ -33,30 +33,30 @@ class Step(NamedTuple):
 
 
 class ActiveJob(Struct, eq=False):
-    """A job between the commit that gave it to the core and the one that ends or defers it.
+    """A job between the commit that gave it to the core and the commit that ends or defers it.
 
-    `durable` ids are on the disk and `taken` have come from its run; the steps between them are in
-    `steps`, in order. At most one operation of a job is under way: `writing`.
+    `durable` ids are on the disk, `taken` ids have come from its run. `steps` has the output
+    between the two, in order. A job has at most one operation under way: `writing`.
     """
 
     job: JobView
-    attempt: int  # of its run, as the core knows it
-    model: str  # under which its model runs
+    attempt: int  # the number of its run in the core
+    model: str  # the name under which its model runs
     deadline: float = math.inf  # on the core's clock
     taken: int = 0
     durable: int = 0
     steps: deque[Step] = field(default_factory=deque)
     size: int = 0  # bytes of `steps`
-    text_before: str = ""  # came without ids: it belongs in front of the next step's
-    facts: bytes | None = None  # of its first worker, until they are on the disk
+    text_before: str = ""  # text that came without ids; the next step's text begins with it
+    facts: bytes | None = None  # the facts of its first worker, until they are on the disk
     writing: Operation | None = None
-    outcome: Operation | None = None  # how it leaves, once all its ids are on the disk
-    phase: JobPhase = JobPhase.RUNNING  # what it is once its outcome is on the disk
+    outcome: Operation | None = None  # the operation that ends or defers it, after its last ids
+    phase: JobPhase = JobPhase.RUNNING  # its phase once `outcome` is on the disk
     ran: bool = True  # the core has its run
-    leaving: bool = False  # its run is over and its outcome is not on the disk
-    write_at: float = math.inf  # when its steps are written; infinity: it has none, or they are
-    answer_bound: int = 0  # bytes that its answer may have, while its run or its end has them
-    yield_at: int = 0  # ids at which it gives its place back; 0: nobody waits to whom it gives way
+    leaving: bool = False  # its run is over and `outcome` is not on the disk
+    write_at: float = math.inf  # time of the next write; infinity: no steps, or being written
+    answer_bound: int = 0  # most bytes of its answer, reserved in AnswerRoom
+    yield_at: int = 0  # number of ids at which it yields its place; 0: it need not
 
     @classmethod
     def of(cls, fed: FedJob, attempt: int, model: str, now: float) -> ActiveJob:
@@ -74,12 +74,12 @@ class ActiveJob(Struct, eq=False):
 
     @property
     def suspect(self) -> bool:
-        """Whether it was read as one that may have ended the broker; this start is counted."""
+        """Returns whether it may have ended the broker; `starts` counts this start too."""
         return self.job.starts > ALONE_STARTS
 
     @property
     def proven(self) -> bool:
-        """Whether ids are on the disk since it was started: its starts count from 0 again."""
+        """Returns whether this start put ids on the disk: its starts then count from 0 again."""
         return self.durable > self.job.pos
 
     def move(self, event: str) -> None:
@@ -90,7 +90,7 @@ class ActiveJob(Struct, eq=False):
         self.phase = following
 
     def fits(self, row: Delta) -> bool:
-        """Whether output begins where what was taken ends, so that no id is lost or doubled."""
+        """Returns whether output begins after the last taken id: no id is lost or doubled."""
         return not row.ids or row.pos == self.taken
 
     def take(self, row: Delta) -> None:
@@ -107,18 +107,18 @@ class ActiveJob(Struct, eq=False):
         self.taken += count_of(row.ids)
 
     def plan_write(self, now: float, *, read: bool) -> None:
-        """Have its steps written in time. `read`: somebody waits for them.
+        """Set the time of the next write of its steps. `read`: a reader waits for them.
 
-        What nobody reads is promised to nobody, so it may wait: most short jobs are then written
-        once, with their end. A job that was started before without a durable id gets its first
-        ones soon, so that starts are counted against it only if it computes nothing.
+        Steps without a reader may wait: most short jobs are then written once, with their end. If
+        an earlier start left no durable id, the first ids are written soon, so that starts count
+        against the job only if it computes nothing.
         """
         unproven = self.job.starts > 1 and not self.proven
         soon = read or unproven or self.size >= UNREAD_BYTES
         self.write_at = min(self.write_at, now + (WRITE_DELAY if soon else UNREAD_DELAY))
 
     def chunk(self) -> Chunk | None:
-        """The first steps that are not on the disk, as far as a chunk may hold them."""
+        """Returns the first steps that are not on the disk, up to MAX_CHUNK bytes."""
         if not self.steps:
             return None
         ids, texts, borders = bytearray(), list[str](), list[tuple[int, int]]()
@@ -137,7 +137,7 @@ class ActiveJob(Struct, eq=False):
         return Chunk(self.durable, bytes(ids), "".join(texts), tuple(borders), packed)
 
     def next_operation(self, chunk: Chunk | None, *, patient: bool) -> Operation | None:
-        """What has to be written next; the last ids go together with a Finish."""
+        """Returns the next operation to write. A Finish includes the last ids."""
         outcome, gen = self.outcome, self.job.gen
         if isinstance(outcome, NewGeneration):
             return outcome
@@ -148,7 +148,7 @@ class ActiveJob(Struct, eq=False):
         return outcome
 
     def drop_steps(self) -> None:
-        """Forget what is not on the disk: the store cannot hold it."""
+        """Forget the steps that are not on the disk: the store cannot hold them."""
         self.steps.clear()
         self.size = 0
 

@@ -1,4 +1,4 @@
-"""What clients are told of jobs: rows, and the errors of questions about them."""
+"""Answers to clients about jobs: rows, and the errors of their questions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mlxpool.common.protocol.to_client import Done, Failed
 
 BUSY_RETRY_MS = 1000
 FULL_RETRY_MS = 10_000
-MAX_LIST_BYTES = 192 * 1024  # of the rows in one answer; a body has at most MAX_BODY
+MAX_LIST_BYTES = 192 * 1024  # bytes of the rows in one answer; a body has at most MAX_BODY
 _OF_STORE: dict[str, tuple[type[PoolError], int | None]] = {
     "store_full": (errors.StoreFull, FULL_RETRY_MS),
     "over_quota": (errors.OverQuota, FULL_RETRY_MS),
@@ -28,19 +28,19 @@ _OF_STORE: dict[str, tuple[type[PoolError], int | None]] = {
 
 
 def name_of(owner: str, name: JobName) -> Name:
-    """The store's name of a job; one by its id is of nobody, so its owner has to be checked."""
+    """Returns the store's name of a job. An id has no owner: the caller checks the owner."""
     return name.id or Scope(owner, name.tenant, name.key)
 
 
 def store_error(refused: Refused) -> PoolError:
-    """The error that tells a client of a refused operation."""
+    """Returns the error for a client whose operation was refused."""
     kind, retry_after_ms = _OF_STORE.get(refused.code, (errors.Internal, None))
     details = {"value": refused.value, "bound": refused.bound} if refused.bound else None
     return kind(refused.message, details=details, retry_after_ms=retry_after_ms)
 
 
 def unexpected(result: Result) -> PoolError:
-    """The error for a result of the store that is no answer to a question."""
+    """Returns the error for a result of the store that does not answer a question."""
     if isinstance(result, Refused):
         return store_error(result)
     return errors.Internal(f"the store answered with {type(result).__name__}")
@@ -62,7 +62,7 @@ def restarted(job: JobView) -> PoolError:
 
 
 def row_of(job: JobView, *, runs: bool) -> dict[str, Any]:
-    """The map of one job, see docs/protocol.md, `jobs`. Times are seconds since 1970."""
+    """Returns the map of one job, see docs/protocol.md, `jobs`. Times are seconds since 1970."""
     return {
         "job": job.id,
         "seq": job.seq,
@@ -90,15 +90,15 @@ def row_of(job: JobView, *, runs: bool) -> dict[str, Any]:
 
 
 def notice_state(notify: str, ended: float | None, stored: str) -> str:
-    """How the notice of an end stands: waiting, delivered, given_up, or "": there is none.
+    """Returns the state of an end's notice: waiting, delivered, given_up; "" without a notice.
 
-    `notify` is its URL, `stored` what the store says of a notice that was not delivered.
+    `notify` is its URL. `stored` is the state of an undelivered notice in the store.
     """
     return "" if not notify or ended is None else stored or "delivered"
 
 
 def fitting(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The first of these rows, as many as an answer may have bytes."""
+    """Returns the first rows, up to MAX_LIST_BYTES."""
     if len(pack(list(rows))) <= MAX_LIST_BYTES:
         return list(rows)
     size = 0
@@ -113,14 +113,14 @@ def fitting(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def packed_end(terminal: Done | Failed) -> bytes:
-    """The bytes that the store keeps beside the blobs of an answer."""
+    """Returns the bytes of an end as the store keeps them, without the blobs of the answer."""
     return pack({"kind": terminal.kind, "body": terminal.body()})
 
 
 def terminal_of(end: bytes | None, blobs: Sequence[bytes] = ()) -> Done | Failed:
-    """Undo `packed_end`; `blobs` are those of the answer, if it has one.
+    """Undo `packed_end`; `blobs` are the blobs of the answer, if it has one.
 
-    What cannot be read is an end without text or figures.
+    Bytes that cannot be read give an end without text or figures.
     """
     try:
         stored = unpack(end or b"")

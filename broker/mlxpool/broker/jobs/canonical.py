@@ -1,4 +1,4 @@
-"""The digest by which two submissions with one key are the same job or not. Pure."""
+"""The digest that decides whether two submissions with one key are the same job. Pure."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ from mlxpool.common.protocol.kept.job_work import Work
 
 DIGEST_BYTES = 16
 DEFAULTS = {
-    one: {each.name: each.default for each in fields(one) if each.default is not NODEFAULT}
-    for one in (EncoderCall, DecideCall)
+    call: {
+        member.name: member.default for member in fields(call) if member.default is not NODEFAULT
+    }
+    for call in (EncoderCall, DecideCall)
 }
-PLAIN = (str, int, bool, bytes)  # as nearly all values are: they mean what they are
-MAX_EXACT = 2**53  # from here on a float need not be a whole number that somebody wrote
+PLAIN = (str, int, bool, bytes)  # types of values that are canonical already, as nearly all are
+MAX_EXACT = 2**53  # a larger float may stand for several whole numbers
 
 
 def job_digest(work: Work) -> bytes:
-    """What makes two submissions the same request: 16 bytes.
+    """Returns a digest of 16 bytes; submissions with equal digests are the same request.
 
-    It is of the checked request, in which a key with its default means as much as none, so that
-    neither that nor the order of keys nor 1 in place of 1.0 makes another one. What does not change
-    the answer is left out: deadlines, priority, and for how long the result is kept.
+    The digest is of the checked request. A key with its default equals a missing key. Neither the
+    order of keys nor 1 in place of 1.0 makes a difference. Deadlines, priority and the time for
+    which the result is kept are left out, as they do not change the answer.
     """
     return hashlib.sha256(pack(_meaning(work))).digest()[:DIGEST_BYTES]
 
@@ -51,7 +53,7 @@ def _meaning(work: Work) -> dict[str, Any]:
 
 
 def _without_defaults(call: ModelCall) -> dict[str, Any]:
-    """The keys of a call that say something else than what a call without them means."""
+    """Returns the keys of a call whose values differ from their defaults."""
     defaults = DEFAULTS[DecideCall if call.kind == DECIDE else EncoderCall]
     return {
         key: value
@@ -61,7 +63,7 @@ def _without_defaults(call: ModelCall) -> dict[str, Any]:
 
 
 def canonical(value: Any) -> Any:
-    """The one form of all values that mean the same: maps sorted and without None, 1 for 1.0."""
+    """Returns one form for all equal values: maps sorted and without None, 1 for 1.0."""
     if type(value) in PLAIN:
         return value
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Events: what can happen to jobs. Frozen, without behaviour. Results of the store come apart."""
+"""Events of jobs. Frozen, without behaviour. `JobManager.stored` takes results of the store."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from mlxpool.common.protocol.kept.kept_questions import Question
 from mlxpool.common.protocol.to_client import Done, Failed
 
 
-class Asked(Struct, frozen=True):
+class QuestionAsked(Struct, frozen=True):
     """A client asks about jobs, files or batches.
 
-    `message` is the error that parsing raised if the body is bad. `new_id` and `seed` are drawn; a
-    job that is new gets them. `operator`: an operator asks, who may look at and change the jobs of
-    all; then `owner` is the one that the question names. `submits`: it submits a job, a batch or a
-    part of a file, also one whose body is bad; such questions are counted when they are refused.
+    `message` is the question, or the error of a body that cannot be parsed. `new_id` and `seed` are
+    random; a new job gets them. `operator`: an operator asks, who may read and change the jobs of
+    all owners; `owner` is then the owner that the question names. `submits`: the question submits a
+    job, a batch or a part of a file, even in a bad body; refusals of such questions are counted.
     """
 
     link: int
@@ -34,7 +34,7 @@ class Asked(Struct, frozen=True):
 
 
 class Acknowledged(Struct, frozen=True):
-    """A client has read so many ids in all, of each of these readings."""
+    """A client has read ids: `have` pairs each reading with the number of ids read in all."""
 
     link: int
     have: Sequence[tuple[bytes, int]]
@@ -65,7 +65,7 @@ class RunEnded(Struct, frozen=True):
 class SetBack(Struct, frozen=True):
     """A worker that ran a job was lost; its run goes on, or `RunEnded` follows.
 
-    `stacks` are those of its threads if it hung or crashed on this machine, "" else.
+    `stacks` are the stacks of its threads if it hung or crashed on this machine, else "".
     """
 
     id: bytes
@@ -76,7 +76,7 @@ class SetBack(Struct, frozen=True):
 
 
 class Posted(Struct, frozen=True):
-    """A try to post a notice is over. `why` it failed; `final`: no other try can help.
+    """A try to post a notice is over. `why`: the cause of a failure; `final`: a retry cannot help.
 
     `unreachable`: no notice to its origin can be delivered now.
     """
@@ -94,7 +94,7 @@ class StoreOpened(Struct, frozen=True):
 
 
 class StoreLost(Struct, frozen=True):
-    """The store takes no operation: what is under way was refused, and stands as it was."""
+    """The store takes no operations: those under way were refused, and jobs stand as they did."""
 
 
 class Closing(Struct, frozen=True):
@@ -104,11 +104,11 @@ class Closing(Struct, frozen=True):
 
 
 class Wake(Struct, frozen=True):
-    """The time that `JobManager.next_wake` named has come, or the pool may have room."""
+    """The time of `JobManager.next_wake` has come, or the pool may have room."""
 
 
 Event = (
-    Asked
+    QuestionAsked
     | Acknowledged
     | ReaderLeft
     | Output

@@ -1,18 +1,19 @@
 """Decides which waiting jobs are run next, and how many.
 
-For each model and priority the core has at most WINDOW times as many jobs as there are places in
-ready workers: enough for every place that becomes free, and few enough that streams of the same
-priority share the places with them. Where these are of few owners, each other one has an equal
-share beside them, so that the core can share the places among all (requests/place_shares.py). Of
-models that answer calls, such as `embed`, it has no more than there is room for answers. The store
-finds the jobs, one of each owner in turn.
+The core has at most WINDOW jobs of a model and priority for each place in ready workers. That is
+enough for every place that becomes free, and few enough that streams of the same priority share the
+places with them. If these jobs belong to few owners, each other owner gets an equal share beside
+them, so that the core can share the places among all (requests/place_shares.py). Calls, such as
+`embed`, are limited by the room for their answers. The store finds the jobs, one of each owner in
+turn.
 
-A suspect is a job that may have ended the broker, see `retries.ALONE_STARTS`. While the core has
-one of which no id is on the disk, it gets no other job of the model and no other suspect, and it
-gets a suspect only while every other job that it has has one: so the next end of the broker counts
-against the suspect alone. It holds up other jobs for SUSPECT_WAIT at most: streams of a higher
-priority may have all places. Then, as where it waited for so long itself, other jobs run beside it,
-and the next end counts against them, too, but not further than until they are suspects.
+A suspect is a job that may have ended the broker, see `retries.ALONE_STARTS`. A started job is
+unproven until an id of it is on the disk. While the core has an unproven suspect, it gets no other
+job of the model and no other suspect. It gets a suspect only while it has no other unproven job. So
+the next end of the broker counts against the suspect alone. A suspect holds up other jobs for
+SUSPECT_WAIT at most, as streams of a higher priority may have all places. After that, or if the
+suspect has waited for SUSPECT_WAIT itself, other jobs run beside it. The next end of the broker
+then counts against them too, until they are suspects.
 """
 
 from __future__ import annotations
@@ -30,55 +31,55 @@ from mlxpool.broker.store.records import Fed
 from mlxpool.common.protocol.frames import MAX_BLOB
 from mlxpool.common.protocol.kept.job_messages import IDLE
 
-WINDOW = 2  # times the places of ready workers
-MAX_WITH_OTHERS = 4  # times as many, with those that owners have as their equal shares
-FEED_BYTES = 64 * 1024 * 1024  # of requests that one operation takes
-MAX_FED = 256  # jobs that one operation takes
-LEAST_SHARE = 8  # places for 1 / LEAST_SHARE of the jobs that fit are free before more are read,
-FEED_INTERVAL = 0.1  # or so many seconds are over: the store reads many at once for less
+WINDOW = 2  # jobs for each place of ready workers
+MAX_WITH_OTHERS = 4  # times WINDOW, with the jobs of equal shares
+FEED_BYTES = 64 * 1024 * 1024  # bytes of requests that one operation reads
+MAX_FED = 256  # jobs that one operation reads
+LEAST_SHARE = 8  # more jobs are read once 1 / LEAST_SHARE of the room is free,
+FEED_INTERVAL = 0.1  # or after this many seconds: one large read costs less than many small ones
 MAX_LEAVING = 256  # jobs of a group whose run is over and whose end is not on the disk
-SUSPECTS = 1  # that one operation takes
-SUSPECT_WAIT = 30.0  # seconds for which suspects wait behind all others of their model
-MIN_OTHERS_TURN = 1.0  # seconds for others after a suspect that went first
+SUSPECTS = 1  # suspects that one operation reads
+SUSPECT_WAIT = 30.0  # seconds for which all other jobs of their model go before suspects
+MIN_OTHERS_TURN = 1.0  # seconds for other jobs after a suspect that went first
 
 Group = tuple[str, int]  # (the model's name as jobs have it, priority)
 
 
 class Backlog(Struct, eq=False):
-    """What is known of the jobs that wait in one group. The store has the jobs themselves."""
+    """The known times and counts of one group. The store has the jobs themselves."""
 
-    due: float = math.inf  # when the earliest may be run; the past: now
-    suspects_due: float = math.inf  # there may be some from then on that have to run alone
+    due: float = math.inf  # the earliest time at which a job may run; the past: now
+    suspects_due: float = math.inf  # the same of suspects, which run alone
     last_owner: str = ""
     feeding: bool = False  # a FeedNext is under way
-    due_since: float = math.inf  # the earliest of those that came while it is
-    pause_until: float = 0.0  # the store refused to read
+    due_since: float = math.inf  # the earliest `due` of jobs that came during the FeedNext
+    pause_until: float = 0.0  # no read until then: the store refused one
     active: int = 0  # jobs of it that the core has
-    leaving: int = 0  # those whose run is over and whose outcome is not on the disk
-    unproven: int = 0  # of both, those of which no id is on the disk since they were started
-    suspects: int = 0  # of the unproven ones
-    reads_suspect: bool = False  # the FeedNext under way is for one
-    others_until: float = 0.0  # no suspect goes before other jobs that are due until then
-    planned_at: float = -math.inf  # the last FeedNext
-    suspect_at: float = -math.inf  # the last one for a suspect
-    calls: tuple[str, int] = ("", 0)  # a model and how many of its calls are read at most
-    owners: Counter[str] = field(default_factory=Counter)  # of the active ones
+    leaving: int = 0  # jobs whose run is over and whose outcome is not on the disk
+    unproven: int = 0  # active and leaving jobs without an id on the disk since their start
+    suspects: int = 0  # unproven jobs that are suspects
+    reads_suspect: bool = False  # the FeedNext under way is for a suspect
+    others_until: float = 0.0  # until then other due jobs go before suspects
+    planned_at: float = -math.inf  # time of the last FeedNext
+    suspect_at: float = -math.inf  # time of the last FeedNext for a suspect
+    calls: tuple[str, int] = ("", 0)  # (model, the most calls of it that are being read)
+    owners: Counter[str] = field(default_factory=Counter)  # active jobs of each owner
     share: int = 1  # active jobs that each owner may have, whatever others have
-    others_wait: bool = False  # jobs of owners that have fewer active ones may wait
+    others_wait: bool = False  # owners with fewer active jobs may have jobs that wait
 
     def holds_up(self, now: float) -> bool:
-        """Whether other jobs of the model wait for a suspect of this group."""
+        """Returns whether other jobs of the model wait for a suspect of this group."""
         started = self.suspects and now < self.suspect_at + SUSPECT_WAIT
         return self.reads_suspect or bool(started)
 
     def suspects_have_turn(self, now: float) -> bool:
-        """Whether its suspects have waited for long enough, and it is not the turn of others."""
+        """Returns whether suspects have waited for long enough and have their turn."""
         over = now - max(self.suspects_due + SUSPECT_WAIT, self.others_until)
         return 0 <= over < math.inf and over // SUSPECT_WAIT % 2 == 0
 
 
 class Feeder(Struct, eq=False):
-    """Plans reads of the store; `came` and `fed` tell it what is there."""
+    """Plans reads of the store, from the jobs that `came` and `fed` report."""
 
     answer_room: AnswerRoom
     groups: dict[Group, Backlog] = field(default_factory=dict)
@@ -88,7 +89,7 @@ class Feeder(Struct, eq=False):
     ) -> None:
         """A job waits in the group and may be run from the time `due` on.
 
-        `owner` None: it may be anybody's. `suspect`: it has to run alone.
+        `owner` None: any owner's. `suspect`: it has to run alone.
         """
         backlog = self.groups.setdefault(group, Backlog())
         if owner is None or backlog.owners[owner] < backlog.share:
@@ -99,19 +100,21 @@ class Feeder(Struct, eq=False):
             backlog.suspects_due = min(backlog.suspects_due, due)
 
     def next_due(self, now: float) -> float:
-        """When a job becomes due that is not; infinity: none is known of."""
-        times = (time for one in self.groups.values() for time in (one.due, one.suspects_due))
+        """Returns the next time at which a job becomes due; infinity if none is known."""
+        times = (
+            time for backlog in self.groups.values() for time in (backlog.due, backlog.suspects_due)
+        )
         return min((time for time in times if time > now), default=math.inf)
 
     def hungry(self, now: float) -> set[str]:
-        """The names of models for which jobs are due."""
-        return {name for (name, _), one in self.groups.items() if _waits(one, now)}
+        """Returns the names of models with due jobs."""
+        return {name for (name, _), backlog in self.groups.items() if _waits(backlog, now)}
 
     def plan(self, view: PoolView, held: Collection[bytes], now: float) -> list[FeedNext]:
-        """What to read now. Marks it as being read.
+        """Returns the reads to make now, and marks their groups as being read.
 
-        Of each model groups of a higher priority come first, and models with the least answers, so
-        that the room for answers is shared.
+        Models with the fewest bytes of answers come first, so that models share the room for
+        answers. Within a model, groups of a higher priority come first.
         """
         plans = []
         for group in sorted(self.groups, key=lambda group: self._order(group, view)):
@@ -134,10 +137,10 @@ class Feeder(Struct, eq=False):
         return self.answer_room.taken(view.model_of(name) or name), -priority
 
     def _call_room(self, model: str) -> int:
-        """How many calls of a model may be read now."""
+        """Returns how many calls of a model may be read now."""
         reads: Counter[str] = Counter()
-        for one in self.groups.values():
-            reads[one.calls[0]] += one.calls[1]
+        for backlog in self.groups.values():
+            reads[backlog.calls[0]] += backlog.calls[1]
         return self.answer_room.calls(model, reads)
 
     def _plan(
@@ -155,9 +158,9 @@ class Feeder(Struct, eq=False):
             count = 0 if count * LEAST_SHARE < room else count
         if count > 0 and view.may_answer(model):
             count = min(count, self._call_room(model))
-        if any(one.holds_up(now) for one in self._of_model(name)):
+        if any(other.holds_up(now) for other in self._of_model(name)):
             return None
-        another = any(one.suspects or one.reads_suspect for one in self.groups.values())
+        another = any(other.suspects or other.reads_suspect for other in self.groups.values())
         waited = not another and self._suspects_waited(name, now)
         due = backlog.due <= now and not waited
         if due and count > 0:
@@ -190,9 +193,9 @@ class Feeder(Struct, eq=False):
         held: Collection[bytes],
         now: float,
     ) -> FeedNext | None:
-        """A read of jobs of owners that have less than an equal share, where the core is full.
+        """Plan a read of jobs of owners with less than an equal share, while the core is full.
 
-        `room`: how many it has then; `most`: how many may be read.
+        `room`: jobs of a full core. `most`: the most jobs to read.
         """
         backlog.share = max(1, room // (len(backlog.owners) + 1))
         count = min(backlog.share, most, MAX_LEAVING - backlog.leaving)
@@ -215,53 +218,56 @@ class Feeder(Struct, eq=False):
         )
 
     def _of_model(self, name: str) -> list[Backlog]:
-        return [one for (other, _), one in self.groups.items() if other == name]
+        return [backlog for (other, _), backlog in self.groups.items() if other == name]
 
     def _suspects_waited(self, name: str, now: float) -> bool:
-        """Whether suspects of this model have waited for long enough.
+        """Returns whether suspects of this model have waited for long enough.
 
-        Nothing else of it is read then until one of them was, so that a model which always has
-        other jobs does not hold them up for ever. Where that takes longer than SUSPECT_WAIT,
-        because started jobs wait for a place, the others have as long, and so on.
+        Then no other job of the model is read until a suspect was, so that a model which always has
+        other jobs does not hold suspects up for ever. If that takes longer than SUSPECT_WAIT,
+        because started jobs wait for a place, others and suspects take turns of that length.
         """
         return any(
-            one.suspects_have_turn(now)
-            for (other, priority), one in self.groups.items()
+            backlog.suspects_have_turn(now)
+            for (other, priority), backlog in self.groups.items()
             if other == name and priority != IDLE
         )
 
     def _alone(self, name: str, view: PoolView, now: float, *, waited: bool) -> bool:
-        """Whether the next end of the broker would count against a suspect of this model alone.
+        """Returns whether the next end of the broker would count against one suspect alone.
 
-        One that has not `waited` for long enough also lets all others of the model go first that
-        are due, jobs and streams, and waits for those of other models that are started. One that
-        has is given to the core also where streams have all workers.
+        A suspect that has not `waited` for long enough lets all due jobs and streams of the model
+        go first, and waits for started jobs of other models. A suspect that has waited is given to
+        the core even if streams have all workers.
         """
         busy = any(
-            one.unproven or one.feeding or (one.due <= now and not waited)
-            for one in self._of_model(name)
-        ) or (not waited and any(one.unproven or one.feeding for one in self.groups.values()))
+            backlog.unproven or backlog.feeding or (backlog.due <= now and not waited)
+            for backlog in self._of_model(name)
+        ) or (
+            not waited
+            and any(backlog.unproven or backlog.feeding for backlog in self.groups.values())
+        )
         model = view.model_of(name)
         if model is None or busy:
             return False
         return view.free(model) > 0 or (waited and view.available(model, now))
 
     def _room(self, model: str, name: str, priority: int, view: PoolView, now: float) -> int:
-        """How many jobs of this priority the core may have."""
+        """Returns how many jobs of this priority the core may have."""
         if not view.available(model, now):
             return 0
         if priority != IDLE:
             return WINDOW * view.places(model)
         others = any(
-            one.due <= now
-            for (other, of), one in self.groups.items()
+            backlog.due <= now
+            for (other, of), backlog in self.groups.items()
             if other == name and of > IDLE
         )
         active = self.groups[(name, priority)].active
         return 0 if others else active + max(0, view.free(model))
 
-    def fed(self, plan: FeedNext, found: Fed, due: float) -> None:
-        """A read has ended. `due`: when the earliest of those that wait for a time is, see now."""
+    def fed(self, plan: FeedNext, result: Fed, due: float) -> None:
+        """A read has ended. `due`: the earliest time that a job waits for, see `now`."""
         group = (plan.model, plan.priority)
         backlog = self.groups.get(group)
         if backlog is None:
@@ -269,20 +275,20 @@ class Feeder(Struct, eq=False):
         backlog.feeding = backlog.reads_suspect = False
         backlog.calls = "", 0
         if plan.min_starts:
-            if not found.more:  # those that wait for a time were not looked for if one was found
-                backlog.suspects_due = backlog.planned_at if found.jobs else due
+            if not result.more:  # a read with results does not look for later times
+                backlog.suspects_due = backlog.planned_at if result.jobs else due
         elif plan.but_owners:
-            backlog.others_wait = len(found.jobs) >= plan.count
+            backlog.others_wait = len(result.jobs) >= plan.count
         else:
-            backlog.last_owner = found.last_owner
-            size = sum(len(fed.request) + sum(map(len, fed.blobs)) for fed in found.jobs)
-            if len(found.jobs) < plan.count and size < plan.max_bytes // 2:
+            backlog.last_owner = result.last_owner
+            size = sum(len(fed.request) + sum(map(len, fed.blobs)) for fed in result.jobs)
+            if len(result.jobs) < plan.count and size < plan.max_bytes // 2:
                 backlog.due = due
         backlog.due = min(backlog.due, backlog.due_since)
         self._drop_if_empty(group)
 
     def refused(self, plan: FeedNext, again_at: float) -> None:
-        """The store could not read now."""
+        """The store refused a read; it is not asked before `again_at`."""
         backlog = self.groups.get((plan.model, plan.priority))
         if backlog is not None:
             backlog.feeding = backlog.reads_suspect = False
@@ -290,7 +296,7 @@ class Feeder(Struct, eq=False):
             backlog.pause_until = again_at
 
     def started(self, group: Group, owner: str, *, suspect: bool = False) -> None:
-        """The core has a job of the group. `suspect`: it was read as one."""
+        """The core has a job of the group. `suspect`: it was read as a suspect."""
         backlog = self.groups.setdefault(group, Backlog())
         backlog.active += 1
         backlog.owners[owner] += 1
@@ -305,11 +311,11 @@ class Feeder(Struct, eq=False):
             backlog.suspects -= 1
             held_up = min(SUSPECT_WAIT, now - backlog.suspect_at)
             others_until = now + max(MIN_OTHERS_TURN, held_up)
-            for one in self._of_model(group[0]):  # a suspect of any priority would hold them up
-                one.others_until = others_until
+            for other in self._of_model(group[0]):  # a suspect of any priority would hold them up
+                other.others_until = others_until
 
     def has_due(self, group: Group, now: float) -> bool:
-        """Whether jobs of the group wait in the store and may be run."""
+        """Returns whether jobs of the group wait in the store and may be run."""
         backlog = self.groups.get(group)
         return backlog is not None and backlog.due <= now
 
@@ -344,14 +350,14 @@ def _waits(backlog: Backlog, now: float) -> bool:
 
 
 # ---- answer room ---------------------------------------------------------------------------------
-# How many bytes the answers of calls may have that are computed, or wait for the disk. Pure. The
-# size of an answer is known when its request was read. So a job that may be a call is read from
-# the store only while there is room for the largest answer: none is begun without room, and none
-# is charged with a start that it did not have.
+# Limits the bytes of answers that are computed or wait for the disk. Pure. The size of an answer is
+# known once its request is read. So a job that may be a call is read from the store only while
+# there is room for the largest answer: no job is begun without room, and no job is charged with a
+# start that it did not have.
 
 
-MAX_ANSWERS = 128 * 1024 * 1024  # bytes of all models; one call more of each that has none
-LARGEST = MAX_BLOB  # bytes of an answer
+MAX_ANSWERS = 128 * 1024 * 1024  # bytes of all models; a model without answers may add one call
+LARGEST = MAX_BLOB  # most bytes of an answer
 
 
 class AnswerRoom:
@@ -361,20 +367,20 @@ class AnswerRoom:
         self._bytes: Counter[str] = Counter()
 
     def take(self, model: str, size: int) -> None:
-        """A call is begun whose answer has at most `size` bytes; of other jobs it is 0."""
+        """Reserve `size` bytes, the most that the answer of a call may have; 0 for other jobs."""
         self._bytes[model] += size
 
     def give_back(self, model: str, size: int) -> None:
-        """An answer is on the disk, or there is none."""
+        """Free `size` bytes: the answer is on the disk, or will not come."""
         self._bytes[model] -= size
 
     def taken(self, model: str) -> int:
         return self._bytes[model]
 
     def calls(self, model: str, reads: Counter[str]) -> int:
-        """How many calls of a model may be read beside those that are: `reads` of each model.
+        """Returns how many more calls of a model may be read. `reads`: calls being read, by model.
 
-        One at least of a model that has none, so that no model waits for another one's answers.
+        A model without any gets at least one, so that no model waits for answers of another.
         """
         left = MAX_ANSWERS - sum(self._bytes.values()) - LARGEST * sum(reads.values())
         least = 0 if self._bytes[model] or reads[model] else 1

@@ -1,4 +1,4 @@
-"""How many jobs there are, as the status page, `ps`, `top` and Prometheus show them."""
+"""Counts of jobs, as the status page, `ps`, `top` and Prometheus show them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from msgspec import Struct, field
 
 from mlxpool.broker.store.records import JobState, StoreFigures
 
-UNUSABLE = "unusable"  # nothing is kept until the broker is started anew; see JobFigures.why
-REFUSING = "refusing"  # new jobs, for want of room; those that run go on
+UNUSABLE = "unusable"  # no jobs are kept until the broker restarts; see JobFigures.why
+REFUSING = "refusing"  # new jobs are refused for want of room; running jobs go on
 
 
 class JobFigures(Struct, frozen=True):
@@ -25,20 +25,20 @@ class JobFigures(Struct, frozen=True):
     dead: int
     expired: int
     readers: int
-    bytes: int  # that the store takes on the disk
-    max_bytes: int  # that it may take
-    notices: int = 0  # that were not delivered yet
+    bytes: int  # of the store on the disk
+    max_bytes: int  # the most that the store may take
+    notices: int = 0  # notices not delivered yet
     notices_given_up: int = 0
     store: str = "ok"  # opening | ok | refusing | full | failed | fenced | closed | unusable
-    batches: int = 0  # that have not ended
+    batches: int = 0  # batches that have not ended
     room: int = 0  # bytes that new jobs may take; 0: they are refused
     refused: Mapping[str, int] = field(default_factory=dict)  # submissions, by error code
 
-    why: str = ""  # no jobs are kept, if the store is unusable
+    why: str = ""  # the cause of an unusable store
 
     @classmethod
     def none(cls, why: str) -> JobFigures:
-        """Of a pool that keeps no jobs though its settings have a place for them."""
+        """Returns the figures of a pool whose settings name a place for jobs that it cannot use."""
         return cls(0, 0, 0, 0, 0, 0, 0, 0, 0, store=UNUSABLE, why=why)
 
     @classmethod

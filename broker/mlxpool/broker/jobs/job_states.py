@@ -42,5 +42,5 @@ TRANSITIONS: dict[JobPhase, dict[str, JobPhase]] = {
 
 
 def phase_of(state: JobState, *, runs: bool) -> JobPhase:
-    """The state of a job that is stored in `state`; `runs`: the core has its run."""
+    """Returns the phase of a job that is stored in `state`. `runs`: the core has its run."""
     return _R if runs and state is JobState.WAITING else JobPhase(state.value)

@@ -48,13 +48,13 @@ from mlxpool.common.protocol.kept.kept_questions import Question
 from mlxpool.common.protocol.to_client import Failed
 
 POLL_INTERVAL = 0.1  # seconds between two looks for places, while jobs are due
-PLACE_DELAY = 0.01  # seconds from the end of a run until its worker has said that a place is free
-SWEEP_INTERVAL = 1.0  # seconds between two looks for deadlines and results that are kept no longer
+PLACE_DELAY = 0.01  # seconds from the end of a run until its worker reports the free place
+SWEEP_INTERVAL = 1.0  # seconds between two sweeps of missed deadlines and outdated results
 READER_INTERVAL = 1.0  # seconds between two looks for readers that are slow, or gone
-FIGURES_INTERVAL = 2.0  # seconds between two counts of the jobs in the store, if none changed
-RECOUNT_DELAY = 0.1  # seconds between two counts, if one changed
-RECOUNT_COST = 20  # the same, in times of what a count takes: it holds the store up
-BACKLOG_RETRY = 1.0  # seconds until the store is asked again which jobs wait, if it refused
+FIGURES_INTERVAL = 2.0  # seconds between two counts of the jobs in the store, if no job changed
+RECOUNT_DELAY = 0.1  # seconds between two counts, if a job changed
+RECOUNT_COST = 20  # the same, as a multiple of the time of a count, which holds the store up
+BACKLOG_RETRY = 1.0  # seconds until a refused ReadBacklog is tried again
 BROKER_RETRY_MS = 1000  # `retry_after_ms` of readings that end with the broker
 
 
@@ -88,7 +88,7 @@ class JobManager:
         self._batch_questions = BatchQuestions(outbox, self.batches, policy)
         self._file_questions = FileQuestions(outbox, policy)
         self._handlers: dict[type, Callable[..., None]] = {
-            ev.Asked: self._on_asked,
+            ev.QuestionAsked: self._on_asked,
             ev.Acknowledged: self._on_acknowledged,
             ev.ReaderLeft: self._on_reader_left,
             ev.Output: self.runs.on_output,
@@ -101,31 +101,31 @@ class JobManager:
             ev.Wake: self._on_wake,
         }
         self._stored = StoreFigures((), 0, 0, 0, 0, 0)
-        self._running = 0  # jobs, when they were counted in the store
+        self._running = 0  # jobs that ran at the last count
         self._count_began = self._recount_at = 0.0
         self._open = False
         self._sweeping = self._counting = False
         self._sweep_at = self._figures_at = self._readers_at = self._poll_at = math.inf
-        self._backlog_at = math.inf  # when the store is asked again which jobs wait
+        self._backlog_at = math.inf  # time of the next ReadBacklog
 
     @property
     def busy(self) -> bool:
-        """Whether jobs run, or are not yet on the disk as they left."""
+        """Returns whether jobs run, or have outcomes that are not yet on the disk."""
         return bool(self.runs.active)
 
     def decided(self) -> list[Action]:
-        """What an event that failed had decided so far: the state holds it."""
+        """Returns the actions that a failed event had decided: the state has their effects."""
         return self._outbox.take()
 
     # ---- events --------------------------------------------------------------------------------
 
     def handle(self, event: ev.Event, now: float) -> list[Action]:
-        """Everything that follows from one event, in order."""
+        """Returns the actions that follow from one event, in order."""
         self._handlers[type(event)](event, now)
         return self._outbox.take()
 
     def stored(self, operation: Operation, result: Result, now: float) -> list[Action]:
-        """What follows from the result of an operation."""
+        """Returns the actions that follow from the result of an operation."""
         self._outbox.resolve(operation, result, now)
         if isinstance(result, Changed | Fate) and result.job.batch is not None:
             self.batches.touched(result.job.batch, now)
@@ -137,7 +137,7 @@ class JobManager:
         return self._outbox.take()
 
     def next_wake(self) -> float:
-        """When `Wake` is due at the latest; infinity if nothing waits for a time."""
+        """Returns the latest time for `Wake`; infinity if nothing waits for a time."""
         return min(
             self._poll_at,
             self._sweep_at,
@@ -150,11 +150,11 @@ class JobManager:
         )
 
     def figures(self) -> JobFigures:
-        """The numbers of jobs and their bytes. Numbers by state are of the last count."""
+        """Returns the counts of jobs and their bytes. Counts by state are of the last count."""
         live, refused = len(self.batches.live), self._outbox.refused
         return JobFigures.of(self._stored, self._running, len(self.readers.all), live, refused)
 
-    def _on_asked(self, event: ev.Asked, now: float) -> None:
+    def _on_asked(self, event: ev.QuestionAsked, now: float) -> None:
         if not self._open:
             error = StoreUnavailable(
                 "the store of jobs does not take anything now; try again", retry_after_ms=1000
@@ -167,9 +167,12 @@ class JobManager:
             self._outbox.refuse(event, error)
 
     def _ask(
-        self, event: ev.Asked, message: Question | job_operations.Question | PoolError, now: float
+        self,
+        event: ev.QuestionAsked,
+        message: Question | job_operations.Question | PoolError,
+        now: float,
     ) -> None:
-        """Have the component answer that a question is for. Raises PoolError."""
+        """Pass a question to the component that answers it. Raises PoolError."""
         if isinstance(message, PoolError):
             raise message
         if isinstance(message, Fetch):
@@ -301,12 +304,12 @@ class JobManager:
             self._outbox.store(store.ReadFigures(), self._counted)
 
     def _recount(self) -> None:
-        """A job has changed. A count that is under way has it: results come in their order."""
+        """A job has changed: count soon. A count under way has it: results come in order."""
         if not self._counting:
             self._figures_at = min(self._figures_at, self._recount_at)
 
     def _counted(self, result: Result, now: float) -> None:
-        """The jobs that run are counted as waiting; these are the ones that run at that time."""
+        """Keep a count. The store counts running jobs as waiting, so their number is kept too."""
         self._counting = False
         self._recount_at = now + max(RECOUNT_DELAY, RECOUNT_COST * (now - self._count_began))
         if isinstance(result, StoreFigures):

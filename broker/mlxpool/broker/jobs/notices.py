@@ -1,12 +1,12 @@
-"""Notices of ended jobs and batches: which are posted now, and what follows from each try.
+"""Notices of ended jobs and batches: decides which are posted now, and handles the results.
 
-A notice is in the store from the commit of its end until it was delivered, so it is delivered at
-least once, whatever ends in between. Of one job or batch at most one is under way, the earliest
-first. One that could not be delivered for as long as the settings say is given up, and is kept with
-its reason until its job or batch is forgotten.
+A notice is in the store from the commit of its end until its delivery, so it is delivered at least
+once, even if the broker ends in between. A job or batch has at most one notice under way, the
+earliest first. A notice that cannot be delivered within the time of the settings is given up. It is
+kept with its cause until its job or batch is forgotten.
 
-No origin (scheme, host and port) delays the notices of another one: of each at most a few are under
-way, and one that cannot be reached is tried with a single notice, after pauses that grow.
+No origin (scheme, host and port) delays the notices of another: each has at most PER_ORIGIN notices
+under way. An unreachable origin is tried again with a single notice, after pauses that grow.
 """
 
 from __future__ import annotations
@@ -31,49 +31,49 @@ from mlxpool.broker.store.operations import (
 )
 from mlxpool.broker.store.records import Notice, Notices, Refused, Result
 
-MAX_UNDER_WAY = 64
-PER_ORIGIN = 8  # of those to one origin
+MAX_UNDER_WAY = 64  # notices in all
+PER_ORIGIN = 8  # notices to one origin under way
 FIRST_DELAY, MAX_DELAY = 5.0, 3600.0  # seconds until a notice is tried again; it doubles
-JITTER = 0.25  # of a delay
-FIRST_PAUSE, MAX_PAUSE = 1.0, 60.0  # seconds until an origin that was not reached is tried again
+JITTER = 0.25  # most share of a delay that is added
+FIRST_PAUSE, MAX_PAUSE = 1.0, 60.0  # seconds until an unreachable origin is tried again
 RETRY_INTERVAL = 1.0  # seconds until a store that refused is asked again
 
 
 class Try(Struct, frozen=True):
-    """A notice that is under way. `age`: for how many seconds it had been tried when it began."""
+    """A notice under way. `age`: seconds for which it had been tried when this try began."""
 
     notice: Notice
     age: float
 
 
 class Pause(Struct, frozen=True):
-    """An origin that could not be reached `failures` times in a row is tried again at `until`."""
+    """The pause until the next try of an origin, after `failures` in a row to reach it."""
 
     failures: int
     until: float
 
 
 class NoticeQueue:
-    """Reads due notices from the store, has them posted, and writes what came of them."""
+    """Reads due notices from the store, has them posted, and writes the results."""
 
     def __init__(self, outbox: Outbox, give_up_after: Callable[[], float]) -> None:
         """`give_up_after`: seconds after an end until its notice is tried no more."""
         self._outbox = outbox
         self._give_up_after = give_up_after
         self._under_way: dict[int, Try] = {}  # by end_seq
-        self._paused: dict[str, Pause] = {}  # by origin; of those that could not be reached
+        self._paused: dict[str, Pause] = {}  # by origin, of unreachable ones
         self._reading = False
         self._came = False  # something ended while the store was read
-        self._due = math.inf  # when the store is to be read
+        self._due = math.inf  # time of the next read of the store
 
     def came(self, url: str, now: float) -> None:
-        """A job or a batch has ended, and `url` is to be told; "": nobody is."""
+        """A job or a batch has ended, and has a notice to `url`; "": it has none."""
         if url:
             self._came = self._reading
             self._due = min(self._due, now)
 
     def opened(self, now: float) -> None:
-        """The store takes operations; what was under way before is posted again."""
+        """The store takes operations; notices that were under way are posted again."""
         self._under_way.clear()
         self._reading, self._due = False, now
 
@@ -81,15 +81,15 @@ class NoticeQueue:
         """The store takes no operations."""
         self._reading, self._due = False, math.inf
 
-    # ---- what is posted --------------------------------------------------------------------------
+    # ---- posting ---------------------------------------------------------------------------------
 
     def next_read(self) -> float:
-        """When `read_due` is due; infinity while it has to wait for a result, or for room."""
+        """Returns the time of the next read; infinity while it waits for a result or for room."""
         waits = self._reading or len(self._under_way) >= MAX_UNDER_WAY
         return math.inf if waits else self._due
 
     def read_due(self, now: float) -> None:
-        """Read what is due, if it is time and there is room."""
+        """Read due notices, if it is time and there is room."""
         if now < self.next_read():
             return
         self._reading, self._came, self._due = True, False, math.inf
@@ -97,8 +97,8 @@ class NoticeQueue:
         self._outbox.store(ReadNotices(room, held, PER_ORIGIN, self._loads(now)), self._read)
 
     def _loads(self, now: float) -> tuple[OriginLoad, ...]:
-        """Of each origin that has notices under way, or is paused, how many more it may be sent."""
-        busy = Counter(one.notice.origin for one in self._under_way.values())
+        """Returns the load and free room of each origin that is paused or has notices under way."""
+        busy = Counter(attempt.notice.origin for attempt in self._under_way.values())
         loads = []
         for origin in sorted(busy.keys() | self._paused.keys()):
             pause = self._paused.get(origin)
@@ -111,7 +111,7 @@ class NoticeQueue:
         if not isinstance(result, Notices):
             self._due = min(self._due, now + RETRY_INTERVAL)
             return
-        subjects = {one.notice.subject for one in self._under_way.values()}
+        subjects = {attempt.notice.subject for attempt in self._under_way.values()}
         for notice in sorted(result.notices, key=lambda notice: notice.end_seq):
             if notice.subject in subjects:
                 continue  # it is read again when the one under way is done
@@ -127,14 +127,14 @@ class NoticeQueue:
         if self._came:
             self._due = min(self._due, now)
 
-    # ---- what came of it -------------------------------------------------------------------------
+    # ---- results ---------------------------------------------------------------------------------
 
     def on_posted(self, event: ev.Posted, now: float) -> None:
         """A try is over."""
-        one = self._under_way.get(event.end_seq)
-        if one is None:
+        attempt = self._under_way.get(event.end_seq)
+        if attempt is None:
             return  # it was read again from a store that was opened anew
-        origin = one.notice.origin
+        origin = attempt.notice.origin
         if event.unreachable:
             failures = self._paused.get(origin, Pause(0, now)).failures
             self._paused[origin] = Pause(failures + 1, now + origin_pause(failures))
@@ -146,7 +146,7 @@ class NoticeQueue:
         else:
             operation = NoticeFailed(
                 event.end_seq,
-                self._delay(one, event),
+                self._delay(attempt, event),
                 event.why,
                 origin if event.unreachable else "",
                 self._give_up_after(),
@@ -158,20 +158,20 @@ class NoticeQueue:
         refused = isinstance(result, Refused)  # then it is posted once more
         self._due = min(self._due, now + RETRY_INTERVAL if refused else now)
 
-    def _delay(self, one: Try, event: ev.Posted) -> float | None:
-        """Seconds until the next try; None: there is none."""
-        notice = one.notice
+    def _delay(self, attempt: Try, event: ev.Posted) -> float | None:
+        """Returns the seconds until the next try; None if the notice is given up."""
+        notice = attempt.notice
         delay = max(retry_delay(notice.subject, notice.tries), event.retry_after)
-        return None if event.final or one.age + delay > self._give_up_after() else delay
+        return None if event.final or attempt.age + delay > self._give_up_after() else delay
 
 
 def retry_delay(subject: bytes, tries: int) -> float:
-    """Seconds until the next try after so many in vain, spread by the id of the job or batch."""
+    """Returns the seconds until the next try after `tries` in vain, spread by `subject`."""
     usual = min(MAX_DELAY, FIRST_DELAY * 2.0 ** min(tries, 16))
     share = hashlib.blake2b(subject + b"%d" % tries, digest_size=2).digest()
     return usual * (1 + JITTER * int.from_bytes(share, "big") / 2**16)
 
 
 def origin_pause(failures: int) -> float:
-    """Seconds for which an origin is left alone that failed so often before this time."""
+    """Returns the seconds of a pause of an origin that had failed `failures` times before."""
     return min(MAX_PAUSE, FIRST_PAUSE * 2.0 ** min(failures, 16))

@@ -1,4 +1,4 @@
-"""Answers what operators ask: one job with what went wrong with it, notices, export, checksums."""
+"""Answers questions of operators: one job with its failures, notices, export, checksums."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ from mlxpool.broker.store.records import (
 )
 from mlxpool.common.errors import PoolError
 from mlxpool.common.protocol.frames import unpack
-from mlxpool.common.protocol.kept import job_operations as asked
+from mlxpool.common.protocol.kept import job_operations
 from mlxpool.common.protocol.kept.job_messages import AboutJob
 from mlxpool.common.protocol.to_client import Done
 from mlxpool.common.protocol.token_ids import unpack_ids
 from mlxpool.common.records import as_map
 
-SHOWN_IDS = 2000  # of a job's output that one look has, the last
+SHOWN_IDS = 2000  # the last ids of a job's output in one answer
 PAGE_BYTES = 64 * 1024
 
 
 class OperatorQuestions:
-    """Each is answered once. Nothing here changes a job: see Questions."""
+    """Answers each question once. Questions has the changes of jobs."""
 
     def __init__(self, outbox: Outbox, row: Callable[[JobView], dict[str, Any]]) -> None:
         """`row` makes the map of a job, its owner included."""
         self._outbox = outbox
         self._row = row
 
-    def on_asked(self, event: ev.Asked, question: object) -> bool:
-        """Answer, unless the question is one of those that clients have too."""
-        if isinstance(question, asked.ListNotices):
+    def on_asked(self, event: ev.QuestionAsked, question: object) -> bool:
+        """Answer a question that only operators ask. Returns False for any other question."""
+        if isinstance(question, job_operations.ListNotices):
             self._notices(event, question)
-        elif isinstance(question, asked.ExportJobs):
+        elif isinstance(question, job_operations.ExportJobs):
             self._export(event, question)
-        elif isinstance(question, asked.VerifyJobs):
+        elif isinstance(question, job_operations.VerifyJobs):
             self._verify(event, question)
         elif isinstance(question, AboutJob) and question.kind == "job":
             self._look(event, question)
@@ -57,13 +57,13 @@ class OperatorQuestions:
             return False
         return True
 
-    def _tell(self, event: ev.Asked, told: dict[str, Any]) -> None:
-        self._outbox.send(event.link, asked.Told(told), event.id, event.attempt)
+    def _tell(self, event: ev.QuestionAsked, row: dict[str, Any]) -> None:
+        self._outbox.send(event.link, job_operations.Told(row), event.id, event.attempt)
 
     # ---- one job -------------------------------------------------------------------------------
 
-    def _look(self, event: ev.Asked, question: AboutJob) -> None:
-        """A job, what went wrong with it, and the end of its text."""
+    def _look(self, event: ev.QuestionAsked, question: AboutJob) -> None:
+        """Answer with a job, its failures, and the end of its text."""
 
         def then(history: History, now: float) -> None:
             self._look_at_text(event, history)
@@ -75,9 +75,9 @@ class OperatorQuestions:
         name = answers.name_of(event.owner, question.name)
         self._outbox.ask(event, store.ReadHistory(name), History, then, missing)
 
-    def _look_at_text(self, event: ev.Asked, history: History) -> None:
+    def _look_at_text(self, event: ev.QuestionAsked, history: History) -> None:
         job = history.job
-        told = {**self._row(job), "failures": [as_map(one) for one in history.failures]}
+        row = {**self._row(job), "failures": [as_map(failure) for failure in history.failures]}
 
         def then(result: Result, now: float) -> None:
             if isinstance(result, Page):
@@ -85,17 +85,17 @@ class OperatorQuestions:
                 text = "".join(chunk.text for chunk in result.chunks)
                 terminal = None if result.job.end is None else terminal_of(result.job.end)
                 text += terminal.text if isinstance(terminal, Done) else ""
-                self._tell(event, {**told, "text": text, "text_from": start})
+                self._tell(event, {**row, "text": text, "text_from": start})
             else:
                 why = result.message if isinstance(result, Refused) else ""
-                self._tell(event, {**told, "text": "", "text_from": 0, "damaged": why})
+                self._tell(event, {**row, "text": "", "text_from": 0, "damaged": why})
 
         page = store.FetchPage(job.id, max(0, job.pos - SHOWN_IDS), max_bytes=PAGE_BYTES)
         self._outbox.store(page, then)
 
     # ---- notices -------------------------------------------------------------------------------
 
-    def _notices(self, event: ev.Asked, question: asked.ListNotices) -> None:
+    def _notices(self, event: ev.QuestionAsked, question: job_operations.ListNotices) -> None:
         def then(result: Notices, now: float) -> None:
             rows = [
                 {
@@ -121,18 +121,18 @@ class OperatorQuestions:
 
     # ---- copies --------------------------------------------------------------------------------
 
-    def _export(self, event: ev.Asked, question: asked.ExportJobs) -> None:
+    def _export(self, event: ev.QuestionAsked, question: job_operations.ExportJobs) -> None:
         def then(result: Export, now: float) -> None:
             items = [item for job in result.jobs for item in items_of(job, self._row(job.job))]
             following = None if result.next is None else as_map(result.next)
-            exported = asked.Exported(items, following)
+            exported = job_operations.Exported(items, following)
             self._outbox.send(event.link, exported, event.id, event.attempt)
 
         states = tuple(map(JobState, question.states))
         cursor = Cursor(question.seq, question.gen, question.part, question.pos)
         self._outbox.ask(event, store.ExportJobs(cursor, states=states), Export, then)
 
-    def _verify(self, event: ev.Asked, question: asked.VerifyJobs) -> None:
+    def _verify(self, event: ev.QuestionAsked, question: job_operations.VerifyJobs) -> None:
         def then(result: Verified, now: float) -> None:
             damaged = [{**self._row(job), "damaged": what} for job, what in result.damaged]
             self._tell(
@@ -149,7 +149,7 @@ class OperatorQuestions:
 
 
 def items_of(exported: ExportedJob, row: dict[str, Any]) -> Sequence[dict[str, Any]]:
-    """The items of an export: the job itself, unless that was told before, and its output."""
+    """Returns the items of an export: the job, unless an earlier part has it, and its output."""
     job, items = exported.job, list[dict[str, Any]]()
     if exported.request is not None:
         terminal = None if job.end is None else terminal_of(job.end)
@@ -185,7 +185,7 @@ def items_of(exported: ExportedJob, row: dict[str, Any]) -> Sequence[dict[str, A
 
 
 def with_owner(row: dict[str, Any], job: JobView) -> dict[str, Any]:
-    """The map of a job as operators get it."""
+    """Returns the map of a job as operators get it."""
     return {
         **row,
         "owner": job.scope.owner,

@@ -10,30 +10,30 @@ from mlxpool.common.web_targets import Allowed
 
 
 class JobPolicy(Struct, frozen=True):
-    """Settings of jobs, see PoolConfig. Times are seconds; a quota of 0 is none."""
+    """Settings of jobs, see PoolConfig. Times are seconds; a quota of 0 is unlimited."""
 
     keep: float
     keep_max: float
     quota_jobs: int = 0
     quota_file_bytes: int = 0
-    notify_url: str = ""  # of jobs and batches that name none
+    notify_url: str = ""  # the URL of jobs and batches that name none
     notify_for: float = 86400.0  # seconds after the end, until a notice is given up
     notify_allowed: Allowed = Allowed()  # frozen
 
     def told(self, notify: Notify | None) -> str:
-        """The URL that is told of an end, "": none is. Raises BadRequest for one not allowed."""
+        """Returns the URL for the notice of an end; "": none. Raises BadRequest if not allowed."""
         if notify is None:
             return self.notify_url
         if refused := self.notify_allowed.refusal(notify.target):
-            raise BadRequest(f"notify.url: {refused}, the hosts that may be told of ends")
+            raise BadRequest(f"notify.url: {refused}, the hosts that may get notices")
         return notify.url
 
     def kept(self, keep_ms: int | None) -> float:
-        """Seconds for which something is kept of which a client says so, or nothing."""
+        """Returns the seconds for which a result or file is kept; `keep_ms`: the client's wish."""
         return min(self.keep if keep_ms is None else keep_ms / 1000, self.keep_max)
 
     def keep_warning(self, keep_ms: int | None) -> tuple[str, ...]:
-        """What a client is told who wants a result kept for longer than it may be."""
+        """Returns the warning for a client that wants a result kept for longer than `keep_max`."""
         if keep_ms is None or keep_ms / 1000 <= self.keep_max:
             return ()
         return (

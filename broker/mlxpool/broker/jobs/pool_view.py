@@ -1,4 +1,4 @@
-"""What the job manager sees of the pool. It changes nothing there."""
+"""The job manager's view of the pool. It changes nothing there."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from mlxpool.common.protocol.kept.job_work import Work
 
 
 class PoolView(Protocol):
-    """Made by the broker's edge around the core; tests have one of their own."""
+    """A view of the core, made by the broker's edge; tests have their own."""
 
     @property
     def admits(self) -> bool:
-        """Whether the pool takes new work."""
+        """Returns whether the pool takes new work."""
         ...
 
     @property
@@ -22,41 +22,41 @@ class PoolView(Protocol):
 
     @property
     def ack_grace(self) -> float:
-        """Seconds that a reader may be behind its window without an ack."""
+        """Seconds for which a reader may have a full window without an ack."""
         ...
 
     def check(self, owner: str, work: Work, digest: bytes, now: float) -> None:
-        """Raises PoolError for a request that may not become a job."""
+        """Raises PoolError if a request may not become a job."""
         ...
 
     def model_of(self, name: str) -> str | None:
-        """The name under which a model runs; None if there is no such model."""
+        """Returns the name under which a model runs; None for an unknown model."""
         ...
 
     def available(self, model: str, now: float) -> bool:
-        """Whether a request for the model would be accepted."""
+        """Returns whether a request for the model would be accepted."""
         ...
 
     def places(self, model: str) -> int:
-        """How many requests its ready workers run at once."""
+        """Returns how many requests its ready workers run at once."""
         ...
 
     def may_answer(self, model: str) -> bool:
-        """Whether jobs of the model may be calls that have answers, such as `embed`."""
+        """Returns whether jobs of the model may be calls that have answers, such as `embed`."""
         ...
 
     def free(self, model: str) -> int:
-        """How many more they could be given now, without what waits in its queue already."""
+        """Returns how many more requests they could run now, less the requests in its queue."""
         ...
 
     def is_outranked(self, id: bytes) -> bool:
-        """Whether requests of a higher rank (`rank_of`) wait for the model of a job that runs."""
+        """Returns whether requests of a higher rank (`rank_of`) wait for a running job's model."""
         ...
 
     def loads_freely(self, model: str) -> bool:
-        """Whether a worker of it can be started without the end of another model's."""
+        """Returns whether a worker of it can start without the end of another model's worker."""
         ...
 
     def link_known(self, link: int) -> bool:
-        """Whether a client was heard from lately."""
+        """Returns whether a client was heard from lately."""
         ...

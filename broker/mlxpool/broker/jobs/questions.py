@@ -1,4 +1,4 @@
-"""Answers what clients ask about jobs: submit, list, look up, cancel, retry, release."""
+"""Answers questions of clients about jobs: submit, list, look up, cancel, retry, release."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ from mlxpool.common.protocol.kept.job_messages import (
 )
 from mlxpool.common.protocol.kept.job_work import seed_of, warnings_of
 
-# What the state of a job does not allow, and what to do instead.
+# The errors of changes that the state of a job does not allow, by kind.
 REFUSALS = {
     messages.RETRY: "only dead and expired jobs can be tried again",
     messages.RELEASE: "only an ended job has a result to release; cancel it first",
@@ -70,7 +70,7 @@ ALREADY = {messages.RETRY: JobState.WAITING, messages.RELEASE: JobState.GONE}
 
 
 class Questions:
-    """Each is answered once, after the commit that it needs."""
+    """Answers each question once, after the commit that it needs."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Questions:
         self._notices = notices
         self._of_operators = OperatorQuestions(outbox, self._row_for_operators)
 
-    def on_asked(self, event: ev.Asked, now: float) -> None:
+    def on_asked(self, event: ev.QuestionAsked, now: float) -> None:
         message = event.message
         if isinstance(message, Submit):
             self._submit(event, message, now)
@@ -103,16 +103,16 @@ class Questions:
         elif isinstance(message, AboutJob):
             self._about(event, message)
 
-    def _fail(self, event: ev.Asked, error: PoolError) -> None:
+    def _fail(self, event: ev.QuestionAsked, error: PoolError) -> None:
         self._outbox.refuse(event, error)
 
-    def _send(self, event: ev.Asked, message: Any) -> None:
+    def _send(self, event: ev.QuestionAsked, message: Any) -> None:
         self._outbox.send(event.link, message, event.id, event.attempt)
 
     # ---- submit --------------------------------------------------------------------------------
 
-    def _submit(self, event: ev.Asked, message: Submit, now: float) -> None:
-        """Store a job. One that the pool does not take is refused, unless it was taken before."""
+    def _submit(self, event: ev.QuestionAsked, message: Submit, now: float) -> None:
+        """Store a job. A job that the pool does not take is refused, unless it is stored."""
         work, policy = message.work, self._policy()
         digest = job_digest(work)
         try:
@@ -154,9 +154,9 @@ class Questions:
         self._outbox.store(operation, then)
 
     def _refuse_unless_known(
-        self, event: ev.Asked, message: Submit, digest: bytes, error: PoolError
+        self, event: ev.QuestionAsked, message: Submit, digest: bytes, error: PoolError
     ) -> None:
-        """Answer with the job of an earlier submission, whatever the pool says to a new one."""
+        """Answer with the job of an equal earlier submission, else with the error."""
 
         def then(result: Result, now: float) -> None:
             job = result.job if isinstance(result, Found) else None
@@ -168,7 +168,9 @@ class Questions:
         scope = Scope(event.owner, message.tenant, message.key)
         self._outbox.store(store.ReadJob(scope), then)
 
-    def _submitted(self, event: ev.Asked, message: Submit, result: Submitted, now: float) -> None:
+    def _submitted(
+        self, event: ev.QuestionAsked, message: Submit, result: Submitted, now: float
+    ) -> None:
         job = result.job
         if result.new:
             due = now + max(0.0, job.due - job.submitted)
@@ -188,12 +190,12 @@ class Questions:
 
     # ---- lists ---------------------------------------------------------------------------------
 
-    def _list(self, event: ev.Asked, message: ListJobs) -> None:
+    def _list(self, event: ev.QuestionAsked, message: ListJobs) -> None:
         if not message.batch:
             self._list_of(event, message, message.batch_id)
             return
 
-        def found(batch: BatchView, now: float) -> None:
+        def list_of_batch(batch: BatchView, now: float) -> None:
             self._list_of(event, message, batch.id)
 
         def missing(result: Result) -> PoolError:
@@ -202,9 +204,9 @@ class Questions:
             return answers.unexpected(result)
 
         scope = Scope(event.owner, message.tenant or "", message.batch)
-        self._outbox.ask(event, ReadBatch(scope), BatchView, found, missing)
+        self._outbox.ask(event, ReadBatch(scope), BatchView, list_of_batch, missing)
 
-    def _list_of(self, event: ev.Asked, message: ListJobs, batch: bytes | None) -> None:
+    def _list_of(self, event: ev.QuestionAsked, message: ListJobs, batch: bytes | None) -> None:
         running = message.state == RUNNING
         states = () if not message.state else (_stored(message.state),)
         owner = message.owner if event.operator else event.owner
@@ -245,8 +247,8 @@ class Questions:
 
     # ---- one job -------------------------------------------------------------------------------
 
-    def _about(self, event: ev.Asked, message: AboutJob) -> None:
-        """Look up, or change, a job; one that is named by its id is looked up first."""
+    def _about(self, event: ev.QuestionAsked, message: AboutJob) -> None:
+        """Look up or change a job. A job named by its id is looked up first."""
         name = answers.name_of(event.owner, message.name)
         if isinstance(name, Scope) and message.kind not in READS:
             self._change(event, message, name)
@@ -265,19 +267,19 @@ class Questions:
                 self._send_request(event, job)
             elif message.kind == messages.READ:
                 failures = result.failures if isinstance(result, History) else ()
-                told = [{"at": one.at, "cause": one.cause} for one in failures]
-                self._send(event, JobRow({**self._row(job), "failures": told}))
+                rows = [{"at": failure.at, "cause": failure.cause} for failure in failures]
+                self._send(event, JobRow({**self._row(job), "failures": rows}))
             else:
                 self._change(event, message, job.id)
 
         reads = message.kind == messages.READ
         self._outbox.store(store.ReadHistory(name) if reads else store.ReadJob(name), then)
 
-    def _send_request(self, event: ev.Asked, job: JobView) -> None:
-        """Answer with what was submitted, unless it is deleted."""
+    def _send_request(self, event: ev.QuestionAsked, job: JobView) -> None:
+        """Answer with the submitted request, unless it is deleted."""
 
-        def then(found: StoredRequest, now: float) -> None:
-            self._send(event, JobRequest(self._row(found.job), found.request, found.blobs))
+        def then(stored: StoredRequest, now: float) -> None:
+            self._send(event, JobRequest(self._row(stored.job), stored.request, stored.blobs))
 
         def missing(result: Result) -> PoolError:
             if isinstance(result, KeyGone):
@@ -286,12 +288,12 @@ class Questions:
 
         self._outbox.ask(event, store.ReadRequest(job.id), StoredRequest, then, missing)
 
-    def _change(self, event: ev.Asked, message: AboutJob, name: Name) -> None:
+    def _change(self, event: ev.QuestionAsked, message: AboutJob, name: Name) -> None:
         operation, then = CHANGES[message.kind](self, event, message, name)
         self._outbox.store(operation, then)
 
     def _cancel(
-        self, event: ev.Asked, message: AboutJob, name: Name
+        self, event: ev.QuestionAsked, message: AboutJob, name: Name
     ) -> tuple[store.Operation, Callable[[Result, float], None]]:
         end = packed_end(to_client.Done("cancelled"))
 
@@ -310,7 +312,7 @@ class Questions:
         return store.Cancel(name, end), then
 
     def _retry(
-        self, event: ev.Asked, message: AboutJob, name: Name
+        self, event: ev.QuestionAsked, message: AboutJob, name: Name
     ) -> tuple[store.Operation, Callable[[Result, float], None]]:
         def then(result: Result, now: float) -> None:
             if isinstance(result, Changed):
@@ -322,7 +324,7 @@ class Questions:
         return store.Retry(name), then
 
     def _release(
-        self, event: ev.Asked, message: AboutJob, name: Name
+        self, event: ev.QuestionAsked, message: AboutJob, name: Name
     ) -> tuple[store.Operation, Callable[[Result, float], None]]:
         def then(result: Result, now: float) -> None:
             if isinstance(result, Changed):
@@ -331,8 +333,8 @@ class Questions:
 
         return store.Release(name), then
 
-    def _changed(self, event: ev.Asked, message: AboutJob, result: Result) -> None:
-        """Answer with the job, also one that is as it was asked for: questions may come twice."""
+    def _changed(self, event: ev.QuestionAsked, message: AboutJob, result: Result) -> None:
+        """Answer with the job, even if it is changed already: questions may come twice."""
         already = isinstance(result, Fate) and result.job.state is ALREADY[message.kind]
         if isinstance(result, Changed) or (isinstance(result, Fate) and already):
             self._send(event, JobRow(self._row(result.job)))
@@ -359,5 +361,5 @@ CHANGES = {
 
 
 def _stored(state: str) -> JobState:
-    """The state on the disk of a state as clients see it."""
+    """Returns the state on the disk of a state that clients see."""
     return JobState.WAITING if state == RUNNING else JobState(state)

@@ -1,7 +1,7 @@
-"""Readers of jobs: 0 to MAX_READERS each, from any id, while the job waits and when it has ended.
+"""Readers of jobs: up to MAX_READERS of a job, from any id, before, during and after its run.
 
-A reader holds no output: what it is sent is a chunk that has just become durable, or a page of the
-store, of which it has one under way at most. A slow one ends alone; the job goes on.
+A reader holds no output. It is sent chunks that have just become durable, and pages of the store,
+one at a time. A slow reader ends alone; the job goes on.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from mlxpool.common.protocol.frames import unpack
 from mlxpool.common.protocol.kept.job_messages import Fetch, JobAccepted
 from mlxpool.common.protocol.to_client import Done, Failed, Fate, StreamDelta
 
-MAX_READERS = 64  # of one job
+MAX_READERS = 64  # readers of one job
 PAGE_BYTES = 64 * 1024
-RETRIED = ((0, 0),)  # as the border of a step: the job ended here with an error, and went on
+RETRIED = ((0, 0),)  # a border that means that the job failed here and was tried again
 LATER = frozenset({"store_busy", "store_closed"})  # refusals after which a page is read again
 
 ReaderKey = tuple[int, bytes]  # link, id of the reading
@@ -55,15 +55,15 @@ class Reader(Struct, eq=False):
     sent: int = 0
     acked: int = 0
     told: bool = False  # `accepted` went out
-    began: bool = False  # ids went out, so that `sent` is what the client has
+    began: bool = False  # ids went out: the client has `sent` ids
     reading: bool = False  # a page is under way
-    behind: bool = True  # the store may have more than was sent
-    blocked_since: float = math.inf  # its window is full
-    known: JobView | None = None  # as it was when it was looked at last
+    behind: bool = True  # the store may have more output than was sent
+    blocked_since: float = math.inf  # time at which its window was full
+    known: JobView | None = None  # the job as last read
 
     @property
     def open(self) -> bool:
-        """Whether its window has room."""
+        """Returns whether its window has room."""
         return self.sent - self.acked < self.fetch.window
 
 
@@ -76,7 +76,7 @@ class Readers:
         running: Container[bytes],
         on_begun: Callable[[bytes, float], None],
     ) -> None:
-        """`running`: the ids of jobs that run. `on_begun` is told of each job that is read."""
+        """`running`: the ids of jobs that run. `on_begun` gets each job that is read."""
         self.all: dict[ReaderKey, Reader] = {}
         self._outbox = outbox
         self._running = running
@@ -89,7 +89,7 @@ class Readers:
         self, link: int, owner: str, id: bytes, attempt: int, fetch: Fetch, now: float
     ) -> None:
         """Begin a reading, or go on with one on a new connection or from another id."""
-        for reader in [one for one in self.all.values() if one.id == id]:
+        for reader in [reader for reader in self.all.values() if reader.id == id]:
             if reader.owner != owner:
                 error = DuplicateId(f"the id {id.hex()} is that of another reading")
                 self._outbox.send(link, Failed.about(error, id), None, attempt)
@@ -102,7 +102,7 @@ class Readers:
         self._read(reader, now)
 
     def acknowledged(self, link: int, id: bytes, count: int, now: float) -> bool:
-        """The client has read so many ids; whether there is such a reading."""
+        """A client has read `count` ids. Returns whether the reading exists."""
         reader = self.all.get((link, id))
         if reader is None:
             return False
@@ -113,25 +113,27 @@ class Readers:
 
     def leave(self, link: int, owner: str, id: bytes) -> None:
         """A client ends a reading of its owner."""
-        for reader in [one for one in self.all.values() if (one.id, one.owner) == (id, owner)]:
+        for reader in [
+            reader for reader in self.all.values() if (reader.id, reader.owner) == (id, owner)
+        ]:
             self._outbox.send(link, Fate("streaming", reader.sent), id, pos=reader.sent)
             usage = Usage(completion_tokens=reader.sent)
             self._end(reader, Done("cancelled", "", usage.body()))
 
     def has(self, id: bytes, owner: str) -> bool:
-        """Whether this owner has a reading with this id."""
+        """Returns whether this owner has a reading with this id."""
         return any((reader.id, reader.owner) == (id, owner) for reader in self.all.values())
 
     def reads(self, job: bytes) -> bool:
-        """Whether anybody reads this job."""
+        """Returns whether anybody reads this job."""
         return job in self._of_job
 
     def drop_silent(self, known: Callable[[int], bool]) -> None:
-        """Forget the readings of connections that nothing was heard of for long.
+        """Forget the readings of connections that were silent for long.
 
-        Such a client may only have slept: it gets a new link, and asks again.
+        Such a client may only have slept. It gets a new link, and asks again.
         """
-        silent = [one for one in self.all.values() if not known(one.link)]
+        silent = [reader for reader in self.all.values() if not known(reader.link)]
         for reader in silent:
             self._remove(reader)
         for link in dict.fromkeys(reader.link for reader in silent):
@@ -143,10 +145,10 @@ class Readers:
             self._go_on(reader, now)
 
     def read_all(self, now: float) -> None:
-        """Read on for everybody: the store was opened.
+        """Read on for all readers: the store was opened.
 
-        It may have output and ends of which nobody was told, for a commit whose result came when
-        the store was lost, or never, is in it.
+        It may have output and ends that were never sent, from commits whose results came after the
+        store was lost, or never.
         """
         for reader in list(self.all.values()):
             reader.behind = True
@@ -158,10 +160,10 @@ class Readers:
             self._fail(reader, error)
 
     def end_slow(self, grace: float, now: float) -> None:
-        """End the readings that have not acknowledged anything for so long."""
+        """End the readings with a full window and no ack for `grace` seconds."""
         for reader in list(self.all.values()):
             if now - reader.blocked_since >= grace:
-                why = f"no ack for {now - reader.blocked_since:.0f} s behind a window of"
+                why = f"no ack for {now - reader.blocked_since:.0f} s with a full window of"
                 error = SlowConsumer(f"{why} {reader.fetch.window} ids; the job goes on")
                 self._fail(reader, error)
 
@@ -170,10 +172,9 @@ class Readers:
     def chunk_durable(
         self, job: bytes, gen: int, chunk: Chunk, facts: bytes | None, now: float
     ) -> None:
-        """A chunk is on the disk: those who have all before it get it from memory.
+        """A chunk is on the disk: readers that have all output before it get it from memory.
 
-        `facts`: those of the first worker, if they are known. Readers that came before it may not
-        have them.
+        `facts`: the facts of the first worker, if known. Readers that began earlier may lack them.
         """
         for reader in list(self._of_job.get(job, {}).values()):
             if reader.gen == gen and chunk.end <= reader.sent:
@@ -241,10 +242,10 @@ class Readers:
         self._go_on(reader, now)
 
     def _begin(self, reader: Reader, job: JobView, now: float) -> bool:
-        """The job was found: tell its reader. False if it has too many readers."""
+        """Answer the reader of a job. Returns False if the job has too many readers."""
         of_job = self._of_job.setdefault(job.id, {})
         if len(of_job) >= MAX_READERS:
-            why = f"the job has {MAX_READERS} readers, at most so many may read it at once"
+            why = f"the job has {MAX_READERS} readers, which is the most"
             self._fail(reader, OverQuota(why, retry_after_ms=5000))
             return False
         reader.job, reader.told = job.id, True
@@ -261,8 +262,8 @@ class Readers:
         logprobs = unpack(chunk.logprobs) if chunk.logprobs else []
         delta = StreamDelta(chunk.pos, [chunk.text], bytearray(chunk.ids), logprobs)
         if reader.fetch.steps:
-            # Ids behind a place where the job was tried again are read after the job as it is
-            # since: a reader that has all ids up to there was told the end that was taken back.
+            # A reader with all ids up to a retry got the end that the retry took back. `known` has
+            # the retry, as it was read before the ids after it.
             retries = 0 if reader.known is None else reader.known.retries_at(chunk.pos)
             delta.steps = retries * RETRIED + chunk.borders
         facts = None if reader.known is None else reader.known.facts
@@ -274,7 +275,7 @@ class Readers:
         self._outbox.send(reader.link, delta, reader.id, reader.attempt, chunk.pos)
 
     def _tell_retries(self, reader: Reader, job: JobView) -> None:
-        """Before its end: a job that was tried again behind its last id has no delta to say so."""
+        """Before its end: send the retries after the last id of a job, which no other delta has."""
         retries = job.retries_at(reader.sent)
         if reader.fetch.steps and retries:
             delta = StreamDelta(reader.sent, steps=retries * RETRIED)
@@ -300,13 +301,13 @@ class Readers:
 
 
 def _may_read(reader: Reader, scope: Scope | None) -> bool:
-    """Whether a job is the reader's: one that is named by its id is found whose ever it is."""
+    """Returns whether a job belongs to the reader's owner; an id finds jobs of any owner."""
     mine = (reader.owner, reader.fetch.name.tenant)
     return scope is not None and (scope.owner, scope.tenant) == mine
 
 
 def _page_error(reader: Reader, result: Result) -> PoolError:
-    """Why a reading ends without its job."""
+    """Returns the error of a reading that ends without its job."""
     if isinstance(result, JobRestarted) and _may_read(reader, result.job.scope):
         if (reader.fetch.gen or 0) > result.job.gen:
             what = f"gen is {reader.fetch.gen}, the newest generation of the job is"

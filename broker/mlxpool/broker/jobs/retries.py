@@ -1,4 +1,4 @@
-"""What follows from the error of a job's run: whether it is tried again, and when. Pure."""
+"""Decides from the error of a job's run whether and when it is tried again. Pure."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from mlxpool.common.errors import PoolError
 
 MAX_ATTEMPTS = 8  # failures of a job's runs, after which it is dead
 MAX_STARTS = 5  # starts in a row without a durable id: the broker, or the machine, ended each time
-ALONE_STARTS = 3  # from so many such starts on a job is started alone, after all others
+ALONE_STARTS = 3  # with this many such starts a job is started alone, after all others
 FIRST_DELAY, MAX_DELAY = 2.0, 60.0  # seconds until the next attempt; it doubles
-JITTER = 0.25  # of a delay
-FREE_DELAY = 1.0  # seconds until the next try of a run that nothing was wrong with
+JITTER = 0.25  # most share of a delay that is added
+FREE_DELAY = 1.0  # seconds until the next try of a job that is not at fault
 MAX_FREE_DELAY = 60.0
 
 
 class Verdict(Enum):
-    """What becomes of a job whose run failed."""
+    """The fate of a job whose run failed."""
 
     PUT_BACK = "put back"  # it waits again, and no attempt is counted
     RETRY = "retry"  # it waits again, and an attempt is counted
@@ -41,7 +41,7 @@ _PUT_BACK = (
 
 
 def verdict(error: PoolError) -> Verdict:
-    """What the error of a run means for its job."""
+    """Returns the fate of a job from the error of its run."""
     if isinstance(error, _PUT_BACK):
         return Verdict.PUT_BACK
     if isinstance(error, errors.ModelUnavailable):
@@ -57,14 +57,14 @@ def verdict(error: PoolError) -> Verdict:
 
 
 def retry_delay(job: bytes, attempts: int) -> float:
-    """Seconds until the next attempt after so many that failed, spread by the job's id."""
+    """Returns the seconds until the next attempt after `attempts` failed, spread by `job`."""
     usual = min(MAX_DELAY, FIRST_DELAY * 2.0 ** min(max(0, attempts - 1), 16))
     share = hashlib.blake2b(job + b"%d" % attempts, digest_size=2).digest()
     return min(MAX_DELAY, usual * (1 + JITTER * int.from_bytes(share, "big") / 2**16))
 
 
 def put_back_delay(error: PoolError) -> float:
-    """Seconds until the next try: as the error says, within bounds."""
+    """Returns the seconds until the next try: those of the error, within bounds."""
     if error.retry_after_ms is None:
         return FREE_DELAY
     return min(MAX_FREE_DELAY, max(FREE_DELAY, error.retry_after_ms / 1000))

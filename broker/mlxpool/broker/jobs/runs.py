@@ -1,6 +1,6 @@
-"""Runs jobs: gives them to the core, writes what comes of them, and ends or defers them.
+"""Runs jobs: gives them to the core, writes their output, and ends or defers them.
 
-Invariants: a job has at most one operation on its output under way; an id is told to readers only
+Invariants: a job has at most one operation on its output under way; an id goes to readers only
 when it is durable; the end of a job is written after all its ids.
 """
 
@@ -56,8 +56,8 @@ from mlxpool.common.protocol.to_client import Done, Failed
 
 WINDOW = 4096  # ids of a run that may wait for the disk
 RETRY_INTERVAL = 1.0  # seconds until an operation that the store refused is given to it again
-IDLE_IDS = 64  # that an idle job may still compute when others wait
-CHARGED_IDS = 256  # the same of one that is charged with the end of a worker, and not idle
+IDLE_IDS = 64  # ids that an idle job may still compute when others wait
+CHARGED_IDS = 256  # the same of a job charged with the end of a worker and not idle
 
 
 class Runs:
@@ -86,7 +86,7 @@ class Runs:
     # ---- starts --------------------------------------------------------------------------------
 
     def feed(self, now: float) -> None:
-        """Read the jobs that can be run now, and have workers for those that cannot."""
+        """Read the jobs that can run now, and want workers for the models of other due jobs."""
         for plan in self._feeder.plan(self._view, self.active.keys(), now):
             self._outbox.store(plan, self._fed(plan))
         for name in self._feeder.hungry(now):
@@ -95,13 +95,13 @@ class Runs:
                 self._outbox.perform(core.WantModel(model))
 
     def _wants(self, name: str, model: str, now: float) -> bool:
-        """Whether to start a worker: idle jobs alone do not end other models' for it."""
+        """Returns whether to start a worker. Idle jobs alone do not end other models' workers."""
         if self._view.places(model) or not self._view.available(model, now):
             return False
         idle = all(
             priority == IDLE
-            for (other, priority), one in self._feeder.groups.items()
-            if other == name and one.due <= now
+            for (other, priority), backlog in self._feeder.groups.items()
+            if other == name and backlog.due <= now
         )
         return not idle or self._view.loads_freely(model)
 
@@ -157,11 +157,11 @@ class Runs:
     # ---- output --------------------------------------------------------------------------------
 
     def on_output(self, event: ev.Output, now: float) -> None:
-        """Take the output of runs. Raises ValueError for some that does not follow, at the end."""
+        """Take the output of runs. Raises ValueError, at the end, if a row does not fit."""
         unfit: list[str] = []
         for row in event.rows:
             active = self.active.get(row.id)
-            # Output of one that has left may be on its way: it goes on from the ids it left with.
+            # Output of a job that has left may still come: its next run computes it again.
             if active is None or active.attempt != row.attempt or not active.ran:
                 continue
             if not active.fits(row):
@@ -169,7 +169,7 @@ class Runs:
                 self._give_back(active, now)
                 continue
             active.take(row)
-            if active.steps and active.writing is None:  # else when that is written
+            if active.steps and active.writing is None:  # else once that is written
                 active.plan_write(now, read=self._readers.reads(row.id))
             if active.job.priority == IDLE or active.job.charge:
                 self._give_way(active, now)
@@ -177,15 +177,15 @@ class Runs:
             raise ValueError(f"output of jobs does not follow, so they run again: {unfit}")
 
     def _give_way(self, active: ActiveJob, now: float) -> None:
-        """Defer an idle or a charged job that has computed so many ids since others began to wait.
+        """Defer an idle or a charged job after IDLE_IDS or CHARGED_IDS ids while others wait.
 
-        A charged one has its worker to itself and few others: it gives way to a higher rank.
+        A charged job shares its worker with few others: it gives way to a higher rank.
         """
         if active.job.charge:
-            wanted = self._view.is_outranked(active.id)
+            place_wanted = self._view.is_outranked(active.id)
         else:
-            wanted = self._view.free(active.model) < 0
-        if not wanted:
+            place_wanted = self._view.free(active.model) < 0
+        if not place_wanted:
             active.yield_at = 0
         elif not active.yield_at:
             ids = IDLE_IDS if active.job.priority == IDLE else CHARGED_IDS
@@ -218,19 +218,19 @@ class Runs:
         self._outbox.store(noted, lambda result, now: None)
 
     def reader_came(self, id: bytes, now: float) -> None:
-        """Somebody reads a job from now on: write what it has."""
+        """A job has a reader from now on: write its steps."""
         active = self.active.get(id)
         if active is not None and active.steps and active.writing is None:
             active.write_at = now
 
     def write_due(self, now: float) -> None:
-        """Write what has been gathered for long enough."""
+        """Write the steps that are due."""
         for active in list(self.active.values()):
             if active.write_at <= now:
                 self._write(active, now)
 
     def next_write(self) -> float:
-        return min((one.write_at for one in self.active.values()), default=math.inf)
+        return min((active.write_at for active in self.active.values()), default=math.inf)
 
     # ---- how a job leaves ----------------------------------------------------------------------
 
@@ -245,13 +245,13 @@ class Runs:
         )
 
     def _failed(self, active: ActiveJob, failed: Failed, now: float) -> Operation:
-        """What follows from the error of its run."""
+        """Returns the operation that follows from the error of its run."""
         error, job = failed.error(), active.job
         what = retries.verdict(error)
         if what is Verdict.NEW_GENERATION:
             return NewGeneration(active.id, job.gen)
         if what is Verdict.EXPIRED and now < active.deadline - 1:
-            what = Verdict.PUT_BACK  # the longest time of a stream is over, not that of the job
+            what = Verdict.PUT_BACK  # the stream's longest time is over, not the job's
         if what is Verdict.EXPIRED:
             end = packed_end(failed)
             return Finish(active.id, job.gen, JobState.EXPIRED, end, error.message)
@@ -268,13 +268,13 @@ class Runs:
         return Defer(active.id, job.gen, delay, attempts, job.charge, 0, error.message)
 
     def _put_back(self, active: ActiveJob, delay: float) -> Defer:
-        """Nothing is wrong with it: this start does not count."""
+        """Defer a job that is not at fault: this start does not count."""
         job = active.job
         starts = 0 if active.taken > job.pos else max(0, job.starts - 1)
         return Defer(active.id, job.gen, delay, job.attempts, job.charge, starts)
 
     def _leave(self, active: ActiveJob, outcome: Operation, now: float) -> None:
-        """Its run is over: write what there is, then the outcome."""
+        """Its run is over: write the remaining steps, then the outcome."""
         active.move(_event_of(outcome))
         active.ran, active.leaving, active.outcome = False, True, outcome
         self._feeder.leaving(active.group, active.job.scope.owner)
@@ -285,7 +285,7 @@ class Runs:
         self._outbox.perform(core.CancelRequest(None, None, active.id))
 
     def drop(self, id: bytes, now: float) -> bool:
-        """Forget a job that was ended in the store; whether it ran."""
+        """Forget a job that was ended in the store. Returns whether it ran."""
         active = self.active.get(id)
         if active is None:
             return False
@@ -295,7 +295,7 @@ class Runs:
         return True
 
     def drop_all(self, now: float) -> None:
-        """The store is lost: nothing that runs can be kept."""
+        """The store is lost: no running job can be kept."""
         for active in list(self.active.values()):
             self.drop(active.id, now)
 
@@ -324,9 +324,9 @@ class Runs:
         )
 
     def _is_patient(self, active: ActiveJob, now: float) -> bool:
-        """Whether the end of a job may wait for others: lines of a batch have theirs together.
+        """Returns whether the end of a job may wait, to be written with ends of its batch.
 
-        A read of the jobs that follow, which is urgent, takes them along.
+        The read of the next jobs, which is urgent, takes these ends along.
         """
         job = active.job
         return (
@@ -373,7 +373,7 @@ class Runs:
             self._outbox.perform(core.ClientAck(JOBS_LINK, Ack([(active.id, active.durable)])))
 
     def _lost(self, active: ActiveJob, result: Result, now: float) -> None:
-        """On the disk the job is not as it was: it was ended, or a commit that failed was made."""
+        """The job has changed on the disk: it was ended, or a commit that failed was made."""
         self.drop(active.id, now)
         if isinstance(result, Fate):
             self._readers.job_changed(result.job, now)
@@ -387,10 +387,10 @@ class Runs:
         self._feeder.came((job.model, job.priority), due, job.scope.owner, suspect=suspect)
 
     def _unwritable(self, active: ActiveJob, operation: Operation, refused: Refused) -> None:
-        """The store cannot hold this, now or later: end the job with what is on the disk."""
+        """The store can never hold this: end the job with the ids that are on the disk."""
         if isinstance(operation, Finish) and operation.state is JobState.DEAD:
             active.drop_steps()
-            return  # this end is short: what it had beside it was at fault
+            return  # this end is short: the steps beside it were at fault
         if active.ran:
             self._cancel_run(active)
         if active.outcome is None:
@@ -419,12 +419,12 @@ EVENTS = {
 
 
 def _event_of(outcome: Operation) -> str:
-    """The event of the state table that an outcome is."""
+    """Returns the event of TRANSITIONS for an outcome."""
     return EVENTS[outcome.state] if isinstance(outcome, Finish) else "retryable"
 
 
 def _work(fed: FedJob, left: float) -> Work:
-    """What a job computes with `left` seconds; a `generate` goes on from its durable ids.
+    """Returns the work of a job with `left` seconds. A `generate` goes on from its durable ids.
 
     Raises PoolError, ValueError.
     """

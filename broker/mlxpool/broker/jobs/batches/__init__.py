@@ -1,4 +1,4 @@
-"""Batches: files whose lines become jobs, how far they are, and what is answered about them.
+"""Batches: files whose lines become jobs, their progress, and the answers about them.
 
-The job manager hands them what concerns batches and files.
+The job manager passes questions about batches and files on to this package.
 """

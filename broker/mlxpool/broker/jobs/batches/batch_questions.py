@@ -1,4 +1,4 @@
-"""Answers what clients and operators ask about batches, each after the commit that it needs."""
+"""Answers questions of clients and operators about batches, each after the commit it needs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from mlxpool.common.errors import (
 )
 from mlxpool.common.protocol.frames import pack
 from mlxpool.common.protocol.kept import batch_messages as messages
-from mlxpool.common.protocol.kept import job_operations as asked
+from mlxpool.common.protocol.kept import job_operations
 from mlxpool.common.protocol.kept.batch_messages import (
     AboutBatch,
     ListBatches,
@@ -52,7 +52,7 @@ from mlxpool.common.protocol.kept.batch_messages import (
 from mlxpool.common.protocol.kept.file_messages import KeyName
 
 MAX_LIVE = 256  # batches of one owner that have not ended
-RETRY_COUNT = 1000  # lines that one commit lets wait again
+RETRY_COUNT = 1000  # lines that one commit makes wait again
 RELEASE_COUNT = 1000  # lines whose results one commit deletes
 
 
@@ -66,14 +66,17 @@ class BatchQuestions:
         self._policy = policy
 
     def on_asked(
-        self, event: ev.Asked, message: messages.Question | asked.ListAllBatches, now: float
+        self,
+        event: ev.QuestionAsked,
+        message: messages.Question | job_operations.ListAllBatches,
+        now: float,
     ) -> None:
-        """Raises PoolError for a question that is refused at once."""
+        """Answer a question. Raises PoolError if it is refused at once."""
         if isinstance(message, SubmitBatch):
             self._submit(event, message)
         elif isinstance(message, ListBatches):
             self._list(event, message)
-        elif isinstance(message, asked.ListAllBatches):
+        elif isinstance(message, job_operations.ListAllBatches):
             self._list_all(event, message)
         elif isinstance(message, WaitForProgress):
             self._wait(event, message, now)
@@ -82,15 +85,15 @@ class BatchQuestions:
         else:
             ABOUT[message.kind](self, event, message)
 
-    def _fail(self, event: ev.Asked, error: PoolError) -> None:
+    def _fail(self, event: ev.QuestionAsked, error: PoolError) -> None:
         self._outbox.refuse(event, error)
 
-    def _show(self, event: ev.Asked, batch: BatchView) -> None:
+    def _show(self, event: ev.QuestionAsked, batch: BatchView) -> None:
         self._outbox.send(event.link, self._batches.row(batch), event.id, event.attempt)
 
     # ---- submit ----------------------------------------------------------------------------------
 
-    def _submit(self, event: ev.Asked, message: SubmitBatch) -> None:
+    def _submit(self, event: ev.QuestionAsked, message: SubmitBatch) -> None:
         policy = self._policy()
         if policy.quota_jobs and message.lines > policy.quota_jobs:
             raise OverQuota(
@@ -122,8 +125,10 @@ class BatchQuestions:
 
         self._outbox.ask(event, operation, BatchSubmitted, then, partial(_submit_error, message))
 
-    def _refuse_unless_known(self, event: ev.Asked, message: SubmitBatch, error: PoolError) -> None:
-        """Answer with the batch of an earlier submission, whatever the settings say now."""
+    def _refuse_unless_known(
+        self, event: ev.QuestionAsked, message: SubmitBatch, error: PoolError
+    ) -> None:
+        """Answer with the batch of an equal earlier submission, else with the error."""
 
         def then(result: Result, now: float) -> None:
             known = isinstance(result, BatchView) and result.digest == batch_digest(message)
@@ -136,7 +141,7 @@ class BatchQuestions:
 
     # ---- reading ---------------------------------------------------------------------------------
 
-    def _list(self, event: ev.Asked, message: ListBatches) -> None:
+    def _list(self, event: ev.QuestionAsked, message: ListBatches) -> None:
         def read(behind: Place | None) -> None:
             operation = store.ListBatches(
                 event.owner, message.tenant, count=message.limit, behind=behind
@@ -144,7 +149,7 @@ class BatchQuestions:
             error = partial(_error, KeyName("", message.tenant))
             self._outbox.ask(event, operation, BatchList, then, error)
 
-        def found(batch: BatchView, now: float) -> None:
+        def list_after(batch: BatchView, now: float) -> None:
             read((batch.created, batch.id))
 
         def then(result: BatchList, now: float) -> None:
@@ -155,11 +160,11 @@ class BatchQuestions:
             self._outbox.send(event.link, listed, event.id, event.attempt)
 
         if message.before:
-            self._read(event, KeyName(message.before, message.tenant), found)
+            self._read(event, KeyName(message.before, message.tenant), list_after)
         else:
             read(None if message.older is None else (message.older, b""))
 
-    def _list_all(self, event: ev.Asked, question: asked.ListAllBatches) -> None:
+    def _list_all(self, event: ev.QuestionAsked, question: job_operations.ListAllBatches) -> None:
         """Answer an operator with the batches of one owner or of all."""
 
         def then(result: BatchList, now: float) -> None:
@@ -169,26 +174,26 @@ class BatchQuestions:
             more = result.more or len(shown) < len(rows)
             following = None
             if last is not None and more:
-                following = asked.BatchPlace(last.created, last.id).body()
-            told = asked.Told({"batches": shown, "next": following})
-            self._outbox.send(event.link, told, event.id, event.attempt)
+                following = job_operations.BatchPlace(last.created, last.id).body()
+            answer = job_operations.Told({"batches": shown, "next": following})
+            self._outbox.send(event.link, answer, event.id, event.attempt)
 
         behind = question.behind
         place = None if behind is None else (behind.created, behind.batch)
         operation = store.ListBatches(question.owner, count=question.limit, behind=place)
         self._outbox.ask(event, operation, BatchList, then, partial(_error, KeyName("")))
 
-    def _wait(self, event: ev.Asked, message: WaitForProgress, now: float) -> None:
+    def _wait(self, event: ev.QuestionAsked, message: WaitForProgress, now: float) -> None:
         watcher = Watcher(event, message.seen, now + message.wait_ms / 1000)
         self._read(event, message.name, lambda batch, now: self._batches.watch(batch, watcher, now))
 
     def _read(
-        self, event: ev.Asked, name: KeyName, then: Callable[[BatchView, float], None]
+        self, event: ev.QuestionAsked, name: KeyName, then: Callable[[BatchView, float], None]
     ) -> None:
         operation = store.ReadBatch(_scope(event, name))
         self._outbox.ask(event, operation, BatchView, then, partial(_error, name))
 
-    def _results(self, event: ev.Asked, message: ReadOutcomes) -> None:
+    def _results(self, event: ev.QuestionAsked, message: ReadOutcomes) -> None:
         operation = store.ReadOutcomes(
             _scope(event, message.name), message.after, message.limit, max_bytes=PAGE_BYTES
         )
@@ -202,10 +207,10 @@ class BatchQuestions:
 
     # ---- changes ---------------------------------------------------------------------------------
 
-    def _about(self, event: ev.Asked, message: AboutBatch) -> None:
+    def _about(self, event: ev.QuestionAsked, message: AboutBatch) -> None:
         self._read(event, message.name, lambda batch, now: self._show(event, batch))
 
-    def _cancel(self, event: ev.Asked, message: AboutBatch) -> None:
+    def _cancel(self, event: ev.QuestionAsked, message: AboutBatch) -> None:
         def then(result: BatchChanged, now: float) -> None:
             self._batches.changed(result, now)
             self._show(event, result.batch)
@@ -213,7 +218,7 @@ class BatchQuestions:
         operation = store.CancelBatch(_scope(event, message.name), end=CANCELLED_END)
         self._outbox.ask(event, operation, BatchChanged, then, partial(_error, message.name))
 
-    def _retry(self, event: ev.Asked, message: AboutBatch) -> None:
+    def _retry(self, event: ev.QuestionAsked, message: AboutBatch) -> None:
         operation = store.RetryBatch(_scope(event, message.name), RETRY_COUNT)
 
         def then(result: BatchChanged, now: float) -> None:
@@ -231,7 +236,7 @@ class BatchQuestions:
 
         self._outbox.ask(event, operation, BatchChanged, then, partial(_error, message.name))
 
-    def _release(self, event: ev.Asked, message: AboutBatch) -> None:
+    def _release(self, event: ev.QuestionAsked, message: AboutBatch) -> None:
         def then(batch: BatchView, now: float) -> None:
             if batch.live:
                 self._fail(event, _not_ended(message.name))
@@ -241,7 +246,7 @@ class BatchQuestions:
         operation = store.ReleaseBatch(_scope(event, message.name))
         self._outbox.ask(event, operation, BatchView, then, partial(_error, message.name))
 
-    def _release_results(self, event: ev.Asked, message: AboutBatch) -> None:
+    def _release_results(self, event: ev.QuestionAsked, message: AboutBatch) -> None:
         """Delete the results of the lines that are done, or of all others, then answer."""
 
         def then(result: BatchChanged, now: float) -> None:
@@ -259,22 +264,22 @@ class BatchQuestions:
         self._outbox.ask(event, operation, BatchChanged, then, partial(_error, message.name))
 
 
-ABOUT: Mapping[str, Callable[[BatchQuestions, ev.Asked, AboutBatch], None]] = {
+ABOUT: Mapping[str, Callable[[BatchQuestions, ev.QuestionAsked, AboutBatch], None]] = {
     messages.READ: BatchQuestions._about,
     messages.CANCEL: BatchQuestions._cancel,
     messages.RETRY: BatchQuestions._retry,
     messages.RELEASE: BatchQuestions._release,
     messages.RELEASE_RESULTS: BatchQuestions._release_results,
 }
-PAGE_BYTES = 256 * 1024  # of outcomes in one answer; a single one may have more
+PAGE_BYTES = 256 * 1024  # bytes of outcomes in one answer; a single outcome may have more
 
 
 def _with_owner(row: messages.BatchRow, batch: BatchView) -> dict[str, Any]:
-    """The map of a batch as operators get it."""
+    """Returns the map of a batch as operators get it."""
     return {**row.body(), "owner": batch.scope.owner, "tenant": batch.scope.tenant}
 
 
-def _scope(event: ev.Asked, name: KeyName) -> Scope:
+def _scope(event: ev.QuestionAsked, name: KeyName) -> Scope:
     return Scope(event.owner, name.tenant, name.key)
 
 

@@ -30,14 +30,14 @@ RELEASED = {DONE: Outcomes.DONE, OTHERS: Outcomes.OTHERS}  # results, as clients
 
 
 class BatchSettings(Struct, frozen=True):
-    """What a batch has beside what the store reads: the store keeps it packed, as `defaults`."""
+    """The settings of a batch that the store does not read: it keeps them packed, as `defaults`."""
 
     file: str = ""
-    lines: int = 0  # as the client counted them; 0: it has not
+    lines: int = 0  # as the client counted them; 0: not counted
     defaults: Mapping[str, Any] = field(default_factory=dict)
     priority: int = 0
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    output_file: str = ""  # names of what is made of the results, for the notice of the end
+    output_file: str = ""  # names of the files of the results, for the notice of the end
     error_file: str = ""
 
     @classmethod
@@ -67,7 +67,7 @@ class BatchSettings(Struct, frozen=True):
 
     @classmethod
     def unpacked(cls, packed: bytes) -> BatchSettings:
-        """The settings of a packed batch; the defaults for a batch whose settings were deleted."""
+        """Returns unpacked settings; the defaults for a batch whose settings were deleted."""
         try:
             return cls(**unpack(packed))
         except (ValueError, TypeError):
@@ -75,19 +75,19 @@ class BatchSettings(Struct, frozen=True):
 
 
 def batch_digest(message: SubmitBatch) -> bytes:
-    """What makes two submissions under one key the same batch: content and defaults."""
+    """Returns the digest of content and defaults: equal submissions of a key are one batch."""
     content = message.digest or message.file.encode()
     meaning = {"content": content, "defaults": canonical(message.defaults)}
     return hashlib.sha256(pack(meaning)).digest()[:DIGEST_BYTES]
 
 
 def file_id(owner: str, tenant: str, key: str) -> bytes:
-    """The id of the file that this key names: another owner's is always another one."""
+    """Returns the id of a file. Files of different owners have different ids."""
     return hashlib.sha256(pack(["file", owner, tenant, key])).digest()[:DIGEST_BYTES]
 
 
 def file_row(file: FileView) -> dict[str, Any]:
-    """The map of a file, see docs/protocol.md, `file`."""
+    """Returns the map of a file, see docs/protocol.md, `file`."""
     return {
         "key": file.key,
         "name": file.name,
@@ -103,7 +103,7 @@ def file_row(file: FileView) -> dict[str, Any]:
 
 
 def shown_state(batch: BatchView) -> str:
-    """The state of a batch as its clients see it."""
+    """Returns the state of a batch as its clients see it."""
     if batch.state is BatchState.CANCELLED:
         return CANCELLING if batch.live else JobState.CANCELLED.value
     return {
@@ -115,13 +115,13 @@ def shown_state(batch: BatchView) -> str:
 
 
 def mark_of(batch: BatchView) -> str:
-    """Tells whether anything of a batch has changed that its clients see."""
+    """Returns a text that changes when a fact of the batch changes that its clients see."""
     counts = [batch.next_line, batch.failed, *(count for _, count in batch.counts)]
     return f"{shown_state(batch)} {'.'.join(map(str, counts))}"
 
 
 def batch_row(batch: BatchView, running: int, trouble: str) -> dict[str, Any]:
-    """The map of a batch, see docs/protocol.md, `batch`. `running`: so many jobs of it run."""
+    """Returns the map of a batch, see docs/protocol.md, `batch`. `running`: its jobs that run."""
     settings, counts = BatchSettings.unpacked(batch.defaults), dict(batch.counts)
     known = sum(counts.values()) + batch.failed
     lines = known if batch.state is not BatchState.OPEN else max(settings.lines, known)
@@ -160,19 +160,19 @@ def _deleted(batch: BatchView) -> list[str]:
 
 
 def failure_text(error: PoolError) -> str:
-    """The error of a line that cannot become a job, as the store keeps it."""
+    """Returns the error of a line that cannot become a job, as the store keeps it."""
     return f"{error.code}: {error.message}"
 
 
 def _failure(cause: str) -> dict[str, Any]:
-    """Code and message of a stored failure; the code is "" where the store wrote the text."""
+    """Returns code and message of a stored failure; a text without a code is an Internal error."""
     code, colon, message = cause.partition(": ")
     known = bool(colon) and code.replace("_", "").isalpha() and code.islower()
     return {"code": code, "message": message} if known else Internal(cause).body()
 
 
 def outcome_row(outcome: LineOutcome) -> dict[str, Any] | None:
-    """What became of a line, see docs/protocol.md, `batch_results`; None: it has not ended."""
+    """Returns the outcome of a line, see docs/protocol.md, `batch_results`; None before its end."""
     row: dict[str, Any] = {"line": outcome.line, "id": outcome.label}
     job = outcome.job
     if job is None:

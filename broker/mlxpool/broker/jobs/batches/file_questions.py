@@ -1,4 +1,4 @@
-"""Answers what clients ask about files."""
+"""Answers questions of clients about files."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class FileQuestions:
         self._outbox = outbox
         self._policy = policy
 
-    def on_asked(self, event: ev.Asked, message: messages.Question) -> None:
-        """Asks the store, whose result is the answer to the client."""
+    def on_asked(self, event: ev.QuestionAsked, message: messages.Question) -> None:
+        """Ask the store; its result is the answer to the client."""
         if isinstance(message, PutFile):
             self._put(event, message)
         elif isinstance(message, ReadFile):
@@ -45,17 +45,17 @@ class FileQuestions:
         else:
             self._about(event, message)
 
-    def _send(self, event: ev.Asked, message: Content) -> None:
+    def _send(self, event: ev.QuestionAsked, message: Content) -> None:
         self._outbox.send(event.link, message, event.id, event.attempt)
 
-    def _answer(self, event: ev.Asked, name: KeyName, result: Result) -> None:
+    def _answer(self, event: ev.QuestionAsked, name: KeyName, result: Result) -> None:
         if isinstance(result, FileView):
             self._send(event, FileRow(file_row(result)))
         else:
             error = _error(name, result)
             self._outbox.refuse(event, error)
 
-    def _put(self, event: ev.Asked, message: PutFile) -> None:
+    def _put(self, event: ev.QuestionAsked, message: PutFile) -> None:
         name = message.name
         id = file_id(event.owner, name.tenant, name.key)
         policy = self._policy()
@@ -86,7 +86,7 @@ class FileQuestions:
             )
         self._outbox.store(operation, lambda result, now: self._answer(event, name, result))
 
-    def _read(self, event: ev.Asked, message: ReadFile) -> None:
+    def _read(self, event: ev.QuestionAsked, message: ReadFile) -> None:
         name = message.name
         id = file_id(event.owner, name.tenant, name.key)
 
@@ -101,7 +101,7 @@ class FileQuestions:
             store.ReadFile(id, event.owner, name.tenant, message.start, message.limit), then
         )
 
-    def _list(self, event: ev.Asked, message: ListFiles) -> None:
+    def _list(self, event: ev.QuestionAsked, message: ListFiles) -> None:
         def then(result: Result, now: float) -> None:
             if isinstance(result, FileList):
                 shown = answers.fitting([file_row(file) for file in result.files])
@@ -125,7 +125,7 @@ class FileQuestions:
         )
         self._outbox.store(operation, then)
 
-    def _about(self, event: ev.Asked, message: AboutFile) -> None:
+    def _about(self, event: ev.QuestionAsked, message: AboutFile) -> None:
         name = message.name
         id = file_id(event.owner, name.tenant, name.key)
         if message.kind == messages.DELETE:
@@ -134,8 +134,8 @@ class FileQuestions:
             return
 
         def then(result: Result, now: float) -> None:
-            found = result.file if isinstance(result, FilePart) else result
-            self._answer(event, name, found)
+            answer = result.file if isinstance(result, FilePart) else result
+            self._answer(event, name, answer)
 
         self._outbox.store(store.ReadFile(id, event.owner, name.tenant, 0, max_bytes=0), then)
 
@@ -143,8 +143,8 @@ class FileQuestions:
 def _error(name: KeyName, result: Result) -> PoolError:
     if isinstance(result, FileDiffers):
         return DuplicateId(
-            f"the file {name} has {result.file.size} bytes, and others from byte {result.start} on"
-            " than were sent: take another key, or delete that file first"
+            f"the file {name} has {result.file.size} bytes, and differs from byte {result.start}"
+            " on from the bytes sent: take another key, or delete that file first"
         )
     if isinstance(result, UnknownName):
         details = None if result.created is None else {"created": result.created}

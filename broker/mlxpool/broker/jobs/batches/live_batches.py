@@ -1,13 +1,12 @@
-"""Batches that are live: their lines become jobs, their progress is told, and they end.
+"""Live batches: their lines become jobs, watchers get their progress, and they end.
 
-The store counts; what is here of a batch is the view that it gave last, which is asked for again
-when a job of the batch has ended, at most ten times a second.
+The store counts the jobs. This module has the last view of each batch. It reads the view again when
+a job of the batch has ended, at most ten times a second.
 
-Lines become jobs some at a time, so that neither memory nor the store's thread is held up by a
-large file. One portion of lines is under way at a time, of one batch after another: it is read from
-the store, checked in slices of which each is short beside a turn of the broker's loop, and stored
-as jobs in one commit. A line that cannot become a job is a failed line; nothing else is disturbed
-by it.
+Lines become jobs in portions, so that a large file holds up neither memory nor the store's thread.
+One portion is under way at a time; batches take turns. A portion is read from the store, checked in
+slices that are short beside a turn of the broker's loop, and stored as jobs in one commit. A line
+that cannot become a job is a failed line, and disturbs nothing else.
 """
 
 from __future__ import annotations
@@ -50,20 +49,20 @@ from mlxpool.common.protocol.kept.batch_messages import BatchRow
 from mlxpool.common.protocol.kept.job_work import Work, seed_of
 from mlxpool.common.protocol.to_client import Done
 
-AHEAD = 1024  # jobs of a batch that wait or run, from which on no further lines become jobs
-PORTION_LINES = 128  # that one commit makes jobs of: about 10 ms of the store's thread
-SLICE_LINES = 16  # that are checked in one turn of the broker's loop
-SLICE_BYTES = 64 * 1024  # the same; a longer line is a slice by itself
+AHEAD = 1024  # jobs of a batch that wait or run; with as many no further lines become jobs
+PORTION_LINES = 128  # lines that one commit makes jobs of: about 10 ms of the store's thread
+SLICE_LINES = 16  # lines that are checked in one turn of the broker's loop
+SLICE_BYTES = 64 * 1024  # bytes of the same; a longer line is a slice by itself
 
 
 class Check(Protocol):
-    """Whether a request may become a job, see PoolView.check."""
+    """The check whether a request may become a job, see PoolView.check."""
 
     def __call__(self, owner: str, work: Work, digest: bytes, now: float) -> None: ...
 
 
 class Portion(Struct, eq=False):
-    """Lines on their way from the file into jobs. `at` of them are checked."""
+    """Lines on their way from the file into jobs. The first `at` lines are checked."""
 
     lines: Lines
     settings: BatchSettings
@@ -78,9 +77,9 @@ class Portion(Struct, eq=False):
         return self.lines.batch
 
     def check_slice(self, check: Check, now: float) -> bool:
-        """Check some lines; whether that were the last.
+        """Check some lines. Returns whether these were the last.
 
-        Raises the PoolError of a check that can succeed later: then the lines stay in the file.
+        Raises the PoolError of a check that can succeed later; the lines then stay in the file.
         """
         size = 0
         for number, _, data in self.lines.lines[self.at : self.at + SLICE_LINES]:
@@ -132,14 +131,14 @@ class Portion(Struct, eq=False):
         )
 
     def operation(self) -> AddLines:
-        """What stores the jobs, once all lines are checked."""
-        found = self.lines
+        """Returns the operation that stores the jobs, once all lines are checked."""
+        lines = self.lines
         return AddLines(
             self.batch.id,
             self.batch.next_line,
-            found.next_line,
-            found.end,
-            found.last,
+            lines.next_line,
+            lines.end,
+            lines.last,
             tuple(self.jobs),
             tuple(self.failed),
             tuple(self.expired),
@@ -147,56 +146,56 @@ class Portion(Struct, eq=False):
 
 
 def line_key(batch: bytes, number: int) -> str:
-    """The key of the job of a line."""
+    """Returns the key of the job of a line."""
     return f"{batch.hex()}/{number}"
 
 
 def line_id(batch: bytes, number: int) -> bytes:
-    """The id of the job of a line: the same whenever the line is read."""
+    """Returns the id of the job of a line: the same whenever the line is read."""
     return hashlib.sha256(b"line %d of " % number + batch).digest()[:DIGEST_BYTES]
 
 
 def line_seed(batch: bytes, number: int) -> int:
-    """The seed of a line that names none: the id of a batch is drawn, so this is."""
+    """Returns the seed of a line that names none; it is random, as the id of the batch is."""
     drawn = hashlib.sha256(b"seed of line %d of " % number + batch).digest()
     return int.from_bytes(drawn[:8], "big") >> (64 - EXACT_BITS)
 
 
 class FeedPause(Struct, eq=False):
-    """When more lines of a batch may become jobs, and what keeps them from it."""
+    """The time from which more lines of a batch may become jobs, and the cause of a pause."""
 
-    pause_until: float = 0.0  # the pool, or the store, did not take the last ones
-    trouble: str = ""  # why; "": nothing is wrong
+    pause_until: float = 0.0  # after a refusal by the pool or the store
+    trouble: str = ""  # the cause; "": no pause
 
     def due(self, batch: BatchView) -> float:
-        """The time from which lines of the batch can become jobs; infinity: not in this state."""
+        """Returns the time from which lines can become jobs; infinity if not in this state."""
         hungry = batch.state.value == "open" and batch.waiting < AHEAD
         return self.pause_until if hungry else math.inf
 
 
 READ_INTERVAL = 0.1  # seconds between two looks at the counts of a batch
-RETRY_INTERVAL = 1.0  # seconds until what the store or the pool refused is tried again
+RETRY_INTERVAL = 1.0  # seconds until a retry after a refusal by the store or the pool
 PAGE = 100  # batches that are read at once when the store opens
-MAX_WATCHERS = 64  # of one batch
+MAX_WATCHERS = 64  # watchers of one batch
 CANCELLED_END = packed_end(Done("cancelled"))
 
 
 class Watcher(Struct, frozen=True):
-    """A client that waits until a batch is no longer as `seen` says."""
+    """A client that waits until the mark of a batch differs from `seen`."""
 
-    question: ev.Asked
+    question: ev.QuestionAsked
     seen: str
     until: float
 
 
 class LiveBatch(Struct, eq=False):
-    """A batch that has not ended. At most one operation of its own is under way: `busy`."""
+    """A batch that has not ended. `busy`: an operation of its own is under way."""
 
     view: BatchView
     feed_pause: FeedPause = field(default_factory=FeedPause)
     busy: bool = False
-    stale: bool = False  # the store counts something else than `view`
-    read_at: float = 0.0  # the next look, if it is stale
+    stale: bool = False  # the counts of `view` are outdated
+    read_at: float = 0.0  # time of the next read, if it is stale
     watchers: dict[tuple[int, bytes], Watcher] = field(default_factory=dict)
 
 
@@ -249,7 +248,7 @@ class Batches:
         self._outbox.store(operation, then)
 
     def lost(self) -> None:
-        """The store takes nothing any more: those who wait are told so."""
+        """The store takes nothing any more: watchers get an error."""
         error = StoreUnavailable("the store of jobs does not take anything now; try again")
         for batch in self.live.values():
             for watcher in batch.watchers.values():
@@ -265,10 +264,10 @@ class Batches:
                 self._fail(watcher.question, error)
             batch.watchers.clear()
 
-    # ---- what is known ---------------------------------------------------------------------------
+    # ---- views -----------------------------------------------------------------------------------
 
     def see(self, view: BatchView, now: float) -> None:
-        """The store has told how a batch is."""
+        """The store has returned a view of a batch."""
         batch = self.live.get(view.id)
         if batch is None:
             if not view.live:
@@ -298,13 +297,13 @@ class Batches:
             self.see(result, now)
 
     def row(self, view: BatchView) -> BatchRow:
-        """The batch as its clients see it."""
-        running = sum(one.job.batch == view.id for one in self._active.values())
+        """Returns the batch as its clients see it."""
+        running = sum(job.job.batch == view.id for job in self._active.values())
         batch = self.live.get(view.id)
         return BatchRow(batch_row(view, running, "" if batch is None else batch.feed_pause.trouble))
 
     def _ask(self, batch: LiveBatch, operation: Operation) -> None:
-        """Give the store an operation of which the result is the batch as it is then."""
+        """Give the store an operation whose result is the new view of the batch."""
         batch.busy = True
 
         def then(result: Result, now: float) -> None:
@@ -336,7 +335,7 @@ class Batches:
     # ---- watchers --------------------------------------------------------------------------------
 
     def watch(self, view: BatchView, watcher: Watcher, now: float) -> None:
-        """Answer once the batch is no longer as seen, at once if it is not now."""
+        """Answer when the mark of the batch differs from `watcher.seen`; at once if it does now."""
         question = watcher.question
         batch = self.live.get(view.id)
         if batch is None or watcher.seen != mark_of(view) or watcher.until <= now:
@@ -344,7 +343,7 @@ class Batches:
             return
         key = (question.link, question.id)
         if key not in batch.watchers and len(batch.watchers) >= MAX_WATCHERS:
-            why = f"{MAX_WATCHERS} clients wait for the progress of this batch, at most so many may"
+            why = f"{MAX_WATCHERS} clients wait for the progress of this batch, which is the most"
             self._fail(question, OverQuota(why, retry_after_ms=5000))
             return
         batch.watchers[key] = watcher
@@ -360,13 +359,13 @@ class Batches:
         question = watcher.question
         self._outbox.send(question.link, self.row(view), question.id, question.attempt)
 
-    def _fail(self, question: ev.Asked, error: PoolError) -> None:
+    def _fail(self, question: ev.QuestionAsked, error: PoolError) -> None:
         self._outbox.refuse(question, error)
 
     # ---- work ------------------------------------------------------------------------------------
 
     def next_wake(self) -> float:
-        """When `work` is due at the latest; the past: at once."""
+        """Returns the latest time for `work`; the past: at once."""
         if self._portion is not None:
             return 0.0
         times = [self._find_at]
@@ -394,7 +393,7 @@ class Batches:
 
     def _read_lines(self, now: float) -> None:
         """Begin a portion of the next batch in turn."""
-        hungry = [id for id, one in self.live.items() if one.feed_pause.due(one.view) <= now]
+        hungry = [id for id, batch in self.live.items() if batch.feed_pause.due(batch.view) <= now]
         if not hungry:
             return
         turn = sorted(hungry)
