@@ -1,4 +1,4 @@
-"""Actions: what the core can decide, and the outbox that collects those of one event."""
+"""Actions of the core, and the outbox that collects the actions of one event."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class StartWorker(Struct, frozen=True):
 
 
 class StopWorker(Struct, frozen=True):
-    """Ask a process to end, then kill it; `at_once`: kill it now, for it cannot react."""
+    """Ask a process to end, then kill it. `at_once`: kill it now, as it cannot react."""
 
     slot: str
     at_once: bool = False
@@ -58,9 +58,9 @@ class DumpStacks(Struct, frozen=True):
 
 
 class JobSetBack(Struct, frozen=True):
-    """Tell the job manager that a worker which ran a job was lost; the job's run goes on, or fails.
+    """Tell the job manager of a lost worker that ran a job; the job's run goes on, or fails.
 
-    `charge` is how far the ends of workers speak against the job now. `cause` is a sentence.
+    `charge` is the job's share in the ends of workers, see blame. `cause` is a sentence.
     """
 
     id: bytes
@@ -83,10 +83,11 @@ class Note(Struct, frozen=True):
 
 
 class RequestEnded(Struct, frozen=True):
-    """What spans are made of, with the setting `traces`. Times are seconds on the core's clock.
+    """The figures of an ended request for spans (setting `traces`). Times: seconds, core's clock.
 
-    `assigned_at`: first given to a worker, 0: never. `resumes`: when it lost a worker or gave up
-    its place, and when the next one had it. `timings_ms`: of the newest worker.
+    `assigned_at`: first given to a worker, 0: never. `resumes`: times at which it lost a worker or
+    its place, each with the time at which the next worker had it. `timings_ms`: of the newest
+    worker.
     """
 
     id: bytes
@@ -123,7 +124,7 @@ Action = (
 
 
 class Outbox:
-    """Deltas of streams with `batch` are merged per link until the event is over.
+    """Collects actions. Deltas of streams with `batch` are merged per link until the event ends.
 
     Order on a link is kept: another message flushes the merged deltas first.
     """

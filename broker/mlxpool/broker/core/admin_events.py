@@ -1,4 +1,4 @@
-"""Handles what operators ask for, and new settings."""
+"""Handles commands of operators, and new settings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class AdminEvents(Struct, eq=False):
     # ---- operators ---------------------------------------------------------------------------
 
     def on_load(self, event: ev.LoadModel, now: float) -> None:
-        """Start a model, whatever its breaker and its drain say."""
+        """Start a model, even with an open breaker or a drain."""
         if not self._state.admits:
             return
         model = self._state.registry.models[event.model]
@@ -48,7 +48,7 @@ class AdminEvents(Struct, eq=False):
             self._pool.require(model, now)
 
     def on_unload(self, event: ev.UnloadModel, now: float) -> None:
-        """Fail what runs in a model and stop its workers; what waits starts it again."""
+        """Fail the runs of a model and stop its workers; waiting requests start it again."""
         model = self._state.registry.models[event.model]
         for worker in model.workers:
             error = WorkerLost(
@@ -100,7 +100,7 @@ class AdminEvents(Struct, eq=False):
         registry.memory, registry.restart_limit = event.memory, event.config.restart_limit
 
     def on_unreachable(self, event: ev.Unreachable, now: float) -> None:
-        """While it lasts, models fail because no worker can come; afterwards they are tried."""
+        """Retry failed models once workers can reach the broker again."""
         self._state.trouble = event.why
         failed = (m for m in self._state.registry.models.values() if m.state in FAILING)
         for model in failed if not event.why else ():
@@ -114,7 +114,7 @@ class AdminEvents(Struct, eq=False):
         self._state.registry.describe(event.name, event.about)
 
     def on_model_gone(self, event: ev.ModelGone, now: float) -> None:
-        """What was accepted has `grace` to end, as in a drain; new requests know no such model."""
+        """Drain a model that left the settings; new requests get UnknownModel."""
         model = self._state.registry.remove(event.name)
         if model is not None:
             self._drainer.drain_model(model, event.grace, now)

@@ -30,11 +30,11 @@ from mlxpool.common.protocol.prompts import ChatPrompt
 from mlxpool.common.protocol.to_client import Accepted, Failed
 from mlxpool.common.protocol.token_ids import count_of
 
-RESUME_FACTOR = 4  # times the bounds hold for streams that another broker had accepted
+RESUME_FACTOR = 4  # factor of the bounds for streams that another broker had accepted
 
 
 class Admission(Struct, eq=False):
-    """A bad, excessive or known request is answered here; the others wait in a queue."""
+    """Answers bad, excessive and known requests; queues all others."""
 
     _state: State
     _outbox: Outbox
@@ -63,7 +63,7 @@ class Admission(Struct, eq=False):
             self._refuse(live, event, error, now)
 
     def _may_send_again(self, known: Request | Tombstone, event: ev.ClientGenerate) -> bool:
-        """Whether this is a higher attempt of the same request; if not, it is answered."""
+        """Returns whether this is a higher attempt of the same request; answers it if not."""
         ended = isinstance(known, Tombstone)
         if (known.owner, known.digest) != (event.owner, event.digest):
             self._refuse_id(event, "is in use by another request")
@@ -87,7 +87,7 @@ class Admission(Struct, eq=False):
     def _refuse(
         self, live: Request | None, event: ev.ClientGenerate, error: PoolError, now: float
     ) -> None:
-        """Answer with the terminal. The stream that it should have taken over ends with it."""
+        """Answer with the terminal. It also ends the stream that was to be taken over."""
         if live is None:
             self._state.counters.rejected[error.code] += 1
             self._outbox.send(event.link, Failed.of(error), event.id, event.attempt)
@@ -101,7 +101,7 @@ class Admission(Struct, eq=False):
     # ---- jobs --------------------------------------------------------------------------------
 
     def check_job(self, owner: str, work: Work, digest: bytes, now: float) -> None:
-        """Raises PoolError for a request that may not become a job, however much is free."""
+        """Raises PoolError if a request may not become a job, even with free workers."""
         state = self._state
         model = state.registry.model(work.model)
         state.check_admits(model, work.model)
@@ -194,7 +194,7 @@ class Admission(Struct, eq=False):
         return now + (default if message.deadline_ms is None else _seconds(message.deadline_ms))
 
     def _queued(self, request: Request, now: float) -> None:
-        """A request was queued, for the first time or again by a new sending."""
+        """Announce and dispatch a request that was queued first or by a new sending."""
         self._state.attach(request)
         self._state.watch_link(request.reader.link, now)
         self._delivery.set_timer(request)
@@ -220,9 +220,9 @@ class Admission(Struct, eq=False):
     def _take_over(
         self, request: Request, event: ev.ClientGenerate, message: Generate, now: float
     ) -> None:
-        """Go on from the ids that the client has; the run of the earlier sending is cancelled.
+        """Go on from the ids that the client has, and cancel the run of the earlier sending.
 
-        Raises PoolError if the ids are not those of the stream or the model is unavailable.
+        Raises PoolError if the ids differ from the stream's or the model is unavailable.
         """
         model, run = self._state.model_of(request), request.run
         _check_ids(run, message.resume_ids)
@@ -251,9 +251,9 @@ def _new_reader(event: ev.ClientGenerate, message: Generate) -> Reader:
 
 
 def _bounded(state: State, message: Generate) -> Generate:
-    """The message, with the default of the settings if it names no max_tokens.
+    """Returns the message, with the default of the settings if it names no max_tokens.
 
-    What a stream got from its first worker stays, see Facts.
+    Facts that a stream got from its first worker stay, see Facts.
     """
     if message.options.max_tokens >= 0:
         return message
@@ -266,7 +266,7 @@ def _bounded(state: State, message: Generate) -> Generate:
 
 
 def _set_ids(run: Run, message: Generate) -> None:
-    """Have the run go on from what the client has."""
+    """Have the run go on from the ids that the client has."""
     run.ids = bytearray(message.resume_ids)
     run.measured_ids = run.taken
     run.reported = 0 if message.resume is None else message.resume.reported
@@ -277,16 +277,16 @@ def _set_ids(run: Run, message: Generate) -> None:
 
 
 def _seconds(milliseconds: int | None) -> float:
-    """Infinity where the client sets no bound."""
+    """Returns seconds; infinity if the client sets no bound."""
     return math.inf if milliseconds is None else milliseconds / 1000
 
 
 def _seed(message: Generate, entropy: int) -> int:
-    """The request's own, else the one that its earlier sending was given, else a new one."""
+    """Returns the request's own seed, else that of its earlier sending, else a new one."""
     if message.options.seed >= 0:
         return message.options.seed
-    given = None if message.resume is None else message.resume.seed
-    return entropy if given is None else given
+    earlier = None if message.resume is None else message.resume.seed
+    return entropy if earlier is None else earlier
 
 
 def _check_ids(run: Run, ids: bytes) -> None:
@@ -302,24 +302,24 @@ def _check_ids(run: Run, ids: bytes) -> None:
 
 
 def _bound_factor(message: Generate) -> int:
-    """How much larger the bounds are for a message: what was accepted once is refused late."""
+    """Returns the factor of the bounds for a message: accepted streams have larger bounds."""
     return RESUME_FACTOR if message.resume_ids else 1
 
 
 def _places(message: Generate) -> int:
-    """How many requests a message stands for: the first of some choices for all of them.
+    """Returns the number of requests that a message counts as.
 
-    So they are refused together. The later ones are checked one by one: others may have come
-    between them.
+    The first of several choices counts as all of them, so that they are refused together. Later
+    choices are checked one by one, as other requests may come between.
     """
     choice = message.choice
     return choice.of if choice is not None and choice.index == 0 and not message.resume_ids else 1
 
 
 def _check_prompt(state: State, model: Model, message: Generate) -> None:
-    """Raises BadRequest for a chat, or images, if the files of the model are known to take none.
+    """Raises BadRequest for a chat or images that the model is known not to take.
 
-    Where they are not known, its worker refuses them.
+    If its files are not known, its worker refuses them.
     """
     if isinstance(message.prompt, ChatPrompt):
         state.registry.check_template(model)
@@ -334,7 +334,7 @@ def _check_queue(state: State, model: Model, message: Generate) -> None:
     """Raises QueueFull if the model's queue is full by count or bytes."""
     factor, queue = _bound_factor(message), model.queue
     limit, most = factor * state.config.queue_limit, factor * state.config.queue_bytes
-    # Those for which a worker has room now will not wait.
+    # Requests that a worker has room for now will not wait.
     room = 0 if queue else max((worker.room() for worker in model.workers), default=0)
     places = max(1, _places(message) - room)
     if len(queue) + places > limit or queue.bytes + places * message.size > most:
@@ -347,7 +347,7 @@ def _check_queue(state: State, model: Model, message: Generate) -> None:
 
 
 def _check_live_requests(state: State, owner: str, message: Generate) -> None:
-    """Raises OverQuota if the owner has as many live requests as it may."""
+    """Raises OverQuota if the owner has the most live requests that it may have."""
     live, most = state.owned[owner], _bound_factor(message) * state.config.quota_requests
     places = _places(message)
     if 0 < most < live + places:

@@ -1,4 +1,4 @@
-"""Answers `ping`, `models` and `keep`, and has workers answer what clients ask of models."""
+"""Answers `ping`, `models` and `keep`, and has workers answer calls of models."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from mlxpool.common.protocol.frames import VERSION, Content
 from mlxpool.common.protocol.from_client import KEEP_FOREVER, TOKENIZE, Cancel, Keep, ModelCall
 from mlxpool.common.protocol.to_client import Done, Failed, Kept, ModelList, Pong
 
-MAX_LOSSES = 2  # of workers that had a call of the tokenizer
-# The same of one that a model computes: whoever kills workers ends many calls with each.
+MAX_LOSSES = 2  # lost workers of a call of the tokenizer, after which it fails
+# The same for a call that a model computes: the end of a worker takes many calls with it.
 MAX_LOSSES_COMPUTED = 20
 MAX_IN_WORKER = 64  # calls that one worker computes or has waiting; the others wait for any worker
 
 
 class Calls(Struct, eq=False):
-    """A call is answered once, unless it is cancelled. A lost worker's calls are sent to others."""
+    """Answers each call once, unless it is cancelled. Other workers get a lost worker's calls."""
 
     _state: State
     _outbox: Outbox
@@ -80,10 +80,10 @@ class Calls(Struct, eq=False):
         self._outbox.send(event.link, answer, event.id, event.attempt)
 
     def _keep(self, message: Keep | PoolError, now: float) -> int:
-        """Set how long a model stays; returns the milliseconds that hold. Raises PoolError.
+        """Set how long a model stays. Returns the milliseconds in force. Raises PoolError.
 
-        A client cannot shorten what the settings keep for ever, and beyond the setting
-        `client_keep_alive` it cannot lengthen what they say.
+        A client cannot shorten an endless time of the settings. It can lengthen a time up to the
+        setting `client_keep_alive`.
         """
         if isinstance(message, PoolError):
             raise message
@@ -128,7 +128,7 @@ class Calls(Struct, eq=False):
         self._add(model, call, now)
 
     def _checked(self, message: ModelCall, now: float) -> Model:
-        """The model that is to answer. Raises PoolError if it cannot, or cannot now."""
+        """Returns the model of a call. Raises PoolError if it cannot answer, or not now."""
         registry, name = self._state.registry, message.model
         model = registry.model(name)
         self._state.check_admits(model, name)
@@ -150,9 +150,9 @@ class Calls(Struct, eq=False):
         self._pool.update_idle_timer(model, now)
 
     def _redirect(self, event: ev.ClientModelCall, message: ModelCall) -> bool:
-        """Whether a call was known before: then its answer goes to the link of this sending.
+        """Send the answer of a known call to the link of this sending. False for a new call.
 
-        Raises DuplicateId if its id is that of another call.
+        Raises DuplicateId if another call has its id.
         """
         call = self._state.calls.get(event.id)
         if call is None:
@@ -178,12 +178,12 @@ class Calls(Struct, eq=False):
             )
 
     def forward(self, model: Model) -> None:
-        """Give waiting calls to the workers that have the fewest, as far as they take more."""
+        """Give waiting calls to the workers with the fewest calls, up to MAX_IN_WORKER each."""
         if self._state.phase is PoolPhase.CLOSING:
             return  # all of them are about to end
         serving = [worker for worker in model.workers if worker.serves]
         while model.calls and serving:
-            worker = min(serving, key=lambda one: len(one.calls))
+            worker = min(serving, key=lambda worker: len(worker.calls))
             if len(worker.calls) >= MAX_IN_WORKER:
                 return
             call = model.calls.take()
@@ -218,14 +218,14 @@ class Calls(Struct, eq=False):
             self.cancel(call, now, DeadlineExceeded(f"{why} (deadline_ms), {where}"))
 
     def known(self, id: bytes, owner: str | None) -> Call | None:
-        """The open call with this id, if this owner may know of it; `owner` None may know all."""
+        """Returns the open call with this id, if `owner` may know of it; None may know all."""
         call = self._state.calls.get(id)
         return call if call is not None and owner in (None, call.message.owner) else None
 
     def cancel(self, call: Call, now: float, error: PoolError | None = None) -> None:
         """End a call with an error, or without an answer; its worker no longer works on it.
 
-        The manager of jobs is told of each end.
+        The job manager gets a message of each end.
         """
         silent = Done("cancelled") if call.link == JOBS_LINK else None
         self._answer(call, silent if error is None else Failed.of(error))
@@ -242,12 +242,12 @@ class Calls(Struct, eq=False):
         self._pool.work_ended(model, now)
 
     def computed_by(self, worker: Worker) -> list[Call]:
-        """The calls that the model of a worker computes, or has waiting."""
+        """Returns the calls that the model of a worker computes, or has waiting."""
         calls = [self._state.calls[id] for id in sorted(worker.calls)]
         return [call for call in calls if call.message.computes]
 
     def worker_lost(self, worker: Worker, cause: str, shares: Mapping[bytes, float]) -> None:
-        """Queue the calls of a lost worker again; those that are to blame, or lost many, fail.
+        """Queue the calls of a lost worker again. Calls to blame, or with many losses, fail.
 
         `shares`: the charges of calls for its end, by id, see blame.
         """
@@ -267,12 +267,12 @@ class Calls(Struct, eq=False):
         worker.calls.clear()
 
     def _tell_jobs(self, call: Call, worker: Worker, cause: str) -> None:
-        """The charge of a job has to outlive this broker, and its history has the loss."""
+        """Report a loss: the job's charge outlives this broker, and its history has the loss."""
         where = exit_causes.ended(worker.slot, cause)
         self._outbox.add(JobSetBack(call.id, call.attempt, worker.slot, call.charge, where))
 
     def _answer(self, call: Call, answer: Content | None) -> None:
-        """The one place where a call ends; None: nobody waits for an answer."""
+        """End a call; all calls end here. None: nobody waits for an answer."""
         self._state.remove_call(call)
         self._state.timers.clear(("call", call.id))
         if answer is not None:
@@ -280,20 +280,20 @@ class Calls(Struct, eq=False):
 
 
 def allowed_keep(asked_ms: int, usual: float, longest: float) -> float:
-    """Seconds for which an idle model stays; below 0: without end.
+    """Returns the seconds for which an idle model stays; below 0: without end.
 
-    `usual`: its setting keep_alive; `longest`: what clients may ask for beyond it, below 0: any.
+    `usual`: its setting keep_alive. `longest`: the most that clients may ask for, below 0: any.
     """
     if usual < 0:
         return usual
-    asked = math.inf if asked_ms < 0 else asked_ms / 1000
+    seconds_asked = math.inf if asked_ms < 0 else asked_ms / 1000
     bound = math.inf if longest < 0 else max(longest, usual)
-    seconds = min(asked, bound)
+    seconds = min(seconds_asked, bound)
     return -1.0 if math.isinf(seconds) else seconds
 
 
 def _reason_to_fail(call: Call, where: str, cause: str) -> PoolError | None:
-    """Why a call of a lost worker is not sent to another one; None: it is."""
+    """Returns why a call of a lost worker fails; None if another worker gets it."""
     if call.charge >= blame.POISON_CHARGE:
         return Poisoned(f"{where}; this call ended two workers")
     most = MAX_LOSSES_COMPUTED if call.message.computes else MAX_LOSSES

@@ -30,7 +30,7 @@ from mlxpool.broker.models.registry import Registry
 from mlxpool.common.config.schema import PoolConfig
 
 NO_LIMIT = 1 << 62  # bytes
-MAX_DUE = 64  # timers that one `Wake` handles: what else is due waits until others were served
+MAX_DUE = 64  # timers that one `Wake` handles; other events are served before the rest
 
 Handler = Callable[..., None]  # takes an event of the type in the table, and the time
 
@@ -46,9 +46,9 @@ class Core:
         memory: int = NO_LIMIT,
         locations: Mapping[str, str] | None = None,
     ) -> None:
-        """`needs` is what one worker of a model takes, `memory` what all may take, in bytes.
+        """`needs` has the bytes of one worker of each model, `memory` the bytes of all workers.
 
-        `locations` says where the files of a model are; names with one location may share workers.
+        `locations` has the place of the files of each model. Names of one place may share workers.
         """
         registry = Registry(memory, config.restart_limit)
         for name, spec in config.models.items():
@@ -121,7 +121,7 @@ class Core:
         }
 
     def handle(self, event: ev.Event, now: float) -> list[Action]:
-        """Everything that follows from one event, in order."""
+        """Returns the actions that follow from one event, in order."""
         self.outbox.open()
         self._bulk.open()
         self._handlers[type(event)](event, now)
@@ -129,11 +129,11 @@ class Core:
 
     @property
     def ends_more(self) -> bool:
-        """Whether streams or calls are about to end, in the next events."""
+        """Returns whether streams or calls are about to end, in the next events."""
         return len(self._bulk) > 0
 
     def next_wake(self) -> float:
-        """When `Wake` is due at the latest; infinity if nothing waits for a time."""
+        """Returns the latest time for `Wake`; infinity if nothing waits for a time."""
         return self.state.timers.next()
 
     def _on_wake(self, event: ev.Wake, now: float) -> None:

@@ -96,7 +96,7 @@ class Delivery(Struct, eq=False):
     # ---- ends --------------------------------------------------------------------------------
 
     def finish(self, request: Request, end: RunEnd, now: float) -> None:
-        """End a stream as its worker ended the run."""
+        """End a stream with the end of its run."""
         run = request.run
         timings = {
             "queue": _ms(run.assigned_at - request.accepted_at),
@@ -119,7 +119,7 @@ class Delivery(Struct, eq=False):
         self.fail_with(request, Failed.of(error), now)
 
     def fail_with(self, request: Request, failed: Failed, now: float) -> None:
-        """End a stream with an error as its worker made it."""
+        """End a stream with an error of its worker."""
         self._state.counters.failures[failed.code] += 1
         self._end(request, "fail", failed, now)
 
@@ -129,12 +129,12 @@ class Delivery(Struct, eq=False):
         reader.unread.clear()
         error = SlowConsumer(
             f"{why} (limits: {config.unread_bytes} bytes, {config.ack_grace:g} s without"
-            f" an ack behind a window of {reader.window} ids); read and ack sooner"
+            f" an ack with a full window of {reader.window} ids); read and ack sooner"
         )
         self.fail(request, error, now)
 
     def _end(self, request: Request, event: str, terminal: Done | Failed, now: float) -> None:
-        """The one place where a stream ends. Its last output and terminal pass every bound."""
+        """End a stream; all streams end here. Its last output and terminal pass every bound."""
         state, reader, model = self._state, request.reader, self._state.model_of(request)
         if request.state is RequestState.QUEUED:
             model.queue.drop(request)
@@ -185,7 +185,7 @@ def _ms(seconds: float) -> float:
 
 
 def _log_fields(request: Request, outcome: str, cached: object, now: float) -> Mapping[str, object]:
-    """The log line of an ended request: figures, never its text."""
+    """Returns the log fields of an ended request: figures, never its text."""
     run, accepted_at = request.run, request.accepted_at
     first = run.first_token_at
     return {

@@ -35,7 +35,7 @@ from mlxpool.common.protocol.to_worker import Work
 
 
 class Dispatcher(Struct, eq=False):
-    """No work goes to a worker that is not READY, and never more than it has credit for."""
+    """Gives work only to READY workers, and never more than they have credit for."""
 
     _state: State
     _outbox: Outbox
@@ -47,8 +47,8 @@ class Dispatcher(Struct, eq=False):
     def dispatch(self, model: Model, now: float) -> None:
         """Assign the model's waiting requests: first the resumed ones, then the fresh ones.
 
-        An owner for whom others gave up places gets these before all others. Charged jobs that let
-        others go first get what these leave.
+        Promised places go to their owners before all others. Charged jobs that let others go first
+        get the remaining places.
         """
         if self._state.phase is PoolPhase.CLOSING:
             return  # all of them are about to end
@@ -75,9 +75,9 @@ class Dispatcher(Struct, eq=False):
         self._pool.update_idle_timer(model, now)
 
     def _keep_promises(self, model: Model, workers: list[Worker], now: float) -> None:
-        """Assign requests of the owners for whom others gave up places, as far as these are free.
+        """Assign requests to free places that others gave up for their owners.
 
-        A place that none of its owner's requests can have is for all.
+        A place that none of its owner's requests can use is free for all.
         """
         places = model.places
         for owner in list(places.promised):
@@ -92,7 +92,7 @@ class Dispatcher(Struct, eq=False):
     def _choose_fresh(
         self, model: Model, workers: list[Worker], now: float
     ) -> tuple[Request, Worker] | None:
-        """The fresh request that is assigned next, and its worker; None: none can be."""
+        """Returns the fresh request to assign next, and its worker; None if none can be."""
         queue, places = model.queue, model.places
         heads = queue.heads(places.held)
         if heads and _is_kept_from(heads[0].owner, model, workers, now):
@@ -110,7 +110,7 @@ class Dispatcher(Struct, eq=False):
         return pair
 
     def _assign_resumed(self, request: Request, workers: list[Worker], now: float) -> list[Worker]:
-        """Assign it, or reserve a worker for it; returns the workers that others may have."""
+        """Assign it, or reserve a worker for it. Returns the workers that others may have."""
         model = self._state.model_of(request)
         pair = _choose(model, [request], workers)
         if pair is not None:
@@ -125,7 +125,7 @@ class Dispatcher(Struct, eq=False):
     def _fail_incompatible(self, model: Model, now: float) -> None:
         """Fail streams that began with other weights than the model has now: none can resume.
 
-        Each is compared once with the workers that are ready: thousands may wait for these.
+        A stream is compared once with the ready workers, as thousands of streams may wait.
         """
         if not model.queue.begun or not model.stable:
             return
@@ -138,9 +138,9 @@ class Dispatcher(Struct, eq=False):
             self._bulk.end_some(now)
 
     def _still_incompatible(self, model: Model, request: Request) -> bool:
-        """Whether a stream that waits can be resumed by no worker when its turn to end comes."""
+        """Returns whether still no worker can resume a waiting stream, at its turn to end."""
         if not model.stable:
-            model.queue.forget_checks()  # the next one that is ready decides
+            model.queue.forget_checks()  # the next ready worker decides
             return False
         waits = request.model == model.name and request.state is RequestState.QUEUED
         return waits and _is_incompatible(request, _ready(model))
@@ -173,7 +173,7 @@ class Dispatcher(Struct, eq=False):
 
 
 def _is_kept_from(owner: str, model: Model, workers: list[Worker], now: float) -> bool:
-    """Whether all places that are free are kept for other owners, of which nothing waits."""
+    """Returns whether all free places are kept for other owners, who have nothing waiting."""
     kept = model.places.kept_from(owner, now)
     if not kept:
         return False
@@ -183,7 +183,7 @@ def _is_kept_from(owner: str, model: Model, workers: list[Worker], now: float) -
 
 
 def _keeps_worker_free(model: Model, now: float) -> bool:
-    """Whether a charged request waits for a worker that it has to itself, or with few others."""
+    """Returns whether a charged request waits for a worker with few or no other requests."""
     if not model.queue.charged:
         return False
     charged = (request for request in model.queue.resumed if request.run.batch_bound)
@@ -191,10 +191,10 @@ def _keeps_worker_free(model: Model, now: float) -> bool:
 
 
 def _gives_way(request: Request, model: Model, now: float) -> bool:
-    """Whether a charged job lets requests of a higher rank have all workers, for now.
+    """Returns whether a charged job lets requests of a higher rank have all workers, for now.
 
-    It needs a worker for itself and few others, so it would hold up all that the worker has room
-    for. When it has waited for long enough, a worker is reserved for it as for a charged stream.
+    It shares a worker with few others, so it would hold up the requests that the worker has room
+    for. After `blame.max_wait` a worker is reserved for it, as for a charged stream.
     """
     return (
         request.run.batch_bound > 0
@@ -213,7 +213,7 @@ def _is_incompatible(request: Request, ready: Sequence[Worker]) -> bool:
 
 
 def _changed(model: Model, request: Request | Call) -> ModelUnavailable:
-    """The error of a stream that can be resumed by none of the workers that are ready."""
+    """Returns the error of a stream that no ready worker can resume."""
     assert isinstance(request, Request)
     facts, worker = request.run.facts or Facts(), _ready(model)[0]
     return ModelUnavailable(
@@ -242,10 +242,10 @@ def _choose(
 
 
 def _behind_bound(model: Model, workers: Sequence[Worker]) -> tuple[Request, Worker] | None:
-    """The first request that may go past those that wait for one worker.
+    """Returns the first request that may pass the requests which wait for a certain worker.
 
-    These are choices, which wait for the worker of their group, and streams that began with other
-    weights than a worker has.
+    A choice waits for the worker of its group. A stream may have begun with other weights than a
+    worker has.
     """
     if not any(worker.credit() for worker in workers):
         return None
@@ -265,7 +265,7 @@ def _behind_bound(model: Model, workers: Sequence[Worker]) -> tuple[Request, Wor
 
 
 def work_of(request: Request, deadline_ms: int) -> Work:
-    """The `work` of a request: with a resume if it has ids, or facts of its first worker."""
+    """Returns the `work` of a request; it has a resume if the request has ids or facts."""
     message, run, resume = request.message, request.run, None
     if run.ids or run.facts is not None:
         losses, reported = run.resumes_without_progress, run.reported
@@ -285,18 +285,18 @@ def work_of(request: Request, deadline_ms: int) -> Work:
 # ---- places for owners that wait -----------------------------------------------------------------
 
 
-MAX_WANTED = 64  # waiting requests for which one decision is made
+MAX_WANTED = 64  # waiting requests in one decision
 
 
 class PlaceSharing(Struct, eq=False):
-    """Where all owners of the pool are one, nothing is looked at."""
+    """Shares the places of a model among owners. Does nothing while the pool has one owner."""
 
     _state: State
     _pool: WorkerPool
     _delivery: Delivery
 
     def share(self, model: Model, now: float) -> None:
-        """Have runs give up their places for what waits for a model and got none."""
+        """Have runs give up their places for requests that wait for a model and got no place."""
         key, timers = ("places", model.name), self._state.timers
         again = model.places.kept_until(now) if model.queue else math.inf
         if not model.queue or len(self._state.owned) < 2:
@@ -313,9 +313,9 @@ class PlaceSharing(Struct, eq=False):
         timers.set(key, again)
 
     def _wanted(self, model: Model, serving: list[Worker]) -> Iterator[Wanted]:
-        """The waiting requests whose owners have fewer places than others, in their turns.
+        """Yields the waiting requests of owners with fewer places than others, in their turns.
 
-        An idle job takes no place from others, and one that needs a worker for itself waits for it.
+        An idle job takes no place from others. A charged request waits for its reserved worker.
         """
         counts = model.places.held
         most = max(counts.values(), default=0)
@@ -332,7 +332,7 @@ class PlaceSharing(Struct, eq=False):
                 yield Wanted(request, workers)
 
     def _held(self, serving: list[Worker]) -> tuple[list[Held], dict[int, int]]:
-        """The runs of workers, and how many places of each are free or about to be."""
+        """Returns the runs of workers, and by worker how many places are free or about to be."""
         held: list[Held] = []
         coming: dict[int, int] = {}
         for worker in serving:
@@ -340,14 +340,14 @@ class PlaceSharing(Struct, eq=False):
             for id, number in worker.leases:
                 request = self._state.requests.get(id)
                 if request is None or not request.run.leased_by(worker.epoch, number):
-                    coming[worker.epoch] += 1  # it was told to end
+                    coming[worker.epoch] += 1  # its cancel is under way
                 elif not request.run.batch_bound:
                     proven = request.state is RequestState.STREAMING
                     held.append(Held(request, worker.epoch, request.run.leased_at, proven))
         return held, coming
 
     def _give(self, model: Model, request: Request, taker: str, now: float) -> None:
-        """End a run in its worker; the place is free when the worker confirms that."""
+        """End a run in its worker; its place is free once the worker confirms that."""
         self._pool.cancel_run(request)
         request.move("requeue")
         request.run.release(now)

@@ -1,4 +1,4 @@
-"""Lets a worker, a model or the pool finish what it has, for a time."""
+"""Lets a worker, a model or the pool finish its work, for a time."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Drainer(Struct, eq=False):
     # ---- a worker ----------------------------------------------------------------------------
 
     def drain_worker(self, slot: str, grace: float, now: float) -> None:
-        """Give its worker nothing new; what it has may run on for `grace` seconds."""
+        """Give the worker of a slot no new work; its runs may go on for `grace` seconds."""
         worker = self._state.registry.slots[slot].worker
         if worker is None or not worker.allows("drain"):
             return
@@ -51,7 +51,7 @@ class Drainer(Struct, eq=False):
         self._dispatcher.dispatch(self._state.model_of_worker(worker), now)
 
     def on_worker_timer(self, slot_name: str, epoch: int, now: float) -> None:
-        """The grace is over: the worker is told to hand back its runs, then it is condemned."""
+        """End the grace: a worker has to hand back its runs; the next time it is condemned."""
         slot = self._state.registry.slots.get(slot_name)  # None: its model became an alias
         worker = None if slot is None else slot.worker
         if worker is None or worker.epoch != epoch:
@@ -67,7 +67,7 @@ class Drainer(Struct, eq=False):
     # ---- a model, the pool -------------------------------------------------------------------
 
     def drain_model(self, model: Model, grace: float, now: float) -> None:
-        """Admit nothing for a model; what it has accepted may run on for `grace` seconds."""
+        """Admit nothing for a model; accepted requests may go on for `grace` seconds."""
         model.move("drain")
         self._state.timers.set(("drained", model.name), now + grace)
         self._pool.work_ended(model, now)
@@ -80,7 +80,7 @@ class Drainer(Struct, eq=False):
             self._pool.work_ended(model, now)
 
     def on_timer(self, name: str, now: float) -> None:
-        """The grace of a model, or of the pool (""), is over: what still waits or runs fails."""
+        """The grace of a model, or of the pool (""), is over: fail its remaining requests."""
         models = self._state.registry.models
         if not name and not self._state.admits:
             self._fail(list(models.values()), self._give_up_all, now)
@@ -109,7 +109,7 @@ class Drainer(Struct, eq=False):
     def _unload_drained(self, model: Model, now: float) -> None:
         """Stop the workers of a model, unless it was opened again in the meantime.
 
-        Where it is drained again since then, that drain stops them when its own time is over.
+        If it is drained again since then, that drain stops them at the end of its own grace.
         """
         if not model.admits and ("drained", model.name) not in self._state.timers:
             self._pool.give_up(model)

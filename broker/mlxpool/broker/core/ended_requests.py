@@ -1,4 +1,4 @@
-"""What is remembered of requests that have ended: tombstones of ids, poisonous digests."""
+"""The memory of ended requests: tombstones of ids, and digests in quarantine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_QUARANTINED = 1_000
 
 
 class EndedRequests:
-    """Both maps are bounded by count and by time; the oldest entries go first."""
+    """Owns tombstones and quarantine, bounded by count and time; the oldest entries go first."""
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -36,7 +36,7 @@ class EndedRequests:
             tombstones.popitem(last=False)
 
     def make_final(self, id: bytes) -> None:
-        """The end of this id was asked for: no later sending starts it again."""
+        """Mark an id as ended on request: no later sending starts it again."""
         tombstones = self._state.tombstones
         tombstones[id] = replace(tombstones[id], final=True)
 
@@ -48,7 +48,7 @@ class EndedRequests:
             self._state.timers.set("tombstones", next(iter(tombstones.values())).until)
 
     def fate(self, request_id: bytes, owner: str | None = None) -> Fate:
-        """The state of an id and how many ids were sent, as far as this owner may know.
+        """Returns the state of a request and the ids sent, as far as this owner may know.
 
         `owner` None may know everything.
         """
@@ -66,7 +66,7 @@ class EndedRequests:
         self._quarantine(digest, now + self._state.config.poison_life)
 
     def on_quarantine(self, event: ev.Quarantine, now: float) -> None:
-        """Refuse requests for the time that is left, or no longer; see jobs."""
+        """Refuse requests with this digest for `seconds`; 0: no longer."""
         if event.seconds > 0:
             self._quarantine(event.digest, now + event.seconds)
         else:
@@ -81,7 +81,7 @@ class EndedRequests:
             held.popitem(last=False)
 
     def check_quarantine(self, digest: bytes) -> None:
-        """Raises Poisoned for a digest in quarantine."""
+        """Raises Poisoned if the digest is in quarantine."""
         if digest in self._state.quarantine:
             raise Poisoned(
                 "this request ended two workers; it is refused for"

@@ -1,4 +1,4 @@
-"""Ends what was cancelled, or had its time: deadlines, slow readers, silent links."""
+"""Ends streams and calls: cancels, deadlines, slow readers, silent links."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from mlxpool.common.errors import DeadlineExceeded, PoolError, Unauthorized
 from mlxpool.common.protocol.to_client import Fate
 
 MAX_ENDED = 64  # streams and calls of bulks that one event ends, of all bulks together
-MAX_LOOKED_AT = 4096  # ids that one event looks at: most of a bulk may be none that ends
-BULK_TIMER = "endings"  # key of the timer that is due while some are left
+MAX_LOOKED_AT = 4096  # ids that one event looks at: most ids of a bulk may not end
+BULK_TIMER = "endings"  # key of the timer that is due while ids are left
 
 
 class Bulk(Struct, eq=False):
     """Streams and calls that end together, some in each event.
 
-    `newest` is the number of the newest request that may be one of them: a later one may have the
-    id of one that has ended. `ends` and `ends_call` say when the turn of a stream or of a call
-    comes whether it ends: it may be another client's by then. `error` makes the error of one; None:
-    they are cancelled. `then` is called when all have had their turn.
+    `newest` is the number of the newest request of the bulk: a later request may reuse an id of it.
+    `ends` and `ends_call` decide at the turn of a stream or call whether it ends: it may belong to
+    another client by then. `error` makes the error of each; None: they are cancelled. `then` is
+    called when all have had their turn.
     """
 
     streams: deque[bytes]
@@ -46,10 +46,10 @@ class Bulk(Struct, eq=False):
 class BulkEndings:
     """Ends many streams and calls, a few in each event, so that the broker serves others between.
 
-    Bulks take turns, so that a small one does not wait for a large one.
+    Bulks take turns, so that a small bulk does not wait for a large one.
 
-    What is not ended yet goes on as before: a worker may end it, another event may fail it, and a
-    client may send it again on a new link.
+    Streams and calls go on until their turn: a worker may end them, another event may fail them,
+    and a client may send them again on a new link.
     """
 
     def __init__(self, state: State, delivery: Delivery, calls: Calls) -> None:
@@ -60,7 +60,7 @@ class BulkEndings:
         self._may_end = MAX_ENDED  # in the current event
 
     def __len__(self) -> int:
-        """How many bulks have streams or calls whose turn has not come."""
+        """Returns the number of bulks with streams or calls whose turn has not come."""
         return len(self._bulks)
 
     def open(self) -> None:
@@ -88,10 +88,11 @@ class BulkEndings:
         self._state.timers.set(BULK_TIMER, now)
 
     def running(self, streams: Collection[bytes]) -> list[Request]:
-        """The requests that workers have, in the order of their arrival.
+        """Returns requests that workers have, in the order of arrival.
 
-        All of those with the ids `streams` are among them, others may be: the fewer of the two are
-        looked at, so that thousands of links with a stream each cost as little as one with all.
+        It has all of them with ids in `streams`, and may have others. It looks at `streams` or at
+        the leases, whichever are fewer: thousands of links with a stream each cost as little as one
+        link with all streams.
         """
         requests, workers = self._state.requests, self._state.workers.values()
         ids: Iterable[bytes] = streams
@@ -101,7 +102,7 @@ class BulkEndings:
         return sorted({r for r in known if r is not None and r.run.epoch}, key=lambda r: r.arrival)
 
     def end_some(self, now: float) -> None:
-        """End the next ones, as many as the event may still end."""
+        """End the next streams and calls, up to MAX_ENDED in an event."""
         # Before any ends: an exception costs one stream, and the others end in later events.
         self._state.timers.set(BULK_TIMER, now)
         for _ in range(MAX_LOOKED_AT):
@@ -118,7 +119,7 @@ class BulkEndings:
             self._state.timers.clear(BULK_TIMER)
 
     def _end_next(self, bulk: Bulk, now: float) -> bool:
-        """End the next stream or call of a bulk, if it is still there; returns whether it was."""
+        """End the next stream or call of a bulk, if it is still there. Returns whether it was."""
         if bulk.streams:
             request = self._state.requests.get(bulk.streams.popleft())
             if request is None or request.arrival > bulk.newest or not bulk.ends(request):
@@ -138,7 +139,7 @@ class BulkEndings:
         return False
 
 
-STALL_INTERVAL = 1.0  # seconds between two looks at whether somebody waits for a silent client
+STALL_INTERVAL = 1.0  # seconds between two looks for clients that wait for a silent one
 
 
 class Endings(Struct, eq=False):
@@ -149,7 +150,7 @@ class Endings(Struct, eq=False):
     _calls: Calls
     _bulk: BulkEndings
 
-    # ---- asked for ---------------------------------------------------------------------------
+    # ---- cancels -----------------------------------------------------------------------------
 
     def on_cancel(self, event: ev.CancelRequest, now: float) -> None:
         state, bound = self._state, self._state.config.quota_cancels
@@ -167,14 +168,14 @@ class Endings(Struct, eq=False):
             self._calls.cancel(call, now)
 
     def _fate(self, id: bytes, owner: str | None) -> Fate:
-        """Where a stream or a call stands, as far as this owner may know."""
+        """Returns the state of a stream or a call, as far as this owner may know."""
         fate, call = self._ended.fate(id, owner), self._calls.known(id, owner)
         if call is None or fate.state != "unknown":
             return fate
         return Fate("assigned" if call.epoch else "queued", 0)
 
     def on_revoked(self, event: ev.Revoked, now: float) -> None:
-        """End what the owner has: the first ones now, before the edge ends its connections."""
+        """End the owner's streams and calls, some now, before the edge ends its connections."""
         state, owner = self._state, event.owner
         error = Unauthorized(f"{owner} was revoked: nothing of it is served any more")
         calls = [call.id for call in state.calls.values() if call.message.owner == owner]
@@ -206,9 +207,9 @@ class Endings(Struct, eq=False):
             self._bulk.begin(link.ids, (), plain, now, then=partial(self._look_again, event.link))
 
     def on_link_timer(self, number: int, now: float) -> None:
-        """Cancel what a link has that was silent for `client_grace`, and forget the link.
+        """Cancel the streams and calls of a link silent for `client_grace`, and forget the link.
 
-        Places in workers for which others wait are given back earlier, after `STALL_GRACE`.
+        If other clients wait, its places in workers are given back after `STALL_GRACE`.
         """
         link = self._state.links.get(number)
         if link is None:
@@ -238,32 +239,32 @@ class Endings(Struct, eq=False):
             del self._state.links[number]
 
     def _look_again(self, number: int, now: float) -> None:
-        """Make a link's timer due when its streams and calls have ended: it may be forgotten."""
+        """Make a link's timer due once its streams and calls have ended: it may be forgotten."""
         if number in self._state.links:
             self._state.timers.set(("link", number), now)
 
     def _detach(self, number: int, link: Link) -> None:
-        """It gets no terminal, and a new number: a client that wakes up sees that and retries."""
+        """Mark a link as lost. A client that wakes up gets a new link, no terminal, and retries."""
         link.lost = True
         self._outbox.add(ForgetLink(number))
 
     def _end_stalled(self, number: int, link: Link, now: float) -> None:
-        """Cancel the streams of a silent client that have a place for which another client waits.
+        """Cancel the running streams of a silent client whose models other clients wait for.
 
-        A durable one goes on when its client sends it again, as after `client_grace`.
+        A durable stream goes on when its client sends it again, as after `client_grace`.
         """
         running = [r for r in self._bulk.running(link.ids) if _is_on(number, r)]
-        wanted = {
+        wanted_models = {
             name
             for name in {request.model for request in running}
-            if any(one.reader.link != number for one in self._state.registry.models[name].queue)
+            if any(other.reader.link != number for other in self._state.registry.models[name].queue)
         }
-        if wanted:
+        if wanted_models:
             if not link.lost:
                 self._detach(number, link)
 
             def stalled(request: Request) -> bool:
-                return _is_on(number, request) and request.model in wanted
+                return _is_on(number, request) and request.model in wanted_models
 
             ids = [request.id for request in running]
             self._bulk.begin(ids, (), stalled, now, then=partial(self._look_again, number))
@@ -271,7 +272,7 @@ class Endings(Struct, eq=False):
     # ---- time --------------------------------------------------------------------------------
 
     def on_late(self, event: ev.Late, now: float) -> None:
-        """The time in which the broker did not run counts neither as silence nor as slowness."""
+        """Do not count time without a running broker as silence or slowness."""
         for link in self._state.links.values():
             link.heard_at = min(now, link.heard_at + event.seconds)
         for request in self._state.requests.values():
@@ -301,7 +302,7 @@ class Endings(Struct, eq=False):
         self._delivery.fail(request, self._late(request, why), now)
 
     def _late(self, request: Request, why: str) -> DeadlineExceeded:
-        """The error of a request that is past a deadline; it says how far its model is loaded."""
+        """Returns the error of a request past a deadline, with the load progress of its model."""
         loaded = self._state.model_of(request).load_progress
         if loaded is None or request.state is not RequestState.QUEUED:
             return DeadlineExceeded(why)
@@ -313,5 +314,5 @@ class Endings(Struct, eq=False):
 
 
 def _is_on(link: int, request: Request) -> bool:
-    """Whether the reader of a request has this link."""
+    """Returns whether the reader of a request has this link."""
     return request.reader.link == link

@@ -1,4 +1,4 @@
-"""Events: what can happen to the core, and the events of messages. Frozen, without behaviour."""
+"""Events of the core, and the events of messages. Frozen, without behaviour."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Event:
     __slots__ = ()
 
 
-# The one way into the core for everything around it: lets the core handle an event at a time in
-# seconds, then performs the actions that it decided.
+# The only way into the core: has the core handle an event at a time in seconds, then performs its
+# actions.
 Perform = Callable[[Event, float], None]
-# Has an answer given at a time when it can be: at once, or when something is known.
+# Gives an answer once it can be given: at once, or when a fact is known.
 AnswerLater = Callable[[Callable[[float], None], float], None]
 
 # ---- clients ---------------------------------------------------------------------------------
@@ -36,9 +36,9 @@ AnswerLater = Callable[[Callable[[float], None], float], None]
 class ClientGenerate(Event, Struct, frozen=True):
     """A client sent `generate`.
 
-    `digest` is that of the sending, see `from_client.request_digest`. `message` is the error that
-    parsing raised if the body is bad: a known id is answered before a bad body is. `entropy`
-    becomes the seed of a request that names none.
+    `digest`: see `from_client.request_digest`. `message` is the parsed body or the error of a bad
+    one: a known id is answered before a bad body. `entropy` is the seed of a request that names
+    none.
     """
 
     link: int
@@ -51,7 +51,7 @@ class ClientGenerate(Event, Struct, frozen=True):
 
 
 class StartJob(Event, Struct, frozen=True):
-    """The job manager has a job run; what comes of it goes to JOBS_LINK.
+    """The job manager has a job run; its output goes to JOBS_LINK.
 
     `message` has the ids that the store holds, the deadline and the window, or is a call. `charge`
     is the job's share in the ends of workers, see blame. `alone`: it may have ended the broker, so
@@ -71,7 +71,7 @@ class StartJob(Event, Struct, frozen=True):
 
 
 class Quarantine(Event, Struct, frozen=True):
-    """Refuse requests with this digest for so many seconds; 0: no longer."""
+    """Refuse requests with this digest for `seconds`; 0: no longer."""
 
     digest: bytes
     seconds: float
@@ -84,7 +84,7 @@ class WantModel(Event, Struct, frozen=True):
 
 
 class CancelRequest(Event, Struct, frozen=True):
-    """`cancel` of a client, or of the admin (`link` and `owner` None), who may cancel anything."""
+    """`cancel` of a client, or of an operator (`link`, `owner` None), who may cancel anything."""
 
     link: int | None
     owner: str | None
@@ -134,7 +134,7 @@ class ClientModelCall(Event, Struct, frozen=True):
 
 
 class ClientHeard(Event, Struct, frozen=True):
-    """A frame came on this link that makes no other event."""
+    """A frame came on this link and makes no other event."""
 
     link: int
 
@@ -172,7 +172,7 @@ class SpawnFailed(Event, Struct, frozen=True):
 class WorkerHello(Event, Struct, frozen=True):
     """The worker of a slot sent `hello` with its one-time token, which the edge has checked.
 
-    `token` is the one that its next `hello` needs.
+    `token` is the token of its next `hello`.
     """
 
     slot: str
@@ -183,8 +183,8 @@ class WorkerHello(Event, Struct, frozen=True):
 class WorkerDialled(Event, Struct, frozen=True):
     """A worker of another supervisor dialled in; the edge has checked its key.
 
-    It serves `model`, which may be a name that was unknown before, and fills `slot`. `token` is the
-    one that its next `hello` needs.
+    It fills `slot` and serves `model`, which may be an unknown name. `token` is the token of its
+    next `hello`.
     """
 
     slot: str
@@ -244,7 +244,7 @@ class WorkerBye(Event, Struct, frozen=True):
 
 
 class WorkerExited(Event, Struct, frozen=True):
-    """The process is gone; everything that it had sent has been handled before.
+    """The process is gone; all its messages have been handled before.
 
     `own`: it ended by itself, so that a request in it may be to blame. `prefill` is the request
     whose prompt it was reading.
@@ -284,7 +284,7 @@ class ModelDescribed(Event, Struct, frozen=True):
 
 
 class ModelGone(Event, Struct, frozen=True):
-    """A name was taken out of the settings: what it has accepted has `grace` seconds to end."""
+    """A name was taken out of the settings: accepted requests have `grace` seconds to end."""
 
     name: str
     grace: float
@@ -311,13 +311,13 @@ class Reload(Event, Struct, frozen=True):
 
 
 class LoadModel(Event, Struct, frozen=True):
-    """Start a model, whatever its breaker and its drain say."""
+    """Start a model, even with an open breaker or a drain."""
 
     model: str
 
 
 class UnloadModel(Event, Struct, frozen=True):
-    """Fail what runs in a model and stop its workers."""
+    """Fail the runs of a model and stop its workers."""
 
     model: str
 
@@ -339,14 +339,14 @@ class RestartWorker(Event, Struct, frozen=True):
 class Shutdown(Event, Struct, frozen=True):
     """The broker ends: every live stream gets its terminal now.
 
-    `final`: no other broker follows, so clients are not told when to retry.
+    `final`: no other broker follows, so clients get no time for a retry.
     """
 
     final: bool = True
 
 
 class Unreachable(Event, Struct, frozen=True):
-    """New workers and commands cannot reach the broker, for this reason; "": they can again."""
+    """New workers and commands cannot reach the broker; `why` "": they can again."""
 
     why: str
 
@@ -355,11 +355,11 @@ class Unreachable(Event, Struct, frozen=True):
 
 
 class Wake(Event, Struct, frozen=True):
-    """The time that `Core.next_wake` named has come."""
+    """The time of `Core.next_wake` has come."""
 
 
 class Late(Event, Struct, frozen=True):
-    """The broker did not run for so many seconds; they count as nobody's silence."""
+    """The broker did not run for `seconds`; these do not count as silence."""
 
     seconds: float
 
@@ -368,9 +368,9 @@ class Late(Event, Struct, frozen=True):
 
 
 def of_client(link: int, owner: str, message: Message, entropy: Callable[[], int]) -> Event | None:
-    """The event of a client's message; None for a kind that no client sends.
+    """Returns the event of a client's message; None for a kind that clients do not send.
 
-    Raises BadRequest for a message without an id that needs one.
+    Raises BadRequest if a message lacks the id that it needs.
     """
     header, kind = message.header, message.kind
     if kind == from_client.Ack.kind:
@@ -399,7 +399,7 @@ def of_client(link: int, owner: str, message: Message, entropy: Callable[[], int
 
 
 def of_worker(epoch: int, message: Message) -> Event:
-    """The event of a worker's message other than `hello` and `deltas`. Raises BadRequest."""
+    """Returns the event of a worker's message but `hello` and `deltas`. Raises BadRequest."""
     body, kind = message.body, message.kind
     if kind == from_worker.Beat.kind:
         return WorkerBeat(epoch, from_worker.Beat.parse(body))
@@ -418,7 +418,7 @@ def of_worker(epoch: int, message: Message) -> Event:
 
 
 def parsed(parse: Callable[P, T], *args: P.args, **keys: P.kwargs) -> T | PoolError:
-    """A parsed body, or the error that its parsing raised: the core answers it."""
+    """Returns a parsed body, or the error of its parsing, which the core answers."""
     try:
         return parse(*args, **keys)
     except PoolError as error:

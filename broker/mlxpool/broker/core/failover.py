@@ -1,4 +1,4 @@
-"""A worker is lost, hung or drained: its streams are resumed, and a request may be charged."""
+"""Handles lost, hung and drained workers: resumes their streams, and may charge a request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mlxpool.common.errors import Poisoned, PoolError, WorkerLost
 
 
 class Failover(Struct, eq=False):
-    """A stream fails only if it is not durable, is poison, or was resumed often without a token."""
+    """Fails a stream only if it is not durable, is poison, or was resumed often without a token."""
 
     _state: State
     _outbox: Outbox
@@ -36,7 +36,7 @@ class Failover(Struct, eq=False):
     _bulk: BulkEndings
 
     def condemn(self, worker: Worker, cause: str, now: float, *, own: bool = False) -> None:
-        """Fence a worker and move what it runs. `own`: what it did is to blame."""
+        """Fence a worker and move its runs. `own`: the worker itself is to blame."""
         sample = worker.watch.sample
         prefill = sample.look.request
         if self._pool.condemn(worker, cause, at_once=sample.stopped):
@@ -46,7 +46,7 @@ class Failover(Struct, eq=False):
             self.serve_elsewhere(worker, now)
 
     def serve_elsewhere(self, worker: Worker, now: float) -> None:
-        """Other workers of its model take what a worker had, as far as they have credit."""
+        """Give the work of a worker to others of its model, as far as they have credit."""
         model = self._state.model_of_worker(worker)
         self._calls.forward(model)
         self._dispatcher.dispatch(model, now)
@@ -61,7 +61,7 @@ class Failover(Struct, eq=False):
         prefill: bytes | None = None,
         counts: bool = True,
     ) -> None:
-        """Queue again all that a fenced worker ran. `counts`: as a resume without progress."""
+        """Queue the work of a fenced worker again. `counts`: as a resume without progress."""
         lost = self.running(worker)
         shares = self._shares(worker, prefill) if own else {}
         worker.end_all_leases()
@@ -78,21 +78,21 @@ class Failover(Struct, eq=False):
         self._calls.worker_lost(worker, cause, shares)
 
     def _shares(self, worker: Worker, prefill: bytes | None) -> dict[bytes, float]:
-        """The charges for the end of a worker, by the id of a request or of a call; see blame."""
+        """Returns the charges for the end of a worker, by id of a request or call; see blame."""
         ids = [request.id for request in self.running(worker)]
         ids += [call.id for call in self._calls.computed_by(worker)]
         return blame.shares(ids, prefill)
 
     def running(self, worker: Worker) -> list[Request]:
-        """The live requests that a worker runs, in the order of arrival."""
-        found = ((self._state.requests.get(id), number) for id, number in worker.leases)
-        leased = (r for r, n in found if r is not None and r.run.leased_by(worker.epoch, n))
+        """Returns the live requests that a worker runs, in the order of arrival."""
+        leases = ((self._state.requests.get(id), number) for id, number in worker.leases)
+        leased = (r for r, n in leases if r is not None and r.run.leased_by(worker.epoch, n))
         return sorted(leased, key=lambda r: r.arrival)
 
     def mark_if_ended_by_charged_request(self, worker: Worker, prefill: bytes | None) -> None:
-        """Mark a worker whose end is charged to a request that has ended another one before.
+        """Mark a worker whose end is charged to a request that has ended another worker before.
 
-        Such an end says nothing about the model: a few of them would open its breaker.
+        Such ends are no failures of the model: a few of them would open its breaker.
         """
         charges = {one.id: one.run.charge for one in self.running(worker)}
         charges |= {one.id: one.charge for one in self._calls.computed_by(worker)}
@@ -102,13 +102,13 @@ class Failover(Struct, eq=False):
         )
 
     def _tell_jobs(self, request: Request, worker: Worker, cause: str) -> None:
-        """The charge of a job has to outlive this broker, and its history has the loss."""
+        """Report a loss: the job's charge outlives this broker, and its history has the loss."""
         where = exit_causes.ended(worker.slot, cause)
         attempt, charge = request.reader.attempt, request.run.charge
         self._outbox.add(JobSetBack(request.id, attempt, worker.slot, charge, where))
 
     def _resume(self, request: Request, worker: Worker, cause: str, now: float) -> None:
-        """Queue a request of a lost worker again, or fail it with the reason against that."""
+        """Queue a request of a lost worker again, or fail it."""
         run, fail = request.run, self._delivery.fail
         where = exit_causes.ended(worker.slot, cause)
         details = {"worker": worker.slot, "cause": cause, "tokens": run.taken}
@@ -154,9 +154,9 @@ class Failover(Struct, eq=False):
             self._dispatcher.dispatch(model, now)
 
     def give_up(self, model: Model, why: Callable[[str], PoolError], now: float) -> None:
-        """Fail everything that waits for a model. `why` makes the error for a name of it.
+        """Fail all requests and calls that wait for a model. `why` makes the error for its name.
 
-        What a worker takes before its turn comes goes on.
+        A request goes on if a worker takes it before its turn to fail.
         """
         self._pool.give_up(model)
         self._bulk.begin(

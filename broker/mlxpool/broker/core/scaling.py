@@ -1,4 +1,4 @@
-"""Looks at the load of models whose number of workers follows it, and adds or drains workers."""
+"""Adds or drains workers of models whose number of workers follows their load."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from mlxpool.broker.workers.worker import SERVING
 
 
 class ReplicaScaling(Struct, eq=False):
-    """Only workers that this broker starts are started and drained here.
+    """Scales the workers that this broker starts.
 
-    Those that dial in are started by others, who read the number that is wanted.
+    Workers that dial in are started by other supervisors, which read the wanted number.
     """
 
     _state: State
@@ -25,7 +25,7 @@ class ReplicaScaling(Struct, eq=False):
     _drainer: Drainer
 
     def on_timer(self, name: str, now: float) -> None:
-        """A look at a model is due."""
+        """Scale a model to its load; its timer is due."""
         model = self._state.registry.models.get(name)  # None: the name became an alias
         if model is None or not model.scales or not self._state.admits:
             return

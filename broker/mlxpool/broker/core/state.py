@@ -1,4 +1,4 @@
-"""What the core remembers. Components share one State and change it; it decides nothing."""
+"""The state of the core. Components share one State and change it; it decides nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Timers(Generic[K]):
-    """A heap in which only the newest time set for a key counts."""
+    """A heap of times by key. Only the newest time of a key counts."""
 
     def __init__(self) -> None:
         self._at: dict[K, float] = {}
@@ -41,7 +41,7 @@ class Timers(Generic[K]):
         return key in self._at
 
     def at(self, key: K) -> float:
-        """The time set for a key; infinity if there is none."""
+        """Returns the time set for a key; infinity if none is set."""
         return self._at.get(key, math.inf)
 
     def set(self, key: K, at: float) -> None:
@@ -56,7 +56,7 @@ class Timers(Generic[K]):
                 self._compact()
 
     def _compact(self) -> None:
-        """Drop entries that no longer count: cleared times far ahead take no memory."""
+        """Drop entries that no longer count, so that cleared times free their memory."""
         self._heap = [entry for entry in self._heap if self._at.get(entry[2]) == entry[0]]
         heapq.heapify(self._heap)
 
@@ -64,13 +64,13 @@ class Timers(Generic[K]):
         self._at.pop(key, None)
 
     def next(self) -> float:
-        """The earliest time set; infinity if there is none."""
+        """Returns the earliest time set; infinity if none is set."""
         while self._heap and self._at.get(self._heap[0][2]) != self._heap[0][0]:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else math.inf
 
     def due(self, now: float, most: float = math.inf) -> list[K]:
-        """The keys whose time has come, earliest first, at most so many; they are cleared."""
+        """Returns and clears at most `most` keys whose time has come, earliest first."""
         keys: list[K] = []
         while len(keys) < most and self.next() <= now:
             key = heapq.heappop(self._heap)[2]
@@ -79,7 +79,7 @@ class Timers(Generic[K]):
         return keys
 
 
-# Seconds of silence, three pings, after which a client's places are for those who wait.
+# Seconds of silence (three pings) after which waiting clients get a client's places.
 STALL_GRACE = 3.0
 JOBS_LINK = 0  # number of the link of the broker's own reader: the job manager
 QUEUE_RETRY_MS = 1000  # `retry_after_ms` of a request that a full queue or a quota refuses
@@ -89,7 +89,7 @@ class PoolPhase(Enum):
     """How far the pool is on its way to the end. It only goes forward."""
 
     SERVING = "serving"
-    DRAINING = "draining"  # admits nothing, finishes what was accepted
+    DRAINING = "draining"  # admits nothing, finishes accepted requests
     DRAINED = "drained"  # StopPool was sent
     CLOSING = "closing"  # the broker ends: every stream has its terminal, no worker is started
 
@@ -98,7 +98,7 @@ class Link(Struct, eq=False):
     """A client's connection that has live streams or open calls, or was heard from lately."""
 
     heard_at: float
-    # Ids of its live streams and of its open calls, in the order in which they came.
+    # Ids of its live streams and its open calls, in the order of arrival.
     ids: dict[bytes, None] = field(default_factory=dict)
     calls: dict[bytes, None] = field(default_factory=dict)
     lost: bool = False  # nothing can be sent on it any more
@@ -113,22 +113,22 @@ class State(Struct, eq=False):
     timers: Timers[Hashable] = field(default_factory=Timers)
     counters: Counters = field(default_factory=Counters)
     phase: PoolPhase = PoolPhase.SERVING
-    requests: dict[bytes, Request] = field(default_factory=dict)  # live ones, by id
+    requests: dict[bytes, Request] = field(default_factory=dict)  # live requests, by id
     tombstones: OrderedDict[bytes, Tombstone] = field(default_factory=OrderedDict)  # by id
     quarantine: OrderedDict[bytes, float] = field(default_factory=OrderedDict)  # digest -> until
     owned: Counter[str] = field(default_factory=Counter)  # owner -> live requests
-    cancel_rates: Rates = field(default_factory=Rates)  # what each owner spends in cancels
+    cancel_rates: Rates = field(default_factory=Rates)  # rate of cancels of each owner
     links: dict[int, Link] = field(default_factory=dict)
-    workers: dict[int, Worker] = field(default_factory=dict)  # by epoch; not those that are fenced
-    calls: dict[bytes, Call] = field(default_factory=dict)  # open ones, by id
+    workers: dict[int, Worker] = field(default_factory=dict)  # by epoch; without fenced workers
+    calls: dict[bytes, Call] = field(default_factory=dict)  # open calls, by id
     last_epoch: int = 0
     last_run: int = 0  # number of the newest run given to a worker
     last_arrival: int = 0  # number of the newest accepted request
-    trouble: str = ""  # why new workers and commands cannot reach the broker; "": they can
+    trouble: str = ""  # the cause if new workers and commands cannot reach the broker, else ""
 
     @property
     def admits(self) -> bool:
-        """Whether the pool takes new requests."""
+        """Returns whether the pool takes new requests."""
         return self.phase is PoolPhase.SERVING
 
     def check_admits(self, model: Model, name: str) -> None:
@@ -145,17 +145,17 @@ class State(Struct, eq=False):
         return self.registry.models[worker.model]
 
     def worker_in(self, slot: str) -> Worker | None:
-        """The worker that fills a slot; None if there is none, or no such slot."""
+        """Returns the worker in a slot; None if the slot is empty or unknown."""
         known = self.registry.slots.get(slot)
         return None if known is None else known.worker
 
     def has_explained_end(self, epoch: int) -> bool:
-        """Whether the worker of this epoch has sent `bye`, or is fenced and need not."""
+        """Returns whether the worker of this epoch has sent `bye`, or is fenced and need not."""
         worker = self.workers.get(epoch)
         return worker is None or worker.said_bye or worker.error is not None
 
     def leaseholder(self, request: Request) -> Worker | None:
-        """The worker that runs a request; None if none does."""
+        """Returns the worker that runs a request, if one does."""
         return self.workers.get(request.run.epoch)
 
     # ---- links -------------------------------------------------------------------------------
@@ -170,25 +170,25 @@ class State(Struct, eq=False):
             known.heard_at = now
 
     def watch_link(self, link: int, now: float) -> None:
-        """Have its silence noticed: see Endings.on_link_timer. The broker's own is never silent."""
+        """Set the timer of its silence, see Endings.on_link_timer; JOBS_LINK has none."""
         if link == JOBS_LINK:
             return
         silent_until = now + min(STALL_GRACE, self.config.client_grace)
         self.timers.set(("link", link), silent_until)
 
     def attach(self, request: Request) -> None:
-        """The link of its reader has this stream."""
+        """Add a stream to the link of its reader."""
         self.links[request.reader.link].ids[request.id] = None
 
     def detach(self, request: Request) -> None:
         self.links[request.reader.link].ids.pop(request.id, None)
 
     def add_call(self, call: Call) -> None:
-        """A call is open; its link was heard from."""
+        """Add an open call, whose link was heard from."""
         self.calls[call.id] = call
         self.links[call.link].calls[call.id] = None
 
     def remove_call(self, call: Call) -> None:
-        """A call has ended."""
+        """Remove a call that has ended."""
         del self.calls[call.id]
         self.links[call.link].calls.pop(call.id, None)

@@ -1,4 +1,4 @@
-"""Takes the rows of `deltas`: records their ids, then has each reader's output flushed once.
+"""Takes the rows of `deltas`: records their ids, then flushes the output of each reader once.
 
 The hot path: a row costs a few dictionary look-ups, and no object but its own.
 """
@@ -25,7 +25,7 @@ from mlxpool.common.protocol.token_ids import ID_WIDTH
 
 
 class TokenIngest(Struct, eq=False):
-    """An id counts from the moment it is taken, whether it was delivered or not."""
+    """Records ids of runs. An id counts once it is recorded, even before its delivery."""
 
     _state: State
     _pool: WorkerPool
@@ -72,7 +72,7 @@ class TokenIngest(Struct, eq=False):
     def on_prompts(self, event: ev.WorkerPrompts, now: float) -> None:
         """Note the sizes of prompts, so that usage has them before the first token.
 
-        Prompts whose images are prepared now leave their places to others with images.
+        Prompts whose images are now prepared free their places for other prompts with images.
         """
         worker, images = self._state.workers.get(event.epoch), False
         for id, number, tokens in event.message.runs:
@@ -86,7 +86,7 @@ class TokenIngest(Struct, eq=False):
             self._dispatcher.dispatch(self._state.model_of_worker(worker), now)
 
     def _take(self, epoch: int, row: Delta, touched: dict[bytes, Request], now: float) -> None:
-        """Take a row that is the first or the last of its run, or that should not exist."""
+        """Take the first or last row of a run, or a row that should not exist."""
         worker, number = self._state.workers.get(epoch), row.attempt
         key = (row.id, number)
         if worker is None or key not in worker.leases:
@@ -156,5 +156,5 @@ class TokenIngest(Struct, eq=False):
 
 
 def _continues_report(run: Run, row: Delta) -> bool:
-    """Whether a row reports the next tokens of the prompt, or none."""
+    """Returns whether a row reports the next tokens of the prompt, or none."""
     return not count_of_report(row) or report_begin(row) == run.reported

@@ -1,4 +1,4 @@
-"""Handles what workers send and what their supervisor reports of them."""
+"""Handles messages of workers and reports of their supervisor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mlxpool.common.protocol.to_worker import Heard
 
 
 class WorkerEvents(Struct, eq=False):
-    """What a fenced epoch sends is counted and dropped."""
+    """Handles events of workers. Messages of a fenced epoch are counted and dropped."""
 
     _state: State
     _outbox: Outbox
@@ -97,7 +97,7 @@ class WorkerEvents(Struct, eq=False):
             self.on_exited(ev.WorkerExited(event.slot, event.message, own=True), now)
 
     def on_looked(self, event: ev.Looked, now: float) -> None:
-        """Judge a worker by a sample: suspect past a limit, condemned after the same time again."""
+        """Judge a worker by a sample: suspect past a limit, condemned after as long again."""
         worker = self._state.registry.slots[event.slot].worker
         if worker is None or worker.state in FENCED:
             return

@@ -1,4 +1,4 @@
-"""The workers that fill the slots of models: when they are started, fenced, stopped, restarted."""
+"""Starts, fences, stops and restarts the workers in the slots of models."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class WorkerPool(Struct, eq=False):
     # ---- starting ----------------------------------------------------------------------------
 
     def require(self, model: Model, now: float) -> None:
-        """Something needs the model: fill its slots, as far as time and memory allow."""
+        """Fill the slots of a needed model, as far as time and memory allow."""
         state = self._state
         if state.phase is PoolPhase.CLOSING:
             return
@@ -52,18 +52,18 @@ class WorkerPool(Struct, eq=False):
             self._outbox.add(StartWorker(slot.name, model.name))
 
     def watch_load(self, model: Model, now: float) -> None:
-        """Have its load looked at, if its number of workers follows it (`core.scaling`)."""
+        """Set the timer of a model whose number of workers follows its load (`core.scaling`)."""
         key, timers = ("replicas", model.name), self._state.timers
         if model.scales and key not in timers:
             timers.set(key, now + LOOK_INTERVAL)
 
     def memory_used(self) -> int:
-        """Bytes that all local workers take, those that are ending included."""
+        """Returns the bytes of all local workers, ending ones included."""
         models = self._state.registry.models.values()
         return sum(model.need * len(model.local_workers) for model in models)
 
     def _free_memory(self, model: Model) -> bool:
-        """Whether one more worker fits. Idle models are evicted for a first one, not for more."""
+        """Returns whether another worker fits. Idle models are evicted for a first worker only."""
         registry = self._state.registry
         missing = self.memory_used() + model.need - registry.memory
         if missing <= 0:
@@ -78,7 +78,7 @@ class WorkerPool(Struct, eq=False):
         return False  # the end of those workers starts it
 
     def require_those_without_worker(self, now: float) -> None:
-        """Memory may have become free: try the models that are needed and have no worker."""
+        """Memory may have become free: start needed models without workers."""
         models = self._state.registry.models.values()
         for model in [m for m in models if m.state in DEMANDED and not m.workers]:
             self.require(model, now)
@@ -103,7 +103,7 @@ class WorkerPool(Struct, eq=False):
     # ---- unloading ---------------------------------------------------------------------------
 
     def work_ended(self, model: Model, now: float) -> None:
-        """Something of the model ended: it may be idle, its drain or that of the pool complete."""
+        """Work of a model has ended: it may be idle, and its drain or the pool's complete."""
         self.update_idle_timer(model, now)
         if not model.admits and not model.busy:
             self.unload(model, exit_causes.DRAINED)
@@ -124,9 +124,9 @@ class WorkerPool(Struct, eq=False):
             self.require_those_without_worker(now)
 
     def keep(self, model: Model, seconds: float, now: float) -> None:
-        """Keep an idle model loaded for so long, from now on; below 0: without end.
+        """Keep an idle model loaded for `seconds` from now on; below 0: without end.
 
-        This holds until its workers are unloaded, and in place of the setting keep_alive.
+        This replaces the setting keep_alive until its workers are unloaded.
         """
         model.kept = seconds if model.workers or seconds else None
         model.idle_since = 0.0
@@ -134,9 +134,9 @@ class WorkerPool(Struct, eq=False):
         self.update_idle_timer(model, now)
 
     def unload(self, model: Model, why: str, *, remote: bool = True) -> None:
-        """Stop the model's workers, those that dialled in only if `remote`.
+        """Stop the model's workers; workers that dialled in only if `remote`.
 
-        The caller moves or ends what they run.
+        The caller moves or ends their runs.
         """
         self._end_demand(model, "unload")
         model.idle_since = 0.0
@@ -145,7 +145,7 @@ class WorkerPool(Struct, eq=False):
             self.stop(worker, why)
 
     def give_up(self, model: Model) -> None:
-        """End the demand for an unavailable model. A pinned one is tried again nevertheless."""
+        """End the demand for an unavailable model. A pinned model is still tried again."""
         if not model.config.pin:
             self._end_demand(model, "give up")
 
@@ -164,7 +164,7 @@ class WorkerPool(Struct, eq=False):
         slot.worker = Worker(slot.name, slot.model, pid, started_at=now, remote=True)
 
     def welcome(self, worker: Worker, hello: Hello, token: str, now: float) -> None:
-        """A worker said `hello` on a new connection: give it an epoch, fence the old one.
+        """Give a worker that sent `hello` on a new connection an epoch, and fence the old one.
 
         Raises ValueError if its state does not allow it.
         """
@@ -178,7 +178,7 @@ class WorkerPool(Struct, eq=False):
         self._outbox.tell(worker, Welcome(state.boot, token))
 
     def credit(self, worker: Worker, credit: Credit, now: float) -> None:
-        """Free sequences as the worker counts them; the first report makes it READY."""
+        """Take the free sequences that a worker reports; the first report makes it READY."""
         worker.sequences, worker.works_seen = credit.sequences, credit.works
         worker.ended = 0
         if worker.state is WorkerState.LOADING:
@@ -188,7 +188,7 @@ class WorkerPool(Struct, eq=False):
             self._outbox.note_worker("info", "worker ready", worker, load_s=took)
 
     def measure(self, worker: Worker) -> None:
-        """Learn from its beat what a worker of the model needs; a set memory_limit stays."""
+        """Learn the memory of a worker of the model from a beat; a set memory_limit stays."""
         model = self._state.model_of_worker(worker)
         if model.config.memory_limit or worker.remote:
             return
@@ -198,7 +198,7 @@ class WorkerPool(Struct, eq=False):
         model.need = max(model.floor, min(most, self._state.registry.memory))
 
     def served(self, worker: Worker, now: float) -> None:
-        """It ended a request: its model is sound, and the slots that were held back are filled."""
+        """A worker ended a request: its model is sound, so slots that were held back are filled."""
         worker.served += 1
         model = self._state.model_of_worker(worker)
         if model.failures:
@@ -207,7 +207,7 @@ class WorkerPool(Struct, eq=False):
             self.require(model, now)
 
     def cancel_run(self, request: Request) -> None:
-        """Stop its run, if a worker has one; the lease lasts until the worker confirms."""
+        """Stop a run, if a worker has it; the lease lasts until the worker confirms."""
         worker, key = self._state.leaseholder(request), (request.id, request.run.number)
         if worker is not None and key in worker.leases:
             self._outbox.tell(worker, Cancel(), id=request.id, run=request.run.number)
@@ -215,7 +215,7 @@ class WorkerPool(Struct, eq=False):
     # ---- ends --------------------------------------------------------------------------------
 
     def judge(self, worker: Worker, verdict: Verdict, now: float) -> None:
-        """Make it SUSPECT past a limit, READY when it has recovered. Failover condemns it."""
+        """Make a worker SUSPECT past a limit, READY after recovery. Failover condemns it."""
         worker.suspicion = verdict.cause if verdict.suspect else ""
         if verdict.suspect and not worker.suspect_since:
             worker.suspect_since = now
@@ -242,7 +242,7 @@ class WorkerPool(Struct, eq=False):
         return True
 
     def stop(self, worker: Worker, why: str) -> None:
-        """Tell a worker that did nothing wrong to exit, if it was not told before. Logs `why`."""
+        """Stop a worker that is not at fault, unless it is stopping. Logs `why`."""
         if not worker.allows("stop"):
             return
         worker.move("stop")
@@ -251,7 +251,7 @@ class WorkerPool(Struct, eq=False):
         self._outbox.note_worker("info", "worker stopping", worker, why=why)
 
     def stop_if_drained(self, worker: Worker) -> None:
-        """Tell a draining worker that has nothing left to exit."""
+        """Stop a draining worker without work."""
         if worker.state in (WorkerState.DRAINING, WorkerState.YIELDING) and worker.idle:
             worker.move("stop")
             self._outbox.stop_process(worker)
@@ -259,8 +259,8 @@ class WorkerPool(Struct, eq=False):
     def exited(self, slot: Slot, cause: str, now: float, *, own: bool) -> Worker | None:
         """The process of a slot is gone: free the slot, count the failure, plan the restart.
 
-        A process that something else ended (`own` is False) delays the next one, but its failures
-        alone open no breaker. When a request that had ended another worker ended this one, too
+        An end from outside (`own` is False) delays the next process, but such failures alone do
+        not open the breaker. If a request that had ended another worker ended this one too
         (`ended_by_charged_request`), the model has not failed.
         """
         worker = slot.worker
@@ -274,7 +274,7 @@ class WorkerPool(Struct, eq=False):
             self._exited_remote(slot, worker, stopped=was is WorkerState.STOPPING)
             return worker
         model = self._state.registry.models[slot.model]
-        # Also one that was fenced because it did not leave in time, or came back while it left.
+        # Also a worker fenced because it did not leave in time, or came back while it left.
         commanded = was in LEAVING or worker.cause in exit_causes.COMMANDED
         if worker.proven:
             model.failures = 0
@@ -310,7 +310,7 @@ class WorkerPool(Struct, eq=False):
             state.timers.set(("restart", model.name), model.retry_at)
 
     def _exited_remote(self, slot: Slot, worker: Worker, *, stopped: bool) -> None:
-        """Its own supervisor counts its failures and starts the next one."""
+        """Log the exit; its own supervisor counts failures and starts the next worker."""
         if not stopped:
             slot.restarts += 1
         if worker.said_bye and not worker.cause:

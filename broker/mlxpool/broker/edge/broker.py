@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 
 class ReloadTarget(Struct, eq=False):
-    """The port `admin.reload.Target`."""
+    """Implements `admin.reload.Target`."""
 
     _registry: Registry
     _supervisor: Supervisor
@@ -88,14 +88,14 @@ class ReloadTarget(Struct, eq=False):
 
 log = logging.getLogger("mlxpool.broker")
 
-MAX_READ_ROUNDS = 64  # of the back socket, before the end of a remote worker is reported
+MAX_READ_ROUNDS = 64  # rounds of reads of the back socket before a remote worker's end is reported
 
 
 class Broker:
-    """Build it, `run` it; it ends at SIGTERM, SIGINT or the admin's `stop`."""
+    """A broker: build it, `run` it. It ends at SIGTERM, SIGINT or an operator's `stop`."""
 
     def __init__(self, config: PoolConfig, reread: Callable[[], PoolConfig] | None = None) -> None:
-        """`reread` reads the settings anew for a reload; without it they stay as they are."""
+        """`reread` reads the settings again for a reload; without it they do not change."""
         check_run_dir(config.run_dir)
         self.notifier = ServiceNotifier.from_environment()
         if not config.local_workers:
@@ -137,7 +137,7 @@ class Broker:
             restored=self._record_processes,
             on_trouble=self._on_trouble,
         )
-        # Models that other supervisors serve have no files here.
+        # The files of models of other supervisors are elsewhere.
         scanned = config if config.local_workers else replace(config, models={})
         self.catalogue = Catalogue(scanned, self.perform)
         self._build_workers(config)
@@ -148,13 +148,13 @@ class Broker:
             log.warning("ended a worker of an earlier broker", extra={"pid": pid})
 
     def _record_processes(self) -> None:
-        """The records of running processes were in the run directory, too."""
+        """Write the records of running processes again: they were in the run directory too."""
         self.supervisor.record_all()
         if self.gateway_process is not None:
             self.gateway_process.record()
 
     def _on_trouble(self, trouble: str, now: float) -> None:
-        """New workers cannot connect, or can again; those that were about to are ended."""
+        """New workers cannot connect, or can again. End the workers that have not connected yet."""
         self.perform(ev.Unreachable(trouble), now)
         if trouble:
             for slot in list(self.supervisor.children):
@@ -162,7 +162,7 @@ class Broker:
                     self.supervisor.stop(slot, now, at_once=True)
 
     def _unreachable(self, now: float) -> str:
-        """Why a worker that is started now could not connect; "": it can."""
+        """Returns why a worker started now could not connect; "": it can."""
         self.run_dir.look(now)
         return self.run_dir.trouble
 
@@ -210,7 +210,7 @@ class Broker:
 
     def _build_clients(self) -> None:
         front = self.endpoints.front
-        self.no_jobs = ""  # why none are kept, though the settings name a place for them
+        self.no_jobs = ""  # why no jobs are kept although the settings name a place for them
         self.jobs = self._make_jobs()
         self.client_ingress = ClientIngress(
             front,
@@ -246,7 +246,7 @@ class Broker:
             self.jobs.handle(job_events.Closing(final), now)
 
     def _make_jobs(self) -> JobService | None:
-        """The jobs, if the pool keeps any. Raises StoreError, see `why_without_jobs`."""
+        """Returns the service of jobs, if any. Raises StoreError, see `why_without_jobs`."""
         config = self._current()
         if not config.state_dir:
             return None
@@ -270,12 +270,12 @@ class Broker:
 
     @property
     def _jobs_off(self) -> str:
-        """What is answered to who asks about jobs where none are kept."""
+        """The answer to questions about jobs if no jobs are kept."""
         return f"this pool keeps no jobs: {self.no_jobs}" if self.no_jobs else JOBS_OFF
 
     @property
     def _folder_of_jobs(self) -> str | None:
-        """The folder in which jobs are kept; None for a URL, which may have a password."""
+        """The folder of jobs; None for a URL, which may have a password."""
         place = self._current().state_dir
         return place if self.jobs is not None and "://" not in place else None
 
@@ -387,7 +387,7 @@ class Broker:
         self.http.latest.put(self.reporter.snapshot(now))
 
     def _on_client_gone(self, descriptor: int, now: float) -> None:
-        """A client's connection has ended, as with its process; the core need not wait for that."""
+        """A client's connection has ended, so the core need not wait for its silence."""
         peer = self.endpoints.front.ended(descriptor)
         link = None if peer is None else self.state.links.get(peer.number)
         if peer is not None and link is not None and link.ids:
@@ -409,7 +409,7 @@ class Broker:
         self.notifier.on_turn(self.reporter.status, now)
 
     def run(self, ready: Callable[[], None] = lambda: None) -> None:
-        """Serve until told to stop; `ready` is called when the signals are handled."""
+        """Serve until a stop. `ready` is called once signals are handled."""
         try:
             with self.signals.installed():
                 about = {"run_dir": self.settings.config.run_dir, "pid": os.getpid()}
@@ -423,7 +423,7 @@ class Broker:
             self.close()
 
     def _has_ended(self) -> bool:
-        """Whether it was told to stop, and all streams and all processes that it started ended."""
+        """Returns whether a stop came, and all streams and all child processes have ended."""
         if not self.lifecycle.stopping or self.core.ends_more or self.supervisor.children:
             return False
         return self.gateway is None or self.gateway.ended
@@ -435,7 +435,7 @@ class Broker:
             self.jobs.start()
         if self.gateway is not None:
             self.gateway.start(time.monotonic())
-        # Built-in models are inspected only when somebody asks for the list.
+        # Built-in models are inspected only at the first question for the list.
         own = any(not model.path.startswith(BUILTIN_PREFIX) for model in config.models.values())
         self.catalogue.start(scan=config.local_workers and own)
         for name, model in config.models.items():

@@ -1,4 +1,4 @@
-"""Turns frames of clients into events, within their quotas; answers what is no valid message."""
+"""Turns frames of clients into events, within their quotas; answers invalid messages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mlxpool.common.protocol.frames import EXACT_BITS, Header, Message, encoded
 from mlxpool.common.protocol.kept import kept_questions
 from mlxpool.common.protocol.to_client import Failed
 
-MAX_MESSAGES = 256  # read from the socket before the others are read
+MAX_MESSAGES = 256  # messages read before other sockets are read
 MAX_SECONDS = 0.001  # the same: a flood of clients must not delay the frames of workers
 SMALL = 1024  # bytes of a message that only keeps streams going: ping, ack, cancel
 NO_OWNERS = (
@@ -33,7 +33,7 @@ NO_OWNERS = (
 
 
 class ClientIngress:
-    """Owned by the broker's thread."""
+    """Reads the front socket. Owned by the broker's thread."""
 
     def __init__(
         self,
@@ -50,8 +50,8 @@ class ClientIngress:
         jobs_off: str,
     ) -> None:
         """`is_live`: whether a request with this id is live. `is_faulty`: whether the files of the
-        model of this name were found to be unusable. `jobs` is None where none are kept, and
-        `jobs_off` says why.
+        model of this name were found to be unusable. `jobs` is None if no jobs are kept, for the
+        reason `jobs_off`.
 
         `after_scan` calls its argument when the models on the disk are known.
         """
@@ -65,10 +65,10 @@ class ClientIngress:
         self._after_scan = after_scan
         self._jobs = jobs
         self._jobs_off = jobs_off
-        self._bytes = Rates()  # that each owner sends
+        self._bytes = Rates()  # rate of bytes that each owner sends
 
     def read(self, now: float) -> None:
-        """Handle what waits, at most MAX_MESSAGES, for at most MAX_SECONDS."""
+        """Handle waiting messages, at most MAX_MESSAGES, for at most MAX_SECONDS."""
         end = time.monotonic() + MAX_SECONDS
         for _ in range(MAX_MESSAGES):
             received = self._peers.receive(now)
@@ -118,7 +118,7 @@ class ClientIngress:
             self._peers.send(link, encoded(error, question.id, self._boot, question.attempt))
 
     def _handle(self, event: ev.Event, now: float) -> None:
-        """Give an event to whom it is for: the core, the job manager, or both."""
+        """Give an event to the core, the job manager, or both."""
         jobs = self._jobs
         if isinstance(event, ev.ClientListModels) or self._needs_files(event):
             self._after_scan(partial(self._perform, event), now)
@@ -130,14 +130,14 @@ class ClientIngress:
                 jobs.acknowledged(event, now)
 
     def _needs_files(self, event: ev.Event) -> bool:
-        """Whether an event asks for a model whose files, which may be mended, decide about it."""
+        """Returns whether an event is for a faulty model, whose files may have been mended."""
         if not isinstance(event, ev.ClientGenerate | ev.ClientModelCall | ev.ClientKeep):
             return False
         message = event.message
         return not isinstance(message, PoolError) and self._is_faulty(message.model)
 
     def _cancel(self, event: ev.CancelRequest, now: float) -> None:
-        """End a reading of this owner; the core answers for every other id, also an unknown one."""
+        """End a reading of this owner; the core answers for every other id, known or not."""
         jobs, link, owner = self._jobs, event.link or 0, event.owner or ""
         if jobs is None or not jobs.reads(event.id, owner):
             self._perform(event, now)
@@ -146,7 +146,7 @@ class ClientIngress:
         jobs.handle(job_events.ReaderLeft(link, owner, event.id), now)
 
     def _owner_of(self, peer: Peer, message: Message) -> str:
-        """Who asks: the owner that the message names, else the peer's own.
+        """Returns the owner that the message names, else the peer's own.
 
         Raises Unauthorized if the peer may not name owners.
         """
@@ -158,11 +158,11 @@ class ClientIngress:
         return named
 
     def _within_quota(self, peer: Peer, owner: str, parts: list[bytes], now: float) -> bool:
-        """Whether the owner may send so many bytes; if not, that was answered.
+        """Returns whether the owner may send these bytes; answers the message if not.
 
-        Of peers that may not name owners only the header of a message over the quota is decoded.
-        Small messages pass until the owner has its maximal debt; then everything is dropped without
-        an answer.
+        If the peer may not name owners, only the header of a message over the quota is decoded.
+        Small messages pass until the owner has its maximal debt; then all messages are dropped
+        without an answer.
         """
         limit, size = self._settings().quota_bytes, sum(map(len, parts))
         if not limit:
@@ -201,7 +201,7 @@ def new_seed() -> int:
 def question_of(
     link: int, owner: str, message: Message, entropy: Callable[[], int]
 ) -> job_events.QuestionAsked | None:
-    """The event of a question to the job manager; None for another message.
+    """Returns the event of a question to the job manager; None for another message.
 
     Raises BadRequest without an id.
     """
@@ -210,14 +210,14 @@ def question_of(
         return None
     if header.id is None:
         raise BadRequest(f"{kind!r} needs an id of {frames.ID_BYTES} bytes")
-    asked = ev.parsed(kept_questions.parse_question, kind, message.body, message.blobs)
+    question = ev.parsed(kept_questions.parse_question, kind, message.body, message.blobs)
     job_id = secrets.token_bytes(frames.ID_BYTES)
     return job_events.QuestionAsked(
         link,
         owner,
         header.id,
         header.attempt,
-        asked,
+        question,
         job_id,
         entropy(),
         submits=kind in kept_questions.SUBMISSIONS,
@@ -225,7 +225,7 @@ def question_of(
 
 
 def event_of(link: int, owner: str, message: Message) -> ev.Event:
-    """The event of a client's message. Raises BadRequest for one that a client cannot send."""
+    """Returns the event of a client's message. Raises BadRequest if clients cannot send it."""
     event, kind = ev.of_client(link, owner, message, new_seed), message.kind
     if event is None and kind in HANDLERS:
         raise BadRequest(

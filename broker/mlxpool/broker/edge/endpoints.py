@@ -16,23 +16,23 @@ from mlxpool.common.closing import Closing
 from mlxpool.common.config.schema import PoolConfig
 from mlxpool.common.transport import sockets
 
-NAMES = ("front", "back", "admin")  # of the ipc files in the run directory
+NAMES = ("front", "back", "admin")  # names of the ipc files in the run directory
 IDLE_TIME = 20.0  # seconds after which a silent client without streams is forgotten
 SWEEP_INTERVAL = IDLE_TIME / 4
 
 
 class Endpoints(Closing):
-    """Bound from its construction on. Raises OSError naming an endpoint, and BadKey."""
+    """Three bound sockets. Raises OSError that names an endpoint, and BadKey."""
 
     def __init__(
         self, config: PoolConfig, descriptors: int, on_refusal: Callable[[], None]
     ) -> None:
-        """`descriptors` is how many this process may have."""
+        """`descriptors`: the most that this process may have."""
         self._run_dir = config.run_dir
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.access = AccessControl(config, self._context, on_refusal)
         self._unlink()
-        self.bound: dict[str, list[str]] = {}  # of back and admin, beside the run directory's
+        self.bound: dict[str, list[str]] = {}  # further endpoints of back and admin
         # The exit of a worker is reported by its process or its connection's end, not by a send.
         self.back = self._peers("back", config.back, sockets.BACKLOG, keep_gone=True)
         self.admin = self._peers("admin", config.admin, sockets.BACKLOG)
@@ -43,12 +43,12 @@ class Endpoints(Closing):
 
     @property
     def sockets(self) -> dict[str, zmq.Socket[bytes]]:
-        """The sockets with a file in the run directory, by its name."""
-        found = zip(NAMES, (self.front, self.back, self.admin), strict=True)
-        return {name: peers.socket for name, peers in found}
+        """The sockets with a file in the run directory, by name of the file."""
+        named = zip(NAMES, (self.front, self.back, self.admin), strict=True)
+        return {name: peers.socket for name, peers in named}
 
     def ipc(self, name: str) -> str:
-        """The endpoint of a socket in the run directory."""
+        """Returns the endpoint of a socket in the run directory."""
         return sockets.ipc(self._run_dir, name)
 
     def _peers(
@@ -86,7 +86,7 @@ class Endpoints(Closing):
 
 
 class IdlePeers:
-    """Forgets connections that are of no use any more, so that they take no memory.
+    """Forgets connections that are not used any more, so that their memory is freed.
 
     Owned by the broker's thread. `has_link`: whether the core knows a client's connection.
     """
@@ -103,7 +103,7 @@ class IdlePeers:
         return self._sweep_at
 
     def sweep(self, now: float) -> None:
-        """Forget what is idle, if it is time."""
+        """Forget idle connections, if it is time."""
         if now < self._sweep_at:
             return
         self._sweep_at = now + SWEEP_INTERVAL

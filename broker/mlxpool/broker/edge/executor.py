@@ -24,7 +24,7 @@ requests_log = logging.getLogger("mlxpool.request")  # one line for each request
 
 
 class Executor:
-    """Owned by the broker's thread. `bind` it before the first event."""
+    """Has the core handle events. Owned by the broker's thread; `bind` it before any event."""
 
     def __init__(self, core: Core, counters: Counters, history: History) -> None:
         self._core = core
@@ -45,7 +45,7 @@ class Executor:
         except Exception:  # a bug of ours costs one event, never the pool
             self._counters.internal_errors += 1
             log.exception("the core failed", extra={"on": type(event).__name__})
-            actions = self._core.outbox.actions  # its state holds what it had decided so far
+            actions = self._core.outbox.actions  # its state has the effects of these
         assert self._actions is not None
         for action in actions:
             if self._history.on:
@@ -58,7 +58,7 @@ class Executor:
 
 
 class Actions:
-    """One method for each kind of action."""
+    """Performs actions: a method for each kind."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Actions:
 
     def to_worker(self, action: act.ToWorker, now: float) -> None:
         if self._sessions.connection(action.slot) is None:
-            return  # the worker says `hello` again, or is judged hung
+            return  # the worker sends `hello` again, or is judged hung
         body, blobs = action.message.body(), action.message.blobs()
         parts = frames.encode(action.header, body, blobs, max_body=frames.MAX_BACK_BODY)
         if not self._sessions.send(action.slot, parts):  # it receives nothing any more

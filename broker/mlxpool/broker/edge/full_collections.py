@@ -1,12 +1,12 @@
 """Makes full collections of Python's garbage collector rare; runs them while no stream is live.
 
 A full collection looks at each container of the process: with thousands of live streams the loop
-stands still for tens of milliseconds. Reference counts free a stream that ends. Only cycles wait
-for a collection, and those of young objects, which stay as they are, find nearly all of them.
+stands still for tens of milliseconds. Reference counts free an ended stream. Only cycles need a
+collection, and collections of young objects, which stay as usual, find nearly all cycles.
 
-Python counts containers and not what they hold, so a few cycles with large buffers would take
-memory without bound. So a process that has grown much since its last full collection has one
-although streams are live.
+Python counts containers and not their bytes, so a few cycles with large buffers would take memory
+without bound. So a process that has grown much since its last full collection runs another, even
+with live streams.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from collections.abc import Callable
 
 from mlxpool.broker.host import trim_heap
 
-INTERVAL = 60.0  # seconds between two full collections at least
-# Collections of the middle generation before a full one that comes by itself; Python's own is 10.
-# With the thresholds 700 and 10 of the younger generations, Python looks at all containers when
-# 350,000 are new: the bound of the number of cycles in a broker that always has live streams.
+INTERVAL = 60.0  # least seconds between two full collections
+# Collections of the middle generation before an automatic full one; Python's default is 10. With
+# the thresholds 700 and 10 of the younger generations, a full one runs after 350,000 new
+# containers: the bound of the number of cycles in a broker that always has live streams.
 MIDDLE_COLLECTIONS = 50
-# The bound of their bytes. A process that grows by what it needs has few such collections: each
-# next one comes at 1.5 times as much.
-MAX_GROWTH = 0.5  # of the memory behind the last full collection
-MIN_GROWTH = 64 * 1024 * 1024  # bytes that it may grow in any case
+# The bound of their bytes. A process that needs ever more memory has few such collections: each
+# comes at 1.5 times the memory of the one before.
+MAX_GROWTH = 0.5  # most growth, as a share of the memory after the last full collection
+MIN_GROWTH = 64 * 1024 * 1024  # bytes of growth that are always allowed
 LOOK_INTERVAL = 1.0  # seconds between two looks at the memory
-GROWTH_INTERVAL = 10.0  # seconds between two full collections for growth at least
+GROWTH_INTERVAL = 10.0  # least seconds between two full collections for growth
 
 
 class FullCollections:
-    """Used by the broker's thread."""
+    """Runs full collections. Used by the broker's thread."""
 
     def __init__(self, busy: Callable[[], bool], resident: Callable[[], int]) -> None:
-        """`busy` says whether a stream or a call is live.
+        """`busy` returns whether a stream or a call is live.
 
         `resident` returns the bytes of memory of this process; 0: unknown.
         """
@@ -42,12 +42,12 @@ class FullCollections:
         self._resident = resident
         self._next_at = 0.0
         self._look_at = math.inf
-        self._max_bytes = math.inf  # from here on a full collection is due though streams are live
+        self._max_bytes = math.inf  # with more, one is due even with live streams
 
     def start(self, now: float) -> None:
         """Set the thresholds, once the broker is set up.
 
-        What exists by now lives as long as the process: no collection looks at it again.
+        Objects of the set-up live as long as the process: no collection looks at them again.
         """
         young, middle, _ = gc.get_threshold()
         gc.set_threshold(young, middle, MIDDLE_COLLECTIONS)
@@ -57,8 +57,7 @@ class FullCollections:
     def on_turn(self, now: float) -> None:
         """Run a full collection if it is due and no stream is live, or if the process has grown.
 
-        The loop calls this at the end of turns that it has anyway: an idle broker is not woken for
-        it.
+        The loop calls this at the end of each turn; an idle broker is not woken for it.
         """
         if (now >= self._next_at and not self._busy()) or self._has_grown(now):
             self._collect(now)
@@ -71,7 +70,7 @@ class FullCollections:
 
     def _collect(self, now: float) -> None:
         gc.collect()
-        trim_heap()  # else what is free counts as needed, and each bound is above the one before
+        trim_heap()  # else free memory counts as needed, and each bound exceeds the last
         self._next_at, self._look_at = now + INTERVAL, now + GROWTH_INTERVAL
         left = self._resident()
         self._max_bytes = left + max(MIN_GROWTH, MAX_GROWTH * left)

@@ -14,8 +14,8 @@ from mlxpool.common.config.schema import PoolConfig
 
 log = logging.getLogger("mlxpool.broker")
 
-PROVEN_AFTER = 60.0  # seconds: the end of a gateway that lived for longer is no failed start
-ABORT_GRACE = 4.0  # seconds in which it ends its last answers itself, each with an error
+PROVEN_AFTER = 60.0  # seconds of life after which an end does not count as a failed start
+ABORT_GRACE = 4.0  # seconds for the gateway to end its last answers with errors
 RUNNING = ("starting", "ready", "draining")
 
 
@@ -51,7 +51,7 @@ class Sources(Protocol):
 
 
 class HttpGateway:
-    """Owned by the broker's thread. Its states are those of GatewayInfo."""
+    """Owned by the broker's thread. Its states are the states of GatewayInfo."""
 
     def __init__(
         self, process: Process, settings: Callable[[], PoolConfig], sources: Sources, boot: int
@@ -75,11 +75,11 @@ class HttpGateway:
 
     @property
     def ended(self) -> bool:
-        """Whether no process runs and none will be started."""
+        """Returns whether no process runs and none will be started."""
         return self.state == "stopped"
 
     def info(self, now: float) -> GatewayInfo:
-        """Its row in `ps`."""
+        """Returns its row in `ps`."""
         running = self._process.pid is not None
         return GatewayInfo(
             url=self._process.url,
@@ -94,7 +94,7 @@ class HttpGateway:
     # ---- start ---------------------------------------------------------------------------------
 
     def start(self, now: float) -> None:
-        """Start the process; it is `ready` when it says so."""
+        """Start the process; it is `ready` at its first beat."""
         self._start_at = math.inf
         try:
             self._descriptor = self._process.start(self._settings())
@@ -146,11 +146,11 @@ class HttpGateway:
     # ---- observe -------------------------------------------------------------------------------
 
     def next_wake(self) -> float:
-        """When `check` is due."""
+        """Returns when `check` is due."""
         return min(self._start_at, self._kill_at, self._silent_until())
 
     def _silent_until(self) -> float:
-        """Until when it may say nothing: as long as a worker may load, or be without a beat."""
+        """Returns until when it may be silent: `load_limit` at its start, then 2 * `beat_limit`."""
         if self.state not in RUNNING or self._kill_at < math.inf:
             return math.inf
         config = self._settings()
@@ -169,7 +169,7 @@ class HttpGateway:
             self._process.signal(signal.SIGKILL)
 
     def reload(self) -> None:
-        """Have it read its keys again; one that starts does so when it is ready."""
+        """Have the process read its keys again; a starting process does so once it is ready."""
         if self.state == "starting":  # Python has not got to its handler: the signal would end it
             self._reload_due = True
         else:
@@ -186,7 +186,7 @@ class HttpGateway:
         self._stop(now, signal.SIGTERM, self._settings().http_drain_timeout + ABORT_GRACE)
 
     def abort(self, now: float, grace: float | None = None) -> None:
-        """Have it end its answers with errors; it is killed after `grace` seconds (stop_grace)."""
+        """Have it end its answers with errors; kill it after `grace` seconds, else stop_grace."""
         self._then = _nothing
         self._stop(now, signal.SIGINT, self._settings().stop_grace if grace is None else grace)
 
@@ -206,4 +206,4 @@ class HttpGateway:
 
 
 def _nothing(now: float) -> None:
-    """What follows when nothing does."""
+    """Do nothing after the end."""

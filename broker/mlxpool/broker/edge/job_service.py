@@ -1,7 +1,7 @@
 """Connects the job manager with the core, the clients and the store.
 
-The core's output for jobs waits in an inbox until the loop's turn ends: the core is never entered
-again while its actions are performed, and what a turn brings is handled together.
+The core's output for jobs waits in an inbox until the loop's turn ends. So the core is never
+entered again while its actions are performed, and the output of a turn is handled together.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ from mlxpool.common.web_targets import Allowed
 
 log = logging.getLogger("mlxpool.broker")
 
-CLOSE_TIMEOUT = 5.0  # seconds for what jobs have left to write when the broker ends
-CLOSE_POLL = 0.005  # seconds between two looks for results meanwhile
-OPERATORS = -1  # the link of questions that `JobService.ask` brought
+CLOSE_TIMEOUT = 5.0  # seconds for the last writes of jobs when the broker ends
+CLOSE_POLL = 0.005  # seconds between two looks for results during that time
+OPERATORS = -1  # the link of questions of `JobService.ask`
 Answer = Callable[[Content], None]
 OPEN = (HealthState.OK, HealthState.FULL)
 
@@ -77,12 +77,12 @@ class JobService(Closing):
     ) -> None:
         """`on_fenced` is called when another broker has taken the store: this one has to end.
 
-        `stacks` finds those that the newest worker of a slot has written.
+        `stacks` returns the stacks that the newest worker of a slot has written.
         """
         config = settings()
         self._boot = boot
         if config.job_notify_secret is not None:
-            read_secrets(config.job_notify_secret)  # a wrong one is told at the start
+            read_secrets(config.job_notify_secret)  # fails now, not at the first notice
         self.waker = Waker()
         try:
             self._writer = _opened_store(config, boot, self.waker.wake)
@@ -97,7 +97,7 @@ class JobService(Closing):
         self._on_fenced = on_fenced
         self._stacks = stacks
         self._inbox: deque[ev.Event] = deque()
-        self._asking: dict[bytes, Answer] = {}  # questions of operators that are not answered yet
+        self._asking: dict[bytes, Answer] = {}  # open questions of operators
         self._results: deque[tuple[Operation, Result]] = deque()  # refused at once
         self._health = HealthState.CLOSED
 
@@ -106,7 +106,7 @@ class JobService(Closing):
         self._writer.start()
         self.serve(time.monotonic())
 
-    # ---- what comes ----------------------------------------------------------------------------
+    # ---- events --------------------------------------------------------------------------------
 
     def deliver(self, action: core_actions.ToClient | core_actions.JobSetBack) -> None:
         """The core has sent something to JOBS_LINK, or a job was set back."""
@@ -115,7 +115,7 @@ class JobService(Closing):
             self._inbox.append(event)
 
     def handle(self, event: ev.Event, now: float) -> None:
-        """Let the manager handle an event, and perform what it decides."""
+        """Let the manager handle an event, and perform its actions."""
         try:
             actions = self._manager.handle(event, now)
         except Exception:  # a bug of ours costs one event, never the pool
@@ -126,9 +126,9 @@ class JobService(Closing):
         self._act(actions, now)
 
     def ask(self, kind: str, body: Mapping[str, Any], answer: Answer, now: float) -> None:
-        """Have an operator's question answered: `answer` gets its content, now or later.
+        """Ask a question of an operator: `answer` gets the content of the answer, now or later.
 
-        Raises BadRequest for a question that cannot be asked.
+        Raises BadRequest if the question cannot be asked.
         """
         owner, question = job_operations.parse_question(kind, body)
         id = secrets.token_bytes(frames.ID_BYTES)
@@ -141,11 +141,11 @@ class JobService(Closing):
             self.handle(ev.Acknowledged(event.link, event.message.have), now)
 
     def reads(self, id: bytes, owner: str) -> bool:
-        """Whether this owner has a reading of a job with this id."""
+        """Returns whether this owner has a reading of a job with this id."""
         return self._manager.readers.has(id, owner)
 
     def serve(self, now: float) -> None:
-        """Handle what the core and the store have brought, and what is due."""
+        """Handle events of the core, results of the store, and due times."""
         self.waker.drain()
         self._check_health(now)
         self._take_results()
@@ -162,7 +162,7 @@ class JobService(Closing):
             self.handle(ev.Wake(), now)
 
     def next_wake(self) -> float:
-        """When `serve` is due at the latest."""
+        """Returns the latest time for `serve`."""
         return 0.0 if self._inbox or self._results else self._manager.next_wake()
 
     def _take_results(self) -> None:
@@ -177,7 +177,7 @@ class JobService(Closing):
         self._act(actions, now)
 
     def _answer_of_fault(self, event: ev.QuestionAsked) -> act.Tell:
-        """The answer to a question that the manager failed on: its client has to get one."""
+        """Returns the answer to a question that the manager failed on: its client needs one."""
         failed = Failed.of(Internal("the broker failed on this question; its log says why"))
         return act.Tell(
             event.link, Header(failed.kind, event.id, self._boot, event.attempt), failed
@@ -202,7 +202,7 @@ class JobService(Closing):
             log.error("the store of jobs is another broker's", extra={"why": health.reason})
             self._on_fenced(now)
 
-    # ---- what is done --------------------------------------------------------------------------
+    # ---- actions -------------------------------------------------------------------------------
 
     def _act(self, actions: list[act.Action], now: float) -> None:
         for action in actions:
@@ -235,12 +235,12 @@ class JobService(Closing):
     # ---- reports and the end -------------------------------------------------------------------
 
     def figures(self) -> JobFigures:
-        """How many jobs there are, and how the store is."""
+        """Returns the counts of jobs and the state of the store."""
         figures, health = self._manager.figures(), self._writer.health.state
         return figures if health is HealthState.OK else replace(figures, store=health.value)
 
     def close(self) -> None:
-        """Write what jobs have left, then close the store."""
+        """Write the remaining output of jobs, then close the store."""
         end = time.monotonic() + CLOSE_TIMEOUT
         while self._manager.busy and self._health in OPEN and time.monotonic() < end:
             self.serve(time.monotonic())
@@ -252,7 +252,7 @@ class JobService(Closing):
 
 
 def _opened_store(config: PoolConfig, boot: int, wake: Callable[[], None]) -> StoreWriter:
-    """The store's thread, which is not started yet. Raises StoreError."""
+    """Returns the store's thread, which is not started yet. Raises StoreError."""
     opened = opener(config.state_dir, config.state_bytes, config.job_key_life)
     try:
         return StoreWriter(opened, boot, wake)
@@ -262,10 +262,10 @@ def _opened_store(config: PoolConfig, boot: int, wake: Callable[[], None]) -> St
 
 
 def why_without_jobs(config: PoolConfig, error: StoreError) -> str | None:
-    """Why a pool serves streams without jobs; None if it must not start with this error.
+    """Returns why a pool serves streams without jobs; None if it must not start with this error.
 
-    It starts where nobody has chosen the folder, and where the folder cannot be written. Any other
-    fault of a store that the settings name would leave its jobs behind without a word.
+    It starts if the folder is the default one, or if it cannot be written. With any other fault of
+    a store that the settings name, its jobs would be lost without a notice.
     """
     by_default = config.state_dir == str(default_state_dir(config.run_dir))
     if not by_default and not isinstance(error, StoreUnwritable):
@@ -274,7 +274,7 @@ def why_without_jobs(config: PoolConfig, error: StoreError) -> str | None:
 
 
 def refuse_questions(why: str) -> AskJobs:
-    """What answers operators' questions where no jobs are kept. Raises JobsOff."""
+    """Returns what to call for operators' questions without jobs; it raises JobsOff."""
 
     def ask(kind: str, body: Mapping[str, Any], answer: Answer, now: float) -> None:
         raise JobsOff(why)
@@ -316,13 +316,13 @@ def _posted(end_seq: int, outcome: Outcome) -> ev.Posted:
 # ---- between the core and the job manager --------------------------------------------------------
 
 
-# Calls of jobs for which a worker of an encoder model has places. With those that wait in the core
+# Places of a worker of an encoder model for calls of jobs. With the calls that wait in the core
 # (feeding.WINDOW) it has enough while answers are written; calls of clients take turns with them.
 CALL_PLACES = MAX_IN_WORKER
 
 
 class CoreView:
-    """The port `jobs.view.PoolView`. It changes nothing. Owned by the broker's thread."""
+    """Implements `jobs.pool_view.PoolView`. It changes nothing. Owned by the broker's thread."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
@@ -389,7 +389,7 @@ class CoreView:
 def job_event(
     action: core_actions.ToClient | core_actions.JobSetBack, stacks: Callable[[str], str]
 ) -> ev.Output | ev.RunEnded | ev.SetBack | None:
-    """What the core tells the manager, None: nothing; `stacks` finds those of a slot's worker."""
+    """Returns the manager's event for an action, if any. `stacks` returns those of a slot."""
     if isinstance(action, core_actions.JobSetBack):
         return ev.SetBack(
             action.id, action.attempt, action.charge, action.cause, stacks(action.slot)

@@ -41,9 +41,9 @@ def lock(run_dir: Path) -> int:
 
 
 def raise_descriptor_limit() -> int:
-    """Raise the soft limit of open files to the hard one, and return it.
+    """Raise the soft limit of open files to the hard limit, and return it.
 
-    Raises OSError below MIN_DESCRIPTORS: libzmq aborts the process when it runs out of them.
+    Raises OSError below MIN_DESCRIPTORS: libzmq aborts a process that runs out of descriptors.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
@@ -67,7 +67,7 @@ class Lifecycle:
         on_stop: Callable[[bool, float], None] = lambda final, now: None,
     ) -> None:
         """`on_stop` is called when the broker stops; `final`: no other broker follows."""
-        self.ending = False  # told to end; answers over HTTP may still run
+        self.ending = False  # an end was requested; answers over HTTP may still run
         self.stopping = False
         self._perform = perform
         self._notifier = notifier
@@ -118,7 +118,7 @@ class Signals:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Handle the signals inside of a `with`."""
+        """Handle the signals inside a `with`."""
         before = {number: signal.signal(number, self._on_signal) for number in HANDLED}
         # Workers inherit this: SIGUSR1 before one has a handler must not end it.
         before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, signal.SIG_IGN)

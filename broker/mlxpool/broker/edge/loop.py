@@ -1,7 +1,7 @@
 """The broker's loop: waits for readable sources and due tasks, and calls their handlers.
 
-It knows nothing of what they do. Each turn calls the handlers of readable sources in the order of
-their priority, then all tasks in the order in which they were added.
+Each turn calls the handlers of readable sources in the order of
+their priority, then all tasks in the order of their addition.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ log = logging.getLogger("mlxpool.broker")
 
 MAX_WAIT = 60.0  # seconds of one turn
 LAG_WINDOW = 15.0  # seconds
-LATE = 1.0  # seconds that a turn may begin after it was due until that is reported
+LATE = 1.0  # seconds of delay of a turn from which it is reported
 
 Handler = Callable[[float], object]  # its argument is the time in seconds
 
@@ -45,14 +45,14 @@ class Source(Struct, frozen=True):
 
 
 class Task(Struct, frozen=True):
-    """Called in every turn; `next_wake` is the time at which it needs a turn at the latest."""
+    """A call in every turn. `next_wake` returns the latest time for its next turn."""
 
     run: Handler
     next_wake: Callable[[], float]
 
 
 class LoopLag:
-    """The longest time for which the loop was busy or late, over a moving window."""
+    """The longest busy or late time of the loop, over a moving window."""
 
     __slots__ = ("_current", "_previous", "_since")
 
@@ -61,14 +61,14 @@ class LoopLag:
         self._current = self._previous = 0.0
 
     def record(self, seconds: float, now: float) -> None:
-        """One turn took `seconds`."""
+        """Add a turn that took `seconds`."""
         if now - self._since >= LAG_WINDOW:
             self._roll(now)
         if seconds > self._current:
             self._current = seconds
 
     def worst(self, now: float) -> float:
-        """The longest turn in seconds, over a window between LAG_WINDOW and twice that."""
+        """Returns the longest turn in seconds, over a window between LAG_WINDOW and twice that."""
         if now - self._since >= LAG_WINDOW:
             self._roll(now)
         return max(self._current, self._previous)
@@ -79,13 +79,13 @@ class LoopLag:
 
 
 class Loop:
-    """Used by one thread. `on_late` is told by how many seconds a turn began too late, and when."""
+    """Used by one thread. `on_late` gets the seconds by which a turn was late, and the time."""
 
     def __init__(self, lag: LoopLag, on_late: Callable[[float, float], None]) -> None:
         self._lag = lag
         self._on_late = on_late
         self._poller = zmq.Poller()
-        self._sources: dict[object, Source] = {}  # by what the poller returns
+        self._sources: dict[object, Source] = {}  # by the key that the poller returns
         self._tasks: list[Task] = []
         self._turned_at = time.monotonic()
 
@@ -95,7 +95,7 @@ class Loop:
         handle: Handler,
         priority: Priority = Priority.OPERATIONS,
     ) -> None:
-        """Call `handle` in each turn in which this socket or descriptor is readable."""
+        """Call `handle` in each turn with this socket or descriptor readable."""
         key = _key(source)
         self._poller.register(key, zmq.POLLIN)
         self._sources[key] = Source(priority, handle)
@@ -108,7 +108,7 @@ class Loop:
         self._tasks.append(Task(run, next_wake))
 
     def turn(self) -> None:
-        """Wait until a source is readable or a task is due, and handle what there is."""
+        """Wait until a source is readable or a task is due, and handle these."""
         timeout_ms = self._timeout_ms(time.monotonic())
         readable = self._poller.poll(timeout_ms)
         now = time.monotonic()
@@ -131,7 +131,7 @@ class Loop:
 
 
 def _key(source: zmq.Socket[bytes] | HasDescriptor | int) -> object:
-    """What the poller returns for a source: a ZeroMQ socket itself, else a descriptor."""
+    """Returns the key of a source in the poller: a ZeroMQ socket itself, else a descriptor."""
     if isinstance(source, zmq.Socket | int):
         return source
     return source.fileno()

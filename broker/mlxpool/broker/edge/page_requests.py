@@ -1,4 +1,4 @@
-"""Performs what operators ask for on the status page, as the admin socket does."""
+"""Performs commands of operators on the status page, as the admin socket does."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class PageCancels:
-    """Owned by the broker's thread. `waker` is readable when `serve` is due."""
+    """Cancels requests. Owned by the broker's thread. `waker` is readable when `serve` is due."""
 
     def __init__(self, queue: LoopQueue[str], state: State, commands: Commands) -> None:
         """`state` is only read: the command changes it."""
@@ -32,29 +32,29 @@ class PageCancels:
         self._commands = commands
 
     def serve(self, now: float) -> None:
-        """Answer what waits in the queue."""
+        """Answer the waiting commands."""
         self._queue.serve(self.cancel, now)
 
     def cancel(self, prefix: str, now: float) -> Fate:
-        """Cancel the live request whose id begins so. Raises BadRequest if there is not one."""
-        found = [id for id in self._state.requests if id.hex().startswith(prefix)]
-        if not found:
+        """Cancel the only live request with this prefix of its id. Raises BadRequest if not one."""
+        ids = [id for id in self._state.requests if id.hex().startswith(prefix)]
+        if not ids:
             raise BadRequest(
                 f"no live request has an id that begins with {prefix}: it has ended or never was"
             )
-        if len(found) > 1:
+        if len(ids) > 1:
             raise BadRequest(
-                f"{len(found)} live requests have ids that begin with {prefix}:"
+                f"{len(ids)} live requests have ids that begin with {prefix}:"
                 " cancel one with `mlxpool cancel ID`"
             )
-        return dict(self._commands.handle(Message(Header(Cancel.kind, found[0])), now))
+        return dict(self._commands.handle(Message(Header(Cancel.kind, ids[0])), now))
 
 
 # ---- jobs ----------------------------------------------------------------------------------------
 
 
 class PageJobs:
-    """Owned by the broker's thread. `waker` is readable when `serve` is due."""
+    """Asks about jobs. Owned by the broker's thread. `waker` is readable when `serve` is due."""
 
     def __init__(self, queue: LoopQueue[Question], ask: AskJobs) -> None:
         self.waker = queue.waker
@@ -62,15 +62,15 @@ class PageJobs:
         self._ask = ask
 
     def serve(self, now: float) -> None:
-        """Begin with what waits in the queue."""
+        """Begin with the waiting questions."""
         self._queue.begin(self._begin, now)
 
-    def _begin(self, asked: Question, future: Future[Fate], now: float) -> None:
+    def _begin(self, question: Question, future: Future[Fate], now: float) -> None:
         def answer(content: Content) -> None:
             if isinstance(content, Failed):
                 future.set_exception(content.error())
             else:
                 future.set_result(content.body() or {})
 
-        kind, body = asked
+        kind, body = question
         self._ask(kind, body, answer, now)

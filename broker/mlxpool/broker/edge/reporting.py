@@ -1,4 +1,4 @@
-"""What the broker reports of itself and of the pool: snapshots, and a line for service managers."""
+"""Reports about the broker and the pool: snapshots, and a line for service managers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ log = logging.getLogger("mlxpool.broker")
 
 
 class Reporter:
-    """Owned by the broker's thread."""
+    """Makes the reports. Owned by the broker's thread."""
 
     def __init__(
         self,
@@ -44,9 +44,9 @@ class Reporter:
         jobs: Callable[[], JobFigures | None],
         run_dir: RunDirWatch,
     ) -> None:
-        """`endpoints` are those of back and admin beside the run directory's.
+        """`endpoints` are further endpoints of back and admin, beside those of the run directory.
 
-        `jobs` returns None where the settings want none.
+        `jobs` returns None if the settings want none.
         """
         self._pool = pool
         self._lifecycle = lifecycle
@@ -67,7 +67,7 @@ class Reporter:
             log.warning(self._slow_blas)
 
     def snapshot(self, now: float, listing: bool = False) -> Snapshot:
-        """With `listing` also the rows of models that `ps` shows."""
+        """Returns a snapshot; with `listing` also the rows of models that `ps` shows."""
         broker, lag = self._broker(now), self._lag.worst(now)
         gateway = None if self._gateway is None else self._gateway.info(now)
         return snapshot.take(
@@ -75,7 +75,7 @@ class Reporter:
         )
 
     def status(self) -> str:
-        """A line for the service manager."""
+        """Returns a line for the service manager."""
         pool = self._pool
         busy = sum(bool(model.workers) for model in pool.registry.models.values())
         counts = f"workers {len(pool.workers)}, models with workers {busy}"

@@ -1,8 +1,7 @@
 """Notices that files of the run directory were removed, and makes them again.
 
-Connections outlive the file of their socket, but nobody can connect any more: no new worker, no
-command. A socket is bound once more at its path, beside the binding whose file is gone: to unbind
-that one would end its connections.
+Connections outlive the file of their socket, but new workers and commands cannot connect. A socket
+is bound again at its path. The binding whose file is gone stays, as its end would end connections.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ log = logging.getLogger("mlxpool.broker")
 
 CHECK_INTERVAL = 0.5  # seconds
 
-Identity = tuple[int, int] | None  # device and inode of a file; None: there is none
+Identity = tuple[int, int] | None  # device and inode of a file; None: no file
 
 
 class RunDirWatch:
-    """Owned by the broker's thread. `trouble` says why the pool cannot be reached; "": it can."""
+    """Owned by the broker's thread. `trouble`: why the pool cannot be reached; "": it can."""
 
     def __init__(
         self,
@@ -56,20 +55,20 @@ class RunDirWatch:
         return self._run_dir / f"{name}.ipc"
 
     def next_wake(self) -> float:
-        """When `check` is due."""
+        """Returns when `check` is due."""
         return self._check_at
 
     def check(self, now: float) -> None:
-        """Look whether it is time."""
+        """Look, if it is time."""
         if now >= self._check_at:
             self.look(now)
 
     def look(self, now: float) -> None:
-        """Make again what is missing, and say so; or say why that cannot be done."""
+        """Make missing files again and log that, or log why it cannot be done."""
         self._check_at = now + CHECK_INTERVAL
         before, self.trouble = self.trouble, ""
         try:
-            made = self._mend()
+            names = self._mend()
         except FolderLocked as locked:
             self.trouble = (
                 f"another broker (pid {locked.holder}) has the run directory {self._run_dir} since"
@@ -78,8 +77,8 @@ class RunDirWatch:
         except (ConfigError, OSError) as error:
             self.trouble = f"files of the run directory are gone and cannot be made again: {error}"
         else:
-            if made:
-                extra = {"run_dir": str(self._run_dir), "made": ", ".join(made)}
+            if names:
+                extra = {"run_dir": str(self._run_dir), "made": ", ".join(names)}
                 log.warning("files of the run directory were removed: made again", extra=extra)
                 self._restored()
         if self.trouble != before:
@@ -90,14 +89,14 @@ class RunDirWatch:
             self._on_trouble(self.trouble, now)
 
     def _mend(self) -> list[str]:
-        """The names of what was made again. Raises FolderLocked, ConfigError and OSError."""
-        made = []
+        """Returns the names of files made again. Raises FolderLocked, ConfigError and OSError."""
+        restored = []
         if _identity(self._run_dir / "lock") != _of_descriptor(self.lock):
             check_run_dir(self._run_dir)
             taken = lock_folder(self._run_dir)
             os.close(self.lock)
             self.lock = taken
-            made.append("lock")
+            restored.append("lock")
         if (times := self._times_unbound()) is None:
             names = [name for name in self._bound if name != "front"]
         else:
@@ -110,8 +109,8 @@ class RunDirWatch:
                 check_run_dir(self._run_dir)
                 sockets.bind(self._bound[name], sockets.ipc(self._run_dir, name))
                 self._files[name] = _identity(path)
-                made.append(path.name)
-        return made
+                restored.append(path.name)
+        return restored
 
 
 def _identity(file: Path) -> Identity:

@@ -91,13 +91,13 @@ _EVENTS: dict[type, Callable[..., None]] = {
 
 
 # ---- spans ---------------------------------------------------------------------------------------
-# Requests as spans of OpenTelemetry: one for each that has ended, with its parts inside. The
-# setting `traces` turns them on. The variables of OpenTelemetry say where they go, such as
+# Requests as spans of OpenTelemetry: a span for each ended request, with child spans of its parts.
+# The setting `traces` turns them on. Variables of OpenTelemetry have their target, such as
 # OTEL_EXPORTER_OTLP_ENDPOINT; a thread of its library sends them.
 
 
 NAME = "mlxpool"
-CLOSE_MS = 2000  # that the last spans may take at the end of the broker
+CLOSE_MS = 2000  # most time to send the last spans at the end of the broker
 
 
 class Part(NamedTuple):
@@ -109,9 +109,9 @@ class Part(NamedTuple):
 
 
 def parts_of(ended: RequestEnded) -> Iterator[Part]:
-    """The parts of a request: queue, prepare, prefill, decode, and each resume.
+    """Yields the parts of a request: queue, prepare, prefill, decode, and each resume.
 
-    Those in the worker are of the newest one; they are as long as it says, one behind the other.
+    Parts in a worker are those of the newest worker, in sequence, with the lengths it reported.
     """
     assigned = ended.assigned_at
     yield Part("queue", ended.accepted_at, assigned or ended.ended_at)
@@ -128,7 +128,7 @@ def parts_of(ended: RequestEnded) -> Iterator[Part]:
 
 
 class Spans:
-    """Used by the broker's thread."""
+    """Sends requests as spans. Used by the broker's thread."""
 
     def __init__(self, provider: TracerProvider) -> None:
         self._provider = provider
@@ -136,7 +136,7 @@ class Spans:
 
     @classmethod
     def open(cls) -> Spans:
-        """Spans that are sent by OTLP over HTTP. Raises ConfigError without OpenTelemetry."""
+        """Returns Spans that go by OTLP over HTTP. Raises ConfigError without OpenTelemetry."""
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource
@@ -190,6 +190,6 @@ class Spans:
         span.end(nanoseconds(ended.ended_at))
 
     def close(self) -> None:
-        """Send what is left, for a moment."""
+        """Send the remaining spans, for CLOSE_MS at most."""
         self._provider.force_flush(CLOSE_MS)
         self._provider.shutdown()

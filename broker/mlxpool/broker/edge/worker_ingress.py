@@ -24,12 +24,12 @@ from mlxpool.common.protocol.to_worker import Stop, Who
 
 log = logging.getLogger("mlxpool.broker")
 
-MAX_MESSAGES = 256  # read from the socket before the others are read
-MAX_ROWS = 512  # gathered before the core gets them
+MAX_MESSAGES = 256  # messages read before other sockets are read
+MAX_ROWS = 512  # rows gathered before the core gets them
 
 
 class WorkerIngress:
-    """Owned by the broker's thread."""
+    """Reads the back socket. Owned by the broker's thread."""
 
     def __init__(
         self,
@@ -49,10 +49,10 @@ class WorkerIngress:
         self._perform = perform
         self._counters = counters
         self._rows: list[Delta] = []  # read from the socket, not yet handled by the core
-        self._rows_epoch = 0  # of their worker
+        self._rows_epoch = 0  # epoch of their worker
 
     def read(self, now: float) -> bool:
-        """Handle at most MAX_MESSAGES; returns whether that was all."""
+        """Handle at most MAX_MESSAGES. Returns whether that was all."""
         for _ in range(MAX_MESSAGES):
             received = self._peers.receive(now)
             if received is None:
@@ -62,7 +62,7 @@ class WorkerIngress:
         return received is None
 
     def read_all(self, max_rounds: int, now: float) -> None:
-        """Handle what workers have sent until now, in at most so many calls of `read`."""
+        """Handle all waiting frames of workers, in at most `max_rounds` calls of `read`."""
         for _ in range(max_rounds):
             if self.read(now):
                 return
@@ -97,7 +97,7 @@ class WorkerIngress:
             self._perform(event, now)
 
     def _gather(self, epoch: int, rows: list[Delta], now: float) -> None:
-        """Rows wait for the next frame of the same worker, so that its clients get fewer frames."""
+        """Keep rows for the next frame of the same worker, so that its clients get fewer frames."""
         if epoch != self._rows_epoch:
             self.flush_rows(now)
             self._rows_epoch = epoch
@@ -112,7 +112,7 @@ class WorkerIngress:
             self._perform(ev.WorkerDeltas(self._rows_epoch, rows), now)
 
     def _current_epoch(self, peer: Peer, message: Message) -> int | None:
-        """The epoch of the connection; None for a message that is fenced."""
+        """Returns the epoch of the connection; None for a message that is fenced."""
         epoch = self._sessions.epoch(peer.number)
         if epoch is None:
             self._peers.send(peer.number, encoded(Who()))
@@ -121,7 +121,7 @@ class WorkerIngress:
     # ---- hello -------------------------------------------------------------------------------
 
     def _on_hello(self, peer: Peer, hello: Hello, now: float) -> None:
-        """Welcome a worker that this broker started, or have one that dialled in admitted."""
+        """Welcome a worker that this broker started, or admit a worker that dialled in."""
         next_token = self._supervisor.accepts(hello.slot, hello.token)
         if next_token is None:
             try:
@@ -136,7 +136,7 @@ class WorkerIngress:
             self._sessions.welcome(peer.number, worker.epoch)
 
     def _refuse(self, peer: Peer, hello: Hello, error: PoolError) -> None:
-        """Say why, so that the worker ends at once instead of waiting for another broker."""
+        """Send the reason, so that the worker ends at once and waits for no other broker."""
         self._counters.auth_failures += 1
         fields = {"slot": hello.slot, "peer": peer.owner, "why": error.message}
         log.warning("hello refused", extra=fields)

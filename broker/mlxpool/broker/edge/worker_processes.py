@@ -1,6 +1,6 @@
 """Workers as processes: performs their starts and stops, and reports their samples and exits.
 
-Invariant: everything that a worker sent before its end is handled before its exit is reported.
+Invariant: all messages of a worker are handled before its exit is reported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mlxpool.common.gpus import GpusUnavailable
 
 log = logging.getLogger("mlxpool.broker")
 
-MAX_DELAY = 0.25  # seconds by which frames of workers may delay the report of an exit
+MAX_DELAY = 0.25  # most seconds by which frames of workers delay the report of an exit
 
 
 class Child(Protocol):
@@ -74,7 +74,7 @@ class Sources(Protocol):
 
 
 class WorkerProcesses:
-    """Owned by the broker's thread."""
+    """Starts, stops and observes workers. Owned by the broker's thread."""
 
     def __init__(
         self,
@@ -88,10 +88,10 @@ class WorkerProcesses:
         stop_remote: Callable[[str, float], bool],
         unreachable: Callable[[float], str] = lambda now: "",
     ) -> None:
-        """`read_pending` handles frames of workers and says whether it has handled all.
+        """`read_pending` handles frames of workers and returns whether it has handled all.
 
-        `stop_remote` stops the worker of a slot; False if its process is one of ours.
-        `unreachable` says why a new worker could not connect; "": it can.
+        `stop_remote` stops the worker of a slot; False if this broker started its process.
+        `unreachable` returns why a new worker could not connect; "": it can.
         """
         self._supervisor = supervisor
         self._sessions = sessions
@@ -122,7 +122,7 @@ class WorkerProcesses:
             self._supervisor.stop(slot, now, at_once=at_once)
 
     def observe(self, now: float) -> None:
-        """Kill those that did not end in time, and have the core judge the others."""
+        """Kill workers that did not end in time, and have the core judge the others."""
         self._supervisor.kill_overdue(now)
         if self._supervisor.observation_due(now):
             for slot in list(self._supervisor.children):
@@ -144,7 +144,7 @@ class WorkerProcesses:
         self._perform(event, now)
 
     def _has_explained_end(self, slot: str) -> bool:
-        """A worker that exits by itself says why, and its exit may be seen before its message."""
+        """Returns whether a worker that exits by itself has sent why; its exit may come first."""
         epoch = self._sessions.epoch_of_slot(slot)
         if epoch is None or self._state.has_explained_end(epoch):
             return True
