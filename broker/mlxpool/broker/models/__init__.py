@@ -1,4 +1,4 @@
-"""The models that can be asked for: names, states, eviction and listing.
+"""The models of the pool: names, states, eviction and listing.
 
 Pure; their files are read by `catalogue`.
 """

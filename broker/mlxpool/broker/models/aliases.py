@@ -1,4 +1,4 @@
-"""Every name that can be asked for, and the name under which its model runs. Pure.
+"""The names of models, and the name under which each model runs. Pure.
 
 Aliases are names of the same weights under the same settings; they share workers. Weights are the
 same if they are at the same location on the disk or have the same digest.
@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from mlxpool.common.config.schema import ModelConfig
 
-SHARED_SETTINGS = (  # that a worker is started with: names that share one must agree on them
+SHARED_SETTINGS = (  # settings of a worker: names that share one must agree on them
     "context",
     "devices",
     "device_sums",
@@ -37,17 +37,17 @@ SHARED_SETTINGS = (  # that a worker is started with: names that share one must 
 
 
 class Name(Struct, eq=False):
-    """One name. `about` is what its files say, see docs/protocol.md, `models`."""
+    """One name. `about` has the facts of its files, see docs/protocol.md, `models`."""
 
     config: ModelConfig
-    location: str  # where its files are; "": it shares them with no other name
+    location: str  # the place of its files; "": not shared with other names
     model: str  # the name under which it runs
     about: Mapping[str, object] = field(default_factory=dict)
-    gone: bool = False  # taken out of the settings: it cannot be asked for
+    gone: bool = False  # taken out of the settings: requests with it are refused
 
     @property
     def digest(self) -> str:
-        """Of its files; "" if they were not read or there are none."""
+        """The digest of its files; "" if there are no files or they were not read."""
         return str(self.about.get("digest") or "")
 
     @property
@@ -63,39 +63,39 @@ class Name(Struct, eq=False):
 
 
 class Names:
-    """Invariant: the model of a name is a name that runs as itself."""
+    """All names. Invariant: the model of a name is a name that runs as itself."""
 
     def __init__(self) -> None:
         self.known: dict[str, Name] = {}
 
     def add(self, name: str, config: ModelConfig, location: str) -> str:
-        """Add a name; returns the name under which it runs."""
+        """Add a name. Returns the name under which it runs."""
         self.known[name] = Name(config, location, name)
         self.known[name].model = self.alias(name) or name
         return self.known[name].model
 
     def model_of(self, name: str) -> str | None:
-        """The name under which it runs; None if it cannot be asked for."""
+        """Returns the name under which it runs; None for an unknown or gone name."""
         known = self.known.get(name)
         return None if known is None or known.gone else known.model
 
     def offered(self) -> list[str]:
-        """The names that can be asked for, in the order in which they were added."""
+        """Returns the names that are not gone, in the order of their addition."""
         return [name for name, known in self.known.items() if not known.gone]
 
     def members(self, model: str) -> list[str]:
-        """The names that run as `model`, in the order in which they were added."""
+        """Returns the names that run as `model`, in the order of their addition."""
         return [name for name, known in self.known.items() if known.model == model]
 
     def alias(self, name: str) -> str | None:
-        """The first other name that runs as itself and whose workers can serve this one."""
+        """Returns the first other name that runs as itself and whose workers can serve this."""
         for other, known in self.known.items():
             if other != name and known.model == other and self.are_aliases(name, other):
                 return other
         return None
 
     def are_aliases(self, one: str, other: str) -> bool:
-        """Whether workers of the one can serve the other."""
+        """Returns whether workers of one name can serve the other."""
         a, b = self.known[one], self.known[other]
         if not a.location or not b.location:
             return False
@@ -104,11 +104,11 @@ class Names:
         return a.location == b.location or bool(a.digest and a.digest == b.digest)
 
     def separated(self, model: str) -> list[str]:
-        """Members that workers of `model` can serve no longer, for files of one have changed."""
+        """Returns members that workers of `model` cannot serve after a change of files."""
         return [n for n in self.members(model) if n != model and not self.are_aliases(n, model)]
 
     def config_of(self, model: str) -> ModelConfig:
-        """Its own settings, with the largest replicas and keep_alive that any member asks for."""
+        """Returns its own settings with the largest replicas and keep_alive of its members."""
         members = [self.known[name] for name in self.members(model)]
         configs = [known.config for known in members if not known.gone] or [members[0].config]
         forever = any(config.keep_alive < 0 for config in configs)

@@ -1,4 +1,4 @@
-"""The record of a served model: its slots, what waits for it, and its failures."""
+"""The record of a served model: its slots, its queues, and its failures."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from mlxpool.common.config.schema import ModelConfig
 
 
 class ModelState(Enum):
-    """What the pool wants with a model; its workers have states of their own."""
+    """The demand for a model; its workers have states of their own."""
 
-    COLD = "cold"  # nothing needs it: no worker is started
+    COLD = "cold"  # not needed: no worker is started
     WANTED = "wanted"  # its slots are filled, as far as memory and the restart delay allow
     FAILED = "failed"  # its last worker reported why it cannot serve
     BROKEN = "broken"  # the breaker is open: restart_limit workers in a row never served
-    DRAINING = "draining"  # admits nothing, finishes what was accepted
+    DRAINING = "draining"  # admits nothing, finishes accepted requests
     DRAINED = "drained"  # admits nothing, and nothing is left
 
 
@@ -32,9 +32,9 @@ _C, _W, _F, _B = ModelState.COLD, ModelState.WANTED, ModelState.FAILED, ModelSta
 _DRAINING, _DRAINED = ModelState.DRAINING, ModelState.DRAINED
 _FAILURES = {"load failed": _F, "breaker opened": _B, "worker failed": _C}
 
-# want: something waits for it.  start: its slots may be filled now.
+# want: a request or a setting needs it.  start: its slots may be filled now.
 # served: a request ended in a worker.  mended: its files or settings have changed.
-# give up: all that waited was answered with an error.  reopen: admits requests again.
+# give up: all waiting requests failed.  reopen: admits requests again.
 TRANSITIONS: dict[ModelState, dict[str, ModelState]] = {
     _C: {
         "want": _W, "served": _C, "mended": _C, "unload": _C, "give up": _C,
@@ -76,10 +76,10 @@ def shown_state(
     failures: int,
     restart_limit: int,
 ) -> str:
-    """cold | starting | ready | draining | drained | failed | broken, as operators see it.
+    """Returns cold, starting, ready, draining, drained, failed or broken, as operators see it.
 
-    The failures of a model without workers are shown whatever its state: a model that was drained
-    and opened again is as broken as before.
+    A model without workers shows its failures in any admitting state: after a drain it is as broken
+    as before.
     """
     if state not in ADMITTING:
         return "draining" if workers else "drained"
@@ -96,26 +96,26 @@ def shown_state(
     return "starting" if state is _W and failures else "cold"
 
 
-ANSWER_WEIGHT = 0.05  # of the newest answer in `Model.answer_tokens`
+ANSWER_WEIGHT = 0.05  # weight of the newest answer in `Model.answer_tokens`
 
 
 class Model(Struct, eq=False):
     name: str
     config: ModelConfig
     slots: list[Slot]
-    floor: int = 0  # bytes that one worker takes at least: its limit, or its files
-    need: int = 0  # the floor, or the most that was seen of a worker
+    floor: int = 0  # least bytes of one worker: its limit, or its files
+    need: int = 0  # bytes of one worker: the floor, or the most seen
     queue: Queue = field(default_factory=Queue)
-    places: Places = field(default_factory=Places)  # that owners have in its workers
-    calls: CallQueue = field(default_factory=CallQueue)  # that wait for a worker
+    places: Places = field(default_factory=Places)  # places of owners in its workers
+    calls: CallQueue = field(default_factory=CallQueue)  # calls that wait for a worker
     state: ModelState = ModelState.COLD
     failures: int = 0  # workers in a row that ended before they served
-    retry_at: float = 0.0  # no worker is started before
-    idle_since: float = 0.0  # 0: it is in use or has no ready worker
-    speed: WorkerSpeed = field(default_factory=WorkerSpeed)  # of its workers together
-    answer_tokens: float = MAX_OUTPUT  # of an answer, an average
+    retry_at: float = 0.0  # no worker is started before this time
+    idle_since: float = 0.0  # 0: in use, or without a ready worker
+    speed: WorkerSpeed = field(default_factory=WorkerSpeed)  # speed of its workers together
+    answer_tokens: float = MAX_OUTPUT  # average tokens of an answer
     scale: ReplicaScale = field(default_factory=ReplicaScale)  # if replicas follow the load
-    kept: float | None = None  # seconds that a client keeps it when idle; None: the setting counts
+    kept: float | None = None  # seconds that a client keeps it when idle; None: see keep_alive
     last_error: Mapping[str, object] | None = (
         None  # body of the error that its last worker reported
     )
@@ -128,7 +128,7 @@ class Model(Struct, eq=False):
         self.state = following
 
     def answered(self, tokens: int) -> None:
-        """A request of the model ended with so many tokens."""
+        """Note that a request of the model ended with `tokens` tokens."""
         self.answer_tokens += ANSWER_WEIGHT * (tokens - self.answer_tokens)
 
     @property
@@ -142,7 +142,7 @@ class Model(Struct, eq=False):
 
     @property
     def local_slots(self) -> list[Slot]:
-        """The slots that this broker fills: fewer than there are after replicas were reduced."""
+        """The slots that this broker fills; fewer than all after a reduction of replicas."""
         return self._own_slots[: self._own_replicas]
 
     @property
@@ -156,18 +156,18 @@ class Model(Struct, eq=False):
 
     @property
     def _own_replicas(self) -> int:
-        """How many of its workers this broker starts; 0 if all of them dial in."""
+        """The number of workers that this broker starts; 0 if all of them dial in."""
         starts = self.config.replicas > 0
         return max(1, self.replicas_wanted) if starts and self.scales else self.config.replicas
 
     @property
     def scales(self) -> bool:
-        """Whether its number of workers follows the load."""
+        """Returns whether its number of workers follows the load."""
         return self.config.scaling.max > 0
 
     @property
     def replicas_wanted(self) -> int:
-        """How many workers it should have now, whoever starts them; 0: nobody has said."""
+        """The number of workers that it should have, of any supervisor; 0: not set."""
         rules = self.config.scaling
         if not self.scales:
             return self.config.replicas
@@ -175,26 +175,26 @@ class Model(Struct, eq=False):
 
     @property
     def admits(self) -> bool:
-        """Whether it takes new requests."""
+        """Returns whether it takes new requests."""
         return self.state in ADMITTING
 
     @property
     def stable(self) -> bool:
-        """Whether a worker is ready, and none is to come that might have loaded another model."""
+        """Returns whether a worker is ready, and no coming worker may have other weights."""
         states = {worker.state for worker in self.workers}
         coming = {*COMING, WorkerState.SUSPECT}
         return WorkerState.READY in states and not states & coming
 
     @property
     def served_soon(self) -> bool:
-        """Whether a worker serves it or is coming."""
+        """Returns whether a worker serves it or is coming."""
         return any(worker.state in SERVING | COMING for worker in self.workers)
 
     @property
     def load_progress(self) -> float | None:
-        """The share of the weights that the furthest worker to come has loaded, 0 to 1.
+        """The share of weights, 0 to 1, that the furthest coming worker has loaded.
 
-        None: a worker is loaded, or none is to come.
+        None: a worker is loaded, or no worker is coming.
         """
         if any(worker.state in SERVING for worker in self.workers):
             return None
@@ -203,7 +203,7 @@ class Model(Struct, eq=False):
 
     @property
     def busy(self) -> bool:
-        """Whether anything waits for it or runs in it."""
+        """Returns whether requests or calls wait for it or run in it."""
         return bool(self.queue or self.calls) or not all(w.idle for w in self.workers)
 
     @property
@@ -212,7 +212,7 @@ class Model(Struct, eq=False):
         return self.config.keep_alive if self.kept is None else self.kept
 
     def expires_in(self, now: float) -> float | None:
-        """Seconds until it is unloaded if no work comes; below 0: never; None: it is not loaded."""
+        """Returns the seconds until an unload without work; below 0: never; None: not loaded."""
         if not any(worker.state in SERVING for worker in self.workers):
             return None
         if self.keep_alive < 0 or not self.local_workers:
@@ -222,12 +222,12 @@ class Model(Struct, eq=False):
 
     @property
     def unused(self) -> bool:
-        """Whether nothing uses it, and nothing about it has to be remembered."""
+        """Returns whether it is not in use and has no failures to remember."""
         at_rest = self.state is ModelState.COLD and not self.failures
         return at_rest and not self.workers and not self.busy
 
     def shown_state(self, restart_limit: int) -> str:
-        """Its state as operators see it; `restart_limit` failures in a row open the breaker."""
+        """Returns its state for operators; `restart_limit` failures in a row open the breaker."""
         return shown_state(
             self.state,
             [worker.state for worker in self.workers],

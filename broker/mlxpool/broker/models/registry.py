@@ -1,4 +1,4 @@
-"""The models that can be asked for, by name, their slots, and whether they are available. Pure."""
+"""The models by name, their slots, and whether they are available. Pure."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ MAX_NAMES_SHOWN = 20
 class Registry:
     """Owns every Model and Slot; the worker pool fills the slots.
 
-    `memory` is what all workers may take together, in bytes; `restart_limit` the failures in a row
-    at which a model's breaker opens.
+    `memory` is the most bytes of all workers together. `restart_limit` is the number of failures in
+    a row that opens a model's breaker.
     """
 
     def __init__(self, memory: int, restart_limit: int) -> None:
@@ -46,7 +46,7 @@ class Registry:
     def add(self, name: str, config: ModelConfig, location: str = "", need: int = 0) -> None:
         """Add a name. It gets a model of its own unless it is an alias.
 
-        `location` is where its files are ("": it is no alias), `need` the least bytes of a worker.
+        `location` is the place of its files; "": not an alias. `need`: least bytes of a worker.
         """
         if name in self.names.known:
             self._reopen(name, config)
@@ -56,7 +56,7 @@ class Registry:
             self._fit_slots(self.models[self.names.known[name].model])
 
     def _reopen(self, name: str, config: ModelConfig) -> None:
-        """A name that was gone can be asked for again."""
+        """Take a gone name back."""
         known = self.names.known[name]
         if known.gone:
             known.gone, known.config = False, config
@@ -65,7 +65,7 @@ class Registry:
             self._fit_slots(model)
 
     def remove(self, name: str) -> Model | None:
-        """The name cannot be asked for any more; returns its model if that has no other name."""
+        """Mark a name as gone. Returns its model if that has no other name."""
         known = self.names.known.get(name)
         if known is None or known.gone:
             return None
@@ -76,7 +76,7 @@ class Registry:
         return model if all(self.names.known[member].gone for member in members) else None
 
     def change(self, name: str, config: ModelConfig, location: str, need: int) -> list[Worker]:
-        """Give a name other settings; returns the workers that were started with the old ones."""
+        """Give a name other settings. Returns the workers that were started with the old ones."""
         known = self.names.known.get(name)
         if known is None or known.gone:
             return []
@@ -99,13 +99,13 @@ class Registry:
         return [slot.worker for slot in local if slot.worker and (renewed or slot not in kept)]
 
     def describe(self, name: str, about: Mapping[str, object]) -> None:
-        """Record what the files of a name say; they may make it an alias, or end that it is one.
+        """Record the facts of the files of a name. It may become an alias, or stop being one.
 
-        A model that is in use stays what it is until it is unused and its files are read again.
+        A model in use does not become an alias until it is unused and its files are read again.
         """
         known = self.names.known.get(name)
         if known is None or (about.get("partial") and known.about):
-            return  # what is known of files that are read again stays until they were
+            return  # known facts stay while files are read again
         if known.fault is not None and not about.get("problems"):
             self._mend(self.models[known.model])
         known.about = about
@@ -114,12 +114,12 @@ class Registry:
         self._join(self.models[known.model])
 
     def _mend(self, model: Model) -> None:
-        """Its files were repaired: the error that its last worker reported holds no longer."""
+        """Its files were repaired: drop the error of its last worker."""
         model.last_error = None
         model.move("breaker opened" if model.failures >= self.restart_limit else "mended")
 
     def _separate(self, model: str) -> None:
-        """Give models of their own to the names that `model` can serve no longer."""
+        """Give models of their own to the names that `model` can no longer serve."""
         for name in self.names.separated(model):
             self.names.known[name].model = name
             self._add_model(name, self.models[model].floor)
@@ -130,7 +130,7 @@ class Registry:
         if alias is None or not model.unused:
             return
         if not all(self.names.are_aliases(member, alias) for member in members):
-            return  # the files of one were not read yet; when they are, this is tried again
+            return  # some files were not read yet; when they are, this is tried again
         del self.models[model.name]
         for slot in model.slots:
             del self.slots[slot.name]
@@ -139,7 +139,7 @@ class Registry:
         self._fit_slots(self.models[alias])
 
     def _learn_size(self, model: Model, size: object) -> None:
-        """Set the floor of a model whose files could not be weighed before."""
+        """Set the floor of a model whose files had no known size before."""
         if isinstance(size, int) and not model.floor and not model.workers:
             model.floor, model.need = size, max(model.need, size)
 
@@ -152,7 +152,7 @@ class Registry:
         self._fit_slots(self.models[name])
 
     def _fit_slots(self, model: Model) -> None:
-        """As many slots as the name with the most replicas asks for."""
+        """Add slots, up to the most replicas that a name asks for."""
         model.config = self.names.config_of(model.name)
         local = sum(not slot.remote for slot in model.slots)
         config = model.config
@@ -166,14 +166,14 @@ class Registry:
         return slot
 
     def remote_slot_name(self, name: str) -> str:
-        """The slot that the next worker of this model to dial in fills; it may not exist yet."""
+        """Returns the slot of the next worker of this model to dial in; it may not exist yet."""
         known = self.names.model_of(name)
         slots = [] if known is None else self.models[known].slots
         free = (slot.name for slot in slots if slot.remote and slot.worker is None)
         return next(free, f"{known or name}/{len(slots)}")
 
     def remote_slot(self, slot_name: str, name: str) -> Slot:
-        """The slot of a worker that dials in. An unknown model is served while it is there."""
+        """Returns the slot of a worker that dials in. It may bring a model that was unknown."""
         if name not in self.names.known:
             self.add(name, ModelConfig(replicas=0))
         model = self.model(name)
@@ -181,7 +181,7 @@ class Registry:
         return known or self._add_slot(model, Slot(slot_name, model.name, remote=True))
 
     def model(self, name: str) -> Model:
-        """The model that a name means. Raises UnknownModel with the nearest name."""
+        """Returns the model of a name. Raises UnknownModel with the nearest name."""
         model = self.names.model_of(name)
         if model is None:
             known = self.names.offered()
@@ -193,30 +193,30 @@ class Registry:
     # ---- availability ------------------------------------------------------------------------
 
     def answers_calls(self, name: str) -> bool:
-        """Whether the files of a model say that it answers calls, such as `embed`, and no more."""
+        """Returns whether a model is known to answer calls, such as `embed`, and nothing else."""
         features = self.names.known[name].about.get("features")
-        return isinstance(features, list | tuple) and any(one in features for one in TASKS)
+        return isinstance(features, list | tuple) and any(task in features for task in TASKS)
 
     def may_answer_calls(self, name: str) -> bool:
-        """As `answers_calls`; also of a model whose files were not read yet."""
+        """Returns `answers_calls`, or True for a model whose files were not read yet."""
         features = self.names.known[name].about.get("features")
         return not isinstance(features, list | tuple) or self.answers_calls(name)
 
     def check_task(self, name: str, kind: str) -> None:
-        """Raises BadRequest for a `generate` or a call that the files of a model do not answer.
+        """Raises BadRequest for a `generate` or a call that a model does not support.
 
         A model whose files were not read yet passes: its worker refuses.
         """
         features = self.names.known[name].about.get("features")
         if not isinstance(features, list | tuple) or kind not in (GENERATE, DECIDE, *TASKS):
             return
-        tasks = [one for one in TASKS if one in features]
+        tasks = [task for task in TASKS if task in features]
         if (kind not in tasks) if tasks else (kind in TASKS):
             purpose = f"it is a model for {' and '.join(tasks)}" if tasks else "it generates text"
             raise BadRequest(f"model {name!r} does not {kind}: {purpose}")
 
     def check_template(self, model: Model) -> None:
-        """Raises BadRequest if a model is known to have no chat template, or to make no text."""
+        """Raises BadRequest if a model is known to lack a chat template, or text output."""
         about = self.names.known[model.name].about
         if self.answers_calls(model.name):
             raise BadRequest(f"model {model.name!r} does not generate text, so it takes no chat")
@@ -224,20 +224,20 @@ class Registry:
             raise BadRequest(NO_TEMPLATE)
 
     def fault(self, model: Model) -> str | None:
-        """Why the files from which this broker would start a worker can be loaded by none."""
+        """Returns why no worker of this broker could load its files; None if one could."""
         known = self.names.known.get(model.name)
         startable = known is not None and model.local_slots and not model.served_soon
         return known.unusable if known is not None and startable else None
 
     def is_faulty(self, name: str) -> bool:
-        """Whether a name is known, and its model has a fault."""
+        """Returns whether a name is known, and its model has a fault."""
         model = self.names.model_of(name)
         return model is not None and self.fault(self.models[model]) is not None
 
     def check_available(self, model: Model, now: float, name: str) -> None:
-        """Raises the reason for which the model, asked for as `name`, cannot be served now.
+        """Raises PoolError if the model, requested as `name`, cannot be served now.
 
-        One whose files are known to be unusable is refused with their fault: no worker is started.
+        A model with unusable files is refused with their fault: no worker is started.
         """
         if model.served_soon:
             return
@@ -260,7 +260,7 @@ class Registry:
             raise _broken(model, wait_ms, name)
 
     def unavailable(self, model: Model, now: float, name: str = "") -> PoolError | None:
-        """The error that `check_available` raises; None if it raises none."""
+        """Returns the error that `check_available` raises, if any."""
         try:
             self.check_available(model, now, name or model.name)
         except PoolError as error:
@@ -289,9 +289,9 @@ def _shown(names: Iterable[str]) -> str:
 
 
 def to_evict(models: Iterable[Model], missing: int) -> list[Model]:
-    """Idle models whose workers free `missing` bytes, least recently used first; [] if they cannot.
+    """Returns idle models to free `missing` bytes, least recently used first; [] if too few.
 
-    Models that the settings keep for ever and workers that dialled in are not evicted; those that
+    Models that the settings keep for ever and workers that dialled in are not evicted. Models that
     a client keeps for ever go last.
     """
     idle = [m for m in models if m.idle_since and m.local_workers and m.config.keep_alive >= 0]

@@ -1,6 +1,6 @@
-"""How many workers a model should have, from what waits for it and from the time. Pure.
+"""The number of workers that a model should have, from its load and the time. Pure.
 
-Who starts workers follows this number: the pool's own supervisor, or a cluster
+The starter of workers follows this number: the pool's own supervisor, or a cluster
 (`mlxpool.cluster`), which reads it in the broker's figures.
 """
 
@@ -17,52 +17,51 @@ from mlxpool.broker.requests.fair_queue import cost
 from mlxpool.broker.requests.request import Request
 from mlxpool.common.config.schema import Scaling
 
-HOLD = 2.0  # seconds for which too much must have waited before workers are added
-FULL = 0.75  # share of its sequences that a worker may be asked to run when others are ended
-MAX_COUNTED = 1024  # requests of a queue whose tokens are counted; the rest is taken to be alike
+HOLD = 2.0  # seconds of too high a load before workers are added
+FULL = 0.75  # most share of its sequences that a worker runs after others were ended
+MAX_COUNTED = 1024  # requests of a queue whose tokens are counted; the rest counts as alike
 
 
 class ReplicaLoad(Struct, frozen=True):
-    """What a model has to do now."""
+    """The load of a model now."""
 
-    waiting: int  # requests
-    waiting_tokens: int  # of their prompts, and of the answers that they ask for
+    waiting: int  # waiting requests
+    waiting_tokens: int  # tokens of their prompts and of the answers that they want
     running: int  # requests that workers have
-    sequences: int  # that one worker runs at once
-    workers: int = 0  # that serve
+    sequences: int  # sequences that one worker runs at once
+    workers: int = 0  # workers that serve
 
 
 class ReplicaScale(Struct, frozen=True):
-    """The number of workers that a model should have, and since when it seems wrong."""
+    """The number of workers that a model should have, and since when it is too low or high."""
 
     wanted: int = 0
-    high_since: float | None = None  # more have been needed since then; None: they are not
-    low_since: float | None = None  # fewer have been enough since then; None: they are not
-    peak: int = 0  # the most that were needed since `low_since`
+    high_since: float | None = None  # since when more are needed; None: they are not
+    low_since: float | None = None  # since when fewer are enough; None: they are not
+    peak: int = 0  # most workers needed since `low_since`
 
 
 def waiting_tokens(queue: Iterable[Request], count: int) -> int:
-    """The tokens of `count` waiting requests, estimated from the first MAX_COUNTED."""
+    """Returns the tokens of `count` waiting requests, estimated from the first MAX_COUNTED."""
     costs = [cost(request) for request in islice(queue, MAX_COUNTED)]
     return sum(costs) * count // len(costs) if costs else 0
 
 
 def needed(load: ReplicaLoad, wanted: int, rules: Scaling) -> int:
-    """The workers that this load needs, where there are, or will be, `wanted` of them."""
+    """Returns the workers that this load needs, if `wanted` are there or coming."""
     by_waiting = math.ceil(load.waiting_tokens / rules.waiting_tokens)
-    # A single long prompt is read by one worker, however many there are.
+    # One worker alone reads a long prompt.
     by_waiting = min(by_waiting, wanted + load.waiting)
-    # Workers that serve may be more than are wanted: after its restart a broker finds them.
+    # More workers than wanted may serve: a restarted broker finds them.
     by_running = min(max(wanted, load.workers), math.ceil(load.running / (FULL * load.sequences)))
     return max(rules.min, min(rules.max, max(by_waiting, by_running)))
 
 
 def next_scale(scale: ReplicaScale, load: ReplicaLoad, rules: Scaling, now: float) -> ReplicaScale:
-    """The number after a look at the load.
+    """Returns the number after a look at the load.
 
-    It rises when more have been needed for HOLD, at once from none; workers that are starting
-    count as there. It falls when fewer have been enough for `cool_down`, to the most that were
-    needed in this time.
+    It rises when more workers were needed for HOLD seconds, from 0 at once. Starting workers count.
+    It falls when fewer were enough for `cool_down` seconds, to the most needed in this time.
     """
     wanted = max(rules.min, min(rules.max, scale.wanted))
     need = needed(load, wanted, rules)

@@ -1,12 +1,12 @@
-"""Which owners have the places of a model, and which runs give theirs up for others. Pure.
+"""Shares the places of a model among owners: decides which runs give theirs up. Pure.
 
 A place is one of the sequences that a ready worker runs at once. The owner with the fewest places
-gets the next one that is free. Where none is, a request that waits takes one
+gets the next free place. If all are taken, a waiting request takes a place
 
-- from the owner with the most places, if that has at least two more than its own: so an owner at or
-  below an equal share loses none;
-- else, if its owner has none at all, from a run that has had its place for a TURN: so more owners
-  than there are places have turns.
+- from the owner with the most places, if that owner has at least two more than its own: so owners
+  at or below an equal share lose nothing;
+- else, if its owner has no place, from a run that has had its place for a TURN: so owners take
+  turns if they are more than the places.
 
 No request takes a place from a run of a higher rank (see `rank_of`). A run gives its place up
 between two steps, waits as the first of its owner's requests, and goes on from its ids.
@@ -23,22 +23,22 @@ from msgspec import Struct, field
 
 from mlxpool.broker.requests.request import Request
 
-# Seconds that a request waits before a run gives up its place for it: where answers are short,
-# places become free all the time.
+# Seconds that a request waits before a run gives up its place for it: with short answers, places
+# become free all the time.
 PATIENCE = 0.05
-# Seconds that a run has its place before it gives it up to an owner that has none. Most of them
-# are left when it has read its tokens again.
+# Seconds that a run has its place before it gives it up to an owner without places. Most of this
+# time remains after the run has read its tokens again.
 TURN = 2.0
-# Seconds for which a place that was taken for an owner is kept for it when its request has ended:
-# its next request finds it, and no run is begun and preempted for each of many short requests.
+# Seconds for which a place that an owner took is kept for it after its request: its next request
+# gets it, so that many short requests do not each begin and preempt a run.
 KEEP = 1.0
-LOOK_AGAIN = 0.25  # seconds until a run whose turn is over is asked again whether it had an output
+LOOK_AGAIN = 0.25  # seconds until a run whose turn is over is checked again for an output
 
 
 class Held(Struct, frozen=True):
     """A run that has a place of the worker with the epoch `worker` since the time `since`.
 
-    `proven`: it has had an output there, so that what was read for it was not read in vain.
+    `proven`: it has had an output there, so that its prefill was not in vain.
     """
 
     request: Request
@@ -71,10 +71,10 @@ def decide(
     coming: Mapping[int, int],
     now: float,
 ) -> Decision:
-    """Which runs give up their places for the requests that wait.
+    """Decides which runs give up their places for waiting requests.
 
-    `wanted` are in the order of their turns, `counts` the places of each owner. `coming`: the
-    places of each worker that are free, or will be because their runs were told to end.
+    `wanted` is in the order of turns, `counts` has the places of each owner. `coming`: the places
+    of each worker that are free, or will be because their runs are being ended.
     """
     runs, left, places = _by_owner(held), dict(coming), Counter(counts)
     waiting: defaultdict[str, deque[Wanted]] = defaultdict(deque)
@@ -83,7 +83,7 @@ def decide(
     turns = [(places[owner], order, owner) for order, owner in enumerate(waiting)]
     heapq.heapify(turns)  # the owner with the fewest places first
     gives: list[tuple[Request, str]] = []
-    refused: dict[tuple[int, int, Collection[int]], float] = {}  # alike ones get nothing either
+    refused: dict[tuple[int, int, Collection[int]], float] = {}  # equal ones get nothing either
     again = math.inf
     while turns:
         own, order, taker = heapq.heappop(turns)
@@ -112,9 +112,9 @@ def decide(
 
 
 def _by_owner(held: Sequence[Held]) -> dict[str, list[Held]]:
-    """The runs of each owner; the last one gives up its place first: lowest rank, then newest."""
+    """Returns each owner's runs; the last gives up its place first: lowest rank, then newest."""
     runs: defaultdict[str, list[Held]] = defaultdict(list)
-    for run in sorted(held, key=lambda one: (-one.request.rank, one.request.arrival)):
+    for run in sorted(held, key=lambda run: (-run.request.rank, run.request.arrival)):
         runs[run.request.owner].append(run)
     return runs
 
@@ -126,19 +126,21 @@ def _giver(
     places: Mapping[str, int],
     now: float,
 ) -> tuple[Held | None, float]:
-    """The run that gives up its place for a request of an owner that has `own` places.
+    """Returns the run that gives up its place for a request of an owner with `own` places.
 
-    None: no run does, and may not before the time beside it.
+    Without a run, returns None and the time from which a run may.
     """
     others = [owner for owner in runs if owner != want.request.owner]
-    above = sorted((one for one in others if places[one] >= own + 2), key=lambda one: -places[one])
+    above = sorted(
+        (other for other in others if places[other] >= own + 2), key=lambda other: -places[other]
+    )
     for owner in above:
         for run in reversed(runs[owner]):
             if _may_have(want, run):
                 return run, math.inf
     if own:
         return None, math.inf
-    eldest = [run for one in others for run in runs[one] if _may_have(want, run)]
+    eldest = [run for other in others for run in runs[other] if _may_have(want, run)]
     eldest.sort(key=lambda run: (run.since, run.request.run.number))
     over = [run for run in eldest if now >= run.since + TURN]
     if over:
@@ -148,20 +150,20 @@ def _giver(
 
 
 def _may_have(want: Wanted, run: Held) -> bool:
-    """Whether a request may have the place of a run."""
+    """Returns whether a request may have the place of a run."""
     return run.worker in want.workers and run.request.rank <= want.request.rank
 
 
 class Places(Struct, eq=False):
-    """The places of a model that its owners have, and those promised to them or kept for them."""
+    """The places of a model that its owners have, and places promised to them or kept for them."""
 
     held: Counter[str] = field(default_factory=Counter)
-    promised: Counter[str] = field(default_factory=Counter)  # runs were told to give them up
-    _taken: Counter[str] = field(default_factory=Counter)  # of those held: others gave them up
-    _kept: deque[tuple[float, str]] = field(default_factory=deque)  # until when, for whom
+    promised: Counter[str] = field(default_factory=Counter)  # runs are giving them up
+    _taken: Counter[str] = field(default_factory=Counter)  # held places that others gave up
+    _kept: deque[tuple[float, str]] = field(default_factory=deque)  # (until when, owner)
 
     def get(self, owner: str) -> None:
-        """A request of an owner is given a place."""
+        """Give a place to a request of an owner."""
         self.held[owner] += 1
         kept = next((entry for entry in self._kept if entry[1] == owner), None)
         if self.promised[owner]:
@@ -172,25 +174,25 @@ class Places(Struct, eq=False):
             self._taken[owner] += 1
 
     def leave(self, owner: str, now: float) -> None:
-        """A request of an owner has its place no more; if others gave that up, it is kept."""
+        """End the place of a request of an owner; keep it for the owner if others gave it up."""
         _less(self.held, owner)
         if self._taken[owner] > self.held[owner]:
             _less(self._taken, owner)
             self._kept.append((now + KEEP, owner))
 
     def give(self, giver: str, taker: str) -> None:
-        """A run of an owner gives up its place for another owner."""
+        """Move the place of a run to another owner."""
         _less(self.held, giver)
         if self._taken[giver] > self.held[giver]:
             _less(self._taken, giver)
         self.promised[taker] += 1
 
     def break_promise(self, owner: str) -> None:
-        """An owner has no request that could use what it was promised."""
+        """Drop the promises to an owner without a request that could use the places."""
         self.promised.pop(owner, None)
 
     def kept_from(self, owner: str, now: float) -> list[str]:
-        """For whom places are kept that this owner does not get; none if it has no place."""
+        """Returns the owners whose kept places this owner does not get; [] if it has no place."""
         while self._kept and self._kept[0][0] <= now:
             self._kept.popleft()
         if not self._kept or not self.held[owner]:
@@ -198,12 +200,12 @@ class Places(Struct, eq=False):
         return [other for _, other in self._kept if other != owner]
 
     def kept_until(self, now: float) -> float:
-        """When the next of the kept places is free for all; infinity: none is kept."""
+        """Returns when the next kept place is free for all; infinity without kept places."""
         return next((until for until, _ in self._kept if until > now), math.inf)
 
 
 def _less(counts: Counter[str], owner: str) -> None:
-    """Count one less; an owner without any is not remembered."""
+    """Subtract 1 from an owner's count; drop an owner at 0."""
     counts[owner] -= 1
     if counts[owner] <= 0:
         del counts[owner]

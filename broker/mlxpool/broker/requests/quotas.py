@@ -1,26 +1,26 @@
-"""Rates that one owner may use. Pure: time is an argument.
+"""Rates that bound each owner. Pure: time is an argument.
 
 An owner is a key's name, or a user of this machine. Limits are passed in, so that a reload holds at
-once; 0 is no limit.
+once; 0 is unlimited.
 """
 
 from __future__ import annotations
 
 import math
 
-MAX_DEBT = 10.0  # seconds of a rate that an owner can owe
-MAX_OWNERS = 4096  # accounts, before those that owe nothing are dropped
+MAX_DEBT = 10.0  # most debt of an owner, in seconds of its rate
+MAX_OWNERS = 4096  # accounts at which those without debt are dropped
 
 
 class Rates:
     """A leaky bucket for each owner. A burst of one second's worth is free.
 
-    An owner whose bucket is empty may still spend, into debt: one message larger than a second's
-    worth passes, and the next one has to wait for it.
+    An owner with an empty bucket may still spend, into debt: a message larger than a second's worth
+    passes, and the next message has to wait for it.
     """
 
     def __init__(self) -> None:
-        self._accounts: dict[str, tuple[float, float]] = {}  # owner -> what is left, and when
+        self._accounts: dict[str, tuple[float, float]] = {}  # owner -> (amount left, at this time)
 
     def spend(self, owner: str, amount: float, limit: float, now: float) -> None:
         """Take `amount` from the owner's account of `limit` a second."""
@@ -30,12 +30,12 @@ class Rates:
             self._drop_even_accounts(limit, now)
 
     def wait(self, owner: str, limit: float, now: float) -> float:
-        """Seconds until the owner may spend again; 0 if it may now."""
+        """Returns the seconds until the owner may spend again; 0 if it may now."""
         left = self._left(owner, limit, now)
         return 0.0 if limit <= 0 or left > 0 else max(0.001, -left / limit)
 
     def broke(self, owner: str, limit: float, now: float) -> bool:
-        """Whether the owner owes as much as it can."""
+        """Returns whether the owner has its most debt."""
         return limit > 0 and self._left(owner, limit, now) <= -MAX_DEBT * limit
 
     def _left(self, owner: str, limit: float, now: float) -> float:
@@ -51,5 +51,5 @@ class Rates:
 
 
 def milliseconds(seconds: float) -> int:
-    """Seconds as `retry_after_ms`, rounded up: a retry after it never comes too early."""
+    """Returns seconds as `retry_after_ms`, rounded up so that no retry comes too early."""
     return max(1, math.ceil(seconds * 1000))

@@ -1,4 +1,4 @@
-"""A live request: its run, its reader, and what is remembered of it when it has ended."""
+"""A live request: its run, its reader, and its tombstone after its end."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ TRANSITIONS: dict[RequestState, dict[str, RequestState]] = {
 TERMINAL = frozenset(state for state, events in TRANSITIONS.items() if not events)
 
 
-IDLE_RANK = 0  # of an idle job
+IDLE_RANK = 0  # rank of an idle job
 RANKS = 2 * (MAX_PRIORITY + 1) + 1
 
 
 def rank_of(priority: int, *, kept: bool, idle: bool) -> int:
-    """The rank by which a charged job lets others go first, below RANKS: the higher go first.
+    """Returns a rank below RANKS; a charged job lets requests of a higher rank go first.
 
-    An idle job has the lowest one. Within a priority a job (`kept`) is below streams of clients.
+    An idle job has the lowest rank. Within a priority a job (`kept`) is below streams.
     """
     return IDLE_RANK if idle else 1 + 2 * priority + (not kept)
 
@@ -64,38 +64,38 @@ def rank_of(priority: int, *, kept: bool, idle: bool) -> int:
 class Run:
     """A completion in the making, over all workers that it is given to.
 
-    `ids` are the packed ids received from workers, delivered or not: a resume is made of the
-    message, the seed, the facts and these. The lease (`epoch`, `slot`, `number`) names the worker
-    that runs it; `number` identifies the run there and is never used twice.
+    `ids` are the packed ids received from workers, delivered or not. A resume consists of the
+    message, the seed, the facts and `ids`. The lease (`epoch`, `slot`, `number`) names the worker
+    that runs it. `number` identifies the run there and is never used twice.
     """
 
     seed: int
     ids: bytearray = field(default_factory=bytearray)
-    facts: Facts | None = None  # of its first worker
+    facts: Facts | None = None  # facts of its first worker
     prompt_tokens: int = 0
     reported: int = 0  # tokens of the prompt that workers have reported
     epoch: int = 0  # 0: no worker has it
     slot: str = ""
     number: int = 0
     tries: int = 0  # times it was given to a worker
-    leased_at: float = 0.0  # when it was given to the newest one
+    leased_at: float = 0.0  # when it was given to the newest worker
     resumes_without_progress: int = 0  # in a row
-    charge: float = 0.0  # how far the ends of workers speak against it; see `blame`
-    batch_bound: int = 0  # runs that a worker may hold together with it, itself included; 0: any
+    charge: float = 0.0  # its share in the ends of workers, see `blame`
+    batch_bound: int = 0  # most runs in its worker, itself included; 0: any
     assigned_at: float = 0.0  # first given to a worker; 0: not yet
     first_token_at: float = 0.0  # 0: no token yet
-    lost_at: float = 0.0  # released and not given to another worker yet; 0: it is not so
+    lost_at: float = 0.0  # when it was released, until the next worker has it; else 0
     resumes: list[tuple[float, float]] = field(default_factory=list)  # released, leased again
     measured_ids: int = 0  # ids that the histograms have counted
-    measured_at: float = 0.0  # when the newest of these came; 0: none came
+    measured_at: float = 0.0  # when the newest of these came; 0: never
 
     @property
     def taken(self) -> int:
-        """How many ids were received from workers."""
+        """Returns the number of ids received from workers."""
         return count_of(self.ids)
 
     def lease(self, epoch: int, slot: str, number: int, now: float = 0.0) -> None:
-        """A worker has it now."""
+        """Give the run to a worker."""
         if self.lost_at:
             self.resumes.append((self.lost_at, now))
             self.lost_at = 0.0
@@ -103,7 +103,7 @@ class Run:
         self.tries += 1
 
     def release(self, now: float = 0.0) -> None:
-        """No worker has it any more."""
+        """Take the run from its worker."""
         if self.epoch:
             self.lost_at = now
         self.epoch, self.slot, self.number = 0, "", 0
@@ -121,15 +121,15 @@ class Reader:
     """
 
     link: int
-    attempt: int  # the client's sending that the messages answer
-    # Nothing is sent while so many ids are sent and not acknowledged; a chunk may go past it.
+    attempt: int  # number of the client's sending that the messages answer
+    # Ids sent and not acknowledged at which nothing more is sent; a chunk may exceed it.
     window: int
     batch: bool  # deltas of a step are merged with those of other streams on this link
     sent: int = 0
     acked: int = 0
     unread: deque[StreamDelta] = field(default_factory=deque)
     unread_bytes: int = 0
-    blocked_since: float = 0.0  # the window is full and output waits behind it; 0: it is not
+    blocked_since: float = 0.0  # since when output waits for a full window; 0: it does not
 
 
 @dataclass(eq=False, slots=True)
@@ -140,7 +140,7 @@ class Request:
     owner: str
     digest: bytes  # equal for all sendings of the same request
     message: Generate
-    model: str  # the name under which its model runs; `message.model` is the one asked for
+    model: str  # the name under which its model runs; `message.model` is the name in the request
     run: Run
     reader: Reader
     accepted_at: float
@@ -149,7 +149,7 @@ class Request:
     first_token_deadline: float  # infinity once it has a token
     arrival: int = 0  # its number in the order of arrival
     rank: int = IDLE_RANK  # see rank_of
-    passed: int = 0  # later requests of its owner that a worker was given before it
+    passed: int = 0  # later requests of its owner that workers got before it
     pieces: PromptPieces | None = None  # of its prompt, once a worker was chosen among several
     state: RequestState = RequestState.QUEUED
 
@@ -162,7 +162,7 @@ class Request:
 
     @property
     def other_name(self) -> str | None:
-        """The name that was asked for, if its model runs under another one."""
+        """The name in the request, if its model runs under another name."""
         return self.message.model if self.message.model != self.model else None
 
     @property
@@ -171,19 +171,19 @@ class Request:
 
     @property
     def waiting_since(self) -> float:
-        """When the newest token came, or the request itself: of a queued one, the wait's begin."""
+        """The time of its newest token, else of its arrival: a queued request waits since then."""
         return self.run.measured_at or self.accepted_at
 
     @property
     def attempt(self) -> int:
-        """The newest sending of its client."""
+        """The number of the newest sending of its client."""
         return self.reader.attempt
 
 
 class Tombstone(Struct, frozen=True):
-    """What is remembered of an ended id: a late cancel learns its fate, a late sending is refused.
+    """The record of an ended request: a late cancel gets its state, a late sending is refused.
 
-    `final`: its end was asked for, so that no later sending starts it again.
+    `final`: it was ended on request, so that no later sending starts it again.
     """
 
     owner: str
@@ -209,7 +209,7 @@ def append_output(
     logprobs: list[Any] | None = None,
     facts: dict[str, Any] | None = None,
 ) -> int:
-    """Add the output of a step; returns the bytes it counts for."""
+    """Add the output of a step. Returns its size in bytes."""
     size = 4 * len(text) + len(ids)
     if logprobs:
         size += size_of_logprobs(logprobs)

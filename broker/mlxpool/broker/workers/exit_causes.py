@@ -1,7 +1,7 @@
-"""Why workers end, in words, and whether a worker itself is to blame. All causes are here.
+"""Causes of the ends of workers, in words, and whether a worker itself is to blame.
 
-They stand in errors (`details.cause`), in `ps` (`last_exit`, `cause`) and in the log. Why a worker
-was unloaded stands in the log alone: everywhere else its cause is STOPPED.
+Causes stand in errors (`details.cause`), in `ps` (`last_exit`, `cause`) and in the log. The reason
+of an unload stands in the log alone: everywhere else its cause is STOPPED.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CONNECTION_ENDED = "its connection ended"
 KEY_REVOKED = "its key was revoked"
 OUT_OF_MEMORY = "killed by the kernel: out of memory"
 
-# What nothing that a worker was asked for can have caused.
+# Causes outside the requests of a worker.
 COMMANDED = {STOPPED, DRAINED, IDLE, UNLOADED, BROKER_ENDS, LEFT, NEW_CONNECTION, KEY_REVOKED}
 
 # Signals that a process brings on itself.
@@ -32,12 +32,12 @@ _FAULTS = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.
 
 
 def ended(slot: str, cause: str) -> str:
-    """The beginning of an error about what a worker ran."""
+    """Returns the beginning of an error about the work of an ended worker."""
     return f"the worker {slot} ended: {cause}"
 
 
 def evicted_for(model: str) -> str:
-    """Its memory is needed for another model."""
+    """Returns the cause of a worker whose memory another model needs."""
     return f"evicted for {model}"
 
 
@@ -61,7 +61,7 @@ def stopped_by_signal(seconds: float) -> str:
 
 
 def of_rank(rank: int, cause: str) -> str:
-    """The cause that a rank above 0 of a group ended with."""
+    """Returns the cause of the end of a rank above 0 of a group."""
     return f"rank {rank}: {cause}"
 
 
@@ -77,7 +77,7 @@ def wrong_report(due: int) -> str:
 
 
 class WorkerExit(Struct, frozen=True):
-    """`own`: it ended by itself, not by a signal from outside.
+    """An exit of a worker. `own`: it ended by itself, not by a signal from outside.
 
     `prefill` is the request whose prompt it was reading.
     """
@@ -90,9 +90,9 @@ class WorkerExit(Struct, frozen=True):
 def exit_of(
     code: int, commanded: bool, out_of_memory: bool, look: ProgressReading, said: str = ""
 ) -> WorkerExit:
-    """`code` as Popen gives it, negative for a signal; `look` is the last progress.
+    """Returns the exit from a `code` of Popen, negative for a signal. `look`: last progress.
 
-    `said`: the last line that the worker wrote, which says why where it could not begin.
+    `said`: the last line that the worker wrote, with the reason if it could not begin.
     """
     if commanded:
         return WorkerExit(STOPPED, False, look.request)
@@ -104,14 +104,14 @@ def exit_of(
 
 
 def last_line(output: bytes) -> str:
-    """The last line of a process's output that is not empty, without control characters."""
+    """Returns the last non-empty line of a process's output, without control characters."""
     lines = [line.strip() for line in output.decode(errors="replace").splitlines()]
-    found = next((line for line in reversed(lines) if line), "")
-    return "".join(char if char.isprintable() else " " for char in found)
+    last = next((line for line in reversed(lines) if line), "")
+    return "".join(char if char.isprintable() else " " for char in last)
 
 
 def cause_of(code: int) -> str:
-    """An exit code in words: `exit code 3`, `killed by SIGSEGV`."""
+    """Returns an exit code in words: `exit code 3`, `killed by SIGSEGV`."""
     if code >= 0:
         return f"exit code {code}"
     try:

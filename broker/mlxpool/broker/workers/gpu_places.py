@@ -1,7 +1,7 @@
-"""Which GPUs the workers of this broker have. Pure.
+"""The GPUs of this broker's workers. Pure.
 
-A worker takes its GPUs before its process starts, and releases them after that was collected: until
-then it may hold their memory.
+A worker takes its GPUs before its process starts. It releases them after the process was collected,
+which may hold their memory until then.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mlxpool.common.gpus import check_enough
 
 
 class PlaceState(Enum):
-    """The state of a slot's place, which are the GPUs of its worker."""
+    """The state of a slot's place: the GPUs of its worker."""
 
     UNPLACED = "unplaced"  # it has had no worker
     HELD = "held"  # its worker has these GPUs
@@ -50,17 +50,17 @@ class Place(Struct, eq=False):
 class GpuPlaces:
     """The places of all slots.
 
-    Invariant: while one of the GPUs that a worker may have has no worker, it gets none that has
-    one; the ranks of a group have different GPUs.
+    Invariant: a worker shares a GPU only if too few of the GPUs that it may have are free. The
+    ranks of a group have different GPUs.
     """
 
     def __init__(self) -> None:
         self._places: dict[str, Place] = {}
 
     def take(self, slot: str, gpus: Sequence[str], count: int) -> tuple[str, ...]:
-        """Give the worker of a slot `count` of `gpus`, which it may have; none of none.
+        """Give the worker of a slot `count` GPUs of `gpus`; () if `gpus` is empty.
 
-        Raises GpusUnavailable where they are fewer, and ValueError if the slot holds a place.
+        Raises GpusUnavailable if they are fewer, and ValueError if the slot holds a place.
         """
         check_enough(gpus, count)
         place = self._places.get(slot) or Place(slot)
@@ -70,15 +70,15 @@ class GpuPlaces:
         return place.gpus
 
     def release(self, slot: str) -> None:
-        """The worker of a slot has ended. Raises ValueError if it holds no place."""
+        """Free the place of an ended worker's slot. Raises ValueError if it holds no place."""
         (self._places.get(slot) or Place(slot)).move("release")
 
     def held(self) -> Mapping[str, tuple[str, ...]]:
-        """The GPUs of the slots that hold a place."""
+        """Returns the GPUs of the slots that hold a place."""
         return {place.slot: place.gpus for place in self._places.values() if place.state is _HELD}
 
     def _workers_by_gpu(self, asking: Place) -> Counter[str]:
-        """How many other workers, or ranks of groups, each GPU has."""
+        """Returns the number of other workers, or ranks of groups, of each GPU."""
         held = (gpus for slot, gpus in self.held().items() if slot != asking.slot)
         return Counter(gpu for gpus in held for gpu in gpus)
 
@@ -86,10 +86,9 @@ class GpuPlaces:
 def choose(
     gpus: Sequence[str], workers: Mapping[str, int], before: Collection[str], count: int
 ) -> tuple[str, ...]:
-    """The `count` GPUs of `gpus` that have the fewest workers, in the order of `gpus`.
+    """Returns the `count` GPUs of `gpus` with the fewest workers, in the order of `gpus`.
 
-    Of those with equally many, the ones that the slot had `before` come first, then the order of
-    `gpus` decides.
+    Among equals, GPUs that the slot had `before` come first, then the order of `gpus` decides.
     """
 
     def rank(index: int) -> tuple[int, bool, int]:

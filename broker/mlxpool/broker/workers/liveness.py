@@ -1,8 +1,8 @@
-"""Tells a busy worker from one that hangs, by what can be seen from outside. Pure.
+"""Detects hung workers from samples of their processes. Pure.
 
-An age counts only time in which the worker could run and the supervisor looked: waiting for a CPU
-is subtracted, and the gap between two samples counts for two ticks at most, so that a broker that
-was frozen itself condemns no worker.
+An age counts only time in which the worker could run and the supervisor looked. Waiting for a CPU
+is subtracted. The gap between two samples counts for two ticks at most, so that a broker that was
+frozen itself condemns no worker.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from mlxpool.broker.workers import exit_causes
 from mlxpool.common.config.schema import PoolConfig
 from mlxpool.common.progress import ProgressReading
 
-USUAL_FACTOR = 40  # times the usual duration is past the limit
-EDGE_FRESH = 2.0  # seconds: an edge thread that moved so lately is alive
+USUAL_FACTOR = 40  # the limit, in multiples of the usual duration
+EDGE_FRESH = 2.0  # seconds: an edge thread with a younger move is alive
 
 
 class Sample(Struct, frozen=True):
     """A process as its supervisor sees it. Waits are nanoseconds spent runnable but not run."""
 
     look: ProgressReading
-    stopped: bool = False  # by a signal
+    stopped: bool = False  # stopped by a signal
     compute_wait_ns: int = 0
     edge_wait_ns: int = 0
     rss: int = 0  # bytes
-    others: tuple[Sample, ...] = ()  # of a group: the ranks behind the first
+    others: tuple[Sample, ...] = ()  # the ranks of a group after the first
 
     @property
     def all_rss(self) -> int:
@@ -37,13 +37,13 @@ class Sample(Struct, frozen=True):
 
 
 class Verdict(Struct, frozen=True):
-    """Ages are seconds: past its limit a worker is suspect, past twice the limit it hangs."""
+    """A verdict. A worker whose `age` (seconds) exceeds the limit is suspect, twice it is hung."""
 
     age: float = 0.0
     limit: float = math.inf
     cause: str = ""
-    own: bool = False  # whether what it was doing is to blame
-    dump: bool = True  # whether its stacks can tell more
+    own: bool = False  # its own work is to blame
+    dump: bool = True  # its stacks can help
 
     @property
     def suspect(self) -> bool:
@@ -57,13 +57,13 @@ class Verdict(Struct, frozen=True):
 class Watch(Struct, eq=False):
     """Ages in running seconds: since the compute thread moved, a beat came, the edge moved."""
 
-    at: float = 0.0  # time of the last sample; 0: there was none
+    at: float = 0.0  # time of the last sample; 0: never
     sample: Sample = field(default_factory=lambda: Sample(ProgressReading()))
     beat_at: float = 0.0
     still: float = 0.0
     silent: float = 0.0
     edge_still: float = 0.0
-    others: list[Watch] = field(default_factory=list)  # of the ranks behind the first
+    others: list[Watch] = field(default_factory=list)  # watches of the ranks after the first
 
     def observe(self, sample: Sample, beat_at: float, now: float, tick: float) -> None:
         """Add a sample. `beat_at` is when the newest beat arrived."""
@@ -83,7 +83,7 @@ class Watch(Struct, eq=False):
 
 
 def _running_time(gap: float, wait_before: int, wait_now: int) -> float:
-    """Below 0 for a wait longer than the gap: the kernel counts a wait when it is over."""
+    """Returns seconds; below 0 after a long wait, which the kernel counts when it is over."""
     return gap - max(0, wait_now - wait_before) / 1e9
 
 
@@ -92,7 +92,7 @@ def _progress(look: ProgressReading) -> tuple[str, int, int]:
 
 
 def limit_of(look: ProgressReading, config: PoolConfig) -> float:
-    """Seconds without progress before a worker is suspect; infinity where it may rest."""
+    """Returns the seconds without progress before a worker is suspect; infinity if it may rest."""
     if look.phase in ("idle", "prepare", "blocked"):
         return math.inf
     if look.phase in ("boot", "load", "unload"):
@@ -106,10 +106,10 @@ def limit_of(look: ProgressReading, config: PoolConfig) -> float:
 
 
 def judge(watch: Watch, config: PoolConfig, *, welcomed: bool, memory_limit: int = 0) -> Verdict:
-    """The worst verdict that the signals give. Before its welcome a worker owes no beats.
+    """Returns the worst verdict of all signals. Before its welcome a worker owes no beats.
 
     A group is judged by all its ranks: when one stands still, the others wait for it. The cause
-    names the rank that the others wait for, where their progress tells which it is.
+    names the rank that the others wait for, if their progress shows it.
     """
     rss = watch.sample.all_rss
     if 0 < memory_limit < rss:
@@ -117,7 +117,7 @@ def judge(watch: Watch, config: PoolConfig, *, welcomed: bool, memory_limit: int
         return Verdict(1.0, 0.5, cause, own=True, dump=False)
     verdicts = [_of_process(watch, config, welcomed=welcomed)]
     verdicts += [_of_process(other, config, welcomed=False) for other in watch.others]
-    rank = max(range(len(verdicts)), key=lambda one: verdicts[one].age / verdicts[one].limit)
+    rank = max(range(len(verdicts)), key=lambda index: verdicts[index].age / verdicts[index].limit)
     verdict = verdicts[rank]
     stopped = _stopped_rank(watch, verdict)
     if stopped:
@@ -131,7 +131,7 @@ def judge(watch: Watch, config: PoolConfig, *, welcomed: bool, memory_limit: int
 def _stopped_rank(watch: Watch, verdict: Verdict) -> int:
     """Returns the first rank above 0 that was stopped by a signal while the others wait; 0: none.
 
-    It may have no limit itself: it owes nothing where it was stopped between two passes.
+    Its own limit may be infinite: between two passes a rank owes nothing.
     """
     if verdict.suspect:
         for rank, other in enumerate(watch.others, 1):
@@ -141,13 +141,13 @@ def _stopped_rank(watch: Watch, verdict: Verdict) -> int:
 
 
 def _rank_behind(watch: Watch) -> int:
-    """The rank that has carried out the fewest messages of rank 0; 0: none misses any."""
+    """Returns the rank that has carried out the fewest messages of rank 0; 0: all did all."""
     done = [watch.sample.look.orders, *(other.sample.look.orders for other in watch.others)]
     return done.index(min(done))
 
 
 def _of_process(watch: Watch, config: PoolConfig, *, welcomed: bool) -> Verdict:
-    """The worst verdict of the threads of one process."""
+    """Returns the worst verdict of the threads of one process."""
     sample, look = watch.sample, watch.sample.look
     compute = Verdict(
         watch.still,

@@ -21,7 +21,7 @@ from mlxpool.common.progress import ProgressReading
 
 
 def fits_facts(worker: Worker, request: Request) -> bool:
-    """Whether a stream can be resumed there: the same model, and no smaller a context."""
+    """Returns whether a worker can resume a stream: the same model, and a context as large."""
     facts = request.run.facts
     if facts is None:
         return True
@@ -29,16 +29,16 @@ def fits_facts(worker: Worker, request: Request) -> bool:
 
 
 def keeps_batch_bounds(worker: Worker, request: Request) -> bool:
-    """Whether the request may run together with what the worker has."""
+    """Returns whether the request may run beside the worker's runs."""
     bounds = [b for b in (*worker.batch_bounds.values(), request.run.batch_bound) if b]
     return len(worker.leases) + 1 <= min(bounds) if bounds else True
 
 
 def has_image_place(worker: Worker, request: Request) -> bool:
-    """Whether the worker may be given the images of a request; true for one without images.
+    """Returns whether the worker may get the images of a request; True without images.
 
-    Images are prepared one after the other, and hold a place of the batch meanwhile. So half the
-    places, or the only one, may have images in preparation.
+    Images are prepared one after the other, and hold a place of the batch during that time. So at
+    most half the places, or the only one, may have images in preparation.
     """
     if not request.message.prompt.images:
         return True
@@ -46,16 +46,15 @@ def has_image_place(worker: Worker, request: Request) -> bool:
 
 
 def group_of(request: Request) -> tuple[str, str] | None:
-    """The owner and name of the choices that the request is one of; None: it is none."""
+    """Returns the owner and name of the group of a choice; None for another request."""
     choice = request.message.choice
     return None if choice is None else (request.owner, choice.group)
 
 
 def is_bound_elsewhere(worker: Worker, request: Request, workers: Sequence[Worker]) -> bool:
-    """Whether the request is a choice whose group another one of `workers` has.
+    """Returns whether the request is a choice whose group another worker has.
 
-    It waits for that worker to have room. A choice that is suspected to have ended a worker goes
-    anywhere.
+    It waits for that worker to have room. A choice that may have ended a worker goes anywhere.
     """
     group = group_of(request)
     if group is None or request.run.batch_bound or group in worker.route.groups:
@@ -69,7 +68,7 @@ def is_bound_elsewhere(worker: Worker, request: Request, workers: Sequence[Worke
 
 
 def may_have(worker: Worker, request: Request, workers: Sequence[Worker]) -> bool:
-    """Whether the worker, one of the model's `workers`, may be given the request now."""
+    """Returns whether the worker, one of the model's `workers`, may get the request now."""
     return (
         worker.credit() > 0
         and fits_facts(worker, request)
@@ -80,9 +79,9 @@ def may_have(worker: Worker, request: Request, workers: Sequence[Worker]) -> boo
 
 
 def could_have(worker: Worker, request: Request, workers: Sequence[Worker]) -> bool:
-    """Whether the worker, one of the model's `workers`, may be given the request when it has room.
+    """Returns whether the worker, one of `workers`, may get the request once it has room.
 
-    Not while something runs in it that bounds its company: that decides what else runs.
+    False while it runs a request with a batch bound, which decides what runs beside it.
     """
     return (
         not worker.batch_bounds
@@ -93,11 +92,11 @@ def could_have(worker: Worker, request: Request, workers: Sequence[Worker]) -> b
 
 
 def demand_of(request: Request, answer_tokens: float) -> Demand:
-    """What the request asks of a worker; answers of its model have `answer_tokens` on average."""
+    """Returns the demand of a request; answers have `answer_tokens` on average."""
     if request.pieces is None:
         request.pieces = pieces_of(request.message.prompt)
-    wanted = request.message.options.max_tokens
-    output = min(wanted, answer_tokens) if wanted > 0 else answer_tokens
+    most = request.message.options.max_tokens
+    output = min(most, answer_tokens) if most > 0 else answer_tokens
     session = request.message.session
     return Demand(request.pieces, round(output), (request.owner if session else "", session))
 
@@ -111,12 +110,12 @@ def choose_pair(
     cache_aware: bool = True,
     behind: int = 0,
 ) -> tuple[Request, Worker] | None:
-    """A request of `waiting` and the worker that it is given to; None if none may be given any.
+    """Returns a request of `waiting` and the worker that gets it; None if no pair is allowed.
 
-    `model` is the speed of the model's workers together, `behind` how many requests wait for it
-    beside the one that is chosen. Of workers that cost the same, the one
-    with most credit is chosen, then the one that has been ready for longest; all cost the same
-    where the choice is not `cache_aware`.
+    `model` is the speed of the model's workers together. `behind` is the number of requests that
+    wait beside the chosen one. Among workers of equal cost, the worker with the most credit is
+    chosen, then the worker that has been ready for longest. All costs are equal unless
+    `cache_aware`.
     """
     serving = [worker for worker in workers if worker.serves]
     serving.sort(key=lambda worker: (-worker.credit(), worker.ready_at))
@@ -142,11 +141,11 @@ def choose_pair(
     return None if pair is None else (pair.request, pair.worker)
 
 
-# ---- what the broker learns of a worker for the choice -------------------------------------------
+# ---- measures of a worker for the choice ---------------------------------------------------------
 
 
 def observe_beat(worker: Worker, model: WorkerSpeed) -> None:
-    """Learn from the worker's newest heartbeat: the time of its steps, what its cache dropped."""
+    """Learn from the worker's newest heartbeat: times of steps, and evictions of its cache."""
     beat, route = worker.beat, worker.route
     for speed in (route.speed, model):
         speed.observe_step(beat.running, beat.step_ms)
@@ -158,7 +157,7 @@ def observe_beat(worker: Worker, model: WorkerSpeed) -> None:
 
 
 def observe_prefill(worker: Worker, look: ProgressReading, model: WorkerSpeed) -> None:
-    """Learn how long a worker that reads a prompt now takes for a token of it."""
+    """Learn the time for a prompt token of a worker that reads a prompt now."""
     if look.tokens > 0:
         for speed in (worker.route.speed, model):
             speed.observe_prompt(look.usual_token_ns / 1e6)

@@ -1,4 +1,4 @@
-"""One worker: the record of one incarnation of a slot, and the slot it fills."""
+"""The record of a worker, which is one incarnation of a slot, and the slot."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class WorkerState(Enum):
     READY = "ready"
     SUSPECT = "suspect"  # past a limit of liveness: gets no new work
     CONDEMNED = "condemned"  # fenced, its requests moved; its process may still exist
-    DRAINING = "draining"  # gets no new work, finishes what it has
-    YIELDING = "yielding"  # was told to hand back what it has
-    STOPPING = "stopping"  # was told to exit
+    DRAINING = "draining"  # gets no new work, finishes its runs
+    YIELDING = "yielding"  # has to hand back its runs
+    STOPPING = "stopping"  # has to exit
     LOST = "lost"  # its process is gone
 
     @property
     def shown(self) -> str:
-        """The state as `ps` and the metrics name it."""
+        """The name of the state in `ps` and the metrics."""
         return "draining" if self in LEAVING else self.value
 
 
@@ -58,14 +58,14 @@ LEAVING = frozenset({WorkerState.DRAINING, WorkerState.YIELDING, WorkerState.STO
 FENCED = frozenset({WorkerState.CONDEMNED, WorkerState.LOST})
 
 
-PROVEN_TOKENS = 16  # a worker that made so many has served
+PROVEN_TOKENS = 16  # tokens of a worker that count as having served
 
 RunKey = tuple[bytes, int]  # id of a request, number of its run
 
 
 @dataclass(eq=False, slots=True)
 class Worker:
-    """`leases` holds the runs that were given to it and that it has not confirmed as ended.
+    """A worker. `leases` has the runs given to it whose ends it has not confirmed.
 
     Invariant: credit() >= 0, and only a READY worker has credit.
     """
@@ -73,13 +73,13 @@ class Worker:
     slot: str
     model: str
     pid: int = 0
-    gpus: tuple[str, ...] = ()  # that the broker gave it, one for each rank
+    gpus: tuple[str, ...] = ()  # GPUs from the broker, one for each rank
     epoch: int = 0
     state: WorkerState = WorkerState.STARTING
     started_at: float = 0.0
-    ready_at: float = 0.0  # 0: it never was
+    ready_at: float = 0.0  # 0: never
     served: int = 0  # requests that ended in it
-    tokens: int = 0  # taken from it
+    tokens: int = 0  # tokens taken from it
     sequences: int = 0  # free sequences by its last `credit`
     works_seen: int = 0  # `work` messages it had received by then
     works_sent: int = 0
@@ -93,13 +93,13 @@ class Worker:
     beat_at: float = 0.0
     hello: Hello | None = None
     watch: Watch = field(default_factory=Watch)
-    suspect_since: float = 0.0  # past a limit of liveness, whatever its state; 0: it is not
+    suspect_since: float = 0.0  # since when it is past a limit of liveness; 0: it is not
     suspicion: str = ""  # why it is past a limit
-    cause: str = ""  # why we ended it, or why it said it would end
+    cause: str = ""  # why the broker ended it, or the reason of its `bye`
     ended_by_charged_request: bool = False  # a request that had ended another worker ended it
-    said_bye: bool = False  # it was asked to go, by whomever
+    said_bye: bool = False  # it sent `bye` without an error
     error: Mapping[str, object] | None = None  # the body of the error it left with
-    replace: bool = False  # its slot is filled again at once
+    replace: bool = False  # fill its slot again at once
     remote: bool = False  # it dialled in: another supervisor starts and ends its process
 
     def move(self, event: str) -> None:
@@ -110,17 +110,17 @@ class Worker:
         self.state = following
 
     def allows(self, event: str) -> bool:
-        """Whether the event is legal in its state."""
+        """Returns whether the event is legal in its state."""
         return event in TRANSITIONS[self.state]
 
     @property
     def proven(self) -> bool:
-        """It has served: its end is no failure to start."""
+        """Returns whether it has served, so that its end does not count as a failed start."""
         return self.served > 0 or self.tokens >= PROVEN_TOKENS
 
     @property
     def serves(self) -> bool:
-        """It is ready and has not reported that it ends."""
+        """Returns whether it is ready and has not reported an error."""
         return self.state is WorkerState.READY and self.error is None
 
     @property
@@ -129,22 +129,22 @@ class Worker:
 
     @property
     def digest(self) -> str:
-        """Of the model it has loaded; "" before `hello`."""
+        """The digest of its loaded model; "" before `hello`."""
         return "" if self.hello is None else self.hello.digest
 
     @property
     def context(self) -> int:
-        """Tokens; 0 before `hello`."""
+        """The context of its model in tokens; 0 before `hello`."""
         return 0 if self.hello is None else self.hello.context
 
     def credit(self) -> int:
-        """How many more requests it may be given now."""
+        """Returns how many more requests it may get now."""
         if not self.serves:
             return 0
         return max(0, self.sequences - (self.works_sent - self.works_seen))
 
     def room(self) -> int:
-        """How many more requests may run in it now, beside those that bound their company."""
+        """Returns how many more requests may run in it now, within the batch bounds of its runs."""
         bound = min(self.batch_bounds.values(), default=None)
         credit = self.credit()
         return credit if bound is None else max(0, min(credit, bound - len(self.leases)))
@@ -152,7 +152,7 @@ class Worker:
     def end_lease(self, key: RunKey, cached: int | None = None) -> None:
         """The worker has confirmed the end of a run, or handed it back.
 
-        `cached` tokens of its prompt were found in the prefix cache; None: it did not say.
+        `cached`: tokens of its prompt that were in the prefix cache; None: not reported.
         """
         self.route.ended(key[1], cached)
         self.ended += key in self.leases
@@ -167,7 +167,7 @@ class Worker:
         self.batch_bounds.clear()
 
     def reset_connection(self) -> None:
-        """Clear what belongs to one connection."""
+        """Clear the values of the old connection."""
         self.sequences = self.works_seen = self.works_sent = self.ended = 0
         self.end_all_leases()
         self.calls.clear()
@@ -183,13 +183,13 @@ class Slot(Struct, eq=False):
     remote: bool = False  # for workers that dial in; no process is started here
 
 
-JITTER = 0.25  # of a delay
+JITTER = 0.25  # most share of a delay that is added
 
 
 def restart_delay(failures: int, first: float, most: float, boot: int = 0) -> float:
-    """Seconds to wait after `failures` workers in a row that never served: 1, 2, 4 … times `first`.
+    """Returns the delay after `failures` workers in a row that never served: 1, 2, 4 … * `first`.
 
-    `boot` spreads the restarts of many pools by up to JITTER; 0 does not.
+    `boot` spreads the restarts of many pools by up to JITTER; 0: no spread.
     """
     if failures <= 0:
         return 0.0
