@@ -1,4 +1,4 @@
-"""What the tests of the core share."""
+"""Fixtures of the tests of the core."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from support.core_harness import Story
 
 @pytest.fixture
 def story() -> Story:
-    """A pool with two models, nobody there yet."""
+    """A pool with two models, without workers and clients."""
     return Story()

@@ -1,4 +1,4 @@
-"""The admin socket: what is answered, to whom updates go, and what a bug in it costs."""
+"""The admin socket: answers, receivers of updates, and the cost of a bug in it."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Admin:
         self.server.serve(1.0)
 
     def ask(self, kind: str, number: int = 1, id: bytes | None = ID, **body: Any) -> Message:
-        """The one answer to a command."""
+        """Returns the one answer to a command."""
         self.send(frames.encode(Header(kind, id), body), number)
         ((to, answer),) = self.peers.sent
         self.peers.sent.clear()
@@ -83,7 +83,7 @@ class Admin:
         return answer
 
     def refused(self, kind: str, **body: Any) -> str:
-        """The message of the error that answers a command."""
+        """Returns the message of the error that answers a command."""
         answer = self.ask(kind, **body)
         assert answer.kind == kinds.ERROR and not self.events
         return str(answer.body["message"])

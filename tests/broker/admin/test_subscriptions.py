@@ -1,4 +1,4 @@
-"""Subscribers get the figures each second; without subscribers there is no cost."""
+"""Subscribers get the figures each second; without subscribers they cost nothing."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class StuckScanner(Scanner):
 
 @pytest.fixture
 def events() -> list[ev.Event]:
-    """What the core was told."""
+    """The events of the core."""
     return []
 
 

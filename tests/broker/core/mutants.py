@@ -1,4 +1,4 @@
-"""Faults sown into our own code, one at a time: a test that cannot see them proves nothing.
+"""Faults put into the packages, one at a time: tests that do not notice them prove nothing.
 
 `python tests/broker/core/mutants.py [--only NAME] [--jobs N]` copies the packages to a temporary
 folder, applies one patch there, runs each layer of tests against it, and prints what caught it.
@@ -300,7 +300,7 @@ MUTANTS = (
 
 @contextlib.contextmanager
 def sown(mutant: Mutant) -> Iterator[dict[str, str]]:
-    """The environment in which the packages have this one fault."""
+    """Yields the environment of packages with this one fault."""
     with tempfile.TemporaryDirectory(prefix="mlxpool-mutant-") as folder:
         skip = shutil.ignore_patterns("__pycache__")
         for source in SOURCES:
@@ -312,7 +312,7 @@ def sown(mutant: Mutant) -> Iterator[dict[str, str]]:
 
 
 def patched(mutant: Mutant, text: str) -> str:
-    """Raises ValueError when the place of the fault is not there exactly once."""
+    """Returns text with the fault. Raises ValueError unless `old` is there exactly once."""
     found = text.count(mutant.old)
     if found != 1:
         raise ValueError(f"{mutant.name!r}: {mutant.file} has its place {found} times, not once")
@@ -320,7 +320,7 @@ def patched(mutant: Mutant, text: str) -> str:
 
 
 def run(command: Sequence[str], environment: dict[str, str]) -> tuple[int, str]:
-    """Its exit code and what it said; what does not end in time counts as failed."""
+    """Returns exit code and output; a process that does not end in time counts as failed."""
     try:
         done = subprocess.run(
             [sys.executable, *command],
@@ -337,7 +337,7 @@ def run(command: Sequence[str], environment: dict[str, str]) -> tuple[int, str]:
 
 
 def pytest_of(paths: Sequence[str], environment: dict[str, str]) -> str:
-    """The first test that fails; "" when none does."""
+    """Returns the first test that fails; "" if all pass."""
     ignored = [f"--ignore={STORIES}/{name}" for name in NOT_STORIES]
     options = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *ignored]
     code, output = run([*options, *paths], environment)
@@ -350,7 +350,7 @@ def pytest_of(paths: Sequence[str], environment: dict[str, str]) -> str:
 
 
 def caught_by(mutant: Mutant) -> dict[str, str]:
-    """Which layers see it: the stories by name, the others by yes or no."""
+    """Returns the layers that notice it: the stories by name, the others by yes or no."""
     with sown(mutant) as environment:
         properties, _ = run([__file__, "--properties"], environment)
         seeds = ["--seeds", str(SEEDS), "--jobs", "1"]
@@ -363,7 +363,7 @@ def caught_by(mutant: Mutant) -> dict[str, str]:
 
 
 def properties() -> None:
-    """The state machine, without looking for the smallest example."""
+    """Runs the state machine, without a search for the smallest example."""
     from hypothesis import HealthCheck, Phase, settings
     from hypothesis.stateful import run_state_machine_as_test
 

@@ -1,4 +1,4 @@
-"""Who takes part in the simulator: what must come, a worker that makes it, a client that checks it.
+"""The actors of the simulator: the true output, a worker that makes it, a client that checks it.
 
 The client is the real one (`mlxpool.client.retry`, `stream`, `request`) without its thread.
 """
@@ -25,8 +25,8 @@ from mlxpool.common.protocol.token_ids import pack_ids, unpack_ids
 from support import kinds
 
 DIGEST = "sim"
-HELD, STOP = 5, 41  # an id that these divide may begin a stop string, is the end of one
-# All that matters is named: on the virtual clock clients wait no longer than those of users.
+HELD, STOP = 5, 41  # multiples may begin a stop string (5), or end one (41)
+# All relevant settings are named: clients wait no longer on the virtual clock than real ones.
 PACE = Pace(tick=0.5, gap=0.5, connect_grace=60.0, overdue=1.0)
 
 
@@ -34,12 +34,12 @@ class Violation(AssertionError):
     """The promise is broken."""
 
 
-# ---- what must come ------------------------------------------------------------------------------
+# ---- the true output -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """A completion: `cuts[k]` characters of `text` are told with the first k ids."""
+    """A completion: the first k ids come with `cuts[k]` characters of `text`."""
 
     ids: bytes
     count: int
@@ -49,13 +49,13 @@ class Truth:
 
     @property
     def whole(self) -> int:
-        """Characters of the whole text, what was held back included; a stop string is not."""
+        """Returns the characters of the whole text, with held-back ones, without a stop string."""
         return len(self.text) if self.reason == "length" else self.cuts[self.count]
 
 
 @lru_cache(maxsize=256)
 def truth(seed: int, most: int) -> Truth:
-    """f(seed, i) for i in 0..most-1, up to a stop."""
+    """Returns f(seed, i) for i in 0..most-1, up to a stop."""
     ids: list[int] = []
     pieces, cuts, length, reason = [], [0], 0, "length"
     while len(ids) < most:
@@ -81,13 +81,13 @@ class Run:
     run: int
     truth: Truth
     pos: int
-    starts_at: float  # until then its prompt is read
+    starts_at: float  # end of its prefill
     facts: Mapping[str, Any] | None
 
 
 @dataclass(eq=False)
 class Worker:
-    """One process in a slot; `send` puts a frame on its connection."""
+    """A worker process in a slot; `send` puts a frame on its connection."""
 
     slot: str
     send: Callable[[str, Any], None]
@@ -97,7 +97,7 @@ class Worker:
     alive: bool = True
     ready: bool = False
     hung: bool = False  # its compute thread does not move
-    mute: bool = False  # nor does its edge
+    mute: bool = False  # its edge does not move either
     frozen_until: float = 0.0
     stepping: bool = False
     works: int = 0
@@ -137,7 +137,7 @@ class Worker:
         self.runs[key] = Run(*key, made, have, now + 0.1 + 0.02 * (self.count % 7), facts)
 
     def step(self, ids: int, now: float) -> bool:
-        """One step of all that run; True when places became free."""
+        """Do a step of all runs. Returns whether places became free."""
         self.count += 1
         rows = [Delta(r.id, r.run, r.pos, "", b"", end={"reason": "cancelled"}) for r in self.over]
         self.over.clear()
@@ -169,7 +169,7 @@ class Worker:
         return next((run.id for run in self.runs.values() if run.starts_at > now), None)
 
     def sample(self, now: float) -> Sample:
-        """What the supervisor sees of it."""
+        """Returns the sample of its supervisor."""
         reads = self.prefilling(now)
         phase = "load" if not self.ready else "idle"
         if self.runs or self.over or (self.hung and self.ready):
@@ -183,7 +183,7 @@ class Worker:
 
 @dataclass(eq=False)
 class Stream:
-    """One stream and what its reader has seen."""
+    """A stream and the output that its reader has seen."""
 
     state: StreamState
     retry: StreamRetry
@@ -283,7 +283,7 @@ class Client:
                 raise Violation(f"{kind} after the terminal of {stream.state.attempt}")
 
     def _show(self, stream: Stream, text: str) -> None:
-        """Every id and every character is checked as it comes."""
+        """Check every id and every character as it comes."""
         made, ids = stream.truth, stream.state.ids
         if made is None:
             raise Violation("a delta before accepted")
@@ -326,7 +326,7 @@ class Client:
             self._step(stream, now)
 
     def tick(self, now: float) -> None:
-        """A turn of its loop in which nothing came."""
+        """Do a turn of its loop without a frame."""
         self.turn(now)
         if self.timer.lost:
             raise Violation("a client gives up on its broker")

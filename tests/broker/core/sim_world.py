@@ -1,6 +1,6 @@
-"""The simulator's world: a core, workers, clients and what lies between them, on a virtual clock.
+"""The simulator's world: a core, workers, clients and their connections, on a virtual clock.
 
-Nothing overtakes on a connection; what is under way on one is lost with it, and never twice there.
+Frames keep their order on a connection. Frames under way are lost with it, and never doubled.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ CONFIG = PoolConfig(
 
 @dataclass(eq=False)
 class Conn:
-    """A connection; what is under way on it is lost with it. `number`: what the broker calls it."""
+    """A connection; frames under way are lost with it. `number`: its link in the broker."""
 
     number: int = 0
     alive: bool = True
     lost_told: bool = False
-    epoch: int = 0  # of the welcome that a worker got on it
-    there: float = 0.0  # nothing overtakes: when the newest frame arrives, each way
+    epoch: int = 0  # epoch of the worker's welcome on it
+    there: float = 0.0  # arrival of the newest frame each way: frames keep their order
     back: float = 0.0
 
 
 class World:
-    """One seed. Every callback runs at its virtual time, in order."""
+    """The world of a seed. Every callback runs at its virtual time, in order."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -100,7 +100,7 @@ class World:
         self.after(LOOK, self.look, self.boot)
 
     def kill_broker(self) -> None:
-        """It and its workers are gone, and everything under way with them."""
+        """End the broker, its workers and all frames under way."""
         self.core = None
         for worker in self.workers.values():
             worker.alive = worker.conn.alive = False
@@ -123,7 +123,7 @@ class World:
             self.at(max(due, self.now), self.wake, self.boot)
 
     def frozen(self, call: Callable[..., None], *args: Any) -> bool:
-        """The broker does not run now: it will do this later."""
+        """Returns whether the broker is frozen; `call` is then made later."""
         if self.now >= self.core_frozen:
             return False
         self.at(self.core_frozen, call, *args)
@@ -135,7 +135,7 @@ class World:
             self.do(ev.Wake())
 
     def look(self, boot: int) -> None:
-        """The supervisor looks at every worker."""
+        """Have the supervisor sample every worker."""
         if boot != self.boot or self.core is None or self.frozen(self.look, boot):
             return
         for slot, worker in list(self.workers.items()):
@@ -157,7 +157,7 @@ class World:
         return client
 
     def reconnect(self, client: Client) -> None:
-        """The connection is replaced; what is on its way, either way, is lost."""
+        """Replace the connection; frames under way in both directions are lost."""
         self.conns[client.number].alive = False
         self.conns[client.number] = Conn()
 
@@ -234,7 +234,7 @@ class World:
             self.after(LOOK, self.beat, worker)
 
     def runs(self, worker: Worker, call: Callable[..., None]) -> bool:
-        """Whether a worker's thread can do this now; when it is frozen, it will later."""
+        """Returns whether a worker's thread can do this now; a frozen one will do it later."""
         if worker.alive and self.now < worker.frozen_until:
             self.at(worker.frozen_until + 1e-6, call, worker)
             return False
@@ -252,7 +252,7 @@ class World:
         self.at(conn.there, self.at_back, worker, conn, kind, body)
 
     def at_back(self, worker: Worker, conn: Conn, kind: str, body: Any) -> None:
-        """A frame counts only on the connection that got its epoch's welcome."""
+        """Take a frame. It counts only on the connection with its epoch's welcome."""
         if not conn.alive or self.core is None:
             return
         if self.frozen(self.at_back, worker, conn, kind, body):
@@ -340,7 +340,7 @@ class World:
             self.after(CONFIG.stop_grace if stuck else 0.05, self.die, worker, "stopped", False)
 
     def die(self, worker: Worker, cause: str, own: bool) -> None:
-        """Its connection is read dry before its end is told."""
+        """Read its connection to the end, then report its end."""
         if not worker.alive:
             return
         worker.alive = False
@@ -359,7 +359,7 @@ class World:
 
 
 def _nothing(world: World, action: Any) -> None:
-    """Notes and dumps are for people."""
+    """Do nothing: notes and dumps are for people."""
 
 
 ACTIONS: dict[type, Callable[[World, Any], None]] = {

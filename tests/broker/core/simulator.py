@@ -33,19 +33,19 @@ from mlxpool.common.protocol.frames import ID_BYTES
 from mlxpool.common.protocol.from_client import GenerateDraft
 from mlxpool.common.protocol.prompts import TextPrompt
 
-FAULTY = 6.0  # seconds in which something may go wrong
+FAULTY = 6.0  # seconds in which faults happen
 LAST_FAULT = 100.1 + FAULTY  # on the virtual clock, which begins at 100
 PATIENCE = 150.0  # seconds in which every stream has to have its end
-EVENTS = 20_000  # of one seed: far more than any takes
-LATE = ("deadline_exceeded", "broker_lost")  # how a stream ends whose deadline has passed
-SETTLED = 25.0  # seconds in which everything has to come to rest without clients
-REST = 3.0  # seconds of rest, longer than anything that is under way takes to arrive
-CHUNK = 50  # seeds handed to a process at once
+EVENTS = 20_000  # most events of a seed: far more than needed
+LATE = ("deadline_exceeded", "broker_lost")  # ends of a stream after its deadline
+SETTLED = 25.0  # seconds until everything has to be at rest without clients
+REST = 3.0  # seconds of rest, longer than any frame is under way
+CHUNK = 50  # seeds of a process at once
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a seed has shown; `error` when the promise was broken."""
+    """The result of a seed; `error` if the promise was broken."""
 
     seed: int
     events: int
@@ -55,7 +55,7 @@ class Outcome:
 
 
 class Run:
-    """One seed: who asks for what, what goes wrong, and what has to be true at the end."""
+    """A run of a seed: requests of clients, faults, and checks at the end."""
 
     def __init__(self, seed: int) -> None:
         self.world = World(seed)
@@ -80,7 +80,7 @@ class Run:
         return Outcome(self.world.seed, self.events, self.faults, ends)
 
     def advance(self, until: float, going: Callable[[], bool]) -> None:
-        """Let things happen until a time, or as long as `going` says."""
+        """Let time pass until a time, or while `going()` is true."""
         world = self.world
         heap = world.heap
         while heap and heap[0][0] <= until and going():
@@ -94,7 +94,7 @@ class Run:
         streams = sum(len(client.streams) for client in self.world.clients)
         return not streams and self.world.now > 100.0 + 2.0
 
-    # ---- what clients do ---------------------------------------------------------------------
+    # ---- clients -----------------------------------------------------------------------------
 
     def open(self, client: Client, number: int) -> None:
         rng, now = self.rng, self.world.now
@@ -133,7 +133,7 @@ class Run:
             client.turn(self.world.now)
             client.cancel(stream)
 
-    # ---- what goes wrong ---------------------------------------------------------------------
+    # ---- faults ------------------------------------------------------------------------------
 
     def lose_front(self) -> None:
         self.world.reconnect(self.rng.choice(self.world.clients))
@@ -193,10 +193,10 @@ class Run:
         alive = [worker for worker in self.world.workers.values() if worker.alive]
         return self.rng.choice(alive) if alive else None
 
-    # ---- what has to be true -----------------------------------------------------------------
+    # ---- checks ------------------------------------------------------------------------------
 
     def check(self, stream: Stream) -> str:
-        """How it ended; that it is whole, unless it may be otherwise."""
+        """Check how a stream ended, and that it is whole unless it may end early."""
         state, made = stream.state, stream.truth
         if state.error is not None:
             return self.check_error(stream)
@@ -221,7 +221,7 @@ class Run:
         assert error is not None
         ident, code = stream.state.id, error.code
         lost = code in ("worker_lost", "broker_lost")
-        losses = self.world.works[ident] + self.world.boot - 1  # at most so many without a token
+        losses = self.world.works[ident] + self.world.boot - 1  # the most losses without a token
         barren = code == "worker_lost" and losses >= 2
         late = (ident, "deadline_exceeded") in self.may_end and code in LATE
         fragile = (ident, "not_durable") in self.may_end and lost
@@ -230,13 +230,13 @@ class Run:
         return error.code
 
     def settle(self) -> None:
-        """Without clients, and with healthy workers, everything has to come to rest and stay so."""
+        """Check that all is at rest, and stays so, without clients and with healthy workers."""
         world = self.world
         world.quiet = True
         for worker in world.workers.values():
             worker.frozen_until = 0.0
         end = max(world.now, world.core_frozen, world.up_at) + SETTLED
-        rested = 0.0  # seconds in which nothing was left
+        rested = 0.0  # seconds without anything left
         while rested < REST and world.now < end:
             second = world.now + 1.0
             self.advance(second, lambda: True)
@@ -248,7 +248,7 @@ class Run:
             raise Violation(f"left at the end: {left}")
 
     def left(self) -> dict[str, int]:
-        """What a pool without clients may not keep; a broker that is down has not let go of it."""
+        """Returns counts that must be 0 without clients; `broker` while it is down."""
         core = self.world.core
         if core is None or self.world.now < max(self.world.core_frozen, self.world.up_at):
             return {"broker": 1}
@@ -282,7 +282,7 @@ FAULTS = {
 
 
 def run_seed(seed: int) -> Outcome:
-    """One seed, whatever it does."""
+    """Runs a seed. Returns its outcome, also after an exception."""
     run = Run(seed)
     try:
         return run.run()
@@ -291,12 +291,12 @@ def run_seed(seed: int) -> Outcome:
 
 
 def run_seeds(first: int, count: int, jobs: int) -> Iterator[Outcome]:
-    """Many seeds, spread over processes; these are gone when the iterator is closed."""
+    """Runs many seeds in several processes, which end when the iterator is closed."""
     seeds = range(first, first + count)
     if jobs <= 1:
         yield from map(run_seed, seeds)
         return
-    # Looking for cycles among the many objects of a run took an eighth of the time.
+    # The search for cycles among the many objects of a run took an eighth of the time.
     rarely = partial(gc.set_threshold, 100_000)
     with multiprocessing.get_context("spawn").Pool(jobs, rarely) as pool:
         yield from pool.imap(run_seed, seeds, CHUNK)

@@ -24,7 +24,7 @@ def ready_workers(places: int, replicas: int = 2) -> tuple[Story, list[FakeWorke
 
 
 def running(workers: list[FakeWorker]) -> list[int]:
-    """How many runs workers have, the fewest first."""
+    """Returns the numbers of runs of workers, the fewest first."""
     return sorted(len(worker.runs) for worker in workers)
 
 
@@ -95,7 +95,7 @@ def test_choices_that_do_not_fit_are_refused_with_the_first() -> None:
     assert len(worker.runs) == 2 and len(story.core.state.requests) == 8
     story.generate(choice=choice(0, of=2, group="i"))
     story.assert_refused("queue_full", "2 more do not fit")
-    story.generate(choice=choice(1, of=2, group="j"))  # a later one counts for itself
+    story.generate(choice=choice(1, of=2, group="j"))  # a later choice counts for itself
     story.assert_refused("queue_full", "6 requests with")
 
 
@@ -135,7 +135,7 @@ def report(worker: FakeWorker, request: bytes, begin: int, end: int, **parts: An
 
 
 def told(story: Story) -> list[int]:
-    """The tokens of a prompt that the last call told a client."""
+    """Returns the tokens of a prompt that the last call sent a client."""
     frames = story.to_client("delta")
     return [entry["prompt"] for one in frames for entry in body_of(one).get("logprobs", ())]
 

@@ -1,4 +1,4 @@
-"""Drain and restart: streams end in their worker or are resumed elsewhere, and none is charged."""
+"""Drain and restart: streams end in their worker or are resumed elsewhere, without charges."""
 
 from __future__ import annotations
 

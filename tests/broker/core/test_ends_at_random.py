@@ -1,6 +1,6 @@
-"""What ends all streams of a model or of the pool comes at random moments, in small portions.
+"""All streams of a model or of the pool end at random moments, in small portions.
 
-The harness refuses a second terminal, what comes after one, and work for a worker without room.
+The harness refuses a second terminal, frames after one, and work for a worker without room.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MODELS, LINKS = ("m", "other"), 3
 
 
 class Pool:
-    """A story in which a seed says what happens."""
+    """A story of random events from a seed."""
 
     def __init__(self, seed: int) -> None:
         self.dice = random.Random(seed)
@@ -30,8 +30,8 @@ class Pool:
             restart_limit=self.dice.choice((1, 2, 5)),
             queue_limit=200,
         )
-        self.sent: dict[bytes, tuple[int, dict[str, Any]]] = {}  # attempt and what was sent
-        self.links = list(range(1, LINKS + 1))  # those of clients now
+        self.sent: dict[bytes, tuple[int, dict[str, Any]]] = {}  # attempt and request
+        self.links = list(range(1, LINKS + 1))  # links of clients now
         self.calls: list[bytes] = []
         self.answered: list[bytes] = []
 
@@ -139,7 +139,7 @@ class Pool:
     # ---- the end -------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """The broker ends while everything else goes on; then nothing is left of anybody."""
+        """End the broker while everything else goes on; then nothing may be left."""
         self.do(ev.Shutdown())
         for _ in range(10):
             self.step()

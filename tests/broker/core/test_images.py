@@ -1,4 +1,4 @@
-"""Requests with images in the pure core: what refuses and what counts them."""
+"""Requests with images in the pure core: how they are refused and counted."""
 
 from __future__ import annotations
 

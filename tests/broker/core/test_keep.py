@@ -1,4 +1,4 @@
-"""`keep` of clients: how long an idle model stays loaded, and what a client may ask for."""
+"""`keep` of clients: the time that an idle model stays loaded, and its bounds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.core_harness import FakeWorker, Story, body_of, model
 
 
 def keep(story: Story, keep_ms: int, name: str = "m") -> Any:
-    """The milliseconds that the broker answers."""
+    """Returns the milliseconds of the broker's answer."""
     story.ask(kinds.KEEP, model=name, keep_ms=keep_ms)
     (answer,) = story.to_client(kinds.KEPT)
     return body_of(answer)["keep_ms"]

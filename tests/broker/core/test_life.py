@@ -1,4 +1,4 @@
-"""A request's life as stories: which message follows from which."""
+"""A request's life as stories: the messages that follow from each message."""
 
 from __future__ import annotations
 
@@ -281,7 +281,7 @@ def test_an_error_about_a_huge_value_fits_into_a_message(
 
 
 def test_a_body_of_the_largest_size_can_be_handed_to_a_worker(story: Story) -> None:
-    """`work` has more fields than `generate` had; the protocol's bound is the client's."""
+    """`work` has more fields than `generate`; the protocol's bound is for the client."""
     body: dict[str, Any] = {"model": "m", "options": {}, "prompt": ""}
     room = frames.MAX_BODY - len(frames.encode(frames.Header("generate"), body)[1]) - 4
     worker = story.ready_worker()

@@ -1,4 +1,4 @@
-"""Connections, frames that no longer count, and batches."""
+"""Connections, outdated frames, and batches."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from support.core_harness import (
 
 
 def test_a_silent_links_streams_are_cancelled_after_the_grace(story: Story) -> None:
-    """Without a terminal: a client that was only frozen sees a new link and sends again."""
+    """It gets no terminal: a client that was only frozen sees a new link and sends again."""
     worker, streaming = story.running(sequences=1)
     worker.tokens(streaming)
     queued = story.generate()
@@ -89,7 +89,7 @@ def test_a_silent_client_with_many_streams_is_ended_in_portions(story: Story) ->
 
 
 def test_whether_somebody_waits_is_looked_up_once_for_each_model(story: Story) -> None:
-    """Not for each stream of a silent client: both may be thousands."""
+    """It is not looked up for each stream of a silent client: both may be thousands."""
     story.running(sequences=8)
     for _ in range(7 + 100):
         story.generate()
@@ -135,12 +135,12 @@ def test_the_end_of_a_connection_ends_its_streams_that_are_not_durable(story: St
 
 
 def plain_streams(story: Story, count: int, link: int = 1) -> list[bytes]:
-    """So many streams that their client never sends again."""
+    """Makes `count` streams that their client never sends again."""
     return [story.generate(link=link, durable=False) for _ in range(count)]
 
 
 def test_many_streams_of_a_lost_link_end_in_portions(story: Story) -> None:
-    """The others of the broker are served in between, and keep what they have."""
+    """Other clients are served in between, and keep their streams."""
     worker, durable = story.running(sequences=2)
     other = story.generate(link=2)
     plain = plain_streams(story, 3 * MAX_ENDED + 1)
@@ -158,7 +158,7 @@ def test_many_streams_of_a_lost_link_end_in_portions(story: Story) -> None:
 
 
 def test_many_links_that_are_lost_at_once_end_in_portions_together(story: Story) -> None:
-    """A small one among them does not wait for the large ones."""
+    """A link with few streams does not wait for links with many."""
     large = [id for link in (1, 2) for id in plain_streams(story, 2 * MAX_ENDED, link)]
     small = [id for link in range(3, 13) for id in plain_streams(story, 1, link)]
     for link in range(1, 13):
@@ -175,7 +175,7 @@ def test_many_links_that_are_lost_at_once_end_in_portions_together(story: Story)
 def test_streams_that_have_a_place_are_the_first_of_a_lost_link(story: Story) -> None:
     """Others wait for these places."""
     waiting = plain_streams(story, 2 * MAX_ENDED)
-    resume = {"count": 1}  # another broker had them, so they do not wait behind the others
+    resume = {"count": 1}  # another broker had them, so they go before the others
     running = [
         story.generate(durable=False, resume=resume, blobs=[pack_ids([0])]) for _ in range(2)
     ]
@@ -203,7 +203,7 @@ def test_the_stream_with_a_place_is_the_first_of_a_small_link_beside_a_large_one
 
 
 def test_a_client_that_comes_back_keeps_the_streams_that_have_not_ended(story: Story) -> None:
-    """One that it sends again on its new link goes on there; one that had ended begins anew."""
+    """A stream sent again on its new link goes on there; an ended stream begins anew."""
     worker, first = story.running(sequences=1, durable=False)
     worker.tokens(first, 2)
     *_, last = plain_streams(story, 2 * MAX_ENDED)
@@ -278,7 +278,7 @@ def test_the_loss_of_an_unknown_link_does_nothing(story: Story) -> None:
 
 
 def test_a_silent_link_and_a_deadline_at_one_wake_end_a_stream_once(story: Story) -> None:
-    """As after a suspend of the machine: everything is due at once."""
+    """After a suspend of the machine everything is due at once."""
     requests = [story.generate(deadline_ms=20_000) for _ in range(2)]
     story.now += 100
     story.do(ev.Wake())
@@ -289,7 +289,7 @@ def test_a_silent_link_and_a_deadline_at_one_wake_end_a_stream_once(story: Story
     story.assert_idle()
 
 
-# ---- what no longer counts -----------------------------------------------------------------------
+# ---- outdated frames -----------------------------------------------------------------------------
 
 
 def test_frames_of_an_old_epoch_are_fenced(story: Story) -> None:
@@ -338,7 +338,7 @@ def test_a_wrong_position_condemns_the_worker(story: Story) -> None:
     assert story.stopped() == ["m/0"]
     assert worker.state is WorkerState.CONDEMNED
     assert story.to_client() == []
-    # Whatever it says now is fenced; its slot is refilled when the process is gone.
+    # All its frames are fenced now; its slot is refilled when the process is gone.
     assert worker.tokens(good) == []
     waiting = story.generate()
     assert story.started() == []

@@ -1,4 +1,4 @@
-"""Streams of a lost worker are resumed elsewhere; those that cannot be fail with the reason."""
+"""Streams of a lost worker are resumed elsewhere, or fail with the reason."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ def test_timers_of_a_model_that_became_an_alias_do_nothing() -> None:
     story.do(ev.StartDrain("b/0", None, 30.0))
     worker.die("stopped")
     story.do(ev.UnloadModel("b"))
-    story.do(ev.WorkerExited("b/0", "stopped"))  # the one that took the drained one's place
+    story.do(ev.WorkerExited("b/0", "stopped"))  # the worker that replaced the drained one
     for key in (("drained", "b"), ("restart", "b"), ("idle", "b")):
         story.core.state.timers.set(key, story.now + 1)
     for name in "ab":

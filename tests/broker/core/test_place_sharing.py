@@ -1,4 +1,4 @@
-"""Owners share what runs: runs give up places for others, and go on exactly where they were."""
+"""Owners share places: runs give up places for others, and go on exactly where they were."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def bob(story: Story, **body: Any) -> bytes:
 
 
 def flooded(places: int = 4, more: int = 2) -> tuple[Story, FakeWorker, list[bytes]]:
-    """A worker full of one owner's streams, each with a token, of which more wait."""
+    """Makes a worker full of one owner's streams, each with a token; more streams wait."""
     story = Story()
     worker = story.ready_worker(sequences=places)
     requests = [story.generate() for _ in range(places + more)]
@@ -32,7 +32,7 @@ def patient(story: Story) -> None:
 
 
 def confirm(worker: FakeWorker) -> list[bytes]:
-    """The worker ends the runs that it was told to cancel, and has room for others."""
+    """The worker ends its cancelled runs, and has room for others."""
     told = [one for one, run in worker.cancelled if one in worker.runs]
     for request in told:
         worker.confirm(request)
@@ -99,7 +99,7 @@ def test_one_owner_has_no_turns() -> None:
 
 
 def test_the_place_goes_to_those_for_whom_it_was_given_up() -> None:
-    """Also where streams wait that were resumed, which go before all others."""
+    """This holds even if resumed streams wait, which go before all others."""
     story = Story({"m": model(replicas=2)})
     first, second = (story.ready_worker("m", 2, replica=n) for n in (0, 1))
     requests = [story.generate() for _ in range(4)]
@@ -142,7 +142,7 @@ def test_places_are_taken_where_the_request_may_run() -> None:
 
 
 def test_twenty_owners_have_turns_on_eight_places() -> None:
-    """Each has a place within three turns, again and again, and makes a token in each."""
+    """Each gets a place within three turns, again and again, and makes a token each time."""
     story = Story()
     worker = story.ready_worker(sequences=8)
     owners = [f"uid:{n}" for n in range(20)]
@@ -228,7 +228,7 @@ def test_a_stream_that_gave_up_its_place_can_be_sent_again_and_cancelled() -> No
 
 
 def test_a_kept_place_is_free_for_others_when_its_time_is_over() -> None:
-    """Also if the other owner has nothing left."""
+    """This holds even if the other owner has no requests left."""
     story, worker, requests = flooded(more=0)
     waits = bob(story)
     patient(story)
@@ -244,7 +244,7 @@ def test_a_kept_place_is_free_for_others_when_its_time_is_over() -> None:
 
 
 def test_frames_of_a_run_that_gave_up_its_place_end_nothing() -> None:
-    """It may have ended in its worker before that heard of it."""
+    """It may have ended in its worker before the cancel arrived."""
     story, worker, requests = flooded(more=0)
     bob(story)
     patient(story)

@@ -141,7 +141,7 @@ def test_a_request_with_a_charge_of_two_is_refused_for_a_time() -> None:
 
 
 def test_a_poisonous_request_ends_no_stream_beside_it(story: Story) -> None:
-    """Whenever the bad one has made a token, its worker dies by itself: all others end well."""
+    """The worker dies by itself after each token of the bad request; all others end well."""
     _, requests = company(story, 8)
     bad, worker = requests[5], story.workers["m/0"]
     while story.core.state.requests:
@@ -170,7 +170,7 @@ def test_a_cleared_request_counts_no_resume_without_progress(story: Story) -> No
 
 
 def test_a_request_that_runs_alone_may_be_resumed_more_often(story: Story) -> None:
-    """Kills from outside say nothing of it; but there is an end to them, too."""
+    """Kills from outside do not charge it, but they are bounded too."""
     worker, (bad, other) = company(story, 2)
     worker.die("killed by SIGSEGV", own=True, prefill=bad)
     story.cancel(other)
@@ -182,7 +182,7 @@ def test_a_request_that_runs_alone_may_be_resumed_more_often(story: Story) -> No
 
 
 def test_the_second_exit_by_one_request_is_no_failure_of_its_model(story: Story) -> None:
-    """The first one does: what no request gets through is broken, and ends whoever asks."""
+    """The first exit is one: else a model that ends every request would never count as broken."""
     worker, requests = company(story, 5)
     model = story.core.state.registry.models["m"]
     for n, request in enumerate(requests[:4], 1):
@@ -211,7 +211,7 @@ def test_the_second_hang_by_one_request_is_no_failure_of_its_model(story: Story)
 
 @pytest.mark.parametrize("places", [(40,), (0, 1), (0, 1, 2), (5, 6, 50)])
 def test_poison_in_a_pass_of_many_prompts_ends_alone(places: tuple[int, ...]) -> None:
-    """The first death names nobody; then suspects are read one by one."""
+    """The first death names no request; then suspects are read one by one."""
     story = Story()
     worker, requests = company(story, 64)
     bad = [requests[place] for place in places]

@@ -1,7 +1,7 @@
 """The core under events in any order: its invariants hold after each of them.
 
-`Story` itself checks every frame (positions, ids, terminals, credit, company); here are the laws
-between them.
+`Story` itself checks every frame (positions, ids, terminals, credit, batch bounds); the invariants
+here relate frames to each other.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Pool(RuleBasedStateMachine):
             unread_bytes=2048,
             poison_life=100.0,
         )
-        self.newest: dict[bytes, int] = {}  # attempt of the newest sending
+        self.newest: dict[bytes, int] = {}  # id -> attempt of the newest sending
         self.lost: set[int] = set()
         self.steps = 0
 
@@ -83,7 +83,7 @@ class Pool(RuleBasedStateMachine):
             self.send(request, link, 1, window=link, batch=link == 2)
 
     def send(self, request: bytes, link: int, attempt: int, have: int = 0, **body: Any) -> None:
-        """`generate`: what names the request depends on its id alone."""
+        """Send `generate`; the content of a request depends on its id alone."""
         number = IDS.index(request)
         self.newest[request] = max(attempt, self.newest.get(request, 0))
         blobs = [pack_ids(range(have))] if have else []
@@ -96,7 +96,7 @@ class Pool(RuleBasedStateMachine):
         )
 
     def busy(self, replica: int) -> FakeWorker | None:
-        """A worker with something to do, this one rather than the other."""
+        """Returns a worker with work, preferably this one."""
         for number in (replica, 1 - replica):
             worker = self.pick(number)
             if worker is not None and worker.runs:
@@ -128,15 +128,15 @@ class Pool(RuleBasedStateMachine):
         deadline: int | None,
         queue: int | None,
     ) -> None:
-        """A first sending, or the same again, whatever became of it."""
+        """Send a request first, or again, in any state of it."""
         times: dict[str, Any] = {"deadline_ms": deadline, "queue_ms": queue}
-        if request == IDS[4]:  # not one of what may differ between two sendings
+        if request == IDS[4]:  # a difference that two sendings may not have
             times["first_token_ms"] = 2_000
         self.send(request, link, attempt, batch=batch, window=window, **times)
 
     @rule(request=ids, link=links, share=st.integers(0, 3), window=st.sampled_from([1, 1000]))
     def resend(self, request: bytes, link: int, share: int, window: int) -> None:
-        """A client goes on from some of the ids that it was sent."""
+        """A client goes on from some of its ids."""
         core = self.story.core
         live, tomb = core.state.requests.get(request), core.state.tombstones.get(request)
         known = live or tomb
@@ -163,12 +163,12 @@ class Pool(RuleBasedStateMachine):
 
     @rule(request=ids, link=links)
     def foreign_ids(self, request: bytes, link: int) -> None:
-        """Ids that the stream does not have end it, and no other."""
+        """Ids that differ from the stream's end it, and no other stream."""
         live = self.story.core.state.requests.get(request)
         if live is None or request in (NOT_DURABLE, IDS[4]) or link in self.lost:
             return
         known = self.story.core.state.links.get(link)
-        if known is not None and known.lost:  # silent for too long: it is sent nothing
+        if known is not None and known.lost:  # silent for too long: it gets nothing
             return
         others = set(self.story.core.state.requests) - {request}
         attempt = live.attempt + 1
@@ -216,7 +216,7 @@ class Pool(RuleBasedStateMachine):
 
     @rule()
     def lose_link(self) -> None:
-        self.lost.add(3)  # the others are heard of to the end
+        self.lost.add(3)  # the other links are heard until the end
         self.story.do(ev.LinkLost(3))
 
     # ---- workers -----------------------------------------------------------------------------
@@ -229,7 +229,7 @@ class Pool(RuleBasedStateMachine):
 
     @rule(replica=replicas)
     def serve(self, replica: int) -> None:
-        """The usual course, so that there is always somebody who works."""
+        """Follow the usual course, so that a worker always works."""
         self.story.do(ev.LoadModel("m"))
         worker = self.pick(replica)
         if worker is not None:
@@ -356,7 +356,7 @@ class Pool(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([1.0, 10.0, 13.0]), told=st.booleans())
     def suspend(self, seconds: float, told: bool) -> None:
-        """As after a sleep of the machine: all that was due comes in one wake."""
+        """Let the machine sleep: all due timers come in one wake."""
         self.story.now += seconds
         if told:
             self.story.do(ev.Late(seconds))
@@ -389,7 +389,7 @@ class Pool(RuleBasedStateMachine):
         if self.steps > 3:  # rarely, for nothing comes after it
             self.story.do(ev.StartDrain(None, None, 5.0))
 
-    # ---- the laws ----------------------------------------------------------------------------
+    # ---- invariants --------------------------------------------------------------------------
 
     @invariant()
     def conservation(self) -> None:
@@ -413,7 +413,7 @@ class Pool(RuleBasedStateMachine):
             self.check_lease(request)
 
     def check_lease(self, request: Request) -> None:
-        """It waits in its queue exactly while it is QUEUED; else a worker has it."""
+        """Check that a request is in its queue exactly while QUEUED; else a worker has it."""
         queue = self.story.model(request.message.model).queue
         worker = self.story.core.state.leaseholder(request)
         queued = request.state is RequestState.QUEUED
@@ -462,20 +462,20 @@ class Pool(RuleBasedStateMachine):
             assert {(r, run.attempt) for r, run in fake.runs.items()} <= worker.leases
 
     def teardown(self) -> None:
-        """Finish everything: nothing is left but tombstones, and these not for ever."""
+        """Finish everything: only tombstones are left, and these expire."""
         story = self.story
         for worker in list(story.workers.values()):
             for request in list(worker.runs):
                 if worker.state is not WorkerState.LOST:
                     worker.end(request)
-        for _ in range(20):  # until nothing is wanted any more
+        for _ in range(20):  # until no model is needed
             for worker in list(story.workers.values()):
                 if worker.state is not WorkerState.LOST:
                     worker.die(own=True)
             story.later(70)
         if (
             not story.core.state.admits
-        ):  # calls do not hold up a drain; what stops the broker answers them
+        ):  # calls do not delay a drain; the end of the broker answers them
             story.do(ev.Shutdown())
         story.assert_conserved()
         story.assert_idle()
@@ -487,7 +487,7 @@ class Pool(RuleBasedStateMachine):
         assert not any(isinstance(key, bytes) for key in story.core.state.timers._at)
 
     def check_ends(self) -> None:
-        """Only what was sent again, or whose client is gone, may lack its terminal."""
+        """Check that only resent requests, and those of gone clients, lack a terminal."""
         for (request, attempt), stream in self.story.heard.items():
             gone = stream.forgotten or stream.link in self.lost
             replaced = attempt < self.newest[request]

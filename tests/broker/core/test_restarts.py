@@ -68,7 +68,7 @@ def test_a_second_replica_comes_back_too() -> None:
 
 
 def fail_in_a_row(story: Story, times: int) -> list[float]:
-    """Let the model's workers die in their load; the pauses before each restart."""
+    """Let the model's workers die in their load. Returns the pauses before each restart."""
     pauses = []
     for number in range(times):
         story.workers["m/0"].die("exit code 3", own=True)
@@ -141,7 +141,7 @@ def test_a_load_failure_fails_all_waiting_requests_with_its_message(story: Story
 
 @pytest.mark.parametrize("made", [0, 5, PROVEN_TOKENS])
 def test_the_error_of_a_bye_is_the_cause_of_a_ready_workers_end(story: Story, made: int) -> None:
-    """Its streams go on though it proved nothing: the model could be had."""
+    """Its streams go on although it proved nothing: the model could be loaded."""
     worker, request = story.running()
     frail = story.generate(link=2, durable=False)
     worker.tokens(request, made)
@@ -203,7 +203,7 @@ def test_the_pid_of_a_worker_is_known_once_it_is_started(story: Story) -> None:
 
 
 def pause(failures: int, most: float = 60.0) -> float:
-    """The wait before a restart, in steps of the half second in which the tests look."""
+    """Returns the wait before a restart, in steps of half a second."""
     return math.ceil(restart_delay(failures, 1.0, most, BOOT) * 2) / 2
 
 
@@ -242,7 +242,7 @@ def test_the_delays_of_two_pools_differ() -> None:
 
 
 def test_the_exit_of_a_worker_that_said_bye_charges_no_request(story: Story) -> None:
-    """As one that was told to end by somebody else does."""
+    """A worker that something else told to end sends one."""
     worker, request = story.running()
     story.do(make.bye(worker.epoch, None))
     worker.die("exit code 0", own=True)

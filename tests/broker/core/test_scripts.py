@@ -1,19 +1,19 @@
 """Stories in plain text: each line of `scripts/*.txt` is an event or an expected action.
 
     client 1: generate a max_tokens=3      a is the name of a stream; its client speaks on link 1
-    client 2: again a have=2               the same request again, from so many ids
+    client 2: again a have=2               the same request again, with 2 of its ids
     client 1: cancel a | ack a 3 | ping | falls silent | loses its link
     worker m/0: ready sequences=2 | tokens a 2 | ends a stop count=1 | confirms a | hands back
     worker m/0: stands still for 11 s | comes on a new connection
     worker m/0: dies by itself in prefill of a | dies killed by SIGKILL
     operator: drain m/0 grace=5 | drain m | drain the pool | restart m/0 | unload m
-    time +3 s                              everybody who is there is heard of meanwhile
-    broker: restarts                       another core, which knows nothing
-    expect client 1: accepted a            what the last line brought; key=value of header or body
+    time +3 s                              all links and workers are heard during that time
+    broker: restarts                       another core, without any state
+    expect client 1: accepted a            a new message; key=value of header or body
     expect client 1: nothing
     expect worker m/0: work a have=2 | cancel a | drain | stop | start | nothing
-    expect a: ids 0..4 | queued | done     what holds, whenever it came about
-    expect idle                            nothing is left of anybody
+    expect a: ids 0..4 | queued | done     a state that holds, since any time
+    expect idle                            no requests, links or runs are left
 
 A worker's token at position i is i, its text <i>. Text after # is for the reader.
 """
@@ -39,14 +39,14 @@ SCRIPTS = sorted(Path(__file__).with_name("scripts").glob("*.txt"))
 
 
 def values(words: list[str]) -> dict[str, Any]:
-    """key=value words; digits are numbers, true and false truth."""
+    """Returns key=value words; digits become int, true and false bool."""
     pairs = (word.split("=", 1) for word in words if "=" in word)
     known = {"true": True, "false": False}
     return {key: known.get(v, int(v) if v.lstrip("-").isdigit() else v) for key, v in pairs}
 
 
 class Play:
-    """Reads a script line by line and does what it says."""
+    """Performs a script line by line."""
 
     def __init__(self) -> None:
         self.story = Story({"m": model(replicas=1), "two": model(replicas=2)}, poison_life=3600.0)
@@ -69,7 +69,7 @@ class Play:
             kind, _, name = who.partition(" ")
             getattr(self, kind)(name, rest, shlex.split(rest))
 
-    # ---- what happens ------------------------------------------------------------------------
+    # ---- events ------------------------------------------------------------------------------
 
     def time(self, seconds: float) -> None:
         while seconds > 0:
@@ -153,7 +153,7 @@ class Play:
         worker.credit()
 
     def confirms(self, worker: FakeWorker, rest: str, words: list[str]) -> None:
-        """The end of a run that was cancelled, which may not be the newest of that name."""
+        """Confirm the end of a cancelled run, which may not be the newest of that name."""
         request, run = worker.cancelled.pop(0)
         assert request == self.ids[words[1]]
         if worker.runs.get(request) and worker.runs[request].attempt == run:
@@ -162,7 +162,7 @@ class Play:
         worker.credit()
 
     def reads(self, words: list[str]) -> bytes | None:
-        """`in prefill of a`: whose prompt it was reading."""
+        """Returns the stream of `in prefill of a`, whose prompt it was reading."""
         return self.ids[words[-1]] if "prefill" in words else None
 
     def stands_still(self, worker: FakeWorker, rest: str, words: list[str]) -> None:
@@ -190,7 +190,7 @@ class Play:
         else:
             self.story.do(events[words[0]])
 
-    # ---- what has to be seen -----------------------------------------------------------------
+    # ---- expectations ------------------------------------------------------------------------
 
     def expect(self, who: str, verb: str, words: list[str]) -> None:
         kind, _, name = who.partition(" ")

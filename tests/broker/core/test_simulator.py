@@ -25,7 +25,7 @@ def test_no_seed_breaks_an_invariant() -> None:
         ends.update(outcome.ends)
         faults, seen = faults + outcome.faults, seen + 1
     assert seen == SEEDS
-    # It proves nothing if little happens in it.
+    # The runs prove nothing if little happens in them.
     assert faults > SEEDS
     assert ends["done"] > SEEDS
     assert min(ends["cancelled"], ends["worker_lost"]) > 0
@@ -56,7 +56,7 @@ def test_every_fault_happens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_simulator_notices_a_wrong_resume(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A core that resumes from what was sent makes ids behind a shut window again."""
+    """A core that resumes from the sent ids makes ids again that wait for a full window."""
     make_work = dispatcher.work_of
 
     def from_sent(request: Request, deadline_ms: int) -> Work:

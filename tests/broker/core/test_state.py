@@ -1,4 +1,4 @@
-"""One time for each key, the earliest first."""
+"""Timers: one time for each key, the earliest first."""
 
 from __future__ import annotations
 

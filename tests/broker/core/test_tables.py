@@ -50,7 +50,7 @@ def new_job(phase: JobPhase) -> ActiveJob:
 
 
 def cases(table: Mapping[Any, Mapping[str, Any]], legal: bool) -> list[tuple[Any, str, Any]]:
-    """(state, event, following state) for all that is in the table, or that is not."""
+    """Returns (state, event, following state) of all pairs in the table, or of all others."""
     events = sorted({event for exits in table.values() for event in exits} | {"nonsense"})
     return [
         (state, event, exits.get(event))
@@ -96,7 +96,7 @@ MACHINES: dict[type[Enum], Callable[[Any], Any]] = {
 
 
 def moves(legal: bool) -> list[tuple[type[Enum], Any, str, Any]]:
-    """(kind of state, state, event, following state) of all tables."""
+    """Returns (kind of state, state, event, following state) of all tables."""
     return [(kind, *case) for kind, table, *_ in TABLES for case in cases(table, legal)]
 
 

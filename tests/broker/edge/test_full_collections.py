@@ -19,24 +19,24 @@ from mlxpool.broker.edge.full_collections import (
 
 @pytest.fixture
 def collector() -> Iterator[None]:
-    """The collector of this process is as before."""
+    """Restores the collector of this process."""
     before = gc.get_threshold()
     yield
     gc.unfreeze()
     gc.set_threshold(*before)
     gc.collect()
-    gc.freeze()  # as tests/conftest.py has left it
+    gc.freeze()  # as in tests/conftest.py
 
 
 class Cyclic:
-    """Only a collection frees it."""
+    """An object in a cycle, which only a collection frees."""
 
     def __init__(self) -> None:
         self.itself = self
 
 
 def old_cycle() -> weakref.ref[Cyclic]:
-    """A cycle that is free, in the oldest generation, where only full collections look."""
+    """Makes a free cycle in the oldest generation, which only full collections check."""
     cycle = Cyclic()
     gc.collect()
     return weakref.ref(cycle)
@@ -72,13 +72,13 @@ def test_an_idle_pool_collects_no_more_often_than_the_interval(
 
 @pytest.mark.usefixtures("collector")
 def test_memory_is_bounded_though_streams_are_always_live(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cycles that grow old while the pool is busy are found by Python itself, only later."""
+    """Python itself finds cycles that grow old while the pool is busy, only later."""
     monkeypatch.setattr(full_collections, "MIDDLE_COLLECTIONS", 3)
     collections = FullCollections(lambda: True, lambda: 0)
     collections.start(100.0)
     young, middle, full = gc.get_threshold()
     cycles = [old_cycle()]
-    # As many as take a full collection at the latest: it also waits until a quarter is new.
+    # The most for a full collection: Python also waits until a quarter of objects is new.
     held: list[list[int]] = [[] for _ in range(young)]
     for _ in range(40 * middle * full):
         held += [[] for _ in range(young)]
@@ -117,12 +117,12 @@ def test_a_process_that_grows_though_streams_are_live_is_collected() -> None:
 def test_a_process_that_needs_more_and_more_has_few_full_collections(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What it grows by is needed, so that a collection frees nothing."""
+    """The growth is needed, so that a collection frees nothing."""
     memory, made = 40 * 2**20, list[int]()
     collections = FullCollections(lambda: True, lambda: memory)
     collections.start(100.0)
     monkeypatch.setattr(gc, "collect", lambda: made.append(memory >> 20))
-    for second in range(1000):  # to 10 times as much
+    for second in range(1000):  # to 10 times the memory
         memory += 2**20
         collections.on_turn(101.0 + second)
     assert made == [105, 170, 256, 385, 578, 868]

@@ -1,4 +1,4 @@
-"""The supervision of the gateway, with made-up times and a process that is none."""
+"""The supervision of the gateway, with made-up times and a fake process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONFIG = PoolConfig(
 
 
 class FakeProcess:
-    """`news` is what `beats` answers next; None: it has ended."""
+    """A fake process. `news` is the next result of `beats`; None: it has ended."""
 
     url = "http://127.0.0.1:1"
 
@@ -55,7 +55,7 @@ class FakeProcess:
 
 
 class Supervised:
-    """A gateway at a time; also the loop's sources."""
+    """A gateway at a given time; also the loop's sources."""
 
     def __init__(self) -> None:
         self.process = FakeProcess()
@@ -73,7 +73,7 @@ class Supervised:
         self.handlers[7](now)
 
     def started(self, now: float = 0.0) -> Supervised:
-        """Started, and ready."""
+        """Returns a ready gateway."""
         self.gateway.start(now)
         self.hears(1, now)
         return self
@@ -191,7 +191,7 @@ def test_a_reload_has_it_read_its_keys() -> None:
 
 
 def test_a_reload_while_it_starts_comes_when_it_is_ready() -> None:
-    """Before its handler is there, the signal would end it."""
+    """The signal would end a process without its handler."""
     one = Supervised()
     one.gateway.start(0.0)
     one.gateway.reload()

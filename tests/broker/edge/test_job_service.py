@@ -1,4 +1,4 @@
-"""The job manager between core, store and clients: what the health of the store does."""
+"""The job manager between core, store and clients: the effects of the store's health."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class FakeWriter:
 
 @dataclass
 class Front:
-    """The connections of clients: remembers what is sent, and what is forgotten."""
+    """The connections of clients: records sent messages and forgotten links."""
 
     sent: list[tuple[int, Any]] = field(default_factory=list)
     gone: set[int] = field(default_factory=set)
@@ -87,7 +87,7 @@ class Parts:
 
     @property
     def answers(self) -> list[str]:
-        """Kinds and codes of what was sent."""
+        """Returns kinds and codes of the sent messages."""
         return [str(message.body.get("code", message.kind)) for _, message in self.front.sent]
 
 

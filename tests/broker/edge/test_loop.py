@@ -1,4 +1,4 @@
-"""The order of a turn, how long it waits, and what it reports when it is late."""
+"""The order and the waits of a turn, and the reports of a late turn."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_late_turn_is_reported_before_anything_is_handled(
     seen: list[int] = []
     loop.add_task(lambda now: seen.append(len(late)), time.monotonic)
     loop.turn()
-    late.clear()  # of a busy machine: the first turn may have been late, too
+    late.clear()  # the first turn may have been late too, on a busy machine
     monkeypatch.setattr(module, "LATE", 0.02)
     time.sleep(0.1)
     loop.turn()

@@ -1,4 +1,4 @@
-"""The cancels of the status page: which request is meant."""
+"""The cancels of the status page: how a prefix finds its request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of the run directory that somebody removes are made again, or the reason is told."""
+"""Removed files of the run directory are made again, or the reason is logged."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Watched:
         self.watch.check(self.now)
 
     def reach_all(self) -> None:
-        """Old connections and new ones reach each socket."""
+        """Check that old and new connections reach each socket."""
         for name in NAMES:
             with self.connect(name) as fresh:
                 for one in (self.old[name], fresh):
@@ -136,7 +136,7 @@ def test_why_it_cannot_be_made_again_is_told_once(watched: Watched) -> None:
 
 
 def test_another_brokers_sockets_are_left_alone(watched: Watched) -> None:
-    """A broker that was started meanwhile has the lock and the sockets of the directory."""
+    """A broker started in between has the lock and the sockets of the directory."""
     some("front.ipc", "lock")(watched.run_dir)
     other = lock_folder(watched.run_dir)
     (watched.run_dir / "front.ipc").write_text("another broker's")

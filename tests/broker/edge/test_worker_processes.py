@@ -33,7 +33,7 @@ class FakeChild:
 
 
 class FakeSupervisor:
-    """Its workers can be started and reaped once; `error` is raised in place of a start."""
+    """A fake supervisor. Its workers start and are reaped once; a start raises `error`, if set."""
 
     def __init__(self) -> None:
         self.running: dict[str, FakeChild] = {}
@@ -85,7 +85,7 @@ class FakeLoop:
 
 
 class Workers:
-    """One worker that was welcomed. `on_read` is called at each read of the back socket."""
+    """A welcomed worker. `on_read` is called at each read of the back socket."""
 
     def __init__(self) -> None:
         self.supervisor, self.loop = FakeSupervisor(), FakeLoop()
@@ -111,7 +111,7 @@ class Workers:
         self.events.clear()
 
     def exit(self, now: float) -> bool:
-        """Its descriptor is readable in this turn; returns whether the exit was reported."""
+        """Let a turn see its readable descriptor. Returns whether the exit was reported."""
         self.loop.handlers[7](now)
         return bool(self.events)
 

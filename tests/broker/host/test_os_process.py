@@ -1,4 +1,4 @@
-"""What the operating system says of a process, on Linux and with the portable functions."""
+"""Facts of a process from the operating system, on Linux and with the portable functions."""
 
 from __future__ import annotations
 

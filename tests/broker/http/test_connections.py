@@ -1,4 +1,4 @@
-"""Which connection of the HTTP server is closed to make room."""
+"""The choice of the connection that the HTTP server closes to make room."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.pool import PATIENCE
 
 
 class Guest:
-    """One end is with the server; the other sees whether it was shut."""
+    """A connection: the server has one end, the other end sees whether it was shut."""
 
     def __init__(self) -> None:
         self.inner, self.outer = socket.socketpair()
@@ -30,7 +30,7 @@ class Guest:
 
 @pytest.fixture
 def guests() -> Iterator[list[Guest]]:
-    """One more than there is room for."""
+    """Makes one connection more than there is room for."""
     with ExitStack() as stack:
         made = [Guest() for _ in range(MAX_CONNECTIONS + 1)]
         for guest in made:
@@ -40,7 +40,7 @@ def guests() -> Iterator[list[Guest]]:
 
 
 def full(guests: list[Guest], *stages: Stage) -> Connections:
-    """All but the last have come, a second apart, and are so far; the rest as the last named."""
+    """Adds all but the last, a second apart, in these states; the last state holds for the rest."""
     connections = Connections()
     for place, guest in enumerate(guests[:-1]):
         assert connections.add(guest.inner, float(place))

@@ -24,7 +24,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def headers(**changed: str | None) -> Message:
-    """Those of the page's own request; `changed` replaces or removes some."""
+    """Returns the headers of the page's own request; `changed` replaces or removes some."""
     made = Message()
     own = {
         "Host": "127.0.0.1:9464",
@@ -71,10 +71,10 @@ def test_the_page_of_this_server_may_with_the_token(file: Path, host: str) -> No
         ({"Origin": "https://127.0.0.1:9464"}, 403, "the origin"),
         ({"Origin": "null"}, 403, "the origin 'null'"),
         ({"Origin": None}, 403, "the origin ''"),
-        # A browser says that it was another page, though the origin looks right.
+        # A browser reports another page, although the origin looks right.
         ({"Sec-Fetch-Site": "cross-site"}, 403, "Sec-Fetch-Site: 'cross-site'"),
         ({"Sec-Fetch-Site": "same-site"}, 403, "may change nothing"),
-        # No token, a wrong one, one in another form.
+        # A missing token, a wrong token, a token in another form.
         ({"Authorization": None}, 401, "missing or wrong"),
         ({"Authorization": ""}, 401, "missing or wrong"),
         ({"Authorization": f"Bearer {TOKEN}0"}, 401, "missing or wrong"),
@@ -95,7 +95,7 @@ def test_each_check_refuses_by_itself(
 
 
 def test_two_tokens_are_refused(file: Path) -> None:
-    """One of them may be what a proxy has checked, and the other what this server reads."""
+    """A proxy may check one of them, and this server read the other."""
     asked = headers()
     asked["Authorization"] = "Bearer other"
     refused = refusal(asked, read_token(file))

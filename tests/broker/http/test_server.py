@@ -32,7 +32,7 @@ from support.web_loop import Loop
 
 @pytest.fixture
 def server() -> Iterator[HttpServer]:
-    """Asks the loop for nothing by itself, and waits for it as long as a busy machine needs."""
+    """Makes a server that asks the loop for nothing by itself, and waits for it long enough."""
     with HttpServer("127.0.0.1:0", history_interval=3600.0) as running:
         running.latest.max_wait = PATIENCE
         running.connections.max_seconds = PATIENCE
@@ -46,7 +46,7 @@ def loop(server: HttpServer, story: Story) -> Iterator[Loop]:
 
 
 def get(server: HttpServer, path: str, method: str = "GET") -> tuple[int, str, str]:
-    """Status, content type, body."""
+    """Returns status, content type and body."""
     request = urllib.request.Request(server.url + path, method=method)
     try:
         with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
@@ -63,7 +63,7 @@ def test_metrics_are_answered_in_prometheus_format(server: HttpServer, loop: Loo
 
 
 def get_as(server: HttpServer, lines: bytes) -> bytes:
-    """All that is answered to a GET of the page with these lines of headers."""
+    """Returns the whole answer to a GET of the page with these lines of headers."""
     host, port = host_port(server.url.removeprefix("http://"))
     with socket.create_connection((host, port), PATIENCE) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\n" + lines + b"\r\n")
@@ -75,7 +75,7 @@ def get_as(server: HttpServer, lines: bytes) -> bytes:
 
 @pytest.mark.parametrize("host", [b"evil.example", b"evil.example:80", b"10.0.0.1", b"", b"[::2]"])
 def test_a_page_of_another_name_reads_nothing(server: HttpServer, host: bytes) -> None:
-    """A name of somebody else's that resolves to our address: DNS rebinding."""
+    """A foreign name may resolve to the server's address: DNS rebinding."""
     said = get_as(server, b"Host: " + host + b"\r\n")
     assert said.startswith(b"HTTP/1.0 403 ") and b"is not this machine's loopback address" in said
     assert b"<html" not in said
@@ -173,7 +173,7 @@ def test_a_loop_that_is_stuck_is_reported(server: HttpServer, loop: Loop, path: 
 
 
 def connect(server: HttpServer, said: bytes = b"") -> socket.socket:
-    """A connection that has sent so much, in no hurry for more."""
+    """Opens a connection that has sent this data and then waits."""
     peer = socket.create_connection(host_port(server.url.removeprefix("http://")), timeout=PATIENCE)
     peer.sendall(said)
     return peer
@@ -197,7 +197,7 @@ def test_a_crowd_that_says_too_little_keeps_nobody_out(server: HttpServer, loop:
 def test_a_connection_that_does_not_read_its_answer_is_closed(
     server: HttpServer, loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An answer larger than the buffers of a connection, which nobody reads."""
+    """The answer is larger than the buffers of a connection, and is not read."""
     answer = (HTTPStatus.OK, "text/plain", bytes(32 * 1024 * 1024))
     monkeypatch.setitem(routes.PATHS, "/metrics", lambda renderers, snapshot: answer)
     with ExitStack() as greedy:
@@ -275,7 +275,7 @@ def test_the_past_goes_on_after_a_stuck_loop(story: Story) -> None:
 
 
 def test_close_does_not_wait_for_the_loop(server: HttpServer) -> None:
-    """The loop itself ends it, so nobody answers any more."""
+    """The loop itself closes it, so it cannot answer any more."""
     server.latest.max_wait = 3600.0
     with connect(server, b"GET /stats HTTP/1.0\r\n\r\n") as peer:
         until(

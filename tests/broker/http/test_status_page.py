@@ -20,7 +20,7 @@ LIGHT, DARK = palettes((FOLDER / "page.css").read_text())
 
 
 class Elements(HTMLParser):
-    """Every start tag with its attributes."""
+    """Collects every start tag with its attributes."""
 
     def __init__(self) -> None:
         super().__init__()

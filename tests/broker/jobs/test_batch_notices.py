@@ -122,7 +122,7 @@ def test_a_batch_of_which_no_line_can_be_a_job_has_failed(story: BatchStory) -> 
 
 
 def test_a_batch_that_is_tried_again_is_told_of_again(story: BatchStory) -> None:
-    """An end that was not told yet is not told any more: there is none."""
+    """The notice of the first end, if not delivered yet, is dropped: the batch goes on."""
     worker = story.ready_worker(sequences=4)
     story.submit_batch("b", prompts(2), notify=NOTIFY)
     story.pass_time(0.5)
@@ -145,7 +145,7 @@ def test_a_batch_that_is_tried_again_is_told_of_again(story: BatchStory) -> None
 
 @pytest.mark.parametrize("at", ["ended jobs", "end", "post", "answer"])
 def test_a_broker_that_is_killed_at_any_step_tells_the_end(store: StoredJobs, at: str) -> None:
-    """At least once, always with the same id and the same bytes."""
+    """The notice comes at least once, always with the same id and the same bytes."""
     story = telling(BatchStory(store))
     story.submit_batch("b", prompts(2), notify=NOTIFY)
     worker = story.ready_worker(sequences=4)
@@ -153,7 +153,7 @@ def test_a_broker_that_is_killed_at_any_step_tells_the_end(store: StoredJobs, at
     for id in list(worker.runs):
         worker.tokens(id, 1)
         worker.end(id, count=1)
-    if at == "ended jobs":  # their ends are committed, that of the batch is not
+    if at == "ended jobs":  # their ends are committed, the end of the batch is not
         story.drain()
         story.store.commit()
     else:

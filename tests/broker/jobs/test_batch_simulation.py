@@ -1,9 +1,9 @@
 """Random histories of batches: late commits, deaths of workers and brokers, lost stores, cancels.
 
-Whatever happens: each line of an accepted batch becomes one job or one failed line, and each job
-ends once, with the ids of an undisturbed run, or with all of the answer of one run: no two runs
-answer a call alike here. The counts of a batch are those of its jobs, and a program that follows it
-hears of its end.
+In every history each line of an accepted batch becomes one job or one failed line. Each job ends
+once, with the ids of an undisturbed run, or with the whole answer of one run: here any two runs
+answer a call differently. The counts of a batch match its jobs, and a program that follows it gets
+its end.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from support.stored_jobs import StoredJobs
 
 BATCHES = 3
 FAULTS = 25
-REST = 300.0  # seconds without faults, in which everything has to end
+REST = 300.0  # seconds without faults until everything has to end
 BAD = {"id": "bad", "prompt": 5}
 
 
 class World:
-    """One history, over a store in a folder of the test."""
+    """A history, over a store in a folder of the test."""
 
     def __init__(self, seed: int, store: StoredJobs) -> None:
         self.random = random.Random(seed)
         self.store = store
         self.story = BatchStory(store)
         self.lines: dict[str, list[dict[str, Any]]] = {}
-        self.ids: dict[str, bytes] = {}  # of the accepted batches
+        self.ids: dict[str, bytes] = {}  # name -> id, of accepted batches
         self.touched: set[str] = set()  # cancelled, or tried again
         self.seen: dict[str, tuple[bytes, dict[str, Any]]] = {}  # question, last row
         self.done = Counter[str]()
         self.runs = itertools.count(1)
-        self.answers: dict[str, set[bytes]] = {}  # of the runs of a call, by its text
+        self.answers: dict[str, set[bytes]] = {}  # text of a call -> answers of its runs
 
-    # ---- what happens ----------------------------------------------------------------------------
+    # ---- events ----------------------------------------------------------------------------------
 
     def turn(self) -> None:
-        """A little time, in which the store may or may not commit."""
+        """Let a little time pass; the store may or may not commit."""
         story, draw = self.story, self.random
         for link in list(story.core.state.links):
             story.hear(link)
@@ -67,7 +67,7 @@ class World:
         self.follow()
 
     def work(self) -> None:
-        """Workers boot, compute an id, end or fail runs, answer calls."""
+        """Let workers boot, compute an id, end or fail runs, answer calls."""
         story = self.story
         for worker in list(story.workers.values()):
             known = story.core.state.registry.slots[worker.slot].worker
@@ -119,7 +119,7 @@ class World:
         draw.choice([*choices, self.refuse, self.cancel, self.retry])()
 
     def submit(self) -> None:
-        """Submit a batch, or one again: it is the same."""
+        """Submit a batch, or an old one again: it is the same."""
         key = f"b{self.random.randrange(BATCHES)}"
         if key not in self.lines:
             lines = prompts(self.random.randint(1, 200))
@@ -135,7 +135,7 @@ class World:
             assert self.ids.setdefault(key, row["batch"]) == row["batch"]
 
     def crash(self) -> None:
-        """The broker dies with what is not committed; or after that."""
+        """Kill the broker, before or after the commit of waiting operations."""
         if self.random.random() < 0.5:
             self.story.settle()
         self.story = self.story.restart()
@@ -147,7 +147,7 @@ class World:
                 worker.die()
 
     def lose_store(self) -> None:
-        """The disk fails: what waits is refused; then the store is there again."""
+        """Let the disk fail: waiting operations are refused. Then the store is there again."""
         story, store = self.story, self.store
         store.results += [(one, Refused("store_closed", "lost")) for one in store.inbox]
         store.inbox = []
@@ -195,7 +195,7 @@ class World:
             self.seen[key] = (ident, row)
 
     def check_row(self, key: str, before: dict[str, Any], row: dict[str, Any]) -> None:
-        """What has ended does not become less, unless lines are tried again."""
+        """Check that the number of ended lines does not fall, unless lines are tried again."""
         parts = ("waiting", "running", "done", "dead", "expired", "cancelled", "failed")
         assert sum(row[part] for part in parts) == row["lines"]
         assert all(row[part] >= 0 for part in parts), row
@@ -205,7 +205,7 @@ class World:
     # ---- the end ---------------------------------------------------------------------------------
 
     def rest(self) -> None:
-        """No more faults: everything ends."""
+        """Run without faults until everything has ended."""
         end = self.story.now + REST
         self.story.ready_worker(sequences=64)
         while self.story.now < end and not self.ended():

@@ -1,4 +1,4 @@
-"""What happens to batches, told with a core, a manager and a real store."""
+"""Stories of batches, with a core, a manager and a real store."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def counts(row: dict[str, Any]) -> tuple[int, ...]:
 
 
 def list_all(story: BatchStory, **body: Any) -> dict[str, Any]:
-    """An operator's question about the batches of all owners, and its answer."""
+    """Ask an operator's question about the batches of all owners. Returns the answer."""
     owner, question = parse_question("batches", body)
     ident = request_id(90_000 + len(story.told))
     story.tell_manager(ev.QuestionAsked(9, owner, ident, 0, question, operator=True))
@@ -206,13 +206,13 @@ def test_what_is_not_done_by_the_deadline_expires(story: BatchStory) -> None:
     found = story.outcomes("b", limit=1000)
     ends = {(each["state"], each["end"]["body"]["code"]) for each in found}
     assert ends == {("expired", "deadline_exceeded")} and len(found) == AHEAD + 300
-    assert sum("job" not in each for each in found) >= 100  # they were cut off before
+    assert sum("job" not in each for each in found) >= 100  # the others were cut off
 
 
 def test_lines_that_the_deadline_cuts_off_are_expired(
     story: BatchStory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if every line that became a job is done; a bad line behind them has failed."""
+    """This holds even if all jobs of lines are done; a bad line after them has failed."""
     monkeypatch.setattr(live_batches, "AHEAD", 4)
     monkeypatch.setattr(live_batches, "PORTION_LINES", 4)
     worker = story.ready_worker(sequences=4)
@@ -227,7 +227,7 @@ def test_lines_that_the_deadline_cuts_off_are_expired(
     assert counts(row) == (0, 0, 4, 0, 1, 0, 6)
     found = story.outcomes("b")
     assert [each["state"] for each in found] == ["done"] * 4 + ["expired"] * 6 + ["failed"]
-    row = story.about_batch(messages.RETRY, "b")  # there is no job that could wait again
+    row = story.about_batch(messages.RETRY, "b")  # without a job that could wait again
     assert (row["state"], counts(row)) == ("done", (0, 0, 4, 0, 1, 0, 6))
 
 
@@ -273,7 +273,7 @@ def test_results_of_the_lines_that_are_done_are_deleted_alone(
 
 
 def test_a_broker_that_does_not_know_deletions_of_some_results_does_not_delete_all() -> None:
-    """Readers ignore keys that they do not know: what narrows a deletion is no key of `release`."""
+    """Readers ignore unknown keys, so a narrower deletion is not a key of `release`."""
     kinds = {messages.READ, messages.CANCEL, messages.RETRY, messages.RELEASE}
     release = AboutBatch(messages.RELEASE_RESULTS, KeyName("b"), messages.DONE)
     assert release.kind not in kinds
@@ -383,7 +383,7 @@ def test_refused_submissions_are_counted_by_reason(store: StoredJobs) -> None:
     for ident in (story.submit("two"), story.submit("three")):
         story.settle()
         assert story.answer(ident)["code"] == "over_quota"
-    story.submit("one")  # the same one again is no refusal, and another one of its key is
+    story.submit("one")  # the same again is not refused, another one of its key is
     story.submit("one", prompt="other")
     story.submit("four", model="nowhere")
     story.ask(PutFile(KeyName("f"), 0, b"x" * 11, last=True))
@@ -452,7 +452,7 @@ def test_another_broker_goes_on_where_the_first_one_ended(story: BatchStory) -> 
     for _ in range(9):  # a portion is checked in part
         story.tell_manager(ev.Wake())
         story.settle()
-    for _ in range(2):  # at three, jobs without ids run alone, one after another
+    for _ in range(2):  # from three starts on, jobs without ids run alone
         story = story.restart()
         story.pass_time(0.5)
         worker = story.ready_worker(sequences=256)

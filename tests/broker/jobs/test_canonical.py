@@ -1,4 +1,4 @@
-"""Which submissions are the same request."""
+"""Digests of submissions: equal for the same request."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_call_that_names_its_defaults_is_the_same_request(
     [
         (EMBED, {"truncate": True}),
         (EMBED, {"inputs": ["b"]}),
-        (EMBED, {"prompt": ""}),  # none, in place of the model's own
+        (EMBED, {"prompt": ""}),  # an empty prompt, in place of the model's own
         (EMBED, {"normalise": False}),
         (DECIDE, {"temperature": 0.5}),
     ],

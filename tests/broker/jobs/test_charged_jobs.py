@@ -1,4 +1,4 @@
-"""Jobs that are charged with the end of a worker: alone, and not at the cost of streams."""
+"""Jobs charged with the end of a worker run alone, and not at the cost of streams."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLACES = 3
 
 
 def charged_in_the_next_broker(priority: int = 0) -> tuple[JobStory, JobView]:
-    """A broker that has restarted with a job "a" that is charged with the end of a worker."""
+    """Makes a restarted broker with a job "a" that is charged with the end of a worker."""
     story = JobStory()
     worker = story.ready_worker(sequences=PLACES)
     story.submit("a", priority=priority)
@@ -28,7 +28,7 @@ def charged_in_the_next_broker(priority: int = 0) -> tuple[JobStory, JobView]:
 
 
 def running_alone(priority: int = 0) -> tuple[JobStory, JobView, FakeWorker]:
-    """The same, and the next worker runs the job."""
+    """Makes the same story, in which the next worker runs the job."""
     story, job = charged_in_the_next_broker(priority)
     worker = story.ready_worker(sequences=PLACES)
     story.pass_time(0.5)
@@ -37,7 +37,7 @@ def running_alone(priority: int = 0) -> tuple[JobStory, JobView, FakeWorker]:
 
 
 def tokens(story: JobStory, worker: FakeWorker, job: JobView, count: int) -> None:
-    """The worker makes tokens one by one, as long as it has the job; it confirms a cancel."""
+    """Have the worker make tokens while it has the job, and confirm a cancel."""
     for _ in range(count):
         if any(id == job.id for id, _ in worker.cancelled):
             break
@@ -51,7 +51,7 @@ def tokens(story: JobStory, worker: FakeWorker, job: JobView, count: int) -> Non
 
 
 def busy(story: JobStory, worker: FakeWorker, seconds: float) -> None:
-    """Streams come and go for so long: the worker always has one, and one more is to come."""
+    """Let streams come and go for `seconds`: the worker has one, and another is coming."""
     end = story.now + seconds
     while story.now < end:
         story.generate()
@@ -63,7 +63,7 @@ def busy(story: JobStory, worker: FakeWorker, seconds: float) -> None:
 
 
 def test_a_charged_job_runs_alone_in_the_next_broker_as_well() -> None:
-    """Its next end of a worker is its own, and others lose nothing by it."""
+    """So it alone is charged with the next end of a worker, and others lose nothing."""
     story, job = charged_in_the_next_broker()
     for key in ("b", "c"):
         story.submit(key)
@@ -103,7 +103,7 @@ def test_a_charged_job_lets_streams_go_first_for_a_time(priority: int, wait: flo
 
 
 def test_a_charged_job_gets_a_worker_that_others_leave() -> None:
-    """Its worker gets nothing new of the same rank until it has run, and no stream waits."""
+    """Its worker gets no new requests of the same rank until it has run; no stream waits."""
     story, job = charged_in_the_next_broker()
     worker = story.ready_worker(sequences=PLACES)
     first = story.generate()
@@ -136,7 +136,7 @@ def test_a_charged_job_of_a_high_priority_waits_for_no_stream_of_a_lower_one() -
 
 @pytest.mark.parametrize(("priority", "ids"), [(0, CHARGED_IDS), (-1, IDLE_IDS)])
 def test_a_charged_job_gives_way_though_its_worker_has_places(priority: int, ids: int) -> None:
-    """These are no places for others as long as it runs."""
+    """Others cannot have these places as long as it runs."""
     story, job, worker = running_alone(priority)
     tokens(story, worker, job, 3)
     stream = story.generate()
@@ -182,7 +182,7 @@ def test_a_charged_job_that_always_gives_way_ends_with_all_its_ids() -> None:
 
 
 def test_a_charged_stream_waits_for_nobody() -> None:
-    """Its client is there."""
+    """Its client waits for it."""
     story = JobStory()
     worker = story.ready_worker(sequences=PLACES)
     charged = story.generate()

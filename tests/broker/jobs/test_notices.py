@@ -55,7 +55,7 @@ def restarted(story: JobStory) -> JobStory:
 
 
 def ended_job(story: JobStory, key: str = "a", **body: Any) -> Post:
-    """A job that is done; returns what is posted of it."""
+    """End a job. Returns its posted notices."""
     worker = story.ready_worker()
     story.submit(key, **{"notify": NOTIFY, **body})
     story.settle()
@@ -186,7 +186,7 @@ def test_a_receiver_that_wants_no_more_is_not_asked_again() -> None:
 def test_a_notice_outlives_the_broker(told: bool) -> None:
     story = telling_story()
     post = ended_job(story)
-    if told:  # it was delivered, and the broker ended before that was on the disk
+    if told:  # delivered, but the broker ended before this was on the disk
         story.tell_manager(ev.Posted(post.end_seq, True))
     story = restarted(story)
     story.pass_time(0.2)
@@ -219,7 +219,7 @@ def test_a_job_that_ends_twice_is_told_twice_and_in_order() -> None:
 
 
 def many_hosts(count: int) -> tuple[JobStory, list[str]]:
-    """A story in which many hosts may be told, and a URL of each."""
+    """Makes a story with many hosts for notices, and a URL of each."""
     story = telling_story()
     hosts = [f"https://h{number}.example" for number in range(count)]
     story.policy = replace(story.policy, notify_allowed=Allowed.of(hosts, []))
@@ -227,7 +227,7 @@ def many_hosts(count: int) -> tuple[JobStory, list[str]]:
 
 
 def end_jobs(story: JobStory, count: int, url: str = URL, name: str = "k") -> None:
-    """Jobs that have ended, and are to be told to a URL."""
+    """Makes ended jobs with notices to a URL."""
     for number in range(count):
         story.submit(f"{name}{number}", notify={"url": url})
         story.about("cancel", f"{name}{number}")
@@ -250,7 +250,7 @@ def test_many_notices_are_posted_a_few_at_a_time_and_each_once() -> None:
 
 
 def test_the_broker_waits_while_the_store_is_away(store: StoredJobs) -> None:
-    """A notice that was under way is delivered, which cannot be noted; then another one is due."""
+    """A notice is delivered, which cannot be noted; then another notice is due."""
     story = telling_story(store)
     end_jobs(story, 2)
     assert len(story.posts) == 2
@@ -271,7 +271,7 @@ def under_way(story: JobStory, done: set[int]) -> list[Post]:
 
 
 def test_a_host_that_answers_slowly_delays_no_other_one() -> None:
-    """10,000 of its notices wait, a few are under way; a job of another host is told at once."""
+    """10,000 of its notices wait, a few are under way; a notice to another host goes at once."""
     story, (slow, quick) = many_hosts(2)
     end_jobs(story, 40, slow, "slow")
     assert [post.url for post in story.posts] == [slow] * PER_ORIGIN
@@ -284,21 +284,21 @@ def test_a_host_that_answers_slowly_delays_no_other_one() -> None:
 
 
 def test_a_host_has_its_turn_though_others_have_older_notices_and_every_place() -> None:
-    """Eight hosts that take a connection and say nothing take all places, again and again."""
+    """Eight hosts that take a connection without an answer take all places, again and again."""
     story, urls = many_hosts(MAX_UNDER_WAY // PER_ORIGIN + 1)
     *silent, quick = urls
     for number, url in enumerate(silent):
         end_jobs(story, 3 * PER_ORIGIN, url, f"silent{number}-")
     assert len(story.posts) == MAX_UNDER_WAY
     end_jobs(story, 1, quick, "quick")
-    assert len(story.posts) == MAX_UNDER_WAY  # there is no place
-    assert story.manager.next_wake() > story.now  # the broker waits for one
+    assert len(story.posts) == MAX_UNDER_WAY  # all places are taken
+    assert story.manager.next_wake() > story.now  # the broker waits for a place
     posted(story, story.posts[0], delivered=False, why="no answer in 15 s")
     assert [post.url for post in story.posts[MAX_UNDER_WAY:]] == [quick]
 
 
 def test_a_host_that_cannot_be_reached_is_tried_with_one_notice_after_pauses() -> None:
-    """Its other notices cost no try meanwhile, and follow at once when it is back."""
+    """Its other notices are not tried during that time, and follow once it is back."""
     story, (dead, well) = many_hosts(2)
     end_jobs(story, 40, dead, "dead")
     for post in list(story.posts):
@@ -340,7 +340,7 @@ def test_a_dead_host_gives_all_its_old_notices_up_with_one_try() -> None:
 
 
 def test_an_answer_with_an_error_pauses_no_other_notice_of_the_host() -> None:
-    """One path of a host that is asked too often must not silence the others."""
+    """A path of a host with too many requests must not block the other paths."""
     story = telling_story()
     end_jobs(story, PER_ORIGIN + 3)
     for number in range(PER_ORIGIN + 3):
@@ -373,6 +373,6 @@ def test_a_store_that_refuses_delays_notices_and_loses_none() -> None:
     posted(story, post)
     story.store.refusing = ""
     story.pass_time(3.0)
-    assert len(story.posts) == 2  # told at least once
+    assert len(story.posts) == 2  # posted at least once
     posted(story, story.posts[-1])
     assert not story.store.outbox

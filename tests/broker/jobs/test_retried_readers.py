@@ -1,4 +1,4 @@
-"""What readers of a job are told of errors after which it was tried again."""
+"""Readers of a job get the errors after which it was tried again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mlxpool.common.protocol.to_client import StreamDelta
 from support.core_harness import FakeWorker
 from support.job_harness import JobStory
 
-AGAIN = [0, 0]  # the border of no step: the job had failed there, and went on
+AGAIN = [0, 0]  # a border without a step: the job failed there and went on
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def read(story: JobStory, start: int = 0, *, steps: bool = True) -> bytes:
 
 
 def deltas(story: JobStory, reading: bytes) -> list[tuple[int, int, int]]:
-    """The position of each delta of a reading, how many failures are in front, its ids."""
+    """Returns position, failures in front, and ids of each delta of a reading."""
     sent = [tell for tell in story.told if tell.header.id == reading]
     found = []
     for tell in sent:
@@ -81,7 +81,7 @@ def test_every_reading_has_the_failures_at_the_same_places(story: JobStory) -> N
     fail(story, worker)
     assert story.job("a").retried == ((0, 2), (3, 1), (5, 1))
     whole = read(story)
-    # Behind the last id there is a delta without ids: the error that follows is the second there.
+    # After the last id comes a delta without ids: the error after it is the second there.
     assert deltas(story, whole) == [(0, 2, 3), (3, 1, 2), (5, 1, 0)]
     assert deltas(story, read(story, 5)) == [(5, 1, 0)]
     told = [tell.message.kind for tell in story.told if tell.header.id == whole]

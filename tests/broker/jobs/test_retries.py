@@ -1,4 +1,4 @@
-"""What the error of a run means for its job."""
+"""The fate of a job after an error of its run."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Random histories of jobs: late commits, deaths of workers and brokers, jumps of the clock.
 
-Whatever happens: a reader never gets an id before the commit that holds it, no id is lost, doubled
-or out of order within a generation, and an accepted job ends exactly once.
+In every history a reader gets an id only after its commit, and an accepted job ends exactly once.
+No id is lost, doubled or out of order within a generation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from support.job_harness import JobStory, Reading
 JOBS = 12
 LENGTHS = range(1, 40)  # ids of a job
 FAULTS = 40
-REST = 600.0  # seconds without faults, in which everything has to end
+REST = 600.0  # seconds without faults until everything has to end
 FAULT_NAMES = (
     *("crash", "kill_worker", "step", "fail", "cancel", "reconnect"),
     *("lose_store", "lose_results", "refuse"),
@@ -28,7 +28,7 @@ FAULT_NAMES = (
 
 
 class World:
-    """One history. Commits happen when the draw says so; readers go on where they were."""
+    """A history. Commits happen at random; readers go on from their position."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -37,14 +37,14 @@ class World:
         self.accepted: set[str] = set()
         self.cancelled: set[str] = set()
         self.asked: dict[bytes, str] = {}
-        self.readers: list[tuple[str, list[int], Reading]] = []  # key, ids of before, newest
+        self.readers: list[tuple[str, list[int], Reading]] = []  # key, earlier ids, newest reading
         self.ends: Counter[str] = Counter()
         self.digest = "one"
 
-    # ---- what happens ----------------------------------------------------------------------------
+    # ---- events ----------------------------------------------------------------------------------
 
     def turn(self) -> None:
-        """A little time, in which each commit may or may not happen."""
+        """Let a little time pass; each commit may or may not happen."""
         story, draw = self.story, self.random
         for link in list(story.core.state.links):
             story.hear(link)
@@ -59,7 +59,7 @@ class World:
         self.note_answers()
 
     def work(self) -> None:
-        """Workers boot, compute a few ids, or end runs."""
+        """Let workers boot, compute a few ids, or end runs."""
         for worker in list(self.story.workers.values()):
             known = self.story.core.state.registry.slots[worker.slot].worker
             if known is None:
@@ -93,7 +93,7 @@ class World:
             worker.tokens(id, count, facts=facts)
 
     def fault(self) -> None:
-        """Something goes wrong, or somebody comes."""
+        """Cause a fault, or add a job or a reader."""
         draw = self.random
         choices = [self.submit, self.submit, self.read, self.kill_worker, self.crash, self.step]
         choices += [self.fail, self.cancel, self.reconnect, self.lose_store, self.lose_results]
@@ -117,7 +117,7 @@ class World:
             self.readers.append((key, [], self.story.fetch(key)))
 
     def reconnect(self) -> None:
-        """Readers that have not ended ask again, from where they are."""
+        """Let readers that have not ended ask again, from their position."""
         again = []
         for key, before, reading in self.readers:
             if reading.end is not None or reading.accepted is None:
@@ -166,7 +166,7 @@ class World:
         story.tell_manager(ev.StoreOpened())
 
     def lose_results(self) -> None:
-        """A commit is made, and told to have failed."""
+        """Make a commit and report it as failed."""
         store = self.story.store
         self.story.drain()
         told = [(one, Refused("store_closed", "a lost connection")) for one in store.inbox]
@@ -175,12 +175,12 @@ class World:
         self.story.drain()
 
     def refuse(self) -> None:
-        """For a moment the store refuses everything."""
+        """Let the store refuse everything for a moment."""
         self.story.store.refusing = self.random.choice(("store_busy", "store_full"))
         self.story.settle()
         self.story.store.refusing = ""
 
-    # ---- what has to hold ------------------------------------------------------------------------
+    # ---- checks ----------------------------------------------------------------------------------
 
     def note_answers(self) -> None:
         for tell in self.story.told:
@@ -189,7 +189,7 @@ class World:
                 self.accepted.add(key)
 
     def finish(self) -> None:
-        """No faults any more: everything ends."""
+        """Run without faults until everything has ended."""
         end = self.story.now + REST
         while self.story.now < end:
             self.turn()

@@ -1,4 +1,4 @@
-"""What happens to jobs, told with a core, a manager and a store in memory."""
+"""Stories of jobs, with a core, a manager and a store in memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def text_of(start: int, end: int) -> str:
 def started(
     story: JobStory, key: str = "a", sequences: int = 4, **body: Any
 ) -> tuple[FakeWorker, JobView]:
-    """A worker that runs a job; returns both."""
+    """Makes a worker that runs a job. Returns both."""
     worker = story.ready_worker(sequences=sequences)
     story.submit(key, **body)
     story.settle()
@@ -64,7 +64,7 @@ def test_a_job_runs_and_its_ids_are_stored_with_its_end() -> None:
 
 
 def test_the_count_of_jobs_is_of_one_moment_and_follows_their_ends() -> None:
-    """A job that has ended was shown as waiting until the next count: it no longer ran."""
+    """Else an ended job, which no longer runs, would be shown as waiting until the next count."""
 
     def counts() -> tuple[int, int, int]:
         figures = story.manager.figures()
@@ -76,7 +76,7 @@ def test_the_count_of_jobs_is_of_one_moment_and_follows_their_ends() -> None:
     assert counts() == (0, 1, 0)
     worker.end(job.id, count=1)
     story.drain()
-    story.pass_time(0.05)  # the end is stored, and was not counted yet
+    story.pass_time(0.05)  # the end is stored and not counted yet
     story.assert_state("a", JobState.DONE)
     assert counts() in ((0, 1, 0), (0, 0, 1))
     story.pass_time(0.2)
@@ -136,7 +136,7 @@ def test_readers_come_early_late_and_from_any_id() -> None:
     story = JobStory()
     early = story.fetch("a")
     story.settle()
-    assert early.accepted is None  # there was no such job
+    assert early.accepted is None  # the job was unknown
     worker, job = started(story)
     first = story.fetch("a")
     worker.tokens(job.id, 4)
@@ -178,7 +178,7 @@ def test_a_silent_reader_is_dropped_and_gets_a_new_link() -> None:
     reading = story.fetch("a")
     story.settle()
     assert reading.accepted is not None
-    for _ in range(13):  # nothing is heard of its link
+    for _ in range(13):  # its link is silent
         story.later(1.0)
         story.workers["m/0"].beat()
         story.tell_manager(ev.Wake())
@@ -211,7 +211,7 @@ def test_an_id_tells_a_stranger_nothing_about_the_job() -> None:
         return str(story.answer(ident)["code"])
 
     assert told("uid:2", None) == told("uid:2", 5) == "unknown_job"
-    assert told(OWNER, 5) == "bad_request"  # there is no such generation yet
+    assert told(OWNER, 5) == "bad_request"  # an unknown generation
     worker.end(job.id, count=1)
     story.settle()
     story.about("release", "a")
@@ -526,7 +526,7 @@ def test_a_job_that_ends_the_broker_runs_alone_and_is_dead_in_the_end() -> None:
     story.settle()
     worker = story.ready_worker()
     story.pass_time(0.3)
-    assert story.job("bad").id not in worker.runs  # it is the last
+    assert story.job("bad").id not in worker.runs  # it comes last
     worker.end(story.job("good").id, count=1)
     worker.credit()
     story.pass_time(0.3)
@@ -552,7 +552,7 @@ def test_a_job_that_ends_the_broker_runs_alone_and_is_dead_in_the_end() -> None:
 
 
 def blamed_story(*keys: str) -> JobStory:
-    """A story of jobs that have to run alone: the broker ended three times after their start."""
+    """Makes a story of suspects: the broker ended three times after their start."""
     story = JobStory()
     for key in keys or ("bad",):
         story.submit(key)
@@ -588,7 +588,7 @@ def test_a_model_that_always_has_other_jobs_does_not_hold_up_one_that_has_to_run
 
 
 def test_jobs_that_have_to_run_alone_and_have_waited_take_turns_with_the_others() -> None:
-    """Not one in SUSPECT_WAIT: after a restart of the broker there may be many."""
+    """One suspect in each SUSPECT_WAIT would be too few: a restarted broker may have many."""
     keys = [f"bad {number}" for number in range(3)]
     story = blamed_story(*keys)
     for number in range(200):
@@ -613,7 +613,7 @@ def test_jobs_that_have_to_run_alone_and_have_waited_take_turns_with_the_others(
 
 
 def test_suspects_of_several_priorities_leave_the_others_a_turn_together() -> None:
-    """Else those of one priority would run in the turn that those of the other one leave."""
+    """Else suspects of one priority would run in the turn that the other priority leaves."""
     keys = [f"bad {number}" for number in range(8)]
     story = JobStory()
     for number, key in enumerate(keys):
@@ -647,7 +647,7 @@ def test_suspects_of_several_priorities_leave_the_others_a_turn_together() -> No
 
 
 def test_an_innocent_job_of_another_model_is_not_dead_with_the_one_that_ends_the_broker() -> None:
-    """Both were started before each end; from the third on only one of them is at a time."""
+    """Both were started before each end; from the third end on they run one at a time."""
     story = JobStory()
     story.submit("bad")
     story.submit("innocent", model="other", prompt="another")
@@ -667,7 +667,7 @@ def test_an_innocent_job_of_another_model_is_not_dead_with_the_one_that_ends_the
 
 
 def test_a_suspect_for_which_there_is_no_place_does_not_hold_up_urgent_jobs_for_ever() -> None:
-    """Streams of a higher priority have all places; a suspect of another model is behind it."""
+    """Streams of a higher priority have all places; a suspect of another model waits after it."""
     story = JobStory()
     story.submit("bad")
     story.submit("worse", model="other", prompt="another")
@@ -710,7 +710,7 @@ def test_a_suspect_waits_until_jobs_of_other_models_have_ids_but_not_for_ever() 
 
 
 def test_streams_do_not_wait_for_a_job_that_has_to_run_alone() -> None:
-    """Only other jobs do, because the end of the broker would count against them, too."""
+    """Only other jobs wait, because the end of the broker would count against them too."""
     story = blamed_story()
     worker, bad = story.ready_worker(sequences=2), story.job("bad").id
     story.pass_time(0.3)
@@ -725,7 +725,7 @@ def test_streams_do_not_wait_for_a_job_that_has_to_run_alone() -> None:
 
 
 def test_a_job_that_waits_for_a_place_alone_does_not_hold_up_streams() -> None:
-    """It has waited for so long that it is in the queue of streams, whose places are all taken."""
+    """After SUSPECT_WAIT it is in the queue of streams, whose places are all taken."""
     story = blamed_story()
     worker, bad = story.ready_worker(sequences=2), story.job("bad").id
     streams = [story.generate(owner="uid:2", link=2) for _ in range(2)]
@@ -753,7 +753,7 @@ def test_other_jobs_go_on_once_an_id_of_the_one_that_had_to_run_alone_is_on_the_
 
 
 def test_a_job_that_has_to_run_alone_waits_for_others_only_until_they_have_ids() -> None:
-    """What has an id on the disk since its start is not blamed for the next end of the broker."""
+    """A job with an id on the disk since its start is not charged with the broker's next end."""
     story = blamed_story()
     story.submit("good", prompt="other")
     story.settle()
@@ -934,7 +934,7 @@ def test_a_lost_store_ends_runs_and_what_was_durable_goes_on_later() -> None:
 
 
 def test_an_end_that_is_committed_as_the_store_is_lost_reaches_readers() -> None:
-    """Its result comes when the run is dropped already; the reader has all ids and waits."""
+    """The run is dropped before the result comes; the reader has all ids and waits."""
     story = JobStory()
     worker, job = started(story)
     reading = story.fetch("a")
@@ -978,7 +978,7 @@ def test_idle_jobs_run_when_nothing_waits_and_give_way_to_others() -> None:
 
 
 def test_output_of_an_idle_job_that_has_given_way_costs_no_other_job_an_id() -> None:
-    """What was under way when it left comes in one event with that of others."""
+    """Output under way when it left comes in one event with the output of others."""
     story = JobStory()
     worker, idle = started(story, sequences=2, priority=-1)
     story.submit("b", prompt="b")
@@ -1010,7 +1010,7 @@ def test_output_that_does_not_follow_is_not_stored() -> None:
     story._act(story.manager.decided())  # as the broker does
     story.settle()
     assert story.assert_state("a", JobState.WAITING).pos == 2
-    assert worker.runs[job.id].pos == 2  # it runs again, behind what was stored
+    assert worker.runs[job.id].pos == 2  # it runs again, after the stored ids
     worker.end(job.id, count=2)
     story.settle()
     assert reading.ids == [0, 1, 2, 3] and reading.end is not None

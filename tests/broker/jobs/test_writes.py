@@ -1,4 +1,4 @@
-"""When the output and the ends of jobs are written: soon for readers, together for the others."""
+"""Times of writes of outputs and ends: soon for readers, together for other jobs."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from support.stored_jobs import StoredJobs
 
 
 def waiting(story: JobStory, kind: type[Operation]) -> list[Operation]:
-    """The operations of a kind that the store has not performed."""
+    """Returns the operations of a kind that the store has not performed."""
     return [operation for operation in story.store.inbox if isinstance(operation, kind)]
 
 
 def running_job() -> tuple[JobStory, FakeWorker, JobView]:
-    """A story in which a worker runs the job `a`."""
+    """Makes a story with a worker that runs the job `a`."""
     story = JobStory()
     worker = story.ready_worker(sequences=4)
     story.submit("a")
@@ -40,7 +40,7 @@ def running_job() -> tuple[JobStory, FakeWorker, JobView]:
 
 
 def running_jobs(sequences: int, count: int) -> tuple[JobStory, FakeWorker]:
-    """A story in which `count` jobs were submitted and a worker runs as many as it can."""
+    """Makes a story with `count` jobs and a worker that runs as many as it can."""
     story = JobStory()
     worker = story.ready_worker(sequences=sequences)
     for number in range(count):
@@ -53,7 +53,7 @@ def running_jobs(sequences: int, count: int) -> tuple[JobStory, FakeWorker]:
 def running_batch(
     store: StoredJobs, lines: int, sequences: int = 4
 ) -> tuple[BatchStory, FakeWorker]:
-    """A story in which a worker runs lines of the batch `b`."""
+    """Makes a story with a worker that runs lines of the batch `b`."""
     story = BatchStory(store)
     story.submit_batch("b", prompts(lines))
     worker = story.ready_worker(sequences=sequences)
@@ -62,7 +62,7 @@ def running_batch(
 
 
 def read_by_client(story: JobStory, key: str) -> Reading:
-    """A client that reads a job from its begin."""
+    """Makes a client that reads a job from its begin."""
     reading = story.fetch(key)
     story.settle()
     return reading
@@ -111,7 +111,7 @@ def test_a_reader_gets_at_once_what_was_kept_back_and_then_what_follows() -> Non
     worker.tokens(job.id, 3)
     story.drain()
     reading = read_by_client(story, "a")
-    assert reading.ids == []  # the store has none yet
+    assert reading.ids == []  # the store has no ids yet
     story.tell_manager(ev.Wake())
     assert waiting(story, Progress)
     story.settle()
@@ -189,7 +189,7 @@ def test_the_end_of_a_line_waits_for_others_while_further_lines_wait(store: Stor
     worker.credit()
     story.drain()
     assert not _finish_of(story).urgent
-    (feed,) = waiting(story, FeedNext)  # which is urgent, and takes the end along
+    (feed,) = waiting(story, FeedNext)  # urgent: it takes the end along
     assert feed.urgent
     story.work_off(worker)
     assert story.batch("b")["done"] == 10
@@ -255,7 +255,7 @@ def test_a_few_places_are_filled_when_some_time_is_over() -> None:
 
 
 def test_a_place_that_is_reported_after_the_end_is_filled_soon() -> None:
-    """A worker says how many places it has free after the end of a run."""
+    """A worker reports its free places after the end of a run."""
     story, worker = running_jobs(1, 20)
     worker.end(next(iter(worker.runs)), count=1)
     story.drain()
@@ -280,7 +280,7 @@ def test_a_place_is_free_before_the_end_of_its_job_is_on_the_disk() -> None:
 
 
 class Places:
-    """A PoolView of one model that has so many places."""
+    """A PoolView of one model with a number of places."""
 
     admits = True
 
@@ -301,7 +301,7 @@ class Places:
 
 
 def planned(feeder: Feeder, view: Any, now: float) -> int:
-    """How many jobs the next read takes, 0: there is none; it finds as many."""
+    """Returns the jobs that the next read takes, and finds; 0 without a read."""
     for plan in feeder.plan(view, (), now):
         found = tuple(
             cast(FedJob, SimpleNamespace(request=b"", blobs=())) for _ in range(plan.count)
@@ -332,11 +332,11 @@ def test_so_many_ends_may_wait_for_the_disk_and_no_more() -> None:
     assert planned(feeder, view, now + 2) == 200
 
 
-# ---- commits that are told to have failed --------------------------------------------------------
+# ---- commits reported as failed ------------------------------------------------------------------
 
 
 def perform_and_refuse(story: JobStory | BatchStory) -> None:
-    """The commit of what waits is made, and its result is lost with a connection."""
+    """Make the commit of waiting operations, and lose its result with a connection."""
     group = list(story.store.inbox)
     story.store.commit()
     story.store.results = [

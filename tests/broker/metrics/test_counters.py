@@ -1,4 +1,4 @@
-"""What is counted by model adds up to what is counted in all, whatever names requests have."""
+"""Counts by model add up to the counts of the pool, under any names of requests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def story() -> Story:
 
 
 def by_model(snapshot: Snapshot, name: str, label: str | None = None) -> Counter[str]:
-    """A family of the metrics by its first label; of several values that of the last label."""
+    """Returns a family of metrics by its first label; of several values, the last."""
     (family,) = (each for each in MODELS if each.name == name)
     found: Counter[str] = Counter()
     for labels, value in family.rows(snapshot):

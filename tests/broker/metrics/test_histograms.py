@@ -1,4 +1,4 @@
-"""What the core counts of a model's requests, and the times it sees."""
+"""Histograms of a model's requests and their times."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def count(histogram: Histogram) -> int:
 
 
 def bucket(histogram: Histogram, bound: float) -> int:
-    """How many values are at most `bound` and above the bound before it."""
+    """Returns the number of values up to `bound` and above the bound before it."""
     return histogram.counts[histogram.bounds.index(bound)]
 
 

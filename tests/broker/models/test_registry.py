@@ -32,7 +32,7 @@ def test_a_pinned_model_is_needed_again_when_its_settings_are_mended(
 
 
 # ---- eviction ------------------------------------------------------------------------------------
-# Which idle models are unloaded to free memory.
+# The choice of idle models that are unloaded to free memory.
 
 
 def idle(name: str, since: float, need: int = 4, **config: float) -> Model:

@@ -1,4 +1,4 @@
-"""How many workers a model should have: pure functions of figures and time."""
+"""The number of workers of a model: pure functions of figures and time."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def queue(tokens: int, waiting: int = 100, running: int = 8) -> ReplicaLoad:
         (queue(1001), 1, 2),
         (queue(3500), 1, 4),
         (queue(10**9), 1, 4),  # not above max
-        (queue(10**9, waiting=1), 1, 2),  # one prompt needs one worker more, however long it is
+        (queue(10**9, waiting=1), 1, 2),  # one prompt of any length needs one worker more
         (queue(0, 0, running=8), 1, 1),  # full, but nothing waits
         (queue(0, 0, running=16), 4, 3),  # 16 rows are 2.7 workers that are three quarters full
-        (queue(0, 0, running=100), 2, 2),  # rows that run ask for no more than there are
+        (queue(0, 0, running=100), 2, 2),  # running rows need no more workers than there are
         (ReplicaLoad(0, 0, 18, 8, workers=3), 1, 3),  # a new broker finds three at work
     ],
 )
@@ -56,7 +56,7 @@ def test_a_short_queue_adds_none() -> None:
 
 
 def test_workers_that_are_starting_count_as_there() -> None:
-    """The same queue asks for no more while those that it asked for load their model."""
+    """The same queue needs no more workers while the new ones load their model."""
     scale = ReplicaScale(3)
     for second in range(60):
         scale = next_scale(scale, queue(2500), RULES, float(second))

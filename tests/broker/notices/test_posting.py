@@ -84,7 +84,7 @@ def test_answers(answer: bytes, outcome: Outcome) -> None:
         (b"120", 120.0),
         (b"9" * 40, 3600.0),
         (b"Mon, 05 Jan 2026 10:21:30 GMT", 60.0),
-        (b"Mon, 05 Jan 2026 09:00:00 GMT", 0.0),  # it is over
+        (b"Mon, 05 Jan 2026 09:00:00 GMT", 0.0),  # a time in the past
         (b"Mon, 05 Jan 2036 09:00:00 GMT", 3600.0),
         (b"Mon, 99 Jan 2026 09:00:00 GMT", 0.0),
         (b"-5", 0.0),
@@ -139,7 +139,7 @@ def test_the_body_of_an_answer_is_not_read() -> None:
 
     with receiver(serve) as (port, _):
         assert post(port) == Outcome(True)
-    assert sent  # the connection was closed while it sent
+    assert sent  # the connection was closed during the answer
 
 
 def test_a_server_that_sends_a_byte_now_and_then_is_left() -> None:
@@ -155,7 +155,7 @@ def test_a_server_that_sends_a_byte_now_and_then_is_left() -> None:
 
 
 def left_unanswered(port: int) -> None:
-    """Assert that a try is left for want of an answer; a busy machine connects in a later one."""
+    """Assert that a try is given up without an answer; a busy machine may need a later one."""
     unconnected = f"no connection to http://127.0.0.1:{port} in"
     for seconds in (0.8, 8.0, 80.0):
         outcome = post(port, timeout=seconds)
@@ -175,11 +175,11 @@ def test_a_server_that_does_not_answer_is_left() -> None:
         done.set()
 
 
-# ---- whom it may reach ---------------------------------------------------------------------------
+# ---- allowed addresses ---------------------------------------------------------------------------
 
 
 def named(answers: list[list[IpAddress]]) -> Callable[[str, int], list[IpAddress]]:
-    """A resolver that gives another answer each time."""
+    """Makes a resolver with another answer each time."""
     return lambda host, port: answers.pop(0)
 
 
@@ -202,7 +202,7 @@ def test_a_name_with_one_address_that_is_not_public_is_not_reached(other: str) -
 
 
 def test_the_connection_goes_to_the_address_that_was_checked() -> None:
-    """A name that means another host at the second look (DNS rebinding) is looked at once."""
+    """A name may mean another host at a second look-up (DNS rebinding), so it has only one."""
     answers = [[LOOPBACK], [ipaddress.ip_address("127.0.0.9")]]
     with receiver(answering(OK)) as (port, requests):
         rules = allowed(port, ["127.0.0.1"], name="hooks.example")
@@ -291,7 +291,7 @@ def test_names_are_resolved() -> None:
 
 @contextmanager
 def hanging_resolver() -> Iterator[tuple[Callable[[str, int], Sequence[IpAddress]], list[str]]]:
-    """A resolver that answers for `well.example` alone, and the names that it was asked for."""
+    """Makes a resolver that answers for `well.example` alone, and the list of its names."""
     over, asked = threading.Event(), list[str]()
 
     def resolve(host: str, port: int) -> list[IpAddress]:
@@ -305,7 +305,7 @@ def hanging_resolver() -> Iterator[tuple[Callable[[str, int], Sequence[IpAddress
 
 
 def test_a_resolver_that_hangs_ends_no_other_notice_and_is_asked_once() -> None:
-    """Tries of the name that hangs end in their time and join one look-up; others go on."""
+    """Tries of the hanging name end in their time and join one look-up; others go on."""
 
     async def run(port: int) -> list[Outcome]:
         rules = Allowed.of(
@@ -332,7 +332,7 @@ def test_a_resolver_that_hangs_ends_no_other_notice_and_is_asked_once() -> None:
 
 @pytest.mark.parametrize("trickles", [False, True])
 def test_a_tls_handshake_that_does_not_end_is_left(trickles: bool) -> None:
-    """The server takes the connection and says nothing, or a byte of a record now and then."""
+    """The server takes the connection and sends nothing, or a byte of a record now and then."""
     over = threading.Event()
 
     def serve(connection: socket.socket) -> None:
@@ -350,7 +350,7 @@ def test_a_tls_handshake_that_does_not_end_is_left(trickles: bool) -> None:
 
 @contextmanager
 def accepting(serve: Callable[[socket.socket], None]) -> Iterator[int]:
-    """A server that is given each connection as it comes, without a request."""
+    """Makes a server that gets each connection as it comes, without a request."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def run() -> None:
@@ -408,7 +408,7 @@ def _until_closed(connection: socket.socket, over: threading.Event) -> None:
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Files of a certificate for hooks.example and of its key."""
+    """Makes files of a certificate for hooks.example and of its key."""
     openssl = shutil.which("openssl")
     if openssl is None:
         pytest.skip("openssl is not installed, which makes the certificate")

@@ -90,7 +90,7 @@ def test_notices_are_posted_beside_each_other_and_wake_the_loop(parts: Parts) ->
 
 
 def test_the_end_waits_for_no_try(parts: Parts) -> None:
-    """Neither for one that is under way nor for one that was not begun; neither has an outcome."""
+    """Neither tries under way nor tries not begun are waited for; they have no outcome."""
     parts.sender.post(posting(1))
     until(lambda: len(parts.office.posts) == 1, "one is under way")
     parts.sender.close()
@@ -100,7 +100,7 @@ def test_the_end_waits_for_no_try(parts: Parts) -> None:
 
 
 def test_the_end_waits_for_no_resolver() -> None:
-    """A look-up that hangs has a thread of its own, which the process does not wait for."""
+    """A hanging look-up has its own thread, which the process does not wait for."""
     over, asked = threading.Event(), threading.Event()
 
     def resolve(host: str, port: int) -> list[IpAddress]:
@@ -109,7 +109,7 @@ def test_the_end_waits_for_no_resolver() -> None:
         return []
 
     rules = PostingRules(Allowed.of(["http://hooks.example"], []), None)
-    before = set(threading.enumerate())  # look-ups of other tests may end meanwhile
+    before = set(threading.enumerate())  # look-ups of other tests may end in between
     with NoticeSender(lambda: rules, lambda: None, lambda: Poster(names=Names(resolve))) as sender:
         sender.post(Posting(1, "id", "http://hooks.example/", b""))
         assert asked.wait(PATIENCE)
@@ -178,7 +178,7 @@ def test_a_bug_is_a_failed_try_and_ends_no_thread(parts: Parts) -> None:
 
 
 def test_a_secret_that_is_changed_signs_the_next_try(parts: Parts, tmp_path: Path) -> None:
-    """The file is read for each try: what a receiver refused may be signed anew."""
+    """The file is read for each try: a refused notice may be signed again."""
     file = tmp_path / "secret"
     file.touch(0o600)
     parts.rules = replace(parts.rules, secret=file)
@@ -195,7 +195,7 @@ def test_a_secret_that_is_changed_signs_the_next_try(parts: Parts, tmp_path: Pat
 def test_nothing_is_started_without_a_notice() -> None:
     before = set(threading.enumerate())
     with NoticeSender(lambda: PostingRules(Allowed(), None), lambda: None):
-        assert set(threading.enumerate()) <= before  # those of other tests may end meanwhile
+        assert set(threading.enumerate()) <= before  # those of other tests may end in between
 
 
 # ---- signing -------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ def test_odd_values_of_a_beat_raise_no_error(beat: dict[str, object]) -> None:
 
 
 # ---- gateway address -----------------------------------------------------------------------------
-# The address of the gateway, which that of an earlier broker may still have.
+# The address of the gateway, which the gateway of an earlier broker may still have.
 
 
 def config(run_dir: Path, port: int = 0) -> PoolConfig:
@@ -54,7 +54,7 @@ def config(run_dir: Path, port: int = 0) -> PoolConfig:
 def test_a_gateway_that_has_just_ended_frees_its_address(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ended between the try to listen and the look whether it runs."""
+    """It ended between the try to listen and the check whether it runs."""
     tries, listen = [0], listening.listen
 
     def busy_once(host: str, port: int) -> list[socket.socket]:

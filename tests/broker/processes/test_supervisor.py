@@ -61,7 +61,7 @@ class Nursery:
     def start(
         self, code: str = SLEEP, slot: str = "m/0", model: ModelConfig | None = None
     ) -> Child:
-        """Start and wait until it says that it is up."""
+        """Start a worker and wait until it reports that it is up."""
         program = self.folder / "python"
         program.write_text(f'#!/bin/sh\nexec "{PYTHON}" -c "{code}"\n')
         program.chmod(program.stat().st_mode | stat.S_IXUSR)
@@ -91,7 +91,7 @@ def nursery(
 
 
 def gone(child: Child, patience: float = PATIENCE) -> bool:
-    """Whether `exit_descriptor` becomes readable in time."""
+    """Returns whether `exit_descriptor` becomes readable in time."""
     return bool(select.select([child.exit_descriptor], [], [], patience)[0])
 
 
@@ -111,7 +111,7 @@ def test_an_exit_is_noticed(nursery: Nursery) -> None:
 
 
 def test_a_worker_that_cannot_begin_is_told_with_its_last_line(nursery: Nursery) -> None:
-    """Not with one of the worker before it."""
+    """It is not a line of the worker before it."""
     child = nursery.start(
         "import sys; print('lib.so: cannot open\\x1b[1m'); print(); sys.exit(127)"
     )
@@ -408,7 +408,7 @@ def test_a_group_is_observed_rank_by_rank(nursery: Nursery) -> None:
 
 
 def test_a_pid_outside_of_the_worker_is_no_rank(nursery: Nursery) -> None:
-    """A rank has ended and another process has its pid: that one is not looked at."""
+    """A rank has ended and another process has its pid: that process is not sampled."""
     nursery.config = replace(
         nursery.config, models={"m": ModelConfig(path="builtin:counting", devices=2)}
     )
@@ -428,7 +428,7 @@ def test_a_pid_outside_of_the_worker_is_no_rank(nursery: Nursery) -> None:
     ids=["load", "fresh", "prefill", "step"],
 )
 def test_a_rank_waits_longer_than_the_broker_lets_it_stand_still(config: PoolConfig) -> None:
-    """So the broker ends the group first, and says which rank is to blame."""
+    """So the broker ends the group first, and names the rank to blame."""
     assert rank_wait_limit(PoolConfig()) == WAIT_LIMIT
     assert rank_wait_limit(config) > 2 * 1000.0
 
@@ -442,7 +442,7 @@ SHOW_GPUS = (
 
 
 def seen_by(nursery: Nursery, slot: str, **settings: Any) -> tuple[tuple[str, ...], str]:
-    """The GPUs that the next worker of a slot is given, and what it sees of the machine's."""
+    """Returns the GPUs of the next worker of a slot, and the GPUs that it sees."""
     child = nursery.start(SHOW_GPUS, slot, ModelConfig(path="builtin:counting", **settings))
     return child.gpus, nursery.said(slot).splitlines()[-2]
 
@@ -510,7 +510,7 @@ def test_a_start_that_fails_gives_its_gpu_back(nursery: Nursery) -> None:
 def test_a_worker_that_dials_chooses_for_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_ids: tuple[str, ...], seen: str | None
 ) -> None:
-    """Among what gpu_ids leaves of its machine's GPUs, and its supervisor gives it no place."""
+    """It chooses among the GPUs that gpu_ids leaves; its supervisor gives it no place."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,0")
     config = PoolConfig(run_dir=tmp_path)
     (tmp_path / "logs").mkdir()

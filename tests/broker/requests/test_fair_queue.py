@@ -210,7 +210,7 @@ def test_every_request_is_taken_once(entries: list[tuple[str, int, int, bool, bo
 
 
 class Incomparable(Request):
-    """A request that is found without a comparison with others."""
+    """A request that raises if it is compared with others."""
 
     __slots__ = ()
     __hash__ = Request.__hash__

@@ -1,4 +1,4 @@
-"""Which runs give up their places for owners that wait: shares, turns, ranks, and no thrashing."""
+"""Runs that give up their places for waiting owners: shares, turns, ranks, no thrashing."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def request(owner: str, arrival: int = 0, rank: int = STREAM, since: float = 0.0
 def runs(
     owner: str, count: int, *, first: int = 0, rank: int = STREAM, since: float = 99.0
 ) -> list[Held]:
-    """Runs of an owner in the first worker, the oldest first."""
+    """Makes runs of an owner in the first worker, the oldest first."""
     return [Held(request(owner, first + n, rank), WORKER, since, proven=True) for n in range(count)]
 
 
@@ -68,7 +68,7 @@ def decided(
 
 
 def after(held: Iterable[Held], decision: Decision) -> Counter[str]:
-    """The places of owners when the decision is performed."""
+    """Returns the places of owners after the decision."""
     held = list(held)
     counts = Counter(run.request.owner for run in held)
     for given_up, taker in decision.gives:
@@ -103,7 +103,7 @@ def test_owners_that_wait_for_more_get_equal_shares() -> None:
 def test_nobody_at_or_below_an_equal_share_gives_up_a_place(
     held_of: list[int], wanted_of: list[int]
 ) -> None:
-    """And no owner that waits is left two places behind another, whatever they had before."""
+    """And no waiting owner has two places less than another, from any start."""
     held = [run for n, count in enumerate(held_of) for run in runs(f"{n}", count, first=20 * n)]
     wanted = [want for n, count in enumerate(wanted_of) for want in waits(f"{n}", count)]
     decision = decided(held, wanted)
@@ -124,7 +124,7 @@ def test_nobody_at_or_below_an_equal_share_gives_up_a_place(
 
 
 def equal_share(places: int, demands: list[int]) -> float:
-    """The equal share of owners that want more, when each gets at most what it wants."""
+    """Returns the equal share of owners that want more, if each gets at most its wish."""
     left, open_ = float(places), sorted(demands)
     for number, demand in enumerate(open_):
         share = left / (len(open_) - number)
@@ -184,12 +184,12 @@ def test_a_job_takes_no_place_of_a_stream_and_an_idle_one_gives_up_first() -> No
     assert givers(decided(idle, waits("b"))) == [("a", 0, "b")]
 
 
-# ---- what is promised and kept -------------------------------------------------------------------
+# ---- promised and kept places --------------------------------------------------------------------
 
 
 @pytest.fixture
 def places() -> Places:
-    """a has three places; a fourth one was taken from it for b."""
+    """Makes places: a has three, and a fourth was taken from it for b."""
     made = Places()
     for _ in range(4):
         made.get("a")

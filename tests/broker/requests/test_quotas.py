@@ -51,7 +51,7 @@ def test_accounts_that_owe_nothing_are_dropped() -> None:
 
 @given(st.lists(st.tuples(st.floats(0, 2), st.integers(1, 50)), max_size=60))
 def test_no_owner_gets_more_than_its_rate(spendings: list[tuple[float, int]]) -> None:
-    """What passes is at most a burst, what the time allows, and the last message's excess."""
+    """At most a burst, the rate over the time, and the last message's excess pass."""
     limit, now, passed, largest, rates = 20, 0.0, 0, 0, Rates()
     for pause, amount in spendings:
         now += pause
@@ -62,7 +62,7 @@ def test_no_owner_gets_more_than_its_rate(spendings: list[tuple[float, int]]) ->
 
 
 # ---- blame ---------------------------------------------------------------------------------------
-# Which requests are charged for the end of a worker.
+# Charges of requests for the end of a worker.
 
 
 def test_the_shares_of_a_charge() -> None:

@@ -1,4 +1,4 @@
-"""The index of what a worker was sent."""
+"""The index of prompts that a worker was sent."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mlxpool.common.protocol.prompts import ChatPrompt, PackedPrompt, Prompt, Te
 
 
 def pieces(*names: str) -> PromptPieces:
-    """A prompt whose pieces have 10 tokens each; a key is all names up to there."""
+    """Makes a prompt of pieces of 10 tokens each; a key is all names up to its piece."""
     keys = tuple("/".join(names[: at + 1]).encode() for at in range(len(names)))
     return PromptPieces(keys, tuple(10 * (at + 1) for at in range(len(names))), 10 * len(names))
 
@@ -57,7 +57,7 @@ CHAINS = st.lists(st.lists(st.sampled_from("abc"), min_size=1, max_size=6), max_
 def test_a_piece_is_never_kept_without_those_before_it(
     chains: list[list[str]], bounds: list[int]
 ) -> None:
-    """`found` searches by halving, which needs that."""
+    """`found` is a binary search, which needs this."""
     index = PrefixIndex()
     for number, names in enumerate(chains):
         index.add(pieces(*names))
@@ -75,7 +75,7 @@ def test_a_piece_is_never_kept_without_those_before_it(
 
 
 def shared(one: Prompt, other: Prompt) -> int:
-    """How many first keys are equal."""
+    """Returns the number of equal first keys."""
     pairs = zip(pieces_of(one).keys, pieces_of(other).keys, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 

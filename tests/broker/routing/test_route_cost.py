@@ -1,4 +1,4 @@
-"""What a request costs on a worker, and how fast workers are."""
+"""The cost of a request on a worker, and the speeds of workers."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_newer_steps_weigh_more() -> None:
 
 
 def test_a_few_observations_of_a_worker_say_little_beside_those_of_all() -> None:
-    """A worker whose first steps were slow is not shut out: nothing would show otherwise."""
+    """A worker with slow first steps still gets requests: else its speed would stay unknown."""
     model, slow = WorkerSpeed(), WorkerSpeed()
     for _ in range(200):
         model.observe_prompt(1.0)
@@ -148,9 +148,9 @@ def test_what_was_observed_of_a_worker_grows_old_while_it_rests() -> None:
 
 
 def test_the_more_requests_wait_the_more_it_costs_to_read_again() -> None:
-    """One request goes to an idle worker, where it is read at once, of many each goes to its cache.
+    """A single request goes to an idle worker, which reads it at once. Many go to their cache.
 
-    The prompt has 250 tokens: one worker has them all and reads 400 others before.
+    The prompt has 250 tokens: one worker has them all cached, and reads 400 other tokens first.
     """
     cached, idle = route(1.0, (1, 10.0)), route(1.0, (1, 10.0))
     cached.index.add(demand(250).pieces)

@@ -1,4 +1,4 @@
-"""The allow-list: keys, roles and what a new list revokes."""
+"""The allow-list: keys, roles, and revocations by a new list."""
 
 from __future__ import annotations
 

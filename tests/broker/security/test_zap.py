@@ -1,4 +1,4 @@
-"""What the ZAP handler answers to each request."""
+"""The answers of the ZAP handler."""
 
 from __future__ import annotations
 

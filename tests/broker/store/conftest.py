@@ -1,4 +1,4 @@
-"""Both stores, so that one suite runs over each."""
+"""Fixtures of both stores, so that one suite runs over each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def postgres() -> Iterator[PostgresServer]:
 
 @pytest.fixture
 def sqlite_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenedStore]:
-    """A store in SQLite, which does not wait for the disk: others test that it does."""
+    """A store in SQLite without waits for the disk, which other tests cover."""
     monkeypatch.setitem(sqlite_store_module.PRAGMAS, "synchronous", "OFF")
     path = tmp_path / "state"
 
@@ -49,6 +49,6 @@ def postgres_store(postgres: PostgresServer) -> Iterator[OpenedStore]:
 
 @pytest.fixture(params=["sqlite", "postgres"])
 def store(request: pytest.FixtureRequest) -> OpenedStore:
-    """Each of the two."""
+    """Each of the two stores."""
     opened: OpenedStore = request.getfixturevalue(f"{request.param}_store")
     return opened

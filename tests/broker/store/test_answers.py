@@ -38,7 +38,7 @@ def used(store: OpenedStore, owner: str = "a") -> int:
 
 
 def damage(store: OpenedStore, data: bytes) -> None:
-    """Change one bit of a blob, behind the back of the store."""
+    """Change one bit of a blob, past the store."""
     changed = bytes([data[0] ^ 4]) + data[1:]
     with store.store.database.transaction():
         assert store.store.database.change("UPDATE blob SET data = ? WHERE data = ?", changed, data)

@@ -70,13 +70,13 @@ def lines(store: OpenedStore, **fields: Any) -> Lines:
 
 
 def of_line(line: int, **fields: Any) -> Submit:
-    """The job of a line."""
+    """Returns the job of a line."""
     scope = Scope("a", "", f"batch/{line}")
     return submit(100 + line, scope=scope, batch=BATCH, line=line, label=f"l{line}", **fields)
 
 
 def add(store: OpenedStore, found: Lines, failed: tuple[int, ...] = ()) -> Any:
-    """Make jobs of lines, but for those that fail."""
+    """Make jobs of lines, except for failed lines."""
     jobs = tuple(of_line(number) for number, _, _ in found.lines if number not in failed)
     bad = tuple((number, f"l{number}", "not JSON") for number in failed)
     first = found.batch.next_line
@@ -156,7 +156,7 @@ def test_lines_that_a_gateway_wrote_stay_as_long_as_the_results(store: OpenedSto
 def test_lines_that_a_gateway_wrote_go_with_the_results(
     store: OpenedStore, forget: float | None
 ) -> None:
-    """However long they would be kept by themselves; then they count against no bound."""
+    """This holds for any keep time of their own; then they count against no bound."""
     new_batch(store)
     store.store.database.change("UPDATE file SET forget = ?, purpose = ?", forget, LINES_PURPOSE)
     add(store, lines(store))
@@ -316,7 +316,7 @@ def test_a_cancelled_batch_ends_its_waiting_jobs(store: OpenedStore) -> None:
     assert [job.id for job in first.jobs] == [job_id(100)]
     assert first.batch.state is BatchState.CANCELLED and first.batch.live
     assert dict(first.batch.counts) == {JobState.WAITING: 1, JobState.CANCELLED: 1}
-    assert lines(store).lines == ()  # the third is no job any more
+    assert lines(store).lines == ()  # the third does not become a job
     assert store.one(EndBatch(BATCH)).ended is None
     assert store.one(CancelBatch(SCOPE)).batch.counts == ((JobState.CANCELLED, 2),)
     ended = store.one(EndBatch(BATCH))
@@ -367,7 +367,7 @@ def test_the_results_of_a_batch_go_some_at_a_time(store: OpenedStore) -> None:
 
 
 def results_of(store: OpenedStore) -> list[tuple[int, str]]:
-    """The results that are left: the number of each line, and its state."""
+    """Returns the remaining results: the number of each line, and its state."""
     found = store.one(ReadOutcomes(SCOPE)).outcomes
     states = [(one.line, "failed" if one.job is None else one.job.state.value) for one in found]
     return [(line, state) for line, state in states if state != "gone"]
@@ -381,14 +381,14 @@ def test_results_of_a_batch_are_deleted_apart(store: OpenedStore) -> None:
     assert early.jobs == () and early.batch.deleted is Outcomes.NONE  # it has not ended
     store.do(*map(finish, (100, 101, 102)), finish(103, state=JobState.DEAD), EndBatch(BATCH))
     some = store.one(ReleaseOutcomes(SCOPE, Outcomes.DONE, count=2))
-    assert len(some.jobs) == 2 and some.batch.deleted is Outcomes.DONE  # readers are told why
+    assert len(some.jobs) == 2 and some.batch.deleted is Outcomes.DONE  # readers get the reason
     rest = store.one(ReleaseOutcomes(SCOPE, Outcomes.DONE, count=2))
     assert len(rest.jobs) == 1 and rest.batch.deleted is Outcomes.DONE
     assert results_of(store) == [(3, "dead"), (4, "failed")]
     assert dict(rest.batch.counts) == {JobState.DONE: 3, JobState.DEAD: 1}
     assert rest.batch.state is BatchState.ENDED and rest.batch.failed == 1
     store.one(Sweep())
-    assert store.one(ReadFile(FILE, "a", "")).data  # the lines of what is left
+    assert store.one(ReadFile(FILE, "a", "")).data  # the lines of the other results
     others = store.one(ReleaseOutcomes(SCOPE, Outcomes.OTHERS))
     assert others.batch.deleted is Outcomes.DONE | Outcomes.OTHERS and results_of(store) == []
     store.one(Sweep())
@@ -478,7 +478,7 @@ def test_outcomes_come_in_the_order_of_lines_and_in_pages(store: OpenedStore) ->
 
 
 def test_millions_of_empty_lines_are_few_portions(store: OpenedStore) -> None:
-    """A portion takes a commit, and a commit some milliseconds of the store's thread."""
+    """A portion is a commit, which takes some milliseconds of the store's thread."""
     empty = 1_000_000
     new_batch(store, b"\n" * empty + b"one\n \t\r\n\ntwo\n" + b" \n" * empty)
     found, portions = [], 0

@@ -1,4 +1,4 @@
-"""A bit that the disk has changed is told, and never served."""
+"""A bit that the disk has changed is reported, and never served."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from support.job_store import OpenedStore, chunk, finish, job_id, progress
 
 
 def flip(store: OpenedStore, table: str, column: str, where: str = "1 = 1") -> None:
-    """Change one bit of the first row's column, behind the back of the store."""
+    """Change one bit of the first row's column, past the store."""
     database = store.store.database
     (value,) = database.execute(f"SELECT {column} FROM {table} WHERE {where} LIMIT 1")[0]
     changed = bytes([value[0] ^ 4]) + bytes(value[1:])
@@ -61,7 +61,7 @@ def test_damaged_output_is_never_served(store: OpenedStore, column: str) -> None
     assert verified(store) == []
     flip(store, "chunk", column, "pos = 4")
     page = store.one(FetchPage(job_id(1), max_bytes=1))
-    assert isinstance(page, Page) and page.chunks[0].pos == 0  # what is before it is there
+    assert isinstance(page, Page) and page.chunks[0].pos == 0  # output before it is there
     refused = store.one(FetchPage(job_id(1), 4))
     assert isinstance(refused, Refused) and refused.code == "damaged"
     assert "'key-1'" in refused.message and "ids from 4 on" in refused.message
@@ -207,7 +207,7 @@ def test_what_went_wrong_is_kept_with_the_stacks(store: OpenedStore) -> None:
     store.do(
         set_back(1, 0.5, "the worker m/0 ended: it hung", "Thread 1\n  File x"),
         Defer(job_id(1), 0, 2.0, 1, 0.5, cause="out of memory"),
-        Defer(job_id(1), 0, 2.0, 1, 0.5),  # nothing was wrong with it
+        Defer(job_id(1), 0, 2.0, 1, 0.5),  # it is not at fault
         finish(1, JobState.DEAD, cause="too often\0"),
     )
     history = store.one(ReadHistory(job_id(1)))

@@ -41,7 +41,7 @@ JOBS, STEPS = 12, 400
 
 
 def operation(draw: random.Random) -> Operation:
-    """Any operation on one of a few jobs, which fits its state or not."""
+    """Returns any operation on one of a few jobs, legal in its state or not."""
     number = draw.randrange(JOBS)
     id, gen = job_id(number), draw.choice((0, 0, 1))
     name = draw.choice((id, Scope("ab"[number % 2], "", f"key-{number}"), Scope("a", "", "none")))
@@ -99,7 +99,7 @@ def operation(draw: random.Random) -> Operation:
 
 
 def comparable(value: Any) -> Any:
-    """A result without the numbers of arrival: PostgreSQL skips those of refused jobs."""
+    """Returns a result without numbers of arrival: PostgreSQL skips those of refused jobs."""
     if isinstance(value, JobView):
         return replace(value, seq=0)
     if isinstance(value, tuple):
@@ -125,7 +125,7 @@ def test_both_stores_give_the_same_results(
             if step % 100 == 99:
                 store.open(boot=step)
             told = store.do(*asked)
-            if isinstance(told[-1], Changed):  # what is told of a change is what is stored
+            if isinstance(told[-1], Changed):  # the result of a change is the stored job
                 assert store.one(ReadJob(told[-1].job.id)) == Found(told[-1].job)
             results.append(comparable(tuple(told)))
         assert results[0] == results[1], asked

@@ -1,4 +1,4 @@
-"""Files in both stores: their lists, what an owner may have, and what becomes of old ones."""
+"""Files in both stores: lists, quotas of owners, and deletions of old files."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_part_over_the_bound_leaves_what_is_there(store: OpenedStore) -> None:
     assert isinstance(refused, Refused) and refused.code == "over_quota"
     assert used(store) == ROW_BYTES + 1000
     again = AppendFile(FILE, "a", "", 500, b"x" * 500 + b"y" * 500, True, bound)
-    assert store.one(again).complete  # of a part that is known in half, half counts
+    assert store.one(again).complete  # half of a part is stored already; only the other half counts
     assert used(store) == bound
 
 
@@ -126,7 +126,7 @@ def test_the_last_part_may_say_how_long_a_file_is_kept(store: OpenedStore) -> No
 
 
 def test_an_upload_that_stopped_is_deleted_after_an_hour(store: OpenedStore) -> None:
-    """As that of a gateway, or of a client, that was killed."""
+    """An upload stops if its gateway or client is killed."""
     store.one(CreateFile(FILE, "a", "", "key", "n", "p", data=b"x" * 1000, keep=10 * UPLOAD_LIFE))
     store.now += UPLOAD_LIFE - 1
     store.one(AppendFile(FILE, "a", "", 1000, b"y" * 1000))
@@ -137,14 +137,14 @@ def test_an_upload_that_stopped_is_deleted_after_an_hour(store: OpenedStore) -> 
     store.one(Sweep())
     assert used(store) == 0
     assert store.one(ReadFile(FILE, "a", "")) == UnknownName()
-    put(store, 1, b"x", keep=10 * UPLOAD_LIFE)  # a complete one stays
+    put(store, 1, b"x", keep=10 * UPLOAD_LIFE)  # a complete file stays
     store.now += UPLOAD_LIFE + 1
     store.one(Sweep())
     assert store.one(ReadFile(b"%16d" % 1, "a", "")).file.complete
 
 
 def test_lines_of_which_no_batch_was_made_are_deleted_after_an_hour(store: OpenedStore) -> None:
-    """As those of a gateway that was killed between the lines and the batch."""
+    """Such lines remain if a gateway is killed between the lines and the batch."""
     for number in (1, 2):
         of: dict[str, Any] = {"data": b"line", "last": True, "keep": 10 * UPLOAD_LIFE}
         id, key = b"%16d" % number, f"f{number}"

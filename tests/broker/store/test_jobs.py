@@ -61,7 +61,7 @@ from support.job_store import (
 
 
 def feed(store: OpenedStore, **fields: object) -> list[int]:
-    """The numbers of the jobs that are fed."""
+    """Feeds jobs. Returns their numbers."""
     fed = store.one(FeedNext(**{"model": "m", "priority": 0, "count": 1, **fields}))  # type: ignore[arg-type]
     assert isinstance(fed, Fed)
     return [int.from_bytes(each.job.id, "big") for each in fed.jobs]
@@ -142,7 +142,7 @@ def test_new_jobs_are_refused_above_the_bound_in_bytes(store: OpenedStore) -> No
     assert refused is not None and refused.code == "store_full"
     assert "release results" in refused.message
     assert not store.one(submit(1)).new
-    assert store.one(progress(1, 0)) == Durable(job_id(1), 0, 4)  # what runs goes on
+    assert store.one(progress(1, 0)) == Durable(job_id(1), 0, 4)  # running jobs go on
     assert isinstance(store.one(finish(2)), Changed)
     store.one(Release(job_id(2)))
     assert store.one(submit(100)).new
@@ -161,7 +161,7 @@ def test_one_owner_cannot_fill_the_store_for_others(store: OpenedStore, kind: st
         )
 
     def fill(owner: str, numbers: range) -> int:
-        """How many are taken until one is refused."""
+        """Submits jobs until one is refused. Returns the number of jobs taken."""
         for count, number in enumerate(numbers):
             result = add(number, owner)
             if isinstance(result, Refused):
@@ -251,13 +251,13 @@ def test_jobs_that_were_started_often_are_found_among_all_that_are_due(store: Op
         assert feed(store, count=9, held=others) == [150, 171]
     fed = store.one(FeedNext("m", 0, 9, min_starts=ALONE_STARTS))
     assert {each.job.id for each in fed.jobs} == {job_id(150), job_id(171)}
-    assert fed.next_due is None  # the one that comes later was never started
+    assert fed.next_due is None  # the later job was never started
     assert feed(store, count=9, min_starts=ALONE_STARTS, held=others) == [150, 171]
     assert len(feed(store, count=300, below_starts=1)) == 198
 
 
 def test_a_search_for_jobs_that_were_started_often_reads_no_others(tmp_path: Path) -> None:
-    """Each query is answered by their index; others by that of all waiting jobs."""
+    """Their index answers each query; the index of waiting jobs answers other queries."""
     with SqliteOpener(tmp_path, MAX_BYTES) as opener:
         opener.open().close()
         with opener.open() as store:  # the order of indices is that of the file
@@ -294,7 +294,7 @@ def test_a_fed_job_has_its_ids_and_what_is_left_of_its_time(store: OpenedStore) 
 
 
 def test_a_job_with_a_gap_begins_anew(store: OpenedStore) -> None:
-    """Readers may have had ids from behind the gap: what is computed again may be another text."""
+    """Readers may have ids from after the gap: a new run may compute another text."""
     store.submitted(1)
     store.do(progress(1, 0), progress(1, 4), progress(1, 8))
     store.store.database.change("DELETE FROM chunk WHERE pos = 4")
@@ -417,7 +417,7 @@ def test_dead_and_expired_jobs_are_retried(store: OpenedStore, state: JobState) 
     assert store.one(ReadPoisons()).left == ()
     assert store.one(ReadFigures()).notices == 0
     ended = store.one(finish(1)).job
-    assert ended.end_seq == 2  # a number of an end is never given again
+    assert ended.end_seq == 2  # the number of an end is never used again
     anew = Retry(before.scope, new_generation=True)
     assert isinstance(store.one(anew), Fate)
 

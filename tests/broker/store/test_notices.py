@@ -1,4 +1,4 @@
-"""Notices in both stores: when they are due, what they say, and how long they are kept."""
+"""Notices in both stores: due times, bodies, and how long they are kept."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_notice_is_due_until_it_is_sent(store: OpenedStore) -> None:
 
 
 def test_a_notice_says_how_its_job_ended_after_the_release(store: OpenedStore) -> None:
-    """It is made with the end; neither the release nor time changes it, and the key outlives it."""
+    """It is made with the end. Neither the release nor time changes it; the key outlives it."""
     told = store.submitted(1, notify="https://there/x")
     store.do(finish(1))
     before = store.one(ReadNotices()).notices[0]
@@ -106,7 +106,7 @@ def test_origins_take_turns_and_have_their_room(store: OpenedStore) -> None:
     assert notices_of(store, count=64, per_origin=3) == {**every, "http://dead:80": 3}
     full = (OriginLoad("http://dead:80", 8, 0), OriginLoad("http://h302:80", 8, 0))
     assert set(notices_of(store, loads=full)) == {"http://h301:80", "http://h303:80"}
-    assert notices_of(store, count=1) == {"http://dead:80": 1}  # it is due for longest
+    assert notices_of(store, count=1) == {"http://dead:80": 1}  # it has been due for longest
     busy = (OriginLoad("http://dead:80", 7, 1),)
     assert notices_of(store, count=1, loads=busy) == {"http://h301:80": 1}
     held = frozenset(range(1, 3))
@@ -130,7 +130,7 @@ def test_a_host_that_cannot_be_reached_gives_up_what_is_too_old(store: OpenedSto
 def test_a_clock_that_jumps_between_two_brokers_neither_ends_nor_delays_a_notice(
     store: OpenedStore, jump: float
 ) -> None:
-    """The time without a broker is not counted, and the store's own never goes back."""
+    """The time without a broker is not counted, and the store's clock never goes back."""
     store.submitted(1, notify="http://there/x")
     store.do(finish(1), NoticeFailed(1, 30.0, "refused"))
     store.now += 10.0

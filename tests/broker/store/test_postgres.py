@@ -1,4 +1,4 @@
-"""What only PostgreSQL has: lost sessions, a server that ends, a broker that takes over."""
+"""Events of PostgreSQL only: lost sessions, an ended server, a broker that takes over."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def start() -> Iterator[Start]:
 
 
 def perform(writer: StoreWriter, operation: Any) -> Any:
-    """The result of an operation."""
+    """Performs an operation. Returns its result."""
     refused = writer.offer(operation)
     if refused is not None:
         return refused
@@ -72,7 +72,7 @@ def end_sessions(server: PostgresServer) -> None:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy server may end a closed connection's session late, and has its lock until then."""
+    """Waits longer for the lock, which a busy server may free late after a session."""
     monkeypatch.setattr(postgres_store_module, "LOCK_WAIT", PATIENCE)
 
 
@@ -107,7 +107,7 @@ def test_a_broker_that_lost_its_session_to_another_is_fenced(
     first = start(url)
     assert isinstance(perform(first, submit(1)), Submitted)
     end_sessions(postgres)
-    second = start(url, boot=8)  # the lock ended with the session
+    second = start(url, boot=8)  # the end of the session freed the lock
     assert isinstance(perform(second, progress(1, 0)), Durable)
     lost = perform(first, progress(1, 0))
     assert isinstance(lost, Refused) and lost.code == "store_closed"

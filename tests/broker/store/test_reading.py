@@ -39,7 +39,7 @@ from support.job_store import BEGIN, OpenedStore, chunk, finish, job_id, progres
 
 
 def read(store: OpenedStore, pos: int = 0, max_bytes: int = 64 * 1024) -> list[Chunk]:
-    """All pages of job 1 from a position on."""
+    """Returns all pages of job 1 from a position on."""
     found: list[Chunk] = []
     while True:
         page = store.one(FetchPage(job_id(1), pos, max_bytes=max_bytes))

@@ -1,4 +1,4 @@
-"""The folder of the store: who may have it, where it may be, what is in it."""
+"""The folder of the store: its owner, its place, its content."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_the_last_of_several_mounts_on_one_point_counts() -> None:
     assert file_system(Path("/x"), [("/", "ext4"), ("/x", "ext4"), ("/x", "nfs")]) == "nfs"
 
 
-# ---- what is in it -------------------------------------------------------------------------------
+# ---- content -------------------------------------------------------------------------------------
 
 
 def test_folder_and_parent_are_synced_when_it_is_made(
@@ -267,7 +267,7 @@ def test_the_log_is_copied_into_the_database_and_pages_are_given_back(
 
 @pytest.mark.parametrize("prompt", [100, 30_000])
 def test_no_change_of_a_job_writes_its_prompt_again(tmp_path: Path, prompt: int) -> None:
-    """The log has whole pages, so many jobs are changed in one transaction."""
+    """The log has whole pages, so each transaction changes many jobs."""
     jobs = range(200)
     with open_folder(tmp_path) as folder, folder.open() as store:
         store.begin(BOOT, BEGIN)
@@ -276,7 +276,7 @@ def test_no_change_of_a_job_writes_its_prompt_again(tmp_path: Path, prompt: int)
         store.transaction([submit(one, request=b"x" * prompt) for one in jobs], BEGIN)
 
         def logged(*operations: Operation) -> float:
-            """Bytes of the log that a transaction writes for each job."""
+            """Returns the bytes of the log that a transaction writes for each job."""
             database.copy_log()
             results = store.transaction(operations, BEGIN)
             assert {type(result) for result in results} <= {Fed, Durable, Changed}
@@ -345,7 +345,7 @@ def test_only_what_is_not_copied_counts_as_the_length_of_the_log(tmp_path: Path)
         assert isinstance(database, SqliteDatabase)
         log = tmp_path / "jobs-1.db-wal"
         database.copy_log()  # the tables
-        for number in range(2):  # the second time over the first one's frames
+        for number in range(2):  # the second time over the frames of the first
             assert not database.log_is_long(200_000)
             store.transaction([submit(2 * number, request=b"x" * 100_000)], BEGIN)
             assert not database.log_is_long(200_000)

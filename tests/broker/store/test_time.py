@@ -1,4 +1,4 @@
-"""What time does in both stores, and a clock that does not go back."""
+"""Effects of time in both stores, and a clock that does not go back."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_a_back_off_is_over_after_a_clock_that_was_set_back(store: OpenedStore) 
     assert len(store.one(FeedNext("m", 0, 1)).jobs) == 1
 
 
-# ---- poison and what is deleted ------------------------------------------------------------------
+# ---- poison and deletions ------------------------------------------------------------------------
 
 
 def test_poison_outlives_the_broker_and_ends(store: OpenedStore) -> None:

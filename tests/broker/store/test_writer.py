@@ -26,7 +26,7 @@ CLOSED = Refused("store_closed", "closed")
 
 
 class Watched(SqliteOpener):
-    """Keeps the groups of its transactions, and holds them up while `gate` is not set."""
+    """Records the groups of its transactions, which wait until `gate` is set."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, MAX_BYTES, reserve_bytes=RESERVE)
@@ -51,7 +51,7 @@ class Watched(SqliteOpener):
 
 
 class Running:
-    """A writer with its opener; `results` waits for so many."""
+    """A writer with its opener; `results` waits for a number of results."""
 
     def __init__(self, path: Path) -> None:
         self.opener = Watched(path)
@@ -133,7 +133,7 @@ def test_half_of_the_inbox_is_for_what_runs() -> None:
     assert [inbox.offer(progress(1, pos)) is None for pos in range(7)] == [True] * 5 + [False] * 2
     group = inbox.take()
     assert len(group) == 10
-    assert inbox.offer(progress(1, 0)) is not None  # they are worked on
+    assert inbox.offer(progress(1, 0)) is not None  # the first are under way
     inbox.done(group)
     assert inbox.offer(submit(1)) is None
     assert inbox.load().operations == 1
@@ -146,7 +146,7 @@ def test_the_inbox_is_bounded_in_bytes() -> None:
     assert inbox.offer(progress(1, 0)) is None
     inbox.done(inbox.take())
     assert inbox.load().bytes == 0
-    assert inbox.offer(submit(3, request=b"x" * 50_000)) is None  # larger than it, but alone
+    assert inbox.offer(submit(3, request=b"x" * 50_000)) is None  # larger than the inbox, but alone
     assert inbox.load().bytes == 50_000 + OPERATION_BYTES
 
 
@@ -238,7 +238,7 @@ def test_an_error_of_ours_leaves_nothing_without_an_answer(
 
 
 def killed_workload(folder: Path, lines: int, seed: int) -> dict[int, int]:
-    """Kill the program after so many acknowledgements; returns the durable ids of each job."""
+    """Kill the program after `lines` acknowledgements. Returns durable ids of each job."""
     command = [sys.executable, "-m", "support.store_workload", str(folder), "--print"]
     program = subprocess.Popen(
         [*command, "--jobs", "20000", "--seed", str(seed)],  # it cannot end before it is killed
@@ -253,7 +253,7 @@ def killed_workload(folder: Path, lines: int, seed: int) -> dict[int, int]:
             what, number, *more = line.split()
             told[int(number)] = int(more[0]) if what == "ids" else told.get(int(number), 0)
             if index == lines:
-                program.send_signal(signal.SIGKILL)  # lines that are on their way are read, too
+                program.send_signal(signal.SIGKILL)  # lines under way are read too
     assert program.returncode == -signal.SIGKILL
     return told
 

@@ -1,4 +1,4 @@
-"""The bounded history behind the status page."""
+"""The bounded history of the status page."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from support.core_harness import Story
 
 
 def recorded(story: Story, *seconds: float) -> RecentHistory:
-    """The snapshot of now, recorded at these times."""
+    """Makes a history of one snapshot, recorded at these times."""
     ring = RecentHistory()
     for at in seconds:
         ring.record(snapshots.of(story), at)
@@ -105,7 +105,7 @@ def test_a_second_record_at_the_same_time_makes_no_point(story: Story) -> None:
 
 
 def columns(*points: tuple[float, str, int]) -> list[RateColumn]:
-    """Of points two seconds long: when, which model, how many tokens."""
+    """Returns time, model and tokens of points of two seconds."""
     ring = RecentHistory()
     for at, name, made in points:
         ring.add_to_column(at, 2.0, {name: made})

@@ -64,7 +64,7 @@ def read(story: Story, writer: MetricsWriter[Any] | None = None, **about: Any) -
 
 
 def value(metrics: dict[str, Metric], name: str, **labels: str) -> float:
-    """Of the one series with these labels."""
+    """Returns the value of the one series with these labels."""
     found = [
         sample.value
         for metric in metrics.values()
@@ -76,7 +76,7 @@ def value(metrics: dict[str, Metric], name: str, **labels: str) -> float:
 
 
 def busy(story: Story) -> None:
-    """One request done, one failed, one running, one refused; a beat, and two GPUs."""
+    """Makes requests: one done, one failed, one running, one refused; a beat, and two GPUs."""
     worker = story.ready_worker()
     story.do(ev.Spawned(worker.slot, 1, ("0", "GPU-a")))
     for end in (worker.end, worker.fail):
@@ -214,7 +214,7 @@ def test_every_shown_state_of_a_worker_has_a_series() -> None:
 
 
 def test_what_happens_to_requests_adds_no_series(story: Story) -> None:
-    """Labels are models, slots and codes: neither owners nor ids nor what a worker says."""
+    """Labels are models, slots and codes, but not owners, ids or texts of workers."""
     busy(story)
     writer = MetricsWriter(FAMILIES)
     before = {name: len(metric.samples) for name, metric in read(story, writer).items()}

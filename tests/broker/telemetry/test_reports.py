@@ -1,4 +1,4 @@
-"""What `mlxpool ps` and `top` get of a worker."""
+"""Facts of a worker in `mlxpool ps` and `top`."""
 
 from __future__ import annotations
 

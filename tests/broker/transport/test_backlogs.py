@@ -1,4 +1,4 @@
-"""When peers with a backlog are tried again, and what counts for how much."""
+"""Retries of peers with a backlog, and the sizes that count."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mlxpool.broker.transport.peers import FIRST_RETRY, MAX_RETRY, PART_BYTES, B
 
 
 def tries(backlogs: Backlogs, end: float) -> list[float]:
-    """The times until `end` at which the one full peer is tried; it takes nothing."""
+    """Returns the times until `end` at which the full peer, which takes nothing, is tried."""
     found = []
     now = 0.0
     while (now := max(now, backlogs.next_wake())) < end:
@@ -42,7 +42,7 @@ def test_a_frame_of_a_peer_makes_its_next_try_due() -> None:
 
 
 def test_a_peer_that_sends_often_keeps_its_turn() -> None:
-    """Before, each of its frames put its try behind those of all others that were overdue."""
+    """Its frames must not put its try after the overdue tries of all others."""
     backlogs = Backlogs()
     for number in range(1, 101):
         backlogs.add(number, 10)

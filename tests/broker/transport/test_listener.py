@@ -1,4 +1,4 @@
-"""When descriptors are short: idle connections end first, the newest of them before the others."""
+"""With few descriptors, idle connections end first, the newest of them before the others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IDLE_BOUND = int(module.UNBIND_ABOVE * LIMIT) - BURST
 
 
 class Front:
-    """A ROUTER with its listener, and dealers that connect one after the other and never redial."""
+    """A ROUTER with its listener, and DEALERs that connect in turn and never redial."""
 
     def __init__(self, path: Path) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -29,7 +29,7 @@ class Front:
         self.dealers: list[zmq.Socket[bytes]] = []
 
     def connect(self, count: int) -> list[int]:
-        """The descriptors of so many new connections, in the order of their acceptance."""
+        """Connects `count` DEALERs. Returns their descriptors, in the order of acceptance."""
         found: list[int] = []
         for _ in range(count):
             before = set(self.accepted())
@@ -95,7 +95,7 @@ def test_the_front_is_unbound_when_ending_idle_connections_does_not_suffice(
 
 
 def test_a_descriptor_that_is_anothers_by_now_is_left_alone(tmp_path: Path) -> None:
-    """Nobody tells of a connection's end, and the next one may get its number."""
+    """The end of a connection is not reported, and the next one may get its number."""
     path = str(tmp_path / "s")
     with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as peer:
         listener.bind(path)

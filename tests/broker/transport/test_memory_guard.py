@@ -1,4 +1,4 @@
-"""What the memory guard counts as explained, and whose connections it spares."""
+"""Memory that the guard counts as explained, and the connections that it spares."""
 
 from __future__ import annotations
 

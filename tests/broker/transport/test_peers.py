@@ -1,4 +1,4 @@
-"""The peers of a real ROUTER: who they are, what happens when one is full or gone."""
+"""The peers of a real ROUTER: identities, full peers, gone peers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Wire:
         return peer
 
     def met_as(self, name: bytes) -> tuple[zmq.Socket[bytes], Peer]:
-        """A DEALER of this name: libzmq ignores one while an ended connection has the name."""
+        """Connects a DEALER of this name, which libzmq ignores while an ended one has the name."""
         for _ in range(10 * PATIENCE):
             dealer = self.dealer(name=name)
             dealer.send_multipart([b"hi"])
@@ -135,7 +135,7 @@ def test_a_peer_that_closed_is_reported_gone_and_forgotten(wires: Wire) -> None:
 
 @pytest.mark.parametrize("keep_gone", [False, True])
 def test_the_last_messages_of_a_peer_found_gone_are_received(keep_gone: bool) -> None:
-    """A worker that is sent work after its end has said before how it ended."""
+    """A worker that gets work after its end has sent the cause before."""
     with made(keep_gone=keep_gone) as wires:
         dealer = wires.dealer()
         peer = wires.met(dealer)
@@ -160,7 +160,7 @@ def test_a_number_is_never_used_again(wires: Wire) -> None:
 
 
 def fill(wires: Wire, peer: Peer, size: int = 4096) -> int:
-    """Send numbered messages until the peer takes no more; how many there were."""
+    """Send numbered messages until the peer is full. Returns their number."""
     count = 0
     while not peer.backlog:
         assert wires.peers.send(peer.number, [str(count).encode(), bytes(size)])
@@ -229,7 +229,7 @@ def test_what_waits_for_all_is_bounded_and_who_is_stuck_longest_is_given_up(wire
 
 
 class Crowd(Peers):
-    """Full peers without sockets; `reading` are those that take messages."""
+    """Full peers without sockets; peers in `reading` take messages."""
 
     def __init__(self, count: int, *, messages: int = 1) -> None:
         self.sends = 0
@@ -247,7 +247,7 @@ class Crowd(Peers):
 
 
 def test_one_turn_tries_a_bounded_number_of_full_peers() -> None:
-    """Before, every turn of the loop tried every full peer: 4,000 took it 20 ms."""
+    """If every turn of the loop tried every full peer, 4,000 would take 20 ms."""
     crowd = Crowd(4000)
     most = 0
     for turn in range(10_000):
@@ -255,7 +255,7 @@ def test_one_turn_tries_a_bounded_number_of_full_peers() -> None:
         crowd.retry(turn * 0.001)
         most = max(most, crowd.sends - before)
     assert most == MAX_SENDS
-    # In 10 s: seven tries until the wait is as long as it gets, then one each 0.64 s.
+    # In 10 s: seven tries until the longest wait, then one each 0.64 s.
     assert crowd.sends < 4000 * 24
 
 
@@ -268,9 +268,9 @@ def test_a_peer_that_reads_again_is_served_among_thousands_that_do_not() -> None
     before = crowd.sends
     while 77 in crowd.full:
         crowd.retry(5.0)
-    assert crowd.sends - before <= 4001  # those that were due before it, once
+    assert crowd.sends - before <= 4001  # those due before it, once each
     later = 5.0
-    crowd.reading.add(78)  # it says nothing, so its next try comes when it is due
+    crowd.reading.add(78)  # it is silent, so its next try comes when due
     while 78 in crowd.full:
         later += 0.001
         crowd.retry(later)
@@ -298,7 +298,7 @@ def test_backlogs_of_others_end_no_peer_for_which_little_waits() -> None:
 
 
 def test_a_long_backlog_is_sent_in_portions() -> None:
-    """So that a peer that reads at once what waited for it does not hold up the others."""
+    """So a peer that reads its backlog at once does not hold up the others."""
     crowd = Crowd(2, messages=3 * MAX_SENDS)
     crowd.reading |= {1, 2}
     now, turns = FIRST_RETRY, 0
@@ -346,7 +346,7 @@ def test_a_peer_that_comes_back_under_its_name_is_not_gone() -> None:
 
 
 def test_only_a_worker_found_gone_is_remembered() -> None:
-    """Until its end is told; others of the workers' socket that have gone are swept."""
+    """It is remembered until its end is reported; other gone peers of the socket are swept."""
     with made(keep_gone=True) as wires:
         dealers = [wires.dealer() for _ in range(3)]
         worker, stranger, alive = (wires.met(dealer) for dealer in dealers)

@@ -1,4 +1,4 @@
-"""Which GPUs workers get: those with the fewest, their own again, and each released once."""
+"""The GPUs of workers: those with the fewest workers, their own again, each released once."""
 
 from __future__ import annotations
 

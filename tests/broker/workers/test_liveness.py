@@ -1,4 +1,4 @@
-"""Busy or hung: the limit of each phase, and which causes charge no request."""
+"""Busy or hung: the limit of each phase, and the causes that charge no request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SECOND = 10**9
 
 
 def watched(looks: list[tuple[float, Sample]], beats: bool = True, tick: float = 1.0) -> Watch:
-    """What is known after looks at these times; a beat came before each of them, or never."""
+    """Returns a watch after samples at these times, with a beat before each, or without."""
     watch = Watch()
     for at, sample in looks:
         watch.observe(sample, at if beats else 1.0, at, tick)
@@ -152,12 +152,12 @@ def test_more_memory_than_its_limit_ends_it_at_once() -> None:
 
 
 def group(seconds: int, first: ProgressReading, other: Sample) -> Watch:
-    """A group of two ranks after so many seconds in which neither moved."""
+    """Makes a group of two ranks after some seconds without progress of either."""
     return still(seconds, first, others=(other,))
 
 
 def test_a_group_hangs_with_any_of_its_ranks() -> None:
-    """Rank 0 waits for nothing, so that it has no limit: rank 1 is what hangs."""
+    """Rank 0 is idle, so its limit is infinite: rank 1 hangs."""
     look = ProgressReading("decode", count=3)
     verdict = judge(group(10, ProgressReading("idle"), Sample(look)), CONFIG, welcomed=True)
     assert verdict.hung and verdict.own and verdict.dump
@@ -173,7 +173,7 @@ def test_a_stopped_rank_is_the_cause_of_what_others_wait_for() -> None:
 
 
 def test_a_rank_that_is_stopped_between_two_passes_is_the_cause_too() -> None:
-    """It has no limit there, and rank 0 waits for it in the next pass."""
+    """Its limit is infinite there, and rank 0 waits for it in the next pass."""
     rests = ProgressReading("idle", orders=7)
     first = ProgressReading("decode", count=3, orders=8)
     verdict = judge(group(10, first, Sample(rests, stopped=True)), CONFIG, welcomed=True)
@@ -205,7 +205,7 @@ def test_a_rank_that_is_stopped_after_the_others_hang_is_not_the_cause() -> None
     ],
 )
 def test_the_rank_that_is_behind_is_the_cause(done: tuple[int, ...], cause: str) -> None:
-    """The others stand as still as it does, for they wait for it in a sum."""
+    """The others stand still too, as they wait for it in a sum."""
     first, *others = (ProgressReading("decode", count=3, orders=number) for number in done)
     watch = still(10, first, others=tuple(map(Sample, others)))
     assert judge(watch, CONFIG, welcomed=True).cause == cause

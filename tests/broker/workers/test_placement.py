@@ -1,4 +1,4 @@
-"""Which worker a request is given to."""
+"""The choice of the worker for a request."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def worker_for(workers: list[Worker], request: Request) -> Worker | None:
 
 
 def send(worker: Worker, request: Request, run: int = 1) -> None:
-    """The worker is given a request, which ends at once."""
+    """Give the worker a request, which ends at once."""
     worker.route.sent(run, demand_of(request, 100))
     worker.route.ended(run)
 
