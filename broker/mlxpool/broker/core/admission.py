@@ -347,7 +347,7 @@ def _check_queue(state: State, model: Model, message: Generate) -> None:
 
 
 def _check_live_requests(state: State, owner: str, message: Generate) -> None:
-    """Raises OverQuota if the owner has the most live requests that it may have."""
+    """Raises OverQuota if the owner would have too many live requests."""
     live, most = state.owned[owner], _bound_factor(message) * state.config.quota_requests
     places = _places(message)
     if 0 < most < live + places:

@@ -94,8 +94,8 @@ class Failover(Struct, eq=False):
 
         Such ends are no failures of the model: a few of them would open its breaker.
         """
-        charges = {one.id: one.run.charge for one in self.running(worker)}
-        charges |= {one.id: one.charge for one in self._calls.computed_by(worker)}
+        charges = {request.id: request.run.charge for request in self.running(worker)}
+        charges |= {call.id: call.charge for call in self._calls.computed_by(worker)}
         shares = blame.shares([*charges], prefill)
         worker.ended_by_charged_request |= any(
             charge >= blame.ALONE_CHARGE and shares[id] >= 1 for id, charge in charges.items()

@@ -86,7 +86,7 @@ QUEUE_RETRY_MS = 1000  # `retry_after_ms` of a request that a full queue or a qu
 
 
 class PoolPhase(Enum):
-    """How far the pool is on its way to the end. It only goes forward."""
+    """The phase of the pool. It only goes forward."""
 
     SERVING = "serving"
     DRAINING = "draining"  # admits nothing, finishes accepted requests
@@ -132,7 +132,7 @@ class State(Struct, eq=False):
         return self.phase is PoolPhase.SERVING
 
     def check_admits(self, model: Model, name: str) -> None:
-        """Raises Draining if the pool or the model, asked for as `name`, takes nothing new."""
+        """Raises Draining if the pool or the model, requested as `name`, takes nothing new."""
         if not self.admits:
             raise Draining("the broker is going down; send the request again later")
         if not model.admits:

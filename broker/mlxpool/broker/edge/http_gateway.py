@@ -51,7 +51,7 @@ class Sources(Protocol):
 
 
 class HttpGateway:
-    """Owned by the broker's thread. Its states are the states of GatewayInfo."""
+    """Supervises the gateway. Owned by the broker's thread. GatewayInfo has its states."""
 
     def __init__(
         self, process: Process, settings: Callable[[], PoolConfig], sources: Sources, boot: int

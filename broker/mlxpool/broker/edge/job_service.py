@@ -59,7 +59,7 @@ OPEN = (HealthState.OK, HealthState.FULL)
 
 
 class JobService(Closing):
-    """Owned by the broker's thread. `waker` is readable when the store has results.
+    """Serves jobs. Owned by the broker's thread. `waker` is readable when the store has results.
 
     Raises StoreError if the store cannot be opened, or another broker has it, and ConfigError if
     the secrets of notices cannot be read.
@@ -265,7 +265,7 @@ def why_without_jobs(config: PoolConfig, error: StoreError) -> str | None:
     """Returns why a pool serves streams without jobs; None if it must not start with this error.
 
     It starts if the folder is the default one, or if it cannot be written. With any other fault of
-    a store that the settings name, its jobs would be lost without a notice.
+    a store that the settings name, its jobs would be left behind silently.
     """
     by_default = config.state_dir == str(default_state_dir(config.run_dir))
     if not by_default and not isinstance(error, StoreUnwritable):

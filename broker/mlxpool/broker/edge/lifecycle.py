@@ -103,7 +103,7 @@ class Lifecycle:
 
 
 class Signals:
-    """`waker` becomes readable after a signal. Made and used on the main thread."""
+    """Handles signals on the main thread. `waker` becomes readable after a signal."""
 
     def __init__(
         self,

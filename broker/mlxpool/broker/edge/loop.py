@@ -18,7 +18,7 @@ from msgspec import Struct
 
 log = logging.getLogger("mlxpool.broker")
 
-MAX_WAIT = 60.0  # seconds of one turn
+MAX_WAIT = 60.0  # most seconds that a turn waits
 LAG_WINDOW = 15.0  # seconds
 LATE = 1.0  # seconds of delay of a turn from which it is reported
 

@@ -26,7 +26,10 @@ Identity = tuple[int, int] | None  # device and inode of a file; None: no file
 
 
 class RunDirWatch:
-    """Owned by the broker's thread. `trouble`: why the pool cannot be reached; "": it can."""
+    """Watches the run directory. Owned by the broker's thread.
+
+    `trouble`: why the pool cannot be reached; "": it can.
+    """
 
     def __init__(
         self,

@@ -66,7 +66,7 @@ class Outbox:
 
     def __init__(self, boot: int) -> None:
         self.boot = boot
-        self.refused: Counter[str] = Counter()  # submissions, by error code
+        self.refused: Counter[str] = Counter()  # refused submissions by error code
         self._actions: list[Action] = []
         self._then: dict[int, tuple[Operation, Then]] = {}
 

@@ -32,7 +32,7 @@ from mlxpool.common.protocol.frames import MAX_BLOB
 from mlxpool.common.protocol.kept.job_messages import IDLE
 
 WINDOW = 2  # jobs for each place of ready workers
-MAX_WITH_OTHERS = 4  # times WINDOW, with the jobs of equal shares
+MAX_WITH_OTHERS = 4  # times the jobs of a full core: most jobs with equal shares
 FEED_BYTES = 64 * 1024 * 1024  # bytes of requests that one operation reads
 MAX_FED = 256  # jobs that one operation reads
 LEAST_SHARE = 8  # more jobs are read once 1 / LEAST_SHARE of the room is free,
@@ -234,7 +234,7 @@ class Feeder(Struct, eq=False):
         )
 
     def _alone(self, name: str, view: PoolView, now: float, *, waited: bool) -> bool:
-        """Returns whether the next end of the broker would count against one suspect alone.
+        """Returns whether the next end of the broker would count against a suspect of it alone.
 
         A suspect that has not `waited` for long enough lets all due jobs and streams of the model
         go first, and waits for started jobs of other models. A suspect that has waited is given to

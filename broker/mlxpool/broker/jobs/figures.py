@@ -25,14 +25,14 @@ class JobFigures(Struct, frozen=True):
     dead: int
     expired: int
     readers: int
-    bytes: int  # of the store on the disk
-    max_bytes: int  # the most that the store may take
+    bytes: int  # bytes of the store on the disk
+    max_bytes: int  # most bytes of the store
     notices: int = 0  # notices not delivered yet
     notices_given_up: int = 0
     store: str = "ok"  # opening | ok | refusing | full | failed | fenced | closed | unusable
     batches: int = 0  # batches that have not ended
     room: int = 0  # bytes that new jobs may take; 0: they are refused
-    refused: Mapping[str, int] = field(default_factory=dict)  # submissions, by error code
+    refused: Mapping[str, int] = field(default_factory=dict)  # refused submissions by error code
 
     why: str = ""  # the cause of an unusable store
 

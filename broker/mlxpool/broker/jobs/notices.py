@@ -34,7 +34,7 @@ from mlxpool.broker.store.records import Notice, Notices, Refused, Result
 MAX_UNDER_WAY = 64  # notices in all
 PER_ORIGIN = 8  # notices to one origin under way
 FIRST_DELAY, MAX_DELAY = 5.0, 3600.0  # seconds until a notice is tried again; it doubles
-JITTER = 0.25  # most share of a delay that is added
+JITTER = 0.25  # largest share added to a delay
 FIRST_PAUSE, MAX_PAUSE = 1.0, 60.0  # seconds until an unreachable origin is tried again
 RETRY_INTERVAL = 1.0  # seconds until a store that refused is asked again
 
@@ -47,7 +47,7 @@ class Try(Struct, frozen=True):
 
 
 class Pause(Struct, frozen=True):
-    """The pause until the next try of an origin, after `failures` in a row to reach it."""
+    """A pause of an origin after `failures` failed tries in a row; it is tried again at `until`."""
 
     failures: int
     until: float
@@ -61,7 +61,7 @@ class NoticeQueue:
         self._outbox = outbox
         self._give_up_after = give_up_after
         self._under_way: dict[int, Try] = {}  # by end_seq
-        self._paused: dict[str, Pause] = {}  # by origin, of unreachable ones
+        self._paused: dict[str, Pause] = {}  # unreachable origins
         self._reading = False
         self._came = False  # something ended while the store was read
         self._due = math.inf  # time of the next read of the store

@@ -58,7 +58,7 @@ class Reader(Struct, eq=False):
     began: bool = False  # ids went out: the client has `sent` ids
     reading: bool = False  # a page is under way
     behind: bool = True  # the store may have more output than was sent
-    blocked_since: float = math.inf  # time at which its window was full
+    blocked_since: float = math.inf  # time at which its window became full
     known: JobView | None = None  # the job as last read
 
     @property

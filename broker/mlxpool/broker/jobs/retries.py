@@ -13,7 +13,7 @@ MAX_ATTEMPTS = 8  # failures of a job's runs, after which it is dead
 MAX_STARTS = 5  # starts in a row without a durable id: the broker, or the machine, ended each time
 ALONE_STARTS = 3  # with this many such starts a job is started alone, after all others
 FIRST_DELAY, MAX_DELAY = 2.0, 60.0  # seconds until the next attempt; it doubles
-JITTER = 0.25  # most share of a delay that is added
+JITTER = 0.25  # largest share added to a delay
 FREE_DELAY = 1.0  # seconds until the next try of a job that is not at fault
 MAX_FREE_DELAY = 60.0
 

@@ -266,15 +266,15 @@ class Queue:
     def _place_among_resumed(self, request: Request) -> int | None:
         """Returns the index of a request in `resumed`; None for a fresh request."""
         place = bisect_left(self.resumed, _turn(request), key=_turn)
-        found = place < len(self.resumed) and self.resumed[place] is request
-        return place if found else None
+        resumed = place < len(self.resumed) and self.resumed[place] is request
+        return place if resumed else None
 
     def forget_checks(self) -> None:
         """Have `unchecked_resumed` return all begun requests at its next call."""
         self._epochs = ()
 
     def position(self, request: Request) -> int:
-        """Returns the most requests that may go first; shares decide."""
+        """Returns an upper bound of the requests that go first; shares decide."""
         if (place := self._place_among_resumed(request)) is not None:
             return place
         lanes = self.lanes[request.message.priority :]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-MAX_DEBT = 10.0  # most debt of an owner, in seconds of its rate
+MAX_DEBT = 10.0  # largest debt of an owner, in seconds of its rate
 MAX_OWNERS = 4096  # accounts at which those without debt are dropped
 
 
@@ -35,7 +35,7 @@ class Rates:
         return 0.0 if limit <= 0 or left > 0 else max(0.001, -left / limit)
 
     def broke(self, owner: str, limit: float, now: float) -> bool:
-        """Returns whether the owner has its most debt."""
+        """Returns whether the owner has its largest debt."""
         return limit > 0 and self._left(owner, limit, now) <= -MAX_DEBT * limit
 
     def _left(self, owner: str, limit: float, now: float) -> float:

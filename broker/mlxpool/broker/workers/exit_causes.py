@@ -24,7 +24,7 @@ CONNECTION_ENDED = "its connection ended"
 KEY_REVOKED = "its key was revoked"
 OUT_OF_MEMORY = "killed by the kernel: out of memory"
 
-# Causes outside the requests of a worker.
+# Causes that no request of a worker brings about.
 COMMANDED = {STOPPED, DRAINED, IDLE, UNLOADED, BROKER_ENDS, LEFT, NEW_CONNECTION, KEY_REVOKED}
 
 # Signals that a process brings on itself.

@@ -37,7 +37,7 @@ class Sample(Struct, frozen=True):
 
 
 class Verdict(Struct, frozen=True):
-    """A verdict. A worker whose `age` (seconds) exceeds the limit is suspect, twice it is hung."""
+    """A verdict, in seconds. A worker is suspect from `limit` on, hung from twice that on."""
 
     age: float = 0.0
     limit: float = math.inf

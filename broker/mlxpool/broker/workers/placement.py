@@ -21,7 +21,7 @@ from mlxpool.common.progress import ProgressReading
 
 
 def fits_facts(worker: Worker, request: Request) -> bool:
-    """Returns whether a worker can resume a stream: the same model, and a context as large."""
+    """Returns whether a worker can resume a stream: the same model, and at least its context."""
     facts = request.run.facts
     if facts is None:
         return True

@@ -183,7 +183,7 @@ class Slot(Struct, eq=False):
     remote: bool = False  # for workers that dial in; no process is started here
 
 
-JITTER = 0.25  # most share of a delay that is added
+JITTER = 0.25  # largest share added to a delay
 
 
 def restart_delay(failures: int, first: float, most: float, boot: int = 0) -> float:
