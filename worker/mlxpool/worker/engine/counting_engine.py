@@ -1,4 +1,4 @@
-"""The counting model: it has no weights, needs no MLX, and its tokens follow from a formula.
+"""The counting model: without weights and MLX; its tokens follow from a formula.
 
 Token i of a completion is f(prompt, seed, i):
 
@@ -45,7 +45,7 @@ BYTES_PER_TOKEN = 1024  # of keys and values, in the memory report
 CONTEXT = 131_072
 CHUNK = 2048
 LOAD_STEPS = 10
-UNLIMITED_BLOCKS = 2**40  # its sequences use no memory
+UNLIMITED_BLOCKS = 2**40  # more than any sequences need: they use no memory
 
 
 def splitmix64(value: int) -> int:
@@ -123,7 +123,7 @@ class CountingEngine:
         """Does nothing: its passes compile nothing."""
 
     def submit(self, spans: Many[Span]) -> bool:
-        require_plain([one for one in spans if not one.sequence.reports], "the counting model")
+        require_plain([span for span in spans if not span.sequence.reports], "the counting model")
         for span in spans:
             seq = span.sequence
             context = self.context if seq.shift is None else seq.shift.context
@@ -204,13 +204,13 @@ class CountingEngine:
         return False
 
     def reserve(self, size: int) -> None:
-        """Does nothing: it has no memory limit."""
+        """Does nothing: its memory is not limited."""
 
     def make_room(self, size: int) -> None:
-        """Does nothing: it keeps nothing."""
+        """Does nothing: it keeps no memory that it could free."""
 
     def expect_drafts(self, most: int) -> None:
-        """Does nothing: it checks none."""
+        """Does nothing: it checks no drafts."""
 
     def warm_up(self, on_progress: Callable[[], None]) -> None:
         """Does nothing: its first step is as fast as later ones."""
@@ -232,7 +232,7 @@ class CountingEngine:
 
 
 def prompt_logprob(token: int) -> float:
-    """Returns what the model reports as the log-probability of a token of a prompt."""
+    """Returns the log-probability that the model reports for a token of a prompt."""
     return -token / 256
 
 
@@ -241,12 +241,12 @@ def _reported(span: Span) -> PromptLogprobs:
     seq = span.sequence
     begin, top = max(span.start + 1, seq.reported), min(1, seq.options.prompt_alternatives)
     ids = seq.prompt[begin : span.end + 1]
-    every = [(token, prompt_logprob(token)) for token in ids]
-    return PromptLogprobs(seq, begin, tuple(TokenLogprob(one[1], (one,) * top) for one in every))
+    pairs = [(token, prompt_logprob(token)) for token in ids]
+    return PromptLogprobs(seq, begin, tuple(TokenLogprob(pair[1], (pair,) * top) for pair in pairs))
 
 
 class CountingText:
-    """The tokenizer of the counting model: an id is a byte. It has no chat template."""
+    """The tokenizer of the counting model, without a chat template: an id is a byte."""
 
     max_bytes_per_token: int | None = None  # its prompts are cheap to encode
     images = None
@@ -276,7 +276,7 @@ class CountingText:
         *,
         continues: bool = False,
     ) -> RenderedChat:
-        """Writes one line for each message; there are no thoughts. Raises BadRequest for tools."""
+        """Writes one line for each message, without thoughts. Raises BadRequest for tools."""
         if tools:
             raise BadRequest("the model counting knows no tools: leave `tools` out")
         lines = [f"{m['role']}: {joined(m.get('content'))}\n" for m in messages]

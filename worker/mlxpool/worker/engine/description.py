@@ -40,11 +40,11 @@ NOT_ON_A_GPU = (
     "deterministic = true is built for the CPU alone, on a GPU the bits of a product depend on how"
     " many lines it has; leave it out"
 )
-COUNTING_FEATURES = ("batching", "resume", "deterministic")  # it has no KV cache
+COUNTING_FEATURES = ("batching", "resume", "deterministic")  # no tree: it keeps no KV cache
 
 
 def describe(folder: ModelFolder, prefix_cache: str = "tree", kv: str = AUTO) -> dict[str, Any]:
-    """The `model` object of docs/models.md, of JSON values, with these settings."""
+    """Returns the `model` object of docs/models.md, of JSON values, with these settings."""
     tokenizer = read_json(folder.files / "tokenizer.json")
     templates = ChatTemplates.from_folder(folder.files).templates
     return {
@@ -54,13 +54,15 @@ def describe(folder: ModelFolder, prefix_cache: str = "tree", kv: str = AUTO) ->
         "chat": chat_format(template.source for template in templates.values()),
         "eos_ids": sorted(folder.eos_ids),
         "digest": versions.digest_of(folder.digest, kv),
-        "features": [one for one in features(folder) if one != "tree" or prefix_cache == "tree"],
+        "features": [
+            feature for feature in features(folder) if feature != "tree" or prefix_cache == "tree"
+        ],
         "details": details(folder, templates),
     }
 
 
 def of_weights(folder: ModelFolder) -> dict[str, Any]:
-    """The part of `describe` that needs no tokenizer."""
+    """Returns the part of the description that needs no tokenizer."""
     return {
         "type": folder.model_type,
         "size": folder.weight_bytes,
@@ -73,9 +75,11 @@ def of_weights(folder: ModelFolder) -> dict[str, Any]:
 
 
 def details(folder: ModelFolder, templates: Mapping[str, Template]) -> dict[str, Any]:
-    """Further facts, None where the files do not say: when its config.json was written (seconds
-    since 1970), numbers of its config, its chat template, its licence (a text or a name), and the
-    options that generation_config.json recommends.
+    """Returns further facts of a model; None for a fact that its files lack.
+
+    They are the modification time of config.json (seconds since 1970), numbers of the config, the
+    chat template, the licence (a text or a name), and the options that generation_config.json
+    recommends.
     """
     inner = folder.config.get("text_config")
     config = inner if isinstance(inner, Mapping) else folder.config
@@ -91,7 +95,7 @@ def details(folder: ModelFolder, templates: Mapping[str, Template]) -> dict[str,
 
 
 def _shown(source: str) -> str | None:
-    """A template that fits into a message; None for a longer one."""
+    """Returns a template that fits into a message; None for a longer template."""
     size = len(source.encode("utf-8", "replace"))
     return source if size <= MAX_SHOWN_TEMPLATE else None
 
@@ -101,19 +105,21 @@ def _parameters(folder: ModelFolder) -> int:
 
 
 def features(folder: ModelFolder) -> tuple[str, ...]:
-    """Which of batching, prefix tree, resume, formats of answers, `deterministic` and images the
-    model supports.
+    """Returns the features that the model supports: of batching, prefix tree, resume, formats of
+    answers, `deterministic` and images.
     """
     if folder.uses_mlx_lm:
         return mlx_lm_models.FEATURES
     if folder.vision is not None:
         return (*FEATURES, VISION)
-    plain = all(isinstance(one, KeyValueSpec) and not one.window for one in folder.plan.caches)
+    plain = all(
+        isinstance(cache, KeyValueSpec) and not cache.window for cache in folder.plan.caches
+    )
     return (*FEATURES, "deterministic") if plain else FEATURES
 
 
 def require_deterministic(folder: ModelFolder, *, on_gpu: bool = False) -> None:
-    """Raises ModelLoadFailed where the model does not support the setting `deterministic`."""
+    """Raises ModelLoadFailed if the model does not support the setting `deterministic`."""
     if "deterministic" in features(folder):
         if on_gpu:
             raise ModelLoadFailed(NOT_ON_A_GPU)
@@ -130,7 +136,7 @@ def require_deterministic(folder: ModelFolder, *, on_gpu: bool = False) -> None:
 
 
 def describe_counting(engine: CountingEngine) -> dict[str, Any]:
-    """The description of the built-in counting model, which has no files."""
+    """Returns the description of the built-in counting model, which needs no files."""
     return {
         "type": "counting",
         "size": 0,
@@ -153,9 +159,9 @@ def describe_counting(engine: CountingEngine) -> dict[str, Any]:
 
 
 def quantisation(folder: ModelFolder) -> str:
-    """The most frequent layout, such as `4-bit affine g64`; for dense weights their main dtype.
+    """Returns the most frequent layout, as `4-bit affine g64`; of dense weights, the main dtype.
 
-    "mixed" follows it where some layers have another layout.
+    "mixed" follows it if some layers have another layout.
     """
     layouts = Counter(_layouts(folder)).most_common()
     if not layouts:
@@ -166,7 +172,7 @@ def quantisation(folder: ModelFolder) -> str:
 
 
 def _layouts(folder: ModelFolder) -> Iterable[QuantLayout]:
-    """The layout of every quantised module; with mlx-lm's code, of those with scales."""
+    """Returns the layout of every quantised module; with mlx-lm's code, of modules with scales."""
     if not folder.uses_mlx_lm:
         return folder.match.layouts.values()
     try:
@@ -174,11 +180,11 @@ def _layouts(folder: ModelFolder) -> Iterable[QuantLayout]:
     except ModelLoadFailed:  # a layout that mlx-lm may know
         return ()
     modules = (name[: -len(SCALES)] for name in folder.tensors if name.endswith(SCALES))
-    return [layout for one in modules if (layout := config.named.get(one, config.default))]
+    return [layout for module in modules if (layout := config.named.get(module, config.default))]
 
 
 def tokenizer_kind(tokenizer: Mapping[str, Any]) -> str:
-    """The algorithm that tokenizer.json names, and how it represents bytes."""
+    """Returns the algorithm that tokenizer.json names, and its representation of bytes."""
     model = tokenizer.get("model")
     settings: Mapping[str, Any] = model if isinstance(model, Mapping) else {}
     kind = str(settings.get("type") or "BPE")
@@ -188,21 +194,21 @@ def tokenizer_kind(tokenizer: Mapping[str, Any]) -> str:
 
 
 def _types(part: Any) -> set[str]:
-    """The types of a decoder and of the decoders in it."""
+    """Returns the types of a decoder and of the decoders in it."""
     if not isinstance(part, Mapping):
         return set()
     inner = part.get("decoders")
-    found = {str(part.get("type"))}
-    for one in inner if isinstance(inner, list) else []:
-        found |= _types(one)
-    return found
+    types = {str(part.get("type"))}
+    for decoder in inner if isinstance(inner, list) else []:
+        types |= _types(decoder)
+    return types
 
 
 def describe_encoder(encoder: EncoderFolder, tokenizer: str) -> dict[str, Any]:
-    """The `model` object of docs/models.md, of JSON values; `tokenizer` is its kind.
+    """Returns the `model` object of docs/models.md, of JSON values; `tokenizer` is its kind.
 
-    Beside the keys of a model that generates text it has `dimensions` of its vectors (0: it does
-    not embed), the names of its `prompts`, and its `labels`. Its task is its feature.
+    It has the keys of a model that generates text, and three more: the `dimensions` of its vectors
+    (0: it does not embed), the names of its `prompts`, and its `labels`. Its task is its feature.
     """
     folder = encoder.folder
     return {

@@ -1,4 +1,4 @@
-"""What an engine asks of the device that computes its passes."""
+"""The calls of an engine to the device that computes its passes."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from mlxpool.worker.scheduling.spans import Span
 
 
 class Passes(Protocol):
-    """Starts passes and collects what they give; a Pipeline does."""
+    """Starts passes and collects their results; a Pipeline is one."""
 
     def start(
         self, spans: Many[Span], *, at_once: bool, built: Callable[[], None] = lambda: None
     ) -> bool:
-        """Starts one pass, see Engine.submit; unless `at_once`, its logits wait for `draw`."""
+        """Starts one pass, see Engine.submit; if not `at_once`, its logits wait for `draw`."""
 
     def collect(self) -> StepResult:
         """See Engine.collect."""
 
 
 class PassQueue(Passes, Protocol):
-    """Passes of which some are in flight: pipeline.Pipeline."""
+    """Passes with a queue of those in flight; pipeline.Pipeline is one."""
 
     @property
     def flights(self) -> Sized:
@@ -38,33 +38,36 @@ class PassQueue(Passes, Protocol):
 
 
 class OneDevice:
-    """One device with the whole model; groups/group_engine.py has several with a part each."""
+    """One device with the whole model; groups/group_engine.py has several, each with a part."""
 
     ranks = 1  # processes that have equal parts of the model
-    no_drafts = ""  # why no pass checks drafts; empty: it does
-    builds_alone = True  # whether a pass may be built here that no other process computes
+    no_drafts = ""  # the reason why no pass checks drafts; empty: passes check them
+    builds_alone = True  # a pass may be built here that no other process computes
 
     def make_layout(
         self, name: str, shape: RowShape, model: Model, blocks: int, **settings: Any
     ) -> Layout:
-        """Makes the layout of this name, see make_layout."""
+        """Makes the layout `name`, see make_layout."""
         return make_layout(name, shape, model, blocks, on_gpu=device.on_gpu(), **settings)
 
     def passes(self, pipeline: PassQueue) -> Passes:
-        """Returns what starts and collects the passes of a pipeline."""
+        """Returns the object that starts and collects the passes of a pipeline."""
         return pipeline
 
     def logits_of(self, model: Model) -> Callable[[mx.array], mx.array]:
-        """Returns what gives logits [n, vocabulary] of hidden states [n, d], outside of a pass."""
+        """Returns the function from hidden states [n, d] to logits [n, vocabulary].
+
+        It is called outside of a pass.
+        """
         return model.logits_of
 
     def warmed_up(self, buffers: int) -> None:
-        """The warm-up has ended; MLX keeps so many bytes of freed buffers."""
+        """Called after the warm-up; `buffers`: the bytes of freed buffers that MLX keeps."""
 
     def work(self) -> bool:
-        """Returns whether the device still computes, see Engine.device_works."""
+        """Returns True if the device still computes, see Engine.device_works."""
         return device.device_computes()
 
     def used(self, use: MemoryUse) -> MemoryUse:
-        """Returns the memory in use of all processes, of that of this one."""
+        """Returns the memory in use of all processes, from the memory in use of this one."""
         return use

@@ -1,7 +1,7 @@
-"""The disk tier in the compute thread: waiting sequences get their prefixes, the tree is saved.
+"""The disk tier in the compute thread: reads prefixes for waiting sequences, saves the tree.
 
-`open_disk` decides what records are valid for, and which engines have a tier.
-Nothing here waits for the disk, except for the end of the worker, for a bounded time.
+`open_disk` decides for which settings records are valid, and which engines have a tier. Only the
+end of the worker waits for the disk, for a bounded time.
 """
 
 from __future__ import annotations
@@ -36,32 +36,33 @@ from mlxpool.worker.versions import version_of
 
 log = logging.getLogger("mlxpool.worker")
 
-MAX_ROOM = 64 * 2**20  # bytes of records that wait to be written, and of those to be taken
-ROOM_SHARE = 32  # of the memory limit: so much of it is either at most
-READ_LIMIT = 5.0  # seconds that the disk may give nothing to anybody; then sequences compute
+MAX_ROOM = 64 * 2**20  # the most bytes of records in the write queue, and in the read queue
+ROOM_SHARE = 32  # either queue has at most the memory limit divided by this
+READ_LIMIT = 5.0  # seconds without any data from the disk, after which sequences compute
 READ_PAUSE = 60.0  # seconds without readings after the disk has not answered
-SAVE_PAUSE = 30.0  # seconds without saving after it failed
-SAVE_AT = 0.5  # of the cache's budget; above it records are saved while sequences run
-SAVE_INTERVAL = 0.01  # seconds between two looks at whether the writer takes more
+SAVE_PAUSE = 30.0  # seconds without saving after a failure
+SAVE_AT = 0.5  # the part of the cache's budget above which records are saved while sequences run
+SAVE_INTERVAL = 0.01  # seconds between two tries to give a record to the writer
 
 
 class _Restore(Struct, eq=False):
-    """The reading of a waiting sequence. `nodes`: what was grafted last, which is not evicted."""
+    """The reading of a waiting sequence. `nodes`: the last grafted nodes, which are pinned."""
 
     sequence: Sequence
     tokens: tuple[int, ...]
     reading: Reading
     first: bytes  # the key of its first block
-    since: float  # the last record came, monotonic seconds
-    got: int = 0  # tokens
+    since: float  # the time at which the last record came, monotonic seconds
+    got: int = 0  # tokens that were read so far
     nodes: list[Node[Any, Any]] = field(default_factory=list)
 
 
 class DiskPrefixes:
-    """Between the tree of an engine and its disk tier; used by the compute thread.
+    """Moves prefixes between an engine's tree and its disk tier; used by the compute thread.
 
-    `bound`: sets the budget of the cache to what rows leave. `claim`: whether so many bytes are
-    free beside what rows have and were given, after evicting prefixes if necessary.
+    `bound`: sets the budget of the cache to the bytes that rows leave. `claim`: returns True if
+    this many bytes are free besides those that rows have or were promised; it evicts prefixes if
+    necessary.
     """
 
     def __init__(
@@ -82,16 +83,17 @@ class DiskPrefixes:
 
     @property
     def counters(self) -> TierCounters:
-        """What the tier did since the start."""
+        """The counters of the tier since the start."""
         return self._tier.counters
 
     # ---- sequences that wait ---------------------------------------------------------------------
 
     def begin(self, seq: Sequence, now: float) -> None:
-        """Begins to read what the disk has for a waiting sequence, if that is more than the memory.
+        """Begins to read a waiting sequence's prefix, if the disk has more of it than the memory.
 
-        It waits until `turn` has what there is. While another one reads what begins with the same
-        block, it waits for that, and is asked for again. `now`: monotonic seconds.
+        The sequence waits until `turn` has taken all records. While another sequence reads a prefix
+        that begins with the same block, this sequence waits for it, and `begin` is called again.
+        `now`: monotonic seconds.
         """
         if seq.looked_up or self._is_read(self._awaited.pop(seq, None), seq):
             return
@@ -113,9 +115,9 @@ class DiskPrefixes:
         seq.restoring = True
 
     def _is_read(self, first: bytes | None, seq: Sequence) -> bool:
-        """Whether a sequence waits, because another one reads what begins with the same block."""
-        others = (one for one in self._restores.values() if one.sequence.restoring)
-        if first is None or not any(one.first == first for one in others):
+        """Returns True if a sequence waits for another that reads a prefix from the same block."""
+        others = (restore for restore in self._restores.values() if restore.sequence.restoring)
+        if first is None or not any(other.first == first for other in others):
             return False
         self._awaited[seq] = first
         seq.looked_up, seq.restoring = False, True
@@ -123,14 +125,14 @@ class DiskPrefixes:
 
     @property
     def reads(self) -> bool:
-        """Whether some sequence waits for the disk."""
-        return any(one.restoring for one in self._restores)
+        """True if any sequence waits for the disk."""
+        return any(seq.restoring for seq in self._restores)
 
     def turn(self, now: float, *, busy: bool) -> None:
-        """Takes what was read, and while sequences run (`busy`) saves what leaves the memory.
+        """Takes records that were read, and saves records that will leave the memory.
 
-        While sequences run it takes one record of each sequence, so that a step is not delayed by
-        copies.
+        While sequences run (`busy`), it takes one record of each sequence, so that copies do not
+        delay a step. It saves only then.
         """
         self._tier.state.busy = busy
         self._tier.writes.free()
@@ -141,7 +143,7 @@ class DiskPrefixes:
             self._save(leaving=True)
 
     def leave(self, seq: Sequence) -> None:
-        """The sequence has its row, or has left: what was read for it may be evicted."""
+        """Lets the prefix that was read for a sequence be evicted: it has its row, or has left."""
         self._awaited.pop(seq, None)
         seq.restoring = False
         restore = self._restores.pop(seq, None)
@@ -154,11 +156,15 @@ class DiskPrefixes:
             self.counters.tokens += restore.got
 
     def unpin(self, seq: Sequence) -> bool:
-        """Lets what was read for sequences other than `seq` be evicted, because a row needs memory.
+        """Lets prefixes that were read for other sequences be evicted, because a row needs memory.
 
-        Returns whether there was something.
+        Returns True if some were pinned.
         """
-        others = [one for one in self._restores.values() if one.sequence is not seq and one.nodes]
+        others = [
+            restore
+            for restore in self._restores.values()
+            if restore.sequence is not seq and restore.nodes
+        ]
         for restore in others:
             self._unpin(restore)
         return bool(others)
@@ -188,7 +194,7 @@ class DiskPrefixes:
         restore.sequence.restoring = False
 
     def _graft(self, restore: _Restore, record: ReadRecord) -> bool:
-        """Adds a record to the tree; returns whether there was space for it."""
+        """Adds a record to the tree; returns True if it had space for the record."""
         header, store = record.header, self._store
         state = None
         if header.kind is Kind.STATE:
@@ -220,21 +226,21 @@ class DiskPrefixes:
 
     @property
     def may_save(self) -> bool:
-        """Whether the tree may have something that the disk lacks."""
+        """True if the tree may have records that the disk lacks."""
         return self._saves.may_have
 
     def save_some(self) -> bool:
         """Does one step of saving while nothing runs.
 
-        Returns False where nothing is left to do before the tier wakes the thread, or saving has
-        failed just now.
+        Returns False if saving has failed just now, or nothing is left to do before the tier wakes
+        the thread.
         """
         self._tier.state.busy = False
         self._tier.writes.free()
         return self._save(leaving=False)
 
     def _save(self, *, leaving: bool) -> bool:
-        """Does one step of saving; one that fails costs a record, and saving pauses."""
+        """Does one step of saving. A failure drops a record and pauses saving."""
         if monotonic() < self._saves_paused_until:
             return False
         try:
@@ -247,7 +253,7 @@ class DiskPrefixes:
             return False
 
     def save_all(self, until: float) -> None:
-        """Writes what the disk lacks of the tree, until a time in monotonic seconds."""
+        """Writes records of the tree that the disk lacks, until a time in monotonic seconds."""
         self._saves.again()
         while monotonic() < until:
             if not self.save_some():
@@ -262,7 +268,7 @@ class DiskPrefixes:
 
 
 def room_of(limit: int) -> int:
-    """Returns the bytes of records that may wait in either direction, of a memory limit."""
+    """Returns the most bytes of records in either queue, for a memory limit."""
     return min(MAX_ROOM, limit // ROOM_SHARE)
 
 
@@ -277,12 +283,11 @@ def open_disk(
     bound: Callable[[], None],
     claim: Callable[[int], bool],
 ) -> DiskPrefixes:
-    """Opens the tier and starts to look at what is there.
+    """Opens the tier and starts to list the files of its folder.
 
-    `rules`: what decides, beside the machine and the versions, which arrays the engine keeps of
-    tokens. `wake` is called by other threads, `bound` sets the budget of the cache, `claim`
-    says whether so many bytes are free. Raises ModelLoadFailed for a folder that others can write
-    into, and for a cache without a tree.
+    `rules`: the facts that decide, with the machine and the versions, the engine's stored arrays of
+    tokens. Other threads call `wake`. See DiskPrefixes for `bound` and `claim`. Raises
+    ModelLoadFailed for a folder that others can write into, and for a cache without a tree.
     """
     if not isinstance(cache, TreeCache):
         raise ModelLoadFailed(
@@ -296,7 +301,7 @@ def open_disk(
         folder.prepare(digest)
     except UnsafeFolder as error:
         raise ModelLoadFailed(f"prefix_disk: {error}") from None
-    except OSError as error:  # a full or read-only disk: what is there can still be read
+    except OSError as error:  # a full or read-only disk: its records can still be read
         log.warning(UNWRITTEN, extra={"why": str(error), "do": folder.advice})
     tier = DiskTier(TierState(folder, digest, about, room, not device.on_gpu(), wake))
     tier.start()
@@ -304,7 +309,7 @@ def open_disk(
 
 
 def digest_of(about: Mapping[str, Any]) -> bytes:
-    """Returns the digest of all that decides what the arrays of a record are."""
+    """Returns the digest of all facts that decide the arrays of a record."""
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).digest()
 
 

@@ -1,8 +1,8 @@
-"""Which records of the prefix tree go to the disk next, in the compute thread.
+"""Chooses the records of the prefix tree that go to the disk next, in the compute thread.
 
-Records are given away one by one: all of them while the worker has nothing to do and before it
-ends, and while sequences run those that will leave the memory soon. Between two passes one step of
-it is done, of bounded work, however large the tree is and however long its paths are.
+Records go to the writer one by one. While the worker is idle and before it ends, all of them go.
+While sequences run, the records that will leave the memory soon go. One step is done between two
+passes. Its work is bounded, however large the tree is and however long its paths are.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from mlxpool.worker.prefix_disk.records import BLOCK_TOKENS, Kind, block_key, pa
 from mlxpool.worker.prefix_disk.tier import DiskTier
 from mlxpool.worker.prefix_disk.writing import NewRecord
 
-MIN_PART = 32  # tokens of a record of less than a block; fewer are computed again
-MAX_REMEMBERED = 2**20  # keys of records that were given away
-STEP_BLOCKS = 8  # of a path, whose keys are computed in one step
-STEP_NODES = 64  # of the tree, that one step looks at
+MIN_PART = 32  # the least tokens of a record shorter than a block; fewer are computed again
+MAX_REMEMBERED = 2**20  # the most remembered keys of records that went to the writer
+STEP_BLOCKS = 8  # the blocks of a path whose keys one step computes
+STEP_NODES = 64  # the nodes of the tree that one step visits
 
 
 class Block(Struct, frozen=True):
-    """A record of a node's path: `ids` are its inputs [start, end), which have a key."""
+    """A record of a node's path: its inputs `ids`, numbers [start, end), and their key."""
 
     start: int
     end: int
@@ -44,18 +44,21 @@ class Block(Struct, frozen=True):
 
 
 class _Target(Struct):
-    """A node whose path is saved; `blocks`, from its beginning, hold while it ends where it did."""
+    """A node whose path is saved.
+
+    `blocks` begin at the root. They are valid while the node still ends at `end`.
+    """
 
     node: Node[Any, Any]
     end: int
     root: bytes  # the key of no inputs
     blocks: list[Block] = field(default_factory=list)
-    chained: bool = False  # whether `blocks` are all
-    passed: int = 0  # of `blocks`, whose inputs the disk has or was given
+    chained: bool = False  # `blocks` are complete
+    passed: int = 0  # the number of `blocks` that the disk has or was given
 
     @property
     def current(self) -> bool:
-        """Whether the node is still in the tree, with the same tokens."""
+        """True if the node is still in the tree, with the same tokens."""
         return self.node.parent is not None and self.node.end == self.end
 
 
@@ -74,7 +77,7 @@ class _Next(Struct, frozen=True):
 
 
 class DiskSaves:
-    """Finds what the disk lacks of a tree."""
+    """Finds the records of a tree that the disk lacks."""
 
     def __init__(
         self, tier: DiskTier, cache: TreeCache[Any, Any, Any], store: PortableStore[Any, Any]
@@ -84,7 +87,7 @@ class DiskSaves:
         self._given: set[tuple[Kind, bytes]] = set()
         self._saved: dict[int, tuple[Node[Any, Any], int]] = {}  # nodes by id, and their ends then
         self._walk: Iterator[Node[Any, Any]] | None = None  # over the tree, for the next plan
-        self._found: list[Node[Any, Any]] = []  # of it so far
+        self._found: list[Node[Any, Any]] = []  # nodes of the walk so far
         self._plan: deque[Node[Any, Any]] = deque()
         self._target: _Target | None = None
         self._planned_at = -1  # `uses` of the cache; the plan is for this state of it
@@ -92,15 +95,15 @@ class DiskSaves:
 
     @property
     def may_have(self) -> bool:
-        """Whether there may be something to save."""
+        """True if the tree may have records to save."""
         begun = self._next or self._target or self._plan or self._walk
         return bool(begun) or self._planned_at != self._cache.uses
 
     def step(self, *, leaving: bool) -> bool:
-        """Looks on, copies the next record on the device, or gives away what was copied.
+        """Continues the search, copies the next record on the device, or gives it to the writer.
 
-        `leaving`: first what was used least recently. Returns False where there is nothing to do:
-        all is saved, or the tier takes no more now.
+        `leaving`: the least recently used nodes come first. Returns False if all is saved, or the
+        tier takes no more now.
         """
         if self._next is None:
             return self._find(leaving=leaving)
@@ -111,7 +114,7 @@ class DiskSaves:
         return False
 
     def again(self) -> None:
-        """Looks at the whole tree again: the disk may have deleted what it was given."""
+        """Searches the whole tree again: the disk may have deleted records that it was given."""
         self._given.clear()
         self._saved.clear()
         self._plan.clear()
@@ -123,9 +126,9 @@ class DiskSaves:
         self._next = self._target = None
 
     def _find(self, *, leaving: bool) -> bool:
-        """Looks for the next record that the disk lacks; returns whether there is more to look at.
+        """Searches for the next record that the disk lacks; returns False at the end of the search.
 
-        One call looks at a few nodes or blocks.
+        One call visits a few nodes or blocks.
         """
         target = self._target
         if target is None or not target.current:
@@ -136,9 +139,9 @@ class DiskSaves:
             if node.parent is not None:
                 self._target = _Target(node, node.end, root_key(path_of(node)[0].scope))
             return True
-        found = self._missing(target)
-        if found is not None:
-            block, kind = found
+        missing = self._missing(target)
+        if missing is not None:
+            block, kind = missing
             self._remember(kind, block.key)
             arrays = self._arrays(target, block, kind)
             self._next = _Next(block, kind, arrays, stored_bytes(arrays))
@@ -150,14 +153,14 @@ class DiskSaves:
         return True
 
     def _make_plan(self, *, leaving: bool) -> bool:
-        """Looks at some nodes, for a list of those whose paths are to be saved.
+        """Visits some nodes, to plan which nodes' paths are saved.
 
-        Returns False if the tree is as it was when the last list was made.
+        Returns False if the tree has not changed since the last plan.
         """
         if self._walk is None:
             if self._planned_at == self._cache.uses:
                 return False
-            self._planned_at = self._cache.uses  # what is added meanwhile is in the next list
+            self._planned_at = self._cache.uses  # nodes that are added meanwhile: next plan
             self._walk, self._found = self._cache.tree.walk(), []
         some = list(islice(self._walk, STEP_NODES))
         self._found += (
@@ -168,8 +171,8 @@ class DiskSaves:
         if len(some) == STEP_NODES:
             return True
         nodes, self._walk, self._found = self._found, None, []
-        found = {id(node): self._saved.get(id(node)) for node in nodes}
-        self._saved = {key: one for key, one in found.items() if one is not None}
+        ends = {id(node): self._saved.get(id(node)) for node in nodes}
+        self._saved = {key: end for key, end in ends.items() if end is not None}
         nodes = [node for node in nodes if self._saved.get(id(node)) != (node, node.end)]
         nodes.sort(key=lambda node: node.last_used, reverse=not leaving)
         self._plan.extend(nodes)
@@ -190,7 +193,7 @@ class DiskSaves:
             blocks.append(Block(start, end, parent, block_key(parent, packed(ids)), ids))
 
     def _missing(self, target: _Target) -> tuple[Block, Kind] | None:
-        """Returns the next record of the blocks so far that the disk lacks."""
+        """Returns the next record of the target's blocks so far that the disk lacks."""
         while target.passed < len(target.blocks):
             block = target.blocks[target.passed]
             target.passed += 1

@@ -54,18 +54,18 @@ class MemoryUse(Struct, frozen=True):
 
 
 class HiddenStates(Struct, frozen=True):
-    """The states [count, d] of a span's inputs behind the last norm, which logits are made of."""
+    """The states [count, d] of a span's inputs after the last norm; the LM head reads them."""
 
     span: Span
     states: npt.NDArray[np.float32]
 
 
 class StepResult(Struct, frozen=True):
-    """What one pass gave; sequences that have left since are not in it.
+    """The results of one pass, without sequences that have left since.
 
-    `drawn`: one token of each sequence, or where drafts were checked the right ones and the next,
-    in order. `failed`: sequences whose logits were no numbers, which concerns no other one.
-    `prompts`: log-probabilities of prompts, where sequences report them.
+    `drawn`: one token of each sequence; of a sequence with drafts, the right drafts and the next
+    token, in order. `failed`: the sequences whose logits were NaN; the others are not affected.
+    `prompts`: the log-probabilities of prompts, for sequences that report them.
     """
 
     drawn: list[SampledToken]
@@ -95,7 +95,7 @@ class Engine(Protocol):
 
     @property
     def cost(self) -> StepCost:
-        """Predicts the time of a pass; `collect` and `warm_up` show it measured ones."""
+        """Predicts the time of a pass; `collect` and `warm_up` give it measured times."""
 
     @property
     def blocks(self) -> BlockManager:
@@ -103,16 +103,16 @@ class Engine(Protocol):
 
     @property
     def prefix(self) -> PrefixCache[Any] | None:
-        """The prefix cache, whose counters are reported; None: there is none."""
+        """The prefix cache, whose counters are reported; None: the engine keeps no prefixes."""
 
     @property
     def disk(self) -> DiskPrefixes | None:
-        """The disk tier of the prefix cache; None: there is none, or it is not open."""
+        """The disk tier of the prefix cache; None: it does not exist or is not open."""
 
     def open_disk(self, settings: DiskSettings, wake: Callable[[], None]) -> None:
-        """Opens the disk tier, after the warm-up. Other threads call `wake`, when it has news.
+        """Opens the disk tier, after the warm-up. Its threads call `wake` when it has news.
 
-        Raises ModelLoadFailed where the engine has none, and for a folder that cannot be used.
+        Raises ModelLoadFailed if the engine has no disk tier or the folder cannot be used.
         """
 
     @property
@@ -125,21 +125,21 @@ class Engine(Protocol):
 
     @property
     def no_drafts(self) -> str:
-        """Why the engine checks no drafts, for operators; empty: it does."""
+        """The reason why the engine checks no drafts, for operators; empty: it checks drafts."""
 
     @property
     def draft(self) -> DraftEngine | None:
-        """The draft model, which is computed beside the model; None: there is none."""
+        """The draft model, which runs beside the model; None: the engine has no draft model."""
 
     @property
     def predictor(self) -> Predictor | None:
-        """What drafts with the model's own head; None: there is none, or it is not loaded."""
+        """The drafter with the model's own head; None: the head does not exist or is not loaded."""
 
     @property
     def yields_cores(self) -> bool:
-        """Whether steps may use fewer cores while other processes need them.
+        """True if steps may use fewer cores while other processes need them.
 
-        False on a GPU, and where every bit of a result must not depend on the number of cores.
+        False on a GPU, and if no bit of a result may depend on the number of cores.
         """
 
     def admit(self, seq: Sequence) -> None:
@@ -151,9 +151,10 @@ class Engine(Protocol):
     def clip(self, seq: Sequence, tokens: int) -> int:
         """Returns how many of `tokens` more inputs of a prompt one chunk may have.
 
-        It is at least 1, or 0 where the next input is of an image that is not encoded. A chunk ends
-        at a restore point of the prefix cache, and before an image that is not encoded. A group of
-        an image's inputs is not divided: a chunk that begins with one may have more than `tokens`.
+        The number is at least 1, or 0 if the next input belongs to an image that is not encoded. A
+        chunk ends at a restore point of the prefix cache, and before an image that is not encoded.
+        A group of an image's inputs is not divided: a chunk that begins with a group may have more
+        than `tokens` inputs.
         """
 
     @property
@@ -163,103 +164,106 @@ class Engine(Protocol):
     def encode(self, image: PreparedImage, pinned: Collection[ImageKey]) -> None:
         """Computes the features of an image and keeps them in `encoded`.
 
-        Those of `pinned` images are not given up for them. It takes no row and waits for the end.
+        The features of `pinned` images are not evicted for them. Takes no row, and waits for the
+        end of the computation.
         """
 
     def report_compiles(self, tell: Callable[[], None]) -> None:
-        """Has `tell` called by this thread before a pass that compiles something is built.
+        """Sets the function that this thread calls before it builds a pass that compiles kernels.
 
         Such a pass may take longer. Drafts of the model's own head are reported as well.
         """
 
     def submit(self, spans: Many[Span]) -> bool:
-        """Starts one pass over the spans; the device may still compute the one before.
+        """Starts one pass over the spans; the device may still compute the pass before it.
 
         Counts their inputs in `seq.submitted`, and in `seq.awaited` the tokens that they draw.
-        Returns whether the pass compiles something, so that its time is no measure. A failure loses
-        the rows of all sequences in flight. Raises ValueError for what the engine cannot compute:
-        drafts of a sequence with a pass in flight, or of a row that cannot go back; hidden states.
+        Returns True if the pass compiles something; its time is then not representative. A failure
+        loses the rows of all sequences in flight. Raises ValueError for spans that the engine
+        cannot compute: drafts of a sequence with a pass in flight, drafts of a row that cannot go
+        back, hidden states.
         """
 
     def forward(self, spans: Many[Span], built: Callable[[], None] = lambda: None) -> bool:
-        """As `submit`, but the pass draws nothing until `draw` is called.
+        """Starts a pass as `submit` does, but it draws nothing until `draw` is called.
 
-        `built` is called when the pass is built, and before it is handed to the device, which takes
-        a time in which Python's lock is free.
-
-        That must happen before the next pass is submitted, and before this one is collected. Raises
-        NotImplementedError where passes and draws are one.
+        `draw` must be called before the next pass is submitted, and before this pass is collected.
+        `built` is called when the pass is built, and before it is handed to the device; the handing
+        over takes some time without Python's lock. Raises NotImplementedError if the engine draws
+        tokens in the pass itself.
         """
 
     def draw(self, masks: RowMasks) -> None:
         """Draws the tokens of the newest pass, which `forward` started.
 
-        A sequence in `masks` draws only tokens that its mask allows, at least one for each line;
-        with none it fails. What was collected since `forward` counts in its penalties. The table of
-        the masks may be overwritten when the pass has ended.
+        A sequence in `masks` draws only tokens that its mask allows. Each line must allow at least
+        one token; otherwise the sequence fails. Its penalties count the tokens that were collected
+        since `forward`. The table of the masks may be overwritten when the pass has ended.
         """
 
     def mask_memory(self, lines: int) -> MaskTable | None:
-        """Returns memory for so many masks, or more, that the device addresses itself.
+        """Returns memory for at least `lines` masks that the device addresses itself.
 
-        The caller keeps it, and uses it again. None: the device addresses no memory of the host.
+        The caller keeps the memory and reuses it. None: the device addresses no memory of the host.
         """
 
     def drawn(self) -> list[SampledToken] | None:
-        """Returns the tokens of the oldest pass in flight, where they are known by now.
+        """Returns the tokens of the oldest pass in flight, if they are known by now.
 
-        `collect` returns them again. None: the device still computes the pass, or nobody can tell.
+        `collect` returns them again. None: the device still computes the pass, or its state is
+        unknown.
         """
 
     def withdraw(self, seq: Sequence, *, again: bool) -> None:
-        """Takes a sequence out of the newest pass, before it draws: it gets no token of it.
+        """Takes a sequence out of the newest pass, before it draws, so that it gets no token.
 
-        `again`: it gives up its last input, which a later pass reads again; otherwise its next
-        tokens are known. It gives up its drafts in any case.
+        `again`: the sequence gives up its last input, and a later pass reads that input again;
+        otherwise its next tokens are known. It gives up its drafts in any case.
         """
 
     def collect(self) -> StepResult:
         """Waits for the oldest pass in flight; the caller appends the tokens to `seq.ids`.
 
-        Rows give up the drafts that were wrong, and `seq.submitted` goes back. A failure loses the
-        rows of all sequences in flight.
+        Rows give up wrong drafts, and `seq.submitted` goes back. A failure loses the rows of all
+        sequences in flight.
         """
 
     def rewind(self, seq: Sequence, count: int) -> bool:
-        """Has a running sequence keep its first `count` inputs, so that others may follow.
+        """Trims the row of a running sequence to its first `count` inputs, for others to follow.
 
-        No pass may have it. Returns False and changes nothing where a row cannot go back.
+        The sequence must not be in a pass in flight. Returns False and changes nothing if the row
+        cannot go back.
         """
 
     def lost(self, seq: Sequence) -> bool:
-        """Returns whether a pass that failed has lost inputs of a running sequence."""
+        """Returns True if a pass that failed has lost inputs of a running sequence."""
 
     @property
     def in_flight(self) -> int:
-        """Passes that were submitted and not collected."""
+        """The number of passes that were submitted and not collected."""
 
     def release(self, seq: Sequence) -> None:
         """Frees row and blocks of a sequence in any phase; ignores an unknown sequence."""
 
     def reserve(self, size: int) -> None:
-        """Keeps so many bytes of the memory limit for other processes, in place of those before."""
+        """Reserves `size` bytes of the memory limit for other processes, in place of the last."""
 
     def make_room(self, size: int) -> None:
-        """Gives up freed buffers, cached prefixes, encoded images: `size` bytes, or what there is.
+        """Frees `size` bytes, or as many as it can, of freed buffers, cached prefixes and images.
 
-        What running sequences need stays.
+        The memory that running sequences need stays.
         """
 
     def device_works(self) -> bool:
-        """Returns whether the device still computes; called after an exception.
+        """Returns True if the device still computes; called after an exception.
 
         After some GPU errors every later call of the process fails.
         """
 
     def expect_drafts(self, most: int) -> None:
-        """Says before the warm-up that the rows of a pass check `most` drafts together at most.
+        """Sets, before the warm-up, the most drafts that the rows of a pass check together.
 
-        The memory of their draws is then measured and counted, and the passes are warmed up.
+        The warm-up then measures and counts the memory of their draws, and computes such passes.
         """
 
     def warm_up(self, on_progress: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""A pass that was submitted, and what it gives the host when it ends."""
+"""A pass that was submitted, and its results on the host when it ends."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ from mlxpool.worker.transfers.downloads import Download
 
 
 class Flight(Struct, frozen=True):
-    """A pass that was submitted at `began`; `rows` has the first row of each sequence that draws.
+    """A pass that was submitted at `began` (monotonic seconds).
 
-    `fresh`: it compiles something, or one that was built while it was in flight does. `done`:
-    arrays whose evaluation ends it. `download` has the sampled arrays and hidden states on the host
-    then; None: they are read where they are. `reads`: it reads prompts. `checks`: the spans with
-    drafts. `hidden` [H, d]: states of the spans `embedded`, which have the number of their first
-    row. `undrawn`: the spans that have not drawn yet, and their logits. `states` [H, d]: as
-    `hidden`, but they stay on the device, for the log-probabilities of prompts. `load`: what it
-    computes; None: see its spans.
+    `rows`: the first row of logits of each sequence that draws. `fresh`: this pass compiles
+    kernels, or a pass that was built while it was in flight does. `done`: the arrays whose
+    evaluation ends the pass. `download`: the sampled arrays and hidden states on the host after
+    the end; None: they are read from MLX's arrays. `reads`: the pass reads prompts. `checks`: the
+    spans with drafts. `embedded`: the spans that give hidden states, with the numbers of their
+    first rows. `hidden` [H, d]: their states. `states` [H, d]: the same, but they stay on the
+    device, for the log-probabilities of prompts. `undrawn`: the spans that have not drawn yet, and
+    their logits. `load`: the load of the pass; None: it follows from the spans.
     """
 
     spans: tuple[Span, ...]
@@ -52,9 +53,9 @@ class Flight(Struct, frozen=True):
 
     def without(self, seq: Sequence) -> Flight:
         """Returns the flight without the results of a sequence that lost its row."""
-        rows = {one: row for one, row in self.rows.items() if one is not seq}
+        rows = {other: row for other, row in self.rows.items() if other is not seq}
         checks = tuple(span for span in self.checks if span.sequence is not seq)
-        embedded = tuple(one for one in self.embedded if one[0].sequence is not seq)
+        embedded = tuple(pair for pair in self.embedded if pair[0].sequence is not seq)
         return replace(self, rows=rows, checks=checks, embedded=embedded)
 
     def wait(self) -> None:
@@ -62,12 +63,12 @@ class Flight(Struct, frozen=True):
         mx.eval(*self.done)
 
     def result(self) -> StepResult:
-        """Returns what the pass drew, when it has ended; called once."""
-        every = self.arrays() if self.download is None else self.download.read()
-        hidden = () if self.hidden is None else self._hidden_states(every.pop())
+        """Returns the results of the pass after its end; called once."""
+        arrays = self.arrays() if self.download is None else self.download.read()
+        hidden = () if self.hidden is None else self._hidden_states(arrays.pop())
         if self.sampled is None:
             return StepResult([], [], hidden)
-        lists: list[Any] = [one.tolist() for one in every]
+        lists: list[Any] = [array.tolist() for array in arrays]
         numbers = SampledNumbers(*lists)
         if not self.checks:
             return StepResult(*sampled_tokens(numbers, self.rows), hidden)
@@ -82,9 +83,9 @@ class Flight(Struct, frozen=True):
         return StepResult(drawn, failed, hidden)
 
     def drawn(self) -> list[SampledToken] | None:
-        """Returns the tokens that the pass drew, if it is known without waiting that it did.
+        """Returns the tokens that the pass drew, if the host has them without waiting.
 
-        Rows draw one token each, with no log-probabilities.
+        None as well for passes that check drafts or give log-probabilities.
         """
         sampled = self.sampled
         if sampled is None or self.download is None or self.checks or sampled.logprobs is not None:
@@ -96,7 +97,7 @@ class Flight(Struct, frozen=True):
         return drawn
 
     def arrays(self) -> list[Any]:
-        """Returns what the pass gives the host: the sampled arrays, then any hidden states."""
+        """Returns the arrays for the host: the sampled arrays, then any hidden states."""
         sampled = [] if self.sampled is None else self.sampled.arrays()
         return sampled if self.hidden is None else [*sampled, self.hidden]
 
@@ -109,14 +110,14 @@ class Flight(Struct, frozen=True):
 
 
 class PassTimes:
-    """Measures passes that end one after the other, and shows the cost model their times."""
+    """Measures passes that end one after the other, and gives their times to the cost model."""
 
     def __init__(self) -> None:
         self.cost = StepCost()
         self.last_end = 0.0  # when the device could begin the next pass, monotonic seconds
 
     def ended(self, flight: Flight, finished: float) -> None:
-        """A pass has ended at `finished`, monotonic seconds."""
+        """Counts a pass that has ended at `finished`, monotonic seconds."""
         began = max(flight.began, self.last_end)
         self.last_end = finished
         if not flight.fresh and not flight.checks:  # see speculation/step_times.py

@@ -14,11 +14,11 @@ from mlxpool.worker.layers.model_plan import SeeingModel
 from mlxpool.worker.media.image import PreparedImage
 from mlxpool.worker.weights.load import LoadedModel
 
-MEASURED_PIXELS = 2**20  # of the image that is measured, where images have sizes of their own
+MEASURED_PIXELS = 2**20  # of the measured image, for models that keep the sizes of images
 
 
 class ImageEncoder:
-    """image -> features, not computed yet, see SeeingModel.encode_image."""
+    """Encodes an image to features that are not computed yet, see SeeingModel.encode_image."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         vision = loaded.folder.vision
@@ -38,16 +38,16 @@ class ImageEncoder:
         return self._model.encode_image(normed.astype(self._dtype), image.grid, batch)
 
     def measure(self) -> tuple[int, int]:
-        """Encodes an image, so that it is compiled.
+        """Encodes an image, so that the encoder is compiled.
 
-        Returns the bytes that this takes, and those of the features of the largest image.
+        Returns the bytes that the encoding takes, and the bytes of the largest image's features.
         """
         side = max(math.isqrt(min(self._settings.max_pixels, MEASURED_PIXELS)), 1)
         size = self._settings.canvas_of(side, side)
         grid = self._settings.grid_of(*size)
         count = self._settings.count_of(grid)
         image = PreparedImage(b"", np.zeros((*size, 3), np.uint8), grid, count)
-        if on_gpu():  # where the first one also takes what compiling takes
+        if on_gpu():  # the first encoding also takes the memory of compiling
             mx.eval(self(image))
         mx.clear_cache()
         mx.reset_peak_memory()

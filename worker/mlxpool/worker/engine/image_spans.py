@@ -1,4 +1,4 @@
-"""What the spans of a pass have of images: features of inputs, what they see, positions."""
+"""Adds images to the spans of a pass: features of inputs, the images they see, positions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mlxpool.worker.weights.inspect import Vision
 
 
 def add_images(row: RowSpan, span: Span, vision: Vision, encoded: EncodedImages[Any]) -> None:
-    """Gives the span of a row what it has of the images of its sequence."""
+    """Adds to a row's span the features, views and positions of its sequence's images."""
     if vision.plan.crossed:
         row.views = _views(span, encoded)
     else:
@@ -26,26 +26,26 @@ def add_images(row: RowSpan, span: Span, vision: Vision, encoded: EncodedImages[
 
 def _images(span: Span, encoded: EncodedImages[mx.array]) -> tuple[ImageLines, ...]:
     """Returns the images that have inputs in a span, with their features."""
-    found = []
-    for one in overlapping(span.sequence.media, span.start, span.end):
-        begin, end = max(one.start, span.start), min(one.end, span.end)
-        features = encoded.get(one.image)[:, begin - one.start : end - one.start]
-        found.append(ImageLines(begin - span.start, end - span.start, features, one.group))
-    return tuple(found)
+    images = []
+    for image in overlapping(span.sequence.media, span.start, span.end):
+        begin, end = max(image.start, span.start), min(image.end, span.end)
+        features = encoded.get(image.image)[:, begin - image.start : end - image.start]
+        images.append(ImageLines(begin - span.start, end - span.start, features, image.group))
+    return tuple(images)
 
 
 def _views(span: Span, encoded: EncodedImages[mx.array]) -> tuple[ImageView, ...]:
-    """Returns what the inputs of a span see of images in layers of cross-attention."""
+    """Returns the images that the inputs of a span see in layers of cross-attention."""
     return tuple(
         ImageView(
-            begin - span.start, end - span.start, tuple(encoded.get(one.image) for one in seen)
+            begin - span.start, end - span.start, tuple(encoded.get(image.image) for image in seen)
         )
         for begin, end, seen in image_views(span.sequence.media, span.start, span.end)
     )
 
 
 def _positions(span: Span, vision: Vision) -> npt.NDArray[np.int32] | None:
-    """Returns the positions of a span, where they are not its numbers in the row."""
+    """Returns the positions of a span; None if they are its input numbers in the row."""
     media = span.sequence.media
     if not vision.plan.grid_positions or media[0].start >= span.end:
         return None

@@ -1,4 +1,4 @@
-"""What tests read of an engine, which its interface does not show."""
+"""The parts of an engine that tests read and its interface does not show."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from mlxpool.worker.scheduling.sequence import Sequence
 
 
 class Inspection(Struct, frozen=True):
-    """The parts of an engine as they are: nobody changes them.
+    """The parts of an engine. A reader must not change them.
 
-    `layout` is a Layout, or what mlx-lm's rows have in its place.
+    `layout` is a Layout, or for mlx-lm's rows an MlxLmLayout.
     """
 
     memory: EngineMemory[Any, Any]

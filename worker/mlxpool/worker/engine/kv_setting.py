@@ -1,4 +1,4 @@
-"""Which models may store keys and values as the setting `kv` says. No MLX."""
+"""Checks that a model can store keys and values as the setting `kv` demands. No MLX."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ NO_KV = "kv = {kv!r} is not built for {what}, {why}; leave it out"
 
 
 def require_kv(kv: str, folder: ModelFolder) -> None:
-    """Raises ModelLoadFailed where the model's caches cannot be stored so."""
+    """Raises ModelLoadFailed if the model's caches cannot be stored as `kv` demands."""
     caches = folder.plan.caches
     why = ""
     if folder.uses_mlx_lm:
         why = "which is computed by mlx-lm's code, with caches of its own"
-    elif any(isinstance(one, LatentSpec) for one in caches):
+    elif any(isinstance(cache, LatentSpec) for cache in caches):
         why = "whose layers store latent vectors instead of keys and values (MLA)"
-    elif not any(isinstance(one, KeyValueSpec) for one in caches):
+    elif not any(isinstance(cache, KeyValueSpec) for cache in caches):
         why = "whose layers store no keys and values"
     if kv != AUTO and why:
         raise ModelLoadFailed(
@@ -28,7 +28,7 @@ def require_kv(kv: str, folder: ModelFolder) -> None:
 
 
 def resume_note(kv: str, *, deterministic: bool) -> str:
-    """What an operator is to know of resumed answers with this kind of cache; "": nothing."""
+    """Returns a note for operators on resumed answers with this kind of cache; "": no note."""
     if kv != INT8 or deterministic:
         return ""
     return (
@@ -39,23 +39,26 @@ def resume_note(kv: str, *, deterministic: bool) -> str:
 
 
 def require_no_kv(kv: str, what: str) -> None:
-    """Raises ModelLoadFailed for a model that has no cache of keys and values."""
+    """Raises ModelLoadFailed if `kv` is set for a model without a cache of keys and values."""
     if kv != AUTO:
         raise ModelLoadFailed(NO_KV.format(kv=kv, what=what, why="which stores no keys and values"))
 
 
 def kernels_read_int8(folder: ModelFolder) -> bool:
-    """Whether a GPU's kernels may read 8-bit keys and values of the model; a load tries them."""
-    layers = [one for one in folder.plan.caches if isinstance(one, KeyValueSpec)]
+    """Returns True if a GPU's kernels may read 8-bit keys and values of the model.
+
+    A load tries them.
+    """
+    layers = [cache for cache in folder.plan.caches if isinstance(cache, KeyValueSpec)]
     return len(layers) == len(folder.plan.caches) and all(
-        one.key_dim == one.value_dim and one.key_dim in QUANTISED_SIZES for one in layers
+        layer.key_dim == layer.value_dim and layer.key_dim in QUANTISED_SIZES for layer in layers
     )
 
 
 def no_int8_kernels(folder: ModelFolder, *, cuda: bool) -> str:
-    """The error of a model on a GPU for which our kernels do not read 8-bit keys and values.
+    """Returns the error for a model whose 8-bit keys and values this GPU's kernels cannot read.
 
-    `cuda`: whether the GPU is one of NVIDIA's.
+    `cuda`: True if the GPU is from NVIDIA.
     """
     if not cuda:
         return NO_KV.format(
@@ -68,9 +71,9 @@ def no_int8_kernels(folder: ModelFolder, *, cuda: bool) -> str:
         )
     heads = sorted(
         {
-            f"{one.heads} of {one.key_dim} and {one.value_dim}"
-            for one in folder.plan.caches
-            if isinstance(one, KeyValueSpec)
+            f"{cache.heads} of {cache.key_dim} and {cache.value_dim}"
+            for cache in folder.plan.caches
+            if isinstance(cache, KeyValueSpec)
         }
     )
     return NO_KV.format(

@@ -1,4 +1,4 @@
-"""Keeps the memory of masks that the device addresses itself, for the next draws."""
+"""Keeps tables of masks that the device addresses itself, for the next draws."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from mlxpool.worker.transfers.uploads import SharedTable
 
 
 class MaskTables:
-    """The tables that are allocated, and nobody has."""
+    """The allocated tables that are not in use."""
 
     def __init__(self, vocab_size: int) -> None:
         self._words = words_of_mask(vocab_size)
         self._free: list[MaskTable] = []
 
     def take(self, lines: int, rows: int) -> MaskTable:
-        """Returns a table of so many lines, or more; a new one has `rows` lines at least."""
+        """Returns a table of at least `lines` lines; a new table has at least `rows` lines too."""
         for place, table in enumerate(self._free):
             if len(table.words) >= lines:
                 return self._free.pop(place)
@@ -24,5 +24,5 @@ class MaskTables:
         return MaskTable(shared.lines, shared)
 
     def give_back(self, tables: Iterable[MaskTable]) -> None:
-        """Keeps tables that nobody uses any more."""
+        """Keeps tables that are no longer in use."""
         self._free += tables

@@ -1,7 +1,7 @@
-"""What the warm-up of an engine measures on a CPU, kept for later loads of the same model.
+"""Figures that the warm-up of an engine measures on a CPU, kept for later loads of the model.
 
-The key has all that decides the figures: the machine and what MLX computes with, our code, the
-model's files, and the settings of the engine. Where any of these changed, it is measured again.
+The key has everything that decides the figures: the machine and the libraries of MLX, our code, the
+model's files, and the settings of the engine. If any of these changed, the load measures again.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Seconds = Annotated[float, Meta(gt=0)]
 class Measurement(Struct, frozen=True):
     """The figures of a warm-up.
 
-    `step`: the bytes of a pass at its peak. `image`: those of the features of the largest image.
-    `process`: those outside MLX after the warm-up. `passes`: the times of some passes.
+    `step`: the bytes of a pass at its peak. `image`: the bytes of the largest image's features.
+    `process`: the bytes outside MLX after the warm-up. `passes`: the times of some passes.
     """
 
     step: Bytes
@@ -33,13 +33,13 @@ class Measurement(Struct, frozen=True):
 
 
 class KeptMeasurement:
-    """The measurement of an engine in a file; `engine` is the part of the key that is its own."""
+    """The measurement of an engine in a file; `engine` is the engine's part of the key."""
 
     def __init__(self, engine: Key) -> None:
         self._file = KeptFile(KIND, {"machine": machine(), "engine": engine})
 
     def find(self) -> Measurement | None:
-        """What an earlier load measured; None: nothing that counts for this one."""
+        """Returns the measurement of an earlier load; None: none is valid for this load."""
         content = self._file.read()
         if content is None:
             return None
@@ -49,6 +49,6 @@ class KeptMeasurement:
             self._file.refuse(str(error))
             return None
 
-    def keep(self, found: Measurement) -> None:
+    def keep(self, measurement: Measurement) -> None:
         """Keeps a measurement for later loads."""
-        self._file.write(msgspec.json.encode(found))
+        self._file.write(msgspec.json.encode(measurement))

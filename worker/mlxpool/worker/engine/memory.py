@@ -1,4 +1,4 @@
-"""The memory of an engine: rows, cached prefixes, and the blocks that fit beside all the rest."""
+"""The memory of an engine: rows, cached prefixes, and the blocks that fit beside the rest."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.speculation.model_drafter import DraftEngine
 from mlxpool.worker.weights.inspect import ModelFolder
 
-CPU_BUFFER_CACHE = 256 * 1024 * 1024  # bytes of freed buffers that MLX may keep
+CPU_BUFFER_CACHE = 256 * 1024 * 1024  # the most bytes of freed buffers that MLX keeps on a CPU
 # Bytes of freed buffers that MLX may keep on a GPU, at least; to allocate them again is slow.
 GPU_BUFFER_CACHE = 1024**3
-# Bytes by which the process may grow outside MLX: requests, freed memory.
+# Bytes for the growth of the process outside MLX: requests, freed memory.
 HEAP_GROWTH = 64 * 1024 * 1024
-ENCODED_SHARE = 16  # of the memory limit: so much of it may be outputs of encoders
+ENCODED_SHARE = 16  # outputs of encoders have at most the memory limit divided by this
 
 
 class RowLayout(Protocol):
-    """How rows are allocated; a Layout is one."""
+    """The memory layout of rows; a Layout is one."""
 
     @property
     def store(self) -> Any:
@@ -44,24 +44,24 @@ class RowLayout(Protocol):
 
     @property
     def holds_prefixes(self) -> bool:
-        """Whether entries of the prefix cache share the memory of rows."""
+        """True if entries of the prefix cache share the memory of rows."""
 
     @property
     def blocks(self) -> int:
-        """The blocks in all, where rows and prefixes share memory."""
+        """The number of all blocks, if rows and prefixes share memory."""
 
     @property
     def free_blocks(self) -> int | None:
-        """The blocks that no row and no prefix has; None: rows share no blocks."""
+        """The number of unused blocks; None: rows share no blocks."""
 
     def blocks_of(self, row: Any) -> int:
-        """Returns the blocks of a row that are not free, where rows share blocks; else 0."""
+        """Returns the number of a row's blocks that are not free; 0 if rows share no blocks."""
 
     def left(self, rows: Iterable[Any], whole: int) -> int:
         """Returns the bytes that all `rows` leave of a capacity of `whole` bytes."""
 
     def kv_bytes(self, rows: Iterable[Any]) -> tuple[int, int]:
-        """Returns the bytes of all `rows`, and those that are allocated for rows and unused."""
+        """Returns the bytes of all `rows`, and the bytes allocated for rows and unused."""
 
 
 L = TypeVar("L", bound=RowLayout)
@@ -72,7 +72,7 @@ class EngineMemory(Generic[L, R]):
     """The rows of running sequences, the prefix cache, and the blocks that both may use.
 
     It is the BlockMemory of `blocks`. The opening of an engine sets `layout` and `prefix`, and its
-    warm-up replaces them; both set in `budget` what they have measured, and then the capacity.
+    warm-up replaces them. Both write their measurements to `budget`, and then set the capacity.
     """
 
     layout: L
@@ -85,7 +85,7 @@ class EngineMemory(Generic[L, R]):
         settings: EngineSettings,
         draft: DraftEngine | None = None,
     ) -> None:
-        """`weights` are bytes; `draft` is the draft model, for whose memory room is left."""
+        """`weights`: their bytes. `draft`: the draft model; the budget leaves room for it."""
         limit = device.memory_limit(settings.limit)
         buffers = GPU_BUFFER_CACHE if device.on_gpu() else CPU_BUFFER_CACHE
         images = 0 if folder.vision is None else limit // ENCODED_SHARE
@@ -105,7 +105,7 @@ class EngineMemory(Generic[L, R]):
         self.rows: dict[Sequence, R] = {}
         self.encoded: EncodedImages[Any] = EncodedImages(images)
         self.draft = draft
-        self.head: HeadDrafts | None = None  # has a row of its own for each sequence
+        self.head: HeadDrafts | None = None  # it has its own row for each sequence
         self.disk: DiskPrefixes | None = None
         # Weak, so that an engine is freed with its last reference, and its arrays at once.
         self.blocks = BlockManager(weakref.proxy(self))
@@ -142,14 +142,14 @@ class EngineMemory(Generic[L, R]):
         return -(-self.prefix.nbytes // self.budget.block)
 
     def most_rows(self) -> int:
-        """Returns how many rows a pass has at most."""
+        """Returns the most rows of a pass."""
         blocks = self.layout.blocks if self.layout.holds_prefixes else self.budget.rows
         return min(self.budget.rows, blocks)
 
     def pool_blocks(self, *, prefixes: bool) -> int:
-        """Returns how many blocks a pool has: enough for all rows, if they fit.
+        """Returns the number of a pool's blocks: enough for all rows, if they fit.
 
-        `prefixes`: and for all prefixes.
+        `prefixes`: enough for all cached prefixes as well.
         """
         if self.fixed_blocks is not None:
             return self.fixed_blocks
@@ -158,7 +158,7 @@ class EngineMemory(Generic[L, R]):
         return min(most, self.budget.blocks_for(self.context))
 
     def holds_a_context(self) -> bool:
-        """Returns whether one sequence may have the whole context."""
+        """Returns True if one sequence may have the whole context."""
         blocks = self.fixed_blocks or self.budget.blocks_for(self.context)
         return blocks >= blocks_for(self.context)
 
@@ -171,7 +171,7 @@ class EngineMemory(Generic[L, R]):
         self.blocks.capacity = min(blocks, layout.blocks) if layout.holds_prefixes else blocks
 
     def require_min_blocks(self) -> None:
-        """Raises ModelLoadFailed when too few blocks are left."""
+        """Raises ModelLoadFailed if too few blocks are left."""
         if self.blocks.capacity < MIN_BLOCKS:
             raise ModelLoadFailed(self.budget.too_few(self.blocks.capacity))
 
@@ -180,7 +180,7 @@ class EngineMemory(Generic[L, R]):
     def use(self) -> MemoryUse:
         """Returns the memory in use.
 
-        Measures the memory outside MLX; when it grew, fewer blocks fit.
+        Measures the memory outside MLX; if it grew, fewer blocks fit.
         """
         self._measure_process()
         kv, kv_free = self.kv_bytes()
@@ -205,7 +205,7 @@ class EngineMemory(Generic[L, R]):
         return sum(row.offset for row in self.rows.values()), self.kv_bytes()[0]
 
     def kv_bytes(self) -> tuple[int, int]:
-        """Returns the bytes of rows, and those that are allocated for rows and unused."""
+        """Returns the bytes of rows, and the bytes allocated for rows and unused."""
         used, free = self.layout.kv_bytes(self.rows.values())
         return used + (0 if self.head is None else self.head.nbytes), free
 
@@ -214,7 +214,7 @@ class EngineMemory(Generic[L, R]):
         return self.layout.left(self.rows.values(), self.blocks.capacity * self.budget.block)
 
     def reserve(self, size: int) -> None:
-        """See Engine.reserve. A device with a memory of its own has nothing to share."""
+        """See Engine.reserve. A device with its own memory reserves nothing."""
         self.budget = replace(self.budget, reserved=0 if device.has_own_memory() else size)
         self._measure_process()
         self.bound_prefix()
@@ -234,12 +234,12 @@ class EngineMemory(Generic[L, R]):
     def bound_prefix(self) -> None:
         """Bounds the prefix cache to its configured bytes and to the bytes that rows leave.
 
-        It leaves the bytes that are reserved, also where rows may use some of these.
+        The cache leaves the reserved bytes, even if rows may use some of these.
         """
         left, budget = self.bytes_left(), self.budget
         if budget.reserved and self.fixed_blocks is None:
-            given = budget.free_blocks - self.blocks.capacity
-            left -= max(0, budget.reserved - given * budget.block)
+            unused = budget.free_blocks - self.blocks.capacity
+            left -= max(0, budget.reserved - unused * budget.block)
         self.prefix.budget = min(self.prefix_bytes, max(0, left))
 
     def _measure_process(self) -> None:
@@ -258,14 +258,14 @@ class EngineMemory(Generic[L, R]):
     # ---- the load and the end --------------------------------------------------------------------
 
     def finish_warm_up(self, process: int = 0) -> None:
-        """Frees what the warm-up allocated and sets the capacity.
+        """Frees the memory of the warm-up and sets the capacity.
 
-        `process`: the bytes outside MLX, at least, for which there is to be room. Raises
-        ModelLoadFailed when too few blocks are left.
+        `process`: the least bytes outside MLX that the budget leaves. Raises ModelLoadFailed if too
+        few blocks are left.
         """
         self.prefix.clear()
-        # The next pass takes the buffers that this one frees; on a GPU MLX's memory limit, which
-        # counts them, gives them back before anything is refused.
+        # The next pass takes the buffers that this pass frees. On a GPU they count in MLX's memory
+        # limit, and MLX gives them back before it refuses an allocation.
         mx.set_cache_limit(max(self.budget.buffers, self.budget.step * device.on_gpu()))
         mx.clear_cache()
         device.trim_heap()
@@ -283,7 +283,7 @@ class EngineMemory(Generic[L, R]):
         folder: ModelFolder,
         rules: Mapping[str, Any],
     ) -> None:
-        """See Engine.open_disk. `rules`: what decides which arrays are kept of tokens."""
+        """See Engine.open_disk. `rules`: the facts that decide the stored arrays of tokens."""
         room = room_of(self.budget.limit)
         if folder.files.stamps() != folder.stamps:
             raise ModelLoadFailed(

@@ -57,15 +57,15 @@ class ModelEngine:
     ) -> None:
         """`draft`: the draft model, which is warmed up and closed with this engine.
 
-        `text` None: the tokenizer of the folder. `devices`: what computes the passes; None: one
-        device.
+        `text`: the tokenizer; None: the tokenizer of the folder. `devices`: the devices that
+        compute the passes; None: one device.
         """
         folder = loaded.folder
         self.parts = open_parts(loaded, settings, devices, draft)
         self.pipeline = make_pipeline(self.parts)
         self.masks = MaskTables(folder.plan.vocab_size)
         self.limits = limits_of(self.parts, Warmed(self.parts.target.most))
-        self.most_drafts = 0  # that the rows of a pass check together; 0: no drafts are checked
+        self.most_drafts = 0  # the most drafts of a pass; 0: no drafts are checked
         self.context = self.parts.memory.context
         self.vocab_size = folder.plan.vocab_size
         self.eos = folder.eos_ids
@@ -82,7 +82,7 @@ class ModelEngine:
             memory, memory.layout, memory.rows, tuple(self.pipeline.flights), memory.budget
         )
 
-    # ---- what there is ---------------------------------------------------------------------------
+    # ---- properties ------------------------------------------------------------------------------
 
     @property
     def layout(self) -> str:

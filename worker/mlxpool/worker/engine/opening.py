@@ -1,4 +1,4 @@
-"""Opens a loaded model for an engine: the layout of its rows, and the memory that they have."""
+"""Opens a loaded model for an engine: makes the layout of its rows, and sizes their memory."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ from mlxpool.worker.transfers.downloads import Downloads
 from mlxpool.worker.transfers.uploads import Upload, Uploads, upload_copy
 from mlxpool.worker.weights.load import LoadedModel
 
-MAX_STATE_DRAFTS = 3  # that a row checks, where it has a state behind each
+MAX_STATE_DRAFTS = 3  # the most drafts that a row checks, if it keeps a state after each draft
 ROWS_STAY = (
     "its layers have states or windows here, and rows with these cannot give up wrong drafts"
 )
 OTHER_BITS = "deterministic is true: log-probabilities of drafts differ in their last bits"
-NO_TOKEN = 0  # in place of an input that has no embedding: of an image, features replace it
+NO_TOKEN = 0  # in place of an image's input, which has no embedding: features replace it
 
 
 class Parts(Struct, frozen=True):
-    """What an engine of a loaded model is made of.
+    """The parts of an engine of a loaded model.
 
-    `name` and `shape` of the layout are chosen; `memory` has the layout, see `make_layout`.
-    `predictions` are the drafts of the model's own head. `uploads` and `downloads`: None: MLX
-    copies the numbers of passes.
+    `name` and `shape` describe the chosen layout; `memory` has the layout, see `make_layout`.
+    `predictions` are the drafts of the model's own head. `uploads` and `downloads` None: MLX copies
+    the numbers of passes.
     """
 
     loaded: LoadedModel
@@ -61,8 +61,8 @@ class Parts(Struct, frozen=True):
     memory: EngineMemory[Layout, CacheRow]
     name: str
     shape: RowShape
-    batch: int  # tokens of a pass at most
-    lookahead: bool  # whether a pass may be submitted while one is in flight
+    batch: int  # the most tokens of a pass
+    lookahead: bool  # a pass may be submitted while another is in flight
     target: StepTarget
     predictions: HeadDrafts | None
     uploads: Uploads | None
@@ -71,7 +71,7 @@ class Parts(Struct, frozen=True):
 
     @property
     def upload(self) -> Upload:
-        """What gives numbers of the host to the device."""
+        """The function that gives numbers of the host to the device."""
         return self.uploads or upload_copy
 
     @property
@@ -81,15 +81,16 @@ class Parts(Struct, frozen=True):
 
     @property
     def rows_go_back(self) -> bool:
-        """Whether rows can give up drafts that were checked.
+        """True if rows can give up drafts that were checked.
 
-        With a head they have the states behind few drafts, see RowCache.put_states.
+        Rows of recurrent layers can if the model has a head: they keep the states after a few
+        drafts, see RowCache.put_states.
         """
         return not self.memory.layout.store.stateful or isinstance(self.predictions, Predictions)
 
     @property
     def no_drafts(self) -> str:
-        """Why no pass checks drafts; empty: passes do."""
+        """The reason why no pass checks drafts; empty: passes check drafts."""
         if self.devices.no_drafts:
             return self.devices.no_drafts
         if self.loaded.deterministic:
@@ -104,10 +105,10 @@ class Parts(Struct, frozen=True):
 
 
 class Warmed(Struct, frozen=True):
-    """What the warm-up chooses, besides the sizes in the budget of the memory.
+    """The choices of the warm-up, besides the sizes in the memory budget.
 
-    A pass takes `seconds` while sequences decode. `long_passes`: passes in which nothing decodes
-    have twice the lines.
+    `seconds`: the time of a pass while sequences decode. `long_passes`: a pass without decoding
+    rows has twice the lines.
     """
 
     seconds: float
@@ -122,7 +123,7 @@ def open_parts(
 ) -> Parts:
     """Chooses and makes the layout of a model, with as many blocks as fit so far.
 
-    Raises ModelLoadFailed for settings that the model does not have.
+    Raises ModelLoadFailed for settings that the model does not support.
     """
     LOAD.enter("engine")
     devices, folder, on_gpu = devices or OneDevice(), loaded.folder, device.on_gpu()
@@ -148,13 +149,13 @@ def open_parts(
     )
     predictions = _predictions_of(loaded, shape, memory)
     _set_row_sizes(memory, shape, predictions)
-    integers = shape.quantised and on_gpu  # of which kernels read those of pools
+    integers = shape.quantised and on_gpu  # kernels read integers of a pool alone
     windows = shape.keeps_all and shape.has_windows and not integers
     if settings.layout is None and windows and not memory.holds_a_context():
         # Rows keep only the tokens inside a window, so more sequences fit.
         name, shape = "rows", replace(shape, keeps_all=False)
         _set_row_sizes(memory, shape, predictions)
-    target, asked = StepTarget.of_device(on_gpu=on_gpu), settings.step_target
+    target, step_target = StepTarget.of_device(on_gpu=on_gpu), settings.step_target
     shared = name == "pool" and downloads.works()
     parts = Parts(
         loaded=loaded,
@@ -165,7 +166,7 @@ def open_parts(
         shape=shape,
         batch=batch,
         lookahead=on_gpu if settings.lookahead is None else settings.lookahead,
-        target=StepTarget(asked, asked) if asked else target,
+        target=StepTarget(step_target, step_target) if step_target else target,
         predictions=predictions,
         uploads=Uploads() if shared else None,
         downloads=Downloads() if shared else None,
@@ -183,7 +184,7 @@ def open_parts(
 def make_layout(parts: Parts, blocks: int | None = None, *, long_passes: bool = False) -> None:
     """Sets the layout and its prefix cache in the memory of an engine.
 
-    A pool has `blocks`; None: enough for all sequences and prefixes, if the memory suffices.
+    `blocks`: the blocks of a pool; None: enough for all sequences and prefixes, if they fit.
     """
     memory, loaded, mode = parts.memory, parts.loaded, parts.settings.prefix
     if blocks is None:
@@ -209,7 +210,7 @@ def make_layout(parts: Parts, blocks: int | None = None, *, long_passes: bool = 
 def remake_layout(
     parts: Parts, most_drafts: int, blocks: int | None = None, *, long_passes: bool
 ) -> None:
-    """Replaces the layout, of which no row is left, by one with other blocks or passes."""
+    """Replaces the layout by another with new blocks or passes. The old layout has no rows left."""
     tell = parts.memory.layout.notice.tell
     parts.memory.layout.close()
     mx.clear_cache()
@@ -220,7 +221,7 @@ def remake_layout(
 
 
 def expect_drafts(parts: Parts, most: int) -> None:
-    """Rows of a pass check `most` drafts together at most: counts the states that are kept."""
+    """Sets the most drafts that the rows of a pass check together; counts the states they keep."""
     memory, loaded, states = parts.memory, parts.loaded, 0
     memory.layout.expect_drafts(most)
     if parts.predictions is not None:
@@ -231,7 +232,7 @@ def expect_drafts(parts: Parts, most: int) -> None:
 
 
 def bounds_of(parts: Parts) -> tuple[int, int]:
-    """Returns the inputs of a pass at most, and its pairs of a query and a key."""
+    """Returns the most inputs of a pass, and its most pairs of a query and a key."""
     sizes, context = parts.memory.layout.sizes, parts.memory.context
     if sizes:  # attention of compiled passes keeps no scores
         chunk = min(parts.batch, context, sizes[-1])
@@ -247,7 +248,7 @@ def limits_of(parts: Parts, warmed: Warmed) -> StepLimits:
     chunk, _ = bounds_of(parts)
     return StepLimits(
         lines=min(chunk, PASS_LINES[-1]) if long else chunk,
-        # Each rank of a group has a part of the heads.
+        # Each rank of a group computes a part of the heads.
         pairs=parts.devices.ranks * pairs if layout.sizes else pairs,
         context=parts.memory.context,
         seconds=warmed.seconds,
@@ -261,7 +262,7 @@ def limits_of(parts: Parts, warmed: Warmed) -> StepLimits:
 
 
 def kept_rules(parts: Parts) -> dict[str, Any]:
-    """Returns what decides, beside weights and versions, which arrays are kept of tokens."""
+    """Returns the facts that decide, with weights and versions, the stored arrays of tokens."""
     shape = parts.shape
     return {
         "layout": parts.memory.layout.name,
@@ -275,7 +276,7 @@ def kept_rules(parts: Parts) -> dict[str, Any]:
 def _predictions_of(
     loaded: LoadedModel, shape: RowShape, memory: EngineMemory[Layout, CacheRow]
 ) -> HeadDrafts | None:
-    """Makes the drafts of the model's own head; None: it is not loaded, or not served."""
+    """Makes the drafts of the model's own head; None: the head is not loaded, or not used."""
     plan = loaded.folder.plan
     if not plan.predicts:
         return None
@@ -291,8 +292,8 @@ def _set_row_sizes(
     memory: EngineMemory[Layout, CacheRow], shape: RowShape, predictions: HeadDrafts | None
 ) -> None:
     block, row = KV_BLOCK_TOKENS * max(shape.token_bytes, 1), shape.fixed_bytes
-    if predictions is not None:  # the states behind drafts that are checked
+    if predictions is not None:  # the states after drafts that are checked
         row += MAX_STATE_DRAFTS * shape.state_bytes
-        if device.on_gpu():  # those of the step before stay as well, see StateSlice
+        if device.on_gpu():  # the states of the step before stay as well, see StateSlice
             row += (1 + MAX_STATE_DRAFTS - ROLLBACK_STEPS) * shape.state_bytes
     memory.budget = replace(memory.budget, block=block, row=row)

@@ -1,4 +1,4 @@
-"""The spans of one pass, by what they want: tokens, several where drafts are checked, states."""
+"""The spans of one pass by their results: a token, tokens of checked drafts, or hidden states."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from mlxpool.worker.scheduling.step_cost import Load
 class PassSpans(Struct, frozen=True):
     """The spans `every` of a pass.
 
-    `chunks` read prompts, `checks` have drafts. `drawing` are the numbers of the spans that draw
-    tokens, those that draw several behind the others; `hidden` of those that give hidden states.
-    `first_rows` has the first row of logits of each sequence that draws. `sequences`: those of a
-    pass in which each has one input without an image and draws one token; empty for other passes.
-    `again`: the pass before was such a pass over the same sequences, in the same order.
+    `chunks` read prompts, `checks` have drafts. `drawing`: the numbers of the spans that draw
+    tokens; spans that draw several come last. `hidden`: the numbers of the spans that give hidden
+    states. `first_rows`: the first row of logits of each sequence that draws. `sequences`: the
+    sequences of a plain pass, in which each has one input without an image and draws one token;
+    empty for other passes. `again`: the pass before was a plain pass over the same sequences, in
+    the same order.
     """
 
     every: Many[Span]
@@ -35,11 +36,12 @@ class PassSpans(Struct, frozen=True):
 
     @classmethod
     def of(cls, spans: Many[Span], *, rewinds: bool, before: PassSpans | None = None) -> Self:
-        """Divides spans; `rewinds`: rows can go back by any number of tokens.
+        """Sorts spans by their results; `rewinds`: rows can go back by any number of tokens.
 
-        `before` are those of the pass before. Raises ValueError for a span that cannot be computed.
+        `before`: the spans of the pass before. Raises ValueError for a span that cannot be
+        computed.
         """
-        # Nothing more is asked of single inputs that draw a token, which most spans are.
+        # Most spans are single inputs that draw a token, and need nothing more.
         plain = [
             span.sequence
             for span in spans
@@ -65,7 +67,7 @@ class PassSpans(Struct, frozen=True):
 
     @property
     def wanted(self) -> list[int]:
-        """The numbers of the spans that give something, in the order that layouts ask for."""
+        """The numbers of the spans with results, in the order that layouts expect."""
         return [*self.drawing, *self.hidden] if self.hidden else self.drawing
 
     @property
@@ -84,7 +86,7 @@ class PassSpans(Struct, frozen=True):
         return Load(rows, sum([span.start for span in self.every]) + rows, 0, rows)
 
     def widen(self, rows: Many[RowSpan]) -> None:
-        """Says which rows of the pass give logits of several tokens, or hidden states."""
+        """Sets in rows of the pass that they give logits of several tokens, or hidden states."""
         if not self.checks and not self.hidden:
             return
         for row, span in zip(rows, self.every, strict=True):

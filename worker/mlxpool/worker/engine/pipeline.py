@@ -1,9 +1,9 @@
-"""The passes of an engine in flight: inputs, forward, draw, and what they give.
+"""The passes of an engine in flight: inputs, forward, draw, results.
 
-On a GPU a pass may be submitted while one is in flight: it takes the tokens that the other draws
-from the device, before the host has read them. A sequence that ends or is preempted in between
-loses its token in flight, and its row is trimmed to the tokens of the sequence. On the CPU the host
-waits for nothing, so no pass is submitted ahead.
+On a GPU a pass may be submitted while another is in flight: it takes the tokens that the other pass
+draws from the device, before the host has read them. A sequence that ends or is preempted in
+between loses its token in flight, and its row is trimmed to the tokens of the sequence. On the CPU
+the host waits for nothing, so no pass is submitted ahead.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class Pipeline:
         embedding_rows: int = 0,
         clears_buffers: bool = True,
     ) -> None:
-        """`draws` None: TokenDraws. `clears_buffers`: see `_clear_buffers`.
+        """`draws`: draws the tokens; None: TokenDraws. `clears_buffers`: see `_clear_buffers`.
 
-        `embedding_rows`: NO_TOKEN replaces tokens from this one on, which have no embedding; 0:
-        each has one.
+        `embedding_rows`: the number of tokens that have an embedding; NO_TOKEN replaces the others;
+        0: every token has an embedding.
         """
         self._parts, self._memory = parts, parts.memory
         stateful = parts.memory.layout.store.stateful
@@ -102,21 +102,21 @@ class Pipeline:
             notice.given = False
             if self._memory.layout.is_new(rows, wants.wanted):
                 notice()
-            found = self._memory.layout.step(rows, *self._inputs(wants), wants.wanted)
-            head: Many[mx.array] = ()  # what its head keeps of the pass
+            output = self._memory.layout.step(rows, *self._inputs(wants), wants.wanted)
+            head: Many[mx.array] = ()  # the arrays of the pass that the model's head keeps
             asking, sampled = wants.asking, None
-            if isinstance(self._parts.predictions, Predictions) and found.states is not None:
-                head = self._parts.predictions.take(wants.every, found.states)
-            elif isinstance(self._parts.predictions, StateDrafts) and found.drawn is not None:
-                self._parts.predictions.take(asking, found.drawn, again=wants.again)
-                head = [found.drawn]
+            if isinstance(self._parts.predictions, Predictions) and output.states is not None:
+                head = self._parts.predictions.take(wants.every, output.states)
+            elif isinstance(self._parts.predictions, StateDrafts) and output.drawn is not None:
+                self._parts.predictions.take(asking, output.drawn, again=wants.again)
+                head = [output.drawn]
             embedded = wants.embedded() if wants.hidden else ()
             reports = bool(embedded) and all(span.sequence.reports for span, _ in embedded)
-            states, hidden = (found.hidden, None) if reports else (None, found.hidden)
+            states, hidden = (output.hidden, None) if reports else (None, output.hidden)
             if at_once and asking:
-                sampled = self._draws.draw(asking, found.logits, newest, NO_MASKS)
+                sampled = self._draws.draw(asking, output.logits, newest, NO_MASKS)
             done, download = self._results(
-                found.logits, sampled, hidden if at_once else None, states
+                output.logits, sampled, hidden if at_once else None, states
             )
             built()
             mx.async_eval(*done, *head)  # type: ignore[no-untyped-call]
@@ -124,7 +124,7 @@ class Pipeline:
             fresh = notice.given
         self._spans_before, self._held_before = wants, rows
         if fresh:  # the passes in flight are awaited only when this one is compiled
-            self.flights = deque(replace(one, fresh=True) for one in self.flights)
+            self.flights = deque(replace(flight, fresh=True) for flight in self.flights)
         self.flights.append(
             Flight(
                 tuple(spans),
@@ -138,7 +138,7 @@ class Pipeline:
                 checks=wants.checks,
                 hidden=hidden,
                 embedded=embedded,
-                undrawn=None if at_once else (asking, found.logits),
+                undrawn=None if at_once else (asking, output.logits),
                 states=states,
                 load=wants.load,
             )
@@ -168,16 +168,16 @@ class Pipeline:
         flight = self.flights[-1]
         assert flight.undrawn is not None, "the newest pass has drawn its tokens"
         self.flights[-1] = flight.without(seq)
-        span = next(one for one in flight.spans if one.sequence is seq)
+        span = next(other for other in flight.spans if other.sequence is seq)
         seq.awaited -= span.draws
         if again or span.drafts:
             seq.submitted = span.end - (span.draws if again else len(span.drafts))
             self._memory.rows[seq].trim(seq.submitted)
 
     def _row_spans(self, wants: PassSpans) -> list[RowSpan]:
-        """Returns the spans of rows, which are as long as the spans of the pass expect.
+        """Returns the spans of the pass's rows, and asserts that the rows have the right lengths.
 
-        They are the same list while the same sequences decode in the same rows.
+        Returns the same list while the same sequences decode in the same rows.
         """
         if wants.again and self._held_before:
             rows = self._held_before
@@ -197,13 +197,13 @@ class Pipeline:
         return rows
 
     def _free_states(self, wants: PassSpans, rows: list[RowSpan]) -> None:
-        """Lets arrays of recurrent states be freed that no row of the next pass needs.
+        """Lets arrays of recurrent states be freed if no row of the next pass needs them.
 
-        What rows hold at most is in opening.py.
+        opening.py counts the most states that rows hold.
         """
         if wants.again or not self._memory.layout.store.stateful:
             return
-        going = [one.row for one in rows if isinstance(one.row, RowCache)]
+        going = [span.row for span in rows if isinstance(span.row, RowCache)]
         if self._parts.predictions is not None and not self.flights:
             settle(going)
         inside = {span.sequence for span in wants.every}
@@ -215,8 +215,8 @@ class Pipeline:
             # A row whose last token is in flight leaves soon.
             and len(seq.ids) + seq.awaited < seq.max_tokens
         ]
-        if idle and (found := separate(idle, going)):
-            mx.async_eval(*found)  # type: ignore[no-untyped-call]
+        if idle and (copies := separate(idle, going)):
+            mx.async_eval(*copies)  # type: ignore[no-untyped-call]
 
     def _results(
         self,
@@ -239,7 +239,7 @@ class Pipeline:
         """See Engine.collect."""
         flight = self.flights[0]
         assert flight.undrawn is None, "`draw` comes before `collect`"
-        with self.discard_on_failure(flight.spans):  # also where its numbers cannot be read
+        with self.discard_on_failure(flight.spans):  # also if its numbers cannot be read
             flight.wait()
             finished = monotonic()
             prompts, failed = self._prompt_logprobs(flight)
@@ -252,23 +252,23 @@ class Pipeline:
             self._clear_buffers(after_chunk=flight.reads)
             for seq in flight.rows:
                 seq.awaited -= 1
-            found = flight.result()
+            result = flight.result()
             if prompts or failed:
-                found = replace(found, prompts=tuple(prompts), failed=[*found.failed, *failed])
+                result = replace(result, prompts=tuple(prompts), failed=[*result.failed, *failed])
             if flight.checks:
-                self._rewind(flight.checks, found)
-        return found
+                self._rewind(flight.checks, result)
+        return result
 
     def _prompt_logprobs(self, flight: Flight) -> tuple[list[PromptLogprobs], list[SequenceFailed]]:
-        """Returns what a pass that has ended reports of prompts."""
+        """Returns the log-probabilities of prompts that an ended pass reports, and its failures."""
         if flight.states is None:
             return [], []
-        states = flight.states.astype(self._parts.loaded.dtype)  # as they were: weights keep theirs
+        states = flight.states.astype(self._parts.loaded.dtype)  # back to the dtype of the weights
         return prompt_logprobs(flight.embedded, states, self._logits_of, self._parts.vocab_size)
 
-    def _rewind(self, checks: Many[Span], found: StepResult) -> None:
-        """Removes wrong drafts from the rows: a row keeps as many inputs as tokens were drawn."""
-        kept = Counter(one.sequence for one in found.drawn)
+    def _rewind(self, checks: Many[Span], result: StepResult) -> None:
+        """Removes wrong drafts from the rows: a row keeps one input for each token it drew."""
+        kept = Counter(token.sequence for token in result.drawn)
         for span in checks:
             seq = span.sequence
             seq.awaited -= len(span.drafts)
@@ -276,9 +276,9 @@ class Pipeline:
             self._memory.rows[seq].trim(seq.submitted)
 
     def _inputs(self, wants: PassSpans) -> tuple[Ids, mx.array | None]:
-        """Returns the ids [T] of the spans, and the tokens in flight that negative ids stand for.
+        """Returns the ids [T] of the spans, and the tokens in flight for negative ids.
 
-        -1 - r is the token of row r of the newest pass in flight.
+        The id -1 - r means the token of row r of the newest pass in flight.
         """
         newest = self.flights[-1] if self.flights else None
         drawn = None if newest is None or newest.sampled is None else newest.sampled.tokens
@@ -294,10 +294,12 @@ class Pipeline:
                 ids.append(last_token(seq))
             else:
                 inputs, slot = seq.token_range(span.start, span.end), self._slot_token
-                ids += [slot if is_slot(one) else one for one in inputs] if seq.media else inputs
+                ids += (
+                    [slot if is_slot(token) else token for token in inputs] if seq.media else inputs
+                )
                 ids += span.drafts
         if self._embedding_rows:
-            ids = [one if one < self._embedding_rows else NO_TOKEN for one in ids]
+            ids = [token if token < self._embedding_rows else NO_TOKEN for token in ids]
         return ids, drawn
 
     def release(self, seq: Sequence) -> None:
@@ -313,28 +315,28 @@ class Pipeline:
             stateful = self._memory.layout.store.stateful
             row.trim(seq.length - 1 if stateful else seq.length)
             may_stay = self._memory.prefix.exclusive and isinstance(row, RowCache)
-            if may_stay and (found := keep_alone(cast(RowCache, row))):
-                mx.async_eval(*found)  # type: ignore[no-untyped-call]
+            if may_stay and (copies := keep_alone(cast(RowCache, row))):
+                mx.async_eval(*copies)  # type: ignore[no-untyped-call]
         self.rows.release(seq)
 
     def rehearse(self, spans: Many[Span], mask: Mask) -> None:
         """Builds a pass and its draws, without masks and with `mask`; computes nothing.
 
-        It must not be computed: the arrays of its rows are lost.
+        The pass must not be computed: the arrays of its rows are lost.
         """
         if self._parts.uploads is not None:
             self._parts.uploads.begin()
         rows = self._memory.rows
-        given = [RowSpan(rows[span.sequence], span.count) for span in spans]
+        row_spans = [RowSpan(rows[span.sequence], span.count) for span in spans]
         wants = PassSpans.of(spans, rewinds=True)
-        wants.widen(given)
-        found = self._memory.layout.step(given, *self._inputs(wants), wants.wanted)
+        wants.widen(row_spans)
+        output = self._memory.layout.step(row_spans, *self._inputs(wants), wants.wanted)
         if wants.asking:
-            sampled = self._draws.draw(wants.asking, found.logits, None, NO_MASKS)
-            self._results(found.logits, sampled, None)
+            sampled = self._draws.draw(wants.asking, output.logits, None, NO_MASKS)
+            self._results(output.logits, sampled, None)
             first = wants.asking[0]
             masks = RowMasks.of({first.sequence: mask[: first.draws]})
-            self._draws.draw(wants.asking, found.logits, None, masks)
+            self._draws.draw(wants.asking, output.logits, None, masks)
             self._draws.forget()  # its arrays are not computed
 
     def _forget_predictions(self, rows: Collection[Sequence]) -> None:
@@ -353,17 +355,17 @@ class Pipeline:
 
     @contextmanager
     def discard_on_failure(self, spans: Many[Span] = ()) -> Iterator[None]:
-        """Wraps a pass over these spans; one that fails empties the rows of all passes in flight.
+        """Wraps a pass over these spans. A failure empties the rows of all passes in flight.
 
-        Where rows share arrays it damages all of them, see `lost`.
+        If rows share arrays, it empties all rows, see `lost`.
         """
         try:
             yield
         except Exception as error:
             if isinstance(error, PoolError):  # the device works
                 self._await_flights()
-            every = chain(spans, *(flight.spans for flight in self.flights))
-            hit = {span.sequence for span in every} & self._memory.rows.keys()
+            all_spans = chain(spans, *(flight.spans for flight in self.flights))
+            hit = {span.sequence for span in all_spans} & self._memory.rows.keys()
             self.flights.clear()
             self._draws.forget()
             self._spans_before = None
@@ -377,7 +379,7 @@ class Pipeline:
             raise
 
     def _await_flights(self) -> None:
-        """Waits for passes that are discarded, which read what the next ones write for theirs."""
+        """Waits for discarded passes: they read memory that the next passes write."""
         for flight in self.flights:
             try:
                 flight.wait()
@@ -386,10 +388,10 @@ class Pipeline:
                 return
 
     def _clear_buffers(self, *, after_chunk: bool) -> None:
-        """Frees MLX's cached buffers and the C heap periodically on a CPU: some 4 ms.
+        """Frees MLX's cached buffers and the C heap periodically on a CPU, in about 4 ms.
 
-        Compiled passes that were dropped leave holes in the heap. Arrays of rows, which otherwise
-        have pages of their own, would be allocated there, and the heap would grow for later passes.
+        Dropped compiled passes leave holes in the heap. Arrays of rows, which otherwise have their
+        own pages, would be allocated in these holes, and the heap would grow for later passes.
         """
         if not self._clears_buffers or device.on_gpu():
             return

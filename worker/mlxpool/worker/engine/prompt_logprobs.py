@@ -1,7 +1,7 @@
-"""Log-probabilities of the tokens of prompts, of the hidden states of their chunks.
+"""Computes log-probabilities of the tokens of prompts from the hidden states of their chunks.
 
-Logits are computed for some lines at a time and reduced on the device at once: those of a whole
-chunk would take more memory than the pass itself.
+Logits are computed for some lines at a time and reduced on the device at once: the logits of a
+whole chunk would take more memory than the pass itself.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from mlxpool.worker.sampling.sampler import log_probabilities
 from mlxpool.worker.scheduling.sequence import PromptLogprobs, SequenceFailed, TokenLogprob
 from mlxpool.worker.scheduling.spans import Span
 
-LOGIT_BYTES = 32 * 1024 * 1024  # of the logits that are in memory at a time, in float32
+LOGIT_BYTES = 32 * 1024 * 1024  # the most bytes of logits in memory at a time, in float32
 FLOAT_BYTES = 4
 
 
 def lines_at_a_time(vocabulary: int) -> int:
-    """Returns how many tokens have their logits in memory at a time."""
+    """Returns the most tokens whose logits are in memory at a time."""
     return max(1, LOGIT_BYTES // (FLOAT_BYTES * vocabulary))
 
 
 def logit_bytes(vocabulary: int, chunk: int) -> int:
-    """Returns the bytes that logits of a chunk take at a time: themselves, shifted, their order."""
+    """Returns the most bytes of a chunk's logits at a time: as they are, shifted, and sorted."""
     return 3 * FLOAT_BYTES * vocabulary * min(chunk, lines_at_a_time(vocabulary))
 
 
@@ -38,26 +38,26 @@ def prompt_logprobs(
     logits_of: Callable[[mx.array], mx.array],
     vocabulary: int,
 ) -> tuple[list[PromptLogprobs], list[SequenceFailed]]:
-    """Returns what spans report of their prompts, and the sequences whose logits were no numbers.
+    """Returns the log-probabilities of the spans' prompts, and sequences whose logits were NaN.
 
-    `states` [H, d] are those of the spans, which have the number of their first row.
+    `states` [H, d] are the states of the spans. Each span comes with the number of its first row.
     """
-    found, failed = [], []
+    reported, failed = [], []
     for span, row in spans:
         seq = span.sequence
-        # What was reported before is read again after a loss of the row, and not reported again.
+        # After a loss of the row, reported tokens are read again, but not reported again.
         begin = max(span.start, seq.reported - 1)
         lines = states[row + begin - span.start : row + span.count]
         ids = seq.prompt[begin + 1 : span.end + 1]
         top = max(0, seq.options.prompt_alternatives)
         logprobs = tuple(_logprobs(lines, ids, logits_of, top, vocabulary))
-        bad = next((n for n, one in enumerate(logprobs) if isnan(one.logprob)), None)
+        bad = next((n for n, token in enumerate(logprobs) if isnan(token.logprob)), None)
         if bad is None:
-            found.append(PromptLogprobs(seq, begin + 1, logprobs))
+            reported.append(PromptLogprobs(seq, begin + 1, logprobs))
         else:
             message = f"the logits after {begin + bad + 1} tokens of the prompt are no numbers"
             failed.append(SequenceFailed(seq, message))
-    return found, failed
+    return reported, failed
 
 
 def _logprobs(
@@ -67,14 +67,14 @@ def _logprobs(
     top: int,
     vocabulary: int,
 ) -> Iterator[TokenLogprob]:
-    """Yields the log-probability of each of `ids`, which states [n, d] predict."""
+    """Yields the log-probability of each of `ids` [n], from the states [n, d] that predict them."""
     most, top = lines_at_a_time(vocabulary), min(top, vocabulary)
     for at in range(0, len(ids), most):
         logits = logits_of(states[at : at + most]).astype(mx.float32)
         tokens = mx.array([*ids[at : at + most]], dtype=mx.int32)
         arrays = log_probabilities(logits, tokens, top).arrays()
         mx.eval(*arrays)
-        lists: list[Any] = [one.tolist() for one in arrays]
+        lists: list[Any] = [array.tolist() for array in arrays]
         numbers = SampledNumbers(*lists)
         assert numbers.logprobs is not None
         for row in range(len(numbers.tokens)):

@@ -1,4 +1,4 @@
-"""Gives sequences their rows, keeps prefixes of these, and frees them."""
+"""Gives sequences their rows, keeps prefixes of the rows, and frees the rows."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class Rows(Generic[R]):
             seq.cached = min(seq.submitted, most)
 
     def clip(self, seq: Sequence, tokens: int) -> int:
-        """See Engine.clip. The last input is a span of its own where the prompt is reported."""
+        """See Engine.clip. The last input is a span of its own if the prompt is reported."""
         prefix = self._memory.prefix
         stop = prefix.next_restore_point(self._memory.rows[seq])
         end = seq.submitted + tokens
         if stop is not None and seq.submitted < stop < end:
             end = stop
-        shared = len(seq.prompt) - 1  # where others with the same prompt begin
+        shared = len(seq.prompt) - 1  # the first input of others with the same prompt
         if seq.shared and prefix.whole and seq.submitted < shared < end:
             end = shared
         if seq.media:
@@ -61,15 +61,15 @@ class Rows(Generic[R]):
         return row is not None and row.offset < seq.submitted
 
     def at_restore_point(self, span: Span) -> bool:
-        """Returns whether a chunk that was not submitted yet ends at a restore point."""
+        """Returns True if a chunk that was not submitted yet ends at a restore point."""
         seq, memory = span.sequence, self._memory
         if memory.prefix.next_restore_point(memory.rows[seq]) != span.end:
             return False
         return span.end <= len(seq.lasting)
 
     def submitted(self, spans: Many[Span], keep: Many[Span]) -> None:
-        """Counts the inputs of a pass that was started; `keep` end at restore points."""
-        shared = []  # whose prompts others wait for, or will have
+        """Counts the inputs of a started pass; the spans `keep` end at restore points."""
+        shared = []  # sequences whose prompts others wait for, or will have
         for span in spans:
             seq, start = span.sequence, span.start
             end = seq.submitted = start + span.count
@@ -83,7 +83,7 @@ class Rows(Generic[R]):
                 self._keep(seq, restore_point=True)
 
     def _keep(self, seq: Sequence, *, restore_point: bool = False) -> None:
-        """Has the prefix cache keep what the row of a sequence has; see PrefixCache.keep."""
+        """Keeps the inputs of a sequence's row in the prefix cache; see PrefixCache.keep."""
         memory = self._memory
         memory.bound_prefix()
         memory.prefix.keep(memory.rows[seq], seq.tokens, restore_point=restore_point)

@@ -8,20 +8,20 @@ from mlxpool.worker.caches.stored import AUTO
 
 
 class EngineSettings(Struct, frozen=True, kw_only=True):
-    """How an engine opens a loaded model.
+    """The settings of an engine that opens a loaded model.
 
-    `context`: bounds the context length of the model. `prefix`: a mode of the prefix cache.
-    `prefix_bytes` 0: a quarter of what the weights leave of the limit. `max_sequences`: the rows of
-    a pass at most. `limit`: bounds the bytes of the process, see device.memory_limit. `blocks`:
-    those that rows and prefixes have; None: as many as the limit leaves. `step_target`: seconds of
-    a pass while sequences decode; 0: the warm-up chooses it. `batch`: bounds the tokens of a pass,
-    see device.prefill_chunk. `by_owner`: sequences find only the prefixes that sequences of their
-    owner left.
+    `context`: an upper bound of the model's context length. `prefix`: the mode of the prefix cache.
+    `prefix_bytes`: its budget; 0: a quarter of the bytes that the weights leave of the limit.
+    `max_sequences`: the most rows of a pass. `limit`: an upper bound of the bytes of the process,
+    see device.memory_limit. `blocks`: the blocks of rows and prefixes; None: as many as the limit
+    leaves. `step_target`: the seconds of a pass while sequences decode; 0: the warm-up chooses it.
+    `batch`: an upper bound of the tokens of a pass, see device.prefill_chunk. `by_owner`: sequences
+    find only the prefixes that sequences of their owner left.
 
-    mlx-lm's code has none of the others. `keeps_measurement`: whether a later load on a CPU may
-    take the figures of this one. `lookahead`: a pass may be submitted while one is in
-    flight; None: only on a GPU. `layout` None: see choose_layout. `kv`: what rows store, see
-    caches/stored.py.
+    mlx-lm's code ignores the settings that follow. `keeps_measurement`: a later load on a CPU may
+    take the figures of this load. `lookahead`: a pass may be submitted while another is in flight;
+    None: only on a GPU. `layout`: the name of the rows' layout; None: see choose_layout. `kv`: the
+    format of stored keys and values, see caches/stored.py.
     """
 
     context: int | None = None

@@ -1,4 +1,4 @@
-"""Draws the tokens of passes: one for each decode row, several where drafts are checked."""
+"""Draws the tokens of passes: one for each decode row, several for a row that checks drafts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mlxpool.worker.transfers.uploads import Upload, upload_table
 
 
 class TokenDraws:
-    """Draws tokens from logits; keeps the options of a batch for as long as it is the same."""
+    """Draws tokens from logits; keeps the options of a batch while its sequences are the same."""
 
     def __init__(self, vocab_size: int, upload: Upload) -> None:
         self._vocab_size = vocab_size
@@ -46,14 +46,14 @@ class TokenDraws:
     ) -> SamplerOutput:
         """Returns the tokens [E] that spans draw from logits [E, vocabulary].
 
-        Those of one span follow each other. `before` is the pass in flight before that of the
-        spans. For the masks see Engine.draw.
+        The tokens of one span follow each other. `before` is the pass in flight before the pass of
+        the spans. Engine.draw explains the masks.
         """
         if logits.shape[0] > len(spans):
             return self._draw_lines(spans, logits, before, masks)
         rows = [span.sequence for span in spans]
         batch = self._batch(rows)
-        found = self._masks(spans, masks)
+        token_masks = self._masks(spans, masks)
         positions: Many[int] = ()  # the numbers of the drawn tokens in their completions
         if batch.any_random:
             positions = [  # as `_position`, without a call for each row of each step
@@ -61,12 +61,14 @@ class TokenDraws:
                 for span, seq in zip(spans, rows, strict=True)
             ]
         if not batch.any_penalties:
-            return sampler.sample_batch(logits, batch, positions, (), None, (), found)
+            return sampler.sample_batch(logits, batch, positions, (), None, (), token_masks)
         # Tokens of a sequence that was withdrawn may be known already.
         awaited = [max(0, span.end - span.sequence.length) for span in spans]
         histories = list(map(penalty_history, rows, awaited))
         pending = self._pending(rows, before)
-        return sampler.sample_batch(logits, batch, positions, histories, pending, awaited, found)
+        return sampler.sample_batch(
+            logits, batch, positions, histories, pending, awaited, token_masks
+        )
 
     def _draw_lines(
         self,
@@ -75,9 +77,9 @@ class TokenDraws:
         before: Flight | None,
         masks: RowMasks,
     ) -> SamplerOutput:
-        """As `draw`, where some spans draw several tokens: each after the drafts before it.
+        """Draws as `draw` does if some spans draw several tokens, each after the drafts before it.
 
-        Draws take several times the memory of their logits, so those of many lines are divided.
+        Draws take several times the memory of their logits, so many lines are drawn in parts.
         """
         batch = self._batch([span.sequence for span in spans for _ in range(span.draws)])
         most = lines_at_a_time(self._vocab_size)
@@ -99,14 +101,14 @@ class TokenDraws:
         before: Flight | None,
         masks: RowMasks,
     ) -> SamplerOutput:
-        """Draws the tokens of some spans, whose options are in `batch`, of their logits."""
-        found = self._masks(spans, masks)
+        """Draws the tokens of some spans from their logits; their options are in `batch`."""
+        token_masks = self._masks(spans, masks)
         positions: Many[int] = ()
         if batch.any_random:
             firsts = [(_position(span) - span.draws + 1, span.draws) for span in spans]
             positions = [number for first, n in firsts for number in range(first, first + n)]
         if not batch.any_penalties:
-            return sampler.sample_batch(logits, batch, positions, (), None, (), found)
+            return sampler.sample_batch(logits, batch, positions, (), None, (), token_masks)
         lines = [(span, line) for span in spans for line in range(span.draws)]
         awaited = [s.end - s.sequence.length if not s.drafts else 0 for s, _ in lines]
         histories = [
@@ -114,7 +116,9 @@ class TokenDraws:
             for (span, line), between in zip(lines, awaited, strict=True)
         ]
         pending = self._pending([span.sequence for span, _ in lines], before)
-        return sampler.sample_batch(logits, batch, positions, histories, pending, awaited, found)
+        return sampler.sample_batch(
+            logits, batch, positions, histories, pending, awaited, token_masks
+        )
 
     def _batch(self, rows: list[Sequence]) -> SamplingBatch:
         """Returns the batch of the last draw while it has the same sequences."""
@@ -126,15 +130,15 @@ class TokenDraws:
         return self._last[1]
 
     def _pending(self, rows: Many[Sequence], before: Flight | None) -> mx.array | None:
-        """Returns the tokens [E] in flight of these sequences, -1 for those without one."""
+        """Returns the tokens [E] in flight of these sequences; -1: the sequence has none."""
         if before is None or before.sampled is None:
             return None
         places = self._upload(np.array([before.rows.get(seq, -1) for seq in rows], dtype=np.int32))
-        found = sampler.columns(before.sampled.tokens[None], mx.maximum(places, 0)[None])[0]
-        return mx.where(places >= 0, found, NO_TOKEN)
+        drawn = sampler.columns(before.sampled.tokens[None], mx.maximum(places, 0)[None])[0]
+        return mx.where(places >= 0, drawn, NO_TOKEN)
 
     def _masks(self, spans: Many[Span], masks: RowMasks) -> TokenMasks | None:
-        """Returns which tokens may be drawn; None: every token may."""
+        """Returns the masks of the tokens that may be drawn; None: every token may."""
         if masks.table is None:
             return None
         first = [masks.lines.get(span.sequence, ANY) for span in spans]
@@ -153,7 +157,7 @@ class TokenDraws:
 
 
 def _parts(spans: Many[Span], most: int) -> Iterator[tuple[list[Span], int, int]]:
-    """Yields spans that draw at most `most` tokens together, or one span, with their lines."""
+    """Yields groups of spans with their lines [first, end): at most `most` draws, or one span."""
     part: list[Span] = []
     first = end = 0
     for span in spans:
@@ -166,6 +170,6 @@ def _parts(spans: Many[Span], most: int) -> Iterator[tuple[list[Span], int, int]
 
 
 def _position(span: Span) -> int:
-    """Returns the number in its completion of the token that the last input of a span draws."""
+    """Returns the number of the token that a span's last input draws, in its completion."""
     seq = span.sequence
     return span.start + span.count + seq.discarded - len(seq.prompt)

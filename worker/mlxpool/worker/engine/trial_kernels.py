@@ -1,7 +1,7 @@
-"""Compiles the kernels of trials together, before the first of them is tried.
+"""Compiles the kernels of trials together, before the first trial.
 
-A trial compiles what it calls, in the thread that loads, and waits for it. So the model's layers
-are asked first which kernels they would try: those are compiled beside each other.
+A trial compiles its kernels in the thread that loads, and waits for them. So the model's layers are
+asked first which kernels they would try. These are then compiled in parallel.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mlxpool.worker.kernels import block_write, kernel_cache, row_columns, sampl
 from mlxpool.worker.layers.model_plan import Model
 from mlxpool.worker.transfers import downloads
 
-# Lines of the passes that are asked: layers have kernels for few lines, and for some.
+# Lines of the passes for which layers name their kernels: kernels for few lines, and for more.
 ASKED_LINES = (1, 64)
 OUR_MODULES = "mlxpool.worker."
 
@@ -28,16 +28,16 @@ OUR_MODULES = "mlxpool.worker."
 def compile_trials(
     model: Model, shape: RowShape, vocabulary: int, on_progress: Callable[[], None] = lambda: None
 ) -> None:
-    """Compiles what the trials of this model's kernels call, as far as the disk lacks it.
+    """Compiles the kernels of this model's trials that the disk lacks. Computes no pass.
 
-    `shape`: what its rows store. Computes nothing of the model.
+    `shape`: the arrays that the model's rows store.
     """
     with forgotten_caches(), kernel_cache.rehearsing() as jobs:
         downloads.works()
         block_write.makes_tables()
         row_columns.works()
         sampling.supports(vocabulary, shape.dtype)
-        if shape.fits_blocks:  # else its layers have few kernels, or none
+        if shape.fits_blocks:  # otherwise its layers have few kernels, or none
             for lines in ASKED_LINES:
                 probe = AttentionProbe(shape.dtype, quantised=shape.quantised)
                 model(mx.zeros((lines,), dtype=mx.int32), probe)
@@ -46,7 +46,7 @@ def compile_trials(
 
 @contextmanager
 def forgotten_caches() -> Iterator[None]:
-    """Clears the caches of functions to which something is added inside: nothing was tried."""
+    """Clears the caches of functions that were called inside: their results are not of trials."""
     sizes = {function: function.cache_info().currsize for function in _cached_functions()}
     try:
         yield
@@ -59,4 +59,8 @@ def forgotten_caches() -> Iterator[None]:
 def _cached_functions() -> Iterator[_lru_cache_wrapper[Any]]:
     for name, module in list(sys.modules.items()):
         if name.startswith(OUR_MODULES):
-            yield from (one for one in vars(module).values() if isinstance(one, _lru_cache_wrapper))
+            yield from (
+                function
+                for function in vars(module).values()
+                if isinstance(function, _lru_cache_wrapper)
+            )

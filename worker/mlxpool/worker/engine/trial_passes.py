@@ -1,4 +1,4 @@
-"""The passes that an engine computes at load, over sequences of no request."""
+"""The passes that an engine computes at load, over sequences without a request."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from mlxpool.worker.speculation.mtp import FIRST_CHANCES
 from mlxpool.worker.system.load_clock import LOAD
 from mlxpool.worker.transfers.shared_array import SETS
 
-WARM_UP_PASSES = 2  # of each size; the first compiles
+WARM_UP_PASSES = 2  # passes of each size; the first compiles
 UNLIMITED_TOKENS = 10**9
-MASK_TABLES = 2  # for the next draw, and for rows that read forced tokens before they draw
+MASK_TABLES = 2  # one for the next draw, one for rows that read forced tokens before they draw
 
 
 class LoadedEngine(Protocol):
-    """What a load uses of the engine that it warms up: model_engine.ModelEngine."""
+    """The part of an engine that its warm-up uses; model_engine.ModelEngine is one."""
 
     parts: Parts
     pipeline: Pipeline
@@ -67,8 +67,9 @@ class LoadedEngine(Protocol):
 class PassKind(Struct, frozen=True):
     """The spans of a pass that is computed at load.
 
-    `counts`: the inputs of new rows, each of which draws a token. `drafts`: those that one more row
-    checks. `unread`: inputs of a prompt that goes on behind them. 0: there is no such row.
+    `counts`: the inputs of each new row that draws a token. `drafts`: the number of drafts that one
+    more row checks. `unread`: the inputs of a further row that draws nothing, as its prompt goes on
+    after them. With 0 the pass lacks that row.
     """
 
     counts: tuple[int, ...] = ()
@@ -79,11 +80,11 @@ class PassKind(Struct, frozen=True):
 def compiled_kinds(
     sizes: Many[int], rows: int, longest: int, drafts: int, alone: int = 0
 ) -> Iterator[PassKind]:
-    """Yields the spans of each pass that is compiled, besides those of decode steps alone.
+    """Yields the kinds of compiled passes, except passes of decode steps alone.
 
-    Passes are compiled for `sizes` of lines, of which those up to `longest` are computed. They have
-    `rows` rows at most, which check `drafts` drafts together at most. With up to `alone` lines
-    those that check drafts and do nothing else are others.
+    Passes are compiled for `sizes` of lines; sizes above `longest` are not computed. A pass has at
+    most `rows` rows, which check at most `drafts` drafts together. Up to `alone` lines, a pass that
+    only checks drafts is compiled apart.
     """
     before = 0
     for size in sizes:
@@ -91,7 +92,7 @@ def compiled_kinds(
             return
         if size > 1:
             yield PassKind((1, size - 1) if size > 2 else (size,))
-        # Of passes that check drafts, those that name more lines than there are rows are others.
+        # Passes that check drafts are compiled apart if more lines draw than rows exist.
         drawing = min(size, rows + drafts)
         beside = drawing - 1 if drawing == size <= alone else drawing
         for checked in sorted({1, max(1, beside - 1)}) if size > rows else (1,):
@@ -103,19 +104,19 @@ def compiled_kinds(
 
 
 def kinds_of_passes(engine: LoadedEngine) -> Iterator[PassKind]:
-    """Yields the spans of each pass that is computed at load."""
+    """Yields the kinds of passes that are computed at load."""
     layout, rows = engine.parts.memory.layout, engine.parts.memory.most_rows()
     for count in decode_sizes(engine, rows):
         yield PassKind((1,) * count)
     longest = min(engine.context - 1, bounds_of(engine.parts)[0])
-    if layout.sizes:  # in a pool, of which each row may leave a part of a block unused
+    if layout.sizes:  # each row of a pool may leave a part of a block unused
         longest = min(longest, (layout.blocks - 1) * KV_BLOCK_TOKENS)
     drafts, alone = engine.most_drafts, layout.follow_lines
     yield from compiled_kinds(layout.sizes, rows, longest, drafts, alone)
 
 
 def decode_sizes(engine: LoadedEngine, rows: int) -> list[int]:
-    """Returns the numbers of rows for which decode passes are warmed."""
+    """Returns the numbers of rows of the decode passes that are warmed up."""
     layout = engine.parts.memory.layout
     sizes = [size for size in layout.sizes if size <= rows]
     return sizes or _first_and_last(list(range(1, rows + 1)), on_gpu=device.on_gpu())
@@ -124,16 +125,16 @@ def decode_sizes(engine: LoadedEngine, rows: int) -> list[int]:
 def compile_kernels(
     engine: LoadedEngine, kinds: Iterable[PassKind], on_progress: Callable[[], None]
 ) -> None:
-    """Compiles our kernels of passes of these kinds together; computes none of them.
+    """Compiles our kernels of passes of these kinds together, and computes no pass.
 
-    What was built of a pass stays compiled, so that the warm-up does not build it again.
+    Built passes stay compiled, so that the warm-up does not build them again.
     """
     layout = engine.parts.memory.layout
     LOAD.enter("passes")
     with kernel_cache.collecting() as jobs:
         if engine.parts.uploads is not None:
             engine.parts.uploads.begin()
-        # Elsewhere a pass replaces the arrays of rows, which nothing may compute here.
+        # In other layouts a pass replaces the arrays of rows, and they must not be computed here.
         in_place = layout.holds_prefixes and not layout.shares_arrays
         for kind in kinds if in_place else ():
             spans = dummy_spans(engine, kind)
@@ -147,7 +148,7 @@ def compile_kernels(
 def warm_passes(engine: LoadedEngine, on_progress: Callable[[], None]) -> None:
     """Computes a pass of each kind that is compiled, and one with every sampling option.
 
-    The second pass of a kind shows the cost model its time.
+    The second pass of a kind gives its time to the cost model.
     """
     held = hold_rows(engine)
     warm(engine, PassKind((1,)), on_progress, ALL_OPTIONS)
@@ -160,10 +161,10 @@ def warm_passes(engine: LoadedEngine, on_progress: Callable[[], None]) -> None:
 
 
 def hold_rows(engine: LoadedEngine) -> list[Sequence]:
-    """Returns a row that keeps the arrays of rows allocated while passes are warmed.
+    """Returns a row that keeps the arrays of rows allocated while passes are warmed up.
 
-    Elsewhere than in a pool they are freed with the last row that has a place in them, and each
-    pass would write hundreds of MB of zeros.
+    Outside of a pool, arrays are freed with their last row, and each pass would write hundreds of
+    MB of zeros.
     """
     layout = engine.parts.memory.layout
     if layout.holds_prefixes:
@@ -174,10 +175,10 @@ def hold_rows(engine: LoadedEngine) -> list[Sequence]:
 
 
 def warm_masks(engine: LoadedEngine, count: int, options: Options | None = None) -> None:
-    """Draws tokens of so many rows with masks, and allocates the memory that they are in."""
+    """Draws tokens of `count` rows with masks, and allocates the memory of the masks."""
     rows = dummy_rows(engine, count, 1, options)
-    given = [engine.mask_memory(count) for _ in range(MASK_TABLES)]
-    table = given[0] or new_table(count, words_of_mask(engine.vocab_size))
+    tables = [engine.mask_memory(count) for _ in range(MASK_TABLES)]
+    table = tables[0] or new_table(count, words_of_mask(engine.vocab_size))
     table.masks[:] = whole_mask(engine.vocab_size)
     masks = RowMasks(table, count, {seq: line for line, seq in enumerate(rows)})
     for _ in range(SETS):
@@ -187,18 +188,18 @@ def warm_masks(engine: LoadedEngine, count: int, options: Options | None = None)
         for seq in rows:
             seq.submitted = 0
             engine.parts.memory.rows[seq].trim(0)
-    engine.masks.give_back(one for one in given if one is not None)
+    engine.masks.give_back(memory for memory in tables if memory is not None)
     drop_rows(engine, rows)
 
 
 def warm_head(engine: LoadedEngine, head: HeadDrafts) -> None:
-    """Has the model's head draft for one row, and the row check it."""
+    """Lets the model's head draft for one row, and the row check the drafts."""
     (seq,) = dummy_rows(engine, 1, 1)
     for _ in range(min(WARM_UP_PASSES, engine.context // 4)):  # of four inputs at most
-        seq.ids += [one.token for one in step(engine, [Span(seq, seq.submitted, 1, 1)]).drawn]
+        seq.ids += [drawn.token for drawn in step(engine, [Span(seq, seq.submitted, 1, 1)]).drawn]
         drafts = head.drafts({seq: 1})
-        found = step(engine, [Span.check(seq, drafts.get(seq, (0,)))])
-        seq.ids += [one.token for one in found.drawn]
+        result = step(engine, [Span.check(seq, drafts.get(seq, (0,)))])
+        seq.ids += [drawn.token for drawn in result.drawn]
         if engine.most_drafts and head.ready(seq):
             most = min(engine.parts.memory.most_rows(), engine.most_drafts)
             head.compile_ahead(seq, most, len(FIRST_CHANCES))
@@ -206,7 +207,7 @@ def warm_head(engine: LoadedEngine, head: HeadDrafts) -> None:
 
 
 def whole_mask(vocab_size: int, draws: int = 1) -> Mask:
-    """Returns a mask that allows every token in so many draws."""
+    """Returns a mask that allows every token in `draws` draws."""
     return np.full((draws, -(-vocab_size // 32)), 2**32 - 1, dtype=np.uint32)
 
 
@@ -248,10 +249,10 @@ def dummy_rows(
 ) -> list[Sequence]:
     """Returns sequences of `tokens` tokens, each with an empty row."""
     memory = engine.parts.memory
-    every = [_dummy_sequence(tokens, options) for _ in range(count)]
-    for seq in every:
+    sequences = [_dummy_sequence(tokens, options) for _ in range(count)]
+    for seq in sequences:
         memory.rows[seq] = memory.layout.store.new_row()
-    return every
+    return sequences
 
 
 def drop_rows(engine: LoadedEngine, rows: Many[Sequence]) -> None:
@@ -269,10 +270,10 @@ def step(engine: LoadedEngine, spans: Many[Span]) -> StepResult:
 
 
 def _first_and_last(counts: list[int], *, on_gpu: bool) -> list[int]:
-    """Returns the numbers of rows for which a load computes a pass.
+    """Returns the numbers of rows of the passes that a load computes.
 
-    On a CPU passes of two rows and more are fused into the same functions, which a C++ compiler
-    compiles: the first with several rows and the widest show what the others take.
+    On a CPU a C++ compiler compiles fused functions, which are the same for two rows and more. So
+    the first pass with several rows and the widest show the times of the others.
     """
     return counts if on_gpu or len(counts) < 4 else [*counts[:2], counts[-1]]
 

@@ -1,4 +1,4 @@
-"""What an engine does at load: measures the memory of a pass, compiles, computes each kind once."""
+"""Warms up an engine at load: measures a pass's memory, compiles, computes each kind once."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ from mlxpool.worker.transfers.uploads import upload_copy, upload_table
 
 CPU_WARM_UP_CHUNKS = (64, 256)  # tokens of the chunks that are measured at load
 GPU_WARM_UP_CHUNKS = (256, 1024)  # the same
-LONG_PASSES_LEAVE = 7 / 8  # of the blocks, at least: otherwise passes stay short
-DECODE_STEPS = 12  # of one row, whose time decides about the time of all passes
+LONG_PASSES_LEAVE = 7 / 8  # the least part of the blocks that long passes must leave
+DECODE_STEPS = 12  # decode steps of one row, whose time decides the time of all passes
 
 log = logging.getLogger("mlxpool.worker")
 
@@ -51,8 +51,8 @@ def warm_up(engine: LoadedEngine, on_progress: Callable[[], None]) -> Warmed:
     """Measures the memory of a prefill chunk and of draws, and computes each kind of pass once.
 
     Calls `on_progress` after each step, which may take seconds. Makes the layout anew, with as many
-    blocks as fit beside a step. On a CPU it measures, and computes passes, unless an earlier load
-    has kept its figures. Raises ModelLoadFailed when too few blocks are left.
+    blocks as fit beside a step. On a CPU it skips measurements and passes if an earlier load has
+    kept its figures. Raises ModelLoadFailed if too few blocks are left.
     """
     LOAD.enter("memory")
     parts, memory, long_passes = engine.parts, engine.parts.memory, False
@@ -82,7 +82,7 @@ def warm_up(engine: LoadedEngine, on_progress: Callable[[], None]) -> Warmed:
     if parts.predictions is not None:
         warm_head(engine, parts.predictions)
         on_progress()
-    # Not of the cost model, which predicts other passes from those that it saw last.
+    # The cost model is not asked: it predicts passes of this kind from the last passes it saw.
     seconds = parts.target.most
     if parts.target.least < parts.target.most:
         seconds = parts.target.seconds(decode_seconds(engine))
@@ -97,12 +97,12 @@ def warm_up(engine: LoadedEngine, on_progress: Callable[[], None]) -> Warmed:
 
 
 def is_pooled(memory: EngineMemory[Layout, CacheRow]) -> bool:
-    """Returns whether the measurement decides about the blocks of a pool."""
+    """Returns True if the measurement decides the number of a pool's blocks."""
     return memory.layout.holds_prefixes and memory.fixed_blocks is None
 
 
 def kept_measurement(engine: LoadedEngine) -> KeptMeasurement | None:
-    """Returns the file of this engine's figures; None: each load measures them."""
+    """Returns the file of this engine's figures; None: every load measures them."""
     parts, memory = engine.parts, engine.parts.memory
     if not parts.settings.keeps_measurement or device.on_gpu() or memory.draft is not None:
         return None
@@ -128,7 +128,7 @@ def kept_measurement(engine: LoadedEngine) -> KeptMeasurement | None:
 
 
 def measure_memory(engine: LoadedEngine, on_progress: Callable[[], None]) -> bool:
-    """Measures the bytes of a pass at its peak; returns whether passes become long."""
+    """Measures the bytes of a pass at its peak; returns True if passes become long."""
     parts, memory, drafts = engine.parts, engine.parts.memory, engine.most_drafts
     chunks = GPU_WARM_UP_CHUNKS if device.on_gpu() else CPU_WARM_UP_CHUNKS
     sizes = [min(size, engine.context - 3) for size in chunks]
@@ -157,7 +157,7 @@ def measure_memory(engine: LoadedEngine, on_progress: Callable[[], None]) -> boo
 def measure_chunks(
     engine: LoadedEngine, sizes: Many[int], on_progress: Callable[[], None]
 ) -> list[tuple[int, int]]:
-    """Returns what `measure_chunk` does for each size; compiles their kernels together."""
+    """Returns the result of `measure_chunk` for each size; compiles their kernels together."""
     if engine.parts.memory.layout.sizes and device.on_gpu():
         kinds = [PassKind(unread=size) for size in sizes]
         compile_kernels(engine, kinds, on_progress)
@@ -183,24 +183,24 @@ def measure_chunk(engine: LoadedEngine, size: int) -> tuple[int, int]:
 def pass_bytes(
     vocab_size: int, small: tuple[int, int], large: tuple[int, int], lines: int, pairs: int
 ) -> int:
-    """Returns the bytes of a pass of so many inputs and query-key pairs at most.
+    """Returns the bytes of a pass of at most `lines` inputs and `pairs` query-key pairs.
 
-    `small` and `large` are what `measure_chunk` has returned: inputs and bytes of a chunk.
+    `small` and `large` are results of `measure_chunk`: the inputs and the bytes of a chunk.
     """
     one_pass = activation_bytes(small, large, lines, pairs)
-    # In place of a pass that has ended.
+    # Logits of prompts take the place of a pass that has ended.
     return max(one_pass, logit_bytes(vocab_size, lines))
 
 
 def choose_long_passes(
     engine: LoadedEngine, small: tuple[int, int], large: tuple[int, int]
 ) -> bool:
-    """Makes a layout of long passes, if they pay and are allowed; returns whether it did.
+    """Makes a layout of long passes if they pay and are allowed; returns True if it did.
 
-    They have twice the inputs of the `large` chunk, which is the longest of the layout. They
-    pay for small models, of which the host takes as long to build a pass as the device to
-    compute it. They are allowed if they end within the step target's upper bound, so that
-    requests that arrive are not delayed, and leave LONG_PASSES_LEAVE of the blocks.
+    Long passes have twice the inputs of the `large` chunk, which is the longest of the layout. They
+    pay for small models: the host takes as long to build a pass as the device to compute it. They
+    are allowed if they end within the step target's upper bound, so that new requests are not
+    delayed, and if they leave LONG_PASSES_LEAVE of the blocks.
     """
     parts, memory, size = engine.parts, engine.parts.memory, large[0]
     most = min(parts.batch, engine.context)
@@ -222,7 +222,7 @@ def choose_long_passes(
 
 
 def blocks_beside(parts: Parts, step: int) -> int:
-    """Returns the blocks that a pool would have if a step took so many bytes."""
+    """Returns the blocks that a pool would have if a step took `step` bytes."""
     memory, before = parts.memory, parts.memory.budget
     memory.budget = replace(before, step=step + memory.layout.read_bytes)
     try:
@@ -232,7 +232,7 @@ def blocks_beside(parts: Parts, step: int) -> int:
 
 
 def chunk_seconds(engine: LoadedEngine, size: int) -> float:
-    """Returns the time of a chunk of `size` tokens, for which the pass is compiled."""
+    """Returns the seconds of a chunk of `size` tokens. Its pass is compiled already."""
     (seq,) = dummy_rows(engine, 1, size + 1)
     began = monotonic()
     step(engine, [Span(seq, 0, size, draws=0)])
@@ -242,15 +242,15 @@ def chunk_seconds(engine: LoadedEngine, size: int) -> float:
 
 
 def most_logits(engine: LoadedEngine) -> int:
-    """Returns how many lines of logits a pass with drafts has, with those of padding."""
+    """Returns the most lines of logits of a pass with drafts, with padding."""
     most = engine.parts.memory.budget.rows + engine.most_drafts
     return next((size for size in engine.parts.memory.layout.sizes if size >= most), most)
 
 
 def draw_bytes(engine: LoadedEngine, lines: int) -> int:
-    """Returns the memory of so many lines of logits and of their draws, with every option."""
+    """Returns the bytes of `lines` lines of logits and of their draws, with every option."""
     part = min(lines, lines_at_a_time(engine.vocab_size))
-    # Some rows with a top-k and some without, for which top-p looks at all tokens.
+    # Some rows have a top-k. For the others top-p looks at all tokens.
     options = [ALL_OPTIONS, replace(ALL_OPTIONS, top_k=0)] * part
     batch = SamplingBatch(options[:part], [0] * part, engine.vocab_size)
     words = whole_mask(engine.vocab_size, part).view(np.int32)
@@ -261,14 +261,14 @@ def draw_bytes(engine: LoadedEngine, lines: int) -> int:
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     masks, histories = TokenMasks(numbers, part), [(0,)] * part
-    found = sampler.sample_batch(logits, batch, range(part), histories, masks=masks)
-    mx.eval(found.arrays())
+    output = sampler.sample_batch(logits, batch, range(part), histories, masks=masks)
+    mx.eval(output.arrays())
     taken = mx.get_peak_memory() - before
     return taken + lines * engine.vocab_size * engine.parts.loaded.dtype.size
 
 
 def decode_seconds(engine: LoadedEngine) -> float:
-    """Returns the time of a decode step of one row, one after the other as requests have it."""
+    """Returns the seconds of a decode step of one row, among steps that follow each other."""
     (seq,) = dummy_rows(engine, 1, 1)
     ends = []
     for _ in range(DECODE_STEPS):

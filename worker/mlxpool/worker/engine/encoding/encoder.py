@@ -18,7 +18,7 @@ class Encoder(Protocol):
 
     @property
     def tasks(self) -> frozenset[Task]:
-        """What the model can be asked for."""
+        """The tasks of the model."""
 
     @property
     def context(self) -> int:
@@ -26,18 +26,18 @@ class Encoder(Protocol):
 
     @property
     def dimensions(self) -> int:
-        """The numbers of a vector of `embed`; 0: it does not embed."""
+        """The length of a vector of `embed`; 0: the model does not embed."""
 
     @property
     def normalises(self) -> bool:
-        """Whether vectors of `embed` are to have length 1 where a request does not say.
+        """True if `embed` normalises vectors to length 1 by default.
 
-        `encode` returns them as pooled, see encoders.vectors.finished.
+        `encode` returns vectors as pooled, see encoders.vectors.finished.
         """
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The names of the columns of `classify`; empty: it does not classify."""
+        """The names of the columns of `classify`; empty: the model does not classify."""
 
     @property
     def digest(self) -> str:
@@ -45,38 +45,38 @@ class Encoder(Protocol):
 
     @property
     def lines(self) -> int:
-        """The tokens of a pass at most; one input may have more and is a pass of its own."""
+        """The most tokens of a pass. A longer input is a pass of its own."""
 
     @property
     def yields_cores(self) -> bool:
-        """Whether a pass may use fewer cores while other processes need them; see Engine."""
+        """True if a pass may use fewer cores while other processes need them; see Engine."""
 
     @property
     def divides(self) -> bool:
-        """Whether `encode` can divide a pass among threads, each with one BLAS thread."""
+        """True if `encode` can divide a pass among threads, each with one BLAS thread."""
 
     def report_compiles(self, tell: Callable[[], None]) -> None:
-        """Has `tell` called by this thread before a pass of a new size is built.
+        """Sets the function that this thread calls before it builds a pass of a new size.
 
-        Such a pass may compile something, and take longer.
+        Such a pass may compile kernels, and take longer.
         """
 
     def encode(self, inputs: Sequence[EncoderInput], threads: int = 1) -> npt.NDArray[np.float32]:
-        """Computes one pass, in any order of lengths; a row of the result is that of its input.
+        """Computes one pass over inputs in any order; row i of the result belongs to input i.
 
-        It is divided among up to `threads` threads where the encoder `divides`.
+        The pass is divided among at most `threads` threads if the encoder `divides`.
 
         embed: vectors [n, dimensions], neither cut nor normalised. rerank: a score [n, 1], with the
         model's activation. classify: probabilities [n, labels].
         """
 
     def device_works(self) -> bool:
-        """Returns whether the device still computes; called after an exception."""
+        """Returns True if the device still computes; called after an exception."""
 
     def warm_up(self, on_progress: Callable[[], None]) -> None:
-        """Computes passes of the sizes that requests will have, so that none compiles anything.
+        """Computes passes of the sizes of requests, so that no request waits for compilation.
 
-        Calls `on_progress` after each.
+        Calls `on_progress` after each pass.
         """
 
     def memory(self) -> MemoryUse:

@@ -1,7 +1,8 @@
 """The engine of encoder models: one pass over whole texts, sorted by length, without padding.
 
-On a CPU a pass may be divided among threads, with a share of the texts each. MLX computes all but
-matrix products on one core, so one share on each core takes less time than products on all cores.
+On a CPU a pass may be divided among threads; each has a share of the texts. MLX computes everything
+except matrix products on one core, so one share on each core takes less time than products on all
+cores.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from mlxpool.worker.kernels.cpu_exp import on_linux_cpu
 from mlxpool.worker.weights.load import LoadedModel
 
 CLEAR_INTERVAL = 64  # passes after which freed buffers are given back: their sizes differ
-MIN_SHARE = 64  # tokens of a share: smaller products are slow
-WARM_UP_LENGTHS = (4, 32, 128)  # tokens of texts, as many as a pass takes
+MIN_SHARE = 64  # the least tokens of a share: smaller products are slow
+WARM_UP_LENGTHS = (4, 32, 128)  # tokens of a text; a pass has as many texts as it takes
 ACTIVATIONS: dict[Activation, Callable[[mx.array], mx.array]] = {
     "": lambda x: x,
     "sigmoid": mx.sigmoid,
@@ -38,17 +39,22 @@ ACTIVATIONS: dict[Activation, Callable[[mx.array], mx.array]] = {
 
 
 def shares_of(sizes: Sequence[int], threads: int) -> Iterator[slice]:
-    """Yields at most `threads` slices of texts with `sizes` tokens, of about as many tokens each.
+    """Yields at most `threads` slices of texts, with about the same number of tokens each.
 
-    A share has at least MIN_SHARE tokens, unless there is only one.
+    `sizes`: the tokens of each text. A slice has at least MIN_SHARE tokens, unless it is the only
+    slice.
     """
     whole = sum(sizes)
     count = max(1, min(threads, whole // MIN_SHARE))
-    begin, tokens, given = 0, 0, 0
+    begin, tokens, shares = 0, 0, 0
     for index, size in enumerate(sizes):
-        if given < count - 1 and index > begin and tokens + size / 2 > whole * (given + 1) / count:
+        if (
+            shares < count - 1
+            and index > begin
+            and tokens + size / 2 > whole * (shares + 1) / count
+        ):
             yield slice(begin, index)
-            begin, given = index, given + 1
+            begin, shares = index, shares + 1
         tokens += size
     yield slice(begin, len(sizes))
 
@@ -59,8 +65,9 @@ class EncoderEngine:
     def __init__(
         self, encoder: EncoderFolder, loaded: LoadedModel, *, limit: int = 0, batch: int = 0
     ) -> None:
-        """`limit` bounds the bytes of the process, see device.memory_limit; `batch` the tokens of a
-        pass, see device.prefill_chunk.
+        """`limit`: an upper bound of the bytes of the process, see device.memory_limit.
+
+        `batch`: an upper bound of the tokens of a pass, see device.prefill_chunk.
         """
         self._encoder, self._loaded = encoder, loaded
         self._plan, self._model = encoder.plan, loaded.model
@@ -74,15 +81,15 @@ class EncoderEngine:
         self.digest = versions.digest_of(encoder.digest)
         self.yields_cores = not device.on_gpu()
         caches = encoder.plan.model.caches
-        self._windows = [one.window if isinstance(one, KeyValueSpec) else 0 for one in caches]
+        self._windows = [cache.window if isinstance(cache, KeyValueSpec) else 0 for cache in caches]
         self._dense = [
-            load_dense(encoder.folder.files / one.file, one, loaded.dtype)
-            for one in encoder.vectors.dense
+            load_dense(encoder.folder.files / dense.file, dense, loaded.dtype)
+            for dense in encoder.vectors.dense
         ]
         self._passes = 0
         self._tell_compiles: Callable[[], None] = lambda: None
         self._seen: set[tuple[int, int]] = set()  # sizes of passes that were computed
-        # Causal models have functions that MLX compiles, which threads must not share.
+        # Causal models have functions that MLX compiles. Threads must not share these.
         self.divides = on_linux_cpu() and loaded.dtype == mx.float32 and not self._plan.causal
         self._threads: ThreadPoolExecutor | None = None
 
@@ -94,28 +101,28 @@ class EncoderEngine:
         """See Encoder.encode."""
         order = sorted(range(len(inputs)), key=lambda index: len(inputs[index].ids))
         texts = [inputs[index] for index in order]
-        lengths = [len(one.ids) for one in texts]
+        lengths = [len(text.ids) for text in texts]
         size = sum(lengths).bit_length(), lengths[-1].bit_length()
         if size not in self._seen:
             self._tell_compiles()
         shares = list(shares_of(lengths, threads if self.divides else 1))
         if len(shares) == 1:
-            found = self._rows(texts)
+            answers = self._rows(texts)
         else:
             pool = self._pool()
             rows = [pool.submit(self._rows, texts[share]) for share in shares]
-            wait(rows)  # also where one fails: nothing computes when an error is seen
-            found = np.concatenate([one.result() for one in rows])
+            wait(rows)  # also if a share fails: no thread computes when an error is raised
+            answers = np.concatenate([row.result() for row in rows])
         self._seen.add(size)
         self._passes += 1
         if self._passes % CLEAR_INTERVAL == 0:
             mx.clear_cache()
-        result = np.empty_like(found)
-        result[order] = found
+        result = np.empty_like(answers)
+        result[order] = answers
         return result
 
     def _pool(self) -> ThreadPoolExecutor:
-        """The threads of shares, each with an MLX stream of its own; they start when needed."""
+        """Returns the threads of shares, each with its own MLX stream; starts them if needed."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(
                 os.cpu_count(), "share", lambda: mx.set_default_stream(mx.new_stream(mx.cpu))
@@ -123,16 +130,16 @@ class EncoderEngine:
         return self._threads
 
     def _rows(self, texts: Sequence[EncoderInput]) -> npt.NDArray[np.float32]:
-        """The rows of texts that are sorted by length."""
-        types = chain.from_iterable(one.types or (0,) * len(one.ids) for one in texts)
+        """Returns the rows of the results of texts that are sorted by length."""
+        types = chain.from_iterable(text.types or (0,) * len(text.ids) for text in texts)
         batch = PackedBatch(
-            [len(one.ids) for one in texts], list(types), self._windows, causal=self._plan.causal
+            [len(text.ids) for text in texts], list(types), self._windows, causal=self._plan.causal
         )
-        ids = mx.array(np.fromiter(chain.from_iterable(one.ids for one in texts), np.int32))
+        ids = mx.array(np.fromiter(chain.from_iterable(text.ids for text in texts), np.int32))
         return np.array(self._answer(ids, batch).astype(mx.float32))
 
     def _answer(self, ids: mx.array, batch: PackedBatch) -> mx.array:
-        """The rows of the texts of a batch, in its order."""
+        """Returns the rows of the results of a batch's texts, in its order."""
         states = self._model.hidden_states(ids, batch)
         if "embed" not in self.tasks:
             logits = self._model.logits_of(pooled(states, batch.texts, (self._plan.pooling,)))

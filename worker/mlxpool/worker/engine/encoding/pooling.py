@@ -1,4 +1,4 @@
-"""Vectors of texts: the states of a text's tokens as one, and the linear layers behind."""
+"""Vectors of texts: pools the states of a text's tokens, and loads the linear layers to follow."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mlxpool.worker.layers.layer_types import LayerFunction
 
 
 def _weighted_mean(states: mx.array) -> mx.array:
-    """The mean with weights 1, 2, 3 and so on: later tokens have read more."""
+    """Returns the mean with weights 1, 2, 3 and so on: later tokens have read more."""
     length = states.shape[1]
     weights = mx.arange(1, length + 1, dtype=states.dtype)[:, None]
     return mx.sum(states * weights, axis=1) / (length * (length + 1) / 2)
@@ -34,30 +34,30 @@ POOLS: Mapping[Pooling, LayerFunction] = {
 
 
 def pooled(states: mx.array, texts: Sequence[EqualTexts], poolings: Sequence[Pooling]) -> mx.array:
-    """States [T, d] of a pass -> vectors [n, d * poolings], in the order of the texts."""
-    found = []
+    """Returns vectors [n, d * poolings] of states [T, d] of a pass, in the order of the texts."""
+    vectors = []
     for some in texts:
         grouped = states[some.begin : some.end].reshape(some.count, some.length, -1)
-        parts = [POOLS[one](grouped) for one in poolings]
-        found.append(parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1))
-    return found[0] if len(found) == 1 else mx.concatenate(found)
+        parts = [POOLS[pooling](grouped) for pooling in poolings]
+        vectors.append(parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1))
+    return vectors[0] if len(vectors) == 1 else mx.concatenate(vectors)
 
 
 def load_dense(file: Path, dense: Dense, dtype: mx.Dtype) -> LayerFunction:
-    """A linear layer with its activation; raises ModelLoadFailed for another file."""
+    """Returns a linear layer with its activation. Raises ModelLoadFailed for a bad file."""
     try:
-        found = mx.load(str(file), format="safetensors")
+        tensors = mx.load(str(file), format="safetensors")
     except (RuntimeError, OSError) as error:
         raise ModelLoadFailed(f"{file} cannot be read: {error}") from error
-    assert isinstance(found, dict)
-    wanted = {"linear.weight": (dense.outputs, dense.inputs)}
+    assert isinstance(tensors, dict)
+    expected = {"linear.weight": (dense.outputs, dense.inputs)}
     if dense.bias:
-        wanted["linear.bias"] = (dense.outputs,)  # type: ignore[assignment]
-    shapes = {name: array.shape for name, array in found.items()}
-    if shapes != wanted:
-        raise ModelLoadFailed(f"{file} has the tensors {shapes}, must have {wanted}")
-    weight = found["linear.weight"].astype(dtype).T
-    bias = found["linear.bias"].astype(dtype) if dense.bias else mx.zeros((dense.outputs,), dtype)
+        expected["linear.bias"] = (dense.outputs,)  # type: ignore[assignment]
+    shapes = {name: array.shape for name, array in tensors.items()}
+    if shapes != expected:
+        raise ModelLoadFailed(f"{file} has the tensors {shapes}, must have {expected}")
+    weight = tensors["linear.weight"].astype(dtype).T
+    bias = tensors["linear.bias"].astype(dtype) if dense.bias else mx.zeros((dense.outputs,), dtype)
     mx.eval(weight, bias)
     activation = {"": lambda x: x, "tanh": mx.tanh, **FUNCTIONS}[dense.activation]
     return lambda x: activation(x @ weight + bias)
