@@ -1,6 +1,6 @@
 """Layouts of keys, values and states in memory, and attention over them.
 
-An engine has one layout, see layout.py: rows with arrays of their own, slabs (CPU, in_slabs/) or a
-block pool (CUDA, in_pool/). A block has KV_BLOCK_TOKENS tokens in all of them, see
+An engine has one layout, see layout.py: rows with their own arrays, slabs (CPU, in_slabs/) or a
+block pool (CUDA, in_pool/). In every layout a block has KV_BLOCK_TOKENS tokens, see
 scheduling/kv_blocks.py.
 """

@@ -1,10 +1,10 @@
 """Attention in which no bit depends on batch or chunk, for the setting `deterministic`.
 
-The rounding of a matrix product depends on its shape, and that on how many tokens are computed at
-once. Here every product has one shape: TILE_ROWS queries against one block of keys. The blocks
-of a row are combined by their softmax weights; masked blocks add an exact 0. Together with tiled
-products (layers/linear.py) a token gives the same bits in any prefill chunk, in any decode batch,
-and after a preemption or a resume.
+The rounding of a matrix product depends on its shape, and the shape on the number of tokens that
+are computed together. Here every product has one shape: TILE_ROWS queries against one block of
+keys. The blocks of a row are combined by their softmax weights; masked blocks add an exact 0.
+Together with tiled products (layers/linear.py) a token gives the same bits in any prefill chunk, in
+any decode batch, and after a preemption or a resume.
 """
 
 from __future__ import annotations
@@ -22,25 +22,26 @@ MASKED_SCORE = -1e30  # finite, so that fully masked blocks give no NaN
 def exact_attention(
     q: mx.array, keys: mx.array, values: mx.array, scores: ScoreParams, window: int = 0
 ) -> mx.array:
-    """As dot_product.causal_attention; gives the same bits whatever is computed at once."""
+    """Attends as dot_product.causal_attention; the bits do not depend on batch or chunk."""
     if scores.sinks is not None or window:
         raise NotImplementedError("no model with sinks or windows is deterministic")
     count, heads, size = q.shape
     pairs, length = keys.shape[1], keys.shape[2]
     each = heads // pairs
     tiled = padded_rows(q * scores.scale, TILE_ROWS).reshape(-1, TILE_ROWS, pairs, each, size)
-    asked = tiled.transpose(0, 2, 1, 3, 4).reshape(-1, pairs, 1, TILE_ROWS * each, size)
-    tiles = asked.shape[0]
+    queries = tiled.transpose(0, 2, 1, 3, 4).reshape(-1, pairs, 1, TILE_ROWS * each, size)
+    tiles = queries.shape[0]
     mask = _mask(length - count, tiles, each, length)
-    out = _attend_blocks(asked, _blocks(keys), _blocks(values), mask, scores.softcap)
+    out = _attend_blocks(queries, _blocks(keys), _blocks(values), mask, scores.softcap)
     out = out.reshape(tiles, pairs, TILE_ROWS, each, size).transpose(0, 2, 1, 3, 4)
     return out.reshape(-1, heads, size)[:count]
 
 
 def _mask(start: int, tiles: int, each: int, length: int) -> mx.array:
-    """[tiles, 1, B, TILE_ROWS * each, BLOCK]: 0 where a query may attend, else MASKED_SCORE.
+    """Returns the mask [tiles, 1, B, TILE_ROWS * each, KV_BLOCK_TOKENS].
 
-    The first query is of token `start`; `length` tokens are in the blocks.
+    Its numbers are 0 if the query may attend, else MASKED_SCORE. The first query belongs to token
+    `start`; the blocks have `length` tokens.
     """
     blocks = -(-length // KV_BLOCK_TOKENS)
     places = mx.arange(blocks * KV_BLOCK_TOKENS).reshape(1, 1, blocks, 1, KV_BLOCK_TOKENS)
@@ -58,10 +59,10 @@ def _blocks(array: mx.array) -> mx.array:
 
 
 def _attend_blocks(
-    asked: mx.array, keys: mx.array, values: mx.array, mask: mx.array, cap: float
+    queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array, cap: float
 ) -> mx.array:
     """Returns [tiles, KV, queries, D]: the softmax averages of the blocks, combined."""
-    scores = apply_softcap(asked @ keys.swapaxes(-1, -2), cap) + mask
+    scores = apply_softcap(queries @ keys.swapaxes(-1, -2), cap) + mask
     shares = mx.softmax(scores, axis=-1)
     # The greatest share is 1 / sum(exp(score - max)), so `sums` is log(sum(exp(score))).
     sums = mx.max(scores, axis=-1, keepdims=True) - mx.log(mx.max(shares, axis=-1, keepdims=True))

@@ -15,14 +15,14 @@ from mlxpool.worker.kernels.device import on_gpu
 from mlxpool.worker.kernels.score_params import ScoreParams
 
 FUSED_HEAD_SIZES = (64, 80, 96, 112, 128)  # sizes of heads that a GPU's fused attention takes
-# Tokens of a block to which chunks are padded on CUDA, see `pad_to_blocks`; more above LONG_ROW.
+# Chunks are padded to multiples of these tokens on CUDA, see `pad_to_blocks`; LONG above LONG_ROW.
 PLAN_BLOCK, LONG_PLAN_BLOCK = 256, 1024
 LONG_ROW = 4096  # keys
-MAX_SCORES = 2**25  # scores (heads * queries * keys) that a GPU holds at a time
-# Query-key pairs of one head that a CPU holds at a time: as many as fit into its cache.
+MAX_SCORES = 2**25  # the most scores (heads * queries * keys) that a GPU holds at a time
+# The most query-key pairs of one head that a CPU holds at a time; they fit into its cache.
 MAX_CPU_PAIRS = 2**16
-MIN_CPU_QUERIES = 8  # of a part; with fewer a CPU's matrix products are slow
-# Parts of a chunk at most: MLX begins the next ones before the first has ended.
+MIN_CPU_QUERIES = 8  # the least queries of a part; with fewer a CPU's matrix products are slow
+# The most parts of a chunk in memory: MLX begins the next parts before the first has ended.
 MAX_PARTS_IN_FLIGHT = 6
 
 
@@ -31,9 +31,9 @@ def causal_attention(
 ) -> mx.array:
     """Attends causally in one row.
 
-    q [n, H, D], keys [1, KV, L, D], values [1, KV, L, V] -> [n, H, V]. The
-    queries belong to the last n of the L tokens. Without a fused kernel a long chunk is computed in
-    parts, one after the other, which bounds the scores in memory.
+    q [n, H, D], keys [1, KV, L, D], values [1, KV, L, V] -> [n, H, V]. The queries belong to the
+    last n of the L tokens. Without a fused kernel a long chunk is computed in parts, one after the
+    other, to bound the scores in memory.
     """
     length, count = keys.shape[2], q.shape[0]
     most = count if _fused(q, values, scores) else _queries_per_part(length, q.shape[1])
@@ -49,10 +49,10 @@ def causal_attention(
 
 
 def group_mask(count: int, length: int, window: int, groups: Sequence[tuple[int, int]]) -> mx.array:
-    """Returns which keys [count, length] the last `count` of `length` tokens see.
+    """Returns the mask [count, length] of the keys that the last `count` of `length` tokens see.
 
-    They see themselves and those before; the tokens of a group [begin, end) also see those of it
-    that follow. With a window they see no earlier ones than the window has.
+    A token sees itself and the tokens before it. A token of a group [begin, end) also sees the
+    later tokens of its group. With a window a token sees no token before the window.
     """
     ends = np.arange(length - count, length)[:, None]
     places = np.arange(length)[None]
@@ -94,14 +94,14 @@ def _queries_per_part(length: int, heads: int) -> int:
 
 
 def pairs_in_memory(shape: RowShape, pairs: int) -> int:
-    """Returns how many of the query-key `pairs` of a step have scores in memory at once."""
-    if on_gpu() or any(isinstance(one, LatentSpec) for one in shape.caches):
+    """Returns the most of a step's query-key `pairs` whose scores are in memory at once."""
+    if on_gpu() or any(isinstance(cache, LatentSpec) for cache in shape.caches):
         return pairs  # keys and values expanded from a latent cache grow with the tokens
     return min(pairs, MAX_PARTS_IN_FLIGHT * max(MAX_CPU_PAIRS, MIN_CPU_QUERIES * shape.capacity))
 
 
 def _fused(q: mx.array, values: mx.array, scores: ScoreParams) -> bool:
-    """Returns whether MLX's fused GPU kernel computes it, which never stores the scores."""
+    """Returns True if MLX's fused GPU kernel attends; it never stores the scores."""
     size = q.shape[-1]
     return on_gpu() and not scores.softcap and size == values.shape[-1] and size in FUSED_HEAD_SIZES
 
@@ -125,7 +125,7 @@ def _attend_part(
 
 
 def _pads(q: mx.array, keys: mx.array, values: mx.array, scores: ScoreParams, window: int) -> bool:
-    """Returns whether cuDNN attends, which compiles a plan for each pair of lengths."""
+    """Returns True if cuDNN attends, so that lengths are padded, see `pad_to_blocks`."""
     masked = bool(window) and keys.shape[2] > window
     served = q.shape[0] > 1 and not masked and scores.sinks is None
     return served and mx.cuda.is_available() and _fused(q, values, scores)
@@ -134,11 +134,11 @@ def _pads(q: mx.array, keys: mx.array, values: mx.array, scores: ScoreParams, wi
 def pad_to_blocks(
     queries: mx.array, keys: mx.array, values: mx.array, scores: ScoreParams
 ) -> mx.array:
-    """Attends causally in whole blocks of queries and keys: shapes as `unfused_attention`.
+    """Attends causally in whole blocks of queries and keys, with shapes as `unfused_attention`.
 
-    cuDNN compiles a plan for each pair of lengths, 45 to 60 ms each on an H200, so exact lengths
-    would cost every new prompt a plan. Queries are padded on both sides and keys behind, which the
-    causal mask hides.
+    cuDNN compiles a plan for each pair of lengths, in 45 to 60 ms on an H200, so exact lengths
+    would cost every new prompt a plan. Queries are padded on both sides, keys at the end. The
+    causal mask hides the padding.
     """
     count, length = queries.shape[2], keys.shape[2]
     before, whole, end = padded_lengths(length - count, count)
@@ -163,7 +163,7 @@ def padded_lengths(start: int, count: int) -> tuple[int, int, int]:
 
 
 def _mask(count: int, length: int, window: int) -> mx.array | str | None:
-    """Returns the mask of the last `count` of `length` tokens, or the name that MLX has for it."""
+    """Returns the mask of the last `count` of `length` tokens, or MLX's name of it."""
     if window and length > window:
         ends = mx.arange(length - count, length)[:, None]
         places = mx.arange(length)[None]
@@ -185,23 +185,23 @@ def unfused_attention(
     scores: ScoreParams,
     visible: mx.array | None,
 ) -> mx.array:
-    """Attention in single operations, for parameters that no kernel supports.
+    """Attends in single operations, for parameters that no kernel supports.
 
     queries [B, H, n, D], keys [B, KV, L, D], values [B, KV, L, V] -> [B, H, n, V]. A query attends
-    to the keys where `visible` [B or 1, 1, 1, n, L] is true; None: to all.
+    to the keys for which `visible` [B or 1, 1, 1, n, L] is true; None: to all keys.
     """
     batch, heads, count, size = queries.shape
     pairs, length = keys.shape[1], keys.shape[2]
     grouped = (queries * scores.scale).reshape(batch, pairs, -1, size)
-    found = (grouped @ keys.swapaxes(-1, -2)).astype(mx.float32)
-    found = apply_softcap(found.reshape(batch, pairs, -1, count, length), scores.softcap)
+    logits = (grouped @ keys.swapaxes(-1, -2)).astype(mx.float32)
+    logits = apply_softcap(logits.reshape(batch, pairs, -1, count, length), scores.softcap)
     if visible is not None:
-        found = found + mx.where(visible, 0.0, -mx.inf)
+        logits = logits + mx.where(visible, 0.0, -mx.inf)
     if scores.sinks is not None:
         sinks = scores.sinks.astype(mx.float32).reshape(1, pairs, -1, 1, 1)
-        beside = mx.broadcast_to(sinks, (*found.shape[:-1], 1))
-        found = mx.concatenate([found, beside], axis=-1)
-    out = softmax_average(found.reshape(batch, pairs, -1, found.shape[-1]), values)
+        beside = mx.broadcast_to(sinks, (*logits.shape[:-1], 1))
+        logits = mx.concatenate([logits, beside], axis=-1)
+    out = softmax_average(logits.reshape(batch, pairs, -1, logits.shape[-1]), values)
     return out.reshape(batch, heads, count, -1)
 
 
@@ -218,7 +218,7 @@ def heads_first(x: mx.array) -> mx.array:
 def softmax_average(scores: mx.array, values: mx.array) -> mx.array:
     """Returns softmax(scores) @ values: [..., n, M] and [..., L, V] -> [..., n, V].
 
-    With M > L the scores after the first L take part in the softmax and have no value (sinks).
+    With M > L the scores after the first L take part in the softmax without a value (sinks).
     """
     length = values.shape[-2]
     if not has_cpu_exp(scores):

@@ -1,4 +1,4 @@
-"""Keys and values as 8-bit integers with a scale for each token and head: see caches/stored.py."""
+"""Keys and values as 8-bit integers with a scale for each token and head, see caches/stored.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mlxpool.worker.caches.stored import AUTO, INT8, Numbers
 Arrays = tuple[mx.array, ...]
 GREATEST = 127  # the greatest absolute integer; -128 is not used
 SCALES = mx.bfloat16
-NUMBER_DTYPES = {Numbers.INT8: mx.int8, Numbers.SCALE: SCALES}  # others have the model's dtype
+NUMBER_DTYPES = {Numbers.INT8: mx.int8, Numbers.SCALE: SCALES}  # others: the model's dtype
 
 
 def dtype_of(numbers: Numbers, model: mx.Dtype) -> mx.Dtype:
@@ -18,15 +18,15 @@ def dtype_of(numbers: Numbers, model: mx.Dtype) -> mx.Dtype:
 
 
 def stored(new: Arrays, dtype: mx.Dtype, kv: str = AUTO) -> Arrays:
-    """Returns what a layer stores of new arrays [..., size], in a model of this dtype."""
+    """Returns the stored form of a layer's new arrays [..., size], in a model of this dtype."""
     if kv != INT8:
         return new
-    quantised = [quantise(one.astype(dtype)) for one in new]
+    quantised = [quantise(array.astype(dtype)) for array in new]
     return (*(numbers for numbers, _ in quantised), *(scales for _, scales in quantised))
 
 
 def read(held: Arrays, dtype: mx.Dtype, kv: str = AUTO) -> Arrays:
-    """Returns what attention reads of the arrays that a layer stores: the inverse of `stored`."""
+    """Returns a layer's stored arrays as attention reads them: the inverse of `stored`."""
     if kv != INT8:
         return held
     half = len(held) // 2
@@ -37,18 +37,18 @@ def read(held: Arrays, dtype: mx.Dtype, kv: str = AUTO) -> Arrays:
 def quantise(x: mx.array) -> tuple[mx.array, mx.array]:
     """Returns x [..., size] as integers [..., size] and scales [..., 1] in bfloat16.
 
-    Numbers that are infinite or not numbers make the scale so: what is read is not a number then.
+    An infinite number or a NaN makes the scale infinite or NaN; dequantised numbers are then NaN.
     """
     x = x.astype(mx.float32)
     scales = (mx.max(mx.abs(x), axis=-1, keepdims=True) / GREATEST).astype(SCALES)
     divisors = scales.astype(mx.float32)
-    # Numbers so small that their scale is 0 become 0. A scale that was rounded down to a few bits
-    # of its own leaves quotients above 127.
+    # Numbers so small that their scale is 0 become 0. A scale that was rounded down to bfloat16
+    # leaves quotients above 127.
     quotients = mx.where(divisors > 0, x / divisors, 0.0)
     rounded = mx.clip(mx.round(quotients), -GREATEST, GREATEST)
     return rounded.astype(mx.int8), scales
 
 
 def dequantise(numbers: mx.array, scales: mx.array, dtype: mx.Dtype) -> mx.array:
-    """Returns the numbers [..., size] that integers and scales [..., 1] stand for."""
+    """Returns the numbers [..., size] of integers [..., size] and scales [..., 1]."""
     return (numbers.astype(mx.float32) * scales.astype(mx.float32)).astype(dtype)

@@ -1,7 +1,7 @@
-"""How an engine keeps its rows in memory and computes passes over them.
+"""The layout of an engine's rows in memory, and the passes over them.
 
-`Layout` is the interface, and itself the layout of rows with arrays of their own. Rows that share
-memory have the layouts of in_slabs/ and in_pool/; layout_choice.py says which one a model gets.
+`Layout` is the interface, and itself the layout of rows with their own arrays. Rows that share
+memory have the layouts of in_slabs/ and in_pool/; layout_choice.py chooses the layout of a model.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from mlxpool.worker.transfers.uploads import Upload, upload_copy
 class Layout:
     """Builds forward passes over rows of its own store.
 
-    Here each row has arrays of its own, which supports every kind of layer; in the subclasses rows
-    share memory. All allocate it in blocks of KV_BLOCK_TOKENS tokens.
+    In this class each row has its own arrays, so that every kind of layer is supported. In the
+    subclasses rows share memory. All layouts allocate memory in blocks of KV_BLOCK_TOKENS tokens.
     """
 
-    name = "rows"  # that operators see
+    name = "rows"  # the name for operators
     store: Any  # a prefix.store.Store
     spare = 0  # bytes that may be allocated for unused blocks
-    batch = RowBatch  # that describes a pass to the model
-    shares_arrays = False  # whether a failed pass may have damaged all rows
+    batch = RowBatch  # the class that describes a pass to the model
+    shares_arrays = False  # a failed pass may have damaged all rows
     _upload: Upload = staticmethod(upload_copy)
-    holds_prefixes = False  # whether entries of the prefix cache share its memory
-    blocks = 0  # in all, where it holds prefixes
-    reads_int8 = False  # whether kernels of a GPU read keys and values as integers
-    # Up to so many inputs, passes that check drafts and do nothing else are compiled by themselves.
+    holds_prefixes = False  # entries of the prefix cache share the memory of rows
+    blocks = 0  # the number of all blocks, if entries of the prefix cache share them
+    reads_int8 = False  # kernels of a GPU read keys and values as integers
+    # The most inputs of passes that only check drafts and are compiled apart; 0: none are.
     follow_lines = 0
 
     def __init__(
@@ -63,29 +63,30 @@ class Layout:
         keeps_states: bool = False,
         keeps_drawn: bool = False,
     ) -> None:
-        """`keeps_states`: passes give the states of all their inputs; `keeps_drawn`: those that
-        their logits are of. See PassOutput.
+        """`keeps_states`: passes give the states of all their inputs.
+
+        `keeps_drawn`: passes give the states of their logits. See PassOutput.
         """
         self._model = model
         self._keeps_states, self._keeps_drawn = keeps_states, keeps_drawn
         self._attention = exact_attention if deterministic else causal_attention
         self._fixed = shape.fixed_bytes
-        # Bytes of what integers become while a pass reads them; none where kernels read integers.
+        # Bytes of dequantised integers while a pass reads them; 0 if kernels read integers.
         self.read_bytes = shape.dequantised_bytes(shape.capacity)
         self._deterministic = deterministic
         self._kinds = ComputedKinds()
-        # All that know what is compiled; subclasses add theirs.
+        # The records of compiled passes; subclasses add their own.
         self._compiling: list[ComputedKinds | CompiledPasses[Any, Any]] = [self._kinds]
-        self.notice = CompileNotice()  # of passes that are compiled though `is_new` did not say so
+        self.notice = CompileNotice()  # of compiled passes for which `is_new` returned False
         self.store = RowStore(partial(RowCache, shape), cache_kinds(shape))
 
     @property
     def free_blocks(self) -> int | None:
-        """The blocks that no row and no prefix has; None where rows share none."""
+        """The number of unused blocks; None: rows share no blocks."""
         return None
 
     def blocks_of(self, row: Any) -> int:
-        """Returns the blocks of a row that are not free, where rows share blocks; else 0."""
+        """Returns the number of a row's blocks that are not free; 0 if rows share no blocks."""
         return 0
 
     def left(self, rows: Iterable[CacheRow], whole: int) -> int:
@@ -93,40 +94,40 @@ class Layout:
         return whole - sum(max(0, row.nbytes - self._fixed) for row in rows)
 
     def kv_bytes(self, rows: Iterable[CacheRow]) -> tuple[int, int]:
-        """Returns the bytes of all `rows`, and those that are allocated for rows and unused."""
+        """Returns the bytes of all `rows`, and the bytes allocated for rows and unused."""
         return sum(row.nbytes for row in rows), 0
 
     def reserve(self, row: Any, tokens: int) -> None:
-        """Allocates memory for so many tokens, where writing would not."""
+        """Allocates a row's memory for `tokens` tokens, if the layout does not do so at a write."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The numbers of lines for which passes are compiled; none: passes of any number."""
+        """The numbers of lines of compiled passes; empty: passes may have any number of lines."""
         return ()
 
     def expect_drafts(self, most: int) -> None:
-        """Says that the rows of a pass check `most` drafts together at most; 0: none."""
+        """Sets the most drafts that the rows of a pass check together; 0: no drafts."""
 
     def whole_passes(self) -> AbstractContextManager[None]:
-        """Passes inside are begun by their evaluation alone: all their memory is used together.
+        """Returns a context in which only the evaluation of a pass begins it, with all its memory.
 
-        Elsewhere the device may begin a pass, and free what it has used, while the pass is built.
+        Outside of it the device may begin a pass, and free memory, while the pass is built.
         """
         return nullcontext()
 
     def is_new(self, spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:
-        """Returns whether a pass over these spans that wants some of them is the first.
+        """Returns True if a pass over `spans` with results of `wanted` is the first of its kind.
 
-        The pass follows. Where it, or one in flight, fails, `invalidate` is called.
+        The caller submits the pass. If it or a pass in flight fails, the caller calls `invalidate`.
         """
         lines = sum(span.count for span in spans)
         decoding = lines if len(spans) == lines else 0
         return self._kinds.is_new((1 << (lines - 1).bit_length(), decoding))
 
     def evaluated(self) -> None:
-        """Notes that all passes that were built are evaluated: what they compile is compiled."""
-        for one in self._compiling:
-            one.evaluated()
+        """Records that all built passes are evaluated, so that their kinds are compiled."""
+        for compiling in self._compiling:
+            compiling.evaluated()
 
     def step(
         self,
@@ -137,9 +138,9 @@ class Layout:
     ) -> PassOutput:
         """Builds one pass over inputs `ids` [T] and advances the rows.
 
-        It computes nothing yet, or begins the pass, see `whole_passes`. A negative id -1 - r stands
-        for element r of `drawn`. `wanted` are the numbers of spans that give something, see
-        RowSpan: first those of one token's logits, then of several, then those of hidden states.
+        It computes nothing yet, or begins the pass, see `whole_passes`. A negative id -1 - r means
+        element r of `drawn`. `wanted`: the numbers of spans with results, see RowSpan: first spans
+        with logits of one token, then of several tokens, then spans with hidden states.
         """
         inputs = self._upload(np.array(ids, dtype=np.int32))
         if drawn is not None:
@@ -147,72 +148,72 @@ class Layout:
         return self.forward(spans, inputs, wanted)
 
     def forward(self, spans: Sequence[RowSpan], ids: mx.array, wanted: Sequence[int]) -> PassOutput:
-        """As `step`, with all ids known. The spans are of different rows.
+        """Builds a pass as `step` does, with all ids known. The spans have different rows.
 
-        The evaluation of any array that is returned completes the pass.
+        The evaluation of any returned array completes the pass.
         """
         compiled = self._compiled(spans, ids, wanted)
         if compiled is not None:
             return compiled
-        given = spans
+        unordered = spans
         spans, ids, wanted = singles_first(spans, ids, wanted)
         step = self.batch(spans, wanted, self._attention, every=self._keeps_states)
-        found = self._outputs(ids, step, spans, wanted)
-        if found.states is not None and spans is not given:
-            found = found._replace(states=found.states[_places(given, spans)])
+        output = self._outputs(ids, step, spans, wanted)
+        if output.states is not None and spans is not unordered:
+            output = output._replace(states=output.states[_places(unordered, spans)])
         step.done()
-        made = {name: x for name, x in found._asdict().items() if x is not None}
-        done = mx.depends([*made.values()], self._written([span.row for span in spans]))
-        return found._replace(**dict(zip(made, done, strict=True)))
+        arrays = {name: x for name, x in output._asdict().items() if x is not None}
+        done = mx.depends([*arrays.values()], self._written([span.row for span in spans]))
+        return output._replace(**dict(zip(arrays, done, strict=True)))
 
     def _outputs(
         self, ids: mx.array, step: RowBatch, spans: Sequence[RowSpan], wanted: Sequence[int]
     ) -> PassOutput:
-        """Returns what a pass gives, without what it writes."""
+        """Returns the results of a pass, without the arrays that it writes."""
         some = logit_spans(spans, wanted)
-        nothing = mx.zeros(1)  # if none is wanted, no more of the last layer than what it writes
+        nothing = mx.zeros(1)  # if no span is wanted, the last layer computes only its writes
         embeds = len(some) < len(wanted)
         if not embeds and not self._keeps_states and not (some and self._keeps_drawn):
-            found = self._model(ids, step)
-            return PassOutput(found if wanted else nothing)
-        every = states = self._model.hidden_states(ids, step)
+            logits = self._model(ids, step)
+            return PassOutput(logits if wanted else nothing)
+        all_states = states = self._model.hidden_states(ids, step)
         if self._keeps_states:
-            states = step.logit_rows(every)
+            states = step.logit_rows(all_states)
         count = wanted_lines(spans, some)
         drawn = states[:count] if embeds else states
         return PassOutput(
             self._model.logits_of(drawn) if some else nothing,
             states[count:].astype(mx.float32) if embeds else None,
-            every if self._keeps_states else None,
+            all_states if self._keeps_states else None,
             drawn if self._keeps_drawn and some else None,
         )
 
     def _compiled(
         self, spans: Sequence[RowSpan], ids: mx.array, wanted: Sequence[int]
     ) -> PassOutput | None:
-        """As `forward`, by a compiled pass; None where there is none for these spans."""
+        """Builds the pass of `forward` as a compiled pass; None if these spans have none."""
         return None
 
     def _written(self, rows: Sequence[Any]) -> list[mx.array]:
-        """Returns the arrays whose evaluation completes all writes of a pass over `rows`."""
-        every = (array for row in rows for array in row.arrays())
-        return list({id(array): array for array in every}.values())  # rows share those of states
+        """Returns arrays whose evaluation completes all writes of a pass over `rows`."""
+        arrays = (array for row in rows for array in row.arrays())
+        return list({id(array): array for array in arrays}.values())  # rows share arrays of states
 
     def invalidate(self) -> None:
         """Discards the arrays that a failed pass may have damaged.
 
-        Kinds of passes of which none was evaluated are new again: see ComputedKinds.
+        Kinds without an evaluated pass are new again, see ComputedKinds.
         """
-        for one in self._compiling:
-            one.failed()
+        for compiling in self._compiling:
+            compiling.failed()
 
     def close(self) -> None:
-        """Frees the memory; the layout is not used afterwards."""
+        """Frees the memory; the layout must not be used afterwards."""
 
 
 def _places(given: Sequence[RowSpan], ordered: Sequence[RowSpan]) -> mx.array:
-    """Returns the number of each token of the spans `given` where these are `ordered`."""
+    """Returns the number in the order `ordered` of each token of the spans `given`."""
     ends = accumulate(span.count for span in ordered)
-    first = {id(one): end - one.count for one, end in zip(ordered, ends, strict=True)}
-    lines = [first[id(one)] + line for one in given for line in range(one.count)]
+    first = {id(span): end - span.count for span, end in zip(ordered, ends, strict=True)}
+    lines = [first[id(span)] + line for span in given for line in range(span.count)]
     return mx.array(lines, dtype=mx.int32)

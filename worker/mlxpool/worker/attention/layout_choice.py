@@ -1,4 +1,4 @@
-"""Which layout of rows a model gets, and its making."""
+"""Chooses and makes the layout of a model's rows."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def choose_layout(
 ) -> tuple[str, RowShape]:
     """Returns the name of the layout and its row shape.
 
-    `name` None: a pool on a CUDA GPU and slabs on a CPU, for models that support them, else rows.
-    A model with windows gets a pool only where our kernels compute its attention, see
+    `name` None: a pool on a CUDA GPU, slabs on a CPU, rows for models that do not support these. A
+    model with windows gets a pool only if our kernels compute its attention, see
     kernels/ragged_attention.py: MLX's operations would copy whole rows.
     """
     if name is None:
@@ -52,10 +52,11 @@ def make_layout(
     keeps_drawn: bool = False,
     long_passes: bool = False,
 ) -> Layout:
-    """Makes the layout of this name for `rows` rows at most; a pool has `blocks` blocks.
+    """Makes the layout `name` for at most `rows` rows; a pool has `blocks` blocks.
 
-    `uploads` give the passes of a pool their numbers; None: MLX copies them. `images`: the model
-    reads images. `keeps_states`, `keeps_drawn`: see Layout. `long_passes`: see PagedLayout.
+    `uploads` sends the numbers of a pool's passes to the device; None: MLX copies them. `images`:
+    the model reads images. `keeps_states`, `keeps_drawn`: see Layout. `long_passes`: see
+    PagedLayout.
     """
     if name == "pool":
         return PagedLayout(
@@ -82,5 +83,5 @@ def make_layout(
 
 
 def writes_in_place(shape: RowShape, on_gpu: bool) -> bool:
-    """Returns whether our kernels write new tokens into the blocks of a pool."""
+    """Returns True if our kernels write new tokens into the blocks of a pool."""
     return shape.fits_blocks and on_gpu and mx.cuda.is_available() and kernels_write(shape)

@@ -1,7 +1,7 @@
-"""The whole texts of one pass of an encoder model, behind each other without padding.
+"""The texts of one pass of an encoder model, one after the other, whole and without padding.
 
-Texts of one length are attended to together. Sorted by length, a pass has few lengths, so that no
-token is padded or masked for the sake of another text.
+Texts of one length attend together. As texts are sorted by length, a pass has few lengths, and no
+token is padded or masked because of another text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mlxpool.worker.layers.layer_types import LatentProjections, Rope, Scan, Spa
 
 
 class EqualTexts(Struct, frozen=True):
-    """`count` texts of `length` tokens, the first of which is token `begin` of the pass."""
+    """`count` texts of `length` tokens; the first text begins at token `begin` of the pass."""
 
     begin: int
     count: int
@@ -30,12 +30,12 @@ class EqualTexts(Struct, frozen=True):
 
     @property
     def end(self) -> int:
-        """The token behind the last one."""
+        """The number of the token after the last token."""
         return self.begin + self.count * self.length
 
 
 def equal_texts(lengths: Sequence[int]) -> tuple[EqualTexts, ...]:
-    """The groups of texts of one length, in the order of the lengths, which are sorted."""
+    """Returns the groups of texts of one length, in the order of the sorted lengths."""
     groups, begin = [], 0
     for length, some in groupby(lengths):
         groups.append(EqualTexts(begin, sum(1 for _ in some), length))
@@ -44,9 +44,11 @@ def equal_texts(lengths: Sequence[int]) -> tuple[EqualTexts, ...]:
 
 
 class PackedBatch(RotateThenAttend):
-    """A TextBatch. `windows`: of each layer, the tokens that one sees to each side, itself counted;
-    0: all. `causal`: it sees none behind it. The last `padding` tokens of each text see the others,
-    which see all, but not each other.
+    """A TextBatch.
+
+    `windows`: for each layer the tokens that a token sees to each side, with itself; 0: all.
+    `causal`: a token sees no later tokens. The last `padding` tokens of each text see the other
+    tokens but not each other; the other tokens see all.
     """
 
     def __init__(
@@ -58,10 +60,10 @@ class PackedBatch(RotateThenAttend):
         causal: bool = False,
         padding: int = 0,
     ) -> None:
-        """`lengths` of the texts, sorted; `types` of all tokens."""
+        """`lengths`: the sorted lengths of the texts. `types`: the types of all tokens."""
         self.texts = equal_texts(lengths)
         self._windows, self._causal, self._padding = windows, causal, padding
-        places = [np.tile(np.arange(one.length), one.count) for one in self.texts]
+        places = [np.tile(np.arange(texts.length), texts.count) for texts in self.texts]
         self._positions = mx.array(np.concatenate(places).astype(np.int32))
         self._types = mx.array(np.array(types, np.int32))
         self._rotary = RotaryEmbedding(self._positions)
@@ -79,7 +81,7 @@ class PackedBatch(RotateThenAttend):
 
     @property
     def logits(self) -> bool:
-        """See ForwardBatch: states are computed, of all tokens."""
+        """See ForwardBatch. False: the states of all tokens are computed."""
         return False
 
     def logit_rows(self, x: mx.array) -> mx.array:
@@ -98,7 +100,7 @@ class PackedBatch(RotateThenAttend):
         self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: ScoreParams
     ) -> mx.array:
         """See ForwardBatch."""
-        found = []
+        outs = []
         for texts in self.texts:
             qs, ks, vs = (_heads_first(x[texts.begin : texts.end], texts.count) for x in (q, k, v))
             mask = self._mask(texts.length, self._windows[layer])
@@ -107,25 +109,25 @@ class PackedBatch(RotateThenAttend):
             if self._padding:
                 rest = _attend(qs[:, :, seen:], ks[:, :, :seen], vs[:, :, :seen], scores, None)
                 out = mx.concatenate([out, rest], axis=2)
-            found.append(out.swapaxes(1, 2).reshape(-1, *out.shape[1::2]))
-        return found[0] if len(found) == 1 else mx.concatenate(found)
+            outs.append(out.swapaxes(1, 2).reshape(-1, *out.shape[1::2]))
+        return outs[0] if len(outs) == 1 else mx.concatenate(outs)
 
     def attend_latent(
         self, layer: int, q: mx.array, latent: mx.array, scale: float, heads: LatentProjections
     ) -> mx.array:
-        """See ForwardBatch. No encoder model has such layers."""
+        """See ForwardBatch. Encoder models have no such layers."""
         raise NotImplementedError
 
     def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
-        """See ForwardBatch. No encoder model has such layers."""
+        """See ForwardBatch. Encoder models have no such layers."""
         raise NotImplementedError
 
     def recur_spans(self, layer: int, lines: mx.array, scan: SpanScan) -> mx.array:
-        """See ForwardBatch. No encoder model has such layers."""
+        """See ForwardBatch. Encoder models have no such layers."""
         raise NotImplementedError
 
     def _mask(self, length: int, window: int) -> mx.array | None:
-        """Which keys [length, length] each query sees; None: all."""
+        """Returns the mask [length, length] of the keys that each query sees; None: all."""
         window = window if window < length else 0
         if not window and not self._causal:
             return None
@@ -139,14 +141,14 @@ class PackedBatch(RotateThenAttend):
 
 
 def _heads_first(x: mx.array, count: int) -> mx.array:
-    """x [B * L, H, D] of B texts -> [B, H, L, D]."""
+    """Returns x [B * L, H, D] of B texts as [B, H, L, D]."""
     return x.reshape(count, -1, *x.shape[1:]).swapaxes(1, 2)
 
 
 def _attend(
     q: mx.array, k: mx.array, v: mx.array, scores: ScoreParams, mask: mx.array | None
 ) -> mx.array:
-    """q [B, H, L, D], k, v [B, KV, L, D] -> [B, H, L, D], a part of it at a time."""
+    """Attends in parts: q [B, H, L, D], k, v [B, KV, L, D] -> [B, H, L, D]."""
     if on_gpu() and not scores.softcap:
         return mx.fast.scaled_dot_product_attention(q, k, v, scale=scores.scale, mask=mask)
     rows = []
@@ -164,7 +166,7 @@ def _attend(
 def _attend_part(
     q: mx.array, k: mx.array, v: mx.array, scores: ScoreParams, mask: mx.array | None
 ) -> mx.array:
-    """`_attend` of some texts and queries."""
+    """Attends as `_attend` does, for some texts and queries."""
     if scores.softcap or scores.sinks is not None or q.dtype != mx.float32 or not on_linux_cpu():
         return unfused_attention(q, k, v, scores, mask)
     shape = (
@@ -172,17 +174,17 @@ def _attend_part(
         k.shape[1],
         -1,
         q.shape[3],
-    )  # queries of one key head are behind each other
-    found = (q * scores.scale).reshape(shape) @ k.swapaxes(-1, -2)
+    )  # queries of one key head follow each other
+    logits = (q * scores.scale).reshape(shape) @ k.swapaxes(-1, -2)
     if mask is not None:
-        found = found.reshape(*q.shape[:3], -1) + mx.where(mask, 0.0, -mx.inf)
-        found = found.reshape(*shape[:2], -1, k.shape[2])
-    weights, sums = softmax_in_place(found)
+        logits = logits.reshape(*q.shape[:3], -1) + mx.where(mask, 0.0, -mx.inf)
+        logits = logits.reshape(*shape[:2], -1, k.shape[2])
+    weights, sums = softmax_in_place(logits)
     return ((weights @ v) / sums).reshape(*q.shape[:3], -1)
 
 
 def _parts(count: int, heads: int, length: int) -> Iterator[tuple[slice, slice]]:
-    """Texts and queries whose scores are in memory together: some whole texts, or part of one."""
+    """Yields texts and queries whose scores fit into memory: some whole texts, or part of one."""
     pairs = MAX_SCORES // heads if on_gpu() else MAX_CPU_PAIRS
     texts = max(pairs // length**2, 1)
     queries = length if length**2 <= pairs else max(pairs // length, 1)

@@ -25,15 +25,15 @@ from mlxpool.worker.layers.layer_types import (
     SpanScan,
 )
 
-# Below, MLX's CUDA kernel fails past 64 tokens: its thread blocks are too deep.
+# With fewer dimensions MLX's CUDA kernel fails past 64 tokens: its thread blocks are too deep.
 MIN_KERNEL_DIMS = 32
 
 
 class RotaryEmbedding:
-    """Rotates queries and keys by the positions [T] of their tokens, or by three each: [T, 3].
+    """Rotates queries and keys by positions [T] of their tokens, or by three for each, [T, 3].
 
-    `start` is the first position where the positions are consecutive. A GPU has a kernel for it; on
-    the CPU cosines and sines are computed once for all layers of a step.
+    `start`: the first position if the positions are consecutive. A GPU has a kernel for rotation.
+    On the CPU cosines and sines are computed once for all layers of a step.
     """
 
     def __init__(self, positions: mx.array, start: int | None = None) -> None:
@@ -48,7 +48,7 @@ class RotaryEmbedding:
         return self._by_kernel(x, rope) if fused else self._by_table(x, rope)
 
     def turns(self, rope: Rope) -> RopeTables:
-        """Returns the tables for a kernel that rotates by itself."""
+        """Returns the tables of cosines and sines for a kernel that rotates by itself."""
         if rope not in self._tables and makes_tables():
             frequencies = mx.array(frequencies_of(rope))
             self._tables[rope] = rope_tables(self._positions, frequencies, rope.scale, rope.gain)
@@ -88,7 +88,7 @@ class RotaryEmbedding:
         return mx.concatenate([out.astype(x.dtype), x[..., rope.dims :]], axis=-1)
 
     def _halves(self, rope: Rope) -> tuple[mx.array, mx.array]:
-        """Returns factors [T, 1, dims] of a number and of its partner in the other half."""
+        """Returns the factors [T, 1, dims] of a number, and of its partner in the other half."""
         if rope not in self._wide:
             cos, sin = self._table(rope)
             self._wide[rope] = (
@@ -132,11 +132,11 @@ class WithoutImages:
     sees_images: mx.array | None = None
 
     def attend_images(self, layer: int, q: mx.array, scores: ScoreParams) -> mx.array:
-        """See ForwardBatch. Not asked of a batch that sees no images."""
+        """See ForwardBatch. Not called for a batch that sees no images."""
         raise NotImplementedError
 
     def with_images(self, x: mx.array) -> mx.array:
-        """See ForwardBatch. A batch has no images, unless it says so."""
+        """See ForwardBatch. Returns x: the batch has no images."""
         return x
 
     def add_images(self, layer: int, x: mx.array) -> mx.array:
@@ -145,7 +145,7 @@ class WithoutImages:
 
 
 class RotateThenAttend(WithoutImages):
-    """Base of the ForwardBatch classes that rotate first and attend afterwards."""
+    """The base of ForwardBatch classes that rotate first and attend afterwards."""
 
     def rope(self, x: mx.array, rope: Rope) -> mx.array:
         """See ForwardBatch."""
@@ -161,7 +161,7 @@ class RotateThenAttend(WithoutImages):
         self, layer: int, qk: Sequence[mx.array], v: mx.array, scores: ScoreParams, rope: Rope
     ) -> mx.array:
         """See ForwardBatch."""
-        q, k = split_queries_keys([self.rope(one, rope) for one in qk], v)
+        q, k = split_queries_keys([self.rope(x, rope) for x in qk], v)
         return self.attend(layer, q, k, v, scores)
 
     def attend_lines(
@@ -190,16 +190,16 @@ class RotateThenAttend(WithoutImages):
 
 
 class DecodingRows(RotateThenAttend):
-    """Base of the ForwardBatch classes of passes in which all lines give logits.
+    """The base of ForwardBatch classes for passes in which all lines give logits.
 
-    Layers with states have no such pass: `no_states` says why.
+    Such passes do not serve layers with states; `no_states` is the reason.
     """
 
     logits = True
     no_states = ""
 
     def __init__(self, positions: mx.array) -> None:
-        """`positions` [R] are those of the lines."""
+        """`positions` [R]: the positions of the lines."""
         self._rotation = RotaryEmbedding(positions)
 
     def logit_rows(self, x: mx.array) -> mx.array:
@@ -232,8 +232,8 @@ class DecodingRows(RotateThenAttend):
 def split_lines(lines: mx.array, heads: Heads) -> tuple[mx.array, mx.array]:
     """Returns queries and keys [T, H + KV, D] and values [T, KV, D] of lines, as views."""
     qk = heads.query + heads.kv
-    every = lines.reshape(-1, qk + heads.kv, heads.dim)
-    return every[:, :qk], every[:, qk:]
+    vectors = lines.reshape(-1, qk + heads.kv, heads.dim)
+    return vectors[:, :qk], vectors[:, qk:]
 
 
 def split_queries_keys(qk: Sequence[mx.array], v: mx.array) -> tuple[mx.array, mx.array]:

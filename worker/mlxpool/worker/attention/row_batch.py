@@ -1,8 +1,8 @@
 """A forward pass over spans of tokens, for the CPU and Metal.
 
 A model sees x [T, d]: the new tokens of all rows, one row after the other, without padding. Only
-the batch knows which row and position an element of the token axis has. Behind the mixer of the
-last layer only those tokens go on that logits are computed of.
+the batch knows the row and the position of an element of the token axis. After the mixer of the
+last layer, only the tokens that get logits go on.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RowAttention: TypeAlias = Callable[[mx.array, mx.array, mx.array, ScoreParams, i
 
 
 class Queries(Struct, frozen=True):
-    """The tokens [first, end) of a pass, of one span; they attend in some layer."""
+    """The tokens [first, end) of a pass that belong to one span and attend in a layer."""
 
     span: int
     first: int
@@ -52,8 +52,9 @@ class RowBatch(RotateThenAttend):
         *,
         every: bool = False,
     ) -> None:
-        """`wanted`: the spans whose last tokens go on, in that order; None: all tokens do. `every`:
-        all tokens go on until `logit_rows` selects those of `wanted`.
+        """`wanted`: the spans whose last tokens go on, in that order; None: all tokens go on.
+
+        `every`: all tokens go on until `logit_rows` selects the tokens of `wanted`.
         """
         self.spans = tuple(spans)
         self._attention = attention
@@ -71,18 +72,20 @@ class RowBatch(RotateThenAttend):
         if wanted is None:
             self._wanted, self._lines = self._queries, list(range(tokens))
         else:
-            # If none is wanted, one token goes on: kernels take no arrays without elements.
+            # If no span is wanted, one token goes on: kernels take no arrays without elements.
             chosen = list(wanted) or [len(spans) - 1]
             self._wanted = [Queries(at, ends[at] - spans[at].lines, ends[at]) for at in chosen]
-            self._lines = [line for one in self._wanted for line in range(one.first, one.end)]
+            self._lines = [
+                line for queries in self._wanted for line in range(queries.first, queries.end)
+            ]
         self._select = line_selector(self._lines, tokens)
         images = [image for span in spans for image in span.images]
         self._has_images = bool(images)
-        self.image_layers = max((one.features.shape[0] - 1 for one in images), default=0)
+        self.image_layers = max((image.features.shape[0] - 1 for image in images), default=0)
         self.sees_images = self._lines_with_views(tokens)
         self._visible: dict[tuple[Queries, int, int], mx.array] = {}
         self._rotation = _rotation(spans, tokens)
-        self._states: PassStates | None = None  # made by the first layer that needs it
+        self._states: PassStates | None = None  # created by the first layer that needs it
 
     def logit_rows(self, x: mx.array) -> mx.array:
         """See ForwardBatch.logit_rows."""
@@ -105,7 +108,7 @@ class RowBatch(RotateThenAttend):
     def _over_images(
         self, x: mx.array, change: Callable[[mx.array, mx.array], mx.array]
     ) -> mx.array:
-        """x [T, d] with the lines of each image changed."""
+        """Returns x [T, d] with changed lines for each image."""
         parts, begin = [], 0
         for span, queries in zip(self.spans, self._queries, strict=True):
             for image in span.images:
@@ -116,7 +119,7 @@ class RowBatch(RotateThenAttend):
         return mx.concatenate([*parts, x[begin:]])
 
     def _views(self) -> Iterator[tuple[int, int, ImageView]]:
-        """Yields the tokens [first, end) of the pass with what they see of images."""
+        """Yields tokens [first, end) of the pass with the images that they see."""
         for span, queries in zip(self.spans, self._queries, strict=True):
             for view in span.views:
                 yield queries.first + view.begin, queries.first + view.end, view
@@ -134,7 +137,7 @@ class RowBatch(RotateThenAttend):
         for first, end, view in self._views():
             if begin < first:
                 parts.append(mx.zeros_like(q[begin:first]))
-            keys, values = (one.astype(q.dtype) for one in view.keys_values(layer))
+            keys, values = (array.astype(q.dtype) for array in view.keys_values(layer))
             parts.append(masked_attention(q[first:end], keys, values, scores, None))
             begin = end
         if begin < q.shape[0]:
@@ -152,26 +155,28 @@ class RowBatch(RotateThenAttend):
         seen = self._write(layer, (k, v))
         window = self._shape.window(layer)
         parts: list[mx.array] = []
-        for one in self._asked(layer):
-            read = self._read(seen[one.span], parts)
-            parts.append(self._attend(one, q[one.first : one.end], read, scores, window))
+        for queries in self._asked(layer):
+            read = self._read(seen[queries.span], parts)
+            parts.append(
+                self._attend(queries, q[queries.first : queries.end], read, scores, window)
+            )
         return _joined(parts)
 
     def _read(self, held: Arrays, parts: Sequence[mx.array]) -> Arrays:
-        """Returns what attention reads of what is stored of a span, after the attention `parts`."""
+        """Returns a span's stored arrays as attention reads them, after the attention `parts`."""
         return self._shape.read(self._shape.held_after(held, parts[-1]) if parts else held)
 
     def _attend(
-        self, one: Queries, q: mx.array, seen: Arrays, scores: ScoreParams, window: int
+        self, queries: Queries, q: mx.array, seen: Arrays, scores: ScoreParams, window: int
     ) -> mx.array:
         """Attends with the queries of one span to its keys and values."""
         keys, values = seen
-        span = self.spans[one.span]
+        span = self.spans[queries.span]
         groups = [(image.begin, image.end) for image in span.images if image.group]
         if not groups:
             return self._attention(q, keys, values, scores, window)
         length = keys.shape[2]
-        place = one, length, window
+        place = queries, length, window
         if place not in self._visible:
             before = length - span.count
             moved = [(before + begin, before + end) for begin, end in groups]
@@ -181,39 +186,45 @@ class RowBatch(RotateThenAttend):
     def attend_latent(
         self, layer: int, q: mx.array, latent: mx.array, scale: float, heads: LatentProjections
     ) -> mx.array:
-        """See ForwardBatch. Projects the queries of rows with one query each together."""
+        """See ForwardBatch. Projects the queries of all rows with one query together."""
         scores = ScoreParams(scale)
         seen = self._write(layer, (latent[:, None],))
 
-        def read(one: Queries, absorbed: mx.array) -> mx.array:
-            (latents,) = seen[one.span]
-            # A product of a column slice would copy it for each head: one query multiplies all.
+        def read(queries: Queries, absorbed: mx.array) -> mx.array:
+            (latents,) = seen[queries.span]
+            # A product would copy a column slice for each head: one query multiplies all columns.
             single = absorbed.shape[0] == 1
             values = latents if single else mx.contiguous(latents[..., : heads.rank])
             return causal_attention(absorbed, latents, values, scores)[..., : heads.rank]
 
-        def alone(one: Queries) -> mx.array:
-            (latents,), asked = seen[one.span], q[one.first : one.end]
-            if not heads.decompresses(asked.shape[0], latents.shape[2]):
-                return heads.to_values(read(one, heads.absorb(asked)))
+        def alone(queries: Queries) -> mx.array:
+            (latents,), own_q = seen[queries.span], q[queries.first : queries.end]
+            if not heads.decompresses(own_q.shape[0], latents.shape[2]):
+                return heads.to_values(read(queries, heads.absorb(own_q)))
             keys, values = heads.decompress(latents[0, 0])
-            return causal_attention(asked, keys[None], values[None], scores)
+            return causal_attention(own_q, keys[None], values[None], scores)
 
-        asked = self._asked(layer)
-        together = next((n for n, one in enumerate(asked) if one.end - one.first > 1), len(asked))
+        spans = self._asked(layer)
+        together = next(
+            (n for n, queries in enumerate(spans) if queries.end - queries.first > 1), len(spans)
+        )
         parts = []
         if together:
-            lines = line_selector([one.first for one in asked[:together]], q.shape[0])
+            lines = line_selector([queries.first for queries in spans[:together]], q.shape[0])
             absorbed = heads.absorb(lines(q))
-            found = [read(one, absorbed[n : n + 1]) for n, one in enumerate(asked[:together])]
-            parts.append(heads.to_values(_joined(found)))
-        return _joined([*parts, *map(alone, asked[together:])])
+            reads = [
+                read(queries, absorbed[n : n + 1]) for n, queries in enumerate(spans[:together])
+            ]
+            parts.append(heads.to_values(_joined(reads)))
+        return _joined([*parts, *map(alone, spans[together:])])
 
     def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
-        """See ForwardBatch. Scans the leading spans of one token each together."""
+        """See ForwardBatch. Scans the leading spans of one token together."""
         together = self._singles if self._singles > 1 else 0
         parts = []
-        checks = [one for one in self._queries[together:] if is_check(self.spans[one.span])]
+        checks = [
+            queries for queries in self._queries[together:] if is_check(self.spans[queries.span])
+        ]
         checked = self._recur_checks(layer, inputs, scan, checks) if checks else {}
         if together:
             rows = [cast(RowCache, span.row) for span in self.spans[:together]]
@@ -223,13 +234,13 @@ class RowBatch(RotateThenAttend):
             for number, row in enumerate(rows):
                 row.put_state(layer, tuple(each[number] for each in after))
             parts.append(out[:, 0])
-        for one in self._queries[together:]:
-            if one.span in checked:
-                parts.append(checked[one.span])
+        for queries in self._queries[together:]:
+            if queries.span in checked:
+                parts.append(checked[queries.span])
                 continue
-            row = cast(RowCache, self.spans[one.span].row)
+            row = cast(RowCache, self.spans[queries.span].row)
             before = tuple(each[None] for each in row.state(layer))
-            out, after = scan(tuple(x[None, one.first : one.end] for x in inputs), before)
+            out, after = scan(tuple(x[None, queries.first : queries.end] for x in inputs), before)
             row.put_state(layer, tuple(each.squeeze(0) for each in after))
             parts.append(out.squeeze(0))
         return self.lines_after(layer, _joined(parts))
@@ -237,31 +248,34 @@ class RowBatch(RotateThenAttend):
     def _recur_checks(
         self, layer: int, inputs: Sequence[mx.array], scan: Scan, checks: Sequence[Queries]
     ) -> dict[int, mx.array]:
-        """Scans spans that check drafts token by token, all together, and keeps every state.
+        """Scans spans that check drafts together, token by token, and keeps every state.
 
-        Returns the outputs [n, ...] of each span.
+        Returns the outputs [n, ...] by span.
         """
-        rows = {one.span: cast(RowCache, self.spans[one.span].row) for one in checks}
+        rows = {queries.span: cast(RowCache, self.spans[queries.span].row) for queries in checks}
         states = {span: [row.state(layer)] for span, row in rows.items()}
-        found: dict[int, list[mx.array]] = {span: [] for span in rows}
-        for number in range(max(one.end - one.first for one in checks)):
-            live = [one for one in checks if one.first + number < one.end]
-            lines = mx.array([one.first + number for one in live], dtype=mx.int32)
-            newest = zip(*(states[one.span][-1] for one in live), strict=True)
+        outputs: dict[int, list[mx.array]] = {span: [] for span in rows}
+        for number in range(max(queries.end - queries.first for queries in checks)):
+            live = [queries for queries in checks if queries.first + number < queries.end]
+            lines = mx.array([queries.first + number for queries in live], dtype=mx.int32)
+            newest = zip(*(states[queries.span][-1] for queries in live), strict=True)
             before = tuple(mx.stack(list(each)) for each in newest)
             out, after = scan(tuple(x[lines][:, None] for x in inputs), before)
-            for place, one in enumerate(live):
-                states[one.span].append(tuple(each[place] for each in after))
-                found[one.span].append(out[place])
+            for place, queries in enumerate(live):
+                states[queries.span].append(tuple(each[place] for each in after))
+                outputs[queries.span].append(out[place])
         for span, row in rows.items():
             row.put_states(layer, *states[span][1:])
-        return {span: mx.concatenate(parts) for span, parts in found.items()}
+        return {span: mx.concatenate(parts) for span, parts in outputs.items()}
 
     def recur_spans(self, layer: int, lines: mx.array, scan: SpanScan) -> mx.array:
         """See ForwardBatch."""
         if self._states is None:
             self._states = PassStates(
-                [StateSpan(cast(RowCache, one.row), one.count, is_check(one)) for one in self.spans]
+                [
+                    StateSpan(cast(RowCache, span.row), span.count, is_check(span))
+                    for span in self.spans
+                ]
             )
         return self.lines_after(layer, self._states.recur(layer, lines, scan))
 
@@ -277,18 +291,18 @@ class RowBatch(RotateThenAttend):
     def _write(self, layer: int, new: Sequence[mx.array]) -> Mapping[int, Arrays]:
         """Writes new [T, heads, size] into the rows.
 
-        Returns what is stored [1, heads, L, size] of the tokens that each span sees, by span.
+        Returns the stored arrays [1, heads, L, size] of the tokens that each span sees, by span.
         """
         return {
-            one.span: self.spans[one.span].row.write(
-                layer, *(heads_first(x[one.first : one.end]) for x in new)
+            queries.span: self.spans[queries.span].row.write(
+                layer, *(heads_first(x[queries.first : queries.end]) for x in new)
             )
-            for one in self._queries
+            for queries in self._queries
         }
 
 
 def _rotation(spans: Sequence[RowSpan], tokens: int) -> RotaryEmbedding:
-    """The rotation by the positions of all tokens of the spans."""
+    """Returns the rotation by the positions of all tokens of the spans."""
     starts = [span.row.offset for span in spans]
     ranges = [
         np.arange(start, start + span.count, dtype=np.int32)
@@ -297,15 +311,15 @@ def _rotation(spans: Sequence[RowSpan], tokens: int) -> RotaryEmbedding:
     if all(span.positions is None for span in spans):
         start = starts[0] if len(spans) == 1 and tokens > 1 else None
         return RotaryEmbedding(mx.array(np.concatenate(ranges)), start)
-    every = [
+    positions = [
         np.repeat(numbers[:, None], 3, axis=1) if span.positions is None else span.positions
         for numbers, span in zip(ranges, spans, strict=True)
     ]
-    return RotaryEmbedding(mx.array(np.concatenate(every)))
+    return RotaryEmbedding(mx.array(np.concatenate(positions)))
 
 
 def line_selector(lines: Sequence[int], tokens: int) -> Callable[[mx.array], mx.array]:
-    """Returns a function that selects `lines` of x [tokens, ...], as a view where possible."""
+    """Returns a function that selects `lines` of x [tokens, ...], as a view if possible."""
     count, first = len(lines), lines[0]
     if list(lines) != list(range(first, first + count)):
         numbers = mx.array(list(lines), dtype=mx.int32)

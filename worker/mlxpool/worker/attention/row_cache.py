@@ -1,4 +1,4 @@
-"""A row with arrays of its own: one object for each layer.
+"""A row with its own arrays: one object for each layer.
 
 Arrays grow in steps of ROW_GROWTH tokens. A layer has the only reference to its arrays, so that MLX
 writes them in place. Unused tokens are finite numbers and never read.
@@ -28,7 +28,7 @@ ROW_GROWTH = KV_BLOCK_TOKENS  # tokens
 
 
 class FullLayer:
-    """A layer of all tokens: an array [1, heads, allocated, size] for each that it stores."""
+    """A layer that keeps all tokens, in stored arrays [1, heads, allocated, size]."""
 
     def __init__(self, spec: KeyValueSpec | LatentSpec, shape: RowShape) -> None:
         self._stored, self._shape = shape.arrays_of(spec), shape
@@ -37,7 +37,7 @@ class FullLayer:
     def write(self, at: int, new: Arrays) -> Arrays:
         """Writes arrays [1, heads, n, size] after `at` tokens.
 
-        Returns what is stored of all tokens up to the end.
+        Returns the stored arrays of all tokens up to the end.
         """
         end = at + new[0].shape[2]
         self._reserve(end)
@@ -46,7 +46,7 @@ class FullLayer:
         return self.part(0, end, end)
 
     def part(self, start: int, end: int, offset: int) -> Arrays:
-        """Returns views of what is stored of tokens [start, end) of `offset` tokens."""
+        """Returns views of the stored arrays of tokens [start, end) of a row of `offset` tokens."""
         return tuple(array[:, :, start:end, :] for array in self.arrays)
 
     def put(self, parts: Sequence[Arrays], capacity: int) -> None:
@@ -85,10 +85,11 @@ class FullLayer:
 
 
 class WindowLayer:
-    """A layer with a window: an array [1, heads, capacity, size] for each that it stores.
+    """A layer with a window, in stored arrays [1, heads, capacity, size].
 
-    Their tokens [_first, _last) are in use. When the arrays are full, the tokens of the window move
-    to the front, with the one before them: the window begins there after `trim` removed a token.
+    The tokens [_first, _last) of the arrays are in use. When the arrays are full, the tokens of the
+    window move to the front, with one token before them. After `trim` has removed a token, the
+    window begins with that token.
     """
 
     def __init__(self, spec: KeyValueSpec, shape: RowShape) -> None:
@@ -101,13 +102,14 @@ class WindowLayer:
     def write(self, at: int, new: Arrays) -> Arrays:
         """Writes new tokens after `at`.
 
-        Returns what is stored of them and of the tokens that the first of them sees.
+        Returns the stored arrays of the tokens that they see.
         """
         return self._append(self._shape.stored(new))
 
     def part(self, start: int, end: int, offset: int) -> Arrays:
-        """Returns views of what is stored of tokens [start, end) of `offset`, which must be inside
-        the window.
+        """Returns views of the stored arrays of tokens [start, end); the row has `offset` tokens.
+
+        The tokens must be inside the window.
         """
         shift = self._last - offset
         assert self._first <= start + shift, "a window was asked for what it forgot"
@@ -120,11 +122,11 @@ class WindowLayer:
             self._append(part)
 
     def trim(self, offset: int, to: int) -> None:
-        """See FullLayer. Possible by one token, or to any token while none was dropped."""
+        """See FullLayer. Possible by one token; by more only if no token was dropped yet."""
         self._last = max(self._first, self._last - (offset - to))
 
     def _append(self, new: Arrays) -> Arrays:
-        """Stores arrays; returns what is stored of them and of what the first of them sees."""
+        """Stores arrays; returns the stored arrays of the tokens that they see."""
         count = new[0].shape[2]
         self._require_space(count)
         start, self._last = self._last, self._last + count
@@ -159,8 +161,8 @@ class WindowLayer:
 class StateLayer:
     """A recurrent layer: its state after all tokens and before each of the last steps.
 
-    A state is arrays of its own, or a line of an array that the rows of a pass share; () is the
-    initial one.
+    A state has its own arrays, or is a line of an array that the rows of a pass share. () is the
+    initial state.
     """
 
     def __init__(self, spec: RecurrentSpec) -> None:
@@ -170,21 +172,21 @@ class StateLayer:
 
     @property
     def arrays(self) -> Arrays:
-        """The arrays whose evaluation completes the state; other rows may have a part of them."""
+        """The arrays whose evaluation completes the state; other rows may share them."""
         return (self._now.whole,) if isinstance(self._now, StateSlice) else self._now
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the state after all tokens."""
+        """The bytes of the state after all tokens."""
         return self._spec.state_bytes if self._now else 0
 
     def held(self) -> list[mx.array]:
-        """Returns the arrays of the state and of those before it, each once."""
-        found: dict[int, mx.array] = {}
-        for one in (self._now, *self._before.values()):
-            arrays = (one.whole,) if isinstance(one, StateSlice) else one
-            found |= {id(array): array for array in arrays}
-        return list(found.values())
+        """Returns the arrays of the state and of the states before it, each once."""
+        held: dict[int, mx.array] = {}
+        for state in (self._now, *self._before.values()):
+            arrays = (state.whole,) if isinstance(state, StateSlice) else state
+            held |= {id(array): array for array in arrays}
+        return list(held.values())
 
     def state(self) -> Arrays:
         """Returns the state after all tokens."""
@@ -193,7 +195,7 @@ class StateLayer:
         return self._now or tuple(mx.zeros(shape) for shape in self._spec.shapes)
 
     def slice(self) -> StateSlice | None:
-        """Returns the state after all tokens as a line of an array; None: it is zeros."""
+        """Returns the state after all tokens as a line of an array; None: all zeros."""
         if isinstance(self._now, StateSlice):
             return self._now
         if not self._now:
@@ -204,7 +206,7 @@ class StateLayer:
     def write(self, at: int, *new: Arrays | StateSlice) -> None:
         """Stores the state after a step that began at `at` tokens.
 
-        Of a step that checks drafts these are the states after each of its tokens.
+        For a step that checks drafts, `new` has the state after each of its tokens.
         """
         for further, state in enumerate(new):
             self._before[at + further] = self._now
@@ -213,12 +215,12 @@ class StateLayer:
             del self._before[next(iter(self._before))]
 
     def settle(self) -> None:
-        """Forgets the states before that after all tokens: the row goes back to none of them."""
+        """Drops all states but the newest: the row goes back to none of them."""
         self._before = {}
 
     def own(self) -> list[mx.array]:
-        """Copies states out of arrays of which other rows have a part; returns all arrays then."""
-        now, *before = (_alone(one) for one in (self._now, *self._before.values()))
+        """Copies states out of arrays that other rows share; returns all arrays of the states."""
+        now, *before = (_alone(state) for state in (self._now, *self._before.values()))
         self._now, self._before = now, dict(zip(self._before, before, strict=True))
         return self.held()
 
@@ -254,19 +256,19 @@ class RowCache:
 
     def __init__(self, shape: RowShape) -> None:
         self.shape = shape
-        self.offset = 0  # tokens in each layer, those of the step in flight included
+        self.offset = 0  # tokens in each layer, including those of the step in flight
         self.layers = [_layer(cache, shape) for cache in shape.caches]
 
     def write(self, layer: int, *new: mx.array) -> Arrays:
         """Writes arrays [1, heads, n, size] after `offset` tokens.
 
-        Returns what is stored of all tokens that they see; attention reads it by `RowShape.read`.
-        `advance` moves `offset`, after the last layer.
+        Returns the stored arrays of all tokens that they see; attention reads them by
+        `RowShape.read`. After the last layer, `advance` moves `offset`.
         """
         return self._tokens(layer).write(self.offset, new)
 
     def part(self, layer: int, start: int, end: int) -> Arrays:
-        """Returns views [1, heads, end - start, size] of what a layer stores of some tokens."""
+        """Returns views [1, heads, end - start, size] of a layer's stored arrays of some tokens."""
         return self._tokens(layer).part(start, end, self.offset)
 
     def put(self, layer: int, parts: Sequence[Arrays], capacity: int) -> None:
@@ -286,11 +288,11 @@ class RowCache:
         self._state(layer).write(self.offset, state)
 
     def state_slice(self, layer: int) -> StateSlice | None:
-        """Returns `state` as a line of an array; None: it is zeros."""
+        """Returns `state` as a line of an array; None: all zeros."""
         return self._state(layer).slice()
 
     def put_states(self, layer: int, *states: Arrays | StateSlice) -> None:
-        """Stores the state after this step or, of one that checks drafts, after each token."""
+        """Stores the state after this step or, for a check of drafts, after each of its tokens."""
         self._state(layer).write(self.offset, *states)
 
     def state_layers(self) -> list[StateLayer]:
@@ -302,7 +304,7 @@ class RowCache:
         self.offset += count
 
     def trim(self, to: int) -> None:
-        """Removes the tokens from `to` on, if there are any."""
+        """Removes the tokens from `to` on, if the row has any."""
         to = max(to, 0)
         if to < self.offset:
             for layer in self.layers:
@@ -320,7 +322,7 @@ class RowCache:
 
     @property
     def nbytes(self) -> int:
-        """Allocated bytes, including unused tokens."""
+        """The allocated bytes, including unused tokens."""
         return sum(
             layer.nbytes
             if isinstance(layer, StateLayer)

@@ -1,6 +1,6 @@
-"""The prefix-cache store of rows with arrays of their own (Metal, CPU): it copies.
+"""The prefix-cache store of rows with their own arrays (Metal, CPU): it copies.
 
-`fill` copies the cached path into a new row, `keep` copies new tokens out of a row, so kept pieces
+`fill` copies the cached path into a new row. `keep` copies new tokens out of a row. So kept pieces
 never share memory with rows.
 """
 
@@ -33,11 +33,11 @@ from mlxpool.worker.prefix.paths import Part
 from mlxpool.worker.prefix_disk.reading import ReadRecord
 
 R = TypeVar("R", bound=LayeredRow[mx.array])
-Kept = tuple[Arrays, ...]  # of each FullCache layer: keys and values [1, KV, n, D]
+Kept = tuple[Arrays, ...]  # keys and values [1, KV, n, D] of each FullCache layer
 
 
 class LayerStates(Struct, frozen=True):
-    """Snapshot of the layers that are not FullCache, after `end` tokens."""
+    """The snapshot of the layers that are not FullCache, after `end` tokens."""
 
     end: int
     layers: tuple[Arrays, ...]
@@ -100,7 +100,9 @@ class RowStore(Generic[R]):
 
     def keep_state(self, row: R) -> LayerStates:
         """See Store."""
-        return LayerStates(row.offset, self._kept(tuple(_owned(one) for one in self._states(row))))
+        return LayerStates(
+            row.offset, self._kept(tuple(_owned(arrays) for arrays in self._states(row)))
+        )
 
     def lowest(self, state: LayerStates) -> int:
         """See Store."""
@@ -116,8 +118,8 @@ class RowStore(Generic[R]):
     def join(self, left: Kept, right: Kept) -> Kept:
         """See PieceStore."""
         joined = tuple(
-            tuple(mx.concatenate(list(pair), axis=2) for pair in zip(one, other, strict=True))
-            for one, other in zip(left, right, strict=True)
+            tuple(mx.concatenate(list(pair), axis=2) for pair in zip(first, other, strict=True))
+            for first, other in zip(left, right, strict=True)
         )
         _evaluate(*joined)
         return joined
@@ -148,12 +150,12 @@ class RowStore(Generic[R]):
 
     def stored_state(self, state: LayerStates) -> list[DeviceArray]:
         """See PortableStore."""
-        found = (
+        arrays_by_name = (
             (f"{kind.layer}.{number}", ((array, 0, 0),))
             for kind, arrays in zip(self._whole, state.layers, strict=True)
             for number, array in enumerate(arrays)
         )
-        return device_arrays(found, axis=0)
+        return device_arrays(arrays_by_name, axis=0)
 
     def bytes_of(self, record: ReadRecord, start: int, end: int) -> int:
         """See PortableStore."""
@@ -163,19 +165,19 @@ class RowStore(Generic[R]):
     def restored(self, record: ReadRecord, start: int, end: int) -> Kept:
         """See PortableStore."""
         low, high = start - record.header.start, end - record.header.start
-        found = arrays_of(record)
+        arrays = arrays_of(record)
         return self._kept(
             tuple(
-                tuple(device_array(dtype, one[None, :, low:high]) for dtype, one in of_layer)
-                for of_layer in (_of_layer(found, kind.layer) for kind in self._full)
+                tuple(device_array(dtype, array[None, :, low:high]) for dtype, array in of_layer)
+                for of_layer in (_of_layer(arrays, kind.layer) for kind in self._full)
             )
         )
 
     def restored_state(self, record: ReadRecord) -> LayerStates:
         """See PortableStore."""
-        found = arrays_of(record)
+        arrays = arrays_of(record)
         layers = tuple(
-            tuple(device_array(dtype, one) for dtype, one in _of_layer(found, kind.layer))
+            tuple(device_array(dtype, array) for dtype, array in _of_layer(arrays, kind.layer))
             for kind in self._whole
         )
         return LayerStates(record.header.end, self._kept(layers))
@@ -190,7 +192,7 @@ class RowStore(Generic[R]):
 
     def _kept(self, arrays: tuple[Arrays, ...]) -> tuple[Arrays, ...]:
         _evaluate(*arrays)
-        self.nbytes += sum(_nbytes(one) for one in arrays)
+        self.nbytes += sum(_nbytes(layer) for layer in arrays)
         return arrays
 
 
@@ -198,11 +200,11 @@ def _of_layer(
     arrays: Mapping[str, tuple[str, np.ndarray[Any, Any]]], layer: int
 ) -> list[tuple[str, np.ndarray[Any, Any]]]:
     """Returns the stored arrays of a layer in their order."""
-    found, number = [], 0
-    while (one := arrays.get(f"{layer}.{number}")) is not None:
-        found.append(one)
+    stored, number = [], 0
+    while (array := arrays.get(f"{layer}.{number}")) is not None:
+        stored.append(array)
         number += 1
-    return found
+    return stored
 
 
 def _put_whole(
@@ -215,7 +217,7 @@ def _put_whole(
 
 
 def _recurrent(row: LayeredRow[mx.array]) -> RecurrentRow[mx.array]:
-    """Returns the row as a RecurrentRow, which rows with recurrent layers are."""
+    """Returns the row as a RecurrentRow. It must have recurrent layers."""
     return cast("RecurrentRow[mx.array]", row)
 
 
@@ -232,7 +234,7 @@ def _owned(arrays: Arrays) -> Arrays:
 def _evaluate(*arrays: Arrays) -> None:
     """Computes the copies now; on a GPU without waiting for the step in flight.
 
-    An unevaluated copy refers to its source, which MLX would then copy before the next write.
+    An unevaluated copy refers to its source. MLX would then copy the source before the next write.
     """
     if mx.default_device().type == mx.DeviceType.gpu:
         mx.async_eval(*arrays)  # type: ignore[no-untyped-call]

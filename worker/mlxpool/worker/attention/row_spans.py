@@ -1,4 +1,4 @@
-"""The spans of tokens that a pass is over: of which rows they are, and what it gives of them."""
+"""The spans of tokens of a pass: their rows, their images, and the results that they want."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Ids: TypeAlias = Sequence[int] | npt.NDArray[np.int32]  # of the inputs of a pas
 class ImageLines(Struct, frozen=True):
     """The tokens [begin, end) of a span that are inputs of one image.
 
-    `features` [1 + L, n, d]: see SeeingModel.encode_image. `group`: they attend both ways.
+    `features` [1 + L, n, d]: see SeeingModel.encode_image. `group`: the tokens attend both ways.
     """
 
     begin: int
@@ -33,7 +33,7 @@ class ImageLines(Struct, frozen=True):
 class ImageView(Struct, frozen=True):
     """The tokens [begin, end) of a span that attend to the same images in cross-attention.
 
-    `features` of each image, [2 * C, KV, n, D]: keys and values of C layers, see
+    `features`: for each image [2 * C, KV, n, D], the keys and values of C layers, see
     SeeingModel.encode_image.
     """
 
@@ -43,20 +43,22 @@ class ImageView(Struct, frozen=True):
 
     def keys_values(self, layer: int) -> tuple[mx.array, mx.array]:
         """Returns the keys and values [1, KV, L, D] of all images in a layer of cross-attention."""
-        keys, values = ([one[2 * layer + part][None] for one in self.features] for part in range(2))
+        keys, values = (
+            [features[2 * layer + part][None] for features in self.features] for part in range(2)
+        )
         if len(keys) == 1:
             return keys[0], values[0]
         return mx.concatenate(keys, axis=2), mx.concatenate(values, axis=2)
 
 
-# not frozen, as scheduling.Span
+# Not frozen, as scheduling.Span.
 class RowSpan(Struct):
     """`count` new tokens of `row`: one token of a row that decodes, or a chunk of a prompt.
 
     A pass that wants the span gives logits of its last `lines` tokens or, with `hidden`, their
-    hidden states. `images`: those that the tokens are inputs of, in order. `views`: what tokens see
-    of images in layers of cross-attention, in order. `positions` [count, 3]: see Rope.axes; None:
-    the tokens have their number in the row as position.
+    hidden states. `images`: the images whose inputs are among the tokens, in order. `views`: the
+    images that tokens see in layers of cross-attention, in order. `positions` [count, 3]: see
+    Rope.axes; None: the position of a token is its number in the row.
     """
 
     row: CacheRow
@@ -69,21 +71,22 @@ class RowSpan(Struct):
 
     @property
     def plain(self) -> bool:
-        """Whether it has nothing of images, so that compiled passes serve it."""
+        """True if the span involves no image, so that compiled passes serve it."""
         return not self.images and not self.views and self.positions is None
 
     @property
     def wide(self) -> bool:
-        """Whether it gives more than the logits of one token."""
+        """True if the span gives more than the logits of one token."""
         return self.lines > 1 or self.hidden
 
 
 class PassOutput(NamedTuple):
-    """What a pass gives of the spans that it wants, none of it computed yet.
+    """The results of a pass for the spans that it wants, not computed yet.
 
-    `logits` [E, vocabulary], one array to evaluate where no span wants them; `hidden` [H, d]
-    float32. Behind the last norm, and None where the layout keeps none: `states` [T, d] of all
-    inputs, in their order; `drawn` [E, d], those that the logits are of.
+    `logits` [E, vocabulary]; if no span wants logits, any array to evaluate. `hidden` [H, d]: the
+    wanted hidden states, float32. `states` [T, d]: the states of all inputs after the last norm, in
+    their order. `drawn` [E, d]: the states of the logits, after the last norm. `states` and `drawn`
+    are None if the layout does not keep them.
     """
 
     logits: mx.array
@@ -93,9 +96,9 @@ class PassOutput(NamedTuple):
 
 
 def wanted_lines(spans: Sequence[RowSpan], wanted: Sequence[int]) -> int:
-    """Returns how many tokens of the spans `wanted` get logits or give hidden states.
+    """Returns the number of tokens of the spans `wanted` that get logits or give hidden states.
 
-    Spans that give more than the logits of one token follow the others.
+    Spans that give more than the logits of one token come last.
     """
     if not wanted or not spans[wanted[-1]].wide:
         return len(wanted)
@@ -103,37 +106,37 @@ def wanted_lines(spans: Sequence[RowSpan], wanted: Sequence[int]) -> int:
 
 
 def logit_spans(spans: Sequence[RowSpan], wanted: Sequence[int]) -> Sequence[int]:
-    """Returns those of the spans `wanted` that get logits; hidden states are wanted behind them."""
+    """Returns the spans of `wanted` that get logits; spans that give hidden states come last."""
     if not wanted or not spans[wanted[-1]].hidden:
         return wanted
     return [number for number in wanted if not spans[number].hidden]
 
 
 def checks_drafts(spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:
-    """Returns whether some of the spans `wanted` gets logits of several tokens."""
+    """Returns True if a span of `wanted` gets logits of several tokens."""
     drawing = logit_spans(spans, wanted)
     return bool(drawing) and spans[drawing[-1]].lines > 1
 
 
 def all_plain(spans: Sequence[RowSpan]) -> bool:
-    """Returns whether all spans are `plain`; steps ask it of many spans."""
+    """Returns True if all spans are `plain`, faster than by the property: spans may be many."""
     return not any(span.images or span.views or span.positions is not None for span in spans)
 
 
 def is_check(span: RowSpan) -> bool:
-    """Whether a span checks drafts: each of its tokens gives logits."""
+    """Returns True if a span checks drafts: each of its tokens gives logits."""
     return span.count > 1 and span.lines == span.count and not span.hidden and span.plain
 
 
 def leading_singles(spans: Sequence[RowSpan]) -> int:
-    """Returns the number of spans of one token before the first of several."""
+    """Returns the number of spans of one token before the first span of several tokens."""
     return next((n for n, span in enumerate(spans) if span.count > 1), len(spans))
 
 
 def is_plain_decode(spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:
-    """Returns whether every span is one token that gets logits, in the order of the spans.
+    """Returns True if every span is one token that gets logits, in the order of the spans.
 
-    Its position is its number in the row.
+    The position of each token must be its number in the row.
     """
     if list(wanted) != list(range(len(spans))) or spans[-1].hidden:
         return False

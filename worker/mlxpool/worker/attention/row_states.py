@@ -1,4 +1,4 @@
-"""The recurrent states of the rows of a pass whose spans one kernel scans together."""
+"""The recurrent states of a pass's rows, if one kernel scans all spans together."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from mlxpool.worker.kernels.recurrent.span_states import (
 )
 from mlxpool.worker.layers.layer_types import SpanScan
 
-Place = tuple[int, int]  # of a state: the number of its source, and its index there
+Place = tuple[int, int]  # the place of a state: the number of its source, its index there
 
 
 class StateSpan(Struct, frozen=True):
-    """`count` new tokens of `row`; `checks`: they are drafts, so each state behind one is kept."""
+    """`count` new tokens of `row`; `checks`: they check drafts, so every token's state is kept."""
 
     row: RowCache
     count: int
@@ -31,7 +31,7 @@ class StateSpan(Struct, frozen=True):
 
     @property
     def states(self) -> int:
-        """How many states the pass writes."""
+        """The number of states that the pass writes."""
         return self.count if self.checks else 1
 
 
@@ -55,8 +55,8 @@ class PassStates:
                 slices = [StateSlice(after, begin + number) for number in range(span.count)]
                 span.row.put_states(layer, *slices)
             elif span.count > 1 and self._written[-1] > 1:
-                # A prompt that is read in parts may wait while others decode: a copy lets their
-                # states be freed.
+                # A row that reads its prompt in parts may wait while other rows decode. With a copy
+                # of its state, the array with the other rows' states can be freed.
                 span.row.put_states(layer, StateSlice(after, begin).alone())
             else:
                 span.row.put_states(layer, StateSlice(after, begin))
@@ -76,9 +76,9 @@ class PassStates:
 
 
 def settle(rows: Iterable[RowCache]) -> None:
-    """Forgets the states to which rows went back, if passes were taken back; none is in flight.
+    """Drops the states to which rows could go back. No pass may be in flight.
 
-    Those behind drafts that were checked are in arrays that are several times as large as others.
+    States after checked drafts are in arrays that are several times as large as others.
     """
     for row in rows:
         for layer in row.state_layers():
@@ -86,49 +86,49 @@ def settle(rows: Iterable[RowCache]) -> None:
 
 
 def keep_alone(row: RowCache) -> list[mx.array]:
-    """Leaves a row nothing but its newest states, in arrays of its own: no pass will compute it.
+    """Leaves a row only its newest states, in its own arrays, because no pass will compute it.
 
-    Returns the arrays that have to be evaluated.
+    Returns the arrays to evaluate.
     """
     settle([row])
     return [array for layer in row.state_layers() for array in layer.own()]
 
 
 def separate(idle: Iterable[RowCache], going: Iterable[RowCache]) -> list[mx.array]:
-    """Gives rows that sit out a pass states of their own, if they share arrays with rows in it.
+    """Copies the states of `idle` rows if they share arrays with the rows `going` into a pass.
 
-    Those arrays are freed when all rows have gone on; a row that sits out would keep them whole.
-    Returns the arrays that have to be evaluated.
+    A shared array is freed when all its rows have gone on; an idle row would keep it whole.
+    Returns the arrays to evaluate.
     """
-    shared = {id(one) for row in going for layer in row.state_layers() for one in layer.arrays}
-    found: list[mx.array] = []
+    shared = {id(array) for row in going for layer in row.state_layers() for array in layer.arrays}
+    owned: list[mx.array] = []
     for row in idle:
         layers = row.state_layers()
-        if any(id(one) in shared for layer in layers[:1] for one in layer.arrays):
-            found += [array for layer in layers for array in layer.own()]
-    return found
+        if any(id(array) in shared for layer in layers[:1] for array in layer.arrays):
+            owned += [array for layer in layers for array in layer.own()]
+    return owned
 
 
 def sources_of(
     held: Sequence[StateSlice | None],
 ) -> tuple[tuple[mx.array, ...], list[Place]]:
-    """Returns at most MAX_SOURCES arrays that have these states, and the place of each state.
+    """Returns at most MAX_SOURCES arrays with these states, and the place of each state.
 
-    Rows that were in the same pass have their states in one array. States of arrays beyond the
-    first ones are copied into one more.
+    Rows that were in the same pass have their states in one array. If the states are in more
+    arrays, the states of the last arrays are copied into one.
     """
     sources: list[mx.array] = []
     numbers: dict[int, int] = {}  # of the sources, by their id
     places: list[Place] = []
-    for one in held:
-        if one is None:
+    for state in held:
+        if state is None:
             places.append((NO_SOURCE, 0))
             continue
-        whole = one.whole
+        whole = state.whole
         number = numbers.setdefault(id(whole), len(sources))
         if number == len(sources):
             sources.append(whole)
-        places.append((number, one.index))
+        places.append((number, state.index))
     if len(sources) <= MAX_SOURCES:
         return tuple(sources), places
     last = MAX_SOURCES - 1  # the source that has the copies
@@ -141,5 +141,5 @@ def sources_of(
 
 
 def _starts(counts: Iterable[int]) -> list[int]:
-    """Returns where each of several runs begins, and behind them where the last one ends."""
+    """Returns the beginning of each run of `counts`, and the end of the last run."""
     return [0, *accumulate(counts)]

@@ -1,7 +1,7 @@
-"""Arrays of kept prefixes as the disk tier stores them, and back.
+"""Converts arrays of kept prefixes to the form that the disk tier stores, and back.
 
-A stored array of tokens is [heads, tokens, size], whatever the layout; items are raw numbers, for
-NumPy has no bfloat16.
+A stored array of tokens is [heads, tokens, size] in every layout. Its items are raw numbers,
+because NumPy lacks bfloat16.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mlxpool.worker.prefix_disk.writing import NamedArray
 E = TypeVar("E")
 S = TypeVar("S")
 
-# MLX's dtypes by name, and the NumPy dtype of the same size that stands for those it lacks.
+# MLX's dtypes by name; `_RAW`: NumPy's dtypes of the same size for dtypes that NumPy lacks.
 DTYPES: Mapping[str, mx.Dtype] = {
     "bool": mx.bool_,
     "int8": mx.int8,
@@ -43,11 +43,11 @@ DeviceParts = tuple[tuple[mx.array, int, int], ...]
 
 
 class DeviceArray(Struct, frozen=True):
-    """An array to store, on the device: of each part [heads, tokens, size] or [1, heads, tokens,
-    size] the tokens [low, high).
+    """An array to store, on the device.
 
-    The axis is 0 for what is no array of tokens, of which there is one part, used as it is. `dtype`
-    is MLX's name; items that NumPy lacks are raw numbers here.
+    It joins the tokens [low, high) of each part [heads, tokens, size] or [1, heads, tokens, size].
+    `axis` is 0 for an array without tokens, which is one part, stored whole. `dtype` is MLX's name;
+    items of a dtype that NumPy lacks are raw numbers here.
     """
 
     name: str
@@ -57,30 +57,31 @@ class DeviceArray(Struct, frozen=True):
 
 
 class PortableStore(Protocol[E, S]):
-    """What a store of kept prefixes has beside prefix/store.py, so that the disk can have them."""
+    """The methods that a prefix store needs for the disk tier, besides those of prefix/store.py."""
 
     def stored(self, parts: Sequence[Part[E]]) -> list[DeviceArray]:
-        """Returns the arrays of the tokens of one block of 256, in neighbouring parts.
+        """Returns the arrays of the tokens of one block of 256, from neighbouring parts.
 
-        Their evaluation is submitted; they are independent of what happens to the parts.
+        Their evaluation is submitted. Later changes of the parts do not change them.
         """
 
     def stored_state(self, state: S) -> list[DeviceArray]:
         """Returns the arrays of a snapshot."""
 
     def bytes_of(self, record: ReadRecord, start: int, end: int) -> int:
-        """Returns the bytes that `restored` needs, at most."""
+        """Returns the most bytes that `restored` needs."""
 
     def restored(self, record: ReadRecord, start: int, end: int) -> E:
-        """Returns a kept piece of tokens [start, end), which a record has."""
+        """Returns a record's tokens [start, end) as a kept piece."""
 
     def restored_state(self, record: ReadRecord) -> S:
-        """Returns the snapshot that a record has."""
+        """Returns the snapshot of a record."""
 
 
 def device_arrays(found: Iterable[tuple[str, DeviceParts]], *, axis: int = 1) -> list[DeviceArray]:
-    """Returns arrays to store, by name, whose evaluation is submitted: `host_arrays` computes
-    nothing when that is done, and does not wait for passes that were submitted later.
+    """Returns arrays to store, from parts by name, and submits their evaluation.
+
+    After it `host_arrays` computes nothing, and does not wait for passes that were submitted later.
     """
     arrays: list[DeviceArray] = []
     views: list[mx.array] = []
@@ -96,27 +97,27 @@ def device_arrays(found: Iterable[tuple[str, DeviceParts]], *, axis: int = 1) ->
 
 
 def stored_bytes(arrays: Sequence[DeviceArray]) -> int:
-    """Returns the bytes that arrays have on the disk."""
+    """Returns the bytes of arrays on the disk."""
     return sum(
-        array.nbytes if one.axis == 0 else array.nbytes * (high - low) // array.shape[-2]
-        for one in arrays
-        for array, low, high in one.parts
+        array.nbytes if stored.axis == 0 else array.nbytes * (high - low) // array.shape[-2]
+        for stored in arrays
+        for array, low, high in stored.parts
     )
 
 
 def host_arrays(arrays: Sequence[DeviceArray]) -> tuple[NamedArray, ...]:
-    """Returns arrays as NumPy has them, without copies where host and device share memory."""
+    """Returns arrays as NumPy arrays, without copies if host and device share memory."""
     return tuple(
         NamedArray(
-            one.name,
-            one.dtype,
+            stored.name,
+            stored.dtype,
             tuple(
-                _on_host(array) if one.axis == 0 else _tokens(_on_host(array), low, high)
-                for array, low, high in one.parts
+                _on_host(array) if stored.axis == 0 else _tokens(_on_host(array), low, high)
+                for array, low, high in stored.parts
             ),
-            one.axis,
+            stored.axis,
         )
-        for one in arrays
+        for stored in arrays
     )
 
 
@@ -130,15 +131,15 @@ def _tokens(array: np.ndarray[Any, Any], low: int, high: int) -> np.ndarray[Any,
 
 def arrays_of(record: ReadRecord) -> dict[str, tuple[str, np.ndarray[Any, Any]]]:
     """Returns the arrays of a record by name, each with MLX's name of its dtype."""
-    found = {}
+    arrays = {}
     for place in record.header.arrays:
         data = record.arrays[place.offset : place.offset + place.nbytes]
         typed = data.view(_RAW.get(place.dtype, place.dtype)).reshape(place.shape)
-        found[place.name] = place.dtype, typed
-    return found
+        arrays[place.name] = place.dtype, typed
+    return arrays
 
 
 def device_array(dtype: str, array: np.ndarray[Any, Any]) -> mx.array:
-    """Returns a copy of an array of raw numbers as one of MLX with this dtype."""
+    """Returns a copy of an array of raw numbers as an MLX array of this dtype."""
     copied = mx.array(array)
     return copied.view(DTYPES[dtype]) if dtype in _RAW else copied

@@ -1,4 +1,4 @@
-"""The block tables of running rows on the device, which get only what has changed."""
+"""The block tables of running rows on the device; a pass sends only changed entries."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from mlxpool.worker.kernels.kernel_builder import build_kernel, write_in_place
 from mlxpool.worker.prefix.shared_blocks import BlockRow
 from mlxpool.worker.transfers.uploads import Upload
 
-LEAST_UPDATES = 32  # entries that are written at a time; more are padded to a power of two
+LEAST_UPDATES = 32  # the least entries of an update; larger ones are padded to a power of two
 NO_ENTRY = -1
 
 
 class BlockTables:
     """A table [rows, entries] of blocks: `array` on the device, `numbers` on the host.
 
-    A row has a line of it from its first pass on, until it is released and another row needs one.
+    A row owns a line of the table from its first pass on, until it is released and another row
+    needs a line.
     """
 
     def __init__(self, rows: int, entries: int, upload: Upload) -> None:
@@ -34,7 +35,7 @@ class BlockTables:
         self._free = list(range(rows))
 
     def lines_of(self, rows: Sequence[BlockRow]) -> npt.NDArray[np.int32]:
-        """Returns the lines of rows that have blocks; at most as many rows as the table has."""
+        """Returns the lines of rows with blocks; at most as many rows as the table has lines."""
         lines = self._lines
         return np.array(
             [lines[row] if row in lines else self._enter(row, set(rows)) for row in rows],
@@ -42,9 +43,9 @@ class BlockTables:
         )
 
     def update(self, rows: Sequence[BlockRow], lines: npt.NDArray[np.int32]) -> mx.array | None:
-        """Copies the changed entries of rows in these lines, for the pass that is being built.
+        """Copies the changed entries of rows in `lines` to the device, for the pass being built.
 
-        Returns a 0 on which readers of `array` must depend, see worker/kernels; None: nothing has
+        Returns a 0; readers of `array` must depend on it, see worker/kernels. None: no entry has
         changed.
         """
         places: list[int] = []
@@ -66,10 +67,10 @@ class BlockTables:
         return write_in_place(_update_kernel(), [self.array, self._upload(updates)], padded)
 
     def _enter(self, row: BlockRow, now: set[BlockRow]) -> int:
-        """Gives a row a line, which released rows leave; `now` are the rows of this pass."""
+        """Gives a row a free line, or the line of a released row; `now`: the rows of this pass."""
         if not self._free:
-            left = [one for one in self._lines if not one.table and one not in now]
-            self._free += [self._lines.pop(one) for one in left]
+            left = [other for other in self._lines if not other.table and other not in now]
+            self._free += [self._lines.pop(other) for other in left]
         line = self._lines[row] = self._free.pop()
         row.changed = 0
         return line

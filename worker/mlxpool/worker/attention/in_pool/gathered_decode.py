@@ -1,6 +1,6 @@
 """Compiled decode passes over rows of the block pool by MLX's operations.
 
-For models whose attention our kernels do not compute. Each pass copies the blocks that it reads.
+They serve models whose attention our kernels do not compute. A pass copies the blocks it reads.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from mlxpool.worker.layers.layer_types import LatentProjections
 from mlxpool.worker.layers.model_plan import Model
 from mlxpool.worker.scheduling.kv_blocks import blocks_for
 
-MAX_PASSES = 128  # that are kept; the host of a GPU has the memory for so many
-TABLE_STEP = 8  # blocks: the width of block tables is a multiple of it, so that passes are few
+MAX_PASSES = 128  # the most compiled passes that are kept; the host of a GPU has memory for them
+TABLE_STEP = 8  # blocks; the width of block tables is a multiple, so that few passes are compiled
 NO_STATES = "a pool of blocks has no states, see RowShape.fits_blocks"
 
 
 class GatheredBatch(DecodingRows):
-    """A ForwardBatch of one token of each row; its arrays belong to one compiled pass."""
+    """A ForwardBatch of one token for each row; its arrays belong to one compiled pass."""
 
     no_states = NO_STATES
 
     def __init__(self, pool: KVPool, positions: mx.array, slots: mx.array, table: mx.array) -> None:
-        """Takes positions and slots [R] of the new tokens and the block tables [R, B] of rows."""
+        """`positions`, `slots` [R]: of the new tokens. `table` [R, B]: the block tables of rows."""
         super().__init__(positions)
         self._pool, self._positions = pool, positions
         self._slots, self._table = slots, table
@@ -54,13 +54,13 @@ class GatheredBatch(DecodingRows):
         return heads.to_values(read)
 
     def _stored(self, layer: int, fresh: Arrays) -> Arrays:
-        """Writes new arrays [R, heads, size]; returns what is stored [R, heads, L, size]."""
+        """Writes new arrays [R, heads, size]; returns all stored arrays [R, heads, L, size]."""
         return self._pool.gather(layer, self._pool.write(layer, fresh, self._slots, self._table))
 
     def _seen(
         self, layer: int, q: mx.array, keys: mx.array, values: mx.array, scores: ScoreParams
     ) -> mx.array:
-        """q [R, H, D], keys [R, KV, L, D], values [R, KV, L, V] -> [R, H, V]."""
+        """Attends: q [R, H, D], keys [R, KV, L, D], values [R, KV, L, V] -> [R, H, V]."""
         window = self._pool.shape.window(layer)
         tokens, last = mx.arange(keys.shape[2])[None], self._positions[:, None]
         inside = tokens <= last
@@ -73,7 +73,7 @@ class GatheredBatch(DecodingRows):
 class GatheredDecode:
     """Runs decode passes of a model over rows of a pool, compiled once for each of a few widths.
 
-    Lines of padding repeat the last row, which computes and writes the same again.
+    Lines of padding repeat the last row: they compute and write the same again.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class GatheredDecode:
         keeps_states: bool = False,
         keeps_drawn: bool = False,
     ) -> None:
-        """`notice` is called before a pass is compiled. For the others see Layout."""
+        """`notice` is called before a pass is compiled. Layout explains the others."""
         self._model, self._pool = model, pool
         self._keeps_states, self._keeps_drawn = keeps_states, keeps_drawn
         self.passes = CompiledPasses(self._one_pass, notice, max_passes=MAX_PASSES)
@@ -105,12 +105,12 @@ class GatheredDecode:
             numbers[line, 2 : 2 + len(table)] = table
         if lines > count:
             ids = mx.concatenate([ids, mx.broadcast_to(ids[-1:], (lines - count,))])
-        given, written = self.passes((lines, width), ids, mx.array(numbers), self._pool.arrays)
+        results, written = self.passes((lines, width), ids, mx.array(numbers), self._pool.arrays)
         if not self._pool.in_place:
-            self._pool.arrays = [tuple(one) for one in written]
+            self._pool.arrays = [tuple(layer) for layer in written]
         for row in rows:
             row.advance(1)
-        logits, *states = (one[:count] for one in given)
+        logits, *states = (result[:count] for result in results)
         if not states:
             return PassOutput(logits)
         return (
@@ -127,14 +127,14 @@ class GatheredDecode:
         batch = GatheredBatch(pool, numbers[:, 0], slots, numbers[:, 2:])
         if self._keeps_states or self._keeps_drawn:
             states = self._model.hidden_states(ids, batch)
-            found = [self._model.logits_of(states), states]
+            results = [self._model.logits_of(states), states]
         else:
-            found = [self._model(ids, batch)]
-        return found, [] if pool.in_place else pool.arrays
+            results = [self._model(ids, batch)]
+        return results, [] if pool.in_place else pool.arrays
 
 
 def padded_width(rows: int) -> int:
-    """Returns the padded tokens of a pass: a power of two, or one and a half of one."""
+    """Returns the padded tokens of a pass: a power of two, or three times one (3, 6, 12, ...)."""
     lines = 1 << (rows - 1).bit_length()
     return lines * 3 // 4 if rows <= lines * 3 // 4 and lines >= 4 else lines
 
@@ -144,5 +144,5 @@ class _PoolView(KVPool):
 
     def __init__(self, pool: KVPool, arrays: list[Arrays]) -> None:
         self.shape, self.in_place, self.blocks = pool.shape, pool.in_place, pool.blocks
-        self.arrays = [tuple(one) for one in arrays]
+        self.arrays = [tuple(layer) for layer in arrays]
         self.pending = []

@@ -15,17 +15,17 @@ log = logging.getLogger("mlxpool.worker")
 
 @cache
 def kernels_write(shape: RowShape) -> bool:
-    """Returns whether our kernels can write the pool; tries it once and logs why not."""
+    """Returns True if our kernels can write the pool; tries it once and logs a failure."""
     try:
         pool = KVPool(shape, 1, in_place=True)
         here = mx.array([[0]], dtype=mx.int32)
         for layer, arrays in enumerate(pool.arrays):
-            given = arrays[: len(arrays) // 2] if shape.quantised else arrays  # without scales
-            fresh = tuple(mx.ones((1, array.shape[1], array.shape[3])) for array in given)
+            numbers = arrays[: len(arrays) // 2] if shape.quantised else arrays  # without scales
+            fresh = tuple(mx.ones((1, array.shape[1], array.shape[3])) for array in numbers)
             mx.eval(pool.write(layer, fresh, mx.array([1], dtype=mx.int32), here))
             # Slices, because MLX would compile a kernel to gather blocks.
             written = shape.read(tuple(array[:1, :, 1:2] for array in arrays))
-            if not all(bool(mx.allclose(one, mx.ones(1), 0.01).item()) for one in written):
+            if not all(bool(mx.allclose(array, mx.ones(1), 0.01).item()) for array in written):
                 raise RuntimeError("what was written is not there")
     except (RuntimeError, ValueError) as error:
         log.warning("our CUDA kernels do not work here, the KV cache is not paged: %s", error)

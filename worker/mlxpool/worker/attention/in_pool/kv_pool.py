@@ -29,7 +29,7 @@ from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 class KVPool:
     """The memory of all blocks.
 
-    `arrays`: for each layer those that it stores (caches/stored.py), each
+    `arrays`: for each layer its stored arrays (caches/stored.py), each
     [blocks, heads, KV_BLOCK_TOKENS, size].
     """
 
@@ -50,20 +50,20 @@ class KVPool:
         if not isinstance(cache, KeyValueSpec | LatentSpec):
             raise TypeError(f"a pool of blocks has no place for {cache}")
         return tuple(
-            self.shape.zeros(one, self.blocks, one.heads, KV_BLOCK_TOKENS)
-            for one in self.shape.arrays_of(cache)
+            self.shape.zeros(array, self.blocks, array.heads, KV_BLOCK_TOKENS)
+            for array in self.shape.arrays_of(cache)
         )
 
     @property
     def nbytes(self) -> int:
-        """Allocated bytes."""
+        """The allocated bytes."""
         return sum(array.nbytes for arrays in self.arrays for array in arrays)
 
     def copy(self, source: int, target: int) -> None:
         """Copies one block in all layers.
 
-        On the device the copy is an evaluation of its own, behind all passes that were submitted:
-        in one evaluation no kernel may write what another reads.
+        On the device the copy is its own evaluation, after all submitted passes: in one evaluation
+        no kernel may write memory that another kernel reads.
         """
         if self.in_place:
             mx.async_eval(*self.written())  # type: ignore[no-untyped-call]
@@ -80,20 +80,20 @@ class KVPool:
     def block(self, block: int, tokens: int) -> list[tuple[str, mx.array]]:
         """Returns copies [heads, tokens, size] of the first tokens of a block, by name.
 
-        A name is the layer's and the array's number. The copies happen behind all passes that were
-        submitted.
+        A name has the numbers of the layer and the array. The copies happen after all submitted
+        passes.
         """
         mx.async_eval(*self.written())  # type: ignore[no-untyped-call]
-        found = [
+        copies = [
             (f"{layer}.{number}", mx.contiguous(array[block, :, :tokens]))
             for layer, arrays in enumerate(self.arrays)
             for number, array in enumerate(arrays)
         ]
-        mx.async_eval(*(array for _, array in found))  # type: ignore[no-untyped-call]
-        return found
+        mx.async_eval(*(array for _, array in copies))  # type: ignore[no-untyped-call]
+        return copies
 
     def fill_block(self, block: int, content: Mapping[str, mx.array]) -> None:
-        """Writes arrays from `block` into a block that nobody reads."""
+        """Writes arrays from the method `block` into a block that no pass reads."""
         mx.async_eval(*self.written())  # type: ignore[no-untyped-call]
         for layer, arrays in enumerate(self.arrays):
             for number, array in enumerate(arrays):
@@ -107,14 +107,14 @@ class KVPool:
         mx.async_eval(*self.written())  # type: ignore[no-untyped-call]
 
     def written(self) -> list[mx.array]:
-        """Returns the arrays whose evaluation completes all writes so far."""
+        """Returns arrays whose evaluation completes all writes so far."""
         pending, self.pending = self.pending, []
         return pending or [array for arrays in self.arrays for array in arrays]
 
     def write(self, layer: int, fresh: Arrays, slots: mx.array, table: mx.array) -> mx.array:
         """Writes new keys and values [n, heads, size] into slots [n] of a layer.
 
-        Returns `table`, on which readers of the written tokens must depend, see worker/kernels.
+        Returns `table`; readers of the written tokens must depend on it, see worker/kernels.
         """
         for array, new in zip(self.arrays[layer], self.shape.stored(fresh), strict=True):
             if self.in_place:
@@ -127,20 +127,20 @@ class KVPool:
         return table
 
     def gather(self, layer: int, table: mx.array) -> Arrays:
-        """Returns what is stored of the blocks of tables [R, B] in a layer.
+        """Returns a layer's stored arrays [R, heads, B * KV_BLOCK_TOKENS, size].
 
-        The arrays are [R, heads, B * KV_BLOCK_TOKENS, size].
+        They are of the blocks of tables [R, B].
         """
-        found = []
+        gathered = []
         for array in self.arrays[layer]:
             _, heads, _, size = array.shape
             blocks = array[table].swapaxes(1, 2)
-            found.append(blocks.reshape(table.shape[0], heads, -1, size))
-        return tuple(found)
+            gathered.append(blocks.reshape(table.shape[0], heads, -1, size))
+        return tuple(gathered)
 
 
 class PagedRow(BlockRow):
-    """The block table of one sequence; has the methods of RowCache."""
+    """The block table of one sequence, with the methods of RowCache."""
 
     __slots__ = ("_place", "_store", "pool")
 
@@ -155,9 +155,9 @@ class PagedRow(BlockRow):
         return self.pool.shape
 
     def reserve(self, tokens: int) -> None:
-        """Allocates blocks for `tokens` tokens; copies a shared block that is written into.
+        """Allocates blocks for `tokens` tokens; copies a shared block that will be written.
 
-        Raises ValueError above the capacity, OutOfMemory without a free block.
+        Raises ValueError above the capacity, OutOfMemory if no block is free.
         """
         capacity = self.pool.shape.capacity
         if tokens > capacity:
@@ -170,7 +170,7 @@ class PagedRow(BlockRow):
     def write(self, layer: int, *new: mx.array) -> Arrays:
         """Writes arrays [1, heads, n, size] after `offset` tokens.
 
-        Returns what is stored of them and of the tokens that the first of them sees.
+        Returns the stored arrays of the tokens that they see.
         """
         end, window = self.offset + new[0].shape[2], self.shape.window(layer)
         slots, table = self._placed(end)
@@ -204,7 +204,7 @@ class PagedRow(BlockRow):
         self._place = None
 
     def trim(self, to: int) -> None:
-        """Removes the tokens from `to` on, if there are any."""
+        """Removes the tokens from `to` on, if the row has any."""
         self._place = None
         self._store.rewind(self, max(to, 0))
 
@@ -214,7 +214,7 @@ class PagedRow(BlockRow):
         self._store.release(self)
 
     def arrays(self) -> list[mx.array]:
-        """Returns the arrays whose evaluation completes all writes."""
+        """Returns arrays whose evaluation completes all writes."""
         return self.pool.written()
 
 
@@ -233,15 +233,15 @@ class PagedStore(BlockStore):
     # ---- the disk tier, see stored_arrays.py -----------------------------------------------------
 
     def stored(self, parts: Sequence[Part[BlockRun]]) -> list[DeviceArray]:
-        """See PortableStore. Of runs that meet in a block the last one has the tokens of all."""
+        """See PortableStore. If runs meet in a block, the last run has the tokens of all."""
         last, block = parts[-1], parts[0].low // KV_BLOCK_TOKENS
         run = last.held
         tokens = last.high - block * KV_BLOCK_TOKENS
-        found = self._memory.block(run.blocks[block - run.start // KV_BLOCK_TOKENS], tokens)
-        return device_arrays((name, ((array, 0, tokens),)) for name, array in found)
+        arrays = self._memory.block(run.blocks[block - run.start // KV_BLOCK_TOKENS], tokens)
+        return device_arrays((name, ((array, 0, tokens),)) for name, array in arrays)
 
     def stored_state(self, state: None) -> list[DeviceArray]:
-        """See PortableStore. Blocks have no snapshots."""
+        """See PortableStore. Not called: blocks have no snapshots."""
         raise NotImplementedError("a pool of blocks has no snapshots")
 
     def bytes_of(self, record: ReadRecord, start: int, end: int) -> int:
@@ -249,7 +249,7 @@ class PagedStore(BlockStore):
         return self.block_bytes * (blocks_for(end) - start // KV_BLOCK_TOKENS)
 
     def restored(self, record: ReadRecord, start: int, end: int) -> BlockRun:
-        """See PortableStore. Raises OutOfMemory."""
+        """See PortableStore. Raises OutOfMemory if no block is free."""
         tokens = end - record.header.start
         content = {
             name: device_array(dtype, array[:, :tokens])

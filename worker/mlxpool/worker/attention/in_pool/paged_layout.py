@@ -34,11 +34,11 @@ from mlxpool.worker.transfers.uploads import Uploads, upload_copy
 
 
 class PagedLayout(Layout):
-    """Rows and prefix cache share blocks of a pool, for CUDA: see kv_pool.py.
+    """The layout in which rows and the prefix cache share blocks of a pool (CUDA), see kv_pool.py.
 
-    A pass is one compiled ragged pass where our kernels serve the model. Elsewhere the rows that
-    decode have a compiled pass of MLX's operations. All else, and passes with images, are computed
-    as in Layout, row by row.
+    If our kernels serve the model, a pass is one compiled ragged pass. Otherwise rows that decode
+    have a compiled pass of MLX's operations. All other rows, and passes with images, are computed
+    row by row, as in Layout.
     """
 
     holds_prefixes = True
@@ -58,9 +58,8 @@ class PagedLayout(Layout):
         keeps_drawn: bool = False,
         long_passes: bool = False,
     ) -> None:
-        """`rows`: the most rows of a pass. `uploads` None: MLX copies the numbers of a pass.
-
-        `images`: passes may have spans that are not plain, see RowSpan. `keeps_states`,
+        """`rows`: the most rows of a pass. `uploads`: sends a pass's numbers; None: MLX copies
+        them. `images`: passes may have spans that are not plain, see RowSpan. `keeps_states`,
         `keeps_drawn`: see Layout. `long_passes`: ragged passes have up to 2,048 lines.
         """
         super().__init__(
@@ -75,17 +74,19 @@ class PagedLayout(Layout):
         self.shares_arrays = not in_place
         self.blocks = blocks
         self._upload = uploads or upload_copy
-        makes_tables()  # tried here because nothing can be tried while a pass is traced
+        makes_tables()  # tried here, because a trial is impossible while a pass is traced
         self.ragged: RaggedRunner | None = None
         self._gathered: GatheredDecode | None = None
-        found = attention_of(model, shape.dtype, quantised=shape.quantised) if in_place else None
-        if found is not None and found.supported and not deterministic:
+        attention = (
+            attention_of(model, shape.dtype, quantised=shape.quantised) if in_place else None
+        )
+        if attention is not None and attention.supported and not deterministic:
             self.ragged = RaggedRunner(
                 model,
                 cast(PagedStore, self.store),
                 self.pool,
                 rows,
-                found,
+                attention,
                 uploads,
                 lines=LONG_PASS_LINES if long_passes else PASS_LINES,
                 keeps_states=keeps_states,
@@ -122,13 +123,13 @@ class PagedLayout(Layout):
         return cast(PagedStore, self.store).blocks_of(row)
 
     def left(self, rows: Iterable[CacheRow], whole: int) -> int:
-        """See Layout. A block that a row shares with a prefix is left to the prefix."""
+        """See Layout. A block that a row shares with a prefix counts as left."""
         store = cast(PagedStore, self.store)
         unusable = self.blocks * store.block_bytes - whole
         return store.nbytes + store.free_blocks * store.block_bytes - unusable
 
     def kv_bytes(self, rows: Iterable[CacheRow]) -> tuple[int, int]:
-        """See Layout. A block that a row shares with a prefix is the prefix's."""
+        """See Layout. A block that a row shares with a prefix counts as the prefix's."""
         store = cast(PagedStore, self.store)
         used = store.own_bytes(cast(Iterable[PagedRow], rows))
         return used, self.pool.nbytes - store.nbytes - used
@@ -185,7 +186,7 @@ class PagedLayout(Layout):
         return ragged.step(spans, ids, drawn, wanted)
 
     def forward(self, spans: Sequence[RowSpan], ids: mx.array, wanted: Sequence[int]) -> PassOutput:
-        """See Layout. Rows that decode have a pass of their own, if any can be compiled."""
+        """See Layout. Rows that decode get their own pass, if it can be compiled."""
         decoding = [n for n in wanted if spans[n].count == 1 and not spans[n].wide]
         ordered = bool(decoding) and decoding == sorted(decoding)
         if self._gathered is None or not ordered or not all_plain(spans):
@@ -198,11 +199,13 @@ class PagedLayout(Layout):
         first = self._gathered(rows, ids[mx.array(places, dtype=mx.int32)])
         others = [n for n in range(len(spans)) if n not in set(decoding)]
         if not kernel_cache.is_collecting():  # in a group, sums of one pass precede the other's
-            done = [one for one in (first.logits, first.states, first.drawn) if one is not None]
+            done = [
+                array for array in (first.logits, first.states, first.drawn) if array is not None
+            ]
             mx.async_eval(*done)  # type: ignore[no-untyped-call]
         rest = mx.concatenate([ids[ends[n] - spans[n].count : ends[n]] for n in others])
-        asked = [others.index(n) for n in wanted if n not in set(decoding)]
-        second = super().forward([spans[n] for n in others], rest, asked)
+        others_wanted = [others.index(n) for n in wanted if n not in set(decoding)]
+        second = super().forward([spans[n] for n in others], rest, others_wanted)
         return _joined(spans, wanted, decoding, others, first, second)
 
     def _written(self, rows: Sequence[Any]) -> list[mx.array]:
@@ -229,14 +232,14 @@ def _joined(
     first: PassOutput,
     second: PassOutput,
 ) -> PassOutput:
-    """Returns what two passes over the spans `decoding` and `others` give, as one pass gives it."""
+    """Joins the results of two passes, over spans `decoding` and `others`, as of one pass."""
     drawing = logit_spans(spans, wanted)
     order = [*decoding, *(n for n in drawing if n not in set(decoding))]
     logits = _reordered(spans, order, drawing, (first.logits, second.logits), lines=True)
     states = drawn = None
     if first.states is not None and second.states is not None:
-        every = first.states, second.states
-        states = _reordered(spans, [*decoding, *others], range(len(spans)), every, lines=False)
+        both = first.states, second.states
+        states = _reordered(spans, [*decoding, *others], range(len(spans)), both, lines=False)
     if first.drawn is not None:
         parts = (first.drawn,) if second.drawn is None else (first.drawn, second.drawn)
         drawn = _reordered(spans, order, drawing, parts, lines=True)
@@ -252,13 +255,13 @@ def _reordered(
     *,
     lines: bool,
 ) -> mx.array:
-    """Returns the lines of spans, which arrays have in the order `given`, as they are `wanted`.
+    """Returns the lines of spans in the order `wanted`; `arrays` have them in the order `given`.
 
-    `lines`: those that give something; else every token of a span is a line.
+    `lines`: the arrays have the lines with results; otherwise, a line for every token of a span.
     """
     counts = [spans[n].lines if lines else spans[n].count for n in given]
     ends = dict(zip(given, accumulate(counts), strict=True))
-    found = arrays[0] if sum(counts) == len(arrays[0]) else mx.concatenate(list(arrays))
+    joined = arrays[0] if sum(counts) == len(arrays[0]) else mx.concatenate(list(arrays))
     each = ((n, spans[n].lines if lines else spans[n].count) for n in wanted)
     places = [at for n, count in each for at in range(ends[n] - count, ends[n])]
-    return found[mx.array(places, dtype=mx.int32)]
+    return joined[mx.array(places, dtype=mx.int32)]

@@ -1,4 +1,4 @@
-"""The numbers of a ragged pass: their places in one array, and the arrays that it makes of them."""
+"""The numbers of a ragged pass: their places in one array, and their arrays on the device."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from mlxpool.worker.attention.in_pool.ragged_batch import RaggedArrays
 from mlxpool.worker.kernels.ragged_attention import RaggedPlan
 from mlxpool.worker.kernels.work_list import TileShape, capacity_of
 
-ITEM = 8  # numbers of an item of the work list
+ITEM = 8  # the numbers of an item of a work list
 
 Int32s = npt.NDArray[np.int32]
 
 
 class PassMemory(Struct, frozen=True):
-    """Arrays on the device that all passes use: block tables, and memory for sums of parts."""
+    """Arrays on the device that all passes use: block tables, and memory for partial sums."""
 
     tables: mx.array
     arrived: mx.array
@@ -27,34 +27,35 @@ class PassMemory(Struct, frozen=True):
 class PlanShape(Struct, frozen=True):
     """The places of a pass's numbers in one int32 array, which is sent to the device at once.
 
-    `wanted`: lines that go on behind the last layer, which the array names; 0: every line does, in
-    order. They get logits; with `drawn` they give hidden states, and the first `drawn` get logits.
-    `follow`: lines may follow each other in a row, and one kernel computes the pass.
+    `wanted`: the number of lines that go on after the last layer, which the array lists; 0: every
+    line goes on, in order. These lines get logits; with `drawn` they give hidden states, and the
+    first `drawn` lines get logits. `follow`: lines may follow each other in a row, and one kernel
+    computes the pass.
     """
 
     lines: int
     wanted: int
     tiles: tuple[TileShape, ...]
-    chunks: bool = False  # whether there may be chunks of prompts
+    chunks: bool = False  # the pass may have chunks of prompts
     drawn: int | None = None
     follow: bool = False
 
     @property
     def size(self) -> int:
-        """The numbers of the array."""
+        """The length of the array."""
         return 5 * self.lines + self.wanted + len(self.tiles) * capacity_of(self.lines) * ITEM
 
     @property
     def single(self) -> bool:
-        """Whether there are only single lines of rows, each with logits."""
+        """True if every line is the only line of its row and gets logits."""
         return not self.wanted and self.drawn is None and not self.follow
 
     def of_lines(self, numbers: Int32s) -> Int32s:
-        """Returns the part that has the numbers [5, lines] of lines, as a view."""
+        """Returns the numbers [5, lines] of lines, as a view."""
         return numbers[: 5 * self.lines].reshape(5, -1)
 
     def arrays(self, plan: mx.array, memory: PassMemory) -> tuple[mx.array, RaggedArrays]:
-        """Returns the ids [T], negative ones for tokens in flight, and the arrays of the pass."""
+        """Returns the ids [T], negative for tokens in flight, and the arrays of the pass."""
         sizes = [self.lines] * 5 + [self.wanted]
         sizes += [capacity_of(self.lines) * ITEM] * len(self.tiles)
         ids, positions, slots, begins, ends, wanted, *items = mx.split(

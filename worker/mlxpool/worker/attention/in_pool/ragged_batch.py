@@ -1,4 +1,4 @@
-"""A forward pass over spans of rows in the block pool: one kernel call a layer for all of them."""
+"""A forward pass over spans of rows in the block pool, with one kernel call for each layer."""
 
 from __future__ import annotations
 
@@ -35,25 +35,26 @@ from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS
 
 
 class RaggedArrays(Struct, frozen=True):
-    """The arrays of one pass over T lines, of which E get logits.
+    """The arrays of one pass over T lines; E of them get logits.
 
-    `positions` [T] of the rotation; `slots` [T] of the pool where keys and values are written, -1
-    for padding lines; `wanted` [E] lines, None: all, which are single lines of rows then; what the
-    lines see, for each shape of tiles.
+    `positions` [T]: the positions of the rotation. `slots` [T]: the slots of the pool for new keys
+    and values; -1 for padding lines. `wanted` [E]: the lines that get logits; None: all, and every
+    line is then the only line of its row. `plans`: the keys that lines see, for each shape of
+    tiles.
     """
 
     positions: mx.array
     slots: mx.array
     wanted: mx.array | None
     plans: Mapping[TileShape, RaggedPlan]
-    chunks: bool = False  # whether there may be chunks of prompts
+    chunks: bool = False  # the pass may have chunks of prompts
 
 
 def ends_part(layer: int) -> bool:
-    """Returns whether a part of a pass ends with the attention of this layer: of 1, 4, 9, 16 ...
+    """Returns True if a part of a pass ends with this layer's attention: layers 1, 4, 9, 16 ...
 
-    A part has two layers more than the one before, so while the device computes a part the host can
-    build the next one, and long passes have few parts.
+    A part has two layers more than the part before. So the host can build a part while the device
+    computes the part before it, and long passes have few parts.
     """
     return layer > 0 and isqrt(layer) ** 2 == layer
 
@@ -61,14 +62,14 @@ def ends_part(layer: int) -> bool:
 class RaggedBatch(WithoutImages):
     """A ForwardBatch whose arrays belong to one compiled pass.
 
-    Where there may be chunks of prompts, `parts` gets the arrays with which parts of the pass end,
-    in order.
+    If the pass may have chunks of prompts, `parts` gets the last array of each part of the pass, in
+    order.
     """
 
     logits = True
 
     def __init__(self, pool: KVPool, arrays: RaggedArrays, *, every: bool = False) -> None:
-        """`every`: all lines pass the last layer, not only those that are wanted."""
+        """`every`: all lines pass the last layer, not only the wanted lines."""
         self._pool, self._arrays, self._every = pool, arrays, every
         self.parts: list[mx.array] = []
         self._last = len(pool.arrays) - 1
@@ -107,8 +108,8 @@ class RaggedBatch(WithoutImages):
     ) -> mx.array:
         """See ForwardBatch.attend_lines.
 
-        Where all spans are single lines, the kernel takes the lines as they are: each view of them
-        would cost the host as much as a tenth of a kernel.
+        If all spans are single lines, the kernel takes the lines as they are: each view of them
+        would cost the host a tenth of the time of a kernel.
         """
         if self._arrays.wanted is not None:
             qk, v = split_lines(lines, heads)
@@ -134,13 +135,13 @@ class RaggedBatch(WithoutImages):
         scores: ScoreParams,
         rope: Rope | None,
     ) -> mx.array:
-        """Writes all keys and values of the layer, then attends: the second reads the first's q.
+        """Writes all keys and values of the layer, then attends with the q that the write returns.
 
-        Where all spans are single lines, one kernel does both.
+        If all spans are single lines, one kernel does both.
         """
         pools, shape = self._pool.arrays[layer], self._pool.shape
         if shape.quantised:
-            q, k, v = (one.astype(shape.dtype) for one in (q, k, v))
+            q, k, v = (x.astype(shape.dtype) for x in (q, k, v))
         turns = None if rope is None else self._rotation.turns(rope)
         chunks = self._arrays.chunks
         plan = self._arrays.plans[tile_shape(q, v, chunks=chunks, quantised=shape.quantised)]
@@ -158,13 +159,13 @@ class RaggedBatch(WithoutImages):
     def attend_latent(
         self, layer: int, q: mx.array, latent: mx.array, scale: float, heads: LatentProjections
     ) -> mx.array:
-        """See ForwardBatch.attend_latent. No ragged pass has such layers."""
+        """See ForwardBatch.attend_latent. Ragged passes do not serve such layers."""
         raise NotImplementedError("queries that are not compressed have passes of another kind")
 
     def attend_latent_lines(self, layer: int, lines: mx.array, attention: LatentLayer) -> mx.array:
         """See ForwardBatch.attend_latent_lines.
 
-        Writes all latents of the layer, then attends: the queries depend on what the write returns.
+        Writes all latents of the layer, then attends: the queries depend on the write's result.
         """
         (pool,), arrays, heads = self._pool.arrays[layer], self._arrays, attention.heads
         queries, latents = attention.norms
@@ -192,7 +193,7 @@ class RaggedBatch(WithoutImages):
         return None if q is None else self._read_latents(q, pool, attention).reshape(1, -1)
 
     def _read_latents(self, q: mx.array, pool: mx.array, attention: LatentLayer) -> mx.array:
-        """What queries [T, H, line] read in the pool: [T, H, rank]."""
+        """Returns the latents [T, H, rank] that queries [T, H, line] read in the pool."""
         _, count, size = q.shape
         rank = attention.heads.rank
         plan = self._arrays.plans[ragged_latents.tile_shape(count, size, rank)]
@@ -208,17 +209,17 @@ class RaggedBatch(WithoutImages):
 
 
 class AttentionProbe(WithoutImages):
-    """A ForwardBatch that computes nothing and notes which attention a model asks for."""
+    """A ForwardBatch that computes nothing and records the attention of a model's layers."""
 
     logits = True
 
     def __init__(self, dtype: mx.Dtype, *, quantised: bool = False) -> None:
         """`quantised`: keys and values are stored as 8-bit integers."""
         self._dtype, self._quantised = dtype, quantised
-        self.shapes: set[TileShape] = set()  # of the tiles of passes without chunks of prompts
-        self.chunk_shapes: set[TileShape] = set()  # of those with chunks
+        self.shapes: set[TileShape] = set()  # of tiles, in passes without chunks of prompts
+        self.chunk_shapes: set[TileShape] = set()  # of tiles, in passes with chunks
         self.supported = True
-        self.part_sums = (1, 1)  # key heads and numbers of a head that need most memory for sums
+        self.part_sums = (1, 1)  # the key heads and head size with the most memory for partial sums
 
     def logit_rows(self, x: mx.array) -> mx.array:
         """See ForwardBatch.logit_rows."""
@@ -235,7 +236,7 @@ class AttentionProbe(WithoutImages):
     def attend(
         self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: ScoreParams
     ) -> mx.array:
-        """See ForwardBatch.attend. Notes the heads of the layer."""
+        """See ForwardBatch.attend. Records the heads of the layer."""
         heads, pairs = q.shape[1], v.shape[1]
         sizes, quantised = (heads, pairs, k.shape[2], v.shape[2], self._dtype), self._quantised
         if ragged_attention.supports(*sizes, quantised=quantised):
@@ -245,7 +246,9 @@ class AttentionProbe(WithoutImages):
             )
         else:
             self.supported = False
-        self.part_sums = max(self.part_sums, (pairs, v.shape[2]), key=lambda one: one[0] * one[1])
+        self.part_sums = max(
+            self.part_sums, (pairs, v.shape[2]), key=lambda sizes: sizes[0] * sizes[1]
+        )
         self.shapes.add(tile_shape(q, v))
         self.chunk_shapes.add(tile_shape(q, v, chunks=True, quantised=quantised))
         return mx.zeros((q.shape[0], heads, v.shape[2]), dtype=q.dtype)
@@ -267,20 +270,20 @@ class AttentionProbe(WithoutImages):
     def attend_latent(
         self, layer: int, q: mx.array, latent: mx.array, scale: float, heads: LatentProjections
     ) -> mx.array:
-        """See ForwardBatch.attend_latent. No ragged pass has such layers."""
+        """See ForwardBatch.attend_latent. Ragged passes do not serve such layers."""
         self.supported = False
         return heads.to_values(heads.absorb(q)[..., : heads.rank])
 
     def attend_latent_lines(self, layer: int, lines: mx.array, attention: LatentLayer) -> mx.array:
-        """See ForwardBatch.attend_latent_lines. Notes the heads of the layer."""
+        """See ForwardBatch.attend_latent_lines. Records the heads of the layer."""
         heads, gains = attention.heads, [norm.weight for norm in attention.norms]
         queries, rank = (gain.shape[0] for gain in gains)
         q = attention.queries(lines[:, :queries])
         table = mx.zeros((q.shape[0], 1, attention.rope.dims // 2))
         heads.absorb_and_rotate(q, RopeTables(table, table, attention.rope.traditional))
-        absorbed = heads.absorb(q)  # both try their kernels
+        absorbed = heads.absorb(q)  # both calls try their kernels
         _, count, size = absorbed.shape
-        fits = {one.dtype for one in (lines, *gains)} == {self._dtype} and not self._quantised
+        fits = {array.dtype for array in (lines, *gains)} == {self._dtype} and not self._quantised
         fits &= len({norm.eps for norm in attention.norms}) == 1
         self.supported &= (
             fits
@@ -290,7 +293,7 @@ class AttentionProbe(WithoutImages):
         if self.supported:
             tiles = ragged_latents.tile_shape(count, size, rank)
             self.part_sums = max(
-                self.part_sums, (tiles.kv_heads, rank), key=lambda one: one[0] * one[1]
+                self.part_sums, (tiles.kv_heads, rank), key=lambda sizes: sizes[0] * sizes[1]
             )
             self.shapes.add(tiles)
             self.chunk_shapes.add(tiles)
@@ -312,9 +315,9 @@ class AttentionProbe(WithoutImages):
 
 
 def attention_of(model: Model, dtype: mx.Dtype, *, quantised: bool = False) -> AttentionProbe:
-    """Returns the attention that the layers of a model ask for; computes nothing.
+    """Returns a probe with the attention of a model's layers; computes nothing.
 
-    `quantised`: over keys and values that are stored as 8-bit integers.
+    `quantised`: keys and values are stored as 8-bit integers.
     """
     probe = AttentionProbe(dtype, quantised=quantised)
     model(mx.zeros((1,), dtype=mx.int32), probe)
@@ -324,7 +327,7 @@ def attention_of(model: Model, dtype: mx.Dtype, *, quantised: bool = False) -> A
 def tile_shape(
     q: mx.array, v: mx.array, *, chunks: bool = False, quantised: bool = False
 ) -> TileShape:
-    """The tiles of queries [T, H, D] over values [T, KV, D]."""
+    """Returns the shape of the tiles of queries [T, H, D] over values [T, KV, D]."""
     return ragged_attention.tile_shape(
         q.shape[1], v.shape[1], v.shape[2], chunks=chunks, quantised=quantised
     )

@@ -35,32 +35,32 @@ from mlxpool.worker.layers.model_plan import Model
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 from mlxpool.worker.transfers.uploads import Uploads, upload_copy
 
-# Lines of the passes that are compiled; a pass of 1,024 lines keeps a large GPU busy. From 256 on
-# the time of a pass grows with its lines, so padding costs as much as tokens of prompts.
+# The lines of compiled passes; a pass of 1,024 lines keeps a large GPU busy. From 256 lines on the
+# time of a pass grows with its lines, so padding costs as much as tokens of prompts.
 PASS_LINES = (
     1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512, 576, 640,
     704, 768, 896, 1024,
 )  # fmt: skip
-# Where a pass is short, because the model is small or each GPU has a part of each product, the host
+# If the model is small, or each GPU has a part of each product, passes are so short that the host
 # hardly keeps up with passes of 1,024 lines.
 LONG_PASS_LINES = (*PASS_LINES, 1280, 1536, 1792, 2048)
 NOT_WRITTEN = -1  # the slot of a padding line
-# Rows of block tables beyond those of a pass: of rows that have left, until theirs are needed.
+# The lines of the block tables beyond the rows of a pass: rows that left keep theirs for a while.
 SPARE_TABLES = 2
 
-# Takes the numbers of a pass and the tokens in flight; returns what it gives, and its parts.
+# Takes the numbers of a pass and the tokens in flight; returns the pass's results and its parts.
 OnePass: TypeAlias = Callable[[mx.array, mx.array], tuple[list[mx.array], list[mx.array]]]
 
 
 class DecodingRows(Struct):
-    """What passes over the same `spans` have in common, which are single lines with logits.
+    """The common state of passes over the same `spans`, which are single lines with logits.
 
-    `lines`: those of the rows in the block tables. `seen`: what the spans see; its ends are those
-    of the newest pass whose numbers were written one by one. `numbers` are those of the newest
-    pass, and `counting` the parts of it that count tokens, one more in each pass. `bounds` [R]: the
-    tokens of each row at the end of the block that it writes, which no row reaches in the next
-    `left` passes. They are true while `changes` is that of the store; before the second pass it
-    is -1.
+    `lines`: the lines of the rows in the block tables. `seen`: the tokens that the spans see; its
+    ends are from the newest pass whose numbers were written one by one. `numbers`: the numbers of
+    the newest pass. `counting`: the parts of `numbers` that count tokens and grow by 1 in each
+    pass. `bounds` [R]: the tokens of each row at the end of the block that it writes; no row passes
+    its bound in the next `left` passes. All are valid while `changes` equals the store's; before
+    the second pass `changes` is -1.
     """
 
     spans: Sequence[RowSpan]
@@ -78,26 +78,26 @@ class DecodingRows(Struct):
     def of(
         cls, spans: Sequence[RowSpan], shape: PlanShape, lines: Int32s, seen: Spans
     ) -> DecodingRows:
-        """The rows of a pass that was just built, for passes that follow with the same rows."""
+        """Returns the state of a pass that was just built, for later passes over the same rows."""
         rows = [cast(PagedRow, span.row) for span in spans]
         numbers = np.zeros((shape.size,), dtype=np.int32)
         return cls(spans, rows, shape, lines, seen, numbers, np.zeros_like(lines))
 
     @property
     def slots(self) -> Int32s:
-        """The part of the numbers that says where the tokens are written."""
+        """The slots of the tokens, a part of the numbers."""
         return self.shape.of_lines(self.numbers)[2, : len(self.rows)]
 
     @property
     def stops(self) -> Int32s:
-        """The part of the numbers that says where the rows end."""
+        """The ends of the rows, a part of the numbers."""
         return self.shape.of_lines(self.numbers)[4, : len(self.rows)]
 
 
 class RaggedRunner:
     """Runs passes of a model over rows of a pool, compiled once for each of `sizes`.
 
-    A pass has `rows` spans at most. Padding lines write nothing and see nothing.
+    A pass has at most `rows` spans. Padding lines write nothing and see nothing.
     """
 
     def __init__(
@@ -113,10 +113,10 @@ class RaggedRunner:
         keeps_states: bool = False,
         keeps_drawn: bool = False,
     ) -> None:
-        """`lines`: numbers of lines of the passes; a pool may have chunks too short for some.
+        """`lines`: the numbers of lines of the passes, without those too long for the pool's chunk.
 
-        `uploads` None: MLX copies the numbers of a pass. `keeps_states`, `keeps_drawn`: see Layout;
-        one of them at most.
+        `uploads`: sends the numbers of a pass; None: MLX copies them. `keeps_states`,
+        `keeps_drawn`: see Layout; at most one of them is True.
         """
         self._model, self._pool, self._rows, self._uploads = model, pool, rows, uploads
         self._keeps_states, self._keeps_drawn = keeps_states, keeps_drawn
@@ -137,7 +137,7 @@ class RaggedRunner:
         layers = range(len(pool.arrays))
         windows = [pool.shape.window(layer) for layer in layers]
         self._one_kernel = None
-        if not keeps_states:  # it gives the states of lines that get logits
+        if not keeps_states:  # the one kernel gives only the states of lines that get logits
             self._one_kernel = choice.decode_pass_of(
                 model, pool.shape.dtype, pool.arrays, windows, self._tables.array, frequencies_of
             )
@@ -146,25 +146,25 @@ class RaggedRunner:
         self._passes: dict[PlanShape, OnePass] = {}
         self.kinds = ComputedKinds()
         self._decoding: DecodingRows | None = None  # of the newest pass, if it was such a pass
-        self.drafts = 0  # that the rows of a pass check together, at most; 0: not known
-        self.begins_parts = True  # whether passes may begin while they are built
+        self.drafts = 0  # the most drafts that the rows of a pass check together; 0: not known
+        self.begins_parts = True  # passes may begin while they are built
 
     @property
     def follow_lines(self) -> int:
-        """The most lines of a pass that checks drafts and nothing else and is one kernel; 0: none.
+        """The most lines of a pass of one kernel that only checks drafts; 0: no pass is one kernel.
 
-        Such passes are a kind of their own.
+        Such passes are compiled apart.
         """
         if self._one_kernel is None:
             return 0
         return max((size for size in self.sizes if size <= MAX_LINES), default=0)
 
     def decodes(self, spans: Sequence[RowSpan]) -> bool:
-        """Returns whether the newest pass was of these very spans, all of them single lines."""
+        """Returns True if the newest pass was over this object `spans`, all single lines."""
         return self._decoding is not None and self._decoding.spans is spans
 
     def is_new(self, spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:
-        """Returns whether a pass over these spans, which follows, is the first of its kind."""
+        """Returns True if a pass over these spans, which follows, is the first of its kind."""
         if self.decodes(spans):
             return False
         return self.kinds.is_new(self._shape(spans, wanted))
@@ -189,30 +189,30 @@ class RaggedRunner:
             rows[number].reserve(ends[number])
         numbers, plan = self._numbers(shape.size)
         written = self._write_plan(numbers, shape, rows, spans, ids, wanted)
-        found = self._outputs(shape, mx.array(numbers) if plan is None else plan, written, drawn)
+        outputs = self._outputs(shape, mx.array(numbers) if plan is None else plan, written, drawn)
         for span in spans:
             span.row.advance(span.count)
         if shape.drawn is None:
             count = len(wanted) if shape.single else wanted_lines(spans, wanted)
-            return self._given(found[0][:count] if wanted else found[0], found[1:], len(ids))
+            return self._given(outputs[0][:count] if wanted else outputs[0], outputs[1:], len(ids))
         count = wanted_lines(spans, logit_spans(spans, wanted))
-        hidden = found[0][count : wanted_lines(spans, wanted)]
-        logits = found[1][:count] if count else hidden
-        return self._given(logits, found[2 if count else 1 :], len(ids))._replace(hidden=hidden)
+        hidden = outputs[0][count : wanted_lines(spans, wanted)]
+        logits = outputs[1][:count] if count else hidden
+        return self._given(logits, outputs[2 if count else 1 :], len(ids))._replace(hidden=hidden)
 
     def _numbers(self, size: int) -> tuple[Int32s, mx.array | None]:
-        """Returns numbers of a pass to be written, and the array that the device reads them from.
+        """Returns memory for the numbers of a pass, and the device's array of this memory.
 
-        None: they are copied into an array after they are written.
+        Array None: the numbers are copied into an array after they are written.
         """
         if self._uploads is None:
             return np.zeros((size,), dtype=np.int32), None
         return self._uploads.take(size)
 
     def _given(self, logits: mx.array, states: Sequence[mx.array], lines: int) -> PassOutput:
-        """Returns what a pass over so many lines gives; `states`: those that are kept, or none.
+        """Returns the output of a pass over `lines` lines; `states`: the kept states, if any.
 
-        Those of padding lines are behind the others.
+        States of padding lines come last.
         """
         if not states:
             return PassOutput(logits)
@@ -231,13 +231,13 @@ class RaggedRunner:
         numbers, plan = self._numbers(shape.size)
         numbers[:] = decoding.numbers
         numbers[: len(rows)] = ids
-        found = self._outputs(shape, mx.array(numbers) if plan is None else plan, written, drawn)
+        outputs = self._outputs(shape, mx.array(numbers) if plan is None else plan, written, drawn)
         for row in rows:
             row.offset += 1
-        return self._given(found[0][: len(rows)], found[1:], len(rows))
+        return self._given(outputs[0][: len(rows)], outputs[1:], len(rows))
 
     def _count_on(self, decoding: DecodingRows) -> mx.array | None:
-        """Makes the numbers of a pass of those of the pass before, which had a token less.
+        """Counts up the numbers of the pass before: each row has one token more.
 
         Returns None, or a 0 on which the pass must depend.
         """
@@ -252,7 +252,7 @@ class RaggedRunner:
             decoding.slots,
             decoding.bounds,
         )
-        crossing = np.flatnonzero(stops > bounds).tolist()  # they begin a block
+        crossing = np.flatnonzero(stops > bounds).tolist()  # rows that begin a block
         for number in crossing:
             row, end = rows[number], int(stops[number])
             row.reserve(end)
@@ -290,10 +290,10 @@ class RaggedRunner:
     def _outputs(
         self, shape: PlanShape, plan: mx.array, written: mx.array | None, drawn: mx.array | None
     ) -> list[mx.array]:
-        """Returns what a pass gives.
+        """Returns the arrays that a pass gives.
 
-        `plan` is the host's memory; the pass depends on `written`, a 0. A pass over chunks, with no
-        token in flight, is begun: there may be nothing else that the device computes meanwhile.
+        `plan` is the host's memory; the pass depends on `written`, a 0. A pass over chunks without
+        a token in flight is begun, because the device may be idle meanwhile.
         """
         single = shape.single and choice.serves(shape.lines)
         if self._one_kernel is not None and (single or shape.follow):
@@ -302,10 +302,10 @@ class RaggedRunner:
             states = self._one_kernel(plan, drawn, shape.lines, follow=shape.follow)
             return [self._model.logits_of(states), *([states] if self._keeps_drawn else ())]
         plan = plan + (0 if written is None else written)
-        found, parts = self._compiled(shape)(plan, self._padded(drawn))
+        outputs, parts = self._compiled(shape)(plan, self._padded(drawn))
         if drawn is None and self.begins_parts and not kernel_cache.is_collecting():
             begin(parts)
-        return found
+        return outputs
 
     def _compiled(self, shape: PlanShape) -> OnePass:
         if shape not in self._passes:
@@ -313,30 +313,30 @@ class RaggedRunner:
         return self._passes[shape]
 
     def _shape(self, spans: Sequence[RowSpan], wanted: Sequence[int]) -> PlanShape:
-        """Returns the shape of a pass over these spans that wants some of them."""
+        """Returns the shape of a pass over `spans` with results of the spans `wanted`."""
         lines = sum(span.count for span in spans)
         padded = next((size for size in self.sizes if size >= lines), lines)
         hidden = bool(wanted) and spans[wanted[-1]].hidden
-        if len(wanted) == lines and not hidden:  # only single lines of rows, each with logits
+        if len(wanted) == lines and not hidden:  # only single lines, each with logits
             return PlanShape(padded, 0, self._tiles)
         most, count = min(padded, self._rows), wanted_lines(spans, wanted)
         if count == lines <= self.follow_lines and not hidden:
             return PlanShape(padded, 0, self._tiles, follow=True)
         if checks_drafts(spans, wanted) and not hidden:
-            # Few passes are compiled: these serve those with chunks of prompts as well.
+            # To compile few passes, this shape serves passes with chunks of prompts as well.
             return PlanShape(padded, self._named(padded, count), self._tiles)
         named = most if count <= most else padded
         if not hidden:
             return PlanShape(padded, named, self._chunk_tiles, chunks=True)
         drawn = wanted_lines(spans, logit_spans(spans, wanted))
-        if drawn:  # few passes are compiled
+        if drawn:  # rounded, to compile few passes
             drawn = most if drawn <= most else named
         return PlanShape(padded, named, self._chunk_tiles, chunks=True, drawn=drawn)
 
     def _named(self, padded: int, count: int) -> int:
-        """Returns how many lines a pass of `padded` lines names of which `count` are wanted.
+        """Returns the number of lines that a pass of `padded` lines lists for `count` wanted lines.
 
-        With drafts, beside a long chunk, they are far fewer than its lines, and each takes the
+        Drafts beside a long chunk are far fewer than its lines, and each listed line takes the
         memory of logits.
         """
         if count <= self._rows:
@@ -347,7 +347,7 @@ class RaggedRunner:
         return min(padded, next((size for size in self.sizes if size >= most), padded))
 
     def _padded(self, drawn: mx.array | None) -> mx.array:
-        """Returns the tokens in flight as an array [rows]; those of checked drafts are behind."""
+        """Returns the tokens in flight as an array [rows], without tokens of checked drafts."""
         if drawn is None:
             return self._none
         if drawn.shape[0] > self._rows:
@@ -397,14 +397,14 @@ class RaggedRunner:
     def _write_lines(
         self, numbers: Int32s, shape: PlanShape, ids: Ids, positions: Int32s, lines: Int32s
     ) -> None:
-        """Writes what a pass has of each input: its id, its position, where it is written.
+        """Writes the numbers of each input of a pass: its id, its position, its slot, its end.
 
-        `lines` [T] are those of the rows in the block tables. All other numbers become 0.
+        `lines` [T]: the lines of the inputs' rows in the block tables. Other numbers become 0.
         """
         numbers.fill(0)
         used = len(ids)
-        given, rotated, slots, _, stops = shape.of_lines(numbers)
-        given[:used], rotated[:used] = ids, positions
+        inputs, rotated, slots, _, stops = shape.of_lines(numbers)
+        inputs[:used], rotated[:used] = ids, positions
         np.add(positions, 1, out=stops[:used])
         blocks = self._tables.numbers[lines, positions // KV_BLOCK_TOKENS]
         slots[:used] = blocks * KV_BLOCK_TOKENS + positions % KV_BLOCK_TOKENS
@@ -415,28 +415,32 @@ class RaggedRunner:
         at = 5 * shape.lines + shape.wanted
         for tiles in shape.tiles:
             lists = self._work[tiles]
-            made = lists.items_once if shape.follow else lists.items
-            items = made(seen, shape.lines).reshape(-1)
+            items_of = lists.items_once if shape.follow else lists.items
+            items = items_of(seen, shape.lines).reshape(-1)
             numbers[at : at + items.size] = items
             at += items.size
 
     def _one_pass(
         self, shape: PlanShape, plan: mx.array, drawn: mx.array
     ) -> tuple[list[mx.array], list[mx.array]]:
-        """Returns logits [wanted, vocabulary]; or hidden states [wanted, d] and any logits.
+        """Returns the arrays that a pass gives, and the last array of each part.
 
-        Behind them the states that are kept: those that the logits are of, or [T, d] of all lines.
-        And the ends of parts.
+        The arrays are logits [wanted, vocabulary], or hidden states [wanted, d] and any logits.
+        Kept states follow: the states of the logits, or the states [T, d] of all lines.
         """
         ids, arrays = shape.arrays(plan, self._memory)
         ids = known_tokens(ids, drawn)
         batch = RaggedBatch(self._pool, arrays, every=self._keeps_states)
         if shape.drawn is None and not (self._keeps_states or self._keeps_drawn):
             return [self._model(ids, batch)], batch.parts
-        every = states = self._model.hidden_states(ids, batch)
+        all_states = states = self._model.hidden_states(ids, batch)
         if self._keeps_states:
-            states = batch.logit_rows(every)
-        kept = [every] if self._keeps_states or (self._keeps_drawn and shape.drawn is None) else []
+            states = batch.logit_rows(all_states)
+        kept = (
+            [all_states]
+            if self._keeps_states or (self._keeps_drawn and shape.drawn is None)
+            else []
+        )
         if shape.drawn is None:
             return [self._model.logits_of(states), *kept], batch.parts
         logits = [self._model.logits_of(states[: shape.drawn])] if shape.drawn else []
@@ -446,19 +450,19 @@ class RaggedRunner:
 def in_order(
     spans: Sequence[RowSpan], ids: Ids, order: Sequence[int]
 ) -> tuple[Sequence[RowSpan], Ids]:
-    """Returns spans and their ids in the order of these numbers, which are all of them."""
+    """Returns spans and their ids in `order`, a permutation of the spans' numbers."""
     if all(number == place for place, number in enumerate(order)):
         return spans, ids
     behind = [*accumulate(span.count for span in spans)]
-    every = [ids[behind[number] - spans[number].count : behind[number]] for number in order]
-    return [spans[number] for number in order], np.concatenate(every)
+    parts = [ids[behind[number] - spans[number].count : behind[number]] for number in order]
+    return [spans[number] for number in order], np.concatenate(parts)
 
 
 def begin(parts: Sequence[mx.array]) -> None:
     """Hands parts of a pass to the device, one after the other.
 
-    MLX hands over a graph of a hundred kernels at a time, for which the host of a small model takes
-    as long as the device then takes to compute it.
+    MLX hands over a graph of a hundred kernels at a time. With a small model the host takes as long
+    to build it as the device to compute it.
     """
     for part in parts:
         mx.async_eval(part)  # type: ignore[no-untyped-call]

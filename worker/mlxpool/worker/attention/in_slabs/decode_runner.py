@@ -1,4 +1,4 @@
-"""Compiled passes over one token of each of several rows in slabs."""
+"""Compiled passes over one token each of several rows in slabs."""
 
 from __future__ import annotations
 
@@ -49,8 +49,9 @@ class SlabDecodeRunner:
         states: bool = False,
         max_passes: int = MAX_PASSES,
     ) -> None:
-        """`notice` is called before a pass is compiled. `states`: passes also give the states that
-        their logits are of.
+        """`notice` is called before a pass is compiled.
+
+        `states`: passes also give the states from which their logits are computed.
         """
         self._model, self._shape, self._states = model, shape, states
         self.passes = CompiledPasses(self._one_pass, notice, max_passes=max_passes)
@@ -62,14 +63,14 @@ class SlabDecodeRunner:
         step = SlabStep.of(rows)
         positions = mx.array([row.offset for row in rows], dtype=mx.int32)
         layers = [slab.layers for slab in step.slabs]
-        given, written = self.passes(
+        results, written = self.passes(
             step.kind, ids, positions, step.simple, step.constants, step.arrays, layers
         )
         for slab, arrays in zip(step.slabs, written, strict=True):
-            slab.layers = [tuple(one) for one in arrays]
+            slab.layers = [tuple(layer) for layer in arrays]
         for row in rows:
             row.advance(1)
-        return PassOutput(given[0], drawn=given[1] if self._states else None)
+        return PassOutput(results[0], drawn=results[1] if self._states else None)
 
     def _one_pass(
         self,
@@ -80,13 +81,14 @@ class SlabDecodeRunner:
         arrays: list[list[mx.array]],
         slabs: list[list[Arrays]],
     ) -> tuple[list[mx.array], list[list[Arrays]]]:
-        """Returns the logits [R, vocabulary] and, with `states`, the states [R, d] that they are
-        of; behind them the arrays of the slabs, written.
+        """Returns the results of a pass, and the written arrays of the slabs.
+
+        The results are the logits [R, vocabulary] and, with `states`, their states [R, d].
         """
         one_each = [1] * ids.shape[0]
         reader = SlabReader(self._shape, one_each, simple, constants, arrays, slabs)
         batch = DecodeBatch(positions, reader)
         if not self._states:
             return [self._model(ids, batch)], slabs
-        found = self._model.hidden_states(ids, batch)
-        return [self._model.logits_of(found), found], slabs
+        states = self._model.hidden_states(ids, batch)
+        return [self._model.logits_of(states), states], slabs

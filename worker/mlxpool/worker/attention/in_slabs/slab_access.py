@@ -1,4 +1,4 @@
-"""Which blocks of slabs a pass reads, and where in them it writes the new tokens of its rows."""
+"""The blocks of slabs that a pass reads, and the places of the new tokens that it writes."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from msgspec import Struct, field
 from mlxpool.worker.attention.in_slabs.slabs import Slab, SlabRow
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 
-WIDTH_STEP = 64  # tokens; the width that is read of each block is a multiple of it
-NOBODY = -1  # in place of the number of a row: the owner of blocks that are read and of no row
+WIDTH_STEP = 64  # tokens; a pass reads a multiple of these tokens of each block
+NOBODY = -1  # the owner of a block that is read and belongs to no row of the pass
 
 
 class SlabAccess(Struct, frozen=True):
-    """What a pass reads and writes in one slab; B blocks, W new tokens.
+    """The reads and writes of a pass in one slab: B blocks, W new tokens.
 
-    It reads the blocks [first, last) in place or, when `listed`, the blocks `blocks` [B].
+    The pass reads the blocks [first, last) in place or, if `listed`, the blocks `blocks` [B].
     """
 
     first: int
     last: int
-    width: int  # tokens of each block that are read
+    width: int  # the tokens of each block that are read
     listed: bool
     blocks: list[int]
-    owner: list[int]  # [B] row of each block, or NOBODY
-    fill: list[int]  # [B] tokens of the block that the row's first query sees; 0 or less: none
-    lines: list[int]  # [W] numbers of the new tokens, among those of all rows
+    owner: list[int]  # [B] the row of each block, or NOBODY
+    fill: list[int]  # [B] the tokens of the block that the row's first query sees; <= 0: none
+    lines: list[int]  # [W] the numbers of the new tokens among the new tokens of all rows
     places: list[int]  # [W] their token numbers in the slab
 
 
 class SlabTokens(Struct, frozen=True):
-    """The blocks of rows in one slab, and where new tokens of these are written in it.
+    """The blocks of rows in one slab, and the places of their new tokens in it.
 
-    `blocks`: of each block the number of its row, the tokens that the row's first query sees of it
-    (0 or less: none), and those that its last one sees. `writes`: numbers of new tokens, among
-    those of all rows, and their token numbers in the slab.
+    `blocks`: for each block the number of its row, the tokens of it that the row's first query sees
+    (0 or less: none), and the tokens of it that the row's last query sees. `writes`: the numbers of
+    new tokens among the new tokens of all rows, and their token numbers in the slab.
     """
 
     blocks: dict[int, tuple[int, int, int]] = field(default_factory=dict)
@@ -44,11 +44,11 @@ class SlabTokens(Struct, frozen=True):
 
 
 def _slab_tokens(rows: Sequence[SlabRow], counts: Sequence[int]) -> dict[Slab, SlabTokens]:
-    """Returns the blocks in which a pass over `counts` new tokens of `rows` reads and writes.
+    """Returns the blocks that a pass over `counts` new tokens of `rows` reads and writes, by slab.
 
-    The rows have blocks for these.
+    The rows must have blocks for the new tokens.
     """
-    found: dict[Slab, SlabTokens] = defaultdict(SlabTokens)
+    tokens: dict[Slab, SlabTokens] = defaultdict(SlabTokens)
     line = 0
     for number, (row, count) in enumerate(zip(rows, counts, strict=True)):
         end = row.offset + count
@@ -56,12 +56,12 @@ def _slab_tokens(rows: Sequence[SlabRow], counts: Sequence[int]) -> dict[Slab, S
             slab, block = row.table[at]
             begin = at * KV_BLOCK_TOKENS
             fill, used = min(row.offset + 1 - begin, KV_BLOCK_TOKENS), end - begin
-            found[slab].blocks[block] = number, fill, min(used, KV_BLOCK_TOKENS)
+            tokens[slab].blocks[block] = number, fill, min(used, KV_BLOCK_TOKENS)
         for token in range(row.offset, end):
             slab, place = row.place_of(token)
-            found[slab].writes.append((line, place))
+            tokens[slab].writes.append((line, place))
             line += 1
-    return found
+    return tokens
 
 
 def slab_accesses(
@@ -69,34 +69,34 @@ def slab_accesses(
 ) -> list[tuple[Slab, SlabAccess]]:
     """Returns the slabs that a pass over `counts` new tokens of `rows` reads and writes.
 
-    The rows have blocks for these. None: one token each.
+    The rows must have blocks for the new tokens. `counts` None: one token for each row.
     """
     each = [1] * len(rows) if counts is None else counts
     nobody = _unused_block(max(each))
     return [
-        (slab, _slab_access(found.blocks, found.writes, nobody))
-        for slab, found in _slab_tokens(rows, each).items()
+        (slab, _slab_access(tokens.blocks, tokens.writes, nobody))
+        for slab, tokens in _slab_tokens(rows, each).items()
     ]
 
 
 def _unused_block(queries: int) -> tuple[int, int, int]:
-    """Returns what SlabTokens.blocks would have of a block of no row.
+    """Returns an entry as in SlabTokens.blocks for a block that belongs to no row.
 
-    None of so many queries of a row sees any token of it.
+    None of a row's `queries` queries sees any token of it.
     """
     return NOBODY, -queries, 0
 
 
 def _slab_access(
-    found: dict[int, tuple[int, int, int]],
+    owned: dict[int, tuple[int, int, int]],
     writes: list[tuple[int, int]],
     nobody: tuple[int, int, int],
 ) -> SlabAccess:
-    """Reads a range of blocks, those of other rows included, unless they are the majority."""
-    first, last = min(found), max(found) + 1
-    listed = 2 * len(found) < last - first
-    blocks = sorted(found) if listed else list(range(first, last))
-    owners = [found.get(block, nobody) for block in blocks]
+    """Returns the access to a range of blocks, or to a list if most of the range is of others."""
+    first, last = min(owned), max(owned) + 1
+    listed = 2 * len(owned) < last - first
+    blocks = sorted(owned) if listed else list(range(first, last))
+    owners = [owned.get(block, nobody) for block in blocks]
     width = -(-max(used for *_, used in owners) // WIDTH_STEP) * WIDTH_STEP
     return SlabAccess(
         first,

@@ -1,7 +1,7 @@
 """Passes over rows in slabs, in any mixture of single tokens, checks of drafts and chunks.
 
-They are not compiled, as each has other lengths; those over single tokens alone are, see
-decode_runner.py.
+These passes are not compiled, because their lengths differ. Passes over single tokens alone are
+compiled, see decode_runner.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mlxpool.worker.kernels.score_params import ScoreParams
 
 
 class Together(Struct, frozen=True):
-    """Spans whose rows attend together, and what takes their tokens `lines` of all of a pass."""
+    """Spans that attend together: `select` takes their tokens `lines` out of a pass's tokens."""
 
     reader: SlabReader
     lines: Sequence[int]
@@ -30,10 +30,11 @@ class Together(Struct, frozen=True):
 
 
 class SlabRowBatch(RowBatch):
-    """A RowBatch of rows in slabs: all tokens of a layer are written before any attends.
+    """A RowBatch of rows in slabs: writes all tokens of a layer before any token attends.
 
-    MLX copies a slab that is written while somebody is still to read it. Leading spans of one
-    token attend together, and so do those that check drafts, unless another attention is asked for.
+    MLX copies a slab that is written before all its readers have read it. Leading spans of one
+    token attend together. So do spans that check drafts. With an attention other than
+    causal_attention every span attends alone.
     """
 
     def __init__(
@@ -51,31 +52,36 @@ class SlabRowBatch(RowBatch):
             row.reserve(row.offset + span.count)
         plain = attention is causal_attention
         singles = leading_singles(spans) if plain else 0
-        checks = [one for one in self._queries if plain and is_check(spans[one.span])]
-        groups = [one for one in (self._queries[:singles], checks) if one]
+        checks = [queries for queries in self._queries if plain and is_check(spans[queries.span])]
+        groups = [group for group in (self._queries[:singles], checks) if group]
         self._together = list(map(self._joined, groups))
-        joined = {one.span for group in groups for one in group}
-        self._apart = [one for one in self._queries if one.span not in joined]
-        # Lines are made in another order than the pass has them.
+        joined = {queries.span for group in groups for queries in group}
+        self._apart = [queries for queries in self._queries if queries.span not in joined]
+        # `attend` computes lines in another order than the order of the pass.
         self._order = self._order_of(self._apart, range(self._queries[-1].end))
-        self._last_apart = [one for one in self._wanted if one.span not in joined]
+        self._last_apart = [queries for queries in self._wanted if queries.span not in joined]
         self._last_order = self._order_of(self._last_apart, self._lines)
 
     def _joined(self, group: Sequence[Queries]) -> Together:
-        """Returns what these spans need to attend together."""
-        rows = [self._rows[one.span] for one in group]
-        lines = [line for one in group for line in range(one.first, one.end)]
+        """Returns the reader and the selector with which these spans attend together."""
+        rows = [self._rows[queries.span] for queries in group]
+        lines = [line for queries in group for line in range(queries.first, queries.end)]
         select = line_selector(lines, self._queries[-1].end)
-        return Together(SlabReader.of(rows, [one.end - one.first for one in group]), lines, select)
+        return Together(
+            SlabReader.of(rows, [queries.end - queries.first for queries in group]), lines, select
+        )
 
     def _order_of(
         self, apart: Sequence[Queries], lines: Sequence[int]
     ) -> Callable[[mx.array], mx.array]:
-        """Returns what selects `lines` of those that `attend` makes, with these spans apart."""
-        made = [line for group in self._together for line in group.lines]
-        made += [line for one in apart for line in range(one.first, one.end)]
-        places = {line: place for place, line in enumerate(made)}
-        return line_selector([places[line] for line in lines], len(made))
+        """Returns a function that selects `lines` of the output of `attend`.
+
+        `apart`: the spans that attend alone, after the others.
+        """
+        lines_made = [line for group in self._together for line in group.lines]
+        lines_made += [line for queries in apart for line in range(queries.first, queries.end)]
+        places = {line: place for place, line in enumerate(lines_made)}
+        return line_selector([places[line] for line in lines], len(lines_made))
 
     def attend(
         self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: ScoreParams
@@ -89,23 +95,25 @@ class SlabRowBatch(RowBatch):
             before = parts[-1] if parts else None
             parts.append(group.reader.read(layer, group.select(q), scores, before))
         last = layer == self._last_layer
-        for one in self._last_apart if last else self._apart:
-            asked = q[one.first : one.end]
-            parts.append(self._attend(one, asked, self._read(seen[one.span], parts), scores, 0))
+        for queries in self._last_apart if last else self._apart:
+            own_q = q[queries.first : queries.end]
+            parts.append(
+                self._attend(queries, own_q, self._read(seen[queries.span], parts), scores, 0)
+            )
         out = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)
         return self._last_order(out) if last else self._order(out)
 
     def _write(self, layer: int, new: Sequence[mx.array]) -> Mapping[int, Arrays]:
-        """See RowBatch. Returns nothing for the rows that attend together."""
+        """See RowBatch. The result lacks the rows that attend together."""
         for group in self._together:
             keys, values = map(group.select, new)
             group.reader.write(layer, keys, values)
-        for one in self._apart:
-            row = self._rows[one.span]
-            row.place(layer, *(heads_first(x[one.first : one.end]) for x in new))
+        for queries in self._apart:
+            row = self._rows[queries.span]
+            row.place(layer, *(heads_first(x[queries.first : queries.end]) for x in new))
         return {
-            one.span: self._rows[one.span].part(
-                layer, 0, self._rows[one.span].offset + one.end - one.first
+            queries.span: self._rows[queries.span].part(
+                layer, 0, self._rows[queries.span].offset + queries.end - queries.first
             )
-            for one in self._apart
+            for queries in self._apart
         }

@@ -25,7 +25,7 @@ from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS
 
 
 class SlabLayout(Layout):
-    """Rows share slabs of blocks, for the CPU: see slabs.py."""
+    """The layout of rows that share slabs of blocks, for the CPU, see slabs.py."""
 
     name = "slabs"
     batch = SlabRowBatch
@@ -49,7 +49,7 @@ class SlabLayout(Layout):
         )
         self.slabs = Slabs(shape)
         self.store = RowStore(partial(SlabRow, self.slabs), cache_kinds(shape))
-        # At worst the last slab has one block in use.
+        # In the worst case the last slab has one block in use.
         self.spare = (SLAB_BLOCKS - 1) * KV_BLOCK_TOKENS * shape.token_bytes
         self._decode_runner = SlabDecodeRunner(model, shape, notice=self.notice, states=keeps_drawn)
         self._compiling.append(self._decode_runner.passes)

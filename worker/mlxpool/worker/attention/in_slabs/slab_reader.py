@@ -1,7 +1,8 @@
-"""Attention over rows in slabs that have one new token or few each: all rows together.
+"""Attention of all rows in slabs together, for one new token or a few new tokens of each.
 
-Each block is attended to by itself, so that only the last block of a row is padded; then the blocks
-of a row are combined by their softmax weights. Rows with fewer new tokens than others are padded.
+Queries attend to each block by itself, so that only the last block of a row is padded. Then the
+blocks of a row are combined by their softmax weights. Rows with fewer new tokens than others are
+padded.
 """
 
 from __future__ import annotations
@@ -24,67 +25,70 @@ MASKED_SCORE = -1e30  # finite, so that fully masked blocks give no NaN
 
 
 class SlabPart(Struct, frozen=True):
-    """A SlabAccess as a pass uses it: B blocks of `width` tokens, W new tokens."""
+    """The arrays of a SlabAccess: B blocks of `width` tokens, W new tokens."""
 
     first: int
     last: int
     width: int
-    listed: mx.array | None  # [B] the blocks that are read; None: those of [first, last)
-    owner: mx.array  # [B] row of each block
-    mask: mx.array  # [B, L, width]: 0, or MASKED_SCORE where a new token does not see a key
-    lines: mx.array | None  # [W] numbers of the tokens that are written; None: all, in order
+    listed: mx.array | None  # [B] the blocks that are read; None: the blocks [first, last)
+    owner: mx.array  # [B] the row of each block
+    mask: mx.array  # [B, L, width]: 0, or MASKED_SCORE if a new token does not see a key
+    lines: mx.array | None  # [W] the numbers of the written tokens; None: all, in order
     places: mx.array | None  # [W] their token numbers in the slab; None: nothing is written
 
     def write(self, held: Arrays, new: Arrays) -> None:
-        """Writes new [KV, T, size] into what a layer stores."""
+        """Writes new [KV, T, size] into a layer's stored arrays."""
         if self.places is None:
             return
         for array, some in zip(held, new, strict=True):
             array[:, self.places] = some if self.lines is None else some[:, self.lines]
 
     def blocks(self, held: Arrays) -> Arrays:
-        """Returns the blocks [KV, B, width, size] of what a layer stores, as views if possible."""
+        """Returns the blocks [KV, B, width, size] of a layer's arrays, as views if possible."""
         return tuple(self._blocks(array) for array in held)
 
     def _blocks(self, array: mx.array) -> mx.array:
         pairs, _, size = array.shape
-        every = array.reshape(pairs, -1, KV_BLOCK_TOKENS, size)
+        blocks = array.reshape(pairs, -1, KV_BLOCK_TOKENS, size)
         if self.listed is not None:
-            return every[:, self.listed, : self.width]
-        return every[:, self.first : self.last, : self.width]
+            return blocks[:, self.listed, : self.width]
+        return blocks[:, self.first : self.last, : self.width]
 
 
 def attended(scores: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
     """Attends to blocks: scores [KV, B, N, width] and values [KV, B, width, V].
 
-    Returns [KV, B, N, V], and the logarithms [KV, B, N] of the sums of the weights.
+    Returns outputs [KV, B, N, V], and the logarithms [KV, B, N] of the sums of the weights.
     """
     weights, top, total = softmax_terms(scores)
     return (weights @ values) / total, (top + mx.log(total)).squeeze(-1)
 
 
 def combined(parts: Sequence[tuple[mx.array, mx.array]], member: mx.array) -> mx.array:
-    """Returns attention [KV, N, R, V] of R rows from that of blocks, as `attended` returns it.
+    """Returns the outputs [KV, N, R, V] of R rows, combined from results of `attended`.
 
-    `member` [R, B]: 0 for blocks of the row, else MASKED_SCORE; the blocks are those of all parts.
+    `member` [R, B]: 0 for blocks of the row, else MASKED_SCORE; B counts the blocks of all parts.
     """
     outs, logs = zip(*parts, strict=True)
-    out, log = (one[0] if len(one) == 1 else mx.concatenate([*one], axis=1) for one in (outs, logs))
+    out, log = (
+        arrays[0] if len(arrays) == 1 else mx.concatenate([*arrays], axis=1)
+        for arrays in (outs, logs)
+    )
     # [KV, N, 1, B] + [R, B]
     share = mx.softmax(log.swapaxes(1, 2)[:, :, None] + member, axis=-1)
     return share @ out.swapaxes(1, 2)
 
 
-# Of a slab: the first block that is read and the one behind the last, the tokens that are read of
-# each, whether the blocks are listed, whether tokens are written, whether those of all rows are.
+# The constants of a slab: the range [first, end) of blocks that are read, the tokens that are read
+# of each block, and three flags: blocks are listed, tokens are written, all tokens are written.
 PartConstants: TypeAlias = tuple[int, int, int, bool, bool, bool]
 
 
 class SlabStep(Struct, frozen=True):
     """The slabs that a pass over R rows reads and writes.
 
-    A pass is compiled for the `constants` of each slab, and gets as `arrays` of each: owner, fill,
-    lines, places and blocks of its SlabAccess. `simple`: row r has block r of the only slab.
+    A pass is compiled for the `constants` of each slab. `arrays`: owner, fill, lines, places and
+    blocks of each slab's SlabAccess. `simple`: row r has block r of the only slab.
     """
 
     rows: int
@@ -95,14 +99,17 @@ class SlabStep(Struct, frozen=True):
 
     @classmethod
     def of(cls, rows: Sequence[SlabRow], counts: Sequence[int] | None = None) -> SlabStep:
-        """Returns the step of rows with so many new tokens, for which they have blocks; None: 1."""
+        """Returns the step of rows with `counts` new tokens; None: one token for each row.
+
+        The rows must have blocks for the new tokens.
+        """
         each = [1] * len(rows) if counts is None else counts
-        found, total = slab_accesses(rows, each), sum(each)
-        accesses = [access for _, access in found]
+        by_slab, total = slab_accesses(rows, each), sum(each)
+        accesses = [access for _, access in by_slab]
         return cls(
             len(rows),
-            [slab for slab, _ in found],
-            len(found) == 1 and accesses[0].owner == list(range(len(rows))),
+            [slab for slab, _ in by_slab],
+            len(by_slab) == 1 and accesses[0].owner == list(range(len(rows))),
             [_constants(access, total) for access in accesses],
             [_arrays(access) for access in accesses],
         )
@@ -110,24 +117,24 @@ class SlabStep(Struct, frozen=True):
     @property
     def kind(self) -> Hashable:
         """The constants and shapes for which a pass is compiled."""
-        sizes = [tuple(one.size for one in arrays) for arrays in self.arrays]
+        sizes = [tuple(array.size for array in arrays) for arrays in self.arrays]
         return self.rows, self.simple, *self.constants, *sizes
 
 
 def _constants(access: SlabAccess, tokens: int) -> PartConstants:
     first, last = (0, 0) if access.listed else (access.first, access.last)
-    every = access.lines == list(range(tokens))
-    return first, last, access.width, access.listed, bool(access.lines), every
+    all_lines = access.lines == list(range(tokens))
+    return first, last, access.width, access.listed, bool(access.lines), all_lines
 
 
 def _arrays(access: SlabAccess) -> list[mx.array]:
-    owner = [max(one, 0) for one in access.owner]
+    owner = [max(row, 0) for row in access.owner]
     numbers = owner, access.fill, access.lines, access.places, access.blocks
-    return [mx.array(one, dtype=mx.int32) for one in numbers]
+    return [mx.array(values, dtype=mx.int32) for values in numbers]
 
 
 class SlabReader:
-    """Writes and reads T new tokens of R rows, at most L of each."""
+    """Writes T new tokens of R rows, at most L of each row, and attends with them."""
 
     def __init__(
         self,
@@ -138,16 +145,16 @@ class SlabReader:
         arrays: Sequence[Sequence[mx.array]],
         slabs: Sequence[list[Arrays]],
     ) -> None:
-        """`counts`: the new tokens of each row. For the others see SlabStep; `slabs`: what each
-        layer stores, for each slab.
+        """`counts`: the number of new tokens of each row. `slabs`: for each slab, the stored arrays
+        of each layer. SlabStep explains the others.
         """
         self._shape, self._slabs = shape, slabs
         self._rows, self._lines = len(counts), max(counts)
         lines = self._lines
-        every = zip(constants, arrays, strict=True)
-        self._parts = [_part(some, each, lines) for some, each in every]
-        self._padded: mx.array | None = None  # [R * L]: the new token in each place
-        self._kept: mx.array | None = None  # [T]: the place of each new token
+        slab_arrays = zip(constants, arrays, strict=True)
+        self._parts = [_part(some, each, lines) for some, each in slab_arrays]
+        self._padded: mx.array | None = None  # [R * L]: the new token in each padded place
+        self._kept: mx.array | None = None  # [T]: the padded place of each new token
         if len(set(counts)) > 1:
             starts = [0, *accumulate(counts)]
             padded = [
@@ -156,7 +163,9 @@ class SlabReader:
                 for line in range(lines)
             ]
             kept = [row * lines + line for row, n in enumerate(counts) for line in range(n)]
-            self._padded, self._kept = (mx.array(one, dtype=mx.int32) for one in (padded, kept))
+            self._padded, self._kept = (
+                mx.array(places, dtype=mx.int32) for places in (padded, kept)
+            )
         self._member: mx.array | None = None  # [R, B]: 0 for blocks of the row, else MASKED_SCORE
         if not simple:
             owners = [mx.where(fill > 1 - lines, owner, NOBODY) for owner, fill, *_ in arrays]
@@ -172,7 +181,7 @@ class SlabReader:
         return cls(rows[0].shape, counts, step.simple, step.constants, step.arrays, layers)
 
     def write(self, layer: int, k: mx.array, v: mx.array) -> None:
-        """Writes k [T, KV, D] and v [T, KV, V] behind the tokens of the rows."""
+        """Writes k [T, KV, D] and v [T, KV, V] after the tokens of the rows."""
         stored = self._shape.stored((k.swapaxes(0, 1), v.swapaxes(0, 1)))
         for part, layers in zip(self._parts, self._slabs, strict=True):
             part.write(layers[layer], stored)
@@ -180,9 +189,10 @@ class SlabReader:
     def read(
         self, layer: int, q: mx.array, scores: ScoreParams, before: mx.array | None = None
     ) -> mx.array:
-        """q [T, H, D] -> [T, H, V]; each query sees its row's tokens up to its own.
+        """Returns the outputs [T, H, V] of queries q [T, H, D].
 
-        `before`: see RowShape.held_after; None: q. Raises NotImplementedError for sinks.
+        Each query sees its row's tokens up to its own token. `before`: see RowShape.held_after;
+        None: q. Raises NotImplementedError for sinks.
         """
         if scores.sinks is not None:
             raise NotImplementedError("no known model has sinks and no windows")
@@ -192,7 +202,7 @@ class SlabReader:
         group = heads // pairs
         newest = q if before is None else before
         q = (q if self._padded is None else q[self._padded]) * scores.scale
-        if lines == 1:  # a view, where several lines of a head are copied
+        if lines == 1:  # a view; several lines of a head are copied
             q = q.reshape(rows, pairs, group, size).swapaxes(0, 1)
         else:
             q = q.reshape(rows, lines, pairs, group, size).transpose(2, 0, 1, 3, 4)
@@ -201,17 +211,17 @@ class SlabReader:
         for part, layers in zip(self._parts, self._slabs, strict=True):
             held = self._shape.held_after(layers[layer], parts[-1][0] if parts else newest)
             keys, values = self._shape.read(part.blocks(held))
-            asked = q if self._member is None else q[:, part.owner]
+            queries = q if self._member is None else q[:, part.owner]
             mask = part.mask if lines == 1 else mx.repeat(part.mask, group, axis=1)
-            found = apply_softcap(asked @ keys.swapaxes(-1, -2), scores.softcap) + mask
+            logits = apply_softcap(queries @ keys.swapaxes(-1, -2), scores.softcap) + mask
             if self._member is None:
-                return self._of_tokens(softmax_average(found, values).swapaxes(0, 1))
-            parts.append(attended(found, values))
+                return self._of_tokens(softmax_average(logits, values).swapaxes(0, 1))
+            parts.append(attended(logits, values))
         assert self._member is not None, "the step is not simple"
         return self._of_tokens(combined(parts, self._member).transpose(2, 0, 1, 3))
 
     def _of_tokens(self, out: mx.array) -> mx.array:
-        """Returns [T, H, V] of attention [R, KV, L * H / KV, V]."""
+        """Returns outputs [R, KV, L * H / KV, V] as outputs of tokens [T, H, V]."""
         rows, pairs, queries, size = out.shape
         group = queries // self._lines
         if self._lines > 1:
@@ -221,7 +231,7 @@ class SlabReader:
 
 
 def _part(constants: PartConstants, arrays: Sequence[mx.array], tokens: int) -> SlabPart:
-    first, last, width, listed, writes, every = constants
+    first, last, width, listed, writes, all_lines = constants
     owner, fill, lines, places, blocks = arrays
     seen = fill[:, None, None]  # [B, L, 1]
     if tokens > 1:
@@ -233,6 +243,6 @@ def _part(constants: PartConstants, arrays: Sequence[mx.array], tokens: int) -> 
         blocks if listed else None,
         owner,
         mx.where(mx.arange(width) < seen, 0.0, MASKED_SCORE),
-        None if every else lines,
+        None if all_lines else lines,
         places if writes else None,
     )

@@ -1,8 +1,8 @@
-"""Keys and values on the CPU: blocks of tokens in a few large arrays.
+"""Keys and values on the CPU: blocks of tokens in a few large arrays, the slabs.
 
-So one matrix product attends for many rows of any lengths. A slab has SLAB_BLOCKS blocks in every
-layer. The blocks of a row may be anywhere; freed blocks are reused, and blocks are never moved.
-Slabs without used blocks are freed.
+With slabs one matrix product attends for many rows of any lengths. A slab has SLAB_BLOCKS blocks in
+every layer. The blocks of a row may be in any slab. Freed blocks are reused, and blocks are never
+moved. Slabs without used blocks are freed.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from mlxpool.worker.attention.row_shape import Arrays, RowShape
 from mlxpool.worker.caches.specs import KeyValueSpec
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 
-SLAB_BLOCKS = 16  # blocks of a slab; more leave more unused, fewer need more products for a step
+# Blocks of a slab. With more of them more are unused; with fewer a step needs more products.
+SLAB_BLOCKS = 16
 
 
 class Slab(Struct, eq=False):
-    """`layers`: of each layer the arrays that it stores, [KV, blocks * KV_BLOCK_TOKENS, size].
+    """A few arrays with blocks of tokens of any rows.
 
-    A slab has the only references to its arrays, so that MLX writes them in place. Unused tokens
-    are finite numbers.
+    `layers`: the stored arrays of each layer, [KV, blocks * KV_BLOCK_TOKENS, size]. A slab has the
+    only references to its arrays, so that MLX writes them in place. Unused tokens are finite
+    numbers.
     """
 
     layers: list[Arrays]
@@ -38,7 +40,7 @@ class Slab(Struct, eq=False):
         assert len(caches) == len(shape.caches), "slabs are for layers that keep every token"
         tokens = blocks * KV_BLOCK_TOKENS
         layers = [
-            tuple(shape.zeros(one, one.heads, tokens) for one in shape.arrays_of(cache))
+            tuple(shape.zeros(array, array.heads, tokens) for array in shape.arrays_of(cache))
             for cache in caches
         ]
         return cls(layers, list(range(blocks)))
@@ -62,7 +64,7 @@ class Slabs:
 
     @property
     def nbytes(self) -> int:
-        """Allocated bytes, used or not."""
+        """The allocated bytes, used or not."""
         return sum(slab.nbytes for slab in self._slabs)
 
     def allocate(self) -> tuple[Slab, int]:
@@ -74,13 +76,13 @@ class Slabs:
         return slab, heappop(slab.free_blocks)
 
     def free_block(self, slab: Slab, block: int) -> None:
-        """Frees a block, and its slab when it was the last."""
+        """Frees a block, and its slab if no other block of it is used."""
         heappush(slab.free_blocks, block)
         if len(slab.free_blocks) == self._blocks and slab in self._slabs:
             self._slabs.remove(slab)
 
     def invalidate(self) -> None:
-        """Drops all slabs after a failed pass; rows keep theirs until they release them."""
+        """Drops all slabs after a failed pass; rows keep their slabs until they release them."""
         self._slabs.clear()
 
 
@@ -93,15 +95,15 @@ class TokenRun(Struct, frozen=True):
 
     @property
     def end(self) -> int:
-        """The token number in the slab behind the last."""
+        """The token number in the slab after the last token."""
         return self.start + self.count
 
 
 class SlabRow(Struct, eq=False):
-    """The blocks of one sequence; has the methods of RowCache."""
+    """The blocks of one sequence, with the methods of RowCache."""
 
     slabs: Slabs
-    offset: int = 0  # tokens that every layer holds once the step in flight is done
+    offset: int = 0  # tokens of every layer after the step in flight
     table: list[tuple[Slab, int]] = field(default_factory=list)
 
     @property
@@ -121,7 +123,7 @@ class SlabRow(Struct, eq=False):
     def write(self, layer: int, keys: mx.array, values: mx.array) -> Arrays:
         """Writes keys, values [1, KV, n, D] after `offset` tokens.
 
-        Returns what is stored of all tokens.
+        Returns the stored arrays of all tokens.
         """
         self.place(layer, keys, values)
         return self.part(layer, 0, self.offset + keys.shape[2])
@@ -131,7 +133,7 @@ class SlabRow(Struct, eq=False):
         self._place(layer, self.offset, self.shape.stored((keys, values)))
 
     def part(self, layer: int, start: int, end: int) -> Arrays:
-        """Returns what is stored [1, KV, end - start, size] of tokens [start, end)."""
+        """Returns the stored arrays [1, KV, end - start, size] of tokens [start, end)."""
         pieces = [
             [array[:, run.start : run.end] for array in run.slab.layers[layer]]
             for run in self._runs(start, end)
@@ -151,7 +153,7 @@ class SlabRow(Struct, eq=False):
         self.offset += count
 
     def trim(self, to: int) -> None:
-        """Removes the tokens from `to` on, if there are any."""
+        """Removes the tokens from `to` on, if the row has any."""
         self.offset = min(self.offset, max(to, 0))
         self._keep_blocks(blocks_for(self.offset))
 
@@ -167,7 +169,7 @@ class SlabRow(Struct, eq=False):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its blocks, including unused tokens."""
+        """The bytes of its blocks, including unused tokens."""
         return len(self.table) * KV_BLOCK_TOKENS * self.slabs.shape.token_bytes
 
     def place_of(self, token: int) -> tuple[Slab, int]:
@@ -194,11 +196,11 @@ class SlabRow(Struct, eq=False):
     def _runs(self, start: int, end: int) -> Iterator[TokenRun]:
         blocks = range(start // KV_BLOCK_TOKENS, blocks_for(end))
         for _, group in groupby(blocks, lambda at: (id(self.table[at][0]), self.table[at][1] - at)):
-            found = list(group)
-            slab, block = self.table[found[0]]
-            low = max(start, found[0] * KV_BLOCK_TOKENS)
-            high = min(end, (found[-1] + 1) * KV_BLOCK_TOKENS)
-            yield TokenRun(slab, (block - found[0]) * KV_BLOCK_TOKENS + low, high - low)
+            run = list(group)
+            slab, block = self.table[run[0]]
+            low = max(start, run[0] * KV_BLOCK_TOKENS)
+            high = min(end, (run[-1] + 1) * KV_BLOCK_TOKENS)
+            yield TokenRun(slab, (block - run[0]) * KV_BLOCK_TOKENS + low, high - low)
 
 
 def _joined(parts: list[mx.array]) -> mx.array:

@@ -1,1 +1,1 @@
-"""Drafts of a model's own head (MTP): its passes, and its keys and values where it has some."""
+"""Drafts of a model's own head (MTP): its passes, and its keys and values if it has a cache."""

@@ -1,6 +1,6 @@
-"""What drafts of a model's own head (MTP) have in common, and those of a head without a cache.
+"""Drafts of a model's own head (MTP): the common base, and the drafts of a head without a cache.
 
-A head whose layer reads earlier tokens is in prediction_rows.py.
+The drafts of a head whose layer reads earlier tokens are in prediction_rows.py.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from mlxpool.worker.scheduling.spans import Span
 
 log = logging.getLogger("mlxpool.worker")
 
-MAX_FAILURES = 3  # of the head's passes, after which it gives no more drafts
-MAX_COMPILED = 24  # chains of drafts: for 1, 2, 4, … rows, on a CPU of each depth
-MAX_AHEAD = 8  # rows up to which chains are compiled at load on a CPU
-HOST_ROWS = 2  # up to which NumPy drafts faster than a compiled chain, one row after the other
+MAX_FAILURES = 3  # consecutive failures of the head's passes, after which it gives no drafts
+MAX_COMPILED = 24  # the most compiled chains of drafts: for 1, 2, 4, … rows, on a CPU by depth
+MAX_AHEAD = 8  # the most rows of the chains that are compiled at load on a CPU
+HOST_ROWS = 2  # the most rows for which NumPy, row by row, is faster than a compiled chain
 
 
 class HeadDrafts(ABC):
     """Implements speculation.mtp.Predictor; used by the engine and the compute thread alone."""
 
     def __init__(self) -> None:
-        self._failures = 0  # of passes, one after the other
-        self.notice = CompileNotice()  # of passes that are compiled
+        self._failures = 0  # of passes, consecutively
+        self.notice = CompileNotice()  # of compiled passes
 
     @property
     def failed(self) -> bool:
-        """Whether its passes failed too often."""
+        """True if its passes failed too often."""
         return self._failures >= MAX_FAILURES
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """The bytes that are kept of sequences."""
+        """The bytes of the states, keys and values that are kept for sequences."""
 
     @abstractmethod
     def most_states(self, rows: int, drafts: int) -> int:
-        """Returns how many states are kept of `rows` sequences at most.
+        """Returns the most states that are kept for `rows` sequences.
 
-        In one pass they check `drafts` drafts together at most.
+        `drafts`: the most drafts that they check together in one pass.
         """
 
     @abstractmethod
@@ -63,7 +63,7 @@ class HeadDrafts(ABC):
         if not ready:
             return {}
         try:
-            found = self._computed(ready)
+            drafts = self._computed(ready)
         except Exception as error:
             self.clear()
             if not device.device_computes():
@@ -73,10 +73,10 @@ class HeadDrafts(ABC):
             log.warning(f"a pass of the model's head failed{more}", exc_info=error)
             return {}
         self._failures = 0
-        return found
+        return drafts
 
     def _prepared(self, seq: Sequence) -> bool:
-        """Returns whether a sequence is ready; what is known of tokens that it lost is dropped."""
+        """Returns True if a sequence is ready; drops the data of tokens that it lost."""
         return self.ready(seq)
 
     @abstractmethod
@@ -85,15 +85,15 @@ class HeadDrafts(ABC):
 
     @abstractmethod
     def compile_ahead(self, seq: Sequence, rows: int, depth: int) -> None:
-        """Compiles what drafts of up to `rows` rows and this depth need; `seq` is ready."""
+        """Compiles the passes for drafts of up to `rows` rows and this depth; `seq` is ready."""
 
     @abstractmethod
     def release(self, seq: Sequence) -> None:
-        """Drops what is kept of a sequence; ignores an unknown one."""
+        """Drops the data of a sequence; ignores an unknown sequence."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Drops what is kept of all sequences."""
+        """Drops the data of all sequences."""
 
 
 class _States(NamedTuple):
@@ -106,12 +106,12 @@ class _States(NamedTuple):
 
 
 class StateDrafts(HeadDrafts):
-    """Drafts of a head without a cache: of the newest state of a row, and the token behind it.
+    """Drafts of a head without a cache, from the newest state of a row and the token after it.
 
-    All drafts of all rows are one compiled pass, for the deepest depth and a power of two of rows.
-    On a CPU those of few rows are computed without it, see host_head.py. On a GPU, where a pass of
-    a new kind is compiled for some 0.15 s, all passes have the greatest depth, and those of all
-    rows are compiled at load.
+    One compiled pass gives all drafts of all rows. Its depth is the deepest depth, its number of
+    rows a power of two. On a CPU the drafts of few rows need no compiled pass, see host_head.py. On
+    a GPU the compilation of a new kind of pass takes some 0.15 s. So there all passes have the
+    greatest depth, and the passes of all numbers of rows are compiled at load.
     """
 
     def __init__(self, head: Prediction) -> None:
@@ -120,24 +120,26 @@ class StateDrafts(HeadDrafts):
         self._host_head = HostHead.of(head)
         self._states: dict[Sequence, _States] = {}
         self._newest: tuple[Many[Span], mx.array] | None = None  # not in `_states` yet
-        self._depth = 0  # of all passes at least
+        self._depth = 0  # the least depth of all passes
         self.chain = CompiledPasses(self._drafted, self.notice, max_passes=MAX_COMPILED)
 
     @property
     def nbytes(self) -> int:
         """See HeadDrafts. Rows share the arrays of a pass."""
         self._settle()
-        return sum({id(one.array): one.array.nbytes for one in self._states.values()}.values())
+        return sum(
+            {id(states.array): states.array.nbytes for states in self._states.values()}.values()
+        )
 
     def most_states(self, rows: int, drafts: int) -> int:
-        """See HeadDrafts. One for each token that the newest pass drew."""
+        """See HeadDrafts. The newest pass keeps one state for each token that it drew."""
         return rows + drafts
 
     def take(self, asking: Many[Span], states: mx.array, *, again: bool = False) -> None:
-        """Takes the states [E, d] that the spans of a pass draw their tokens of, in their order.
+        """Takes the states [E, d] from which the spans of a pass draw their tokens, in order.
 
-        There may be more lines behind them. `again`: they are of the sequences of the pass before,
-        whose states nobody needs any more; so a step without drafts does nothing for each row.
+        The array may have more lines. `again`: the sequences are those of the pass before, whose
+        states are no longer needed; so a step without drafts does no work for each row.
         """
         if self.failed:
             return
@@ -146,7 +148,7 @@ class StateDrafts(HeadDrafts):
         self._newest = asking, states
 
     def _settle(self) -> None:
-        """Notes where the states of the newest pass are, by sequence."""
+        """Records the places of the newest pass's states, by sequence."""
         if self._newest is None:
             return
         (asking, states), self._newest = self._newest, None
@@ -161,7 +163,7 @@ class StateDrafts(HeadDrafts):
         """See Predictor."""
         self._settle()
         known = self._states.get(seq)
-        newest = seq.length + seq.awaited - 2  # the pass in flight has given the state, if any is
+        newest = seq.length + seq.awaited - 2  # a pass in flight has given this state already
         return known is not None and known.start <= newest < known.end
 
     def _computed(self, depths: Mapping[Sequence, int]) -> dict[Sequence, tuple[int, ...]]:
@@ -186,7 +188,7 @@ class StateDrafts(HeadDrafts):
         return head.drafts(seq.token_range(length - 1, length)[0], state, depth)
 
     def compile_ahead(self, seq: Sequence, rows: int, depth: int) -> None:
-        """See HeadDrafts. Else the first steps with drafts would be measured with it."""
+        """See HeadDrafts. Otherwise the times of the first drafts would include compilation."""
         state, on_gpu = self._gathered([seq]), device.on_gpu()
         self._depth = depth if on_gpu else 0
         least = 0 if self._host_head is None else HOST_ROWS.bit_length()
@@ -215,7 +217,7 @@ class StateDrafts(HeadDrafts):
         return mx.concatenate(parts)[mx.array(numbers, dtype=mx.int32)]
 
     def _drafted(self, tokens: mx.array, states: mx.array, depth: int) -> mx.array:
-        """Returns drafts [R, depth] behind tokens [R] and the states [R, d] before these."""
+        """Returns drafts [R, depth] that follow tokens [R]; states [R, d] are before the tokens."""
         drawn: list[mx.array] = []
         for _ in range(depth):
             states = self._head(tokens, states, None)
@@ -232,4 +234,4 @@ class StateDrafts(HeadDrafts):
         """See HeadDrafts."""
         self._newest = None
         self._states.clear()
-        self.chain.failed()  # a chain was not evaluated only if that has failed
+        self.chain.failed()  # a chain that is not evaluated has failed

@@ -1,9 +1,9 @@
-"""Drafts of a head without a cache, of one row, by NumPy: on a CPU, where that is faster.
+"""Drafts of a head without a cache by NumPy, for one row on a CPU: there NumPy is faster than MLX.
 
-A draft is made of four products of a matrix and one vector, and of few more numbers. For such a
-product of MLX OpenBLAS copies the matrix, and MLX hands every pass to a thread of its own.
-`einsum` reads the matrix once, in this thread; NumPy's own OpenBLAS would divide the product among
-threads that wait for each other.
+A draft takes four products of a matrix and a vector, and little else. For such a product MLX's
+OpenBLAS copies the matrix, and MLX hands every pass to its own thread. `einsum` reads the matrix
+once, in this thread. NumPy's OpenBLAS would divide the product among threads that wait for each
+other.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class HostNorm(Struct, frozen=True):
 
     def __call__(self, x: Floats) -> Floats:
         mean = np.dot(x, x) / x.size
-        found: Floats = x * (self.weight * np.float32(1 / np.sqrt(mean + self.eps)))
-        return found
+        normed: Floats = x * (self.weight * np.float32(1 / np.sqrt(mean + self.eps)))
+        return normed
 
 
 class HostHead(Struct, frozen=True):
-    """The weights of a head, in the memory of MLX; used by the thread that computes the model."""
+    """The weights of a head, in MLX's memory; used by the thread that computes the model."""
 
     embeddings: Floats  # [vocabulary, d]
     token_norm: HostNorm
@@ -53,9 +53,9 @@ class HostHead(Struct, frozen=True):
 
     @classmethod
     def of(cls, head: Prediction) -> Self | None:
-        """Returns the head, which has no cache; None where MLX has to compute it.
+        """Returns the host's form of a head without a cache; None if MLX has to compute it.
 
-        That is on a GPU, and where it has other layers, or weights that are not float32.
+        MLX has to on a GPU, and if the head has other layers or weights that are not float32.
         """
         if device.on_gpu() or not isinstance(head, HeadModel) or head.drafted is None:
             return None
@@ -67,26 +67,27 @@ class HostHead(Struct, frozen=True):
         unit = layer.feed.gated
         if not isinstance(unit, GatedLinearUnit):
             return None
-        products = [_weight(one) for one in (head.joint, unit.gate_up, layer.feed.down)]
+        products = [_weight(product) for product in (head.joint, unit.gate_up, layer.feed.down)]
         norms = [
-            HostNorm(found, one.eps)
-            for one in (head.token_norm, head.state_norm, layer.norm, head.norm)
-            if isinstance(one, RMSNorm) and (found := _floats(one.weight)) is not None
+            HostNorm(weight, norm_layer.eps)
+            for norm_layer in (head.token_norm, head.state_norm, layer.norm, head.norm)
+            if isinstance(norm_layer, RMSNorm)
+            and (weight := _floats(norm_layer.weight)) is not None
         ]
         tables = [_floats(embed.weight), _floats(output.rows)]
-        matrices = [one for one in (*products, *tables) if one is not None]
+        matrices = [matrix for matrix in (*products, *tables) if matrix is not None]
         if not unit.swiglu or len(norms) < 4 or len(matrices) < 5:
             return None
         joint, gate_up, down, embeddings, rows = matrices
         token_norm, state_norm, feed_norm, norm = norms
-        tokens = [int(one) for one in np.array(head.drafted)]
+        tokens = [int(token_id) for token_id in np.array(head.drafted)]
         return cls(
             embeddings, token_norm, state_norm, joint, feed_norm, gate_up, down, norm, rows, tokens
         )
 
     def drafts(self, token: int, state: Floats, depth: int) -> tuple[int, ...]:
-        """Returns so many drafts behind a token and the state [d] before it."""
-        found: list[int] = []
+        """Returns `depth` drafts that follow a token; `state` [d] is the state before the token."""
+        drafts: list[int] = []
         for _ in range(depth):
             halves = (self.token_norm(self.embeddings[token]), self.state_norm(state))
             x = _product(self.joint, np.concatenate(halves))
@@ -94,8 +95,8 @@ class HostHead(Struct, frozen=True):
             x = x + _product(self.down, _silu(gate) * up)
             state = self.norm(x)
             token = self.drafted[int(_product(self.output, state).argmax())]
-            found.append(token)
-        return tuple(found)
+            drafts.append(token)
+        return tuple(drafts)
 
 
 def _weight(layer: object) -> Floats | None:
@@ -104,18 +105,18 @@ def _weight(layer: object) -> Floats | None:
 
 
 def _floats(array: mx.array) -> Floats | None:
-    """Returns an array of float32 where it is in memory; None for one of another type."""
+    """Returns a float32 array as NumPy's view of its memory; None for another dtype."""
     return np.array(array, copy=False) if array.dtype == mx.float32 else None
 
 
 def _product(matrix: Floats, x: Floats) -> Floats:
     """Returns the product [n] of a matrix [n, d] and x [d], computed by this thread."""
-    found: Floats = np.einsum("ij,j->i", matrix, x)
-    return found
+    product: Floats = np.einsum("ij,j->i", matrix, x)
+    return product
 
 
 def _silu(x: Floats) -> Floats:
     """Returns x * sigmoid(x), without an overflow for any x."""
     half = x * np.float32(0.5)
-    found: Floats = half + half * np.tanh(half)
-    return found
+    gated: Floats = half + half * np.tanh(half)
+    return gated

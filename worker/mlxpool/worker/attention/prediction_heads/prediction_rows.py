@@ -1,10 +1,10 @@
 """Drafts of a model's own head (MTP) whose layer has a cache: its keys and values, and its passes.
 
-Entry i of a row of the head is of input `first` + i of the sequence: of its state, which a pass of
-the model gave, and of the token behind it. The states of few inputs wait until drafts are wanted
-and are read in the pass that gives the first of them. A row whose states have a gap begins anew
-behind it, as does one whose sequence had a prefix from the cache: drafts may then be worse, and
-never make a token another one. All is dropped with the sequence's row.
+Entry i of a row of the head belongs to input `first` + i of the sequence. The head computes it from
+the input's state, which a pass of the model gave, and the token after the input. A few states wait
+until drafts are wanted; the pass that gives the first draft reads them. If a row's states have a
+gap, the row begins again after it. The same happens to a row whose sequence had a prefix from the
+cache. Drafts may then be worse, but tokens never change. All is dropped with the sequence's row.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mlxpool.worker.layers.model_plan import Prediction
 from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.scheduling.spans import Span
 
-MAX_WAITING = 32  # inputs of a row whose states wait for drafts; then the head reads them
+MAX_WAITING = 32  # the most states of a row that wait for drafts; beyond, the head reads them
 
 
 class _States(Struct):
@@ -43,7 +43,7 @@ class _States(Struct):
 
 
 class _Row(Struct):
-    """What the head has of a sequence: entries in `row`, and behind them states that wait."""
+    """The head's data of a sequence: entries in `row`, and after them the states that wait."""
 
     row: RowCache
     first: int
@@ -51,7 +51,7 @@ class _Row(Struct):
 
     @property
     def read(self) -> int:
-        """The first input that has no entry."""
+        """The first input without an entry."""
         return self.first + self.row.offset
 
     @property
@@ -60,7 +60,7 @@ class _Row(Struct):
         return self.waiting[-1].end if self.waiting else self.read
 
     def cut(self, to: int) -> None:
-        """Drops what is known of the inputs from `to` on."""
+        """Drops the entries and states of the inputs from `to` on."""
         while self.waiting and self.waiting[-1].start >= to:
             self.waiting.pop()
         if self.waiting and self.waiting[-1].end > to:
@@ -70,23 +70,23 @@ class _Row(Struct):
 
     def take(self, count: int) -> list[mx.array]:
         """Takes the first `count` states that wait."""
-        found = []
+        taken_states = []
         while count:
             some = self.waiting[0]
             taken = min(count, some.count)
-            found.append(some.array[some.line : some.line + taken])
+            taken_states.append(some.array[some.line : some.line + taken])
             some.start, some.line = some.start + taken, some.line + taken
             some.count, count = some.count - taken, count - taken
             if not some.count:
                 self.waiting.pop(0)
-        return found
+        return taken_states
 
 
 class Predictions(HeadDrafts):
-    """Drafts of a head whose layer keeps something of each token."""
+    """Drafts of a head whose layer keeps keys and values of each token."""
 
     def __init__(self, head: Prediction, shape: RowShape) -> None:
-        """`shape`: of the head's rows, which have one layer."""
+        """`shape`: the shape of the head's rows, which have one layer."""
         super().__init__()
         self._head = head
         self._shape = shape
@@ -95,16 +95,17 @@ class Predictions(HeadDrafts):
     @property
     def nbytes(self) -> int:
         """See HeadDrafts."""
-        return sum(one.row.nbytes for one in self.rows.values())
+        return sum(row.row.nbytes for row in self.rows.values())
 
     def most_states(self, rows: int, drafts: int) -> int:
-        """See HeadDrafts. Those that wait until the head reads them."""
+        """See HeadDrafts. A row keeps the states that wait until the head reads them."""
         return rows * MAX_WAITING
 
     def take(self, spans: Many[Span], states: mx.array) -> list[mx.array]:
         """Takes the states [T, d] of all inputs of a pass over spans, in their order.
 
-        Where many wait, the head reads them. Returns the arrays to evaluate with the pass.
+        If many states of a row wait, the head reads them. Returns the arrays to evaluate with the
+        pass.
         """
         if self.failed:
             return []
@@ -114,27 +115,27 @@ class Predictions(HeadDrafts):
             line += span.count
             inside.append(self.rows[span.sequence])
         due = {}
-        for span, one in zip(spans, inside, strict=True):
-            if one.end - one.read > MAX_WAITING:
-                known = min(one.end, span.sequence.length - 1)
-                if known > one.read:
-                    due[span.sequence] = known - one.read
+        for span, row in zip(spans, inside, strict=True):
+            if row.end - row.read > MAX_WAITING:
+                known = min(row.end, span.sequence.length - 1)
+                if known > row.read:
+                    due[span.sequence] = known - row.read
         written = self._read(due) if due else []
         return [*written, *self._compact(inside, states, line)]
 
     def _append(self, span: Span, states: mx.array, line: int) -> None:
-        one = self.rows.get(span.sequence)
-        if one is not None:
-            one.cut(span.start)
-            if one.end < span.start or one.first > span.start:
-                one.row.release()
-                one = None
-        if one is None:
-            one = self.rows[span.sequence] = _Row(RowCache(self._shape), span.start)
-        one.waiting.append(_States(span.start, span.count, states, line))
+        row = self.rows.get(span.sequence)
+        if row is not None:
+            row.cut(span.start)
+            if row.end < span.start or row.first > span.start:
+                row.row.release()
+                row = None
+        if row is None:
+            row = self.rows[span.sequence] = _Row(RowCache(self._shape), span.start)
+        row.waiting.append(_States(span.start, span.count, states, line))
 
     def _read(self, counts: Mapping[Sequence, int]) -> list[mx.array]:
-        """Has the head read so many states of these sequences; returns what is written."""
+        """Lets the head read the first `counts` waiting states; returns the written arrays."""
         spans = self._spans(counts)
         tokens, states = self._inputs(counts)
         batch = RowBatch(spans, [])
@@ -143,8 +144,8 @@ class Predictions(HeadDrafts):
         return [array for span in spans for array in span.row.arrays()]
 
     def _compact(self, rows: Iterable[_Row], states: mx.array, lines: int) -> list[mx.array]:
-        """Keeps of the states of a pass those that wait; returns them."""
-        left = [some for one in rows for some in one.waiting if some.array is states]
+        """Keeps only those states of a pass that wait; returns their array."""
+        left = [some for row in rows for some in row.waiting if some.array is states]
         kept = [line for some in left for line in range(some.line, some.line + some.count)]
         if not kept:
             return []
@@ -160,29 +161,29 @@ class Predictions(HeadDrafts):
         return [RowSpan(self.rows[seq].row, count) for seq, count in counts.items()]
 
     def _inputs(self, counts: Mapping[Sequence, int]) -> tuple[mx.array, mx.array]:
-        """Returns the tokens [T] behind the first inputs that wait, and these inputs' states."""
+        """Returns the tokens [T] after the first waiting inputs, and the states of these inputs."""
         tokens: list[int] = []
         states: list[mx.array] = []
         for seq, count in counts.items():
-            one = self.rows[seq]
-            tokens += seq.token_range(one.read + 1, one.read + 1 + count)
-            states += one.take(count)
+            row = self.rows[seq]
+            tokens += seq.token_range(row.read + 1, row.read + 1 + count)
+            states += row.take(count)
         return mx.array(np.array(tokens, np.int32)), mx.concatenate(states)
 
     def ready(self, seq: Sequence) -> bool:
         """See Predictor."""
-        one = self.rows.get(seq)
-        return one is not None and one.read < seq.length - 1 <= one.end
+        row = self.rows.get(seq)
+        return row is not None and row.read < seq.length - 1 <= row.end
 
     def _prepared(self, seq: Sequence) -> bool:
         """See HeadDrafts."""
-        one = self.rows.get(seq)
-        if one is not None:
-            one.cut(seq.length - 1)
+        row = self.rows.get(seq)
+        if row is not None:
+            row.cut(seq.length - 1)
         return self.ready(seq)
 
     def _computed(self, depths: Mapping[Sequence, int]) -> dict[Sequence, tuple[int, ...]]:
-        """One pass for each depth over all rows that go so far; the deepest are first."""
+        """Computes one pass for each depth, over the rows that reach it; the deepest come first."""
         rows = sorted(depths, key=lambda seq: -depths[seq])
         counts = {seq: seq.length - 1 - self.rows[seq].read for seq in rows}
         spans, (tokens, states) = self._spans(counts), self._inputs(counts)
@@ -201,14 +202,14 @@ class Predictions(HeadDrafts):
             self.rows[seq].row.trim(offset)
         written = [array for seq in rows for array in self.rows[seq].row.arrays()]
         mx.eval(*drawn, *written)
-        tokens_of: list[Any] = [one.tolist() for one in drawn]
+        tokens_of: list[Any] = [tokens_drawn.tolist() for tokens_drawn in drawn]
         return {
             seq: tuple(tokens_of[depth][number] for depth in range(depths[seq]))
             for number, seq in enumerate(rows)
         }
 
     def compile_ahead(self, seq: Sequence, rows: int, depth: int) -> None:
-        """See HeadDrafts. Its passes are not compiled."""
+        """Does nothing: the passes of this head are not compiled."""
 
     def release(self, seq: Sequence) -> None:
         """See HeadDrafts."""
