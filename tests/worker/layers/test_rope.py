@@ -68,7 +68,7 @@ def test_an_unscaled_context_has_the_default_rope() -> None:
         (
             {"rope_theta": 1.0, "rope_scaling": {**SETTINGS, "rope_type": "yarn"}},
             8,
-            "of which rope type 'yarn' cannot be reckoned",
+            "with which rope type 'yarn' cannot be computed",
         ),
         (
             {"rope_scaling": {**SETTINGS, "rope_type": "longrope", "long_factor": ["1"] * 4}},

@@ -1,4 +1,5 @@
 """Building blocks of models, and their interfaces to the rest of the worker.
 
-A layer knows no architecture and no files; it is described without MLX and built of loaded weights.
+A layer depends on no architecture and no files. It is described without MLX and built from loaded
+weights.
 """

@@ -1,4 +1,4 @@
-"""Activation functions by the names that config.json has for them. No MLX at run time."""
+"""Activation functions by their names in config.json. No MLX at import."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def gelu(x: mx.array) -> mx.array:
-    """x times the normal distribution function of x."""
+    """Returns x times the normal distribution function of x."""
     import mlx.core as mx
 
     from mlxpool.worker.kernels import cpu_exp
@@ -27,33 +27,33 @@ def gelu(x: mx.array) -> mx.array:
 
 
 def gelu_tanh(x: mx.array) -> mx.array:
-    """The approximation of gelu by a tanh."""
+    """Returns the approximation of gelu by a tanh."""
     import mlx.core as mx
 
     return 0.5 * x * (1 + mx.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
 
 
 def relu(x: mx.array) -> mx.array:
-    """max(x, 0)."""
+    """Returns max(x, 0)."""
     import mlx.core as mx
 
     return mx.maximum(x, 0)
 
 
 def silu(x: mx.array) -> mx.array:
-    """x * sigmoid(x)."""
+    """Returns x * sigmoid(x)."""
     import mlx.core as mx
 
     return x * mx.sigmoid(x)
 
 
-SIGMOID_SLOPE = 1.702  # of the gate of a ClampedSwiGLU
+SIGMOID_SLOPE = 1.702  # the factor of the gate in the sigmoid of a ClampedSwiGLU
 
 
 class ClampedSwiGLU(Struct, frozen=True):
     """swiglu with clamped inputs, a steeper sigmoid, and up + 1 in place of up, as in gpt-oss."""
 
-    limit: float  # up is clamped to -limit..limit, gate from above
+    limit: float  # up is clamped to -limit..limit, gate to at most limit
 
     def __call__(self, gate: mx.array, up: mx.array) -> mx.array:
         import mlx.core as mx
@@ -72,7 +72,7 @@ FUNCTIONS: Mapping[str, LayerFunction] = {
 
 
 def activation(config: Mapping[str, Any], key: str, default: str = "gelu") -> LayerFunction:
-    """The function that config.json names; raises ModelLoadFailed for an unknown one."""
+    """Returns the function that config.json names. Raises ModelLoadFailed for an unknown name."""
     name = config.get(key) or default
     if name not in FUNCTIONS:
         raise ModelLoadFailed(

@@ -1,4 +1,4 @@
-"""Attention over keys and values, whose query heads share key-value heads in groups. No MLX."""
+"""Grouped-query attention: groups of query heads share a key-value head. No MLX at import."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from mlxpool.worker.layers.rope import parse_rope
 if TYPE_CHECKING:
     import mlx.core as mx
 
-ROTARY_FACTOR = 0.25  # rotated part of a head with gated outputs, unless config.json has it
+ROTARY_FACTOR = 0.25  # the default rotated part of a head with gated outputs
 
 
 class GroupedQueryAttention(Struct, frozen=True):
@@ -37,12 +37,12 @@ class GroupedQueryAttention(Struct, frozen=True):
     hidden: int
     heads: Heads
     rope: Rope
-    window: int = 0  # tokens that a token sees, itself included; 0: all
+    window: int = 0  # the tokens that a token sees, with itself; 0: all
     scale: float = 0.0  # of the scores; 0: head_dim ** -0.5
     softcap: float = 0.0  # see ScoreParams
-    biases: str = ""  # which of the projections q, k, v and o have a bias
-    norm_eps: float = 0.0  # of the norms of each head's query and key; 0: there are no norms
-    sinks: bool = False  # whether each query head has a sink, see ScoreParams
+    biases: str = ""  # the projections of q, k, v and o that have a bias
+    norm_eps: float = 0.0  # of the norms of each head's query and key; 0: no norms
+    sinks: bool = False  # each query head has a sink, see ScoreParams
 
     @property
     def cache(self) -> KeyValueSpec:
@@ -52,8 +52,10 @@ class GroupedQueryAttention(Struct, frozen=True):
     def shapes(self, name: str) -> WeightShapes:
         """See Mixer."""
         q_size, kv_size = self.heads.query * self.heads.dim, self.heads.kv * self.heads.dim
-        for one, size in (("q", q_size), ("k", kv_size), ("v", kv_size)):
-            yield from linear_shapes(f"{name}.{one}_proj", size, self.hidden, one in self.biases)
+        for projection, size in (("q", q_size), ("k", kv_size), ("v", kv_size)):
+            yield from linear_shapes(
+                f"{name}.{projection}_proj", size, self.hidden, projection in self.biases
+            )
         if self.norm_eps:
             yield f"{name}.q_norm.weight", (self.heads.dim,)
             yield f"{name}.k_norm.weight", (self.heads.dim,)
@@ -73,7 +75,7 @@ class GroupedQueryAttentionLayer(FusableSublayer):
         self, spec: GroupedQueryAttention, builder: LayerBuilder, name: str, layer: int
     ) -> None:
         self.spec, self.layer = spec, layer
-        self.qkv = builder.concatenated([f"{name}.{one}_proj" for one in "qkv"])
+        self.qkv = builder.concatenated([f"{name}.{projection}_proj" for projection in "qkv"])
         self.norms = None
         if spec.norm_eps:
             q_norm = builder.rms_norm(f"{name}.q_norm", spec.norm_eps)
@@ -91,16 +93,16 @@ class GroupedQueryAttentionLayer(FusableSublayer):
         else:
             q_norm, k_norm = self.norms
             qk, keys = heads.query + heads.kv, slice(heads.query, heads.query + heads.kv)
-            every = lines.reshape(-1, qk + heads.kv, heads.dim)
-            normed = q_norm(every[:, : heads.query]), k_norm(every[:, keys])
+            vectors = lines.reshape(-1, qk + heads.kv, heads.dim)
+            normed = q_norm(vectors[:, : heads.query]), k_norm(vectors[:, keys])
             out = batch.rotate_and_attend(
-                self.layer, normed, every[:, qk:], self.scores, self.spec.rope
+                self.layer, normed, vectors[:, qk:], self.scores, self.spec.rope
             )
         return PendingProduct(self.o, out.reshape(out.shape[0], -1))
 
 
 class GatedAttention(Struct, frozen=True):
-    """A Mixer: grouped-query attention in which each query head has a gate of its output."""
+    """A Mixer: grouped-query attention with a gate of each query head's output."""
 
     hidden: int
     heads: Heads
@@ -110,7 +112,7 @@ class GatedAttention(Struct, frozen=True):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> GatedAttention:
-        """Raises ModelLoadFailed naming the key that is missing or cannot be used."""
+        """Raises ModelLoadFailed that names a key that is missing or cannot be used."""
         heads = Heads.from_config(config)
         scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
         factor = number({**config, **scaling}, "partial_rotary_factor", ROTARY_FACTOR)
@@ -131,9 +133,9 @@ class GatedAttention(Struct, frozen=True):
         """See Mixer."""
         heads, queries = self.heads, self.heads.query * self.heads.dim
         yield from linear_shapes(f"{name}.q_proj", 2 * queries, self.hidden, self.bias)
-        for one in "kv":
+        for projection in "kv":
             yield from linear_shapes(
-                f"{name}.{one}_proj", heads.kv * heads.dim, self.hidden, self.bias
+                f"{name}.{projection}_proj", heads.kv * heads.dim, self.hidden, self.bias
             )
         yield f"{name}.q_norm.weight", (heads.dim,)
         yield f"{name}.k_norm.weight", (heads.dim,)
@@ -144,7 +146,7 @@ class GatedAttention(Struct, frozen=True):
         import mlx.core as mx
 
         size, queries = self.heads.dim, self.heads.query
-        qkv = builder.concatenated([f"{name}.{one}_proj" for one in "qkv"])
+        qkv = builder.concatenated([f"{name}.{projection}_proj" for projection in "qkv"])
         q_norm = builder.rms_norm(f"{name}.q_norm", self.eps)
         k_norm = builder.rms_norm(f"{name}.k_norm", self.eps)
         o = builder.linear(f"{name}.o_proj")

@@ -1,4 +1,4 @@
-"""Builds layers over loaded weights, quantised or not: a model does not see which."""
+"""Builds layers over loaded weights; the model does not see if these are quantised."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class WeightLayerBuilder:
 
     `layouts` maps modules with a quantised weight to its layout. With `dequantise` such weights are
     dequantised once, here. With `batch_invariant` the bits of a row do not depend on the other rows
-    (see `tiled_matmul`), which needs dequantised weights, too. Each layer removes its weights from
-    `weights`, so that none is in memory twice.
+    (see `tiled_matmul`); this needs dequantised weights, too. Each layer removes its weights from
+    `weights`, so that no weight is in memory twice.
     """
 
     def __init__(
@@ -66,9 +66,10 @@ class WeightLayerBuilder:
         return self.concatenated([name])
 
     def concatenated(self, names: Sequence[str]) -> AnyLinear:
-        """Linear layers of one input as one with concatenated outputs: fewer and larger products.
+        """Returns linear layers of one input as one layer with concatenated outputs.
 
-        Quantised weights may stay separate inside it, see `_concatenated_weight`.
+        Fewer and larger products are faster. Quantised weights may stay separate inside the layer,
+        see `_concatenated_weight`.
         """
         if self._are_dense(names):
             stored = [self._stored(name) for name in names]
@@ -83,7 +84,7 @@ class WeightLayerBuilder:
     def gated_linear_unit(
         self, names: Sequence[str], width: int, activation: Activation | None = None
     ) -> GatedLinearUnit:
-        """The layers `names` are gate and up, [width, in] each; without `activation` swiglu."""
+        """Builds a unit of two layers, gate and up [width, in]; `activation` None: swiglu."""
         gate_up = self.concatenated(names)
         return GatedLinearUnit(gate_up, width, activation or self.swiglu, activation is None)
 
@@ -98,35 +99,35 @@ class WeightLayerBuilder:
         return QuantisedEmbedding(in_tiles(self._packed(name, self._layouts[name])), self._dtype)
 
     def tensor(self, name: str) -> mx.array:
-        """A tensor by its whole name."""
+        """Returns a tensor by its whole name."""
         return self._weights.pop(name)
 
     def multi_linear(self, name: str) -> MultiLinear:
-        """One linear layer for each head, weight [H, out, in]."""
+        """Builds one linear layer for each head, weight [H, out, in]."""
         return MultiLinear(self._weight(name), self._batch_invariant)
 
     def latent_token(self, parts: LatentParts) -> LatentToken | None:
-        """A layer of latent attention for one token, see latent_token_of."""
+        """Builds a layer of latent attention for one token, see latent_token_of."""
         return latent_token_of(parts)
 
     def switch_linear(self, name: str) -> SwitchLinear:
-        """The stacked linear layers of experts, weight [E, out, in]."""
+        """Builds the stacked linear layers of experts, weight [E, out, in]."""
         return SwitchLinear(self._weight(name), self._concatenated_bias([name]))
 
     def switch_glu(self, name: str, activation: Activation | None = None) -> SwitchGLU | PackedGLU:
-        """Experts with `name`.gate_proj, .up_proj and .down_proj; without `activation` swiglu."""
+        """Builds experts of `name`.gate_proj, .up_proj, .down_proj; `activation` None: swiglu."""
         names = [f"{name}.gate_proj", f"{name}.up_proj"]
         weight = self._concatenated_weight(names)
         if weight is None:
-            gate_up = tuple(self.switch_linear(one) for one in names)
+            gate_up = tuple(self.switch_linear(layer) for layer in names)
         else:
             gate_up = (SwitchLinear(weight, self._concatenated_bias(names)),)
         down = self.switch_linear(f"{name}.down_proj")
         limit = 0.0 if activation is None else None
         if isinstance(activation, ClampedSwiGLU):
             limit = activation.limit
-        made = activation or self.swiglu
-        experts = SwitchGLU(gate_up, down, made, self._batch_invariant, limit)
+        function = activation or self.swiglu
+        experts = SwitchGLU(gate_up, down, function, self._batch_invariant, limit)
         return in_fragments(experts, self._dtype)
 
     def swiglu(self, gate: mx.array, up: mx.array) -> mx.array:
@@ -148,14 +149,14 @@ class WeightLayerBuilder:
         return weight
 
     def _are_dense(self, names: Sequence[str]) -> bool:
-        """Whether the weights are unquantised or will be dequantised."""
+        """Returns True if the weights are unquantised or will be dequantised."""
         return self._dequantise or not any(self._layouts.get(name) for name in names)
 
     def _concatenated_weight(self, names: Sequence[str]) -> mx.array | QuantisedWeight | None:
-        """The weights [..., out, in] concatenated along `out`; None where they stay separate.
+        """Returns weights [..., out, in] concatenated along `out`; None if they stay separate.
 
-        Quantised weights of different layouts stay separate, and on the CPU all of them do: there
-        the copy at load costs more than larger products gain.
+        Quantised weights of different layouts stay separate. On the CPU all quantised weights do:
+        there the copy at load costs more than larger products gain.
         """
         layouts = {self._layouts.get(name) for name in names}
         if self._are_dense(names):
@@ -174,20 +175,22 @@ class WeightLayerBuilder:
         return concatenated_dense([self._weights.pop(f"{name}.bias") for name in names], axis=-1)
 
     def _stored(self, name: str) -> mx.array | QuantisedWeight:
-        """The weight of a module as it is stored."""
+        """Returns the weight of a module as it is stored."""
         layout = self._layouts.get(name)
         return self._weights.pop(f"{name}.weight") if layout is None else self._packed(name, layout)
 
     def _byte_columns(self, stored: Sequence[mx.array | QuantisedWeight]) -> ByteColumns | None:
-        """The weights of a layer for one row, if all of them are quantised."""
-        packed = [one for one in stored if isinstance(one, QuantisedWeight)]
+        """Returns the weights of a layer for one row, if all of them are quantised."""
+        packed = [weight for weight in stored if isinstance(weight, QuantisedWeight)]
         if self._batch_invariant or len(packed) < len(stored):
             return None
         return byte_columns(packed)
 
     def _packed(self, name: str, layout: QuantLayout) -> QuantisedWeight:
-        names = [one for kind in MODULE_TENSORS if (one := f"{name}.{kind}") in self._weights]
-        arrays = {one: self._weights.pop(one) for one in names if not one.endswith(".bias")}
+        names = [tensor for kind in MODULE_TENSORS if (tensor := f"{name}.{kind}") in self._weights]
+        arrays = {
+            tensor: self._weights.pop(tensor) for tensor in names if not tensor.endswith(".bias")
+        }
         return QuantisedWeight.of(arrays, name, layout)
 
 

@@ -1,15 +1,16 @@
-"""Products of one row with a quantised weight on a Linux CPU, where they would be slow.
+"""Fast products of one row with a quantised weight on a Linux CPU.
 
-OpenBLAS copies a dense weight for a product of one row. MLX's `quantized_matmul` is compiled to
-vector instructions only without `transpose`, where numbers of several outputs share a scale; in a
-checkpoint numbers of one output do. So the numbers q of a weight are stored again as bytes, column
-by column, and multiplied without scales, each group of inputs as a matrix of its own:
+MLX's products of one row are slow there. OpenBLAS copies a dense weight for each. MLX's
+`quantized_matmul` is compiled to vector instructions only without `transpose`; then numbers of
+several outputs share a scale, but in a checkpoint numbers of one output do. So the numbers q of a
+weight are stored again as bytes, column by column, and multiplied without scales. Each group of
+inputs is its own matrix:
 
     y[n] = sum over groups g of scales[g, n] * (x[g] @ q[g, :, n]) + biases[g, n] * sum(x[g])
 
-where q are numbers around 0, as larger sums would be rounded more. Bytes are multiplied faster than
-four bits. A second row takes as long as the first, so several rows are multiplied with the dense
-weight.
+The q are numbers around 0, because larger sums would be rounded more. Bytes are multiplied faster
+than four bits. A second row takes as long as the first, so several rows are multiplied with the
+dense weight.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ from mlxpool.worker.layers.dense_weights import unpacked
 from mlxpool.worker.layers.quantisation import COLUMN_ROWS, byte_columns_bytes
 from mlxpool.worker.layers.quantised_weight import QuantisedWeight
 
-MAX_WIDTH = 8192  # outputs of a block: their sums fit into the first cache of a core
-UNIT_WIDTHS = (128, 64, 32)  # outputs that share a scale of MLX
+MAX_WIDTH = 8192  # the most outputs of a block: their sums fit into the first cache of a core
+UNIT_WIDTHS = (128, 64, 32)  # numbers of outputs that can share a scale of MLX
 ZERO = 128  # the byte of the number 0
 
 Bytes = npt.NDArray[np.uint8]
 
 
 class ByteColumns(Struct, frozen=True):
-    """A weight [out, in], whose outputs are in blocks of `width`.
+    """A weight [out, in] with its outputs in blocks of `width`.
 
-    `numbers` are words of four [blocks, groups, inputs of a group, width / 4]; `scales` [blocks,
-    groups, width] and `biases` [groups, out] are float32.
+    `numbers` are words of four bytes [blocks, groups, inputs of a group, width / 4]; `scales`
+    [blocks, groups, width] and `biases` [groups, out] are float32.
     """
 
     numbers: mx.array
@@ -48,14 +49,14 @@ class ByteColumns(Struct, frozen=True):
     biases: mx.array
 
     def takes(self, x: mx.array) -> bool:
-        """Whether x is one row [1, in] of float32."""
+        """Returns True if x is one row [1, in] of float32."""
         return x.ndim == 2 and x.shape[0] == 1 and x.dtype == mx.float32
 
     def __call__(self, x: mx.array) -> mx.array:
         """x [1, in] @ weight.T -> [1, out]."""
         blocks, groups, size, words = self.numbers.shape
         width = 4 * words
-        shared = next(one for one in UNIT_WIDTHS if width % one == 0)
+        shared = next(unit for unit in UNIT_WIDTHS if width % unit == 0)
         scale, bias = _units((blocks, groups, size, width // shared))
         parts = x.reshape(1, groups, 1, size)
         sums = mx.quantized_matmul(
@@ -72,54 +73,54 @@ class ByteColumns(Struct, frozen=True):
 
 
 def byte_columns(weights: Sequence[QuantisedWeight]) -> ByteColumns | None:
-    """The weights [out, in] concatenated along `out`; None where they have no such form."""
+    """Returns weights [out, in] concatenated along `out`; None if they cannot have this form."""
     group = weights[0].layout.group_size
     columns = weights[0].scales.shape[-1] * group
-    rows = [one.weight.shape[-2] for one in weights]
-    for one, out in zip(weights, rows, strict=True):
-        shape = (*one.weight.shape[:-2], out, columns)
-        if not byte_columns_bytes(one.layout, shape) or one.factor is not None:
+    rows = [weight.weight.shape[-2] for weight in weights]
+    for weight, out in zip(weights, rows, strict=True):
+        shape = (*weight.weight.shape[:-2], out, columns)
+        if not byte_columns_bytes(weight.layout, shape) or weight.factor is not None:
             return None
-    if not on_linux_cpu() or any(one.layout.group_size != group for one in weights):
+    if not on_linux_cpu() or any(weight.layout.group_size != group for weight in weights):
         return None
     blocks = _blocks(sum(rows))
     numbers = mx.zeros((blocks, columns, sum(rows) // blocks), mx.uint8)
     mx.eval(numbers)
     target, begin = np.array(numbers, copy=False), 0
-    for one, out in zip(weights, rows, strict=True):
-        packed = np.ascontiguousarray(np.array(one.weight, copy=False)).view(np.uint8)
-        _unpack(packed, one.layout.bits, target, begin)
+    for weight, out in zip(weights, rows, strict=True):
+        packed = np.ascontiguousarray(np.array(weight.weight, copy=False)).view(np.uint8)
+        _unpack(packed, weight.layout.bits, target, begin)
         begin += out
     words = numbers.view(mx.uint32).reshape(blocks, columns // group, group, -1)
-    scales = mx.concatenate([one.scales for one in weights]).astype(mx.float32)
-    biases = mx.concatenate([_biases_of_centred(one) for one in weights])
-    made = ByteColumns(
+    scales = mx.concatenate([weight.scales for weight in weights]).astype(mx.float32)
+    biases = mx.concatenate([_biases_of_centred(weight) for weight in weights])
+    converted = ByteColumns(
         words,
         mx.contiguous(scales.reshape(blocks, -1, columns // group).swapaxes(1, 2)),
         mx.contiguous(biases.astype(mx.float32).T),
     )
-    mx.eval(made.numbers, made.scales, made.biases)
-    return made
+    mx.eval(converted.numbers, converted.scales, converted.biases)
+    return converted
 
 
 def _biases_of_centred(weight: QuantisedWeight) -> mx.array:
-    """Biases [out, groups] for numbers from which half of their range is subtracted."""
-    assert weight.biases is not None  # as mode affine has them
+    """Returns biases [out, groups] for numbers minus half of their range."""
+    assert weight.biases is not None  # mode affine has biases
     biases: mx.array = weight.biases + 2 ** (weight.layout.bits - 1) * weight.scales
     return biases
 
 
 def _blocks(out: int) -> int:
-    """How many blocks so many outputs are divided into."""
+    """Returns the number of blocks for `out` outputs."""
     units = out // COLUMN_ROWS
     least = -(-out // MAX_WIDTH)
     return next(blocks for blocks in range(least, units + 1) if units % blocks == 0)
 
 
 def _unpack(packed: Bytes, bits: int, target: Bytes, begin: int) -> None:
-    """The numbers of `packed` [rows, bytes] into `target` [blocks, in, width] from `begin` on.
+    """Writes the numbers of `packed` [rows, bytes] into `target` [blocks, in, width].
 
-    NumPy releases the GIL meanwhile.
+    The outputs begin at `begin`. NumPy releases the GIL meanwhile.
     """
     rows, width = packed.shape[0], target.shape[-1]
 
@@ -135,7 +136,7 @@ def _unpack(packed: Bytes, bits: int, target: Bytes, begin: int) -> None:
 
 
 def _unpack_strip(packed: Bytes, bits: int, target: Bytes) -> None:
-    """Rows of `packed` [rows, bytes] into `target` [in, rows]."""
+    """Writes the rows of `packed` [rows, bytes] into `target` [in, rows]."""
     numbers = unpacked(packed, bits)
     if bits < 8:
         numbers = numbers + np.uint8(ZERO - 2 ** (bits - 1))
@@ -144,7 +145,7 @@ def _unpack_strip(packed: Bytes, bits: int, target: Bytes) -> None:
 
 @cache
 def _units(shape: tuple[int, ...]) -> tuple[mx.array, mx.array]:
-    """The scales and biases with which bytes are numbers around 0; all weights share them."""
+    """Returns the scales and biases that make bytes numbers around 0; all weights share them."""
     units = mx.ones(shape), mx.full(shape, -float(ZERO))
     mx.eval(*units)
     return units

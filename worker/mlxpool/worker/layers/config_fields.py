@@ -1,4 +1,4 @@
-"""Checked reading of config.json: what many architectures have in common. No MLX."""
+"""Reads and checks the fields of config.json that many architectures share. No MLX."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from msgspec import Struct
 
 from mlxpool.common.errors import ModelLoadFailed
 
-MAX_INTEGER = 2**31 - 1  # of any whole number in config.json; MLX counts with 32 bits
-MAX_MODULES = 10_000  # layers of a model, or experts of a layer; each has tensor names
+MAX_INTEGER = 2**31 - 1  # the greatest whole number in config.json; MLX counts with 32 bits
+MAX_MODULES = 10_000  # the most layers of a model, or experts of a layer; each has tensor names
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 class Heads(Struct, frozen=True):
-    """The heads of an attention layer: numbers of query and of key-value heads, and their size."""
+    """The heads of an attention layer: the numbers of query and key-value heads, and their size."""
 
     query: int
     kv: int
@@ -24,9 +24,9 @@ class Heads(Struct, frozen=True):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, dim: int | None = None) -> Heads:
-        """`dim` is the default of head_dim; without it, hidden_size is divided among the heads.
+        """`dim`: the default of head_dim; None: hidden_size divided by the number of heads.
 
-        Raises ModelLoadFailed naming the key that is missing or cannot be used.
+        Raises ModelLoadFailed that names a key that is missing or cannot be used.
         """
         query = integer(config, "num_attention_heads")
         kv = integer(config, "num_key_value_heads", query)
@@ -43,9 +43,9 @@ class Heads(Struct, frozen=True):
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config of a multimodal model's text part, or `config` where it has no text_config.
+    """Returns the config of a multimodal model's text part; `config` if it lacks text_config.
 
-    Raises ModelLoadFailed where text_config is no map.
+    Raises ModelLoadFailed if text_config is not a map.
     """
     text = config.get("text_config", config)
     if not isinstance(text, Mapping):
@@ -54,12 +54,15 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def layer_count(config: Mapping[str, Any]) -> int:
-    """num_hidden_layers; raises ModelLoadFailed for more than MAX_MODULES."""
+    """Returns num_hidden_layers. Raises ModelLoadFailed for more than MAX_MODULES."""
     return integer(config, "num_hidden_layers", maximum=MAX_MODULES)
 
 
 def flag(config: Mapping[str, Any], key: str, default: bool = False) -> bool:
-    """A boolean of config.json; null is the default. Raises ModelLoadFailed for other types."""
+    """Returns a boolean of config.json; null means the default.
+
+    Raises ModelLoadFailed for other types.
+    """
     value = config.get(key)
     if value is not None and not isinstance(value, bool):
         raise ModelLoadFailed(f"config.json has {key!r}: {value!r}, must be true or false")
@@ -69,20 +72,20 @@ def flag(config: Mapping[str, Any], key: str, default: bool = False) -> bool:
 def require(config: Mapping[str, Any], key: str, allowed: Collection[Any]) -> None:
     """Raises ModelLoadFailed for a value that is not `allowed`; a missing key or null is fine.
 
-    For settings that the architecture's file does not implement.
+    It refuses settings that the architecture's file does not implement.
     """
     value = config.get(key)
     if value is not None and value not in allowed:
-        shown = " or ".join(repr(one) for one in allowed)
+        shown = " or ".join(repr(choice) for choice in allowed)
         raise ModelLoadFailed(f"config.json has {key} {value!r}, must be {shown}")
 
 
 def layer_types(
     config: Mapping[str, Any], layers: int, known: Collection[str] = (FULL, SLIDING)
 ) -> tuple[str, ...] | None:
-    """The type of each layer, or None where config.json does not list them.
+    """Returns the type of each layer; None if config.json does not list them.
 
-    Raises ModelLoadFailed for a type that is not in `known`, or another number of them.
+    Raises ModelLoadFailed for a type that is not in `known`, or for a wrong number of types.
     """
     types = config.get("layer_types")
     if types is None:
@@ -90,10 +93,10 @@ def layer_types(
     if not isinstance(types, list) or len(types) != layers:
         size = len(types) if isinstance(types, list) else types
         raise ModelLoadFailed(f"config.json has layer_types of {size}, must list {layers} layers")
-    for one in types:
-        if one not in known:
+    for kind in types:
+        if kind not in known:
             raise ModelLoadFailed(
-                f"config.json has {one!r} in layer_types, must be {' or '.join(known)}"
+                f"config.json has {kind!r} in layer_types, must be {' or '.join(known)}"
             )
     return tuple(types)
 
@@ -101,15 +104,15 @@ def layer_types(
 def layer_windows(
     config: Mapping[str, Any], layers: int, types: tuple[str, ...] | None
 ) -> tuple[int, ...]:
-    """The window of each layer in tokens, 0 for full attention; without `types` all are full."""
+    """Returns each layer's window in tokens; 0: full attention. Without `types` all are full."""
     if types is None or SLIDING not in types:
         return (0,) * layers
     window = integer(config, "sliding_window")
-    return tuple(window if one == SLIDING else 0 for one in types)
+    return tuple(window if kind == SLIDING else 0 for kind in types)
 
 
 def enabled_windows(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """As `layer_windows`, for configs that have use_sliding_window.
+    """Returns each layer's window as `layer_windows`, for configs with use_sliding_window.
 
     Without layer_types, the layers from `max_window_layers` on have a window.
     """
@@ -126,7 +129,7 @@ def enabled_windows(config: Mapping[str, Any]) -> tuple[int, ...]:
 def integer(
     config: Mapping[str, Any], key: str, default: int | None = None, maximum: int = MAX_INTEGER
 ) -> int:
-    """A whole number from 1 to `maximum`; raises ModelLoadFailed naming the key."""
+    """Returns a whole number from 1 to `maximum`. Raises ModelLoadFailed that names the key."""
     value = config.get(key)
     value = default if value is None else value
     if value is None:
@@ -139,7 +142,7 @@ def integer(
 
 
 def number(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    """A finite number above 0; raises ModelLoadFailed naming the key."""
+    """Returns a finite number above 0. Raises ModelLoadFailed that names the key."""
     value = config.get(key)
     value = default if value is None else value
     if value is None:
@@ -152,11 +155,11 @@ def number(config: Mapping[str, Any], key: str, default: float | None = None) ->
 
 
 def _brief(value: float) -> str:
-    """The value, or its size in bits where it has too many digits to show."""
+    """Returns the value as text, or its size in bits if it has too many digits to show."""
     bits = value.bit_length() if isinstance(value, int) else 0
     return f"a number of {bits} bits" if bits > 64 else repr(value)
 
 
 def _unusable(key: str, why: str) -> ModelLoadFailed:
-    """The error with the key in its details, by which a search for all faults goes on."""
+    """Returns the error with the key in its details: a search for all faults goes on by the key."""
     return ModelLoadFailed(why, details={"key": key})

@@ -1,11 +1,10 @@
 """The skeleton of all models: token embedding, decoder layers, norm and output head. No MLX.
 
-Some have a second head, which predicts the token behind the next one (MTP). Its input is a token
-and the state, behind the model's last norm, of the token before it. Norms of the token's embedding
-and of that state are joined, and a decoder layer reads them with those of earlier tokens, of which
-it has keys and values of its own; or it sees each token alone (FeedLayer). What it gives behind the
-head's own norm is the state in place of the model's for the next token, so the head can go on by
-itself.
+Some models have a second head, which predicts the token after the next one (MTP). Its inputs are a
+token, and the state of the token before it after the model's last norm. The norms of the token's
+embedding and of that state are joined. A decoder layer reads them and, with its own keys and
+values, earlier tokens; a FeedLayer sees each token alone. The layer's output, after the head's own
+norm, takes the place of the model's state for the next token, so the head can go on by itself.
 """
 
 from __future__ import annotations
@@ -44,22 +43,22 @@ OutputLayer: TypeAlias = "Callable[[LinearInput], mx.array]"  # [E, d] -> [E, vo
 
 
 class HeadNames(Struct, frozen=True):
-    """The names of a head's modules. `embed` and `output` empty: the model's are the head's.
+    """The names of a head's modules. If `embed` or `output` is empty, the head uses the model's.
 
-    `drafted` is a tensor: the tokens that it drafts, where these are a part of the vocabulary.
+    `drafted`: a tensor of the tokens that the head drafts, if these are a part of the vocabulary.
     """
 
     token_norm: str  # of the token's embedding
     state_norm: str
-    joint: str  # the linear layer of the token's half, then the state's
+    joint: str  # the linear layer over the token's half, then the state's half
     layer: str
-    norm: str  # behind the layer
+    norm: str  # after the layer
     embed: str = ""
     output: str = ""
     drafted: str = ""
 
 
-MTP = "mtp."  # how the names of a head's tensors begin, in the checkpoints of most families
+MTP = "mtp."  # the prefix of a head's tensors in the checkpoints of most families
 MTP_NAMES = HeadNames(
     token_norm=f"{MTP}pre_fc_norm_embedding",
     state_norm=f"{MTP}pre_fc_norm_hidden",
@@ -71,14 +70,15 @@ MTP_NAMES = HeadNames(
 
 
 def is_further_layer(name: str) -> bool:
-    """Whether a tensor is of a layer behind the first one of a head, which drafts at any depth."""
+    """Returns True for a tensor of a head's second or later layer: the first drafts any depth."""
     return name.startswith(f"{MTP}layers.") and not name.startswith(f"{MTP_NAMES.layer}.")
 
 
 class PredictionHead(Struct, frozen=True):
-    """Describes a head that predicts further tokens, see above; the sizes are the model's.
+    """The description of a head that predicts further tokens; its sizes are the model's.
 
-    `drafted`: the number of tokens that it drafts, whose embeddings are its output head; 0: all.
+    `drafted`: the number of tokens that it drafts, with their embeddings as its output head; 0: all
+    tokens.
     """
 
     vocab_size: int
@@ -89,7 +89,7 @@ class PredictionHead(Struct, frozen=True):
     drafted: int = 0
 
     def shapes(self) -> WeightShapes:
-        """Every tensor of the head, in the order in which it uses them."""
+        """Yields every tensor of the head, in the order of use."""
         names, d = self.names, self.hidden
         if names.embed:
             yield f"{names.embed}.weight", (self.vocab_size, d)
@@ -104,7 +104,7 @@ class PredictionHead(Struct, frozen=True):
             yield names.drafted, (self.drafted,)
 
     def build(self, builder: LayerBuilder, embed: Embedding, output: OutputLayer) -> HeadModel:
-        """The head over the builder's weights; `embed` and `output` are the model's."""
+        """Builds the head over the builder's weights; `embed` and `output` are the model's."""
         return HeadModel(self, builder, embed, output)
 
 
@@ -122,7 +122,7 @@ class HeadModel:
         self.layer = spec.layer.build(builder, names.layer, 0)
         self.norm = builder.rms_norm(names.norm, spec.eps)
         self.output: OutputLayer = builder.linear(names.output) if names.output else output
-        self.drafted: mx.array | None = None  # [N] the token of each logit; None: its number
+        self.drafted: mx.array | None = None  # [N] the token of each logit; None: the number
         if spec.drafted:
             self.drafted = _token_numbers(builder.tensor(names.drafted), spec.vocab_size)
             self.output = PartOfVocabulary(self.embed, self.drafted)
@@ -144,12 +144,12 @@ class HeadModel:
         """See model_plan.Prediction."""
         import mlx.core as mx
 
-        found = mx.argmax(self.output(states), axis=-1).astype(mx.int32)
-        return found if self.drafted is None else self.drafted[found]
+        likeliest = mx.argmax(self.output(states), axis=-1).astype(mx.int32)
+        return likeliest if self.drafted is None else self.drafted[likeliest]
 
 
 class Decoder(Struct, frozen=True):
-    """Describes a whole model; its tensors have the names that most checkpoints use."""
+    """The description of a whole model; its tensors have the names that most checkpoints use."""
 
     vocab_size: int
     hidden: int
@@ -158,8 +158,8 @@ class Decoder(Struct, frozen=True):
     tied: bool  # the token embedding is the output head, too
     layers: tuple[DecoderLayer, ...]
     embed_scale: float = 1.0
-    input_only: int = 0  # tokens behind the vocabulary that are inputs and never drawn
-    softcap: float = 0.0  # of logits; 0: none
+    input_only: int = 0  # the number of tokens after the vocabulary that are only inputs
+    softcap: float = 0.0  # of logits; 0: no cap
     prediction: PredictionHead | None = None  # of further tokens
 
     @classmethod
@@ -168,7 +168,7 @@ class Decoder(Struct, frozen=True):
     ) -> Decoder:
         """Reads the keys that most config.json files have; `fields` replaces some of them.
 
-        Raises ModelLoadFailed naming the key that is missing or cannot be used.
+        Raises ModelLoadFailed that names a key that is missing or cannot be used.
         """
         common: dict[str, Any] = {
             "vocab_size": integer(config, "vocab_size"),
@@ -184,11 +184,11 @@ class Decoder(Struct, frozen=True):
         ignored: Callable[[str], bool] = lambda name: False,
         derived: Callable[[StoredTensors], Iterable[DerivedWeights]] = no_derived_weights,
     ) -> ModelPlan:
-        """The model's plan.
+        """Returns the model's plan.
 
-        `ignored` tells the names of tensors that checkpoints of this architecture may have and the
-        model does not use. `derived` makes weights that they store in another form, see
-        derived_weights.py.
+        `ignored` returns True for names of tensors that checkpoints of this architecture may have
+        and the model does not use. `derived` makes weights that checkpoints store in another form,
+        see derived_weights.py.
         """
         return ModelPlan(
             context=self.context,
@@ -206,7 +206,7 @@ class Decoder(Struct, frozen=True):
         )
 
     def shapes(self) -> WeightShapes:
-        """Every tensor a checkpoint must have, in the order in which the model uses them."""
+        """Yields every tensor that a checkpoint must have, in the order of use."""
         yield "model.embed_tokens.weight", (self.vocab_size + self.input_only, self.hidden)
         for index, layer in enumerate(self.layers):
             yield from layer.shapes(f"model.layers.{index}")
@@ -217,11 +217,11 @@ class Decoder(Struct, frozen=True):
             yield from self.prediction.shapes()
 
     def build(self, builder: LayerBuilder) -> DecoderModel:
-        """The model over the builder's weights."""
+        """Builds the model over the builder's weights."""
         return DecoderModel(self, builder)
 
     def _unused(self, name: str) -> bool:
-        """Old checkpoints store the rotary frequencies; tied ones may store the head as well."""
+        """Returns True for rotary frequencies of old checkpoints, and for a tied head's weight."""
         return name.endswith("rotary_emb.inv_freq") or (self.tied and name == "lm_head.weight")
 
 
@@ -257,7 +257,7 @@ class DecoderModel:
         return soft_capped(logits, self.spec.softcap) if self.spec.softcap else logits
 
     def _residual(self, tokens: mx.array, batch: ForwardBatch) -> Residual:
-        """Returns what the layers make of tokens [T], not normed yet."""
+        """Returns the layers' output for tokens [T], not normed yet."""
         embedded = self.embed(tokens)
         scale = self.spec.embed_scale
         x: Residual = batch.with_images(embedded if scale == 1.0 else embedded * scale)
@@ -269,21 +269,21 @@ class DecoderModel:
 
 
 def _numbered(layers: Iterable[DecoderLayer]) -> Iterator[tuple[DecoderLayer, int]]:
-    """Yields each layer with its number among those that have a cache, or among those without."""
+    """Yields each layer with its number among the layers with a cache, or those without."""
     numbers = {True: count(), False: count()}
     return ((layer, next(numbers[layer.cache is not None])) for layer in layers)
 
 
 def _token_numbers(stored: mx.array, vocabulary: int) -> mx.array:
-    """Tokens [N] of stored float32 numbers; raises ModelLoadFailed for one that is no token."""
+    """Returns tokens [N] of stored float32 numbers. Raises ModelLoadFailed for wrong numbers."""
     import mlx.core as mx
 
     tokens = stored.astype(mx.int32)
     wrong = mx.sum((tokens != stored) | (tokens < 0) | (tokens >= vocabulary)).item()
     if wrong:
         raise ModelLoadFailed(
-            f"{wrong} of the {tokens.size} tokens that the head drafts are no whole numbers from 0"
-            f" to {vocabulary - 1}; take the file of the head from where the model comes from again"
+            f"{wrong} of the {tokens.size} tokens that the head drafts are not whole numbers from 0"
+            f" to {vocabulary - 1}; download the file of the head again"
         )
     return tokens
 
@@ -303,7 +303,7 @@ class PartOfVocabulary:
 
 
 def soft_capped(x: mx.array, cap: float) -> mx.array:
-    """cap * tanh(x / cap): between -cap and cap."""
+    """Returns cap * tanh(x / cap), which is between -cap and cap."""
     import mlx.core as mx
 
     return mx.tanh(x / cap) * cap

@@ -1,12 +1,12 @@
 """A decoder layer: a mixer and a feed-forward, with norms around them. No MLX at run time.
 
-Each is described by a frozen record, which lists the tensors it has under a name (`shapes`) and
-builds a function over loaded weights (`build`). A mixer lets a token read earlier ones and says
-what it keeps of them (`cache`); a feed-forward sees each token alone.
+Each is described by a frozen record. The record lists its tensors under a name (`shapes`) and
+builds a function over loaded weights (`build`). A mixer lets a token read earlier tokens and
+declares their cache (`cache`); a feed-forward sees each token alone.
 
-The last addition of the residual stream between layers may still be pending. On a GPU the product
-before an addition, or the norm behind it, can do it in one kernel. So a layer passes on what is to
-be added, and the next one decides.
+The last addition to the residual stream may still be pending between layers. On a GPU, one kernel
+can compute it with the product before it or with the norm after it. So a layer passes on both
+terms, and the next layer decides.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class ResidualSum(NamedTuple):
-    """x + y [T, d], not added yet; y may be a product that is not computed yet either."""
+    """The sum x + y [T, d], not added yet; y may be a product that is not computed yet."""
 
     x: mx.array
     y: mx.array | PendingProduct
@@ -43,22 +43,22 @@ Residual: TypeAlias = "mx.array | ResidualSum"  # [T, d]
 
 
 def materialised(x: Residual) -> mx.array:
-    """The array [T, d] that x stands for."""
+    """Returns x as an array [T, d], added if it is a ResidualSum."""
     return x.x + computed(x.y) if isinstance(x, ResidualSum) else x
 
 
 def add_and_norm(norm: Norm, x: Residual) -> tuple[mx.array, mx.array]:
-    """The array that x stands for, and its norm."""
+    """Returns x as an array, added if it is a ResidualSum, and its norm."""
     return norm.add_and_norm(x.x, computed(x.y)) if isinstance(x, ResidualSum) else (x, norm(x))
 
 
 def computed(y: LinearInput | PendingProduct) -> mx.array:
-    """The array that y stands for."""
+    """Returns y as an array, computed if it is pending."""
     return y() if isinstance(y, (PendingNorm, PendingProduct)) else y
 
 
 def add_and_defer_norm(norm: Norm, x: Residual) -> tuple[mx.array, LinearInput]:
-    """The array that x stands for, and its norm for a linear layer, which may compute it itself."""
+    """Returns x as an array, and its norm for a linear layer that may compute the norm itself."""
     if isinstance(x, ResidualSum):
         total = x.y.layer.add_to(x.y.x, x.x) if isinstance(x.y, PendingProduct) else None
         if total is None:
@@ -70,13 +70,13 @@ def add_and_defer_norm(norm: Norm, x: Residual) -> tuple[mx.array, LinearInput]:
 class FusableSublayer:
     """A mixer or feed-forward that begins and ends with linear layers.
 
-    The first can include the norm in front of it, the last the residual addition behind it.
+    The first layer can include the norm before it, the last layer the residual addition after it.
     """
 
     def pending(self, x: LinearInput, *batch: ForwardBatch) -> mx.array | PendingProduct:
-        """The output of the sublayer, but for its last product; `batch` is given to mixers only.
+        """Returns the sublayer's output without its last product; only mixers get a `batch`.
 
-        An array where no kernel adds that product to the residual stream.
+        Returns an array if no kernel adds the last product to the residual stream.
         """
         raise NotImplementedError
 
@@ -91,7 +91,7 @@ DecoderLayerFunction: TypeAlias = "Callable[[Residual, ForwardBatch], Residual]"
 
 
 class Mixer(Protocol):
-    """Describes a sublayer in which a token reads earlier tokens: attention or recurrence."""
+    """The description of a sublayer whose tokens read earlier tokens: attention or recurrence."""
 
     @property
     def cache(self) -> CacheSpec: ...
@@ -102,7 +102,7 @@ class Mixer(Protocol):
 
 
 class FeedForward(Protocol):
-    """Describes a sublayer x [T, d] -> [T, d] that sees each token alone."""
+    """The description of a sublayer x [T, d] -> [T, d] that sees each token alone."""
 
     def shapes(self, name: str) -> WeightShapes: ...
 
@@ -110,20 +110,20 @@ class FeedForward(Protocol):
 
 
 class DecoderLayer(Protocol):
-    """Describes one layer of a model: a mixer, a feed-forward and the norms around them."""
+    """The description of one layer of a model: a mixer, a feed-forward, norms around them."""
 
     @property
     def cache(self) -> CacheSpec | None:
-        """What the layer keeps of a sequence; None: nothing, as layers of cross-attention."""
+        """The layer's cache of a sequence; None: no cache, as in layers of cross-attention."""
 
     def shapes(self, name: str) -> WeightShapes: ...
 
     def build(self, builder: LayerBuilder, name: str, layer: int) -> DecoderLayerFunction:
-        """`layer`: its number among the layers with a cache, or among those without."""
+        """`layer`: its number among the layers with a cache, or among the layers without."""
 
 
 def linear_shapes(name: str, outputs: int, inputs: int, bias: bool = False) -> WeightShapes:
-    """The tensors of a linear layer."""
+    """Yields the tensors of a linear layer."""
     yield f"{name}.weight", (outputs, inputs)
     if bias:
         yield f"{name}.bias", (outputs,)
@@ -172,7 +172,7 @@ class PreNorm:
 
 
 class FeedLayer(Struct, frozen=True):
-    """x + feed(norm(x)): a layer that sees each token alone, and so keeps nothing of a sequence."""
+    """x + feed(norm(x)): a layer that sees each token alone, and therefore needs no cache."""
 
     hidden: int
     eps: float
@@ -188,7 +188,7 @@ class FeedLayer(Struct, frozen=True):
         yield from self.feed.shapes(f"{name}.mlp")
 
     def build(self, builder: LayerBuilder, name: str, layer: int) -> DecoderLayerFunction:
-        """See DecoderLayer. What it returns uses no batch."""
+        """See DecoderLayer. The built layer uses no batch."""
         norm = builder.rms_norm(f"{name}.post_attention_layernorm", self.eps)
         return Feed(norm, self.feed.build(builder, f"{name}.mlp"))
 
@@ -206,7 +206,7 @@ class Feed(Struct, frozen=True):
 def _residual(
     norm: Norm, sublayer: Callable[..., mx.array], x: Residual, *batch: ForwardBatch
 ) -> ResidualSum:
-    """x + sublayer(norm(x)); not added yet, as the sublayer may return fewer tokens."""
+    """Returns x + sublayer(norm(x)), not added: the sublayer may return fewer tokens."""
     if isinstance(sublayer, FusableSublayer):
         x, inputs = add_and_defer_norm(norm, x)
         return ResidualSum(x, sublayer.pending(inputs, *batch))

@@ -37,15 +37,15 @@ if TYPE_CHECKING:
     from mlxpool.worker.layers.delta_rule import GatedDeltaRule
     from mlxpool.worker.layers.linear import RMSNorm
 
-FLOAT32 = ("A_log", "dt_bias")  # tensors kept in float32: they set how fast a state decays
+FLOAT32 = ("A_log", "dt_bias")  # tensors in float32: they set the speed with which states decay
 
 
 class GatedDeltaNet(Struct, frozen=True):
-    """A Mixer. Groups of value heads share the queries and keys of one key head.
+    """A Mixer: groups of value heads share the queries and keys of one key head.
 
-    One product gives its inputs: queries, keys, values, gates (z), rates (b) and decays (a), each
-    of all heads. A checkpoint stores that product as two layers, ordered key head by key head
-    (`fused`), or as four.
+    One product gives the inputs of all heads: queries, keys, values, gates (z), rates (b) and
+    decays (a). A checkpoint stores this product as two layers, ordered by key head (`fused`), or as
+    four layers.
     """
 
     hidden: int
@@ -59,7 +59,7 @@ class GatedDeltaNet(Struct, frozen=True):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, fused: bool) -> GatedDeltaNet:
-        """Raises ModelLoadFailed naming the key that is missing or cannot be used."""
+        """Raises ModelLoadFailed that names a key that is missing or cannot be used."""
         spec = cls(
             hidden=integer(config, "hidden_size"),
             key_heads=integer(config, "linear_num_key_heads"),
@@ -79,17 +79,17 @@ class GatedDeltaNet(Struct, frozen=True):
 
     @property
     def keys(self) -> int:
-        """Size of the keys of all heads."""
+        """The size of the keys of all heads."""
         return self.key_heads * self.key_dim
 
     @property
     def values(self) -> int:
-        """Size of the values of all heads."""
+        """The size of the values of all heads."""
         return self.value_heads * self.value_dim
 
     @property
     def channels(self) -> int:
-        """Channels of the convolution: queries, keys and values."""
+        """The channels of the convolution: queries, keys and values."""
         return 2 * self.keys + self.values
 
     @property
@@ -100,7 +100,7 @@ class GatedDeltaNet(Struct, frozen=True):
 
     @property
     def inputs(self) -> Mapping[str, int]:
-        """Name -> output size of the linear layers that compute the inputs."""
+        """The names and output sizes of the linear layers that compute the inputs."""
         if self.fused:
             return {
                 "in_proj_qkvz": self.channels + self.values,
@@ -115,8 +115,8 @@ class GatedDeltaNet(Struct, frozen=True):
 
     def shapes(self, name: str) -> WeightShapes:
         """See Mixer."""
-        for one, size in self.inputs.items():
-            yield from linear_shapes(f"{name}.{one}", size, self.hidden)
+        for module, size in self.inputs.items():
+            yield from linear_shapes(f"{name}.{module}", size, self.hidden)
         yield f"{name}.conv1d.weight", (self.channels, 1, self.width)
         yield f"{name}.A_log", (self.value_heads,)
         yield f"{name}.dt_bias", (self.value_heads,)
@@ -124,10 +124,10 @@ class GatedDeltaNet(Struct, frozen=True):
         yield from linear_shapes(f"{name}.out_proj", self.hidden, self.values)
 
     def derived(self, found: StoredTensors, name: str) -> Iterator[DerivedWeights]:
-        """Weights that a checkpoint may store with other orders of inputs or convolution axes."""
+        """Yields the weights that a checkpoint stores with other orders of inputs or axes."""
         if self.fused:
-            for one, sizes in zip(self.inputs, self._sizes_per_key_head(), strict=True):
-                yield from reordered(found, f"{name}.{one}", rows_by_kind(self.key_heads, sizes))
+            for module, sizes in zip(self.inputs, self._sizes_per_key_head(), strict=True):
+                yield from reordered(found, f"{name}.{module}", rows_by_kind(self.key_heads, sizes))
         conv, shape = f"{name}.conv1d.weight", (self.channels, 1, self.width)
         stored = found.get(conv)
         if stored is not None and stored.shape == (self.channels, self.width, 1):
@@ -156,7 +156,7 @@ class GatedDeltaNet(Struct, frozen=True):
         return _GatedDeltaNet(self, shape, rule, builder, name, layer)
 
     def _sizes_per_key_head(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The sizes of each kind of input that the fused layers have for one key head."""
+        """Returns the sizes of the inputs of one key head, for each of the fused layers."""
         ratio = self.value_heads // self.key_heads
         values = ratio * self.value_dim
         return (self.key_dim, self.key_dim, values, values), (ratio, ratio)
@@ -177,7 +177,7 @@ class _GatedDeltaNet(FusableSublayer):
 
         self.spec, self.shape, self.rule, self.layer = spec, shape, rule, layer
         self._kernel_serves, self._delta_net = kernel_serves, delta_net
-        self.inputs = builder.concatenated([f"{name}.{one}" for one in spec.inputs])
+        self.inputs = builder.concatenated([f"{name}.{module}" for module in spec.inputs])
         self.norm = builder.rms_norm(f"{name}.norm", spec.eps)
         self.swiglu = builder.swiglu
         self.out = builder.linear(f"{name}.out_proj")
@@ -190,7 +190,7 @@ class _GatedDeltaNet(FusableSublayer):
         return PendingProduct(self.out, self._by_operations(mixed, batch))
 
     def _by_operations(self, mixed: mx.array, batch: ForwardBatch) -> mx.array:
-        """Returns what our kernel does of the lines `mixed`, computed by MLX's operations."""
+        """Computes the result of our kernel for the lines `mixed` by MLX's operations."""
         spec = self.spec
         gates = spec.channels + spec.values
         z = batch.lines_after(self.layer, mixed[:, spec.channels : gates])
@@ -201,23 +201,23 @@ class _GatedDeltaNet(FusableSublayer):
         return gated.reshape(z.shape[0], -1).astype(mixed.dtype)
 
     def _serves(self, dtype: mx.Dtype) -> bool:
-        """Whether our kernel computes lines of this dtype."""
+        """Returns True if our kernel computes lines of this dtype."""
         return self._kernel_serves(self.shape, dtype)
 
     def _scan(self, lines: mx.array, states: SpanStates) -> tuple[mx.array, mx.array]:
-        """See SpanScan: our kernel, with the gated norm."""
+        """Computes a SpanScan by our kernel, with the gated norm."""
         return self._delta_net(self.shape, lines, states, self._weights)
 
     @cached_property
     def _weights(self) -> DeltaNetWeights:
-        """The weights as our kernel reads them."""
+        """The weights for our kernel."""
         return self.rule.kernel_weights(cast("RMSNorm", self.norm).weight)
 
 
 def rows_by_kind(heads: int, sizes: tuple[int, ...]) -> list[int]:
-    """Indices that reorder rows from head by head to kind by kind.
+    """Returns indices that reorder rows from head by head to kind by kind.
 
-    Stored are for each head `sizes[i]` rows of kind i, one kind after the other.
+    For each head `sizes[i]` rows of kind i are stored, one kind after the other.
     """
     stride = sum(sizes)
     starts = [sum(sizes[:kind]) for kind in range(len(sizes))]

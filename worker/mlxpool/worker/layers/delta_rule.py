@@ -6,7 +6,7 @@ computes
     S = a S;  d = b (v - k S);  S = S + k d;  out = q S
 
 Tokens are computed in chunks. Within a chunk the d of all tokens solve one triangular system (the
-WY form), so that only S is passed from chunk to chunk.
+WY form), so only S is passed from chunk to chunk.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from mlxpool.worker.layers.layer_types import RecurrentState
 
 log = logging.getLogger("mlxpool.worker")
 
-CHUNK = 32  # tokens; solving a chunk costs its square, each further chunk is one more step
+CHUNK = 32  # tokens; the cost of a chunk grows with their square, each chunk is one more step
 EPS = gated_delta.L2_EPS  # added to the squared norm of a query or key
-TRIAL_ERROR = 0.02  # of the numbers of a trial, relative to the largest one
+TRIAL_ERROR = 0.02  # the greatest error of a trial's numbers, relative to the largest number
 
 
 class GatedDeltaRule(Struct, frozen=True):
@@ -39,13 +39,13 @@ class GatedDeltaRule(Struct, frozen=True):
 
     key_heads: int
     conv: mx.array  # [W, C]
-    log_speed: mx.array  # [heads]: A_log, the logarithm of how fast S decays
+    log_speed: mx.array  # [heads]: A_log, the logarithm of the speed with which S decays
     bias: mx.array  # [heads]: dt_bias, added to the decay input
 
     def __call__(
         self, inputs: tuple[mx.array, ...], state: RecurrentState
     ) -> tuple[mx.array, RecurrentState]:
-        """Outputs [B, n, heads, V] in float32."""
+        """Returns the outputs [B, n, heads, V] in float32, and the new state."""
         qkv, a, b = (x.astype(mx.float32) for x in inputs)
         taps, matrix = state
         mixed, taps = causal_convolution(qkv, self.conv, taps)
@@ -56,7 +56,7 @@ class GatedDeltaRule(Struct, frozen=True):
         return out, (taps, matrix)
 
     def kernel_weights(self, gain: mx.array) -> DeltaNetWeights:
-        """The weights as our kernel reads them; `gain` [V] is that of the norm behind the rule."""
+        """Returns the weights for our kernel; `gain` [V] is the gain of the norm after the rule."""
         conv = mx.contiguous(self.conv.astype(mx.float32))
         others = (self.log_speed, self.bias, gain)
         return DeltaNetWeights(conv, *(x.astype(mx.float32) for x in others))
@@ -73,9 +73,9 @@ class GatedDeltaRule(Struct, frozen=True):
 def causal_convolution(
     x: mx.array, weight: mx.array, before: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """A causal convolution by channel: x [B, n, C], weight [W, C], inputs `before` [B, W - 1, C].
+    """Returns the outputs [B, n, C] of a causal convolution by channel, and the last W - 1 inputs.
 
-    Returns the outputs [B, n, C] and the last W - 1 inputs.
+    x [B, n, C], weight [W, C], inputs `before` [B, W - 1, C].
     """
     width, count = weight.shape[0], x.shape[1]
     inputs = mx.concatenate([before, x], axis=1)
@@ -86,17 +86,17 @@ def causal_convolution(
 
 
 def l2_normalised(x: mx.array) -> mx.array:
-    """x scaled to an L2 norm of 1 over its last axis."""
+    """Returns x scaled to an L2 norm of 1 over its last axis."""
     return x * mx.rsqrt(mx.sum(x * x, axis=-1, keepdims=True) + EPS)
 
 
 def delta_rule(
     q: mx.array, k: mx.array, v: mx.array, log_decay: mx.array, rate: mx.array, state: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """Outputs [B, n, H R, V] and the state after the last token; R value heads share a key head.
+    """Returns the outputs [B, n, H R, V] and the state after the last token.
 
     q, k [B, n, H, K], v [B, n, H R, V], log_decay (at most 0) and rate [B, n, H R], state
-    [B, H R, K, V].
+    [B, H R, K, V]. R value heads share a key head.
     """
     batch, count, heads, _ = q.shape
     ratio = v.shape[2] // heads
@@ -114,14 +114,14 @@ def delta_rule(
 
 
 def _by_head(x: mx.array) -> mx.array:
-    """[B, n, H, R, D] -> [B, H, R, n, D]"""
+    """[B, n, H, R, D] -> [B, H, R, n, D]."""
     return x.transpose(0, 2, 3, 1, 4)
 
 
 def _one_token(
     q: mx.array, k: mx.array, v: mx.array, log_decay: mx.array, rate: mx.array, state: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """`_chunks` for one token."""
+    """Computes `_chunks` for one token."""
     state = state * mx.exp(log_decay)
     delta = rate * (v - k @ state)
     state = state + k.swapaxes(-1, -2) * delta
@@ -131,18 +131,20 @@ def _one_token(
 def _chunks(
     q: mx.array, k: mx.array, v: mx.array, log_decay: mx.array, rate: mx.array, state: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """q, k [B, H, 1, n, K], v [B, H, R, n, V], log_decay and rate [B, H, R, n, 1], state
+    """Returns the outputs [B, H, R, n, V] and the state after the last token, chunk by chunk.
+
+    q, k [B, H, 1, n, K], v [B, H, R, n, V], log_decay and rate [B, H, R, n, 1], state
     [B, H, R, K, V].
     """
     count = q.shape[3]
     size = min(CHUNK, count)
-    # The padding of the last chunk changes nothing: no decay, rate 0.
+    # The padding of the last chunk changes nothing: its log_decay and rate are 0.
     q, k, v, log_decay, rate = (_into_chunks(x, size) for x in (q, k, v, log_decay, rate))
     left = mx.exp(mx.cumsum(log_decay, axis=-2))  # decay of the chunk's initial state
     between = _decay_between(log_decay)
     solution = _inverse(rate * between * (k @ k.swapaxes(-1, -2)))
     local = solution @ (rate * v)  # d for an initial state of zeros
-    from_state = solution @ (rate * left * k)  # times the state: what d is smaller by
+    from_state = solution @ (rate * left * k)  # times the state: subtracted from d
     scores = between * (q @ k.swapaxes(-1, -2))
     decayed_q = left * q
     last = left[..., -1:, :]
@@ -165,7 +167,7 @@ def _into_chunks(x: mx.array, size: int) -> mx.array:
 
 
 def _decay_between(log_decay: mx.array) -> mx.array:
-    """[..., size, 1] -> [..., size, size]: the decay at row i of what token j wrote, 0 for j > i.
+    """[..., size, 1] -> [..., size, size]: the decay of token j's write at row i, 0 for j > i.
 
     Each sum is computed by itself: a difference of two cumulative sums would cancel small terms.
     """
@@ -177,7 +179,7 @@ def _decay_between(log_decay: mx.array) -> mx.array:
 
 
 def _inverse(below: mx.array) -> mx.array:
-    """The inverse of the identity plus `below` [..., size, size], read below its diagonal only.
+    """Returns the inverse of I + `below` [..., size, size], read only below its diagonal.
 
     Each round inverts diagonal blocks of twice the size: the lower left of the inverse of
     [[A, 0], [C, B]] is -B^-1 C A^-1. (A product of powers costs as much, and its terms cancel.)
@@ -196,9 +198,9 @@ def _inverse(below: mx.array) -> mx.array:
 
 @cache
 def kernel_serves(shape: DeltaNetShape, dtype: mx.Dtype) -> bool:
-    """Returns whether our kernel computes such layers here; tries each kind of layer once.
+    """Returns True if our kernel computes layers of this shape; tries each kind of layer once.
 
-    Logs why not, where there is a GPU for it.
+    If it does not, and the machine has a GPU for it, logs the reason.
     """
     if why := gated_delta.refusal(shape, dtype):
         if mx.cuda.is_available():
@@ -210,8 +212,8 @@ def kernel_serves(shape: DeltaNetShape, dtype: mx.Dtype) -> bool:
 def _kernel_is_right(shape: DeltaNetShape, dtype: mx.Dtype) -> bool:
     """Compares our kernel with this file's operations, token by token.
 
-    Spans: one token from a state, then a check of two from zeros, then a chunk from another state;
-    and the first two in a pass without the chunk, for which a thread block has a whole head.
+    The first pass has one token from a state, a check of two tokens from zeros, and a chunk from
+    another state. The second pass lacks the chunk; a thread block then has a whole head.
     """
 
     def numbers(*size: int, key: int) -> mx.array:
@@ -226,21 +228,23 @@ def _kernel_is_right(shape: DeltaNetShape, dtype: mx.Dtype) -> bool:
         1 + numbers(shape.value_dim, key=5) / 8,
     )
     held = numbers(2, shape.state, key=6) / 8
-    taps = (shape.width - 1) * shape.channels  # numbers of a state in front of the matrices
+    taps = (shape.width - 1) * shape.channels  # numbers of a state before the matrices
     plan = [(0, 1, 0, 1, 0, 0), (1, 2, NO_SOURCE, 0, 1, 1), (3, chunk, 0, 0, 3, 0)]
     for spans in (plan, plan[:2]):
         longest = max(count for _, count, *_ in spans)
-        written = sum(count if every else 1 for _, count, *_, every in spans)
+        written = sum(count if checks else 1 for _, count, *_, checks in spans)
         states = SpanStates((held,), mx.array(spans, dtype=mx.int32), longest, written)
         tokens = sum(count for _, count, *_ in spans)
         out, after = gated_delta.delta_net(shape, lines[:tokens], states, weights)
-        for first, count, source, index, to, every in spans:
+        for first, count, source, index, to, checks in spans:
             zeros = mx.zeros((1, shape.state))
             before = zeros if source == NO_SOURCE else held[index : index + 1]
-            wanted = _token_by_token(shape, lines[first : first + count], before, weights)
-            if not _near(out[first : first + count], mx.concatenate([one for one, _ in wanted])):
+            expected = _token_by_token(shape, lines[first : first + count], before, weights)
+            if not _near(
+                out[first : first + count], mx.concatenate([line_out for line_out, _ in expected])
+            ):
                 return False
-            kept = wanted if every else wanted[-1:]
+            kept = expected if checks else expected[-1:]
             theirs, mine = mx.concatenate([state for _, state in kept]), after[to : to + len(kept)]
             if not _near(mine[:, taps:], theirs[:, taps:]):
                 return False
@@ -252,15 +256,15 @@ def _kernel_is_right(shape: DeltaNetShape, dtype: mx.Dtype) -> bool:
 def _token_by_token(
     shape: DeltaNetShape, lines: mx.array, state: mx.array, weights: DeltaNetWeights
 ) -> list[tuple[mx.array, mx.array]]:
-    """Returns the output [1, heads * V] and the state [1, size] behind each of the lines [n, ...].
+    """Returns the output [1, heads * V] and the state [1, size] after each of the lines [n, ...].
 
-    It takes slices, since MLX would compile a kernel to take single elements of an axis.
+    It takes slices, because MLX would compile a kernel to take single elements of an axis.
     """
     rule = GatedDeltaRule(shape.key_heads, *weights[:3])
     heads, key_dim, value_dim = shape.heads, shape.key_dim, shape.value_dim
     taps = (shape.width - 1) * shape.channels
     gates = shape.channels + heads * value_dim
-    found = []
+    results = []
     for line in mx.split(lines.astype(mx.float32), lines.shape[0]):
         qkv, z, b, a = mx.split(line, [shape.channels, gates, gates + heads], axis=1)
         before = (
@@ -271,10 +275,10 @@ def _token_by_token(
         z = z.reshape(heads, value_dim)
         normed = mx.fast.rms_norm(out.reshape(heads, value_dim), weights.gain, shape.eps)
         state = mx.concatenate([each.reshape(1, -1) for each in after], axis=1)
-        found.append(((normed * z * mx.sigmoid(z)).reshape(1, -1), state))
-    return found
+        results.append(((normed * z * mx.sigmoid(z)).reshape(1, -1), state))
+    return results
 
 
-def _near(ours: mx.array, wanted: mx.array) -> bool:
-    error = mx.abs(ours.astype(mx.float32) - wanted).max()
-    return bool((error <= TRIAL_ERROR * mx.abs(wanted).max()).item())
+def _near(ours: mx.array, expected: mx.array) -> bool:
+    error = mx.abs(ours.astype(mx.float32) - expected).max()
+    return bool((error <= TRIAL_ERROR * mx.abs(expected).max()).item())

@@ -1,7 +1,7 @@
-"""Dense weights in the memory order that a device reads fast, made of dense or quantised ones.
+"""Makes dense weights, in the memory order that a device reads fast, of dense or quantised ones.
 
-On a CPU a quantised weight is dequantised some rows at a time, in memory that is used again: to
-write new memory takes longer than to dequantise.
+On a CPU a quantised weight is dequantised some rows at a time, in reused memory: writing to new
+memory takes longer than dequantising.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from mlxpool.worker.kernels.device import on_gpu
 from mlxpool.worker.layers.quantised_weight import QuantisedWeight
 
 Weight = mx.array | QuantisedWeight  # [out, in]
-Read = Callable[[slice], np.ndarray]  # some rows of a weight in float32
+Read = Callable[[slice], np.ndarray]  # returns some rows of a weight in float32
 
 STRIP_ROWS = 16  # rows transposed together: in float32 they fill whole cache lines of a column
-STRIP_NUMBERS = 2**16  # of rows that are dequantised together, about
+STRIP_NUMBERS = 2**16  # about the numbers that are dequantised together
 
 
 def dense(weight: Weight, dtype: mx.Dtype) -> mx.array:
-    """The weight [..., out, in], dequantised if need be."""
+    """Returns the weight [..., out, in], dequantised if it is quantised."""
     if not isinstance(weight, QuantisedWeight):
         return weight
     if weight.weight.ndim > 2 or not _in_strips(dtype):
@@ -43,7 +43,7 @@ def dense(weight: Weight, dtype: mx.Dtype) -> mx.array:
 
 
 def laid_out(weights: Sequence[Weight], dtype: mx.Dtype) -> mx.array:
-    """Weights concatenated along `out`; column-major on a CPU, see `to_column_major`."""
+    """Returns weights concatenated along `out`; column-major on a CPU, see `to_column_major`."""
     if not on_gpu():
         return to_column_major(weights, dtype)
     whole = [dense(weight, dtype) for weight in weights]
@@ -51,7 +51,7 @@ def laid_out(weights: Sequence[Weight], dtype: mx.Dtype) -> mx.array:
 
 
 def concatenated(arrays: Sequence[mx.array], axis: int) -> mx.array:
-    """The arrays concatenated along an axis, and evaluated."""
+    """Returns the arrays concatenated along an axis, and evaluated."""
     if len(arrays) == 1:
         return arrays[0]
     whole = mx.concatenate(list(arrays), axis=axis)
@@ -60,14 +60,14 @@ def concatenated(arrays: Sequence[mx.array], axis: int) -> mx.array:
 
 
 def to_column_major(weights: Sequence[Weight], dtype: mx.Dtype) -> mx.array:
-    """Weights concatenated along `out`, in column-major order.
+    """Returns weights concatenated along `out`, in column-major order.
 
-    Small products on the CPU read it faster. MLX transposes a matrix one number at a time, ten
-    times slower than a file is read. Transposing strips of rows that fit the processor's first
-    cache, in several threads, is as fast as reading.
+    Small products on the CPU read this order faster. MLX transposes a matrix one number at a time,
+    ten times slower than a file is read. Several threads that transpose strips of rows are as fast
+    as reading: a strip fits into the processor's first cache.
     """
     if not _in_strips(dtype) or any(_dtype(weight, dtype) != dtype for weight in weights):
-        columns = mx.contiguous(mx.concatenate([dense(one, dtype) for one in weights]).T)
+        columns = mx.contiguous(mx.concatenate([dense(weight, dtype) for weight in weights]).T)
         mx.eval(columns)
         return columns.T
     rows = sum(_shape(weight)[0] for weight in weights)
@@ -101,9 +101,9 @@ def _shape(weight: Weight) -> tuple[int, int]:
 
 
 def _write_strips(weights: Sequence[Weight], write: Callable[[slice, np.ndarray], None]) -> None:
-    """Calls `write` with the rows of all weights, some at a time, and where they begin and end.
+    """Calls `write` with the range and the numbers of some rows, until all weights are written.
 
-    It is called in several threads; NumPy releases the GIL meanwhile.
+    Several threads call it; NumPy releases the GIL meanwhile.
     """
     begin = 0
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
@@ -122,7 +122,7 @@ def _write_strips(weights: Sequence[Weight], write: Callable[[slice, np.ndarray]
 
 
 def _reader(weight: Weight) -> Read:
-    """What gives rows of the weight in float32; other threads may call it."""
+    """Returns a function that reads rows of the weight in float32; other threads may call it."""
     if not isinstance(weight, QuantisedWeight):
         mx.eval(weight)
         view = np.array(weight, copy=False)
@@ -150,17 +150,17 @@ class _PackedRows:
         self._bits = bits
 
     def read(self, rows: slice) -> np.ndarray:
-        """These rows in float32 [rows, columns], equal to what MLX makes of them."""
+        """Returns these rows in float32 [rows, columns], equal to MLX's dequantised rows."""
         scales = self._scales[rows]
         numbers = unpacked(self._weight[rows], self._bits).reshape(*scales.shape[:2], -1)
-        found = np.multiply(numbers, scales, dtype=np.float32)
-        found += self._biases[rows]
-        whole: np.ndarray = found.reshape(len(found), -1)
+        dequantised = np.multiply(numbers, scales, dtype=np.float32)
+        dequantised += self._biases[rows]
+        whole: np.ndarray = dequantised.reshape(len(dequantised), -1)
         return whole
 
 
 def unpacked(packed: np.ndarray, bits: int) -> np.ndarray:
-    """Bytes [n, m] as numbers [n, 8 * m / bits] of so many bits each, the lowest bits first."""
+    """Returns bytes [n, m] as numbers [n, 8 * m / bits] of `bits` bits, the lowest bits first."""
     if bits == 8:
         return packed
     if bits == 4:
@@ -168,7 +168,7 @@ def unpacked(packed: np.ndarray, bits: int) -> np.ndarray:
         pairs |= pairs << np.uint16(4)
         pairs &= np.uint16(0x0F0F)
         return pairs.view(np.uint8)
-    words = np.zeros(packed.size // bits, dtype=np.uint64)  # of eight numbers each
+    words = np.zeros(packed.size // bits, dtype=np.uint64)  # each with eight numbers
     for index, column in enumerate(packed.reshape(-1, bits).T):
         words |= column.astype(np.uint64) << np.uint64(8 * index)
     numbers = np.empty((len(words), 8), dtype=np.uint8)

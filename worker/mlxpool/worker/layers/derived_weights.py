@@ -1,10 +1,10 @@
 """Weights that a checkpoint stores under other names or in another layout than the model uses.
 
-A ModelPlan names the weights that the model is built of. Where a checkpoint differs, the function
-`ModelPlan.derived` gets the tensors that the headers list and yields a DerivedWeights for each
-weight that is made of stored tensors: renamed, stacked, split, transposed, shifted. They are made
-during loading, one after the other, so that only one of them is in memory twice. MLX is imported
-only when a weight is made.
+A ModelPlan names the weights of the model. If a checkpoint differs, the function
+`ModelPlan.derived` gets the tensors that the headers list. It yields a DerivedWeights for each
+weight that is made from stored tensors: renamed, stacked, split, transposed, shifted. Weights are
+made during loading, one after the other, so that only one of them is in memory twice. MLX is
+imported only when a weight is made.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from mlxpool.worker.layers import quantisation
 if TYPE_CHECKING:
     import mlx.core as mx
 
-# The tensors that one module may have; `bias` is the layer's, `biases` are of quantised groups.
+# The tensors of a module; `bias` belongs to the layer, `biases` belong to quantised groups.
 MODULE_TENSORS = ("weight", "scales", "biases", *quantisation.GLOBAL_SCALES, "bias")
 
 
 class TensorSpec(Struct, frozen=True):
-    """Dtype and shape of a tensor, as a header lists it; `dtype` is a name of safetensors."""
+    """The dtype and shape of a tensor in a header; `dtype` is a name of safetensors."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -38,10 +38,10 @@ Transform: TypeAlias = "Callable[[Sequence[mx.array]], Sequence[mx.array]]"
 
 
 class DerivedWeights(Struct, frozen=True):
-    """Weights made of stored tensors, which the model then does not get.
+    """Weights that are made from stored tensors; the model does not get the stored tensors.
 
-    `transform` maps the arrays of `sources` to those of `outputs`, both in this order. A missing
-    source is an error that names it. An output may have the name of a source.
+    `transform` maps the arrays of `sources` to the arrays of `outputs`, both in this order. A
+    missing source is an error that names it. An output may have the name of a source.
     """
 
     sources: tuple[str, ...]
@@ -50,21 +50,21 @@ class DerivedWeights(Struct, frozen=True):
 
 
 def no_derived_weights(found: StoredTensors) -> Iterable[DerivedWeights]:
-    """For a ModelPlan whose weights are the stored tensors."""
+    """Returns no weights, for a ModelPlan whose weights are the stored tensors."""
     return ()
 
 
 def renamed(found: StoredTensors, module: str, source: str) -> Iterator[DerivedWeights]:
-    """`module`, quantised or not, from a checkpoint that stores it as `source`."""
+    """Yields `module`, quantised or not, from a checkpoint that stores it as `source`."""
     for kind in _stored(found, source):
         name = f"{source}.{kind}"
         yield DerivedWeights((name,), {f"{module}.{kind}": found[name]}, tuple)
 
 
 def stacked(found: StoredTensors, module: str, sources: Sequence[str]) -> Iterator[DerivedWeights]:
-    """`module` from the modules `sources`, stacked on a new first axis; quantised ones stay so.
+    """Yields `module`: the modules `sources`, stacked on a new first axis, quantised or not.
 
-    Raises ModelLoadFailed where their tensors have different shapes or dtypes.
+    Raises ModelLoadFailed if their tensors have different shapes or dtypes.
     """
     for kind in _stored(found, sources[0]):
         names = tuple(f"{source}.{kind}" for source in sources)
@@ -75,7 +75,7 @@ def stacked(found: StoredTensors, module: str, sources: Sequence[str]) -> Iterat
 
 
 def stacked_experts(found: StoredTensors, module: str, count: int) -> Iterator[DerivedWeights]:
-    """The stacked experts `….switch_mlp.X`, from stored `….experts.E.X` or `….experts.X`."""
+    """Yields stacked experts `….switch_mlp.X`, from stored `….experts.E.X` or `….experts.X`."""
     single = [module.replace(".switch_mlp.", f".experts.{expert}.") for expert in range(count)]
     stacked_name = module.replace(".switch_mlp.", ".experts.")
     if f"{single[0]}.weight" in found:
@@ -85,7 +85,7 @@ def stacked_experts(found: StoredTensors, module: str, count: int) -> Iterator[D
 
 
 def reordered(found: StoredTensors, module: str, rows: Sequence[int]) -> Iterator[DerivedWeights]:
-    """`module` with the rows (the first axis) of its tensors in the order `rows`."""
+    """Yields `module` with the rows (the first axis) of its tensors in the order `rows`."""
 
     def transform(arrays: Sequence[mx.array]) -> Sequence[mx.array]:
         import mlx.core as mx
@@ -101,19 +101,19 @@ def reordered(found: StoredTensors, module: str, rows: Sequence[int]) -> Iterato
 def mapped(
     found: StoredTensors, name: str, function: Callable[[mx.array], mx.array]
 ) -> DerivedWeights:
-    """The tensor `name` with `function` applied, which keeps its shape."""
+    """Returns the tensor `name` with `function` applied; `function` must keep the shape."""
     return DerivedWeights((name,), {name: found[name]}, lambda arrays: [function(arrays[0])])
 
 
 def plus_one(weight: mx.array) -> mx.array:
-    """weight + 1 in float32, for norm weights that are stored minus one."""
+    """Returns weight + 1 in float32, for norm weights that are stored minus one."""
     import mlx.core as mx
 
     return weight.astype(mx.float32) + 1
 
 
 def without_prefix(name: str, prefixes: Mapping[str, str]) -> str:
-    """The name with the first of the prefixes (stored -> ours) that it has replaced."""
+    """Returns the name with the first matching prefix replaced (stored -> ours)."""
     for stored, ours in prefixes.items():
         if name.startswith(stored):
             return ours + name.removeprefix(stored)
@@ -127,10 +127,10 @@ def from_dequantised(
     outputs: Mapping[str, tuple[int, ...]],
     function: Callable[[mx.array], Sequence[mx.array]],
 ) -> DerivedWeights:
-    """Unquantised weights `outputs` (name -> shape) from `module`'s weight [..., columns].
+    """Returns unquantised weights `outputs` (name -> shape) of `module`'s weight [..., columns].
 
-    `function` gets the weight, dequantised where it is stored quantised. Raises ModelLoadFailed
-    where its layout is unknown.
+    `function` gets the weight, dequantised if it is stored quantised. Raises ModelLoadFailed if its
+    layout is unknown.
     """
     names = tuple(f"{module}.{kind}" for kind in _stored(found, module) if kind != "bias")
     weight = found[f"{module}.weight"]
@@ -158,10 +158,11 @@ def from_dequantised(
 def from_mxfp4_blocks(
     found: StoredTensors, source: str, modules: Sequence[str]
 ) -> Iterator[DerivedWeights]:
-    """Experts released as mxfp4 bytes: `source`_blocks [E, rows, groups, 16], `source`_scales
-    [E, rows, groups] and `source`_bias [E, rows]. The rows of several `modules` are interleaved.
+    """Yields experts `modules` from tensors released as mxfp4 bytes.
 
-    Raises ModelLoadFailed for blocks of another shape.
+    They are `source`_blocks [E, rows, groups, 16], `source`_scales [E, rows, groups] and
+    `source`_bias [E, rows]. The rows of several `modules` are interleaved. Raises ModelLoadFailed
+    for blocks of another shape.
     """
     blocks = found[f"{source}_blocks"].shape
     if len(blocks) != 4 or blocks[1] % len(modules):
@@ -181,7 +182,7 @@ def from_mxfp4_blocks(
 
 
 def _deinterleaved(arrays: Sequence[mx.array], *, count: int) -> Sequence[mx.array]:
-    """The rows of each module; 4-bit blocks are viewed as packed uint32."""
+    """Returns the rows of each module; 4-bit blocks are viewed as packed uint32."""
     import mlx.core as mx
 
     array = arrays[0]

@@ -1,4 +1,4 @@
-"""The plan of an encoder model, and what its parts have in common. No MLX at run time."""
+"""The plan of an encoder model, and common functions for its parts. No MLX at import."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mlxpool.worker.layers.model_plan import ModelPlan
 if TYPE_CHECKING:
     import mlx.core as mx
 
-# Which states of a text's tokens become its vector.
+# The way in which the states of a text's tokens become its vector.
 Pooling: TypeAlias = Literal[
     "cls", "lasttoken", "max", "mean", "mean_sqrt_len_tokens", "weightedmean"
 ]
@@ -35,7 +35,7 @@ class TextBatch(ForwardBatch, Protocol):
 
 
 def text_batch(batch: ForwardBatch) -> TextBatch:
-    """The batch as that of whole texts; encoder models are given no other one."""
+    """Returns the batch as a TextBatch; encoder models get no other batch."""
     assert isinstance(batch, TextBatch)
     return batch
 
@@ -43,25 +43,28 @@ def text_batch(batch: ForwardBatch) -> TextBatch:
 class EncoderPlan(Struct, frozen=True):
     """A checked config of an encoder model.
 
-    The built model's `hidden_states` are those of all tokens. With a head, `logits_of` are the
-    logits [n, labels] of texts whose pooled states it is given.
+    The built model's `hidden_states` returns the states of all tokens. With a head, `logits_of`
+    returns the logits [n, labels] of texts, from their pooled states.
     """
 
     model: ModelPlan
-    hidden: int  # numbers of a token's state
+    hidden: int  # the size of a token's state
     causal: bool = False
-    labels: int = 0  # logits of the head; 0: it has none
+    labels: int = 0  # the number of the head's logits; 0: no head
     pooling: Pooling = "cls"  # of the head
 
 
 def label_count(config: Mapping[str, Any]) -> int:
-    """The labels of a ForSequenceClassification; 0 for another architecture.
+    """Returns the number of labels of a ForSequenceClassification; 0 for another architecture.
 
-    Raises ModelLoadFailed for numbers that disagree.
+    Raises ModelLoadFailed if num_labels and id2label disagree.
     """
     listed_names = config.get("architectures")
     names = listed_names if isinstance(listed_names, list) else []
-    if not any(isinstance(one, str) and one.endswith("ForSequenceClassification") for one in names):
+    if not any(
+        isinstance(architecture, str) and architecture.endswith("ForSequenceClassification")
+        for architecture in names
+    ):
         return 0
     listed = config.get("id2label")
     count = len(listed) if isinstance(listed, Mapping) else 2  # transformers writes no default
@@ -75,7 +78,7 @@ def label_count(config: Mapping[str, Any]) -> int:
 def renamed_tensors(
     prefixes: Mapping[str, str],
 ) -> Callable[[StoredTensors], Iterator[DerivedWeights]]:
-    """A ModelPlan's `derived` that replaces prefixes of names, those of wrapped models."""
+    """Returns a ModelPlan's `derived` that replaces the name prefixes of wrapped models."""
 
     def derived(found: StoredTensors) -> Iterator[DerivedWeights]:
         for stored, spec in found.items():
@@ -87,14 +90,14 @@ def renamed_tensors(
 
 
 def layer_norm_shapes(name: str, size: int, bias: bool = True) -> WeightShapes:
-    """The tensors of a layer norm."""
+    """Yields the tensors of a layer norm."""
     yield f"{name}.weight", (size,)
     if bias:
         yield f"{name}.bias", (size,)
 
 
 def layer_norm(builder: LayerBuilder, name: str, eps: float, bias: bool = True) -> LayerFunction:
-    """A layer norm over the last axis."""
+    """Returns a layer norm over the last axis."""
     import mlx.core as mx
 
     weight = builder.tensor(f"{name}.weight")

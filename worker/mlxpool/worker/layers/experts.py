@@ -1,4 +1,4 @@
-"""The stacked layers of experts over MLX weights: those that a token has chosen, and their sum."""
+"""The stacked layers of experts over MLX weights: outputs of a token's experts, and their sum."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from mlxpool.worker.layers.layer_types import Linear as AnyLinear
 from mlxpool.worker.layers.linear import GatedLinearUnit, Linear, RMSNorm
 from mlxpool.worker.layers.quantised_weight import QuantisedWeight
 
-SORT_CHOICES = 64  # choices (tokens times k) from which on sorting them by expert pays
-# Sorted choices up to which a CUDA GPU computes a product for each, which finds the expert of the
-# choice before in its cache: MLX's grouped product takes as long for a few rows of an expert as for
-# 256.
+SORT_CHOICES = 64  # the least choices (tokens times k) for which sorting by expert pays
+# The most sorted choices for which a CUDA GPU computes a product for each choice: it finds the
+# expert of the choice before in its cache. MLX's grouped product takes as long for a few rows of an
+# expert as for 256.
 SINGLE_CHOICES = 512
 
 Weight: TypeAlias = "mx.array | QuantisedWeight"
@@ -62,15 +62,15 @@ class SwitchLinear(Struct, frozen=True):
 class SwitchGLU(Struct, frozen=True):
     """down(activation(gate(x), up(x))) of the chosen experts.
 
-    With `batch_invariant` rows are never sorted by expert, so that each is a product of its own.
+    With `batch_invariant` rows are never sorted by expert, so that each row is its own product.
     """
 
     gate_up: tuple[SwitchLinear, ...]  # one layer with concatenated outputs, or gate and up
     down: SwitchLinear
     activation: Activation
     batch_invariant: bool = False
-    # What our kernels compute in place of `activation`: 0 silu(gate) * up, above 0 that of gpt-oss,
-    # clamped to this limit, None neither.
+    # The activation of our kernels: 0: silu(gate) * up; above 0: gpt-oss's, clamped to this limit;
+    # None: our kernels do not have `activation`.
     limit: float | None = None
 
     def __call__(self, x: mx.array, experts: mx.array) -> mx.array:
@@ -79,8 +79,8 @@ class SwitchGLU(Struct, frozen=True):
             return self._rows(x[:, None, None], experts, is_sorted=False).squeeze(-2)
         flat = experts.flatten()
         order = mx.argsort(flat)
-        # The new axis is inserted before rows are gathered: if it is inserted afterwards, MLX 0.32
-        # on a GPU takes its stride for that of a row and multiplies other rows (its issue 4253).
+        # The new axis is inserted before rows are gathered. Otherwise MLX 0.32 on a GPU takes the
+        # axis's stride for a row's stride, and multiplies wrong rows (its issue 4253).
         rows = x[:, None][order // experts.shape[1]]
         out = self._rows(rows, flat[order], is_sorted=True)
         return out.squeeze(-2)[mx.argsort(order)].reshape(*experts.shape, -1)
@@ -103,10 +103,10 @@ class SwitchGLU(Struct, frozen=True):
         return kernel_sum(weights, x, router, routing, added, shared)
 
     def _kernel_weights(self, x: mx.array) -> ExpertWeights | None:
-        """The weights, if they are dense and our kernels multiply x [T, in] with them."""
+        """Returns the weights if they are dense and our kernels multiply x [T, in] with them."""
         if self.batch_invariant or self.limit is None or len(self.gate_up) != 1 or x.ndim != 2:
             return None
-        gate_up, down = (_dense_weight(one, x.dtype) for one in (self.gate_up[0], self.down))
+        gate_up, down = (_dense_weight(layer, x.dtype) for layer in (self.gate_up[0], self.down))
         if gate_up is None or down is None:
             return None
         size, width = down.rows, gate_up.rows // 2
@@ -116,7 +116,7 @@ class SwitchGLU(Struct, frozen=True):
 
 
 def _dense_weight(layer: SwitchLinear, dtype: mx.Dtype) -> ExpertWeight | None:
-    """The weight of a layer for our kernels, which multiply numbers of `dtype` with it."""
+    """Returns a layer's weight for our kernels; None if it is not dense or not of `dtype`."""
     weight, bias = layer.weight, layer.bias
     if bias is not None and bias.dtype != dtype:
         return None
@@ -133,29 +133,29 @@ def kernel_sum(
     added: mx.array | None,
     shared: LayerFunction | None,
 ) -> PendingProduct | None:
-    """See layer_types.SwitchGLU.routed_sum: by our kernels.
+    """Computes layer_types.SwitchGLU.routed_sum by our kernels.
 
-    `weights` are the experts' weights if a kernel supports them and x, else None.
+    `weights`: the experts' weights; None: no kernel supports them and x.
     """
-    given = x.x if isinstance(x, PendingNorm) else x
-    if weights is None or not expert_routing.supports(given.shape[0], routing):
+    lines = x.x if isinstance(x, PendingNorm) else x
+    if weights is None or not expert_routing.supports(lines.shape[0], routing):
         return None
     alike = _weights_alike(shared, weights)
     if shared is None or alike is not None:
         token = _token_mixture(x, router, routing, added, weights, alike)
         if token is not None:
-            return PendingProduct(ExpertSum(token), given)
+            return PendingProduct(ExpertSum(token), lines)
     plan, normed = _plan(x, router, routing, added, shared=alike is not None)
     beside = shared(normed) if shared is not None and alike is None else None
-    made, whole = expert_products.pending_mixture(normed, plan, routing, weights, alike, beside)
-    return PendingProduct(ExpertSum(whole), made)
+    outputs, whole = expert_products.pending_mixture(normed, plan, routing, weights, alike, beside)
+    return PendingProduct(ExpertSum(whole), outputs)
 
 
 class ExpertSum(Struct, frozen=True):
     """Implements layer_types.Linear: the experts' weighted sum [T, d].
 
-    A WeightedSum sums the outputs [T * k, d] of the chosen experts. A TokenMixture computes these
-    outputs as well, from one token [1, d] that is not normed yet.
+    A WeightedSum sums the outputs [T * k, d] of the chosen experts. A TokenMixture also computes
+    these outputs, from one token [1, d] that is not normed yet.
     """
 
     whole: WeightedSum | TokenMixture
@@ -178,7 +178,7 @@ def _token_mixture(
     experts: ExpertWeights,
     shared: tuple[mx.array, mx.array] | None,
 ) -> TokenMixture | None:
-    """The mixture for one token, where a kernel computes all of it."""
+    """Returns the mixture for one token; None if no kernel computes all of it."""
     chooser = _chooser(router, routing, added)
     if chooser is None or not isinstance(x, PendingNorm) or not isinstance(x.norm, RMSNorm):
         return None
@@ -192,7 +192,7 @@ def _token_mixture(
 def _chooser(
     router: AnyLinear, routing: RoutingParams, added: mx.array | None
 ) -> tuple[mx.array, mx.array | None] | None:
-    """The router's dense weight, and what is added to choose by, for kernels; or None."""
+    """Returns the router's dense weight and the bias of the choice, for kernels; None: neither."""
     if not isinstance(router, Linear):
         return None
     if router.bias is None:
@@ -208,35 +208,38 @@ def _plan(
     *,
     shared: bool,
 ) -> tuple[mx.array, mx.array]:
-    """The experts of x [T, in] and their work, see expert_routing.py; and x, normed."""
-    given = x.x if isinstance(x, PendingNorm) else x
+    """Returns the plan of the experts of x [T, in], see expert_routing.py; and x, normed."""
+    lines = x.x if isinstance(x, PendingNorm) else x
     gate: mx.array | None = None
     chooser = _chooser(router, routing, added)
-    if chooser is not None and expert_routing.multiplies(given, chooser[0]):
+    if chooser is not None and expert_routing.multiplies(lines, chooser[0]):
         gate, added = chooser
     if isinstance(x, PendingNorm):
         norm = x.norm
-        if gate is not None and isinstance(norm, RMSNorm) and expert_routing.can_norm(given):
+        if gate is not None and isinstance(norm, RMSNorm) and expert_routing.can_norm(lines):
             line_norm = LineNorm(norm.weight, norm.eps)
             return expert_routing.plan_normed_tokens(
-                given, line_norm, gate, added, routing, shared=shared
+                lines, line_norm, gate, added, routing, shared=shared
             )
-        given = x()
+        lines = x()
     if gate is None:
-        return expert_routing.plan_logits(router(given), added, routing, shared=shared), given
-    return expert_routing.plan_tokens(given, gate, added, routing, shared=shared), given
+        return expert_routing.plan_logits(router(lines), added, routing, shared=shared), lines
+    return expert_routing.plan_tokens(lines, gate, added, routing, shared=shared), lines
 
 
 def _weights_alike(
     shared: LayerFunction | None, others: ExpertWeights
 ) -> tuple[mx.array, mx.array] | None:
-    """The weights of a shared expert that is like the others, where all are dense."""
+    """Returns the weights of a shared expert of the form of the others; None for another form.
+
+    All must be dense.
+    """
     if not isinstance(shared, GatedMLPLayer) or others.limit:
         return None
     gated = shared.gated
     if not isinstance(gated, GatedLinearUnit) or not gated.swiglu:
         return None
-    found = []
+    weights = []
     for layer, experts in ((gated.gate_up, others.gate_up), (shared.down, others.down)):
         if not isinstance(layer, Linear) or layer.bias is not None:
             return None
@@ -245,5 +248,5 @@ def _weights_alike(
         weight = experts.weight
         if layer.weight.shape != weight.shape[1:] or layer.weight.dtype != weight.dtype:
             return None
-        found.append(layer.weight)
-    return found[0], found[1]
+        weights.append(layer.weight)
+    return weights[0], weights[1]

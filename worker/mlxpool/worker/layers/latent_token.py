@@ -16,7 +16,7 @@ from mlxpool.worker.layers.linear import Linear, MultiLinear, RMSNorm
 
 
 class LatentToken(Struct, frozen=True):
-    """Implements layer_types.LatentToken. The norm before the layer is that of its input."""
+    """Implements layer_types.LatentToken. The input brings the norm before the layer."""
 
     weights: LatentTokenWeights
 
@@ -32,7 +32,7 @@ class LatentToken(Struct, frozen=True):
         return latent_token.before_attention(x.x, weights, pool, slots, turns)
 
     def __call__(self, x: LinearInput) -> mx.array:
-        """See layer_types.Linear: what heads have read, [1, H * R] -> [1, d]."""
+        """See layer_types.Linear. Outputs of heads [1, H * R] -> [1, d]."""
         assert isinstance(x, mx.array)
         return latent_token.after_attention(x, self.weights)
 
@@ -43,15 +43,18 @@ class LatentToken(Struct, frozen=True):
 
 
 def latent_token_of(parts: LatentParts) -> LatentToken | None:
-    """The layer for one token; None if a weight is quantised or has a bias, or norms differ."""
+    """Returns the layer for one token.
+
+    None if a weight is quantised, a layer has a bias, or the `eps` of the norms differ.
+    """
     queries, latents = parts.query_norm, parts.latent_norm
-    first, second, last = (_dense(one) for one in (parts.down, parts.up, parts.out))
-    keys, values = (_dense_heads(one) for one in (parts.keys, parts.values))
+    first, second, last = (_dense(layer) for layer in (parts.down, parts.up, parts.out))
+    keys, values = (_dense_heads(layer) for layer in (parts.keys, parts.values))
     if first is None or second is None or last is None or keys is None or values is None:
         return None
     if queries.eps != latents.eps:
         return None
-    gain = queries.weight  # in place of that of the norm before the layer
+    gain = queries.weight  # a placeholder for the gain of the norm before the layer
     return LatentToken(
         LatentTokenWeights(
             gain, first, queries.weight, latents.weight, second, keys, values, last, 0.0,

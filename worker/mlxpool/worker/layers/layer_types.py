@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Shape: TypeAlias = tuple[int, ...]
 LayerFunction: TypeAlias = "Callable[[mx.array], mx.array]"
-Activation: TypeAlias = "Callable[[mx.array, mx.array], mx.array]"  # of gate and up
+Activation: TypeAlias = "Callable[[mx.array, mx.array], mx.array]"  # (gate, up) -> output
 RecurrentState: TypeAlias = "tuple[mx.array, ...]"
 # Inputs [B, n, ...] and state [B, ...] of B sequences -> outputs [B, n, ...] and the new state.
 Scan: TypeAlias = (
@@ -36,9 +36,10 @@ SpanScan: TypeAlias = "Callable[[mx.array, SpanStates], tuple[mx.array, mx.array
 class Rope(Struct, frozen=True):
     """Rotary position embedding of queries and keys.
 
-    `freqs`, where given, replaces `base`. Rotated numbers are multiplied by `gain`. `axes`: which
-    of a token's three positions, in time, height and width, turns each pair of dimensions; these
-    differ among the inputs of images alone. None: there is one position.
+    `freqs` replaces `base` if it is not None. Rotated numbers are multiplied by `gain`. `axes`: for
+    each pair of dimensions, the number of the position that turns it. A token has three positions,
+    in time, height and width; they differ only for inputs of images. None: a token has one
+    position.
     """
 
     dims: int
@@ -51,26 +52,26 @@ class Rope(Struct, frozen=True):
 
 
 class LatentProjections(Protocol):
-    """How the heads of a LatentSpec layer read latent vectors, in two equivalent ways.
+    """The projections with which the heads of a LatentSpec layer read latents, in two forms.
 
-    Absorbed: `absorb` makes queries that have the latents as keys and their first `rank` numbers
-    as values, and `to_values` turns what was read into values. Decompressed: `decompress` makes
-    keys and values of the latents.
+    Absorbed: `absorb` converts queries so that the latents are their keys, and the first `rank`
+    numbers of the latents their values; `to_values` converts the attention output to values.
+    Decompressed: `decompress` computes keys and values from the latents. Both forms are equivalent.
     """
 
     @property
     def rank(self) -> int: ...
 
     def decompresses(self, count: int, length: int) -> bool:
-        """Whether decompressing is cheaper for `count` queries, the last of `length` tokens."""
+        """Returns True if decompressing is cheaper for the last `count` of `length` tokens."""
 
     def absorb(self, q: mx.array) -> mx.array:
         """q [T, H, D] -> [T, H, dim]."""
 
     def absorb_and_rotate(self, q: mx.array, turns: RopeTables) -> mx.array | None:
-        """`absorb` of queries whose last numbers are not rotated yet, which is done by `turns`.
+        """Rotates the last numbers of queries by `turns`, then absorbs the queries.
 
-        None where no kernel computes both.
+        None if no kernel does both.
         """
 
     def to_values(self, read: mx.array) -> mx.array:
@@ -81,9 +82,10 @@ class LatentProjections(Protocol):
 
 
 class LatentLayer(Protocol):
-    """A layer of latent attention behind its first product.
+    """A layer of latent attention after its first product.
 
-    That gives lines [T, C + dim]: compressed queries, then latents, neither normed nor rotated.
+    The product gives lines [T, C + dim]: compressed queries, then latents, neither normed nor
+    rotated.
     """
 
     @property
@@ -97,7 +99,7 @@ class LatentLayer(Protocol):
 
     @property
     def norms(self) -> tuple[GainNorm, GainNorm]:
-        """Of compressed queries and of the first `rank` numbers of latents."""
+        """The norms of compressed queries, and of the first `rank` numbers of latents."""
 
     def queries(self, compressed: mx.array) -> mx.array:
         """Normed compressed queries [T, C] -> queries [T, H, D], not rotated."""
@@ -110,14 +112,14 @@ class LatentLayer(Protocol):
 
 
 class LatentToken(Protocol):
-    """A layer of latent attention for one token: a Linear of what its heads have read."""
+    """A layer of latent attention for one token; called, it is a Linear of its heads' outputs."""
 
     def queries(
         self, x: PendingNorm, pool: mx.array, slots: mx.array, turns: RopeTables
     ) -> mx.array | None:
-        """Queries [1, H, R + D] of x [1, d]; writes the token's latent into slots[0] of the pool.
+        """Returns queries [1, H, R + D] of x [1, d]; writes its latent into slots[0] of the pool.
 
-        None where no kernel does both.
+        None if no kernel does both.
         """
 
     def __call__(self, x: LinearInput) -> mx.array: ...
@@ -134,33 +136,34 @@ class ForwardBatch(Protocol):
 
     @property
     def logits(self) -> bool:
-        """Whether the pass computes logits."""
+        """True if the pass computes logits."""
 
     def logit_rows(self, x: mx.array) -> mx.array:
-        """x [T, ...] -> [E, ...]: the tokens that logits are computed of."""
+        """x [T, ...] -> [E, ...]: the tokens that get logits."""
 
     def lines_after(self, layer: int, x: mx.array) -> mx.array:
-        """x [T, ...], or in the last layer x [T, ...] -> [E, ...], see `logit_rows`.
+        """Returns x [T, ...], or in the last layer `logit_rows` of x, [E, ...].
 
-        What `attend`, `attend_latent` and `recur` return has these tokens, so a layer selects them
-        of what it adds to or multiplies with that. Without logits one token is left.
+        The results of `attend`, `attend_latent` and `recur` have these tokens. So a layer selects
+        them from each array that it adds to a result or multiplies with it. Without logits one
+        token is left.
         """
 
     @property
     def image_layers(self) -> int:
-        """How many layers have features of images added to their output, see `add_images`."""
+        """The number of layers with features of images in their output, see `add_images`."""
 
     def with_images(self, x: mx.array) -> mx.array:
-        """x [T, d] with the features of images in the lines that are inputs of images."""
+        """Returns x [T, d] with features of images in the lines that are inputs of images."""
 
     def add_images(self, layer: int, x: mx.array) -> mx.array:
-        """x [T, d] plus what the image encoder has for the output of a layer, in these lines."""
+        """Returns x [T, d] plus the image encoder's features for a layer's output in such lines."""
 
     @property
     def sees_images(self) -> mx.array | None:
-        """[T, 1], true for the tokens that attend to images in layers of cross-attention.
+        """[T, 1], true for tokens that attend to images in layers of cross-attention.
 
-        None: none does, and the pass leaves these layers out.
+        None: no token does, and the pass skips these layers.
         """
 
     def attend_images(self, layer: int, q: mx.array, scores: ScoreParams) -> mx.array:
@@ -170,7 +173,7 @@ class ForwardBatch(Protocol):
         """
 
     def rope(self, x: mx.array, rope: Rope) -> mx.array:
-        """x [T, H, D], each token rotated by its position."""
+        """Returns x [T, H, D], each token rotated by its position."""
 
     def attend(
         self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: ScoreParams
@@ -180,15 +183,15 @@ class ForwardBatch(Protocol):
     def rotate_and_attend(
         self, layer: int, qk: Sequence[mx.array], v: mx.array, scores: ScoreParams, rope: Rope
     ) -> mx.array:
-        """`attend` with unrotated queries and keys.
+        """Attends as `attend` does, with unrotated queries and keys.
 
-        `qk` is both of them, or one array [T, H + KV, D] with the keys behind the queries.
+        `qk`: queries and keys, or one array [T, H + KV, D] of queries, then keys.
         """
 
     def attend_lines(
         self, layer: int, lines: mx.array, heads: Heads, scores: ScoreParams, rope: Rope
     ) -> mx.array:
-        """`rotate_and_attend` of lines [T, (H + 2 * KV) * D]: queries, keys, then values.
+        """Rotates and attends with lines [T, (H + 2 * KV) * D]: queries, keys, then values.
 
         Returns [T or E, H * D] or [T or E, H, D].
         """
@@ -199,21 +202,21 @@ class ForwardBatch(Protocol):
         """q [T, H, D], latent [T, dim] -> [T or E, H, V], for a LatentSpec layer."""
 
     def attend_latent_lines(self, layer: int, lines: mx.array, attention: LatentLayer) -> mx.array:
-        """`attend_latent` of lines [T, C + dim] as the first product of `attention` gives them."""
+        """Computes `attend_latent` for lines [T, C + dim] of the first product of `attention`."""
 
     def attend_latent_token(
         self, layer: int, x: PendingNorm, token: LatentToken, attention: LatentLayer
     ) -> mx.array | None:
-        """Attends with the queries that `token` makes of one token x [1, d] -> [1, H * R].
+        """Attends with the queries of `token` for one token x [1, d] -> [1, H * R].
 
-        None where the pass has more tokens, or no kernel makes the queries.
+        None if the pass has more tokens, or no kernel computes the queries.
         """
 
     def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
-        """Inputs [T, ...] -> outputs [T or E, ...] of `scan` over each sequence, from its state."""
+        """Inputs [T, ...] -> outputs [T or E, ...] of `scan`, over each sequence from its state."""
 
     def recur_spans(self, layer: int, lines: mx.array, scan: SpanScan) -> mx.array:
-        """`recur` with a scan that takes all sequences at once."""
+        """Computes `recur` with a scan that takes all sequences at once."""
 
 
 class Norm(Protocol):
@@ -222,10 +225,10 @@ class Norm(Protocol):
     def __call__(self, x: mx.array) -> mx.array: ...
 
     def add_and_norm(self, x: mx.array, y: mx.array) -> tuple[mx.array, mx.array]:
-        """x + y, and its norm."""
+        """Returns x + y, and its norm."""
 
     def deferred(self, x: mx.array) -> LinearInput:
-        """The norm of x, not computed yet where the next linear layer computes it at no cost."""
+        """Returns the norm of x, not computed yet if the next linear layer can include it."""
 
 
 class GainNorm(Norm, Protocol):
@@ -239,7 +242,7 @@ class GainNorm(Norm, Protocol):
 
 
 class PendingNorm(NamedTuple):
-    """The norm of x [T, d], not computed yet: for few rows the next product can include it."""
+    """The norm of x [T, d], not computed yet: with few rows the next product can include it."""
 
     x: mx.array
     norm: Norm
@@ -257,11 +260,11 @@ class Linear(Protocol):
     def __call__(self, x: LinearInput) -> mx.array: ...
 
     def add_to(self, x: mx.array, residual: mx.array) -> mx.array | None:
-        """`residual` [T, out] plus the product of x; None where no kernel computes both in one."""
+        """Returns `residual` [T, out] plus the product of x; None if no kernel does both."""
 
 
 class PendingProduct(NamedTuple):
-    """A linear layer's product with x, not computed yet: a kernel may add it to another array."""
+    """A linear layer's product with x, not computed yet: a kernel can add it to another array."""
 
     layer: Linear
     x: mx.array
@@ -289,7 +292,7 @@ class MultiLinear(Protocol):
     def of_rotated_lines(self, x: mx.array, turns: RopeTables) -> mx.array | None:
         """x [T, H, in + R] -> [T, H, out + R], with the last R numbers rotated by `turns`.
 
-        None where no kernel computes both.
+        None if no kernel does both.
         """
 
     def transposed(self, x: mx.array) -> mx.array:
@@ -299,26 +302,26 @@ class MultiLinear(Protocol):
 class LatentParts(NamedTuple):
     """The layers of latent attention (MLA) with compressed queries."""
 
-    down: Linear  # x -> compressed query and latent, [T, d] -> [T, C + R + D]
+    down: Linear  # x [T, d] -> compressed query and latent [T, C + R + D]
     query_norm: GainNorm
     latent_norm: GainNorm
     up: Linear  # compressed query -> the queries of all heads
     keys: MultiLinear  # projects a head's query into the space of latents
-    values: MultiLinear  # projects what a head reads to its value
+    values: MultiLinear  # projects the latent that a head reads to its value
     out: Linear
 
 
 class SwitchLayer(Protocol):
     """x [T, in] and the experts [T, k] chosen for each token -> [T, k, out].
 
-    That of `LayerBuilder.switch_linear` takes x [T, k, in] as well.
+    The layer of `LayerBuilder.switch_linear` takes x [T, k, in] as well.
     """
 
     def __call__(self, x: mx.array, experts: mx.array) -> mx.array: ...
 
 
 class SwitchGLU(SwitchLayer, Protocol):
-    """Gated feed-forwards, one for each expert."""
+    """The gated feed-forwards of all experts."""
 
     def routed_sum(
         self,
@@ -330,13 +333,13 @@ class SwitchGLU(SwitchLayer, Protocol):
     ) -> PendingProduct | None:
         """x [T, in] -> [T, out]: the weighted sum of the experts that the logits router(x) choose.
 
-        `added` [E]: see RoutingParams. What the expert `shared` makes of x is added.
-        None where no kernel computes it.
+        `added` [E]: see RoutingParams. The output of the expert `shared` for x is added. None if no
+        kernel computes the sum.
         """
 
 
 class LayerBuilder(Protocol):
-    """Builds layers of named weights; nothing else knows whether a weight is quantised."""
+    """Builds layers from named weights. No other class depends on the form of a weight."""
 
     def linear(self, name: str) -> Linear: ...
 
@@ -353,10 +356,10 @@ class LayerBuilder(Protocol):
     def swiglu(self, gate: mx.array, up: mx.array) -> mx.array: ...
 
     def whole_sum(self, x: mx.array) -> mx.array:
-        """x; where devices have parts of the model, the sum of what each of them has as x."""
+        """Returns x; if devices have parts of the model, the sum of x over all devices."""
 
     def whole_product(self, product: PendingProduct) -> PendingProduct:
-        """`product`; where devices have parts of the model, the sum of those of all devices."""
+        """Returns `product`; if devices have parts of the model, its sum over all devices."""
 
     def tensor(self, name: str) -> mx.array: ...
 

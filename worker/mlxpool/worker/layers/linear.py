@@ -21,7 +21,7 @@ TILE_ROWS = 8  # rows of each product in batch-invariant layers
 
 
 class FusableLinear:
-    """A linear layer whose kernel can include the norm before it and the addition behind it."""
+    """A linear layer whose kernel can include the norm before it and the addition after it."""
 
     __slots__ = ()
 
@@ -31,9 +31,9 @@ class FusableLinear:
         return self.fused(x.x, _around(x)) if self.fuses(x.x) else self.plain(x())
 
     def gated(self, x: LinearInput) -> mx.array | None:
-        """silu(gate) * up, where the first half of the outputs is the gate and the second is up.
+        """Returns silu(gate) * up: the first half of the outputs is gate, the second is up.
 
-        None where no kernel computes it in one.
+        None if no kernel computes it in one.
         """
         if not isinstance(x, PendingNorm):
             return self.plain_gated(x)
@@ -52,15 +52,15 @@ class FusableLinear:
         raise NotImplementedError
 
     def plain_gated(self, x: mx.array) -> mx.array | None:
-        """`gated` for an array."""
+        """Computes `gated` for an array."""
         raise NotImplementedError
 
     def fuses(self, x: mx.array) -> bool:
-        """Whether a kernel takes x and the operations around its product."""
+        """Returns True if a kernel takes x and the operations around its product."""
         raise NotImplementedError
 
     def fused(self, x: mx.array, around: FusedOps) -> mx.array:
-        """The product of such an x, with the operations `around` it."""
+        """Returns the product of an x that `fuses`, with the operations `around` it."""
         raise NotImplementedError
 
 
@@ -72,14 +72,14 @@ def _around(x: PendingNorm, *, gated: bool = False) -> FusedOps:
 class Linear(FusableLinear, Struct, frozen=True):
     """x [T, in] -> [T, out] with weight [out, in] and bias [out] or None.
 
-    `one_row` has the weight in a form that is faster for one row.
+    `one_row`: the weight in a form that is faster for one row.
     """
 
     weight: mx.array
     bias: mx.array | None
     batch_invariant: bool = False
     one_row: ByteColumns | None = None
-    columns: Any = None  # [in, out], a view of `weight` that is made once, here
+    columns: Any = None  # [in, out], a view of `weight`, made once here
 
     def __post_init__(self) -> None:
         columns = self.weight.T
@@ -114,7 +114,7 @@ class Linear(FusableLinear, Struct, frozen=True):
 
 
 class GatedLinearUnit(Struct, frozen=True):
-    """x [T, in] -> activation(gate, up) [T, width], where `gate_up` computes gate, then up."""
+    """x [T, in] -> activation(gate, up) [T, width]; `gate_up` computes gate, then up."""
 
     gate_up: AnyLinear
     width: int
@@ -174,11 +174,11 @@ class ConcatenatedLinear(Struct, frozen=True):
         return mx.concatenate([layer(x) for layer in self.layers], axis=-1)
 
     def add_to(self, x: mx.array, residual: mx.array) -> None:
-        """See layer_types.Linear. It has no kernel."""
+        """See layer_types.Linear. Returns None: no kernel computes it."""
 
 
 class RMSNorm(Struct, frozen=True):
-    """Root-mean-square norm over the last axis."""
+    """The root-mean-square norm over the last axis."""
 
     weight: mx.array
     eps: float
@@ -187,7 +187,7 @@ class RMSNorm(Struct, frozen=True):
         return mx.fast.rms_norm(x, self.weight, self.eps)
 
     def add_and_norm(self, x: mx.array, y: mx.array) -> tuple[mx.array, mx.array]:
-        """x + y, and its norm."""
+        """Returns x + y, and its norm."""
         if self.weight.dtype == x.dtype == y.dtype and row_ops.supports_norm(x.shape[-1], x.dtype):
             return row_ops.add_norm(x, y, self.weight, self.eps)
         x = x + y
@@ -222,7 +222,7 @@ class Embedding(Struct, frozen=True):
 
 
 class QuantisedEmbedding(Struct, frozen=True):
-    """As Embedding, with a quantised weight; rows are dequantised to `dtype`."""
+    """An Embedding with a quantised weight; rows are dequantised to `dtype`."""
 
     weight: QuantisedWeight | TiledWeight
     dtype: mx.Dtype
@@ -259,7 +259,7 @@ class MultiLinear(Struct, frozen=True):
         return None if weight is None else head_product.product(x, weight, turns)
 
     def _kernel_weight(self, x: mx.array) -> mx.array | None:
-        """The weight if a kernel multiplies lines like x with it."""
+        """Returns the weight if a kernel multiplies lines like x with it."""
         weight = self.weight
         if isinstance(weight, QuantisedWeight) or self.batch_invariant or weight.dtype != x.dtype:
             return None
@@ -285,15 +285,15 @@ class MultiLinear(Struct, frozen=True):
 
 
 def padded_rows(x: mx.array, multiple: int) -> mx.array:
-    """x [T, ...] padded with zeros to a multiple of rows."""
+    """Returns x [T, ...] padded with zeros to a multiple of `multiple` rows."""
     missing = -x.shape[0] % multiple
     return mx.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)) if missing else x
 
 
 def tiled_matmul(x: mx.array, weight: mx.array) -> mx.array:
-    """x [T, in] @ weight.T in products of TILE_ROWS rows: the bits of a row do not depend on T.
+    """Computes x [T, in] @ weight.T in products of TILE_ROWS rows: a row's bits do not depend on T.
 
-    (A product of another shape may use another kernel, which rounds otherwise.)
+    A product of another shape may use another kernel, which rounds differently.
     """
     tokens, size = x.shape
     tiles = padded_rows(x, TILE_ROWS).reshape(-1, TILE_ROWS, size)

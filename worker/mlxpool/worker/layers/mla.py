@@ -1,9 +1,9 @@
-"""Multi-head latent attention (MLA): the cache keeps one latent vector of a token. No MLX.
+"""Multi-head latent attention (MLA): the cache keeps one latent vector for each token. No MLX.
 
-A latent is `rank` numbers, the compressed keys and values of all heads, and one rotated key behind
-them. Attention is computed in one of two ways, see LatentProjections. The absorbed way is cheaper
-for few queries. The decompressed way is cheaper for many: its products are shorter, but every
-latent has to be decompressed.
+A latent is `rank` numbers, the compressed keys and values of all heads, and then one rotated key.
+Attention has two forms, see LatentProjections. The absorbed form is cheaper for few queries. The
+decompressed form is cheaper for many: its products are shorter, but every latent has to be
+decompressed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from mlxpool.worker.kernels.block_write import RopeTables
 
-MAX_DECOMPRESSED = 2**26  # numbers of decompressed keys and values in memory at once
+MAX_DECOMPRESSED = 2**26  # the most decompressed numbers of keys and values in memory
 
 
 class LatentDims(Struct, frozen=True):
@@ -61,9 +61,9 @@ class LatentDims(Struct, frozen=True):
         return self.plain + self.rotated
 
     def decompresses(self, count: int, length: int) -> bool:
-        """Whether decompressing needs fewer multiplications, and memory within MAX_DECOMPRESSED.
+        """Returns True if decompressing needs fewer multiplications, and fits MAX_DECOMPRESSED.
 
-        For `count` queries, which are the last of `length` tokens.
+        The queries are the last `count` of `length` tokens.
         """
         if length * self.heads * (self.query + self.value) > MAX_DECOMPRESSED:
             return False
@@ -73,7 +73,7 @@ class LatentDims(Struct, frozen=True):
 
 
 class LatentAttention(Struct, frozen=True):
-    """A Mixer: attention over latents; with a `query_rank` queries are compressed first, too."""
+    """A Mixer: attention over latents. With a `query_rank`, queries are compressed first, too."""
 
     hidden: int
     sizes: LatentDims
@@ -105,7 +105,7 @@ class LatentAttention(Struct, frozen=True):
         yield from linear_shapes(f"{name}.o_proj", d, sizes.heads * sizes.value, self.bias)
 
     def derived(self, found: StoredTensors, name: str) -> Iterable[DerivedWeights]:
-        """Splits `kv_b_proj`, the weight in which released checkpoints store both projections."""
+        """Splits the weight `kv_b_proj`: released checkpoints store both projections in it."""
         if f"{name}.kv_b_proj.weight" not in found:
             return
         sizes = self.sizes
@@ -178,7 +178,7 @@ class _Attention(FusableSublayer):
         return self.query_norm, self.latent_norm
 
     def queries(self, compressed: mx.array) -> mx.array:
-        """See LatentLayer. Where queries are not compressed, they are those of x [T, d]."""
+        """See LatentLayer. If queries are not compressed, `compressed` is x [T, d]."""
         return self.up(compressed).reshape(-1, self.spec.sizes.heads, self.spec.sizes.query)
 
     def rotated_queries(self, q: mx.array, batch: ForwardBatch) -> mx.array:

@@ -1,4 +1,4 @@
-"""The plan of a model: everything that follows from its config.json, without weights or MLX."""
+"""The plan of a model: everything that follows from its config.json. No weights, no MLX."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class Model(Protocol):
     """A built model.
 
-    Called with tokens [T] and their batch it returns logits [E, vocabulary] of the tokens that the
-    batch selects, or an array to evaluate where it wants no logits.
+    A call with tokens [T] and their batch returns logits [E, vocabulary] of the tokens that the
+    batch selects. If the batch wants no logits, it returns any array to evaluate.
     """
 
     def __call__(self, tokens: mx.array, batch: ForwardBatch, /) -> mx.array: ...
@@ -43,20 +43,20 @@ class Prediction(Protocol):
     def __call__(
         self, tokens: mx.array, states: mx.array, batch: ForwardBatch | None, /
     ) -> mx.array:
-        """Tokens [T] and the states [T, d] of those before them -> states [E, d].
+        """Returns states [E, d] of the tokens that the batch selects.
 
-        These are of the tokens that the batch selects; its only layer is the head's. None: of all
-        tokens, by a head that has no cache.
+        `tokens` [T]; `states` [T, d]: the states of the tokens before them. `batch`: its only layer
+        is the head's; None: all tokens are selected, and the head must have no cache.
         """
 
     def logits_of(self, states: mx.array, /) -> mx.array:
-        """Returns logits [E, vocabulary] of states [E, d] that the head gave.
+        """Returns logits [E, vocabulary] of states [E, d] of the head.
 
-        They are fewer where the head drafts a part of the vocabulary.
+        If the head drafts only a part of the vocabulary, the logits are of this part.
         """
 
     def likeliest(self, states: mx.array, /) -> mx.array:
-        """Returns the likeliest tokens [E] of such states."""
+        """Returns the likeliest tokens [E] of states [E, d] of the head."""
 
 
 class PredictingModel(Model, Protocol):
@@ -74,9 +74,9 @@ class SeeingModel(Model, Protocol):
     ) -> mx.array:
         """Returns the features of an image, see ForwardBatch.
 
-        They are [1 + L, count, d]: the first ones are for `with_images`, those behind it for
-        `add_images` in L layers. Where images are crossed they are [2 * C, KV, n, D]: keys and
-        values of C layers, by turns, for `attend_images`.
+        They are [1 + L, count, d]: the first for `with_images`, the others for `add_images` in L
+        layers. For images in cross-attention they are [2 * C, KV, n, D], for `attend_images`: keys
+        and values of C layers, in turn.
 
         `pixels` [height, width, 3] are normalised. `batch` has the image's patches as tokens of one
         text that attends both ways.
@@ -84,43 +84,42 @@ class SeeingModel(Model, Protocol):
 
 
 class ModelPlan(Struct, frozen=True):
-    """A checked config: which tensors the weights must have, and how to build the model of them.
+    """A checked config: the tensors that the weights must have, and the model's construction.
 
-    `shapes` are those of the unquantised weights, also where a checkpoint is quantised. Where a
-    checkpoint has other names or layouts, `derived` says how to make the weights, see
-    derived_weights.py.
+    `shapes` are the shapes of unquantised weights, even if a checkpoint is quantised. If a
+    checkpoint has other names or layouts, `derived` makes the weights, see derived_weights.py.
     """
 
     context: int  # tokens
     vocab_size: int
-    caches: tuple[CacheSpec, ...]  # what each layer keeps of a sequence
-    shapes: Mapping[str, Shape]  # every tensor the weights must have, in the order of use
-    ignored: Callable[[str], bool]  # whether a tensor of this name may exist without being used
+    caches: tuple[CacheSpec, ...]  # the cache of a sequence in each layer
+    shapes: Mapping[str, Shape]  # every tensor that the weights must have, in the order of use
+    ignored: Callable[[str], bool]  # True if a tensor of this name may exist and is not used
     build: Callable[[LayerBuilder], Model]
     derived: Callable[[StoredTensors], Iterable[DerivedWeights]] = no_derived_weights
     float32: Callable[[str], bool] = lambda name: False  # tensors that stay float32 in any model
-    layers: int = 0  # all of them; 0: as many as `caches`
-    input_only: int = 0  # tokens behind the vocabulary that are inputs and never drawn
-    vision: VisionPlan | None = None  # of the whole model, where this is its text part
-    prediction: PredictionPlan | None = None  # where this is the model without its head
-    predicts: bool = False  # whether this is the model with its head
-    prediction_cache: CacheSpec | None = None  # what the head keeps of a sequence; None: nothing
-    built: int = 0  # numbers that `build` makes of the weights and keeps beside them
+    layers: int = 0  # the number of all layers; 0: the number of `caches`
+    input_only: int = 0  # the number of tokens after the vocabulary that are only inputs
+    vision: VisionPlan | None = None  # the whole model's, if this plan is of its text part
+    prediction: PredictionPlan | None = None  # the head's, if this plan is without the head
+    predicts: bool = False  # this plan includes the head
+    prediction_cache: CacheSpec | None = None  # the head's cache of a sequence; None: no cache
+    built: int = 0  # the numbers that `build` computes from the weights and keeps beside them
 
     @property
     def embedding_rows(self) -> int:
-        """The token ids that have an embedding are below."""
+        """The number of token ids with an embedding."""
         return self.vocab_size + self.input_only
 
 
 class PredictionPlan(Struct, frozen=True):
     """The head of a model that predicts further tokens (MTP), see layers/decoder.py.
 
-    A checkpoint may have it or lack it. `tensors` says how its tensors are named, for operators.
-    `whole` is the plan of the model with it, for a checkpoint that stores these names.
+    A checkpoint may have the head or lack it. `tensors` describes the names of its tensors, for
+    operators. `whole` gives the plan of the model with the head, for the names in a checkpoint.
     """
 
-    is_part: Callable[[str], bool]  # whether a stored tensor is of the head
+    is_part: Callable[[str], bool]  # True if a stored tensor belongs to the head
     whole: Callable[[Collection[str]], ModelPlan]
     tensors: str
 
@@ -128,17 +127,17 @@ class PredictionPlan(Struct, frozen=True):
 class VisionPlan(Struct, frozen=True):
     """The image encoder of a model, which a checkpoint may have or lack.
 
-    `whole` is the plan of the model with it. `settings` reads preprocessor_config.json and raises
-    ModelLoadFailed. `tokens`: ids of the tokens that name images, whose texts `places` is given.
-    `grid_positions`: inputs have three positions, see media/spans.py. `crossed`: inputs attend
-    to images in layers of their own, see MediaSpan; else features replace the inputs of an image.
-    `encoder_tokens` gives the tokens of an image with some grid in the encoder, and how many behind
-    them are padding, see PackedBatch.
+    `whole` is the plan of the model with the encoder. `settings` reads preprocessor_config.json and
+    raises ModelLoadFailed. `tokens`: the ids of the tokens that stand for images; `places` takes
+    their texts. `grid_positions`: inputs have three positions, see media/spans.py. `crossed`:
+    inputs attend to images in layers of cross-attention, see MediaSpan; otherwise features replace
+    the inputs of an image. `encoder_tokens` gives the encoder's tokens for an image with a grid,
+    and the number of padding tokens after them, see PackedBatch.
     """
 
     whole: ModelPlan
     layers: int  # of the encoder
-    is_part: Callable[[str], bool]  # whether a stored tensor is of the encoder
+    is_part: Callable[[str], bool]  # True if a stored tensor belongs to the encoder
     settings: Callable[[Mapping[str, Any]], ImageSettings]
     tokens: tuple[int, ...]
     places: Callable[[Mapping[int, str]], ImagePlaces]

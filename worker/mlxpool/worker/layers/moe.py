@@ -1,8 +1,8 @@
 """Mixtures of experts: a router chooses for each token the experts that compute it. No MLX.
 
 SoftmaxMoE routes by a softmax over all experts, as in Qwen. SigmoidMoE routes by a sigmoid of each
-expert's logit, as in DeepSeek V3: a correction is added to the scores only to choose experts, so
-that their use is balanced, and their weights are the scores without it. Where experts are in
+expert's logit, as in DeepSeek V3. A correction is added to the scores only for the choice of
+experts, so that their use is balanced; their weights are the scores without it. If experts are in
 groups, groups are chosen first, by their two best experts.
 """
 
@@ -41,37 +41,37 @@ TINY = 1e-20  # added to a sum of scores, against a division by zero
 
 
 def _expert_shapes(name: str, expert: GatedMLP, count: int) -> WeightShapes:
-    """The stacked tensors of all experts."""
+    """Yields the stacked tensors of all experts."""
     for tensor, shape in expert.shapes(f"{name}.switch_mlp"):
         yield tensor, (count, *shape)
 
 
 def _derived_experts(found: StoredTensors, name: str, count: int) -> Iterator[DerivedWeights]:
-    """Stacks the experts of released checkpoints, which store each by itself."""
-    for one in PROJECTIONS:
-        yield from stacked_experts(found, f"{name}.switch_mlp.{one}", count)
+    """Yields the stacked experts of released checkpoints, which store each expert by itself."""
+    for projection in PROJECTIONS:
+        yield from stacked_experts(found, f"{name}.switch_mlp.{projection}", count)
 
 
 class SoftmaxMoE(Struct, frozen=True):
     """A FeedForward: each token uses `chosen` of `count` experts.
 
-    With a `shared_width` there is a shared expert for all tokens, whose output has a gate.
+    With a `shared_width` all tokens use a shared expert; its output has a gate.
     """
 
     hidden: int
     count: int
     chosen: int
     width: int
-    normed: bool  # whether the weights of the chosen experts are scaled to add up to one
+    normed: bool  # the weights of the chosen experts are scaled to a sum of 1
     shared_width: int = 0
 
     @classmethod
     def from_config(
         cls, config: Mapping[str, Any], normed: bool, shared_width: int = 0
     ) -> SoftmaxMoE:
-        """`normed` is the default of norm_topk_prob.
+        """`normed`: the default of norm_topk_prob.
 
-        Raises ModelLoadFailed naming the key that is missing or cannot be used.
+        Raises ModelLoadFailed that names a key that is missing or cannot be used.
         """
         count = integer(config, "num_experts", maximum=MAX_MODULES)
         chosen = integer(config, "num_experts_per_tok")
@@ -149,7 +149,7 @@ class _WithShared:
 
 
 def _softmax_route(logits: mx.array, count: int, normed: bool) -> tuple[mx.array, mx.array]:
-    """logits [T, E] -> the `count` best experts [T, k] of each token, their weights in float32."""
+    """logits [T, E] -> the `count` best experts [T, k] of each token, and weights in float32."""
     import mlx.core as mx
 
     scores = mx.softmax(logits.astype(mx.float32), axis=-1)
@@ -159,21 +159,21 @@ def _softmax_route(logits: mx.array, count: int, normed: bool) -> tuple[mx.array
 
 
 class SigmoidMoE(Struct, frozen=True):
-    """A FeedForward: each token uses `chosen` of `count` experts, and the shared ones."""
+    """A FeedForward: each token uses `chosen` of `count` experts, and the shared experts."""
 
     hidden: int
     count: int
     chosen: int
     width: int
-    shared: int  # experts that all tokens use, stored as one of so many times the width
+    shared: int  # the number of shared experts, which are stored as one expert of their width
     groups: int
-    chosen_groups: int  # groups whose experts a token can use
-    normed: bool  # whether the weights of the chosen experts are scaled to add up to `factor`
+    chosen_groups: int  # the number of groups whose experts a token can use
+    normed: bool  # the weights of the chosen experts are scaled to a sum of `factor`
     factor: float
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> SigmoidMoE:
-        """Raises ModelLoadFailed naming the key that is missing or cannot be used."""
+        """Raises ModelLoadFailed that names a key that is missing or cannot be used."""
         require(config, "topk_method", ["noaux_tc"])
         require(config, "scoring_func", ["sigmoid"])
         mixture = cls(
@@ -240,7 +240,7 @@ class SigmoidMoE(Struct, frozen=True):
         return GatedMLP(self.hidden, self.width * self.shared)
 
     def build_shared(self, builder: LayerBuilder, name: str) -> LayerFunction | None:
-        """The shared experts, if there are any."""
+        """Builds the shared experts; None if the model has none."""
         return self._shared.build(builder, f"{name}.shared_experts") if self.shared else None
 
 
@@ -268,10 +268,10 @@ class _SigmoidMoE(FusableSublayer):
 def _sigmoid_route(
     logits: mx.array, correction: mx.array, spec: SigmoidMoE
 ) -> tuple[mx.array, mx.array]:
-    """logits [T, E], correction [E] -> the experts [T, k] of each token, their weights in float32.
+    """logits [T, E], correction [E] -> experts [T, k] of each token, and weights in float32.
 
-    Experts of groups that are not chosen have score 0, as in training: they can still be chosen
-    where the corrected scores of others are below 0.
+    Experts outside of the chosen groups have score 0, as in training: they can still be chosen if
+    the corrected scores of others are below 0.
     """
     import mlx.core as mx
 
@@ -285,7 +285,7 @@ def _sigmoid_route(
 
 
 def _mask_groups(ranked: mx.array, spec: SigmoidMoE) -> mx.array:
-    """ranked [T, E], with 0 for the experts of all but the best groups."""
+    """Returns ranked [T, E] with 0 for all experts outside of the best groups."""
     import mlx.core as mx
 
     masked = spec.groups - spec.chosen_groups

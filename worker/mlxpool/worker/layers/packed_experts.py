@@ -1,4 +1,4 @@
-"""Experts with quantised weights that a GPU has in the order in which its kernels multiply them."""
+"""Experts with quantised weights in the order in which a GPU's kernels multiply them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PackedGLU(Struct, frozen=True):
 
     weights: ExpertWeights
     count: int  # of experts
-    dtype: mx.Dtype  # of what the kernels multiply
+    dtype: mx.Dtype  # of the numbers that the kernels multiply with the weights
 
     def __call__(self, x: mx.array, experts: mx.array) -> mx.array:
         """x [T, in] and the experts [T, k] of each token -> [T, k, in]."""
@@ -37,14 +37,14 @@ class PackedGLU(Struct, frozen=True):
             return mx.concatenate([self(x, part) for part in parts], axis=1)
         if tokens > most:
             return mx.concatenate([self(x[:most], experts[:most]), self(x[most:], experts[most:])])
-        # The plan of logits that fall from one of a token's experts to the next.
+        # The plan follows from logits that fall from each of a token's experts to the next.
         ranks = mx.broadcast_to(mx.arange(chosen, 0, -1).astype(mx.float32), experts.shape)
         logits = mx.put_along_axis(mx.zeros((tokens, self.count)), experts, ranks, axis=1)
         routing = RoutingParams(self.count, chosen, sigmoid=False, normed=False)
         plan = expert_routing.plan_logits(logits, None, routing, shared=False)
-        given = x.astype(self.dtype)
-        made, _ = expert_products.pending_mixture(given, plan, routing, self.weights)
-        return made.reshape(tokens, chosen, -1).astype(x.dtype)
+        numbers = x.astype(self.dtype)
+        outputs, _ = expert_products.pending_mixture(numbers, plan, routing, self.weights)
+        return outputs.reshape(tokens, chosen, -1).astype(x.dtype)
 
     def routed_sum(
         self,
@@ -55,20 +55,20 @@ class PackedGLU(Struct, frozen=True):
         shared: LayerFunction | None = None,
     ) -> PendingProduct | None:
         """See layer_types.SwitchGLU."""
-        given = x.x if isinstance(x, PendingNorm) else x
-        fits = given.ndim == 2 and given.dtype == self.dtype
+        lines = x.x if isinstance(x, PendingNorm) else x
+        fits = lines.ndim == 2 and lines.dtype == self.dtype
         return kernel_sum(self.weights if fits else None, x, router, routing, added, shared)
 
 
 def in_fragments(experts: SwitchGLU, dtype: mx.Dtype) -> SwitchGLU | PackedGLU:
-    """The experts in the order of our kernels, where these take them and numbers of `dtype`.
+    """Returns the experts in the order of our kernels, if these take them and numbers of `dtype`.
 
-    Evaluated, so that no more than one weight of them is in memory twice.
+    The result is evaluated, so that at most one weight is in memory twice.
     """
     if experts.batch_invariant or experts.limit is None or len(experts.gate_up) != 1:
         return experts
     layers = experts.gate_up[0], experts.down
-    gate_up, down = (_packed_arrays(one, dtype) for one in layers)
+    gate_up, down = (_packed_arrays(layer, dtype) for layer in layers)
     if gate_up is None or down is None:
         return experts
     count, size, _ = down.weight.shape
@@ -78,16 +78,16 @@ def in_fragments(experts: SwitchGLU, dtype: mx.Dtype) -> SwitchGLU | PackedGLU:
         return experts
     if not expert_routing.supports(1, routing) or not all(map(_has_small_scales, (gate_up, down))):
         return experts
-    made = [
-        expert_products.of_packed(one, gated=one is gate_up, bias=layer.bias)
-        for one, layer in zip((gate_up, down), layers, strict=True)
+    weights = [
+        expert_products.of_packed(arrays, gated=arrays is gate_up, bias=layer.bias)
+        for arrays, layer in zip((gate_up, down), layers, strict=True)
     ]
-    mx.eval([one.weight for one in made])
-    return PackedGLU(ExpertWeights(made[0], made[1], experts.limit), count, dtype)
+    mx.eval([weight.weight for weight in weights])
+    return PackedGLU(ExpertWeights(weights[0], weights[1], experts.limit), count, dtype)
 
 
 def _packed_arrays(layer: SwitchLinear, dtype: mx.Dtype) -> PackedArrays | None:
-    """The packed weight of a layer if our kernels multiply numbers of `dtype` with it."""
+    """Returns a layer's packed weight if our kernels multiply numbers of `dtype` with it."""
     weight, bias = layer.weight, layer.bias
     if not isinstance(weight, QuantisedWeight) or weight.factor is not None:
         return None
@@ -102,6 +102,6 @@ def _packed_arrays(layer: SwitchLinear, dtype: mx.Dtype) -> PackedArrays | None:
     return PackedArrays(weight.weight, scales, biases, packed)
 
 
-def _has_small_scales(given: PackedArrays) -> bool:
-    """Whether our kernels can multiply by all scales of the weight; reads them."""
-    return not given.packed.floats or bool((given.scales.max() <= MAX_MXFP4_SCALE).item())
+def _has_small_scales(arrays: PackedArrays) -> bool:
+    """Returns True if our kernels can multiply by all scales of the weight; reads the scales."""
+    return not arrays.packed.floats or bool((arrays.scales.max() <= MAX_MXFP4_SCALE).item())

@@ -1,9 +1,9 @@
-"""Quantisation layouts: reading them from config.json, and the tensors of each. No MLX.
+"""Quantisation layouts: reads them from config.json, and lists the tensors of each. No MLX.
 
 A module with a quantised weight [..., out, in] has the tensors `weight`, numbers packed in uint32,
-and `scales`, one for each group of a row; in mode affine it has `biases`, too. In mode nvfp4 it may
-have a `global_scale`, as MLX writes it, or a `factor`, by which products are multiplied. A module
-without `scales` is not quantised.
+and `scales`, one for each group of a row. In mode affine it has `biases`, too. In mode nvfp4 it may
+have a `global_scale`, as MLX writes it, or a `factor` that multiplies products. A module without
+`scales` is not quantised.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from msgspec import Struct, field
 
 from mlxpool.common.errors import ModelLoadFailed
 
-WORD_BITS = 32  # of a word of packed numbers
+WORD_BITS = 32  # bits of a word of packed numbers
 GLOBAL_SCALES = ("global_scale", "factor")  # tensors of nvfp4 weights, see above
 FLOAT_DTYPES = ("F32", "F16", "BF16")
-NVFP4_RANGE = 448.0 * 6.0  # largest scale times largest number: the divisor of global_scale
-COLUMN_ROWS = 32  # of which byte columns have a multiple
+NVFP4_RANGE = 448.0 * 6.0  # the divisor of global_scale: the largest scale times the largest number
+COLUMN_ROWS = 32  # byte columns have a multiple of these rows
 
 
 class QuantMode(Struct, frozen=True):
-    """What a mode allows; the first of `bits` and of `group_sizes` is its default."""
+    """The values that a mode allows; the first of `bits` and of `group_sizes` are its defaults."""
 
     bits: tuple[int, ...]
     group_sizes: tuple[int, ...]
@@ -42,7 +42,7 @@ MODES = {
 
 
 class QuantLayout(Struct, frozen=True):
-    """A layout of quantised weights: bits of a number, and numbers of a row that share a scale."""
+    """A layout of quantised weights: the bits of a number, the numbers of a row with one scale."""
 
     mode: str
     bits: int
@@ -52,7 +52,7 @@ class QuantLayout(Struct, frozen=True):
         return f"{self.mode}, {self.bits} bits in groups of {self.group_size}"
 
     def tensors(self, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """The kind and the shape of each tensor of a module whose dense weight has this shape."""
+        """Yields the kind and shape of each tensor of a module with a dense weight of `shape`."""
         *rows, columns = shape
         yield "weight", (*rows, columns * self.bits // WORD_BITS)
         yield "scales", (*rows, columns // self.group_size)
@@ -60,23 +60,23 @@ class QuantLayout(Struct, frozen=True):
             yield "biases", (*rows, columns // self.group_size)
 
     def divides(self, columns: int) -> bool:
-        """Whether a row of so many numbers fills whole groups and whole words."""
+        """Returns True if a row of `columns` numbers fills whole groups and whole words."""
         return columns % self.group_size == 0 and columns * self.bits % WORD_BITS == 0
 
 
 def byte_columns_bytes(layout: QuantLayout, shape: tuple[int, ...]) -> int:
-    """The bytes of a weight of this shape in byte_columns.py; 0 where it has no such form."""
+    """Returns the bytes of a weight of this shape in byte_columns.py; 0 if it cannot have them."""
     has_form = layout.mode == "affine" and len(shape) == 2 and shape[0] % COLUMN_ROWS == 0
     if not has_form or sys.platform != "linux":
         return 0
-    return math.prod(shape) * (layout.group_size + 8) // layout.group_size  # 8: scale and bias
+    return math.prod(shape) * (layout.group_size + 8) // layout.group_size  # 8: a scale and a bias
 
 
 class QuantConfig(Struct, frozen=True):
     """The layouts of a model's quantised modules.
 
-    `named` has those of single modules, where None means not quantised; others have the `default`.
-    With `infer` the layout of a module without either follows from the shapes of its tensors.
+    `named` has the layouts of single modules (None: not quantised); other modules have the
+    `default`. With `infer`, the layout of a module without either follows from its tensors' shapes.
     """
 
     default: QuantLayout | None = None
@@ -85,7 +85,7 @@ class QuantConfig(Struct, frozen=True):
 
 
 def parse_quant_config(config: Mapping[str, Any]) -> QuantConfig:
-    """Reads config.json; raises ModelLoadFailed naming the value that cannot be used."""
+    """Reads config.json. Raises ModelLoadFailed that names a value that cannot be used."""
     key = "quantization" if config.get("quantization") else "quantization_config"
     settings = config.get(key)
     if not settings:
@@ -99,7 +99,7 @@ def parse_quant_config(config: Mapping[str, Any]) -> QuantConfig:
 
 
 def _layout_of_method(key: str, method: Any) -> QuantLayout:
-    """The layout that a `quant_method` of transformers means."""
+    """Returns the layout of a `quant_method` of transformers. Raises ModelLoadFailed."""
     if method not in ("mxfp4", "mxfp8"):
         raise ModelLoadFailed(
             f"config.json has {key} with quant_method {method!r}, which is not read; name an MLX "
@@ -148,9 +148,9 @@ def layout_from_shapes(
     scales: tuple[int, ...],
     scales_dtype: str,
 ) -> QuantLayout:
-    """The layout whose tensors have these shapes, for a dense weight [..., columns].
+    """Returns the layout whose tensors have these shapes, for a dense weight [..., columns].
 
-    Raises ModelLoadFailed with the numbers where no layout has.
+    Raises ModelLoadFailed with the shapes if no layout has them.
     """
     bits = _whole(weight[-1] * WORD_BITS, columns) if weight else 0
     group = _whole(columns, scales[-1]) if scales else 0
@@ -168,5 +168,5 @@ def layout_from_shapes(
 
 
 def _whole(total: int, parts: int) -> int:
-    """total / parts, or 0 where that is no whole number."""
+    """Returns total / parts; 0 if it is not a whole number."""
     return total // parts if parts and total % parts == 0 else 0

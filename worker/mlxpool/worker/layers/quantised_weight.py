@@ -12,17 +12,17 @@ from mlxpool.worker.kernels.device import on_gpu
 from mlxpool.worker.kernels.matmul_small import FusedOps
 from mlxpool.worker.layers.quantisation import NVFP4_RANGE, QuantLayout
 
-# Rows of x from which on dequantising and a dense product are faster (docs/benchmarks.md).
+# The least rows of x for which dequantising and a dense product are faster (docs/benchmarks.md).
 CPU_DEQUANTISE_ROWS = 8
 GPU_DEQUANTISE_ROWS = 6
 
 
 def _pays_to_dequantise(x: mx.array, group_size: int) -> bool:
-    """Whether dequantising the weight first is better for this x [..., T, in]."""
+    """Returns True if dequantising the weight first is better for this x [..., T, in]."""
     if not on_gpu():
         return x.shape[-2] >= CPU_DEQUANTISE_ROWS
     if x.dtype == mx.float32 and x.shape[-1] <= group_size < x.size:
-        return True  # with one group a row MLX's products on Hopper use 10 bits of a fraction
+        return True  # with one group in a row, MLX's products on Hopper use 10 bits of a fraction
     return x.shape[-2] >= GPU_DEQUANTISE_ROWS
 
 
@@ -39,7 +39,7 @@ class QuantisedWeight(Struct, frozen=True):
     def of(
         cls, arrays: Mapping[str, mx.array], module: str, layout: QuantLayout
     ) -> QuantisedWeight:
-        """The weight of `module`, whose tensors are among `arrays`."""
+        """Returns the weight of `module`; its tensors are among `arrays`."""
         weight, factor = arrays[f"{module}.weight"], arrays.get(f"{module}.factor")
         if f"{module}.global_scale" in arrays:
             factor = arrays[f"{module}.global_scale"] / NVFP4_RANGE
@@ -74,9 +74,9 @@ class QuantisedWeight(Struct, frozen=True):
         return _scaled(out, None if self.factor is None else self.factor[..., None, None])
 
     def gated(self, x: mx.array) -> mx.array | None:
-        """x [T, in] -> silu(gate) * up [T, out / 2], where `out` is gate, then up.
+        """x [T, in] -> silu(gate) * up [T, out / 2]; `out` is gate, then up.
 
-        None where no kernel computes it in one.
+        None if no kernel computes it in one.
         """
         if self.has_kernel(x):
             return self.packed_product(x, FusedOps(gated=True))
@@ -89,7 +89,7 @@ class QuantisedWeight(Struct, frozen=True):
         return None
 
     def fuses(self, x: mx.array) -> bool:
-        """Whether `packed_product` takes x [T, in] and the operations around the product."""
+        """Returns True if `packed_product` takes x [T, in] and operations around the product."""
         return matmul_small.is_fusable(x) and self.has_kernel(x)
 
     def packed_product(self, x: mx.array, around: FusedOps = matmul_small.NO_FUSED_OPS) -> mx.array:
@@ -99,7 +99,7 @@ class QuantisedWeight(Struct, frozen=True):
         return matmul_4bit.kernel_matmul(x, self.weight, self.scales, self.biases, group, around)
 
     def has_kernel(self, x: mx.array, *, gated: bool = False) -> bool:
-        """Whether `packed_product` takes x and this weight, `gated` or not."""
+        """Returns True if `packed_product` takes x and this weight, `gated` or not."""
         layout = self.layout
         if x.ndim != 2 or self.weight.ndim != 2 or (layout.mode, layout.bits) != ("affine", 4):
             return False
@@ -109,7 +109,7 @@ class QuantisedWeight(Struct, frozen=True):
         return fits and matmul_4bit.supports(x.shape[0], rows, columns, layout.group_size, x.dtype)
 
     def gathered_product(self, x: mx.array, experts: mx.array, is_sorted: bool) -> mx.array:
-        """x [..., 1, in] and the expert of each row, for a weight [E, out, in] -> [..., 1, out]."""
+        """x [..., 1, in] and each row's expert -> [..., 1, out], for a weight [E, out, in]."""
         layout = self.layout
         out = mx.gather_qmm(
             x,
@@ -126,7 +126,7 @@ class QuantisedWeight(Struct, frozen=True):
         return _scaled(out, None if self.factor is None else self.factor[experts][..., None, None])
 
     def rows(self, tokens: mx.array, dtype: mx.Dtype) -> mx.array:
-        """tokens [T] -> [T, in]: these rows of the weight, dequantised."""
+        """tokens [T] -> [T, in]: the rows of the weight for these tokens, dequantised."""
         if self._has_rows_kernel(tokens, dtype):
             assert self.biases is not None
             bits, group = self.layout.bits, self.layout.group_size
@@ -139,14 +139,14 @@ class QuantisedWeight(Struct, frozen=True):
         return row.dequantised(dtype)
 
     def _has_rows_kernel(self, tokens: mx.array, dtype: mx.Dtype) -> bool:
-        """Whether our own kernel takes rows of this weight, of which `biases` are a part."""
+        """Returns True if our kernel takes rows of this weight, which must have `biases`."""
         layout = self.layout
         plain = self.weight.ndim == 2 and self.factor is None and self.biases is not None
         some = tokens.ndim == 1 and tokens.dtype == mx.int32
         return plain and some and dequantise.supports_rows(layout.bits, layout.group_size, dtype)
 
     def dequantised(self, dtype: mx.Dtype | None = None) -> mx.array:
-        """The dense weight [..., out, in]; without a `dtype` in one that loses nothing."""
+        """Returns the dense weight [..., out, in]; `dtype` None: in a dtype that loses nothing."""
         layout = self.layout
         kind = dtype or self.scales.dtype
         plain = self.weight.ndim == 2 and self.factor is None
@@ -168,7 +168,7 @@ class QuantisedWeight(Struct, frozen=True):
 
 
 def concatenated(weights: Sequence[QuantisedWeight]) -> QuantisedWeight:
-    """The weights [..., out, in] concatenated along `out`.
+    """Returns weights [..., out, in] concatenated along `out`.
 
     Several weights must have the same layout and no factor.
     """
@@ -176,13 +176,13 @@ def concatenated(weights: Sequence[QuantisedWeight]) -> QuantisedWeight:
     if len(weights) == 1:
         return first
     whole = QuantisedWeight(
-        mx.concatenate([one.weight for one in weights], axis=-2),
-        mx.concatenate([one.scales for one in weights], axis=-2),
-        _joined([one.biases for one in weights]),
+        mx.concatenate([part.weight for part in weights], axis=-2),
+        mx.concatenate([part.scales for part in weights], axis=-2),
+        _joined([part.biases for part in weights]),
         None,
         first.layout,
     )
-    mx.eval([one for one in (whole.weight, whole.scales, whole.biases) if one is not None])
+    mx.eval([array for array in (whole.weight, whole.scales, whole.biases) if array is not None])
     return whole
 
 

@@ -1,7 +1,7 @@
 """Reads the rotary position embedding (RoPE) of a config.json. No MLX.
 
-Longer contexts are reached by scaling the wavelengths: `rope_scaling` (newer: `rope_parameters`)
-names the rope type, and SCALINGS has one function for each.
+Models reach longer contexts by scaled wavelengths: `rope_scaling` (newer: `rope_parameters`) names
+the rope type, and SCALINGS has a function for each type.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Settings: TypeAlias = Mapping[str, Any]
 def parse_rope(
     config: Settings, dims: int, *, base: float | None = 10000.0, traditional: bool = False
 ) -> Rope:
-    """The rotation of the first `dims` numbers of a head; `base` is the default of rope_theta.
+    """Returns the rotation of a head's first `dims` numbers; `base`: the default of rope_theta.
 
     With `base=None` config.json must have rope_theta: other programs disagree on its default.
-    Raises ModelLoadFailed naming the rope type or the key that cannot be used.
+    Raises ModelLoadFailed that names a rope type or a key that cannot be used.
     """
     if dims % 2:
         raise ModelLoadFailed(f"config.json has heads of which {dims} are rotated, must be even")
@@ -43,7 +43,7 @@ def parse_rope(
         return SCALINGS[kind](plain, settings)
     except (ArithmeticError, ValueError) as error:  # absurd numbers, as no real file has
         raise ModelLoadFailed(
-            f"config.json has numbers of which rope type {kind!r} cannot be reckoned: {error}"
+            f"config.json has numbers with which rope type {kind!r} cannot be computed: {error}"
         ) from error
 
 
@@ -56,7 +56,7 @@ def _linear(plain: Rope, settings: Settings) -> Rope:
 
 
 def _llama3(plain: Rope, settings: Settings) -> Rope:
-    """Long wavelengths are multiplied by the factor, short ones kept, those between blended."""
+    """Multiplies long wavelengths by the factor, keeps short ones, blends those between."""
     low = number(settings, "low_freq_factor", 1.0)
     high = number(settings, "high_freq_factor", 4.0)
     trained = number(settings, "original_max_position_embeddings", 8192)
@@ -65,18 +65,20 @@ def _llama3(plain: Rope, settings: Settings) -> Rope:
         turns = trained / (2 * math.pi * period)  # full turns within the trained context
         return _ramp(turns, low, high) if high != low else float(turns > high)
 
-    return replace(plain, freqs=_blended(plain, settings, [kept(one) for one in _periods(plain)]))
+    return replace(
+        plain, freqs=_blended(plain, settings, [kept(period) for period in _periods(plain)])
+    )
 
 
 def _yarn(plain: Rope, settings: Settings) -> Rope:
-    """As llama3, but blended over dimensions, and with a gain that keeps the spread of scores.
+    """Blends wavelengths over dimensions, and adds a gain that keeps the spread of scores.
 
-    The blend begins and ends at whole dimensions, whatever `truncate` says.
+    The blend begins and ends at whole dimensions, with any value of `truncate`.
     """
     trained = integer(settings, "original_max_position_embeddings")
 
     def dimension(turns: float) -> float:
-        """The dimension whose wave makes so many turns within the trained context."""
+        """Returns the dimension whose wave makes `turns` turns within the trained context."""
         wave = trained / (turns * 2 * math.pi)
         return plain.dims * math.log(wave) / (2 * math.log(plain.base))
 
@@ -91,24 +93,24 @@ def _yarn(plain: Rope, settings: Settings) -> Rope:
 
 
 def yarn_mscale(factor: float, weight: float) -> float:
-    """YaRN's gain of queries, and of keys, in a context stretched by `factor`.
+    """Returns YaRN's gain of queries, and of keys, in a context stretched by `factor`.
 
-    Latent attention multiplies its scale by the square, with `mscale_all_dim` as the weight.
+    Latent attention multiplies its scale by the gain's square, with `mscale_all_dim` as `weight`.
     """
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def _longrope(plain: Rope, settings: Settings) -> Rope:
-    """Every wavelength has its own factor.
+    """Multiplies each wavelength by its own factor.
 
-    The factors for long texts are used for short ones, too: keys in the cache cannot change when a
-    text gets long.
+    Short texts get the factors for long texts, too: keys in the cache cannot change when a text
+    gets long.
     """
     factors = settings.get("long_factor")
-    wanted = plain.dims // 2
-    if not isinstance(factors, list) or len(factors) != wanted:
+    pairs = plain.dims // 2
+    if not isinstance(factors, list) or len(factors) != pairs:
         size = len(factors) if isinstance(factors, list) else factors
-        raise ModelLoadFailed(f"config.json has long_factor of {size}, must list {wanted} numbers")
+        raise ModelLoadFailed(f"config.json has long_factor of {size}, must list {pairs} numbers")
     factors = [number({"long_factor": factor}, "long_factor") for factor in factors]
     trained = integer(settings, "original_max_position_embeddings")
     stretch = integer(settings, "max_position_embeddings") / trained
@@ -122,7 +124,7 @@ def _periods(plain: Rope) -> list[float]:
 
 
 def _blended(plain: Rope, settings: Settings, kept: list[float]) -> tuple[float, ...]:
-    """Each wavelength, times 1 where `kept` is 1, times `factor` where it is 0, or between."""
+    """Returns each wavelength times 1 if its `kept` is 1, times `factor` if it is 0, or between."""
     factor = number(settings, "factor")
     waves = zip(_periods(plain), kept, strict=True)
     return tuple(period / ((1 - part) / factor + part) for period, part in waves)
@@ -133,7 +135,7 @@ def _ramp(at: float, low: float, high: float) -> float:
 
 
 def _weight(settings: Settings, key: str, default: float) -> float:
-    """A number of which 0, null and no key mean the default."""
+    """Returns a number of the config; 0, null and a missing key mean the default."""
     return number(settings, key) if settings.get(key) else default
 
 

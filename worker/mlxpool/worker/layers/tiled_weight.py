@@ -1,4 +1,4 @@
-"""Affine 4-bit weights that a GPU has in tiles, in the order in which its kernels multiply them."""
+"""Affine 4-bit weights in tiles on a GPU, in the order in which its kernels multiply them."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class TiledWeight(Struct, frozen=True):
         return matmul_small.matmul(x, self.dequantised(x.dtype))
 
     def gated(self, x: mx.array) -> mx.array | None:
-        """x [T, in] -> silu(gate) * up [T, out / 2], where `out` is gate, then up.
+        """x [T, in] -> silu(gate) * up [T, out / 2]; `out` is gate, then up.
 
-        None where no kernel computes it in one.
+        None if no kernel computes it in one.
         """
         return (
             self.packed_product(x, FusedOps(gated=True)) if self.has_kernel(x, gated=True) else None
         )
 
     def fuses(self, x: mx.array) -> bool:
-        """Whether `packed_product` takes x [T, in] and the operations around the product."""
+        """Returns True if `packed_product` takes x [T, in] and operations around the product."""
         return matmul_small.is_fusable(x) and self.has_kernel(x, gated=True)
 
     def packed_product(self, x: mx.array, around: FusedOps = matmul_small.NO_FUSED_OPS) -> mx.array:
@@ -43,27 +43,27 @@ class TiledWeight(Struct, frozen=True):
         return matmul_4bit_tiles.kernel_matmul(x, self.tiles, self.group_size, around)
 
     def has_kernel(self, x: mx.array, *, gated: bool = False) -> bool:
-        """Whether `packed_product` takes x and this weight, `gated` or not."""
+        """Returns True if `packed_product` takes x and this weight, `gated` or not."""
         rows = self.tiles.shape[0] * tiles_4bit.TILE
         fits = x.ndim == 2 and x.dtype == self.dtype
         return fits and matmul_4bit_tiles.supports(x.shape[0], rows, gated=gated)
 
     def rows(self, tokens: mx.array, dtype: mx.Dtype) -> mx.array:
-        """tokens [...] -> [..., in]: these rows of the weight, dequantised."""
+        """tokens [...] -> [..., in]: the rows of the weight for these tokens, dequantised."""
         ids = tokens.reshape(-1).astype(mx.int32)
-        found = tiles_4bit.dequantised_rows(self.tiles, ids, self.group_size, self.dtype)
-        return found.reshape(*tokens.shape, -1).astype(dtype)
+        dequantised = tiles_4bit.dequantised_rows(self.tiles, ids, self.group_size, self.dtype)
+        return dequantised.reshape(*tokens.shape, -1).astype(dtype)
 
     def dequantised(self, dtype: mx.Dtype | None = None) -> mx.array:
-        """The dense weight [out, in]; without a `dtype` in that of the scales."""
+        """Returns the dense weight [out, in]; without `dtype` in the dtype of the scales."""
         dense = tiles_4bit.dequantised_rows(self.tiles, None, self.group_size, self.dtype)
         return dense.astype(dtype or self.dtype)
 
 
 def in_tiles(weight: QuantisedWeight) -> QuantisedWeight | TiledWeight:
-    """The weight in tiles, where the kernels for them work here and take its shape and layout.
+    """Returns the weight in tiles, if their kernels work here and take its shape and layout.
 
-    Evaluated, so that no more than one weight is in memory twice.
+    The result is evaluated, so that at most one weight is in memory twice.
     """
     layout, scales, biases = weight.layout, weight.scales, weight.biases
     if weight.weight.ndim != 2 or (layout.mode, layout.bits) != ("affine", tiles_4bit.BITS):
