@@ -1,6 +1,6 @@
 """With `deterministic` no bit of an answer depends on batch, chunks or preemptions.
 
-Without it, greedy tokens differ at near-ties at most.
+Without it, greedy tokens may differ, but only at near-ties.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Attention of one row: chunks that are padded to blocks for cuDNN."""
+"""Attention of one row, with chunks that are padded to blocks for cuDNN."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What integers become while they are read: as much memory for many rows as for one."""
+"""Dequantised keys and values take the same memory for many rows as for one row."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ pytestmark = pytest.mark.skipif(device.on_gpu(), reason="MLX's operations on a C
 
 PAIRS, SIZE, LAYERS, CAPACITY, ROWS = 2, 64, 3, 1024, 48
 SHAPE = RowShape((KeyValueSpec(PAIRS, SIZE, SIZE),) * LAYERS, mx.float32, CAPACITY, 300, kv=INT8)
-TOKEN_BYTES = 2 * PAIRS * SIZE * 4  # of what attention reads in a layer
+TOKEN_BYTES = 2 * PAIRS * SIZE * 4  # bytes of a token that attention reads in a layer
 BESIDE = 3 * 2**20  # bytes of scores and sums
 
 
 def rows_of(layout: str, tokens: int) -> list[Any]:
-    """Returns rows that have so many tokens."""
+    """Returns rows with these numbers of tokens."""
     slabs = Slabs(SHAPE)
     new = mx.random.normal((1, PAIRS, tokens, SIZE))
     rows: list[Any] = []
@@ -44,7 +44,7 @@ def rows_of(layout: str, tokens: int) -> list[Any]:
 
 
 def peak_of(layout: str, rows: list[Any], spans: list[RowSpan]) -> int:
-    """Returns the bytes that attention of all layers takes at a time, beside the rows."""
+    """Returns the peak bytes of attention in all layers, without the rows."""
     count = sum(span.count for span in spans)
     x = mx.random.normal((count, 2 * PAIRS, SIZE))
     mx.eval(x)
@@ -59,7 +59,7 @@ def peak_of(layout: str, rows: list[Any], spans: list[RowSpan]) -> int:
     return int(mx.get_peak_memory() - before)
 
 
-# The tokens of spans, and those of them that give logits.
+# The tokens of spans, and the tokens that give logits.
 PASSES = {"tokens": [(1, 1)] * ROWS, "drafts": [(4, 4)] * ROWS, "chunks": [(9, 1)] * ROWS}
 
 

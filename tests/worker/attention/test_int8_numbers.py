@@ -1,4 +1,4 @@
-"""8-bit keys and values: how far numbers are from what is read, and what decides about it."""
+"""8-bit keys and values: the errors of dequantised numbers, NaN, and the bytes of a token."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HEADS = st.lists(
 
 
 def quantised(numbers: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns integers, scales and what is read of them, in float64."""
+    """Returns integers, scales and dequantised numbers, in float64."""
     integers, scales = int8_numbers.quantise(mx.array(numbers, dtype=mx.float32))
     read = int8_numbers.dequantise(integers, scales, mx.float32)
     assert (integers.dtype, scales.dtype) == (mx.int8, mx.bfloat16)
@@ -35,7 +35,7 @@ def quantised(numbers: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 @settings(max_examples=200, deadline=None)
 @given(HEADS)
 def test_a_number_is_read_within_half_a_scale(numbers: list[float]) -> None:
-    """And the scale is a 127th of the greatest, within the precision of bfloat16."""
+    """The scale is the greatest number / 127, within the precision of bfloat16."""
     integers, scales, read = quantised([numbers])
     exact = np.array([numbers], np.float32).astype(np.float64)
     most = np.abs(exact).max()
@@ -67,7 +67,7 @@ def test_ties_are_rounded_to_even() -> None:
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_no_number_is_read_as_none(number: float) -> None:
-    """Of that head alone: a model that has failed is noticed as without quantisation."""
+    """NaN stays NaN, in its head alone, so a failed model is noticed as without quantisation."""
     read = quantised([[1.0, number, 2.0], [1.0, 2.0, 3.0]])[2]
     assert not np.isfinite(read[0]).all() and np.isfinite(read[1]).all()
 
@@ -88,7 +88,7 @@ def test_a_token_is_stored_alike_whatever_is_stored_with_it(counts: list[int], s
 
 
 def test_plain_keys_and_values_are_stored_as_they_are() -> None:
-    """The very arrays: a model that does not use it computes nothing more."""
+    """The stored arrays are the new arrays: without quantisation a model computes nothing more."""
     new = mx.zeros((1, 2, 3, 4)), mx.zeros((1, 2, 3, 4))
     shape = RowShape((KeyValueSpec(2, 4, 4),), mx.float32, 100)
     assert shape.stored(new) is new and shape.read(new) is new

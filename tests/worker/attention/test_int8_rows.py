@@ -1,4 +1,4 @@
-"""Rows of 8-bit keys and values: attention reads what is stored, however it came there."""
+"""Rows of 8-bit keys and values: attention reads the same numbers, written in any way."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def keys_and_values(layer: int, start: int, end: int) -> tuple[Any, Any]:
 
 
 def append(row: Any, count: int) -> list[tuple[Any, ...]]:
-    """Writes the next tokens of the text; returns what attention reads of each layer."""
+    """Writes the next tokens of the text; returns each layer's arrays as attention reads them."""
     start, end = row.offset, row.offset + count
     found = [FULL.read(row.write(layer, *keys_and_values(layer, start, end))) for layer in range(2)]
     row.advance(count)
@@ -63,7 +63,7 @@ def append(row: Any, count: int) -> list[tuple[Any, ...]]:
 
 
 def expected(layer: int, start: int, end: int) -> tuple[Any, ...]:
-    """Returns what attention reads of tokens of the text."""
+    """Returns the numbers that attention must read for tokens of the text."""
     return FULL.read(FULL.stored(keys_and_values(layer, start, end)))
 
 
@@ -78,7 +78,7 @@ OPERATIONS = st.lists(
 def test_every_pass_reads_the_same_bits_of_a_token(
     name: str, operations: list[tuple[str, int]]
 ) -> None:
-    """Its own tokens too: a prompt in one pass reads what an answer reads of it later."""
+    """A pass reads its own tokens as later passes do: a prompt as its answer reads it later."""
     row = ROWS[name]()
     for what, tokens in operations:
         if what == "trim":
@@ -106,7 +106,7 @@ def test_windows_read_the_same_bits(counts: list[int]) -> None:
 
 @pytest.mark.parametrize("shape", [FULL, WINDOWED], ids=["full", "windows"])
 def test_prefixes_are_kept_and_copied_as_they_are_stored(shape: RowShape) -> None:
-    """A row that begins from the tree, whose pieces were cut and joined, has the same bits."""
+    """A row from the tree has the same bits, after pieces of the tree were cut and joined."""
     store = RowStore(partial(RowCache, shape), cache_kinds(shape))
     cache = TreeCache(store, 10**9)
     text = [*range(500)]
@@ -130,7 +130,7 @@ def test_prefixes_are_kept_and_copied_as_they_are_stored(shape: RowShape) -> Non
 
 @pytest.mark.parametrize("layout", ["rows", "slabs"])
 def test_a_batch_attends_to_what_is_stored(layout: str) -> None:
-    """Single tokens of rows that decode together, and a chunk, as attention of each row alone."""
+    """Single tokens of rows that decode together, and a chunk, attend as each row does alone."""
     slabs = Slabs(FULL, 2)
     lengths = [0, 5, 300, 600, 255]
     rows = [RowCache(FULL) if layout == "rows" else SlabRow(slabs) for _ in lengths]
@@ -173,7 +173,7 @@ def test_blocks_of_a_pool_are_copied_with_their_scales() -> None:
 
 @pytest.mark.usefixtures("machine")
 def test_kernels_write_integers_and_scales_into_blocks() -> None:
-    """What passes with images need, which no kernel of ours rotates; and the trial before it."""
+    """Passes with images need such writes, as no kernel rotates for them; checks the trial, too."""
     assert kernel_trials.kernels_write(FULL)
     row = PagedStore(KVPool(FULL, 3, in_place=True)).new_row()
     for count in (250, 20, 1):

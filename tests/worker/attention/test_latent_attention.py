@@ -28,7 +28,7 @@ FLOAT = 4  # bytes
 
 
 class Bent(LatentAttentionProjections, frozen=True):
-    """Projections that use the way that a test chooses."""
+    """Projections in the form that a test chooses."""
 
     way: bool
 
@@ -49,7 +49,7 @@ def heads(way: bool) -> Bent:
 
 
 def row_of(length: int) -> RowCache:
-    """A row with so many lines."""
+    """Returns a row with this number of latents."""
     row = RowCache(RowShape((LatentSpec(SMALL.latent, SMALL.rank),), mx.float32, 1 << 14))
     if length:
         lines = mx.random.normal((1, 1, length, SMALL.latent), key=mx.random.key(3))
@@ -116,12 +116,12 @@ def test_each_row_of_a_step_attends_to_its_own_tokens(way: bool) -> None:
 @pytest.mark.parametrize(
     ("sizes", "count", "length", "expands"),
     [
-        (FLASH, 1, 4096, False),  # one token: expanding all vectors for it costs far more
+        (FLASH, 1, 4096, False),  # one token: to expand all vectors for it costs far more
         (FLASH, 256, 4096, False),
         (FLASH, 512, 4096, True),
         (FLASH, 64, 64, True),  # the first chunk of a prompt expands its own vectors either way
         (FLASH, 2048, MAX_DECOMPRESSED // (20 * 512), True),
-        (FLASH, 2048, MAX_DECOMPRESSED // (20 * 512) + 1, False),  # they would take too much memory
+        (FLASH, 2048, MAX_DECOMPRESSED // (20 * 512) + 1, False),  # expanded: too much memory
         (
             LatentDims(heads=4, rank=16, rotated=8, plain=12, value=40),
             64,

@@ -95,8 +95,9 @@ def plain_answer(loaded: LoadedModel, seq: Sequence) -> list[int]:
 def test_requests_in_random_order_get_the_tokens_of_mlx_operations(
     loaded: LoadedModel, kernel: list[int]
 ) -> None:
-    """Prefix hits, preemption, cancelled and resumed requests, chunks beside decoding rows; passes
-    that ran ahead are taken back.
+    """The requests have prefix hits, preemptions, cancels, resumes, chunks beside decoding rows.
+
+    Passes that ran ahead are taken back.
     """
     engine = engine_of(loaded, lookahead=True)
     workload = RandomWorkload(engine, seed=2)
@@ -129,8 +130,8 @@ def test_chunks_and_single_tokens_of_a_pass_are_one_launch_a_layer(
     kernel.clear()
     step(engine, [*decode_spans(rows), Span(late, 12, 10, 0)])
     assert kernel == [4, 4]
-    # The states of rows that decode are in one array, so none is copied for the next pass; what a
-    # prompt keeps while it waits is its own state alone.
+    # The states of rows that decode are in one array, so no state is copied for the next pass. A
+    # prompt that waits keeps only its own state.
     layers = [cast(RowCache, engine.inspect().rows[seq]).layers[0] for seq in (*rows, late)]
     states = [cast(StateLayer, layer) for layer in layers]
     *decoding, (waiting,) = [state.arrays for state in states]
@@ -176,7 +177,7 @@ def test_checked_drafts_right_and_wrong_give_the_tokens_without_drafts(
 
 
 def held_bytes(engine: ModelEngine, rows: Iterable[Sequence]) -> int:
-    """Returns the bytes of all arrays with states of these rows, each once."""
+    """Returns the bytes of all arrays with states of these rows; each array counts once."""
     layers = [layer for seq in rows for layer in cast(RowCache, engine.inspect().rows[seq]).layers]
     arrays = [one for layer in layers if isinstance(layer, StateLayer) for one in layer.held()]
     return sum(one.nbytes for one in {id(one): one for one in arrays}.values())
@@ -185,7 +186,7 @@ def held_bytes(engine: ModelEngine, rows: Iterable[Sequence]) -> int:
 def test_a_row_that_sits_out_keeps_its_own_states_alone(
     loaded: LoadedModel, kernel: list[int]
 ) -> None:
-    """Rows that decode meanwhile have other arrays; a prompt that is read alone copies none."""
+    """Rows that decode meanwhile have other arrays; a prompt that is read alone copies no state."""
     engine = engine_of(loaded, prefix="off")
     rows = [sequence(prompt_of(9 + salt, salt)) for salt in range(3)]
     for seq in rows:
@@ -208,7 +209,7 @@ def test_a_row_that_sits_out_keeps_its_own_states_alone(
 def test_a_row_that_is_kept_for_the_next_prompt_keeps_its_newest_states_alone(
     loaded: LoadedModel, kernel: list[int]
 ) -> None:
-    """The cache of one entry counts one state of a row, and the next prompt goes on from it."""
+    """A cache of one entry counts one state for a row, and the next prompt goes on from it."""
     engine = engine_of(loaded, prefix="single")
     rows = [sequence(prompt_of(9 + salt, salt)) for salt in range(3)]
     for seq in rows:
@@ -229,7 +230,7 @@ def test_a_row_that_is_kept_for_the_next_prompt_keeps_its_newest_states_alone(
 def test_a_row_without_drafts_keeps_no_states_behind_those_of_others(
     predicting: LoadedModel, kernel: list[int]
 ) -> None:
-    """What all rows hold is what `_set_row_sizes` counts, however their drafts are divided."""
+    """Rows hold the bytes that `_set_row_sizes` counts, with any division of the drafts."""
     options = Options.parse({"temperature": 0.0, "ignore_eos": True})
     rows = [Sequence(bytes([n] * 16), 1, prompt_of(9, n), options, n, 24) for n in range(4)]
     answers = {seq: plain_answer(predicting, seq) for seq in rows}
@@ -293,7 +294,7 @@ def test_a_row_goes_back_to_the_state_before_a_pass() -> None:
 def test_in_bfloat16_it_works_beside_the_other_kernels(
     tmp_path: Path, kernel: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Products include the norm before a gated delta net and the addition behind it."""
+    """Products include the norm before a gated delta net and the addition after it."""
     changes = {**QWEN3_NEXT, **SIZES, "num_hidden_layers": 2, "hidden_size": 128}
     folder = inspect(write_checkpoint(tmp_path, **changes))
     options = Options.parse({"temperature": 0.0, "logprobs": True, "top_logprobs": 4})

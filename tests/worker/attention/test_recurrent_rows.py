@@ -1,7 +1,7 @@
 """Rows with recurrent states in the engine: restore points, splits, preemption, lookahead.
 
-A state cannot be divided by tokens, so the prefix cache can only restore positions with a snapshot;
-each answer is compared with that of an engine that computes it from the start.
+A state cannot be divided by tokens, so the prefix cache can only restore positions with a snapshot.
+Each answer is compared with the answer of an engine that computes it from the start.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def test_the_next_turn_continues_from_the_answer(
     engine.release(seq)
     turn = sequence((*seq.prompt, *seq.ids, 1, 2, 3))
     assert ids_of(engine, turn) == computed_afresh(loaded, text, turn)
-    assert turn.cached == 26  # the last sampled token was not computed, or removed again
+    assert turn.cached == 26  # the last sampled token was not computed, or was removed again
 
 
 @AHEAD

@@ -1,4 +1,4 @@
-"""The layer kinds of a row return what was written, in any order of operations."""
+"""The layer kinds of a row return the tokens that were written, in any order of operations."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def row_of(*caches: CacheSpec, capacity: int = 4000) -> RowCache:
 
 
 def lines(start: int, count: int, heads: int, size: int) -> Any:
-    """Returns [1, heads, count, size], where each number encodes its token."""
+    """Returns [1, heads, count, size]; each number encodes its token."""
     tokens = mx.arange(start, start + count).astype(mx.float32)
     return mx.broadcast_to(tokens[None, None, :, None], (1, heads, count, size))
 
@@ -144,7 +144,7 @@ def test_recurrent_rows_compute_alone_and_together(counts: Sequence[Sequence[int
 def test_attention_in_parts_equals_attention_at_once(
     window: int, cap: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Queries are computed in parts when there would be too many scores."""
+    """Queries are computed in parts if they have too many scores."""
     mx.random.seed(3)
     q = mx.random.normal((30, 4, 8))
     keys, values = mx.random.normal((1, 2, 50, 8)), mx.random.normal((1, 2, 50, 8))

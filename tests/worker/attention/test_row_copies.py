@@ -42,7 +42,7 @@ Arrays = tuple[Any, ...]
 
 
 class KindsRow:
-    """A row of synthetic layers, one for each kind; layer l has the cells times l + 1."""
+    """A row of synthetic layers, one for each kind; layer l keeps the cells times l + 1."""
 
     def __init__(self, kinds: Sequence[CacheKind]) -> None:
         self.kinds = kinds
@@ -109,7 +109,7 @@ class KindsRow:
         self.layers[kind.layer] = grown
 
     def content(self, kind: CacheKind) -> list[int]:
-        """Returns what the next token sees in a layer."""
+        """Returns the tokens that the next token sees in a layer."""
         if self.offset == 0:
             return []
         if isinstance(kind, StateCache):

@@ -1,4 +1,4 @@
-"""A pass over any mixture of spans gives the logits of one span a pass, in every layout.
+"""A pass over any mixture of spans gives the logits of passes of one span, in every layout.
 
 With `deterministic` it gives the same bits.
 """
@@ -60,7 +60,7 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "recurrent, last recurrent": ({**QWEN3_NEXT, "num_hidden_layers": 3}, ("rows",)),
 }
 CASES = [(name, layout) for name, (_, layouts) in MODELS.items() for layout in layouts]
-# Of each pass the tokens of each of up to six rows: mostly none or one; then which get logits.
+# For each pass the tokens of each of up to six rows, mostly none or one; then the rows with logits.
 PASSES = st.lists(
     st.tuples(
         st.lists(
@@ -108,7 +108,7 @@ def logits_of(
 
 
 def compare(mixed: Layout, alone: Layout, passes: Any, tolerance: float) -> None:
-    """Computes all passes in both layouts: mixed, and one span a pass."""
+    """Computes all passes in both layouts: mixed, and with one span in each pass."""
     rows, others = ([one.store.new_row() for _ in range(6)] for one in (mixed, alone))
     draw = np.random.default_rng(5)
     for counts, order, logits in passes:
@@ -155,7 +155,7 @@ def test_a_deterministic_mixed_pass_gives_the_same_bits(
 
 
 class Attention:
-    """A model of attention only: [E, heads * D] of random queries, keys and values."""
+    """A model of attention only, with random queries, keys and values: [E, heads * D]."""
 
     def __init__(self, layers: int, heads: int, size: int) -> None:
         self.layers, self.heads, self.size = layers, heads, size
@@ -191,7 +191,7 @@ def test_only_the_tokens_with_logits_pass_the_last_layer(layout: str) -> None:
 
 @pytest.mark.skipif(ON_GPU, reason="slabs are for a CPU")
 def test_a_mixed_pass_copies_no_slab() -> None:
-    """MLX copies an array that is written while a view of it is to be read."""
+    """MLX copies an array that is written before all views of it are read."""
     model = Attention(2, 4, 64)
     shape = RowShape((KeyValueSpec(2, 64, 64),) * 2, mx.float32, CONTEXT)
     slabs = make_layout("slabs", shape, model, 0, rows=32, deterministic=False, on_gpu=False)

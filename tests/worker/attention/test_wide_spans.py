@@ -1,7 +1,7 @@
 """Spans that give logits of several tokens, or hidden states, in every layout.
 
-They are compared with a model that reads token by token and gives the logits of each: what its head
-takes are the hidden states.
+They are compared with a model that reads token by token and gives the logits of each. The inputs of
+its head are the hidden states.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "recurrent": ({**QWEN3_NEXT, "num_hidden_layers": 3}, ("rows",)),
 }
 CASES = [(name, layout) for name, (_, layouts) in MODELS.items() for layout in layouts]
-# Of each row of a pass: its tokens, those of them that give something, and whether hidden states.
+# For each row of a pass: its tokens, its tokens with results, and if these are hidden states.
 PASSES = st.lists(
     st.lists(
         st.tuples(st.sampled_from([0, 1, 1, 3, 5, 20]), st.integers(0, 20), st.booleans()),
@@ -84,7 +84,7 @@ def layout_of(name: str, model: LoadedModel, **others: Any) -> Layout:
 
 
 class OneByOne:
-    """Reads tokens one by one; has the logits of each, and what the head of the model took."""
+    """Reads tokens one by one; keeps the logits of each, and the inputs of the model's head."""
 
     def __init__(self, model: LoadedModel, rows: int) -> None:
         self._layout, self._model = layout_of("rows", model), model.model
@@ -109,7 +109,7 @@ def compare(
     tolerance: float,
     begin: Callable[[], None] = lambda: None,
 ) -> None:
-    """Computes passes; what each span gives must be what reading its tokens one by one gives."""
+    """Computes passes; each span must give the results of reading its tokens one by one."""
     rows = [layout.store.new_row() for _ in one_by_one.rows]
     draw = np.random.default_rng(5)
     for each in passes:
@@ -185,10 +185,10 @@ MIXED: list[list[Given]] = [
 def ragged(
     request: pytest.FixtureRequest, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[Any, LoadedModel]]:
-    """A pool with ragged passes of our kernels, simulated without a GPU, and its model.
+    """Yields a pool with ragged passes of our kernels, simulated without a GPU, and its model.
 
-    Twice they also give states, which a model's own head reads: those that the logits are of, or
-    all. With all of them MLX copies the numbers of a pass.
+    Two variants also give states for a model's own head: the states of the logits, or all states.
+    In the second MLX copies the numbers of a pass.
     """
     sizes: dict[str, Any] = {
         "hidden_size": 256,
@@ -220,7 +220,7 @@ def ragged(
 def test_ragged_passes_give_what_reading_one_by_one_gives(
     ragged: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In bfloat16, against float32; more lines than rows give something in some passes.
+    """Compares bfloat16 with float32; in some passes more lines than rows have results.
 
     Passes over chunks begin with the attention of the first of two layers.
     """
@@ -242,7 +242,7 @@ def test_ragged_passes_give_what_reading_one_by_one_gives(
 
 
 def spans_of(layout: Layout, kind: PassKind) -> tuple[list[RowSpan], list[int]]:
-    """The spans of a pass that is computed at load, and those of them that are wanted."""
+    """Returns the spans of a pass that is computed at load, and the wanted spans."""
     new = layout.store.new_row
     spans = [RowSpan(new(), count) for count in kind.counts]
     spans += [RowSpan(new(), 1 + kind.drafts, 1 + kind.drafts)] if kind.drafts else []
@@ -257,7 +257,7 @@ def spans_of(layout: Layout, kind: PassKind) -> tuple[list[RowSpan], list[int]]:
 def test_passes_with_prompts_were_compiled_at_load(
     ragged: Any, rows: int, counts: list[int]
 ) -> None:
-    """Beside rows that decode and without, whether prompts end in them or not."""
+    """The passes have rows that decode or not, and prompts that end or not."""
     layout, _ = ragged
     runner = layout.ragged
     kinds = compiled_kinds(runner.sizes, 8, runner.sizes[-1], 0)
@@ -279,9 +279,9 @@ def test_passes_with_prompts_were_compiled_at_load(
 def test_passes_that_check_drafts_were_compiled_at_load(
     ragged: Any, depths: list[int], unread: int, one_kernel: bool
 ) -> None:
-    """Of any rows, beside prompts and without, up to the drafts that are expected.
+    """The passes have any number of rows, with or without prompts, up to the expected drafts.
 
-    Where one kernel computes those that do nothing else, they are others.
+    Passes that only check drafts are compiled apart if one kernel computes them.
     """
     layout, _ = ragged
     drafts, runner = 48, layout.ragged
@@ -298,5 +298,5 @@ def test_passes_that_check_drafts_were_compiled_at_load(
     if sum(span.count for span in spans) <= runner.sizes[-1]:
         shape = runner._shape(spans, wanted)
         assert shape in known and shape.follow == (one_kernel and not unread)
-        # Beside a long prompt few lines get logits.
+        # A pass with a long prompt has few lines with logits.
         assert shape.wanted <= next(size for size in runner.sizes if size >= 8 + drafts)

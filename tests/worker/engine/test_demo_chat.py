@@ -1,4 +1,4 @@
-"""The embedded chat model is complete and small, and calls tools as its page says."""
+"""The embedded chat model is complete and small, and calls tools as its page describes."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_call_that_a_client_sends_back_is_rendered_as_it_was_written(
     )
 
 
-LEAST = {  # share of right answers; the card has those of more conversations
+LEAST = {  # the least shares of right answers; the card has the shares of more conversations
     "known tools": 0.8,
     "known tools, thinking": 0.8,
     "unseen tools": 0.55,

@@ -1,4 +1,4 @@
-"""The embedded model is complete, small, consistent and as good as its card says. Needs no MLX."""
+"""The embedded model is complete, small, consistent and as good as its card. Needs no MLX."""
 
 from __future__ import annotations
 

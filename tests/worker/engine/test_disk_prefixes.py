@@ -100,7 +100,7 @@ def opened(
 
 
 def closed(engine: ModelEngine) -> None:
-    """Ends an engine as a worker ends, when all is written."""
+    """Ends an engine as a worker ends, after all is written."""
     assert engine.disk is not None
     engine.disk.save_all(time.monotonic() + 60)
     assert engine.disk.counters.dropped == 0
@@ -113,14 +113,14 @@ def disk_of(engine: ModelEngine) -> DiskPrefixes:
 
 
 def reopened(model: LoadedModel, path: Path, **settings: Any) -> ModelEngine:
-    """Returns an engine that knows what is in its folder."""
+    """Returns an engine that has listed the files of its folder."""
     engine = opened(model, path, **settings)
     until(lambda: disk_of(engine).counters.bytes, "the folder was looked at")
     return engine
 
 
 def fetch(engine: ModelEngine, seq: Sequence, *, busy: bool = False) -> None:
-    """Waits until a sequence need not wait for the disk."""
+    """Waits until a sequence no longer waits for the disk."""
     disk = disk_of(engine)
     disk.begin(seq, time.monotonic())
 
@@ -211,7 +211,7 @@ def test_records_of_other_rules_are_never_used(
 
 
 def test_records_of_weights_that_were_replaced_are_never_used(tmp_path: Path) -> None:
-    """The digest of the weights covers both ends of a file; its time and size tell the rest."""
+    """The digest of the weights covers both ends of a file, its time and its size."""
     path, prompt = tmp_path / "model", prompt_of(SIZE)
     path.mkdir()
     folder = inspect(write_checkpoint(path, **LONG))
@@ -379,7 +379,7 @@ def test_a_disk_that_does_not_answer_is_given_up(
     may_end.set()
     later = sequence(prompt)
     disk.begin(later, now + disk_prefixes.READ_LIMIT + 1)
-    assert not later.restoring  # nobody waits for it for a while
+    assert not later.restoring  # no sequence waits for the disk for a while
     other.admit(seq)
     read(other, seq)
     decode(other, [seq], STEPS)
@@ -545,7 +545,7 @@ def test_a_part_that_saves_little_is_not_written(loaded: Any, tmp_path: Path) ->
 def test_a_step_of_saving_is_bounded(
     loaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes more steps where the tree is larger and its paths are longer, not longer ones."""
+    """A larger tree with longer paths takes more steps, not longer steps."""
     monkeypatch.setattr(disk_saves, "STEP_BLOCKS", 2)
     monkeypatch.setattr(disk_saves, "STEP_NODES", 3)
     model, begin = loaded("full"), prompt_of(600)

@@ -1,4 +1,4 @@
-"""Checks of drafts: several tokens of a row in one pass, the same as one token a pass gives."""
+"""Checks of drafts: one pass gives a row the tokens that passes of one token give."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def sequence(number: int, size: int = 250) -> Sequence:
 
 
 def answers(loaded: LoadedModel, layout: str) -> list[list[Any]]:
-    """Returns the tokens of each sequence, one a pass, with their log-probabilities."""
+    """Returns each sequence's tokens of passes of one token, with their log-probabilities."""
     engine = model_engine(loaded, layout=layout, prefix="off", lookahead=False)
     found = []
     for number in range(len(OPTIONS)):
@@ -67,7 +67,7 @@ def answers(loaded: LoadedModel, layout: str) -> list[list[Any]]:
 
 
 def drafts_of(seq: Sequence, answer: list[Any], draw: random.Random) -> tuple[int, ...]:
-    """Returns up to five of the tokens that come next, half of the time with a wrong one."""
+    """Returns up to five of the next tokens, half of the time with a wrong token."""
     right = [one.token for one in answer[len(seq.ids) :][: draw.choice([0, 1, 3, 5])]]
     if right and draw.random() < 0.5:
         right[draw.randrange(len(right))] ^= 1
@@ -122,7 +122,7 @@ def test_checked_drafts_give_the_tokens_of_single_draws(loaded: LoadedModel, lay
 def test_draws_of_many_lines_are_divided(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They give the tokens and log-probabilities of single draws, in the memory of few lines."""
+    """Divided draws give the results of single draws, in the memory of few lines."""
     most, taken = 7, []
     sample = sampler.sample_batch
 
@@ -153,7 +153,7 @@ def test_draws_of_many_lines_are_divided(
 
 
 def test_the_memory_of_draws_with_drafts_is_counted(tmp_path: Any) -> None:
-    """A pass in which all rows check drafts, with every option, stays within what was measured."""
+    """If all rows check drafts with every option, a pass stays within the measured memory."""
     size, most, depth = 30_000, 60, 15
     large = load(inspect(write_checkpoint(tmp_path, vocab_size=size)))
     settings: dict[str, Any] = {"layout": "slabs", "prefix": "off", "max_sequences": 4, "batch": 16}
@@ -182,7 +182,7 @@ def test_the_memory_of_draws_with_drafts_is_counted(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_row_that_leaves_during_a_check_keeps_no_draft(loaded: LoadedModel, layout: str) -> None:
-    """The prefix cache has its tokens only, and a row beside it loses nothing."""
+    """The prefix cache keeps only its tokens, and a row beside it loses nothing."""
     engine = model_engine(loaded, layout=layout, lookahead=False)
     leaving, beside = sequence(0, 60), sequence(1, 60)
     for seq in (leaving, beside):
@@ -199,7 +199,7 @@ def test_a_row_that_leaves_during_a_check_keeps_no_draft(loaded: LoadedModel, la
 
 
 def test_passes_ahead_take_tokens_beside_a_check(loaded: LoadedModel) -> None:
-    """The next pass takes the token in flight of a row that was behind a check in its pass."""
+    """The next pass takes the token in flight of a row that followed a check in its pass."""
     expected = answers(loaded, "pool")
     engine = model_engine(loaded, layout="pool", prefix="off", lookahead=True)
     rows = [sequence(number) for number in (0, 1, 3)]
@@ -228,7 +228,7 @@ def test_the_first_wrong_draft_ends_what_is_accepted() -> None:
     assert (accepted(0, 6, 7), accepted(5, 0, 7), accepted(5, 6, 0)) == ([5], [5, 6], [5, 6, 7])
     broken = SampledNumbers([9, 5, NO_TOKEN, 7, 8])
     assert [one.token for one in accepted_tokens(broken, seq, 1, (0, 6, 7))] == [5]
-    # What could not be drawn fails as the first of the next pass.
+    # A token that could not be drawn fails as the first token of the next pass.
     assert [one.token for one in accepted_tokens(broken, seq, 1, (5, 6, 7))] == [5]
     with pytest.raises(SequenceFailed, match="are no numbers"):
         accepted_tokens(broken, seq, 2, (6, 7))
@@ -246,7 +246,7 @@ def test_the_first_wrong_draft_ends_what_is_accepted() -> None:
 def test_spans_that_cannot_be_computed_are_refused(
     loaded: LoadedModel, span: Any, words: str
 ) -> None:
-    """Nothing that runs loses its row."""
+    """A refused span costs no running sequence its row."""
     engine, seq, beside = model_engine(loaded, lookahead=True), sequence(0, 60), sequence(1, 60)
     for one in (seq, beside):
         enter(engine, one)
@@ -275,7 +275,7 @@ def test_engines_that_check_no_drafts_say_so(tmp_path: Any) -> None:
 
 
 def test_the_time_of_a_pass_that_is_compiled_says_nothing_of_others(loaded: LoadedModel) -> None:
-    """A row on a CPU that reaches another 64 tokens has another pass."""
+    """On a CPU a row gets a new compiled pass with every 64 tokens."""
     engine = model_engine(loaded, layout="slabs", prefix="off", lookahead=False)
     rows = [sequence(0, 62), sequence(1, 62)]
     for seq in rows:
@@ -296,7 +296,7 @@ def test_the_time_of_a_pass_that_is_compiled_says_nothing_of_others(loaded: Load
 def test_what_compiles_in_a_pass_is_told_before_it_is_built(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a kind of pass that is new, and of new constants of a known one."""
+    """Passes of a new kind, and passes of a known kind with new constants, are reported."""
     engine = model_engine(loaded, layout="slabs", prefix="off", lookahead=False)
     rows = [sequence(0, 62), sequence(1, 62)]
     seen: list[str] = []
@@ -369,7 +369,7 @@ def test_nothing_compiles_in_a_pass_that_was_not_told(
 def test_a_pass_that_failed_has_compiled_nothing(
     loaded: LoadedModel, layout: str, fails_in: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next one of its kind is told, and one of a kind that was evaluated before is not."""
+    """The next pass of its kind is reported; a pass of a kind that was evaluated before is not."""
     engine = model_engine(loaded, layout=layout, prefix="off", lookahead=False)
     known, new = sequence(0, 40), sequence(1, 40)
     told: list[str] = []
@@ -410,7 +410,7 @@ def test_a_pass_that_failed_has_compiled_nothing(
 
 
 def test_the_pass_in_flight_waits_for_one_that_compiles(loaded: LoadedModel) -> None:
-    """So the time of neither says anything of others."""
+    """The times of both passes are not representative."""
     engine = model_engine(loaded, layout="slabs", prefix="off", lookahead=True)
     rows = [sequence(0, 30), sequence(1, 40)]
     for seq in rows:

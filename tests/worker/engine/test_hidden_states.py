@@ -1,4 +1,4 @@
-"""Spans that want hidden states get what the head of the model takes of a plain pass."""
+"""Spans that want hidden states get the inputs of the model's head in a plain pass."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadedModel]:
 
 
 def states_of(loaded: LoadedModel, seq: Sequence) -> np.ndarray:
-    """Returns what the head takes while the tokens of a prompt are read one by one."""
+    """Returns the head's inputs while the tokens of a prompt are read one by one."""
     engine = model_engine(loaded, layout="rows", prefix="off", lookahead=False)
     twin = Sequence(b"", 1, seq.prompt, seq.options, 1, 1)
     engine.admit(twin)
@@ -60,7 +60,7 @@ def states_of(loaded: LoadedModel, seq: Sequence) -> np.ndarray:
 def test_hidden_states_are_what_the_head_takes(
     models: dict[str, LoadedModel], name: str, layout: str
 ) -> None:
-    """In chunks, of several texts in one pass, beside streams whose tokens do not change."""
+    """Prompts are read in chunks, several in one pass; tokens of streams beside do not change."""
     loaded = models[name]
     texts = [sequence(1, 37), sequence(2, 1), sequence(3, 12)]
     expected = [states_of(loaded, seq) for seq in texts]

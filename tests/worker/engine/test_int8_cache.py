@@ -1,4 +1,4 @@
-"""An engine with 8-bit keys and values: capacity, resumed streams, and what is refused by name."""
+"""An engine with 8-bit keys and values: capacity, resumed streams, models refused by name."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ def answer(engine: ModelEngine, prompt: tuple[int, ...], tokens: int, chunk: int
 def test_a_resumed_stream_goes_on_with_the_same_tokens(
     name: str, models: dict[str, LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After any token, in chunks of any size, from the prefix tree or without it.
+    """It is resumed after any token, in chunks of any size, with and without the prefix tree.
 
-    Full attention, sliding windows, and recurrent layers between layers of keys and values.
+    The models have full attention, sliding windows, and recurrent layers between these.
     """
     monkeypatch.setattr(tree_cache, "RESTORE_POINT_INTERVAL", 16)
     engine = model_engine(models[name], kv="int8", lookahead=False)
@@ -118,7 +118,7 @@ def test_deterministic_answers_have_the_same_bits_alone_and_resumed(tmp_path: Pa
 
 
 def test_a_preempted_and_a_rewound_row_go_on_as_they_were(models: dict[str, LoadedModel]) -> None:
-    """A preemption drops the row, wrong drafts are removed from it."""
+    """A preemption drops the row; a rewind removes wrong drafts from it."""
     engine = model_engine(models["llama"], kv="int8", prefix="off")
     whole = answer(engine, PROMPT, TOKENS, 512)
     seq = sequence(PROMPT)
@@ -137,7 +137,7 @@ def test_a_preempted_and_a_rewound_row_go_on_as_they_were(models: dict[str, Load
 
 
 def test_twice_as_many_tokens_fit_into_the_memory(models: dict[str, LoadedModel]) -> None:
-    """By the blocks that engines with the same limit have for rows, and by what rows take."""
+    """Compares the blocks of engines with the same limit, and the bytes of their rows."""
     limit = device.non_mlx_bytes() + 2**30
     found = {}
     for kv in ("auto", "int8"):
@@ -152,7 +152,7 @@ def test_twice_as_many_tokens_fit_into_the_memory(models: dict[str, LoadedModel]
 
 
 def test_8_bits_keep_the_likeliest_token() -> None:
-    """Of the demo model, over 600 tokens of Python's library."""
+    """Compares the demo model's likeliest tokens over 600 tokens of Python's library."""
     loaded = load(inspect(DEMO_FOLDER))
     source = Path(argparse.__file__).read_text("utf-8")
     ids = ChatTokenizer.from_folder(loaded.folder).encode(source)[:600]
@@ -165,7 +165,7 @@ def test_8_bits_keep_the_likeliest_token() -> None:
 def test_another_kind_of_cache_is_another_digest(
     models: dict[str, LoadedModel], tmp_path: Path
 ) -> None:
-    """So a stream is not resumed on a worker that stores keys and values otherwise."""
+    """A stream is therefore not resumed on a worker that stores keys and values differently."""
     path = write_checkpoint(tmp_path)
     engines = [model_engine(models["llama"], kv=kv) for kv in ("auto", "int8")]
     plain, quantised = (engine.digest for engine in engines)
@@ -177,7 +177,7 @@ def test_another_kind_of_cache_is_another_digest(
 
 @pytest.mark.parametrize("name", ["builtin:counting", "builtin:demo-embed", "glm4_moe_lite"])
 def test_models_without_keys_and_values_refuse_it(name: str, tmp_path: Path) -> None:
-    """By name at load, and in `mlxpool check`."""
+    """The load and `mlxpool check` name the model that they refuse."""
     path = str(write_checkpoint(tmp_path, **GLM)) if name == "glm4_moe_lite" else name
     config = ModelConfig(path=path, kv="int8")
     with pytest.raises(ModelLoadFailed, match="kv = 'int8' is not built for"):
@@ -199,7 +199,7 @@ def test_a_gpu_without_kernels_for_the_heads_refuses_it(
 def test_a_gpu_without_cuda_refuses_it(
     models: dict[str, LoadedModel], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """For what it is, whatever heads the model has: no kernel is written for Metal."""
+    """The reason does not depend on the model's heads: no kernel is written for Metal."""
     path = write_checkpoint(tmp_path, head_dim=64)
     monkeypatch.setattr(device, "on_gpu", lambda: True)
     wanted = "on this GPU, as the kernels .* are written for CUDA, not for Metal"
@@ -216,7 +216,7 @@ def test_a_gpu_without_cuda_refuses_it(
 def test_an_operator_is_told_that_resumed_answers_may_differ(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By `mlxpool check`, and by a worker that loads the model."""
+    """`mlxpool check` and a worker that loads the model give the note."""
     path = str(write_checkpoint(tmp_path))
     (note,) = check("name", ModelConfig(path=path, kv="int8"))["notes"]
     assert "may go on with other tokens" in note and "deterministic = true" in note
@@ -258,5 +258,5 @@ def test_a_model_of_images_has_memory_for_rows_that_operations_read(
         assert layout.reads_int8
         found[images] = layout.read_bytes
         layout.close()
-    # Of a layer 3,000 tokens, three times: copies of integers and scales, and their numbers.
+    # 3,000 tokens of a layer, three times: copies of integers and scales, and dequantised numbers.
     assert found == {False: 0, True: 3 * 3000 * 2 * (2 * 66 + 2 * 64 * 2)}

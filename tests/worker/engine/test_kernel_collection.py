@@ -1,4 +1,4 @@
-"""What a load builds and lists before it computes: each pass once, with all its kernels."""
+"""A load first builds each pass once, and lists all its kernels, before it computes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ LATENT: dict[str, Any] = {
 
 
 class Counted:
-    """A model that counts how often it is called, which is how often a pass of it is built."""
+    """A model that counts its calls: each call builds a pass."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -89,7 +89,7 @@ def test_each_pass_is_built_once_and_stays_compiled(
     sizes: dict[str, Any],
     attention: str,
 ) -> None:
-    """All their kernels are listed."""
+    """All kernels of the passes are listed."""
     given: list[list[KernelJob]] = []
     monkeypatch.setattr(kernel_cache, "compile_together", lambda jobs, _: given.append([*jobs]))
     with built_kernels():
@@ -115,7 +115,7 @@ def test_each_pass_is_built_once_and_stays_compiled(
 def test_kernels_of_trials_are_compiled_together_before_they_are_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, Any]
 ) -> None:
-    """None is called, and nothing that they found with zeros is remembered."""
+    """No kernel is called, and no cache keeps a result of the rehearsal."""
     given: list[list[KernelJob]] = []
     monkeypatch.setattr(kernel_cache, "compile_together", lambda jobs, _: given.append([*jobs]))
     loaded = load(inspect(write_checkpoint(tmp_path, **sizes)), dtype=mx.bfloat16)

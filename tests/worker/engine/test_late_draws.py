@@ -27,7 +27,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.9, "logprobs": True},
     {"temperature": 0.7, "repeat_penalty": 1.6, "repeat_last_n": 4},
-    # Two tokens take turns, as long as the newest one counts.
+    # Two tokens take turns, if the penalties count the newest token.
     {
         "temperature": 0.0,
         "logit_bias": {"5": 20.0, "6": 19.0},
@@ -103,7 +103,7 @@ def test_a_late_draw_gives_the_tokens_of_an_immediate_one(loaded: LoadedModel, o
 def test_masks_exclude_tokens_before_all_filters(
     loaded: LoadedModel, lookahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Row 0 takes its likeliest allowed token; rows without a mask draw as ever.
+    """Row 0 takes its likeliest allowed token; rows without a mask draw as before.
 
     The mask of each draw depends on the token before, which is known one round later.
     """
@@ -193,7 +193,7 @@ def test_a_failed_draw_loses_the_rows_of_its_pass(
 
 
 def test_masks_hold_for_each_draft(tmp_path: Any) -> None:
-    """Each line of a check has a mask of its own; a draft that is not allowed is wrong."""
+    """Each line of a check has its own mask; a draft that is not allowed is wrong."""
     loaded = load(inspect(write_checkpoint(tmp_path)))
     plain = model_engine(loaded, prefix="off", lookahead=False)
     expected = running(plain)[0]
@@ -214,7 +214,7 @@ def test_masks_hold_for_each_draft(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("again", [True, False])
 def test_a_row_that_is_withdrawn_gives_up_its_drafts(tmp_path: Any, again: bool) -> None:
-    """With `again` its last token as well: the next pass reads it and draws what follows it."""
+    """With `again` it gives up its last token as well: the next pass reads that token again."""
     loaded = load(inspect(write_checkpoint(tmp_path)))
     plain = model_engine(loaded, prefix="off", lookahead=False)
     expected = running(plain)

@@ -1,6 +1,6 @@
 """Passes in flight change no token: sequences end, are cancelled or preempted beside them.
 
-Every answer is compared with that of an engine without look-ahead that serves it alone.
+Every answer is compared with the answer of an engine without look-ahead that serves it alone.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def sequence(number: int, size: int, count: int) -> Sequence:
 
 
 def alone(loaded: LoadedModel, text: ChatTokenizer, seq: Sequence) -> list[int]:
-    """Returns the answer of an engine that serves nothing else and never looks ahead."""
+    """Returns the answer of an engine without look-ahead that serves no other request."""
     again = Sequence(b"", 1, seq.prompt, seq.options, seq.seed, seq.max_tokens)
     steps = ScheduledSteps(model_engine(loaded, text, prefix="off", lookahead=False))
     steps.admit(again)
@@ -130,7 +130,7 @@ def test_the_last_chunk_of_a_prompt_draws_its_first_token(
 def test_a_pass_takes_its_inputs_from_the_pass_in_flight(
     loaded: LoadedModel, text: ChatTokenizer
 ) -> None:
-    """Rows of the second pass have another order, and one of them was not in the first."""
+    """The rows of the second pass have another order, and one row was not in the first pass."""
     engine = model_engine(loaded, text, lookahead=True)
     rows = [sequence(number, 9 + number, 8) for number in range(4)]
     for seq in rows:
@@ -152,7 +152,7 @@ def test_a_pass_takes_its_inputs_from_the_pass_in_flight(
 def test_a_failed_pass_loses_all_rows_in_flight(
     loaded: LoadedModel, text: ChatTokenizer, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
-    """Also where it has ended, and the host has no memory for its tokens."""
+    """The rows are also lost if the pass has ended and the host lacks memory for its tokens."""
     engine = model_engine(loaded, text, lookahead=True, layout="rows")
     rows = [sequence(number, 20, 8) for number in range(3)]
     for seq in rows:

@@ -38,7 +38,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def warmed(loaded: LoadedModel, **settings: Any) -> tuple[ModelEngine, int]:
-    """Returns an engine that was warmed up, and how many chunks that has measured."""
+    """Returns an engine after its warm-up, and the number of chunks that the warm-up measured."""
     engine, measured = model_engine(loaded, **{"keeps_measurement": True, **settings}), list[int]()
     measure = warm_up.measure_chunk
 

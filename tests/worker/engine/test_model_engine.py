@@ -249,7 +249,7 @@ def test_a_cancelled_completion_is_a_prefix_for_the_next_turn(
 def test_an_end_of_sequence_that_is_not_appended(
     loaded: LoadedModel, text: ChatTokenizer, lookahead: bool
 ) -> None:
-    """With lookahead it is the input of a pass in flight when it is read."""
+    """With lookahead the token is the input of a pass in flight when the host reads it."""
     engine, seq = model_engine(loaded, text, lookahead=lookahead), sequence(prompt_of(20))
     enter(engine, seq)
     decode(engine, [seq], 5)
@@ -339,7 +339,7 @@ def test_memory_counts_rows_and_prefixes_apart(loaded: LoadedModel, text: ChatTo
 
 
 def transient(engine: ModelEngine, seq: Sequence) -> int:
-    """Returns the bytes of a decode step beyond those before and after it."""
+    """Returns the peak bytes of a decode step beyond the bytes before and after it."""
     decode(engine, [seq], 2)
     mx.clear_cache()
     mx.reset_peak_memory()
@@ -368,7 +368,7 @@ def test_no_step_copies_the_cache(loaded: LoadedModel, text: ChatTokenizer) -> N
 def test_a_preempted_sequence_gets_the_same_tokens(
     loaded: LoadedModel, text: ChatTokenizer, layout: str, lookahead: bool
 ) -> None:
-    """With lookahead its token in flight belongs to the released row."""
+    """With lookahead the token in flight belongs to the released row."""
     for prefix in ("tree", "off"):
         for salt in range(len(MIXTURE)):
             expected = ids_of(model_engine(loaded, text), mixture()[salt])
@@ -391,7 +391,7 @@ def test_a_preempted_sequence_gets_the_same_tokens(
 def test_capacity_is_what_the_limit_leaves(
     loaded: LoadedModel, text: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # What other tests leave in the heap varies.
+    # The memory that other tests leave in the heap varies.
     monkeypatch.setattr(device, "non_mlx_bytes", lambda: 0)
     block = 256 * 2 * 2 * 8 * 4 * 2
     small, large = (
@@ -414,9 +414,9 @@ def test_capacity_is_what_the_limit_leaves(
 def test_passes_of_a_small_model_in_which_nothing_decodes_are_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, mebibytes: int, prefill: int
 ) -> None:
-    """They take twice `seconds`, and requests that arrive wait for 40 ms at most.
+    """Long passes take twice `seconds`, and new requests must wait for at most 40 ms.
 
-    They take twice the `mebibytes` of others, of 256, and must leave most of the blocks.
+    They take twice the `mebibytes` of other passes, of 256, and must leave most of the blocks.
     """
     made: list[bool] = []
 
@@ -427,7 +427,7 @@ def test_passes_of_a_small_model_in_which_nothing_decodes_are_long(
         return ShortContexts(shape, model, blocks, long=long_passes)
 
     class ShortContexts(PagedLayout):
-        """A pool on the CPU, which says that it has compiled passes."""
+        """A pool on the CPU that declares compiled passes."""
 
         def __init__(self, shape: RowShape, model: Any, blocks: int, *, long: bool) -> None:
             super().__init__(shape, model, blocks, rows=4, deterministic=False, in_place=False)
@@ -659,7 +659,7 @@ def test_the_prefix_cache_gets_blocks_when_there_are_few(
 def test_warm_up_leaves_nothing_behind(
     loaded: LoadedModel, text: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Passes share one allocation for rows, but for the two whose memory is measured."""
+    """Passes share one allocation for rows, except the two passes whose memory is measured."""
     empty, allocated = Slab.empty, list[int]()
 
     def counted(shape: RowShape, blocks: int) -> Slab:
@@ -684,7 +684,7 @@ def test_warm_up_leaves_nothing_behind(
 def test_the_time_of_a_step_is_chosen_once(
     loaded: LoadedModel, text: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is that of some decode steps, in bounds, or what the settings say."""
+    """It follows from the time of some decode steps, within bounds, or from the settings."""
     assert model_engine(loaded, text, step_target=0.033).limits.seconds == 0.033
     monkeypatch.setattr(StepTarget, "of_device", lambda **_: StepTarget(1e-9, 1e9))
     for lookahead in (False, True):
@@ -764,7 +764,10 @@ def test_a_pass_without_blocks_waits_for_those_that_it_discards(
     error: Exception,
     waits: int,
 ) -> None:
-    """The next passes write their numbers where these read theirs; a lost device ends none."""
+    """New passes write their numbers into memory that discarded passes read.
+
+    Without a device discarded passes never end.
+    """
     engine = model_engine(loaded, text, layout="pool", lookahead=True)
     seq, waited = sequence(prompt_of(20)), list[Flight]()
     enter(engine, seq)
@@ -802,7 +805,7 @@ def test_blocks_that_streams_share_count_once(loaded: LoadedModel, text: ChatTok
         enter(engine, row)
         engine.blocks.give(row, 2)
     held = {block for row in rows for block in cast(PagedRow, engine.inspect().rows[row]).table}
-    assert len(held) == 16 + 1  # the block behind the shared one is each stream's own
+    assert len(held) == 16 + 1  # the block after the shared block is each stream's own
     assert (
         100 - engine.blocks.available == len(held) + 1
     )  # the tree has the end of the first stream

@@ -1,4 +1,4 @@
-"""Drafts of a model's own head (MTP) are those of its whole history, whatever rows went through."""
+"""Drafts of a model's own head (MTP) equal the drafts of the whole history, after any passes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def head_of(engine: ModelEngine) -> Predictions:
 def wanted(
     loaded: LoadedModel, seq: Sequence, count: int, first: int = 0, kv: str = AUTO
 ) -> tuple[int, ...]:
-    """The drafts of a head that reads the whole sequence, from input `first` on, anew."""
+    """Returns the drafts of a head that reads the sequence again, from input `first` on."""
     shape = RowShape(loaded.folder.plan.caches, loaded.dtype, 512, 512, kv=kv)
     own = RowShape((loaded.folder.plan.prediction_cache,), loaded.dtype, 512, 512)  # type: ignore[arg-type]
     model = cast(PredictingModel, loaded.model)
@@ -77,7 +77,7 @@ def wanted(
 def test_drafts_are_those_of_the_whole_history(
     models: dict[str, LoadedModel], family: str, layout: str
 ) -> None:
-    """Of prompts read in chunks, beside others, behind right and wrong drafts and plain steps."""
+    """Prompts are read in chunks, beside others; right and wrong drafts and plain steps follow."""
     draw, loaded = random.Random(family), models[family]
     engine = engine_of(loaded, layout)
     head, limit = head_of(engine), engine.limits.drafts or 4
@@ -114,7 +114,7 @@ def test_drafts_are_those_of_the_whole_history(
 
 
 def answers_of(loaded: LoadedModel, rows: list[Sequence]) -> dict[Sequence, tuple[int, ...]]:
-    """All tokens of the sequences, computed without drafts."""
+    """Returns all tokens of the sequences, computed without drafts."""
     engine = engine_of(loaded)
     copies = [replace(seq, ids=[]) for seq in rows]
     for copy in copies:
@@ -127,7 +127,7 @@ def answers_of(loaded: LoadedModel, rows: list[Sequence]) -> dict[Sequence, tupl
 def test_states_that_wait_are_read_when_they_are_many(
     models: dict[str, LoadedModel], family: str
 ) -> None:
-    """A row that has no drafts keeps few of them, and its next drafts are right all the same."""
+    """A row without drafts keeps few states, and its next drafts are still right."""
     loaded = models[family]
     engine = engine_of(loaded)
     head, seq = head_of(engine), sequence(3, 5)
@@ -146,7 +146,7 @@ def test_states_that_wait_are_read_when_they_are_many(
 def test_a_row_begins_anew_behind_a_cached_prefix(
     models: dict[str, LoadedModel], family: str
 ) -> None:
-    """The prefix cache has no states, so drafts are those of the inputs behind its prefix."""
+    """The prefix cache keeps no states, so drafts depend on the inputs after the prefix alone."""
     loaded = models[family]
     engine = engine_of(loaded, prefix="tree")
     head, first = head_of(engine), sequence(4, 300)
@@ -181,7 +181,7 @@ def test_a_row_that_goes_back_forgets_what_was_behind(models: dict[str, LoadedMo
 
 
 def test_a_failed_pass_costs_drafts_and_nothing_else(models: dict[str, LoadedModel]) -> None:
-    """After some of them there are none any more."""
+    """After some failed passes the head gives no more drafts."""
     engine = engine_of(models["glm4_moe_lite"])
     head, seq = head_of(engine), sequence(6)
     enter(engine, seq)
@@ -219,7 +219,7 @@ def test_a_failed_pass_on_a_lost_device_is_no_failed_draft(
 
 
 def test_memory_of_the_head_is_counted(models: dict[str, LoadedModel], tmp_path: Path) -> None:
-    """Its keys and values take their part of the blocks, and are in the report of the rows'."""
+    """The head's keys and values take a part of the blocks, and are reported as memory of rows."""
     path = write_predicting(tmp_path, "glm4_moe_lite")
     with_head, without = models["glm4_moe_lite"], load(inspect(path))
     assert with_head.weight_bytes > without.weight_bytes
@@ -234,7 +234,7 @@ def test_memory_of_the_head_is_counted(models: dict[str, LoadedModel], tmp_path:
 
 
 def test_a_head_drafts_beside_8_bit_keys_and_values(models: dict[str, LoadedModel]) -> None:
-    """Those of the model; the head's own stay as they are computed."""
+    """The model's keys and values have 8 bits; the head's own are not quantised."""
     loaded = models["qwen3_next"]
     engine, seq = engine_of(loaded, kv=INT8), sequence(5)
     head = head_of(engine)
@@ -255,7 +255,7 @@ def test_recurrent_rows_count_the_states_behind_drafts(models: dict[str, LoadedM
     engine = engine_of(loaded)
     shape = RowShape(loaded.folder.plan.caches, loaded.dtype, 512, engine.limits.lines)
     most = engine.limits.drafts
-    # Kernels write the states of a pass into one array, and those of the pass before are there.
+    # Kernels write the states of a pass into one array; the states of the pass before remain.
     count = 2 * (1 + most) if device.on_gpu() else 1 + ROLLBACK_STEPS + most
     kept = shape.fixed_bytes - (1 + ROLLBACK_STEPS) * shape.state_bytes
     assert engine.inspect().budget.row == kept + count * shape.state_bytes
@@ -275,7 +275,7 @@ def test_recurrent_rows_count_the_states_behind_drafts(models: dict[str, LoadedM
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_warm_up_has_the_head_draft(models: dict[str, LoadedModel], family: str) -> None:
-    """It leaves no rows, and serves the smallest context."""
+    """The warm-up leaves no rows, and works with the smallest context."""
     for context in (4, 512):
         engine = engine_of(models[family], context=context, blocks=8, max_sequences=2)
         engine.warm_up(lambda: None)

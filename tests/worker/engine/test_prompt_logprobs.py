@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts are those of a whole forward pass, however the prompt is read."""
+"""Log-probabilities of prompts equal those of one whole forward pass, in any division of it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def plain(prompt: tuple[int, ...], **more: Any) -> Sequence:
 
 
 class Reports(ScheduledSteps):
-    """Also takes what passes report, as the compute thread does."""
+    """Takes the reports of passes as well, as the compute thread does."""
 
     def __init__(self, engine: ModelEngine) -> None:
         super().__init__(engine)
@@ -77,7 +77,7 @@ class Reports(ScheduledSteps):
 
 @pytest.fixture
 def engines(demo: LoadedModel) -> Iterator[Any]:
-    """Makes engines of the demo model, which are closed."""
+    """Yields a function that makes engines of the demo model; closes them afterwards."""
     made: list[ModelEngine] = []
 
     def make(**settings: Any) -> ModelEngine:
@@ -91,7 +91,7 @@ def engines(demo: LoadedModel) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def plain_ids(demo: LoadedModel) -> Callable[[str, int], list[int]]:
-    """The first three ids after so many tokens of the prompt, of a request without a report."""
+    """Returns the first three ids after some tokens of the prompt, without a report."""
 
     @functools.cache
     def found(layout: str, size: int) -> list[int]:
@@ -107,7 +107,7 @@ def plain_ids(demo: LoadedModel) -> Callable[[str, int], list[int]]:
 
 
 def check(found: list[TokenLogprob], prompt: tuple[int, ...], expected: Numbers) -> None:
-    """`found` are those of the last tokens of the prompt."""
+    """Checks that `found` are the log-probabilities of the prompt's last tokens."""
     begin = len(prompt) - len(found)
     for number, one in enumerate(found, begin):
         row = expected[number - 1]
@@ -192,7 +192,7 @@ def test_after_a_preemption_nothing_is_reported_twice(
 def test_logits_are_made_of_few_lines_at_a_time(
     demo: LoadedModel, engines: Any, expected: Numbers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also of lines that are no whole number of parts."""
+    """The number of lines need not be a multiple of the lines of a part."""
     monkeypatch.setattr(prompt_logprobs, "LOGIT_BYTES", 4 * 4096 * 13)
     sizes: list[int] = []
     logits_of = demo.model.logits_of
@@ -205,13 +205,13 @@ def test_logits_are_made_of_few_lines_at_a_time(
     steps, seq = Reports(engines()), sequence(prompt_of(300))
     steps.admit(seq)
     check(steps.run(seq), seq.prompt, expected)
-    assert max(sizes) == 13 and sum(sizes) == 299 + 1  # and that of the first token
+    assert max(sizes) == 13 and sum(sizes) == 299 + 1  # and the line of the first token
     assert prompt_logprobs.logit_bytes(4096, 2048) == 3 * 4 * 4096 * 13
 
 
 @pytest.mark.parametrize("changes", [GLM, {**QWEN3_NEXT, "num_hidden_layers": 2}])
 def test_models_with_latents_and_states(tmp_path: Any, changes: dict[str, Any]) -> None:
-    """Chunks give what a pass over the whole prompt gives."""
+    """Chunks give the log-probabilities of a pass over the whole prompt."""
     loaded = load(inspect(write_checkpoint(tmp_path / "model", **changes)))
     prompt = tuple(np.random.default_rng(1).integers(0, 256, 90).tolist())
     every = []

@@ -1,4 +1,4 @@
-"""Drafts of a head without a cache are those of the newest state, whatever rows went through."""
+"""Drafts of a head without a cache follow from the newest state, after any passes of the rows."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def head_of(engine: ModelEngine) -> StateDrafts:
 
 
 def wanted(loaded: LoadedModel, seq: Sequence, count: int) -> tuple[int, ...]:
-    """The drafts behind the state of the whole sequence, computed anew."""
+    """Returns the drafts after the state of the whole sequence, computed again."""
     shape = RowShape(loaded.folder.plan.caches, loaded.dtype, 512, 512)
     model = cast(PredictingModel, loaded.model)
     batch = RowBatch([RowSpan(RowCache(shape), seq.length - 1)], None)
@@ -82,7 +82,7 @@ def wanted(loaded: LoadedModel, seq: Sequence, count: int) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("layout", ["rows", "slabs"])
 def test_drafts_are_those_of_the_newest_state(loaded: LoadedModel, layout: str) -> None:
-    """Of prompts read in chunks, beside others, behind right and wrong drafts and plain steps."""
+    """Prompts are read in chunks, beside others; right and wrong drafts and plain steps follow."""
     draw = random.Random(layout)
     engine = engine_of(loaded, layout)
     head = head_of(engine)
@@ -113,7 +113,7 @@ def test_drafts_are_those_of_the_newest_state(loaded: LoadedModel, layout: str) 
 
 
 def test_one_row_checks_in_compiled_passes(loaded: LoadedModel) -> None:
-    """Its drafts and answers are the same, for as long as the row grows."""
+    """The row's drafts and answers are the same while it grows."""
     engine, plain = engine_of(loaded), engine_of(loaded, "rows")
     head, seq, other = head_of(engine), sequence(4, 230), sequence(4, 230)
     enter(engine, seq)
@@ -151,7 +151,7 @@ def test_a_chain_of_drafts_is_told_before_it_is_compiled(
 def test_on_a_gpu_all_chains_are_compiled_at_load(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
-    """Of any rows and depth; the drafts are the same, however many rows have some."""
+    """Chains of all numbers of rows are compiled. Drafts do not depend on the number of rows."""
     engine = engine_of(loaded, max_sequences=6)
     head, rows = head_of(engine), [sequence(number, 20 + number) for number in range(count)]
     for seq in rows:
@@ -205,7 +205,7 @@ def test_a_sequence_whose_state_is_not_known_has_no_drafts(loaded: LoadedModel) 
 def test_a_failed_pass_costs_drafts_and_nothing_else(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After some of them there are none any more."""
+    """After some failed passes the head gives no more drafts."""
     engine = engine_of(loaded)
     head, seq = head_of(engine), sequence(6)
     enter(engine, seq)
@@ -224,7 +224,7 @@ def test_a_failed_pass_costs_drafts_and_nothing_else(
 
 
 def test_the_states_of_the_newest_pass_are_counted(loaded: LoadedModel) -> None:
-    """One for each row and each draft that it checks, whatever the rows have computed before."""
+    """A row has one state, and one for each draft that it checks, after any passes."""
     engine = engine_of(loaded, max_sequences=3, limit=2**32)
     head, width = head_of(engine), loaded.folder.plan.shapes["model.norm.weight"][0]
     state = width * loaded.dtype.size
@@ -250,7 +250,7 @@ def test_the_states_of_the_newest_pass_are_counted(loaded: LoadedModel) -> None:
 
 @pytest.mark.parametrize("context", [4, 512])
 def test_the_warm_up_has_the_head_draft(loaded: LoadedModel, context: int) -> None:
-    """It leaves no rows, and serves the smallest context."""
+    """The warm-up leaves no rows, and works with the smallest context."""
     engine = engine_of(loaded, context=context, blocks=8, max_sequences=2)
     engine.expect_drafts(16)
     engine.warm_up(lambda: None)
@@ -263,9 +263,9 @@ def test_the_warm_up_has_the_head_draft(loaded: LoadedModel, context: int) -> No
 
 @pytest.fixture(params=["many kernels", "one kernel"])
 def pooled(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[ModelEngine]:
-    """An engine with passes of our kernels over blocks of a pool, simulated without a GPU.
+    """Yields an engine with passes of our kernels over a pool, simulated without a GPU.
 
-    Those in which rows decode or check drafts are many kernels or one.
+    Passes that only decode or check drafts are many kernels or one.
     """
     path = write_predicting(tmp_path, "llama", right=True, **SIZES_OF_KERNELS)
     with ExitStack() as stack:
@@ -292,7 +292,7 @@ def _as_on_a_gpu(*args: Any, on_gpu: bool, **others: Any) -> Any:
 
 
 def test_passes_over_blocks_of_a_pool_give_the_newest_states(pooled: ModelEngine) -> None:
-    """Also while a pass is in flight; drafts of them are right mostly, and answers the same."""
+    """They do so also while a pass is in flight. Drafts are mostly right, answers are the same."""
     head, plain = head_of(pooled), [sequence(number, 30 + number) for number in range(2)]
     for seq in plain:
         enter(pooled, seq)
@@ -322,7 +322,7 @@ def test_passes_over_blocks_of_a_pool_give_the_newest_states(pooled: ModelEngine
 
 
 def test_the_host_drafts_as_mlx_does_for_the_demo() -> None:
-    """Few rows are drafted by NumPy, more of them by compiled passes; both give the same drafts."""
+    """NumPy drafts for few rows, compiled passes for more; both give the same drafts."""
     folder = inspect(DEMO_FOLDER, predicts=True)
     text = ChatTokenizer.from_folder(folder)
     engine = model_engine(load(folder), text, layout="slabs", prefix="off", lookahead=False)
@@ -350,7 +350,7 @@ def test_the_host_drafts_as_mlx_does_for_the_demo() -> None:
 
 
 def test_a_head_whose_weights_are_others_is_left_to_mlx(loaded: LoadedModel) -> None:
-    """In another type, of another layer, or with the whole vocabulary as its output."""
+    """The head has another dtype, another layer, or the whole vocabulary as its output."""
     whole = cast(PredictingModel, loaded.model).prediction
     assert HostHead.of(whole) is None
     demo = inspect(DEMO_FOLDER, predicts=True)
@@ -359,7 +359,7 @@ def test_a_head_whose_weights_are_others_is_left_to_mlx(loaded: LoadedModel) -> 
 
 
 def test_the_head_of_the_demo_is_right_mostly() -> None:
-    """Its first draft of what the demo writes greedily; and it is small."""
+    """Its first draft mostly equals the demo's next greedy token; and the head is small."""
     folder = inspect(DEMO_FOLDER, predicts=True)
     own = sum(one.nbytes for name, one in folder.tensors.items() if name.startswith("mtp."))
     assert 0 < own < 1_000_000

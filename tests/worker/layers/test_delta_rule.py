@@ -16,7 +16,7 @@ Inputs = tuple[np.ndarray, ...]
 
 
 def inputs_of(count: int, *, alike: float = 0.0, batch: int = 2) -> Inputs:
-    """q, k, v, log_decay, rate, state; `alike` is the similarity of all keys."""
+    """Returns q, k, v, log_decay, rate, state; `alike`: the similarity of all keys."""
     draw = np.random.default_rng(count)
 
     def normal(*shape: int) -> np.ndarray:
@@ -24,7 +24,7 @@ def inputs_of(count: int, *, alike: float = 0.0, batch: int = 2) -> Inputs:
 
     heads = HEADS * RATIO
     q, k = (mx.array(normal(count, HEADS, KEY) + shift) for shift in (0.0, alike))
-    # A few tokens forget nearly all that was there, most of them next to nothing.
+    # A few tokens clear nearly the whole state, most tokens next to nothing.
     decay = np.where(np.abs(normal(count, heads)) > 1.5, -300.0, -1e-3).astype(np.float32)
     rate = 1 / (1 + np.exp(-4 * normal(count, heads)))
     units = (np.array(delta_rule.l2_normalised(x)) for x in (q, k))

@@ -1,4 +1,4 @@
-"""Dense weights of dense and quantised ones: bit for bit what MLX dequantises."""
+"""Dense weights of dense and quantised weights equal MLX's dequantised weights bit for bit."""
 
 from __future__ import annotations
 

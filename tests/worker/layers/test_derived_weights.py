@@ -36,7 +36,7 @@ def numbers(*shape: int) -> np.ndarray:
 
 
 def quantised(values: np.ndarray, layout: QuantLayout) -> dict[str, np.ndarray]:
-    """kind -> tensor, as MLX quantises."""
+    """Returns the tensors that MLX quantises, by kind."""
     made = mx.quantize(mx.array(values), layout.group_size, layout.bits, mode=layout.mode)
     return dict(zip(("weight", "scales", "biases"), map(np.array, made), strict=False))
 
@@ -55,7 +55,7 @@ class Checkpoint:
         return inspect(self.path)
 
     def load(self, stored: dict[str, np.ndarray], shapes: Any, rule: Any) -> Any:
-        """The weights that the model is built of."""
+        """Returns the weights that the model is built from."""
         folder = self.inspect(stored, shapes, rule)
         counts: list[tuple[int, int]] = []
         loaded = load(folder, lambda tensors, size: counts.append((tensors, size)))

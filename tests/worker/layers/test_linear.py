@@ -29,7 +29,7 @@ def draw(*shape: int, seed: int = 0) -> Any:
 
 
 def stored(case: str) -> tuple[dict[str, Any], dict[str, QuantLayout], dict[str, Any]]:
-    """The tensors of an MLP's experts, their layouts, and the dense weights."""
+    """Returns the tensors of an MLP's experts, their layouts, and the dense weights."""
     arrays: dict[str, Any] = {}
     layouts, dense = {}, {}
     for seed, (name, layout) in enumerate(zip(NAMES, LAYOUTS[case], strict=True)):
@@ -49,7 +49,7 @@ def stored(case: str) -> tuple[dict[str, Any], dict[str, QuantLayout], dict[str,
 
 
 def choices(tokens: int) -> Any:
-    """Experts [T, k], different ones for each token."""
+    """Returns experts [T, k]; the experts of a token differ."""
     return mx.argsort(mx.random.uniform(shape=(tokens, EXPERTS), key=mx.random.key(9)))[:, :CHOSEN]
 
 
@@ -90,7 +90,7 @@ def test_experts_equal_single_products(
 
 
 def test_rows_of_sorted_experts_are_contiguous(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU uses the stride of the last axis but one, even where that axis has length 1."""
+    """A GPU uses the stride of the last axis but one, even if that axis has length 1."""
     arrays, layouts, _ = stored("plain")
     mlp = WeightLayerBuilder(dict(arrays), layouts, mx.float32).switch_glu("mlp")
     product, strides = mx.gather_mm, []

@@ -50,7 +50,7 @@ QUANTISED: dict[str, tuple[Mixture, QuantLayout, QuantLayout | None]] = {
 
 
 def weights_of(spec: Mixture) -> dict[str, Any]:
-    """Weights that bfloat16 has."""
+    """Returns weights that bfloat16 represents exactly."""
     mx.random.seed(4)
     shapes = dict(spec.shapes("mlp"))
     drawn = {name: mx.random.normal(shape) / shape[-1] ** 0.5 for name, shape in shapes.items()}
@@ -67,7 +67,7 @@ def built(spec: Mixture, weights: dict[str, Any], dtype: Any, **options: Any) ->
 
 
 def check(ours: Any, plain: Any, called: set[str], kernels: set[str], counts: Any) -> None:
-    """Compares with the same layer in float32."""
+    """Compares a layer with the same layer in float32."""
     for tokens in counts:
         x = 2 * mx.random.normal((tokens, HIDDEN), key=mx.random.key(tokens))
         x = x.astype(mx.bfloat16)
@@ -117,7 +117,7 @@ def test_the_kernels_of_quantised_experts_equal_mlx_in_float32(
 def test_quantised_experts_take_choices_of_others(
     simulated_kernels: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where MLX chooses the experts; of more tokens than a plan has, in parts."""
+    """MLX chooses the experts; more tokens than a plan takes are computed in parts."""
     monkeypatch.setattr(builder, "on_gpu", lambda: True)
     monkeypatch.setattr(expert_routing, "MAX_CHOICES", 12)
     settings: dict[str, Any] = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
@@ -152,7 +152,7 @@ def test_kernels_of_few_lines_include_norms_and_residual_additions(
     weights = weights_of(spec)
     ours, plain = built(spec, weights, mx.bfloat16), built(spec, weights, mx.float32)
     gain = mx.random.normal((HIDDEN,), key=mx.random.key(8)).astype(mx.bfloat16)
-    batch: Any = None  # of no use to a feed-forward
+    batch: Any = None  # a feed-forward does not use it
     for tokens in (5, 70):
         x = 2 * mx.random.normal((tokens, HIDDEN), key=mx.random.key(tokens))
         found = []
@@ -172,7 +172,7 @@ def test_kernels_of_few_lines_include_norms_and_residual_additions(
 
 
 def test_other_weights_keep_mlx_operations(simulated_kernels: set[str]) -> None:
-    """Batch-invariant layers, float32, and widths of no whole tiles."""
+    """Batch-invariant layers, float32, and widths that are not multiples of a tile."""
     simulated_kernels.clear()
     weights = weights_of(MIXTURES["GLM"])
     invariant = built(MIXTURES["GLM"], weights, mx.bfloat16, batch_invariant=True)

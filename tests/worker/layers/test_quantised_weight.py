@@ -50,7 +50,7 @@ CASES: dict[str, tuple[str, int, int, dict[str, Any]]] = {
 }
 SHAPE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
 
-# In a process of its own: importing mlx_lm.utils lowers RLIMIT_NOFILE for good.
+# Runs in its own process: importing mlx_lm.utils lowers RLIMIT_NOFILE for good.
 PEER = """
 import json, sys
 import mlx.core as mx
@@ -81,7 +81,7 @@ def in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def quantised(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Every case as mlx-lm's conversion of one checkpoint, with mlx-lm's logits in the folder."""
+    """Returns mlx-lm's conversions of one checkpoint, each with mlx-lm's logits in its folder."""
     root = tmp_path_factory.mktemp("quantised")
     plain = write_checkpoint(root / "plain", attention_bias=True, **SHAPE)
     tied = write_checkpoint(root / "tied", tie_word_embeddings=True, **SHAPE)

@@ -1,4 +1,4 @@
-"""The GPU's kernel and the CPU's tables rotate alike; unusable rope types are refused."""
+"""The GPU's kernel and the CPU's tables rotate equally; unusable rope types are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights in tiles compute what those that they were made of compute; simulated by simt.py."""
+"""Weights in tiles compute the same as the weights before tiling; simulated by simt.py."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def packed(rows: int, columns: int, bits: int = 4, group: int = 64) -> Quantised
 def test_products_equal_those_of_the_dense_weight(
     shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """300 tokens are more than the kernels get here: the weight is dequantised for them."""
+    """300 tokens are more than the kernels take, so the weight is dequantised for them."""
     monkeypatch.setattr(matmul_4bit_tiles, "MAX_TOKENS", 256)
     weight = packed(64, 64)
     tiled = in_tiles(weight)
@@ -37,7 +37,7 @@ def test_products_equal_those_of_the_dense_weight(
     found = QuantisedLinear(tiled, None)(x)
     assert found.shape == expected.shape
     assert np.allclose(np.array(found.astype(mx.float32)), np.array(expected), 0.02, 0.03)
-    exact = tiled(x.astype(mx.float32))  # no kernel takes that
+    exact = tiled(x.astype(mx.float32))  # no kernel takes float32
     assert exact.dtype == mx.float32
     assert np.allclose(np.array(exact), np.array(expected), 0.02, 0.03)
 

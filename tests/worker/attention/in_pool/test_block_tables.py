@@ -1,4 +1,4 @@
-"""Block tables on the device are those of the rows, whatever rows come, grow, rewind and leave."""
+"""Block tables on the device equal the tables of the rows, which come, grow, rewind and leave."""
 
 from __future__ import annotations
 

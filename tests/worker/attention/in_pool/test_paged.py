@@ -1,4 +1,4 @@
-"""The block pool: rows and tree share memory, and tokens are those of rows with own arrays.
+"""The block pool: rows and tree share memory, and tokens equal those of rows with own arrays.
 
 Tested with MLX's operations and with our kernels, which simt.py simulates without a GPU.
 """
@@ -51,7 +51,7 @@ BLOCKS = 30
 
 @pytest.fixture(params=["kernels"] if ON_GPU else ["operations", "kernels"])
 def kernels(request: pytest.FixtureRequest) -> Iterator[bool]:
-    """Whether our kernels write and read the pool."""
+    """Returns True if our kernels write and read the pool."""
     if request.param == "operations" or ON_GPU:
         yield ON_GPU
         return
@@ -77,7 +77,7 @@ def some(tokens: int) -> list[tuple[Any, ...]]:
 
 
 def append(rows: tuple[Any, ...], new: list[tuple[Any, ...]]) -> None:
-    """Writes the same tokens into each row and compares what they return."""
+    """Writes the same tokens into each row and compares the arrays that the rows return."""
     for layer, arrays in enumerate(new):
         found = [row.write(layer, *arrays) for row in rows]
         for other in found[1:]:
@@ -191,7 +191,7 @@ def greedy(prompt: tuple[int, ...], count: int = 20) -> Sequence:
 
 
 def answer(slow: ModelEngine, seq: Sequence) -> list[int]:
-    """Returns the tokens of an engine that computes the sequence alone, as many as it has."""
+    """Returns all tokens of the sequence from an engine that computes it alone."""
     alone = greedy(seq.prompt, len(seq.ids))
     enter(slow, alone, 300)
     decode(slow, [alone], len(seq.ids))
@@ -200,7 +200,7 @@ def answer(slow: ModelEngine, seq: Sequence) -> list[int]:
 
 
 def test_prompts_read_in_one_pass_decode_beside_others(loaded: LoadedModel) -> None:
-    """They may be released before their first token arrives, or fail and be read again."""
+    """Prompts may be released before their first token, or fail and be read again."""
     engine, slow = engine_of(loaded, "pool"), engine_of(loaded, "rows", "off")
     prompts = [tuple((5 * n + n * n * salt) % 256 for n in range(20 * salt)) for salt in (1, 2, 3)]
     rows = [greedy(prompts[0][::-1])]

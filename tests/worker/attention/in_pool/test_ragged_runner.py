@@ -1,4 +1,4 @@
-"""The numbers of passes over the same decoding rows are those of passes built from nothing."""
+"""The numbers of passes over the same decoding rows equal those of passes built from nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SHAPE = RowShape((KeyValueSpec(2, 8, 8),), mx.float32, CAPACITY, keeps_all=True)
 
 
 class Passes:
-    """A runner whose passes only note their numbers, and the rows of its pool."""
+    """A runner whose passes only record their numbers, and the rows of its pool."""
 
     def __init__(self) -> None:
         pool = KVPool(SHAPE, BLOCKS, in_place=False)
@@ -67,7 +67,7 @@ class Passes:
         self.runner.step(spans, ids, None, list(range(len(spans))))
 
     def change(self, event: str, number: int, amount: int) -> None:
-        """What happens to row `number` between two passes."""
+        """Changes row `number` between two passes, as `event` demands."""
         if event == "leave":
             self.rows.pop(number).release()
             return
@@ -82,7 +82,7 @@ class Passes:
 
 @pytest.fixture
 def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tables on the device are not written."""
+    """Replaces the writes to tables on the device."""
 
     def written(*_: Any) -> Any:
         return mx.zeros((1,), dtype=mx.int32)
@@ -92,7 +92,7 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_chunks_have_tiles_of_their_own_beside_rows_and_alone() -> None:
-    """Passes that check drafts have those of rows, so that fewer passes are compiled."""
+    """Passes that check drafts have the tiles of rows, so that fewer passes are compiled."""
     passes = Passes()
     new: Any = passes.store.new_row
     row, chunk = RowSpan(new(), 1), RowSpan(new(), 20)
@@ -111,7 +111,7 @@ def test_chunks_have_tiles_of_their_own_beside_rows_and_alone() -> None:
 
 
 def test_a_shape_whose_pass_failed_is_new_again() -> None:
-    """Shapes that were evaluated stay known; rows that decode on are not asked about."""
+    """Evaluated shapes stay known; passes over the same decoding rows are never new."""
     runner, new = Passes().runner, Passes().store.new_row
     row: Any = new()
     known, other = [RowSpan(row, 1)], [RowSpan(row, 20)]
@@ -128,7 +128,7 @@ def test_parts_of_a_pass_grow_by_two_layers() -> None:
 
 @pytest.mark.usefixtures("no_device")
 def test_a_pass_is_begun_in_parts_while_no_row_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not where tokens are in flight, its memory is measured, or its kernels are only listed."""
+    """A pass is not begun while tokens are in flight, memory is measured, or kernels are listed."""
     begun: list[Any] = []
     monkeypatch.setattr(ragged_runner, "begin", begun.append)
     passes = Passes()
@@ -156,7 +156,7 @@ def test_a_pass_is_begun_in_parts_while_no_row_decodes(monkeypatch: pytest.Monke
 @pytest.mark.usefixtures("no_device")
 @pytest.mark.parametrize("seed", range(6))
 def test_passes_over_the_same_rows(seed: int) -> None:
-    """One runner is given the same object of spans again while the same rows decode."""
+    """A runner gets the same object `spans` again while the same rows decode."""
     again, anew = both = Passes(), Passes()
     spans: list[RowSpan] = []
     repeated = 0
