@@ -17,7 +17,7 @@ R = TypeVar("R", bound=PrefixRow)
 class Rows(Generic[R]):
     """The part of an engine between its passes and the prefix cache.
 
-    `draws_alone`: the last input of a prompt is a span of its own, because rows cannot go back.
+    `draws_alone`: the last input of a prompt has its own span, because rows cannot go back.
     """
 
     def __init__(self, memory: EngineMemory[Any, R], *, draws_alone: bool = False) -> None:
@@ -69,7 +69,7 @@ class Rows(Generic[R]):
 
     def submitted(self, spans: Many[Span], keep: Many[Span]) -> None:
         """Counts the inputs of a started pass; the spans `keep` end at restore points."""
-        shared = []  # sequences whose prompts others wait for, or will have
+        shared = []  # sequences whose prompts others share, now or later
         for span in spans:
             seq, start = span.sequence, span.start
             end = seq.submitted = start + span.count

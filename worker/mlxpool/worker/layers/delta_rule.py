@@ -25,7 +25,7 @@ from mlxpool.worker.layers.layer_types import RecurrentState
 
 log = logging.getLogger("mlxpool.worker")
 
-CHUNK = 32  # tokens; the cost of a chunk grows with their square, each chunk is one more step
+CHUNK = 32  # tokens; a chunk costs their square, and each further chunk is one more step
 EPS = gated_delta.L2_EPS  # added to the squared norm of a query or key
 TRIAL_ERROR = 0.02  # the greatest error of a trial's numbers, relative to the largest number
 

@@ -347,7 +347,7 @@ class RaggedRunner:
         return min(padded, next((size for size in self.sizes if size >= most), padded))
 
     def _padded(self, drawn: mx.array | None) -> mx.array:
-        """Returns the tokens in flight as an array [rows], without tokens of checked drafts."""
+        """Returns the tokens in flight as an array [rows]; tokens of checked drafts come last."""
         if drawn is None:
             return self._none
         if drawn.shape[0] > self._rows:
