@@ -63,8 +63,8 @@ def vast(file: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "deed", "words"),
     [
-        ("model.safetensors", pipe, "no regular file"),
-        ("additional_chat_templates/a.jinja", pipe, "no regular file"),
+        ("model.safetensors", pipe, "not a regular file"),
+        ("additional_chat_templates/a.jinja", pipe, "not a regular file"),
         *(
             (name, vast, f"has {2**40} bytes, at most {json_files.MAX_FILE_BYTES}")
             for name in (

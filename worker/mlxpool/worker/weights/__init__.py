@@ -1,4 +1,4 @@
-"""Finds, checks and loads a model's files, from `path` to weights in memory.
+"""Finds, checks and loads a model's files, from the setting `path` to weights in memory.
 
-Everything but load.py works without MLX.
+Only load.py, cut_reads.py, device_reads.py and gguf/reads.py need MLX.
 """

@@ -1,6 +1,6 @@
-"""What a model's folder says to people: its licence, and how its makers recommend to sample.
+"""Reads a model's licence and the sampling options that its makers recommend.
 
-Nothing here changes how a model is computed, so a file that cannot be read counts as absent.
+Neither changes how a model is computed, so a file that cannot be read counts as absent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LICENCE_FILES = (
 )  # fmt: skip
 MAX_LICENCE = 64 * 2**10  # bytes; the Apache licence has 11 KiB
 MAX_SETTINGS = 64 * 2**10  # bytes of generation_config.json
-# The line of a Hugging Face card's head, between two lines `---`.
+# The licence in the head of a Hugging Face card, which is between two lines `---`.
 NAMED = re.compile(r"\A---\n(?:.*\n)*?license:[ \t]*['\"]?([\w.+-]{1,64})['\"]?[ \t]*\n")
 MAX_HEAD = 8 * 2**10  # bytes of README.md
 # key of generation_config.json -> option of the pool
@@ -35,7 +35,7 @@ SAMPLING = {
 
 
 def licence(files: FileLookup) -> str | None:
-    """The text of the licence, or its name if the folder has only that; None: it says nothing."""
+    """The text of the licence, or its name if the folder has only the name; None: neither."""
     for name in LICENCE_FILES:
         text = _start_of(files / name, MAX_LICENCE + 1)
         if text is not None and len(text.encode()) <= MAX_LICENCE:
@@ -47,10 +47,10 @@ def licence(files: FileLookup) -> str | None:
 def sampling(files: FileLookup) -> dict[str, float]:
     """The options that generation_config.json recommends, by the pool's names."""
     try:
-        found = json.loads(_start_of(files / "generation_config.json", MAX_SETTINGS) or "{}")
+        content = json.loads(_start_of(files / "generation_config.json", MAX_SETTINGS) or "{}")
     except (ValueError, RecursionError):
         return {}
-    settings: dict[str, Any] = found if isinstance(found, dict) else {}
+    settings: dict[str, Any] = content if isinstance(content, dict) else {}
     return {
         ours: value
         for theirs, ours in SAMPLING.items()
@@ -59,7 +59,7 @@ def sampling(files: FileLookup) -> dict[str, float]:
 
 
 def _start_of(file: Path, size: int) -> str | None:
-    """At most `size` bytes of a regular file as text; None if there is none."""
+    """The first `size` bytes of a regular file as text; None if it has no text or is missing."""
     try:
         with open_regular(file) as opened:
             data = opened.read(size)

@@ -1,4 +1,4 @@
-"""The files in which a model may have its chat templates, and which of them counts. No MLX."""
+"""Finds a model's chat templates in its files, by precedence of the files. No MLX."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SETTINGS = "tokenizer_config.json"
 
 
 class TemplateSources(Struct, frozen=True):
-    """A model's chat templates by name, the file that has them, and what is odd about them."""
+    """A model's chat templates by name, their file or folder, and notes on contradictions."""
 
     where: Path
     texts: Mapping[str, str]
@@ -25,34 +25,38 @@ class TemplateSources(Struct, frozen=True):
 
 
 def named_files(path: FileLookup) -> list[Path]:
-    """The files of further templates; a hidden file, as macOS leaves beside each, is none."""
-    found = sorted((path / JINJA_FOLDER).glob("*.jinja"))
-    return [file for file in found if not file.name.startswith(".")]
+    """The files of further templates, without hidden files such as macOS leaves beside each."""
+    files = sorted((path / JINJA_FOLDER).glob("*.jinja"))
+    return [file for file in files if not file.name.startswith(".")]
 
 
 def find_sources(path: FileLookup) -> TemplateSources:
-    """The templates of the first file that has some, as transformers chooses; else none.
+    """The templates of the first file that has any, as transformers chooses; may be empty.
 
-    Order: chat_template.jinja with the folder of further ones, tokenizer_config.json,
-    chat_template.json. Raises ModelLoadFailed naming a file that cannot be read.
+    Order of the files: chat_template.jinja with the folder of further templates,
+    tokenizer_config.json, chat_template.json. Raises ModelLoadFailed naming a file that cannot be
+    read.
     """
     single = path / JINJA_FILE
     files = {file.stem: file for file in named_files(path)}
     if is_present(single):
         files[DEFAULT] = single
     for file in (path / SETTINGS, path / "chat_template.json"):
-        found = _parsed(file, optional_json(file).get("chat_template"))
+        templates = _parsed(file, optional_json(file).get("chat_template"))
         if files:
-            return _of_jinja_files(path, files, found)
-        if found:
-            return TemplateSources(file, found, tuple(_notes(found)))
+            return _of_jinja_files(path, files, templates)
+        if templates:
+            return TemplateSources(file, templates, tuple(_notes(templates)))
     return TemplateSources(single, {})
 
 
 def _of_jinja_files(
     path: FileLookup, files: Mapping[str, Path], settings: Mapping[str, str]
 ) -> TemplateSources:
-    """`settings`: templates of tokenizer_config.json, of which only a missing default counts."""
+    """The templates of Jinja files.
+
+    `settings`: templates of tokenizer_config.json. Only its default is used, if `files` lack one.
+    """
     texts = {name: _read_text(file) for name, file in files.items()}
     notes = []
     if DEFAULT not in texts and DEFAULT in settings:
@@ -89,7 +93,10 @@ def _has_name(entry: object) -> bool:
 
 
 def _parsed(file: Path, value: object) -> dict[str, str]:
-    """Templates by name from text, a list of {name, template}, or a map of name to template."""
+    """Templates by name, from a text, a list of {name, template}, or a map of name to template.
+
+    Raises ModelLoadFailed for another value.
+    """
     if isinstance(value, list) and all(_has_name(entry) for entry in value):
         value = {entry.get("name"): entry.get("template") for entry in value}
     if value is None or isinstance(value, str):

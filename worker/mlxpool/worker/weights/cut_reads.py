@@ -1,7 +1,7 @@
 """Reads parts of tensors of safetensors files, so that the rest never takes memory.
 
-Numbers that are together in the file are read at once. Where a part has some columns of each row,
-whole rows are read into a buffer of bounded size, and their columns copied out of it.
+Numbers that are contiguous in the file are read at once. If a part has some columns of each row,
+whole rows are read into a buffer of bounded size, and the columns are copied from it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.weights.cuts import Cut
 from mlxpool.worker.weights.safetensors_header import LENGTH_BYTES
 
-BUFFER_BYTES = 1024**2  # of whole rows, which the processor's cache keeps
-RUN_BYTES = 64 * 1024  # that are together in the file, from which on they are read by themselves
+BUFFER_BYTES = 1024**2  # size of the buffer of whole rows; it fits the processor's cache
+RUN_BYTES = 64 * 1024  # contiguous runs of at least this size are read without the buffer
 WORD = 4  # bytes of a number of the arrays that are read
 DTYPES = {
     "BF16": mx.bfloat16,
@@ -38,7 +38,7 @@ DTYPES = {
 
 
 class Place(Struct, frozen=True):
-    """The bytes [begin, end) of a file that are a tensor."""
+    """The position of a tensor in a file: the bytes [begin, end)."""
 
     dtype: mx.Dtype
     shape: tuple[int, ...]
@@ -47,10 +47,10 @@ class Place(Struct, frozen=True):
 
 
 class TensorPlaces:
-    """The places of a file's tensors, as its header has them now."""
+    """The places of a file's tensors, from its header as it is now."""
 
     def __init__(self, file: Path) -> None:
-        """Raises ModelLoadFailed where the header cannot be read."""
+        """Reads the header. Raises ModelLoadFailed if it cannot be read."""
         try:
             with file.open("rb") as opened:
                 length = int.from_bytes(opened.read(LENGTH_BYTES), "little")
@@ -60,19 +60,19 @@ class TensorPlaces:
         self._start = LENGTH_BYTES + length
 
     def find(self, name: str) -> Place | None:
-        """The place of a tensor; None where there is none of this name, or of no known dtype."""
-        found = self._header.get(name) if name != "__metadata__" else None
-        if found is None or found["dtype"] not in DTYPES:
+        """The place of a tensor; None if its name is missing or its dtype is not known."""
+        entry = self._header.get(name) if name != "__metadata__" else None
+        if entry is None or entry["dtype"] not in DTYPES:
             return None
-        dtype, shape = DTYPES[found["dtype"]], tuple(found["shape"])
-        begin, end = found["data_offsets"]
+        dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
+        begin, end = entry["data_offsets"]
         if end - begin != math.prod(shape) * dtype.size:
             return None
         return Place(dtype, shape, self._start + begin, self._start + end)
 
 
 class Runs(Struct, frozen=True):
-    """Bytes of a file: `count` runs of `size` bytes from `begin` on, one each `step` bytes."""
+    """Bytes of a file: `count` runs of `size` bytes from `begin` on, one every `step` bytes."""
 
     begin: int
     size: int
@@ -94,9 +94,9 @@ class Runs(Struct, frozen=True):
         return self.size * self.count
 
     def read_into(self, descriptor: int, start: int, into: memoryview) -> None:
-        """Fills `into` with these bytes from byte `start` of them on, as if they were together.
+        """Fills `into` with bytes of the runs, as if they were contiguous, from `start` on.
 
-        Raises OSError; EOFError where the file ends before.
+        Raises OSError, or EOFError if the file ends too early.
         """
         while into:
             number, inside = divmod(start, self.size)
@@ -111,19 +111,19 @@ class Runs(Struct, frozen=True):
             start, into = start + count, into[count:]
 
     def _copy_rows(self, descriptor: int, number: int, into: memoryview) -> None:
-        """Fills `into` with whole runs, of rows that are read as a whole."""
+        """Fills `into` with whole runs; reads the rows that contain them."""
         part = np.frombuffer(into, np.uint8).reshape(-1, self.size)
         rows = np.empty((len(part), self.step), np.uint8)
-        read = (len(part) - 1) * self.step + self.size  # behind the last run the file may end
+        read = (len(part) - 1) * self.step + self.size  # the file may end after the last run
         start = self.begin + number * self.step
         read_into(descriptor, start, rows.reshape(-1)[:read].data)
         part[:] = rows[:, : self.size]
 
 
 def read_to_host(descriptor: int, runs: Runs) -> mx.array:
-    """The bytes of a file as int32 numbers, the last of which is padded.
+    """The bytes of these runs as int32 numbers; the last number is padded with zeros.
 
-    Raises OSError; EOFError where the file ends before.
+    Raises OSError, or EOFError if the file ends too early.
     """
     numbers = np.zeros(-(-runs.nbytes // WORD), np.int32)
     runs.read_into(descriptor, 0, numbers.data.cast("B")[: runs.nbytes])
@@ -131,33 +131,36 @@ def read_to_host(descriptor: int, runs: Runs) -> mx.array:
 
 
 class CutReads:
-    """The tensors of one file, of which parts are read. Used by one thread."""
+    """Reads parts of the tensors of one file. Used by one thread."""
 
     def __init__(self, file: Path, read: Callable[[int, Runs], mx.array] = read_to_host) -> None:
-        """`read`: as read_to_host. Raises ModelLoadFailed where the file cannot be read."""
+        """`read` has the parameters of `read_to_host`.
+
+        Raises ModelLoadFailed if the header cannot be read.
+        """
         self._file, self._read, self._places = file, read, TensorPlaces(file)
 
     def read(self, name: str, shape: tuple[int, ...], cut: Cut) -> mx.array | None:
-        """Reads the part of a tensor of this shape; None where the file has no such tensor.
+        """Reads a part of the tensor of this name and shape; None if the file lacks the tensor.
 
-        Raises ModelLoadFailed where it cannot be read.
+        Raises ModelLoadFailed if it cannot be read.
         """
         place = self._places.find(name)
         if place is None or place.shape != shape:
             return None
-        wanted = cut.shape_of(shape)
-        if cut.zeros or not math.prod(wanted):
-            return mx.zeros(wanted, place.dtype)
+        part_shape = cut.shape_of(shape)
+        if cut.zeros or not math.prod(part_shape):
+            return mx.zeros(part_shape, place.dtype)
         try:
             with self._file.open("rb", buffering=0) as opened:
                 numbers = self._read(opened.fileno(), Runs.of(place, cut))
         except (OSError, EOFError) as error:
             raise ModelLoadFailed(f"{self._file} cannot be read: {error}") from error
-        return numbers.view(place.dtype)[: math.prod(wanted)].reshape(wanted)
+        return numbers.view(place.dtype)[: math.prod(part_shape)].reshape(part_shape)
 
 
 def read_into(descriptor: int, start: int, into: memoryview) -> None:
-    """Fills `into` with the bytes of a file from `start` on. Raises EOFError where it ends."""
+    """Fills `into` with a file's bytes from `start` on. Raises EOFError if the file is shorter."""
     while into:
         count = os.preadv(descriptor, [into], start)
         if not count:

@@ -1,4 +1,4 @@
-"""Parts of tensors, as a rank of a group has them of a model's weights. Pure."""
+"""Parts of tensors: the shares of a model's weights that one rank of a group has. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Cut(Struct, frozen=True):
-    """The numbers [begin, end) of a tensor's `axis`, or with `zeros` zeros in place of all."""
+    """The slice [begin, end) along a tensor's `axis`; `zeros`: the whole shape, all zeros."""
 
     axis: int = 0
     begin: int = 0
@@ -25,7 +25,7 @@ class Cut(Struct, frozen=True):
         return (*shape[: self.axis], self.end - self.begin, *shape[self.axis + 1 :])
 
     def of(self, array: mx.array) -> mx.array:
-        """The part of an array, not evaluated; it keeps nothing of the rest."""
+        """The part of an array, not evaluated; it does not keep the rest in memory."""
         import mlx.core as mx
 
         if self.zeros:

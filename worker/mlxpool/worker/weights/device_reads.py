@@ -1,8 +1,8 @@
 """Reads the tensors of safetensors files into the memory of a CUDA GPU.
 
-MLX reads each tensor into new memory of the host, whose pages the system first has to clear, with
-one thread, and copies from there. Here several threads read pieces into memory that is allocated
-once and that the device addresses, too; a kernel copies each piece while the next ones are read.
+MLX reads each tensor with one thread into new memory of the host, whose pages the system first has
+to clear, and copies from there. Here several threads read pieces into memory that is allocated once
+and that the device can address. A kernel copies each piece while the next pieces are read.
 """
 
 from __future__ import annotations
@@ -24,23 +24,24 @@ from mlxpool.worker.transfers.shared_array import SharedArray
 from mlxpool.worker.weights.cut_reads import DTYPES, WORD, CutReads, Runs, TensorPlaces
 
 PIECE_BYTES = 64 * 1024**2
-PIECES = 3  # in memory: one is read while the device copies others
-THREADS = 8  # that read parts of a piece
+PIECES = 3  # buffers in memory: one is filled while the device copies others
+THREADS = 8  # threads that read parts of a piece
 
 
 def supported(dtypes: set[str]) -> bool:
-    """Returns whether tensors of all these dtypes, named as in safetensors, can be read here."""
+    """Returns whether tensors of all these dtypes can be read here; names as in safetensors."""
     return device.on_gpu() and dtypes <= DTYPES.keys() and downloads.works()
 
 
 class DeviceReads:
-    """Reads tensors in pieces; used by one thread. Leaving it frees the memory of the pieces."""
+    """Reads tensors in pieces; used by one thread. Its exit frees the memory of the pieces."""
 
     def __init__(self, largest: int) -> None:
-        """`largest`: bytes of the largest tensor; pieces need not be larger."""
+        """`largest`: bytes of the largest tensor, which bounds the size of a piece."""
         words = -(-min(PIECE_BYTES, max(largest, WORD)) // WORD)
         self._pieces = [SharedArray(words) for _ in range(PIECES)]
-        self._copied: list[mx.array | None] = [None] * PIECES  # evaluated: a piece is free
+        # The copy of each piece; the piece is free when its copy is evaluated.
+        self._copied: list[mx.array | None] = [None] * PIECES
         self._next = 0
         self._threads = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1))
 
@@ -55,22 +56,22 @@ class DeviceReads:
     ) -> None:
         self._threads.shutdown()
         mx.synchronize()
-        # MLX must not use this memory, which stays on the host, for other arrays.
+        # This memory stays on the host, so MLX must not use it again for other arrays.
         self._pieces, self._copied = [], []
         mx.clear_cache()
 
     def open(self, file: Path) -> OpenFile:
-        """Opens a file. Raises ModelLoadFailed where it cannot be read."""
+        """Opens a file for whole tensors. Raises ModelLoadFailed if it cannot be read."""
         return OpenFile(file, self)
 
     def open_parts(self, file: Path) -> CutReads:
-        """Opens a file of which parts are read. Raises ModelLoadFailed where it cannot be."""
+        """Opens a file for parts of tensors. Raises ModelLoadFailed if it cannot be read."""
         return CutReads(file, self.read)
 
     def read(self, stream: int, runs: Runs) -> mx.array:
-        """Returns bytes of a file as int32 numbers; the last is padded.
+        """Returns the bytes of these runs as int32 numbers; the last number is padded.
 
-        Raises OSError; EOFError where the file ends before.
+        Raises OSError, or EOFError if the file ends too early.
         """
         size = runs.nbytes
         into = mx.zeros((-(-size // WORD),), dtype=mx.int32)
@@ -91,11 +92,11 @@ class DeviceReads:
         return into
 
     def _fill(self, piece: memoryview, stream: int, runs: Runs, start: int) -> None:
-        """Reads a piece by several threads, which hold no lock of Python meanwhile."""
+        """Reads a piece with several threads, which release the GIL meanwhile."""
         share = -(-len(piece) // THREADS)
         parts = [(at, piece[at : at + share]) for at in range(0, len(piece), share)]
         for _ in self._threads.map(
-            lambda one: runs.read_into(stream, start + one[0], one[1]), parts
+            lambda part: runs.read_into(stream, start + part[0], part[1]), parts
         ):
             pass
 
@@ -108,9 +109,9 @@ class OpenFile:
         self._places = TensorPlaces(file)
 
     def pop(self, name: str, default: None = None) -> mx.array | None:
-        """Reads a tensor; None where the file has none of this name, or as it is now cannot be.
+        """Reads a tensor; `default` if the header lacks the name or its entry is not usable.
 
-        Raises ModelLoadFailed where it cannot be read.
+        Raises ModelLoadFailed if it cannot be read.
         """
         place = self._places.find(name)
         if place is None:

@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     import mlx.core as mx
 
 INDEX = "model.safetensors.index.json"
-PACKED_DTYPE = "U32"  # of weights that MLX has quantised
-_MAX_LISTED = 3  # names that an error lists
+PACKED_DTYPE = "U32"  # the dtype of weights that MLX has quantised
+_MAX_LISTED = 3  # the most names that an error lists
 _NUMBERED = re.compile(r"model-(\d{1,6})-of-(\d{1,6})\.safetensors")
 
 
 class ShardContent(Struct, frozen=True):
-    """The contents of one safetensors file: its tensors by the model's names for them.
+    """The contents of one file of weights: its tensors by the model's names for them.
 
-    `layouts` has the modules whose quantisation the file itself states.
+    `layouts` has the modules whose quantisation is stated in the file itself.
     """
 
-    raw: bytes  # of the header
+    raw: bytes  # the bytes of the header
     tensors: Mapping[str, Tensor]
     layouts: Mapping[str, QuantLayout] = field(default_factory=dict)
 
@@ -43,11 +43,13 @@ class ShardContent(Struct, frozen=True):
 def folder_contents(headers: Mapping[Path, Header]) -> dict[Path, ShardContent]:
     """The contents of a folder's files, with MLX's names for the parts of packed weights.
 
-    Scales of weights that MLX has not packed belong to another format, and keep their names.
+    Scales of weights that MLX has not packed belong to another format and keep their names.
     """
-    tensors = {name: one for header in headers.values() for name, one in header.tensors.items()}
+    tensors = {
+        name: tensor for header in headers.values() for name, tensor in header.tensors.items()
+    }
     renamed = mlx_names(
-        tensors.keys(), {name for name, one in tensors.items() if one.dtype == PACKED_DTYPE}
+        tensors.keys(), {name for name, tensor in tensors.items() if tensor.dtype == PACKED_DTYPE}
     )
     return {
         file: ShardContent(
@@ -62,26 +64,26 @@ def folder_contents(headers: Mapping[Path, Header]) -> dict[Path, ShardContent]:
 
 
 def listed_contents(headers: Mapping[Path, Header]) -> dict[Path, ShardContent]:
-    """The contents of files whose headers have the model's names already."""
+    """The contents of files whose headers already have the model's names."""
     return {file: ShardContent(header.raw, header.tensors) for file, header in headers.items()}
 
 
 class ShardReads(Protocol):
-    """The tensors of a file by their stored names; one is removed when it is taken."""
+    """The tensors of a file by their stored names; taking a tensor removes it."""
 
     def pop(self, name: str, default: None = None, /) -> mx.array | None:
-        """Takes a tensor; None where there is none of this name any more."""
+        """Takes a tensor; None if the file does not have this name any more."""
         ...
 
     def read(self, name: str, shape: tuple[int, ...], cut: Cut) -> mx.array | None:
-        """Takes a part of a tensor of this shape; None where there is none any more."""
+        """Takes a part of the tensor of this name and shape; None if it is not there any more."""
         ...
 
 
 class ShardFormat(Struct, frozen=True):
-    """How the files of weights are read; `open` runs in the thread that computes."""
+    """The functions that read files of weights; `open` runs in the compute thread."""
 
-    header: Callable[[Path], Header]  # raises ModelLoadFailed for an invalid one
+    header: Callable[[Path], Header]  # raises ModelLoadFailed for an invalid header
     open: Callable[[Path], ShardReads] | None = None  # None: see load.py
 
 
@@ -89,9 +91,9 @@ SAFETENSORS = ShardFormat(read_header)
 
 
 class ModelFiles(Struct, frozen=True):
-    """The files of a model; `files / NAME` is the path of one, whether it exists or not.
+    """The files of a model; `files / NAME` is the path of a file, whether it exists or not.
 
-    Files lie in the folder `where`, but for those in `named`. `read` maps headers to contents.
+    Files are in the folder `where`, except those in `named`. `read` turns headers into contents.
     """
 
     where: Path  # shown in errors
@@ -99,8 +101,8 @@ class ModelFiles(Struct, frozen=True):
     named: Mapping[str, Path] = field(default_factory=dict)
     read: Callable[[Mapping[Path, Header]], dict[Path, ShardContent]] = folder_contents
     digests: Mapping[Path, str] = field(default_factory=dict)  # sha256 in hex, of shards of a store
-    remedy: str = "download it again"  # for a shard with another digest, shown in the error
-    notes: tuple[str, ...] = ()  # of files beside them
+    remedy: str = "download it again"  # advice in the error for a shard with another digest
+    notes: tuple[str, ...] = ()  # notes about other files in the folder
     format: ShardFormat = SAFETENSORS
 
     def __truediv__(self, name: str) -> Path:
@@ -111,22 +113,22 @@ class ModelFiles(Struct, frozen=True):
         return self.read({shard: self.format.header(shard) for shard in self.shards})
 
     def stamps(self) -> tuple[tuple[str, int, int], ...]:
-        """The name, size and time (nanoseconds) of each shard that no digest names.
+        """The name, size and time of change (nanoseconds) of each shard without a digest.
 
-        Weights that were replaced in place have others, whatever their contents. Raises
-        ModelLoadFailed for a file that is not there any more.
+        Weights that were replaced in place have other stamps, even with the same contents. Raises
+        ModelLoadFailed if a file is not there any more.
         """
         try:
-            found = [(one.resolve().name, one.stat()) for one in self._undigested()]
+            statuses = [(shard.resolve().name, shard.stat()) for shard in self._undigested()]
         except OSError as error:
             raise ModelLoadFailed(f"{self.where} changed while it was loaded: {error}") from None
-        return tuple((name, status.st_size, status.st_mtime_ns) for name, status in found)
+        return tuple((name, status.st_size, status.st_mtime_ns) for name, status in statuses)
 
     def _undigested(self) -> list[Path]:
         return [shard for shard in self.shards if shard not in self.digests]
 
     def verify(self, shard: Path) -> None:
-        """Reads all of a shard; raises ModelLoadFailed where its digest is another."""
+        """Reads a whole shard; raises ModelLoadFailed if its digest differs."""
         digest = self.digests.get(shard)
         if digest is not None and sha256(shard) != digest:
             raise ModelLoadFailed(
@@ -135,26 +137,26 @@ class ModelFiles(Struct, frozen=True):
 
 
 def sha256(file: Path) -> str:
-    """The digest of a whole file in hex; releases the GIL meanwhile."""
+    """The SHA-256 of a whole file in hex; releases the GIL meanwhile."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def merge_tensors(contents: Mapping[Path, ShardContent]) -> dict[str, Tensor]:
-    """All tensors by name; raises ModelLoadFailed for a name in two files."""
-    found: dict[str, Tensor] = {}
+    """All tensors by name; raises ModelLoadFailed if two files have the same name."""
+    merged: dict[str, Tensor] = {}
     for content in contents.values():
         for name, tensor in content.tensors.items():
-            if name in found:
+            if name in merged:
                 raise ModelLoadFailed(
-                    f"tensor {name!r} is in both {found[name].file} and {tensor.file}"
+                    f"tensor {name!r} is in both {merged[name].file} and {tensor.file}"
                 )
-            found[name] = tensor
-    return found
+            merged[name] = tensor
+    return merged
 
 
 def folder_files(path: Path) -> ModelFiles:
-    """The files of a Hugging Face folder; raises ModelLoadFailed where `path` is none."""
+    """The files of a Hugging Face folder; raises ModelLoadFailed if `path` is another thing."""
     require_model_folder(path)
     shards = find_shards(path)
     require_finished((*shards, path / "config.json", path / "tokenizer.json"))
@@ -162,7 +164,7 @@ def folder_files(path: Path) -> ModelFiles:
 
 
 def require_model_folder(path: Path) -> None:
-    """Raises ModelLoadFailed where `path` is no model folder, saying what it is instead."""
+    """Raises ModelLoadFailed if `path` is not a model folder; the error names what it is."""
     if not path.exists():
         raise ModelLoadFailed(f"{path.absolute()} does not exist: name a folder or a GGUF file")
     if path.is_file():
@@ -172,10 +174,10 @@ def require_model_folder(path: Path) -> None:
 
 
 def find_shards(path: Path) -> tuple[Path, ...]:
-    """The safetensors files of the weights; raises ModelLoadFailed naming those missing.
+    """The safetensors files of the weights; raises ModelLoadFailed naming missing files.
 
-    They are those that the index names, else model.safetensors, else the numbered ones, else all
-    that are named so: another file may be a copy of them.
+    They are the files in the index, else model.safetensors, else the numbered files, else all
+    model*.safetensors. The others are left out, as they may be copies.
     """
     index = path / INDEX
     if is_present(index):
@@ -189,22 +191,22 @@ def find_shards(path: Path) -> tuple[Path, ...]:
 
 
 def _numbered(path: Path, shards: Iterable[Path]) -> tuple[Path, ...]:
-    """The shards whose names have a number of a total; raises ModelLoadFailed for missing ones."""
-    found = {one: match for one in shards if (match := _NUMBERED.fullmatch(one.name))}
-    totals = sorted({int(match[2]) for match in found.values()})
+    """The shards with names like model-1-of-2; raises ModelLoadFailed if some are missing."""
+    matches = {shard: match for shard in shards if (match := _NUMBERED.fullmatch(shard.name))}
+    totals = sorted({int(match[2]) for match in matches.values()})
     if len(totals) > 1:
         raise ModelLoadFailed(
             f"{path} has shards of several models, of {' and '.join(map(str, totals))} files:"
             " remove those of all but one"
         )
-    numbers = {int(match[1]) for match in found.values()}
+    numbers = {int(match[1]) for match in matches.values()}
     if totals and (lost := [n for n in range(1, totals[0] + 1) if n not in numbers]):
         names = [f"model-{n:05}-of-{totals[0]:05}.safetensors" for n in lost[: _MAX_LISTED + 1]]
         raise ModelLoadFailed(
             f"{path} has {len(numbers)} of {totals[0]} shards, {listing('shard', names)} missing;"
             " download again"
         )
-    return tuple(found)
+    return tuple(matches)
 
 
 def _indexed(index: Path) -> tuple[Path, ...]:
@@ -235,7 +237,7 @@ def _refuse_weightless(path: Path) -> None:
 
 
 def listing(kind: str, names: list[str]) -> str:
-    """The first names of tensors or shards, and how many more there are, for an error."""
+    """The first names of tensors or shards and the number of the others, for an error."""
     shown = ", ".join(repr(name) for name in names[:_MAX_LISTED])
     more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
     return f"the {kind}{'s' if len(names) > 1 else ''} {shown}{more}"

@@ -1,7 +1,7 @@
 """Models in the Hugging Face cache, by repository name. Nothing is downloaded here.
 
-The cache, which `mlxpool pull` and other programs fill, has a folder for each repository: refs/main
-holds the name of a revision, and snapshots/REVISION its files, which are links into the folder of
+`mlxpool pull` and other programs fill the cache. It has a folder for each repository: refs/main
+holds the name of a revision, and snapshots/REVISION its files. These are links into the folder of
 the repository's blobs. A blob may be a link into the blobs that all repositories of a cache share.
 """
 
@@ -24,7 +24,7 @@ _WEIGHTS = (".safetensors", ".gguf", *PYTORCH)
 
 
 class HubModel(Struct, frozen=True):
-    """A model of the hub: ORG/NAME, and the GGUF file in it; "": all that the repository has."""
+    """A model of the hub: ORG/NAME and a GGUF file in it; "": the whole repository."""
 
     repository: str
     file: str = ""
@@ -34,7 +34,7 @@ class HubModel(Struct, frozen=True):
 
 
 def parse(text: str) -> HubModel:
-    """The model that [hf:]ORG/NAME[:FILE.gguf] means; raises ModelLoadFailed for another text."""
+    """Parses [hf:]ORG/NAME[:FILE.gguf]; raises ModelLoadFailed for another text."""
     repository, colon, file = text.removeprefix(PREFIX).partition(":")
     parts = file.split("/")
     named = file.endswith(".gguf") and not {"", ".", ".."}.intersection(parts)
@@ -47,7 +47,7 @@ def parse(text: str) -> HubModel:
 
 
 def is_repository_name(path: str) -> bool:
-    """Whether `path` has the form of a repository name: org/name."""
+    """Returns whether `path` has the form of a repository name: org/name."""
     return _NAME.fullmatch(path) is not None
 
 
@@ -70,8 +70,7 @@ def repository_folder(repository: str) -> Path:
 def find(model: HubModel) -> Path:
     """The snapshot folder of a model's repository, or its file there.
 
-    Raises ModelLoadFailed where it is missing or incomplete, or a link in it leads out of the
-    cache.
+    Raises ModelLoadFailed if it is missing or incomplete, or a link in it leads out of the cache.
     """
     repository = repository_folder(model.repository)
     if not repository.is_dir():
@@ -108,12 +107,12 @@ def _revision(model: HubModel, repository: Path) -> str:
         if not _REVISION.fullmatch(revision):
             raise ModelLoadFailed(f"{file} holds {revision!r}, must be a revision: {_again(model)}")
         return revision
-    found = sorted(path.name for path in (repository / "snapshots").glob("*"))
-    if len(found) != 1:
+    revisions = sorted(path.name for path in (repository / "snapshots").glob("*"))
+    if len(revisions) != 1:
         raise ModelLoadFailed(
-            f"{repository} has no refs/main and {len(found)} snapshots: {_again(model)}"
+            f"{repository} has no refs/main and {len(revisions)} snapshots: {_again(model)}"
         )
-    return found[0]
+    return revisions[0]
 
 
 def _require_inside(model: HubModel, repository: Path, file: Path) -> None:

@@ -1,4 +1,4 @@
-"""Which files of a repository of the hub a model is made of. No MLX, no I/O."""
+"""Selects the files of a hub repository that a model needs. No MLX, no I/O."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlxpool.worker.weights.hub_cache import HubModel
 from mlxpool.worker.weights.other_formats import PYTORCH
 
 _SHARD = re.compile(r"model[^/]*\.safetensors")
-_BESIDE = re.compile(  # settings, tokenizer, templates; the steps of sentence-transformers
+_BESIDE = re.compile(  # settings, tokenizer, templates, the steps of sentence-transformers
     r"(?!pytorch_model)[^/]+\.(json|jinja|txt|model)"
     r"|(LICEN[CS]E|README)(\.[^/]+)?"
     rf"|{JINJA_FOLDER}/[^/]+\.jinja"
@@ -22,12 +22,12 @@ _BESIDE = re.compile(  # settings, tokenizer, templates; the steps of sentence-t
 
 
 def needed_files(model: HubModel, names: Collection[str], indexed: Collection[str]) -> list[str]:
-    """The files that a model needs of those of its repository, `names`.
+    """The files that a model needs; `names` are all files of its repository.
 
-    `indexed`: the shards that the repository's index names; none where it has no index. Files of
-    weights in other forms, and of other GGUF models, are left out. Raises ModelLoadFailed for a
-    repository that has no weights that are read, that lacks some of them, or that has several GGUF
-    models where none is named.
+    `indexed`: the shards in the repository's index; empty without an index. Weights in other
+    formats and other GGUF models are left out. Raises ModelLoadFailed if the repository has no
+    weights in a supported format, lacks some of them, or has several GGUF models and the caller
+    names none.
     """
     if model.file:
         return _parts(model, model.file, names)
@@ -46,10 +46,10 @@ def needed_files(model: HubModel, names: Collection[str], indexed: Collection[st
 
 
 def gguf_models(names: Iterable[str]) -> list[str]:
-    """The GGUF models among files, each by the name of its first part; none that reads images."""
-    found = [name for name in names if name.endswith(GGUF_SUFFIX)]
+    """The GGUF models among files, by the names of their first parts, without image encoders."""
+    files = [name for name in names if name.endswith(GGUF_SUFFIX)]
     return sorted(
-        {split_names(name)[0] for name in found if not _plain(name).startswith(PROJECTOR)}
+        {split_names(name)[0] for name in files if not _plain(name).startswith(PROJECTOR)}
     )
 
 
@@ -69,13 +69,13 @@ def _parts(model: HubModel, file: str, names: Collection[str]) -> list[str]:
 
 
 def _shards(names: Collection[str], indexed: Collection[str]) -> Collection[str]:
-    """As `files.find_shards` chooses them in a folder."""
-    found = indexed or [name for name in names if _SHARD.fullmatch(name)]
-    return ("model.safetensors",) if not indexed and "model.safetensors" in found else found
+    """The shards of the weights, chosen as by `files.find_shards` in a folder."""
+    shards = indexed or [name for name in names if _SHARD.fullmatch(name)]
+    return ("model.safetensors",) if not indexed and "model.safetensors" in shards else shards
 
 
-def _require(model: HubModel, wanted: Iterable[str], names: Collection[str]) -> None:
-    if lacking := sorted(set(wanted).difference(names)):
+def _require(model: HubModel, needed: Iterable[str], names: Collection[str]) -> None:
+    if lacking := sorted(set(needed).difference(names)):
         raise ModelLoadFailed(f"{model.repository} lacks {listing('file', lacking)} of its weights")
 
 

@@ -38,7 +38,7 @@ from mlxpool.worker.weights.match import WeightMatch, match_weights
 from mlxpool.worker.weights.safetensors_header import Tensor
 from mlxpool.worker.weights.special_tokens import SpecialTokens
 
-_SAMPLE_BYTES = 2**20  # at each end of a shard, which the digest covers
+_SAMPLE_BYTES = 2**20  # bytes at each end of a shard that the digest covers
 FLOAT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 PACKED_BYTES = {"U32": 4, "U8": 1}
 PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
@@ -56,7 +56,7 @@ _DIGESTED = (
 
 
 class Vision(Struct, frozen=True):
-    """How a checked model reads images."""
+    """The plan and the settings of a checked model's image encoder."""
 
     plan: VisionPlan
     settings: ImageSettings
@@ -72,15 +72,15 @@ class ModelFolder(Struct, frozen=True):
     context: int  # tokens
     plan: ModelPlan
     match: WeightMatch
-    weight_bytes: int  # of the tensors that the model uses, as stored
+    weight_bytes: int  # bytes of the tensors that the model uses, as stored
     eos_ids: frozenset[int]
     bos_token: str | None
-    add_bos: bool | None  # None: tokenizer_config.json does not say
-    digest: str  # hex; of all that decides the text: config, tokenizer, template, weights
+    add_bos: bool | None  # None: not in tokenizer_config.json
+    digest: str  # hex; covers config, tokenizer, template and weights, which decide the text
     uses_mlx_lm: bool = False  # computed by mlx-lm's code, see mlx_lm_models.py
-    vision: Vision | None = None  # None: it takes text only
-    stamps: tuple[tuple[str, int, int], ...] = ()  # of its shards before they were read
-    notes: tuple[str, ...] = ()  # of what its files say differently, and of files beside them
+    vision: Vision | None = None  # None: the model takes text only
+    stamps: tuple[tuple[str, int, int], ...] = ()  # stamps of its shards before they were read
+    notes: tuple[str, ...] = ()  # notes about contradictions of its files and about other files
 
     @property
     def shards(self) -> tuple[Path, ...]:
@@ -88,7 +88,7 @@ class ModelFolder(Struct, frozen=True):
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """The stored tensors that the model uses, by its names for them, in the order of use."""
+        """The stored tensors that the model uses, by the model's names, in the order of use."""
         return self.match.tensors
 
 
@@ -101,9 +101,9 @@ def inspect(
 ) -> ModelFolder:
     """Checks a model, given by its files or its folder; reads headers, but no weights.
 
-    `engine`: whose code is to compute it, see ModelConfig. `encoder`: the plan of an encoder model.
-    `predicts`: the head that predicts further tokens is used, where the checkpoint has it.
-    Raises ModelLoadFailed naming the file, the tensor or the value, and what to do.
+    `engine`: whose code computes the model, see ModelConfig. `encoder`: the plan of an encoder
+    model. `predicts`: use the checkpoint's multi-token prediction head, if there is one.
+    Raises ModelLoadFailed naming the file, the tensor or the value, and the remedy.
     """
     files = open_files(model)
     config = read_json(files / "config.json")
@@ -144,10 +144,9 @@ def inspect(
 
 
 def find_vision(files: FileLookup, plan: ModelPlan, tensors: Iterable[str]) -> Vision | None:
-    """How the model reads images; None where the checkpoint lacks the encoder or its settings.
+    """The model's image encoder; None if the checkpoint lacks the encoder or its settings.
 
-    Conversions of text parts leave both out. Raises ModelLoadFailed for settings that cannot be
-    used.
+    Text-only conversions leave both out. Raises ModelLoadFailed if the settings cannot be used.
     """
     if plan.vision is None or not any(map(plan.vision.is_part, tensors)):
         return None
@@ -156,7 +155,7 @@ def find_vision(files: FileLookup, plan: ModelPlan, tensors: Iterable[str]) -> V
 
 
 def _preprocessor(files: FileLookup) -> Mapping[str, Any] | None:
-    """The settings of images; newer folders keep them inside processor_config.json."""
+    """The settings of the image encoder; newer folders have them in processor_config.json."""
     if is_present(files / PREPROCESSOR):
         return read_json(files / PREPROCESSOR)
     inner = optional_json(files / PROCESSOR).get("image_processor")
@@ -164,7 +163,7 @@ def _preprocessor(files: FileLookup) -> Mapping[str, Any] | None:
 
 
 def require_tokenizer(where: Path, files: FileLookup) -> None:
-    """Raises ModelLoadFailed where tokenizer.json is missing or too large; `where` is shown."""
+    """Raises ModelLoadFailed if tokenizer.json is missing or too large; the error shows `where`."""
     if not is_present(files / "tokenizer.json"):
         raise ModelLoadFailed(f"{where} has no tokenizer.json, the only tokenizer format supported")
     require_size(files / "tokenizer.json")
@@ -173,7 +172,7 @@ def require_tokenizer(where: Path, files: FileLookup) -> None:
 def quant_config_of(
     files: ModelFiles, config: Mapping[str, Any], contents: Iterable[ShardContent]
 ) -> QuantConfig:
-    """The quantisation in config.json; that of a store or of GGUF is in the weights instead."""
+    """The quantisation: from config.json, or from the weights of a store or a GGUF file."""
     if not files.digests and files.format is SAFETENSORS:
         return quantisation.parse_quant_config(config)
     named = {module: layout for content in contents for module, layout in content.layouts.items()}
@@ -181,7 +180,10 @@ def quant_config_of(
 
 
 def _uses_mlx_lm(config: Mapping[str, Any], supported: bool, engine: str) -> bool:
-    """Whether mlx-lm's code computes the model; raises ModelLoadFailed where it cannot and must."""
+    """Returns whether mlx-lm's code computes the model.
+
+    Raises ModelLoadFailed if `engine` demands mlx-lm, and it is not available for this model.
+    """
     available = mlx_lm_models.is_available(config)
     if engine == "mlx-lm" and not available:
         raise ModelLoadFailed(
@@ -192,9 +194,9 @@ def _uses_mlx_lm(config: Mapping[str, Any], supported: bool, engine: str) -> boo
 
 
 def _digest(files: ModelFiles, contents: Mapping[Path, ShardContent], *, forced: bool) -> str:
-    """Covers all small files, and of each shard header, size and both ends, or its digest.
+    """The digest over all small files and each shard: its digest, or header, size and both ends.
 
-    `forced`: mlx-lm's code computes what ours could, with other last bits.
+    `forced`: mlx-lm's code computes a model that ours could compute, with other last bits.
     """
     digest = hashlib.sha256(b"mlx-lm" if forced else b"")
     templates = (f"{JINJA_FOLDER}/{file.name}" for file in named_files(files))
@@ -223,7 +225,7 @@ def _add(digest: Any, label: str, content: bytes) -> None:
 def dequantised_growth(folder: ModelFolder, width: int, *, deterministic: bool = False) -> int:
     """The bytes that dequantising to numbers of `width` bytes adds.
 
-    They include what layers that are not `deterministic` have for one row, see byte_columns.py.
+    Without `deterministic` they include the layers' copies for single rows, see byte_columns.py.
     """
     growth = sum(_module_growth(folder, module, width) for module in folder.match.layouts)
     return growth if deterministic else growth + _byte_columns_bytes(folder)

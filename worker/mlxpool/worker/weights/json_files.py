@@ -10,30 +10,31 @@ from typing import Any, Protocol
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.weights.wrong_contents import DOWNLOAD, HEAD_BYTES, fault_of
 
-MAX_FILE_BYTES = 256 * 2**20  # of files but weights; tokenizers of large vocabularies have 40 MiB
-# Keys of a server's error, which tools save under the name of the file that was asked for.
+MAX_FILE_BYTES = 256 * 2**20  # not for weights; tokenizers of large vocabularies have 40 MiB
+# Keys of a server's error, which tools save under the name of the requested file.
 ERROR_KEYS = {"error", "errors", "message", "detail", "code", "status", "statusCode", "error_type"}
 
 
 class FileLookup(Protocol):
-    """Paths of files by name; the path of a folder is one."""
+    """Paths of files by name; a folder's path has this interface."""
 
     def __truediv__(self, name: str, /) -> Path: ...
 
 
 def is_present(file: Path) -> bool:
-    """Whether there is such a file. Raises ModelLoadFailed as `require_file`."""
+    """Returns whether the file exists. Raises ModelLoadFailed like `require_file`."""
     require_file(file)
     return file.exists()
 
 
 def require_file(file: Path) -> None:
-    """Raises ModelLoadFailed for a link without a target, and for a folder, a pipe or a device,
-    from which a read may never return.
+    """Raises ModelLoadFailed for a dangling link, a folder, a pipe or a device.
+
+    A read from a pipe or a device may never return.
     """
     if file.exists():
         if not file.is_file():
-            raise ModelLoadFailed(f"{file} is no regular file, which a model is made of")
+            raise ModelLoadFailed(f"{file} is not a regular file, as a model's files must be")
     elif file.is_symlink():
         raise ModelLoadFailed(
             f"{file} is a link to {os.readlink(file)}, which is missing: {DOWNLOAD}"
@@ -50,8 +51,8 @@ def require_size(file: Path) -> None:
 def read_file(file: Path) -> bytes:
     """The contents of a small file.
 
-    Raises ModelLoadFailed as `require_file` and `require_size`, and for contents that are not those
-    of a text, see wrong_contents.
+    Raises ModelLoadFailed like `require_file` and `require_size`, and for contents that
+    wrong_contents.py recognises.
     """
     require_file(file)
     require_size(file)
@@ -74,7 +75,7 @@ def read_json(file: Path) -> dict[str, Any]:
 def read_json_list(file: Path) -> list[dict[str, Any]]:
     """The list of objects in a JSON file; raises ModelLoadFailed naming the file."""
     value = _parsed(file)
-    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise ModelLoadFailed(f"{file} must be a list of maps")
     return value
 
@@ -87,5 +88,5 @@ def _parsed(file: Path) -> Any:
 
 
 def optional_json(file: Path) -> dict[str, Any]:
-    """As `read_json`; an empty object where there is no such file."""
+    """The object in a JSON file, as by `read_json`; empty if the file does not exist."""
     return read_json(file) if is_present(file) else {}

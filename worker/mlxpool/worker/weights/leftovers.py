@@ -1,7 +1,7 @@
-"""Files that downloads and other systems leave beside a model: which are refused, which are told.
+"""Files that downloads and other systems leave beside a model: refused, or reported as notes.
 
-Files of other formats (*.bin, original/; *.gguf beside safetensors), hidden ones (.DS_Store, ._NAME
-of macOS) and all else that the model does not consist of are never read.
+All other files that the model does not consist of are never read, such as other formats (*.bin,
+original/, *.gguf beside safetensors) and hidden files (.DS_Store, ._NAME of macOS).
 """
 
 from __future__ import annotations
@@ -12,20 +12,21 @@ from pathlib import Path
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.weights.json_files import require_file
 
-# Of files that are not complete yet, by the tools that write them: curl and browsers, hf, aria2.
+# Endings of the names of incomplete files, as curl, browsers, hf and aria2 write them.
 UNFINISHED = (
     ".incomplete", ".part", ".partial", ".filepart", ".crdownload", ".download", ".tmp", ".temp",
     ".aria2", ".aria2__temp", ".st", ".!qb", ".opdownload",
 )  # fmt: skip
-CONTROL = (".aria2", ".st")  # lies beside a file of full size, until all parts of it have come
-HUB_DOWNLOADS = ".cache/huggingface/download"  # of `hf download --local-dir`
+CONTROL = (".aria2", ".st")  # endings of a file beside a full-size one that lacks some parts
+HUB_DOWNLOADS = ".cache/huggingface/download"  # folder that `hf download --local-dir` writes
 ADAPTER = "adapter_config.json"
 MAX_LISTED = 3
 
 
 def require_finished(files: Iterable[Path]) -> None:
-    """Raises ModelLoadFailed for a link without a target, and for a file that a download is still
-    writing to, as aria2 does.
+    """Raises ModelLoadFailed for a dangling link, and for a file with an unfinished download.
+
+    Such a file can have its full size, as with aria2.
     """
     for file in files:
         require_file(file)
@@ -38,14 +39,14 @@ def require_finished(files: Iterable[Path]) -> None:
 
 
 def unfinished(folder: Path) -> list[str]:
-    """The names of files in a folder that downloads have not finished."""
-    found = [file.name for file in _files(folder) if file.suffix.lower() in UNFINISHED]
+    """The names of a folder's files whose download is not finished."""
+    names = [file.name for file in _files(folder) if file.suffix.lower() in UNFINISHED]
     inside = folder / HUB_DOWNLOADS
-    return sorted([*found, *(f"{HUB_DOWNLOADS}/{file.name}" for file in _incomplete(inside))])
+    return sorted([*names, *(f"{HUB_DOWNLOADS}/{file.name}" for file in _incomplete(inside))])
 
 
 def notes_of(folder: Path, shards: Iterable[Path]) -> list[str]:
-    """What is to be told of the files in a folder that the model is not made of."""
+    """Notes about a folder's files that the model does not use."""
     notes = []
     if names := unfinished(folder):
         notes.append(f"a download was not finished, or goes on: {_listed(names)}")

@@ -1,6 +1,6 @@
-"""Loads the weights of a checked model and builds it. Only `load` imports MLX.
+"""Loads the weights of a checked model and builds it. Functions import MLX, the module does not.
 
-`load` has to run in the thread that uses the model: MLX's streams belong to threads.
+`load` has to run in the thread that uses the model, because MLX's streams belong to threads.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("mlxpool.worker")
 
-HASH_THREADS = 4  # that verify digests
+HASH_THREADS = 4  # threads that verify digests
 OnProgress = Callable[[int, int], None]  # tensors done, bytes done (as stored)
 NO_CUTS: Mapping[str, Cut] = {}
 
@@ -42,8 +42,8 @@ class LoadedModel(Struct, frozen=True):
 
     folder: ModelFolder
     model: Model
-    dtype: mx.Dtype  # that it computes in
-    weight_bytes: int  # in memory
+    dtype: mx.Dtype  # the dtype of its computations
+    weight_bytes: int  # bytes in memory
     deterministic: bool = False  # whether results are independent of the rest of a batch
 
 
@@ -60,12 +60,12 @@ def load(
     """Reads the weights layer by layer, calls `on_progress` after each, and builds the model.
 
     The model computes in `dtype`; None: see device_dtype. `dequantise` turns quantised weights into
-    dense ones now, see scheduling.memory_estimate.dequantises_at_load; `deterministic` implies it.
-    Of the weights in `cuts` only these parts are kept, whose shapes `folder.match.weights` has.
-    `make_builder` has the parameters of WeightLayerBuilder; None: it is the builder.
+    dense weights now, see scheduling.memory_estimate.dequantises_at_load; `deterministic` implies
+    it. `cuts` has the parts of weights that are kept; `folder.match.weights` has their shapes.
+    `make_builder` has the parameters of WeightLayerBuilder, which is the default.
 
-    Raises ModelLoadFailed when the files changed since `inspect`, cannot be read, or do not have
-    the digests by which a store names them.
+    Raises ModelLoadFailed if the files changed since `inspect`, cannot be read, or do not match
+    their digests in a store.
     """
     from mlxpool.worker.layers.builder import WeightLayerBuilder
 
@@ -94,9 +94,9 @@ def load(
 
 
 def _log_weights(folder: ModelFolder) -> None:
-    """Logs what was read, and which names of the files are not MLX's."""
+    """Logs the size of the weights, and the tensors whose stored names are not MLX's."""
     tensors = folder.tensors.values()
-    renamed = {one.stored: one.name for one in tensors if one.stored != one.name}
+    renamed = {tensor.stored: tensor.name for tensor in tensors if tensor.stored != tensor.name}
     fields = {"tensors": len(tensors), "bytes": folder.weight_bytes, "renamed": len(renamed)}
     log.info("weights read", extra=fields)
     for stored, name in renamed.items():
@@ -120,7 +120,7 @@ def device_dtype(folder: ModelFolder) -> mx.Dtype:
 def _read_layers(
     folder: ModelFolder, dtype: mx.Dtype, cuts: Mapping[str, Cut]
 ) -> Iterator[tuple[dict[str, mx.array], int, int]]:
-    """The weights of each layer, and the numbers of tensors and bytes read so far."""
+    """Yields the weights of each layer, with the numbers of tensors and bytes read so far."""
     with _opener(folder) as (open_file, open_parts):
         reader = _Reader(folder, open_file, open_parts, cuts)
         for names in _layers(folder):
@@ -135,9 +135,9 @@ def _read_layers(
 def _opener(
     folder: ModelFolder,
 ) -> Iterator[tuple[Callable[[Path], _Tensors], Callable[[Path], _Parts]]]:
-    """What opens files of the folder, for whole tensors and for parts.
+    """The functions that open the folder's files, for whole tensors and for parts.
 
-    It is MLX and numpy, on a CUDA GPU what reads faster, or what reads another format.
+    They use MLX and numpy; device_reads.py on a CUDA GPU; or the reader of another format.
     """
     from mlxpool.worker.weights import device_reads
     from mlxpool.worker.weights.cut_reads import CutReads
@@ -146,37 +146,37 @@ def _opener(
         yield folder.files.format.open, folder.files.format.open
         return
     tensors = folder.tensors.values()
-    if not device_reads.supported({one.dtype for one in tensors}):
+    if not device_reads.supported({tensor.dtype for tensor in tensors}):
         yield _open, CutReads
         return
-    with device_reads.DeviceReads(max(one.nbytes for one in tensors)) as reads:
+    with device_reads.DeviceReads(max(tensor.nbytes for tensor in tensors)) as reads:
         yield reads.open, reads.open_parts
 
 
 class _Tensors(Protocol):
-    """The tensors of a file; one is removed when it is taken, and may be read lazily."""
+    """The tensors of a file, possibly lazy; taking a tensor removes it."""
 
     def pop(self, name: str, default: None, /) -> mx.array | None: ...
 
 
 class _Parts(Protocol):
-    """What reads parts of the tensors of a file."""
+    """A reader of parts of a file's tensors."""
 
     def read(self, name: str, shape: tuple[int, ...], cut: Cut, /) -> mx.array | None: ...
 
 
 class _OpenedFile(Struct):
-    """A file that is being read: what whole tensors are taken of, and what parts are."""
+    """The readers of an open file: of whole tensors, and of parts."""
 
     tensors: _Tensors | None = None
     parts: _Parts | None = None
 
 
 class _Reader:
-    """Makes the weights of a model of its files, layer by layer.
+    """Makes the weights of a model from its files, layer by layer.
 
-    A file is opened for its first tensor and closed after its last: a store keeps each tensor in a
-    file of its own, more than a process may have open.
+    A file is opened for its first tensor and closed after its last: a store has a file for each
+    tensor, and a process cannot have all of them open.
     """
 
     def __init__(
@@ -190,57 +190,62 @@ class _Reader:
         self._cuts = cuts
         self._open, self._open_parts = open_file, open_parts
         self._tensors = folder.tensors
-        self._derived = {name: one for one in folder.match.derived for name in one.outputs}
+        self._derived = {
+            name: derived for derived in folder.match.derived for name in derived.outputs
+        }
         self._opened: dict[Path, _OpenedFile] = {}
         self._left = Counter(tensor.file for tensor in folder.tensors.values())
-        self.tensors, self.size = 0, 0  # numbers of tensors and bytes read so far
+        self.tensors, self.size = 0, 0  # counts of tensors and bytes read so far
 
     def verify(self, names: Sequence[str]) -> None:
-        """Verifies the digests of the unopened files that these weights are in."""
+        """Verifies the digests of the files of these weights that are not open yet."""
         if not self._files.digests:
             return
-        sources = [one for name in names for one in self._sources(name)]
+        sources = [source for name in names for source in self._sources(name)]
         files = {self._tensors[source].file for source in sources} - set(self._opened)
         with ThreadPoolExecutor(HASH_THREADS) as pool:
             for _ in pool.map(self._files.verify, files):
                 pass
 
     def _sources(self, name: str) -> Sequence[str]:
-        one = self._derived.get(name)
-        return (name,) if one is None else one.sources
+        derived = self._derived.get(name)
+        return (name,) if derived is None else derived.sources
 
     def weights_of(self, names: Sequence[str]) -> Iterator[dict[str, mx.array]]:
-        """These weights, lazily read: the stored ones, then each group of derived ones."""
+        """Yields these weights, lazily read: first the stored ones, then each derived group."""
         stored = [name for name in names if name not in self._derived]
         yield {name: self._stored(self._tensors[name], self._cuts.get(name)) for name in stored}
         done: list[DerivedWeights] = []
         for name in names:
-            one = self._derived.get(name)
-            if one is not None and not any(one is other for other in done):
-                done.append(one)
-                arrays = one.transform(
-                    [self._stored(self._tensors[source]) for source in one.sources]
+            derived = self._derived.get(name)
+            if derived is not None and not any(derived is other for other in done):
+                done.append(derived)
+                arrays = derived.transform(
+                    [self._stored(self._tensors[source]) for source in derived.sources]
                 )
-                made = dict(zip(one.outputs, arrays, strict=True))
+                outputs = dict(zip(derived.outputs, arrays, strict=True))
                 cuts = self._cuts
-                yield {n: cuts[n].of(array) if n in cuts else array for n, array in made.items()}
+                yield {n: cuts[n].of(array) if n in cuts else array for n, array in outputs.items()}
 
     def _stored(self, tensor: Tensor, cut: Cut | None = None) -> mx.array:
-        """The tensor, or the part of it, of which only that is read."""
+        """Reads a tensor, or only its part.
+
+        Raises ModelLoadFailed if the file changed while it was read.
+        """
         file = tensor.file
         opened = self._opened.setdefault(file, _OpenedFile())
         if cut is None:
             if opened.tensors is None:
                 opened.tensors = self._open(file)
             array = opened.tensors.pop(tensor.stored, None)
-            wanted = tensor.shape
+            part_shape = tensor.shape
         else:
             if opened.parts is None:
                 opened.parts = self._open_parts(file)
             array = opened.parts.read(tensor.stored, tensor.shape, cut)
-            wanted = cut.shape_of(tensor.shape)
+            part_shape = cut.shape_of(tensor.shape)
         shape = None if array is None else array.shape
-        if array is None or shape != wanted:
+        if array is None or shape != part_shape:
             raise ModelLoadFailed(
                 f"{file} changed while it was read: tensor {tensor.stored!r} has shape {shape}, "
                 f"had {tensor.shape}; load again"
@@ -254,21 +259,21 @@ class _Reader:
 
 
 def _open(file: Path) -> dict[str, mx.array]:
-    """Every tensor of a file; MLX reads one when it is evaluated."""
+    """All tensors of a file, lazily: MLX reads a tensor when it is evaluated."""
     import mlx.core as mx
 
     try:
-        found = mx.load(str(file), format="safetensors")
+        tensors = mx.load(str(file), format="safetensors")
     except (RuntimeError, OSError) as error:
         raise ModelLoadFailed(f"{file} cannot be read: {error}") from error
-    assert isinstance(found, dict)
-    return found
+    assert isinstance(tensors, dict)
+    return tensors
 
 
 def _evaluated(
     folder: ModelFolder, arrays: dict[str, mx.array], dtype: mx.Dtype
 ) -> dict[str, mx.array]:
-    """Reads the arrays into memory, floats in `dtype`; empties `arrays` to free the originals."""
+    """Evaluates the arrays, floats in `dtype`; empties `arrays` to free the originals."""
     import mlx.core as mx
 
     def cast(name: str, array: mx.array) -> mx.array:

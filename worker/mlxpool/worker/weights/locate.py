@@ -1,4 +1,4 @@
-"""Finds the files that a model's `path` setting means; the only place that knows its forms."""
+"""Finds the files that a model's setting `path` means. Only this module knows its forms."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ FOLDERS = {
 def locate(config: ModelConfig) -> Path | ModelFiles:
     """The location of a model: a folder, which need not exist, or the files of another form.
 
-    `path` is a folder, a GGUF file or a folder that has one, `ollama:NAME`, or in the Hugging Face
-    cache `hf:ORG/NAME`, `hf:ORG/NAME:FILE.gguf` and, where no such folder exists, `ORG/NAME`.
-    Raises ModelLoadFailed for a model that is not found, saying how to get it, for a GGUF file that
-    is not read, and for a model in the models folder with a link that leads outside of it.
+    `path` is a folder, a GGUF file, a folder with a GGUF file, `ollama:NAME`, or a model of the
+    Hugging Face cache: `hf:ORG/NAME`, `hf:ORG/NAME:FILE.gguf` or, if no such folder exists,
+    `ORG/NAME`. Raises ModelLoadFailed for a model that is not found, with advice how to get it, for
+    a GGUF file that cannot be read, and for a link that leads out of the models folder.
     """
     if config.path in FOLDERS:
         return FOLDERS[config.path]
@@ -48,13 +48,13 @@ def locate(config: ModelConfig) -> Path | ModelFiles:
 
 
 def places(config: ModelConfig) -> list[Path]:
-    """Where a reference leads, whether there is anything or not; none for what is no reference."""
+    """The paths that a reference to a store means, existing or not; empty for another `path`."""
     try:
         if config.path.startswith(ollama_store.PREFIX):
             return ollama_store.places(config.path.removeprefix(ollama_store.PREFIX))
         if _is_of_hub(config.path):
             return [hub_cache.repository_folder(hub_cache.parse(config.path).repository)]
-    except ModelLoadFailed:  # no name of one
+    except ModelLoadFailed:  # not a valid name
         pass
     return []
 
@@ -65,7 +65,7 @@ def _is_of_hub(path: str) -> bool:
 
 
 def open_files(location: Path | ModelFiles) -> ModelFiles:
-    """The files at a location; raises ModelLoadFailed where they are no model's."""
+    """The files at a location; raises ModelLoadFailed if they are not a model's."""
     if isinstance(location, ModelFiles):
         return location
     gguf = find_gguf(location)
@@ -73,7 +73,7 @@ def open_files(location: Path | ModelFiles) -> ModelFiles:
 
 
 def find_files(path: str) -> ModelFiles:
-    """The files that a `path` setting means; raises as `locate` and `open_files`."""
+    """The files that a setting `path` means; raises like `locate` and `open_files`."""
     return open_files(locate(ModelConfig(path=path)))
 
 

@@ -29,14 +29,17 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 class WeightMatch(Struct, frozen=True):
     """How the weights of a model are made of the tensors of a checkpoint."""
 
-    weights: Mapping[str, TensorSpec]  # those that the model is built of, in the order of use
+    weights: Mapping[str, TensorSpec]  # weights of the built model, in the order of use
     tensors: Mapping[str, Tensor]  # the stored tensors to read, in the same order
     derived: tuple[DerivedWeights, ...]
     layouts: Mapping[str, QuantLayout]  # of the modules whose weight is quantised
 
 
 def match_weights(plan: ModelPlan, found: Mapping[str, Tensor], known: QuantConfig) -> WeightMatch:
-    """Raises ModelLoadFailed naming tensors that are missing, surplus or not as planned."""
+    """Matches the tensors of a checkpoint with the plan.
+
+    Raises ModelLoadFailed naming tensors that are missing, surplus or not as planned.
+    """
     matching = _Matching(plan, found, known)
     for mismatch in matching.mismatches():
         raise ModelLoadFailed(mismatch)
@@ -44,25 +47,25 @@ def match_weights(plan: ModelPlan, found: Mapping[str, Tensor], known: QuantConf
 
 
 def mismatches(plan: ModelPlan, found: Mapping[str, Tensor], known: QuantConfig) -> Iterator[str]:
-    """All errors of the tensors, where `match_weights` raises the first."""
+    """Yields all errors of the tensors; `match_weights` raises only the first."""
     return _Matching(plan, found, known).mismatches()
 
 
 class _Matching:
     """One comparison. A tensor that an error names is left out of the later checks."""
 
-    def __init__(self, plan: ModelPlan, found: Mapping[str, Tensor], known: QuantConfig) -> None:
-        self._plan, self._found, self._known = plan, found, known
+    def __init__(self, plan: ModelPlan, tensors: Mapping[str, Tensor], known: QuantConfig) -> None:
+        self._plan, self._found, self._known = plan, tensors, known
         self._available = {
-            name: TensorSpec(tensor.dtype, tensor.shape) for name, tensor in found.items()
+            name: TensorSpec(tensor.dtype, tensor.shape) for name, tensor in tensors.items()
         }
-        self._origin = {name: name for name in found}  # available name -> a stored source of it
+        self._origin = {name: name for name in tensors}  # available name -> a stored source of it
         self._derived: list[DerivedWeights] = []
         self._layouts: dict[str, QuantLayout] = {}
         self._wanted: dict[str, tuple[Shape, tuple[str, ...]]] = {}
 
     def result(self) -> WeightMatch:
-        """The match, valid where `mismatches` yielded none."""
+        """The match; valid if `mismatches` yielded no error."""
         return WeightMatch(
             weights={name: self._available[name] for name in self._wanted},
             tensors={name: self._found[name] for name in _read(self._wanted, self._derived)},
@@ -99,25 +102,28 @@ class _Matching:
             )
 
     def _derive(self) -> Generator[str, None, set[str]]:
-        """Replaces stored tensors by weights made of them; returns those that cannot be made."""
+        """Replaces stored tensors by the weights derived from them.
+
+        Yields errors. Returns the names of weights that cannot be derived.
+        """
         stored, lost = dict(self._available), set[str]()
         try:
             derived = tuple(self._plan.derived(stored))
         except ModelLoadFailed as error:
             yield error.message
             return set(self._plan.shapes) | set(stored)
-        lacking = [name for one in derived for name in one.sources if name not in stored]
+        lacking = [name for weights in derived for name in weights.sources if name not in stored]
         yield from self._missing(stored, lacking)
-        for one in derived:
-            for name in one.sources:
+        for weights in derived:
+            for name in weights.sources:
                 self._available.pop(name, None)
-        for one in derived:
-            if not set(one.sources) <= set(stored):
-                lost |= set(one.outputs)
+        for weights in derived:
+            if not set(weights.sources) <= set(stored):
+                lost |= set(weights.outputs)
                 continue
-            self._derived.append(one)
-            self._available.update(one.outputs)
-            self._origin.update(dict.fromkeys(one.outputs, one.sources[0]))
+            self._derived.append(weights)
+            self._available.update(weights.outputs)
+            self._origin.update(dict.fromkeys(weights.outputs, weights.sources[0]))
         return lost
 
     def _want(self, name: str, shape: Shape) -> None:
@@ -131,13 +137,16 @@ class _Matching:
         scales = MODES[layout.mode].scale_dtypes
         for part, packed in layout.tensors(shape):
             self._wanted[f"{module}.{part}"] = (packed, ("U32",) if part == "weight" else scales)
-        factors = [one for kind in GLOBAL_SCALES if (one := f"{module}.{kind}") in self._available]
+        factors = [key for kind in GLOBAL_SCALES if (key := f"{module}.{kind}") in self._available]
         for factor in factors if layout.mode == "nvfp4" else ():
             size, actual = math.prod(shape[:-2]), self._available[factor].shape
             self._wanted[factor] = (actual if math.prod(actual) == size else (size,), FLOAT_DTYPES)
 
     def _layout(self, module: str, shape: Shape) -> QuantLayout | None:
-        """The layout of a weight, None for a dense one; raises ModelLoadFailed for unknown ones."""
+        """The layout of a weight; None for a dense weight.
+
+        Raises ModelLoadFailed if the layout is not known or does not divide the rows.
+        """
         known, scaled = self._known, f"{module}.scales" in self._available
         layout = known.named.get(module)
         if scaled and module not in known.named:
@@ -178,12 +187,12 @@ class _Matching:
             )
 
     def _counts(self, stored: Iterable[str]) -> str:
-        """An addition to an error where the number of layers differs."""
+        """An addition to an error if plan and weights differ in the number of layers."""
         planned = _layers(self._plan.shapes)
-        found = _layers(name for name in stored if not self._plan.ignored(name))
-        if planned == found:
+        stored_layers = _layers(name for name in stored if not self._plan.ignored(name))
+        if planned == stored_layers:
             return ""
-        return f": it describes {planned} layers, the weights have {found}"
+        return f": it describes {planned} layers, the weights have {stored_layers}"
 
     def _differing(self, name: str, shape: Shape, dtypes: tuple[str, ...]) -> Iterator[str]:
         spec = self._available[name]
@@ -204,14 +213,14 @@ def _layers(names: Iterable[str]) -> int:
     return max(numbers, default=-1) + 1
 
 
-def _read(wanted: Iterable[str], derived: Iterable[DerivedWeights]) -> Iterator[str]:
-    """The stored tensors that the wanted ones are made of, each once."""
-    made = {name: one for one in derived for name in one.outputs}
+def _read(names: Iterable[str], derived: Iterable[DerivedWeights]) -> Iterator[str]:
+    """The stored tensors that weights of these names are made of, each once."""
+    makers = {name: weights for weights in derived for name in weights.outputs}
     done: set[int] = set()
-    for name in wanted:
-        one = made.get(name)
-        if one is None:
+    for name in names:
+        weights = makers.get(name)
+        if weights is None:
             yield name
-        elif id(one) not in done:
-            done.add(id(one))
-            yield from one.sources
+        elif id(weights) not in done:
+            done.add(id(weights))
+            yield from weights.sources

@@ -1,7 +1,7 @@
-"""Models without a file in models/, computed by mlx-lm's code where the extra `zoo` is installed.
+"""Models without a file in models/: mlx-lm's code computes them if the extra `zoo` is installed.
 
-Tells what is known of them before loading: whether mlx-lm has them, their context and vocabulary.
-Imports neither MLX nor mlx-lm.
+Finds, before the load, whether mlx-lm has a model, its context and its vocabulary. Imports neither
+MLX nor mlx-lm.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ CONTEXT_KEYS = (
     "max_seq_len",
     "seq_length",
 )
-UNBOUNDED_CONTEXT = 2**20  # tokens, where config.json has none of these keys: recurrent models
-FEATURES = ("resume",)  # of every such model, known before it is loaded
+UNBOUNDED_CONTEXT = 2**20  # tokens, if config.json lacks all of these keys: recurrent models
+FEATURES = ("resume",)  # features of every such model, known before the load
 CACHE_MODULE = "mlx_lm.models.cache"
 # mlx-lm's caches that can be copied. A KVCache grows by tokens; the others are valid only for
 # exactly the tokens that made them.
@@ -46,7 +46,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def is_available(config: Mapping[str, Any]) -> bool:
-    """Whether mlx-lm is installed and has a file for this model_type."""
+    """Returns whether mlx-lm is installed and has a file for this model_type."""
     model_type, home = config.get("model_type"), _home()
     if home is None or not isinstance(model_type, str) or not _NAME.fullmatch(model_type):
         return False
@@ -55,7 +55,7 @@ def is_available(config: Mapping[str, Any]) -> bool:
 
 
 def plan(config: Mapping[str, Any]) -> ModelPlan:
-    """A plan with context and vocabulary only: caches and tensors are known to mlx-lm alone.
+    """A plan with context and vocabulary only, because only mlx-lm knows caches and tensors.
 
     Raises ModelLoadFailed naming the key that is missing or cannot be used.
     """
@@ -74,7 +74,7 @@ def plan(config: Mapping[str, Any]) -> ModelPlan:
 
 
 def match_all(files: ModelFiles, tensors: Mapping[str, Tensor]) -> WeightMatch:
-    """Matches every stored tensor; raises ModelLoadFailed for files that are in no folder."""
+    """Matches all stored tensors; raises ModelLoadFailed if the files are not a folder's."""
     if files.named:
         raise ModelLoadFailed(
             f"{files.where} is no folder: a model_type that only mlx-lm has is read from a folder "
@@ -85,7 +85,7 @@ def match_all(files: ModelFiles, tensors: Mapping[str, Tensor]) -> WeightMatch:
 
 
 def cache_kinds_of(classes: Iterable[str]) -> tuple[CacheKind, ...] | None:
-    """The kind of each cache, by its class's full name; None where one cannot be copied."""
+    """The kind of each cache, by its class's full name; None if a cache cannot be copied."""
     kinds = []
     for layer, name in enumerate(classes):
         home, _, short = name.rpartition(".")
@@ -101,7 +101,7 @@ def _built_by_mlx_lm(builder: LayerBuilder) -> NoReturn:
 
 @cache
 def _home() -> Path | None:
-    """The folder of mlx-lm's package, found without importing it; None where not installed."""
+    """The folder of mlx-lm's package, found without an import; None if it is not installed."""
     spec = find_spec("mlx_lm")
     places = spec.submodule_search_locations if spec is not None else None
     return Path(next(iter(places))) if places else None
@@ -109,7 +109,7 @@ def _home() -> Path | None:
 
 @cache
 def _renamed(home: Path) -> Mapping[str, str]:
-    """model_type -> the model_type whose file mlx-lm uses for it, read from its source."""
+    """Maps model_type to the model_type whose file mlx-lm uses for it, read from its source."""
     utils = home / "utils.py"
     tree = ast.parse(utils.read_text(encoding="utf-8")) if utils.is_file() else ast.Module([], [])
     return dict(_entries(tree))

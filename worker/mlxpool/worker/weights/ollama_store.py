@@ -1,8 +1,8 @@
-"""Models in Ollama's store: a manifest names blobs by digest, with one tensor in each.
+"""Models in Ollama's store: a manifest lists layers, whose blobs are files named by digest.
 
-A layer of type image.tensor is a safetensors file; one of type image.json is a file such as
-config.json. Two layers with the same digest share a file. Older models have a GGUF file instead, as
-a layer of type image.model.
+A layer of type image.tensor is a safetensors file with one tensor; a layer of type image.json is a
+file such as config.json. Two layers with the same digest share a file. Older models have a GGUF
+file instead, as a layer of type image.model.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ADAPTER = "application/vnd.ollama.image.adapter"
 LICENCE = "application/vnd.ollama.image.license"
 _DIGEST = re.compile(r"sha256[:-]([0-9a-f]{64})")
 _PART = re.compile(r"[\w-][\w.-]*", re.ASCII)
-_DRAFT = ("draft.", "draft/")  # layers of a draft model, which is not used
+_DRAFT = ("draft.", "draft/")  # names of layers of a draft model, which is not used
 _MAX_MANIFEST = 16 * 2**20  # bytes
 # quant_type of a blob -> layout; a group_size in the blob overrides the one here.
 _QUANT_TYPES = {
@@ -46,7 +46,7 @@ _QUANT_TYPES = {
 
 
 class ManifestLayer(Struct, frozen=True):
-    """One entry of a manifest."""
+    """An entry of a manifest."""
 
     kind: str
     name: str
@@ -56,7 +56,7 @@ class ManifestLayer(Struct, frozen=True):
 
 
 def stores() -> tuple[Path, ...]:
-    """Ollama's stores: OLLAMA_MODELS, else that of this user, then of the Linux service."""
+    """Ollama's stores: OLLAMA_MODELS, else this user's store, then the Linux service's."""
     store = os.environ.get("OLLAMA_MODELS")
     if store:
         return (expanded(store),)
@@ -66,8 +66,8 @@ def stores() -> tuple[Path, ...]:
 def open_model(name: str) -> ModelFiles:
     """The files of the model `name`, [[host/]namespace/]model[:tag].
 
-    Checks the sizes of all blobs and the digests of small ones; `ModelFiles.verify` checks those of
-    the weights. Raises ModelLoadFailed naming the manifest or the blob, and what to do.
+    Checks the sizes of all blobs and the digests of small ones; `ModelFiles.verify` checks the
+    digests of weights. Raises ModelLoadFailed naming the manifest or the blob, and the remedy.
     """
     store, manifest = _manifest(name)
     layers = list(_layers(name, store, manifest))
@@ -98,21 +98,21 @@ def open_model(name: str) -> ModelFiles:
 
 
 def _open_gguf(name: str, manifest: Path, layers: Sequence[ManifestLayer]) -> ModelFiles:
-    """The model whose weights are GGUF files; what its other layers say to Ollama is not read."""
+    """The model whose weights are GGUF files; of the other layers only licences are used."""
     weights = {layer.blob: layer.digest for layer in layers if layer.kind == MODEL}
     licences = [("LICENSE", layer.blob) for layer in layers if layer.kind == LICENCE]
-    found = open_gguf(tuple(weights))
+    files = open_gguf(tuple(weights))
     return replace(
-        found,
+        files,
         where=manifest,
-        named={**found.named, **dict(licences)},
+        named={**files.named, **dict(licences)},
         digests=weights,
         remedy=_again(name),
     )
 
 
 def places(name: str) -> list[Path]:
-    """The manifest of a model in each store, whether it exists or not."""
+    """The path of a model's manifest in each store, whether it exists or not."""
     path, tag = name, "latest"
     if ":" in name.rpartition("/")[2]:
         path, _, tag = name.rpartition(":")
@@ -126,7 +126,7 @@ def places(name: str) -> list[Path]:
 
 
 def _manifest(name: str) -> tuple[Path, Path]:
-    """The store that has the model, and its manifest there."""
+    """The store that has the model, and the manifest there."""
     manifests = places(name)
     for store, manifest in zip(stores(), manifests, strict=True):
         if manifest.is_file():
@@ -213,7 +213,7 @@ def _contents(headers: Mapping[Path, Header]) -> dict[Path, ShardContent]:
 
 
 def _layouts(header: Header, names: frozenset[str]) -> Iterator[tuple[str, QuantLayout]]:
-    """The layouts that a header states; others are inferred from shapes, see match.py."""
+    """The layouts in a header; other layouts are inferred from shapes, see match.py."""
     metadata = header.metadata
     for name in header.tensors:
         kind = metadata.get(f"{name}.quant_type") or metadata.get("quant_type") or ""

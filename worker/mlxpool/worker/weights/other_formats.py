@@ -1,4 +1,4 @@
-"""Recognises models that are no Hugging Face folders: errors say what they are and what to do."""
+"""Recognises models in other forms than Hugging Face folders; errors name form and remedy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PYTORCH = (".bin", ".pth", ".pt", ".ckpt")
 
 
 def refuse_file(file: Path) -> NoReturn:
-    """Raises ModelLoadFailed for a file in place of a model folder, saying what it is."""
+    """Raises ModelLoadFailed for a file in place of a model folder; the error names its form."""
     layers = _manifest_layers(file)
     if layers is None:
         raise ModelLoadFailed(
@@ -39,7 +39,7 @@ def refuse_folder(path: Path) -> NoReturn:
 
 
 def instead_of_weights(path: Path) -> str:
-    """What a folder without the weights of a model has instead, for its error; "" for nothing."""
+    """Describes the contents of a folder without weights, for its error; "" if not recognised."""
     if names := unfinished(path):
         return f"; a download was not finished, or goes on: {names[0]}"
     if (path / ADAPTER).is_file():

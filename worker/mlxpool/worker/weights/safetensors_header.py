@@ -1,6 +1,6 @@
-"""The header of a safetensors file, which the library reads and checks against the file's size.
+"""The header of a safetensors file. The library reads it and checks it against the file's size.
 
-The library's own errors name neither the tensor nor its bytes: `fault_of` does.
+The library's own errors name neither the tensor nor its bytes; `fault_of` names both.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from mlxpool.worker.weights.json_files import require_file
 from mlxpool.worker.weights.wrong_contents import HEAD_BYTES
 
 MAX_HEADER = 100_000_000  # bytes; the library's bound
-LENGTH_BYTES = 8  # in front of the header, which hold its length
-MAX_COUNT = 2**63 - 1  # of any size or offset in a header
-MAX_AXES = 32  # of a tensor
+LENGTH_BYTES = 8  # bytes before the header, which hold its length
+MAX_COUNT = 2**63 - 1  # the largest size or offset in a header
+MAX_AXES = 32  # the most axes of a tensor
 BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "U16": 16, "I16": 16,
     "F16": 16, "BF16": 16, "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64,
@@ -30,7 +30,7 @@ BITS = {
 
 
 class Tensor(Struct, frozen=True):
-    """One tensor of a file. `name` is the model's name for it, `stored` the file's."""
+    """A tensor of a file. `name` is the model's name for it, `stored` the file's name."""
 
     name: str
     dtype: str
@@ -54,15 +54,15 @@ class Header(Struct, frozen=True):
 def read_header(file: Path) -> Header:
     """The header of a file; reads no tensor.
 
-    Raises ModelLoadFailed, naming the file and the tensor, where the header is invalid, does not
-    agree with the size of the file, or has a tensor of a dtype or with axes that MLX has not.
+    Raises ModelLoadFailed, naming the file and the tensor, if the header is invalid, does not agree
+    with the size of the file, or has a tensor whose dtype or number of axes MLX lacks.
     """
     raw = _header_bytes(file)
     try:
         with safe_open(file, framework="numpy") as opened:
             described = {
                 name: (part.get_dtype(), tuple(part.get_shape()))
-                for name in opened.keys()  # noqa: SIM118 - it is no map
+                for name in opened.keys()  # noqa: SIM118 - it is not a map
                 for part in (opened.get_slice(name),)
             }
             metadata = opened.metadata() or {}
@@ -77,7 +77,7 @@ def read_header(file: Path) -> Header:
 
 
 def _header_bytes(file: Path) -> bytes:
-    """The bytes of the header; raises ModelLoadFailed for a file that ends before its end."""
+    """The bytes of the header; raises ModelLoadFailed if the file ends within it."""
     require_file(file)
     size = file.stat().st_size
     with file.open("rb") as stream:
@@ -110,7 +110,7 @@ def _tensor(file: Path, name: str, dtype: str, shape: tuple[int, ...]) -> Tensor
 
 
 def fault_of(raw: bytes, data_bytes: int) -> str:
-    """What is wrong with a header in front of `data_bytes` bytes; "" where nothing is found."""
+    """The fault of a header before `data_bytes` bytes of tensors; "" if it is valid."""
     try:
         entries = json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -130,7 +130,7 @@ def fault_of(raw: bytes, data_bytes: int) -> str:
 
 
 def _tensor_faults(entry: Any, data_bytes: int) -> Iterator[str]:
-    """What is wrong with the description of one tensor; later parts rely on earlier ones."""
+    """Yields the faults of one tensor's entry; only the first is reliable."""
     if not isinstance(entry, dict):
         yield f"is described by {entry!r}, must be a map"
         return
@@ -161,7 +161,7 @@ def _are_counts(value: Any) -> bool:
 
 
 def _gaps(entries: dict[str, Any], data_bytes: int) -> Iterator[str]:
-    """Tensors that overlap, and bytes of the data that no tensor has."""
+    """Yields faults: tensors that overlap, and bytes of the data without a tensor."""
     last, covered = "", [0, 0]
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
         begin, end = entry["data_offsets"]

@@ -1,4 +1,4 @@
-"""The tokens that begin and end a text, from all files that may name them. No MLX."""
+"""Finds the tokens that begin and end a text, in all files that may name them. No MLX."""
 
 from __future__ import annotations
 
@@ -17,27 +17,30 @@ from mlxpool.worker.weights.json_files import FileLookup, is_present, optional_j
 
 _ID = re.compile(r"[0-9]{1,10}")
 SETTINGS, OLDER_SETTINGS = "tokenizer_config.json", "special_tokens_map.json"
-# Texts with which chat templates end a turn of the model. One that a template writes and the
-# tokenizer has as a token of its own ends an answer, whatever the files say of it.
+# Texts that end the model's turn in chat templates. Such a text ends an answer if the template has
+# it and the tokenizer has it as an added token, even if no file lists it as an end.
 END_OF_TURN = (
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|end|>", "<end_of_turn>", "<turn|>",
     "<|end_of_turn|>", "<|endofturn|>", "<|END_OF_TURN_TOKEN|>", "<|assistant_end|>",
     "<end_of_utterance>", "<|end_of_text|>", "<EOT>",
 )  # fmt: skip
-CHANNELS = "<|channel|>"  # in a template that ends with END_OF_TURN each message, of several a turn
+CHANNELS = "<|channel|>"  # in templates in which END_OF_TURN ends a message, not the whole turn
 
 
 class SpecialTokens(Struct, frozen=True):
-    """The tokens that begin and end a text. `notes`: what the files say differently."""
+    """The tokens that begin and end a text. `notes`: contradictions between the files."""
 
     eos_ids: frozenset[int]
     bos_token: str | None
-    add_bos: bool | None  # None: tokenizer_config.json does not say
+    add_bos: bool | None  # None: not in tokenizer_config.json
     notes: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, path: FileLookup, config: Mapping[str, Any]) -> SpecialTokens:
-        """`config` is config.json. Raises ModelLoadFailed naming the file and the value."""
+        """Reads the files; `config` is the content of config.json.
+
+        Raises ModelLoadFailed naming the file and the value.
+        """
         settings = optional_json(path / SETTINGS)
         add_bos = settings.get("add_bos_token")
         tokenizer = TokenIds.read(_vocabulary(path / "tokenizer.json"), settings)
@@ -55,24 +58,24 @@ class _Model(Struct):
 
 
 class _Tokenizer(Struct):
-    """The parts of tokenizer.json that name tokens: most of a large one are merges."""
+    """The parts of tokenizer.json that name tokens; most of a large file are merges."""
 
     model: _Model
     added_tokens: Any = None
 
 
 def _vocabulary(file: Path) -> Mapping[str, Any]:
-    """The parts of tokenizer.json that TokenIds reads; all of a file with an unusual form."""
+    """The parts of tokenizer.json that TokenIds reads; the whole file if its form is unusual."""
     if not is_present(file):
         return {}
     with suppress(ModelLoadFailed, msgspec.DecodeError, RecursionError):
-        found = msgspec.json.decode(read_file(file), type=_Tokenizer)
-        return {"model": {"vocab": found.model.vocab}, "added_tokens": found.added_tokens}
+        parts = msgspec.json.decode(read_file(file), type=_Tokenizer)
+        return {"model": {"vocab": parts.model.vocab}, "added_tokens": parts.added_tokens}
     return optional_json(file)
 
 
 def token_names(path: FileLookup) -> dict[str, str]:
-    """bos_token, eos_token and the like: name -> literal text, of several the first.
+    """Maps names such as bos_token and eos_token to texts, to the first of several texts.
 
     tokenizer_config.json takes precedence over special_tokens_map.json.
     """
@@ -85,14 +88,16 @@ def _names(path: FileLookup) -> dict[str, list[str]]:
 
 
 def _texts(settings: Mapping[str, Any]) -> dict[str, list[str]]:
-    found = {name: texts_of(value) for name, value in settings.items() if name.endswith("_token")}
-    return {name: texts for name, texts in found.items() if texts}
+    texts_by_name = {
+        name: texts_of(value) for name, value in settings.items() if name.endswith("_token")
+    }
+    return {name: texts for name, texts in texts_by_name.items() if texts}
 
 
 def texts_of(value: Any) -> list[str]:
-    """The texts of a token, or of a list of them, each a text or a map with `content`."""
+    """The texts of a token or a list of tokens; each token is a text or a map with `content`."""
     if isinstance(value, list):
-        return [text for one in value for text in texts_of(one)]
+        return [text for item in value for text in texts_of(item)]
     text = value.get("content") if isinstance(value, Mapping) else value
     if not isinstance(text, str):
         return []
@@ -100,15 +105,15 @@ def texts_of(value: Any) -> list[str]:
 
 
 class TokenIds(Struct, frozen=True):
-    """The ids of a tokenizer's tokens by their texts: of those that are no words, and of words."""
+    """The ids of a tokenizer's tokens by their texts: added tokens, and words of its vocabulary."""
 
     added: Mapping[str, int]
     words: Mapping[str, int]
 
     @classmethod
     def read(cls, tokenizer: Mapping[str, Any], settings: Mapping[str, Any]) -> TokenIds:
-        """Of tokenizer.json, and where it lacks a token that of `added_tokens_decoder`, a key of
-        tokenizer_config.json. Invalid parts are left to `tokenizers` to report.
+        """Reads tokenizer.json, and `added_tokens_decoder` of tokenizer_config.json, `settings`,
+        for tokens that it lacks. Ignores invalid parts: `tokenizers` reports them.
         """
         model, listed = tokenizer.get("model"), tokenizer.get("added_tokens")
         words = model.get("vocab") if isinstance(model, Mapping) else None
@@ -128,9 +133,9 @@ class TokenIds(Struct, frozen=True):
         return cls(added, words)
 
     def of(self, text: str) -> frozenset[int]:
-        """The id of a token with this text; none where there is no such token."""
-        found: Any = self.added.get(text, self.words.get(text))
-        return frozenset({found}) if _is_id(found) else frozenset()
+        """The id of the token with this text; empty if there is no such token."""
+        token: Any = self.added.get(text, self.words.get(text))
+        return frozenset({token}) if _is_id(token) else frozenset()
 
 
 def _add(added: dict[str, int], text: str, token: Any) -> None:
@@ -145,11 +150,11 @@ def _is_id(value: Any) -> bool:
 def _ends(
     path: FileLookup, config: Mapping[str, Any], tokenizer: TokenIds
 ) -> tuple[frozenset[int], list[str]]:
-    """The ids that end an answer, and what is to be said of how the files differ.
+    """The ids that end an answer, and notes about contradictions between the files.
 
-    Those of the first of generation_config.json, config.json and its text_config that has some
-    count. Those of the others count where they are no words, for such a file may be older, and of a
-    model with other ids. What the tokenizer and the chat template name is added.
+    All ids of the first source with ids count: generation_config.json, config.json or its
+    text_config. Of the other sources only added tokens count, not words: such a file may be older
+    and of a model with other ids. The ends in the tokenizer and the chat template are added.
     """
     files, notes = _of_files(path, config)
     ends = next(iter(files.values()), frozenset[int]())
@@ -183,9 +188,9 @@ def _ends(
 def _of_files(
     path: FileLookup, config: Mapping[str, Any]
 ) -> tuple[dict[str, frozenset[int]], list[str]]:
-    """The eos_token_id of each file that has some, in the order in which they count.
+    """The eos_token_id of each file that has any, in the order of precedence, and notes.
 
-    Raises ModelLoadFailed for the first one if it is invalid; of a later one it is a note.
+    Raises ModelLoadFailed if the first one is invalid; a later invalid one only adds a note.
     """
     inner = config.get("text_config")
     sources = (
@@ -193,23 +198,23 @@ def _of_files(
         ("config.json", config),
         ("text_config of config.json", inner if isinstance(inner, Mapping) else {}),
     )
-    found: dict[str, frozenset[int]] = {}
+    ids_by_file: dict[str, frozenset[int]] = {}
     notes = []
     for name, source in sources:
         value = source.get("eos_token_id")
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if not all(map(_is_id, ids)):
             fault = f"{path / name.split()[-1]}: eos_token_id is {value!r:.60}, must be a token id"
-            if not found:
+            if not ids_by_file:
                 raise ModelLoadFailed(f"{fault} or a list of them")
             notes.append(f"{fault} or a list of them; it is left out")
         elif ids:
-            found[name] = frozenset(ids)
-    return found, notes
+            ids_by_file[name] = frozenset(ids)
+    return ids_by_file, notes
 
 
 def _ends_of_turns(path: FileLookup, tokenizer: TokenIds) -> list[str]:
-    """The tokens with which the chat templates end a turn."""
+    """The texts of the tokens that end a turn in the chat templates."""
     try:
         sources = find_sources(path).texts.values()
     except ModelLoadFailed:

@@ -1,8 +1,8 @@
-"""The names of the parts of quantised weights: as files have them, and as MLX has them.
+"""Turns the names of parts of quantised weights in files into MLX's names.
 
-X.weight.scale and X.weight_scale are X.scales, X.weight.bias and X.weight_qbias are X.biases. A
-bias belongs to the groups of a quantised weight only where that has a scale, else to the layer, so
-all names of a model have to be known before one is changed.
+X.weight.scale and X.weight_scale become X.scales, X.weight.bias and X.weight_qbias become X.biases.
+A bias belongs to the groups of a quantised weight only if the weight has a scale, else to the
+layer. So all names of a model have to be known before any is changed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 
 from mlxpool.common.errors import ModelLoadFailed
 
-_SCALES = (".scale", "_scale")  # behind the name of a weight
+_SCALES = (".scale", "_scale")  # endings after the name of a weight
 _PARTS = {
     ".scale": "scales",
     "_scale": "scales",
@@ -23,14 +23,14 @@ _PARTS = {
 
 
 def is_quantised(weight: str, names: Collection[str]) -> bool:
-    """Whether a model with tensors of these `names` has scales of the tensor `weight`."""
+    """Returns whether a model with tensors of these `names` has scales of the tensor `weight`."""
     return any(f"{weight}{ending}" in names for ending in _SCALES)
 
 
 def mlx_names(names: Collection[str], weights: Collection[str]) -> Mapping[str, str]:
-    """MLX's name for each of a model's tensors; parts of other tensors than `weights` keep theirs.
+    """MLX's name for each of a model's tensors; only parts of `weights` are renamed.
 
-    Raises ModelLoadFailed for two tensors with one name.
+    Raises ModelLoadFailed if two tensors get the same name.
     """
     renamed = {name: _renamed(name, names, weights) for name in sorted(names)}
     stored: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Recognises files whose contents are not what their name says, by their first bytes. Pure.
+"""Recognises files whose contents do not fit their names, by their first bytes. Pure.
 
 Downloads leave such files: a pointer of a store for large files, a web page, nothing, zeros.
 """
@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import re
 
-HEAD_BYTES = 512  # that are looked at
+HEAD_BYTES = 512  # the bytes at the start of a file that are examined
 DOWNLOAD = "download it again"
 POINTERS = (b"version https://git-lfs.github.com/", b"version https://hawser", b"# xet version")
-# The whole of a short file, as a hub answers where it does not give the file.
+# The whole content of a short file: a hub's answer that refuses the file.
 REFUSAL = re.compile(
     rb"\s*(?:\d{3}:? )?(?:entry not found|not found|repository not found|unauthorized|forbidden"
     rb"|access (?:to|denied)\b.*|invalid (?:credentials|username or password).*|bad gateway"
     rb"|too many requests|internal server error|service unavailable|gateway time-?out)[.!]?\s*",
     re.IGNORECASE | re.DOTALL,
 )
-# Also the whole of a short file: a link as text, as git and copies without links leave it, the
-# pointer of git-annex or DVC, and an error in JSON.
+# Also the whole content of a short file: a link as text, which git and copies without links leave,
+# the pointer of git-annex or DVC, and an error in JSON.
 LINK = re.compile(rb"(?:(?:\.\./)+(?:\.git/annex/objects|blobs)|/annex/objects)/\S+\s*")
 DVC = re.compile(rb"(?:outs:\s*\n)?- md5: [0-9a-f]{32}\b.*", re.DOTALL)
 JSON_ERROR = re.compile(rb'\s*\{\s*"(?:errors?|message|detail)"\s*:.*', re.DOTALL)
@@ -35,9 +35,9 @@ OTHERS = (
 
 
 def fault_of(head: bytes, size: int) -> str:
-    """What a file of `size` bytes is instead, and what to do; "" where nothing is recognised.
+    """Describes the real content of a file of `size` bytes, and the remedy; "" if not recognised.
 
-    `head`: its first HEAD_BYTES bytes, or all of them.
+    `head`: the first HEAD_BYTES bytes of the file.
     """
     if not size:
         return f"is empty: {DOWNLOAD}"

@@ -1,4 +1,4 @@
-"""GGUF files, the format of llama.cpp, read as the files of a model.
+"""Reads GGUF files, the format of llama.cpp, as the files of a model.
 
 `header` reads the metadata and the places of tensors, `architectures` maps both to config.json and
 to our names, `vocabulary` makes tokenizer.json, `blocks` turns llama.cpp's blocks into MLX's

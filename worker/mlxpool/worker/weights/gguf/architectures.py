@@ -1,8 +1,8 @@
 """The architectures of GGUF files: their config.json, and our names for their tensors. No MLX.
 
-llama.cpp stores weights mostly as the released checkpoints do, but for three things that a table
-here undoes: rows of queries and keys of a llama are in the order of its rotation, norms of Gemma
-have one added, and llama's wavelengths are a tensor.
+llama.cpp stores weights mostly as the released checkpoints do. The table here undoes three
+differences: rows of a llama's queries and keys are in the order of llama.cpp's rotation, norms of
+Gemma have one added, and llama's wavelengths are a tensor.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WHOLE = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
-NO_BLOCKS = "whole"  # the part of a tensor that is in no blocks
+NO_BLOCKS = "whole"  # the only part of a tensor that is not in blocks
 ROPE_FREQS = "rope_freqs.weight"  # factors of llama 3's wavelengths
 _ATTENTION = {
     "attn_norm": "input_layernorm",
@@ -77,10 +77,10 @@ _GEMMA3 = {
 
 
 class Architecture(Struct, frozen=True):
-    """How files of an architecture are read.
+    """The rules to read files of an architecture.
 
-    `names`: of a layer's modules, or whole tensors, llama.cpp's -> ours. `scales`: the dtype in
-    which a GPU computes weights in blocks. `ignored`: beginnings of names of other parts.
+    `names`: of a layer's modules or tensors, llama.cpp's -> ours. `scales`: the dtype that a GPU
+    uses for weights in blocks. `ignored`: prefixes of the names of parts that are not read.
     """
 
     config: Callable[[Fields, Tensors], Config]
@@ -91,7 +91,7 @@ class Architecture(Struct, frozen=True):
     ignored: tuple[str, ...] = ()
 
     def name_of(self, stored: str) -> str | None:
-        """Our name of a tensor, None for one that is not used; unknown ones keep their names."""
+        """Our name for a tensor; None if it is not used. An unknown tensor keeps its name."""
         if stored == ROPE_FREQS or stored.startswith(self.ignored):
             return None
         if stored in _WHOLE:
@@ -108,21 +108,21 @@ class Architecture(Struct, frozen=True):
         return stored
 
     def heads_of(self, name: str, config: Mapping[str, Any]) -> int:
-        """By how many heads the rows of one of our tensors are rotated; 0: they are not."""
+        """The number of heads in the rows of a tensor of ours that is rotated, else 0."""
         module, _, kind = name.rpartition(".")
         key = self.rotated.get(module.rpartition(".")[2]) if kind in ("weight", "bias") else None
         return int(config[key]) if key else 0
 
 
 def architecture_of(fields: Fields) -> Architecture:
-    """Raises ModelLoadFailed naming the file and its architecture where that is not known."""
-    found = ARCHITECTURES.get(fields.architecture)
-    if found is None:
+    """Returns the file's architecture; raises ModelLoadFailed, naming both, if it is unknown."""
+    architecture = ARCHITECTURES.get(fields.architecture)
+    if architecture is None:
         raise ModelLoadFailed(
             f"{fields.file} has the architecture {fields.architecture!r:.60}, which is not read"
             f" from GGUF; read are {', '.join(ARCHITECTURES)}"
         )
-    return found
+    return architecture
 
 
 def _refuse(fields: Fields, what: str) -> NoReturn:
@@ -169,8 +169,8 @@ def _rope_scaling(fields: Fields) -> Config | None:
 def llama3_scaling(fields: Fields, factors: Sequence[float], config: Config) -> Config:
     """The rope scaling of llama 3 whose wavelengths have these factors, one for each pair.
 
-    llama.cpp stores only them, as a tensor. The scaling's other numbers have been the same in all
-    releases. Raises ModelLoadFailed where they make other factors.
+    llama.cpp stores only the factors, as a tensor. The other numbers of the scaling have been the
+    same in all releases. Raises ModelLoadFailed if they lead to other factors.
     """
     scaling: Config = {
         "rope_type": "llama3",
@@ -181,20 +181,22 @@ def llama3_scaling(fields: Fields, factors: Sequence[float], config: Config) -> 
     }
     size = config["head_dim"]
     settings = {"rope_theta": config["rope_theta"], "rope_scaling": scaling}
-    made, plain = (
+    scaled, plain = (
         parse_rope(settings, size).freqs,
         parse_rope({**settings, "rope_scaling": {}}, size),
     )
     periods = [plain.base ** (index / size) for index in range(0, size, 2)]
-    pairs = zip(made or (), periods, factors, strict=False)
-    alike = all(math.isclose(one / period, by, rel_tol=1e-3) for one, period, by in pairs)
+    pairs = zip(scaled or (), periods, factors, strict=False)
+    alike = all(
+        math.isclose(wavelength / period, by, rel_tol=1e-3) for wavelength, period, by in pairs
+    )
     if len(factors) != size // 2 or not alike:
         _refuse(fields, f"the tensor {ROPE_FREQS!r} with other factors than those of llama 3")
     return scaling
 
 
 def _with_heads(fields: Fields, config: Config) -> Config:
-    """Adds the size of a head, which has to be rotated as a whole."""
+    """Adds the size of a head. Raises ModelLoadFailed if a head is not rotated as a whole."""
     size = fields.integer(
         "attention.key_length", config["hidden_size"] // config["num_attention_heads"]
     )
@@ -242,7 +244,7 @@ def _qwen3_moe(fields: Fields, tensors: Tensors) -> Config:
 def _gemma3(fields: Fields, tensors: Tensors) -> Config:
     config = _with_feed(fields, _with_heads(fields, _common(fields, tensors, "gemma3_text")))
     layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
-    # The 27B, which has 62 layers, scales scores by the width of all heads; no key says so.
+    # The 27B, which has 62 layers, scales scores by the width of all heads. No key states it.
     scaled = config["hidden_size"] // heads if layers == _LAYERS_OF_27B else config["head_dim"]
     softcap = fields.find("final_logit_softcapping")
     return {
@@ -301,7 +303,7 @@ def _gpt_oss(fields: Fields, tensors: Tensors) -> Config:
     }
 
 
-# general.architecture -> how it is read. Gemma and gpt-oss leave the range of float16.
+# general.architecture -> its rules. Numbers of Gemma and gpt-oss leave the range of float16.
 ARCHITECTURES = {
     "llama": Architecture(
         _llama,
@@ -324,10 +326,10 @@ ARCHITECTURES = {
 
 
 def as_checkpoint(header: GgufHeader, architecture: Architecture) -> Header:
-    """The header of a checkpoint that has the tensors of a file that are used, or are unknown.
+    """The header as of a checkpoint, with the tensors of a file that are used or unknown.
 
     A weight in blocks is listed as the tensors of its layout: `weight`, `scales` and `biases`. The
-    `stored` name of a tensor is llama.cpp's, a colon, and the part.
+    `stored` name of a tensor is llama.cpp's name, a colon, and the part.
     """
     tensors: dict[str, Tensor] = {}
     for stored in header.tensors.values():

@@ -1,9 +1,9 @@
 """The types of GGUF's tensors, and the layouts of MLX that they are read into. No MLX, no numpy.
 
-A row is divided into blocks, which are read into groups of 32 numbers q with a scale and a bias
-each: weight = scale * q + bias. Types whose own groups have 32 numbers keep every number. Q6_K,
-Q3_K and Q2_K have groups of 16, which MLX has not: their weights are rounded once more, to 8 bits,
-as docs/models.md has figures of (with 6 bits, Q3_K's perplexity rose by 5 %).
+A row is divided into blocks. They are read into groups of 32 numbers q, each with a scale and a
+bias: weight = scale * q + bias. Types whose own groups have 32 numbers keep every number. Q6_K,
+Q3_K and Q2_K have groups of 16, which MLX lacks: their weights are rounded once more, to 8 bits.
+docs/models.md has the figures (with 6 bits, Q3_K's perplexity rose by 5 %).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ GROUP = 32
 
 
 class BlockType(Struct, frozen=True):
-    """`nbytes` of a block, and how many `numbers` it has; a `dtype` of floats, or a `layout`."""
+    """A type: `numbers` and `nbytes` of a block, and a `dtype` of floats or a `layout`."""
 
     name: str
     numbers: int
     nbytes: int
     dtype: str = ""
     layout: QuantLayout | None = None
-    rounded: bool = False  # once more, as its groups are no groups of the layout
+    rounded: bool = False  # rounded once more, because its groups do not fit the layout
 
 
 def _affine(name: str, numbers: int, nbytes: int, bits: int, rounded: bool = False) -> BlockType:

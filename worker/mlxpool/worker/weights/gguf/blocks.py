@@ -1,8 +1,8 @@
 """Turns blocks of GGUF's types into MLX's packed numbers, scales and biases. No MLX.
 
-All functions take the bytes of blocks [n, bytes of a block]. The numbers of a block are in halves:
-of a group of 32 the low four bits of byte i are number i, the high ones number i + 16; in types
-named _K the high ones belong to the next group of 32.
+All functions take the bytes of blocks [n, bytes of a block]. Each byte holds two numbers of four
+bits. In a group of 32, the low bits of byte i are number i, the high bits number i + 16. In types
+named _K, the high bits belong to the next group of 32.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from mlxpool.worker.weights.gguf.block_types import GROUP, BlockType
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
-# Of blocks that are read at once: what lies between, some 30 times this, is in heap memory that is
-# used again (see device.MMAP_THRESHOLD) and mostly in a cache of the processor.
+# Bytes of blocks that are converted at once. The temporary arrays are about 30 times larger: they
+# stay in heap memory that is used again (see device.MMAP_THRESHOLD), mostly in a processor's cache.
 BLOCK_BYTES = 2**16
 _LOW, _SIX, _FOUR = np.uint8(0x0F), np.uint8(0x3F), np.uint8(4)
 _BITS, _PAIRS = np.arange(8, dtype=np.uint8)[:, None], np.arange(0, 8, 2, dtype=np.uint8)[:, None]
 
 
 class Groups(Struct, frozen=True):
-    """Numbers [n, 32] of as many groups, with the scale and the bias of each."""
+    """The numbers [n, 32] of n groups, with the scale and the bias of each."""
 
     numbers: Bytes
     scales: Floats
@@ -33,7 +33,7 @@ class Groups(Struct, frozen=True):
 
 
 class PackedRows(Struct, frozen=True):
-    """A weight [rows, columns]: packed uint32 [rows, words]; scales, and biases, [rows, groups]."""
+    """A weight [rows, columns]: packed uint32 [rows, words]; scales and biases [rows, groups]."""
 
     weight: npt.NDArray[np.uint32]
     scales: Floats | Bytes
@@ -41,7 +41,7 @@ class PackedRows(Struct, frozen=True):
 
 
 def packed_rows(kind: BlockType, raw: Bytes, columns: int) -> PackedRows:
-    """The rows of `columns` numbers in `raw`, in the layout of this type."""
+    """The rows of `columns` numbers in `raw`, converted to the layout of this type."""
     assert kind.layout is not None
     bits, blocks = kind.layout.bits, raw.reshape(-1, kind.nbytes)
     groups = len(blocks) * kind.numbers // GROUP
@@ -71,21 +71,21 @@ def packed_rows(kind: BlockType, raw: Bytes, columns: int) -> PackedRows:
 
 
 def packed(numbers: Bytes, bits: int) -> Bytes:
-    """Numbers [n, 32] below 2**bits as one stream of bits each: [n, 4 * bits] bytes."""
+    """Packs numbers [n, 32] below 2**bits, each row as a stream of bits: [n, 4 * bits] bytes."""
     if bits == 8:
         return numbers
     if bits == 4:
         return numbers[:, ::2] | numbers[:, 1::2] << _FOUR
-    eights = numbers.reshape(-1, 8)  # whose bits fill `bits` bytes
+    eights = numbers.reshape(-1, 8)  # 8 numbers fill `bits` bytes
     words = np.zeros(len(eights), np.uint64)
     for index in range(8):
         words |= eights[:, index].astype(np.uint64) << np.uint64(index * bits)
-    every = words.astype("<u8").view(np.uint8).reshape(-1, 8)
-    return every[:, :bits].reshape(len(numbers), -1)
+    streams = words.astype("<u8").view(np.uint8).reshape(-1, 8)
+    return streams[:, :bits].reshape(len(numbers), -1)
 
 
 def rounded_groups(weights: Floats, bits: int) -> Groups:
-    """The nearest numbers of `bits` to weights [n, 32], between the least and the largest."""
+    """Rounds weights [n, 32] to numbers of `bits` between each group's least and largest weight."""
     low, high = weights.min(axis=1), weights.max(axis=1)
     scales = (high - low) / np.float32(2**bits - 1)
     steps = np.where(scales > 0, scales, np.float32(1))
@@ -108,12 +108,12 @@ def _half(blocks: Bytes, at: int) -> Floats:
 
 
 def _halves(data: Bytes) -> Bytes:
-    """Bytes [n, 16] as 32 numbers: the low four bits of all, then the high ones."""
+    """Bytes [n, 16] as 32 numbers: the low four bits of all bytes, then the high four bits."""
     return np.concatenate([data & _LOW, data >> _FOUR], axis=1)
 
 
 def _fifth_bits(data: Bytes) -> Bytes:
-    """Bytes [n, 4] as 32 numbers 0 or 16."""
+    """The bits of bytes [n, 4] as 32 numbers, 0 or 16."""
     return np.unpackbits(data, axis=1, bitorder="little") << _FOUR
 
 
@@ -153,13 +153,13 @@ def _q5_k(blocks: Bytes) -> Groups:
 
 
 def _nibbles_k(data: Bytes) -> Bytes:
-    """Bytes [n, 128] as [n, 8, 32]: low and high halves of 32 bytes are groups."""
+    """Bytes [n, 128] as [n, 8, 32]: the low and the high halves of 32 bytes are a group each."""
     parts = data.reshape(-1, 4, 1, 32)
     return np.concatenate([parts & _LOW, parts >> _FOUR], axis=2).reshape(-1, 8, 32)
 
 
 def _scales_k(blocks: Bytes) -> tuple[Floats, Floats]:
-    """The scales d * s and the biases -dmin * m of the 8 groups of each block, flat."""
+    """The scales d * s and the biases -dmin * m of the 8 groups of each block, as flat arrays."""
     first, second, third = (blocks[:, at : at + 4] for at in (4, 8, 12))
     scale = np.concatenate([first & _SIX, (third & _LOW) | (first >> np.uint8(6)) << _FOUR], axis=1)
     least = np.concatenate(
@@ -199,13 +199,13 @@ def _q2_k(blocks: Bytes) -> Floats:
 
 
 def _pairs(data: Bytes) -> Bytes:
-    """Bytes [n, 64] as [n, 8, 32]: each 32 bytes have 4 groups of two bits."""
+    """Bytes [n, 64] as [n, 8, 32]: each 32 bytes hold 4 groups of numbers of two bits."""
     parts = data.reshape(-1, 2, 1, 32) >> _PAIRS
     return parts.reshape(-1, 8, 32) & np.uint8(3)
 
 
 def _scaled(numbers: Floats, scales: Floats) -> Floats:
-    """Numbers of 256 in a block, each 16 by one of the scales [n, 16]."""
+    """Multiplies the 256 numbers of each block by the scales [n, 16], 16 numbers by each scale."""
     return numbers.reshape(-1, 16, 16) * scales[:, :, None]
 
 

@@ -11,10 +11,10 @@ from mlxpool.common.errors import ModelLoadFailed
 
 
 class Fields:
-    """The metadata of a file; keys without a dot are those of its architecture.
+    """The metadata of a file; the keys of its architecture are given without their prefix.
 
-    Every method raises ModelLoadFailed naming the file, the key and its value where it is missing
-    and has no default, or is of another type.
+    Every method but `find` raises ModelLoadFailed, naming the file, the key and its value, if the
+    value is of another type, or is missing and has no default.
     """
 
     def __init__(self, file: Path, metadata: Mapping[str, Any]) -> None:
@@ -24,7 +24,7 @@ class Fields:
         self.architecture = self.text("general.architecture")
 
     def find(self, key: str) -> Any:
-        """The value of a key; None where there is none."""
+        """The value of a key; None if the key is missing."""
         return self._metadata.get(self._full(key))
 
     def text(self, key: str) -> str:
@@ -32,15 +32,15 @@ class Fields:
         return str(self._checked(key, self.find(key), str, "a text"))
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """A whole number; a list of one for each layer counts where all are equal."""
+        """A whole number; a list with a number for each layer counts if all are equal."""
         found = self.find(key)
-        if isinstance(found, list) and found and all(one == found[0] for one in found):
+        if isinstance(found, list) and found and all(item == found[0] for item in found):
             found = found[0]
         value = default if found is None else found
         return int(self._checked(key, value, int, "a whole number"))
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A number, as one writes it: files hold the nearest one of 32 bits."""
+        """A number, rounded to 7 digits: files hold the nearest number of 32 bits."""
         found = self.find(key)
         value = default if found is None else found
         if not is_number(value):
@@ -54,27 +54,29 @@ class Fields:
 
     def texts(self, key: str) -> list[str]:
         """A list of texts."""
-        return [str(one) for one in self._list(key, str, "a list of texts")]
+        return [str(text) for text in self._list(key, str, "a list of texts")]
 
     def integers(self, key: str) -> list[int]:
         """A list of whole numbers."""
-        return [int(one) for one in self._list(key, int, "a list of whole numbers")]
+        return [int(number) for number in self._list(key, int, "a list of whole numbers")]
 
     def numbers(self, key: str) -> list[float]:
         """A list of numbers."""
-        found = self.find(key)
-        if not isinstance(found, list) or not all(isinstance(one, float | int) for one in found):
-            self._refuse(key, found, "a list of numbers")
-        return [float(one) for one in found]
+        numbers = self.find(key)
+        if not isinstance(numbers, list) or not all(
+            isinstance(number, float | int) for number in numbers
+        ):
+            self._refuse(key, numbers, "a list of numbers")
+        return [float(number) for number in numbers]
 
     def _full(self, key: str) -> str:
         return key if key.partition(".")[0] in _SHARED else f"{self.architecture}.{key}"
 
     def _list(self, key: str, kind: type, shown: str) -> list[Any]:
-        found = self.find(key)
-        if not isinstance(found, list) or not all(type(one) is kind for one in found):
-            self._refuse(key, found, shown)
-        return list(found)
+        items = self.find(key)
+        if not isinstance(items, list) or not all(type(item) is kind for item in items):
+            self._refuse(key, items, shown)
+        return list(items)
 
     def _checked(self, key: str, value: Any, kind: type, shown: str) -> Any:
         if type(value) is not kind:
@@ -88,4 +90,4 @@ class Fields:
         )
 
 
-_SHARED = ("general", "tokenizer", "split")  # keys that begin so are of no architecture
+_SHARED = ("general", "tokenizer", "split")  # prefixes of keys that are not an architecture's

@@ -1,7 +1,7 @@
-"""Reads the header of a GGUF file: its metadata, and which tensors are where. No MLX, no numpy.
+"""Reads the header of a GGUF file: its metadata and the places of tensors. No MLX, no numpy.
 
-llama.cpp's own package makes an object of each number of each list, which takes 15 seconds for a
-vocabulary of 262,144 tokens; this takes a few tenths of one, and bounds what it reads.
+llama.cpp's own package makes an object for each number of each list, which takes 15 seconds for a
+vocabulary of 262,144 tokens. This module takes a few tenths of a second and bounds its reads.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _STRING, _ARRAY = 8, 9
 
 
 class StoredTensor(Struct, frozen=True):
-    """A tensor of a file: `shape` has rows before columns, `begin` is its first byte."""
+    """A tensor of a file: `shape` has rows before columns, `begin` is the offset in the file."""
 
     name: str
     kind: BlockType
@@ -49,7 +49,7 @@ class StoredTensor(Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """The bytes that it takes in the file."""
+        """The bytes of the tensor in the file."""
         return math.prod(self.shape) // self.kind.numbers * self.kind.nbytes
 
 
@@ -65,8 +65,8 @@ class GgufHeader(Struct, frozen=True):
 def read_gguf_header(file: Path) -> GgufHeader:
     """The header of a GGUF file; reads no tensor.
 
-    Raises ModelLoadFailed naming the file and what is wrong: another format or version, a file that
-    is cut short, a tensor of an unknown type.
+    Raises ModelLoadFailed naming the file and the fault: another format or version, a truncated
+    file, or a tensor of an unknown type.
     """
     require_file(file)
     try:
@@ -97,12 +97,12 @@ def _read(file: Path, cursor: _Cursor) -> GgufHeader:
     if type(alignment) is not int or alignment <= 0:
         raise ModelLoadFailed(f"{file} has general.alignment {alignment!r}, must be above 0")
     start = -(-cursor.at // alignment) * alignment
-    found: dict[str, StoredTensor] = {}
+    stored: dict[str, StoredTensor] = {}
     for name, kind, shape, offset in infos:
-        if name in found:
+        if name in stored:
             raise ModelLoadFailed(f"{file} has two tensors named {name!r}")
-        found[name] = _stored(file, cursor.size, name, kind, shape, start + offset)
-    return GgufHeader(file, bytes(cursor.data[: cursor.at]), metadata, found)
+        stored[name] = _stored(file, cursor.size, name, kind, shape, start + offset)
+    return GgufHeader(file, bytes(cursor.data[: cursor.at]), metadata, stored)
 
 
 def _tensor_info(cursor: _Cursor) -> tuple[str, int, tuple[int, ...], int]:
@@ -122,7 +122,7 @@ def _stored(
     where = f"{file}: tensor {name!r:.80}"
     block = BLOCK_TYPES.get(kind)
     if block is None:
-        known = ", ".join(one.name for one in BLOCK_TYPES.values())
+        known = ", ".join(block_type.name for block_type in BLOCK_TYPES.values())
         shown = UNREAD_TYPES.get(kind, f"number {kind}")
         raise ModelLoadFailed(
             f"{where} is of the type {shown}, which is not read; take a file with types of {known}"
@@ -142,7 +142,7 @@ def _stored(
 
 
 class _Cursor:
-    """Reads values one after the other; what it has read is `data[:at]`."""
+    """Reads values one after the other; `data[:at]` are the bytes of the values so far."""
 
     def __init__(self, file: Path, stream: BinaryIO, size: int) -> None:
         self.file, self.size = file, size
@@ -150,7 +150,7 @@ class _Cursor:
         self._stream = stream
 
     def _require(self, count: int) -> int:
-        """Reads until `count` further bytes are in `data`; returns where they begin."""
+        """Reads until `count` further bytes are in `data`; returns the index of the first."""
         begin, end = self.at, self.at + count
         if end > len(self.data):
             self._read_to(end)
@@ -184,8 +184,8 @@ class _Cursor:
         return self.texts(1)[0]
 
     def texts(self, count: int) -> list[str]:
-        """So many texts. Of a vocabulary they are many, so with as few calls as possible."""
-        found, data, size_at, at = [], self.data, _STRUCTS["Q"].unpack_from, self.at
+        """The next `count` texts. A vocabulary has many, so the loop makes few calls."""
+        texts, data, size_at, at = [], self.data, _STRUCTS["Q"].unpack_from, self.at
         for _ in range(count):
             begin = at + 8
             if begin > len(data):
@@ -193,9 +193,9 @@ class _Cursor:
             at = begin + size_at(data, at)[0]
             if at > len(data):
                 self._read_to(at)
-            found.append(data[begin:at].decode("utf-8", "replace"))
+            texts.append(data[begin:at].decode("utf-8", "replace"))
         self.at = at
-        return found
+        return texts
 
     def value(self, key: str) -> Any:
         kind, count = self.number("I"), None

@@ -1,8 +1,8 @@
 """Opens GGUF files as the files of a model. No MLX.
 
-What other checkpoints have in small files (config.json, tokenizer.json, ...) is made from the
-metadata and kept in the user's folder of caches, by the digest of the headers: the processes that
-read texts open these files by their paths.
+The small files of other checkpoints (config.json, tokenizer.json, ...) are made from the metadata.
+They are kept in the user's folder of caches, by the digest of the headers, because the processes
+that prepare texts open them by their paths.
 """
 
 from __future__ import annotations
@@ -31,42 +31,46 @@ from mlxpool.worker.weights.gguf.vocabulary import as_json, tokenizer_files
 from mlxpool.worker.weights.leftovers import require_finished
 from mlxpool.worker.weights.safetensors_header import Header
 
-FORM = "1"  # of the files that are made: another one makes them again
+FORM = "1"  # the version of the made files: another version makes them again
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 GGUF_SUFFIX = ".gguf"
-PROJECTOR = "mmproj"  # begins the name of a file that reads images
+PROJECTOR = "mmproj"  # prefix of the name of a file with an image encoder
 _MAX_FACTORS = 4096
 
 
 def is_gguf(file: Path) -> bool:
-    """Whether the first bytes, or else the name, are those of a GGUF file."""
+    """Returns whether the first bytes or the name are those of a GGUF file."""
     with file.open("rb") as stream:
         return stream.read(len(MAGIC)) == MAGIC or file.suffix == GGUF_SUFFIX
 
 
 def find_gguf(path: Path) -> tuple[Path, ...]:
-    """The GGUF files that a file or a folder means, in their order; none where it means none.
+    """The GGUF files of a model, in their order, from the path of a file or a folder.
 
-    A folder with safetensors means these. Files that read images are left out. Raises
-    ModelLoadFailed for a folder with several models, and for a split one that lacks files.
+    Empty if the path is not a GGUF model's, or is a folder with safetensors. Files of image
+    encoders are left out. Raises ModelLoadFailed if a folder has several models, and if parts of a
+    split model are missing.
     """
     if path.is_file():
         return split_files(path) if is_gguf(path) else ()
     if any(path.glob("model*.safetensors*")):  # or their index
         return ()
     named = [file for file in sorted(path.glob(f"[!.]*{GGUF_SUFFIX}")) if file.is_file()]
-    found = [file for file in named if not file.name.startswith(PROJECTOR)]
-    models = {split_names(file.name)[0] for file in found}
+    files = [file for file in named if not file.name.startswith(PROJECTOR)]
+    models = {split_names(file.name)[0] for file in files}
     if len(models) > 1:
-        names = ", ".join(file.name for file in found)
+        names = ", ".join(file.name for file in files)
         raise ModelLoadFailed(f"{path} has {len(models)} models ({names}): name one of the files")
-    return split_files(found[0]) if found else ()
+    return split_files(files[0]) if files else ()
 
 
 def split_files(file: Path) -> tuple[Path, ...]:
-    """All files of the split model that `file` is a part of; itself where it is whole."""
+    """All files of the split model that `file` is a part of; only `file` if it is whole.
+
+    Raises ModelLoadFailed if files are missing.
+    """
     files = tuple(file.with_name(name) for name in split_names(file.name))
-    missing = [one.name for one in files if one != file and not one.is_file()]
+    missing = [part.name for part in files if part != file and not part.is_file()]
     if missing:
         raise ModelLoadFailed(
             f"{file} is one of {len(files)} parts, of which {len(missing)} are missing, the first"
@@ -76,7 +80,7 @@ def split_files(file: Path) -> tuple[Path, ...]:
 
 
 def split_names(name: str) -> tuple[str, ...]:
-    """The names of all parts of a split model by that of one; this one where it is whole."""
+    """The names of all parts of a split model, from the name of a part; else only `name`."""
     match = _SPLIT.fullmatch(name)
     if match is None:
         return (name,)
@@ -85,10 +89,10 @@ def split_names(name: str) -> tuple[str, ...]:
 
 
 def open_gguf(files: Sequence[Path]) -> ModelFiles:
-    """The model in these files, which are all parts of it.
+    """The model in these files, which have to be all of its parts.
 
-    Raises ModelLoadFailed naming the file and what is wrong: a header that cannot be read, an
-    architecture or a vocabulary that is unknown, parts of different models.
+    Raises ModelLoadFailed naming the file and the fault: a header that cannot be read, an unknown
+    architecture or vocabulary, or parts of different models.
     """
     require_finished(files)
     stamps = {file: stamp_of(file) for file in files}
@@ -98,12 +102,13 @@ def open_gguf(files: Sequence[Path]) -> ModelFiles:
     architecture = architecture_of(fields)
     config = _config(headers, fields, architecture)
 
-    read = {one.file: one for one in headers}  # given away: a large vocabulary takes memory
-    tensors = {one.file: one.tensors for one in headers}
+    # `header` gives these away, because a large vocabulary takes memory.
+    read = {header.file: header for header in headers}
+    tensors = {header.file: header.tensors for header in headers}
 
     def header(file: Path) -> Header:
-        found = read.pop(file) if file in read else read_gguf_header(file)
-        return as_checkpoint(found, architecture)
+        opened = read.pop(file) if file in read else read_gguf_header(file)
+        return as_checkpoint(opened, architecture)
 
     def reads(file: Path) -> ShardReads:
         from mlxpool.worker.weights.gguf.reads import GgufReads
@@ -121,16 +126,16 @@ def open_gguf(files: Sequence[Path]) -> ModelFiles:
 
 
 def stamp_of(file: Path) -> tuple[int, int, int] | None:
-    """The file's number, size and time of change; None where it is missing."""
+    """The file's inode, size and time of change; None if it is missing."""
     try:
-        found = file.stat()
+        status = file.stat()
     except OSError:
         return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _require_parts(headers: Sequence[GgufHeader]) -> None:
-    """Raises ModelLoadFailed where the files are not all parts of a split model, in their order."""
+    """Raises ModelLoadFailed if the files are not all parts of a model, in their order."""
     for index, header in enumerate(headers):
         count = header.metadata.get("split.count", 1) or 1
         number = header.metadata.get("split.no", 0)
@@ -143,7 +148,7 @@ def _require_parts(headers: Sequence[GgufHeader]) -> None:
 
 
 def _config(headers: Sequence[GgufHeader], fields: Fields, architecture: Architecture) -> Config:
-    tensors = {name: one for header in headers for name, one in header.tensors.items()}
+    tensors = {name: tensor for header in headers for name, tensor in header.tensors.items()}
     config = architecture.config(fields, tensors)
     for header in headers:
         if ROPE_FREQS in header.tensors:
@@ -166,14 +171,14 @@ def _float32(file: Path, tensor: StoredTensor) -> tuple[float, ...]:
 
 
 def _small_files(headers: Sequence[GgufHeader], fields: Fields, config: Config) -> dict[str, Path]:
-    """The paths of the files that are made of the metadata, by their names."""
+    """The paths of the files that are made from the metadata, by their names."""
     digest = hashlib.sha256(FORM.encode())
     for header in headers:
         digest.update(header.raw)
     folder = default_gguf_dir() / digest.hexdigest()
     if not folder.is_dir():
-        made = {"config.json": config, **tokenizer_files(fields)}
-        contents = {name: as_json(content) for name, content in made.items()}
+        values = {"config.json": config, **tokenizer_files(fields)}
+        contents = {name: as_json(content) for name, content in values.items()}
         licence = fields.find("general.license")
         if isinstance(licence, str):
             contents["README.md"] = f"---\nlicense: {licence}\n---\n".encode("utf-8", "replace")
@@ -182,11 +187,11 @@ def _small_files(headers: Sequence[GgufHeader], fields: Fields, config: Config) 
 
 
 def _write(folder: Path, contents: Mapping[str, bytes]) -> None:
-    """Writes a folder that other processes see whole or not at all."""
+    """Writes a folder atomically: other processes see it whole or not at all."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".new-") as made:
-            whole = Path(made) / "whole"
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".new-") as temporary:
+            whole = Path(temporary) / "whole"
             whole.mkdir(mode=0o700)
             for name, content in contents.items():
                 (whole / name).write_bytes(content)
@@ -194,7 +199,6 @@ def _write(folder: Path, contents: Mapping[str, bytes]) -> None:
     except OSError as error:
         if not folder.is_dir():  # else another process has made it
             raise ModelLoadFailed(
-                f"{folder}, which is to keep what is made of a GGUF file's metadata, cannot be"
-                f" written: {error.strerror or error}; name another folder of caches in"
-                " XDG_CACHE_HOME"
+                f"{folder}, for files made from a GGUF file's metadata, cannot be written:"
+                f" {error.strerror or error}; name another folder of caches in XDG_CACHE_HOME"
             ) from error

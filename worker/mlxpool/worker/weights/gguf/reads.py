@@ -27,13 +27,13 @@ class GgufReads:
         architecture: Architecture,
         config: Mapping[str, Any],
     ) -> None:
-        """`tensors`: those of the file's header."""
+        """`tensors`: the tensors in the file's header."""
         self._file, self._architecture, self._config = file, architecture, config
         self._tensors = tensors
         self._parts: dict[str, mx.array] = {}  # read, and not yet taken
 
     def pop(self, name: str, default: None = None) -> mx.array | None:
-        """Takes a part of a tensor; None where the file has none of this name any more."""
+        """Takes a part of a tensor; None if the file does not have this name any more."""
         if name not in self._parts:
             stored, _, _ = name.rpartition(":")
             tensor = self._tensors.get(stored)
@@ -42,7 +42,7 @@ class GgufReads:
         return self._parts.pop(name, default)
 
     def read(self, name: str, shape: tuple[int, ...], cut: Cut) -> mx.array | None:
-        """Takes the cut of a part of a tensor that has this shape; the rest is read, too."""
+        """Takes a cut of the part of this name and shape; reads the whole part."""
         whole = self.pop(name)
         if whole is None or whole.shape != shape:
             return None
@@ -83,7 +83,7 @@ class GgufReads:
     def _order(self, name: str, tensor: StoredTensor) -> npt.NDArray[np.int64] | None:
         """The order of a rotated weight's rows; None: as they are stored.
 
-        llama.cpp rotates neighbouring numbers of a head, we rotate those of its two halves.
+        llama.cpp rotates pairs of neighbours in a head; our pairs are numbers of its two halves.
         """
         heads = self._architecture.heads_of(name, self._config)
         if not heads:

@@ -1,7 +1,7 @@
 """Makes tokenizer.json and tokenizer_config.json from a GGUF file's metadata. No MLX.
 
-Two kinds of vocabulary are read: `gpt2`, byte-level BPE whose metadata names its pre-tokenizer, and
-`llama`, SentencePiece's BPE, whose merges follow from the scores of its tokens.
+Two kinds of vocabulary are supported: `gpt2`, byte-level BPE whose pre-tokenizer is named in the
+metadata, and `llama`, SentencePiece's BPE, whose merges follow from the scores of its tokens.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ _KEY = "tokenizer.ggml."
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # types of tokens
 _ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # ours -> llama.cpp's
 _END_ROLES = ("eos", "eot", "eom")
-# Control tokens that end an answer whether or not the metadata say so: older files name one end.
+# Control tokens that end an answer even if the metadata lack them: older files name one end.
 _END_TEXTS = frozenset(
     (
         "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>",
         "<|end_of_text|>", "<|return|>", "<|call|>", "<EOT>", "<\uff5cend▁of▁sentence\uff5c>",
     )
 )  # fmt: skip
-_GLM, _GLM_TURNS = ("glm4", "chatglm-bpe"), ("<|user|>", "<|observation|>")  # begin the next turn
+_GLM = ("glm4", "chatglm-bpe")
+_GLM_TURNS = ("<|user|>", "<|observation|>")  # texts that begin the next turn
 _HARMONY_RETURN, _HARMONY_PART = "<|return|>", "<|end|>"  # the latter ends a part of an answer
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -43,7 +44,7 @@ def _words(digits: str) -> str:
 
 
 def _cased_words(digits: str, contractions: str) -> str:
-    """Words in which small letters follow capital ones."""
+    """A pattern of words in which small letters follow capital letters."""
     upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
     begin = r"[^\r\n\p{L}\p{N}]?"
     return (
@@ -52,7 +53,7 @@ def _cased_words(digits: str, contractions: str) -> str:
     )
 
 
-# tokenizer.ggml.pre -> the patterns that divide a text one after the other
+# tokenizer.ggml.pre -> the patterns that divide a text, applied one after the other
 _LLAMA3 = (_words(r"\p{N}{1,3}"),)
 _QWEN2 = (_words(r"\p{N}"),)
 PATTERNS: Mapping[str, tuple[str, ...]] = {
@@ -71,15 +72,15 @@ PATTERNS: Mapping[str, tuple[str, ...]] = {
     ),
 }
 _WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")  # words in the vocabulary stay whole
-_BEGINS = ("llama-bpe", "llama3", "llama-v3", "tekken")  # begin a text with bos unless metadata say
-_NORMALISED = ("qwen2", "deepseek-r1-qwen")  # to NFC
+_BEGINS = ("llama-bpe", "llama3", "llama-v3", "tekken")  # a text begins with bos by default
+_NORMALISED = ("qwen2", "deepseek-r1-qwen")  # texts are normalised to NFC
 
 
 def tokenizer_files(fields: Fields) -> dict[str, Json]:
     """The contents of tokenizer.json, tokenizer_config.json and generation_config.json by name.
 
-    Raises ModelLoadFailed naming the file and the key for a vocabulary of another kind or without
-    parts. Whether a text ends with the end token (`add_eos_token`) is not read: texts go on.
+    Raises ModelLoadFailed, naming the file and the key, if the vocabulary is of another kind or
+    lacks parts. Ignores `add_eos_token`, because a prompt must not end with the end token.
     """
     vocabulary = _Vocabulary(fields)
     return {
@@ -123,7 +124,7 @@ class _Vocabulary:
             )
 
     def _role_tokens(self) -> Iterator[tuple[str, int]]:
-        """The ids of tokens with a role, such as the one that ends a text."""
+        """Yields roles, such as the end of a text, with the ids of their tokens."""
         for role in dict.fromkeys((*_ROLES.values(), *_END_ROLES)):
             key = f"{_KEY}{role}_token_id"
             if self._fields.find(key) is None:
@@ -142,7 +143,7 @@ class _Vocabulary:
         return {"version": "1.0", "added_tokens": list(self._added(ids)), **parts}
 
     def _added(self, ids: Mapping[str, int]) -> Iterator[Json]:
-        """The tokens that are found in a text before it is divided."""
+        """Yields the added tokens, which are found in a text before it is divided."""
         for token, (text, kind) in enumerate(zip(self._tokens, self._types, strict=True)):
             special = kind in (_CONTROL, _UNKNOWN)
             if text and (special or kind == _USER_DEFINED) and ids[text] == token:
@@ -153,8 +154,8 @@ class _Vocabulary:
         pairs = (merge.partition(" ") for merge in self._fields.texts(f"{_KEY}merges"))
         merges = [[left, right] for left, _, right in pairs if _known(left, right, ids)]
         splits: list[Json] = [
-            {"type": "Split", "pattern": {"Regex": one}, "behavior": "Isolated", "invert": False}
-            for one in PATTERNS[self._pre]
+            {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+            for regex in PATTERNS[self._pre]
         ]
         byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
         last = {**byte_level, "use_regex": False}
@@ -218,13 +219,13 @@ class _Vocabulary:
         return {**settings, "chat_template": templates} if templates else settings
 
     def _templates(self) -> list[Json]:
-        found = {"default": self._fields.find(TEMPLATE)}
+        templates = {"default": self._fields.find(TEMPLATE)}
         names = self._fields.find("tokenizer.chat_templates")
         for name in names if isinstance(names, list) else []:
-            found[str(name)] = self._fields.find(f"{TEMPLATE}.{name}")
+            templates[str(name)] = self._fields.find(f"{TEMPLATE}.{name}")
         return [
             {"name": name, "template": text}
-            for name, text in found.items()
+            for name, text in templates.items()
             if isinstance(text, str)
         ]
 
@@ -247,9 +248,9 @@ def _known(left: str, right: str, ids: Mapping[str, int]) -> bool:
 
 
 def _merges(ranked: Iterable[str], known: set[str]) -> Iterator[list[str]]:
-    """The pairs that make each of the pieces, the best piece first.
+    """Yields the pairs that make each of the pieces, the best piece first.
 
-    The order of one piece's pairs does not matter: a text has only one of them at a place.
+    The order of a piece's pairs does not matter: a text has only one of them at a position.
     """
     for piece in ranked:
         for at in range(1, len(piece)):
@@ -271,5 +272,5 @@ def _bpe(ids: Mapping[str, int], merges: list[list[str]], **settings: Any) -> Js
 
 
 def as_json(content: Json) -> bytes:
-    """The content of a file."""
+    """Encodes the content of a file."""
     return json.dumps(content, ensure_ascii=False).encode("utf-8", "replace")
