@@ -16,11 +16,11 @@ from mlxpool.common.protocol.deltas import Delta
 from mlxpool.common.protocol.from_worker import CallAnswer
 from mlxpool.worker.compute.messages import (
     Answer,
-    AskedQuestion,
     CallKey,
     Decide,
     DropAll,
     DropCall,
+    EncodedQuestion,
     HandBack,
     HandedBack,
     StepDeltas,
@@ -141,7 +141,7 @@ def log_probabilities(loaded: LoadedModel, prompt: tuple[int, ...]) -> Mapping[i
     return dict(drawn.logprob.top)
 
 
-def expected(loaded: LoadedModel, question: AskedQuestion) -> dict[str, Any]:
+def expected(loaded: LoadedModel, question: EncodedQuestion) -> dict[str, Any]:
     """The row of one question, each branch by a full pass of its own."""
     found: dict[Path, Mapping[int, float]] = {
         branch: log_probabilities(loaded, (*question.prompt, *branch))

@@ -9,8 +9,8 @@ import pytest
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.protocol.decisions import DecideCall, Question
 from mlxpool.common.protocol.token_ids import pack_ids
-from mlxpool.worker.compute.messages import AskedQuestion, CallKey, Decide
-from mlxpool.worker.preparation.jobs import Asked, Unpacker, pack, unpack
+from mlxpool.worker.compute.messages import CallKey, Decide, EncodedQuestion
+from mlxpool.worker.preparation.jobs import QuestionPrompts, Unpacker, pack, unpack
 from mlxpool.worker.process.calls import (
     CHANNELS,
     COUNTS,
@@ -55,24 +55,24 @@ def test_models_that_cannot_decide_are_refused_by_name() -> None:
 
 
 def test_prompts_and_answers_reach_the_compute_thread() -> None:
-    asked = Asked(
+    prompts = QuestionPrompts(
         pack_ids([1, 2]),
         [pack_ids([3]), pack_ids([4, 5])],
         [[[[6], [7, 8]], [[9]]], [[[6]], [[7]]]],
     )
-    (fields,) = Unpacker().feed(pack(asked))  # as it comes from a lane
+    (fields,) = Unpacker().feed(pack(prompts))  # as it comes from a lane
     message = prepare_decide(opened(), KEY, CALL, CAME).finish(unpack(fields))
     assert isinstance(message, Decide)
     assert (message.key, message.shared, message.owner) == (KEY, 2, "me")
     assert (message.temperature, message.first, message.alone) == (2.0, 64, True)
     first, second = message.questions
-    assert isinstance(first, AskedQuestion) and first.prompt == (1, 2, 3)
+    assert isinstance(first, EncodedQuestion) and first.prompt == (1, 2, 3)
     assert first.answers.paths == (((6,), (7, 8)), ((9,),))
     assert first.branches == {(): (6, 7, 9), (7,): (8,)}
     assert second.prompt == (1, 2, 4, 5) and second.branches == {(): (6, 7)}
 
 
 def test_a_token_without_a_row_is_refused_by_its_question() -> None:
-    beyond = Asked(b"", [pack_ids([3]), pack_ids([100])], [[[[1]]], [[[1]]]])
+    beyond = QuestionPrompts(b"", [pack_ids([3]), pack_ids([100])], [[[[1]]], [[[1]]]])
     with pytest.raises(BadRequest, match=r"questions\[65\]"):
         prepare_decide(opened(), KEY, CALL, CAME).finish(beyond)

@@ -90,7 +90,7 @@ class Compute(Struct, frozen=True):
     alone: bool = False
 
 
-class AskedQuestion(Struct, frozen=True):
+class EncodedQuestion(Struct, frozen=True):
     """The token ids of a question's prompt, its answers, and the tokens that may follow at each of
     their branches.
     """
@@ -107,7 +107,7 @@ class Decide(Struct, frozen=True):
     """
 
     key: CallKey
-    questions: Many[AskedQuestion]
+    questions: Many[EncodedQuestion]
     shared: int
     owner: str = ""
     temperature: float = 1.0

@@ -107,8 +107,8 @@ class EncodedInputs(Struct, frozen=True):
     types: bytes = b""
 
 
-class Asked(Struct, frozen=True):
-    """The prompts of questions: packed ids of what they begin with, and of the rest of each.
+class QuestionPrompts(Struct, frozen=True):
+    """The prompts of questions: packed ids of their common beginning, and of the rest of each.
 
     `answers`: for each question, for each of its labels, the token sequences that stand for it.
     """
@@ -142,7 +142,7 @@ class Decoded(Struct, frozen=True):
 
 ImageFields = Sequence[Any]  # key, bytes of pixels, height, width, grid and count of an image
 Job = Render | Encode | Decode | EncodeInputs | CheckFormat | AskQuestions
-Result = Encoded | RenderedChat | Decoded | EncodedInputs | Checked | Asked | PoolError
+Result = Encoded | RenderedChat | Decoded | EncodedInputs | Checked | QuestionPrompts | PoolError
 
 
 def reads_images(job: Job) -> bool:
@@ -162,7 +162,7 @@ _KINDS = (
     Decoded,
     EncodedInputs,
     Checked,
-    Asked,
+    QuestionPrompts,
 )
 _BY_NAME: Mapping[str, type[Any]] = {kind.__name__: kind for kind in _KINDS}
 
@@ -303,9 +303,9 @@ def _check_format(job: CheckFormat) -> Checked:
     return Checked()
 
 
-def _ask(text: TextModel, job: AskQuestions) -> Asked:
+def _ask(text: TextModel, job: AskQuestions) -> QuestionPrompts:
     found = prompts_of(text, job)
-    return Asked(
+    return QuestionPrompts(
         pack_ids(found.shared),
         [pack_ids(one) for one in found.tails],
         [one.paths for one in found.answers],

@@ -13,7 +13,7 @@ from mlxpool.common.protocol.from_worker import CallAnswer
 from mlxpool.common.protocol.prompts import ChatPrompt
 from mlxpool.common.protocol.to_worker import Detokenize, Tokenize
 from mlxpool.common.protocol.token_ids import count_of, unpack_ids
-from mlxpool.worker.compute.messages import AskedQuestion, CallKey, Compute, Decide
+from mlxpool.worker.compute.messages import CallKey, Compute, Decide, EncodedQuestion
 from mlxpool.worker.decisions.answers import Answers
 from mlxpool.worker.decisions.prompts import AskQuestions
 from mlxpool.worker.encoders.inputs import EncodeInputs, EncoderInput
@@ -21,13 +21,13 @@ from mlxpool.worker.encoders.text import OpenedEncoder
 from mlxpool.worker.encoders.text import check_ids as check_inputs
 from mlxpool.worker.encoders.vectors import require_dimensions
 from mlxpool.worker.preparation.jobs import (
-    Asked,
     Decode,
     Decoded,
     Encode,
     Encoded,
     EncodedInputs,
     Job,
+    QuestionPrompts,
 )
 from mlxpool.worker.process.prompts import Arrival, Preparation, answers_in_channels, render_of
 from mlxpool.worker.prompt.size_bound import check_ids
@@ -93,17 +93,17 @@ def prepare_decide(opened: Opened, key: CallKey, call: DecideCall, came: Arrival
     return Preparation(call.owner, call.size, job, partial(_decide, opened, key, call))
 
 
-def _decide(opened: Opened, key: CallKey, call: DecideCall, asked: Asked) -> Decide:
+def _decide(opened: Opened, key: CallKey, call: DecideCall, prompts: QuestionPrompts) -> Decide:
     """The message with the prompts. Raises BadRequest for an id without a row."""
-    shared = unpack_ids(asked.shared)
+    shared = unpack_ids(prompts.shared)
     questions = []
-    for number, (tail, answers) in enumerate(zip(asked.tails, asked.answers, strict=True)):
+    for number, (tail, answers) in enumerate(zip(prompts.tails, prompts.answers, strict=True)):
         prompt = (*shared, *unpack_ids(tail))
         paths = tuple(tuple(map(tuple, label)) for label in answers)
         known = [token for label in paths for path in label for token in path]
         check_ids([*prompt, *known], opened.vocab_size, f"questions[{call.first + number}]")
-        found = Answers(paths)
-        questions.append(AskedQuestion(prompt, found, found.branches()))
+        labels = Answers(paths)
+        questions.append(EncodedQuestion(prompt, labels, labels.branches()))
     return Decide(
         key,
         tuple(questions),
