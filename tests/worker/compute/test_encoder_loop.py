@@ -273,4 +273,4 @@ def test_rows_that_are_no_numbers_fail_their_call_alone() -> None:
     answers = harness.run()
     assert rows_of(answers[1]) == [[1, 1], [2, 2]]
     assert answers[2].fields["code"] == "internal"
-    assert "of input 41 is no number: the weights are damaged" in answers[2].fields["message"]
+    assert "for input 41 is not a number: the weights are damaged" in answers[2].fields["message"]

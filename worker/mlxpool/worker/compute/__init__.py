@@ -1,4 +1,4 @@
-"""The one thread that touches MLX: admits, schedules and runs steps.
+"""The only thread that uses MLX: it admits, schedules and runs steps.
 
-Imports no ZeroMQ; it talks to the main thread through the messages in messages.py.
+It imports no ZeroMQ and exchanges the messages in messages.py with the main thread.
 """

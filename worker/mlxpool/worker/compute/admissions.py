@@ -1,4 +1,4 @@
-"""Admits, grows, preempts and refuses sequences, as the engine's BlockManager answers."""
+"""Admits, grows, preempts and refuses sequences, by the answers of the engine's BlockManager."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mlxpool.worker.scheduling.shared_prompts import awaited_prompt
 
 
 class Admissions:
-    """Asks the BlockManager for sequences, and ends those for which there are no blocks."""
+    """Asks the BlockManager for blocks of sequences, and fails sequences that cannot get any."""
 
     def __init__(self, engine: Engine, generations: Generations, progress: Progress) -> None:
         self._blocks = engine.blocks
@@ -52,8 +52,8 @@ class Admissions:
     def admit(self, max_sequences: int, admit: Callable[[Sequence], list[Delta]]) -> list[Delta]:
         """Call `admit` for waiting sequences that fit into memory, until `max_sequences` run.
 
-        Those that wait for the disk, or for a prompt that another one reads, stay. Returns the
-        deltas that `admit` returned.
+        Skips sequences that wait for the disk, or for a shared prompt that another sequence reads.
+        Returns the deltas that `admit` returned.
         """
         deltas: list[Delta] = []
         live = self._generations.sequences()
@@ -67,14 +67,14 @@ class Admissions:
             elif self._finds_blocks(sequence):
                 deltas += admit(sequence)
             else:
-                break  # later arrivals must not take the blocks that this one waits for
+                break  # later arrivals must not take the blocks that this sequence waits for
         return deltas
 
     def _free_row(self, live: Many[Sequence], max_sequences: int) -> None:
         """Preempt a row for a waiting line of a `decide`, if all rows are taken.
 
-        The broker sees to it that there is a row for each stream, and knows of no lines. A row that
-        still reads its prompt is left alone, so that each one gets on.
+        The broker reserves a row for each stream, but does not know of lines. A row that still
+        reads its prompt is not preempted, so that every row makes progress.
         """
         rows = len(running(live))
         if rows < max_sequences or rows == len(live):
@@ -85,7 +85,7 @@ class Admissions:
             self._preempt(victim)
 
     def _finds_blocks(self, sequence: Sequence) -> bool:
-        """Give a waiting sequence its blocks, if necessary those of an owner that has more rows."""
+        """Give a waiting sequence its blocks; may preempt rows of an owner that has more rows."""
         while True:
             sequences = self._generations.sequences()
             if self._blocks.admit(sequence, alone=not running(sequences)):
@@ -96,9 +96,9 @@ class Admissions:
             self._preempt(victim)
 
     def _waits(self, live: Many[Sequence], sequence: Sequence) -> bool:
-        """Whether a sequence waits for the disk, or for a prompt that another one reads.
+        """Return whether a sequence waits for the disk, or for a prompt that another one reads.
 
-        The prefix cache then keeps that prompt at once.
+        Marks the reader of that prompt, so that the prefix cache keeps the prompt at once.
         """
         if sequence.restoring:
             return True
@@ -112,7 +112,7 @@ class Admissions:
         return reader is not None
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Take its row. Its keys and values stay in the prefix cache if they fit."""
+        """Take a sequence's row. Its keys and values stay in the prefix cache if they fit."""
         self._generations.release(sequence)
         sequence.preempt()
         self._progress.preemptions += 1

@@ -1,9 +1,9 @@
 """The calls of `decide` in the compute thread: their lines run as sequences beside the streams.
 
-A line is the prompt of a question, or that prompt and the first tokens of an answer: its one pass
-gives the log-probabilities of the tokens that may follow. The first line of a call reads the text;
-the others wait for it, and find the text in the prefix cache. While nobody waits for its row, a
-line that has ended becomes the next one of its call, so that the text is not copied for each.
+A line is the prompt of a question, or that prompt and the first tokens of an answer. Its pass gives
+the log-probabilities of the tokens that may follow. The first line of a call reads the text. The
+other lines wait for it and find the text in the prefix cache. If nobody waits for the row of an
+ended line, the line becomes the next line of its call, so that the text is not copied for each.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from mlxpool.worker.engine.engine import Engine
 from mlxpool.worker.prompt.detokenizer import Detokenizer
 from mlxpool.worker.scheduling.sequence import Phase, SampledToken, Sequence
 
-MIN_SHARED = 64  # tokens; a shorter text is read with every question
+MIN_SHARED = 64  # tokens of a text; a shorter text is read with every question
 _OPTIONS = Options(temperature=0, max_tokens=1)
 
 
 class Line(Generation, eq=False, kw_only=True):
     """A line of a call: question `index` after the tokens `branch` of an answer.
 
-    `goes_on` is asked when it has ended, and makes it another one if it can.
+    `goes_on` is called when the line has ended. It makes the line another one if it can.
     """
 
     call: CallKey
@@ -55,7 +55,7 @@ class Line(Generation, eq=False, kw_only=True):
         number: int,
         goes_on: Callable[[Line], bool],
     ) -> Self:
-        """The line of a call. `number`: its sequence's, which no run of a request has."""
+        """The line of a call. `number`: the run number of its sequence; requests' runs lack it."""
         message = call.message
         question = message.questions[index]
         sequence = Sequence(
@@ -82,7 +82,7 @@ class Line(Generation, eq=False, kw_only=True):
         )
 
     def become(self, call: DecideState, index: int, branch: Path) -> None:
-        """Be another line of the call; its row has the text."""
+        """Become another line of the call; the row already has the text."""
         question, sequence = call.message.questions[index], self.sequence
         sequence.prompt = (*question.prompt, *branch)
         sequence.scored = question.branches[branch]
@@ -97,7 +97,7 @@ class Line(Generation, eq=False, kw_only=True):
         find: bool = False,
         least: int = 1,
     ) -> Delta:
-        """See Generation.commit. Keeps the log-probabilities; the drawn token is of no use."""
+        """See Generation.commit. Keeps the log-probabilities and ignores the drawn token."""
         assert drawn.logprob is not None
         self.found = dict(drawn.logprob.top)
         if self.goes_on(self):
@@ -105,7 +105,7 @@ class Line(Generation, eq=False, kw_only=True):
         return self.last_delta(RunEnd("stop"))
 
     def last_delta(self, end: RunEnd | PoolError) -> Delta:
-        """See Generation.last_delta. `Decisions.take` takes it from those of the streams."""
+        """See Generation.last_delta. `Decisions.take` removes it from the deltas of streams."""
         self.sequence.phase = Phase.FINISHED
         if isinstance(end, PoolError):
             self.error = end
@@ -113,10 +113,10 @@ class Line(Generation, eq=False, kw_only=True):
 
 
 class DecideState(Struct, eq=False):
-    """A call that is computed. `pending`: the lines that did not begin, as (question, branch).
+    """A call in progress. `pending`: the lines that did not begin yet, as (question, branch).
 
-    `leads`: whether its first line is still to read the text. `running`: the lines that run.
-    `found`: what lines gave, by question and branch; `results`: of the questions that are answered.
+    `leads`: whether its first line still has to read the text. `running`: the lines that run.
+    `found`: log-probabilities by question and branch. `results`: answers of finished questions.
     """
 
     message: Decide
@@ -134,36 +134,37 @@ class DecideState(Struct, eq=False):
             for index, question in enumerate(message.questions)
             for branch in question.branches
         ]
-        # The empty branches first: longer ones find the question in the cache as well.
+        # Empty branches come first: longer ones then find the question in the cache as well.
         lines.sort(key=lambda line: len(line[1]))
         return cls(message, deque(lines), message.shared >= MIN_SHARED and len(lines) > 1)
 
     @property
     def ready(self) -> bool:
-        """Whether its next line may begin."""
+        """Whether the next line of the call may begin."""
         waits = self.leads or self.message.alone
         return bool(self.pending) and not (waits and self.running)
 
     def took(self, line: Line) -> bool:
-        """Take what a line has found. Returns whether all questions are answered."""
+        """Take the log-probabilities of a line. Returns whether all questions are answered."""
         assert line.found is not None
         index, question = line.index, self.message.questions[line.index]
-        found = self.found.setdefault(index, {})
-        found[line.branch] = line.found
-        if len(found) == len(question.branches):
+        by_branch = self.found.setdefault(index, {})
+        by_branch[line.branch] = line.found
+        if len(by_branch) == len(question.branches):
             temperature = self.message.temperature
             self.results[index] = decided(question.answers, self.found.pop(index), temperature)
         self.leads = False
         return len(self.results) == len(self.message.questions)
 
     def answer(self, now: float) -> CallAnswer:
-        """The answer when all questions are answered; `now`: monotonic seconds."""
+        """The answer of a call whose questions are all answered; `now`: monotonic seconds."""
         message = self.message
         results = [self.results[index] for index in range(len(message.questions))]
         rows = [
-            {"probabilities": list(one.probabilities), "outside": one.outside} for one in results
+            {"probabilities": list(result.probabilities), "outside": result.outside}
+            for result in results
         ]
-        own = sum(len(one.prompt) - message.shared for one in message.questions)
+        own = sum(len(question.prompt) - message.shared for question in message.questions)
         tokens = message.shared + own
         fields: dict[str, Any] = {
             "decisions": rows,
@@ -174,7 +175,7 @@ class DecideState(Struct, eq=False):
 
 
 class Decisions:
-    """The open calls. Owners have turns, so that many questions of one do not delay another's."""
+    """The open calls. Owners take turns, so that one owner's many questions delay no other's."""
 
     def __init__(
         self, engine: Engine, generations: Generations, post: Callable[[Outbound], None]
@@ -184,9 +185,9 @@ class Decisions:
         self._generations = generations
         self._post = post
         self._open: dict[CallKey, DecideState] = {}
-        self._owners: OrderedDict[str, None] = OrderedDict()  # those with open calls, in turn
-        self._lines: dict[RunKey, Line] = {}  # that run
-        self._numbers = count(-1, -1)  # of lines; those of runs are positive
+        self._owners: OrderedDict[str, None] = OrderedDict()  # with open calls, in turn
+        self._lines: dict[RunKey, Line] = {}  # running lines
+        self._numbers = count(-1, -1)  # numbers of lines; runs of requests have positive numbers
 
     def __len__(self) -> int:
         return len(self._open)
@@ -196,14 +197,14 @@ class Decisions:
         self._owners.setdefault(message.owner)
 
     def remove(self, key: CallKey) -> None:
-        """A call has ended: its lines leave the engine. One that is not open is ignored."""
+        """Remove a call and its lines in the engine; ignores a call that is not open."""
         call = self._open.pop(key, None)
         if call is None:
             return
         for line in call.running:
             self._stop(line)
         owner = call.message.owner
-        if all(one.message.owner != owner for one in self._open.values()):
+        if all(other.message.owner != owner for other in self._open.values()):
             del self._owners[owner]
 
     def clear(self) -> None:
@@ -212,9 +213,9 @@ class Decisions:
             self.remove(key)
 
     def begin(self, room: int, *, apart: bool) -> None:
-        """Begin at most `room` lines, and one in any case if none runs.
+        """Begin at most `room` lines, but at least one if no line runs.
 
-        `apart`: no two rows can begin with the same cached text at once, so one line runs at most.
+        `apart`: two rows cannot use the same cached text at once, so at most one line runs.
         """
         most = 1 if apart else max(room + len(self._lines), 1)
         while len(self._lines) < most:
@@ -228,22 +229,22 @@ class Decisions:
             self._generations.add(line)
 
     def _next(self) -> DecideState | None:
-        """The call whose turn it is; None: no line may begin."""
+        """The next call by turns of owners; None: no line may begin."""
         for owner in self._owners:
-            own = (one for one in self._open.values() if one.message.owner == owner)
-            call = next((one for one in own if one.ready), None)
+            own = (call for call in self._open.values() if call.message.owner == owner)
+            call = next((call for call in own if call.ready), None)
             if call is not None:
                 self._owners.move_to_end(owner)
                 return call
         return None
 
     def _continue(self, line: Line) -> bool:
-        """Make a line that has ended the next one of its call, unless others want its row."""
+        """Make an ended line the next line of its call, unless other sequences wait for a row."""
         call = self._open.get(line.call)
         if call is None or not call.pending or call.leads or call.message.alone:
             return False
         live = self._generations.sequences()
-        if len(self._owners) > 1 or any(one.phase is Phase.WAITING for one in live):
+        if len(self._owners) > 1 or any(sequence.phase is Phase.WAITING for sequence in live):
             return False
         if not self._engine.rewind(line.sequence, call.message.shared):
             return False
@@ -252,7 +253,7 @@ class Decisions:
         return True
 
     def take(self, deltas: list[Delta]) -> list[Delta]:
-        """Take the ends of lines from the deltas of a step; returns those of the streams."""
+        """Take the ends of lines out of a step's deltas; returns the deltas of streams."""
         if not self._lines:
             return deltas
         lines = [self._lines.get((delta.id, delta.attempt)) for delta in deltas]
@@ -275,7 +276,7 @@ class Decisions:
             self._answer(call, call.answer(monotonic()))
 
     def restart(self) -> None:
-        """Put the lines that run back: a drained worker answers its calls before it ends."""
+        """Put running lines back: a drained worker answers its calls before it ends."""
         for call in self._open.values():
             for line in call.running:
                 self._stop(line)
@@ -283,7 +284,7 @@ class Decisions:
             call.running.clear()
 
     def _stop(self, line: Line) -> None:
-        """Remove a line that runs, unless its end is among the deltas of this step."""
+        """Remove a running line, unless its end is among the deltas of this step."""
         if self._lines.pop(line.key, None) is not None and self._is_live(line):
             self._generations.forget(line)
 
@@ -297,5 +298,5 @@ class Decisions:
 
 
 def named(body: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """The body of an error with the question that it is about."""
+    """The body of an error whose message begins with the number of its question."""
     return {**body, "message": f"questions[{number}]: {body['message']}"}

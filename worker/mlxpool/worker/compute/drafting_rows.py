@@ -1,4 +1,4 @@
-"""The rows of a step that check drafts: which these are, and how long such steps take."""
+"""Chooses the rows of a step that check drafts, and measures the times of such steps."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from mlxpool.worker.speculation.speculator import Speculator, candidates_of, max
 
 log = logging.getLogger("mlxpool.worker")
 
-MAX_FAILURES = 3  # to make drafts, one after the other; then there are no more drafts
+MAX_FAILURES = 3  # failures in a row to make drafts, after which drafts are turned off
 
 
 def make_speculator(setting: str, engine: Engine, model: str) -> Speculator | None:
-    """Returns what chooses drafts as the setting `speculation` says; None: there are none.
+    """Returns the speculator for the setting `speculation`; None: no drafts.
 
-    The engine, which was not warmed up yet, is told how many there are at most.
+    Gives the engine, before its warm-up, the most drafts of a step.
 
-    Raises ModelLoadFailed where drafts are asked for, or a draft model is set, and the engine
-    checks none; and where the head that is to draft is not there.
+    Raises ModelLoadFailed if drafts are demanded or a draft model is set, but the engine checks no
+    drafts; and if the demanded head or draft model is missing.
     """
     draft = engine.draft
     if setting == OFF:
@@ -67,41 +67,43 @@ def make_speculator(setting: str, engine: Engine, model: str) -> Speculator | No
 
 
 def make_drafter(setting: str, engine: Engine, clock: Callable[[], float]) -> Drafter:
-    """Returns what proposes drafts: that of the setting, which the engine must have.
+    """Returns the drafter of the setting, which the engine must have.
 
-    With "auto" it is the best for each row of n-grams, the model's own head and the draft model,
-    as far as the engine has these. N-grams take no time, so they are the first; a vocabulary that
-    they cannot have leaves the others.
+    With "auto" it chooses the best drafter for each row: n-grams, the model's own head or the draft
+    model, as far as the engine has them. N-grams take no time, so they come first. They are left
+    out if the vocabulary is too large for them.
     """
-    found: dict[str, Drafter] = {}
+    drafters_by_name: dict[str, Drafter] = {}
     if setting not in (MTP, DRAFT) and engine.vocab_size <= MAX_TOKENS:
-        found["n-grams"] = NgramDrafter()
+        drafters_by_name["n-grams"] = NgramDrafter()
     if setting in (MTP, AUTO) and engine.predictor is not None:
-        found["the model's own head"] = MtpDrafter(engine.predictor)
+        drafters_by_name["the model's own head"] = MtpDrafter(engine.predictor)
     if setting in (DRAFT, AUTO) and engine.draft is not None:
-        found["the draft model"] = ModelDrafter(engine.draft, engine.vocab_size, clock)
-    log.info("drafts are made", extra={"of": ", ".join(found)})
-    drafters = list(found.values())
+        drafters_by_name["the draft model"] = ModelDrafter(engine.draft, engine.vocab_size, clock)
+    log.info("drafts are made", extra={"of": ", ".join(drafters_by_name)})
+    drafters = list(drafters_by_name.values())
     return drafters[0] if len(drafters) == 1 else BestDrafter(drafters)
 
 
 def one_each(deltas: list[Delta], drafts: Drafts) -> list[Delta]:
-    """Returns the deltas with those of each stream that checked drafts as one.
+    """Joins the deltas of each stream that checked drafts into one delta.
 
-    They follow each other: each has one token, or the end.
+    The joined deltas are consecutive: each has one token, or the end.
     """
-    found: list[Delta] = []
-    places: dict[RunKey, int | None] = {(one.id, one.run_number): None for one in drafts}
-    for one in deltas:
-        key = one.id, one.attempt
+    joined: list[Delta] = []
+    places: dict[RunKey, int | None] = {
+        (sequence.id, sequence.run_number): None for sequence in drafts
+    }
+    for delta in deltas:
+        key = delta.id, delta.attempt
         place = places.get(key)
         if place is not None:
-            found[place] = _together(found[place], one)
+            joined[place] = _together(joined[place], delta)
             continue
         if key in places:
-            places[key] = len(found)
-        found.append(one)
-    return found
+            places[key] = len(joined)
+        joined.append(delta)
+    return joined
 
 
 def _together(first: Delta, second: Delta) -> Delta:
@@ -116,9 +118,9 @@ def _together(first: Delta, second: Delta) -> Delta:
 
 
 class DraftingRows:
-    """Used by the compute thread before a step and behind it; without a speculator it does nothing.
+    """Makes drafts before a step and takes results after it; does nothing without a speculator.
 
-    A step with drafts is computed with no other in flight.
+    Used by the compute thread. A step with drafts runs while no other step is in flight.
     """
 
     def __init__(
@@ -129,18 +131,18 @@ class DraftingRows:
         speculator: Speculator | None,
         require_device: Callable[[Exception], None],
     ) -> None:
-        """`require_device` raises DeviceLost where the device no longer computes."""
+        """`require_device` raises DeviceLost if the device no longer computes."""
         self._engine = engine
         self._generations = generations
         self._constrained = constrained
         self.speculator = speculator
         self._require_device = require_device
-        self._ended = 0.0  # when the newest step was collected; 0: nothing was computed since
-        self._waited = False  # whether passes in flight were waited for before the next step
-        self._failures = 0  # of `drafts`, in a row
+        self._ended = 0.0  # time when the newest step was collected; 0: paused since then
+        self._waited = False  # whether the next step waited for passes in flight
+        self._failures = 0  # failures of `drafts` in a row
 
     def depths(self, live: Many[Sequence], limits: StepLimits) -> dict[Sequence, int]:
-        """Returns how many drafts sequences should check, by the tokens that are known."""
+        """Returns the number of drafts for each sequence, by the tokens known so far."""
         speculator = self.speculator
         if speculator is None or speculator.skips_next:
             return {}
@@ -149,18 +151,18 @@ class DraftingRows:
         return speculator.depths(rows, limits.lines, candidates, began)
 
     def depths_after_wait(self, live: Many[Sequence], limits: StepLimits) -> dict[Sequence, int]:
-        """As `depths`, when the passes in flight were waited for because drafts were wanted."""
+        """Returns `depths` again, after a wait for the passes in flight on account of drafts."""
         self._waited = True
-        found = self.depths(live, limits)
-        if not found and self.speculator is not None:
+        depths = self.depths(live, limits)
+        if not depths and self.speculator is not None:
             self.speculator.pause()
-        return found
+        return depths
 
     def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
-        """Returns the drafts of the next step, with no pass in flight. Raises DeviceLost."""
+        """Returns the drafts of the next step, while no pass is in flight. Raises DeviceLost."""
         assert self.speculator is not None
         try:
-            found = self.speculator.drafts(depths)
+            drafts = self.speculator.drafts(depths)
         except Exception as error:  # no request depends on drafts
             self._require_device(error)
             self._failures += 1
@@ -171,17 +173,17 @@ class DraftingRows:
                 self.speculator = None
             return NO_DRAFTS
         self._failures = 0
-        return found
+        return drafts
 
     def _may_check(self, sequence: Sequence) -> bool:
-        """Whether the masks behind drafts of a sequence are made in the time of a step."""
+        """Returns whether the masks after drafts of a sequence can be made within a step."""
         generation = self._generations.of(sequence)
         return generation.constraint is None or self._constrained.finds_forced(generation)
 
     def collected(
         self, step: Step, drafts: Drafts, drawn: Many[SampledToken], *, fresh: bool
     ) -> None:
-        """Takes into account what became of a step, before its tokens are appended."""
+        """Counts a step's accepted drafts and its time, before its tokens are appended."""
         if self.speculator is None:
             return
         now = self.speculator.clock()
@@ -197,8 +199,8 @@ class DraftingRows:
         self._ended, self._waited = now, False
         if step.rows < len(step.spans):
             reading = (span.sequence for span in step.chunks)
-            self.speculator.read([one for one in reading if one.reads_prompt and not one.has_slots])
+            self.speculator.read([row for row in reading if row.reads_prompt and not row.has_slots])
 
     def pause(self) -> None:
-        """Leaves the time until the next step out of the measured ones."""
+        """Excludes the time until the next step from the measurements."""
         self._ended = 0.0

@@ -1,4 +1,4 @@
-"""The calls that an encoder model computes: which inputs the next pass has, and what is missing."""
+"""The open calls of an encoder model: selects the inputs of passes and collects vectors."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ assert FLOAT32.itemsize == NUMBER_BYTES
 
 
 class EncoderCallState(Struct, eq=False):
-    """A call that is computed. `pending`: the indices of inputs that no pass has had, shortest
-    first; `rows`: what is known of its vectors, by the index of the input.
+    """A call in progress. `pending`: indices of the inputs without a pass yet, shortest first;
+    `rows`: the vectors so far, by the index of the input.
     """
 
     message: Compute
@@ -32,7 +32,7 @@ class EncoderCallState(Struct, eq=False):
 
     @classmethod
     def of(cls, message: Compute) -> EncoderCallState:
-        sizes = [len(one.ids) for one in message.inputs]
+        sizes = [len(item.ids) for item in message.inputs]
         return cls(message, message.alone, deque(sorted(range(len(sizes)), key=sizes.__getitem__)))
 
     @property
@@ -44,31 +44,31 @@ class EncoderCallState(Struct, eq=False):
         return len(self.rows) == len(self.message.inputs)
 
     def put_back(self, index: int) -> None:
-        """A pass with this input has failed."""
+        """Puts an input back after its pass has failed."""
         self.pending.appendleft(index)
 
     def answer(self, labels: Sequence[str], *, normalises: bool, now: float) -> CallAnswer:
-        """The answer to a complete call. `normalises`: whether the model's vectors have length 1
-        where the call does not say; `now`: monotonic seconds.
+        """The answer to a complete call. `normalises`: whether vectors get length 1 if the call
+        leaves it open; `now`: monotonic seconds.
         """
         message, count = self.message, len(self.message.inputs)
         normalise = normalises if message.normalise is None else message.normalise
-        found = np.stack([self.rows[index] for index in range(count)])
-        found = finished(found, message.dimensions, normalise=normalise)
-        tokens = sum(len(one.ids) for one in message.inputs)
+        vectors = np.stack([self.rows[index] for index in range(count)])
+        vectors = finished(vectors, message.dimensions, normalise=normalise)
+        tokens = sum(len(item.ids) for item in message.inputs)
         fields = {
             "rows": count,
-            "columns": found.shape[1],
+            "columns": vectors.shape[1],
             "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
             "timings_ms": {"compute": round((now - self.began) * 1000, 3)},
         }
         if labels:
             fields["labels"] = list(labels)
-        return CallAnswer(fields, (found.astype(FLOAT32, copy=False).tobytes(),), VECTORS)
+        return CallAnswer(fields, (vectors.astype(FLOAT32, copy=False).tobytes(),), VECTORS)
 
 
 class PassInput(Struct, frozen=True):
-    """One input of a pass: that of a call with this index."""
+    """An input of a pass: the input of `call` with this index."""
 
     call: EncoderCallState
     index: int
@@ -79,7 +79,7 @@ class PassInput(Struct, frozen=True):
 
 
 class EncoderCalls:
-    """The open calls. Owners have turns, so that many inputs of one do not delay another's."""
+    """The open calls. Owners take turns, so that one owner's many inputs delay no other's."""
 
     def __init__(self) -> None:
         self._open: dict[CallKey, EncoderCallState] = {}
@@ -96,7 +96,7 @@ class EncoderCalls:
         self._wait(call)
 
     def remove(self, key: CallKey) -> None:
-        """A call has ended; one that is not open is ignored."""
+        """Remove a call; ignores a call that is not open."""
         call = self._open.pop(key, None)
         if call is not None:
             self._stop_waiting(call)
@@ -106,7 +106,7 @@ class EncoderCalls:
         self._waiting.clear()
 
     def next_pass(self, lines: int) -> list[PassInput]:
-        """Take the inputs of the next pass: at least one, together at most `lines` tokens.
+        """Take the inputs of the next pass: at least one input, then up to `lines` tokens in all.
 
         A call that is computed alone has a pass of its own.
         """
@@ -133,7 +133,7 @@ class EncoderCalls:
                 self._waiting.move_to_end(owner)
 
     def _rest(self, call: EncoderCallState, room: int) -> Iterator[PassInput]:
-        """More inputs of one call, as far as there is room."""
+        """Yield further inputs of one call, within `room` tokens."""
         while call.pending:
             size = len(call.message.inputs[call.pending[0]].ids)
             if size > room:
@@ -143,12 +143,12 @@ class EncoderCalls:
         self._stop_waiting(call)
 
     def retry_alone(self, inputs: Sequence[PassInput]) -> None:
-        """A pass with several calls has failed: each of them is computed by itself."""
-        for one in inputs:
-            if one.call in self:
-                one.call.alone = True
-                one.call.put_back(one.index)
-                self._wait(one.call)
+        """Put back the calls of a failed pass, so that each is computed alone."""
+        for failed in inputs:
+            if failed.call in self:
+                failed.call.alone = True
+                failed.call.put_back(failed.index)
+                self._wait(failed.call)
 
     def _wait(self, call: EncoderCallState) -> None:
         own = self._waiting.setdefault(call.message.owner, OrderedDict())

@@ -1,6 +1,6 @@
 """The loop of the compute thread of an encoder model: takes calls, computes passes, answers.
 
-A pass has inputs of several calls, as many tokens as the device likes at once.
+A pass has inputs of several calls, up to the number of tokens that suits the device.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from mlxpool.worker.system.cpu_threads import CpuThreads
 
 log = logging.getLogger("mlxpool.worker")
 
-LAYOUT = "passes"  # how it computes, as `models` shows it
+LAYOUT = "passes"  # the layout that `models` shows
 
 
 class EncoderLoop:
@@ -61,11 +61,11 @@ class EncoderLoop:
             cpu_threads.divide_steps()
         self._post = post
         self._calls = EncoderCalls()
-        self._has_computed = False  # any pass
+        self._has_computed = False  # whether any pass was computed
         self._report_memory(monotonic())
 
     def run(self) -> NoReturn:
-        """Serve until an exception ends the thread: DeviceLost, or what this program did wrong."""
+        """Serve until an exception ends the thread: DeviceLost, or a fault of this program."""
         while True:
             self._take_messages()
             self._pass()
@@ -101,16 +101,16 @@ class EncoderLoop:
         if not inputs:
             return
         self._cpu_threads.begin_step(monotonic())
-        calls = {one.call.key: one.call for one in inputs}
+        calls = {part.call.key: part.call for part in inputs}
         request = next(iter(calls.values())).key.id if len(calls) == 1 else None
-        tokens = sum(len(one.input.ids) for one in inputs)
+        tokens = sum(len(part.input.ids) for part in inputs)
         self._progress.running = len(calls)
         self._progress.waiting = len(self._calls) - len(calls)
         self._progress.awaits(request, tokens, len(inputs))
         if not self._has_computed:
-            self._progress.compiles()  # nobody knows yet how long one takes
+            self._progress.compiles()  # the time of a pass is not known yet
         try:
-            rows = self._encoder.encode([one.input for one in inputs], self._cpu_threads.parts)
+            rows = self._encoder.encode([part.input for part in inputs], self._cpu_threads.parts)
         except Exception as error:
             self._failed(error, inputs, request)
             return
@@ -120,13 +120,13 @@ class EncoderLoop:
 
     def _deliver(self, inputs: Sequence[PassInput], rows: Vectors) -> None:
         now = monotonic()
-        for one, row in zip(inputs, rows, strict=True):
-            call = one.call
-            call.rows[one.index] = row
+        for part, row in zip(inputs, rows, strict=True):
+            call = part.call
+            call.rows[part.index] = row
             if not np.isfinite(row).all():
-                # Other inputs of the call may be sound, but all of it is answered, or nothing.
+                # Other inputs of the call may be sound, but a call fails as a whole.
                 if call in self._calls:
-                    self._answer(call.key, CallAnswer(_no_numbers(one).body()))
+                    self._answer(call.key, CallAnswer(_no_numbers(part).body()))
             elif call.complete and call in self._calls:
                 encoder = self._encoder
                 answer = call.answer(encoder.labels, normalises=encoder.normalises, now=now)
@@ -138,14 +138,14 @@ class EncoderLoop:
         self._post(Answer(key, content))
 
     def _failed(self, error: Exception, inputs: Sequence[PassInput], request: bytes | None) -> None:
-        """A pass has failed. A call that had it alone ends; several are computed one by one.
+        """Handle a failed pass: end its only call, or compute its calls one by one.
 
         Raises DeviceLost.
         """
         log.warning("a pass failed", exc_info=error)
         self._progress.failed()
         if not isinstance(error, PoolError):
-            # In this phase the broker's time limit finds a device that hangs.
+            # The broker's time limit applies in this phase, and finds a device that hangs.
             self._progress.enter("decode")
             self._progress.moved()
             if not self._encoder.device_works():
@@ -161,8 +161,8 @@ class EncoderLoop:
         self._progress.memory.read(self._encoder.memory(), now)
 
 
-def _no_numbers(one: PassInput) -> Internal:
+def _no_numbers(part: PassInput) -> Internal:
     return Internal(
-        f"what the model computes of input {one.call.message.first + one.index} is no number: the"
-        " weights are damaged or overflow in their dtype"
+        f"the result for input {part.call.message.first + part.index} is not a number: the weights"
+        " are damaged or overflow in their dtype"
     )

@@ -1,8 +1,8 @@
-"""The process of a rank behind the first: loads its part, and computes it in each pass.
+"""The process of a rank after the first: loads its part of the model and computes it in each pass.
 
-Its main thread computes: there is no broker to answer. Rank 0 sends the passes.
+Rank 0 sends the passes. The main thread computes, as it does not have to answer a broker.
 
-It holds no sequence, no prefix and no draw: a pass comes with the blocks of its rows.
+It knows neither sequences nor prefixes and draws no tokens: messages have the blocks of rows.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ log = logging.getLogger("mlxpool.worker")
 
 
 def run(config: WorkerConfig, inbox: Inbox) -> int:
-    """Load, then serve until rank 0 ends; `Begin` has come. Returns the exit code."""
+    """Load, then serve until rank 0 ends; call it after `Begin` came. Returns the exit code."""
     block = Block.open(config.block_fd) if config.block_fd >= 0 else Block.private()
     progress = Progress(lambda: None, block=block)
     progress.compute_begins()
@@ -89,16 +89,16 @@ def _load(config: WorkerConfig, progress: Progress) -> Follower:
     meeting = Meeting.of(
         config.rank, model.devices, config.hosts_fd, config.group_port, config.wait_limit
     )
-    found = load_part(part, model, meeting, lambda tensors, size: progress.moved())
+    group = load_part(part, model, meeting, lambda tensors, size: progress.moved())
     LOAD.enter("warm_up")
-    return Follower(found.loaded, found.collectives, progress)
+    return Follower(group.loaded, group.collectives, progress)
 
 
 class GivenStore(PagedStore):
     """The store of rows whose blocks rank 0 has chosen."""
 
     def reserve(self, row: BlockRow, tokens: int) -> None:
-        """See Store. The blocks are there."""
+        """See Store. Does nothing, as rank 0 has reserved the blocks."""
 
     def short(self, rows: Sequence[BlockRow], ends: Sequence[int]) -> list[int]:
         """See BlockStore."""
@@ -106,16 +106,16 @@ class GivenStore(PagedStore):
 
 
 class FollowerLayout(PagedLayout):
-    """A layout of such rows."""
+    """The layout of rows whose blocks rank 0 has chosen."""
 
     def _make_store(self) -> PagedStore:
         return GivenStore(self.pool)
 
 
 class _Flight(Struct, frozen=True):
-    """A pass that was begun: over `rows` rows, of whose prompts it reads `tokens`.
+    """A pass in flight: over `rows` rows; `tokens`: those of prompts that it reads.
 
-    `fresh`: it compiles something. The evaluation of `done` ends it.
+    `fresh`: it compiles something. The pass ends with the evaluation of `done`.
     """
 
     rows: int
@@ -125,7 +125,7 @@ class _Flight(Struct, frozen=True):
 
 
 class _Pool(Struct):
-    """The layout and its rows, by the numbers that rank 0 has for them."""
+    """The layout and its rows, by their numbers in rank 0's messages."""
 
     layout: FollowerLayout
     rows: dict[int, PagedRow] = field(default_factory=dict)
@@ -148,7 +148,7 @@ class Follower:
         self._before: tuple[list[RowSpan], Pass] | None = None  # the newest pass
 
     def handle(self, message: Message) -> None:
-        """Do what rank 0 says. Any exception means that this rank cannot go on."""
+        """Perform an order of rank 0. After any exception this rank cannot go on."""
         if self._jobs and not (isinstance(message, Pass) and message.builds):
             jobs, self._jobs = self._jobs, []
             LOAD.enter("kernels")
@@ -235,13 +235,13 @@ class Follower:
                 pool.layout.step(spans, message.ids, drawn, message.wanted)
             self._jobs += jobs
             return
-        found = pool.layout.step(spans, message.ids, drawn, message.wanted)
-        flight.done.extend(one for one in found if one is not None)
+        outputs = pool.layout.step(spans, message.ids, drawn, message.wanted)
+        flight.done.extend(output for output in outputs if output is not None)
         mx.async_eval(*flight.done)  # type: ignore[no-untyped-call]
         self._flights.append(flight)
 
     def _await(self, flight: _Flight) -> None:
-        """Shows that the end of a pass is awaited from now on."""
+        """Reports that the end of a pass is awaited from now on."""
         self._progress.awaits(None, flight.tokens, flight.rows)
         if flight.fresh:
             self._progress.compiles()
@@ -262,7 +262,7 @@ class Follower:
 
 
 def _change_rows(pool: _Pool, message: Pass | Again) -> None:
-    """Gives rows the blocks that a message names, and frees the blocks of rows that have left."""
+    """Gives rows the blocks in a message, and frees the blocks of rows that have left."""
     for number in message.left:
         row = pool.rows.pop(number, None)
         if row is not None:
@@ -272,14 +272,14 @@ def _change_rows(pool: _Pool, message: Pass | Again) -> None:
             row = pool.layout.store.new_row()
             pool.rows[number] = row
         row = pool.rows[number]
-        if first < len(row.table):  # what passes know of their rows is no longer true
+        if first < len(row.table):  # invalidates what passes keep about their rows
             pool.layout.store.changes += 1
         row.table[first:] = blocks
         row.changed = min(row.changed, first)
 
 
 def _spans(pool: _Pool, message: Pass) -> list[RowSpan]:
-    """Returns the spans of a pass, whose rows have the blocks that it says."""
+    """Returns the spans of a pass, after its rows got the blocks in the message."""
     _change_rows(pool, message)
     hidden = set(message.hidden)
     spans = []

@@ -24,7 +24,7 @@ from mlxpool.worker.prompt.detokenizer import Detokenizer
 from mlxpool.worker.scheduling.sequence import Phase, PromptLogprobs, SampledToken, Sequence
 from mlxpool.worker.scheduling.spans import Span
 
-_pack_id = struct.Struct("<I").pack  # gives what `pack_ids` does, without its checks
+_pack_id = struct.Struct("<I").pack  # like `pack_ids`, but without its checks
 
 log = logging.getLogger("mlxpool.worker")
 
@@ -32,7 +32,8 @@ log = logging.getLogger("mlxpool.worker")
 class Generation(Struct, eq=False):
     """One completion. Times are monotonic seconds; 0 until the event has happened.
 
-    `bound`: that of its thoughts while they last, without a format; near it, it is the constraint.
+    `bound`: the bound of its thoughts, while they last and no format applies. Near the bound it is
+    also the constraint.
     """
 
     sequence: Sequence
@@ -41,13 +42,13 @@ class Generation(Struct, eq=False):
     received: float
     deadline: float = math.inf
     facts_sent: bool = False
-    prefill_at: float = 0.0  # its first chunk began
-    decode_at: float = 0.0  # its prompt was read
+    prefill_at: float = 0.0  # time when its first chunk began
+    decode_at: float = 0.0  # time when its prompt was read
     piece: Callable[[int], bytes] = field(default=lambda token: b"")
     constraint: Constraint | None = None
     bound: ThoughtBound | None = None
     report: PromptReport | None = None
-    plain: bool = False  # its deltas have text and ids alone until it ends, see `append`
+    plain: bool = False  # whether its deltas have only text and ids until it ends, see `append`
 
     @classmethod
     def begin(cls, admit: Admit, piece: Callable[[int], bytes]) -> Self:
@@ -77,11 +78,11 @@ class Generation(Struct, eq=False):
         find: bool = False,
         least: int = 1,
     ) -> Delta:
-        """Append one drawn token. Returns its delta, with the end if it is the last one.
+        """Append one drawn token. Returns its delta, with the end if the token is the last one.
 
-        The tokens that the constraint forces behind it are appended as well, if they are `least` or
-        more: `find` them, or take those that are known. Raises BadRequest for a token that the
-        constraint does not allow.
+        Also appends the tokens that the constraint forces after it, if they are `least` or more.
+        `find`: compute the forced tokens; else use only those that are known. Raises BadRequest for
+        a token that the constraint does not allow.
         """
         sequence, detokenizer, token = self.sequence, self.detokenizer, drawn.token
         if not self.decode_at:
@@ -114,10 +115,10 @@ class Generation(Struct, eq=False):
         return Delta(id, number, position, text, packed, self._logprobs(drawn), self._facts(), end)
 
     def append(self, token: int, eos: frozenset[int], least: int) -> Delta | None:
-        """Append one token of a completion that is `plain`, and goes on. Returns its delta.
+        """Append one token of a `plain` completion that goes on. Returns its delta.
 
-        Returns None and does nothing where the token may be the last one, or where `least` or more
-        forced tokens may follow: `commit` takes it.
+        Returns None and does nothing if the token may be the last one, or if `least` or more forced
+        tokens may follow. Then call `commit` instead.
         """
         sequence = self.sequence
         ids = sequence.ids
@@ -134,14 +135,14 @@ class Generation(Struct, eq=False):
         )
 
     def begin_report(self) -> list[Delta]:
-        """What is told of the prompt before it is read."""
+        """The deltas of the prompt's report that can be sent before the prompt is read."""
         return [] if self.report is None else self._reported(self.report.begin())
 
-    def add_to_report(self, found: PromptLogprobs) -> list[Delta]:
-        """The deltas of log-probabilities of the prompt."""
+    def add_to_report(self, prompt: PromptLogprobs) -> list[Delta]:
+        """The deltas of the next log-probabilities of the prompt."""
         report = self.report
-        assert report is not None and report.reported == found.first, "no token is left out"
-        deltas = self._reported(report.add(found.logprobs))
+        assert report is not None and report.reported == prompt.first, "no token is left out"
+        deltas = self._reported(report.add(prompt.logprobs))
         self.sequence.reported = report.reported
         return deltas
 
@@ -152,7 +153,7 @@ class Generation(Struct, eq=False):
         ]
 
     def _append_forced(self, constraint: Constraint, run: Iterable[int]) -> str:
-        """Appends forced tokens, as far as the completion goes. Returns their text."""
+        """Appends forced tokens until the completion ends. Returns their text."""
         sequence, detokenizer, text = self.sequence, self.detokenizer, ""
         before = len(sequence.ids)
         for token in run:
@@ -169,7 +170,7 @@ class Generation(Struct, eq=False):
         return Delta(*self.key, len(self.sequence.ids), "", b"", facts=facts, end=end.body())
 
     def finish_reason(self) -> str | None:
-        """Why the ids complete the completion; None when they do not."""
+        """The reason if the ids complete the completion, else None."""
         if self.detokenizer.stopped:
             return "stop"
         if self.constraint is not None and self.constraint.finished:
@@ -203,18 +204,18 @@ class Generation(Struct, eq=False):
         )
 
     def _facts(self) -> dict[str, object] | None:
-        """The facts for the first delta, None for later ones."""
+        """The facts for the first delta; None for later deltas."""
         if self.facts_sent:
             return None
         self.facts_sent = True
         return self.facts.body()
 
     def _logprobs(self, drawn: SampledToken) -> list[dict[str, object]] | None:
-        found = drawn.logprob
-        if found is None:
+        logprob = drawn.logprob
+        if logprob is None:
             return None
-        top = [self._named(token, value) for token, value in found.top]
-        return [{**self._named(drawn.token, found.logprob), "top": top}]
+        top = [self._named(token, value) for token, value in logprob.top]
+        return [{**self._named(drawn.token, logprob.logprob), "top": top}]
 
     def _named(self, token: int, logprob: float) -> dict[str, object]:
         text = self.piece(token).decode("utf-8", "replace")
@@ -222,9 +223,9 @@ class Generation(Struct, eq=False):
 
 
 class Generations:
-    """All completions in order of arrival, waiting ones included.
+    """All completions in order of arrival, including waiting ones.
 
-    What leaves the table is released in the engine, too.
+    Removal of a completion also releases its sequence in the engine.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -232,9 +233,9 @@ class Generations:
         self._by_key: dict[RunKey, Generation] = {}
         self._by_sequence: dict[Sequence, Generation] = {}
         self.of = self._by_sequence.__getitem__  # the generation of a live sequence
-        self._next_deadline = math.inf  # none is earlier; that of one that has left may be it
-        self._constrained: dict[Sequence, Generation] = {}  # those with a constraint
-        self.constrained_of = self._constrained.get  # the generation of a sequence that has one
+        self._next_deadline = math.inf  # at or before the earliest deadline
+        self._constrained: dict[Sequence, Generation] = {}  # generations with a constraint
+        self.constrained_of = self._constrained.get  # the generation if it has a constraint
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -247,7 +248,7 @@ class Generations:
         self.apply_bound(generation)
 
     def apply_bound(self, generation: Generation) -> None:
-        """Make the bound of thoughts the constraint where it is near, and drop it behind them."""
+        """Make the bound of thoughts the constraint if it is near; drop it when they are over."""
         bound = generation.bound
         if bound is None:
             return
@@ -283,30 +284,32 @@ class Generations:
         return len(self._constrained)
 
     def finish(self, generation: Generation, reason: str) -> Delta:
-        """End it without a further token. Returns its last delta."""
+        """End a generation without a further token. Returns its last delta."""
         delta = generation.last_delta(generation.end(reason, monotonic()))
         self.forget(generation)
         return delta
 
     def fail(self, sequence: Sequence, error: PoolError) -> Delta:
-        """End it with an error. Returns its last delta."""
+        """End the generation of a sequence with an error. Returns its last delta."""
         generation = self.of(sequence)
         delta = generation.last_delta(error)
         self.forget(generation)
         return delta
 
     def expire(self, now: float) -> list[Delta]:
-        """End those whose deadline has passed. Returns their last deltas."""
+        """End generations whose deadline has passed. Returns their last deltas."""
         if now < self._next_deadline:
             return []
-        late = [one for one in self._by_key.values() if now >= one.deadline]
-        deltas = [self.fail(one.sequence, one.deadline_error()) for one in late]
-        left = [one.deadline for one in self._by_key.values()]
+        late = [generation for generation in self._by_key.values() if now >= generation.deadline]
+        deltas = [
+            self.fail(generation.sequence, generation.deadline_error()) for generation in late
+        ]
+        left = [generation.deadline for generation in self._by_key.values()]
         self._next_deadline = min(left, default=math.inf)
         return deltas
 
     def forget(self, generation: Generation) -> None:
-        """Remove it without a delta."""
+        """Remove a generation without a delta."""
         generation.sequence.phase = Phase.FINISHED
         if generation.constraint is not None:
             generation.constraint.ended = True
@@ -315,18 +318,18 @@ class Generations:
         self.release(generation.sequence)
 
     def forget_all(self) -> None:
-        """Remove all without a delta."""
+        """Remove all generations without a delta."""
         for generation in list(self._by_key.values()):
             self.forget(generation)
 
     def release(self, sequence: Sequence) -> None:
-        """Free the sequence's memory in the engine, also of one that will be admitted again."""
+        """Free a sequence's memory in the engine; the sequence may be admitted again."""
         try:
             self._engine.release(sequence)
-        except Exception:  # this may cost memory or cached prefixes, but it must end no stream
+        except Exception:  # may cost memory or cached prefixes, but must not end a stream
             log.exception("a sequence could not be released")
 
 
 def _milliseconds(start: float, end: float) -> float:
-    """Between two times; 0 if one of them is 0."""
+    """Milliseconds between two times in seconds; 0 if one of them is 0."""
     return round((end - start) * 1000, 3) if start and end else 0.0

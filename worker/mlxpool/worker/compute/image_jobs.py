@@ -1,9 +1,9 @@
-"""Encodes images between steps, one at a time, as prompts come to them.
+"""Encodes images between steps, one at a time, when prompts reach them.
 
-The features of an image are kept for other sequences, so the same image is encoded once while it is
-kept. A sequence that waits for an image takes no room from those that came before it, and their
-features are not given up for it. So each sequence goes on, the first one at the latest when the
-others have given theirs up.
+The features of an image are kept for other sequences, so that the image is not encoded again while
+they are kept. A sequence that waits for an image takes no room from earlier sequences, and their
+features are not evicted for it. So every sequence makes progress: the first one at the latest when
+the features of all others are evicted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mlxpool.worker.scheduling.sequence import Phase, Sequence
 
 
 class ImageJob(Struct, frozen=True):
-    """An image that has to be encoded before `sequence` goes on; `pinned` are not given up."""
+    """An image that has to be encoded before `sequence` goes on; `pinned` are not evicted."""
 
     sequence: Sequence
     image: PreparedImage
@@ -41,8 +41,8 @@ class NoRoom(Struct, frozen=True):
 def next_job(live: Iterable[Sequence], engine: Engine) -> ImageJob | NoRoom | None:
     """Returns the job of the first sequence whose next input needs an image without features.
 
-    None: there is none, or there is no room until earlier sequences need their features no more.
-    `live` is in the order of arrival.
+    None: no sequence needs an image, or it has to wait until earlier sequences no longer need their
+    features. `live` is in the order of arrival.
     """
     encoded = engine.encoded
     earlier: set[ImageKey] = set()  # features that earlier sequences need
@@ -52,12 +52,12 @@ def next_job(live: Iterable[Sequence], engine: Engine) -> ImageJob | NoRoom | No
         needed = sequence.needed_images
         own = {span.image for span in needed if span.image in encoded}
         missing = (span for span in needed if span.image not in own)
-        found = next((span for span in missing if span.start <= sequence.submitted), None)
-        if found is None:
+        due = next((span for span in missing if span.start <= sequence.submitted), None)
+        if due is None:
             earlier |= own
         elif encoded.has_room(pinned := earlier | own):
-            image = sequence.images[found.image]
-            return ImageJob(sequence, image, found.count, frozenset(pinned))
+            image = sequence.images[due.image]
+            return ImageJob(sequence, image, due.count, frozenset(pinned))
         else:
             return None if earlier - own else NoRoom(sequence, _no_room(len(needed), encoded))
     return None
@@ -72,7 +72,7 @@ def _no_room(images: int, encoded: EncodedImages[Any]) -> TooLarge:
 
 
 def perform(job: ImageJob, engine: Engine, progress: Progress) -> None:
-    """Encodes the image. Until it ends, the broker's time limit is `fresh_limit`."""
+    """Encodes the image. Until the end of that, the broker's time limit is `fresh_limit`."""
     progress.awaits(job.sequence.id, job.count, 0)
     progress.compiles()
     try:

@@ -1,7 +1,7 @@
 """The loop of the compute thread: takes messages, runs one step, delivers its results.
 
-A step ends late sequences, grows and admits rows, then computes one pass over all of them. On a GPU
-it is submitted while the one before it is computed.
+A step ends late sequences, grows and admits rows, then computes one pass over all rows. On a GPU
+the pass is submitted while the previous one is computed.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from mlxpool.worker.scheduling.scheduler import running
 from mlxpool.worker.speculation.speculator import Speculator
 from mlxpool.worker.system.cpu_threads import CpuThreads
 
-SAVE_DELAY = 0.5  # seconds without a request until prefixes are saved to disk
-DISK_WAIT = 0.02  # seconds between two looks at sequences that wait for the disk
+SAVE_DELAY = 0.5  # seconds without a request before prefixes are saved to disk
+DISK_WAIT = 0.02  # seconds between two checks of sequences that wait for the disk
 
 BeginGeneration = Callable[[Admit, Callable[[int], bytes]], Generation]
 
@@ -75,11 +75,11 @@ class ComputeLoop:
         self._steps = Steps(engine, self._generations, progress, speculator)
         self._speculator = speculator
         self._decisions = Decisions(engine, self._generations, post)
-        self._saving = False  # whether no request came for SAVE_DELAY, or none will
+        self._saving = False  # whether no request came for SAVE_DELAY, or the worker will end
         self._report_memory(monotonic())
 
     def run(self) -> NoReturn:
-        """Serve until an exception ends the thread: DeviceLost, or what this program did wrong."""
+        """Serve until an exception ends the thread: DeviceLost, or a fault of this program."""
         while True:
             deltas = self._take_messages()
             deltas += self._step()
@@ -89,10 +89,10 @@ class ComputeLoop:
                 self._report_memory(now)
 
     def _take_messages(self) -> list[Delta]:
-        """Handle the messages in the inbox; without a generation and a call, wait for one."""
+        """Handle the messages in the inbox; without any generation or call, wait for a message."""
         deltas: list[Delta] = []
         while not self._generations and self._steps.in_flight:
-            self._steps.collect()  # of sequences that have left
+            self._steps.collect()  # their sequences have left
         if not self._generations and not self._decisions:
             self._report_memory(monotonic())
             self._steps.pause()
@@ -108,7 +108,7 @@ class ComputeLoop:
         return deltas
 
     def _next_message(self) -> Inbound:
-        """Wait for a message; when none has come for a while, save prefixes to disk meanwhile."""
+        """Wait for a message; after a while without messages, save prefixes to disk meanwhile."""
         disk = self._engine.disk
         if disk is None:
             return self._inbox.get()
@@ -125,14 +125,14 @@ class ComputeLoop:
         return self._inbox.get()
 
     def _waits_for_disk(self) -> bool:
-        """Whether all that can go on is what the disk tier reads."""
+        """Return whether all sequences wait for the disk tier and nothing else is to do."""
         disk = self._engine.disk
         if disk is None or not disk.reads or self._steps.in_flight or not self._inbox.empty():
             return False
-        return all(one.restoring for one in self._generations.sequences())
+        return all(sequence.restoring for sequence in self._generations.sequences())
 
     def _handle(self, message: Inbound, deltas: list[Delta]) -> None:
-        """Handle one message; the last deltas of streams that it ends are appended to `deltas`."""
+        """Handle one message; append the last deltas of the streams that it ends to `deltas`."""
         if isinstance(message, Reserve | MakeRoom | DiskNews | SaveAll):
             self._handle_memory(message)
         elif isinstance(message, Admit):
@@ -140,7 +140,7 @@ class ComputeLoop:
             generation = self._begin(message, self._engine.piece)
             self._generations.add(generation)
             deltas += generation.begin_report()
-            reason = generation.finish_reason()  # a resumed completion may be complete already
+            reason = generation.finish_reason()  # a resumed completion may already be complete
             if reason is not None:
                 deltas.append(self._generations.finish(generation, reason))
         elif isinstance(message, Drop):
@@ -165,7 +165,7 @@ class ComputeLoop:
             self._delta_queue.handed_back()
 
     def _handle_memory(self, message: Reserve | MakeRoom | DiskNews | SaveAll) -> None:
-        """Handle a message that is about no run; DiskNews only wakes the loop."""
+        """Handle a message about memory or the disk; DiskNews only wakes the loop."""
         if isinstance(message, Reserve):
             self._engine.reserve(message.bytes)
         elif isinstance(message, MakeRoom):
@@ -174,7 +174,7 @@ class ComputeLoop:
             self._save_all(message)
 
     def _save_all(self, message: SaveAll) -> None:
-        """Write what the prefix cache and the rows have to disk, before the process ends."""
+        """Write the prefixes of the cache and of the rows to disk, before the process ends."""
         try:
             self._generations.forget_all()
             if self._engine.disk is not None:
@@ -186,7 +186,7 @@ class ComputeLoop:
         generations, progress = self._generations, self._progress
         disk = self._engine.disk
         if disk is not None:
-            disk.turn(monotonic(), busy=any(not one.restoring for one in generations.sequences()))
+            disk.turn(monotonic(), busy=any(not row.restoring for row in generations.sequences()))
         self._cpu_threads.begin_step(monotonic())
         deltas = generations.expire(monotonic())
         cache = self._engine.prefix
@@ -223,7 +223,7 @@ class ComputeLoop:
             }
 
     def _disk_figures(self) -> dict[str, int]:
-        """Returns the counters of the disk tier, if there is one."""
+        """Returns the counters of the disk tier; empty without one."""
         disk = self._engine.disk
         if disk is None:
             return {}

@@ -1,7 +1,7 @@
-"""What heartbeats say of a worker's memory: parts that add up to a total, and peaks.
+"""The figures of a worker's memory in heartbeats: parts that add up to a total, and peaks.
 
-The compute thread reads the memory after steps, at most every READ_INTERVAL; the main thread sends
-what is known with each heartbeat, in which a peak is that since the heartbeat before.
+The compute thread reads the memory after steps, at most every READ_INTERVAL. The main thread sends
+the newest figures with each heartbeat; a peak is the peak since the last heartbeat.
 """
 
 from __future__ import annotations
@@ -11,35 +11,35 @@ from threading import Lock
 
 from mlxpool.worker.engine.engine import MemoryUse
 
-READ_INTERVAL = 0.1  # seconds between two readings of the memory, which take time
-PARTS = ("weights", "kv", "prefix", "compute")  # which add up to `total`
+READ_INTERVAL = 0.1  # seconds between two readings of the memory, because a reading takes time
+PARTS = ("weights", "kv", "prefix", "compute")  # the figures that add up to `total`
 
 
 class MemoryFigures:
     """Written by the compute thread, taken by the main thread. All figures are bytes.
 
-    `latest` has what the newest reading said, as of a moment between two steps.
+    `latest` has the figures of the newest reading, taken between two steps.
     """
 
     def __init__(self) -> None:
         self.latest: dict[str, int] = {}
         self._read_at = 0.0  # monotonic seconds
-        self._kept = 0  # by weights, rows, prefixes and images, at the newest reading
+        self._kept = 0  # bytes of weights, rows, prefixes and images at the newest reading
         self._highest = 0  # peak since the start
-        self._lock = Lock()  # of what follows
-        self._peak = 0  # since the last heartbeat
-        self._compute = 0  # the most that steps needed at a time since the last heartbeat
+        self._lock = Lock()  # guards the attributes below
+        self._peak = 0  # peak since the last heartbeat
+        self._compute = 0  # the most bytes that a step needed since the last heartbeat
 
     def loaded(self, size: int) -> None:
-        """So many bytes of weights are loaded, and nothing else is there."""
+        """Sets the figures to `size` bytes of loaded weights and nothing else."""
         self.latest = _summed({**dict.fromkeys(PARTS, 0), "weights": size, "active": size})
 
     def is_due(self, now: float) -> bool:
-        """Whether the memory is to be read again."""
+        """Returns whether READ_INTERVAL has passed since the newest reading."""
         return now - self._read_at >= READ_INTERVAL
 
     def read(self, use: MemoryUse, now: float) -> None:
-        """Notes a reading of an engine's memory; `now`: monotonic seconds."""
+        """Takes a reading of an engine's memory; `now`: monotonic seconds."""
         self._read_at = now
         kept = use.weights + use.draft + use.kv + use.kv_free + use.prefix + use.images
         peak = max(use.peak, use.active)
@@ -58,7 +58,7 @@ class MemoryFigures:
             "limit": use.limit,
             "device_free": use.device_free,
         }
-        # What a row took or gave back since the last reading is not a step's.
+        # Memory that rows took or freed since the last reading does not count as a step's.
         needed = peak - max(kept, self._kept)
         self._kept = kept
         with self._lock:
@@ -66,7 +66,7 @@ class MemoryFigures:
             self._compute = max(self._compute, needed)
 
     def take(self) -> dict[str, int]:
-        """Returns the figures of a heartbeat; the peaks of the next one begin now."""
+        """Returns the figures for a heartbeat, and resets the peaks."""
         with self._lock:
             peak, compute = self._peak, self._compute
             self._peak = self._compute = 0

@@ -25,13 +25,13 @@ from mlxpool.worker.prompt.detokenizer import Detokenizer
 from mlxpool.worker.prompt.text_model import Opened
 from mlxpool.worker.scheduling.sequence import Sequence
 
-MAX_UNTAKEN_STEPS = 256  # steps whose deltas may wait for the main thread
+MAX_UNTAKEN_STEPS = 256  # the most steps whose deltas wait for the main thread
 
 RunKey = tuple[bytes, int]  # (request id, number of the run, which the broker counts)
 
 
 class CallKey(NamedTuple):
-    """The id of a call and its number among the calls of this worker, which no other has."""
+    """The id of a call, and its number, which is unique among the calls of this worker."""
 
     id: bytes
     number: int
@@ -43,9 +43,9 @@ class CallKey(NamedTuple):
 class Admit(Struct, frozen=True):
     """Run a prepared sequence; `facts` are sent with its first delta.
 
-    `detokenizer` has replayed the ids of a resume: the client has their text already.
+    `detokenizer` has replayed the ids of a resume: the client already has their text.
     `received` and `deadline` are monotonic seconds. `constraint` has taken the ids, too; None: any
-    token may follow, but for a `bound` of thoughts. `report`: what is told of the prompt.
+    token may follow, within the `bound` of thoughts. `report`: the report of the prompt.
     """
 
     sequence: Sequence
@@ -59,7 +59,7 @@ class Admit(Struct, frozen=True):
 
 
 class Drop(Struct, frozen=True):
-    """Stop one run; it ends `cancelled`."""
+    """Stop one run, which ends `cancelled`."""
 
     key: RunKey
 
@@ -77,8 +77,8 @@ class HandBack(Struct, frozen=True):
 class Compute(Struct, frozen=True):
     """Compute the inputs of a call with an encoder model; answered by `Answer`.
 
-    `dimensions`, 0: all, and `normalise`, None: as the model has it, are those of `embed`. `first`:
-    the number of the first input in errors. `alone`: without inputs of other calls.
+    `dimensions` (0: all) and `normalise` (None: the model's default) are parameters of `embed`.
+    `first`: the number of the first input, for errors. `alone`: without inputs of other calls.
     """
 
     key: CallKey
@@ -91,8 +91,8 @@ class Compute(Struct, frozen=True):
 
 
 class EncodedQuestion(Struct, frozen=True):
-    """The token ids of a question's prompt, its answers, and the tokens that may follow at each of
-    their branches.
+    """A question as token ids: its prompt, its answers, and the tokens that may follow at each
+    branch of the answers.
     """
 
     prompt: tuple[int, ...]
@@ -101,9 +101,10 @@ class EncodedQuestion(Struct, frozen=True):
 
 
 class Decide(Struct, frozen=True):
-    """Find the probabilities of answers with a model that generates text; answered by `Answer`.
+    """Compute the probabilities of answers with a model that generates text.
 
-    The prompts begin with the same `shared` tokens. For the other fields see DecideCall.
+    Answered by `Answer`. The prompts begin with the same `shared` tokens. DecideCall describes the
+    other fields.
     """
 
     key: CallKey
@@ -116,19 +117,19 @@ class Decide(Struct, frozen=True):
 
 
 class DropCall(Struct, frozen=True):
-    """Stop computing a call, which gets no answer."""
+    """Stop a call without an answer."""
 
     key: CallKey
 
 
 class Reserve(Struct, frozen=True):
-    """Keep so many bytes of the memory limit for the processes that prepare requests."""
+    """Reserve `bytes` of the memory limit for the processes that prepare requests."""
 
     bytes: int
 
 
 class MakeRoom(Struct, frozen=True):
-    """Give up so many bytes of prefixes, encoded images and freed buffers."""
+    """Free `bytes` of prefixes, encoded images and cached buffers."""
 
     bytes: int
 
@@ -138,9 +139,9 @@ class DiskNews(Struct, frozen=True):
 
 
 class SaveAll(Struct, frozen=True):
-    """Stop all runs without an answer and write prefixes to disk, until a monotonic time.
+    """Stop all runs without an answer and write prefixes to disk, until the monotonic time `until`.
 
-    The process ends behind it: `saved` is set when all is written, or the time is over.
+    `saved` is set when all is written, or the time is over. Then the process ends.
     """
 
     until: float
@@ -179,8 +180,8 @@ class Unusable(Struct, frozen=True):
 class StepDeltas(Struct, frozen=True):
     """The deltas of one step: at most one with tokens of each sequence.
 
-    `fence` counts the connections to the broker: what was made for an older connection must not be
-    sent over a newer one.
+    `fence` counts the connections to the broker: deltas for an older connection must not be sent
+    over a newer one.
     """
 
     deltas: Many[Delta]
@@ -227,9 +228,9 @@ class DeltaQueue:
         self._post(StepDeltas(tuple(deltas), self.fence))
 
     def handed_back(self) -> None:
-        """Answer `HandBack`, behind all deltas."""
+        """Answer `HandBack` after all deltas."""
         self._post(HandedBack(self.fence))
 
     def acknowledge(self) -> None:
-        """The main thread has taken one `StepDeltas`."""
+        """Free the slot of one `StepDeltas`; the main thread calls it when it has taken it."""
         self._slots.release()

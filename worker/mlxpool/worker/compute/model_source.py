@@ -46,12 +46,12 @@ COUNTS = "the counting model answers with numbers"
 THE_COUNTING_MODEL, A_MODEL_OF_TEXTS = "the counting model", "a model of texts"
 WITH_MLX_LM = "mlx-lm's code computes this model, and draws its tokens"
 
-# Seconds that the compute thread may keep Python's lock while the main thread waits. On a GPU
-# it makes a pass in 1 to 1.5 ms; the main thread has its turn while MLX evaluates the pass. With
-# the 0.5 ms of other workers, 32 streams of a model of 1B had 0.8 times the tokens that 3 ms gave.
+# Seconds that the compute thread may keep the GIL while the main thread waits. On a GPU it makes a
+# pass in 1 to 1.5 ms; the main thread has its turn while MLX evaluates the pass. 32 streams of a
+# model of 1B had 0.8 times as many tokens with the 0.5 ms of other workers as with 3 ms.
 GPU_SWITCH_INTERVAL = 0.002
 
-MIN_MODEL_CONTEXT = 4  # tokens that the warm-up of a model needs
+MIN_MODEL_CONTEXT = 4  # tokens of context that the warm-up of a model needs
 
 OnProgress = Callable[[int, int], None]
 
@@ -61,8 +61,8 @@ class ModelSource(Struct, frozen=True):
 
     opened: Opened
     load: Callable[[OnProgress], Engine]
-    max_sequences: int  # that its engine runs at once
-    weight_bytes: int = 0  # as stored, of which `load` reports its progress; 0: not known
+    max_sequences: int  # the most sequences that its engine runs at once
+    weight_bytes: int = 0  # bytes as stored, the total for `load`'s progress; 0: not known
 
 
 class EncoderSource(Struct, frozen=True):
@@ -78,9 +78,9 @@ def open_source(
     counting: Callable[[Counting, int], CountingEngine] = CountingEngine,
     start_group: StartGroup | None = None,
 ) -> ModelSource | EncoderSource:
-    """Checks the model without MLX. Raises ModelLoadFailed with the reason it cannot be used.
+    """Checks the model without MLX. Raises ModelLoadFailed with the reason if it cannot be used.
 
-    `start_group` starts the other processes of a model on several devices, when it is loaded.
+    `start_group` starts the other processes of a model on several devices, during its load.
     """
     if config.path != COUNTING:
         files = open_files(locate(config))
@@ -107,7 +107,7 @@ def open_generator(
 
 
 def require_one_device(config: ModelConfig, what: str) -> None:
-    """Raises ModelLoadFailed where what cannot be divided is to have several devices."""
+    """Raises ModelLoadFailed if several devices are set for a model that cannot be divided."""
     if config.devices > 1:
         raise ModelLoadFailed(
             f"devices is {config.devices}, but {what} is not divided between devices: leave devices"
@@ -116,7 +116,7 @@ def require_one_device(config: ModelConfig, what: str) -> None:
 
 
 def require_no_disk(config: ModelConfig, what: str) -> None:
-    """Raises ModelLoadFailed where what keeps no prefixes is to keep them on disk."""
+    """Raises ModelLoadFailed if prefix_disk is set for a model that keeps no prefixes."""
     if config.prefix_disk:
         raise ModelLoadFailed(
             f"prefix_disk is {config.prefix_disk} bytes, but {what} keeps no prefixes: leave"
@@ -125,7 +125,7 @@ def require_no_disk(config: ModelConfig, what: str) -> None:
 
 
 def require_no_drafts(config: ModelConfig, what: str) -> None:
-    """Raises ModelLoadFailed where what checks no drafts is to check them, or to have a model."""
+    """Raises ModelLoadFailed if drafts or a draft model are set for a model that checks none."""
     if config.draft:
         raise ModelLoadFailed(
             f"draft is {config.draft!r}, but {what} checks no drafts: leave draft out"
@@ -138,22 +138,22 @@ def require_no_drafts(config: ModelConfig, what: str) -> None:
 
 
 def require_unset_kv(config: ModelConfig, what: str) -> None:
-    """Raises ModelLoadFailed where what stores no keys and values is to store them otherwise."""
+    """Raises ModelLoadFailed if `kv` is set for a model that stores no keys and values."""
     require_no_kv(config.kv, what)
 
 
-# Each raises ModelLoadFailed for one setting that the counting model and models of texts have not.
+# Each raises ModelLoadFailed for a setting that the counting model and models of texts lack.
 PLAIN_CHECKS = (require_one_device, require_unset_kv, require_no_disk, require_no_drafts)
 
 
 def require_plain(config: ModelConfig, what: str) -> None:
-    """Raises ModelLoadFailed for the first setting that such a model, `what`, does not have."""
+    """Raises ModelLoadFailed for the first setting that such a model lacks; `what` names it."""
     for require in PLAIN_CHECKS:
         require(config, what)
 
 
 def require_batch(config: ModelConfig) -> None:
-    """Raises ModelLoadFailed where a step had no place for a prompt beside all sequences."""
+    """Raises ModelLoadFailed if a step has no room for a prompt beside all sequences."""
     if 0 < config.batch <= config.sequences:
         raise ModelLoadFailed(
             f"batch is {config.batch} tokens, sequences is {config.sequences}: a step needs more"
@@ -163,7 +163,7 @@ def require_batch(config: ModelConfig) -> None:
 
 
 def require_context(config: ModelConfig) -> None:
-    """Raises ModelLoadFailed for a context in which the warm-up has no place."""
+    """Raises ModelLoadFailed for a context that is too short for the warm-up."""
     if 0 < config.context < MIN_MODEL_CONTEXT:
         raise ModelLoadFailed(
             f"context is {config.context} tokens, must be at least {MIN_MODEL_CONTEXT}, or 0 for"
@@ -187,12 +187,12 @@ def _counting(engine: CountingEngine, max_sequences: int) -> ModelSource:
 
 
 def uses_head(config: ModelConfig) -> bool:
-    """Whether a model's own head is to draft, if its checkpoint has one."""
+    """Returns whether the settings let a model's own head draft, if the checkpoint has one."""
     return config.speculation in (MTP, AUTO) and config.devices == 1
 
 
 def require_head(config: ModelConfig, folder: ModelFolder) -> None:
-    """Raises ModelLoadFailed where the model's own head is to draft and cannot."""
+    """Raises ModelLoadFailed if the settings demand drafts of the model's own head in vain."""
     why = why_no_drafts(folder, config)
     if config.speculation != MTP or (folder.plan.predicts and not why):
         return
@@ -217,7 +217,7 @@ def require_head(config: ModelConfig, folder: ModelFolder) -> None:
 
 
 def _require_settings(config: ModelConfig, folder: ModelFolder) -> None:
-    """Raises ModelLoadFailed where the model does not have what a setting asks for."""
+    """Raises ModelLoadFailed if the model does not support a setting."""
     require_head(config, folder)
     require_ngrams(config, folder)
     if config.devices > 1:
@@ -235,7 +235,7 @@ def _folder(
     part = part_of(folder, 0, config.devices) if config.devices > 1 else None
     draft = draft_of(folder, config)
     text, source = _text_of(folder)
-    _release_free_memory()  # of the tokenizer: the processes that prepare requests have their own
+    _release_free_memory()  # the tokenizer's: processes that prepare requests have their own
     context = min(folder.context, config.context or folder.context)
     draft_bytes = 0 if draft is None else draft.weight_bytes
 
@@ -307,7 +307,7 @@ def _folder(
 
 
 def why_no_drafts(folder: ModelFolder, config: ModelConfig) -> str:
-    """Returns why no step checks drafts, where files or settings tell; empty: they do not."""
+    """Returns why no step checks drafts, as far as files and settings decide it; else empty."""
     recurrent = any(isinstance(cache, RecurrentSpec) for cache in folder.plan.caches)
     if why := _why_none_of_any(folder, config):
         return why
@@ -317,7 +317,7 @@ def why_no_drafts(folder: ModelFolder, config: ModelConfig) -> str:
 
 
 def _why_none_of_any(folder: ModelFolder, config: ModelConfig) -> str:
-    """Returns why no step checks drafts even of the model's own head; empty: files do not tell."""
+    """Returns why no step checks drafts, not even of the model's own head; else empty."""
     if folder.uses_mlx_lm:
         return "mlx-lm's code computes this model, and checks no drafts"
     if config.devices > 1:
@@ -328,7 +328,7 @@ def _why_none_of_any(folder: ModelFolder, config: ModelConfig) -> str:
 
 
 def require_ngrams(config: ModelConfig, folder: ModelFolder) -> None:
-    """Raises ModelLoadFailed where drafts of n-grams are asked for and none can be checked."""
+    """Raises ModelLoadFailed if drafts of n-grams are demanded and cannot be checked."""
     if config.speculation != NGRAM:
         return
     why, size = why_no_drafts(folder, config), folder.plan.vocab_size
@@ -341,9 +341,9 @@ def require_ngrams(config: ModelConfig, folder: ModelFolder) -> None:
 
 
 def draft_of(folder: ModelFolder, config: ModelConfig) -> ModelFolder | None:
-    """Returns the checked draft model of the settings; None: there is none.
+    """Returns the checked draft model of the settings; None without one.
 
-    Raises ModelLoadFailed where the model checks no drafts, or the draft model does not suit it.
+    Raises ModelLoadFailed if the model checks no drafts, or the draft model does not suit it.
     """
     if not config.draft:
         return None
@@ -355,7 +355,7 @@ def draft_of(folder: ModelFolder, config: ModelConfig) -> ModelFolder | None:
 
 
 def require_group_settings(config: ModelConfig) -> None:
-    """Raises ModelLoadFailed for a setting that is not built for several devices."""
+    """Raises ModelLoadFailed for a setting that several devices do not support."""
     if config.deterministic:
         raise ModelLoadFailed(
             f"deterministic = true is not built for devices = {config.devices}: sums over devices"
@@ -381,28 +381,28 @@ def _load_group(
     from mlxpool.worker.groups.loading import default_prefix_bytes, load_part
 
     links.wait_until_ready(lambda: on_progress(0, 0))
-    found = load_part(part, config, links.meeting, on_progress)
+    group = load_part(part, config, links.meeting, on_progress)
     links.ports.close()
     prefix = default_prefix_bytes(
         part, settings.context or part.folder.context, config.sequences, config.kv
     )
     settings = replace(
         settings,
-        limit=found.limit,
+        limit=group.limit,
         prefix_bytes=config.prefix_bytes // part.ranks or prefix,
     )
     return open_group_engine(
-        found.loaded,
+        group.loaded,
         text,
         settings,
         orders=links.orders,
-        collectives=found.collectives,
+        collectives=group.collectives,
     )
 
 
 def _encoder(files: ModelFiles, config: ModelConfig) -> EncoderSource:
-    found = inspect_encoder(files, config.task, config.context)
-    for note in found.folder.notes:
+    encoder = inspect_encoder(files, config.task, config.context)
+    for note in encoder.folder.notes:
         log.warning(note, extra={"model": str(files.where)})
     _release_free_memory()
 
@@ -414,24 +414,24 @@ def _encoder(files: ModelFiles, config: ModelConfig) -> EncoderSource:
 
         device.log_device()
         device.keep_large_arrays_off_heap()
-        loaded = load_weights(found.folder, on_progress)
-        return EncoderEngine(found, loaded, limit=config.memory_limit, batch=config.batch)
+        loaded = load_weights(encoder.folder, on_progress)
+        return EncoderEngine(encoder, loaded, limit=config.memory_limit, batch=config.batch)
 
     opened = OpenedEncoder(
-        digest=versions.digest_of(found.digest),
-        context=found.source.context,
-        vocab_size=found.source.vocab_size,
-        tasks=frozenset({found.task}),
-        source=found.source,
-        dimensions=found.dimensions,
-        normalises=found.vectors.normalises,
-        labels=found.labels,
+        digest=versions.digest_of(encoder.digest),
+        context=encoder.source.context,
+        vocab_size=encoder.source.vocab_size,
+        tasks=frozenset({encoder.task}),
+        source=encoder.source,
+        dimensions=encoder.dimensions,
+        normalises=encoder.vectors.normalises,
+        labels=encoder.labels,
     )
-    return EncoderSource(opened, load, found.folder.weight_bytes)
+    return EncoderSource(opened, load, encoder.folder.weight_bytes)
 
 
 def _require_mlx() -> None:
-    """Raises ModelLoadFailed where MLX cannot be imported."""
+    """Raises ModelLoadFailed if MLX cannot be imported."""
     try:
         import mlx.core  # noqa: F401
     except ImportError as error:
@@ -439,7 +439,7 @@ def _require_mlx() -> None:
 
 
 def _text_of(folder: ModelFolder) -> tuple[TokenTable, TextSource]:
-    """Checks the tokenizer and the chat templates, and keeps neither; logs what files deny."""
+    """Checks the tokenizer and the chat templates, and keeps neither; logs notes about files."""
     table, source, notes = text_of(folder)
     for note in (*folder.notes, *notes):
         log.warning(note, extra={"model": str(folder.path)})
@@ -447,14 +447,14 @@ def _text_of(folder: ModelFolder) -> tuple[TokenTable, TextSource]:
 
 
 def as_load_error(error: BaseException, name: str) -> PoolError:
-    """Returns the error for the requests that wait for the model."""
+    """Returns the error for requests that wait for the model."""
     if isinstance(error, PoolError):
         return error
     return ModelLoadFailed(f"loading model {name!r} failed: {type(error).__name__}: {error}")
 
 
 def _release_free_memory() -> None:
-    """Return freed memory to the operating system, where the C library can (glibc)."""
+    """Return freed memory to the operating system, if the C library can (glibc)."""
     if sys.platform == "linux":
         with contextlib.suppress(AttributeError, OSError):  # another C library
             ctypes.CDLL(None).malloc_trim(0)

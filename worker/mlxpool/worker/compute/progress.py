@@ -1,7 +1,7 @@
-"""What the compute thread is doing, for the heartbeats and for the block that the broker reads.
+"""The state of the compute thread, for the heartbeats and for the block that the broker reads.
 
-Written by the compute thread; the main thread writes two words of the block, `edge_tid` and
-`edge_ns`. Others read single attributes and single words, so no lock is needed. An update takes a
+The compute thread writes it; the main thread writes two words of the block, `edge_tid` and
+`edge_ns`. Readers read single attributes and single words, so no lock is needed. An update takes a
 few microseconds.
 """
 
@@ -15,11 +15,11 @@ from time import monotonic
 from mlxpool.common.progress import PHASES, Block
 from mlxpool.worker.compute.memory_figures import MemoryFigures
 
-NEWEST_WEIGHT = 0.1  # of the newest chunk or step in the moving average, once there are many
+NEWEST_WEIGHT = 0.1  # the weight of the newest chunk or step in a long moving average
 
 
 class Progress:
-    """`count` grows at each load shard, prefill chunk and decode step."""
+    """The progress. `count` grows at each load shard, prefill chunk and decode step."""
 
     def __init__(
         self,
@@ -28,17 +28,17 @@ class Progress:
         block: Block | None = None,
     ) -> None:
         self.phase = "boot"
-        self.since = clock()  # when the phase began
+        self.since = clock()  # time when the phase began
         self.count = 0
-        self.step_ms = 0.0  # the newest decode step whose shape was not new
+        self.step_ms = 0.0  # milliseconds of the newest decode step whose shape was not new
         self.prefilling_request: bytes | None = None  # the request whose prompt is being read
         self.running = 0
         self.waiting = 0
         self.preemptions = 0  # since the start
-        self.loaded = 0.0  # share of the weights, 0 to 1
-        self.layout = ""  # of the engine, see Engine.layout
+        self.loaded = 0.0  # share of the weights that are loaded, 0 to 1
+        self.layout = ""  # the engine's layout, see Engine.layout
         self.memory = MemoryFigures()
-        self.capacity_tokens = 0  # that fit, cached prefixes included; 0: not known yet
+        self.capacity_tokens = 0  # tokens that fit, with cached prefixes; 0: not known yet
         self.prefix: dict[str, int] = {}
         self.speculation: dict[str, int] = {}
         self.block = block or Block.private()
@@ -46,23 +46,23 @@ class Progress:
         self._clock = clock
         self._units = 0  # tokens of the awaited pass; 0: it is a decode step
         self._started = 0.0
-        self._measured = True  # whether the time since then is that of the awaited pass
+        self._measured = True  # whether the time since then measures the awaited pass
         self._compiling = False  # whether `compiles` was called since a pass ended
-        # Moving sums of seconds, and of tokens or steps: short chunks, of which a token takes
-        # longer, say little of the time that a long one takes.
+        # Moving sums of seconds, and of tokens or steps. Sums, because a token of a short chunk
+        # takes longer and must not count as much as a long chunk.
         self._usual = {"prefill": (0.0, 0.0), "decode": (0.0, 0.0)}
         self._write_phase()
 
     # ---- the compute thread --------------------------------------------------------------------
 
     def compute_begins(self) -> None:
-        """Write the id of the calling thread, which computes, into the block."""
+        """Write the id of the calling thread, the compute thread, into the block."""
         self.block.write("compute_tid", threading.get_native_id())
 
     def enter(self, phase: str) -> None:
         """Change the phase; the main thread sends a heartbeat at once.
 
-        What was compiled for drafts that no step has checked ends with the phase "idle".
+        The phase "idle" also ends a compilation for drafts that no step has checked.
         """
         if phase == "idle" and self._compiling:
             self._end_compiling()
@@ -82,17 +82,17 @@ class Progress:
     def awaits(
         self, request: bytes | None, tokens: int, rows: int, *, measured: bool = True
     ) -> None:
-        """The thread waits for a pass from now on.
+        """Note that the thread waits for a pass from now on.
 
-        It reads `tokens`, of which some are the prompt's of `request` (None: of several requests),
-        or 0 in a decode step of `rows` rows. Without `measured` it was computed before, too, while
-        the thread did something else, so that its time is no measure.
+        The pass reads `tokens` tokens, some of them of the prompt of `request` (None: of several
+        requests); 0: it is a decode step of `rows` rows. Without `measured` its time does not
+        count, because it was already computed while the thread did something else.
         """
         self.prefilling_request = request
         self.block.write_request(request)
         self.block.write("tokens", tokens)
         self._units = tokens
-        if self._compiling:  # drafts, which are made now
+        if self._compiling:  # for drafts, which are made now
             self._end_compiling()
             self.moved()
         self.enter("prefill" if tokens else "decode")
@@ -100,9 +100,10 @@ class Progress:
 
     @contextmanager
     def blocked(self) -> Iterator[None]:
-        """The thread waits for another one in here, and then for the pass that it awaits, if any.
+        """A context in which the thread waits for another thread.
 
-        The phase is "blocked" meanwhile, in which a worker may rest, and then the one before.
+        The phase is "blocked" meanwhile, which the broker does not bound. Then the previous phase
+        goes on, with the pass that it awaits, if any.
         """
         phase = self.phase
         self.enter("blocked")
@@ -111,19 +112,19 @@ class Progress:
         self.enter(phase)
 
     def drafts(self) -> None:
-        """Drafts of the next step are made from now on; passes may compute them.
+        """Note that drafts of the next step are made from now on; passes may compute them.
 
-        The broker bounds the time of every phase but "idle", in which a worker that had no request
-        is until its first step.
+        The broker bounds the time of every phase but "idle". After a time without requests, a
+        worker is in this phase until its first step.
         """
         if self.phase == "idle":
             self.enter("decode")
 
     def compiles(self) -> None:
-        """Something is compiled, which may take longer, until the awaited pass ends.
+        """Note that something is compiled, which may take long, until the awaited pass ends.
 
-        It is that pass, or one that is built while that one is computed. Where none is awaited it
-        is one that computes drafts, until the next pass is awaited or the worker is idle.
+        It is compiled for the awaited pass, or for a pass that is built meanwhile. If no pass is
+        awaited, it is for drafts, and ends when the next pass is awaited or the worker is idle.
         """
         if not self._compiling:
             self._compiling = True
@@ -134,10 +135,10 @@ class Progress:
         self.block.write("fresh", 0)
 
     def ended(self, *, fresh: bool) -> None:
-        """The awaited pass has ended.
+        """Note that the awaited pass has ended.
 
-        Its time is no measure if it is `fresh`. Nor is it if `compiles` was called since it is
-        awaited, unless it is the first one: some measure is better than none.
+        Its time does not count if it is `fresh`. Nor does it if `compiles` was called during the
+        wait, unless no other time is known yet.
         """
         seconds = self._clock() - self._started
         known = self._usual["prefill" if self._units else "decode"][1] > 0
@@ -151,7 +152,7 @@ class Progress:
         self._learn("prefill" if self._units else "decode", seconds, max(1, self._units))
 
     def failed(self) -> None:
-        """No pass is awaited any more; one that failed is not counted."""
+        """Note that no pass is awaited any more; does not count the failed pass."""
         if self._compiling:
             self._end_compiling()
         self.prefilling_request = None
@@ -159,7 +160,7 @@ class Progress:
         self.block.write("tokens", 0)
 
     def _learn(self, phase: str, seconds: float, units: int) -> None:
-        """A pass over so many tokens, or one decode step, took so long."""
+        """Learn the time of a pass: `units` are its tokens, or 1 for a decode step."""
         took, done = self._usual[phase]
         took, done = (1 - NEWEST_WEIGHT) * took + seconds, (1 - NEWEST_WEIGHT) * done + units
         self._usual[phase] = took, done

@@ -13,18 +13,19 @@ from mlxpool.common.protocol.deltas import LOGPROB_BYTES, PROMPT_KEY
 from mlxpool.worker.prompt.detokenizer import Detokenizer
 from mlxpool.worker.scheduling.sequence import TokenLogprob
 
-MAX_REPORTED = 2**18  # tokens and alternatives of one report: some 12 MiB
-ROW_BYTES = 64 * 1024  # of the tokens and alternatives in one row
+MAX_REPORTED = 2**18  # the most tokens and alternatives in a report: some 12 MiB
+ROW_BYTES = 64 * 1024  # the most bytes of tokens and alternatives in a row
 
 Piece = Callable[[int], bytes]
 Row = tuple[str, list[dict[str, Any]]]  # text, and entries as messages have them
 
 
 class PromptReport(Struct, eq=False):
-    """What is reported of a prompt. `reported` counts its tokens that were, from the first on.
+    """The state of a prompt's report. `reported`: the number of tokens reported so far.
 
-    `alternatives`: of each token; -1: tokens have no log-probabilities. `unseen`: the first tokens
-    that the tokenizer has added, which the text leaves out. `text`: of the prompt, with `echo`.
+    `alternatives`: their number for each token; -1: no log-probabilities. `unseen`: the number of
+    first tokens that the tokenizer has added; the text leaves them out. `text`: makes the text of
+    the prompt for `echo`.
     """
 
     prompt: tuple[int, ...]
@@ -38,9 +39,9 @@ class PromptReport(Struct, eq=False):
     def of(
         cls, options: Options, prompt: tuple[int, ...], piece: Piece, reported: int, unseen: int
     ) -> PromptReport | None:
-        """The report of a request from token `reported` on; None: it asks for none.
+        """The report of a request from token `reported` on; None if the request wants no report.
 
-        Raises BadRequest for a report that is too long, or that has begun behind the prompt.
+        Raises BadRequest if the report is too long, or `reported` is larger than the prompt.
         """
         if not options.reports_prompt:
             return None
@@ -60,7 +61,10 @@ class PromptReport(Struct, eq=False):
         return cls(prompt, piece, alternatives, reported, unseen, text)
 
     def begin(self) -> Iterator[Row]:
-        """Yields what can be said before the prompt is read: the first token, or all of them."""
+        """Yields the rows that are known before the prompt is read: of its first token, or of all.
+
+        These are all tokens if the report has no log-probabilities.
+        """
         if self.alternatives < 0:
             yield from self.add([None] * (len(self.prompt) - self.reported))
         elif not self.reported:
@@ -72,7 +76,7 @@ class PromptReport(Struct, eq=False):
         for at in range(0, len(logprobs), most):
             some = logprobs[at : at + most]
             begin, end = self.reported, self.reported + len(some)
-            entries = [self._entry(n, one) for n, one in enumerate(some, begin)]
+            entries = [self._entry(n, logprob) for n, logprob in enumerate(some, begin)]
             self.reported = end
             yield self._text_of(begin, end), entries
 

@@ -1,6 +1,6 @@
-"""What a step does with the engine: gives sequences rows, submits and collects passes.
+"""Runs steps on the engine: gives sequences rows, submits and collects passes.
 
-A failure ends the requests that it concerns, or the process when the device is lost.
+A failure ends the requests that it concerns, or the process if the device is lost.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from mlxpool.worker.speculation.speculator import Speculator
 log = logging.getLogger("mlxpool.worker")
 
 NO_CACHE = "the model has no prefix cache"
-MAX_TURNS = 256  # owners, before those without sequences are forgotten
-MAX_FAILED_JOINT_STEPS = 3  # then prompts are read one by one
+MAX_TURNS = 256  # owners with turns; above it, owners without sequences are forgotten
+MAX_FAILED_JOINT_STEPS = 3  # failures of joint steps before prompts are read one by one
 _MEMORY_WORDS = ("memory", "alloc", "metal::malloc", "resource limit")
 
 
 class DeviceLost(Exception):
     """The device fails every call from now on, so the process has to end.
 
-    `request` is the id of the request whose prompt was being read, None if no single one was.
+    `request` is the id of the request whose prompt was being read; None: no or several prompts.
     """
 
     def __init__(self, error: Exception, request: bytes | None) -> None:
@@ -49,10 +49,10 @@ class DeviceLost(Exception):
 class StepInFlight(Struct, frozen=True):
     """A submitted step.
 
-    `request` is the id of the request whose prompt it reads; None: it reads several or none.
+    `request` is the id of the request whose prompt it reads; None: no or several prompts.
     `tokens` counts the inputs of a step that reads prompts; 0: it is a decode step of `rows` rows.
-    `drafts` are those that it checks. `fresh`: it compiles something, or a step that was built
-    while it was awaited does, so that its time is no measure.
+    `drafts` are the drafts that it checks. `fresh`: its time does not count, because this step, or
+    a step that was built meanwhile, compiles something.
     """
 
     step: Step
@@ -71,10 +71,10 @@ class StepInFlight(Struct, frozen=True):
 
 
 class Steps:
-    """Runs steps on the engine. Every method returns the deltas that streams get from it.
+    """Runs steps on the engine. Methods return the deltas for streams.
 
-    An error ends the requests that it concerns, and nothing else. A lost device ends none:
-    DeviceLost is raised, and their streams continue in another process.
+    An error ends only the requests that it concerns. A lost device ends no request: DeviceLost is
+    raised, and the streams continue in another process.
     """
 
     def __init__(
@@ -102,16 +102,16 @@ class Steps:
         )
         self._failed_joint_steps = 0
         self._alone = False  # whether the newest step read a prompt alone
-        self._passes = 0  # that read prompts
-        self._turns: dict[str, int] = {}  # the last of them that read one of each owner
+        self._passes = 0  # number of passes that read prompts
+        self._turns: dict[str, int] = {}  # owner -> its newest pass that read a prompt
 
     @property
     def in_flight(self) -> int:
-        """Steps that were submitted and not collected."""
+        """The number of steps that were submitted and not collected."""
         return len(self._flights)
 
     def pause(self) -> None:
-        """Nothing is computed now, so that the time until the next step is not that of a step."""
+        """Exclude the time until the next step from measurements: nothing is computed now."""
         self.drafting.pause()
 
     def admit(self, sequence: Sequence) -> list[Delta]:
@@ -131,23 +131,23 @@ class Steps:
         return []
 
     def _log_prefix(self, sequence: Sequence) -> None:
-        """Logs what the prefix cache had for a sequence that was admitted, and all rows' use."""
+        """Logs the cached tokens of an admitted sequence, and the KV cache use of all rows."""
         cache = self._engine.prefix
-        found = sequence.submitted
+        cached = sequence.submitted
         kv_tokens, kv_bytes = self._engine.kv_use()
         fields = {
             "id": sequence.id.hex(),
             "reason": NO_CACHE if cache is None else cache.reason,
             "again": sequence.preempted or None,
-            "cached": found,
-            "left": sequence.length - found,
+            "cached": cached,
+            "left": sequence.length - cached,
             "kv_tokens": kv_tokens,
             "kv_bytes": kv_bytes,
         }
-        log.debug("prefix hit" if found else "prefix miss", extra=fields)
+        log.debug("prefix hit" if cached else "prefix miss", extra=fields)
 
     def run(self) -> list[Delta]:
-        """Submit the next step, and collect the oldest one when no more may be in flight."""
+        """Submit the next step; collect the oldest step if the most steps are in flight."""
         live = self._generations.sequences()
         job = next_job(live, self._engine)
         if job is None:
@@ -156,8 +156,8 @@ class Steps:
             return [self._generations.fail(job.sequence, job.error)]
         deltas = self._encode(job)
         live = self._generations.sequences()
-        rows = [one for one in live if not one.reads_prompt]
-        # Beside streams an image takes the place of the prompts of this step.
+        rows = [sequence for sequence in live if not sequence.reads_prompt]
+        # If streams decode, this step reads no prompts, because of the time of the image.
         return deltas + self._run(rows if any(map(self._is_live, rows)) else live)
 
     def _encode(self, job: ImageJob) -> list[Delta]:
@@ -183,7 +183,7 @@ class Steps:
         deltas: list[Delta] = []
         depths = self.drafting.depths(live, limits)
         if depths and self._flights:
-            while self._flights:  # a draft follows the newest token
+            while self._flights:  # a draft needs the newest token
                 deltas += self.collect()
             if self._engine.blocks.lacking(live):
                 return deltas  # forced tokens were appended: the next turn gives blocks for them
@@ -236,30 +236,30 @@ class Steps:
         except Exception as error:
             self._discard_passes()
             return self._failed(error)
-        if fresh:  # and the one that is awaited took as long as this one was built
+        if fresh:  # the time of this build is also in the time of the awaited step
             for place in {0, len(self._flights) - 1}:
                 self._flights[place] = replace(self._flights[place], fresh=True)
         return self._draw(constrained, drafts) if constrained else []
 
     def _note_turns(self, step: Step) -> None:
-        """Notes whose prompts a step reads; owners of whom nothing is left are forgotten."""
+        """Notes the owners whose prompts a step reads; forgets owners without sequences."""
         self._passes += 1
         self._turns.update((span.sequence.owner, self._passes) for span in step.chunks)
         if len(self._turns) > MAX_TURNS:
-            live = {one.owner for one in self._generations.sequences()}
+            live = {sequence.owner for sequence in self._generations.sequences()}
             self._turns = {owner: at for owner, at in self._turns.items() if owner in live}
 
     def _await_first(self, *, measured: bool = True) -> None:
-        """The oldest step in flight is awaited from now on; `measured`: see Progress.awaits."""
+        """Report a wait for the oldest step in flight; `measured`: see Progress.awaits."""
         flight = self._flights[0]
         self._progress.awaits(flight.request, flight.tokens, flight.rows, measured=measured)
         if flight.fresh:
             self._progress.compiles()
 
     def _take_ahead(self) -> None:
-        """Has constraints take the tokens of the pass before, if the device has drawn them by now.
+        """Gives constraints the tokens of the previous pass, if the device has drawn them by now.
 
-        This thread hands the newest pass over meanwhile, and commits the tokens then.
+        Meanwhile this thread submits the newest pass. It commits the tokens after that.
         """
         if len(self._flights) == 2 and not self._flights[0].drafts:
             drawn = self._engine.drawn()
@@ -267,15 +267,15 @@ class Steps:
                 self.constrained.take_ahead(drawn)
 
     def _draw(self, constrained: list[Generation], drafts: Drafts) -> list[Delta]:
-        """Have the newest step draw its tokens, with masks that are made while it computes.
+        """Make the newest step draw its tokens, with masks that are made while it computes.
 
-        What a mask allows depends on the token before, so the step before is collected first.
+        A mask depends on the token before it, so the previous step is collected first.
         """
         deltas: list[Delta] = []
         while len(self._flights) > 1:
             deltas += self.collect()
         if not self._flights:
-            return deltas  # the step before failed, and this one with it
+            return deltas  # the previous step failed, and this one with it
         masks, failed = self.constrained.masks(constrained, drafts)
         for row, error in failed:
             log.warning("the mask of an answer could not be made", exc_info=error)
@@ -290,7 +290,7 @@ class Steps:
         """Wait for the oldest step in flight and commit its tokens."""
         flight = self._flights[0]
         try:
-            found = self._engine.collect()
+            results = self._engine.collect()
         except Exception as error:
             return self._failed(error)
         self._flights.popleft()
@@ -298,12 +298,12 @@ class Steps:
         if self._flights:
             self._await_first()
         deltas: list[Delta] = []
-        for one in found.prompts:
-            if self._is_live(one.sequence):
-                deltas += self._generations.of(one.sequence).add_to_report(one)
-        self.drafting.collected(flight.step, flight.drafts, found.drawn, fresh=flight.fresh)
-        deltas += self._commit(found.drawn, flight.drafts)
-        for failed in found.failed:
+        for prompt in results.prompts:
+            if self._is_live(prompt.sequence):
+                deltas += self._generations.of(prompt.sequence).add_to_report(prompt)
+        self.drafting.collected(flight.step, flight.drafts, results.drawn, fresh=flight.fresh)
+        deltas += self._commit(results.drawn, flight.drafts)
+        for failed in results.failed:
             if self._is_live(failed.sequence):
                 deltas.append(self._generations.fail(failed.sequence, Internal(str(failed))))
         return deltas
@@ -314,9 +314,10 @@ class Steps:
     def _failed(self, error: Exception) -> list[Delta]:
         """End the requests that a failed step concerns. Returns their last deltas.
 
-        If the steps in flight read prompts and had several requests, none ends: their prompts are
-        read again alone, and only one that fails alone ends. Otherwise the requests of the steps
-        end. Sequences that lost their rows wait for another. Raises DeviceLost.
+        If the steps in flight read prompts and had several requests, no request ends: each prompt
+        is read again alone, and a request ends only if its prompt fails alone. Otherwise the
+        requests of the steps end. Sequences that lost their rows wait for new ones. Raises
+        DeviceLost.
         """
         log.warning("a step failed", exc_info=error)
         flights = [*self._flights]
@@ -325,47 +326,47 @@ class Steps:
         self._progress.failed()
         reading = {span.sequence for flight in flights for span in flight.step.chunks}
         inside = {span.sequence for flight in flights for span in flight.step.spans}
-        suspects = {one for one in reading if self._is_live(one)}
+        suspects = {sequence for sequence in reading if self._is_live(sequence)}
         self._require_device(error, flights[0].request if len(suspects) == 1 else None)
-        live = [one for one in self._generations.sequences() if self._is_live(one)]
-        hit = [one for one in live if one in inside or self._engine.lost(one)]
+        live = [sequence for sequence in self._generations.sequences() if self._is_live(sequence)]
+        hit = [sequence for sequence in live if sequence in inside or self._engine.lost(sequence)]
         deltas: list[Delta] = []
         if reading and len(inside) > 1:
             self._failed_joint_steps += 1
-            for one in suspects:
-                one.read_alone = True
+            for sequence in suspects:
+                sequence.read_alone = True
         else:
-            if any(flight.step.alone for flight in flights):  # it explains a failed joint step
+            if any(flight.step.alone for flight in flights):  # explains a failed joint step
                 self._failed_joint_steps = max(0, self._failed_joint_steps - 1)
-            ending = [one for one in hit if one in inside]
-            deltas = [self._generations.fail(one, as_pool_error(error)) for one in ending]
-        for one in hit:
-            if self._is_live(one):
-                self._generations.release(one)
-                one.return_to_waiting()
+            ending = [sequence for sequence in hit if sequence in inside]
+            deltas = [self._generations.fail(sequence, as_pool_error(error)) for sequence in ending]
+        for sequence in hit:
+            if self._is_live(sequence):
+                self._generations.release(sequence)
+                sequence.return_to_waiting()
         return deltas
 
     def _discard_passes(self) -> None:
-        """Has the engine end the passes in flight that it did not lose: a new one was refused.
+        """Makes the engine end its passes in flight, after it has refused a new one.
 
-        Their steps end with that one, and the next step must not get the tokens of one of them.
+        Their steps end with the refused step, and the next step must not get their tokens.
         """
         try:
             while self._engine.in_flight:
                 self._engine.collect()
-        except Exception as error:  # which loses the others as well
+        except Exception as error:  # the engine loses the others as well
             log.warning("a pass in flight failed", exc_info=error)
 
     def _commit(self, drawn: list[SampledToken], drafts: Drafts) -> list[Delta]:
-        """Append the drawn tokens of live sequences; an error ends the request of its token."""
+        """Append the drawn tokens of live sequences; an error ends only its request."""
         deltas: list[Delta] = []
         of, eos, running = self._generations.of, self._engine.eos, Phase.RUNNING
         now, least = monotonic(), self.constrained.min_run()
         self.constrained.take(drawn, least, drafts)
-        newest = {one.sequence: one for one in drawn} if drafts else {}
-        committed: list[Generation] = []  # that may have got forced tokens
-        for one in drawn:  # in every step, so with as few calls as possible
-            sequence, token, _ = one
+        newest = {sample.sequence: sample for sample in drawn} if drafts else {}
+        committed: list[Generation] = []  # generations that may have got forced tokens
+        for sample in drawn:  # runs in every step, so it makes few calls
+            sequence, token, _ = sample
             if sequence.phase is not running:
                 continue
             generation, count, delta = of(sequence), len(sequence.ids), None
@@ -373,9 +374,9 @@ class Steps:
                 if generation.plain:
                     delta = generation.append(token, eos, least)
                 if delta is None:
-                    last = newest.get(sequence, one) is one
+                    last = newest.get(sequence, sample) is sample
                     committed.append(generation)
-                    delta = self._commit_one(generation, one, now, least if last else NO_RUN)
+                    delta = self._commit_one(generation, sample, now, least if last else NO_RUN)
             except Exception as error:
                 log.exception("a token could not be taken")
                 del sequence.ids[count:]  # the error's position is the number of ids sent
@@ -389,7 +390,7 @@ class Steps:
     ) -> Delta:
         """Append one token of a completion, which may end with it.
 
-        The tokens that are forced behind it are appended if they are `least` or more.
+        Also appends the tokens that are forced after it, if they are `least` or more.
         """
         find = self.constrained.finds_forced(generation)
         delta = generation.commit(drawn, self._engine.eos, now, find=find, least=least)
@@ -405,10 +406,10 @@ class Steps:
         return delta
 
     def _require_device(self, error: Exception, to_blame: bytes | None) -> None:
-        """Raises DeviceLost when the device no longer computes."""
+        """Raises DeviceLost if the device no longer computes."""
         if isinstance(error, PoolError | SequenceFailed):
             return  # raised by this program, not by the device
-        # In this phase the broker's time limit finds a device that hangs.
+        # The broker's time limit applies in this phase, and finds a device that hangs.
         self._progress.enter("decode")
         self._progress.moved()
         if not self._engine.device_works():

@@ -1,6 +1,6 @@
-"""The compute thread: loads the model, runs the loop, reports how it ended.
+"""The compute thread: loads the model, runs the loop, reports its end.
 
-It never waits for the main thread except when the queue of deltas is full (phase `blocked`).
+It waits for the main thread only if the queue of deltas is full (phase `blocked`).
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from mlxpool.worker.system.cpu_threads import CpuThreads, process_cpu_threads
 
 log = logging.getLogger("mlxpool.worker")
 
-ENCODER_SEQUENCES = 1  # an encoder model runs none; its first `credit` says that it is ready
+ENCODER_SEQUENCES = 1  # an encoder model runs none; its first `credit` only means "ready"
 
 
 Source = ModelSource | EncoderSource
 
 
 class Compute(threading.Thread):
-    """The only thread that touches MLX. It receives messages by `send` and answers by `post`."""
+    """The only thread that uses MLX. It receives messages by `send` and answers by `post`."""
 
     def __init__(
         self,
@@ -72,16 +72,16 @@ class Compute(threading.Thread):
         self.progress.compute_begins()
         try:
             loop = self._load()
-        except BaseException as error:  # the broker needs a reason, whatever it is
-            told = isinstance(error, ModelLoadFailed)  # its text says what to do: no stack
-            log.error("the model cannot be served", extra={"why": str(error)}, exc_info=not told)
+        except BaseException as error:  # the broker needs a reason in any case
+            stack = not isinstance(error, ModelLoadFailed)  # whose text has the remedy
+            log.error("the model cannot be served", extra={"why": str(error)}, exc_info=stack)
             self.progress.enter("unload")
             self._post(Unusable(model_source.as_load_error(error, self.config.name)))
             return
         try:
             loop.run()
         except DeviceLost as error:
-            self.progress.block.write_request(error.request)  # it is charged with the end
+            self.progress.block.write_request(error.request)  # the broker charges it with the end
             self._end(error, str(error))
         except BaseException as error:
             self._end(error, f"the compute thread ended: {error!r}")
@@ -136,15 +136,15 @@ class Compute(threading.Thread):
         return loop
 
     def _loaded_so_far(self, whole: int, tensors: int, size: int) -> None:
-        """`size` of `whole` bytes of weights are loaded."""
+        """Report that `size` of `whole` bytes of weights are loaded."""
         self.progress.moved()
         self.progress.loaded = min(1.0, size / whole) if whole else 0.0
         self.progress.memory.loaded(size)
 
     def _end(self, error: BaseException, what: str) -> None:
-        """Have the process end: the broker counts a crash, and the streams continue elsewhere."""
-        # The error's traceback keeps the engine alive: freeing memory on a lost device may end the
-        # process before it has sent the reason.
+        """Let the process end: the broker counts a crash, and the streams continue elsewhere."""
+        # Keeps the error, whose traceback keeps the engine alive: to free memory on a lost device
+        # may end the process before it has sent the reason.
         self._ended_by = error
         log.critical(what, exc_info=error)
         self.progress.enter("unload")
