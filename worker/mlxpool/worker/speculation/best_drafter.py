@@ -1,4 +1,4 @@
-"""Drafts of the drafter that promises most for a row, among several. Pure."""
+"""A drafter that uses the most promising of several drafters for each row. Pure."""
 
 from __future__ import annotations
 
@@ -9,47 +9,45 @@ from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.speculation.drafter import AUTO, Drafter, Drafts
 
 # Consecutive failures after which a drafter is no longer used. Fewer than MAX_FAILURES of
-# compute/drafting_rows.py, after which nothing drafts any more.
+# compute/drafting_rows.py, after which all drafts are turned off.
 MAX_FAILURES = 2
-# Drafters are compared by how many of so many drafts are expected to be right.
+# Drafters are compared by the expected number of right drafts among this many.
 COMPARED = 6
 
 
 class BestDrafter:
-    """A Drafter that takes for each row those drafts of which most are expected to be right.
+    """A Drafter that chooses, for each row, the drafter with the most drafts expected to be right.
 
-    Where several drafters promise the same, the first of them drafts.
+    If several drafters promise the same, it chooses the first.
     """
 
     name = AUTO
 
     def __init__(self, drafters: Many[Drafter]) -> None:
         self._drafters = tuple(drafters)
-        self._ready: dict[Sequence, list[int]] = {}  # the numbers of those that follow a sequence
-        self._chosen: dict[Sequence, int] = {}  # the number of the one that drafts for a sequence
-        self._counts = [0] * len(drafters)  # sequences for which each is chosen
-        self._failures = [0] * len(drafters)  # of each, since its newest drafts
+        self._ready: dict[Sequence, list[int]] = {}  # numbers of the drafters that can draft
+        self._chosen: dict[Sequence, int] = {}  # number of the chosen drafter
+        self._counts = [0] * len(drafters)  # number of sequences that chose each drafter
+        self._failures = [0] * len(drafters)  # failures of each drafter since its newest drafts
 
     def follow(self, seq: Sequence) -> bool:
-        """See Drafter. One that lags behind a long prompt does not hinder the others, and neither
-        does one that fails.
-        """
+        """See Drafter. A drafter that lags in a long prompt, or fails, does not hinder others."""
         ready = [
             number
-            for number, one in enumerate(self._drafters)
-            if self._failures[number] < MAX_FAILURES and one.follow(seq)
+            for number, drafter in enumerate(self._drafters)
+            if self._failures[number] < MAX_FAILURES and drafter.follow(seq)
         ]
         self._ready[seq] = ready
         return bool(ready)
 
     def chances(self, seq: Sequence, most: int) -> tuple[float, ...]:
-        """See Drafter. They are those of the drafter that is chosen for the sequence."""
+        """See Drafter. Chooses the drafter of the sequence and returns its chances."""
         best: tuple[float, ...] = ()
         self._forget_choice(seq)
         for number in self._ready.get(seq, ()):
-            found = self._drafters[number].chances(seq, most)
-            if expected_right(found[:COMPARED]) > expected_right(best[:COMPARED]):
-                best, self._chosen[seq] = found, number
+            chances = self._drafters[number].chances(seq, most)
+            if expected_right(chances[:COMPARED]) > expected_right(best[:COMPARED]):
+                best, self._chosen[seq] = chances, number
         if best:
             self._counts[self._chosen[seq]] += 1
         return best
@@ -60,9 +58,9 @@ class BestDrafter:
             self._counts[number] -= 1
 
     def seconds(self, rows: int, depth: int) -> float:
-        """See Drafter. Each drafter has as many of the rows as it was chosen for."""
-        every = zip(self._drafters, self._counts, strict=True)
-        return sum(one.seconds(min(rows, count), depth) for one, count in every if count)
+        """See Drafter. Adds the times of all drafters, each for the rows that chose it."""
+        pairs = zip(self._drafters, self._counts, strict=True)
+        return sum(drafter.seconds(min(rows, count), depth) for drafter, count in pairs if count)
 
     def reading_seconds(self, seq: Sequence, depth: int) -> float:
         """See Drafter."""
@@ -72,38 +70,38 @@ class BestDrafter:
 
     def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
         """See Drafter."""
-        found: dict[Sequence, tuple[int, ...]] = {}
-        for number, one in enumerate(self._drafters):
+        drafts: dict[Sequence, tuple[int, ...]] = {}
+        for number, drafter in enumerate(self._drafters):
             own = {seq: depth for seq, depth in depths.items() if self._chosen[seq] == number}
             if not own:
                 continue
-            self._failures[number] += 1  # which stays where `drafts` raises
-            found.update(one.drafts(own))
+            self._failures[number] += 1  # stays if `drafts` raises
+            drafts.update(drafter.drafts(own))
             self._failures[number] = 0
-        return found
+        return drafts
 
     def sharper_chances(self, seq: Sequence) -> tuple[float, ...]:
         """See Drafter."""
         return self._drafters[self._chosen[seq]].sharper_chances(seq)
 
     def reset(self) -> None:
-        """See Drafter. Failures stay counted."""
+        """See Drafter. Keeps the counts of failures."""
         self._ready.clear()
         self._chosen.clear()
         self._counts = [0] * len(self._drafters)
-        for one in self._drafters:
-            one.reset()
+        for drafter in self._drafters:
+            drafter.reset()
 
     def forget(self, seq: Sequence) -> None:
         """See Drafter."""
         self._ready.pop(seq, None)
         self._forget_choice(seq)
-        for one in self._drafters:
-            one.forget(seq)
+        for drafter in self._drafters:
+            drafter.forget(seq)
 
 
 def expected_right(chances: Many[float]) -> float:
-    """Returns how many drafts are expected to be right until one is wrong."""
+    """Returns the expected number of right drafts before the first wrong one."""
     product, total = 1.0, 0.0
     for chance in chances:
         product *= chance

@@ -1,4 +1,4 @@
-"""How many drafts of each row a step checks, so that it gives the most tokens a second. Pure."""
+"""Chooses the number of drafts of each row for the most tokens a second. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence as Many
 from itertools import accumulate
 from operator import itemgetter, mul
 
-MIN_GAIN = 1.08  # tokens a second with drafts divided by those without: below it there are none
+MIN_GAIN = 1.08  # the least ratio of tokens a second with drafts to those without
 
 
 def choose_depths(
@@ -18,15 +18,16 @@ def choose_depths(
     seconds: Callable[[int, int, int], float],
     least_gain: float = MIN_GAIN,
 ) -> list[int]:
-    """Returns the number of drafts to check of each row that can have some.
+    """Returns the number of drafts to check for each row that can have drafts.
 
-    `chances`: of each such row, how likely each draft is right if those before it are. `rows`: all
-    rows of the step, those without drafts too. `most`: drafts of all rows together. `plain`:
-    seconds of the step without drafts. `seconds(checking, drafts, deepest)`: seconds of a step in
-    which `checking` rows have `drafts` together, and one of them `deepest`. All numbers are 0 where
-    the step would give less than `least_gain` times the tokens a second of one without drafts.
+    `chances`: for each such row, the probability of each draft to be right if the drafts before it
+    are right. `rows`: the number of all rows of the step, also without drafts. `most`: the most
+    drafts of all rows together. `plain`: seconds of the step without drafts. `seconds(checking,
+    drafts, deepest)`: seconds of a step in which `checking` rows have `drafts` drafts together, and
+    the largest number of a row is `deepest`. All numbers are 0 if the step would give less than
+    `least_gain` times the tokens a second of a step without drafts.
     """
-    every = sorted(
+    ranked = sorted(
         (
             (chance, row, depth)
             for row, some in enumerate(chances)
@@ -37,16 +38,16 @@ def choose_depths(
     )[:most]
     best, depths = least_gain * rows / plain, [0] * len(chances)
     gained, checked, deepest, chosen = 0.0, 0, 0, 0
-    for number, (chance, _, depth) in enumerate(every, start=1):
+    for number, (chance, _, depth) in enumerate(ranked, start=1):
         gained += chance
         checked += depth == 1
         deepest = max(deepest, depth)
-        lines = number + checked  # inputs of the rows that check
-        if number & (number - 1) and lines & (lines - 1) and number < len(every):
-            continue  # to save time: rated are powers of two, of drafts or of inputs, and all
+        lines = number + checked  # inputs of the rows with drafts
+        if number & (number - 1) and lines & (lines - 1) and number < len(ranked):
+            continue  # to save time, only rates powers of two (of drafts or inputs) and the last
         rate = (rows + gained) / seconds(checked, number, deepest)
         if rate > best:
             best, chosen = rate, number
-    for _, row, _ in every[:chosen]:
+    for _, row, _ in ranked[:chosen]:
         depths[row] += 1
     return depths

@@ -1,4 +1,4 @@
-"""The interface of what proposes tokens. Pure."""
+"""The interface of drafters, which propose tokens. Pure."""
 
 from __future__ import annotations
 
@@ -14,48 +14,48 @@ Drafts: TypeAlias = Mapping[Sequence, tuple[int, ...]]
 
 
 class Drafter(Protocol):
-    """Proposes the tokens that may follow those of running sequences; used by one thread."""
+    """Proposes next tokens of running sequences; used by one thread."""
 
     @property
     def name(self) -> str:
-        """Its value in the setting `speculation`."""
+        """The value of the setting `speculation` for this drafter."""
 
     def follow(self, seq: Sequence) -> bool:
         """Takes the tokens that a sequence got since the last call, and learns from them.
 
-        Returns whether it can draft now: not while it lags behind, for a call does a bounded amount
-        of work, nor while it lacks what it drafts from.
+        Returns whether it can draft now. It cannot while it lags, as a call does a bounded amount
+        of work, nor while it lacks the input that it drafts from.
         """
 
     def chances(self, seq: Sequence, most: int) -> tuple[float, ...]:
-        """Returns how likely each of the next drafts is right, if those before it are.
+        """Returns the probability of each next draft to be right if the drafts before it are right.
 
-        At most `most` of them; none where nothing can be proposed behind the newest token.
+        At most `most` values; empty if nothing can be proposed after the newest token.
         """
 
     def seconds(self, rows: int, depth: int) -> float:
-        """Predicts the time of `drafts` of so many sequences, the deepest of which has `depth`.
+        """Predicts the seconds of `drafts` for `rows` sequences with at most `depth` drafts each.
 
-        It is 0 where that is counted as part of the step that checks them.
+        It is 0 if the time counts as a part of the step that checks the drafts.
         """
 
     def reading_seconds(self, seq: Sequence, depth: int) -> float:
-        """Predicts the seconds to read what it lacks of a sequence, before `depth` drafts."""
+        """Predicts the seconds to read a sequence's unread tokens, before `depth` drafts."""
 
     def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
-        """Returns the next drafts of sequences: so many of each, at most as `chances` has.
+        """Returns the next drafts of sequences: `depths` of each, not more than `chances` had.
 
-        Fewer where no more can be proposed; a sequence without one is left out.
+        Fewer if no more can be proposed; a sequence without drafts is left out.
         """
 
     def sharper_chances(self, seq: Sequence) -> tuple[float, ...]:
-        """Returns how likely each of the drafts is that `drafts` returned, if those before it are.
+        """Returns updated chances of the drafts that `drafts` returned, as `chances` does.
 
-        Empty where they are as `chances` said.
+        Empty if they have not changed since `chances`.
         """
 
     def reset(self) -> None:
-        """Drops what is kept of all sequences, after `drafts` raised an exception."""
+        """Drops the state of all sequences, after `drafts` raised an exception."""
 
     def forget(self, seq: Sequence) -> None:
-        """Drops what is kept of a sequence; ignores an unknown one."""
+        """Drops the state of a sequence; ignores an unknown sequence."""

@@ -1,8 +1,8 @@
 """Drafts that a smaller model with the same tokenizer draws. Pure.
 
-Every stream that has drafts has a row of the draft model, over the newest tokens of the stream. The
-rows of all streams are computed together, one pass for each draft. What the model answers does not
-depend on them: a row may be dropped at any time, and is read again when it is needed.
+Every stream with drafts has a row of the draft model, over the newest tokens of the stream. The
+rows of all streams are computed together, in one pass for each draft. Answers do not depend on
+these rows: a row may be dropped at any time, and is read again when it is needed.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from mlxpool.worker.scheduling.sequence import Phase, SampledToken, Sequence
 from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.speculation.drafter import DRAFT, Drafts
 
-# Weights of the newest draft in the average of a stream, and in that of all streams.
+# Weights of the newest draft in the average of a stream, and in the average of all streams.
 STREAM_WEIGHT = 0.08
-ALL_WEIGHT = 0.02  # or more while all streams had few
-PRIOR_DRAFTS = 8  # drafts as which what is assumed at first counts
-NEW_SECONDS = 0.1  # of the newest passes in the average of their seconds
+ALL_WEIGHT = 0.02  # more while all streams had few drafts
+PRIOR_DRAFTS = 8  # number of drafts that the initial assumption counts as
+NEW_SECONDS = 0.1  # weight of the newest passes in the average of their seconds
 # The averages have a class for each range of the distance between the two largest logits of a
-# draft: the lower bound of all but the first, and the chance that is assumed at first. The last
-# class is of random tokens, of which no distance is known.
+# draft. BOUNDS: the lower bound of all classes but the first. FIRST_CHANCES: the initial chance of
+# each class. The last class is of random tokens, whose distance is not known.
 BOUNDS = (0.25, 0.5, 1.0, 2.0, 4.0)
 FIRST_CHANCES = (0.3, 0.4, 0.55, 0.7, 0.85, 0.95, 0.6)
 UNKNOWN = len(FIRST_CHANCES) - 1
-FIRST_RATE = 0.75  # of all classes together: so much that they are tried
-# Tokens without a draft after which a stream may have some again, though they did not pay: doubled
-# each time that the first of these is wrong.
+FIRST_RATE = 0.75  # initial rate of all classes together, so high that drafts are tried
+# Tokens without drafts before a probe: a stream whose drafts did not pay has some again. The
+# distance doubles each time that the first draft of a probe is wrong.
 FIRST_PROBE, LONGEST_PROBE = 128, 8192
 PROBE_DRAFTS = 2
-# Reading for a probe counts so many times: few probes are followed by other drafts.
+# Factor of the reading time before a probe, because further drafts seldom follow a probe.
 PROBE_READING = 25.0
-UNREAD_TOKENS = 8  # that the first pass for drafts reads in any case
+UNREAD_TOKENS = 8  # unread tokens that the first pass for drafts reads in any case
 
 
 class DraftEngine(Protocol):
-    """Computes the draft model; used by the thread that computes the model."""
+    """Computes the draft model; used by the compute thread."""
 
     @property
     def context(self) -> int:
@@ -50,47 +50,46 @@ class DraftEngine(Protocol):
 
     @property
     def max_rows(self) -> int:
-        """The most rows, and sequences of a pass."""
+        """The most rows, which is also the most sequences of a pass."""
 
     @property
     def max_lines(self) -> int:
         """The most inputs of a pass."""
 
     def report(self, compiles: Callable[[], None], moved: Callable[[], None]) -> None:
-        """Has this thread call `compiles` before a pass that compiles something is built.
-
-        And `moved` behind each pass.
+        """Sets functions to call: `compiles` before the build of a pass that compiles something,
+        and `moved` after each pass.
         """
 
     def admit(self, seq: Sequence) -> None:
         """Gives a sequence an empty row."""
 
     def holds(self, seq: Sequence) -> bool:
-        """Returns whether a sequence has a row; it may lose it at any time between two calls."""
+        """Returns whether a sequence has a row; the row may be dropped between two calls."""
 
     def rewind(self, seq: Sequence, count: int) -> bool:
-        """Has a row keep its first `count` inputs."""
+        """Shortens a row to its first `count` inputs."""
 
     def release(self, seq: Sequence) -> None:
-        """Frees the row of a sequence; ignores one without."""
+        """Frees the row of a sequence; ignores a sequence without a row."""
 
     def read(self, spans: Many[Span]) -> None:
         """Computes a pass that draws nothing."""
 
     def propose(self, spans: Many[Span], count: int) -> Mapping[Sequence, Many[SampledToken]]:
-        """Computes a pass over spans that draw one token, and `count` - 1 over what they drew.
+        """Computes a pass over spans that draw one token, then `count` - 1 passes over the draws.
 
-        Returns the `count` tokens of each sequence. In the place of its log-probability a token has
-        the distance of the two largest logits, or nothing. A sequence whose logits were no numbers
+        Returns the `count` tokens of each sequence. Instead of its log-probability a token has the
+        distance between the two largest logits, or nothing. A sequence whose logits are not numbers
         is left out.
         """
 
     def seconds(self, rows: int, lines: int) -> float:
-        """Predicts the time of a pass of so many rows and inputs, from those of the warm-up."""
+        """Predicts the seconds of a pass of `rows` rows and `lines` inputs, from the warm-up."""
 
     @property
     def held_bytes(self) -> int:
-        """The bytes of weights, all rows and a step, which are kept for it."""
+        """The bytes reserved for weights, all rows and a step."""
 
     @property
     def used_bytes(self) -> int:
@@ -100,7 +99,7 @@ class DraftEngine(Protocol):
         """Computes each kind of pass once."""
 
     def make_room(self, size: int) -> None:
-        """Gives up rows, of `size` bytes or all; they are read again when they are needed."""
+        """Drops rows of `size` bytes, or all rows; they are read again when they are needed."""
 
     def close(self) -> None:
         """Frees all rows and arrays."""
@@ -109,21 +108,21 @@ class DraftEngine(Protocol):
 class _Stream(Struct):
     """A sequence and its row in the draft model.
 
-    `proposed`: the newest drafts, each with its class, behind the first `known` inputs of the row.
+    `proposed`: the newest drafts, each with its class, after the first `known` inputs of the row.
     """
 
     row: Sequence
-    rate: float  # of drafts that were right
-    chances: list[float]  # by class
+    rate: float  # share of drafts that were right
+    chances: list[float]  # average of each class
     proposed: tuple[tuple[int, int], ...] = ()
     known: int = 0
-    idle: int = 0  # tokens since it had drafts
-    next_probe: int = FIRST_PROBE  # so many of them, until it has some again
-    rate_before_probe: float | None = None  # in a probe: the rate before it
+    idle: int = 0  # tokens since the newest drafts
+    next_probe: int = FIRST_PROBE  # number of idle tokens before the next probe
+    rate_before_probe: float | None = None  # the rate before the probe; None: no probe runs
 
 
 class ModelDrafter(Struct):
-    """The Drafter that asks a draft model; `vocab_size` is that of the model."""
+    """The Drafter that uses a draft model; `vocab_size` is the main model's."""
 
     engine: DraftEngine
     vocab_size: int
@@ -132,8 +131,8 @@ class ModelDrafter(Struct):
     rate_of_all: float = FIRST_RATE
     chances_of_all: list[float] = field(default_factory=lambda: [*FIRST_CHANCES])
     streams: dict[Sequence, _Stream] = field(default_factory=dict)
-    _learned: int = 0  # drafts of all streams
-    _ratios: dict[int, float] = field(default_factory=dict)  # measured by predicted seconds
+    _learned: int = 0  # checked drafts of all streams
+    _ratios: dict[int, float] = field(default_factory=dict)  # measured / predicted seconds
 
     def follow(self, seq: Sequence) -> bool:
         """See Drafter. Computes nothing."""
@@ -147,8 +146,8 @@ class ModelDrafter(Struct):
         if stream.proposed:
             right = self._learn(stream, new)
             row.ids += new
-            # The row has read every draft but the last. It keeps the right ones; the newest token
-            # at least is read again, with the next drafts.
+            # The row has read every draft but the last. It keeps the right ones. At least the
+            # newest token is read again, with the next drafts.
             kept = min(stream.known + min(right, len(stream.proposed) - 1), row.length - 1)
             if self.engine.holds(row) and kept < row.submitted:
                 self.engine.rewind(row, kept)
@@ -161,10 +160,10 @@ class ModelDrafter(Struct):
         return True
 
     def _learn(self, stream: _Stream, new: Many[int]) -> int:
-        """Learns from drafts whose places have tokens now. Returns how many were right."""
+        """Learns from drafts whose positions have tokens now. Returns the number of right ones."""
         count = 0
-        for (token, kind), found in zip(stream.proposed, new, strict=False):
-            right = token == found
+        for (token, kind), actual in zip(stream.proposed, new, strict=False):
+            right = token == actual
             self._learned += 1
             new_of_all = max(ALL_WEIGHT, 1 / (PRIOR_DRAFTS + self._learned))
             for some, weight in (
@@ -233,31 +232,31 @@ class ModelDrafter(Struct):
         lengths = {row: row.length for row in rows.values()}
         drawn = self.engine.propose(spans, most)
         self._measure(len(rows), most, self.clock() - began)
-        found = {}
+        drafts = {}
         for seq, row in rows.items():
             stream = self.streams[seq]
             stream.known = lengths[row]
             stream.proposed = self._classified(drawn.get(row, ()))
             tokens = tuple(token for token, _ in stream.proposed[: depths[seq]])
             if tokens:
-                found[seq] = tokens
+                drafts[seq] = tokens
             else:
                 self.engine.release(row)
-        return found
+        return drafts
 
     def _classified(self, drawn: Many[SampledToken]) -> tuple[tuple[int, int], ...]:
-        """Returns drafts with their classes, up to one that the model has no row for."""
-        found = []
-        for one in drawn:
-            if one.token >= self.vocab_size:
+        """Returns drafts with their classes, up to the first token outside the model's vocabulary."""
+        classified = []
+        for draft in drawn:
+            if draft.token >= self.vocab_size:
                 break
-            gap = one.logprob
+            gap = draft.logprob
             kind = UNKNOWN if gap is None else bisect_right(BOUNDS, gap.logprob)
-            found.append((one.token, kind))
-        return tuple(found)
+            classified.append((draft.token, kind))
+        return tuple(classified)
 
     def _ready_row(self, seq: Sequence, depth: int, others: Mapping[Sequence, int]) -> Sequence:
-        """Returns the row of a sequence, with room for so many drafts."""
+        """Returns the row of a sequence, with room for `depth` drafts."""
         stream = self.streams[seq]
         row = stream.row
         if row.length + depth > self.engine.context:
@@ -271,7 +270,7 @@ class ModelDrafter(Struct):
         return row
 
     def _make_place(self, needed: Mapping[Sequence, int]) -> None:
-        """Frees a row where there is none for one more: of a stream that does not run, if any."""
+        """Frees a row if all are taken, if possible of a stream that does not run."""
         held = [
             (seq.phase is Phase.RUNNING, number, stream.row)
             for number, (seq, stream) in enumerate(self.streams.items())
@@ -282,7 +281,7 @@ class ModelDrafter(Struct):
             self.engine.release(min(held)[2])
 
     def _read(self, rows: Many[Sequence]) -> None:
-        """Reads what rows lack but for their last UNREAD_TOKENS, in passes of bounded size."""
+        """Reads rows with more than UNREAD_TOKENS unread tokens, in passes of bounded size."""
         lacking = [row for row in rows if row.length - row.submitted > UNREAD_TOKENS]
         while lacking:
             left, spans = self.engine.max_lines, []
@@ -295,7 +294,7 @@ class ModelDrafter(Struct):
             lacking = [row for row in lacking if row.length - 1 > row.submitted]
 
     def _measure(self, rows: int, depth: int, seconds: float) -> None:
-        """Learns how long passes for drafts take, compared with what the engine predicts."""
+        """Learns the time of passes for drafts, as a multiple of the engine's prediction."""
         predicted = depth * self.engine.seconds(rows, rows)
         if predicted <= 0:
             return
@@ -317,10 +316,10 @@ class ModelDrafter(Struct):
 
 
 def _row_of(seq: Sequence, context: int) -> Sequence:
-    """Returns the sequence of a row over the newest tokens of a stream, half of `context` at most.
+    """Returns the sequence of a row over a stream's newest tokens, at most half of `context`.
 
     It draws with the options and the noise of the stream, so that random choices of both models
-    agree as often as they can; penalties would need tokens that are not drawn yet.
+    agree as often as possible, but without penalties, which need tokens that are not drawn yet.
     """
     size = len(seq.prompt) + len(seq.ids)
     options = replace(

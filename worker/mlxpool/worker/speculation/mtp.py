@@ -1,4 +1,4 @@
-"""Drafts of the model's own head (MTP), by how often those of each depth were right. Pure."""
+"""Drafts of the model's own head (MTP), by the share of right drafts of each depth. Pure."""
 
 from __future__ import annotations
 
@@ -10,54 +10,55 @@ from msgspec import Struct, field
 from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.speculation.drafter import MTP, Drafts
 
-# How likely a draft is right if those before it are, as is assumed at first, by its depth: one head
-# is used for all of them, and was trained for the first.
+# The initial probability of a draft to be right if the drafts before it are, by its depth. One head
+# is used for all depths; it was trained for the first.
 FIRST_CHANCES = (0.75, 0.6, 0.5, 0.45)
-# Weight of the newest draft in the average of a stream; of the first ones 1 / n, which is more.
+# Weight of the newest draft in the average of a stream; draft n of the first ones has 1 / n.
 STREAM_WEIGHT = 0.12
-ALL_WEIGHT = 0.02  # the same of the averages of all streams
-PRIOR_DRAFTS = 8  # drafts as which what is assumed at first counts in these
-# Drafts of a stream as which the average of all streams counts beside its own: one step with wrong
-# drafts of 32 streams tells it of all of them.
+ALL_WEIGHT = 0.02  # the same weight for the averages of all streams
+PRIOR_DRAFTS = 8  # number of drafts that the initial assumption counts as in these averages
+# Number of drafts that the average of all streams counts as, beside a stream's own. It is low: one
+# step with wrong drafts of 32 streams changes this average by all of them.
 ALL_COUNT_AS = 2
-MOST_SEEN = 8  # drafts that count of a stream at most
-# For each token of a stream without drafts its own drafts count by this share less, and the
-# averages of all go back by this share to what was assumed at first: wrong drafts do not forbid
-# further ones for ever, and such a stream checks some again after fifty to a hundred tokens.
+MOST_SEEN = 8  # the most drafts of a stream that count
+# For each token of a stream without drafts, its own drafts lose RETURN_STREAM of their weight, and
+# the averages of all streams go back by RETURN_MODEL to the initial ones. So wrong drafts do not
+# forbid further drafts for ever: such a stream checks some after fifty to a hundred tokens.
 RETURN_STREAM = 1 / 64
 RETURN_MODEL = 1 / 2**15
 
 
 class Predictor(Protocol):
-    """Computes the model's own head; used by the thread that computes the model."""
+    """Computes the model's own head; used by the compute thread."""
 
     def ready(self, seq: Sequence) -> bool:
-        """Whether it has the state of the input before the newest token of a running sequence."""
+        """Returns whether the state of the input before a sequence's newest token is there."""
 
     def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
-        """Returns so many likely next tokens of each of these sequences, with no pass in flight.
+        """Returns `depths` likely next tokens of each sequence, while no pass is in flight.
 
-        Those that are not ready are left out, and all where its pass fails. Raises what the pass
-        raised where the device no longer computes.
+        Leaves out sequences that are not ready, and all if the head's pass fails. Raises the error
+        of the pass if the device no longer computes.
         """
 
 
 class _Average(Struct):
-    """The share of the drafts of one depth that were right, and as how many of them it counts."""
+    """The share of right drafts of one depth; `seen`: the number of drafts that it counts as."""
 
     share: float
     seen: float
 
     def learn(self, *, right: bool, least: float, most: float) -> None:
-        """Takes one more draft into account, with a weight of at least `least`."""
+        """Adds a draft to the average, with a weight of at least `least`; `most` bounds `seen`."""
         self.seen = min(most, self.seen + 1)
         self.share += max(least, 1 / self.seen) * (right - self.share)
 
 
 class _Stream(Struct):
-    """What is known of one sequence: `drafts` were proposed behind its first `count` ids.
+    """The state of one sequence: `drafts` were proposed after its first `count` ids.
 
-    `own`: of its drafts alone, by depth. `others`: of all streams that choose tokens as it does.
+    `own`: averages of only its drafts, by depth. `others`: averages of all streams that choose
+    tokens in the same way.
     """
 
     own: list[_Average]
@@ -66,11 +67,11 @@ class _Stream(Struct):
     drafts: tuple[int, ...] = ()
 
     def chances(self) -> list[float]:
-        """Returns how likely a draft of each depth is right, if those before it are."""
-        every = zip(self.own, self.others, strict=True)
+        """Returns the probability of each depth's draft to be right if those before it are."""
+        averages = zip(self.own, self.others, strict=True)
         return [
             (own.share * own.seen + others.share * ALL_COUNT_AS) / (own.seen + ALL_COUNT_AS)
-            for own, others in every
+            for own, others in averages
         ]
 
 
@@ -83,7 +84,7 @@ class MtpDrafter(Struct):
 
     head: Predictor
     name: str = MTP
-    # Of all streams that take the likeliest token, and of all that choose at random.
+    # Averages of all streams that take the likeliest token, and of all that choose at random.
     greedy: list[_Average] = field(default_factory=_first_averages)
     random: list[_Average] = field(default_factory=_first_averages)
     _streams: dict[Sequence, _Stream] = field(default_factory=dict)
@@ -105,7 +106,7 @@ class MtpDrafter(Struct):
         return self.head.ready(seq)
 
     def _learn(self, stream: _Stream, tokens: list[int]) -> None:
-        """Learns whether drafts are as the tokens that came, up to the first wrong one."""
+        """Learns whether drafts equal the tokens of the answer, up to the first wrong draft."""
         pairs = zip(stream.drafts, tokens, strict=False)
         for own, others, (draft, token) in zip(stream.own, stream.others, pairs, strict=False):
             right = draft == token
@@ -115,7 +116,7 @@ class MtpDrafter(Struct):
                 return
 
     def _go_back(self, stream: _Stream, tokens: int) -> None:
-        """Has what is known count a little less, for so many tokens without drafts."""
+        """Reduces the weight of past drafts a little, after `tokens` without drafts."""
         kept, back = (1 - RETURN_STREAM) ** tokens, 1 - (1 - RETURN_MODEL) ** tokens
         for own, others, first in zip(stream.own, stream.others, FIRST_CHANCES, strict=True):
             own.seen *= kept
@@ -133,16 +134,16 @@ class MtpDrafter(Struct):
         return 0.0
 
     def reading_seconds(self, seq: Sequence, depth: int) -> float:
-        """See Drafter. What waits for the head is bounded."""
+        """See Drafter. The number of inputs that wait for the head is bounded."""
         return 0.0
 
     def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
-        """See Drafter. They are computed together."""
-        found = self.head.drafts(depths)
+        """See Drafter. Computes the drafts of all sequences together."""
+        drafts = self.head.drafts(depths)
         for seq in depths:
             stream = self._streams[seq]
-            stream.count, stream.drafts = len(seq.ids), found.get(seq, ())
-        return found
+            stream.count, stream.drafts = len(seq.ids), drafts.get(seq, ())
+        return drafts
 
     def sharper_chances(self, seq: Sequence) -> tuple[float, ...]:
         """See Drafter."""

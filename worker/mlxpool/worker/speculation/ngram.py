@@ -1,4 +1,4 @@
-"""Drafts of what followed the same tokens earlier in the prompt or the answer. Pure."""
+"""Drafts of the tokens that followed the same n-gram earlier in prompt or answer. Pure."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.speculation.drafter import NGRAM, Drafts
 from mlxpool.worker.speculation.ngram_search import MIN_MATCH, NOWHERE, StreamTokens
 
-MAX_TAKEN = 32768  # tokens that a call of `follow` takes
-MAX_LEARNED = 8  # of these, tokens from which it learns: each of them may take a search
-# Weights of the newest draft in the average of a stream, if it is wrong and if it is right: wrong
-# drafts cost more than right ones that were not checked, so an average falls faster than it rises.
+MAX_TAKEN = 32768  # the most tokens that a call of `follow` takes
+MAX_LEARNED = 8  # the most tokens that a call learns from, because each may take a search
+# Weights of the newest draft in the average of a stream, if it is wrong and if it is right. A wrong
+# draft costs more than a right one that was not checked, so averages fall faster than they rise.
 STREAM_WEIGHT = (0.3, 0.15)
-ALL_WEIGHT = 0.03  # the same of the averages of all streams, with which a new one begins
-# There is one average for each range of the length of a match: the shortest length, and the chance
-# that is assumed at first. The length is 0 where a match was continued over a wrong token.
+ALL_WEIGHT = 0.03  # weight for the averages of all streams, with which a new stream begins
+# There is one average for each range of the length of a match: the shortest length, and the initial
+# chance. The length is 0 if a match was continued over a wrong token.
 CLASSES = ((0, 0.2), (3, 0.25), (5, 0.45), (9, 0.7), (17, 0.85))
 _LONGEST = CLASSES[-1][0]
 _CLASS_OF = tuple(
@@ -28,24 +28,24 @@ _CLASS_OF = tuple(
 
 
 class _Stream(Struct):
-    """What is known of one sequence: `place` is that of the next draft in its tokens."""
+    """The state of one sequence: `place` is the position of the next draft in its tokens."""
 
     tokens: StreamTokens
     chances: list[float]
     place: int = NOWHERE
     length: int = 0  # tokens of the match before the place
-    known: bool = False  # False behind tokens that were taken in bulk, until `place` is searched
+    known: bool = False  # False after tokens were taken in bulk, until `place` is searched
 
 
 class NgramDrafter(Struct):
     """The Drafter of n-grams.
 
     A match is followed token by token while it is right. After a wrong token the longest match is
-    searched again; where there is none, that one token is skipped and the old match continued.
+    searched again. Without a match, that token is skipped and the old match goes on.
     """
 
     name: str = NGRAM
-    chances_of_all: list[float] = field(default_factory=lambda: [one for _, one in CLASSES])
+    chances_of_all: list[float] = field(default_factory=lambda: [chance for _, chance in CLASSES])
     _streams: dict[Sequence, _Stream] = field(default_factory=dict)
 
     def follow(self, seq: Sequence) -> bool:
@@ -72,8 +72,8 @@ class NgramDrafter(Struct):
         return True
 
     def _take(self, stream: _Stream, ids: Many[int]) -> None:
-        """Appends tokens of the answer and learns whether they are as was proposed."""
-        tokens, chances, every = stream.tokens, stream.chances, self.chances_of_all
+        """Appends tokens of the answer and learns whether they equal the drafts."""
+        tokens, chances, chances_of_all = stream.tokens, stream.chances, self.chances_of_all
         place, length = stream.place, stream.length
         for token in ids:
             right = False
@@ -81,33 +81,33 @@ class NgramDrafter(Struct):
                 kind = _CLASS_OF[min(length, _LONGEST)]
                 right = tokens[place] == token
                 chances[kind] += STREAM_WEIGHT[right] * (right - chances[kind])
-                every[kind] += ALL_WEIGHT * (right - every[kind])
+                chances_of_all[kind] += ALL_WEIGHT * (right - chances_of_all[kind])
             tokens.append(token)
             if right:
                 place, length = place + 1, length + 1
                 if length >= MIN_MATCH:
                     continue
-            found, matched = tokens.longest_match()
-            if found != NOWHERE:
-                place, length = found, matched
+            newest, matched = tokens.longest_match()
+            if newest != NOWHERE:
+                place, length = newest, matched
             elif not right:
                 place = place + 1 if place != NOWHERE and length >= MIN_MATCH else NOWHERE
                 length = 0
         stream.place, stream.length = place, length
 
     def chances(self, seq: Sequence, most: int) -> tuple[float, ...]:
-        """See Drafter. The first one includes that the tokens in flight are as proposed."""
+        """See Drafter. The first chance includes that the tokens in flight equal their drafts."""
         stream = self._streams.get(seq)
         if stream is None or stream.place == NOWHERE:
             return ()
         first, awaited = stream.length, seq.awaited
         count = awaited + most
         shorter = _CLASS_OF[first : min(first + count, _LONGEST)]
-        found = [stream.chances[kind] for kind in shorter]
-        found += [stream.chances[-1]] * (count - len(found))
+        chances = [stream.chances[kind] for kind in shorter]
+        chances += [stream.chances[-1]] * (count - len(chances))
         if awaited and most > 0:
-            found[awaited] *= prod(found[:awaited])
-        return tuple(found[awaited:])
+            chances[awaited] *= prod(chances[:awaited])
+        return tuple(chances[awaited:])
 
     def seconds(self, rows: int, depth: int) -> float:
         """See Drafter."""
@@ -119,11 +119,11 @@ class NgramDrafter(Struct):
 
     def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
         """See Drafter."""
-        found = {}
+        drafts = {}
         for seq, count in depths.items():
             stream = self._streams[seq]
-            found[seq] = stream.tokens.copied(stream.place, count)
-        return found
+            drafts[seq] = stream.tokens.copied(stream.place, count)
+        return drafts
 
     def sharper_chances(self, seq: Sequence) -> tuple[float, ...]:
         """See Drafter."""

@@ -1,9 +1,8 @@
-"""The tokens of one stream, and where the newest of them stood before. Pure.
+"""The tokens of one stream, with a search for earlier occurrences of the newest tokens. Pure.
 
-The tokens are the characters of a text, so that CPython's search of texts finds runs of them:
-13,000 tokens take it 3 us, 20 us if they were chosen to make it slow, which is less than a model
-takes to attend to them. There is no index to build, so the first search of a stream costs hardly
-more than later ones.
+The tokens are the characters of a text, so that CPython's text search finds runs of them. A search
+in 13,000 tokens takes 3 us, or 20 us in the worst case, less than a model takes to attend to them.
+It needs no index, so the first search of a stream costs hardly more than later ones.
 """
 
 from __future__ import annotations
@@ -12,10 +11,10 @@ from array import array
 from collections.abc import Sequence
 from sys import byteorder, maxunicode
 
-MIN_MATCH = 3  # tokens that must be the same before a draft is proposed
-LONGEST_RUN = 8  # tokens that are searched for: among places with so many the newest is taken
-MAX_MATCH = 32  # tokens up to which a match is measured
-MAX_TOKENS = maxunicode + 1  # of a vocabulary
+MIN_MATCH = 3  # the fewest equal tokens before a draft
+LONGEST_RUN = 8  # the longest run that is searched; the newest of such matches is taken
+MAX_MATCH = 32  # the most tokens of a match that are counted
+MAX_TOKENS = maxunicode + 1  # the largest vocabulary
 NOWHERE = -1
 _UTF_32 = "utf-32-le" if byteorder == "little" else "utf-32-be"
 
@@ -45,33 +44,33 @@ class StreamTokens:
 
     def _append(self, more: str) -> None:
         text, self._text = self._text, ""
-        text += more  # in place, for nothing else refers to it: CPython copies it otherwise
+        text += more  # CPython appends in place, as nothing else refers to the text
         self._text = text
 
     def longest_match(self) -> tuple[int, int]:
-        """Returns the place behind the longest earlier run that ends as the stream does.
+        """Returns the place after the longest earlier run that equals the end of the stream.
 
-        With it the length of the match, from MIN_MATCH to MAX_MATCH; (NOWHERE, 0) if there is none.
-        Of matches of the same length, and of those from LONGEST_RUN on, it is the newest. After a
-        match, only places before it are searched, for a longer run: each place is seen once.
+        Also returns the length of the match, from MIN_MATCH to MAX_MATCH; (NOWHERE, 0) without a
+        match. Among matches of the same length, or of LONGEST_RUN or more, takes the newest. After
+        a match, only searches earlier places for a longer run, so each place is examined once.
         """
         text = self._text
         size = len(text)
         best, length = NOWHERE, 0
         run, end = MIN_MATCH, size - 1  # the run has to end before
         while run <= LONGEST_RUN and run < size:
-            found = text.rfind(text[size - run :], 0, end)
-            if found < 0:
+            begin = text.rfind(text[size - run :], 0, end)
+            if begin < 0:
                 break
-            best, end = found + run, found + run - 1
+            best, end = begin + run, begin + run - 1
             length = self._match(best, run)
             run = length + 1
         return best, length
 
     def _match(self, place: int, known: int) -> int:
-        """Returns how many tokens before a place equal the newest ones, at most MAX_MATCH.
+        """Returns the number of tokens before a place that equal the newest ones, up to MAX_MATCH.
 
-        `known`: so many of them do.
+        `known`: a number of tokens that are known to be equal.
         """
         text = self._text
         most = min(place, MAX_MATCH)
@@ -81,9 +80,9 @@ class StreamTokens:
         return most
 
     def copied(self, place: int, count: int) -> tuple[int, ...]:
-        """Returns the `count` tokens from a place on, as if the stream went on with them."""
-        found = [ord(one) for one in self._text[place : place + count]]
+        """Returns `count` tokens from a place on, as if the stream went on with these tokens."""
+        copy = [ord(character) for character in self._text[place : place + count]]
         period = len(self) - place
-        while len(found) < count:
-            found.append(found[len(found) - period])
-        return tuple(found)
+        while len(copy) < count:
+            copy.append(copy[len(copy) - period])
+        return tuple(copy)
