@@ -202,7 +202,7 @@ def test_a_segment_is_no_link_and_of_this_user(tmp_path: Path) -> None:
     with pytest.raises(OSError):
         Segment(link, DIGEST)
     os.mkfifo(tmp_path / "fifo.seg")
-    with pytest.raises(BadRecord, match="no regular file"):
+    with pytest.raises(BadRecord, match="not a regular file"):
         Segment(tmp_path / "fifo.seg", DIGEST)
 
 

@@ -1,5 +1,5 @@
 """The prefix cache: keys, values and states of earlier prompts.
 
-A radix tree over token ids says what is cached; a store keeps it. shared_blocks.py is the store of
-block pools; that of other rows, attention/row_copies.py, copies arrays. Pure.
+A radix tree over token ids is the index; a store keeps the contents. shared_blocks.py is the store
+for block pools; attention/row_copies.py is the store for other rows and copies arrays. Pure.
 """

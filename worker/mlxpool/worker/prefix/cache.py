@@ -1,7 +1,7 @@
 """The prefix cache: its interface, and the modes `off` and `single`; tree_cache.py is `tree`.
 
 Used by the compute thread. A row belongs to one sequence from `begin` to `close`. Imports no MLX:
-only the store knows what a row is made of.
+only the store knows the contents of a row.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ E = TypeVar("E")
 S = TypeVar("S")
 R = TypeVar("R", bound=PrefixRow)
 
-# Why a prompt got the tokens that it got from the cache.
+# Reasons for the number of tokens that a prompt got from the cache.
 OFF = "the cache is off"
 EMPTY = "nothing is cached"
 ONE_TOKEN = "the prompt has one token, which is always computed"
@@ -31,7 +31,7 @@ WHOLE = "all but the last token is cached"
 
 
 def reason_of(cached: int, matched: int, length: int) -> str:
-    """Why `cached` of the `matched` tokens of a prompt could be used, the cache not being empty."""
+    """The reason why a prompt got `cached` of its `matched` tokens; for a cache with entries."""
     if cached:
         if cached < matched:
             return EARLIER_STATE
@@ -42,7 +42,7 @@ def reason_of(cached: int, matched: int, length: int) -> str:
 
 
 def usable(prompt: Sequence[int], most: int | None) -> int:
-    """The most tokens of a prompt that a row may begin with: without the last one."""
+    """The most tokens of a prompt that a row may begin with: all but the last, at most `most`."""
     return len(prompt) - 1 if most is None else min(most, len(prompt) - 1)
 
 
@@ -50,10 +50,10 @@ class PrefixCache(Generic[R]):
     """The interface of the three modes, and the mode `off`, which keeps nothing.
 
     Counters since the start: `hits` and `misses` of `begin`, `tokens` found by it, `evictions`, and
-    `evicted_tokens` that are in no entry any more.
-    `reason` says why the newest `begin` found what it found. `shares`: a row in use can be kept for
-    others. `whole`: then they get all of its tokens or none. `exclusive`: one row at most can begin
-    with what is kept. `by_owner`: a sequence finds only what sequences of its owner left.
+    `evicted_tokens`, which are not in any entry any more.
+    `reason` explains the result of the newest `begin`. `shares`: a row in use can be kept for other
+    sequences. `whole`: they then get all of its tokens or none. `exclusive`: an entry is used by at
+    most one row. `by_owner`: a sequence finds only entries of sequences with the same owner.
     """
 
     shares = False
@@ -99,43 +99,43 @@ class PrefixCache(Generic[R]):
     ) -> tuple[R, int]:
         """Returns a row for `prompt`, which is not empty, and the number of its tokens in the row.
 
-        The last token is never in it: the caller computes its logits. `restore_at` is a position
-        where a later prompt is likely to branch off, such as the end of the conversation before the
-        generation prompt; 0: none. `media`: the images of the prompt; what the row has ends in no
-        group of them, and neither does a restore point. `most` bounds the tokens in the row.
-        `owner`: whose sequence it is, see `by_owner`.
+        The last token is never in it, because the caller computes its logits. `restore_at`: a
+        position where a later prompt is likely to branch off, such as the end of the conversation
+        before the generation prompt; 0: none. `media`: the images of the prompt; neither the tokens
+        in the row nor a restore point end inside a group of images. `most` bounds the tokens in the
+        row. `owner`: the owner of the sequence, see `by_owner`.
         """
         self._count(0, OFF)
         return self._new_row(), 0
 
     def next_restore_point(self, row: R) -> int | None:
-        """Returns where the next prefill chunk must end, followed by `keep`; None: anywhere."""
+        """Returns the position where the next prefill chunk must end, for `keep`; None: any."""
         return None
 
     def keep(self, row: R, tokens: Sequence[int], *, restore_point: bool = False) -> None:
         """Keeps the tokens that the row has so far; the row stays in use.
 
-        `restore_point`: others will begin here, whether it is the next restore point or not.
+        `restore_point`: others will begin here, even if it is not the next restore point.
         """
 
     def close(self, row: R, tokens: Sequence[int]) -> None:
-        """Ends the use of a row in any phase and keeps those of `tokens` that it has.
+        """Ends the use of a row in any phase, and keeps the `tokens` that it has.
 
-        `tokens` are prompt and completion; the row may have fewer. What it has beyond them, such as
-        a token in flight, is dropped.
+        `tokens` are prompt and completion; the row may have fewer. Drops further tokens of the row,
+        such as a token in flight.
         """
         self._release(row)
 
     def shrink(self, needed: int) -> int:
-        """Evicts entries of at least `needed` bytes, if there are; returns the bytes freed."""
+        """Evicts entries until `needed` bytes are freed or none is left; returns the freed bytes."""
         return 0
 
     def clear(self) -> int:
-        """Frees all entries; returns their bytes. Rows in use are not changed."""
+        """Frees all entries and returns their bytes. Does not change rows in use."""
         return 0
 
     def _scope(self, owner: str) -> str:
-        """The scope of a sequence, which finds only what others of the same scope left."""
+        """The scope of an owner's sequences: they find only entries of the same scope."""
         return owner if self.by_owner else ""
 
     def _count(self, cached: int, reason: str) -> None:
@@ -147,12 +147,12 @@ class PrefixCache(Generic[R]):
 
 class _Entry(Struct, Generic[R], frozen=True):
     row: R
-    tokens: tuple[int, ...]  # as many as row.offset
+    tokens: tuple[int, ...]  # of length row.offset
     scope: str
 
 
 class SingleCache(PrefixCache[R]):
-    """One entry: the row of the last sequence, which the next prompt takes over."""
+    """The mode `single`: one entry, the row of the last sequence. The next prompt takes it over."""
 
     exclusive = True
 
@@ -160,7 +160,7 @@ class SingleCache(PrefixCache[R]):
         super().__init__(store, budget)
         self._rewind = store.rewind
         self._entry: _Entry[R] | None = None
-        self._scopes: dict[int, str] = {}  # of rows in use
+        self._scopes: dict[int, str] = {}  # scopes of rows in use, by their ids
 
     @property
     def nbytes(self) -> int:
@@ -175,7 +175,7 @@ class SingleCache(PrefixCache[R]):
         most: int | None = None,
         owner: str = "",
     ) -> tuple[R, int]:
-        """See PrefixCache. Drops the entry when the prompt cannot use it."""
+        """See PrefixCache. Drops the entry if the prompt cannot use it."""
         entry, self._entry = self._entry, None
         scope = self._scope(owner)
         alike = entry is not None and entry.scope == scope

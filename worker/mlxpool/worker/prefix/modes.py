@@ -1,4 +1,4 @@
-"""The modes of the prefix cache, and the cache of each."""
+"""Makes the prefix cache of a mode."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def make_prefix_cache(
     """
     if mode not in MODES:
         raise ValueError(f"prefix cache mode is {mode!r}, must be one of {', '.join(MODES)}")
-    made: PrefixCache[R]
+    cache: PrefixCache[R]
     if mode == "tree":
-        made = TreeCache(store, budget)
+        cache = TreeCache(store, budget)
     else:
-        made = SingleCache(store, budget) if mode == "single" else PrefixCache(store, budget)
-    made.by_owner = by_owner
-    return made
+        cache = SingleCache(store, budget) if mode == "single" else PrefixCache(store, budget)
+    cache.by_owner = by_owner
+    return cache

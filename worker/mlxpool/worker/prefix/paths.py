@@ -1,4 +1,4 @@
-"""The path from the root of a tree to a node: its tokens, and the pieces of some of them. Pure."""
+"""The path from the root of a tree to a node: its tokens and their pieces. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ S = TypeVar("S")
 
 
 class Part(Struct, Generic[E], frozen=True):
-    """Tokens [low, high) of a piece that has the tokens from `start` on."""
+    """The tokens [low, high) in a piece, whose own tokens begin at `start`."""
 
     held: E
     start: int
@@ -23,7 +23,7 @@ class Part(Struct, Generic[E], frozen=True):
 
 
 def path_of(node: Node[E, S]) -> list[Node[E, S]]:
-    """Returns the nodes from the root, which has no tokens, to a node."""
+    """Returns the nodes from the root to a node; the root has no tokens."""
     path = [node]
     while path[-1].parent is not None:
         path.append(path[-1].parent)
@@ -32,15 +32,15 @@ def path_of(node: Node[E, S]) -> list[Node[E, S]]:
 
 def tokens_between(path: Sequence[Node[E, S]], start: int, end: int) -> tuple[int, ...]:
     """Returns the tokens [start, end) of a path."""
-    found: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()
     for node in path:
         if node.start < end and node.end > start:
-            found += node.tokens[max(start - node.start, 0) : end - node.start]
-    return found
+            tokens += node.tokens[max(start - node.start, 0) : end - node.start]
+    return tokens
 
 
 def parts_between(path: Sequence[Node[E, S]], start: int, end: int) -> Iterator[Part[E]]:
-    """Yields the parts of pieces that have the tokens [start, end) of a path, in order."""
+    """Yields the parts of pieces with the tokens [start, end) of a path, in order."""
     for node in path:
         if node.end <= start or node.start >= end:
             continue

@@ -1,8 +1,8 @@
 """The prefix-cache store of rows that share blocks with the tree (CUDA): counts references. Pure.
 
 A block has the keys and values of `size` neighbouring tokens in every layer; block b of a sequence
-has the tokens from b * size on. A row copies a block with other references before it writes into it
-(copy on write), so `fill` and `keep` cause a copy of at most one partly filled block.
+has the tokens from b * size on. Before a row writes into a block with other references, it copies
+the block (copy on write). So `fill` and `keep` cause at most one copy, of a partly filled block.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """Number of blocks without references."""
+        """The number of blocks without references."""
         return len(self._free)
 
     def allocate(self) -> int:
-        """Returns a free block with one reference. Raises OutOfMemory when there is none."""
+        """Returns a free block with one reference. Raises OutOfMemory if no block is free."""
         if not self._free:
             raise OutOfMemory(f"all {len(self._references)} blocks of the cache are in use")
         block = self._free.pop()
@@ -54,7 +54,8 @@ class BlockPool:
 class BlockRow:
     """The block table of one sequence.
 
-    `changed`: its first entry that may differ from what a reader saw, who sets it to the length.
+    `changed`: the first entry that may have changed since a reader read the table. The reader sets
+    it to the length.
     """
 
     __slots__ = ("block_bytes", "changed", "offset", "table")
@@ -67,7 +68,7 @@ class BlockRow:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its blocks, shared ones included."""
+        """Bytes of the row's blocks, including shared blocks."""
         return self.block_bytes * len(self.table)
 
 
@@ -82,8 +83,8 @@ class BlockRun(Struct, frozen=True):
 class BlockStore:
     """A Store (prefix/store.py) of block tables. `copy(source, target)` copies one block.
 
-    `nbytes` counts each block that the tree refers to once. `changes` counts what happened to rows
-    in use other than `reserve`, where that may have changed their blocks or made them shared.
+    `nbytes` counts each block that the tree refers to once. `changes` counts the operations, other
+    than `reserve`, that may have changed the blocks of rows in use or made them shared.
     """
 
     stateful = False
@@ -96,7 +97,7 @@ class BlockStore:
         self._size = size
         self._bytes = block_bytes
         self._copy = copy
-        self._kept: dict[int, int] = {}  # block -> how often the tree refers to it
+        self._kept: dict[int, int] = {}  # block -> number of references of the tree
         self.changes = 0
 
     @property
@@ -105,19 +106,19 @@ class BlockStore:
         return self._bytes * len(self._kept)
 
     def own_bytes(self, rows: Iterable[BlockRow]) -> int:
-        """Returns the bytes of blocks that some of `rows` have and the tree has not."""
+        """Returns the bytes of blocks that `rows` refer to and the tree does not."""
         blocks = {block for row in rows for block in row.table}
         return self._bytes * len(blocks - self._kept.keys())
 
     def blocks_of(self, row: BlockRow) -> int:
-        """Returns the blocks of a row, without one that it has to copy before it writes on."""
+        """Returns the number of a row's blocks, without a block to copy before its next write."""
         at = row.offset // self._size
         writes = row.offset % self._size > 0 and at < len(row.table)
         return len(row.table) - (writes and self._pool.references(row.table[at]) > 1)
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that neither a row nor the tree has."""
+        """The number of blocks that neither a row nor the tree refers to."""
         return self._pool.free
 
     def new_row(self) -> BlockRow:
@@ -127,7 +128,7 @@ class BlockStore:
     def reserve(self, row: BlockRow, tokens: int) -> None:
         """Allocates blocks for `tokens` tokens, and copies a shared block that will be written.
 
-        Raises OutOfMemory; the row keeps the blocks that it has got until then.
+        Raises OutOfMemory; the row then keeps the blocks that it has got so far.
         """
         table, size = row.table, self._size
         if row.offset % size and row.offset < tokens:
@@ -139,9 +140,9 @@ class BlockStore:
             table.append(self._pool.allocate())
 
     def short(self, rows: Sequence[BlockRow], ends: Sequence[int]) -> list[int]:
-        """Returns the numbers of the rows for which `reserve` up to these ends has work to do.
+        """Returns the indices of rows that need `reserve` to get up to these ends.
 
-        A step asks it of all rows at once, most of which need nothing.
+        A step calls it for all rows at once, because most of them need nothing.
         """
         size, references = self._size, self._pool.references
         return [
@@ -174,14 +175,14 @@ class BlockStore:
         tokens: int,
         capacity: int,
     ) -> None:
-        """See Store. Of two runs that meet inside a block, the later one has the tokens of both."""
+        """See Store. If two runs meet inside a block, the later run's block has both's tokens."""
         self.changes += 1
-        found = {}
+        by_number = {}
         for run, count in kept:
             for number, block in enumerate(run.blocks, run.start // self._size):
                 if number * self._size < run.start + count:
-                    found[number] = block
-        row.table = [found[number] for number in range(len(found))]
+                    by_number[number] = block
+        row.table = [by_number[number] for number in range(len(by_number))]
         row.offset, row.changed = tokens, 0
         for block in row.table:
             self._pool.add_reference(block)
@@ -198,7 +199,7 @@ class BlockStore:
         return BlockRun(start, end, blocks)
 
     def take_block(self, start: int, end: int, fill: Callable[[int], None]) -> BlockRun:
-        """Keeps tokens [start, end) of one block, which `fill` writes with those before `start`.
+        """Keeps tokens [start, end) in a new block, which `fill` writes with the tokens before.
 
         Raises OutOfMemory.
         """

@@ -1,7 +1,7 @@
 """The interface between the prefix cache and the memory of rows: copies or shared blocks. Pure.
 
-`R` is the row of a running sequence, `E` what is kept of a range of tokens, `S` a snapshot of the
-layers that cannot be divided by tokens. Positions count tokens from the start of the sequence.
+`R` is the row of a running sequence, `E` the kept content of a range of tokens, `S` a snapshot of
+the layers that cannot be divided by tokens. Positions count tokens from the start of the sequence.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import Protocol, TypeVar
 
 
 class PrefixRow(Protocol):
-    """What the prefix cache reads of a row."""
+    """The attributes of a row that the prefix cache reads."""
 
     @property
     def offset(self) -> int:
-        """Tokens in the row."""
+        """The number of tokens in the row."""
 
     @property
     def nbytes(self) -> int:
-        """Allocated bytes."""
+        """The allocated bytes."""
 
 
 E = TypeVar("E")
@@ -29,11 +29,11 @@ S_contra = TypeVar("S_contra", contravariant=True)
 
 
 class PieceStore(Protocol[E, S_contra]):
-    """What the tree uses: cuts, joins and frees kept pieces."""
+    """The operations of the tree: cuts, joins and frees kept pieces."""
 
     @property
     def stateful(self) -> bool:
-        """Whether a prefix can be restored only where a snapshot was kept."""
+        """Whether a prefix can be restored only at a position with a snapshot."""
 
     @property
     def join_copies(self) -> bool:
@@ -43,7 +43,7 @@ class PieceStore(Protocol[E, S_contra]):
         """Returns the first `at` tokens and the rest; consumes `held`."""
 
     def join(self, left: E, right: E) -> E:
-        """Returns two neighbours as one piece; consumes both."""
+        """Joins two neighbouring pieces into one; consumes both."""
 
     def free(self, held: E) -> None:
         """Frees `held`."""
@@ -53,27 +53,27 @@ class PieceStore(Protocol[E, S_contra]):
 
 
 class Store(PieceStore[E, S], Protocol[R, E, S]):
-    """What the prefix cache uses: makes rows, fills them and keeps their tokens."""
+    """The operations of the prefix cache: makes rows, fills them and keeps their tokens."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of everything that is kept."""
+        """The bytes of everything that is kept."""
 
     def new_row(self) -> R:
         """Returns an empty row."""
 
     def release(self, row: R) -> None:
-        """Frees the row; what was kept of it stays."""
+        """Frees the row; contents kept from it stay."""
 
     def rewind(self, row: R, to: int) -> bool:
-        """Removes the tokens from `to` on; does nothing and returns False if a layer cannot."""
+        """Removes the tokens from `to` on; if a layer cannot, does nothing and returns False."""
 
     def fill(
         self, row: R, kept: Sequence[tuple[E, int]], state: S | None, tokens: int, capacity: int
     ) -> None:
         """Fills an empty row with `tokens` tokens: the first n of each kept piece, and the state.
 
-        The row will soon have `capacity` tokens.
+        `capacity`: the number of tokens that the row will soon have.
         """
 
     def fit(self, row: R, start: int, end: int, free: int) -> int:
@@ -89,4 +89,4 @@ class Store(PieceStore[E, S], Protocol[R, E, S]):
         """Keeps a snapshot at the offset of the row; the result is independent of the row."""
 
     def lowest(self, state: S) -> int:
-        """Returns the fewest tokens to which the snapshot can be cut back."""
+        """Returns the fewest tokens to which the snapshot can be shortened."""

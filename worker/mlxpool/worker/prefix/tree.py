@@ -1,9 +1,9 @@
 """A radix tree over the token ids of cached sequences. Pure.
 
-An edge owns the pieces that were kept of its tokens; only the store (prefix/store.py) knows their
-content. Layers whose memory cannot be divided by tokens have a snapshot at the end of an edge.
-Siblings never begin with the same token. An edge with readers is neither dropped nor merged with
-its only child. Each scope has a root of its own: sequences of different scopes share nothing.
+An edge owns the kept pieces of its tokens; only the store (prefix/store.py) knows their content.
+Layers whose memory cannot be divided by tokens have a snapshot at the end of an edge. Siblings
+never begin with the same token. An edge with readers is neither dropped nor merged with its only
+child. Each scope has its own root, so sequences of different scopes share nothing.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from msgspec import Struct, field
 
 from mlxpool.worker.prefix.store import PieceStore
 
-E = TypeVar("E")  # what is kept of a range of tokens
+E = TypeVar("E")  # the kept content of a range of tokens
 S = TypeVar("S")  # a snapshot of all layers at one position
 
 MAX_PIECE = 2048  # tokens; no piece crosses a multiple of it, so little is copied or freed at once
-MAX_COPIED_JOIN = 256  # tokens; where a join copies, longer neighbours stay two pieces
+MAX_COPIED_JOIN = 256  # tokens; if a join copies, longer neighbours stay two pieces
 
 
 class Piece(Struct, Generic[E], frozen=True):
-    """`held` is what was kept of `tokens` neighbouring tokens."""
+    """The kept content, `held`, of `tokens` neighbouring tokens."""
 
     tokens: int
     held: E
@@ -36,12 +36,12 @@ class Node(Struct, Generic[E, S], eq=False):
     tokens: tuple[int, ...]
     pieces: list[Piece[E]]
     state: S | None = None  # the snapshot at `end`
-    restore_point: bool = False  # merged with its only child only to free memory
+    restore_point: bool = False  # if True, it is merged with its only child only to free memory
     parent: Node[E, S] | None = None  # None: the root, or no longer in the tree
     children: dict[int, Node[E, S]] = field(default_factory=dict)
     last_used: int = 0  # the caller's counter at the last use
     readers: int = 0
-    scope: str = ""  # of a root
+    scope: str = ""  # the scope of a root
 
     @property
     def end(self) -> int:
@@ -49,7 +49,7 @@ class Node(Struct, Generic[E, S], eq=False):
 
 
 class Match(Struct, Generic[E, S], frozen=True):
-    """The nodes on the path of a token sequence, and how many of its tokens they match."""
+    """The nodes on the path of a token sequence, and the number of its tokens that match."""
 
     nodes: tuple[Node[E, S], ...]
     tokens: int
@@ -61,7 +61,7 @@ class Match(Struct, Generic[E, S], frozen=True):
 
 
 class Tree(Generic[E, S]):
-    """The nodes; frees what it drops through `store`."""
+    """The nodes of all scopes; frees dropped pieces through `store`."""
 
     def __init__(self, store: PieceStore[E, S]) -> None:
         self._store = store
@@ -69,18 +69,18 @@ class Tree(Generic[E, S]):
 
     @property
     def root(self) -> Node[E, S]:
-        """The root of the scope that has no name."""
+        """The root of the unnamed scope."""
         return self.root_of("")
 
     def root_of(self, scope: str) -> Node[E, S]:
-        """Returns the root of a scope."""
+        """Returns the root of a scope; makes it if needed."""
         root = self._roots.get(scope)
         if root is None:
             root = self._roots[scope] = Node(0, (), [], scope=scope)
         return root
 
     def match(self, tokens: tuple[int, ...], limit: int, scope: str = "") -> Match[E, S]:
-        """Returns the longest match of the first `limit` of `tokens`."""
+        """Returns the longest match of the first `limit` tokens."""
         nodes, at = list[Node[E, S]](), 0
         node = self._roots.get(scope)
         while node is not None and at < limit and (child := node.children.get(tokens[at])):
@@ -92,33 +92,33 @@ class Tree(Generic[E, S]):
         return Match(tuple(nodes), at)
 
     def pieces_of(self, match: Match[E, S], tokens: int) -> list[tuple[E, int]]:
-        """Returns the pieces with the first `tokens` tokens of a match, and the tokens of each."""
-        wanted, left = [], tokens
+        """Returns the pieces of the first `tokens` tokens of a match, each with its number of them."""
+        pieces, left = [], tokens
         for piece in (piece for node in match.nodes for piece in node.pieces):
             if left <= 0:
                 break
-            wanted.append((piece.held, min(piece.tokens, left)))
+            pieces.append((piece.held, min(piece.tokens, left)))
             left -= piece.tokens
-        return wanted
+        return pieces
 
     def walk(self, node: Node[E, S] | None = None) -> Iterator[Node[E, S]]:
         """Yields `node` and all nodes below it; None: all below the roots.
 
-        The tree may change meanwhile: nodes that were there from the beginning to the end are
-        yielded, those that have left it since may be, with the parent None.
+        The tree may change meanwhile. Nodes that stay in it are yielded. Nodes that have left it
+        may be yielded, with the parent None.
         """
         roots = self._roots.values() if node is None else ()
         stack = [child for root in roots for child in root.children.values()]
         stack += [] if node is None else [node]
         while stack:
-            one = stack.pop()
-            stack += one.children.values()  # before others may join it with its child
-            yield one
+            current = stack.pop()
+            stack += current.children.values()  # first, as others may join it with its child
+            yield current
 
     def add(
         self, parent: Node[E, S], tokens: tuple[int, ...], pieces: list[Piece[E]]
     ) -> Node[E, S]:
-        """Adds a leaf below `parent`, none of whose children begins with the same token."""
+        """Adds a leaf below `parent`, whose children must not begin with the same token."""
         assert tokens and tokens[0] not in parent.children, "siblings begin with the same token"
         assert sum(p.tokens for p in pieces) == len(tokens), "an edge holds exactly its own tokens"
         leaf = Node(parent.end, tokens, pieces, parent=parent)
@@ -144,20 +144,20 @@ class Tree(Generic[E, S]):
         return upper
 
     def merge_or_drop(self, node: Node[E, S]) -> None:
-        """Merges `node` with its only child, or drops it, when it is not needed."""
+        """Merges `node` with its only child, or drops it, if it is not needed."""
         if node.readers:
             return
         if node.parent is None:
             if not node.children and self._roots.get(node.scope) is node:
-                del self._roots[node.scope]  # nothing is left of an owner
+                del self._roots[node.scope]  # an owner has no entries any more
             return
         if len(node.children) == 1 and not node.restore_point:
             self._join(node)
         elif not node.children and node.state is None and self._store.stateful:
-            self.drop(node)  # nothing can be restored from here
+            self.drop(node)  # no row can be restored from it
 
     def drop(self, leaf: Node[E, S]) -> None:
-        """Drops a leaf, and its parent when that is no longer needed."""
+        """Drops a leaf, and its parent if that is no longer needed."""
         parent = leaf.parent
         assert parent is not None and not leaf.children, "only leaves are dropped"
         del parent.children[leaf.tokens[0]]
@@ -169,9 +169,9 @@ class Tree(Generic[E, S]):
         self.merge_or_drop(parent)
 
     def eviction_candidate(self) -> Node[E, S] | None:
-        """Returns the least recently used leaf without readers (LRU); None when there is none.
+        """Returns the least recently used leaf without readers (LRU); None without such a leaf.
 
-        A node with a snapshot and one child counts as a leaf: its snapshot can be freed alone.
+        A node with a snapshot and one child counts as a leaf, as its snapshot can be freed alone.
         """
         candidates = (
             node
@@ -182,7 +182,7 @@ class Tree(Generic[E, S]):
         return min(candidates, key=lambda node: (node.last_used, -node.end), default=None)
 
     def evict(self, node: Node[E, S]) -> None:
-        """Frees the last piece of a candidate, or its snapshot, or all of it."""
+        """Frees the last piece of an eviction candidate, or its snapshot, or the whole node."""
         if node.children:
             self._join(node)
         elif len(node.pieces) > 1 and not self._store.stateful:
@@ -193,12 +193,12 @@ class Tree(Generic[E, S]):
             self.drop(node)
 
     def clear(self) -> None:
-        """Frees all nodes, those with readers included."""
+        """Frees all nodes, including nodes with readers."""
         for node in list(self.walk()):
             for piece in node.pieces:
                 self._store.free(piece.held)
             self._free_state(node)
-            node.parent, node.pieces = None, []  # others may hold the node: lists of what to save
+            node.parent, node.pieces = None, []  # lists of nodes to save may still hold it
             node.children.clear()
         self._roots.clear()
 

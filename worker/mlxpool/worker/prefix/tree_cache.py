@@ -1,6 +1,6 @@
 """The mode `tree` of the prefix cache: a radix tree of all closed sequences.
 
-Used by the compute thread. Imports no MLX: only the store knows what a row is made of.
+Used by the compute thread. Imports no MLX: only the store knows the contents of a row.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ E = TypeVar("E")
 S = TypeVar("S")
 R = TypeVar("R", bound=PrefixRow)
 
-# Tokens between two restore points of a prompt, where layers need snapshots.
+# Tokens between two restore points of a prompt, if layers need snapshots.
 RESTORE_POINT_INTERVAL = 8192
 
 
 class _ActiveRow(Struct, Generic[R, E, S]):
-    """A row in use; the reference keeps its id unique."""
+    """A row in use; the reference to the row keeps its id unique."""
 
     row: R
     node: Node[E, S]  # the deepest node that the row began from or was kept at
     stops: list[int]  # the next restore points
-    goal: int  # the end of its prefill; a row that is closed before gets a restore point there
+    goal: int  # the end of its prefill; a row closed earlier gets a restore point at its end
     scope: str
 
 
@@ -45,7 +45,7 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
         self._store = store
         self._tree: Tree[E, S] = Tree(store)
         self._readers: dict[int, _ActiveRow[R, E, S]] = {}
-        self._now = 0  # a counter of uses, for LRU eviction
+        self._now = 0  # the counter of uses, for LRU eviction
 
     @property
     def nbytes(self) -> int:
@@ -89,7 +89,7 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
         return reader.stops[0] if reader is not None and reader.stops else None
 
     def keep(self, row: R, tokens: Sequence[int], *, restore_point: bool = False) -> None:
-        """See PrefixCache. Makes a restore point where `next_restore_point` said so."""
+        """See PrefixCache. Makes a restore point at the position from `next_restore_point`."""
         reader = self._readers[id(row)]
         node = self._insert(row, tuple(tokens[: row.offset]), reader.scope)
         if node is not None:
@@ -100,7 +100,7 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
         reader.stops = [stop for stop in reader.stops if stop > row.offset]
 
     def close(self, row: R, tokens: Sequence[int]) -> None:
-        """See PrefixCache. Keeps only what the tree does not have; ignores an unknown row."""
+        """See PrefixCache. Keeps only tokens that the tree lacks; ignores an unknown row."""
         reader = self._readers.pop(id(row), None)
         if reader is None:
             return
@@ -115,7 +115,7 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
             self.shrink(self.nbytes - self._budget)
 
     def shrink(self, needed: int) -> int:
-        """See PrefixCache. Does not evict what a row in use began from."""
+        """See PrefixCache. Does not evict nodes that rows in use began from."""
         before = self.nbytes
         while (
             before - self.nbytes < needed
@@ -137,13 +137,13 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
 
     @property
     def uses(self) -> int:
-        """A counter of uses: where it has not changed, neither has the tree."""
+        """A counter of uses. While it does not change, the tree does not change either."""
         return self._now
 
     def probe(
         self, prompt: Sequence[int], media: Spans = (), most: int | None = None, owner: str = ""
     ) -> tuple[int, int]:
-        """Returns how many tokens of a prompt the tree has, and how many `begin` would give it."""
+        """Returns the number of a prompt's tokens in the tree, and the number that `begin` gives."""
         tokens, scope = tuple(prompt), self._scope(owner)
         match = self._match(tokens, media, usable(prompt, most), scope)
         return match.tokens, self._restorable(match)[0]
@@ -159,13 +159,14 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
         *,
         claim: Callable[[int], bool],
     ) -> tuple[Node[E, S], int] | None:
-        """Adds what the tree lacks of `tokens`, which another memory has.
+        """Adds the `tokens` that the tree lacks, from another memory.
 
-        `piece` makes that of tokens [start, end), which has `bytes_of` them; `state` has the bytes
-        of the snapshot behind them and makes it. `claim` says whether so many bytes are free: rows
-        may have been given what they have not written yet. Returns the node at their end with one
-        reader more, until `leave`, and how many tokens were added; None where there is no space for
-        them, or the tree has not even the first `least`.
+        `piece(start, end)` makes the piece of these tokens; `bytes_of(start, end)` is its size.
+        `state` has the size of the snapshot at the end of the tokens, and a function that makes it.
+        `claim(bytes)` returns whether the memory is free: rows may own memory that they have not
+        written yet. Returns the node at the end of the tokens, with one more reader until `leave`,
+        and the number of added tokens. Returns None if they do not fit, or if the tree lacks some
+        of the first `least` tokens.
         """
         scope = self._scope(owner)
         match = self._tree.match(tokens, len(tokens), scope)
@@ -195,11 +196,11 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
             self._leave(last)
 
     def leave(self, node: Node[E, S]) -> None:
-        """Takes back the reader that `graft` gave a node."""
+        """Removes the reader that `graft` added to a node."""
         self._leave(node)
 
     def _free(self, needed: int) -> bool:
-        """Evicts the least recently used until `needed` bytes fit; returns whether they do."""
+        """Evicts least recently used entries until `needed` bytes fit; returns whether they do."""
         while (
             self._budget - self.nbytes < needed
             and (victim := self._tree.eviction_candidate()) is not None
@@ -225,7 +226,7 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
     # ---- the tree --------------------------------------------------------------------------------
 
     def _match(self, prompt: tuple[int, ...], media: Spans, most: int, scope: str) -> Match[E, S]:
-        """Returns the longest match of `most` tokens at most that ends in no group of `media`."""
+        """Returns the longest match, up to `most` tokens, that does not end inside `media`."""
         match = self._tree.match(prompt, prefix_end(media, most), scope)
         end = prefix_end(media, match.tokens)
         return match if end == match.tokens else self._tree.match(prompt, end, scope)
@@ -241,7 +242,7 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
         return row
 
     def _restorable(self, match: Match[E, S]) -> tuple[int, S | None]:
-        """Returns how many tokens of a match a row can get, and the snapshot for them."""
+        """Returns the number of a match's tokens that a row can get, and the snapshot for them."""
         if not self._store.stateful or match.last is None:
             return match.tokens, None
         best: tuple[int, S | None] = (0, None)
@@ -254,20 +255,21 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
     def _stops(self, length: int, cached: int, places: Set[int], media: Spans) -> list[int]:
         """Returns the restore points of a prompt after its cached tokens.
 
-        They are `places` (the caller's hint, and where an earlier prompt branched off) and every
-        multiple of RESTORE_POINT_INTERVAL; one inside a group of `media` is before the group.
+        They are `places` (the caller's hint, and the point where an earlier prompt branched off)
+        and every multiple of RESTORE_POINT_INTERVAL. A point inside a group of `media` moves to the
+        beginning of the group.
         """
         if not self._store.stateful:
             return []
-        every = places | {*range(RESTORE_POINT_INTERVAL, length, RESTORE_POINT_INTERVAL)}
-        ends = {prefix_end(media, place) for place in every}
+        stops = places | {*range(RESTORE_POINT_INTERVAL, length, RESTORE_POINT_INTERVAL)}
+        ends = {prefix_end(media, place) for place in stops}
         return sorted(at for at in ends if cached < at < length)
 
     def _insert(self, row: R, tokens: tuple[int, ...], scope: str) -> Node[E, S] | None:
-        """Inserts what the tree lacks of a row's `tokens`; returns the node at their end.
+        """Inserts a row's `tokens` that the tree lacks; returns the node at their end.
 
-        Keeps nothing beyond the budget and, where layers need a snapshot, nothing without one.
-        Returns None when not all tokens could be kept.
+        Keeps nothing beyond the budget and, if layers need a snapshot, nothing without a snapshot.
+        Returns None if not all tokens could be kept.
         """
         if not tokens:
             return None
@@ -288,7 +290,7 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
             self._leave(last)
 
     def _require_space(self, row: R, start: int, end: int, need_state: bool) -> int:
-        """Evicts the least recently used; returns the position up to which the row can be kept."""
+        """Evicts least recently used entries; returns the end of the row's tokens that then fit."""
         store = self._store
         state = store.state_bytes(row) if need_state else 0
 
@@ -329,7 +331,7 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
         pieces: list[Piece[E]],
         state: S | None,
     ) -> Node[E, S]:
-        """Adds the pieces of tokens from `start` on, in the edge of `last`, and a snapshot."""
+        """Adds the pieces of tokens from `start` on, inside or below `last`, and a snapshot."""
         if last.end > start and (pieces or state is not None):
             last = self._tree.split(last, start)
             last.last_used, last.restore_point = self._now, not pieces

@@ -1,8 +1,8 @@
 """The folder of the segments of one model: its owner and modes, its bound in bytes, its deletions.
 
-DIR/MODEL/DIGEST/NAME.seg, where MODEL is the quoted name. The bound is that of all segments of a
-model, also those of other weights, rules or layouts, which are the first to be deleted: nobody uses
-them any more. Workers take the lock DIR/MODEL/lock to append and to delete.
+The path of a segment is DIR/MODEL/DIGEST/NAME.seg; MODEL is the quoted name. The bound applies to
+all segments of a model, also of other weights, rules or layouts. Those are deleted first, because
+nobody uses them any more. Workers take the lock DIR/MODEL/lock to append and to delete.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from msgspec import Struct
 from mlxpool.worker.prefix_disk.segments import FILE_MODE, SUFFIX
 
 FOLDER_MODE = 0o700
-# Seconds; a process that was stopped may hold the lock for ever. A worker that has streams holds it
-# for some MAX_APPEND_REST at a record, and those who wait get it in no order.
+# The most seconds of a wait for the lock: a stopped process may hold it for ever. A worker with
+# streams holds it for some MAX_APPEND_REST per record, and waiting processes get it in any order.
 LOCK_WAIT = 10.0
-LOCK_INTERVAL = 0.01  # seconds
-DIGEST_CHARACTERS = 32  # of a digest, in the name of its folder
-UNWRITTEN = "the prefix cache cannot be written to disk"  # logged, and named by docs/operate.md
+LOCK_INTERVAL = 0.01  # seconds between two attempts to take the lock
+DIGEST_CHARACTERS = 32  # characters of a digest in the name of its folder
+UNWRITTEN = "the prefix cache cannot be written to disk"  # log text, quoted in docs/operate.md
 
 
 class UnsafeFolder(OSError):
-    """The folder is of another user, or others may write into it."""
+    """The folder belongs to another user, or its mode is open to other users."""
 
 
 class Locked(OSError):
@@ -39,7 +39,7 @@ class Locked(OSError):
 
 
 class DiskSettings(Struct, frozen=True):
-    """Where the records of a model are, and how many bytes of them."""
+    """The folder for a model's records, and the most bytes of them."""
 
     root: Path
     model: str
@@ -47,7 +47,7 @@ class DiskSettings(Struct, frozen=True):
 
 
 class SegmentFile(Struct, frozen=True):
-    """A segment on the disk; `used` is when it was written or used last (seconds, epoch)."""
+    """A segment on the disk; `used`: time of its last write or use, in seconds of the epoch."""
 
     path: Path
     size: int
@@ -55,7 +55,7 @@ class SegmentFile(Struct, frozen=True):
 
 
 class ModelFolder:
-    """The folder of a model's segments, of `budget` bytes together."""
+    """The folder of a model's segments, which together have at most `budget` bytes."""
 
     def __init__(self, root: Path, model: str, budget: int) -> None:
         self.root = root
@@ -65,7 +65,7 @@ class ModelFolder:
     def prepare(self, digest: bytes) -> Path:
         """Makes the folder of a digest, and returns it.
 
-        Raises UnsafeFolder, and OSError where it cannot be made.
+        Raises UnsafeFolder, or OSError if the folder cannot be made.
         """
         folder = self.segments_of(digest)
         for path in (self.root, self.path, folder):
@@ -75,7 +75,7 @@ class ModelFolder:
 
     @property
     def advice(self) -> str:
-        """What an operator does where the folder cannot be written."""
+        """The advice for operators if the folder cannot be written."""
         return (
             f"requests go on, and writing is tried again: make room in {self.path} and have it"
             " writable, or name another folder as prefix_dir"
@@ -87,7 +87,7 @@ class ModelFolder:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Holds the lock of the folder. Raises Locked, and OSError where it cannot be opened."""
+        """Holds the lock of the folder. Raises Locked, or OSError if it cannot be opened."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         descriptor = os.open(self.path / "lock", flags, FILE_MODE)
         try:
@@ -105,35 +105,35 @@ class ModelFolder:
             os.close(descriptor)
 
     def make_room(self, needed: int, spare: Path | None = None) -> bool:
-        """Deletes the segments that were used least recently until `needed` bytes fit.
+        """Deletes least recently used segments, but not `spare`, until `needed` bytes fit.
 
-        Never the segment `spare`. The caller holds the lock. Returns whether they fit.
+        The caller holds the lock. Returns whether the bytes fit.
         """
-        found = sorted(self.files(), key=lambda one: (one.used, one.path.name))
-        total = sum(one.size for one in found)
-        for one in found:
+        files = sorted(self.files(), key=lambda file: (file.used, file.path.name))
+        total = sum(file.size for file in files)
+        for file in files:
             if total + needed <= self.budget:
                 break
-            if one.path != spare:
-                one.path.unlink(missing_ok=True)
-                total -= one.size
+            if file.path != spare:
+                file.path.unlink(missing_ok=True)
+                total -= file.size
                 with contextlib.suppress(OSError):
-                    one.path.parent.rmdir()  # of a digest that has no segments any more
+                    file.path.parent.rmdir()  # if the digest has no segments any more
         return total + needed <= self.budget
 
     def files(self) -> list[SegmentFile]:
-        """Returns all segments of the model, of whatever digest."""
+        """Returns all segments of the model, of all digests."""
         return list(self.each())
 
     def each(self) -> Iterator[SegmentFile]:
-        """Yields all segments of the model, of whatever digest."""
+        """Yields all segments of the model, of all digests."""
         return segment_files(self.path)
 
 
 def segment_files(folder: Path) -> Iterator[SegmentFile]:
     """Yields the segments in the folder of a model.
 
-    What disappears meanwhile, and folders that this user may not read, are left out.
+    Leaves out files that disappear meanwhile, and folders that this user may not read.
     """
     for inner in _entries(folder, PermissionError):
         if not inner.is_dir(follow_symlinks=False):
@@ -147,14 +147,14 @@ def segment_files(folder: Path) -> Iterator[SegmentFile]:
 
 def models_in(root: Path) -> dict[str, Path]:
     """Returns the folders of models in a folder of segments, by the name of the model."""
-    found = [Path(entry.path) for entry in _entries(root) if entry.is_dir(follow_symlinks=False)]
-    return {unquote(path.name): path for path in sorted(found)}
+    folders = [Path(entry.path) for entry in _entries(root) if entry.is_dir(follow_symlinks=False)]
+    return {unquote(path.name): path for path in sorted(folders)}
 
 
 def check_owner(path: Path, forbidden: int) -> None:
-    """Raises UnsafeFolder unless the folder is this user's, with no bit of the mode `forbidden`.
+    """Raises UnsafeFolder unless the folder is this user's and its mode has no `forbidden` bit.
 
-    What others could write there would become the words of answers.
+    Other users who could write there could determine the text of answers.
     """
     status = os.stat(path)
     if not stat.S_ISDIR(status.st_mode):
@@ -166,8 +166,8 @@ def check_owner(path: Path, forbidden: int) -> None:
         )
     if status.st_mode & forbidden:
         raise UnsafeFolder(
-            f"{path} has the mode {status.st_mode & 0o7777:04o}, with which other users reach what"
-            f" conversations left there: chmod 700 {shlex.quote(str(path))}"
+            f"{path} has the mode {status.st_mode & 0o7777:04o}, so other users can reach the"
+            f" conversations in it: chmod 700 {shlex.quote(str(path))}"
         )
 
 

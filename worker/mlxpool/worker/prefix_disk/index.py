@@ -1,4 +1,4 @@
-"""Which records a folder has: by key, and by the key of the inputs before them."""
+"""The index of a folder's records: by key, and by the key of the inputs before them."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from mlxpool.worker.prefix_disk.state import RepeatedError, TierState
 
 log = logging.getLogger("mlxpool.worker")
 
-MIN_REFRESH_INTERVAL = 0.1  # seconds between two looks at the folder
-NEW_SECONDS = 5.0  # after its last change a segment without a header is no new one
+MIN_REFRESH_INTERVAL = 0.1  # seconds between two readings of the folder
+NEW_SECONDS = 5.0  # seconds after its last change in which a segment without a header is new
 
-# Errors that say nothing about the file: it is opened again later.
+# Errors without a cause in the file, which is opened again later.
 PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.EINTR})
 
 
 class Index:
-    """The places of all records. One thread changes it; others may ask whether a key is there.
+    """The places of all records. One thread changes it; other threads may look up keys.
 
-    Of several records with one kind and key the first counts, while its segment is there.
+    If several records have the same kind and key, the first counts, while its segment exists.
     """
 
     def __init__(self) -> None:
         self._places: dict[Kind, dict[bytes, Place]] = {kind: {} for kind in Kind}
         self._behind: dict[bytes, list[bytes]] = {}  # keys of blocks, by the key before them
-        self._held: dict[Segment, dict[tuple[Kind, bytes], bytes]] = {}  # and the key before each
+        self._held: dict[Segment, dict[tuple[Kind, bytes], bytes]] = {}  # record -> key before it
 
     def __len__(self) -> int:
         """The number of records."""
         return sum(map(len, self._places.values()))
 
     def add(self, header: RecordHeader, place: Place) -> None:
-        """Adds a record, unless there is one of its kind and key."""
+        """Adds a record, unless the index has one of its kind and key."""
         places = self._places[header.kind]
         if header.key in places:
             return
@@ -49,22 +49,22 @@ class Index:
             self._behind.setdefault(header.parent, []).append(header.key)
 
     def remove(self, segment: Segment) -> None:
-        """Removes the records of a segment that was deleted."""
+        """Removes the records of a deleted segment."""
         for (kind, key), parent in self._held.pop(segment, {}).items():
             self._drop(kind, key, parent)
 
     def discard(self, kind: Kind, key: bytes) -> None:
-        """Removes one record, which did not check."""
+        """Removes one invalid record."""
         place = self._places[kind].get(key)
         if place is not None:
             self._drop(kind, key, self._held[place.segment].pop((kind, key)))
 
     def place(self, kind: Kind, key: bytes) -> Place | None:
-        """Returns the place of a record; any thread may ask."""
+        """Returns the place of a record, or None; any thread may call it."""
         return self._places[kind].get(key)
 
     def behind(self, parent: bytes) -> Sequence[bytes]:
-        """Returns the keys of the blocks behind those of a key, the oldest first."""
+        """Returns the keys of the blocks that follow the block of a key, the oldest first."""
         return self._behind.get(parent, ())
 
     def _drop(self, kind: Kind, key: bytes, parent: bytes) -> None:
@@ -79,23 +79,23 @@ class Index:
 class FolderIndex:
     """The segments of one digest, and the index of their records.
 
-    The reading thread alone changes it, with rests of `pace`; the writing thread calls
+    Only the reading thread changes it, with rests of `pace`. The writing thread calls
     `add_written`, and any thread may call `has`.
     """
 
     def __init__(self, state: TierState, pace: Pace) -> None:
         self.records = Index()
-        self.answered = 0.0  # when a segment was scanned last, monotonic seconds
+        self.answered = 0.0  # time of the last scan of a segment, monotonic seconds
         self._state, self._pace = state, pace
-        self._segments: dict[str, Segment | None] = {}  # by file name; None: of no use
-        # Records of this worker that the index may not have yet, and their segments.
+        self._segments: dict[str, Segment | None] = {}  # by file name; None: not usable
+        # Records written by this worker that the index may lack, and the paths of their segments.
         self._written: dict[tuple[Kind, bytes], Path] = {}
         self._refreshed = 0.0
         self._folder_error = RepeatedError("the folder of the prefix cache cannot be read")
         self._segment_error = RepeatedError("a segment of the prefix cache cannot be read now")
 
     def has(self, kind: Kind, key: bytes) -> bool:
-        """Whether there is a record of a kind and key."""
+        """Returns whether the folder has a record of a kind and key."""
         return bool(self.records.place(kind, key)) or (kind, key) in self._written
 
     def add_written(self, kind: Kind, key: bytes, path: Path) -> None:
@@ -103,22 +103,22 @@ class FolderIndex:
         self._written[kind, key] = path
 
     def discard(self, kind: Kind, key: bytes, error: Exception) -> None:
-        """Removes a record that does not check or cannot be read, and counts it."""
+        """Removes a record that is invalid or cannot be read, and counts it."""
         self._state.counters.bad += 1
         self.records.discard(kind, key)
         log.warning("a record of the prefix cache is bad", extra={"why": str(error)})
 
     def refresh(self, now: float) -> None:
-        """Finds the segments and records that were added, and forgets those that were deleted.
+        """Finds added segments and records, and removes deleted ones.
 
-        Where the folder cannot be read, what is known stays, until the next time. `now`: monotonic
-        seconds; a look that follows another one too soon is left out.
+        Does nothing within MIN_REFRESH_INTERVAL of the last call. Changes nothing if the folder
+        cannot be read. `now`: monotonic seconds.
         """
         if now - self._refreshed < MIN_REFRESH_INTERVAL and self._segments:
             return
         self._refreshed = now
         self._pace.begin()
-        written = list(self._written.items())  # before the look, which takes a while
+        written = list(self._written.items())  # taken first, as the reading takes a while
         try:
             files = list(self._pace.between(self._state.folder.each()))
         except OSError as error:
@@ -126,7 +126,7 @@ class FolderIndex:
             return
         self._folder_error.clear()
         own = self._state.folder.segments_of(self._state.digest)
-        there = {one.path.name: one.path for one in files if one.path.parent == own}
+        there = {file.path.name: file.path for file in files if file.path.parent == own}
         for name in self._segments.keys() - there.keys():
             segment = self._segments.pop(name)
             if segment is not None:
@@ -141,7 +141,7 @@ class FolderIndex:
         for (kind, key), path in written:
             if self.records.place(kind, key) or path.name not in there:
                 self._written.pop((kind, key), None)
-        self._state.counters.bytes = sum(one.size for one in files)
+        self._state.counters.bytes = sum(file.size for file in files)
 
     def close(self) -> None:
         """Closes the segments, after the end of the reading thread."""
@@ -157,7 +157,7 @@ class FolderIndex:
         except (BadRecord, OSError) as error:
             if isinstance(error, OSError) and error.errno in PASSING:
                 self._segment_error.note(error)
-            elif not _is_new(path):  # else its writer may be writing its header
+            elif not _is_new(path):  # a new one's writer may still write its header
                 self._segments[path.name] = None
                 self._state.counters.bad += 1
                 log.warning("a segment of the prefix cache is bad", extra={"why": str(error)})
@@ -168,13 +168,13 @@ class FolderIndex:
             for header, place in self._pace.between(segment.scan()):
                 self.records.add(header, place)
             self.answered = monotonic()
-        except OSError as error:  # the next look tries it again
+        except OSError as error:  # the next refresh tries it again
             self._segment_error.note(error)
         self._state.counters.bad += segment.broken and not was_broken
 
 
 def _is_new(path: Path) -> bool:
-    """Whether a file was written in the last seconds."""
+    """Returns whether a file was written within the last NEW_SECONDS."""
     try:
         return time.time() - path.stat().st_mtime < NEW_SECONDS
     except OSError:

@@ -1,8 +1,8 @@
 """Spreads the work of the tier's threads over time, while sequences run.
 
-A step of a model on a CPU computes on all cores, and lasts as long as the core that is late: work
-of 0.2 ms on one of them makes it 0.8 ms longer. So the threads work in pieces of some hundredths of
-a millisecond and rest between them: each step loses a little, instead of some of them a lot.
+A step of a model on a CPU computes on all cores and ends with the slowest core: 0.2 ms of other
+work on one core makes it 0.8 ms longer. So the threads work in pieces of some hundredths of a
+millisecond and rest between them. Then each step loses a little time, instead of some steps much.
 """
 
 from __future__ import annotations
@@ -14,42 +14,42 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-REST = 39.0  # times the processor time of its work, that a thread rests while sequences run
+REST = 39.0  # seconds of rest per second of processor time, while sequences run
 PIECE = 256 * 1024  # bytes that are copied, checked or written at a time
-MIN_REST = 0.004  # seconds; a shorter rest is added to the next one
+MIN_REST = 0.004  # seconds of the shortest rest; a shorter one is added to the next
 # The same while sequences run on the cores of this machine.
 SMALL_PIECE = 32 * 1024
 SMALL_MIN_REST = 0.001
-POLL = 0.02  # seconds between two looks at whether the thread may go on
+POLL = 0.02  # seconds between two checks whether the thread may go on
 
 
 class Pace:
-    """The rests of one thread, which alone uses it.
+    """The rests of one thread; used only by that thread.
 
-    `hurries`: whether there is no reason to rest; it is asked again in the middle of a rest.
+    `hurries`: returns whether rests are not needed; also called during a rest.
     `on_cores`: whether steps compute on the cores that the thread uses, as they do without a GPU.
     """
 
     def __init__(self, hurries: Callable[[], bool], *, on_cores: bool = True) -> None:
         self._hurries, self._on_cores = hurries, on_cores
         self._min_rest = SMALL_MIN_REST if on_cores else MIN_REST
-        self._owed = 0.0  # seconds of rest
-        self._counted = 0.0  # processor time of the thread up to which `_owed` counts, seconds
+        self._owed = 0.0  # seconds of rest that are due
+        self._counted = 0.0  # seconds of the thread's processor time that `_owed` includes
 
     @property
     def piece(self) -> int:
-        """How many bytes to copy, check or write until the next `rest`, at most."""
+        """The most bytes to copy, check or write before the next `rest`."""
         return SMALL_PIECE if self._on_cores and not self._hurries() else PIECE
 
     def begin(self) -> None:
-        """Work begins: what the thread did before is not counted."""
+        """Begin to count work; earlier work of the thread does not count."""
         self._owed, self._counted = 0.0, time.thread_time()
 
     def rest(self, most: float = math.inf) -> float:
-        """Rests for the work since the last call, at most `most` seconds; the next call does more.
+        """Rests for the work since the last call, at most `most` seconds; keeps the remainder due.
 
-        Processor time counts, not time: a thread that waits for the disk disturbs nobody. Returns
-        the seconds for which it need not rest again, 0 for a rest that was too short to be taken.
+        Only processor time counts, because a thread that waits for the disk disturbs nobody.
+        Returns the seconds that are no longer due; 0 if the rest is too short and stays due.
         """
         now = time.thread_time()
         self._owed += REST * (now - self._counted)

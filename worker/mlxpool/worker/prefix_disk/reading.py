@@ -1,6 +1,6 @@
-"""What sequences read from the disk: chosen from the index, then record by record.
+"""Reads records for sequences from the disk: chooses them in the index, then reads one by one.
 
-The compute thread begins and ends a Reading, the reading thread fills it.
+The compute thread begins and ends a Reading; the reading thread fills it.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from mlxpool.worker.prefix_disk.state import TierState
 
 log = logging.getLogger("mlxpool.worker")
 
-REFRESH_INTERVAL = 1.0  # seconds between two looks at what other workers wrote and deleted
-MAX_CANDIDATES = 8  # records behind one block whose inputs are compared, the newest ones
-MIN_GAIN = 64  # tokens more than the memory has; fewer are computed
+REFRESH_INTERVAL = 1.0  # seconds between two searches for other workers' writes and deletions
+MAX_CANDIDATES = 8  # the newest records after a block whose inputs are compared
+MIN_GAIN = 64  # the fewest tokens to gain over the memory; fewer are computed instead
 
-Unreadable = Callable[[Kind, bytes, Exception], None]  # of a record, by kind and key
+Unreadable = Callable[[Kind, bytes, Exception], None]  # takes kind and key of a record
 
 
 class Wanted(Struct, frozen=True):
-    """What a sequence can use: of its inputs `ids` at most the first `most`.
+    """The inputs that a sequence can use: at most the first `most` of `ids`.
 
-    The memory has the first `matched`, and can begin a row with `restorable` of them. `stateful`: a
-    row can only begin where there is a snapshot.
+    The memory has the first `matched` inputs, and can begin a row with `restorable` of them.
+    `stateful`: a row can begin only at a position with a snapshot.
     """
 
     root: bytes  # the key of no inputs, see keys.root_key
@@ -52,7 +52,7 @@ class Wanted(Struct, frozen=True):
 
 
 class Choice(Struct, frozen=True):
-    """One record to read: inputs [start, end), or the snapshot behind `end` inputs."""
+    """A record to read: of the inputs [start, end), or the snapshot after `end` inputs."""
 
     kind: Kind
     key: bytes
@@ -62,7 +62,7 @@ class Choice(Struct, frozen=True):
 
 
 class ReadRecord(Struct, frozen=True):
-    """A record that was read and checked. Of its inputs those up to `end` are wanted."""
+    """A record that was read and checked. Its inputs up to `end` are wanted."""
 
     header: RecordHeader
     arrays: Bytes
@@ -70,7 +70,7 @@ class ReadRecord(Struct, frozen=True):
 
 
 def choose(wanted: Wanted, index: Index, unreadable: Unreadable) -> list[Choice]:
-    """Returns the records to read, in order; none if they would not save MIN_GAIN tokens.
+    """Returns the records to read, in order; empty if they would save less than MIN_GAIN tokens.
 
     Calls `unreadable` for each record whose header cannot be read, and leaves it out.
     """
@@ -103,9 +103,10 @@ def _parts(
     *,
     with_state: bool = False,
 ) -> Iterator[tuple[Choice, bool]]:
-    """Yields the records behind `before` that begin as `ids` do, and whether all of each is used.
+    """Yields the records after the key `before` that begin with the same inputs as `ids`.
 
-    `at`: the number of their first input. `with_state`: only those that have a snapshot at the end.
+    With each, yields whether all of its inputs are used. `at`: the number of its first input.
+    `with_state`: only records with a snapshot at their end.
     """
     keys = [key for key in index.behind(before) if not with_state or index.place(Kind.STATE, key)]
     for key in keys[-MAX_CANDIDATES:]:
@@ -130,9 +131,9 @@ def _with_state(
     keys: Sequence[bytes],
     blocks: Sequence[Choice],
 ) -> list[Choice]:
-    """Returns the records for the last position that has a snapshot; none if there is none.
+    """Returns the records for the last position with a snapshot; empty without a snapshot.
 
-    `blocks` are those of `keys` that the memory lacks.
+    `blocks` are the blocks of `keys` that the memory lacks.
     """
     ids = wanted.ids[: wanted.most]
     for count in range(len(keys), -1, -1):
@@ -148,15 +149,15 @@ def _with_state(
             before, at = last.key, last.end
         state = index.place(Kind.STATE, before)
         if state is not None:
-            found = [*needed, Choice(Kind.STATE, before, state, at, at)]
-            return found if at - wanted.restorable >= MIN_GAIN else []
+            choices = [*needed, Choice(Kind.STATE, before, state, at, at)]
+            return choices if at - wanted.restorable >= MIN_GAIN else []
     return []
 
 
 def require_chosen(header: RecordHeader, choice: Choice, ids: Sequence[int]) -> None:
-    """Raises BadRecord unless a record that was read is the chosen one, of the inputs `ids`.
+    """Raises BadRecord unless a read record is the chosen record of the inputs `ids`.
 
-    Its key is the hash of its own inputs and of the key before it, so all before it is compared.
+    Its key is the hash of its own inputs and of the previous key, so it covers all earlier inputs.
     """
     own = ids[header.start : choice.end]
     at_place = (
@@ -166,37 +167,37 @@ def require_chosen(header: RecordHeader, choice: Choice, ids: Sequence[int]) -> 
     if header.kind is not choice.kind or not header.key == key == choice.key:
         raise BadRecord("a record is not where the index has it")
     if not at_place or same_ids(header, own) < len(own):
-        raise BadRecord("a record has other inputs than its key says")
+        raise BadRecord("a record has other inputs than its key")
 
 
 class Room:
-    """Bytes of records that wait to be taken, of all readings together: at most `limit`, or one."""
+    """The bytes of waiting records of all readings together: at most `limit`, or one record."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.used = 0
-        self.changed = threading.Condition()  # guards all of it, and the readings
+        self.changed = threading.Condition()  # guards this object and the readings
 
     def has(self, size: int) -> bool:
-        """Whether a record of so many bytes may be added."""
+        """Returns whether a record of `size` bytes may be added."""
         return not self.used or self.used + size <= self.limit
 
 
 class Reading(Struct, eq=False):
-    """The records that the disk has for one sequence, as far as they were read.
+    """The records for one sequence that were read from the disk so far.
 
-    The reading thread calls `put` and `finish`, the compute thread all else. `room` is that of all
-    readings.
+    The reading thread calls `put` and `finish`, the compute thread calls all else. All readings
+    share `room`.
     """
 
     wanted: Wanted
     room: Room
     _records: deque[ReadRecord] = field(default_factory=deque)
     _finished: bool = False
-    _ended: bool = False  # by the compute thread
+    _ended: bool = False  # set by the compute thread
 
     def put(self, record: ReadRecord) -> bool:
-        """Adds a record when there is room; returns False once nobody wants it."""
+        """Waits for room and adds a record; returns False if the reading has ended."""
         size = record.arrays.nbytes
         with self.room.changed:
             self.room.changed.wait_for(lambda: self._ended or self.room.has(size))
@@ -207,18 +208,18 @@ class Reading(Struct, eq=False):
             return True
 
     def finish(self) -> None:
-        """No record will follow."""
+        """Marks the end of the records."""
         with self.room.changed:
             self._finished = True
 
     @property
     def finished(self) -> bool:
-        """Whether all records were taken, and none will follow."""
+        """Whether all records were taken and no record will follow."""
         with self.room.changed:
             return self._finished and not self._records
 
     def take(self) -> ReadRecord | None:
-        """Returns the next record; None if none waits."""
+        """Returns the next record; None if no record waits."""
         with self.room.changed:
             if not self._records:
                 return None
@@ -228,7 +229,7 @@ class Reading(Struct, eq=False):
             return record
 
     def end(self) -> None:
-        """Nothing more is wanted."""
+        """Ends the reading and drops its records: nobody wants them any more."""
         with self.room.changed:
             self._ended = True
             self.room.used -= sum(record.arrays.nbytes for record in self._records)
@@ -237,48 +238,48 @@ class Reading(Struct, eq=False):
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more is wanted."""
+        """Whether `end` was called."""
         return self._ended
 
 
 class RecordReader:
-    """The thread that reads records for sequences, and looks at the folder."""
+    """The thread that reads records for sequences and refreshes the index of the folder."""
 
     def __init__(self, state: TierState) -> None:
         self.index = FolderIndex(state, state.pace(self._hurries))
-        self.looked = False  # whether the index has what was there at the start
+        self.looked = False  # whether the index has the records that existed at the start
         self.room = Room(state.room)
         self.thread = threading.Thread(target=self._run, name="prefix-reader", daemon=True)
         self._state = state
         self._asked: queue.SimpleQueue[Reading | None] = queue.SimpleQueue()
         self._reads = False  # whether it reads for a sequence
         self._awaits_room = False  # whether it waits for the compute thread
-        self._answered = 0.0  # when a record was read or taken last, monotonic seconds
+        self._answered = 0.0  # time when a record was read or taken last, monotonic seconds
 
     # ---- the compute thread ----------------------------------------------------------------------
 
     def begin(self, wanted: Wanted) -> Reading:
-        """Begins to read what the disk has for a sequence."""
+        """Begins to read the records for a sequence."""
         reading = Reading(wanted, self.room)
         self._asked.put(reading)
         return reading
 
     @property
     def last_progress(self) -> float:
-        """When the disk answered last, monotonic seconds: now, while it is not the one to answer.
+        """The time of the disk's last answer, monotonic seconds; now, if the thread waits for room.
 
-        What other sequences read counts as well.
+        Answers for other sequences count as well.
         """
         return monotonic() if self._awaits_room else max(self._answered, self.index.answered)
 
     def end(self) -> None:
-        """The thread ends after what it does now; the state is `ending`."""
+        """Makes the thread end after its current work; the state is `ending` already."""
         self._asked.put(None)
 
     # ---- the thread ------------------------------------------------------------------------------
 
     def _hurries(self) -> bool:
-        """Whether a look at the folder has no rests: nothing runs, or a sequence waits for it."""
+        """Returns whether a refresh skips rests: nothing runs, or a sequence waits for it."""
         return self._state.hurries() or self._reads or not self._asked.empty()
 
     def _run(self) -> None:
@@ -295,7 +296,7 @@ class RecordReader:
                     self._read(reading)
         except Exception:
             log.exception("the disk tier of the prefix cache stops reading")
-            # Nothing is there, so nobody begins a reading.
+            # An empty index, so that nobody begins a reading.
             self.index.records, self.looked = Index(), True
             self._finish_all()
 
@@ -322,7 +323,7 @@ class RecordReader:
     def _read_chosen(self, reading: Reading, wanted: Wanted) -> Wanted | None:
         """Reads the best records for a sequence.
 
-        Returns what is still wanted after one that did not check, where others may do; else None.
+        After an invalid record, returns what is still wanted if other records may help; else None.
         """
         for choice in choose(wanted, self.index.records, self.index.discard):
             try:

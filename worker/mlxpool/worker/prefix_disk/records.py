@@ -1,14 +1,14 @@
 """The bytes of a segment: a header, then records, each with a key and two checksums. Pure.
 
-A record has named arrays with dtype and shape: what some layers keep of up to BLOCK_TOKENS inputs,
-or the states of layers behind them. Its header has the inputs themselves, which a reader compares,
-and a checksum of its own, so that a segment can be scanned without its contents. A checksum begins
-with the segment's digest: a record is valid in segments of the same model, rules and layout only.
-Anything that does not check is a BadRecord; the reader takes it for a miss.
+A record has named arrays with dtype and shape: the contents of layers for up to BLOCK_TOKENS
+inputs, or the states of layers after these inputs. Its header has the inputs themselves, which a
+reader compares, and its own checksum, so that a segment can be scanned without its contents. A
+checksum begins with the segment's digest, so a record is valid only in segments of the same model,
+rules and layout. Anything else is a BadRecord, which the reader counts as a miss.
 
-A key is the hash of the key before it and of the inputs of its block. So it stands for all inputs
-from the first one on, and for the scope that they belong to. The hash is a cryptographic one:
-whoever may send prompts cannot make two that have one key.
+A key is the hash of the previous key and of the inputs of its block. So it identifies all inputs
+from the first one on, and their scope. The hash is cryptographic: a client cannot make two prompts
+with the same key.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ import xxhash
 from mlxpool.worker.prefix_disk.pacing import PIECE
 
 KEY_BYTES = 32
-BLOCK_TOKENS = 256  # inputs of a whole block; it begins at a multiple of it
-ID_BYTES = 8  # of an input: a token id, or the slot of an image, see media/spans.py
-FORMAT = 1  # raised with every change of what follows
+BLOCK_TOKENS = 256  # inputs of a whole block, which begins at a multiple of this number
+ID_BYTES = 8  # bytes of an input: a token id, or the slot of an image, see media/spans.py
+FORMAT = 1  # version of the format; raised with every change of the definitions below
 SEGMENT_MAGIC = b"MLXPOOLP"
 RECORD_MAGIC = b"kvr1"
-ALIGNMENT = 64  # bytes; of records, and of arrays inside them
-MAX_SEGMENT_HEADER = 64 * 1024  # bytes
-MAX_HEADER = 1024 * 1024  # bytes of a record's header; thousands of arrays fit
-MAX_PAYLOAD = 2**34  # bytes of a record's arrays
+ALIGNMENT = 64  # alignment of records and of their arrays, in bytes
+MAX_SEGMENT_HEADER = 64 * 1024  # the most bytes of a segment's header
+MAX_HEADER = 1024 * 1024  # the most bytes of a record's header; thousands of arrays fit
+MAX_PAYLOAD = 2**34  # the most bytes of a record's arrays
 MAX_DIMENSIONS = 8
 
-# Sizes of the items of dtypes, by MLX's names; others are not stored.
+# Bytes of an item of each dtype, by MLX's names; other dtypes are not stored.
 ITEM_BYTES: Mapping[str, int] = {
     "bool": 1,
     "int8": 1,
@@ -66,18 +66,18 @@ _SHAPE, _PLACE = Struct("<I"), Struct("<QQ")
 
 
 class BadRecord(ValueError):
-    """Bytes that are no valid record of this segment."""
+    """Bytes that are not a valid record of this segment."""
 
 
 class Kind(IntEnum):
-    """What the arrays of a record are."""
+    """The kind of a record's arrays."""
 
-    TOKENS = 0  # of each input
-    STATE = 1  # snapshots behind the last input
+    TOKENS = 0  # contents for each input
+    STATE = 1  # snapshots after the last input
 
 
 class ArrayPlace(msgspec.Struct, frozen=True):
-    """An array of a record: `nbytes` bytes in C order at `offset` of its arrays."""
+    """An array of a record: `nbytes` bytes in C order, at `offset` in the record's arrays."""
 
     name: str
     dtype: str  # in ITEM_BYTES
@@ -87,7 +87,9 @@ class ArrayPlace(msgspec.Struct, frozen=True):
 
 
 class RecordHeader(msgspec.Struct, frozen=True):
-    """`ids` are the packed inputs from number `start` on, behind those of the key `parent`."""
+    """The header of a record. `ids`: the packed inputs from number `start` on, which follow the
+    inputs of the key `parent`.
+    """
 
     kind: Kind
     start: int
@@ -111,12 +113,12 @@ class RecordHeader(msgspec.Struct, frozen=True):
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of header and arrays, without what aligns the next record."""
+        """The bytes of header and arrays, without the padding before the next record."""
         return self.size + self.payload
 
 
 def packed(ids: Sequence[int]) -> bytes:
-    """Returns inputs as little-endian 64-bit numbers."""
+    """Packs inputs as little-endian 64-bit numbers."""
     numbers = array("Q", ids)
     if sys.byteorder == "big":
         numbers.byteswap()
@@ -124,7 +126,7 @@ def packed(ids: Sequence[int]) -> bytes:
 
 
 def unpacked(data: bytes) -> tuple[int, ...]:
-    """Undoes `packed`."""
+    """Returns the inputs that `packed` has packed."""
     numbers = array("Q", data)
     if sys.byteorder == "big":
         numbers.byteswap()
@@ -132,12 +134,12 @@ def unpacked(data: bytes) -> tuple[int, ...]:
 
 
 def root_key(scope: str) -> bytes:
-    """Returns the key of no inputs, for sequences of a scope."""
+    """Returns the first key of a scope's sequences, which stands for no inputs."""
     return hashlib.blake2b(b"root:" + scope.encode(), digest_size=KEY_BYTES).digest()
 
 
 def block_key(parent: bytes, ids: bytes) -> bytes:
-    """Returns the key of the packed inputs `ids` behind those of `parent`."""
+    """Returns the key of the packed inputs `ids` that follow the inputs of `parent`."""
     return hashlib.blake2b(parent + ids, digest_size=KEY_BYTES, person=b"block").digest()
 
 
@@ -171,7 +173,7 @@ def places_of(arrays: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[Array
 
 
 def payload_bytes(places: Sequence[ArrayPlace]) -> int:
-    """Returns the bytes of all arrays, with what aligns each."""
+    """Returns the bytes of all arrays, with the padding after each."""
     return aligned(places[-1].offset + places[-1].nbytes) if places else 0
 
 
@@ -184,7 +186,7 @@ def encode_header(
     places: Sequence[ArrayPlace],
     checksum: bytes,
 ) -> bytes:
-    """Returns the header of a record with these arrays, whose checksum is that of `checksum_of`."""
+    """Returns the header of a record with these arrays; `checksum`: from `checksum_of`."""
     table = b"".join(map(_encoded_place, places))
     size = aligned(_RECORD.size + len(ids) + len(table) + _CHECKSUM)
     fixed = _RECORD.pack(
@@ -205,7 +207,7 @@ def encode_header(
 
 
 def checksum_of(digest: bytes, pieces: Iterable[bytes | memoryview]) -> bytes:
-    """Returns the checksum of the arrays of a record, whose bytes are those of all pieces."""
+    """Returns the checksum of a record's arrays; the pieces together are their bytes."""
     state = xxhash.xxh3_128(digest)
     for piece in pieces:
         state.update(piece)
@@ -213,9 +215,9 @@ def checksum_of(digest: bytes, pieces: Iterable[bytes | memoryview]) -> bytes:
 
 
 def pieces_of(whole: memoryview, size: Callable[[], int] = lambda: PIECE) -> Iterator[memoryview]:
-    """Yields the bytes of a buffer in pieces; other threads have Python's lock between them.
+    """Yields the bytes of a buffer in pieces; other threads can take the GIL between them.
 
-    `size` says how many bytes the next piece has at most.
+    `size` returns the most bytes of the next piece.
     """
     at = 0
     while at < len(whole):
@@ -232,35 +234,35 @@ def header_size(head: bytes) -> int:
     if magic != RECORD_MAGIC:
         raise BadRecord(f"a record begins with {magic!r}, must begin with {RECORD_MAGIC!r}")
     if not _RECORD.size + _CHECKSUM <= size <= MAX_HEADER or size % ALIGNMENT:
-        raise BadRecord(f"a header says that it has {size} bytes, at most {MAX_HEADER} are allowed")
+        raise BadRecord(f"a header claims {size} bytes, at most {MAX_HEADER} are allowed")
     if payload > MAX_PAYLOAD or tokens > BLOCK_TOKENS:
-        raise BadRecord(f"a header says {tokens} inputs and {payload} bytes")
+        raise BadRecord(f"a header claims {tokens} inputs and {payload} bytes")
     return int(size)
 
 
-HEAD_BYTES = _RECORD.size  # that `header_size` needs
+HEAD_BYTES = _RECORD.size  # bytes that `header_size` needs
 
 
 def decode_header(digest: bytes, data: bytes) -> RecordHeader:
-    """Returns the header that is all of `data`. Raises BadRecord."""
+    """Decodes the header of a record; `data` has exactly its bytes. Raises BadRecord."""
     size = header_size(data)
     if len(data) != size:
-        raise BadRecord(f"a header has {len(data)} bytes and says that it has {size}")
+        raise BadRecord(f"a header has {len(data)} bytes and claims {size}")
     body, checksum = data[:-_CHECKSUM], data[-_CHECKSUM:]
     if xxhash.xxh3_128_digest(digest + body) != checksum:
         raise BadRecord("the checksum of a header is wrong")
-    _, kind, _, count, tokens, _, payload, start, parent, key, found = _RECORD.unpack_from(data)
+    _, kind, _, count, tokens, _, payload, start, parent, key, check = _RECORD.unpack_from(data)
     ids_end = _RECORD.size + tokens * ID_BYTES
     ids = data[_RECORD.size : ids_end]
     try:
         places = _decoded_places(body, ids_end, count, payload)
-        return RecordHeader(Kind(kind), start, parent, key, ids, places, payload, found, size)
+        return RecordHeader(Kind(kind), start, parent, key, ids, places, payload, check, size)
     except (StructError, ValueError, IndexError) as error:
         raise BadRecord(f"the table of arrays is wrong: {error}") from None
 
 
 def check_payload(digest: bytes, header: RecordHeader, payload: bytes | memoryview) -> None:
-    """Raises BadRecord unless the bytes are the arrays of the record."""
+    """Raises BadRecord unless `payload` has the size and the checksum in the header."""
     if len(payload) != header.payload:
         raise BadRecord(f"the arrays have {len(payload)} bytes, must have {header.payload}")
     if checksum_of(digest, pieces_of(memoryview(payload))) != header.checksum:
@@ -296,7 +298,7 @@ def _decoded_places(data: bytes, at: int, count: int, payload: int) -> tuple[Arr
 
 
 def encode_segment_header(digest: bytes, about: Mapping[str, Any]) -> bytes:
-    """Returns the header of a segment; `about` says in words what the digest covers."""
+    """Returns the header of a segment; `about`: a description of the digest in words."""
     text = json.dumps({**about, "digest": digest.hex()}, sort_keys=True).encode()
     size = aligned(_SEGMENT.size + len(text) + _CHECKSUM)
     body = (_SEGMENT.pack(SEGMENT_MAGIC, FORMAT, len(text)) + text).ljust(size - _CHECKSUM, b"\0")
@@ -313,12 +315,15 @@ def segment_header_size(head: bytes) -> int:
     if form != FORMAT:
         raise BadRecord(f"a segment has the format {form}, this version reads {FORMAT}")
     if text > MAX_SEGMENT_HEADER:
-        raise BadRecord(f"the description of a segment says that it has {text} bytes")
+        raise BadRecord(f"the description of a segment claims {text} bytes")
     return aligned(_SEGMENT.size + text + _CHECKSUM)
 
 
 def decode_segment_header(data: bytes) -> dict[str, Any]:
-    """Returns what the header that is all of `data` says. Raises BadRecord."""
+    """Decodes the description in a segment's header; `data` has exactly the header's bytes.
+
+    Raises BadRecord.
+    """
     size = segment_header_size(data)
     body, checksum = data[: size - _CHECKSUM], data[size - _CHECKSUM :]
     if len(data) != size or xxhash.xxh3_128_digest(body) != checksum:

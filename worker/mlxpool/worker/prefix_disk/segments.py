@@ -1,8 +1,8 @@
-"""Segment files: one process writes a segment, every process of the user reads it, none changes it.
+"""Segment files: one process appends to a segment, and every process of the user may read it.
 
-They are read with `pread` into memory of the process: a mapped file that shrinks, or whose disk
-fails, ends a process with SIGBUS. Nothing is synced to the disk: after a crash of the machine the
-tail of a segment may be missing or be zeros, and its records do not check.
+They are read with `pread` into memory of the process, because a mapped file that shrinks, or whose
+disk fails, ends a process with SIGBUS. Nothing is synced to the disk: after a crash of the machine
+the tail of a segment may be missing or zeros, and its records are then invalid.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from mlxpool.worker.prefix_disk.records import BadRecord, RecordHeader, aligned,
 
 SUFFIX = ".seg"
 FILE_MODE = 0o600
-MAX_PARTS = 512  # buffers of one system call; Linux takes 1,024
+MAX_PARTS = 512  # the most buffers of one system call; Linux takes 1,024
 USE_INTERVAL = 60.0  # seconds between two notes of a segment's use
-FIRST_READ = 16 * 1024  # bytes that are read of a header of unknown size
-# Seconds of rests while a record is appended, during which other processes wait for the folder.
+FIRST_READ = 16 * 1024  # bytes of the first read of a header of unknown size
+# The most seconds of rests during the append of a record: other processes wait for the folder.
 MAX_APPEND_REST = 0.25
 
 Bytes = npt.NDArray[np.uint8]
 
 
 class Place(Struct, frozen=True):
-    """Where a record is: at `offset` of a segment, with headers and arrays of so many bytes."""
+    """The place of a record: `offset` in a segment, and the bytes of its header and arrays."""
 
     segment: Segment
     offset: int
@@ -44,12 +44,12 @@ class Place(Struct, frozen=True):
 
 
 class Segment:
-    """A segment that is read. `path` names it; it stays readable while it is open."""
+    """An open segment for reading. It stays readable even if the file `path` is deleted."""
 
     def __init__(self, path: Path, digest: bytes | None = None) -> None:
-        """Opens a segment of this digest, or of any.
+        """Opens a segment of this digest; None: of any digest.
 
-        Raises BadRecord for a file that is none, or of another digest or owner, and OSError.
+        Raises BadRecord if the file is not a segment, or has another digest or owner; OSError.
         """
         self.path = path
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -57,7 +57,7 @@ class Segment:
         try:
             status = os.fstat(self._descriptor)
             if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
-                raise BadRecord(f"{path} is no regular file of this user")
+                raise BadRecord(f"{path} is not a regular file of this user")
             self.about, self.scanned = read_description(self._descriptor)
             self._digest = records.digest_of(self.about)
             if digest is not None and self._digest != digest:
@@ -65,14 +65,14 @@ class Segment:
         except BaseException:
             os.close(self._descriptor)
             raise
-        self.broken = False  # whether the bytes after those that were scanned are no record
-        self._used = 0.0  # when its use was noted last
+        self.broken = False  # whether the bytes after the scanned ones are not a valid record
+        self._used = 0.0  # time of the last note of its use
 
     def scan(self) -> Iterator[tuple[RecordHeader, Place]]:
         """Yields the records that were appended since the last call. Raises OSError.
 
-        A record that is not complete is looked at again by the next call. One whose header does not
-        check ends the segment: nobody knows where the next one begins.
+        The next call tries an incomplete record again. A record with an invalid header ends the
+        segment, because the beginning of the next record is not known.
         """
         size = os.fstat(self._descriptor).st_size
         while not self.broken and (offset := self.scanned) + records.HEAD_BYTES <= size:
@@ -82,12 +82,12 @@ class Segment:
                 self.broken = True
                 return
             if header is None or offset + aligned(header.record_bytes) > size:
-                return  # it is being written, or its writer was ended
+                return  # it is being written, or its writer has ended
             self.scanned = offset + aligned(header.record_bytes)
             yield header, Place(self, offset, header.size, header.payload)
 
     def _header_at(self, offset: int, size: int) -> RecordHeader | None:
-        """Returns the header at an offset; None if it does not end in the `size` bytes of the file.
+        """Returns the header at an offset; None if it ends after the file, which has `size` bytes.
 
         Raises BadRecord and OSError.
         """
@@ -102,7 +102,7 @@ class Segment:
     def read(self, place: Place) -> tuple[RecordHeader, Bytes]:
         """Returns a record: its header, and its arrays as bytes.
 
-        Raises BadRecord for one that does not check, and OSError.
+        Raises BadRecord if the record is invalid, and OSError.
         """
         buffer = np.empty(place.header + place.payload, dtype=np.uint8)
         view, done = buffer.data, 0
@@ -122,9 +122,9 @@ class Segment:
         )
 
     def note_use(self, now: float) -> None:
-        """Notes that it was used, for the order in which segments are deleted.
+        """Notes a use of the segment, for the order of deletions.
 
-        `now`: monotonic seconds. A folder that cannot be written keeps the old order.
+        `now`: monotonic seconds. Ignores errors: the old order then stays.
         """
         if now - self._used < USE_INTERVAL:
             return
@@ -142,7 +142,7 @@ class Segment:
 
 
 class SegmentWriter:
-    """A new segment, to which this process alone appends."""
+    """A new segment. Only this process appends to it."""
 
     def __init__(self, folder: Path, digest: bytes, about: Mapping[str, Any]) -> None:
         """Creates the file. Raises OSError."""
@@ -161,13 +161,13 @@ class SegmentWriter:
 
     @property
     def linked(self) -> bool:
-        """Whether the file still has a name: another worker may have deleted it."""
+        """Whether the file still exists in its folder: another worker may have deleted it."""
         return os.fstat(self._descriptor).st_nlink > 0
 
     def append(self, header: bytes, payload: memoryview, pace: Pace | None = None) -> None:
-        """Appends a record. Raises OSError; then the segment is as it was before.
+        """Appends a record. After an OSError the segment is as before.
 
-        With `pace` it is written in pieces, between which the thread rests.
+        With `pace` it is written in pieces, with rests between them.
         """
         self._append([header, payload], pace)
 
@@ -176,7 +176,7 @@ class SegmentWriter:
         padding = aligned(whole) - whole
         views = [memoryview(part) for part in (*parts, bytes(padding)) if len(part)]
         at = self.size
-        most = 0.0  # seconds of rests that the bytes so far allow
+        most = 0.0  # seconds of rests that the written bytes allow
         try:
             while views:
                 some = views[:MAX_PARTS] if pace is None else _first(views, pace.piece)
@@ -199,18 +199,18 @@ class SegmentWriter:
 
 
 def _first(views: list[memoryview], most: int) -> list[memoryview]:
-    """Returns the first `most` bytes of buffers, of MAX_PARTS of them."""
-    found = []
+    """Returns the first `most` bytes of the buffers, from at most MAX_PARTS of them."""
+    first = []
     for view in views[:MAX_PARTS]:
-        found.append(view[:most])
-        most -= len(found[-1])
+        first.append(view[:most])
+        most -= len(first[-1])
         if not most:
             break
-    return found
+    return first
 
 
 def _without(views: list[memoryview], count: int) -> list[memoryview]:
-    """Returns what is left of buffers after their first `count` bytes."""
+    """Returns the buffers without their first `count` bytes."""
     while views and count >= len(views[0]):
         count -= len(views[0])
         views = views[1:]
@@ -218,7 +218,10 @@ def _without(views: list[memoryview], count: int) -> list[memoryview]:
 
 
 def read_description(descriptor: int) -> tuple[dict[str, Any], int]:
-    """Returns what the header of an open segment says, and its size. Raises BadRecord, OSError."""
+    """Returns the description in the header of an open segment, and the header's size.
+
+    Raises BadRecord, OSError.
+    """
     head = os.pread(descriptor, FIRST_READ, 0)
     size = records.segment_header_size(head)
     if size > len(head):
@@ -226,11 +229,11 @@ def read_description(descriptor: int) -> tuple[dict[str, Any], int]:
     return records.decode_segment_header(head[:size]), size
 
 
-def same_ids(header: RecordHeader, wanted: Sequence[int]) -> int:
-    """Returns how many of the first inputs of a record are the wanted ones."""
+def same_ids(header: RecordHeader, ids: Sequence[int]) -> int:
+    """Returns the number of first inputs of a record that equal `ids`."""
     count = 0
-    for one, other in zip(unpacked(header.ids), wanted, strict=False):
-        if one != other:
+    for own, other in zip(unpacked(header.ids), ids, strict=False):
+        if own != other:
             break
         count += 1
     return count

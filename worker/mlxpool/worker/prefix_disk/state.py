@@ -1,4 +1,4 @@
-"""What the parts of a disk tier share: its state and counters, and errors that are logged once."""
+"""The shared state and counters of a disk tier, and errors that are logged once."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _count = threading.Lock()  # guards `TierCounters.dropped`
 
 
 class TierCounters(Struct):
-    """What the tier did since the start; all but `dropped` are each written by one thread."""
+    """Counters since the start; each but `dropped` is written by only one thread."""
 
     hits: int = 0  # sequences that got tokens from the disk
-    tokens: int = 0  # that they got
+    tokens: int = 0  # tokens that they got
     read_bytes: int = 0
     written_bytes: int = 0
-    bad: int = 0  # records that did not check, or could not be read
+    bad: int = 0  # records that were invalid or could not be read
     dropped: int = 0  # records that were not written: the disk was full, failed or too slow
-    bytes: int = 0  # of all segments of the model
+    bytes: int = 0  # bytes of all segments of the model
 
     def count_dropped(self) -> None:
         """Counts a record that is not written; any thread may call it."""
@@ -35,17 +35,17 @@ class TierCounters(Struct):
 
 
 class TierState(Struct):
-    """A tier of the records of one digest in a folder that workers share.
+    """The state of a tier: the records of one digest in a folder that workers share.
 
-    Only `busy`, which the compute thread sets, and `ending` change. `on_cores`: whether steps
+    Only `busy` and `ending` change; the compute thread sets `busy`. `on_cores`: whether steps
     compute on the cores that the tier's threads use. The threads call `wake` when the compute
     thread has something to do.
     """
 
     folder: ModelFolder
-    digest: bytes  # of all that decides what a record's arrays are
-    about: Mapping[str, Any]  # the same in words
-    room: int  # bytes of records that wait to be taken or written, each
+    digest: bytes  # covers everything that determines the arrays of records
+    about: Mapping[str, Any]  # a description of the digest in words
+    room: int  # the most bytes of records that wait to be taken, and of those to be written
     on_cores: bool
     wake: Callable[[], None]
     counters: TierCounters = field(default_factory=TierCounters)
@@ -53,28 +53,28 @@ class TierState(Struct):
     ending: bool = False  # whether the threads end
 
     def hurries(self) -> bool:
-        """Whether work disturbs nobody, or has to end."""
+        """Returns whether no sequence runs, or the threads have to end."""
         return not self.busy or self.ending
 
     def pace(self, hurries: Callable[[], bool]) -> Pace:
-        """Returns the pace of a thread; `hurries`: whether there is no reason to rest."""
+        """Returns the pace of a thread; `hurries`: returns whether rests are not needed."""
         return Pace(hurries, on_cores=self.on_cores)
 
 
 class RepeatedError:
-    """An operation that may fail again and again: an error is logged unless it is like the last."""
+    """The errors of a repeated operation: an error like the last one is not logged again."""
 
     def __init__(self, message: str, advice: str = "") -> None:
         self._message, self._advice = message, {"do": advice} if advice else {}
         self._last: tuple[type[OSError], int | None] | None = None
 
     def note(self, error: OSError) -> None:
-        """The operation failed."""
+        """Log an error of the operation, unless it is like the last."""
         kind = type(error), error.errno
         if kind != self._last:
             log.warning(self._message, extra={"why": str(error), **self._advice})
         self._last = kind
 
     def clear(self) -> None:
-        """The operation succeeded: its next error is logged."""
+        """Note a success of the operation, so that its next error is logged."""
         self._last = None

@@ -1,6 +1,6 @@
-"""What a folder of prefixes has, whether it checks, and its deletion: for operators.
+"""Lists, verifies and deletes the contents of a folder of prefixes, for operators.
 
-Needs no worker; workers that run notice what was deleted.
+Needs no worker; running workers notice deletions.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from mlxpool.worker.prefix_disk.segments import Segment
 
 
 class Contents(Struct):
-    """The segments of one model that have one digest, and what was found in them.
+    """The segments of one model with one digest, and counts of their contents.
 
-    `about`: what the digest covers, in words; empty where no segment says it. `bad`: records and
-    segments that do not check. `torn`: bytes of records that were not completed, because a writer
-    was ended or the machine lost power.
+    `about`: the description of the digest; empty if no segment is readable. `bad`: invalid records
+    and segments. `torn`: bytes of incomplete records, because a writer ended or the machine lost
+    power.
     """
 
     model: str
@@ -33,16 +33,16 @@ class Contents(Struct):
     tokens: int = 0
     snapshots: int = 0
     bytes: int = 0
-    used: float = 0.0  # seconds of the epoch
+    used: float = 0.0  # time of the last use, in seconds of the epoch
     bad: int = 0
     torn: int = 0
     faults: list[str] = field(default_factory=list)
 
 
 def survey(root: Path, model: str | None = None, *, verify: bool = False) -> list[Contents]:
-    """Returns what there is of all models, or of one; `verify`: reads and checks every record.
+    """Returns the contents for all models, or for one; `verify`: reads and checks every record.
 
-    Raises ValueError for a model that has no folder.
+    Raises ValueError for a model without a folder.
     """
     known = models_in(root)
     if model is not None and model not in known:
@@ -51,14 +51,14 @@ def survey(root: Path, model: str | None = None, *, verify: bool = False) -> lis
             f" {', '.join(known) or 'no model'}"
         )
     names = list(known) if model is None else [model]
-    return [found for name in names for found in _of_model(name, known[name], verify=verify)]
+    return [contents for name in names for contents in _of_model(name, known[name], verify=verify)]
 
 
 def _of_model(model: str, path: Path, *, verify: bool) -> Iterator[Contents]:
-    found: dict[str, Contents] = {}
+    by_digest: dict[str, Contents] = {}
     for one in sorted(segment_files(path), key=lambda file: file.path):
         name = one.path.parent.name
-        contents = found.setdefault(name, Contents(model, name))
+        contents = by_digest.setdefault(name, Contents(model, name))
         contents.segments += 1
         contents.bytes += one.size
         contents.used = max(contents.used, one.used)
@@ -69,7 +69,7 @@ def _of_model(model: str, path: Path, *, verify: bool) -> Iterator[Contents]:
         except (BadRecord, OSError) as error:
             contents.bad += 1
             contents.faults.append(f"{one.path}: {error}")
-    yield from found.values()
+    yield from by_digest.values()
 
 
 def _add(contents: Contents, path: Path, *, verify: bool) -> None:
@@ -98,9 +98,9 @@ def _add(contents: Contents, path: Path, *, verify: bool) -> None:
 
 
 def remove(root: Path, model: str, digest: str = "") -> int:
-    """Deletes the segments of a model, all or those whose digest begins so; returns their bytes.
+    """Deletes the segments of a model whose digest begins with `digest`; returns their bytes.
 
-    Raises ValueError for a model that has no folder, for a digest that none has, and OSError.
+    Raises ValueError for a model without a folder, or if no segment has such a digest; OSError.
     """
     known = models_in(root)
     if model not in known:
@@ -108,16 +108,16 @@ def remove(root: Path, model: str, digest: str = "") -> int:
     freed, folder = 0, ModelFolder(root, model, 0)
     with folder.locked():
         files = folder.files()
-        chosen = [one for one in files if one.path.parent.name.startswith(digest)]
+        chosen = [file for file in files if file.path.parent.name.startswith(digest)]
         if digest and not chosen:
-            there = sorted({one.path.parent.name for one in files})
+            there = sorted({file.path.parent.name for file in files})
             raise ValueError(
                 f"{root} has no prefixes of {model!r:.80} whose digest begins with {digest!r:.80};"
                 f" it has {', '.join(there) or 'none'}"
             )
-        for one in chosen:
-            one.path.unlink(missing_ok=True)
-            freed += one.size
+        for file in chosen:
+            file.path.unlink(missing_ok=True)
+            freed += file.size
             with contextlib.suppress(OSError):
-                one.path.parent.rmdir()
+                file.path.parent.rmdir()
     return freed

@@ -1,7 +1,7 @@
-"""The disk tier of one worker: a thread that reads records, and one that writes them.
+"""The disk tier of one worker: a thread that reads records, and a thread that writes them.
 
-The compute thread asks for records and gives some away; it never waits for the disk. Whatever the
-disk does, a request gets its tokens: what cannot be read is a miss, what cannot be written is lost.
+The compute thread requests records and hands over new ones; it never waits for the disk. Requests
+get their tokens even if the disk fails: unreadable records are misses, unwritable records are lost.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from mlxpool.worker.prefix_disk.writing import RecordWriter
 
 
 class DiskTier:
-    """What the compute thread uses of a tier: reader, index and queue of writes."""
+    """The interface of a tier for the compute thread: reader, index and queue of writes."""
 
     def __init__(self, state: TierState) -> None:
         self.state, self.counters = state, state.counters
@@ -22,12 +22,12 @@ class DiskTier:
         self.writes = self._writer.queue
 
     def start(self) -> None:
-        """Starts the threads; the first thing that they do is to find what is there."""
+        """Starts the threads; the reading thread first scans the folder."""
         self.reader.thread.start()
         self._writer.thread.start()
 
     def close(self) -> None:
-        """Ends the threads when they have done what they do now."""
+        """Makes the threads end after their current work."""
         self.state.ending = True
         self.reader.end()
         self.writes.waiting.put(None)

@@ -1,6 +1,6 @@
-"""What is written to the disk: new records, their bytes, and the thread that appends them.
+"""Writes records to the disk: new records, their bytes, and the thread that appends them.
 
-The compute thread gives records away and frees them; it never waits for the disk.
+The compute thread hands records over and frees them later; it never waits for the disk.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from mlxpool.worker.prefix_disk.state import RepeatedError, TierState
 
 log = logging.getLogger("mlxpool.worker")
 
-SEGMENTS = 8  # of the budget; the least recently used is deleted whole
-ERROR_PAUSE = 30.0  # seconds without writing after the disk was full or failed
+SEGMENTS = 8  # segments that fit into the budget; the least recently used is deleted as a whole
+ERROR_PAUSE = 30.0  # seconds without writes after the disk was full or failed
 
 
 class NamedArray(Struct, frozen=True):
-    """An array of a record in parts, which are joined on `axis`; items are raw numbers.
+    """An array of a record in parts, which are joined along `axis`.
 
-    `dtype` is MLX's name: NumPy has no bfloat16, whose items are uint16 here.
+    `dtype` is MLX's name. Items of bfloat16 are uint16 here, because NumPy lacks bfloat16.
     """
 
     name: str
@@ -61,7 +61,7 @@ class NamedArray(Struct, frozen=True):
 
 
 class NewRecord(Struct, frozen=True):
-    """A record to write: what is kept of inputs `ids`, of which the first has number `start`."""
+    """A record to write: the contents of the inputs `ids`; `start`: the number of the first."""
 
     kind: Kind
     start: int
@@ -82,13 +82,13 @@ def payload_of(
     into: Bytes | None = None,
     pace: Pace | None = None,
 ) -> Bytes:
-    """Returns the arrays of a record as they are stored, in `into`, which has as many bytes, or in
+    """Returns the arrays of a record as stored bytes, in `into`, which has the right size, or in
     new memory. With `pace` the thread rests between pieces of the copy.
     """
     whole = np.empty(payload_bytes(places), dtype=np.uint8) if into is None else into
     end = 0
     for array, place in zip(record.arrays, places, strict=True):
-        whole[end : place.offset] = 0  # what aligns the array
+        whole[end : place.offset] = 0  # padding before the array
         end = place.offset + place.nbytes
         target = whole[place.offset : end]
         typed = target.view(array.parts[0].dtype).reshape(place.shape)
@@ -103,7 +103,7 @@ def payload_of(
 
 
 def _split(whole: np.ndarray[Any, Any], array: NamedArray) -> list[np.ndarray[Any, Any]]:
-    """Returns views of a whole array, one for each of the parts that it is joined of."""
+    """Returns views of a whole array, one for each of its parts."""
     if len(array.parts) == 1:
         return [whole]
     sizes = [part.shape[array.axis] for part in array.parts]
@@ -111,14 +111,14 @@ def _split(whole: np.ndarray[Any, Any], array: NamedArray) -> list[np.ndarray[An
 
 
 def areas(shape: Sequence[int], item: int, most: int) -> Iterator[tuple[slice, ...]]:
-    """Yields areas that together are an array of a shape, each of at most `most` bytes or one item.
+    """Yields areas that together cover an array of a shape, each of at most `most` bytes.
 
-    `item`: bytes of one item.
+    An area has at least one item. `item`: bytes of one item.
     """
     if not shape or math.prod(shape) * item <= most:
         yield ()
         return
-    each = math.prod(shape[1:]) * item  # bytes of what one index of the first axis has
+    each = math.prod(shape[1:]) * item  # bytes for one index of the first axis
     count = max(1, most // each)
     for start in range(0, shape[0], count):
         here = slice(start, start + count)
@@ -129,48 +129,48 @@ def areas(shape: Sequence[int], item: int, most: int) -> Iterator[tuple[slice, .
 
 
 class WriteQueue:
-    """The records that the compute thread gave away and has not freed: at most `limit` bytes.
+    """The records that the compute thread handed over and has not freed: at most `limit` bytes.
 
-    `waiting` and `written` have each in a list, out of which the compute thread takes it, so that
-    this thread frees it. None ends the writing thread.
+    `waiting` and `written` hold each record in a list. The compute thread takes it out of the list,
+    so that it is the compute thread that frees it. None ends the writing thread.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self.waiting: queue.SimpleQueue[list[NewRecord] | None] = queue.SimpleQueue()
         self.written: deque[list[NewRecord]] = deque()
-        self._pending = 0  # records
-        self._bytes = 0  # of their arrays
+        self._pending = 0  # number of records
+        self._bytes = 0  # bytes of their arrays
 
     def put(self, record: NewRecord) -> None:
-        """Gives a record away; `free` gives it back. The arrays must not change until then."""
+        """Hands a record over, until `free` drops it. The arrays must not change until then."""
         self._pending += 1
         self._bytes += record.nbytes
         self.waiting.put([record])
 
     def free(self) -> None:
-        """Drops the records that were written: the thread that uses MLX frees its arrays."""
+        """Drops the written records; called by the compute thread, which has to free MLX arrays."""
         while self.written:
             record = self.written.popleft().pop()
             self._pending -= 1
             self._bytes -= record.nbytes
 
     def takes(self, size: int) -> bool:
-        """Whether another record of so many bytes may be given away now: one always may."""
+        """Returns whether a record of `size` bytes may be handed over now; the first always may."""
         self.free()
         return not self._pending or self._bytes + size <= self._limit
 
     @property
     def pending(self) -> int:
-        """Records that were given away and are not written yet."""
+        """The number of records that were handed over and are not written yet."""
         self.free()
         return self._pending
 
 
 class RecordWriter:
-    """The thread that appends records which the folder lacks to segments of this worker.
+    """The thread that appends records to segments of this worker, if the folder lacks them.
 
-    What cannot be written is lost.
+    Records that cannot be written are lost.
     """
 
     def __init__(self, state: TierState, index: FolderIndex) -> None:
@@ -178,7 +178,7 @@ class RecordWriter:
         self.thread = threading.Thread(target=self._run, name="prefix-writer", daemon=True)
         self._state, self._index, self._pace = state, index, state.pace(state.hurries)
         self._segment: SegmentWriter | None = None
-        self._buffer: Bytes | None = None  # for the arrays of records, while they come
+        self._buffer: Bytes | None = None  # for the arrays of records, while records wait
         self._paused_until = 0.0
         self._error = RepeatedError(UNWRITTEN, state.folder.advice)
 
@@ -196,7 +196,7 @@ class RecordWriter:
 
     def _write_unless_there(self, record: NewRecord, now: float) -> None:
         try:
-            if not self._index.has(record.kind, record.key):  # another worker may have been here
+            if not self._index.has(record.kind, record.key):  # another worker may have written it
                 self._write(record, now)
         except Exception:
             self._state.counters.count_dropped()
@@ -215,7 +215,7 @@ class RecordWriter:
             with folder.locked():
                 path = self._append(header, payload, size)
         except (Locked, FileNotFoundError):
-            # Others write, or have deleted the folder since it was made: the disk is in order.
+            # Other processes write, or have deleted the folder: the disk itself works.
             self._state.counters.count_dropped()
             return
         except OSError as error:
@@ -228,8 +228,8 @@ class RecordWriter:
         self._state.counters.written_bytes += size
 
     def _encoded(self, record: NewRecord) -> tuple[bytes, memoryview]:
-        """Returns the header of a record, and its arrays in the buffer."""
-        places = places_of([(one.name, one.dtype, one.shape) for one in record.arrays])
+        """Returns the header of a record and its arrays, which are in the buffer."""
+        places = places_of([(array.name, array.dtype, array.shape) for array in record.arrays])
         size = payload_bytes(places)
         if self._buffer is None or self._buffer.size < size:
             self._buffer = np.empty(size, dtype=np.uint8)
@@ -247,7 +247,7 @@ class RecordWriter:
         return header, payload
 
     def _append(self, header: bytes, payload: memoryview, size: int) -> Path:
-        """Appends a record to the segment of this worker, or to a new one, and returns its path.
+        """Appends a record to this worker's segment, or to a new one; returns the segment's path.
 
         Raises OSError.
         """
