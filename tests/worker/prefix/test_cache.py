@@ -45,7 +45,7 @@ def cache(request: pytest.FixtureRequest) -> PrefixCache[ListRow]:
 
 
 def begun(cache: PrefixCache[ListRow], prompt: list[int]) -> ListRow:
-    """Returns a row that has computed its prompt but for the last token."""
+    """Returns a row that has computed all but the last token of its prompt."""
     row, cached = cache.begin(prompt)
     row.feed(prompt[cached:-1])
     return row
@@ -390,7 +390,7 @@ def test_a_restore_point_beyond_the_prefill_is_ignored() -> None:
     cache = tree(stateful=True)
     for hint in (8, 9, 100):
         serve(cache, A, (20,), restore_at=hint)
-    assert set(edges(cache)) == {(*A[:7],), (*A,)}  # 7: where the second one left the first
+    assert set(edges(cache)) == {(*A[:7],), (*A,)}  # 7: where the second prompt branched off
     serve(cache, [*range(50, 60)], (9,), restore_at=3)
     assert tuple(range(50, 53)) in edges(cache)
 

@@ -33,7 +33,7 @@ def prompt_of(*parts: int | bytes, group: bool = True) -> Prompt:
 
 
 def served(cache: PrefixCache[ListRow], prompt: Prompt, read: int | None = None) -> int:
-    """Reads a prompt up to input `read`; returns how many inputs the cache had of it."""
+    """Reads a prompt up to input `read`; returns the number of its inputs in the cache."""
     items, spans = prompt
     row, cached = cache.begin(items, 0, spans)
     assert row.cells == cells_of(items[:cached]), "the row has other keys and values"

@@ -1,4 +1,4 @@
-"""Random calls: the tree returns what a fresh prefill computes, and keeps each token once."""
+"""Random calls: the tree returns the same as a fresh prefill, and keeps each token once."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Running:
 
 
 class Calls(RuleBasedStateMachine):
-    """Makes random calls; with `roomy` nothing is evicted, so each hit is known exactly."""
+    """Makes random calls; with `roomy` nothing is evicted, so each hit can be predicted."""
 
     make: Callable[[], Any] = Lists
     roomy = False

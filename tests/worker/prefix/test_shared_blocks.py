@@ -37,7 +37,7 @@ def test_a_pool_without_free_blocks_raises() -> None:
 def begun(
     memory: PagedMemory, cache: TreeCache[BlockRow, BlockRun, None], prompt: list[int]
 ) -> int:
-    """Serves a request; returns how many blocks were copied for it."""
+    """Serves a request; returns the number of blocks copied for it."""
     before = memory.copies
     row, cached = cache.begin(prompt)
     assert memory.read(row) == cells_of(prompt)[:cached]

@@ -168,7 +168,7 @@ def test_common_prefix(left: list[int], right: list[int]) -> None:
 
 
 def test_a_tree_that_is_cleared_leaves_nothing_in_its_nodes() -> None:
-    """Others may hold nodes for a while, and these would hold the memory of their tokens."""
+    """Others may hold nodes for a while, which must not keep the memory of their tokens."""
     store = ListStore()
     tree = planted(store, [1, 2, 3, 4, 5], [1, 2, 3, 6, 7])
     nodes = list(tree.walk())
@@ -178,7 +178,7 @@ def test_a_tree_that_is_cleared_leaves_nothing_in_its_nodes() -> None:
 
 
 def test_a_walk_goes_on_below_a_node_that_was_joined_with_its_child() -> None:
-    """Parts of a walk may be far apart in time."""
+    """The tree may change between two steps of a walk."""
     tree = planted(ListStore(), [1, 2, 3, 4, 5, 6])
     (lower,) = tree.walk()
     upper, walk = tree.split(lower, 4), tree.walk()

@@ -1,4 +1,4 @@
-"""The rests of the thread that writes records, with times that are made up."""
+"""The rests of the thread that writes records, with a simulated clock."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
 def test_a_thread_rests_in_proportion_to_its_work(clock: Clock) -> None:
     pace = Pace(lambda: False)
     clock.work(5.0)
-    pace.begin()  # what was before does not count
+    pace.begin()  # earlier work does not count
     for _ in range(40):
         clock.work(0.001)
         pace.rest()
@@ -167,9 +167,10 @@ def test_areas_have_each_item_once_and_a_bounded_size(
 def test_a_record_is_written_in_pieces_and_has_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock, piece: int
 ) -> None:
-    """Each copy, check and write does a bounded part of it, however large the record is.
+    """Each copy, check and write handles a bounded part, however large the record is.
 
-    Of the smaller pieces each allows a rest below MIN_REST, as of records over 16 MiB.
+    After a piece of the smaller size, the allowed rest is below MIN_REST, as in records over 16
+    MiB.
     """
     monkeypatch.setattr(pacing, "SMALL_PIECE", piece)
     new, pace = record(), Pace(lambda: False)
@@ -178,7 +179,7 @@ def test_a_record_is_written_in_pieces_and_has_the_same_bytes(
     dirty = np.full(whole.size, 255, np.uint8)
     copied = Copied(dirty)
     assert payload_of(new, places, dirty, copied) is dirty and np.array_equal(dirty, whole)
-    # Of the arrays, and of what aligns them.
+    # Bytes of the arrays, and of the padding between them.
     assert 0.9 * piece < max(copied.bytes) <= piece + 2 * ALIGNMENT and len(copied.bytes) > 20
     checked = list(pieces_of(whole.data, lambda: pace.piece))
     assert max(map(len, checked)) == piece
@@ -207,5 +208,5 @@ def test_a_record_is_written_in_pieces_and_has_the_same_bytes(
         segment.close()
     assert found[0] == found[1] == whole.tobytes()
     assert max(sizes) == piece and len(sizes) > 20
-    # Other processes wait for the folder meanwhile, so there are bounded rests here.
+    # Other processes wait for the folder meanwhile, so the rests are bounded.
     assert 0.9 * MAX_APPEND_REST < rested < 1.001 * MAX_APPEND_REST

@@ -1,4 +1,4 @@
-"""The bytes of segments: what was written is read, and what was damaged is no record."""
+"""The bytes of segments: written records are read, and damaged ones are refused."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def written(folder: Path, every: list[NewRecord]) -> Path:
 
 
 def readable(path: Path) -> list[tuple[tuple[int, ...], bytes]]:
-    """Returns inputs and arrays of all records of a segment that check."""
+    """Returns inputs and arrays of all valid records of a segment."""
     try:
         segment = Segment(path, DIGEST)
     except BadRecord:
@@ -105,13 +105,13 @@ def test_a_dtype_that_is_not_known_is_refused_by_name() -> None:
 
 
 def test_every_flipped_bit_is_a_miss(tmp_path: Path) -> None:
-    """A flip at each byte of a segment: what is still read is what was written, and in order."""
+    """Flips bits all over a segment: records that are still read are right, and in order."""
     ids = tuple(range(300))
     path = written(tmp_path, records_of(ids, states=[300]))
     sound, data = readable(path), bytearray(path.read_bytes())
     assert len(sound) == 3
     damaged = tmp_path / "damaged.seg"
-    for at in range(0, len(data), 7):  # 7 is no divisor of a field's size: each is hit
+    for at in range(0, len(data), 7):  # 7 does not divide a field's size, so each field is hit
         data[at] ^= 1 << (at % 8)
         damaged.write_bytes(data)
         data[at] ^= 1 << (at % 8)
@@ -143,11 +143,11 @@ def test_flipped_bits_of_arrays_are_found(data: st.DataObject) -> None:
 
 
 def test_a_segment_that_ends_anywhere_has_its_whole_records(tmp_path: Path) -> None:
-    """Cut anywhere, as a full disk or a killed writer leaves it, and filled up with zeros."""
+    """Cuts it anywhere, as a full disk or a killed writer would, also with zeros after the cut."""
     path = written(tmp_path, records_of(IDS, states=[40]))
     sound, data = readable(path), path.read_bytes()
     ends, torn = [0], tmp_path / "torn.seg"
-    for end in [*range(0, len(data), 3), len(data)]:  # 3 is no divisor of a field's size
+    for end in [*range(0, len(data), 3), len(data)]:  # 3 does not divide a field's size
         torn.write_bytes(data[:end])
         found = readable(torn)
         assert found == sound[: len(found)]
@@ -248,6 +248,6 @@ def test_keys_tell_scopes_and_places_apart() -> None:
     ids = list(range(600))
     keys = chain(root_key(""), ids)
     assert len(keys) == 2 and len({*keys, *chain(root_key("a"), ids)}) == 4
-    assert chain(root_key(""), [1, *ids[1:]])[1] != keys[1]  # of another beginning
+    assert chain(root_key(""), [1, *ids[1:]])[1] != keys[1]  # after other inputs
     assert chain(root_key(""), ids[:255]) == []
     assert unpacked(packed([0, 2**63, 2**64 - 1])) == (0, 2**63, 2**64 - 1)

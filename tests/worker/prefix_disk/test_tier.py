@@ -1,4 +1,4 @@
-"""The disk tier without a model: what is found, shared, deleted, and what the disk may do to it."""
+"""The disk tier without a model: records are found, shared and deleted; faults of the disk."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def stored(path: Path, records: Sequence[NewRecord], digest: bytes = DIGEST) -> 
 
 
 def found_end(path: Path, prompt: Sequence[int], **what: object) -> int:
-    """Returns up to where another worker finds the inputs of a prompt."""
+    """Returns the end of a prompt's inputs that another worker finds."""
     with tier_at(path) as one:
         return check_tokens(read_all(one, wanted(prompt, **what)), prompt)  # type: ignore[arg-type]
 
@@ -72,7 +72,7 @@ def damage(one: DiskTier, record: NewRecord, at: Callable[[Place], int]) -> None
     place.segment.path.write_bytes(data)
 
 
-# ---- what is found -------------------------------------------------------------------------------
+# ---- found records -------------------------------------------------------------------------------
 
 
 def test_another_worker_finds_what_was_written(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_only_what_the_memory_lacks_is_read(tmp_path: Path) -> None:
         prompt = [*IDS, 1]
         found = read_all(one, wanted(prompt, matched=600))
         assert [record.header.start for record in found] == [512, 768]
-        assert read_all(one, wanted(prompt, matched=850)) == []  # too little to be worth it
+        assert read_all(one, wanted(prompt, matched=850)) == []  # the gain is too small
         assert check_tokens(read_all(one, wanted(prompt, most=300)), prompt) == 300
 
 
@@ -98,7 +98,7 @@ def test_a_gap_ends_what_is_found(tmp_path: Path) -> None:
     every = records_of(IDS)
     stored(tmp_path, [every[0], *every[2:]])
     assert found_end(tmp_path, [*IDS, 1]) == 256
-    with tier_at(tmp_path) as one:  # the memory has what the disk lacks
+    with tier_at(tmp_path) as one:  # the memory has the block that the disk lacks
         assert check_tokens(read_all(one, wanted([*IDS, 1], matched=512)), IDS, 512) == len(IDS)
 
 
@@ -118,7 +118,7 @@ def test_scopes_share_nothing(tmp_path: Path) -> None:
 
 
 def test_another_digest_finds_nothing(tmp_path: Path) -> None:
-    """Of other weights, another dtype, layout or version; neither in its folder nor in this one."""
+    """Records of other weights, dtypes, layouts or versions are not used in any folder."""
     stored(tmp_path, records_of(IDS), digest=bytes(reversed(DIGEST)))
     (there,) = segments(tmp_path)
     assert found_end(tmp_path, [*IDS, 1]) == 0
@@ -284,7 +284,7 @@ def test_folders_that_may_not_be_read_are_left_out(
     assert [(one.model, one.records) for one in survey(tmp_path, verify=True)] == [("m", 4)]
 
 
-# ---- what the disk may do ------------------------------------------------------------------------
+# ---- faults of the disk --------------------------------------------------------------------------
 
 
 @contextmanager
@@ -320,7 +320,7 @@ def test_writing_pauses_while_the_disk_is_full(tmp_path: Path) -> None:
         with file_size_limit(100):
             write_all(one, records_of(IDS))
         assert one.counters.dropped == 4 and one.counters.written_bytes == 0
-        write_all(one, records_of(IDS))  # of which none is tried
+        write_all(one, records_of(IDS))  # no write is tried
         assert one.counters.dropped == 8
     assert segments(tmp_path) == []
 
@@ -393,7 +393,7 @@ def test_a_reading_that_nobody_wants_ends(tmp_path: Path) -> None:
 def test_a_worker_waits_for_the_lock_behind_many_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others append large records between rests, one after the other, in time that is made up."""
+    """Others append large records with rests, one after the other, with a simulated clock."""
     now, others, held = [0.0], 30, ModelFolder(tmp_path, "m", 1).locked()
 
     class Clock:
@@ -424,7 +424,7 @@ def test_a_lock_that_a_stopped_process_holds_costs_a_record(
             with pytest.raises(Locked), ModelFolder(tmp_path, "m", 1).locked():
                 pass
         assert one.counters.dropped == 1
-        write_all(one, records_of(IDS))  # at once: the disk is in order
+        write_all(one, records_of(IDS))  # without a pause: the disk itself works
         assert one.counters.dropped == 1 and one.counters.written_bytes > 0
 
 
@@ -445,7 +445,7 @@ def test_a_worker_writes_on_after_its_records_were_deleted(tmp_path: Path) -> No
 def test_a_folder_that_is_deleted_before_the_lock_is_taken_costs_a_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread rests in between; writing does not pause as it does for a full disk."""
+    """The thread rests before it takes the lock. Writes do not pause as they do for a full disk."""
     prepare = ModelFolder.prepare
 
     def prepare_and_lose(self: ModelFolder, digest: bytes) -> Path:
@@ -504,7 +504,7 @@ def test_a_folder_that_cannot_be_read_for_a_moment_is_read_again(
 def test_a_look_at_the_folder_rests_until_a_sequence_waits_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between records, while sequences run; then what it has not looked at yet is read as well."""
+    """It rests between records while sequences run. For a waiting sequence it reads the others."""
     rested = threading.Event()
 
     def sleep(seconds: float) -> None:
@@ -545,8 +545,8 @@ def test_a_record_that_is_written_during_a_look_stays_known(
     monkeypatch.setattr(ModelFolder, "each", each)
     with tier_at(tmp_path) as one:
         assert listed.wait(PATIENCE)
-        write_all(one, [record])  # to a segment that the look has not seen
-        monkeypatch.setattr(one.index, "_open", lambda path: None)  # and that no look will open
+        write_all(one, [record])  # to a segment that the refresh has not seen
+        monkeypatch.setattr(one.index, "_open", lambda path: None)  # and that no refresh will open
         may_go_on.set()
         until(lambda: len(looks) > 2, "the look is over")
         assert looks[:2] == [0, 0] and one.index.has(record.kind, record.key)
@@ -594,7 +594,7 @@ def test_the_bound_of_what_waits_is_that_of_all_readings(tmp_path: Path) -> None
         assert first.put(record) and not room.has(record.arrays.nbytes)
         waiting = threading.Thread(target=second.put, args=(record,))
         waiting.start()
-        assert second.take() is None  # there is no room for it
+        assert second.take() is None  # its record waits for room
         first.end()
         waiting.join()
         assert second.take() is record and room.used == 0
@@ -618,7 +618,7 @@ def test_the_compute_thread_frees_the_last_record(tmp_path: Path) -> None:
 def test_damaged_folders_give_right_records_or_none(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    """Bits, cuts and pieces at wrong places, in two segments: a prompt gets its own, or a miss."""
+    """With flips, cuts and moved bytes in two segments, a prompt gets its own records or a miss."""
     path, places = tmp_path_factory.mktemp("fuzz"), st.integers(0, 2**20)
     branch = [*IDS[:300], *range(2000, 2300)]
     stored(path, records_of(IDS, states=[300, 512, 900]))
@@ -656,7 +656,7 @@ def _grew(path: Path, size: int) -> bool:
 
 
 def test_writers_that_are_killed_leave_right_records(tmp_path: Path) -> None:
-    """Two at a time on one folder, killed at any moment; their successors go on in it."""
+    """Two writers at a time use one folder and are killed at any moment; others follow them."""
     context = multiprocessing.get_context("spawn")
     for number in range(3):
         pair = [
@@ -678,5 +678,5 @@ def test_writers_that_are_killed_leave_right_records(tmp_path: Path) -> None:
         for number in range(6):
             prompt = [*range(number * 1_000_000, number * 1_000_000 + 700), 1]
             ends.append(check_tokens(read_all(one, wanted(prompt, stateful=True)), prompt))
-        assert one.counters.bad == 0  # what is torn is at the end of a segment, where nothing is
-        assert ends.count(700) >= 3  # of each pair one had written at least
+        assert one.counters.bad == 0  # torn records are at the end of a segment and do not count
+        assert ends.count(700) >= 3  # at least one of each pair had written

@@ -1,4 +1,4 @@
-"""Drafts of several drafters: for each row of the one that is expected to go furthest."""
+"""Each row gets the drafts of the drafter with the most drafts expected to be right."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mlxpool.worker.speculation.drafter import Drafts
 
 
 class KnownDrafter:
-    """Proposes one token, with given chances for each sequence; `takes` seconds for a row."""
+    """Proposes always one token, with `known` chances by sequence; `takes`: seconds for a row."""
 
     def __init__(self, name: str, token: int, takes: float = 0.0) -> None:
         self.name, self.token, self.takes = name, token, takes
@@ -64,7 +64,7 @@ def sequence() -> Sequence:
 
 
 def three() -> tuple[KnownDrafter, KnownDrafter, KnownDrafter, BestDrafter]:
-    """One that takes no time, one whose time is part of the step, and one that predicts its own."""
+    """Drafters without time, with time that counts in the step, and with a predicted time."""
     free, head, model = KnownDrafter("ngram", 1), KnownDrafter("mtp", 2), KnownDrafter("draft", 3)
     model.takes = 0.5
     return free, head, model, BestDrafter([free, head, model])
@@ -97,7 +97,7 @@ def test_each_row_has_drafts_of_the_one_that_goes_furthest() -> None:
 
 
 def test_of_equal_drafts_those_of_the_first_are_taken() -> None:
-    """It takes no time, so others are not asked without need."""
+    """The first drafter takes no time, so others are only used if they promise more."""
     free, head, model, drafter = three()
     seq = sequence()
     free.known = head.known = model.known = {seq: (0.5, 0.5)}
@@ -107,7 +107,7 @@ def test_of_equal_drafts_those_of_the_first_are_taken() -> None:
 
 
 def test_only_the_first_drafts_are_compared() -> None:
-    """A row has more of them than that seldom."""
+    """A row seldom has more than COMPARED drafts."""
     free, head, _, drafter = three()
     seq = sequence()
     free.known, head.known = {seq: (0.9,) * 16}, {seq: (0.95,) * COMPARED}
@@ -129,7 +129,7 @@ def test_one_that_lags_behind_a_long_prompt_does_not_hinder_the_others() -> None
 
 
 def test_one_that_fails_again_and_again_drafts_no_more() -> None:
-    """Though the drafts of others between its failures are made."""
+    """Drafts of other drafters between its failures do not reset the count."""
     free, head, model, drafter = three()
     one, two = sequence(), sequence()
     free.known, head.known, model.known = {one: (0.5,), two: (0.9,)}, {}, {one: (0.9,)}

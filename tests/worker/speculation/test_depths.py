@@ -1,4 +1,4 @@
-"""How many drafts of each row are checked."""
+"""The choice of the number of drafts that each row checks."""
 
 from __future__ import annotations
 

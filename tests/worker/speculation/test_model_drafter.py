@@ -1,6 +1,6 @@
-"""Drafts of a draft model: what its rows read, keep and give up, and how the chances are learned.
+"""Drafts of a draft model: which tokens its rows read, keep and drop, and how chances are learned.
 
-The draft model here names the next number; the texts count, more or less.
+The draft model here proposes the next number; the texts count, more or less.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SIZE = 1000  # of the vocabulary
 
 
 class CountingDraft:
-    """A DraftEngine that proposes the newest token plus 1, and keeps what its rows read."""
+    """A DraftEngine that proposes the newest token plus 1, and records the inputs of its rows."""
 
     context = 32
     max_rows = 3
@@ -112,7 +112,7 @@ class Scene:
         return [found.get(row, ()) for row in rows]
 
     def inputs(self, seq: Sequence) -> list[int]:
-        """What the row of a sequence has read."""
+        """The inputs that the row of a sequence has read."""
         return self.engine.rows[self.drafter.streams[seq].row]
 
 
@@ -192,7 +192,7 @@ def test_streams_that_do_not_run_give_up_their_rows_first() -> None:
 
 
 def test_right_drafts_raise_the_chances_and_wrong_ones_lower_them() -> None:
-    """Of the stream, and of all streams more slowly; of the class of their probability."""
+    """The chances of the stream and, more slowly, of all streams; by the class of probability."""
     scene, seq = Scene(), sequence()
     for _ in range(20):
         (found,) = scene.drafts(seq, depth=2)
@@ -210,7 +210,7 @@ def test_right_drafts_raise_the_chances_and_wrong_ones_lower_them() -> None:
     scene.drafts(seq, depth=2)
     surely = scene.drafter.sharper_chances(seq)
     assert len(surely) == 2 and max(surely) < 0.1
-    scene.engine.sure = 9.0  # another class, of which nothing was learned
+    scene.engine.sure = 9.0  # another class, without any learned drafts
     seq.ids.append(5)
     scene.drafts(seq, depth=2)
     assert min(scene.drafter.sharper_chances(seq)) > max(surely)
@@ -281,7 +281,7 @@ def test_what_is_kept_of_a_sequence_goes_with_it() -> None:
 
 @given(seed=st.integers(0, 2**32))
 def test_drafts_follow_the_newest_token_of_every_stream(seed: int) -> None:
-    """Whatever was accepted, however many streams there are, and whatever was given up."""
+    """For any accepted drafts, any number of streams and any dropped rows."""
     draw, scene = random.Random(seed), Scene()
     rows = [sequence(100 * number, draw.randrange(1, 60)) for number in range(1, 6)]
     for _ in range(20):

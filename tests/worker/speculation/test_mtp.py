@@ -1,4 +1,4 @@
-"""How likely drafts of a model's own head are, by those that were right."""
+"""The chances of drafts of a model's own head, learned from right and wrong drafts."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ def test_a_row_that_is_not_ready_has_no_drafts() -> None:
 
 
 def test_chances_of_each_depth_are_learned() -> None:
-    """Behind the first wrong draft nothing is known of the others."""
+    """Drafts after the first wrong one do not change the chances."""
     drafter, seq = MtpDrafter(Counting()), sequence()
     for _ in range(60):
         first, *_ = proposed(drafter, seq, 3)
-        seq.ids += [first, first + 100]  # the second was another one
+        seq.ids += [first, first + 100]  # the second draft was wrong
     assert drafter.follow(seq)
     one, two, three, four = drafter.chances(seq, 4)
     assert one > 0.95 and two < 0.05 and (three, four) == FIRST_CHANCES[2:]
@@ -72,7 +72,7 @@ def test_chances_of_each_depth_are_learned() -> None:
 
 
 def test_one_step_of_many_streams_tells_of_all_of_them() -> None:
-    """Of those that choose at random nothing is said by those that take the likeliest token."""
+    """Greedy streams do not change the averages of sampled streams, nor the reverse."""
     drafter = MtpDrafter(Counting())
     rows = [sequence(number) for number in range(32)]
     assert all(map(drafter.follow, rows))

@@ -1,4 +1,4 @@
-"""Drafts of n-grams: what is proposed, and how the chances are learned."""
+"""Drafts of n-grams: the proposed tokens, and how the chances are learned."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def test_what_followed_the_same_tokens_in_the_prompt_is_proposed() -> None:
 
 
 def test_a_changed_token_is_passed_over() -> None:
-    """An answer that repeats the prompt with one other token goes on behind it."""
+    """If an answer repeats the prompt but for one token, drafts go on after that token."""
     drafter, seq = NgramDrafter(), sequence([*range(100, 140)])
     followed(drafter, seq, [110, 111, 112, 113, 7])
     assert proposed(drafter, seq, 3) == (115, 116, 117)
     followed(drafter, seq, [8])
-    assert proposed(drafter, seq) == ()  # two in a row are no edit of one token
+    assert proposed(drafter, seq) == ()  # two changed tokens in a row end the match
 
 
 def test_the_newest_of_the_longest_matches_is_followed() -> None:
@@ -57,7 +57,7 @@ def test_the_newest_of_the_longest_matches_is_followed() -> None:
 
 
 def test_right_drafts_raise_the_chances_and_wrong_ones_lower_them() -> None:
-    """Of the class of the length of the match, and of all streams more slowly."""
+    """The chances of the stream and, more slowly, of all streams; by the length of the match."""
     drafter, seq = NgramDrafter(), sequence([*range(100, 200)])
     followed(drafter, seq, [110, 111, 112])
     assert drafter.chances(seq, 3) == (0.25, 0.25, 0.45)
@@ -117,7 +117,7 @@ def test_a_resumed_answer_has_the_drafts_of_one_that_went_on() -> None:
 def test_drafts_stand_behind_the_same_tokens(
     prompt: list[int], ids: list[int], steps: list[int]
 ) -> None:
-    """However many tokens come at once, chances are probabilities and drafts are of the stream."""
+    """For any number of tokens at once, chances are probabilities and drafts occur in the stream."""
     drafter, seq = NgramDrafter(), sequence(prompt)
     at = 0
     while at < len(ids):

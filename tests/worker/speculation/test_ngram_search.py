@@ -1,4 +1,4 @@
-"""The search for the newest tokens of a stream against one that compares every place."""
+"""The search for the newest tokens of a stream, compared with a search of every place."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from mlxpool.worker.speculation.ngram_search import (
 )
 
 FEW = st.lists(st.integers(0, 2), max_size=60)
-# Of each width that CPython has for characters, and surrogates.
+# Tokens of each width that CPython has for characters, and surrogates.
 WIDE = st.lists(st.sampled_from([0, 255, 256, 0xD800, 0xDC00, 0xFFFF, MAX_TOKENS - 1]), max_size=20)
 PARTS = st.lists(FEW | WIDE, max_size=4)
 
 
 def matched(tokens: list[int], place: int) -> int:
-    """How many tokens before a place equal the last ones."""
+    """The number of tokens before a place that equal the last ones."""
     most = min(place, MAX_MATCH)
     same = [tokens[place - 1 - at] == tokens[len(tokens) - 1 - at] for at in range(most)]
     return same.index(False) if False in same else most
 
 
 def longest(tokens: list[int]) -> tuple[int, int]:
-    """What `longest_match` should find."""
+    """The expected result of `longest_match`."""
     places = [at for at in range(MIN_MATCH, len(tokens)) if matched(tokens, at) >= MIN_MATCH]
     if not places:
         return NOWHERE, 0
@@ -60,7 +60,7 @@ def test_the_newest_of_equal_matches_is_found() -> None:
 
 
 def test_a_match_is_found_anywhere_in_a_long_stream() -> None:
-    """Also behind thousands of shorter ones."""
+    """Also if thousands of shorter matches follow it."""
     stream = StreamTokens()
     wanted = [*range(1000, 1000 + MAX_MATCH + 8)]
     stream.extend([*range(900), *wanted, *(9, *wanted[-3:]) * 3000, *wanted])

@@ -1,4 +1,4 @@
-"""Which rows have drafts: where they pay, as far as the time suffices, within every bound."""
+"""The choice of rows for drafts: those that pay, within the time for searches and all bounds."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Clock:
 
 
 class SureDrafter:
-    """Proposes token 7, with one chance for all drafts; to follow a row takes `takes`."""
+    """Proposes token 7, with one chance for all drafts; `takes`: seconds to follow a row."""
 
     name = "sure"
 
@@ -52,12 +52,12 @@ class SureDrafter:
         self.clock, self.chance, self.takes = clock, chance, takes
         self.followed: list[Sequence] = []
         self.forgotten: list[Sequence] = []
-        self.drafting = 0.0  # seconds of a draft of all rows
-        self.predicts = True  # whether it predicts these; else they are part of the step
-        self.reads = 0.0  # seconds that are spent once for each row
+        self.drafting = 0.0  # seconds to make one draft for all rows
+        self.predicts = True  # whether it predicts these seconds; else they count in the step
+        self.reads = 0.0  # seconds to read a row, spent once for each row
         self.surely: tuple[float, ...] = ()
-        self.made = 0  # steps that had drafts made
-        self.finds = True  # whether there are any
+        self.made = 0  # number of steps for which drafts were made
+        self.finds = True  # whether it finds any drafts
 
     def follow(self, seq: Sequence) -> bool:
         self.followed.append(seq)
@@ -89,9 +89,9 @@ class SureDrafter:
 
 
 class Scene:
-    """Steps of `rows` sequences. `cost`: seconds of rows that check and of their drafts.
+    """Steps of `rows` sequences. `cost`: extra seconds of a step, by rows with drafts and drafts.
 
-    `scan`: seconds until candidates are known.
+    `scan`: seconds to find the candidates.
     """
 
     def __init__(
@@ -109,14 +109,14 @@ class Scene:
         self.rows = [sequence() for _ in range(rows)]
         self.speculator = Speculator(self.drafter, self._predict, self.clock, ahead=ahead)
         self.cost, self.scan = cost, scan
-        self.line = 1e-6  # seconds that a line of a step is predicted to take
-        self.depths: list[int] = []  # drafts of each step
+        self.line = 1e-6  # predicted seconds of an input of a step
+        self.depths: list[int] = []  # number of drafts of each step
 
     def _predict(self, load: Load) -> float:
         return STEP + self.line * load.lines
 
     def run(self, steps: int) -> list[int]:
-        """Returns how many drafts each step had."""
+        """Returns the number of drafts of each step."""
         begin = len(self.depths)
         for _ in range(steps):
             chosen = {}
@@ -170,7 +170,7 @@ def test_now_and_then_a_step_without_drafts_shows_what_it_costs() -> None:
 
 
 def test_drafts_end_when_they_turn_out_to_cost_more_than_they_give() -> None:
-    """They are tried again now and then, and begin again when that has changed."""
+    """Drafts are tried again now and then, and go on if they then pay."""
     scene = Scene(4, 0.9, lambda checked, drafts: 0.0025 * drafts)
     found = scene.run(256)
     assert 0 < sum(map(bool, found)) <= 6 and max(found) <= 4 * FIRST_DRAFTS
@@ -187,9 +187,9 @@ def test_drafts_end_when_they_turn_out_to_cost_more_than_they_give() -> None:
 def test_short_steps_that_are_submitted_ahead_try_drafts(
     rows: int, chance: float, wait: float
 ) -> None:
-    """They lose as long as a plain step takes, or longer, and more drafts cost nothing more.
+    """A step with drafts costs a fixed wait, of up to or more than a plain step's time.
 
-    So few drafts would not pay, and of few it would not be seen that many do.
+    So few drafts would not pay, and trials with few drafts would not show that many do.
     """
     scene = Scene(rows, chance, lambda checked, drafts: wait * STEP, ahead=True)
     scene.run(1024)
@@ -201,19 +201,19 @@ def test_short_steps_that_are_submitted_ahead_try_drafts(
 
 @pytest.mark.parametrize(("line", "first"), [(0.3, 0), (0.6, 60)])
 def test_a_trial_comes_when_its_cost_is_a_small_share_of_the_steps(line: float, first: int) -> None:
-    """A draft is taken for so much of a step; the trial takes six, as those after it."""
+    """A draft is predicted to cost `line` steps; each trial takes the time of six steps."""
     scene = Scene(1, 0.97, lambda checked, drafts: 5 * STEP)
     scene.line = line * STEP
     steps = scene.run(5000)
     trials = [number for number, drafts in enumerate(steps) if drafts]
     assert trials[0] + FIRST_TRIAL >= (line + 0.5) / TRIAL_SHARE - 20 and trials[0] >= first
     gaps = [later - one for one, later in itertools.pairwise(trials)]
-    # Nothing is known of the first step of a kind, which may compile more than others.
+    # The first step of a kind does not count, as it may compile something.
     assert all(gap >= 5 / TRIAL_SHARE for gap in gaps[1:]) and len(trials) >= 5
 
 
 def test_where_steps_wait_for_drafts_a_search_looks_at_all_rows() -> None:
-    """The time suffices for one row in each step, and drafts of one of many rows do not pay."""
+    """The search time of a step suffices for one row only, but drafts of one row do not pay."""
     scene = Scene(16, 0.9, lambda checked, drafts: STEP, follow=0.01 * STEP, ahead=True)
     scene.run(1024)
     assert sum(map(bool, scene.run(2 * PLAIN_INTERVAL))) > PLAIN_INTERVAL
@@ -221,7 +221,7 @@ def test_where_steps_wait_for_drafts_a_search_looks_at_all_rows() -> None:
 
 @pytest.mark.parametrize("rows", [1, 8])
 def test_steps_without_drafts_are_measured_before_the_first_ones(rows: int) -> None:
-    """Where passes are submitted ahead; else nothing would be known of what drafts cost."""
+    """With passes submitted ahead; else the cost of drafts could not be determined."""
     scene = Scene(rows, 0.8, lambda checked, drafts: 0.8 * STEP, ahead=True)
     found = scene.run(60)
     assert not found[0] and max(found[:12]) >= 8
@@ -230,7 +230,7 @@ def test_steps_without_drafts_are_measured_before_the_first_ones(rows: int) -> N
 
 
 def test_a_slow_first_step_of_many_drafts_does_not_forbid_fewer_for_ever() -> None:
-    """Four drafts are not likely enough for eight rows, 120 are; their first step is slow."""
+    """Four drafts of eight rows gain too little, 120 drafts pay; their first step is slow."""
     checks = itertools.count()
 
     def cost(checked: int, drafts: int) -> float:
@@ -250,7 +250,7 @@ def test_looks_that_were_in_vain_do_not_put_later_trials_off() -> None:
 
 
 def test_a_search_is_no_part_of_what_a_step_takes_without_drafts() -> None:
-    """Rows are followed in vain; each search takes as long as a step."""
+    """Searches find no drafts, and each takes the time of a step."""
     scene = Scene(2, 0.0, follow=STEP / 2, ahead=True)
     scene.run(2000)
     assert scene.drafter.followed
@@ -273,7 +273,7 @@ def test_a_share_of_what_drafts_gain_is_saved_for_searches() -> None:
 
 
 def test_a_long_search_beside_drafts_is_paid_for() -> None:
-    """Rows that pay are beside one whose search takes as long as ten steps."""
+    """The batch has rows that pay, and a row whose search takes the time of ten steps."""
     scene = Scene(2, 0.95)
     scene.run(50)
     slow = sequence()
@@ -309,7 +309,7 @@ def test_a_step_that_something_disturbed_does_not_end_drafts(slow: float, number
     ("drafting", "depths"), [(0.0, (MAX_DRAFTS,)), (0.003, (2, 3, 4, 6)), (0.02, (0,))]
 )
 def test_drafts_that_take_longer_to_make_are_fewer(drafting: float, depths: tuple[int]) -> None:
-    """Their time is not taken for that of checks, however long it is."""
+    """The time to make drafts does not count as the time of checks, however long it is."""
     scene = Scene(1, 0.8, lambda checked, drafts: 1e-4 * drafts)
     scene.drafter.drafting = drafting
     scene.run(100)
@@ -321,7 +321,7 @@ def test_drafts_that_take_longer_to_make_are_fewer(drafting: float, depths: tupl
 
 
 def test_the_time_of_drafts_that_none_predicts_is_part_of_the_step() -> None:
-    """So it counts as a cost of the drafts, and ends those that do not pay."""
+    """So it counts as a cost of the drafts, which end if they do not pay."""
     scene = Scene(1, 0.8)
     scene.drafter.drafting, scene.drafter.predicts = 0.003, False
     scene.run(100)
@@ -350,7 +350,7 @@ def test_of_drafts_that_are_made_those_are_checked_whose_own_chances_pay() -> No
 def test_rows_are_read_for_drafts_only_where_that_can_pay() -> None:
     scene = Scene(1, 0.95)
     scene.run(3)
-    scene.drafter.reads = 0.05  # of 16 steps with a quarter of each saved there are 0.04
+    scene.drafter.reads = 0.05  # more than 0.04: 16 steps, of which a quarter each is saved
     assert not any(scene.run(10))
     scene.rows[0].ids += [1] * 24
     assert sum(map(bool, scene.run(10))) == 10
@@ -370,7 +370,7 @@ def test_rows_whose_drafts_are_wrong_take_a_small_share_of_the_time(rows: int) -
 
 
 def test_most_steps_pass_by_where_no_draft_pays() -> None:
-    """Nothing is done in them; rows are looked at again, and drafts begin when they pay."""
+    """Such steps do no work. Rows are examined again later, and drafts begin if they pay."""
     scene = Scene(32, 0.01, follow=20e-6, scan=60e-6)
     looked, passed = 0, 0
     for _ in range(4000):
@@ -386,7 +386,7 @@ def test_most_steps_pass_by_where_no_draft_pays() -> None:
 
 
 def test_drafts_that_were_waited_for_in_vain_are_not_wanted_for_a_while() -> None:
-    """The passes in flight were collected, and what they drew was not as proposed."""
+    """The passes in flight were collected for the drafts, but their tokens were not as expected."""
     scene = Scene(1, 0.95, ahead=True)
     scene.run(20)
     assert not scene.speculator.skips_next
@@ -403,7 +403,7 @@ def test_drafts_that_were_waited_for_in_vain_are_not_wanted_for_a_while() -> Non
 
 
 def test_the_time_of_drafts_that_were_made_in_vain_is_taken_from_no_later_step() -> None:
-    """The step that they were made for is not measured."""
+    """The step for which the drafts were made is not measured."""
     scene = Scene(1, 0.95)
     speculator, row = scene.speculator, scene.rows[0]
     for _ in range(4):

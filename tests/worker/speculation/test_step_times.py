@@ -1,4 +1,4 @@
-"""What steps with drafts are predicted to take."""
+"""The predicted times of steps with drafts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def predict(lines: int) -> float:
 
 
 def found(times: StepTimes, rows: int, *drafts: int) -> list[float]:
-    """Returns the predicted seconds of steps with so many drafts."""
+    """Returns the predicted seconds of steps with these numbers of drafts."""
     plain = times.plain(rows, predict)
     return [times.with_drafts(rows, one, predict, plain) for one in drafts]
 
@@ -41,7 +41,7 @@ def test_plain_steps_are_those_measured_with_as_many_rows() -> None:
 
 
 def test_slow_steps_change_nothing_until_most_are_slow() -> None:
-    """Neither those without drafts nor those with some."""
+    """Both for steps with drafts and for steps without."""
     times = StepTimes()
     for _ in range(NEWEST):
         times.observe(1, 0, 0.020)
@@ -64,7 +64,7 @@ def test_a_step_whose_time_is_not_that_of_its_kind_changes_nothing() -> None:
 
 
 def test_costs_of_numbers_of_drafts_are_learned_and_lie_between_those_measured() -> None:
-    """Of more than were measured a further one costs as much as those, or what is guessed."""
+    """A draft above the measured number costs as much as a measured one, or the guessed time."""
     for ahead, further in ((False, 0.0265), (True, 0.025)):
         times = StepTimes(ahead=ahead)
         for _ in range(5):
@@ -78,7 +78,7 @@ def test_costs_of_numbers_of_drafts_are_learned_and_lie_between_those_measured()
 
 
 def test_numbers_of_rows_are_apart() -> None:
-    """By powers of two: what one row costs says little of eight."""
+    """Each power of two is measured apart: the cost of one row does not predict that of eight."""
     times = StepTimes()
     for rows in (1, 8):
         times.observe(rows, 0, STEP)
@@ -90,7 +90,7 @@ def test_numbers_of_rows_are_apart() -> None:
 
 
 def test_a_number_of_drafts_that_is_slower_than_the_others_is_known_as_such() -> None:
-    """As where a device has another kernel from some number of lines on."""
+    """For example, a device uses another kernel from some number of lines on."""
     times = StepTimes()
     for _ in range(40):
         times.observe(1, 0, 0.010)
@@ -120,7 +120,7 @@ def test_a_disturbed_plain_step_of_few_rows_does_not_make_drafts_seem_free() -> 
 
 
 def test_a_machine_that_becomes_slower_slows_both_kinds_of_steps() -> None:
-    """What a step with drafts takes is known as a multiple of a plain one."""
+    """The time of a step with drafts is stored as a multiple of a plain step."""
     times = StepTimes()
     for _ in range(10):
         times.observe(8, 0, 0.010)
@@ -131,10 +131,10 @@ def test_a_machine_that_becomes_slower_slows_both_kinds_of_steps() -> None:
 
 
 def test_what_the_steps_behind_drafts_take_more_is_a_cost_of_the_drafts() -> None:
-    """Where passes are submitted ahead; those behind them show what steps without drafts take."""
+    """With passes submitted ahead; only later steps show the time of steps without drafts."""
     times = StepTimes(ahead=True)
     times.observe(1, 0, STEP)
-    for _ in range(2):  # known at once
+    for _ in range(2):  # the first known cost is used at once
         times.observe(1, 4, 2 * STEP)
     assert found(times, 1, 4) == pytest.approx([2 * STEP])
     for _ in range(NEWEST):
@@ -148,7 +148,7 @@ def test_what_the_steps_behind_drafts_take_more_is_a_cost_of_the_drafts() -> Non
 
 
 def test_drafts_behind_which_no_step_is_measured_cost_what_their_own_steps_took() -> None:
-    """A later step that something disturbed is no cost of them."""
+    """The time of a later, disturbed step does not count as their cost."""
     times = StepTimes(ahead=True)
     times.observe(1, 0, STEP)
     for _ in range(2 * NEWEST):

@@ -81,7 +81,7 @@ def _end(reads: CutReads, name: str) -> int:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
 def test_reading_a_part_takes_the_memory_of_the_part(tmp_path: Path) -> None:
-    """A file of 256 MiB, of which a process reads a quarter of the columns."""
+    """A process reads a quarter of the columns of a file of 256 MiB."""
     path = tmp_path / "model.safetensors"
     mx.save_safetensors(str(path), {"w": mx.zeros((16384, 4096))})
     program = (

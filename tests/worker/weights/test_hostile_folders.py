@@ -54,7 +54,7 @@ def pipe(file: Path) -> None:
 
 
 def vast(file: Path) -> None:
-    """Makes a sparse file, which takes no disk space."""
+    """Makes a sparse file, which uses hardly any disk space."""
     file.parent.mkdir(exist_ok=True)
     file.touch()
     os.truncate(file, 2**40)

@@ -1,4 +1,4 @@
-"""Which files of a repository are downloaded."""
+"""The choice of a repository's files to download."""
 
 from __future__ import annotations
 

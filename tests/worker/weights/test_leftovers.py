@@ -1,4 +1,4 @@
-"""What downloads and other systems leave in a model's folder is ignored or named, never read."""
+"""Files that downloads and other systems leave in a model's folder are ignored or named only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Model folders: the facts of a good one, the error of each bad one. Most tests need no MLX."""
+"""Model folders: the facts of a good folder, the error of each bad one. Most tests need no MLX."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def layers(count: int) -> Change:
     return lambda folder: write_json(folder / "config.json", config(num_hidden_layers=count))
 
 
-BAD: dict[str, tuple[Change, str]] = {  # how a good folder is changed, and words of the error
+BAD: dict[str, tuple[Change, str]] = {  # the change of a good folder, and words of the error
     "broken config": (lambda m: (m / "config.json").write_text("{"), "config.json is not JSON"),
     "a list": (lambda m: (m / "config.json").write_text("[]"), "holds a list, must be a map"),
     "no tokenizer": (lambda m: (m / "tokenizer.json").unlink(), "no tokenizer.json"),
@@ -145,7 +145,7 @@ def test_an_ollama_manifest(tmp_path: Path, kind: str) -> None:
 
 
 def test_weights_that_do_not_fit_the_config(good: Path) -> None:
-    """The first mismatch is the error of the folder; `mismatches` has all of them."""
+    """The folder's error is the first mismatch; `mismatches` yields all mismatches."""
     weights = random_weights(config())
     weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(4, np.float32)
     write_weights(good, weights)

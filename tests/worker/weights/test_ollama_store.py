@@ -1,4 +1,4 @@
-"""Models in Ollama's store equal the folder they were made of, or are refused by name."""
+"""Models in Ollama's store equal the folder they were made from, or errors name the file."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def refusal(name: str = NAME) -> str:
 def quantised_layer(
     store: Store, metadata: dict[str, str], parts: list[tuple[str, str, list[int], int]]
 ) -> dict[str, Any]:
-    """Returns the layer UP of zeros: of each part name, dtype, shape and bytes of a number."""
+    """Returns the layer UP with zeros: name, dtype, shape and bytes of a number of each part."""
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     end = 0
     for name, dtype, shape, size in parts:

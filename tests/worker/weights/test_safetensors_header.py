@@ -1,4 +1,4 @@
-"""Safetensors headers that do not agree with their file are refused by name."""
+"""Safetensors headers that do not agree with their file are refused; errors name the tensor."""
 
 from __future__ import annotations
 

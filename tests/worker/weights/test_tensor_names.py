@@ -24,7 +24,7 @@ STORE_NAMES = {"scales": "weight.scale", "biases": "weight.bias"}
 
 
 def quantised(path: Path, names: dict[str, str], biases: bool = True) -> Path:
-    """A model with biases of layers, of which UP is quantised; `names`: of its parts."""
+    """A model whose layers have biases; UP is quantised. `names`: names of UP's parts."""
     settings: dict[str, Any] = {"mlp_bias": True}
     weights = random_weights(config(**settings))
     packed, scales, offsets = mx.quantize(mx.array(weights[f"{UP}.weight"]), 32, 4)

@@ -1,4 +1,4 @@
-"""Blocks of every type, against the numbers that llama.cpp's own package makes of them."""
+"""Blocks of every type, compared with the numbers that llama.cpp's own package reads."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from mlxpool.worker.weights.gguf.block_types import BLOCK_TYPES, BlockType  # no
 from mlxpool.worker.weights.gguf.blocks import packed, packed_rows  # noqa: E402
 
 ROWS, COLUMNS = 6, 512
-HALVES = {  # type -> bytes at which a block has numbers of float16
+HALVES = {  # type -> offsets of the float16 numbers in a block
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82),
     "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
 }  # fmt: skip
-# Root mean square of the error over that of the weights, where numbers are rounded once more; the
-# types' own errors are some 0.3, 0.12 and 0.02.
+# The root mean square of the error divided by that of the weights, for types whose numbers are
+# rounded once more. The types' own errors are some 0.3, 0.12 and 0.02.
 ROUNDED = {"Q2_K": 0.003, "Q3_K": 0.004, "Q6_K": 0.006}
 LAID_OUT = {kind: block for kind, block in BLOCK_TYPES.items() if block.layout is not None}
 
 
 def blocks_of(block: BlockType) -> np.ndarray:
-    """Random blocks [ROWS, bytes], with scales that are numbers."""
+    """Random blocks [ROWS, bytes], whose scales are finite."""
     draw = np.random.default_rng(block.nbytes)
     raw = draw.integers(0, 256, (ROWS, COLUMNS // block.numbers, block.nbytes), dtype=np.uint8)
     for at in HALVES.get(block.name, ()):

@@ -1,4 +1,4 @@
-"""Headers of GGUF files: what is in good ones, the error of each bad one."""
+"""Headers of GGUF files: the contents of good headers, the error of each bad one."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def test_other_formats_and_versions(file: Path, tmp_path: Path) -> None:
 
 
 def test_absurd_counts_take_no_memory(file: Path) -> None:
-    words = refusal(rewritten(file, 8, struct.pack("<Q", 2**60)))  # tensors
-    assert "axes, must have 1 to 4" in words  # what lies behind the tensors
+    words = refusal(rewritten(file, 8, struct.pack("<Q", 2**60)))  # number of tensors
+    assert "axes, must have 1 to 4" in words  # of the data after the list of tensors
     words = refusal(rewritten(file, 24, struct.pack("<Q", 2**62)))  # bytes of the first key
     assert "cut short" in words
 

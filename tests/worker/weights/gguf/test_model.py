@@ -1,4 +1,4 @@
-"""Models in GGUF files equal the folders that they were made of, or are refused by name."""
+"""Models in GGUF files equal the folders that they were made from, or errors name the file."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ GPT_OSS: dict[str, Any] = {
     "sliding_window": 8,
 }
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    # architecture, changes of config.json, and the metadata that say them
+    # architecture, changes of config.json, and the metadata with the same meaning
     "llama": ("llama", LLAMA, {}),
     "llama, yarn": (
         "llama",
@@ -140,7 +140,7 @@ def opened(path: Path | str) -> ModelFolder:
 
 
 def assert_equal(ours: ModelFolder, theirs: ModelFolder, within: float) -> None:
-    """Compares logits; `within`: of the largest one."""
+    """Compares logits; `within`: the largest difference, as a share of the largest logit."""
     found, expected = (
         logits_of(load(one, dtype=mx.float32), range(1, 14)) for one in (ours, theirs)
     )
@@ -171,7 +171,7 @@ def test_a_model_equals_its_folder(tmp_path: Path, case: str) -> None:
 def test_quantised_weights_equal_their_numbers_in_safetensors(
     tmp_path: Path, case: str, kind: str
 ) -> None:
-    """Rows of a rotation are quantised one by one; of a mixture the experts are."""
+    """Rows of rotated weights are quantised one by one; in a mixture only experts are quantised."""
     architecture, changes, metadata = CASES[case]
     settings, wanted = config(**changes), Kind[kind]
 

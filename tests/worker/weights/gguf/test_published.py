@@ -1,8 +1,8 @@
-"""Published models in GGUF: they answer, and as the same numbers do in safetensors.
+"""Published models in GGUF answer like the same numbers in safetensors.
 
-`make test-all` alone runs it: each model is written once more, with the numbers that llama.cpp's
-own package makes of its blocks, for mlx-lm. So the stored answers of mlx-lm, with which
-end_to_end/test_published_models.py compares a pool, are compared with mlx-lm here.
+Only `make test-all` runs it. Each model is written once more for mlx-lm, with the numbers that
+llama.cpp's own package reads from its blocks. So the stored answers of mlx-lm are compared with
+mlx-lm here; end_to_end/test_published_models.py compares a pool with the stored answers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
 from support.model_logits import read, row_of  # noqa: E402
 
-COMPUTED = 3  # of the stored prompts
+COMPUTED = 3  # number of stored prompts that are computed here
 STORED = json.loads(published_models.ANSWERS.read_text(encoding="utf-8"))
 SMALL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
@@ -60,7 +60,7 @@ class Published:
         return np.stack([read(self.loaded, row, ids) for ids in parts])
 
     def greedy(self, prompt: list[int], steps: int) -> list[int]:
-        """The likeliest ids one after the other."""
+        """The likeliest next ids, drawn one after the other."""
         ids: list[int] = []
         for _ in range(steps):
             ids.append(int(self.logits(prompt + ids, [0])[-1].argmax()))
@@ -128,9 +128,10 @@ def gemma3(caches: Path) -> Published:
 
 
 def largest_difference(model: Published, stored: Mapping[str, Any]) -> tuple[float, float]:
-    """Of logits from mlx-lm's, as a part of the largest; and the part of ids that are equal.
+    """The largest difference of logits from mlx-lm's, as a share of the largest; and the share of
+    equal ids.
 
-    All stored ids and perplexities have to be mlx-lm's; ours are those of COMPUTED prompts.
+    All stored ids and perplexities have to be mlx-lm's. Logits are compared for COMPUTED prompts.
     """
     prompts = [model.text.encode(text) for text in (*stored["ids"], STORED["text"])]
     steps = len(next(iter(stored["ids"].values())))
@@ -162,7 +163,7 @@ def test_smollm2_knows_the_capital_of_france(smollm2: Published) -> None:
 
 
 def test_gemma_in_k_types_is_as_good_as_its_numbers(gemma3: Published) -> None:
-    """Nine of its weights are Q6_K, which are rounded once more; all others are exact."""
+    """Nine of the model's weights are Q6_K and rounded once more; all others are exact."""
     difference, equal = largest_difference(gemma3, STORED["gemma3"])
     assert equal > 0.9 and difference < 0.03
     assert gemma3.folder.bos_token == "<bos>" and 106 in gemma3.folder.eos_ids

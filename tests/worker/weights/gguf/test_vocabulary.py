@@ -1,4 +1,4 @@
-"""Tokenizers that are made of a GGUF file's metadata."""
+"""Tokenizers that are made from a GGUF file's metadata."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def made(metadata: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, dict[str, An
 
 
 def trained(before: Any) -> Tokenizer:
-    """A byte-level tokenizer with merges that cross what `before` divides."""
+    """A byte-level tokenizer, with merges that cross the borders that `before` makes."""
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = before
     tokenizer.decoder = decoders.ByteLevel()
@@ -170,7 +170,7 @@ MERGES = ("▁ t", "h e", "▁t he", "a t", "▁ c", "▁c at", "t h")
 
 
 def test_it_divides_as_sentencepieces_own_conversion() -> None:
-    """The same merges in the chain that transformers makes of a SentencePiece model."""
+    """Compares with the same merges in the tokenizer that transformers makes of SentencePiece."""
     released = Tokenizer(
         BPE(
             {token: id for id, token in enumerate(sentence_piece()[f"{KEY}tokens"])},
@@ -196,7 +196,7 @@ def test_ends_of_answers() -> None:
     metadata[f"{KEY}token_type"] += [CONTROL] * len(texts)
     metadata[f"{KEY}eos_token_id"] = at + 4
     _, files = made(metadata)
-    # Where <|return|> ends an answer, <|end|> ends only a part of it.
+    # If <|return|> ends an answer, <|end|> only ends a part of it.
     ends = [at, at + 2, at + 3, at + 4]
     assert files["generation_config.json"]["eos_token_id"] == ends
     assert files["tokenizer_config.json"]["eos_token"] == "<|other|>"
