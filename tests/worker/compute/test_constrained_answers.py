@@ -68,7 +68,7 @@ def request(number: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def alone(loaded: LoadedModel) -> list[list[int]]:
-    """The ids of each request without any other one."""
+    """The ids of each request, computed alone."""
     found = []
     for number in range(len(FORMATS)):
         one = answers(loaded)
@@ -100,7 +100,7 @@ def test_a_mixed_batch_gives_every_row_what_it_gets_alone(
 
 
 def test_white_space_does_not_go_on_for_ever(loaded: LoadedModel) -> None:
-    """A model that wants nothing but white space writes one space at most, and comes to an end."""
+    """A model that prefers white space writes at most one space in a row, and its answer ends."""
     _, _, table = demo()
     spaces = [token for token, piece in enumerate(table.pieces) if piece and not piece.strip()]
     options: dict[str, Any] = {"logit_bias": {str(token): 100.0 for token in spaces}}
@@ -113,12 +113,12 @@ def test_white_space_does_not_go_on_for_ever(loaded: LoadedModel) -> None:
     for number, found in batch.run().items():
         outside = re.sub(r'"[^"]*"', '""', found.text)
         assert " " in outside and not re.search(r"\s\s|[^ \S]|[^:,] ", outside), found.text
-        if number != 1:  # whose further keys are texts
+        if number != 1:  # 1 may have any further keys, so it may not end
             assert found.end["reason"] == "stop" and json.loads(found.text)
 
 
 def test_classes_of_unicode_fit_the_bounds(loaded: LoadedModel) -> None:
-    """Patterns that ordinary schemas have, in the middle of an answer as well."""
+    """Patterns of ordinary schemas, also in the middle of an answer."""
     batch = answers(loaded)
     patterns = [r"^\p{Letter}{8}cole$", r"^\p{L}+$", r"^(\p{Lu}\p{Ll}+ ){2}$", r"^\w+ \w+$"]
     for number, pattern in enumerate(patterns):
@@ -164,7 +164,7 @@ def test_max_tokens_and_stop_strings_end_an_answer_that_is_not_complete(
 
 
 def test_a_full_context_shifts_under_an_answer(loaded: LoadedModel) -> None:
-    """The state of the format is that of all ids, not of those that the model still reads."""
+    """The state of the format follows from all ids, not only from the ids still in the context."""
     format = {"type": "regex", "pattern": "([a-z]{1,5} ){60}end"}
     options: dict[str, Any] = {"format": format, "temperature": 0.7}
     found = [answers(loaded, lookahead=ahead) for ahead in (False, True)]

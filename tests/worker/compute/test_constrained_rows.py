@@ -1,4 +1,4 @@
-"""When rows with a format append the tokens that it forces together."""
+"""The least number of forced tokens that rows with a format append together."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mlxpool.worker.compute.constrained_rows import (
 
 
 class Rows:
-    """Stands for generations: how many there are, and how many have a constraint."""
+    """A stand-in for generations: their number, and the number with a constraint."""
 
     def __init__(self, rows: int, constrained: int) -> None:
         self._rows, self.constrained_count = rows, constrained
@@ -33,7 +33,7 @@ class Rows:
         (128, 8, 8, MIN_RUN_OF_ALL),
         (128, 127, 127, MIN_RUN_OF_ALL),
         (128, 128, 128, NO_RUN),  # a pass with a run would have more lines
-        (128, 8, 7, NO_RUN),  # the row without a format would wait for it
+        (128, 8, 7, NO_RUN),  # the row without a format would wait for such a pass
     ],
 )
 def test_runs_are_read_where_no_row_loses_by_it(

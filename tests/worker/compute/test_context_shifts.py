@@ -1,4 +1,4 @@
-"""Streams that go on at a full context: what a model reads, and what a resume reads again."""
+"""Streams that go on at a full context: the tokens that a model reads, and reads on a resume."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from mlxpool.worker.weights.inspect import ModelFolder, inspect  # noqa: E402
 from mlxpool.worker.weights.load import LoadedModel, load  # noqa: E402
 from support.model_engines import model_engine  # noqa: E402
 
-INT8_TIE = 0.1  # the same, where rounding moves a number to the next integer
-TIE = 0.1 if device.on_gpu() else 1e-4  # a margin between the two best that rounding may close
+INT8_TIE = 0.1  # the same for int8: rounding may change a number to the next integer
+TIE = 0.1 if device.on_gpu() else 1e-4  # log-probability margin of the two best within rounding
 CONTEXT, KEEP, STEPS = 24, 5, 75
 SHIFT = {"shift": True, "num_ctx": CONTEXT, "num_keep": KEEP, "ignore_eos": True}
 
@@ -84,7 +84,7 @@ def test_a_counting_stream_goes_on_at_a_full_context(recorded: dict[int, list[li
         }
     assert ids_of(found[4]) == expected_ids("x" * 10, 4, 14)
     chunks = [chunk for chunk in recorded[1] if len(chunk) > 1]
-    # The tokens that a model reads: the prompt, and behind each cut of 9 what is left of it.
+    # The tokens that a model reads: the prompt, and after each cut of 9 the rest of the context.
     kept = list(range(KEEP))
     assert (
         chunks
@@ -113,7 +113,7 @@ def test_a_resume_reads_no_more_than_the_context(recorded: dict[int, list[list[i
 
 
 def test_everything_but_one_token_may_be_kept(recorded: dict[int, list[list[int]]]) -> None:
-    """Then every token is a shift, and reads the context again."""
+    """Then every token causes a shift, which reads the context again."""
     harness = ComputeHarness().ready()
     harness.admit(1, prompt="x" * 7, count=30, shift=True, num_ctx=8, num_keep=-1)
     harness.admit(2, prompt="x" * 7, count=30, shift=True, num_ctx=8, num_keep=7)
@@ -200,7 +200,7 @@ def prompt_of(size: int, salt: int) -> list[int]:
 
 
 class Reference:
-    """An engine with empty rows, which reads each context once."""
+    """Computes each context from the start in an empty row, once."""
 
     def __init__(self, loaded: LoadedModel, kv: str) -> None:
         self._engine = model_engine(loaded, prefix="off", lookahead=False, kv=kv)
@@ -208,7 +208,7 @@ class Reference:
         self._known: dict[tuple[int, ...], list[tuple[int, float]]] = {}
 
     def assert_read(self, prompt: list[int], ids: list[int], context: int) -> None:
-        """Assert that each id is the best after the tokens in the context."""
+        """Assert that each id is the likeliest after the tokens in the context, up to ties."""
         for count, token in enumerate(ids):
             (best, first), (other, second) = self._best_two(
                 tuple(window([*prompt, *ids[:count]], context, KEEP))
@@ -216,7 +216,7 @@ class Reference:
             assert token == best or (token == other and first - second < self._tie), count
 
     def _best_two(self, inputs: tuple[int, ...]) -> list[tuple[int, float]]:
-        """Returns the two best tokens after these, with their log-probabilities."""
+        """Returns the two likeliest tokens after `inputs`, with their log-probabilities."""
         if inputs not in self._known:
             options = Options(temperature=0.0, logprobs=True, top_logprobs=2)
             seq = Sequence(b"", 1, inputs, options, 0, 1)
@@ -230,7 +230,7 @@ class Reference:
 
 @pytest.fixture(scope="module")
 def references(loaded: dict[str, LoadedModel]) -> Callable[[str, str], Reference]:
-    """The reference of a model and of what its rows store, for all tests."""
+    """Makes the reference for a model and a dtype of keys and values, for all tests."""
     return cache(lambda model, kv: Reference(loaded[model], kv))
 
 
@@ -256,7 +256,7 @@ def test_a_shifted_stream_is_that_of_its_context_read_again(
         assert len(ids) == STEPS
         reference.assert_read(prompt, ids, CONTEXT)
     reference.assert_read(prompt_of(40, 4), ids_of(found[4]), 512)
-    # A worker that goes on in the middle: before, at and behind a cut.
+    # A worker that resumes in the middle: before, at and after a cut.
     begun = {name: ids_of(found[1])[:had] for name, had in enumerate((14, 15, 16, 40), 5)}
     for name, ids in begun.items():
         harness.resume(name, list(ids), prompts[1], STEPS, **greedy)
@@ -272,7 +272,7 @@ def test_a_shifted_stream_is_that_of_its_context_read_again(
     ("had", "kv"), [*((had, "auto") for had in (1, 14, 15, 30, 74)), (15, "int8"), (40, "int8")]
 )
 def test_a_resume_of_a_shifted_stream_is_exact(had: int, kv: str, tmp_path: Path) -> None:
-    """Also sampled, with penalties, whose window is longer than the context."""
+    """Also with sampling, and with penalties whose window is longer than the context."""
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 80, "head_dim": 16}
     folder = inspect(write_checkpoint(tmp_path, **sizes))
     options = {
@@ -298,7 +298,7 @@ def test_a_resume_of_a_shifted_stream_is_exact(had: int, kv: str, tmp_path: Path
 def test_a_stream_may_shift_at_the_models_own_context(
     loaded: dict[str, LoadedModel], references: Callable[[str, str], Reference]
 ) -> None:
-    """Nothing of a row is sized for one token less."""
+    """The memory of a row suffices for the model's whole context."""
     model = loaded["keys and values"]
     prompt = prompt_of(500, 1)
     for settings in ({"layout": "slabs"}, {"layout": "pool", "lookahead": True}):
@@ -314,7 +314,7 @@ def test_a_stream_may_shift_at_the_models_own_context(
 def test_of_a_shifted_stream_only_the_kept_tokens_are_cached_again(
     loaded: dict[str, LoadedModel],
 ) -> None:
-    """The prefix cache has the prompt and the ids before the first cut, and nothing behind it."""
+    """The prefix cache has the prompt and the ids before the first cut, and nothing after it."""
     harness = harness_of(loaded["keys and values"].folder)
     prompt = prompt_of(10, 1)
     harness.admit(1, prompt, STEPS, temperature=0.0, **SHIFT)

@@ -88,7 +88,7 @@ def opened_of(loaded: LoadedModel) -> tuple[Opened, ChatTokenizer]:
 def started(
     loaded: LoadedModel, kind: type[ModelEngine] = ModelEngine, sequences: int = 4, **settings: Any
 ) -> ComputeHarness:
-    """A compute thread with this model, without its warm-up, which takes long."""
+    """A compute thread with this model, without the slow warm-up."""
     opened, text = opened_of(loaded)
 
     def build(on_progress: object) -> Engine:
@@ -129,7 +129,7 @@ def answer_of(harness: ComputeHarness) -> Answer:
 
 
 def log_probabilities(loaded: LoadedModel, prompt: tuple[int, ...]) -> Mapping[int, float]:
-    """Those of all tokens after a prompt, by a pass over all of it, with nothing kept."""
+    """The log-probabilities of all tokens after a prompt, by a full pass without any cache."""
     engine = model_engine(loaded, layout="rows", prefix="off", lookahead=False)
     size = loaded.folder.plan.vocab_size
     seq = Sequence(b"", 1, prompt, Options(logprobs=True, top_logprobs=size), 1, 1)
@@ -142,7 +142,7 @@ def log_probabilities(loaded: LoadedModel, prompt: tuple[int, ...]) -> Mapping[i
 
 
 def expected(loaded: LoadedModel, question: EncodedQuestion) -> dict[str, Any]:
-    """The row of one question, each branch by a full pass of its own."""
+    """The expected row of one question; each branch is computed by its own full pass."""
     found: dict[Path, Mapping[int, float]] = {
         branch: log_probabilities(loaded, (*question.prompt, *branch))
         for branch in question.answers.branches()
@@ -186,7 +186,7 @@ def test_probabilities_are_those_of_full_passes(
 
 
 class CountsInputs(ModelEngine):
-    """Notes the inputs of each pass, and how many sequences have rows."""
+    """Records the number of inputs and of sequences of each pass."""
 
     def __init__(self, *given: Any, **settings: Any) -> None:
         super().__init__(*given, **settings)
@@ -213,11 +213,11 @@ def test_the_text_is_read_once(models: dict[str, LoadedModel], name: str) -> Non
     own = sum(len(one.prompt) - message.shared for one in message.questions)
     engine = ENGINES.pop()
     assert sum(engine.inputs) == message.shared + own
-    assert max(engine.spans) == 4  # as many as there are places for sequences
-    # A row that can go back is used again: it has the text.
+    assert max(engine.spans) == 4  # the most sequences
+    # A row that can be rewound is used again, as it has the text.
     begun = engine.prefix.hits + engine.prefix.misses
     assert begun == (len(questions) if name == "states" else 1 + 4)
-    # What is kept is the text alone, not the questions.
+    # The cache keeps only the text, not the questions.
     assert engine.prefix.nbytes <= engine.inspect().budget.block * (len(TEXT) // 256 + 2)
     harness.compute.send(prepared(models[name], 2, questions))
     assert not answer_of(harness).content.failed
@@ -250,7 +250,7 @@ def test_streams_go_on_meanwhile_with_the_same_tokens(models: dict[str, LoadedMo
     assert ids_of(found) == wanted
     ((answer, ended_before),) = answers
     assert not answer.content.failed
-    assert ended_before == {1, 2}  # neither waited for the questions, which need many more passes
+    assert ended_before == {1, 2}  # they did not wait for the questions, with many more passes
     assert max(engine.spans) <= 4
 
 
@@ -267,7 +267,7 @@ def test_calls_of_several_owners_have_turns(models: dict[str, LoadedModel]) -> N
 def test_a_call_of_another_owner_gets_a_row_of_one_that_has_all(
     models: dict[str, LoadedModel],
 ) -> None:
-    """The stream that had the row goes on with the same tokens."""
+    """The preempted stream goes on with the same tokens."""
     loaded = models["full attention"]
     alone = started(loaded, sequences=2)
     for name in (1, 2):
@@ -319,7 +319,7 @@ def test_a_drained_worker_answers_its_calls(models: dict[str, LoadedModel]) -> N
 
 
 class FailsWith(ModelEngine):
-    """A pass that has this many sequences fails."""
+    """Fails in each pass with `count` sequences."""
 
     count = 2
 
@@ -401,7 +401,7 @@ def test_a_temperature_changes_the_labels_alone(models: dict[str, LoadedModel]) 
 def test_scored_tokens_beside_log_probabilities_of_a_stream(
     models: dict[str, LoadedModel],
 ) -> None:
-    """One pass draws for a stream with the likeliest tokens and for a question."""
+    """One pass draws for a stream with log-probabilities and for questions."""
     loaded = models["full attention"]
     engine = model_engine(loaded, prefix="off", lookahead=False)
     prompt = tuple(range(40, 60))

@@ -14,7 +14,7 @@ from support.pool import until
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 def test_a_step_in_flight_is_awaited_again_when_the_queue_has_room(phase: str) -> None:
-    """A worker that is blocked may rest for ever, one that awaits a step may not."""
+    """A blocked worker has no time limit, but a worker that waits for a step has one."""
     posted: list[Outbound] = []
     progress = Progress(lambda: None)
     deltas = DeltaQueue(posted.append, progress)

@@ -1,4 +1,4 @@
-"""Which settings of `speculation` an engine can serve: others are refused by name."""
+"""The settings of `speculation` that an engine can serve; errors name the others."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def drafting(loaded: LoadedModel, draft: LoadedModel | None = None) -> ModelEngi
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_what_checks_no_drafts_is_refused_by_name(setting: str, tmp_path: Path) -> None:
-    """With "auto" it serves without."""
+    """With "auto" the engine serves without drafts."""
     exact = load(demo()[0], deterministic=True)
     states = {**QWEN3_NEXT, "num_hidden_layers": 2}
     recurrent = load(inspect(write_checkpoint(tmp_path, **states)))
@@ -112,7 +112,7 @@ def test_auto_has_the_best_of_what_is_there(
 def test_a_draft_model_of_what_checks_no_drafts_is_refused(
     draft: LoadedModel, setting: str, tmp_path: Path
 ) -> None:
-    """With "auto" as well: it would be loaded for nothing."""
+    """Also with "auto", because the draft model would be loaded in vain."""
     recurrent = load(inspect(write_checkpoint(tmp_path, **{**QWEN3_NEXT, "num_hidden_layers": 2})))
     drafts = DraftModelEngine(draft, demo()[2], rows=1, limit=0)
     made = model_engine(recurrent, blocks=4, draft=drafts)
@@ -121,12 +121,12 @@ def test_a_draft_model_of_what_checks_no_drafts_is_refused(
 
 
 def _above_this_process(size: int) -> int:
-    """A limit of memory that leaves so much: other tests have filled this process before."""
+    """A memory limit that leaves `size` bytes, as earlier tests have filled this process."""
     return psutil.Process().memory_info().rss + size
 
 
 def test_room_is_left_for_the_draft_model(loaded: LoadedModel, draft: LoadedModel) -> None:
-    """Its weights and all of its rows are within the limit; what it has is shown."""
+    """The limit includes the draft model's weights and all of its rows; `memory` shows them."""
     limit = _above_this_process(2**30)
     drafts = DraftModelEngine(draft, demo()[2], rows=4, limit=limit)
     plain = model_engine(loaded, demo()[1], limit=limit, prefix_bytes=2**20)
@@ -144,7 +144,7 @@ def test_room_is_left_for_the_draft_model(loaded: LoadedModel, draft: LoadedMode
 def test_a_draft_model_is_warmed_up_in_the_room_that_a_small_pool_leaves(
     loaded: LoadedModel, draft: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pool takes all memory that is left, and what the draft model's passes take is not known."""
+    """A pool takes all free memory, but the need of the draft model's passes is not known yet."""
     drafts = DraftModelEngine(draft, demo()[2], rows=1, limit=0)
     made = model_engine(
         loaded,

@@ -1,4 +1,4 @@
-"""Around steps with drafts: what rows must have before one, and which times are not of steps."""
+"""Steps with drafts: the blocks that rows need before them, and times that do not count."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from mlxpool.worker.speculation.drafter import Drafts  # noqa: E402
 from mlxpool.worker.weights.load import load  # noqa: E402
 
 REPEATING = "a = [1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2"
-FORCED = "yes, of course, and why not "  # how an answer begins
+FORCED = "yes, of course, and why not "  # the beginning of an answer
 STEP, COPY = 0.01, 5.0  # seconds
 
 
 class BoundedEngine(ModelEngine):
-    """Refuses passes that write behind the blocks that a sequence was given."""
+    """Refuses passes that write beyond the blocks of a sequence."""
 
     def submit(self, spans: Many[Span]) -> bool:
         self.require_blocks(spans)
@@ -55,7 +55,7 @@ class BoundedEngine(ModelEngine):
 
 
 def test_forced_tokens_get_their_blocks_before_others_check_drafts() -> None:
-    """Passes in flight are collected before a check; the tokens that they force begin a block."""
+    """Passes in flight are collected before drafts, and their forced tokens begin a new block."""
     settings = EngineSettings(layout="slabs", lookahead=True, blocks=32, prefix="off")
     engine = BoundedEngine(load(demo()[0]), demo()[1], settings)
     answers = {bytes([name] * 16): [1] * 60 for name in (1, 2)}
@@ -67,7 +67,7 @@ def test_forced_tokens_get_their_blocks_before_others_check_drafts() -> None:
     batch.step()
     format = {"type": "regex", "pattern": FORCED + "[a-z]{3,9}"}
     forced = batch.admit(2, prompt="x" * 9, temperature=0.0, format=format, max_tokens=40)
-    # Its prompt and its first token just fit into the block that it has now.
+    # Its prompt and its first token just fit into its only block.
     forced.prompt = (*forced.prompt, *[5] * (KV_BLOCK_TOKENS - 3 - len(forced.prompt)))
     engine.blocks.give(forced, 1)
     while forced.awaited == 0:
@@ -104,7 +104,7 @@ class CopyingEngine(CountingEngine):
 
 
 class LosingEngine(CopyingEngine):
-    """Its device may be lost."""
+    """An engine whose device may be lost."""
 
     works = True
 
@@ -113,9 +113,9 @@ class LosingEngine(CopyingEngine):
 
 
 class LosingDrafter(OracleDrafter):
-    """Notes the phase in which drafts are made, and makes none.
+    """Records the phase of each call of `drafts`, and makes no drafts.
 
-    The device is lost when `losing` is not None.
+    If `losing` is not None, the device is lost meanwhile.
     """
 
     def __init__(self, progress: Progress) -> None:
@@ -133,7 +133,7 @@ class LosingDrafter(OracleDrafter):
 
 
 def test_a_device_that_is_lost_or_hangs_while_drafts_are_made_is_found() -> None:
-    """The prompt of the only request is in the cache, so its first step has drafts already."""
+    """The prompt of the only request is in the cache, so even its first step has drafts."""
     progress = Progress(lambda: None)
     progress.enter("idle")
     drafter = LosingDrafter(progress)
@@ -145,7 +145,7 @@ def test_a_device_that_is_lost_or_hangs_while_drafts_are_made_is_found() -> None
     engine.blocks.give(seq, 1)
     assert not steps.admit(seq)
     steps.run()
-    assert drafter.phases == ["decode"]  # in "idle" no time would be too long for the broker
+    assert drafter.phases == ["decode"]  # "idle" would have no time limit
     drafter.losing = engine
     count = len(seq.ids)
     with pytest.raises(DeviceLost, match="the device is gone") as lost:

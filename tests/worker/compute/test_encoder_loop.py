@@ -33,11 +33,11 @@ from mlxpool.worker.encoders.inputs import EncoderInput
 from mlxpool.worker.engine.engine import MemoryUse
 from mlxpool.worker.system.cpu_threads import CpuThreads
 
-POISON = 13  # a token id with which a pass fails
+POISON = 13  # a token id that makes a pass fail
 
 
 class FakeEncoder:
-    """The vector of an input is (its first id, its length)."""
+    """An encoder that gives each input the vector (its first id, its length)."""
 
     tasks: frozenset[Task] = frozenset({"embed"})
     context, dimensions, normalises, digest = 64, 2, False, "d"
@@ -46,7 +46,7 @@ class FakeEncoder:
     yields_cores = divides = False
 
     def __init__(self) -> None:
-        self.passes: list[list[int]] = []  # the first ids of the inputs of each
+        self.passes: list[list[int]] = []  # the first ids of the inputs of each pass
         self.error: Callable[[], Exception] = lambda: ValueError("the pass is bad")
         self.works = True
 
@@ -71,7 +71,7 @@ class FakeEncoder:
 
 
 class Ended(Exception):
-    """There is no message left."""
+    """All messages are taken."""
 
 
 class Inbox(queue.SimpleQueue[Any]):
@@ -102,7 +102,7 @@ class Harness:
         return key
 
     def run(self) -> dict[int, CallAnswer]:
-        """The answers by the number of the call, when everything is done."""
+        """Runs to the end; returns the answers by the number of the call."""
         with pytest.raises(Ended):
             self.loop.run()
         return {one.key.number: one.content for one in self.posted if isinstance(one, Answer)}
@@ -222,7 +222,7 @@ def test_dimensions_and_length_are_those_of_the_call() -> None:
 
 
 def test_the_first_pass_may_take_as_long_as_a_new_shape() -> None:
-    """The usual time of a token, which bounds later passes, is known from the first one on."""
+    """The usual time of a token, which bounds later passes, is known after the first pass."""
     harness, seen = Harness(), []
     encode = harness.encoder.encode
 

@@ -1,4 +1,4 @@
-"""What a rank behind the first shows of its passes, from before they are built until they end."""
+"""The progress of a rank after the first, from before a pass is built until it ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DECODE, PREFILL = ("decode", 0), ("prefill", 4)
 
 
 class FakeCollectives:
-    """Of a group whose ranks all compute."""
+    """The collectives of a group whose ranks all compute."""
 
     rank = 1
 
@@ -25,7 +25,7 @@ class FakeCollectives:
 
 
 class FakeLayout:
-    """Notes what the progress shows while a pass is built."""
+    """Records the progress during the build of each pass."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -42,7 +42,7 @@ def shown(progress: Progress) -> tuple[str, int, bool]:
 
 
 def begun(ids: int, *, fresh: bool) -> Pass:
-    """A pass over so many inputs, which reads prompts if there are several."""
+    """A pass over `ids` inputs, which reads prompts if there are several."""
     wanted = [0] if ids == 1 else []
     return Pass([], [], [], [], [], [], [], [0] * ids, wanted, 0, fresh, builds=False)
 
@@ -65,7 +65,7 @@ def test_a_pass_that_compiles_is_shown_while_it_is_built() -> None:
 
 
 def test_the_oldest_pass_in_flight_is_shown() -> None:
-    """When it has ended the next one is, with what it compiles."""
+    """When it has ended, the next pass is shown, and whether it compiles."""
     follower, layout, progress = ranked()
     follower.handle(begun(1, fresh=False))
     follower.handle(begun(4, fresh=True))

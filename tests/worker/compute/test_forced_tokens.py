@@ -1,4 +1,4 @@
-"""Forced tokens are appended together, and the answer is that of tokens which are drawn one by one.
+"""Forced tokens are appended together, and answers are the same as with tokens drawn one by one.
 
 The engine then reads several tokens of a row in one pass.
 """
@@ -61,7 +61,7 @@ def loaded() -> LoadedModel:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forced tokens are found from the first token on, however busy the machine is."""
+    """Makes forced tokens be computed from the first token on, however busy the machine is."""
     monkeypatch.setattr(masks, "QUICK_MASKS", 0)
 
 
@@ -75,7 +75,7 @@ def make_engine(
 
 
 class Asked:
-    """Requests, each of which is asked with the same options whenever it is asked."""
+    """A batch of requests, numbered in order, so that every run has the same options."""
 
     def __init__(self, loaded: LoadedModel, *, layout: str = "slabs", ahead: bool = False) -> None:
         self.batch = Answers(make_engine(loaded, layout, ahead=ahead))
@@ -121,7 +121,7 @@ def test_an_answer_is_that_of_single_tokens(
     ahead: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Beside rows without a format, with every kind of option, and in fewer passes."""
+    """Rows with a format, beside rows without one, with all options; they take fewer passes."""
     passes: list[int] = []
     true = ModelEngine.collect
 
@@ -169,10 +169,10 @@ def test_any_schema_gives_the_answer_of_single_tokens(
 @settings(max_examples=30)
 @given(schema=SCHEMAS, draw=st.randoms(use_true_random=False))
 def test_forced_tokens_are_those_that_masks_allow_alone(schema: Any, draw: Any) -> None:
-    """Also where the tokens before them are replayed, as in a resume."""
+    """Also if the tokens before them are replayed, as in a resume."""
     format = {"type": "json_schema", "schema": schema}
     rule, single = constraint(format), constraint(format)
-    single._canonical = False  # it asks for each mask
+    single._canonical = False  # it makes each mask
     ids: list[int] = []
     while not rule.finished and len(ids) < 40:
         for token in rule.forced(find=True) or [draw.choice(tokens_of(single.mask()))]:
@@ -192,7 +192,7 @@ def test_forced_tokens_are_those_that_masks_allow_alone(schema: Any, draw: Any) 
 def test_the_end_may_come_inside_forced_tokens(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By `max_tokens` at each place, and by stop strings."""
+    """The end by `max_tokens` at each position, and by stop strings."""
     requests: list[dict[str, Any]] = [
         {**OPTIONS[0], "format": FORMAT, "max_tokens": count} for count in CUTS
     ]
@@ -223,7 +223,7 @@ def test_an_answer_goes_on_at_any_id(loaded: LoadedModel, layout: str, ahead: bo
 def test_rows_leave_and_come_back_inside_forced_tokens(
     loaded: LoadedModel, layout: str, ahead: bool
 ) -> None:
-    """One is cancelled, one loses its row; the prefix cache keeps no token that was not read."""
+    """One row is cancelled, one is preempted; the prefix cache keeps only tokens that were read."""
     request = {**OPTIONS[0], "format": FORMAT, "max_tokens": 120}
     (whole,) = Asked(loaded).run([request])
     engine = make_engine(loaded, layout, ahead=ahead, prefix="tree")
@@ -263,7 +263,7 @@ def test_a_full_context_shifts_beside_forced_tokens(
 def test_a_long_forced_text_is_found_once(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The library takes a time for each question that grows with the text."""
+    """The time of a call of the library grows with the length of the text."""
     asked: list[int] = []
     true = Constraint._find_forced
     text = "lorem ipsum dolor sit amet " * 25

@@ -1,4 +1,4 @@
-"""The table of generations: which of them a deadline ends, at made-up times."""
+"""The table of generations: deadlines end them, with a simulated clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images that are encoded between steps, with an engine that computes none of them."""
+"""Images that are encoded between steps, with an engine that does not really compute them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from mlxpool.worker.speculation.speculator import Speculator
 from support.drafting import ClockedSpeculator
 
 SLOTS = 12  # inputs of an image
-FEATURES = 100  # bytes
+FEATURES = 100  # bytes of the features of an image
 
 
 def small(items: Many[int]) -> list[int]:
@@ -54,7 +54,7 @@ class Sized:
 
 
 class SeeingEngine(CountingEngine):
-    """The counting engine for prompts with images; it notes what it does, in order."""
+    """The counting engine for prompts with images; `done` records its calls in order."""
 
     def __init__(self, budget: int = 10 * FEATURES) -> None:
         super().__init__(Counting(step_us=0, prefill_us=0, joint=8), 1000)
@@ -97,12 +97,12 @@ class SeeingEngine(CountingEngine):
 
     @property
     def images(self) -> list[ImageKey]:
-        """What was encoded, in order."""
+        """The encoded images, in order."""
         return [one for one in self.done if isinstance(one, bytes)]
 
 
 class Run:
-    """Sequences on the steps of an engine."""
+    """Runs sequences in steps on an engine."""
 
     def __init__(self, engine: SeeingEngine, speculator: Speculator | None = None) -> None:
         self.engine = engine
@@ -114,7 +114,7 @@ class Run:
     def add(
         self, *parts: int | bytes, name: bytes, ids: int = 4, crossed: bool = False
     ) -> Sequence:
-        """A sequence of so many tokens, or an image, for each part; it has a row."""
+        """Admits a sequence; each part is a number of tokens, or the key of an image."""
         slots = 1 if crossed else SLOTS
         items: list[int] = []
         spans, images = [], {}
@@ -177,7 +177,7 @@ def test_the_same_image_in_two_conversations_is_encoded_once() -> None:
 
 
 def test_streams_go_on_while_images_are_encoded() -> None:
-    """Beside rows that decode a step encodes one image or reads prompts, not both."""
+    """If rows decode, a step encodes one image or reads prompts, not both."""
     run = Run(SeeingEngine())
     run.add(3, name=b"decodes", ids=40)
     run.step()
@@ -239,7 +239,7 @@ def crossed(run: Run, *parts: int | bytes, name: bytes, ids: int = 4) -> Sequenc
 
 
 def test_a_stream_keeps_the_images_that_it_attends_to() -> None:
-    """Other images would take the room of A, which the stream sees until its end."""
+    """Other images must not evict image A, which the stream attends to until its end."""
     run = Run(SeeingEngine(FEATURES))
     seq = crossed(run, 2, A, 2, name=b"x", ids=30)
     for _ in range(3):
@@ -254,7 +254,7 @@ def test_a_stream_keeps_the_images_that_it_attends_to() -> None:
 def test_crossed_images_side_by_side_in_two_sequences_do_not_wait_for_each_other(
     budget: int,
 ) -> None:
-    """Each sequence needs three images at once, and there is no room for those of two."""
+    """Each sequence needs three images at once, and the images of two sequences do not fit."""
     run = Run(SeeingEngine(budget))
     keys = [bytes([number]) * 32 for number in range(6)]
     seqs = [crossed(run, 2, *keys[at : at + 3], 2, name=bytes([65 + at])) for at in range(4)]
@@ -278,7 +278,7 @@ def test_more_crossed_images_side_by_side_than_may_be_kept_end_their_request_alo
 
 
 def test_features_of_a_later_stream_make_room_for_an_earlier_one() -> None:
-    """The later stream waits, has its image encoded again, and gives the same tokens."""
+    """The later stream waits until its image is encoded again, and gives the same tokens."""
     run = Run(SeeingEngine(FEATURES))
     first = crossed(run, 30, A, 2, name=b"first", ids=30)
     second = crossed(run, B, 1, name=b"second", ids=40)
@@ -296,14 +296,14 @@ def test_a_sequence_that_lost_its_row_encodes_what_it_attends_to_again() -> None
     seq.preempt()
     run.engine.encoded.clear()
     run.steps.admit(seq)
-    seq.submitted = seq.length - 1  # a prefix cache had all of it but the last input
+    seq.submitted = seq.length - 1  # a prefix cache had all but the last input
     run.finish()
     assert run.engine.images == [A, A]
     assert run.ids[b"x"] == right(seq)
 
 
 class SlowEngine(SeeingEngine):
-    """A step takes a hundredth of a second and an image five, on a speculator's clock."""
+    """A step takes 0.01 seconds and an image 5 seconds, on a speculator's clock."""
 
     speculator: ClockedSpeculator
 
@@ -317,7 +317,7 @@ class SlowEngine(SeeingEngine):
 
 
 def test_the_time_of_an_image_is_not_that_of_a_step() -> None:
-    """So no step without drafts seems to take as long as one beside which an image is encoded."""
+    """The measured times of steps without drafts do not include the time of an image."""
     engine = SlowEngine()
     engine.speculator = ClockedSpeculator()
     run = Run(engine, engine.speculator)
@@ -331,7 +331,7 @@ def test_the_time_of_an_image_is_not_that_of_a_step() -> None:
 
 
 class AheadEngine(SeeingEngine):
-    """Has a step ahead, and notes what others see while an image and each step are computed."""
+    """Submits a step ahead, and records the shown progress during each image and step."""
 
     damaged = b""
     progress: Progress
@@ -361,7 +361,7 @@ class AheadEngine(SeeingEngine):
 
 @pytest.mark.parametrize("damaged", [b"", A])
 def test_the_step_in_flight_is_awaited_again_behind_an_image(damaged: bytes) -> None:
-    """Also behind one that failed: the step is not shown, and not measured, as an image."""
+    """Also after a failed image: the step is neither shown nor measured as an image."""
     engine = AheadEngine()
     engine.damaged = damaged
     run = Run(engine)

@@ -1,4 +1,4 @@
-"""A row whose mask is late sits steps out: the others go on, and its answer is the same."""
+"""Steps leave out a row whose mask is late: the others go on, and its answer is the same."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ WAYS = [("slabs", False), ("pool", True)]
 
 
 class Gate:
-    """Keeps one constraint's mask of a number until it is opened, however long that is."""
+    """Blocks the mask number `number` of the constraint `held` until `opened` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
         self.held: Constraint | None = None
         self.reached, self.opened = threading.Event(), threading.Event()
-        self.fails = False  # where it is opened
+        self.fails = False  # whether the mask fails when the gate opens
         self._number = number
         self._made = 0
         self._true = Constraint.mask
@@ -68,7 +68,7 @@ def loaded() -> LoadedModel:
 
 @pytest.fixture
 def withdrawn(monkeypatch: pytest.MonkeyPatch) -> list[Sequence]:
-    """Every mask is made in a thread; returns the sequences that gave up an input, as they do."""
+    """Makes every mask in another thread; returns a list that gets each withdrawn sequence."""
     found: list[Sequence] = []
     true = ModelEngine.withdraw
 
@@ -92,7 +92,7 @@ def batch_of(loaded: LoadedModel, layout: str, *, ahead: bool) -> Answers:
 
 @pytest.fixture(scope="module")
 def undelayed(loaded: LoadedModel) -> Callable[[str, bool], dict[int, Answer]]:
-    """The answers to OTHERS and, as number 9, to SLOW, when no mask is late."""
+    """The answers to OTHERS and, as number 9, to SLOW, without late masks."""
 
     @functools.cache
     def found(layout: str, ahead: bool) -> dict[int, Answer]:
@@ -175,7 +175,7 @@ def test_a_late_mask_that_fails_ends_its_own_stream(
 def test_masks_that_are_quick_are_made_at_once(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the thread of the step; one that was slow is made in another again."""
+    """They are made in the thread of the step; after a slow mask, in another thread again."""
     threads: list[str] = []
     true = Constraint.mask
 
@@ -204,7 +204,7 @@ def test_masks_that_are_quick_are_made_at_once(
 
 
 def test_a_row_with_states_reads_its_last_input_again(tmp_path: Any) -> None:
-    """Layers whose states cannot go back by any number of tokens go back by one."""
+    """Layers with states can only be rewound by one token."""
     folder = write_checkpoint(tmp_path, **{**QWEN3_NEXT, "num_hidden_layers": 2})
     model = load(inspect(folder))
 

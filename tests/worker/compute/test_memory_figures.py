@@ -1,4 +1,4 @@
-"""The figures of heartbeats: parts that add up, and peaks since the heartbeat before."""
+"""The figures of heartbeats: parts that add up, and peaks since the last heartbeat."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_the_parts_add_up_to_the_total() -> None:
     assert not figures.is_due(5.09) and figures.is_due(5.11)
     told = figures.take()
     assert (told["weights"], told["kv"], told["kv_used"], told["prefix"]) == (1000, 160, 100, 40)
-    assert told["compute"] == 80  # 50 active besides the others, 30 freed and kept
+    assert told["compute"] == 80  # 50 active besides the other parts, 30 freed and cached
     assert told["total"] == sum(told[part] for part in PARTS) == IDLE.active + IDLE.cache
 
 

@@ -1,4 +1,4 @@
-"""What a worker keeps of a model that it has opened."""
+"""The memory that a worker keeps after it has opened a model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support.worker_checkpoints import write_checkpoint
 
 
 def tokenizers_in_memory() -> int:
-    """How many of our objects hold one."""
+    """The number of our objects that hold a tokenizer."""
     gc.collect()
     return sum(isinstance(each, ChatTokenizer) for each in gc.get_objects())
 
@@ -93,7 +93,7 @@ def test_what_is_not_divided_between_devices_is_refused_by_name(tmp_path: Path) 
 
 
 def test_a_divided_model_is_that_of_one_device_to_clients(tmp_path: Path) -> None:
-    """So that its streams may go on in a worker with one device, and back."""
+    """So its streams can go on in a worker with one device, and the reverse."""
     folder = str(write_checkpoint(tmp_path / "model"))
     one, two = (open_source(ModelConfig(path=folder, devices=count)).opened for count in (1, 2))
     assert (one.digest, one.context, one.vocab_size) == (two.digest, two.context, two.vocab_size)

@@ -1,4 +1,4 @@
-"""Which models may draft with their own head (MTP): others are refused by name, with what to do."""
+"""The models that may draft with their own head (MTP); errors name the others and the remedy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mlxpool.worker.diagnose.check import check
 
 
 def without_head(path: Path, family: str) -> Path:
-    """As most conversions: config.json describes a head, and the weights have none."""
+    """A model like most conversions: config.json describes a head, but the weights lack it."""
     return write_checkpoint(path, weights=random_weights(settings(family)), **FAMILIES[family])
 
 
@@ -52,12 +52,12 @@ CASES: dict[str, tuple[Callable[[Path], Path], dict[str, Any], str]] = {
 
 BOTH = 'set speculation to "ngram" or "auto"'
 AUTO_ALONE = 'leave speculation out, or set it to "auto"'
-NGRAMS_TOO = ("no head in the weights", "another family")  # the others check no drafts at all
+NGRAMS_TOO = ("no head in the weights", "another family")  # the other cases check no drafts
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_cannot_draft_with_a_head_is_refused(name: str, tmp_path: Path) -> None:
-    """Before its weights are read; `mlxpool check` says the same."""
+    """It is refused before its weights are read; `mlxpool check` reports the same error."""
     write, changes, words = CASES[name]
     path = write(tmp_path / "model")
     with pytest.raises(ModelLoadFailed, match=f"speculation is 'mtp', but .*{words}") as caught:
@@ -104,7 +104,7 @@ RECURRENT = "recurrent states, and rows with these cannot give up wrong drafts"
 def test_a_model_that_checks_no_drafts_is_refused_before_its_weights_are_read(
     family: str, changes: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    """`mlxpool check` says the same."""
+    """`mlxpool check` reports the same error."""
     path = write_predicting(tmp_path, family) if family else write_checkpoint(tmp_path)
     with pytest.raises(ModelLoadFailed, match=words):
         open_source(asking(path, **changes))

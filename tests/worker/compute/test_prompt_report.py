@@ -50,7 +50,7 @@ def test_an_echo_is_told_before_the_prompt_is_read() -> None:
 
 @pytest.mark.parametrize("cut", range(len(PROMPT) + 1))
 def test_a_report_goes_on_at_any_token(cut: int) -> None:
-    """Also inside a character: the text of both parts together is that of the prompt."""
+    """Also inside a character: the texts of both parts together are the prompt's text."""
     logprobs = [TokenLogprob(-float(n), ((1, -0.5), (2, -1.5))) for n in range(len(PROMPT))]
     first = report(echo=True, prompt_logprobs=2)
     text, entries = joined(first.begin()) if cut else ("", [])

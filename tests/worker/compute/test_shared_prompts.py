@@ -1,4 +1,4 @@
-"""The compute thread reads a prompt once, however many sequences have it."""
+"""The compute thread reads a prompt once, for any number of sequences with this prompt."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 class Counted(ModelEngine):
-    """Counts how often each place of a prompt is read."""
+    """Counts the reads of each position of a prompt."""
 
     places: Counter[int]
 
@@ -76,7 +76,7 @@ def test_a_prompt_is_read_once_by_all_that_arrive_together(
     prompt = prompt_of(size)
     ids, cached = answers(folders[model], [prompt] * 6, layout=layout)
     assert cached == [0, *[size - 1] * 5]
-    # The last token is computed by everyone: its logits draw the first token of each.
+    # Each sequence computes the last token, because its logits draw the first token.
     assert Counted.places == Counter({**dict.fromkeys(range(size - 1), 1), size - 1: 6})
     alone, _ = answers(folders[model], [prompt] * 6, layout=layout, prefix="off")
     assert set(Counted.places.values()) == {6}
@@ -85,7 +85,7 @@ def test_a_prompt_is_read_once_by_all_that_arrive_together(
 
 @pytest.mark.parametrize("layout", ["rows", "slabs", "pool"])
 def test_equal_prompts_share_without_being_told(folders: dict[str, Path], layout: str) -> None:
-    """So do prompts with a long common beginning; they read the rest themselves."""
+    """Prompts with a long common beginning share it, too, and read the rest themselves."""
     common = prompt_of(400)
     prompts = [[*common, number, *prompt_of(20 + number)] for number in range(4)]
     ids, cached = answers(folders["plain"], prompts, shared=False, layout=layout)
@@ -104,7 +104,7 @@ def test_without_a_tree_nobody_waits(folders: dict[str, Path], prefix: str) -> N
 @pytest.mark.parametrize("layout", ["rows", "slabs", "pool"])
 @pytest.mark.parametrize("blocks", [4, 5, 6, 7, 9, 12, 14])
 def test_little_memory_ends_no_sequence(folders: dict[str, Path], layout: str, blocks: int) -> None:
-    """Where rows share the last block of a prompt, each copies it before it writes on."""
+    """If rows share the last block of a prompt, each copies it before its next write."""
     prompt = prompt_of(300)
     alone, _ = answers(folders["plain"], [prompt] * 6, layout=layout, prefix="off")
     ids, _ = answers(folders["plain"], [prompt] * 6, layout=layout, blocks=blocks)

@@ -1,7 +1,7 @@
 """Answers are the same with drafts as without: ids, text, log-probabilities, ends.
 
-Of every drafter, in random depths; those of the oracle are right ones with wrong ones among them,
-see support/drafting.py.
+For every drafter, with random depths. The oracle's drafts are right ones mixed with wrong ones, see
+support/drafting.py.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ DRAFTERS = {
     "auto": [*OF_DEMO, *OF_HEADS],
 }
 REPEATING = "a = [1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2"
-CONTEXT = 40  # tokens of a request that shifts
+CONTEXT = 40  # tokens of context of a request that shifts
 FORMATS: list[dict[str, Any]] = [
     {"type": "regex", "pattern": "([a-z]{2,6}, ){4,9}end"},
     {"type": "choice", "choices": ["yes, of course", "no, never", "perhaps not today"]},
@@ -116,13 +116,13 @@ REQUESTS = st.fixed_dictionaries(
 class Models(dict[str, LoadedModel]):
     """Loaded models by name."""
 
-    def __repr__(self) -> str:  # of failing examples
+    def __repr__(self) -> str:  # shown in failing examples
         return f"Models of {', '.join(self)}"
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    """The demo model and its draft model, and models with heads, whose tokens are the demo's.
+    """The demo model, its draft model, and models with heads, which have the demo's vocabulary.
 
     The drafts of a head are mostly "right" or mostly "wrong".
     """
@@ -141,7 +141,7 @@ def admit(batch: Answers, number: int, request: dict[str, Any], had: Any = ()) -
     options = dict(request["options"])
     if request["format"] is not None:
         options["format"] = request["format"]
-        options.pop("ignore_eos", None)  # refused beside a format
+        options.pop("ignore_eos", None)  # not allowed with a format
     if request["shifts"]:
         options |= {"shift": True, "num_ctx": CONTEXT, "num_keep": 2}
     row = batch.admit(
@@ -161,7 +161,7 @@ def engine(
     drafter: str = "",
     lookahead: bool = False,
 ) -> ModelEngine:
-    """An engine with what a drafter needs; a draft model has fewer rows than there are requests."""
+    """An engine for a drafter; a draft model has fewer rows than the test has requests."""
     draft = None
     if drafter in ("draft", "auto"):
         draft = DraftModelEngine(models[DRAFT_MODEL], demo()[2], rows=5, limit=0)
@@ -177,12 +177,12 @@ def engine(
 
 
 def eager(name: str, made: ModelEngine, draw: random.Random | None = None) -> EagerSpeculator:
-    """Has every row check the drafts of a setting, whether they pay or not."""
+    """A speculator that makes every row check drafts, whether they pay or not."""
     return EagerSpeculator(make_drafter(name, made, monotonic), draw)
 
 
 def answers_of(batch: Answers, requests: list[dict[str, Any]]) -> dict[int, Answer]:
-    """The answers to some requests, all of them in one batch."""
+    """The answers to some requests, all in one batch."""
     for number, request in enumerate(requests):
         admit(batch, number, request)
     return batch.run()
@@ -226,7 +226,7 @@ def test_answers_are_the_same_with_drafts(
     seed: int,
     disturbs: int,
 ) -> None:
-    """Resumed at any id, preempted in the middle, beside a row that is cancelled.
+    """Requests are resumed at any id, preempted in the middle, and run beside a cancelled row.
 
     A draft model loses its rows in the middle.
     """
@@ -298,7 +298,7 @@ def plain_answers(models: Models) -> Callable[[str], dict[int, Answer]]:
 
 
 def run(batch: Answers, requests: list[dict[str, Any]]) -> tuple[dict[int, Answer], int]:
-    """The answers to some requests, and the steps that they took."""
+    """The answers to some requests, and the number of their steps."""
     for number, request in enumerate(requests):
         admit(batch, number, request)
     steps = 0
@@ -310,7 +310,7 @@ def run(batch: Answers, requests: list[dict[str, Any]]) -> tuple[dict[int, Answe
 
 @pytest.mark.parametrize(("layout", "lookahead"), [("slabs", False), ("pool", True)])
 def test_right_drafts_save_steps(models: Models, layout: str, lookahead: bool) -> None:
-    """Of rows with and without a format; a step with drafts is the only one in flight."""
+    """In rows with and without a format; a step with drafts is the only step in flight."""
     requests = [requested(number) for number in range(len(REQUESTED))]
     wanted, plain_steps = run(Answers(engine(models, layout, lookahead=lookahead)), requests)
     known = {bytes([number] * 16): answer.ids for number, answer in wanted.items()}
@@ -325,7 +325,7 @@ def test_right_drafts_save_steps(models: Models, layout: str, lookahead: bool) -
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("lookahead", [False, True])
 def test_a_right_head_saves_steps(models: Models, family: str, lookahead: bool) -> None:
-    """Rows of a batch together: one greedy, one sampled, one with penalties."""
+    """Rows in one batch: one greedy, one sampled, one with penalties."""
     options: list[dict[str, Any]] = [
         {"temperature": 0.0, "logprobs": True},
         {"temperature": 0.1, "seed": 4},
@@ -362,7 +362,7 @@ def test_drafts_of_the_demo_model_are_right(
     layout: str,
     lookahead: bool,
 ) -> None:
-    """More than a few of them, and the answers are the same."""
+    """More than a few drafts are right, and the answers are the same."""
     requests = [requested(number) for number in range(len(REQUESTED))]
     wanted = plain_answers(layout)
     made = engine(models, layout, drafter=setting, lookahead=lookahead)
@@ -390,12 +390,12 @@ def test_drafts_of_the_demo_model_are_right(
 def test_the_speculator_of_each_setting_gives_the_same_answers(
     models: Models, plain_answers: Callable[[str], dict[int, Answer]], setting: str, model: str
 ) -> None:
-    """Its choices depend on the clock, so nothing is said of how many drafts it checks."""
+    """Its choices depend on the clock, so the test does not check the number of drafts."""
     layout = "slabs" if model == DEMO else "rows"
     requests = [requested(number) for number in range(len(REQUESTED))]
     if model == DEMO:
         wanted = plain_answers(layout)
-    else:  # which writes no regular expression in so few tokens
+    else:  # this model cannot complete a format in so few tokens
         requests = [{**one, "format": None} for one in requests[:3]]
         wanted = answers_of(Answers(engine(models, layout, model=model)), requests)
     made = engine(models, layout, model=model, drafter=setting)
@@ -412,7 +412,7 @@ def test_a_draft_model_that_fails_disturbs_no_answer(
     plain_answers: Callable[[str], dict[int, Answer]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of a few failures in a row it is not asked any more."""
+    """After a few failures in a row the draft model is not used any more."""
     requests = [requested(number) for number in range(len(REQUESTED))]
     wanted = plain_answers("slabs")
     made = engine(models, "slabs", drafter="draft")
@@ -449,7 +449,7 @@ def test_other_drafts_go_on_where_the_draft_model_fails(
 
 
 def test_wrong_drafts_are_in_no_cached_prefix(models: Models) -> None:
-    """A later prompt with the answer in it finds its keys, and none of what was proposed."""
+    """A later prompt that contains the answer finds the answer's keys, but no keys of drafts."""
     batch = Answers(engine(models, "slabs"), EagerSpeculator())
     row = batch.admit(1, prompt=REPEATING, temperature=0.0, max_tokens=30, ignore_eos=True)
     answer = batch.run()[1].ids
@@ -469,7 +469,7 @@ def test_wrong_drafts_are_in_no_cached_prefix(models: Models) -> None:
 
 
 def test_the_tokens_of_a_step_are_one_delta_of_a_stream() -> None:
-    """At most one delta with tokens of each stream leaves the compute thread at once."""
+    """A step gives at most one delta with tokens for each stream."""
     rows = [Sequence(bytes([name]), 1, (1,), None, 0, 9) for name in range(3)]  # type: ignore[arg-type]
     one, other, beside = (seq.id for seq in rows)
     deltas = [

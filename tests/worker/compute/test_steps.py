@@ -1,6 +1,6 @@
-"""Steps that fail: who ends, who is read again and who is charged, also with a step in flight.
+"""Steps that fail, also with a step in flight: requests that end, are read again or are charged.
 
-The engine is the counting model, which knows every right token; `fails` says which passes raise.
+The engine is the counting model, whose right tokens are known; `fails` selects passes that raise.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CHUNK = 20  # inputs of a pass
 class PipelinedEngine(CountingEngine):
     """The counting engine with passes ahead, which may fail when submitted or collected.
 
-    `shares`: a failed pass loses all rows, not only those in flight.
+    `shares`: a failed pass loses all rows, not only its own.
     """
 
     def __init__(self, ahead: int, *, shares: bool = False) -> None:
@@ -46,7 +46,7 @@ class PipelinedEngine(CountingEngine):
         self._ahead, self._shares = ahead, shares
         self.fails: Callable[[Pass], bool] = lambda spans: False
         self.at = "submit"
-        self.spoils: set[Sequence] = set()  # whose logits are no numbers
+        self.spoils: set[Sequence] = set()  # sequences whose logits are not numbers
         self.works = True
         self.passes: list[Pass] = []
         self.lost_rows: set[Sequence] = set()
@@ -98,10 +98,10 @@ class PipelinedEngine(CountingEngine):
 
 
 class CompilingEngine(PipelinedEngine):
-    """Compiles something in the passes of the numbers `compiles`, before `submit` returns.
+    """Compiles something in the passes with the numbers in `compiles`, before `submit` returns.
 
-    `looks` has what others see meanwhile and while each pass is awaited: the call, the number of
-    the pass, whether something is compiled.
+    `looks` records the shown progress during each call: the call, the number of the pass, whether
+    something is compiled.
     """
 
     compiles: tuple[int, ...] = ()
@@ -180,7 +180,7 @@ class Scene:
         self._take(self.steps.run())
 
     def run(self) -> None:
-        """Turns until every generation has ended and every pass is collected."""
+        """Runs turns until every generation has ended and every pass is collected."""
         for _ in range(1000):
             if not self.generations:
                 break
@@ -201,7 +201,7 @@ class Scene:
                 self.ends[delta.id[0]] = str(delta.end.get("code") or delta.end["reason"])
 
     def complete(self, name: int, count: int = 6) -> bool:
-        """Whether a stream has all its tokens, each once."""
+        """Returns whether a stream has all its tokens, each once."""
         right = self.ids[name] == expected_ids(self.prompts[name], name, count)
         return right and self.ends[name] == "length"
 
@@ -215,12 +215,12 @@ def chunks(spans: Pass) -> list[int]:
 
 
 def reads(name: int) -> Callable[[Pass], bool]:
-    """Whether a pass has a chunk of this sequence."""
+    """A condition: the pass has a chunk of this sequence."""
     return lambda spans: name in chunks(spans)
 
 
 def once(fails: Callable[[Pass], bool]) -> Callable[[Pass], bool]:
-    """As `fails`, the first time only."""
+    """A condition like `fails`, but only the first time."""
     left = [True]
 
     def failing(spans: Pass) -> bool:
@@ -254,11 +254,11 @@ def test_a_step_is_submitted_while_the_one_before_is_computed() -> None:
     assert scene.steps.in_flight == 1 and len(scene.ids[1]) == 1
     scene.run()
     assert scene.complete(1)
-    assert len(scene.engine.passes) == 6  # none for a token after the last
+    assert len(scene.engine.passes) == 6  # no pass for a token after the last
 
 
 def looks(ahead: int, *compiles: int) -> list[tuple[str, int, bool]]:
-    """What others see in a stream of four tokens whose passes of these numbers compile."""
+    """The progress shown during a stream of four tokens; passes in `compiles` compile something."""
     scene = Scene(ahead, engine=CompilingEngine)
     assert isinstance(scene.engine, CompilingEngine)
     scene.engine.compiles, scene.engine.block = compiles, scene.progress.block
@@ -282,7 +282,7 @@ def test_a_pass_that_compiles_is_shown_before_it_is_built() -> None:
 
 
 def test_a_pass_that_compiles_behind_another_is_shown_until_it_ends() -> None:
-    """While it is built nobody waits for the other: that one's time is over when it is built."""
+    """The first pass is not awaited during the build of the second: it ends meanwhile."""
     assert looks(1, 1) == [
         ("submit", 0, False),
         ("submit", 1, True),
@@ -353,7 +353,7 @@ def test_a_prompt_that_fails_beside_others_is_read_again_alone_and_ends(
 
 @AT
 def test_a_step_fails_while_another_is_in_flight(at: str) -> None:
-    """Both lose their rows; the prompts of both are suspects, and only one is to blame."""
+    """Both steps lose their rows; the prompts of both are suspects, but only one is the cause."""
     scene = Scene(ahead=1)
     scene.engine.at, scene.engine.fails = at, reads(2)
     scene.admit(1, "p" * 18)
@@ -406,7 +406,7 @@ def test_nothing_is_in_flight_around_a_prompt_that_is_read_alone(ahead: int) -> 
 @AHEAD
 @AT
 def test_a_prompt_that_fails_alone_ends(ahead: int, at: str) -> None:
-    """At once when it was alone from the start, and it does not count as a failed joint step."""
+    """It ends at once if it was alone from the start. It does not count as a failed joint step."""
     scene = Scene(ahead)
     scene.engine.at = at
     for name in range(1, MAX_FAILED_JOINT_STEPS + 2):
@@ -458,7 +458,7 @@ def test_prompts_are_read_one_by_one_after_joint_failures_that_none_explains(ahe
 @AHEAD
 @AT
 def test_a_decode_step_that_fails_ends_its_rows_and_no_other(ahead: int, at: str) -> None:
-    """A prompt that is not in it has lost its row with them, and is read again."""
+    """A prompt outside the step loses its row, too, and is read again."""
     scene = Scene(ahead, shares=True)
     scene.engine.at = at
     for name in (1, 2):
@@ -480,7 +480,7 @@ def test_a_decode_step_that_fails_ends_its_rows_and_no_other(ahead: int, at: str
 
 
 def test_a_pass_in_flight_ends_with_the_step_of_one_that_is_refused() -> None:
-    """It is not lost, and the steps that follow get their own tokens."""
+    """The engine does not lose the pass in flight. Later steps get their own tokens."""
 
     class RefusingEngine(PipelinedEngine):
         def submit(self, spans: Many[Span]) -> bool:
@@ -503,7 +503,7 @@ def test_a_pass_in_flight_ends_with_the_step_of_one_that_is_refused() -> None:
 
 @AHEAD
 def test_rows_that_a_failed_pass_lost_are_read_again(ahead: int) -> None:
-    """They were not in the pass; their streams go on with the right tokens."""
+    """Rows outside the failed pass: their streams go on with the right tokens."""
     scene = Scene(ahead, shares=True)
     streams = [scene.admit(name, "s" * name, 25) for name in (1, 2)]
     for _ in range(5):
@@ -520,7 +520,7 @@ def test_rows_that_a_failed_pass_lost_are_read_again(ahead: int) -> None:
 
 @AT
 def test_a_prompt_that_was_cancelled_ends_no_stream_beside_it(at: str) -> None:
-    """Its chunk is in flight when it leaves, and fails: the streams are read again."""
+    """Its chunk is in flight when it is cancelled, and fails: the streams are read again."""
     scene = Scene(ahead=1)
     scene.admit(1, count=20)
     for _ in range(3):
@@ -565,7 +565,7 @@ def lost(scene: Scene) -> DeviceLost:
     with pytest.raises(DeviceLost) as caught:
         scene.run()
     assert not scene.ends
-    assert scene.progress.block.read().request is None  # the thread charges it
+    assert scene.progress.block.read().request is None  # only the thread writes the charged request
     return caught.value
 
 
@@ -603,7 +603,7 @@ def test_a_failed_submission_leaves_nothing_in_the_progress() -> None:
 
 
 def test_a_step_may_give_several_tokens_of_a_row() -> None:
-    """What follows the end of a completion is dropped."""
+    """Tokens after the end of a completion are dropped."""
     scene = Scene(engine=DraftingEngine)
     for name, count in ((1, 6), (2, 5), (3, 1)):
         scene.admit(name, "x" * name, count)

@@ -1,6 +1,6 @@
-"""A bound of thoughts: so many tokens, the mark that ends them, and an answer as without it.
+"""A bound of thoughts: that many tokens, the end mark, and then an answer as without a bound.
 
-The demo model knows no thoughts: its prompt is taken to have opened some, which it never ends.
+The demo model knows no thoughts: its prompt counts as their beginning, and it never ends them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SCHEMA = {
     "required": ["number"],
     "additionalProperties": False,
 }
-# Of each row: a bound far away and near, none, a format beside it, every kind of option.
+# The options of each row: a far and a near bound, no bound, a bound with a format, other options.
 REQUESTS: list[dict[str, Any]] = [
     {"temperature": 0.0, "thinking_budget": 40},
     {"temperature": 0.8, "thinking_budget": 3},
@@ -76,7 +76,7 @@ def run(batch: Answers, requests: list[dict[str, Any]]) -> list[Answer]:
 
 @pytest.fixture(scope="module")
 def alone(loaded: LoadedModel) -> list[Answer]:
-    """The answers of rows that run alone, whose thoughts have been compared with free ones."""
+    """The answers of rows that run alone; checks their thoughts against unbounded thoughts."""
     found = []
     for number, request in enumerate(REQUESTS):
         batch = answers(loaded)
@@ -125,7 +125,7 @@ def test_drafts_end_at_the_bound(loaded: LoadedModel, alone: list[Answer]) -> No
 def test_a_resumed_answer_is_bounded_as_before(
     loaded: LoadedModel, alone: list[Answer], request_number: int
 ) -> None:
-    """From before the bound, inside the mark, and behind it."""
+    """A resume before the bound, inside the end mark, and after it."""
     request, whole = REQUESTS[request_number], alone[request_number].ids
     most = request["thinking_budget"]
     for had in (1, most, most + 1, most + len(end_of_thoughts()), MAX_TOKENS - 1):

@@ -1,4 +1,4 @@
-"""The compute thread on a model whose every token is known."""
+"""The compute thread with the counting model, whose tokens are all known."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_failed_row_ends_its_own_request_only() -> None:
 
 
 def entering(harness: ComputeHarness, prompts: dict[int, str], count: int = 5) -> None:
-    """Admit all of them while another prompt is read, which takes until all are admitted."""
+    """Admit all prompts during the read of another prompt, which waits until all are admitted."""
     reading, admitted = threading.Event(), threading.Event()
     awaits = harness.progress.awaits
 
@@ -78,7 +78,7 @@ def entering(harness: ComputeHarness, prompts: dict[int, str], count: int = 5) -
 
 
 class Reserving(CountingEngine):
-    """Notes what it is asked for."""
+    """Records the calls of `reserve` and `make_room`."""
 
     asked: ClassVar[list[tuple[str, int]]] = []
 
@@ -100,7 +100,7 @@ def test_the_engine_is_told_what_preparations_need(monkeypatch: pytest.MonkeyPat
 
 
 class Recording(CountingEngine):
-    """Records the tokens of the chunks of each pass."""
+    """Records the sizes of the chunks of each pass."""
 
     chunks: ClassVar[list[list[int]]] = []
 
@@ -127,7 +127,7 @@ def test_one_pass_reads_as_many_prompts_as_the_engine_allows(
     found = harness.until_ended({1, 2, 3, 4, 5, 99})
     for name, prompt in {1: "a" * 11, 3: "c", 5: "e" * 41}.items():
         assert ids_of(found[name]) == expected_ids(prompt, name, 5)
-    read = [chunks for chunks in Recording.chunks if chunks]  # the others decode only
+    read = [chunks for chunks in Recording.chunks if chunks]  # other passes only decode
     assert read[1:] == ([[11], [21], [31], [41]] if joint == 1 else [[11, 21, 31], [41]])
     several = [request is None for request, tokens in awaited if tokens]
     assert several == [len(chunks) > 1 for chunks in read]
@@ -391,7 +391,7 @@ def test_an_owner_that_waits_for_memory_gets_that_of_an_owner_that_has_most() ->
 
 
 def test_a_short_prompt_waits_for_one_pass_of_another_owner() -> None:
-    """Three prompts of ten passes each are to be read before it."""
+    """Three prompts of ten passes each arrived before it."""
     harness = ComputeHarness(prefill_us=20).ready()
     for name in range(3):
         harness.admit(name, prompt="y" * 20_000, count=1, owner="many")
@@ -427,7 +427,7 @@ def test_a_single_row_that_fills_the_memory_ends_with_the_numbers() -> None:
 
 def test_a_deadline_ends_a_run_in_any_phase() -> None:
     harness = ComputeHarness(sequences=1, prefill_us=100, step_us=1000).ready()
-    for seconds in (0.1, 0.5, 2.0):  # on a busy machine the first try gives no token
+    for seconds in (0.1, 0.5, 2.0):  # on a busy machine the first try may give no token
         harness.admit(1, count=10**6, left=3 * seconds)
         harness.admit(2, count=2, left=seconds)  # has no row yet
         harness.admit(3, prompt="z" * 50_000, left=5 * seconds)  # 5 s
@@ -495,7 +495,7 @@ PLACES = ("admit", "prefill", "joint", "decode")
 
 
 def losing(monkeypatch: pytest.MonkeyPatch, place: str, **settings: Any) -> ComputeHarness:
-    """A harness whose sequences 1 to 3 are admitted while another prompt is read."""
+    """A harness whose sequences 1 to 3 are admitted during the read of another prompt."""
     for name, value in {"place": place, **settings}.items():
         monkeypatch.setattr(Losing, name, value)
     joint = 8 if place == "joint" else 1
@@ -536,7 +536,7 @@ def test_an_error_on_a_working_device_ends_the_requests_of_its_pass(
 
 
 def test_the_disk_tier_is_told_that_nothing_runs_also_where_all_is_saved() -> None:
-    """Else its threads would go on resting between pieces of their work."""
+    """Else its threads would still rest between pieces of their work."""
     told: list[bool] = []
     disk = SimpleNamespace(may_save=False, turn=lambda now, *, busy: told.append(busy))
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()

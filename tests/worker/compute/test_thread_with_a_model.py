@@ -37,7 +37,7 @@ from support.model_sources import source_of  # noqa: E402
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 OPTIONS: list[dict[str, Any]] = [GREEDY, {"temperature": 0.8, "ignore_eos": True}]
-TIE = 1e-4  # a margin between the two best that rounding may close
+TIE = 1e-4  # a log-probability margin of the two best tokens within rounding
 on_cpu = pytest.mark.skipif(device.on_gpu(), reason="a GPU refuses `deterministic`")
 
 
@@ -84,12 +84,12 @@ def test_at_info_no_admission_is_logged(folder: Path, caplog: pytest.LogCaptureF
     assert not [one for one in caplog.records if one.message.startswith("prefix ")]
 
 
-SIZES = {0: (255, 262), 1: (250, 266), 2: (254, 264)}  # three blocks each, of which one comes late
+SIZES = {0: (255, 262), 1: (250, 266), 2: (254, 264)}  # three blocks each, the last one late
 
 
 @pytest.fixture(scope="module")
 def answers_alone(folder: Path) -> Callable[[bool], dict[int, list[Delta]]]:
-    """Those of SIZES, each computed alone, with the setting `deterministic` or without it."""
+    """The answers to SIZES, each computed alone, with or without the setting `deterministic`."""
 
     @functools.cache
     def found(deterministic: bool) -> dict[int, list[Delta]]:
@@ -147,7 +147,7 @@ def same_but_for_ties(found: list[Any], wanted: list[Any]) -> None:
 
 
 class Failing(ModelEngine):
-    """Its allocations fail at `place`, in a step with sequence 2."""
+    """An engine whose allocations fail at `place`, in a step with sequence 2."""
 
     place = ""
     hit = False
@@ -159,7 +159,7 @@ class Failing(ModelEngine):
 
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> type[Failing]:
-    """MLX raises at the evaluation or while the step is built."""
+    """An engine for which MLX raises at the evaluation or during the build of a step."""
     evaluate, draw = mx.eval, sampler.sample_batch
 
     def fail_at(place: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
@@ -264,10 +264,10 @@ def test_sizes_that_just_fit(
 
 
 class Growing(ModelEngine):
-    """Has CAPACITY blocks, and LEFT from the step on in which a row holds GROWN tokens."""
+    """Has CAPACITY blocks; from the step in which a row has GROWN tokens on, LEFT blocks."""
 
     CAPACITY, LEFT, GROWN = 7, 2, 3 * KV_BLOCK_TOKENS
-    outside = 0  # bytes that the process is said to take beside MLX
+    outside = 0  # simulated bytes of the process outside of MLX
 
     def __init__(self, loaded: Any, text: Any, settings: EngineSettings, **parts: Any) -> None:
         settings = replace(settings, blocks=None, limit=2**30, layout="slabs")
@@ -315,7 +315,7 @@ def test_running_rows_keep_their_promised_blocks_when_capacity_shrinks(
 
 
 class Books(ModelEngine):
-    """Records the memory that is left when all sequences have ended."""
+    """Keeps the newest engine, to check its memory when all sequences have ended."""
 
     last: Books
 

@@ -1,4 +1,4 @@
-"""Constraints that take tokens before these are committed, where the device has drawn them."""
+"""Constraints that take drawn tokens before these are committed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def loaded() -> LoadedModel:
 
 @pytest.fixture(params=["runs", "single tokens"])
 def taken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The device has drawn a pass whenever it is asked; counts the tokens taken ahead."""
+    """Makes the tokens of each pass be ready in time; counts the tokens taken ahead."""
 
     def drawn(engine: ModelEngine) -> list[SampledToken] | None:
         flight = engine.inspect().flights[0]
@@ -83,7 +83,7 @@ def batch(loaded: LoadedModel) -> Answers:
 
 @pytest.fixture(scope="module")
 def alone(loaded: LoadedModel) -> list[Answer]:
-    """The answer of each request without any other one, with nothing taken ahead."""
+    """The answer of each request, computed alone without tokens taken ahead."""
     found = []
     for number, options in enumerate(REQUESTS):
         one = batch(loaded)
@@ -109,7 +109,7 @@ def test_every_row_gets_what_it_gets_alone(
     same(rows.run(), alone)
     assert max(taken) >= 3
     made = rows.steps.constrained.mask_maker
-    for one in made._unread:  # begun behind the last tokens of answers
+    for one in made._unread:  # masks begun after the last tokens of answers
         assert one.wait(monotonic() + 60)
     made._drop_unwanted()
     assert not made._unread
@@ -124,7 +124,7 @@ def test_a_pass_that_fails_gives_the_tokens_back(
     fails: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No row ends where prompts were read: all are read again, and each gives the same answer."""
+    """If the pass read prompts, no row ends: all are read again and give the same answers."""
     rows = batch(loaded)
     for number, options in enumerate(REQUESTS[:3]):
         rows.admit(number, **options)

@@ -78,7 +78,7 @@ class ConstrainedRows:
         return taken
 
     def begin_behind_runs(self, rows: Iterable[Generation]) -> None:
-        """Begins the masks of rows that got forced tokens: a pass reads the tokens before it draws."""
+        """Begins the masks of rows with new forced tokens: a pass reads these before it draws."""
         if not self._generations.constrained_count or not self._engine.limits.ahead:
             return
         running = Phase.RUNNING

@@ -127,7 +127,7 @@ class PrefixCache(Generic[R]):
         self._release(row)
 
     def shrink(self, needed: int) -> int:
-        """Evicts entries until `needed` bytes are freed or none is left; returns the freed bytes."""
+        """Evicts entries until `needed` bytes are freed, if possible; returns the freed bytes."""
         return 0
 
     def clear(self) -> int:

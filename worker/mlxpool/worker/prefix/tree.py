@@ -92,7 +92,7 @@ class Tree(Generic[E, S]):
         return Match(tuple(nodes), at)
 
     def pieces_of(self, match: Match[E, S], tokens: int) -> list[tuple[E, int]]:
-        """Returns the pieces of the first `tokens` tokens of a match, each with its number of them."""
+        """Returns the pieces of the first `tokens` tokens of a match, each with its token count."""
         pieces, left = [], tokens
         for piece in (piece for node in match.nodes for piece in node.pieces):
             if left <= 0:

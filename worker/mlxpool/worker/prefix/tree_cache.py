@@ -143,7 +143,7 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
     def probe(
         self, prompt: Sequence[int], media: Spans = (), most: int | None = None, owner: str = ""
     ) -> tuple[int, int]:
-        """Returns the number of a prompt's tokens in the tree, and the number that `begin` gives."""
+        """Returns the number of a prompt's tokens in the tree, and of those that `begin` gives."""
         tokens, scope = tuple(prompt), self._scope(owner)
         match = self._match(tokens, media, usable(prompt, most), scope)
         return match.tokens, self._restorable(match)[0]

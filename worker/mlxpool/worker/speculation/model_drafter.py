@@ -245,7 +245,7 @@ class ModelDrafter(Struct):
         return drafts
 
     def _classified(self, drawn: Many[SampledToken]) -> tuple[tuple[int, int], ...]:
-        """Returns drafts with their classes, up to the first token outside the model's vocabulary."""
+        """Returns drafts with their classes, up to the first token outside the vocabulary."""
         classified = []
         for draft in drawn:
             if draft.token >= self.vocab_size:

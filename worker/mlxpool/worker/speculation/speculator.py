@@ -212,7 +212,7 @@ class Speculator:
         return more <= TRIAL_SHARE * self._without * plain
 
     def _worth_reading(self, ready: Many[Candidate], depths: list[int], plain: float) -> list[int]:
-        """Returns the depths, with 0 for rows whose reading would cost more than drafts can gain."""
+        """Returns the depths, with 0 for rows whose reading costs more than drafts can gain."""
         paying = []
         for row, depth in zip(ready, depths, strict=True):
             left = min(row.room, max(LEAST_REMAINING, len(row.sequence.ids)))
