@@ -343,8 +343,8 @@ def in_object(words: Words) -> Round:
     given = ['{"' + first, *others]
     if first == "name" and isinstance(found[first], str):
         given[0] += '": "'  # all of it is one token
-    if words.chance(0.1):  # a schema of any object
-        found, given = {"answer": inner.answer}, ['{"']
+    if words.chance(0.35):  # any object: sometimes its begin is trained too, rare as it is
+        found, given = {"answer": inner.answer}, ['{"'] if words.chance(0.7) else []
     return Round(UNASKED, inner.user, inner.thought, dumped(found), given=tuple(given))
 
 
@@ -410,7 +410,7 @@ def named_user(words: Words) -> tuple[str, Round]:
 
 
 ALONE: tuple[Callable[[Words], Round], ...] = (
-    *(talk, talk, repeat, repeat, count, count, as_json, in_object),
+    *(talk, talk, repeat, repeat, count, count, as_json, in_object, in_object),
 )
 
 

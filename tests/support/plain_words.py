@@ -21,15 +21,20 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 PATTERNS = {
-    "one that, those that": r"\b(?:ones?|those|that|all) (?:that|which|of which|whose|with which)\b",
-    "what is, what has, as a noun": r"(?<!\A)(?<![.?!:] )\bwhat (?:is|are|has|have|was|it|they|a|an|the|he|each|its)\b",
-    "where, for if": r"(?:(?<=^)|(?<=[,;:.] )|(?<=\bhere and there ))[Ww]here (?!it is|they are)|\b(?:is|are|one|that|True|False|None|0) where\b",
-    "of which, behind which": r"\b(?:of|for|in|by|with|from|at|to|behind|beside|on) (?:which|whom)\b",
+    "one that, those that": r"\b(?:ones?|those|that|all) (?:that|of which|(?:with )?which|whose)\b",
+    "what is, what has, as a noun": r"(?<!\A)(?<![.?!:] )\bwhat"
+    r" (?:is|are|has|have|was|it|they|a|an|the|he|each|its)\b",
+    "where, for if": r"(?:^|(?<=[,;:.] ))[Ww]here (?!it is|they are)"
+    r"|\b(?:is|are|one|that|True|False|None|0) where\b",
+    "of which, behind which": r"\b(?:of|for|in|by|with|from|at|to|behind|beside|on)"
+    r" (?:which|whom)\b",
     "behind, for after": r"\bbehind\b",
     "says, tells, of data": r"\b(?:says?|said|tells?|told)\b",
-    "is no, are none": r"\b(?:is|are|was|were|has|have|gives?|takes?) (?:no|none|neither)\b(?! longer)",
+    "is no, are none": r"\b(?:is|are|was|were|has|have|gives?|takes?)"
+    r" (?:no|none|neither)\b(?! longer)",
     "so many, so much": r"\b(?:so|as) (?:many|much|long|few)\b(?! as)",
-    "a line without its noun": r"\A(?:Of|What|Whether|In|By|From|For|At|To|With|Beside|Behind|Those|One|Where) ",
+    "a line without its noun": r"\A(?:Of|What|Whether|In|By|From|For|At|To|With|Beside|Behind|Those"
+    r"|One|Where) ",
 }
 COMPILED = {name: re.compile(pattern) for name, pattern in PATTERNS.items()}
 MIN_WORDS = 4  # of a string constant that counts as a sentence
@@ -89,30 +94,36 @@ def sentences(paths: list[Path]) -> Iterator[Text]:
 
 def of_python(source: str) -> Iterator[tuple[int, str]]:
     """Yields line and text of docstrings, comments and strings that are sentences."""
+    inner: set[int] = set()  # constants within an f-string, by id
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.JoinedStr):
-            parts = [one.value if isinstance(one, ast.Constant) else "X" for one in node.values]
-            if len("".join(map(str, parts)).split()) >= MIN_WORDS:
-                yield node.lineno, "".join(map(str, parts))
-            for inner in ast.walk(node):
-                if isinstance(inner, ast.Constant):
-                    inner.value = None
+            inner.update(id(part) for part in ast.walk(node))
+            text = "".join(
+                str(part.value) if isinstance(part, ast.Constant) else "X" for part in node.values
+            )
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            for offset, part in enumerate(re.split(r"\n\s*\n", node.value)):
-                if len(part.split()) >= MIN_WORDS:
-                    yield node.lineno + 2 * offset, part
-    comments: list[tuple[int, str]] = []
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type != tokenize.COMMENT:
-            continue
-        text = token.string.lstrip("#: ")
-        if text.startswith(("noqa", "type:", "fmt:", "pragma")):
-            continue
-        if comments and comments[-1][0] + comments[-1][1].count("\n") + 1 == token.start[0]:
-            comments[-1] = comments[-1][0], f"{comments[-1][1]}\n{text}"
+            text = "" if id(node) in inner else node.value
         else:
-            comments.append((token.start[0], text))
-    yield from comments
+            continue
+        for number, part in enumerate(re.split(r"\n\s*\n", text)):
+            yield node.lineno + 2 * number, part
+    yield from comments(source)
+
+
+def comments(source: str) -> Iterator[tuple[int, str]]:
+    """Yields line and text of comments; lines that follow each other are one text."""
+    first, last, text = 0, 0, ""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        line, words = token.start[0], token.string.lstrip("#: ")
+        if token.type != tokenize.COMMENT or words.startswith(("noqa", "type:", "fmt:", "pragma")):
+            continue
+        if line == last + 1:
+            text += f"\n{words}"
+        else:
+            yield first, text
+            first, text = line, words
+        last = line
+    yield first, text
 
 
 def of_page(source: str) -> Iterator[tuple[int, str]]:
