@@ -24,7 +24,7 @@ PIP := PIP_CONSTRAINT=$(CURDIR)/$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CURDIR)/$(
 LOCK := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --all-extras \
 	--no-annotate --no-emit-index-url --custom-compile-command 'make lock' --output-file $(CONSTRAINTS) pyproject.toml
 
-.PHONY: all demo test test-all test-ray slowest budget steady chaos soak check format-check lint types imports conflicts format pages figures docs demo-model bench lock upgrade licences images audit clean
+.PHONY: all demo test test-all test-ray slowest budget steady chaos soak check format-check lint types imports conflicts words format pages figures docs demo-model bench lock upgrade licences images audit clean
 
 all: check test
 
@@ -78,8 +78,8 @@ soak: $(READY)            ## half an hour of faults, 100,000 seeds of the simula
 	$(BIN)/python tests/broker/core/simulator.py --seeds 100000
 	MLXPOOL_HYPOTHESIS=random $(BIN)/python -m pytest -k 'properties or fuzz or prefix or sampler'
 
-check: $(READY)           ## format, lint, types, import rules; all of them at once
-	@$(MAKE) --no-print-directory --jobs=5 types imports lint format-check conflicts
+check: $(READY)           ## format, lint, types, import rules, and a count of unclear sentences; all at once
+	@$(MAKE) --no-print-directory --jobs=5 types imports lint format-check conflicts words
 
 format-check: $(READY)
 	$(BIN)/ruff format --check
@@ -90,6 +90,9 @@ lint: $(READY)
 # In as many processes as there are cores; where these do not start in mypy's 3 s, in one.
 types: $(READY)
 	$(BIN)/mypy --num-workers auto || $(BIN)/mypy
+
+words: $(READY)
+	@$(BIN)/python tests/support/plain_words.py
 
 imports: $(READY)
 	$(BIN)/lint-imports
