@@ -272,7 +272,7 @@ REFUSED: list[tuple[str, Body, str, str]] = [
     (OLLAMA, {"think": "most"}, "think", "must be true, false or one of"),
     (JOBS, {"kind": "generate", "inputs": ["a"]}, "inputs", "'inputs' is of calls"),
     ("/v1/decisions", {"prompt": " "}, "prompt", "no text but white space"),
-    (GENERATE, {"context": [1], "images": ["aGk="]}, "context", "no images are taken"),
+    (GENERATE, {"context": [1], "images": ["aGk="]}, "context", "cannot be combined with images"),
     (CHAT, {"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens", "differ"),
     (CHAT, {"response_format": {"type": "xml"}}, "response_format", "must be text, json_object"),
     (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},

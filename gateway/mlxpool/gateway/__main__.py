@@ -12,9 +12,9 @@ from mlxpool.common.process import core_dumps
 
 
 def main() -> int:
-    """Serve until the broker ends it, or has ended. Returns the exit code."""
+    """Serves until the broker stops it or ends itself. Returns the exit code."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the keys are not read yet
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends it at once, as SIGTERM does
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends the process at once, as SIGTERM does
     text = os.environ.pop(GATEWAY_VARIABLE, None)
     if text is None:
         words = "this gateway is started by a broker: use `mlxpool serve --http HOST:PORT`, or"
@@ -27,7 +27,7 @@ def main() -> int:
 
     logs.set_up(json_lines=config.log_format == "json", level=logs.LEVELS[config.log_level])
     private_temp.use()
-    gc.disable()  # what imports make is no garbage, and to look at it takes a tenth of their time
+    gc.disable()  # imported objects are not garbage, and a collection takes long
     from mlxpool.gateway.server import run_supervised
 
     gc.freeze()

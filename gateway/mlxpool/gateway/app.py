@@ -1,4 +1,4 @@
-"""The ASGI application: serves the table of routes, under all their paths, with a client."""
+"""The ASGI application: serves the table of routes, under all their paths, with a pool's client."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from mlxpool.gateway.settings import Broker, Settings
 log = logging.getLogger("mlxpool.gateway")
 
 UNSUPPORTED = "is not supported by mlxpool"
-EXPOSED_HEADERS = (  # that pages may read
+EXPOSED_HEADERS = (  # headers that pages may read
     REQUEST_ID,
     str(ANTHROPIC.id_header),
     "retry-after",
@@ -60,7 +60,7 @@ OTHER_PATHS: Mapping[str, str] = {
 
 
 class Gateway:
-    """The application, the keys it accepts, its drain, and its client of the pool."""
+    """The application, the keys that it accepts, its drain, and its clients of the pools."""
 
     def __init__(self, settings: Settings) -> None:
         """Raises ValueError for a file of keys that cannot be used."""
@@ -69,7 +69,7 @@ class Gateway:
         self.drain = Drain()
         self.metrics = Metrics(VERSION, (route.shown_path for route in ROUTES))
         limit = ConcurrencyLimit(settings.per_key)
-        self._loop: asyncio.AbstractEventLoop | None = None  # while it serves
+        self._loop: asyncio.AbstractEventLoop | None = None  # the loop while it serves
         self.access = AccessControl(
             self.keys,
             limit,
@@ -108,13 +108,13 @@ class Gateway:
         )
 
     def reload_keys(self) -> None:
-        """Read the keys again, and end the requests of those that are gone. From any thread."""
+        """Reads the keys again and ends the requests of removed keys. Any thread may call it."""
         self.keys.reload()
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self.access.end_revoked)
 
     async def finish(self) -> None:
-        """Refuse new requests, and wait for the running ones as long as the settings say."""
+        """Refuses new requests, and waits for the running requests for the settings' drain time."""
         self.metrics.drain_begun()
         seconds = self.settings.drain_timeout
         log.info("draining", extra={"running": self.drain.running, "seconds": seconds})
@@ -148,18 +148,18 @@ class Gateway:
         ]
 
     def _served(self, specs: Sequence[RouteSpec], services: Services) -> ByMethod:
-        """What answers a path, with these routes."""
+        """Returns the application of a path with these routes."""
         methods = tuple(name for spec in specs for name in methods_of(spec))
-        found: dict[str, Endpoint] = {}
+        endpoints: dict[str, Endpoint] = {}
         for spec in specs:
             endpoint = self._endpoint(spec, methods, services)
-            found |= dict.fromkeys(methods_of(spec), endpoint)
-        return ByMethod(found)
+            endpoints |= dict.fromkeys(methods_of(spec), endpoint)
+        return ByMethod(endpoints)
 
     def _endpoint(self, spec: RouteSpec, methods: tuple[str, ...], services: Services) -> Endpoint:
         async def answer(request: Request, response: ResponseWriter) -> bool:
-            given = {} if spec.query is None else queries.checked(request.query_params, spec.query)
-            call = Call(request, {}, response, given)
+            query = {} if spec.query is None else queries.checked(request.query_params, spec.query)
+            call = Call(request, {}, response, query)
             if spec.stream is None and not spec.watched:
                 await spec.serve(services, call)
                 return False
@@ -195,7 +195,7 @@ class Gateway:
     def _middleware(self) -> list[Middleware]:
         """Leads second paths to their routes.
 
-        Lets pages of the origins use the gateway from a browser, with a key of their own.
+        Lets pages of the allowed origins use the gateway from a browser, with a key that they send.
         """
         canonical = canonical_paths(spec.path for spec in ROUTES)
         paths = Middleware(CanonicalPaths, canonical=canonical)
@@ -215,12 +215,12 @@ class Gateway:
 
 
 def methods_of(spec: RouteSpec) -> tuple[str, ...]:
-    """The methods of HTTP that a route answers."""
+    """Returns the HTTP methods that a route answers."""
     return READ if spec.method == "GET" else (spec.method,)
 
 
 async def _log_broker(pool: PoolAccess) -> None:
-    """Log the brokers' endpoints, and whether one answers."""
+    """Logs the brokers' endpoints, and whether a broker answers."""
     endpoint = " ".join(broker.endpoint for broker in pool.settings.brokers)
     log.info("asking for a broker", extra={"endpoint": endpoint})
     try:
@@ -233,21 +233,24 @@ async def _log_broker(pool: PoolAccess) -> None:
 
 
 async def _unknown_path(request: Request, response: ResponseWriter) -> bool:
-    asked = request.scope["path"]
-    message = f"there is no {request.method} {asked!r:.200}; docs/gateway.md lists what there is"
+    path = request.scope["path"]
+    message = f"there is no {request.method} {path!r:.200}; docs/gateway.md lists what there is"
     raise HttpError(404, message, "unknown_url", retry=False)
 
 
 def canonical_paths(routes: Iterable[str]) -> Callable[[str], str]:
-    """Makes the function from a path that was asked for to that of a route, from their paths."""
-    every = [path.split("/") for path in routes]
-    of_v1 = {parts[2] for parts in every if parts[1] == V1 and len(parts) > 2}
-    others = {parts[1] for parts in every if parts[1] != V1}
+    """Makes a function from a requested path to the path of a route.
+
+    `routes`: the paths of all routes.
+    """
+    all_parts = [path.split("/") for path in routes]
+    of_v1 = {parts[2] for parts in all_parts if parts[1] == V1 and len(parts) > 2}
+    others = {parts[1] for parts in all_parts if parts[1] != V1}
 
     def canonical(path: str) -> str:
-        if path == "*":  # OPTIONS of the whole server
+        if path == "*":  # OPTIONS for the whole server
             return "/"
-        if not path.startswith("/"):  # of CONNECT and absolute URLs: this is no proxy
+        if not path.startswith("/"):  # of CONNECT or an absolute URL: the gateway is not a proxy
             return path
         parts = [part for part in path.split("/") if part]
         if parts[:2] == [V1, V1]:
@@ -261,7 +264,7 @@ def canonical_paths(routes: Iterable[str]) -> Callable[[str], str]:
 
 
 class CanonicalPaths:
-    """An ASGI application: gives another one the path of a route in place of a second one."""
+    """An ASGI application around another one: replaces a second path by the route's path."""
 
     def __init__(self, app: ASGIApp, canonical: Callable[[str], str]) -> None:
         self._app = app

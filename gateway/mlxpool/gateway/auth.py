@@ -1,7 +1,7 @@
 """Access to the gateway: bearer keys, the bound on concurrent requests of a key, the host check.
 
-The file of keys has one key a line, or a name and a key, and is read again when the process gets
-SIGHUP.
+The file of keys has a key, or a name and a key, in each line. It is read again when the process
+gets SIGHUP.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LOCAL_ENDS = (".localhost", ".local", ".internal")  # top-level names of private
 
 
 class Owner(Struct, frozen=True):
-    """Who sends a request: the digest of the key, and its name in logs, None without keys."""
+    """The sender of a request: the digest of the key, and its name in logs, None without keys."""
 
     digest: bytes
     name: str | None
@@ -40,17 +40,17 @@ class Owner(Struct, frozen=True):
 
 
 NOBODY = Owner(b"", None, operator=True)
-# The name of the owner on whose behalf the pool is asked in this task; "": of the gateway itself.
+# The name of the owner on whose behalf this task calls the pool; "" for the gateway itself.
 current_owner: contextvars.ContextVar[str] = contextvars.ContextVar("current_owner", default="")
 
 
 def is_local_host(host: str, machine: str, *, from_page: bool) -> bool:
-    """Whether a Host names this machine or one of its network; the list is Ollama's.
+    """Whether a Host names this machine or a machine of its network; the list is Ollama's.
 
     `machine`: this machine's name. `from_page`: the request has the Origin of a page. A page on the
     internet cannot have such a host: an IP address cannot be rebound, and these top-level names
-    cannot be registered. A neighbour in the network can answer for the names, so they are refused
-    for pages.
+    cannot be registered. A neighbour in the network can answer for the names, so requests of pages
+    may not use them.
     """
     host = host.removesuffix(".")
     if host in LOOPBACK:
@@ -63,10 +63,10 @@ def is_local_host(host: str, machine: str, *, from_page: bool) -> bool:
 
 
 class ApiKeys:
-    """The keys that may send requests. Without a file everybody may."""
+    """The keys that may send requests. Without a file requests need no key."""
 
     def __init__(self, file: Path | None = None) -> None:
-        """Raises ValueError for a file that cannot be used, naming it and the line."""
+        """Raises ValueError, naming the file and the line, for a file that cannot be used."""
         self._file = file
         self._keys = {} if file is None else read_keys(file)
 
@@ -75,7 +75,7 @@ class ApiKeys:
         return self._file is not None
 
     def reload(self) -> None:
-        """Read the file again; if it cannot be used, keep the present keys."""
+        """Reads the file again; if it cannot be used, keeps the present keys."""
         if self._file is None:
             return
         try:
@@ -86,21 +86,21 @@ class ApiKeys:
             log.info("%s has %d keys", self._file, len(self._keys))
 
     def owner(self, authorization: str | None) -> Owner | None:
-        """Whose key is in this header; None if the key is unknown.
+        """Returns the owner of the key in this header; None if the key is unknown.
 
         Takes the same time for every key. Without a file all requests have the same owner.
         """
         if self._file is None:
             return NOBODY
         scheme, _, key = (authorization or "").partition(" ")
-        given = digest(key.strip())
-        known = [hmac.compare_digest(given, each) for each in self._keys]
+        sent = digest(key.strip())
+        known = [hmac.compare_digest(sent, known_digest) for known_digest in self._keys]
         if not any(known) or scheme.lower() != "bearer":
             return None
-        return Owner(given, self._keys[given].name, self._keys[given].operator)
+        return Owner(sent, self._keys[sent].name, self._keys[sent].operator)
 
     def is_known(self, owner: Owner) -> bool:
-        """Whether the key of an owner is there, under the same name."""
+        """Whether the owner's key is in the file, under the same name."""
         if self._file is None:
             return True
         key = self._keys.get(owner.digest)
@@ -108,7 +108,7 @@ class ApiKeys:
 
 
 class KeyRevoked(HttpError):
-    """The key of a running request was taken away, which ends the request."""
+    """The error of a running request whose key was removed."""
 
     def __init__(self) -> None:
         message = "the key of this request was taken away"
@@ -119,7 +119,7 @@ class ConcurrencyLimit:
     """Counts the requests in flight of each owner."""
 
     def __init__(self, max_requests: int | None) -> None:
-        """`max_requests`: of each owner; None: no bound."""
+        """`max_requests`: the most requests of an owner at once; None: no bound."""
         self._max_requests = max_requests
         self._in_flight: Counter[bytes] = Counter()
 
@@ -140,10 +140,10 @@ class ConcurrencyLimit:
 
 
 class AccessControl:
-    """Admits requests: known keys only, and of each key a bounded number at once.
+    """Admits requests: only with known keys, and a bounded number at once of each key.
 
-    Without keys the gateway serves its own machine only. The Host header must then be a local
-    name, see `is_local_host`, so that a page cannot reach the gateway by DNS rebinding.
+    Without keys the gateway serves only its own machine. The Host header must then be a local name,
+    see `is_local_host`, so that a page cannot reach the gateway by DNS rebinding.
     """
 
     def __init__(
@@ -154,9 +154,9 @@ class AccessControl:
         names_owners: bool = False,
         cors_origins: Collection[str] = (),
     ) -> None:
-        """`names_owners`: the pool is asked on behalf of the key's owner.
+        """`names_owners`: the gateway calls the pool on behalf of the key's owner.
 
-        `cors_origins`: whose pages in browsers may use the gateway.
+        `cors_origins`: the origins whose pages may use the gateway in browsers.
         """
         self._keys = keys
         self._limit = limit
@@ -169,22 +169,22 @@ class AccessControl:
     def check_origin(self, request: Request) -> None:
         """Raises HttpError for a request of a page of another origin, unless it only reads."""
         of = request.headers
-        found = foreign_page(
+        page = foreign_page(
             request.method,
             of.get("host", ""),
             of.getlist("origin"),
             of.getlist("sec-fetch-site"),
             self._cors_origins,
         )
-        if found is not None:
-            message = f"{found} may not use the gateway: --cors-origin names whose pages may"
+        if page is not None:
+            message = f"{page} may not use the gateway: --cors-origin names whose pages may"
             raise HttpError(403, message, "origin_not_allowed", retry=False)
 
     @contextlib.contextmanager
     def admitted(self, request: Request) -> Iterator[Owner]:
-        """To be entered for as long as the request takes. Raises HttpError.
+        """A context for the time that the request takes. Raises HttpError.
 
-        Raises KeyRevoked inside of it when `end_revoked` finds that the key was taken away.
+        Raises KeyRevoked in the context when `end_revoked` finds that the key was removed.
         """
         if not self._keys.required:
             self._check_host(request)
@@ -204,7 +204,7 @@ class AccessControl:
 
     def _check_host(self, request: Request) -> None:
         """Raises HttpError for a Host that a page on the internet could have."""
-        # Browsers send a host always; programs with HTTP/1.0 need not.
+        # Browsers always send a host; programs with HTTP/1.0 need not.
         host = HOST.fullmatch(request.headers.get("host", "localhost"))
         allowed, origin = self._cors_origins, request.headers.get("origin")
         from_page = origin is not None and origin not in allowed and "*" not in allowed
@@ -241,7 +241,7 @@ class AccessControl:
 
 
 def _authorization(request: Request) -> str | None:
-    """The header Authorization; Anthropic's clients send their key in x-api-key instead."""
-    given = request.headers.get("authorization")
+    """Returns the header Authorization; Anthropic's clients send their key in x-api-key instead."""
+    authorization = request.headers.get("authorization")
     key = request.headers.get("x-api-key")
-    return f"Bearer {key}" if given is None and key is not None else given
+    return f"Bearer {key}" if authorization is None and key is not None else authorization

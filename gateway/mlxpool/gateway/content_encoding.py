@@ -1,4 +1,4 @@
-"""Decodes bodies that clients have compressed (Content-Encoding), in pieces of a bounded size."""
+"""Decodes compressed bodies of clients (Content-Encoding), in pieces of a bounded size."""
 
 from __future__ import annotations
 
@@ -10,33 +10,36 @@ import zstandard
 
 from mlxpool.gateway.errors import HttpError, bad_request
 
-PIECE = 64 * 1024  # bytes that a decoder of zlib gives at once
-# Bytes that the decoder of zstd gets at once: of a block of 4 bytes it makes 128 KiB.
+PIECE = 64 * 1024  # most bytes that a decoder of zlib returns at once
+# Bytes that the decoder of zstd gets at once: it makes 128 KiB of a block of 4 bytes.
 ZSTD_FED = 64
 ZSTD_WINDOW = 2**23  # bytes; RFC 9659 forbids larger ones in HTTP
-MAX_CODINGS = 4  # in a row
+MAX_CODINGS = 4  # most codings of a body, one inside the other
 GZIP, ZLIB, RAW = 31, 15, -15  # forms of zlib's data
 
 
 class Decoder(Protocol):
-    """Undoes one coding. Both methods raise ValueError, zlib.error and zstandard.ZstdError."""
+    """The decoder of one coding.
+
+    Its methods raise ValueError, zlib.error and zstandard.ZstdError.
+    """
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """What is decoded of the next bytes, in bounded pieces."""
+        """Yields the decoded form of the next bytes, in bounded pieces."""
         ...
 
     def finish(self) -> None:
-        """Raises ValueError unless the data have ended where they may."""
+        """Raises ValueError if the data end too early."""
         ...
 
 
 class ZlibDecoder:
-    """Of gzip, whose members follow each other, and of deflate, with zlib's header or without."""
+    """A decoder of gzip, with several members, and of deflate, with or without zlib's header."""
 
     def __init__(self, *, deflate: bool) -> None:
         self._deflate = deflate
         self._form = GZIP
-        self._head = b""  # of deflate: the byte that was not enough to know the form
+        self._head = b""  # of deflate: a first byte, too short to recognise the form
         self._stream = None if deflate else zlib.decompressobj(GZIP)
 
     def feed(self, data: bytes) -> Iterator[bytes]:
@@ -54,7 +57,7 @@ class ZlibDecoder:
             data = self._stream.unconsumed_tail or self._stream.unused_data
             while decoded:
                 yield decoded
-                # What has no room in a piece may be inside of the decoder, all input taken.
+                # The decoder may hold the rest of the output after it took all input.
                 full = len(decoded) == PIECE and not data
                 decoded = self._stream.decompress(b"", PIECE) if full else b""
 
@@ -68,7 +71,7 @@ def _has_zlib_header(data: bytes) -> bool:
 
 
 class ZstdDecoder:
-    """Of zstd, whose frames may follow each other."""
+    """A decoder of zstd, with any number of frames."""
 
     def __init__(self) -> None:
         self._decompressor = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW)
@@ -100,9 +103,9 @@ NO_CODING = ("", "identity")
 
 
 def decoders_of(fields: Sequence[str]) -> list[Decoder]:
-    """The decoders of the Content-Encoding fields of a request, in the order of their use.
+    """Returns the decoders for a request's Content-Encoding fields, in the order of their use.
 
-    Raises HttpError for a coding that is unknown, and for too many.
+    Raises HttpError for an unknown coding and for too many codings.
     """
     names = [name.strip().lower() for field in fields for name in field.split(",")]
     names = [OTHER_NAMES.get(name, name) for name in names if name not in NO_CODING]
@@ -121,7 +124,7 @@ def decoders_of(fields: Sequence[str]) -> list[Decoder]:
 
 
 async def decoded(body: AsyncIterator[bytes], fields: Sequence[str]) -> AsyncIterator[bytes]:
-    """The pieces of a body without the codings of its Content-Encoding fields.
+    """Yields the pieces of a body without the codings of its Content-Encoding fields.
 
     Raises HttpError also for data that are broken or end too early; an empty body may have any
     coding.
@@ -141,12 +144,12 @@ async def decoded(body: AsyncIterator[bytes], fields: Sequence[str]) -> AsyncIte
             for decoder in decoders:
                 decoder.finish()
     except (ValueError, zlib.error, zstandard.ZstdError) as error:
-        message = f"the body is not what content-encoding says ({', '.join(fields)}): {error}"
+        message = f"the body does not have its content-encoding ({', '.join(fields)}): {error}"
         raise bad_request(message, code="broken_encoding") from None
 
 
 def _through(decoders: Sequence[Decoder], data: bytes) -> Iterator[bytes]:
-    """The pieces that all decoders in a row make of some bytes."""
+    """Yields the output of all decoders in a row for some bytes."""
     if not decoders:
         yield data
         return

@@ -1,6 +1,6 @@
 """Serves one route: method, access, drain, log and metrics around the work of its handler.
 
-Also the log and metrics of what reaches no route: preflights, and bytes that are no HTTP.
+Also logs and counts requests that reach no route: preflights, and bytes that are not HTTP.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ READ = ("GET", "HEAD")
 KNOWN_METHODS = (*READ, "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "CONNECT", "TRACE")
 OTHER_METHOD = "other"
 MAX_LOGGED_PATH = 200  # characters
-ABORT_TIME = 1.0  # seconds to write the error of a request that is cancelled
+ABORT_TIME = 1.0  # seconds for writing the error of a request that is cancelled
 ENDING = "the gateway is ending"
 
 
 class Surroundings(Struct, frozen=True):
-    """What all endpoints share. `logged`: a line of the access log for each request."""
+    """The state that endpoints share. `logged`: each request gets a line of the access log."""
 
     access: AccessControl
     drain: Drain
@@ -62,7 +62,7 @@ class Surroundings(Struct, frozen=True):
     logged: bool = True
 
     def exchange_of(self, scope: Scope, route: str) -> Exchange:
-        """The record of a request that begins now; of OTHER_ROUTE it has the path."""
+        """Returns the record of a request that begins now; with OTHER_ROUTE it has the path."""
         method, client, headers = scope["method"], scope.get("client"), Headers(scope=scope)
         traceparent = headers.get(HEADER)
         return Exchange(
@@ -76,7 +76,7 @@ class Surroundings(Struct, frozen=True):
         )
 
     def unparsable(self, client: str | None) -> Exchange:
-        """Counts and logs what came in place of a request and was answered 400."""
+        """Counts and logs bytes that are not a request and were answered 400."""
         exchange = Exchange(
             id=uuid.uuid4().hex, method=OTHER_METHOD, route=UNPARSABLE, started=time.monotonic(),
             client=client, status=400, failure=NOT_HTTP,
@@ -100,7 +100,7 @@ class Surroundings(Struct, frozen=True):
 class Endpoint:
     """Runs a handler, and answers with its error if it fails.
 
-    It is an ASGI application of its own, so that no middleware copies the pieces of a stream.
+    It is its own ASGI application, so that no middleware copies the pieces of a stream.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Endpoint:
     ) -> None:
         """`handler` returns whether the client disconnected before the end of the response.
 
-        `methods` None: it answers every method.
+        `methods` None: the endpoint answers every method.
         """
         self._surroundings = surroundings
         self._route = route
@@ -149,7 +149,7 @@ class Endpoint:
             await self._fail(response, errors.from_pool_error(error))
         except ClientDisconnect:  # before the body was complete
             _note_disconnect(response)
-        except asyncio.CancelledError:  # the drain's time, or uvicorn's, has passed
+        except asyncio.CancelledError:  # the drain's time, or uvicorn's, is over
             ending = HttpError(503, ENDING, "draining", retry_after=1.0, close=True)
             await self._end(response, ending)
         except Exception as error:
@@ -174,7 +174,7 @@ class Endpoint:
     async def _other_method(
         self, request: Request, response: ResponseWriter, methods: tuple[str, ...]
     ) -> bool:
-        """Says which methods there are. Raises HttpError unless that was the question."""
+        """Answers OPTIONS with the methods of the path. Raises HttpError for another method."""
         allowed = {"allow": ", ".join((*methods, "OPTIONS"))}
         if request.method == "OPTIONS":
             await response.data(b"", "text/plain", headers=allowed)
@@ -196,7 +196,7 @@ class Endpoint:
             return await self._handler(request, response)
 
     async def _end(self, response: ResponseWriter, error: HttpError) -> None:
-        """Answer with an error, or end the open stream with it; the work is cancelled."""
+        """Answers with an error, or ends the open stream with it; the work is already cancelled."""
         with contextlib.suppress(TimeoutError):  # the client does not read
             async with asyncio.timeout(ABORT_TIME):
                 await self._fail(response, error)
@@ -213,11 +213,14 @@ class Endpoint:
 
 
 class ByMethod:
-    """The ASGI application of a path: the endpoint of each method, one of them for all others."""
+    """The ASGI application of a path: an endpoint for each method.
+
+    One of them answers other methods.
+    """
 
     def __init__(self, endpoints: Mapping[str, Endpoint]) -> None:
         self._endpoints = endpoints
-        self._other = next(iter(endpoints.values()))  # answers which methods there are
+        self._other = next(iter(endpoints.values()))  # answers other methods with a list of methods
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._endpoints.get(scope["method"], self._other)(scope, receive, send)
@@ -231,9 +234,10 @@ def _note_disconnect(response: ResponseWriter) -> None:
 
 
 def check_length(headers: Headers) -> None:
-    """Raises HttpError for two lengths of a body, and the connection is closed.
+    """Raises HttpError for a body with two lengths, which also closes the connection.
 
-    Checked before all else: what a proxy takes for the body would else be the next request.
+    This is the first check: otherwise bytes that a proxy takes for the body would be the next
+    request.
     """
     if "transfer-encoding" in headers and "content-length" in headers:
         message = "Transfer-Encoding and Content-Length are both there; send one of them"
@@ -241,7 +245,7 @@ def check_length(headers: Headers) -> None:
 
 
 def is_preflight(scope: Scope) -> bool:
-    """Whether a browser asks if a page may send a request."""
+    """Whether a browser sends a preflight: it asks if a page may send a request."""
     if scope["type"] != "http" or scope["method"] != "OPTIONS":
         return False
     headers = Headers(scope=scope)
@@ -249,7 +253,7 @@ def is_preflight(scope: Scope) -> bool:
 
 
 class PreflightRecords:
-    """An ASGI application around that middleware: its answers get a line of the log and an id."""
+    """An ASGI application around the CORS middleware, whose answers get a log line and an id."""
 
     def __init__(self, app: ASGIApp, surroundings: Surroundings) -> None:
         self._app = app

@@ -44,23 +44,24 @@ STATUS: Mapping[str, tuple[int, str]] = {
     "draining": (503, "draining"),
 }
 ERROR_TYPES = {401: "authentication_error", 404: INVALID, 429: "rate_limit_error"}
-# The folders of an absolute path that is no path of this interface and no part of a URL; in quotes
-# they may have spaces.
+# The folders of an absolute path that is not a path of this interface or a part of a URL. Paths in
+# quotes may have spaces.
 FOLDERS = re.compile(
     r"""(?<![\w:/.~-])~?/(?!v1/|api/)(?:(?<=['"]/)[^'"]*/|(?:[^\s/:;,'"()\[\]]+/)+)"""
 )
-LOADING_RETRY_AFTER = 1.0  # seconds until a request for a model that is loading is sent again
+LOADING_RETRY_AFTER = 1.0  # seconds until a client may repeat a request for a model that is loading
 # Part of the body may still be unread, so the connection cannot carry another request.
 CLOSING_STATUSES = (408, 413)
 
 
 @dataclass(eq=False)
 class HttpError(Exception):
-    """A request that is answered with an error.
+    """The error answer of a request.
 
-    `param`: the request field that caused it. `retry`: whether the client may send it again.
-    `close`: the connection takes no other request. `details`: figures of the pool's error.
-    `more_headers`: of the response. `passing`: it ends this reading of an answer that goes on.
+    `param`: the request field that caused the error. `retry`: whether the client may send the
+    request again. `close`: the connection takes no further request. `details`: figures of the
+    pool's error. `more_headers`: headers of the response. `passing`: the error ends this reading of
+    an answer that goes on.
     """
 
     status: int
@@ -69,9 +70,9 @@ class HttpError(Exception):
     param: str | None = None
     retry_after: float | None = None  # seconds
     retry: bool = True
-    load_progress: float | None = None  # 0 to 1, of a model that is loading
+    load_progress: float | None = None  # 0 to 1, for a model that is loading
     close: bool = False
-    request_id: str | None = None  # of the response, see exchange
+    request_id: str | None = None  # id of the response, see exchange
     details: Mapping[str, Any] = field(default_factory=dict)
     more_headers: Mapping[str, str] = field(default_factory=dict)
     passing: bool = False
@@ -93,7 +94,10 @@ class HttpError(Exception):
         return {"error": error, **self._progress()}
 
     def _openai_message(self) -> str:
-        """Programs know the beginning of OpenAI's message about a prompt that is too long."""
+        """Returns the message.
+
+        A message about a too long prompt begins as OpenAI's, because programs parse it.
+        """
         context = self.details.get("context")
         if self.code != TOO_LONG or context is None:
             return self.message
@@ -107,7 +111,10 @@ class HttpError(Exception):
         return {} if self.load_progress is None else {"load_progress": self.load_progress}
 
     def headers(self) -> dict[str, str]:
-        """OpenAI's clients retry by themselves unless `x-should-retry` is false."""
+        """Returns the headers.
+
+        Without `x-should-retry: false` OpenAI's clients retry by themselves.
+        """
         headers = {} if self.retry else {"x-should-retry": "false"}
         headers |= self.more_headers
         if self.retry_after is not None:
@@ -120,19 +127,19 @@ class HttpError(Exception):
 
 
 def bad_request(message: str, param: str | None = None, code: str = "bad_request") -> HttpError:
-    """Status 400, not retryable."""
+    """Returns an error of status 400, not retryable."""
     return HttpError(400, message, code, param, retry=False)
 
 
 def unsupported_parameter(param: str, advice: str) -> HttpError:
-    """Status 400 for a known field that the gateway does not honour."""
+    """Returns an error of status 400 for a known field that the gateway does not honour."""
     return bad_request(f"{param!r} is not supported: {advice}", param, "unsupported_parameter")
 
 
 def without_folders(message: str) -> str:
-    """A message of the pool in which files are named without their folders.
+    """Returns a message of the pool that names files without their folders.
 
-    Where files of the server are concerns its operator, who reads its log.
+    The folders of the server concern only its operator, who reads its log.
     """
     return FOLDERS.sub("…/", message)
 
@@ -140,7 +147,7 @@ def without_folders(message: str) -> str:
 def from_pool_error(
     error: PoolError, *, started: bool = False, prompt_field: str | None = None
 ) -> HttpError:
-    """The HTTP form of a pool's error.
+    """Returns the HTTP form of a pool's error.
 
     `started`: a model has produced output, so a retry would repeat work and is not suggested.
     `prompt_field`: the field of the request that has its prompt.
@@ -148,7 +155,7 @@ def from_pool_error(
     message = without_folders(error.message)
     status, code = STATUS.get(error.code, (429 if error.retry_after_ms is not None else 500, ""))
     progress = (error.details or {}).get("load_progress")
-    if is_number(progress):  # the deadline came before the model was loaded
+    if is_number(progress):  # the deadline passed before the model was loaded
         return HttpError(
             503,
             message,

@@ -1,8 +1,8 @@
 """Checks of a request's fields: each field is honoured, accepted by name, or refused by name.
 
-null counts as absent, and so does an empty text, list or map where the field takes such a value:
-clients send fields that nobody has set. Fields that only say something about a request are accepted
-by the form of their names. Everything else is refused, so that no option is ignored unnoticed.
+null counts as absent, and so does an empty text, list or map in a field of that type: clients send
+fields that nobody has set. Fields that only describe a request are accepted by the form of their
+names. Everything else is refused, so that no option is ignored unnoticed.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from mlxpool.gateway.errors import HttpError, bad_request, unsupported_parameter
 # field -> (values that request nothing, what to do instead)
 RefusedFields: TypeAlias = Mapping[str, tuple[tuple[Any, ...], str]]
 NOWHERE: Mapping[str, str] = {}
-ASKED = ("model", "prompt", "key")  # of a request or job: an empty one is named, not left out
+ASKED = ("model", "prompt", "key")  # an empty value of these is an error, not left out
 EMPTY: Mapping[str, Any] = {"string": "", "array": [], "object": {}}  # type -> its empty value
-# Names of fields about a request: metadata, ids of sessions and the like, extensions of a client.
+# Names of fields that describe a request: metadata, ids of sessions, extensions of a client, …
 ABOUT_REQUEST = re.compile(
     r"(?!.*(?:token|lora|adapter|model))"
     r"(?:x[-_].+|.*metadata|.+_(?:id|ids|tag|headers|hash|origin)|tags|headers)"
 )
 log = logging.getLogger("mlxpool.gateway")
-MAX_LOGGED = 200  # things that the log names; a client may make up any number of them
+MAX_LOGGED = 200  # most things that the log names; a client may make up any number of them
 NO_ROOM = "[an attachment of the type {kind}, which this model cannot read]"
 ELSEWHERE = "this server does not run it, and the model is not told of it"
 _logged: set[tuple[str, str]] = set()
 
 
 class Body(Struct, frozen=True):
-    """The fields of a map in a request: what its check takes, and its schema in openapi.json.
+    """The fields of a map in a request, for its check and for its schema in openapi.json.
 
-    Names of fields lead to schemas. `accepted` fields have no effect, `refused` ones have to have
-    a value that requests nothing. `open`: unknown fields have no effect either.
+    Names of fields lead to schemas. `accepted` fields have no effect. `refused` fields must have a
+    value that requests nothing. `open`: unknown fields are accepted and have no effect.
     """
 
     honoured: Mapping[str, Schema]
@@ -57,7 +57,7 @@ class Body(Struct, frozen=True):
         return {*self.honoured, *self.accepted, *self.refused}
 
     def unknown(self, body: Mapping[str, Any]) -> list[str]:
-        """The fields of an open body that nothing here knows; one that is null counts as absent."""
+        """Returns the unknown fields of an open body; a null field counts as absent."""
         return [
             name for name, value in body.items() if value is not None and name not in self.names
         ]
@@ -65,9 +65,10 @@ class Body(Struct, frozen=True):
     def check(
         self, body: Mapping[str, Any], prefix: str = "", elsewhere: Mapping[str, str] = NOWHERE
     ) -> Mapping[str, Any]:
-        """See `check_names`; whether the required fields are there is checked by their readers.
+        """Checks the names as `check_names` does.
 
-        Returns the body without the fields that are empty, as far as they are not required.
+        Readers of required fields check that they are present. Returns the body without its empty
+        fields, except for required fields.
         """
         body = {
             name: value
@@ -86,7 +87,7 @@ class Body(Struct, frozen=True):
         return nullable(schema if name in ASKED else _or_empty(schema))
 
     def _is_empty(self, name: str, value: Any) -> bool:
-        """Whether a value counts as absent: an empty one of a type that its field takes."""
+        """Whether a value counts as absent: an empty value of a type that its field takes."""
         kinds = [kind for kind, empty in EMPTY.items() if value == empty]
         if not kinds or name in self.refused:
             return bool(kinds)
@@ -95,13 +96,13 @@ class Body(Struct, frozen=True):
         return name in self.honoured and kinds[0] in _types(self.honoured[name])
 
     def schema(self) -> Schema:
-        """The JSON schema. null counts as absent, so every optional field may be null."""
+        """Returns the JSON schema. null counts as absent, so every optional field may be null."""
         properties = {name: self._optional(name, schema) for name, schema in self.honoured.items()}
         for name, schema in self.accepted.items():
             properties[name] = described("has no effect", self._optional(name, schema))
         for name, (neutral, advice) in self.refused.items():
             why = f"not supported: {advice}"
-            empty = [one for one in EMPTY.values() if one not in neutral]
+            empty = [value for value in EMPTY.values() if value not in neutral]
             properties[name] = {"enum": [*neutral, *empty, None], "description": why}
         return {
             "type": "object",
@@ -112,7 +113,7 @@ class Body(Struct, frozen=True):
 
 
 def _or_empty(schema: Schema) -> Schema:
-    """What fits the schema, and the empty values of its types, which count as absent."""
+    """Returns a schema that also takes the empty values of its types, which count as absent."""
     takes_all = schema.get("type") == "object" and "required" not in schema
     if takes_all or not set(schema) - {"description", "type", "items", "maxItems", "maxLength"}:
         return schema
@@ -121,13 +122,13 @@ def _or_empty(schema: Schema) -> Schema:
 
 
 def _types(schema: Schema) -> set[str]:
-    """The types of JSON that a schema takes, as far as they can be empty; all of one without."""
+    """Returns the JSON types of a schema that have an empty value; all of them without a type."""
     if "anyOf" in schema:
         return set().union(*map(_types, schema["anyOf"]))
     if "enum" in schema:
-        return {"string"} if any(isinstance(one, str) for one in schema["enum"]) else set()
-    given = schema.get("type")
-    return set(EMPTY) if given is None else {given} if isinstance(given, str) else set(given)
+        return {"string"} if any(isinstance(value, str) for value in schema["enum"]) else set()
+    kind = schema.get("type")
+    return set(EMPTY) if kind is None else {kind} if isinstance(kind, str) else set(kind)
 
 
 def check_names(
@@ -138,10 +139,10 @@ def check_names(
     prefix: str = "",
     elsewhere: Mapping[str, str] = NOWHERE,
 ) -> None:
-    """Check that every field is in one of the tables; a field that is null counts as absent.
+    """Checks that every field is in one of the tables; a field that is null counts as absent.
 
     `prefix` goes before the names in messages. `elsewhere` has the right places of fields that are
-    easily put here. Raises HttpError.
+    often put here by mistake. Raises HttpError.
     """
     for name, value in body.items():
         if value is None or name in honoured or name in accepted:
@@ -154,22 +155,22 @@ def check_names(
             message = f"unknown field {prefix + name!r}{hint}"
             raise bad_request(message, prefix + name, "unknown_parameter")
         neutral, advice = refused[name]
-        if not any(_same(value, one) for one in neutral):
+        if not any(_same(value, other) for other in neutral):
             raise unsupported_parameter(prefix + name, advice)
 
 
 def _same(value: Any, neutral: Any) -> bool:
-    """Whether both are one value of JSON: 1 is 1.0, true is none of them."""
+    """Whether two values are equal in JSON: 1 equals 1.0, but true equals neither."""
     return value == neutral and isinstance(value, bool) is isinstance(neutral, bool)
 
 
 def option(name: str, value: Any, target: str, checks: Mapping[str, Check] = CHECKS) -> Any:
-    """The value of the pool's option `target`, checked. Raises HttpError naming the field.
+    """Returns the checked value of the pool's option `target`. Raises HttpError naming the field.
 
-    Empty texts to stop at are left out: clients send the empty field of a form.
+    Empty stop texts are left out: clients send the empty field of a form.
     """
     if target == "stop" and isinstance(value, str | list):
-        value = [one for one in ([value] if isinstance(value, str) else value) if one != ""]
+        value = [stop for stop in ([value] if isinstance(value, str) else value) if stop != ""]
     try:
         return checks[target](name, value)
     except BadRequest as error:
@@ -182,7 +183,7 @@ def options(
     prefix: str = "",
     checks: Mapping[str, Check] = CHECKS,
 ) -> dict[str, Any]:
-    """The pool's options that the fields of `body` set; `names`: field -> option."""
+    """Returns the pool's options that the fields of `body` set; `names`: field -> option."""
     return {
         target: option(prefix + name, body[name], target, checks)
         for name, target in names.items()
@@ -191,7 +192,7 @@ def options(
 
 
 def text(body: Mapping[str, Any], name: str, default: str | None = None) -> str:
-    """A field of text. Without a default it is required and not empty. Raises HttpError."""
+    """Returns a field of text. Without a default it is required and not empty. Raises HttpError."""
     value = body.get(name)
     if value is None and default is not None:
         return default
@@ -201,7 +202,7 @@ def text(body: Mapping[str, Any], name: str, default: str | None = None) -> str:
 
 
 def flag(body: Mapping[str, Any], name: str, default: bool, prefix: str = "") -> bool:
-    """A field that is true, false or absent. Raises HttpError."""
+    """Returns a field that is true, false or absent. Raises HttpError."""
     value = body.get(name)
     if not isinstance(value, bool | None):
         message = f"{prefix + name!r} must be true or false, got {shown(value)}"
@@ -212,7 +213,7 @@ def flag(body: Mapping[str, Any], name: str, default: bool, prefix: str = "") ->
 def choice(
     body: Mapping[str, Any], name: str, values: Collection[str], prefix: str = ""
 ) -> str | None:
-    """A field with one of these texts, or None if it is absent. Raises HttpError."""
+    """Returns a field with one of these texts, or None if it is absent. Raises HttpError."""
     value = body.get(name)
     if value is not None and (not isinstance(value, str) or value not in values):
         message = f"{prefix + name!r} is {shown(value)}, must be one of {', '.join(values)}"
@@ -221,7 +222,7 @@ def choice(
 
 
 def integer(body: Mapping[str, Any], name: str, low: int, high: int | None = None) -> int | None:
-    """An integer from `low` to `high`, both inclusive, or None if absent. Raises HttpError.
+    """Returns an integer from `low` to `high`, both inclusive, or None if absent. Raises HttpError.
 
     Without `high` the model has the bound.
     """
@@ -239,48 +240,48 @@ def integer(body: Mapping[str, Any], name: str, low: int, high: int | None = Non
 def tools_of_kind(
     body: Mapping[str, Any], kinds: Collection[str | None]
 ) -> list[tuple[int, dict[str, Any]]]:
-    """The checked `tools` whose type is one of `kinds` (None: it is absent), with their numbers.
+    """Returns the checked `tools` whose type is one of `kinds` (None: absent), with their numbers.
 
     Tools of other types run elsewhere: they are left out. Raises HttpError.
     """
-    given = body.get("tools")
-    if given is None:
+    tools = body.get("tools")
+    if tools is None:
         return []
-    if not isinstance(given, list) or not all(isinstance(tool, Mapping) for tool in given):
-        raise bad_request(f"'tools' must be a list of maps, got {shown(given)}", "tools")
-    found: list[tuple[int, dict[str, Any]]] = []
-    for number, tool in enumerate(given):
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise bad_request(f"'tools' must be a list of maps, got {shown(tools)}", "tools")
+    chosen: list[tuple[int, dict[str, Any]]] = []
+    for number, tool in enumerate(tools):
         kind = tool.get("type")
         if not isinstance(kind, str) and (kind is not None or None not in kinds):
             message = f"tools[{number}].type must be text, got {shown(kind)}"
             raise bad_request(message, "tools")
         if (kind or None) in kinds:
-            found.append((number, dict(tool)))
+            chosen.append((number, dict(tool)))
         else:
             leave_tool_out(kind)
-    for number, tool in found:
+    for number, tool in chosen:
         try:
             check_tools([tool])
         except BadRequest as error:
             message = error.message.replace("tools[0]", f"tools[{number}]", 1)
             raise bad_request(message, "tools") from None
-    checked("tools", check_tools, [tool for _, tool in found])
-    return found
+    checked("tools", check_tools, [tool for _, tool in chosen])
+    return chosen
 
 
-def no_such_tool(wanted: object = None) -> HttpError:
-    """The error for a `tool_choice` that demands a call of a tool that was left out.
+def no_such_tool(name: object = None) -> HttpError:
+    """Returns the error for a `tool_choice` that demands a call of a tool that was left out.
 
-    None: it demands a call of any tool, and none is left.
+    `name` None: it demands a call of any tool, and no tool is left.
     """
-    message = f"'tool_choice' wants a call of {shown(wanted)}, which is no function of 'tools'"
-    if wanted is None:
+    message = f"'tool_choice' wants a call of {shown(name)}, which is not a function of 'tools'"
+    if name is None:
         message = "'tool_choice' wants a call, and there is no function in 'tools'"
     return bad_request(f"{message}: tools of other types are left out", "tool_choice")
 
 
 def mapping(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """A field that is a map; empty if absent. Raises HttpError."""
+    """Returns a field that is a map; empty if absent. Raises HttpError."""
     value = body.get(name)
     if not isinstance(value, Mapping | None):
         raise bad_request(f"{name!r} must be a map, got {shown(value)}", name)
@@ -288,7 +289,10 @@ def mapping(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def logprob_options(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The pool's options for `logprobs` and `top_logprobs`; empty without. Raises HttpError."""
+    """Returns the pool's options for `logprobs` and `top_logprobs`; empty without.
+
+    Raises HttpError.
+    """
     logprobs = flag(body, "logprobs", False)
     top = integer(body, "top_logprobs", 0, MAX_TOP_LOGPROBS)
     if logprobs:
@@ -299,7 +303,7 @@ def logprob_options(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked(name: str, check: Callable[[object], Any], value: object) -> Any:
-    """The result of one of the pool's own checks. Raises HttpError naming the field."""
+    """Returns the result of one of the pool's own checks. Raises HttpError naming the field."""
     try:
         return check(value)
     except BadRequest as error:
@@ -307,12 +311,12 @@ def checked(name: str, check: Callable[[object], Any], value: object) -> Any:
 
 
 def log_left_out(event: str, thing: str, why: str) -> None:
-    """Log that a thing of a request has no effect, and why, unless the log has it."""
+    """Logs once that a part of a request has no effect, and why."""
     if (event, thing) not in _logged and len(_logged) < MAX_LOGGED:
         _logged.add((event, thing))
         log.info(event, extra={"thing": thing, "why": why})
 
 
 def leave_tool_out(kind: Any) -> None:
-    """Note a tool of a kind that runs elsewhere."""
+    """Logs that a tool of a kind that runs elsewhere is left out."""
     log_left_out("a tool is left out", shown(kind), ELSEWHERE)

@@ -20,11 +20,11 @@ from mlxpool.gateway.resumption import EventNumbers, Resumption
 
 JSON = "application/json"
 NDJSON = "application/x-ndjson"
-# What programs send that do not name the type: none, `curl -d`, fetch of a text in Node, others.
+# Content types of programs that do not name JSON: none, `curl -d`, Node's fetch of a text, others.
 UNNAMED = ("", "application/x-www-form-urlencoded", "text/plain", "application/octet-stream")
-TURNS = 4  # of the loop between two slices of a long work
-PARSED_AT_ONCE = 256 * 1024  # bytes of a body that the loop parses itself
-LISTED_AT_ONCE = 200  # rows of a list that are written without a look at other requests
+TURNS = 4  # turns of the loop between two slices of long work
+PARSED_AT_ONCE = 256 * 1024  # most bytes of a body that the loop parses itself
+LISTED_AT_ONCE = 200  # rows of a list that are written before other requests are served
 # The escape of half a surrogate pair, or its bytes.
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 TOO_DEEP = "the body is nested too deeply"
@@ -35,32 +35,32 @@ RAISE_BOUND = (
 
 
 class HeadersOnly(Exception):
-    """The answer to HEAD in place of a stream was sent: there is nothing more to do."""
+    """Raised after an answer to HEAD in place of a stream: nothing more is to be done."""
 
 
 class ResponseWriter:
-    """Sends one JSON value, or a stream of pieces; notes in the exchange what it sent."""
+    """Sends one JSON value or a stream of pieces, and counts what it sent in the exchange."""
 
     def __init__(self, send: Send, exchange: Exchange, id_header: str | None = None) -> None:
-        """`id_header`: a second header for the id of the request."""
+        """`id_header`: the name of a second header for the id of the request."""
         self.exchange = exchange
         self._ids = {REQUEST_ID: exchange.id, **({id_header: exchange.id} if id_header else {})}
         self._send = send
         self.started = False
-        self.streaming = False  # a stream was opened and not closed
+        self.streaming = False  # a stream is open
         self.resumption: Resumption | None = None  # of a request with an Idempotency-Key
         self.numbers: EventNumbers | None = None  # of a stream that outlives this gateway
-        self._in_lines = False  # it streams lines of JSON, no events
+        self._in_lines = False  # the stream has lines of JSON, not events
 
     async def json(
         self, value: Any, status: int = 200, headers: Mapping[str, str] | None = None
     ) -> None:
-        """Send a whole response."""
+        """Sends a whole response."""
         data = json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
         await self.data(data, JSON, status, headers)
 
     async def listing(self, value: Mapping[str, Any]) -> None:
-        """Send a list of OpenAI's, some rows at a time: others are answered in between."""
+        """Sends a list of OpenAI's, some rows at a time: other requests are served in between."""
         rows: list[bytes] = []
         for start in range(0, len(value["data"]), LISTED_AT_ONCE):
             part = value["data"][start : start + LISTED_AT_ONCE]
@@ -77,21 +77,21 @@ class ResponseWriter:
         status: int = 200,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """Send a whole response of any content type."""
+        """Sends a whole response of any content type."""
         length = {"content-length": str(len(data))}
         await self._start(status, content_type, {**(headers or {}), **length})
         await self._send({"type": "http.response.body", "body": data})
 
     def identified(self, error: HttpError) -> HttpError:
-        """The error with an id, if it has none that of the request; the exchange gets its code."""
+        """Gives an error the request's id if it has none, and the exchange the error's code."""
         error.request_id = error.request_id or self.exchange.id
         self.exchange.failure = error.code
         return error
 
     async def open(self, content_type: str) -> None:
-        """Start a stream. Its headers tell clients not to retry: the work would be done twice.
+        """Starts a stream. Its headers forbid clients to retry: the work would be done twice.
 
-        Raises HeadersOnly in the answer to HEAD, whose stream nobody would get.
+        Raises HeadersOnly in the answer to HEAD, whose stream nobody reads.
         """
         self._in_lines = content_type == NDJSON
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -102,7 +102,7 @@ class ResponseWriter:
         self.streaming = self.exchange.streamed = True
 
     async def write(self, data: bytes) -> None:
-        """Send whole events or lines of the stream; waits while the client reads slowly."""
+        """Sends whole events or lines of the stream; waits while the client reads slowly."""
         if self.numbers is not None:
             numbers = self.numbers
             data = numbers.of_lines(data) if self._in_lines else numbers.of_events(data)
@@ -110,7 +110,7 @@ class ResponseWriter:
             await self.write_aside(data)
 
     async def write_aside(self, data: bytes) -> None:
-        """Send what is no part of the answer: a sign of life, an error of this reading."""
+        """Sends data outside the answer: a keep-alive, or an error of this reading."""
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def close(self) -> None:
@@ -121,15 +121,15 @@ class ResponseWriter:
     async def _start(self, status: int, content_type: str, headers: Mapping[str, str]) -> None:
         self.started = True
         self.exchange.status = status
-        every = {"content-type": content_type, **self._ids, **headers}
-        pairs = [(name.encode("latin-1"), text.encode("latin-1")) for name, text in every.items()]
+        fields = {"content-type": content_type, **self._ids, **headers}
+        pairs = [(name.encode("latin-1"), text.encode("latin-1")) for name, text in fields.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": pairs})
 
 
 def is_json_type(content_type: str, *, from_page: bool) -> bool:
     """Whether a body with this content type is read as JSON.
 
-    Programs that are no page in a browser need not name it: see UNNAMED.
+    Only pages in a browser must name the type, see UNNAMED.
     """
     kind = content_type.partition(";")[0].strip().lower()
     named = kind in (JSON, "text/json") or (
@@ -139,9 +139,9 @@ def is_json_type(content_type: str, *, from_page: bool) -> bool:
 
 
 async def read_json(request: Request, max_bytes: int, seconds: float) -> dict[str, Any]:
-    """The JSON object in a request's body.
+    """Returns the JSON object in a request's body.
 
-    Raises HttpError: too large, too slow, of another type, broken, not a JSON object.
+    Raises HttpError if the body is too large, too slow, of another type, broken, or not an object.
     """
     content_type = request.headers.get("content-type", "")
     if not is_json_type(content_type, from_page="origin" in request.headers):
@@ -173,7 +173,7 @@ def may_break_text(data: bytes) -> bool:
 
 
 async def _parsed(data: bytes) -> Any:
-    """The JSON value of a body, a large one read by another thread. Raises ValueError."""
+    """Returns the JSON value of a body; another thread reads a large one. Raises ValueError."""
     if len(data) <= PARSED_AT_ONCE:
         return json.loads(data)
     text = data.decode(json.detect_encoding(data), "surrogatepass")
@@ -181,7 +181,7 @@ async def _parsed(data: bytes) -> Any:
 
 
 async def _read_body(request: Request, max_bytes: int) -> bytes:
-    """The bytes of the body without its codings; the bound holds for it with and without them."""
+    """Returns the body without its codings; the bound holds with and without them."""
     declared = request.headers.get("content-length", "0")
     _check_size(int(declared) if declared.isdecimal() else 0, max_bytes)
     pieces = _bounded(request.stream(), max_bytes)
@@ -191,7 +191,7 @@ async def _read_body(request: Request, max_bytes: int) -> bytes:
 
 
 async def _bounded(pieces: AsyncIterator[bytes], max_bytes: int) -> AsyncIterator[bytes]:
-    """The pieces of a body. Raises HttpError for more than `max_bytes` in all."""
+    """Yields the pieces of a body. Raises HttpError for more than `max_bytes` in all."""
     size = 0
     async for piece in pieces:
         size += len(piece)
@@ -206,9 +206,9 @@ def _check_size(size: int, max_bytes: int) -> None:
 
 
 async def serve_others() -> None:
-    """Let the loop serve other requests for some turns: an answer is a chain of several callbacks.
+    """Lets the loop serve other requests for some turns: an answer is a chain of several callbacks.
 
-    For work that is done in slices. If nothing else is to be done it takes microseconds.
+    Work that is done in slices calls it. Without other requests it takes microseconds.
     """
     for _ in range(TURNS):
         await asyncio.sleep(0)
@@ -217,9 +217,9 @@ async def serve_others() -> None:
 async def cancel_on_disconnect(
     receive: Receive, work: Callable[[], Coroutine[Any, Any, None]]
 ) -> bool:
-    """Run `work`; cancel it when the client closes the connection. Raises what `work` raises.
+    """Runs `work`; cancels it when the client closes the connection. Raises its errors.
 
-    Returns whether it was cancelled.
+    Returns whether the work was cancelled.
     """
     working = asyncio.create_task(work())
     disconnect = asyncio.create_task(_wait_for_disconnect(receive))

@@ -1,4 +1,4 @@
-"""Large JSON, made and read in parts, so that other threads have their turns. Pure."""
+"""Large JSON, written and read in parts, so that other threads get their turns. Pure."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 # ---- made ----------------------------------------------------------------------------------------
 
-MAX_DEPTH = 8  # what is nested deeper is no list of vectors, and is made at once
-MAX_LIST = 10_000  # values of a list that one call writes
+MAX_DEPTH = 8  # deeper values are not lists of vectors; one call writes them
+MAX_LIST = 10_000  # most values of a list that one call writes
 
 
 def encode_in_parts(
@@ -22,12 +22,12 @@ def encode_in_parts(
     *,
     allow_nan: bool = True,
 ) -> bytes:
-    """The JSON of a value as UTF-8, as `json.dumps(…, ensure_ascii=False)` makes it.
+    """Returns the JSON of a value as UTF-8, as `json.dumps(…, ensure_ascii=False)` does.
 
-    One call of `json.dumps` holds the interpreter's lock until it returns, which is 0.4 s for 256
-    vectors of 2048 numbers. Here a call is made for each vector, and for parts of long lists.
-    `errors`: what becomes of halves of surrogate pairs, see `str.encode`. Raises ValueError for NaN
-    and infinities unless `allow_nan`.
+    One call of `json.dumps` holds the interpreter's lock until it returns: 0.4 s for 256 vectors of
+    2048 numbers. This function calls it for each vector, and for parts of long lists. `errors`: the
+    handling of halves of surrogate pairs, see `str.encode`. Raises ValueError for NaN and
+    infinities unless `allow_nan`.
     """
     dumps = partial(json.dumps, ensure_ascii=False, separators=separators, allow_nan=allow_nan)
     return _text(value, separators, MAX_DEPTH, dumps).encode("utf-8", errors)
@@ -42,7 +42,7 @@ def _text(value: Any, separators: tuple[str, str], depth: int, dumps: Callable[[
         )
         return f"{{{comma.join(members)}}}"
     if depth and isinstance(value, list) and value and isinstance(value[0], dict | list):
-        return f"[{comma.join(_text(one, separators, depth - 1, dumps) for one in value)}]"
+        return f"[{comma.join(_text(item, separators, depth - 1, dumps) for item in value)}]"
     if depth and isinstance(value, list) and len(value) > MAX_LIST:
         starts = range(0, len(value), MAX_LIST)
         return f"[{comma.join(dumps(value[at : at + MAX_LIST])[1:-1] for at in starts)}]"
@@ -51,21 +51,21 @@ def _text(value: Any, separators: tuple[str, str], depth: int, dumps: Callable[[
 
 # ---- read ----------------------------------------------------------------------------------------
 
-PART = 64 * 1024  # characters that one call of the decoder reads, unless one string has more
-MAX_MISSES = 8  # of one part: values, and runs of values, that may be read in vain
-# Reads one value at a place of a text, and returns it with the place behind it.
+PART = 64 * 1024  # most characters that one call of the decoder reads, unless a string is longer
+MAX_MISSES = 8  # most failed reads of values and of runs of values, in each part
+# Reads a value at a place of a text. Returns it and the place after it.
 _scan: Callable[[str, int], tuple[Any, int]] = make_scanner(json.JSONDecoder())  # type: ignore[arg-type]
 _SPACE = re.compile(r"[ \t\n\r]*")
-# Where a list or an object may be cut: behind an object, a list, or any other value.
+# Cuts of a list or an object: after an object, a list, or any other value.
 _CUTS = ("},", "],", ",")
 
 
 def decode_in_parts(text: str) -> Any:
-    """The value that `json.loads` makes of a text.
+    """Returns the value that `json.loads` makes of a text.
 
     `json.loads` is one call, which holds the interpreter's lock until it returns: 0.1 to 0.3 s for
     8 MB of small numbers. Here a call reads at most PART characters, or one string. Raises
-    JSONDecodeError, and RecursionError for what is nested too deeply.
+    JSONDecodeError, and RecursionError for values that are nested too deeply.
     """
     if text.startswith("\ufeff"):
         raise json.JSONDecodeError("Unexpected UTF-8 BOM (decode using utf-8-sig)", text, 0)
@@ -78,26 +78,26 @@ def decode_in_parts(text: str) -> Any:
 
 
 class _Reader:
-    """Reads values at places of a text. Each returns the value and the place behind it."""
+    """Reads values at places of a text. Its methods return the value and the place after it."""
 
     def __init__(self, text: str) -> None:
         self._text = text
-        self._window, self._base = "", 0  # the part of the text that begins at this place
+        self._window, self._base = "", 0  # a part of the text, and the place where it begins
         self._misses = 0
-        self._tried_from = 0  # in the part behind this place so many runs were not found
+        self._tried_from = 0  # failed searches for runs are counted from here on
         self._no_runs = 0
 
     def skip(self, place: int) -> int:
-        """The place behind white space."""
-        found = _SPACE.match(self._text, place)
-        assert found is not None
-        return found.end()
+        """Returns the place after white space."""
+        space = _SPACE.match(self._text, place)
+        assert space is not None
+        return space.end()
 
     def value(self, place: int) -> tuple[Any, int]:
         """One value."""
-        found = self._small(place)
-        if found is not None:
-            return found
+        small = self._small(place)
+        if small is not None:
+            return small
         first = self._text[place : place + 1]
         if first == "[":
             return self._list(place + 1)
@@ -111,7 +111,7 @@ class _Reader:
         return value, end
 
     def _small(self, place: int) -> tuple[Any, int] | None:
-        """A value that ends in the window; None for a larger one, and for what is none."""
+        """Returns a value that ends in the window; None for a larger value and for other text."""
         for _ in range(2):
             end_of_window = self._base + len(self._window)
             if self._base <= place < end_of_window:
@@ -121,7 +121,7 @@ class _Reader:
                     value, end = _scan(self._window, place - self._base)
                 except (StopIteration, ValueError):
                     pass
-                else:  # a number that the end of the window cuts may go on, as 1. and 1e+ do
+                else:  # the window may cut a number that goes on, as 1. and 1e+ do
                     is_whole = self._base + end + 2 < end_of_window
                     if is_whole or end_of_window == len(self._text):
                         return value, self._base + end
@@ -133,9 +133,10 @@ class _Reader:
         return None
 
     def _run(self, place: int, brackets: str) -> tuple[Any, int] | None:
-        """Values up to a comma near the end of a part, read together; None if none is found.
+        """Reads together the values up to a comma near the end of a part.
 
-        What is in front of the comma is whole values, so it is no comma inside one of them.
+        None without such a comma. The text before the comma must be whole values, so a comma inside
+        a value is not taken.
         """
         if place - self._tried_from >= PART:
             self._tried_from, self._no_runs = place, 0
@@ -143,23 +144,27 @@ class _Reader:
             return None
         part = self._text[place : place + PART]
         cuts = [part.rfind(mark) + len(mark) - 1 for mark in _CUTS]
-        # Behind the end of a list of numbers there may be others: before it is the last comma.
+        # Other lists may follow the end of a list of numbers, so the last comma may be before that
+        # end.
         cuts.append(part.rfind(",", 0, max(0, part.find(brackets[1]))))
         for cut in cuts:
             if cut < 1:
                 continue
             try:
                 run = f"{brackets[0]}{part[:cut]}{brackets[1]}"
-                found, end = _scan(run, 0)
+                values, end = _scan(run, 0)
             except (StopIteration, ValueError):
                 continue
             if end == len(run):
-                return found, self.skip(place + cut + 1)
+                return values, self.skip(place + cut + 1)
         self._no_runs += 1
         return None
 
     def _runs(self, place: int, brackets: str, add: Callable[[Any], None]) -> int:
-        """Adds all runs of values that follow each other from here on. Returns where they end."""
+        """Adds all runs of values that follow each other from here on.
+
+        Returns the place after them.
+        """
         while (run := self._run(place, brackets)) is not None:
             add(run[0])
             place = run[1]
@@ -167,7 +172,7 @@ class _Reader:
 
     def _list(self, place: int) -> tuple[list[Any], int]:
         values: list[Any] = []
-        try_at = 0  # where a run of values is looked for again
+        try_at = 0  # the place from which a run of values is looked for again
         place = self.skip(place)
         if self._text[place : place + 1] == "]":
             return values, place + 1
@@ -204,7 +209,7 @@ class _Reader:
             place = self._behind(place, ",")
 
     def _behind(self, place: int, mark: str) -> int:
-        """The place behind a delimiter and white space."""
+        """Returns the place after a delimiter and white space."""
         if self._text[place : place + 1] != mark:
             raise json.JSONDecodeError(f"Expecting {mark!r} delimiter", self._text, place)
         return self.skip(place + 1)

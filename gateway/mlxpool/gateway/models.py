@@ -16,35 +16,35 @@ from mlxpool.common.errors import ModelUnavailable, UnknownModel
 from mlxpool.common.protocol.images import VISION
 from mlxpool.gateway.formats import ChatFormats
 
-INSPECTION_WAIT = 30.0  # seconds that a request waits until its model's files are inspected
-INSPECTION_PAUSE = 0.1  # seconds between two looks at the list while it waits
-MAX_AGE = 2.0  # seconds; an older list is refreshed in the background of the request
+INSPECTION_WAIT = 30.0  # seconds that a request waits for the inspection of its model's files
+INSPECTION_PAUSE = 0.1  # seconds between two looks at the list during that wait
+MAX_AGE = 2.0  # seconds; the background refreshes an older list
 MAX_NAMES_SHOWN = 20
-LATEST = ":latest"  # the tag that Ollama's users write after a name
+LATEST = ":latest"  # the tag that Ollama's users append to a name
 
 
 class ModelInfo(Struct, frozen=True):
-    """What the pool reports of a model; unknown numbers are 0, unknown texts empty."""
+    """A model as the pool reports it; unknown numbers are 0, unknown texts empty."""
 
     name: str
     state: str | None
-    inspected: bool  # the pool has looked at the model's files, or it has none
-    readable: bool  # it could read them, as far as is known
+    inspected: bool  # the pool has inspected the model's files, or there are none
+    readable: bool  # the pool could read the files, or has not tried
     architecture: str
     context: int  # tokens
     size: int  # bytes of the weights on disk
-    memory: int  # bytes that its workers hold now
+    memory: int  # bytes of memory of its workers
     digest: str
     quantisation: str
     chat: ChatFormats | None  # None: the model has no chat template
     features: tuple[str, ...] = ()
     parameters: int = 0
     modified: int | None = None  # seconds since 1970
-    requests: int = 0  # that wait for it, or that its workers have
-    workers: int = 0  # that serve it
-    expires_in: float | None = None  # seconds; below 0: it stays; None: it is not loaded
-    trouble: str = ""  # why its pool cannot be reached by new workers
-    about: Mapping[str, Any] = field(default_factory=dict)  # what its files say, if asked for
+    requests: int = 0  # requests that wait or run
+    workers: int = 0  # workers that serve it
+    expires_in: float | None = None  # seconds; below 0: it stays loaded; None: it is not loaded
+    trouble: str = ""  # why new workers cannot reach its pool
+    about: Mapping[str, Any] = field(default_factory=dict)  # facts of its files, if requested
 
     @property
     def vision(self) -> bool:
@@ -53,7 +53,7 @@ class ModelInfo(Struct, frozen=True):
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> Self:
-        """From a row of the pool's `models` call."""
+        """Makes it from a row of the pool's `models` call."""
         chat = row.get("chat")
         return cls(
             name=str(row["name"]),
@@ -85,7 +85,7 @@ class ModelList:
     """The pool's models by name."""
 
     def __init__(self, client: AsyncClient, inspection_wait: float = INSPECTION_WAIT) -> None:
-        """`inspection_wait`: seconds that `get` waits for the inspection of a model's files."""
+        """`inspection_wait`: the most seconds that `get` waits for a model's inspection."""
         self._client = client
         self._inspection_wait = inspection_wait
         self._models: dict[str, ModelInfo] = {}
@@ -93,18 +93,19 @@ class ModelList:
         self._refreshing: asyncio.Task[None] | None = None
 
     async def all(self) -> list[ModelInfo]:
-        """All models, read now. Raises PoolError when the pool does not answer."""
+        """Reads all models now. Raises PoolError if the pool does not answer."""
         await self._refresh()
         return list(self._models.values())
 
     async def get(self, name: str) -> ModelInfo:
-        """One model, once its files have been inspected; NAME:latest is NAME.
+        """Returns a model, after the inspection of its files; NAME:latest is NAME.
 
-        Before that it is not known how its chats and its calls of tools are written. Raises
-        UnknownModel, ModelUnavailable for a model whose inspection takes too long, and see `all`.
+        Before the inspection the format of its chats and tool calls is unknown. Raises
+        UnknownModel, ModelUnavailable for a model whose inspection takes too long, and the errors
+        of `all`.
         """
-        found = self.known(name)
-        if found is None or not found.inspected:
+        known = self.known(name)
+        if known is None or not known.inspected:
             await self._refresh()
         elif time.monotonic() - self._read_at > MAX_AGE:
             self._start_refresh()
@@ -114,7 +115,7 @@ class ModelList:
         return model if model.inspected else await self._inspected(model.name)
 
     async def _inspected(self, name: str) -> ModelInfo:
-        """Wait for the inspection of a model that the list has."""
+        """Waits for the inspection of a model in the list."""
         end = time.monotonic() + self._inspection_wait
         while time.monotonic() < end:
             await asyncio.sleep(INSPECTION_PAUSE)
@@ -132,7 +133,7 @@ class ModelList:
         )
 
     async def described(self, name: str) -> ModelInfo:
-        """One model with all that is known of it, read now. Raises what `get` does."""
+        """Reads a model with all its facts now. Raises the errors of `get`."""
         model = await self.get(name)
         return ModelInfo.from_row(await self._client.describe(model.name))
 
@@ -144,17 +145,20 @@ class ModelList:
         return f"known: {', '.join(list(self._models)[:MAX_NAMES_SHOWN])}{more}"
 
     async def close(self) -> None:
-        """Cancel a refresh that is in flight."""
+        """Cancels a refresh that is in flight."""
         if self._refreshing is not None:
             self._refreshing.cancel()
             await asyncio.gather(self._refreshing, return_exceptions=True)
 
     def known(self, name: str) -> ModelInfo | None:
-        """A model as it was when the list was read; NAME:latest is NAME."""
+        """Returns a model as of the last reading of the list; NAME:latest is NAME."""
         return self._models.get(name) or self._models.get(name.removesuffix(LATEST))
 
     async def _refresh(self) -> None:
-        """Concurrent callers share one call to the pool; a cancelled caller does not end it."""
+        """Reads the list again. Concurrent callers share one call.
+
+        A cancelled caller does not end it.
+        """
         await asyncio.shield(self._start_refresh())
 
     def _start_refresh(self) -> asyncio.Task[None]:
@@ -170,6 +174,6 @@ class ModelList:
 
 
 def _mark_retrieved(task: asyncio.Task[None]) -> None:
-    """Read the error of a refresh that nobody awaits, so that asyncio does not log it."""
+    """Reads the error of a refresh that nobody awaits, so that asyncio does not log it."""
     if not task.cancelled():
         task.exception()

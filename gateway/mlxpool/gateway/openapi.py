@@ -1,4 +1,4 @@
-"""Makes openapi.json, an OpenAPI 3.1 document, of the table of routes and the tables of fields."""
+"""Makes openapi.json, an OpenAPI 3.1 document, from the tables of routes and of fields."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RESUMPTION: list[dict[str, Any]] = [
 
 
 def document(routes: Iterable[RouteSpec], version: str, *, keys: bool) -> dict[str, Any]:
-    """The document of a gateway of this version; `keys`: its requests need a bearer key."""
+    """Returns the document of a gateway of this version; `keys`: requests need a bearer key."""
     paths: dict[str, dict[str, Any]] = {}
     schemas: dict[str, Any] = dict(COMPONENTS)
     for route in routes:
@@ -97,8 +97,8 @@ def _contents(route: RouteSpec) -> Mapping[str, Any]:
     contents = {route.content_type: {"schema": schema}}
     if route.stream is not None:
         kind = route.stream.partition(";")[0]
-        each = {"description": "of each event or line", "allOf": [ref(route.event)]}
-        contents[kind] = {"schema": each}
+        line_schema = {"description": "of each event or line", "allOf": [ref(route.event)]}
+        contents[kind] = {"schema": line_schema}
     return contents
 
 

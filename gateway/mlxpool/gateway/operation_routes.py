@@ -15,12 +15,12 @@ TEXT = "text/plain; charset=utf-8"
 
 
 class OperationRoutes:
-    """One method a path."""
+    """The methods of these endpoints, one for each path."""
 
     def __init__(
         self, pool: PoolAccess, drain: Drain, metrics: Metrics, document: Mapping[str, Any]
     ) -> None:
-        """`document`: what /openapi.json answers."""
+        """`document`: the answer of /openapi.json."""
         self._pool = pool
         self._drain = drain
         self._metrics = metrics
@@ -29,7 +29,7 @@ class OperationRoutes:
     async def health(self, response: ResponseWriter) -> None:
         """GET /health: 200 when the pool takes requests, else 503 or the status of its error.
 
-        Of a pool that new workers cannot reach the status is `degraded`: what is loaded answers.
+        The status is `degraded` if new workers cannot reach the pool: loaded models still answer.
         """
         if self._drain.begun:
             return await response.json({"status": "draining"}, 503, {"connection": "close"})

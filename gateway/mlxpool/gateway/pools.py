@@ -1,8 +1,8 @@
-"""The pools behind a gateway: which of them a request's model is asked from, and what keeps things.
+"""The pools of a gateway: which of them serves a request's model, and which keeps jobs and files.
 
 A request takes the pool where its model waits least, and stays there. A pool that does not answer
-is left out until it answers again. What is kept (jobs, files, batches) is in one pool that has a
-store, and is looked for in all of them.
+is left out until it answers again. Jobs, files and batches are kept in one pool that has a store,
+and a request looks for them in all pools.
 """
 
 from __future__ import annotations
@@ -31,39 +31,40 @@ log = logging.getLogger("mlxpool.gateway")
 
 PROBE_INTERVAL = 1.0  # seconds between two looks at a pool, if there are several
 PROBE_TIMEOUT = 3.0  # seconds; a pool that answers later is left out
-CLOSED = frozenset({"draining", "drained"})  # states of a model; of all while its broker drains
+CLOSED = frozenset({"draining", "drained"})  # model states; all have them while the broker drains
 
-NOT_HERE = (UnknownJob, Gone, JobsOff)  # what a pool answers that does not keep what is looked for
+NOT_HERE = (UnknownJob, Gone, JobsOff)  # errors of a pool that does not keep the wanted job or file
 
 Answer = TypeVar("Answer")
 _chosen: ContextVar[Pool] = ContextVar("pool of the request")
 
 
 class Pool:
-    """One pool: its client, its models, and whether it answers."""
+    """A pool: its client, its models, and whether it answers."""
 
     def __init__(self, endpoint: str, client: AsyncClient) -> None:
         self.endpoint = endpoint
         self.client = client
         self.models = ModelList(client)
         self.up = True
-        self.keeps: bool | None = None  # whether it has a store of jobs; None: it was not asked
-        self._given: Counter[str] = Counter()  # requests by model, since its list was read
+        self.keeps: bool | None = None  # whether it has a store of jobs; None: unknown
+        self._given: Counter[str] = Counter()  # requests by model since the list was read
 
     def load(self, model: ModelInfo) -> tuple[bool, float]:
-        """How little it suits a request for a model of its list: the lowest is the best.
+        """Returns the rank for a request for a model of its list: the lowest is the best.
 
-        Closed or not; what waits and runs there, with what it was given since, for each worker.
+        The rank is whether the model is closed, then its requests for each worker: those of the
+        list, and those sent since.
         """
         requests = model.requests + self._given[model.name]
         return model.state in CLOSED, (requests + 1) / max(1, model.workers)
 
     def give(self, model: str) -> None:
-        """A request for a model goes to it."""
+        """Counts a request for a model that is sent to this pool."""
         self._given[model] += 1
 
     async def look_for_store(self) -> None:
-        """Note whether it keeps jobs. Raises PoolError when it does not say."""
+        """Notes whether the pool keeps jobs. Raises PoolError if it does not answer."""
         try:
             await self.client.jobs(limit=1)
         except JobsOff:
@@ -74,7 +75,10 @@ class Pool:
             self.keeps = True
 
     async def look(self) -> None:
-        """Read its list of models with their load; note whether it answers, and keeps jobs."""
+        """Reads the pool's list of models with their load.
+
+        Notes whether it answers and keeps jobs.
+        """
         try:
             async with asyncio.timeout(PROBE_TIMEOUT):
                 await self.models.all()
@@ -96,12 +100,12 @@ class Pools:
     """All pools of a gateway as one: the models of each, by name."""
 
     def __init__(self, pools: Sequence[Pool]) -> None:
-        """The first is asked what only one can answer. There is at least one."""
+        """`pools`: at least one. The first one answers requests that belong to no other pool."""
         self.pools = list(pools)
         self._probe: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to look at the pools, if there are several: one alone is waited for."""
+        """Starts looking at the pools, if there are several. A request waits for a single pool."""
         if len(self.pools) > 1:
             self._probe = asyncio.create_task(self._look())
 
@@ -112,9 +116,9 @@ class Pools:
 
     @property
     def client(self) -> AsyncClient:
-        """The client of the pool that this request's model, or what it names, was found in.
+        """The client of the pool that this request's model, or its job or file, was found in.
 
-        Else of the first.
+        Without one it is the client of the first pool.
         """
         return self.chosen.client
 
@@ -126,24 +130,25 @@ class Pools:
     # ---- models --------------------------------------------------------------------------------
 
     async def all(self) -> list[ModelInfo]:
-        """The models of all pools, read now; of one name that which takes requests.
+        """Reads the models of all pools now.
 
-        Raises PoolError when no pool answers.
+        If several pools have a name, returns the model that takes requests. Raises PoolError if no
+        pool answers.
         """
-        found: dict[str, tuple[tuple[bool, float], ModelInfo]] = {}
+        best: dict[str, tuple[tuple[bool, float], ModelInfo]] = {}
         for pool, models in await self._lists():
             for model in models:
                 load = pool.load(model)
-                if model.name not in found or load < found[model.name][0]:
-                    found[model.name] = load, model
-        return [model for _, model in found.values()]
+                if model.name not in best or load < best[model.name][0]:
+                    best[model.name] = load, model
+        return [model for _, model in best.values()]
 
     async def get(self, name: str, *, keeps: bool = False, key: str = "") -> ModelInfo:
-        """One model; the request that asks for it stays in its pool.
+        """Returns a model; the request that asks for it stays in its pool.
 
-        `keeps`: only pools with a store of jobs will do. With a `key` the pool depends on that, not
-        on the load: the same key finds the same pool as long as the same pools have the model.
-        Raises what ModelList does, and JobsOff if only pools without a store have the model.
+        `keeps`: only pools with a store of jobs are allowed. With a `key` the pool depends on the
+        key, not on the load: a key has the same pool as long as the same pools have the model.
+        Raises the errors of ModelList, and JobsOff if only pools without a store have the model.
         """
         pool = await self._choose(name, keeps=keeps, key=key)
         model = await pool.models.get(name)
@@ -152,15 +157,18 @@ class Pools:
         return model
 
     async def get_here(self, name: str) -> ModelInfo:
-        """One model of the pool that this request has found. Raises what ModelList does."""
+        """Returns a model of the pool that this request uses. Raises the errors of ModelList."""
         return await self.chosen.models.get(name)
 
     async def described(self, name: str) -> ModelInfo:
-        """One model with all that is known of it, read now. Raises what ModelList does."""
+        """Reads a model with all its facts now. Raises the errors of ModelList."""
         return await (await self._choose(name)).models.described(name)
 
     async def _choose(self, name: str, *, keeps: bool = False, key: str = "") -> Pool:
-        """The pool where a model waits least. Raises UnknownModel if none that answers has it."""
+        """Returns the pool where a model waits least.
+
+        Raises UnknownModel if no answering pool has it.
+        """
         if len(self.pools) == 1:
             return self.pools[0]
         among = await self.keepers() if keeps else self.pools
@@ -177,56 +185,56 @@ class Pools:
             )
         return best
 
-    # ---- what is kept --------------------------------------------------------------------------
+    # ---- jobs and files ------------------------------------------------------------------------
 
     async def keepers(self) -> list[Pool]:
-        """The pools that answer and have a store of jobs, in the order of the settings.
+        """Returns the pools that answer and have a store of jobs, in the order of the settings.
 
-        A pool alone is one of them, whatever it is. Raises JobsOff if no pool has a store, and
-        BrokerLost if none of those that may have one answers.
+        A single pool is always returned. Raises JobsOff if no pool has a store, and BrokerLost if
+        no pool that may have a store answers.
         """
         if len(self.pools) == 1:
             return self.pools
         unknown = [pool for pool in self.pools if pool.up and pool.keeps is None]
         await asyncio.gather(*map(Pool.look_for_store, unknown), return_exceptions=True)
-        found = [pool for pool in self.pools if pool.up and pool.keeps]
-        if found:
-            return found
+        keepers_up = [pool for pool in self.pools if pool.up and pool.keeps]
+        if keepers_up:
+            return keepers_up
         if all(pool.keeps is False for pool in self.pools):
             raise JobsOff(f"none of {len(self.pools)} pools keeps jobs: nothing is kept")
         raise BrokerLost("no pool that keeps jobs and files answers now; try again")
 
     async def take_keeper(self) -> None:
-        """The first pool that keeps anything keeps what this request sends. Raises PoolError."""
+        """Makes the first pool that keeps jobs the pool of this request. Raises PoolError."""
         _chosen.set((await self.keepers())[0])
 
     def take(self, number: int) -> None:
-        """This request is about what the pool with this number keeps, from 1. Raises IndexError."""
+        """Makes the pool with this number, from 1, the pool of this request. Raises IndexError."""
         _chosen.set(self.pools[number - 1])
 
     def best(self, among: Sequence[Pool], name: str, key: str = "") -> Pool | None:
-        """The pool of these that suits a request for a model best; None if none has it."""
+        """Returns the best of these pools for a request for a model; None if no pool has it."""
         return _best(among, name, key)
 
     async def find(
         self, ask: Callable[[AsyncClient], Awaitable[Answer]], *, despite_silent: bool = False
     ) -> Answer:
-        """The answer of the pool that keeps what is asked for; the request stays in that pool.
+        """Returns the answer of the pool that keeps the wanted thing.
 
-        All pools are asked at once, so that one that is slow hides nothing of the others. Raises
-        the error of `ask` (UnknownJob, Gone, JobsOff) if no pool has it, and BrokerLost if one
-        that does not answer may have it. `despite_silent`: the answer of one pool that keeps
-        things is enough, as for a key under which something is to be made.
+        The request stays in that pool. All pools are asked at once, so that a slow pool does not
+        hide the others. Raises the error of `ask` (UnknownJob, Gone, JobsOff) if no pool has the
+        thing, and BrokerLost if a pool that does not answer may have it. `despite_silent`: the
+        answer of one pool that keeps jobs is enough, as for a key under which a job is submitted.
         """
         if len(self.pools) == 1:
             return await ask(self.pools[0].client)
-        asked = [pool for pool in self.pools if pool.up and pool.keeps is not False]
-        tasks = [asyncio.ensure_future(ask(pool.client)) for pool in asked]
+        candidates = [pool for pool in self.pools if pool.up and pool.keeps is not False]
+        tasks = [asyncio.ensure_future(ask(pool.client)) for pool in candidates]
         try:
             waiting = set(tasks)
             while waiting:
                 _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                for pool, task in zip(asked, tasks, strict=True):
+                for pool, task in zip(candidates, tasks, strict=True):
                     if task.done() and task.exception() is None:
                         _chosen.set(pool)
                         return task.result()
@@ -250,23 +258,23 @@ class Pools:
     # ---- all pools -----------------------------------------------------------------------------
 
     async def _lists(self) -> list[tuple[Pool, list[ModelInfo]]]:
-        """The models of each pool that answers, read now. Raises PoolError if none does."""
-        asked = [pool for pool in self.pools if pool.up] or self.pools
+        """Reads the models of each pool that answers now. Raises PoolError if no pool does."""
+        candidates = [pool for pool in self.pools if pool.up] or self.pools
         answers = await asyncio.gather(
-            *(pool.models.all() for pool in asked), return_exceptions=True
+            *(pool.models.all() for pool in candidates), return_exceptions=True
         )
-        errors = [one for one in answers if isinstance(one, BaseException)]
+        errors = [answer for answer in answers if isinstance(answer, BaseException)]
         for error in errors:
-            if len(errors) == len(asked) or not isinstance(error, PoolError):
+            if len(errors) == len(candidates) or not isinstance(error, PoolError):
                 raise error
         return [
-            (pool, one)
-            for pool, one in zip(asked, answers, strict=True)
-            if not isinstance(one, BaseException)
+            (pool, models)
+            for pool, models in zip(candidates, answers, strict=True)
+            if not isinstance(models, BaseException)
         ]
 
     async def close(self) -> None:
-        """Cancel what is in flight; the clients stay open."""
+        """Cancels calls that are in flight; the clients stay open."""
         if self._probe is not None:
             self._probe.cancel()
             await asyncio.gather(self._probe, return_exceptions=True)
@@ -275,26 +283,26 @@ class Pools:
 
 
 def _best(pools: Sequence[Pool], name: str, key: str = "") -> Pool | None:
-    """The pool of these that suits a request for a model best; None if none has it."""
-    found = [
+    """Returns the best of these pools for a request for a model; None if no pool has it."""
+    ranked = [
         (pool, pool.load(model))
         for pool in pools
         if pool.up and (model := pool.models.known(name)) is not None
     ]
-    if not found:
+    if not ranked:
         return None
     if not key:
-        return min(found, key=lambda one: one[1])[0]
-    return min(found, key=lambda one: (one[1][0], _rank(one[0], key)))[0]
+        return min(ranked, key=lambda entry: entry[1])[0]
+    return min(ranked, key=lambda entry: (entry[1][0], _rank(entry[0], key)))[0]
 
 
 def _rank(pool: Pool, key: str) -> bytes:
-    """Orders pools for a key: each key has an order of its own, the same in every gateway."""
+    """Ranks a pool for a key: each key has its own order of pools, equal in all gateways."""
     return hashlib.sha256(f"{pool.endpoint}\n{key}".encode("utf-8", "replace")).digest()
 
 
 def _not_here(errors: Sequence[BaseException | None]) -> PoolError:
-    """The error that says most of why no pool keeps what was looked for."""
+    """Returns the most informative of the errors of pools that do not keep the wanted thing."""
     for kind in (Gone, UnknownJob, JobsOff):
         for error in errors:
             if isinstance(error, kind):

@@ -14,16 +14,16 @@ from starlette.requests import Request
 
 from mlxpool.gateway.errors import HttpError, bad_request
 
-GENERATION = 10**9  # numbers of events that each generation of an answer has for itself
-MAX_DIGITS = 15  # of the number of an event
+GENERATION = 10**9  # numbers of events that each generation of an answer has
+MAX_DIGITS = 15  # most digits of the number of an event
 
 
 class Resumption(Struct, frozen=True):
-    """What a request with an Idempotency-Key says of its answer.
+    """The headers of a request with an Idempotency-Key.
 
-    `key`: under which the pool keeps it; it is made of the header and of the API key that the
-    request came with, so that nobody else can name it. `digest`: of path and body. `after`: the
-    number of the last event that the client has.
+    `key`: the pool keeps the answer under it. It is made from the header and from the request's API
+    key, so that nobody else can use it. `digest`: of path and body. `after`: the number of the last
+    event that the client has.
     """
 
     key: str
@@ -32,7 +32,7 @@ class Resumption(Struct, frozen=True):
 
 
 async def resumption_of(request: Request, body: Mapping[str, Any]) -> Resumption | None:
-    """What the headers say; None without an Idempotency-Key. Raises HttpError."""
+    """Reads the headers; None without an Idempotency-Key. Raises HttpError."""
     idempotency = request.headers.get("idempotency-key", "").strip()
     after = number_of(request.headers.get("last-event-id"))
     if not idempotency:
@@ -54,16 +54,16 @@ def _digest(path: str, body: Mapping[str, Any]) -> bytes:
 class EventNumbers:
     """The numbers of the events of one reading, from 1 on.
 
-    All readings of an answer have the same events. If the model has changed since the first one,
-    and the answer was begun anew, it is of another generation (`gen`), with higher numbers.
+    All readings of an answer have the same events. If the model has changed since the first reading
+    and the answer was begun again, it is of another generation (`gen`), with higher numbers.
     """
 
     def __init__(self, gen: int, after: int | None) -> None:
-        """`after`: the number of the last event that the reader has; None: it has none.
+        """`after`: the number of the last event that the reader has; None: it has no event.
 
         Raises HttpError for a number of another generation.
         """
-        self._number = GENERATION * gen  # of the last event
+        self._number = GENERATION * gen  # number of the last event
         self._after = self._number if after is None else after
         if not 0 <= self._after - self._number < GENERATION:
             raise HttpError(
@@ -76,28 +76,28 @@ class EventNumbers:
             )
 
     def skip(self, count: int) -> None:
-        """Count events that this reading does not have: an earlier one had them."""
+        """Counts events that this reading omits: an earlier reading had them."""
         self._number += count
 
     def of_events(self, data: bytes) -> bytes:
-        """Whole server-sent events with their numbers as `id`, without those that are had."""
+        """Returns whole events with their numbers as `id`, without those up to `after`."""
         return self._kept(data, b"\n\n", "id: {}\n")
 
     def of_lines(self, data: bytes) -> bytes:
-        """Whole lines of JSON, which have no place for a number, without those that are had."""
+        """Returns whole lines of JSON, which cannot have a number, without those up to `after`."""
         return self._kept(data, b"\n", "")
 
     def _kept(self, data: bytes, end: bytes, name: str) -> bytes:
-        found = []
+        kept = []
         for event in data.split(end)[:-1]:
             self._number += 1
             if self._number > self._after:
-                found += [name.format(self._number).encode(), event, end]
-        return b"".join(found)
+                kept += [name.format(self._number).encode(), event, end]
+        return b"".join(kept)
 
 
 def number_of(last_event_id: str | None) -> int | None:
-    """The number that the header Last-Event-ID has; None without it. Raises HttpError."""
+    """Returns the number in the header Last-Event-ID; None without it. Raises HttpError."""
     if not last_event_id:
         return None
     if re.fullmatch(rf"[0-9]{{1,{MAX_DIGITS}}}", last_event_id) is None:

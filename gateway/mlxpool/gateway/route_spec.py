@@ -1,4 +1,4 @@
-"""What a route is: its method and path, its interface, and the method that answers it."""
+"""The description of a route: its method, path and interface, and the method that answers it."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ Work: TypeAlias = Coroutine[Any, Any, None]
 
 
 class Interface(Struct, frozen=True):
-    """An interface, and how it encodes an error: as a whole response, and at a stream's end."""
+    """An interface and its encoding of an error: as a whole response, and at a stream's end."""
 
     name: str
     error_body: Callable[[HttpError], dict[str, Any]]
     error_event: Callable[[HttpError], bytes]
     error_schema: str  # the name of its schema
-    id_header: str | None = None  # where its clients read the id of the request too
+    id_header: str | None = None  # header that has the request's id too
 
 
 OPENAI = Interface("OpenAI", HttpError.openai_body, error_event, "Error")
@@ -69,7 +69,7 @@ class Services(Struct, frozen=True):
 
 
 class Call(Struct, frozen=True):
-    """One request with its body, empty for GET, and what answers it."""
+    """A request with its body, empty for GET, and the writer of its response."""
 
     request: Request
     body: Mapping[str, Any]
@@ -78,23 +78,23 @@ class Call(Struct, frozen=True):
 
     @property
     def id(self) -> str:
-        """The path parameter `id`: which job, response, file or batch is meant."""
+        """The path parameter `id`: the id of a job, response, file or batch."""
         return str(self.request.path_params["id"])
 
     @property
     def idempotency(self) -> str | None:
-        """The header by which a request that is sent again is known as the same."""
+        """The header Idempotency-Key, by which a repeated request is recognised."""
         return self.request.headers.get("idempotency-key")
 
 
 class RouteSpec(Struct, frozen=True):
-    """A method and a path. `answer` names the schema of the response.
+    """A method and a path. `answer` is the name of the response's schema.
 
     `stream`: the content type of a streamed response, whose events or lines have the schema
-    `event`. `public`: needs no key; `operator`: that of an
-    operator. `in_drain`: is answered while the gateway drains.
-    `reads_body`: the method reads it itself, as a form. `watched`: the work ends when its client
-    is gone, as that of all streams and of requests with a JSON body does.
+    `event`. `public`: the route needs no key. `operator`: the route needs the key of an operator.
+    `in_drain`: the route answers while the gateway drains. `reads_body`: the method reads the body
+    itself, as a form. `watched`: the work ends when its client is gone, as it does for all streams
+    and for requests with a JSON body.
     """
 
     method: str  # GET, which answers HEAD too, POST or DELETE
@@ -121,7 +121,7 @@ class RouteSpec(Struct, frozen=True):
 
 
 class Routes(Struct, frozen=True):
-    """Makes the routes of one interface."""
+    """Makes the routes of an interface."""
 
     interface: Interface
 
@@ -133,7 +133,7 @@ class Routes(Struct, frozen=True):
         answer: str,
         **more: Any,
     ) -> RouteSpec:
-        """A route of GET whose method needs nothing of the request."""
+        """Makes a route of GET whose method needs no part of the request."""
         return self.get_with(path, summary, lambda to, c: method(to)(c.response), answer, **more)
 
     def get_with(
@@ -144,13 +144,13 @@ class Routes(Struct, frozen=True):
         answer: str,
         **more: Any,
     ) -> RouteSpec:
-        """A route of GET whose method needs a part of the request."""
+        """Makes a route of GET whose method needs a part of the request."""
         return RouteSpec("GET", path, self.interface, summary, serve, answer, **more)
 
     def delete(
         self, path: str, summary: str, serve: Callable[[Services, Call], Work], answer: str
     ) -> RouteSpec:
-        """A route of DELETE."""
+        """Makes a route of DELETE."""
         return RouteSpec("DELETE", path, self.interface, summary, serve, answer)
 
     def post_with(
@@ -161,7 +161,7 @@ class Routes(Struct, frozen=True):
         answer: str,
         **more: Any,
     ) -> RouteSpec:
-        """A route of POST whose method needs a part of the request, or has no body."""
+        """Makes a route of POST whose method needs a part of the request, or reads no body."""
         return RouteSpec("POST", path, self.interface, summary, serve, answer, **more)
 
     def post(
@@ -173,7 +173,7 @@ class Routes(Struct, frozen=True):
         answer: str,
         **more: Any,
     ) -> RouteSpec:
-        """A route of POST whose method needs the body."""
+        """Makes a route of POST whose method needs the body."""
 
         def serve(to: Services, call: Call) -> Work:
             return method(to)(call.body, call.response)

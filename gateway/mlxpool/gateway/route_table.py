@@ -1,6 +1,6 @@
-"""The table of all routes. The application serves it, and openapi.json is made of it.
+"""The table of all routes. The application serves it, and openapi.json is made from it.
 
-To add a route: its line here, and its method in the folder of its interface or in
+To add a route, add a line here, and a method in the folder of its interface or in
 operation_routes.py.
 """
 
@@ -32,19 +32,19 @@ __all__ = ["ANTHROPIC", "NOT_BUILT", "OLLAMA", "OPENAI", "OPERATIONS", "ROUTES",
 
 
 def _events(event: str) -> dict[str, str]:
-    """Of a route that can stream: server-sent events with this schema."""
+    """Options of a route that can stream server-sent events with this schema."""
     return {"stream": EVENT_STREAM, "event": event}
 
 
 def _lines(event: str) -> dict[str, str]:
-    """Of a route that can stream: lines of JSON with this schema."""
+    """Options of a route that can stream lines of JSON with this schema."""
     return {"stream": NDJSON, "event": event}
 
 
 of_openai, of_anthropic = Routes(OPENAI), Routes(ANTHROPIC)
 of_ollama, of_operations = Routes(OLLAMA), Routes(OPERATIONS)
 
-# Each: path, summary, method, fields of the body, schema of the answer.
+# Each route: path, summary, method, fields of the body, schema of the answer.
 ROUTES: tuple[RouteSpec, ...] = (
     of_openai.get("/v1/models", "The pool's models.", lambda to: to.openai.models, "ModelList"),
     of_openai.get_with(
@@ -128,7 +128,7 @@ ROUTES: tuple[RouteSpec, ...] = (
         "Job", body=JOB,
     ),
     of_openai.get_with(
-        "/v1/jobs", "Jobs, newest first; with `after` those that ended since.",
+        "/v1/jobs", "Jobs, newest first; with `after` only jobs that ended since.",
         lambda to, call: to.jobs.list(call.query, call.response), "JobList", query=LISTED,
     ),
     of_openai.get_with(
@@ -215,7 +215,7 @@ ROUTES: tuple[RouteSpec, ...] = (
         "/api/ps", "The models that are loaded.", lambda to: to.ollama_models.ps, "OllamaRunning"
     ),
     of_ollama.post(
-        "/api/show", "What is known of a model.",
+        "/api/show", "The details of a model.",
         lambda to: to.ollama_models.show, ollama.SHOW, "OllamaShow",
     ),
     of_ollama.post(

@@ -1,7 +1,7 @@
 """Runs the gateway's application in uvicorn: for `mlxpool gateway`, or as a broker's own process.
 
-A broker hands its own gateway the sockets, and supervises it: bytes on a pipe tell it that the loop
-runs, and the end of standard input tells the gateway that the broker has ended.
+A broker passes the sockets to its own gateway and supervises it. Bytes on a pipe are the heartbeat
+of the gateway's loop. The end of standard input means that the broker has ended.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ log = logging.getLogger("mlxpool.gateway")
 
 STDIN = 0
 UNUSABLE = 2  # exit code
-SHUTDOWN_TIMEOUT = 5  # seconds that uvicorn waits for connections when nothing runs any more
+SHUTDOWN_TIMEOUT = 5  # seconds that uvicorn waits for connections when no request runs
 # Seconds. With the default of 5 ms the thread that reads the pool waits for the loop's thread.
 THREAD_SWITCH_INTERVAL = 0.0005
 
 
 def listen(settings: Settings) -> list[socket.socket]:
-    """Bound and listening sockets, at least one. Raises OSError naming the address."""
+    """Returns bound and listening sockets, at least one. Raises OSError naming the address."""
     try:
         return listening.listen(settings.host, settings.port)
     except OSError as error:
@@ -56,7 +56,7 @@ class DrainingServer(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, gateway: Gateway) -> None:
         super().__init__(config)
-        self.interrupted = False  # by Ctrl-C
+        self.interrupted = False  # ended by Ctrl-C
         self._gateway = gateway
         self._loop: asyncio.AbstractEventLoop | None = None
         self._finishing: asyncio.Task[None] | None = None
@@ -65,11 +65,11 @@ class DrainingServer(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(AcceptErrors())
         await super().startup(sockets)
-        for each in sockets or ():
-            each.listen(listening.BACKLOG)  # asyncio made it ACCEPTED_AT_ONCE
+        for bound in sockets or ():
+            bound.listen(listening.BACKLOG)  # asyncio has set ACCEPTED_AT_ONCE
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The handler of signals; the loop does the work."""
+        """Handles a signal; the loop does the work."""
         self.interrupted = self.interrupted or sig == signal.SIGINT
         if self._loop is None or not self.started:
             self.should_exit = True
@@ -90,7 +90,7 @@ class DrainingServer(uvicorn.Server):
 
 
 def server_config(gateway: Gateway) -> uvicorn.Config:
-    """How uvicorn serves this application: without access log or log configuration."""
+    """Returns uvicorn's configuration for this application: no access log, no log configuration."""
     settings = gateway.settings
     connections = Connections(
         settings.max_connections or own_connection_limit(),
@@ -115,12 +115,12 @@ def server_config(gateway: Gateway) -> uvicorn.Config:
 
 
 def make_server(gateway: Gateway) -> DrainingServer:
-    """A server of this application."""
+    """Returns a server of this application."""
     return DrainingServer(server_config(gateway), gateway)
 
 
 def run(settings: Settings, ready: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or Ctrl-C; SIGHUP reads the keys again. `ready` is called with the URL.
+    """Serves until SIGTERM or Ctrl-C; SIGHUP reads the keys again. `ready` is called with the URL.
 
     Raises ValueError for keys that cannot be used, OSError for an address that cannot be bound, and
     KeyboardInterrupt after Ctrl-C.
@@ -143,7 +143,7 @@ def _set_up_process(gateway: Gateway) -> None:
 
 def _serve(server: uvicorn.Server, bound: Sequence[socket.socket]) -> None:
     with contextlib.ExitStack() as stack:
-        server.run([stack.enter_context(each) for each in bound])
+        server.run([stack.enter_context(listener) for listener in bound])
 
 
 # ---- a gateway that a broker supervises ----------------------------------------------------------
@@ -162,13 +162,13 @@ class SupervisedServer(DrainingServer):
         self._beating: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve, and say so."""
+        """Starts serving, and begins the heartbeat."""
         await super().startup(sockets)
         asyncio.get_running_loop().add_reader(STDIN, self._on_stdin)
         self._beating = asyncio.create_task(self._beat())
 
     async def _beat(self) -> None:
-        """Write a byte now and after each interval; a loop that hangs writes none."""
+        """Writes a byte now and after each interval; a loop that hangs writes no byte."""
         os.set_blocking(self._notify_fd, False)
         while True:
             try:
@@ -178,23 +178,23 @@ class SupervisedServer(DrainingServer):
             await asyncio.sleep(self._beat_interval)
 
     def _on_stdin(self) -> None:
-        """The end of stdin is the broker's."""
+        """Handles the end of standard input: the broker has ended."""
         if os.read(STDIN, 4096):
             return
         asyncio.get_running_loop().remove_reader(STDIN)
         log.warning("the broker has ended: answers go on if another follows")
-        self.config.timeout_graceful_shutdown = None  # their own limits bound them
+        self.config.timeout_graceful_shutdown = None  # running requests have their own limits
         self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """SIGTERM drains; SIGINT, as a second signal, ends what runs."""
+        """SIGTERM drains; SIGINT, and a second signal, end running requests."""
         super().handle_exit(signal.SIGTERM, frame)
         if sig == signal.SIGINT:
             super().handle_exit(signal.SIGTERM, frame)
 
 
 def settings_of(config: GatewayConfig) -> Settings:
-    """Raises ValueError for a value out of bounds."""
+    """Returns the settings. Raises ValueError for a value out of bounds."""
     return Settings(
         run_dir=Path(config.run_dir),
         host=config.host,
@@ -212,9 +212,9 @@ def settings_of(config: GatewayConfig) -> Settings:
 
 
 def run_supervised(config: GatewayConfig) -> int:
-    """Serve until the broker ends it, or has ended. Returns the exit code.
+    """Serves until the broker stops it or ends itself. Returns the exit code.
 
-    A setting or a file of keys that cannot be used is logged, and the code is UNUSABLE.
+    Unusable settings or keys are logged, and the code is UNUSABLE.
     """
     try:
         gateway = Gateway(settings_of(config))
@@ -225,5 +225,5 @@ def run_supervised(config: GatewayConfig) -> int:
     server = SupervisedServer(
         server_config(gateway), gateway, config.notify_fd, config.beat_interval
     )
-    _serve(server, [listening.inherited(one) for one in config.listen_fds])
+    _serve(server, [listening.inherited(fd) for fd in config.listen_fds])
     return 0

@@ -1,4 +1,4 @@
-"""Server-sent events, as the streams of several interfaces have them. Pure."""
+"""Server-sent events for the streams of several interfaces. Pure."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from mlxpool.gateway.json_parts import encode_in_parts
 
 COMPACT = (",", ":")  # separators of JSON
 EVENT_STREAM = "text/event-stream; charset=utf-8"
-KEEP_ALIVE = b": waiting\n\n"  # a comment, which clients leave out
+KEEP_ALIVE = b": waiting\n\n"  # a comment, which clients ignore
 
 
 def sse(value: Mapping[str, Any], event: str = "", id: str = "") -> bytes:
-    """One server-sent event; `id` is what a client that comes again sends as Last-Event-ID."""
+    """Encodes a server-sent event. A client that resumes sends `id` as Last-Event-ID."""
     text = json.dumps(value, ensure_ascii=False, separators=COMPACT)
     return _sse(text.encode("utf-8", "replace"), event, id)
 
 
 def large_sse(value: Mapping[str, Any], event: str, id: str) -> bytes:
-    """The same event as `sse` makes, for another thread than the loop's: see json_parts."""
+    """Encodes the same event as `sse` outside the loop's thread, see json_parts."""
     return _sse(encode_in_parts(value, COMPACT), event, id)
 
 

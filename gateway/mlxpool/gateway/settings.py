@@ -12,38 +12,41 @@ from mlxpool.common.transport import sockets
 
 
 class Broker(Struct, frozen=True):
-    """A broker that the gateway asks."""
+    """The address of a broker."""
 
     endpoint: str
-    server_key: str | None = None  # its public key, or a file with it
+    server_key: str | None = None  # its public key, or the path of a file with it
 
 
 class Settings(Struct, frozen=True):
-    """Raises ValueError for a value out of bounds, and for an open host without keys."""
+    """The settings.
 
-    run_dir: Path | None = None  # of the broker
-    remote: tuple[Broker, ...] = ()  # the brokers of one or several pools, instead of it
-    key: str | None = None  # the file of our own key
+    Raises ValueError for a value out of bounds, and for an open host without keys.
+    """
+
+    run_dir: Path | None = None  # run folder of the broker
+    remote: tuple[Broker, ...] = ()  # the brokers of one or several pools, instead of `run_dir`
+    key: str | None = None  # the file of the gateway's own key
     host: str = "127.0.0.1"
-    port: int = 11434  # that of Ollama, where its clients look for it; 0: any free port
-    keys: Path | None = None  # a file of bearer keys; None: requests need no key
-    name_owners: bool | None = None  # tell the brokers whose key asks; None: over ipc only
-    max_body: int = 8 * 2**20  # bytes of a request body
-    max_connections: int | None = None  # open at once; None: what RLIMIT_NOFILE leaves room for
-    # Seconds that a connection may be without a request: nginx keeps one for 60, AWS's balancers
-    # for 60, Go's and Rust's clients for 90, and who sends the last moment gets a reset.
+    port: int = 11434  # Ollama's port, where its clients look for it; 0: any free port
+    keys: Path | None = None  # file of bearer keys; None: requests need no key
+    name_owners: bool | None = None  # send the key's owner to the brokers; None: only over ipc
+    max_body: int = 8 * 2**20  # most bytes of a request body
+    max_connections: int | None = None  # at once; None: as many as RLIMIT_NOFILE allows
+    # Seconds that a connection may be idle. nginx keeps a connection for 60, AWS's balancers for
+    # 60, Go's and Rust's clients for 90; a client that sends at the last moment gets a reset.
     idle_time: float = 120.0
     header_time: float = 10.0  # seconds until the headers of a request must have arrived
     body_time: float = 30.0  # seconds until the whole request body must have arrived
-    keep_alive: float = 10.0  # seconds without output until a stream sends a keep-alive comment
-    deadline: float | None = None  # seconds for a request; None: the pool's own
-    per_key: int | None = None  # requests in flight of a key (without keys: of all)
-    stream_keep: float = 600.0  # seconds for which an answer with an Idempotency-Key stays
-    broker_grace: float = 10.0  # seconds without the broker until a request is answered 503
+    keep_alive: float = 10.0  # seconds without output before a stream sends a keep-alive comment
+    deadline: float | None = None  # seconds for a request; None: the pool's own deadline
+    per_key: int | None = None  # most requests in flight of a key (without keys: of all)
+    stream_keep: float = 600.0  # seconds that an answer with an Idempotency-Key is kept
+    broker_grace: float = 10.0  # seconds without the broker before a request is answered 503
     drain_timeout: float = 30.0  # seconds that running requests have after SIGTERM
-    cors_origins: tuple[str, ...] = ()  # whose pages in browsers may use the gateway; "*": all
-    trusted_proxies: tuple[str, ...] = ()  # whose X-Forwarded-For names the client
-    access_log: bool = True  # a line for each request
+    cors_origins: tuple[str, ...] = ()  # origins whose pages may use the gateway; "*": all
+    trusted_proxies: tuple[str, ...] = ()  # proxies whose X-Forwarded-For names the client
+    access_log: bool = True  # log a line for each request
 
     @property
     def brokers(self) -> tuple[Broker, ...]:
@@ -52,7 +55,7 @@ class Settings(Struct, frozen=True):
 
     @property
     def names_owners(self) -> bool:
-        """Whether the brokers are told whose key asks."""
+        """Whether the brokers get the owner of a request's key."""
         if self.name_owners is None:
             local = all(broker.endpoint.startswith("ipc://") for broker in self.brokers)
             return self.keys is not None and local

@@ -1,4 +1,4 @@
-"""The messages of a request, whose contents are blocks, as the pool's messages. Pure."""
+"""Turns the messages of a request, whose contents are blocks, into the pool's messages. Pure."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ ROLES = ("user", "assistant", "system")
 IMAGE_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 OF_USERS = "must be text, image, document (of text) or tool_result"
 CALLED = "the last message calls tools: their results are missing"
-# Blocks with text in a member of their own, which a model reads as text.
+# Blocks whose text is in a member of its own name; a model reads it as text.
 TEXTS: Mapping[str, str] = {"text": "text", "compaction": "content"}
 SEEN = "[an image, which follows]"
-# Blocks without text for the model: an assistant's, and references to files of other servers.
+# Blocks without text for the model: an assistant's blocks, and references to files of other
+# servers.
 LEFT_OUT = frozenset(
     {
         "container_upload",
@@ -31,34 +32,34 @@ LEFT_OUT = frozenset(
         "tool_use",
     }
 )
-FOREIGN_RESULT = "_tool_result"  # ends the type of the result of a tool that ran elsewhere
+FOREIGN_RESULT = "_tool_result"  # the end of the type of a result of a tool that ran elsewhere
 LEFT_OUT_EVENT = "a block of a conversation is left out"
 AS_TEXT = (
     "models read text and images only: send the text of it, as {type: 'document', source: {type:"
     " 'text', media_type: 'text/plain', data: TEXT}}"
 )
-ERROR = "Error: "  # begins the result of a tool that failed
+ERROR = "Error: "  # the start of the result of a tool that failed
 
 
 class Conversation:
     """Collects messages, and the images that their parts name by index."""
 
     def __init__(self, system: object) -> None:
-        """`system`: the field of this name. Raises HttpError."""
+        """`system`: the request's field of this name. Raises HttpError."""
         self.messages: list[dict[str, Any]] = []
         self.images: list[bytes] = []
-        self._names: dict[str, str] = {}  # of called tools, by the id of the call
+        self._names: dict[str, str] = {}  # names of called tools by the id of the call
         text = texts("system", system, "must be text", "system")
         if text:
             self.messages.append({"role": "system", "content": text})
 
     @property
     def continues(self) -> bool:
-        """Whether the last message is the assistant's, behind which the answer goes on."""
+        """Whether the last message is the assistant's, so that the answer continues it."""
         return bool(self.messages) and self.messages[-1]["role"] == "assistant"
 
     def add(self, where: str, message: object) -> None:
-        """Add one of `messages`. Raises HttpError naming the block."""
+        """Adds one of `messages`. Raises HttpError naming the block."""
         role = message.get("role") if isinstance(message, Mapping) else None
         if not isinstance(message, Mapping) or role not in ROLES:
             names = ", ".join(ROLES)
@@ -75,11 +76,11 @@ class Conversation:
         else:
             self._assistant(where, blocks(where, content))
 
-    def _user(self, where: str, given: Sequence[Mapping[str, Any]]) -> None:
-        """A message for each result of a tool, and one for the blocks between them."""
+    def _user(self, where: str, user_blocks: Sequence[Mapping[str, Any]]) -> None:
+        """Adds a message for each result of a tool, and one for the blocks between results."""
         parts: list[dict[str, Any]] = []
-        images: list[dict[str, Any]] = []  # of results, which follow each other
-        for number, block in enumerate(given):
+        images: list[dict[str, Any]] = []  # images of results, placed after the results
+        for number, block in enumerate(user_blocks):
             at = f"{where}[{number}]"
             if block["type"] == "tool_result":
                 self._say(parts)
@@ -115,10 +116,10 @@ class Conversation:
         return {"type": "image", "blob": len(self.images) - 1}
 
     def _result(self, where: str, block: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """A message with the texts of a result. Returns its images, which a user's message has."""
+        """Adds a message with the texts of a result. Returns its images, for a user's message."""
         call = _text(where, block, "tool_use_id")
         content = block.get("content")
-        if isinstance(content, Mapping):  # a result as it is
+        if isinstance(content, Mapping):  # a result that is not wrapped in blocks
             content = json.dumps(content, ensure_ascii=False)
         given = [] if isinstance(content, str | None) else blocks(f"{where}.content", content)
         images = [one for one in given if one["type"] == "image"]
@@ -143,19 +144,19 @@ class Conversation:
         )
         return parts
 
-    def _assistant(self, where: str, given: Sequence[Mapping[str, Any]]) -> None:
-        thoughts, said, calls = "", [], []
-        for number, block in enumerate(given):
+    def _assistant(self, where: str, assistant_blocks: Sequence[Mapping[str, Any]]) -> None:
+        thoughts, texts_said, calls = "", [], []
+        for number, block in enumerate(assistant_blocks):
             at, kind = f"{where}[{number}]", block["type"]
             if kind in TEXTS:
-                said.append(_text(at, {TEXTS[kind]: "", **block}, TEXTS[kind]))
+                texts_said.append(_text(at, {TEXTS[kind]: "", **block}, TEXTS[kind]))
             elif kind == "thinking":
                 thoughts += _text(at, block, "thinking")
             elif kind == "tool_use":
                 calls.append(self._call(at, block))
-            else:  # what another server has run, or encrypted
+            else:  # blocks that another server ran or encrypted
                 log_left_out(LEFT_OUT_EVENT, kind, ELSEWHERE)
-        message: dict[str, Any] = {"role": "assistant", "content": "\n".join(said)}
+        message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts_said)}
         if thoughts:
             message["reasoning_content"] = thoughts
         if calls:
@@ -174,24 +175,34 @@ class Conversation:
         return {"id": id, "type": "function", "function": function}
 
 
-def conversation_of(system: object, given: object) -> Conversation:
-    """The conversation of `system` and `messages`. Raises HttpError naming message and block."""
-    found = Conversation(system)
-    if not isinstance(given, list) or not 1 <= len(given) <= MAX_MESSAGES:
-        got = len(given) if isinstance(given, list) else shown(given)
+def conversation_of(system: object, messages: object) -> Conversation:
+    """Returns the conversation of `system` and `messages`.
+
+    Raises HttpError naming message and block.
+    """
+    conversation = Conversation(system)
+    if not isinstance(messages, list) or not 1 <= len(messages) <= MAX_MESSAGES:
+        got = len(messages) if isinstance(messages, list) else shown(messages)
         raise _fault(f"'messages' must be a list of 1 to {MAX_MESSAGES} maps, got {got}")
-    for number, message in enumerate(given):
-        found.add(f"messages[{number}]", message)
-    last = found.messages[-1] if found.continues else {}
+    for number, message in enumerate(messages):
+        conversation.add(f"messages[{number}]", message)
+    last = conversation.messages[-1] if conversation.continues else {}
     if last.get("tool_calls"):
         raise _fault(CALLED)
-    if last and len(found.messages) > 1 and not (last["content"] or last.get("reasoning_content")):
-        found.messages.pop()  # an answer that never began
-    return found
+    if (
+        last
+        and len(conversation.messages) > 1
+        and not (last["content"] or last.get("reasoning_content"))
+    ):
+        conversation.messages.pop()  # an empty answer, as of a request that failed
+    return conversation
 
 
 def _read(where: str, block: Mapping[str, Any]) -> str:
-    """The text of a block that has some. Raises HttpError for what a model cannot read."""
+    """Returns the text of a block that has text.
+
+    Raises HttpError for one that a model cannot read.
+    """
     kind, source = block["type"], block.get("source")
     if kind == "search_result":
         return texts(f"{where}.content", block.get("content"), "must be text")
@@ -203,18 +214,18 @@ def _read(where: str, block: Mapping[str, Any]) -> str:
             return title + texts(f"{where}.source.content", source.get("content"), "must be text")
         if source.get("type") == "base64" and _is_text(source.get("media_type")):
             return title + _decoded(f"{where}.source.data", source.get("data"))
-        what = source.get("media_type") if source.get("type") == "base64" else source.get("type")
-        raise _fault(f"{where} is a document of {shown(what)}: {AS_TEXT}")
+        got = source.get("media_type") if source.get("type") == "base64" else source.get("type")
+        raise _fault(f"{where} is a document of {shown(got)}: {AS_TEXT}")
     raise _fault(f"{where} has the type {shown(kind)}, {OF_USERS}")
 
 
 def _is_text(media_type: object) -> bool:
-    """Whether a document of this type is text, such as text/plain."""
+    """Whether a document of this type, such as text/plain, is text."""
     return isinstance(media_type, str) and media_type.lower().startswith("text/")
 
 
 def _decoded(where: str, data: object) -> str:
-    """The text of a document in base64. Raises HttpError."""
+    """Returns the text of a document in base64. Raises HttpError."""
     try:
         return from_base64(where, data, "messages").decode()
     except UnicodeDecodeError as error:
@@ -222,7 +233,7 @@ def _decoded(where: str, data: object) -> str:
 
 
 def _of_result(where: str, block: Mapping[str, Any]) -> str:
-    """The text of a block of a result; a note in place of what a model cannot read."""
+    """Returns the text of a block of a result, or a note in place of a block that has no text."""
     if block["type"] == "text":
         return _text(where, block, "text")
     if block["type"] == "tool_reference":
@@ -233,27 +244,30 @@ def _of_result(where: str, block: Mapping[str, Any]) -> str:
         return NO_ROOM.format(kind=block["type"])
 
 
-def blocks(where: str, given: object, param: str = "messages") -> Sequence[Mapping[str, Any]]:
-    """A list of blocks, each with a type. Raises HttpError."""
-    if not isinstance(given, list):
-        raise bad_request(f"{where} must be text or a list of blocks, got {shown(given)}", param)
-    for number, block in enumerate(given):
+def blocks(where: str, content: object, param: str = "messages") -> Sequence[Mapping[str, Any]]:
+    """Returns a list of blocks, each with a type. Raises HttpError."""
+    if not isinstance(content, list):
+        raise bad_request(f"{where} must be text or a list of blocks, got {shown(content)}", param)
+    for number, block in enumerate(content):
         if not isinstance(block, Mapping) or not isinstance(block.get("type"), str):
             message = f"{where}[{number}] must be a map with a type, got {shown(block)}"
             raise bad_request(message, param)
-    return given
+    return content
 
 
-def texts(where: str, given: object, advice: str, param: str = "messages") -> str:
-    """A text, or the texts of blocks, a line each; "" for null. Raises HttpError."""
-    if given is None or isinstance(given, str):
-        return given or ""
-    found = blocks(where, given, param)
-    for number, block in enumerate(found):
+def texts(where: str, content: object, advice: str, param: str = "messages") -> str:
+    """Returns a text, or the texts of blocks, each in its own line; "" for null.
+
+    Raises HttpError.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    text_blocks = blocks(where, content, param)
+    for number, block in enumerate(text_blocks):
         if block["type"] != "text" or not isinstance(block.get("text"), str):
             message = f"{where}[{number}] has the type {shown(block['type'])}, {advice}"
             raise bad_request(message, param)
-    return "\n".join(block["text"] for block in found)
+    return "\n".join(block["text"] for block in text_blocks)
 
 
 def _text(where: str, block: Mapping[str, Any], key: str) -> str:

@@ -24,19 +24,19 @@ ERROR_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-SIGNATURE = "unsigned"  # of thoughts: nobody signs them, and clients send no block back without one
+SIGNATURE = "unsigned"  # thoughts are not signed, but clients drop blocks without it
 PING = sse({"type": "ping"}, "ping")
 
 
 class MessageFrame(Struct, frozen=True):
-    """What the bodies of one answer have in common.
+    """The members that the bodies of one answer share.
 
-    `id`: the pool's, in hex. `shows_thoughts` False: their blocks are empty. `eager`: names of
-    tools whose arguments are streamed as the model writes them.
+    `id`: the pool's id, in hex. `shows_thoughts` False: blocks of thoughts are empty. `eager`:
+    names of tools whose arguments are streamed as the model writes them.
     """
 
     id: str
-    model: str  # as the request has it
+    model: str  # the name in the request
     shows_thoughts: bool
     eager: frozenset[str] = frozenset()
 
@@ -70,7 +70,7 @@ class MessageFrame(Struct, frozen=True):
         }
 
     def block_begun(self, block: Block) -> dict[str, Any]:
-        """A block of the content before its first piece."""
+        """Returns a block of the content before its first piece."""
         if block.kind is Kind.CALL:
             return {"type": "tool_use", "id": block.id, "name": block.name, "input": {}}
         if block.kind is Kind.TEXT:
@@ -82,10 +82,10 @@ NOT_ENDED: Mapping[str, Any] = {"stop_reason": None, "stop_sequence": None}
 
 
 def ending(result: Result, calls: int, stop: str | None, max_tokens: int) -> dict[str, Any]:
-    """Why an answer has ended; `stop`: the stop sequence that the model has written."""
+    """Returns why an answer has ended; `stop`: the stop sequence that the model has written."""
     if result.reason == "length":
-        made = result.usage.get("completion_tokens", 0)
-        reason = "max_tokens" if made >= max_tokens else "model_context_window_exceeded"
+        generated = result.usage.get("completion_tokens", 0)
+        reason = "max_tokens" if generated >= max_tokens else "model_context_window_exceeded"
     elif stop is not None:
         reason = "stop_sequence"
     else:
@@ -94,17 +94,17 @@ def ending(result: Result, calls: int, stop: str | None, max_tokens: int) -> dic
 
 
 def stop_in(text: str, result: Result, stops: Sequence[str]) -> str | None:
-    """Which of `stops` has ended an answer; `text`: that of all its ids, the stop included.
+    """Returns the stop sequence that ended an answer.
 
-    The answer ends in front of the stop that is complete first. Tokenizers may leave out the blank
-    at a text's begin.
+    `text`: the text of all its ids, stop included. The answer ends before the stop that is complete
+    first. Tokenizers may leave out the blank at a text's begin.
     """
     rest = text.lstrip()[len(result.text.lstrip()) :]
     return min((stop for stop in stops if rest.startswith(stop)), key=len, default=None)
 
 
 def usage(result: Result, thought_tokens: int) -> dict[str, Any]:
-    """Token counts; those of the prompt are divided by whether the prefix cache had them."""
+    """Returns token counts; those of the prompt are split into cached and uncached tokens."""
     cached = result.usage.get("cached_tokens", 0)
     return {
         "input_tokens": result.usage.get("prompt_tokens", 0) - cached,
@@ -116,7 +116,7 @@ def usage(result: Result, thought_tokens: int) -> dict[str, Any]:
 
 
 def error_body(error: HttpError) -> dict[str, Any]:
-    """An error, in the words of this interface where clients read them."""
+    """Returns an error, in the words of this interface if clients parse them."""
     kind = ERROR_TYPES.get(
         error.status, "invalid_request_error" if error.status < 500 else "api_error"
     )
@@ -129,7 +129,7 @@ def error_body(error: HttpError) -> dict[str, Any]:
 
 
 def _message(error: HttpError) -> str:
-    """Clients shorten a conversation when they read `prompt is too long`."""
+    """Returns the message. Clients shorten a conversation when they read `prompt is too long`."""
     details = error.details
     context = details.get("context")
     if error.code != TOO_LONG or not isinstance(context, int):
@@ -140,15 +140,15 @@ def _message(error: HttpError) -> str:
 
 
 def error_event(error: HttpError) -> bytes:
-    """The event that ends a failed stream."""
+    """Returns the event that ends a failed stream."""
     return sse(error_body(error), "error")
 
 
 class MessageEvents(Struct, eq=False):
     """Encodes the updates of one answer.
 
-    The arguments of a call are one piece, when they are known to be a map: clients cannot read
-    others. Those of an eager tool come as they are written, as its request asks for.
+    The arguments of a call are sent as one piece, once they are known to be a map: clients cannot
+    read others. Arguments of an eager tool are sent as they are written, as its request demands.
     """
 
     frame: MessageFrame
@@ -157,19 +157,19 @@ class MessageEvents(Struct, eq=False):
     _begun: bool = False
 
     def update(self, update: ChoiceUpdate) -> bytes:
-        """The events of an update; b"" while a call is held back."""
+        """Returns the events of an update; b"" while a call is held back."""
         events = [] if self._begun else [self._start()]
         self._begun = True
         events += [self._step(step) for step in self.output.push(update)]
         return b"".join(events)
 
     def tail(self, usage: Mapping[str, Any], ending: Mapping[str, Any]) -> bytes:
-        """The end of the stream."""
+        """Returns the end of the stream."""
         delta = {"type": "message_delta", "delta": ending, "usage": usage}
         return _event(delta) + _event({"type": "message_stop"})
 
     def _start(self) -> bytes:
-        """How many tokens of the prompt were cached is known at the end."""
+        """Returns the first event. The number of cached tokens is known only at the end."""
         usage = {
             "input_tokens": self.generation.facts.get("prompt_tokens") or 0,
             "cache_creation_input_tokens": 0,

@@ -41,7 +41,7 @@ from mlxpool.gateway.generation.pool_options import sampling_options
 
 EFFORTS = ("low", "medium", "high", "xhigh", "max")
 DISPLAYS = ("summarized", "omitted")
-EAGER = "eager_input_streaming"  # of a tool
+EAGER = "eager_input_streaming"  # a member of a tool
 
 # field -> option of the pool
 SAMPLING: Mapping[str, str] = {
@@ -88,7 +88,7 @@ TOOL = Body(
     },
     required=("name",),
     refused={"parameters": ((), "use `input_schema`")},
-    open=True,  # nothing else of a declaration says what a call is
+    open=True,  # other members only describe a call
 )
 ANY_TOOL: Schema = one_of(
     TOOL.schema(),
@@ -129,14 +129,14 @@ PROMPT: Mapping[str, Schema] = {
     "output_config": OUTPUT_CONFIG.schema(),
     "output_format": described("the older form of output_config.format", FORMAT.schema()),
 }
-# Fields that say nothing about the answer, or ask for what has no meaning here.
+# Fields that do not change the answer, or that have no meaning here.
 ACCEPTED: Mapping[str, Schema] = {
     **CACHED,
     **dict.fromkeys(
         (
             "metadata",
             "service_tier",
-            "container",  # of tools that the server runs, as is the next one
+            "container",  # of tools that the server runs, like the next field
             "mcp_servers",
             "context_management",  # nothing is cleared or compacted
             "diagnostics",
@@ -175,7 +175,7 @@ MESSAGES = Body(
     accepted=ACCEPTED,
     refused=_REFUSED,
 )
-# Programs count the request that they are going to send.
+# Programs count the tokens of a request before they send it.
 COUNT_TOKENS = Body(
     PROMPT,
     ("model", "messages"),
@@ -187,10 +187,10 @@ CHOICES = ("auto", "any", "tool", "none")
 
 
 class MessageRequest(Struct, frozen=True):
-    """A checked request. `level`: how much a model that knows levels is to think; None: as it does.
+    """A checked request. `level`: the level of thinking for a model with levels; None: the default.
 
     `shows_thoughts` False: thoughts are left out of the answer. `eager`: names of tools whose
-    arguments are streamed as the model writes them, whether they are JSON or not.
+    arguments are streamed as the model writes them, even if they are not JSON.
     """
 
     chat: ChatRequest
@@ -203,7 +203,7 @@ class MessageRequest(Struct, frozen=True):
 
 
 def message(body: Mapping[str, Any]) -> MessageRequest:
-    """A checked /v1/messages. Raises HttpError naming the field."""
+    """Checks a /v1/messages. Raises HttpError naming the field."""
     body = MESSAGES.check(body)
     stops = body.get("stop_sequences")
     if not isinstance(stops, list | None):
@@ -221,12 +221,12 @@ def message(body: Mapping[str, Any]) -> MessageRequest:
         options.get("stop", ()),
         _level(body),
         fields.choice(thinking, "display", DISPLAYS, "thinking.") != "omitted",
-        frozenset(str(one.get("name")) for one in body.get("tools") or () if one.get(EAGER)),
+        frozenset(str(tool.get("name")) for tool in body.get("tools") or () if tool.get(EAGER)),
     )
 
 
 def counted(body: Mapping[str, Any]) -> ChatRequest:
-    """A checked /v1/messages/count_tokens. Raises HttpError naming the field."""
+    """Checks a /v1/messages/count_tokens. Raises HttpError naming the field."""
     body = COUNT_TOKENS.check(body)
     _level(body)
     return _chat(body, {})
@@ -253,19 +253,19 @@ def _chat(body: Mapping[str, Any], options: Mapping[str, Any]) -> ChatRequest:
 
 
 def _thinking(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    given = fields.mapping(body, "thinking")
-    return THINKING.check(given, "thinking.")
+    thinking = fields.mapping(body, "thinking")
+    return THINKING.check(thinking, "thinking.")
 
 
 def _budget(thinking: Mapping[str, Any]) -> dict[str, Any]:
-    """The bound of thoughts; empty without."""
+    """Returns the bound of thoughts; empty without it."""
     budget = fields.integer(thinking, "budget_tokens", 0, MAX_COUNT)
     enabled = budget is not None and thinking.get("type") == "enabled"
     return {"thinking_budget": budget} if enabled else {}
 
 
 def _think(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The pool's `think`; empty leaves it to the model's template."""
+    """Returns the pool's `think`; empty leaves it to the model's template."""
     if body.get("thinking") is None:
         return {}
     kind = fields.choice(_thinking(body), "type", THOUGHTS, "thinking.")
@@ -275,36 +275,34 @@ def _think(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _level(body: Mapping[str, Any]) -> str | None:
-    """How much is to be thought, of the pool's levels."""
-    given = fields.mapping(body, "output_config")
-    given = OUTPUT_CONFIG.check(given, "output_config.")
-    effort = fields.choice(given, "effort", EFFORTS, "output_config.")
+    """Returns the level of thinking, one of the pool's levels."""
+    config = fields.mapping(body, "output_config")
+    config = OUTPUT_CONFIG.check(config, "output_config.")
+    effort = fields.choice(config, "effort", EFFORTS, "output_config.")
     return effort if effort is None or effort in LEVELS else LEVELS[-1]
 
 
 def _format(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The option `format` of `output_config`, or of its older form; empty without."""
-    field, given = "output_config.format", fields.mapping(body, "output_config").get("format")
-    if given is None:
-        field, given = "output_format", body.get("output_format")
-    given = fields.mapping({field: given}, field)
-    if not given:
+    """Returns the option `format` of `output_config`, or of its older form; empty without."""
+    field, raw = "output_config.format", fields.mapping(body, "output_config").get("format")
+    if raw is None:
+        field, raw = "output_format", body.get("output_format")
+    raw = fields.mapping({field: raw}, field)
+    if not raw:
         return {}
-    FORMAT.check(given, f"{field}.")
-    if fields.choice(given, "type", ("json_schema",), f"{field}.") is None:
+    FORMAT.check(raw, f"{field}.")
+    if fields.choice(raw, "type", ("json_schema",), f"{field}.") is None:
         raise bad_request(f"'{field}.type' is missing", f"{field}.type")
-    format = {"type": "json_schema", "schema": given.get("schema")}
+    format = {"type": "json_schema", "schema": raw.get("schema")}
     return {"format": fields.option(f"{field}.schema", format, "format")}
 
 
 def _tools(
     body: Mapping[str, Any],
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], bool]:
-    """The tools in the pool's form, those of which one has to be called, and whether the answer
-    may have several calls.
-    """
-    given = fields.tools_of_kind(body, (None, "custom"))
-    tools = [_tool(f"tools[{number}]", tool) for number, tool in given]
+    """Returns the tools, the tools of a required call, and whether several calls are allowed."""
+    numbered = fields.tools_of_kind(body, (None, "custom"))
+    tools = [_tool(f"tools[{number}]", tool) for number, tool in numbered]
     choice = fields.mapping(body, "tool_choice")
     TOOL_CHOICE.check(choice, "tool_choice.")
     kind = fields.choice(choice, "type", CHOICES, "tool_choice.")
@@ -323,7 +321,7 @@ def _tools(
 
 
 def _tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:
-    """One tool in the pool's form. Raises HttpError."""
+    """Returns a tool in the pool's form. Raises HttpError."""
     prefix = f"{where}."
     TOOL.check(tool, prefix)
     schema = {} if tool.get("input_schema") is None else tool["input_schema"]

@@ -34,7 +34,10 @@ IMAGES = "the tokens of images are not counted beforehand; leave the images out"
 
 
 class MessageRoutes:
-    """One method a path. All raise HttpError and PoolError before the response has started."""
+    """The methods of these endpoints.
+
+    All raise HttpError and PoolError before the response starts.
+    """
 
     def __init__(self, pool: PoolAccess) -> None:
         self._pool = pool
@@ -51,8 +54,8 @@ class MessageRoutes:
             output = OutputBlocks(generation.call_ids(0))
             if not request.stream:
                 result = await output.read(generation)
-                found = await self._ending(generation, model, request, output, result)
-                return await response.json(frame.message(output.blocks, *found))
+                usage_and_ending = await self._ending(generation, model, request, output, result)
+                return await response.json(frame.message(output.blocks, *usage_and_ending))
             events = MessageEvents(frame, output, generation)
             interval = self._pool.settings.keep_alive
             encoding = StreamFormat(
@@ -64,8 +67,10 @@ class MessageRoutes:
             )
             results = await write_stream(response, generation, encoding)
             if results is not None:
-                found = await self._ending(generation, model, request, output, results[0])
-                await response.write(events.tail(*found))
+                usage_and_ending = await self._ending(
+                    generation, model, request, output, results[0]
+                )
+                await response.write(events.tail(*usage_and_ending))
                 await response.close()
 
     async def count(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
@@ -86,14 +91,17 @@ class MessageRoutes:
         output: OutputBlocks,
         result: Result,
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The usage, and why the answer has ended."""
+        """Returns the usage, and why the answer has ended."""
         client = self._pool.client
         thoughts = await thought_tokens(client, generation, model, output, result)
         stop = await self._stop(model, request, result)
         return usage(result, thoughts), ending(result, output.calls, stop, request.max_tokens)
 
     async def _stop(self, model: ModelInfo, request: MessageRequest, result: Result) -> str | None:
-        """The stop sequence that has ended the answer: the pool does not say which one did."""
+        """Returns the stop sequence that ended the answer.
+
+        The pool does not report which one it was.
+        """
         if result.reason != "stop" or not request.stops:
             return None
         text = await text_of_ids(self._pool.client, model, result)
@@ -101,7 +109,7 @@ class MessageRoutes:
 
 
 def _with_level(request: MessageRequest, model: ModelInfo) -> ChatRequest:
-    """The chat; how much is thought is said to a template that knows levels."""
+    """Returns the chat; a template with levels gets the level of thinking."""
     chat = request.chat
     levels = model.chat is not None and model.chat.thinking == HARMONY
     if request.level is None or not levels or chat.options.get("think") is False:

@@ -1,1 +1,1 @@
-"""Schemas of what the gateway takes and answers, for the OpenAPI document."""
+"""Schemas of the gateway's requests and answers, for the OpenAPI document."""

@@ -1,6 +1,6 @@
-"""JSON schemas of fields, as openapi.json has them: literals, and those of pool options. Pure.
+"""JSON schemas of fields, as openapi.json has them: literals, and schemas of pool options. Pure.
 
-A schema here describes what the parsers of requests take; a test compares both.
+A schema here describes the values that parsers of requests take; a test compares both.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ TOKEN_IDS: Schema = {
 
 
 def integer(low: int, high: int | None = None) -> Schema:
-    """An integer from `low` to `high`, both inclusive; None: no bound of its own."""
+    """Returns the schema of an integer from `low` to `high`, both inclusive; None: no bound."""
     bound = {} if high is None else {"maximum": high}
     return {"type": "integer", "minimum": low, **bound}
 
 
 def choice(*values: Any) -> Schema:
-    """One of these values."""
+    """Returns the schema of one of these values."""
     return {"enum": list(values)}
 
 
 def one_of(*schemas: Schema) -> Schema:
-    """What fits any of the schemas."""
+    """Returns a schema that fits if any of these schemas fits."""
     return {"anyOf": list(schemas)}
 
 
 def listed(items: Schema, low: int = 0, high: int | None = None) -> Schema:
-    """A list of `low` to `high` items; None: no bound of its own."""
+    """Returns the schema of a list of `low` to `high` items; None: no bound."""
     bounds: dict[str, int] = {} if not low else {"minItems": low}
     if high is not None:
         bounds["maxItems"] = high
@@ -63,24 +63,24 @@ def listed(items: Schema, low: int = 0, high: int | None = None) -> Schema:
 
 
 def other_tool(*kinds: str) -> Schema:
-    """A tool of another type than these."""
+    """Returns the schema of a tool of any type except these."""
     known = {"type": "string", "minLength": 1, "not": {"enum": list(kinds)}}
     schema = {"type": "object", "properties": {"type": known}, "required": ["type"]}
     return described("of another type: it runs elsewhere and is left out", schema)
 
 
 def described(text: str, schema: Schema) -> Schema:
-    """The schema with a description."""
+    """Returns the schema with a description."""
     return {**schema, "description": text}
 
 
 def ref(name: str) -> Schema:
-    """A reference to a component of the document."""
+    """Returns a reference to a component of the document."""
     return {"$ref": f"#/components/schemas/{name}"}
 
 
 def record(required: Mapping[str, Schema], optional: Mapping[str, Schema] | None = None) -> Schema:
-    """A map with these members."""
+    """Returns the schema of a map with these members."""
     return {
         "type": "object",
         "properties": {**required, **(optional or {})},
@@ -89,9 +89,9 @@ def record(required: Mapping[str, Schema], optional: Mapping[str, Schema] | None
 
 
 def nullable(schema: Schema) -> Schema:
-    """What fits the schema, and null, which counts as absent."""
+    """Returns a schema that also takes null, which counts as absent."""
     if not set(schema) - {"description"}:
-        return schema  # takes anything
+        return schema  # it takes any value
     kind = schema.get("type")
     if isinstance(kind, str) and "enum" not in schema:
         return {**schema, "type": [kind, "null"]}
@@ -100,8 +100,8 @@ def nullable(schema: Schema) -> Schema:
     return {**outer, "anyOf": [inner, {"type": "null"}]}
 
 
-_STOP: Schema = {"type": "string", "maxLength": MAX_STOP_BYTES}  # an empty one is left out
-# options whose check is neither IntegerIn nor NumberIn
+_STOP: Schema = {"type": "string", "maxLength": MAX_STOP_BYTES}  # empty stop texts are left out
+# options whose check is not IntegerIn or NumberIn
 _OTHER_OPTIONS: Mapping[str, Schema] = {
     "suffix": {"type": "string"},
     "stop": one_of(_STOP, listed(_STOP, 0, MAX_STOPS)),
@@ -114,8 +114,8 @@ _OTHER_OPTIONS: Mapping[str, Schema] = {
 }
 
 
-# Checks of options in OpenAI's and Anthropic's interfaces. Where these differ from the pool's they
-# have the bounds of OpenAI's, which vLLM has, too; Ollama and llama.cpp have none.
+# Checks of options in OpenAI's and Anthropic's interfaces. If they differ from the pool's they have
+# the bounds of OpenAI's and vLLM's; Ollama and llama.cpp have no bounds.
 API_CHECKS: Mapping[str, Check] = {
     **CHECKS,
     "temperature": NumberIn(0, 2),
@@ -125,7 +125,7 @@ API_CHECKS: Mapping[str, Check] = {
 
 
 def option(name: str, checks: Mapping[str, Check] = CHECKS) -> Schema:
-    """The schema of a pool option, with the bounds of its check."""
+    """Returns the schema of a pool option, with the bounds of its check."""
     check = checks[name]
     if isinstance(check, IntegerIn):
         return integer(check.low, check.high)

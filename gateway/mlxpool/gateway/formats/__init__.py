@@ -1,4 +1,4 @@
-"""Parsers of the formats in which models write thoughts and tool calls, one class a format. Pure.
+"""Parsers of models' formats of thoughts and tool calls, one class for each format. Pure.
 
 The pool reports the names of a model's formats (docs/text.md); docs/gateway.md lists architectures.
 """
@@ -34,7 +34,7 @@ THINKING = {"brackets": ("[THINK]", "[/THINK]"), "tags": ("<think>", "</think>")
 
 
 class ChatFormats(Struct, frozen=True):
-    """The names of the formats that a model's chat template uses; None: it has no such part.
+    """The names of the formats of a model's chat template; None: the template has no such part.
 
     `generic_tools`: the setting of the model, see `generic_tools.offered_tools`.
     """
@@ -55,11 +55,11 @@ def make_parser(
     several_calls: bool = True,
     stops: bool = False,
 ) -> Parser:
-    """A parser for one completion.
+    """Makes a parser for one completion.
 
-    `thinks`: the prompt has opened the thoughts, so the completion begins within them.
-    `several_calls` False: what follows the first call is left out. `stops`: it may end at a text
-    of the request's, and a call that it ends within is left out.
+    `thinks`: the prompt has opened the thoughts, so the completion begins inside them.
+    `several_calls` False: everything after the first call is left out. `stops`: the completion may
+    end at a stop text of the request, and a call that contains this end is left out.
     """
     tool_format = chat.tools or ""
     rest: Parser = PlainParser()
@@ -74,9 +74,9 @@ def make_parser(
 def template_messages(
     chat: ChatFormats, messages: Sequence[Mapping[str, Any]]
 ) -> Sequence[Mapping[str, Any]]:
-    """A request's messages in the form that the model's chat template reads.
+    """Returns a request's messages in the form that the model's chat template reads.
 
-    The first of the system's is in an order that the prefix cache can use.
+    A system message at the beginning is reordered for the prefix cache.
     """
     messages = with_stable_first(messages)
     if chat.thinking == HARMONY:

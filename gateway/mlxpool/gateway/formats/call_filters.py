@@ -1,4 +1,4 @@
-"""Calls that are left out of an answer: all after the first, or a call that `stop` cuts. Pure."""
+"""Filters that leave out calls: all after the first, or a call that `stop` cuts. Pure."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from mlxpool.gateway.formats.events import CallArguments, CallBegin, CallEnd, Ev
 
 
 class OneCall:
-    """Leaves out what follows the first call."""
+    """Leaves out everything after the first call."""
 
     def __init__(self, whole: Parser) -> None:
-        """`whole`: of the answer as the model writes it."""
+        """`whole`: the parser of the answer as the model writes it."""
         self._whole = whole
         self._called = False
 
@@ -32,15 +32,15 @@ class OneCall:
 
 
 class WholeCalls:
-    """Gives each call when it is complete, and omits a call in which the answer ends.
+    """Gives each call when it is complete, and omits a call that the end of the answer cuts.
 
-    A text of `stop` has ended such an answer, so its last call cannot be performed.
+    A stop text has ended such an answer, so its last call cannot be performed.
     """
 
     def __init__(self, parser: Parser) -> None:
-        """`parser`: of the answer as the model writes it."""
+        """`parser`: the parser of the answer as the model writes it."""
         self._parser = parser
-        self._held: list[Event] = []  # of the call that is open
+        self._held: list[Event] = []  # events of the open call
 
     def push(self, text: str) -> list[Event]:
         return self._complete(self._parser.push(text), ended=False)
@@ -49,16 +49,16 @@ class WholeCalls:
         return self._complete(self._parser.finish(), ended=True)
 
     def _complete(self, events: Iterable[Event], *, ended: bool) -> list[Event]:
-        given: list[Event] = []
+        complete: list[Event] = []
         for event in events:
             if self._held or isinstance(event, CallBegin):
                 self._held.append(event)
             else:
-                given.append(event)
+                complete.append(event)
             if isinstance(event, CallEnd):
-                given += self._held if not ended or _is_whole(self._held) else []
+                complete += self._held if not ended or _is_whole(self._held) else []
                 self._held = []
-        return given
+        return complete
 
 
 def _is_whole(call: Iterable[Event]) -> bool:

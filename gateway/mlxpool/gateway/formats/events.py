@@ -1,4 +1,4 @@
-"""What parsers share: events, marks in a text that comes in pieces, plain text. Pure."""
+"""Common parts of parsers: events, marks in a text that comes in pieces, plain text. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple, Protocol
 
 from msgspec import Struct
 
-UNNAMED = "unnamed"  # a call whose name the model has left out; no message takes an empty one
+UNNAMED = "unnamed"  # a call whose name the model left out; messages cannot have an empty name
 
 
 class Content(Struct, frozen=True):
@@ -37,7 +37,7 @@ class CallArguments(Struct, frozen=True):
 
 
 class CallEnd(Struct, frozen=True):
-    """The call is complete, or the text ended within it."""
+    """A call ends: it is complete, or the text ended inside it."""
 
 
 Event = Content | Reasoning | CallBegin | CallArguments | CallEnd
@@ -52,11 +52,11 @@ class Parser(Protocol):
     def push(self, text: str) -> list[Event]: ...
 
     def finish(self) -> list[Event]:
-        """The events of the text that was held back. Ends the parser."""
+        """Ends the parser; returns the events of the text that was held back."""
 
 
 class PlainParser:
-    """All text is the answer."""
+    """Reads all text as the answer."""
 
     def push(self, text: str) -> list[Event]:
         return [Content(text)] if text else []
@@ -82,7 +82,7 @@ class AnswerText:
         return [Content(kept)] if kept else []
 
     def begin_call(self) -> None:
-        """Mark the begin of a call: drop the white space before and after it."""
+        """Marks the begin of a call: drops the white space before and after it."""
         self._held, self._after_call = "", True
 
     def finish(self) -> list[Event]:
@@ -91,7 +91,7 @@ class AnswerText:
 
 
 def merged(events: Iterable[Event]) -> list[Event]:
-    """The events with neighbouring pieces of one kind joined."""
+    """Returns the events with neighbouring pieces of the same kind joined."""
     whole: list[Event] = []
     for event in events:
         last = whole[-1] if whole else None
@@ -140,12 +140,12 @@ class Lexer:
         return found
 
     def flush(self) -> str:
-        """The text that was held back; it is not a mark."""
+        """Returns the text that was held back; it is not a mark."""
         held, self._held = self._held, ""
         return held
 
     def _end(self, text: str, at: int) -> int:
-        """The index from which the end of the text may be the beginning of a mark."""
+        """Returns the index after which the end of the text may be the beginning of a mark."""
         for start in range(max(at, len(text) - self._max_held), len(text)):
             if text[start:] in self._prefixes:
                 return start
@@ -170,12 +170,12 @@ class MarkedParser(ABC):
 
     @abstractmethod
     def _take(self, lexeme: Lexeme) -> list[Event]:
-        """Read a mark, or text between marks."""
+        """Reads a mark, or text between marks."""
 
     @abstractmethod
     def _read(self, text: str) -> list[Event]:
-        """Read text, or a mark that is none at this place."""
+        """Reads text, or a mark that has no meaning at this place."""
 
     @abstractmethod
     def _at_end(self) -> list[Event]:
-        """The end of the text: end the call that is open."""
+        """Handles the end of the text: ends the open call."""

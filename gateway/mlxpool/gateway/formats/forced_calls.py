@@ -1,6 +1,6 @@
-"""Formats of answers that call tools as models of a format write it. Pure.
+"""Formats of answers that call tools in a model's own format. Pure.
 
-The parser of the same format reads what these grammars allow.
+The parser of the same format reads the texts that these grammars allow.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from mlxpool.gateway.formats.tagged_arguments import (
     tagged_call,
 )
 
-# Characters that llama_json skips in front of a call.
+# Characters that llama_json skips before a call.
 _OTHER_ANSWER = r"/[ \t\r\n;,]*([^{ \t\r\n;,](.|\n)*)?/"
 
 
 class JsonStyle(Struct, frozen=True):
-    """Calls as JSON: `{"name": …, ARGUMENTS: …}` between texts in `front` and `behind`."""
+    """Calls as JSON: the text `front`, `{"name": …, ARGUMENTS: …}`, the text `behind`."""
 
     front: str
     behind: str
     arguments: str
 
     def call(self, number: int, tool: Mapping[str, Any], held: Held) -> list[str]:
-        """Returns the rules of a call: `call_NUMBER` and those that it needs."""
+        """Returns the rules of a call: `call_NUMBER` and the rules that it needs."""
         function = tool["function"]
         name = json.dumps(function["name"], ensure_ascii=False)
         begin = f'{self.front}{{"name": {name}, "{self.arguments}": '
@@ -56,8 +56,8 @@ _STYLES: Mapping[str, JsonStyle | TaggedStyle] = {
     "mistral": JsonStyle("[TOOL_CALLS][", "]", "arguments"),
 }
 _SLASH = re.compile(r"\\.|/", re.DOTALL)
-# format of tools -> the text with which a call begins, after any other text. The models of
-# mistral and harmony begin calls with control tokens, which no format lets them draw.
+# format of tools -> the text that begins a call, after any other text. The models of mistral and
+# harmony begin calls with control tokens, which no format allows.
 _BEGINS: Mapping[str, str] = {
     "function_xml": "<tool_call>",
     "glm": "<tool_call>",
@@ -66,11 +66,11 @@ _BEGINS: Mapping[str, str] = {
 
 
 def forced_call(tool_format: str | None, tools: Sequence[Mapping[str, Any]]) -> Any:
-    """The format of an answer that calls one of these tools; None: not with this format of tools.
+    """Returns the format of an answer that calls one of these tools; None if it is not possible.
 
-    The arguments are of the tool's `parameters`, an object in any case: those of a strict tool in
-    all that they say, others as far as a grammar can follow them. Raises ValueError naming what of
-    a strict tool's cannot be followed.
+    The format of tools decides whether it is possible. The arguments are an object by the tool's
+    `parameters`: exactly for a strict tool, else as far as a grammar can follow them. Raises
+    ValueError naming the part of a strict tool that cannot be followed.
     """
     style = _STYLES.get(tool_format or "")
     if style is None:
@@ -79,10 +79,10 @@ def forced_call(tool_format: str | None, tools: Sequence[Mapping[str, Any]]) -> 
 
 
 def strict_calls(tool_format: str | None, tools: Sequence[Mapping[str, Any]]) -> Any:
-    """The format of an answer that is text, calls of these tools, or text and calls.
+    """Returns the format of an answer that is text, calls of these tools, or text and calls.
 
-    The arguments of tools that are `strict` are of their `parameters`, those of others any object.
-    None: not with this format of tools. Raises ValueError as `forced_call` does.
+    The arguments of `strict` tools follow their `parameters`, those of others are any object.
+    Returns None if this format of tools does not allow it. Raises ValueError as `forced_call` does.
     """
     style = _STYLES.get(tool_format or "")
     if style is None:
@@ -94,8 +94,8 @@ def strict_calls(tool_format: str | None, tools: Sequence[Mapping[str, Any]]) ->
     begin = _BEGINS.get(tool_format or "")
     if begin is None:
         return None
-    # The begin of a call ends the text in front of it wherever it stands.
-    calls = [one.replace(f': "{begin}', ': begin "', 1) for one in calls]
+    # The begin of a call ends the text before it at any place.
+    calls = [rule.replace(f': "{begin}', ': begin "', 1) for rule in calls]
     head = f"start: ({_any(tools)})* TEXT", r"TEXT: /(.|\n)*/", f'begin[lazy]: TEXT "{begin}"'
     return _lark([*head, *calls])
 
@@ -103,10 +103,10 @@ def strict_calls(tool_format: str | None, tools: Sequence[Mapping[str, Any]]) ->
 def calls_or_answer(
     tool_format: str | None, tools: Sequence[Mapping[str, Any]], answer: Mapping[str, Any]
 ) -> Any:
-    """The format of an answer that is calls of these tools, or a text in the format `answer`.
+    """Returns the format of an answer that is calls of these tools, or a text in format `answer`.
 
-    Arguments are as in `forced_call`. None: not with this format of tools, or of answers. Raises
-    ValueError as `forced_call` does.
+    Arguments are as in `forced_call`. Returns None if this format of tools, or of answers, does not
+    allow it. Raises ValueError as `forced_call` does.
     """
     style, schema = _STYLES.get(tool_format or ""), _schema_of(answer)
     rule = _answer(answer) if schema is None else f"answer: %json {_guided(schema)}"
@@ -114,7 +114,7 @@ def calls_or_answer(
         return None
     if tool_format == "llama_json" and schema is not None:  # both begin as JSON does
         between = '"; "'
-        calls = [f"call_{n}: %json {_call_schema(one)}" for n, one in enumerate(tools)]
+        calls = [f"call_{n}: %json {_call_schema(tool)}" for n, tool in enumerate(tools)]
     else:
         between = '"; "' if tool_format == "llama_json" else r'"\n"?'
         calls = _calls(style, tools, every=True)
@@ -123,7 +123,7 @@ def calls_or_answer(
 
 
 def _schema_of(format: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The schema of a format of JSON; None for another format."""
+    """Returns the schema of a format of JSON; None for another format."""
     if format["type"] == "json":
         return {"type": "object"}
     schema = format.get("schema")
@@ -131,7 +131,7 @@ def _schema_of(format: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _call_schema(tool: Mapping[str, Any]) -> str:
-    """The schema of a call in llama_json, as JSON text."""
+    """Returns the schema of a call in llama_json, as JSON text."""
     function = tool["function"]
     strict, parameters = bool(function.get("strict")), function.get("parameters") or {}
     parameters = without_nulls(parameters) if strict else relaxed(parameters)
@@ -151,7 +151,10 @@ def _call_schema(tool: Mapping[str, Any]) -> str:
 
 
 def _answer(format: Mapping[str, Any]) -> str | None:
-    """The rule `answer` of a format of text; None for one that cannot be part of another."""
+    """Returns the rule `answer` for a format of text.
+
+    None if it cannot be part of another format.
+    """
     kind = format["type"]
     if kind == "choice":
         return f"answer: {' | '.join(map(quoted, format['choices']))}"
@@ -160,8 +163,8 @@ def _answer(format: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _escaped(found: re.Match[str]) -> str:
-    return r"\/" if found[0] == "/" else found[0]
+def _escaped(match: re.Match[str]) -> str:
+    return r"\/" if match[0] == "/" else match[0]
 
 
 def _any(tools: Sequence[Mapping[str, Any]]) -> str:
@@ -171,20 +174,21 @@ def _any(tools: Sequence[Mapping[str, Any]]) -> str:
 def _calls(
     style: JsonStyle | TaggedStyle, tools: Sequence[Mapping[str, Any]], *, every: bool
 ) -> list[str]:
-    """The rules of all calls; `every`: the parameters of all tools hold, else of strict ones.
+    """Returns the rules of all calls.
 
-    In front of those of a call a comment names its tool: see the worker's refusals of grammars.
+    `every`: all tools' parameters hold, not only the strict ones'. A comment before the rules of a
+    call names its tool: see the worker's refusals of grammars.
     """
-    found: list[str] = []
+    rules: list[str] = []
     for number, tool in enumerate(tools):
         function = tool["function"]
         held = Held.ALL if function.get("strict") else Held.MOST if every else Held.NONE
-        found.append(f"// the tool {json.dumps(function['name'], ensure_ascii=False)}")
+        rules.append(f"// the tool {json.dumps(function['name'], ensure_ascii=False)}")
         if isinstance(style, JsonStyle):
-            found += style.call(number, tool, held)
+            rules += style.call(number, tool, held)
         else:
-            found += tagged_call(style, number, function, held)
-    return found
+            rules += tagged_call(style, number, function, held)
+    return rules
 
 
 def _lark(rules: Sequence[str]) -> dict[str, str]:
@@ -192,13 +196,13 @@ def _lark(rules: Sequence[str]) -> dict[str, str]:
 
 
 def _schema(parameters: Mapping[str, Any] | None, held: Held) -> str:
-    found = {} if held is Held.NONE else without_nulls(parameters or {})
+    schema = {} if held is Held.NONE else without_nulls(parameters or {})
     options = WHITE_SPACE
     if held is Held.MOST:
-        found, options = relaxed(found), LENIENT
-    if not isinstance(found.get("type"), str) or held is Held.MOST:
-        found["type"] = "object"
-    return json.dumps({**found, "x-guidance": options}, ensure_ascii=False)
+        schema, options = relaxed(schema), LENIENT
+    if not isinstance(schema.get("type"), str) or held is Held.MOST:
+        schema["type"] = "object"
+    return json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
 
 
 def _guided(schema: Mapping[str, Any]) -> str:

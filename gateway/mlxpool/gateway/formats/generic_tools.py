@@ -1,8 +1,8 @@
 """Writes tools, calls and results into message texts, for chat templates without tools. Pure.
 
 The model writes its calls in the format llama_json, with that format's grammar and parser. The
-model's setting `generic_tools` decides when. Earlier calls are written as sentences, because
-SmolLM2 repeats a call that it reads as JSON instead of answering with its result.
+model's setting `generic_tools` decides when this is used. Earlier calls are written as sentences,
+because SmolLM2 repeats a call that it reads as JSON instead of answering with its result.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ To call one, answer only with a JSON object of its name and its parameters, and 
 
 
 class OfferedTools(Struct, frozen=True):
-    """How a prompt contains tools: in the texts of `messages`, or in `tools` for the template.
+    """A prompt's tools: in the texts of `messages`, or in `tools` for the template.
 
-    `formats` are those in which the answer is written.
+    `formats`: the formats of the answer.
     """
 
     formats: ChatFormats
@@ -61,9 +61,9 @@ def offered_tools(
 def with_tools_as_text(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> list[Mapping[str, Any]]:
-    """The messages; that of the system, which may be a new one, ends with the tools."""
+    """Returns the messages; the system's message, perhaps a new one, ends with the tools."""
     functions = [tool.get("function", tool) for tool in tools]
-    shown = [{key: one[key] for key in SHOWN if one.get(key)} for one in functions]
+    shown = [{key: function[key] for key in SHOWN if function.get(key)} for function in functions]
     text = INSTRUCTION.format(functions="\n".join(map(_json, shown)))
     first = messages[0] if messages else {}
     if first.get("role") not in ("system", "developer"):
@@ -77,10 +77,10 @@ def with_calls_as_text(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mappin
     Consecutive results and the user's next text become one message, because some templates
     require alternating roles.
     """
-    if not any(one["role"] == "tool" or one.get("tool_calls") for one in messages):
+    if not any(message["role"] == "tool" or message.get("tool_calls") for message in messages):
         return messages
     names: dict[Any, str] = {}  # id of a call -> its function
-    found: list[Mapping[str, Any]] = []
+    texts: list[Mapping[str, Any]] = []
     after_result = False
     for message in messages:
         role, content = message["role"], message.get("content")
@@ -89,16 +89,16 @@ def with_calls_as_text(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mappin
             content = _joined(f"Result of {name}:", content, "\n")
             message = {"role": "user", "content": content}
         elif calls := message.get("tool_calls"):
-            names |= {one["id"]: one["function"]["name"] for one in calls if one.get("id")}
-            text = "\n".join(_call(one["function"]) for one in calls)
+            names |= {call["id"]: call["function"]["name"] for call in calls if call.get("id")}
+            text = "\n".join(_call(call["function"]) for call in calls)
             kept = {key: value for key, value in message.items() if key != "tool_calls"}
             message = {**kept, "content": _joined(content, text)}
         if after_result and message["role"] == "user":
-            content = _joined(found.pop()["content"], content)
+            content = _joined(texts.pop()["content"], content)
             message = {**message, "content": content}
-        found.append(message)
+        texts.append(message)
         after_result = message["role"] == "user" and (role == "tool" or after_result)
-    return found
+    return texts
 
 
 def _call(function: Mapping[str, Any]) -> str:
@@ -110,7 +110,7 @@ def _json(value: Any) -> str:
 
 
 def _joined(first: Any, second: Any, between: str = "\n\n") -> Any:
-    """Two contents as one: a text, or a list of parts if one of them is."""
+    """Joins two contents into one: a text, or a list of parts if one of them is a list."""
     if not first or not second:
         return first or second or ""
     if isinstance(first, str) and isinstance(second, str):

@@ -21,8 +21,8 @@ from mlxpool.gateway.formats.events import (
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
-TOOL_PREFIX = "functions."  # before the name of a tool of the request
-# The member of a message with its thoughts: in requests, and in the template.
+TOOL_PREFIX = "functions."  # the text before the name of a tool of the request
+# The member of a message that has its thoughts: in requests, and in the template.
 REQUEST_THOUGHTS, TEMPLATE_THOUGHTS = "reasoning_content", "thinking"
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
@@ -52,7 +52,7 @@ class Harmony(MarkedParser):
     def _at_end(self) -> list[Event]:
         events: list[Event] = []
         if self._state is _State.HEADER and CHANNEL not in self._header and self._header.strip():
-            events.append(Content(self._header))  # the model wrote no header
+            events.append(Content(self._header))  # the model left the header out
         if self._state is _State.CALL:
             events.append(CallEnd())
         self._state = _State.BETWEEN
@@ -104,7 +104,7 @@ class Harmony(MarkedParser):
 
 
 def with_template_thoughts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Messages with their thoughts under the template's name for them.
+    """Returns messages with their thoughts under the template's name for them.
 
     A message with content keeps its member: the template refuses thoughts beside content.
     """

@@ -18,14 +18,14 @@ from mlxpool.gateway.formats.events import (
 
 SPACE = " \t\r\n"
 NAME, ARGUMENTS = "name", ("arguments", "parameters")
-OTHER_KEYS = ("type", "id")  # keys that a call may have as well
+OTHER_KEYS = ("type", "id")  # further keys that a call may have
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 TAG = "<|python_tag|>"
 SEPARATORS = " \t\r\n;,"  # characters that may stand between two calls
 
 
 class JsonValue:
-    """Finds the end of a JSON value: tracks brackets and strings, checks nothing else."""
+    """Finds the end of a JSON value: tracks brackets and strings, and has no other checks."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -34,7 +34,10 @@ class JsonValue:
         self._depth = 0
 
     def take(self, char: str) -> bool:
-        """Add a character; returns whether it completes the value. Skips white space before it."""
+        """Adds a character; returns whether it completes the value.
+
+        Skips white space before the value.
+        """
         if not self.text and char in SPACE:
             return False
         self.text += char
@@ -51,7 +54,7 @@ class JsonValue:
 
     @property
     def is_bare(self) -> bool:
-        """Whether it is a number or a literal, which only the next character ends."""
+        """Whether the value is a number or a literal, which only the next character ends."""
         return self._depth == 0 and not self.in_string and self.text[:1] not in ("", '"', "{", "[")
 
     def _take_in_string(self, char: str) -> bool:
@@ -76,8 +79,8 @@ class _State(Enum):
 class JsonCall:
     """Reads one `{"name": …, "arguments": {…}}` with its keys in any order.
 
-    The call begins (`begun`) once the name and a first piece of the arguments have come. Text that
-    cannot be a call sets `broken`; before the begin, `raw` has all text that was read.
+    The call begins (`begun`) after its name and a first piece of the arguments. Text that cannot be
+    a call sets `broken`; before the begin, `raw` has all text that was read.
     """
 
     def __init__(self, names: Collection[str] | None = None) -> None:
@@ -90,7 +93,7 @@ class JsonCall:
         self._key = ""
         self._value = JsonValue()
         self._arguments: JsonValue | None = None
-        self._sent = 0  # characters of the arguments that were emitted
+        self._sent = 0  # number of characters of the arguments that were emitted
 
     @property
     def in_string(self) -> bool:
@@ -98,7 +101,7 @@ class JsonCall:
         return not (self.ended or self.broken) and self._value.in_string
 
     def push(self, text: str) -> tuple[list[Event], str]:
-        """The events, and the text after the end of the call, or after the text that broke it."""
+        """Returns the events, and the text after the call or after the part that broke it."""
         events: list[Event] = []
         for number, char in enumerate(text):
             self._take(char)
@@ -116,7 +119,7 @@ class JsonCall:
         return [*events, *self._new_arguments()], ""
 
     def end(self) -> list[Event]:
-        """End a call that its text leaves incomplete; no event if it has not begun."""
+        """Ends a call that its text leaves incomplete; no event if the call has not begun."""
         if not self.begun or self.ended:
             return []
         self.ended = True
@@ -130,7 +133,7 @@ class JsonCall:
         return self.ended and self._names is None
 
     def _new_arguments(self) -> list[Event]:
-        """The arguments not emitted yet: of an object any new piece, of other values only all."""
+        """Returns the next piece of an object of arguments, or another value as a whole."""
         if not self.begun:
             return []
         if self._arguments is None:
@@ -204,14 +207,17 @@ def _decoded(text: str) -> object:
 
 
 def _is_name(value: object) -> bool:
-    """Whether it is text that is not empty; half a surrogate pair is none."""
+    """Whether it is text that is not empty and has no half of a surrogate pair."""
     if not isinstance(value, str) or not value:
         return False
     return not any("\ud800" <= char <= "\udfff" for char in value)
 
 
 def _as_object(text: str) -> str:
-    """Arguments that are not an object: the text of a string, which may hold one; {} for null."""
+    """Returns arguments that are not an object: a string's text, which may hold one.
+
+    {} for null.
+    """
     value = _decoded(text)
     if isinstance(value, str):
         return value
@@ -254,7 +260,7 @@ class Hermes(MarkedParser):
         return [*events, *self._answer.push(rest)]
 
     def _at_end(self, mark: str = "") -> list[Event]:
-        """Leave the call, at a mark or at the end of the text."""
+        """Leaves the call, at a mark or at the end of the text."""
         call, self._call = self._call, None
         if call is None:
             return []
@@ -268,7 +274,7 @@ class LlamaJson(MarkedParser):
 
     The text may begin with one or more calls of the request's tools.
 
-    Anything else is the answer, including other JSON and calls of unknown tools.
+    All other text is the answer, including other JSON and calls of unknown tools.
     """
 
     marks = (TAG,)
@@ -305,7 +311,10 @@ class LlamaJson(MarkedParser):
         return events
 
     def _skip(self, text: str) -> str:
-        """Skip to the next call; returns the rest of the text, or all of it if it is the answer."""
+        """Skips to the next call.
+
+        Returns the rest of the text, or all of it if it is the answer.
+        """
         rest = text.lstrip(SEPARATORS)
         self._skipped += text[: len(text) - len(rest)]
         if rest.startswith("{"):

@@ -29,7 +29,7 @@ class _State(Enum):
 
 
 class Mistral(MarkedParser):
-    """Older models write a list of calls, newer ones a name and arguments."""
+    """Reads calls: older models write a list of calls, newer ones a name and arguments."""
 
     marks = (CALLS, ID, ARGS)
 
@@ -68,7 +68,7 @@ class Mistral(MarkedParser):
         return [CallBegin(self._raw.removeprefix(CALLS).strip())]
 
     def _at_end(self) -> list[Event]:
-        """Leave the call or list; text that was not a call becomes part of the answer."""
+        """Leaves the call or list; text that was not a call becomes part of the answer."""
         state, self._state = self._state, _State.ANSWER
         call, self._call = self._call, None
         if state is _State.ARGUMENTS:
@@ -108,7 +108,7 @@ class Mistral(MarkedParser):
         return (self._begin(), brace + rest) if brace else ([], "")
 
     def _read_id(self, text: str) -> tuple[list[Event], str]:
-        """Drop the model's id of the call; the response has an id of its own."""
+        """Drops the model's id of the call; the response has its own ids."""
         return [], ""
 
     def _read_list(self, text: str) -> tuple[list[Event], str]:

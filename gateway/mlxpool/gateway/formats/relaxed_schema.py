@@ -1,7 +1,8 @@
-"""The schema of a tool as a grammar can follow it: all of a `strict` one, as much of others. Pure.
+"""The schema of a tool in a form that a grammar can follow, exactly or in part. Pure.
 
-A call is forced by every legal declaration. What the library of grammars leaves out by itself, such
-as `not`, stays in; what it fails at is taken out here.
+The schema of a `strict` tool must be followed exactly. Other tools, with any legal schema, are
+followed in part. The library of grammars ignores some keywords by itself, such as `not`; they stay
+in. Keywords that it fails at are taken out here.
 """
 
 from __future__ import annotations
@@ -12,69 +13,69 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
-DATA = frozenset({"const", "default", "enum", "examples"})  # keywords whose values are no schemas
+DATA = frozenset({"const", "default", "enum", "examples"})  # keywords whose values are not schemas
 _BY_NAME = frozenset(
     {"$defs", "definitions", "patternProperties", "properties", "dependentSchemas"}
 )
 _LEFT_OUT = frozenset({"$id", "id", "$anchor", "$dynamicRef", "$recursiveRef"})
-# What no automaton reads: a look around, a bound of a word, a reference to a group.
+# Parts of patterns that an automaton cannot read: lookarounds, word bounds, references to groups.
 _NOT_REGULAR = re.compile(r"\(\?[=!<(#>]|\\[0-9bBZ<>]|\{,")
 _COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems"})
 _BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
-_MAX_BOUND = 1 << 63  # of the numbers whose digits a grammar can count
-_MAX_STEP = 1e9  # of `multipleOf`
+_MAX_BOUND = 1 << 63  # bound of the numbers whose digits a grammar can count
+_MAX_STEP = 1e9  # most of `multipleOf`
 
 
 def relaxed(schema: Any) -> Any:
-    """The schema without what cannot be followed; {} for what is none."""
+    """Returns the schema without keywords that cannot be followed; {} if it is not a schema."""
     root = schema if isinstance(schema, Mapping) else {}
     return _relaxed(root, root)
 
 
 def without_nulls(schema: Any) -> Any:
-    """The schema without keywords that are null: typed clients send null for absent ones."""
+    """Returns the schema without null keywords: typed clients send null for absent ones."""
     if not isinstance(schema, Mapping):
         return schema
-    found: dict[str, Any] = {}
+    kept: dict[str, Any] = {}
     for key, value in schema.items():
         if key in DATA - {"enum"}:
-            found[key] = value
+            kept[key] = value
         elif key in _BY_NAME and isinstance(value, Mapping):
-            found[key] = {name: without_nulls(value[name] or {}) for name in value}
+            kept[key] = {name: without_nulls(value[name] or {}) for name in value}
         elif isinstance(value, list):
-            found[key] = value if key == "enum" else [without_nulls(one) for one in value]
+            kept[key] = value if key == "enum" else [without_nulls(part) for part in value]
         elif value is not None:
-            found[key] = without_nulls(value)
-    return found
+            kept[key] = without_nulls(value)
+    return kept
 
 
 def _relaxed(schema: Any, root: Mapping[str, Any]) -> Any:
     if not isinstance(schema, Mapping):
         return schema if isinstance(schema, bool) else {}
-    found: dict[str, Any] = {}
+    kept: dict[str, Any] = {}
     for key, value in schema.items():
         if key in DATA:
             if key != "enum" or (isinstance(value, list) and value):
-                found[key] = value
+                kept[key] = value
         elif value is None or key in _LEFT_OUT:
             continue
         elif key == "required":
-            found[key] = [one for one in value if isinstance(one, str)] if _is_list(value) else []
+            kept[key] = [name for name in value if isinstance(name, str)] if _is_list(value) else []
         elif key in _COUNTS and isinstance(value, float) and value.is_integer():
-            found[key] = int(value)
+            kept[key] = int(value)
         elif key in _BY_NAME and isinstance(value, Mapping):
-            names = [one for one in value if key != "patternProperties" or _is_regular(one)]
-            found[key] = {name: _relaxed(value[name], root) for name in names}
+            names = [name for name in value if key != "patternProperties" or _is_regular(name)]
+            kept[key] = {name: _relaxed(value[name], root) for name in names}
         elif _is_known(key, value, root):
-            found[key] = _inside(value, root)
-    return found
+            kept[key] = _inside(value, root)
+    return kept
 
 
 def _inside(value: Any, root: Mapping[str, Any]) -> Any:
     if isinstance(value, Mapping):
         return _relaxed(value, root)
     if isinstance(value, list):
-        return [_relaxed(one, root) if isinstance(one, Mapping) else one for one in value]
+        return [_relaxed(part, root) if isinstance(part, Mapping) else part for part in value]
     return value
 
 
@@ -82,19 +83,19 @@ def _is_known(key: str, value: Any, root: Mapping[str, Any]) -> bool:
     if key == "$ref":
         return isinstance(value, str) and _points_into(value, root)
     if key in _BOUNDS and isinstance(value, bool):
-        return True  # of older drafts
+        return True  # a keyword of older drafts
     check = _CHECKS.get(key)
     return check is None or check(value)
 
 
 def _is_number(value: Any, low: float, high: float) -> bool:
-    """Whether it is a number between the two, both exclusive."""
+    """Whether it is a number between `low` and `high`, both exclusive."""
     return isinstance(value, int | float) and not isinstance(value, bool) and low < value < high
 
 
 def _are_types(value: Any) -> bool:
     kinds = value if isinstance(value, list) else [value]
-    return bool(kinds) and all(isinstance(one, str) and one in TYPES for one in kinds)
+    return bool(kinds) and all(isinstance(kind, str) and kind in TYPES for kind in kinds)
 
 
 def _is_list(value: Any) -> bool:

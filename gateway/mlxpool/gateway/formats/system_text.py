@@ -1,8 +1,8 @@
-"""The text of a system message in an order that the prefix cache can use. Pure.
+"""Reorders the text of a system message for the prefix cache. Pure.
 
-Agent programs begin it with a value that changes from request to request. Everything behind a
-changed token is read anew, so such a line goes behind the rest, or is left out if it is no
-instruction.
+Agent programs begin it with a value that changes from request to request. All tokens after a
+changed token need a new prefill. Such a line is therefore moved to the end of the text, or is left
+out if it is not an instruction.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-LEAST_BEHIND = 256  # characters; a shorter text is not worth a change
-MAX_LINE = 200  # characters of a line with a value and its name
-MAX_LINES = 4  # at the begin of the text that are looked at
-# A header of a request that a program has put into the text, as x-anthropic-billing-header is.
-# Its value has no spaces, or is pairs of a name and a value, which the text may follow at once.
+LEAST_BEHIND = 256  # least characters of the rest; a shorter text is not worth a change
+MAX_LINE = 200  # most characters of a line with a value and its name
+MAX_LINES = 4  # most lines at the begin of the text that are examined
+# A header of a request that a program has put into the text, such as x-anthropic-billing-header.
+# Its value has no spaces, or is pairs of a name and a value. Text may follow these at once.
 _HEADER = re.compile(
     r"x-[a-z0-9-]+:(?:(?:[ \t]*[\w.-]+=[^;\s]*;)+[ \t]*(?:\n+)?|[ \t]*\S*[ \t]*(?:\n+|$))",
     re.IGNORECASE,
@@ -28,28 +28,31 @@ _VALUE = (
     r"|\d{10,19}"  # seconds or milliseconds
     r"|(?=[\w-]*\d)[\w-]*[0-9a-f]{5,}[\w-]*)"  # an id with hexadecimal digits
 )
-# A line that is only the name of a value and the value.
+# A line that has only the name of a value and the value.
 _NAMED = re.compile(
     rf"(?:[A-Za-z][\w'\u2019 -]{{0,60}}(?::|=|\bis)\s*)?[\"'<\[(]?{_VALUE}[\"'>\])]?\.?\s*(?:\n+|$)"
 )
 
 
 def stable_first(text: str) -> str:
-    """The text without headers at its begin, and lines that are a date or an id behind the rest."""
-    while found := _HEADER.match(text):
-        text = text[found.end() :]
+    """Returns the text without headers at its begin.
+
+    Lines that are a date or an id move to the end.
+    """
+    while match := _HEADER.match(text):
+        text = text[match.end() :]
     moved: list[str] = []
     rest = text
-    while len(moved) < MAX_LINES and (found := _NAMED.match(rest)) and found.end() <= MAX_LINE:
-        moved.append(found[0].strip())
-        rest = rest[found.end() :]
+    while len(moved) < MAX_LINES and (match := _NAMED.match(rest)) and match.end() <= MAX_LINE:
+        moved.append(match[0].strip())
+        rest = rest[match.end() :]
     if not moved or len(rest) < LEAST_BEHIND:
         return text
     return "\n".join([rest.rstrip("\n") + "\n", *moved])
 
 
 def with_stable_first(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """The messages, the first of which has such a text if it is the system's."""
+    """Returns the messages; a first message of the system gets its text in this order."""
     first = messages[0] if messages else {}
     if first.get("role") not in ("system", "developer"):
         return messages

@@ -1,6 +1,6 @@
 """Grammars of calls whose arguments stand between marks, see tagged_call.py. Pure.
 
-The parsers take a value for text where its schema is of type string, and for JSON otherwise.
+The parsers read a value as text if its schema is of type string, and as JSON otherwise.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ WHITE_SPACE: Mapping[str, Any] = {
     "item_separator": ", ?",
     "key_separator": ": ?",
 }
-# The library leaves out what it does not know how to follow.
+# The library ignores keywords that it does not know how to follow.
 LENIENT: Mapping[str, Any] = {**WHITE_SPACE, "lenient": True}
 DEFINITIONS = ("$defs", "definitions")
-_COMPOSED = frozenset({"$ref", "allOf", "anyOf", "oneOf"})  # which may name further parameters
+_COMPOSED = frozenset({"$ref", "allOf", "anyOf", "oneOf"})  # may name further parameters
 _ANNOTATIONS = frozenset(
     {"$comment", "$schema", "default", "deprecated", "description", "examples", "title"}
 )
@@ -35,7 +35,7 @@ _NAME = re.compile(r"[^\s<>](?:[^<>]*[^\s<>])?")
 
 
 class Held(Enum):
-    """How far the parameters of a tool hold for the arguments of a call."""
+    """How far the arguments of a call must follow the parameters of its tool."""
 
     ALL = "all"
     MOST = "most"  # as far as a grammar can follow them
@@ -43,7 +43,7 @@ class Held(Enum):
 
 
 class TaggedStyle(Struct, frozen=True):
-    """What stands around a call and around a value; NAME and KEY stand for names.
+    """The texts around a call and around a value; NAME and KEY stand for names.
 
     `mark` ends a value, so no value contains it.
     """
@@ -74,10 +74,11 @@ GLM = TaggedStyle(
 def tagged_call(
     style: TaggedStyle, number: int, function: Mapping[str, Any], held: Held
 ) -> list[str]:
-    """Returns the rules of a call: `call_NUMBER` and those that it needs.
+    """Returns the rules of a call: `call_NUMBER` and the rules that it needs.
 
-    Arguments come in the order of the parameters' properties; if these do not hold, or are composed
-    of others, they may be any. Raises ValueError naming what cannot be followed.
+    Arguments come in the order of the parameters' properties. If these need not be followed, or are
+    composed of other schemas, any arguments are allowed. Raises ValueError naming a part that
+    cannot be followed.
     """
     front = style.front.replace("NAME", _name(function["name"], "the name"))
     parameters = without_nulls(function.get("parameters") or {})
@@ -107,11 +108,11 @@ def tagged_call(
             value = f"VALUE_{number}_{place}"
             rules.append(f"{value}: {_text_of(style, key, schema, held)} {quoted(style.end)}")
         else:
-            whole = schema if isinstance(schema, Mapping) else {}
+            value_schema = schema if isinstance(schema, Mapping) else {}
             options = LENIENT if held is Held.MOST else WHITE_SPACE
-            whole = {**definitions, **whole, "x-guidance": options}
+            value_schema = {**definitions, **value_schema, "x-guidance": options}
             value = f"value_{number}_{place}"
-            rules.append(f"{value}: %json {json.dumps(whole, ensure_ascii=False)}")
+            rules.append(f"{value}: %json {json.dumps(value_schema, ensure_ascii=False)}")
             value += f" {quoted(style.end)}"
         rules.append(f"{rule}: {before} {value}")
     body = " ".join([quoted(front), *arguments, quoted(style.behind)])
@@ -119,20 +120,23 @@ def tagged_call(
 
 
 def _writable(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters of a tool that is not strict, without what this format cannot write."""
-    found = {key: parameters[key] for key in parameters if key in {*_OF_PARAMETERS, *_COMPOSED}}
-    properties = found.get("properties")
+    """Returns the parameters of a tool that is not strict, as far as this format can write them."""
+    kept = {key: parameters[key] for key in parameters if key in {*_OF_PARAMETERS, *_COMPOSED}}
+    properties = kept.get("properties")
     if not isinstance(properties, Mapping):
         properties = {}
-    found["properties"] = {key: properties[key] for key in properties if _NAME.fullmatch(key)}
-    required = found.get("required")
-    given = required if isinstance(required, list) else []
-    found["required"] = [one for one in given if isinstance(one, str) and _NAME.fullmatch(one)]
-    return found
+    kept["properties"] = {key: properties[key] for key in properties if _NAME.fullmatch(key)}
+    required = kept.get("required")
+    names = required if isinstance(required, list) else []
+    kept["required"] = [key for key in names if isinstance(key, str) and _NAME.fullmatch(key)]
+    return kept
 
 
 def _text_of(style: TaggedStyle, key: str, schema: Mapping[str, Any], held: Held) -> str:
-    """Returns the terminal of a text; any text where one that need not hold allows none."""
+    """Returns the terminal of a text.
+
+    Any text if the schema allows none and need not be followed.
+    """
     try:
         return _value(style, key, schema)
     except ValueError:
@@ -149,12 +153,12 @@ def _value(style: TaggedStyle, key: str, schema: Mapping[str, Any]) -> str:
         return _any_text(style, least, most)
     listed = schema["enum"] if "enum" in schema else [schema["const"]]
     texts = [
-        one
-        for one in listed
-        if isinstance(one, str)
-        and least <= len(one) <= (len(one) if most is None else most)
-        and one == schema.get("const", one)
-        and style.mark not in one
+        text
+        for text in listed
+        if isinstance(text, str)
+        and least <= len(text) <= (len(text) if most is None else most)
+        and text == schema.get("const", text)
+        and style.mark not in text
     ]
     if not texts:
         raise ValueError(f"the parameter {key!r} allows no text")
@@ -173,15 +177,14 @@ def _require_known(schema: Mapping[str, Any], kind: str, known: set[str], what: 
         raise ValueError(f"{what} must be of type {kind!r}")
     if unknown:
         raise ValueError(
-            f"{what} has {unknown[0]!r}, which cannot be followed in the format in which this"
-            " model writes calls"
+            f"{what} has {unknown[0]!r}, which cannot be followed in this model's format of calls"
         )
 
 
 def _name(name: str, what: str) -> str:
     if not _NAME.fullmatch(name):
         raise ValueError(
-            f"{what} {name!r} cannot be written in the format in which this model writes calls: it"
+            f"{what} {name!r} cannot be written in this model's format of calls: it"
             " must not have '<' or '>', and no white space at its ends"
         )
     return name

@@ -17,7 +17,7 @@ from mlxpool.gateway.formats.events import (
     MarkedParser,
 )
 
-# Chat templates render these values in Python's form, so models write them in it.
+# Chat templates render these values in Python's form, so models write them in that form.
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, END_FUNCTION = "<function=", "</function>"
@@ -37,7 +37,7 @@ class ToolSchemas:
             self._properties[function.get("name")] = parameters.get("properties") or {}
 
     def as_json(self, tool: str, key: str, text: str) -> str:
-        """The JSON text of an argument: a string if the schema says so or `text` is not JSON."""
+        """Returns the JSON of an argument: a string by its schema, or if `text` is not JSON."""
         properties = self._properties.get(tool)
         schema = properties.get(key) if isinstance(properties, Mapping) else None
         kind = schema.get("type") if isinstance(schema, Mapping) else None
@@ -50,12 +50,12 @@ class ToolSchemas:
 
 
 def pair(number: int, key: str, value: str) -> str:
-    """The next piece of a JSON object: its member number `number`, with what precedes it."""
+    """Returns the next piece of a JSON object: its member `number`, with the text before it."""
     return f"{', ' if number else '{'}{json.dumps(key, ensure_ascii=False)}: {value}"
 
 
 class State(Enum):
-    """What the parser reads next."""
+    """The part of the text that the parser reads next."""
 
     ANSWER = auto()
     NAME = auto()  # the name of the function
@@ -70,9 +70,9 @@ Transitions: TypeAlias = Mapping[tuple[State, str], Callable[[Any], list[Event]]
 class TaggedCallParser(MarkedParser):
     """Emits each argument when it is complete.
 
-    A subclass defines `marks`; `transitions`, the action of a mark in a state (in any other state
-    the mark is text); and `before_name`, the mark before a name, which is emitted as part of the
-    answer if no call follows.
+    A subclass defines these attributes. `marks`: its marks. `transitions`: the action of a mark in
+    a state; in any other state the mark is text. `before_name`: the mark before a name, which
+    becomes part of the answer if no call follows.
     """
 
     before_name: ClassVar[str]
@@ -83,7 +83,7 @@ class TaggedCallParser(MarkedParser):
         self._schemas = ToolSchemas(tools)
         self._state = State.ANSWER
         self._name = self._key = self._text = ""
-        self._count = 0  # arguments emitted so far
+        self._count = 0  # number of arguments emitted so far
 
     def _at_end(self) -> list[Event]:
         state, self._state = self._state, State.ANSWER
@@ -96,7 +96,7 @@ class TaggedCallParser(MarkedParser):
         return self._read(lexeme.text) if action is None else action(self)
 
     def _enter(self, state: State) -> list[Event]:
-        """Start to collect a name, a key or a value."""
+        """Starts to collect a name, a key or a value."""
         self._state, self._text = state, ""
         return []
 
@@ -119,7 +119,7 @@ class FunctionXml(TaggedCallParser):
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         super().__init__(tools)
-        self._opened = False  # after an OPEN that has not had its CLOSE
+        self._opened = False  # after an OPEN without its CLOSE
 
     def _read(self, text: str) -> list[Event]:
         if self._state is State.ANSWER:
@@ -221,7 +221,7 @@ class Glm(TaggedCallParser):
         return self._argument(self._text)
 
     def _end_without_arguments(self) -> list[Event]:
-        """The end of a call without arguments; without a name it was not a call, but text."""
+        """Handles the end of a call without arguments; without a name it was text, not a call."""
         if self._text.strip():
             return [*self._begin(), *self._end()]
         self._state = State.ANSWER

@@ -17,9 +17,9 @@ class Thinking:
         self._rest = rest
         self._lexer: Lexer | None = Lexer(marks)
         self._inside = inside
-        self._passed = False  # the thoughts are complete, or there are none
-        self._thought = False  # some thoughts other than white space have come
-        self._held = ""  # white space that may be at an end of the thoughts
+        self._passed = False  # the thoughts are complete or absent
+        self._thought = False  # some thoughts are not white space
+        self._held = ""  # white space, perhaps at an end of the thoughts
         self._keep_space = True  # white space at this point of the answer is part of it
 
     def push(self, text: str) -> list[Event]:

@@ -1,4 +1,4 @@
-"""From a checked request to the pool's answer: options, images, formats, streams.
+"""Turns a checked request into the pool's answer: options, images, formats, streams.
 
-The interfaces in openai, anthropic and ollama import it; it knows none of them.
+The interfaces in openai, anthropic and ollama import it. It does not depend on any of them.
 """

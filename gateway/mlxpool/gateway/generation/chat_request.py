@@ -1,4 +1,4 @@
-"""A checked chat of an interface, and what the formats of its model allow. Pure."""
+"""A checked chat of an interface, and the check against the formats of its model. Pure."""
 
 from __future__ import annotations
 
@@ -17,26 +17,24 @@ from mlxpool.gateway.generation.choice_streams import ChoiceRequest
 from mlxpool.gateway.models import ModelInfo
 
 ENABLE_THINKING = "chat_template_kwargs.enable_thinking"
-NO_FORCED_CALL = (
-    "a call cannot be forced in the format in which this model writes calls; use 'auto' or 'none'"
-)
+NO_FORCED_CALL = "this model's format of calls does not allow a forced call; use 'auto' or 'none'"
 NO_CALL_BESIDE = (
-    "a call, in the format in which this model writes calls, cannot stand beside this format of the"
+    "calls in this model's format of calls cannot be combined with this format of the"
     " answer; leave `tools` or the format out"
 )
 NOT_STRICT = (
-    "beside 'auto' the arguments of calls in the format in which this model writes them cannot be"
+    "with 'auto' the arguments of calls in this model's format of calls cannot be"
     " held to a schema; leave it out, or have a call forced by 'tool_choice'"
 )
 
 
 class ChatRequest(Struct, frozen=True):
-    """One chat, with one answer.
+    """A chat with one answer.
 
-    Parts of the messages name the images by their index. `forced`: the tools of which the answer
-    has to call one; none: that is left to the model. `think_field`: the field that asks for
-    thoughts. `several_calls` False: the answer has one call at most. `function`: where a tool has
-    its function, in the words of an error.
+    Parts of the messages name the images by their index. `forced`: the tools that the answer may
+    choose from for its required call; if empty, the model decides whether to call one.
+    `think_field`: the name of the field that requests thoughts. `several_calls` False: the answer
+    has one call at most. `function`: the path of the function inside a tool, for error messages.
     """
 
     model: str
@@ -50,7 +48,10 @@ class ChatRequest(Struct, frozen=True):
     function: str = ""
 
     def choice(self, model: ModelInfo) -> ChoiceRequest:
-        """What the pool is asked for. Raises HttpError for what the model's template has not."""
+        """Returns the pool's request.
+
+        Raises HttpError for features that the model's template lacks.
+        """
         own, tools, forced = model.chat or NO_CHAT, self.tools, self.forced
         offered = offered_tools(own, self.messages, tools, forced=bool(forced))
         chat = offered.formats
@@ -74,10 +75,10 @@ def check_formats(
     options: Mapping[str, Any],
     think_field: str,
 ) -> Mapping[str, Any]:
-    """The options as far as the template of the model `name` has a place for them.
+    """Returns the options that the template of the model `name` has a place for.
 
-    Raises HttpError for tools that it knows not, and for thoughts of a field that asks for nothing
-    else. How much is thought is left out: programs send it to every model.
+    Raises HttpError for tools if the template has none, and for thoughts if `think_field` can
+    request nothing else. A level of thinking is left out: programs send it to every model.
     """
     if tools and chat.tools is None:
         advice = "" if chat.generic_tools == OFF else ", or have a call forced by `tool_choice`"
@@ -98,24 +99,25 @@ def calls_format(
     options: Mapping[str, Any],
     function: str = "",
 ) -> dict[str, Any]:
-    """The option `format` of an answer that may have calls; empty if that of `options` holds.
+    """Returns the option `format` of an answer that may have calls.
 
-    `forced`: tools of which it has to call one; without, the strict ones of `tools` are followed,
-    and beside a format of `options` the answer is calls or a text in that format.
-    `function`: where a tool has its function, in the words of an error. Raises HttpError where the
-    model's format of calls, or a schema, does not allow it.
+    Empty to keep that of `options`. `forced`: the tools that the answer may choose from for its
+    required call. Without them the strict ones of `tools` are followed; with a format in `options`
+    the answer is calls or a text in that format. `function`: the path of the function inside a
+    tool, for error messages. Raises HttpError if the model's format of calls, or a schema, does not
+    allow it.
     """
-    strict = [number for number, one in enumerate(tools) if one["function"].get("strict")]
-    wanted = options.get("format") if tools else None
-    if not forced and not strict and wanted is None:
+    strict = [number for number, tool in enumerate(tools) if tool["function"].get("strict")]
+    text_format = options.get("format") if tools else None
+    if not forced and not strict and text_format is None:
         return {}
     try:
         if forced:
             field, advice = "tool_choice", NO_FORCED_CALL
             format = forced_call(chat.tools, forced)
-        elif wanted is not None:
+        elif text_format is not None:
             field, advice = "tools", NO_CALL_BESIDE
-            format = calls_or_answer(chat.tools, tools, wanted)
+            format = calls_or_answer(chat.tools, tools, text_format)
         else:
             field, advice = f"tools[{strict[0]}]{function}.strict", NOT_STRICT
             format = strict_calls(chat.tools, tools)

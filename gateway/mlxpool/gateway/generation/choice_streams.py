@@ -1,4 +1,4 @@
-"""The streams of one HTTP request, one a choice: from the pool's deltas to a streamed response."""
+"""The streams of one HTTP request, one for each choice: from the pool's deltas to the response."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ CALL_ID_LENGTH = 9  # letters and digits; some templates accept no other length
 _DIGITS = string.digits + string.ascii_letters
 log = logging.getLogger("mlxpool.gateway")
 NO_TIMEOUT = 10.0**9  # seconds
-MAX_UNWRITTEN_UPDATES = 4  # updates of all choices together that are read but not yet written
+MAX_UNWRITTEN_UPDATES = 4  # most updates of all choices together that are read but not yet written
 
 
 def call_ids(answer: str) -> Callable[[int], str]:
-    """Makes the id of the call with a number in an answer; `answer` names this one."""
+    """Makes the id of a call from its number in an answer; `answer` identifies the answer."""
 
     def call_id(index: int) -> str:
         digest = hashlib.sha256(f"{answer}/{index}".encode()).digest()
@@ -42,8 +42,8 @@ def call_ids(answer: str) -> Callable[[int], str]:
 class ChoiceRequest(Struct, frozen=True):
     """A prompt to complete: the model and the keyword arguments of the client's `stream`.
 
-    `n`: how often, see `AsyncClient.streams`. `thinks`: a prompt of token ids ends inside the
-    model's thoughts. `several_calls` False: one call of a tool at most.
+    `n`: the number of choices, see `AsyncClient.streams`. `thinks`: a prompt of token ids ends
+    inside the model's thoughts. `several_calls` False: the answer has at most one call of a tool.
     """
 
     model: str
@@ -56,15 +56,15 @@ class ChoiceRequest(Struct, frozen=True):
 
     @property
     def stops(self) -> bool:
-        """Whether the answer may end at a text of the request's."""
+        """Whether the answer may end at a stop text of the request."""
         return bool(self.arguments.get("stop"))
 
 
 class ChoiceUpdate(Struct, frozen=True):
     """New output of one choice; the last update of a choice has its `result`.
 
-    `prompt`: what it reports of tokens of the prompt. `failures`: how many times in front of it a
-    kept answer had ended with an error, and then went on.
+    `prompt`: the log-probabilities of tokens of the prompt. `failures`: the number of times that a
+    kept answer ended with an error and went on before this update.
     """
 
     choice: int
@@ -76,10 +76,10 @@ class ChoiceUpdate(Struct, frozen=True):
 
 
 class Updates(Protocol):
-    """What has the updates of an answer."""
+    """A source of the updates of an answer."""
 
     def updates(self, timeout: float = NO_TIMEOUT) -> AsyncIterator[ChoiceUpdate | None]:
-        """Every update of any choice; None for each `timeout` seconds without one."""
+        """Yields the updates of all choices, and None after each `timeout` seconds without one."""
         ...
 
 
@@ -94,16 +94,16 @@ class Answers(Updates, Protocol):
     def facts(self) -> Mapping[str, Any]: ...
 
     def told_time(self) -> float:
-        """The time that a piece of the answer tells, in seconds since 1970."""
+        """The time that each piece of the answer has, in seconds since 1970."""
         ...
 
     def call_ids(self, choice: int) -> Callable[[int], str]:
-        """Makes the id of the call of tools with a number in a choice."""
+        """Makes the id of a call of a tool from its number in a choice."""
         ...
 
 
 class Choice:
-    """One stream of the pool and the parser of its text.
+    """A stream of the pool and the parser of its text.
 
     `repeated`: an earlier choice of the request has the same prompt.
     """
@@ -133,13 +133,13 @@ class Choice:
     def _get_parser(self) -> Parser:
         if self._parser is None:
             thinks = self._request.thinks or self.stream.facts.get("thinks") is True
-            asked = self._request
+            request = self._request
             self._parser = make_parser(
-                asked.chat,
-                asked.tools,
+                request.chat,
+                request.tools,
                 thinks=thinks,
-                several_calls=asked.several_calls,
-                stops=asked.stops,
+                several_calls=request.several_calls,
+                stops=request.stops,
             )
         return self._parser
 
@@ -151,13 +151,13 @@ def _logprobs(deltas: Sequence[Delta]) -> tuple[Mapping[str, Any], ...]:
 
 
 def stream_arguments(request: ChoiceRequest, deadline: float | None) -> dict[str, Any]:
-    """The arguments with the deadline, and with messages in the template's form."""
-    found = dict(request.arguments)
+    """Returns the arguments with the deadline, and with messages in the template's form."""
+    arguments = dict(request.arguments)
     if deadline is not None:
-        found["deadline_ms"] = milliseconds(deadline)
-    if "messages" in found:
-        found["messages"] = template_messages(request.chat, found["messages"])
-    return found
+        arguments["deadline_ms"] = milliseconds(deadline)
+    if "messages" in arguments:
+        arguments["messages"] = template_messages(request.chat, arguments["messages"])
+    return arguments
 
 
 def _started(
@@ -184,10 +184,11 @@ class Generation:
         exchange: Exchange,
         prompt_field: str | None = None,
     ) -> None:
-        """Start the streams, with `deadline` in seconds. Raises PoolError if one cannot be sent.
+        """Starts the streams; `deadline` is in seconds.
 
-        The exchange gets the time of the first token, and the tokens of all choices.
-        `prompt_field`: the field that has the prompt, if it is neither `messages` nor `prompt`.
+        Raises PoolError if a request cannot be sent. The exchange gets the time of the first token
+        and the number of tokens of all choices. `prompt_field`: the field that has the prompt, if
+        not `messages` or `prompt`.
         """
         self._exchange = exchange
         as_chat = "messages" in requests[0].arguments
@@ -220,7 +221,7 @@ class Generation:
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What the first choice's worker reported; empty before its first update."""
+        """The facts that the first choice's worker reported; empty before its first update."""
         return self._choices[0].stream.facts
 
     def told_time(self) -> float:
@@ -230,10 +231,10 @@ class Generation:
         return call_ids(f"{self.id}/{choice}")
 
     async def updates(self, timeout: float = NO_TIMEOUT) -> AsyncIterator[ChoiceUpdate | None]:
-        """Every update of any choice; None for each `timeout` seconds without one.
+        """Yields the updates of all choices, and None after each `timeout` seconds without one.
 
-        The first comes when every choice is accepted. Raises HttpError for the first error of a
-        choice, and if an operator cancels a choice.
+        The first update comes after every choice is accepted. Raises HttpError for the first error
+        of a choice, and if an operator cancels a choice.
         """
         held: list[ChoiceUpdate] = []
         unfinished = len(self._choices)
@@ -259,8 +260,8 @@ class Generation:
                     raise HttpError(503, message, "cancelled", retry=False)
             held.append(update)
             if all(choice.stream.accepted for choice in self._choices):
-                for one in held:
-                    yield one
+                for update in held:
+                    yield update
                 held.clear()
 
     async def _next(self) -> ChoiceUpdate:
@@ -304,7 +305,7 @@ class Generation:
 
 
 def milliseconds(seconds: float | None) -> int | None:
-    """A deadline as the client takes it, at least 1; None: there is none."""
+    """Returns a deadline in milliseconds, at least 1, as the client takes it; None without one."""
     return None if seconds is None else max(1, round(seconds * 1000))
 
 
@@ -312,7 +313,7 @@ def milliseconds(seconds: float | None) -> int | None:
 
 
 class StreamFormat(Struct, frozen=True):
-    """How an interface encodes a streamed response."""
+    """The encoding of a streamed response in an interface."""
 
     content_type: str
     update: Callable[[ChoiceUpdate], bytes]
@@ -325,10 +326,10 @@ class StreamFormat(Struct, frozen=True):
 async def write_stream(
     response: ResponseWriter, generation: Updates, encoding: StreamFormat
 ) -> list[Result] | None:
-    """Write every update as it comes; returns the results by choice, None after an error.
+    """Writes each update as it comes. Returns the results by choice, None after an error.
 
-    The response is opened with the first update or keep-alive, so that a request that is refused
-    at once gets a status of its own. The caller closes the response after a success.
+    The response is opened with the first update or keep-alive. A request that is refused at once
+    therefore gets its own status. The caller closes the response after a success.
     """
     try:
         return await write_updates(response, generation, encoding)
@@ -344,7 +345,7 @@ async def write_stream(
 async def write_updates(
     response: ResponseWriter, generation: Updates, encoding: StreamFormat
 ) -> list[Result]:
-    """Write every update as it comes; returns the results by choice. Raises HttpError."""
+    """Writes each update as it comes. Returns the results by choice. Raises HttpError."""
     results: dict[int, Result] = {}
     written = time.monotonic()
     async for update in generation.updates(encoding.keep_alive_interval):

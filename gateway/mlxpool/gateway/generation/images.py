@@ -1,6 +1,6 @@
-"""The contents of messages in HTTP requests: text, and images as each interface has them. Pure.
+"""The contents of messages in HTTP requests: text, and the images of each interface. Pure.
 
-OpenAI's parts have data URLs, Ollama's messages base64. Errors are in the words of the interface.
+OpenAI's parts have data URLs, Ollama's messages have base64. Errors use the interface's words.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PARTS = (
     "{type: 'text', text: TEXT} or"
     " {type: 'image_url', image_url: {url: 'data:image/TYPE;base64,…'}}"
 )
-ADVICE = {  # types of parts of other interfaces, or of what models do not take
+ADVICE = {  # types of parts that other interfaces have, or that models do not take
     "input_image": "send the image as a data URL in `image_url`",
     "image": "the type of an image is 'image_url'",
     "input_audio": "models take text and images only",
@@ -29,7 +29,7 @@ ADVICE = {  # types of parts of other interfaces, or of what models do not take
     "input_video": "models take text and images only",
     "video_url": "models take text and images only",
 }
-DETAILS = (None, "auto", "low", "high")  # accepted without effect: sizes are the model's affair
+DETAILS = (None, "auto", "low", "high")  # accepted without effect: the model decides on the size
 AS_PARTS = "send each image as a part {type: 'image_url', …} of the content"
 FETCHED = (
     "images are not fetched from other servers, which could reach what only the gateway can;"
@@ -38,9 +38,9 @@ FETCHED = (
 
 
 def take_image_urls(raw: object) -> tuple[object, list[bytes]]:
-    """Messages whose parts name images by index, and these images in order.
+    """Returns messages whose parts name images by index, and these images in order.
 
-    What is no content is left as it is, for the check of messages. Raises HttpError naming the
+    A content of another type stays as it is, for the check of messages. Raises HttpError naming the
     part.
     """
     if not isinstance(raw, list):
@@ -79,17 +79,17 @@ def _part(where: str, part: object, images: list[bytes]) -> object:
             text = f"{where}.text must be text, got {shown(part.get('text'))}"
             raise bad_request(text, "messages")
         return part
-    given = part.get(PART)
-    url = given.get("url") if isinstance(given, Mapping) else given
-    if isinstance(given, Mapping) and given.get("detail") not in DETAILS:
-        message = f"{where}.{PART}.detail is {shown(given['detail'])}, must be auto, low or high"
+    image = part.get(PART)
+    url = image.get("url") if isinstance(image, Mapping) else image
+    if isinstance(image, Mapping) and image.get("detail") not in DETAILS:
+        message = f"{where}.{PART}.detail is {shown(image['detail'])}, must be auto, low or high"
         raise bad_request(message, "messages")
     images.append(from_data_url(f"{where}.{PART}", url))
     return {"type": "image", "blob": len(images) - 1}
 
 
 def from_data_url(where: str, url: object, param: str = "messages") -> bytes:
-    """The bytes of a data URL. Raises HttpError, naming the field `param`, for another URL."""
+    """Returns the bytes of a data URL. Raises HttpError naming `param` for another URL."""
     if not isinstance(url, str):
         raise bad_request(f"{where} must have a data URL, got {shown(url)}", param)
     scheme, _, rest = url.partition(":")
@@ -105,7 +105,7 @@ def from_data_url(where: str, url: object, param: str = "messages") -> bytes:
 
 
 def from_base64(where: str, text: object, param: str) -> bytes:
-    """The bytes that a text stands for; line ends in it are left out. Raises HttpError."""
+    """Decodes base64; line ends in the text are left out. Raises HttpError."""
     if not isinstance(text, str):
         raise bad_request(f"{where} must be base64, got {shown(text)}", param)
     try:
@@ -114,16 +114,16 @@ def from_base64(where: str, text: object, param: str) -> bytes:
         raise bad_request(f"{where} is not base64: {error}", param) from None
 
 
-def image_list(where: str, given: object, param: str) -> list[bytes]:
-    """The images of a list of base64; none for null. Raises HttpError naming the image."""
-    if given is None:
+def image_list(where: str, raw: object, param: str) -> list[bytes]:
+    """Decodes a list of images in base64; empty for null. Raises HttpError naming the image."""
+    if raw is None:
         return []
-    if not isinstance(given, list):
-        raise bad_request(f"{where} must be a list of images in base64, got {shown(given)}", param)
-    return [from_base64(f"{where}[{index}]", one, param) for index, one in enumerate(given)]
+    if not isinstance(raw, list):
+        raise bad_request(f"{where} must be a list of images in base64, got {shown(raw)}", param)
+    return [from_base64(f"{where}[{index}]", image, param) for index, image in enumerate(raw)]
 
 
-def content_with_images(text: str, count: int, behind: int) -> list[dict[str, Any]]:
-    """The content of a message with `count` images in front of its text, `behind` others."""
-    parts = [{"type": "image", "blob": behind + number} for number in range(count)]
+def content_with_images(text: str, count: int, before: int) -> list[dict[str, Any]]:
+    """Returns a message's content: `count` images, the first with index `before`, then its text."""
+    parts = [{"type": "image", "blob": before + number} for number in range(count)]
     return [*parts, {"type": "text", "text": text}] if text else parts

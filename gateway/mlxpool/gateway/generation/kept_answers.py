@@ -1,4 +1,4 @@
-"""Answers that the pool keeps as jobs. Every reading, from the first token on, is alike."""
+"""Answers that the pool keeps as jobs. All readings, from the first token on, are equal."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ from mlxpool.gateway.resumption import EventNumbers, Resumption
 
 KEY_BYTES = 16
 CANCELLED = "cancelled"
-SEED_BYTES = 6  # of a seed that is made of the key: every JSON reader keeps its digits
+SEED_BYTES = 6  # size of a seed that is made from the key: every JSON reader keeps its digits
 REPORTS = ("echo", "prompt_logprobs")  # options of streams that jobs do not have
-# A page of the store has thousands of steps. Between so many of them other requests are served,
-# and the end of this one's connection is seen.
+# A page of the store has thousands of steps. After this many steps other requests are served, and a
+# closed connection of this request is noticed.
 STEPS_AT_ONCE = 32
 FAILED = ("dead", "expired")  # states of jobs that ended with an error
 
 
 def drawn_key() -> str:
-    """A key for a job that its client gives none."""
+    """Returns a random key, for a job whose client gives none."""
     return secrets.token_hex(KEY_BYTES)
 
 
 async def has_failed(client: AsyncClient, job: JobRef, code: str, gen: int, pos: int) -> bool:
-    """Whether an error with which a reading of a job ended is that of the job itself.
+    """Whether a reading ended because of an error of the job itself.
 
-    `code` is the error's; `gen` and `pos` are the generation that was read, and how many of its ids
-    the reader has with it. False if the pool does not say, and for a job that has gone on since:
-    then another reading goes on where this one ended.
+    `code`: the error's code; `gen`: the generation that was read; `pos`: the number of its ids that
+    the reader has. False if the pool does not answer, and if the job has gone on since: then
+    another reading goes on from `pos`.
     """
     if code in READING_CODES:
         return False
@@ -60,10 +60,10 @@ async def has_failed(client: AsyncClient, job: JobRef, code: str, gen: int, pos:
 
 
 class KeptAnswer:
-    """One reading of a job, with an update for each step of its output.
+    """A reading of a job, with an update for each step of its output.
 
-    Steps are stored with the output, so that whoever reads it, and when, gets the same updates.
-    Leaving the context ends the reading; the job goes on.
+    Steps are stored with the output, so all readers get the same updates at any time. Leaving the
+    context ends the reading; the job goes on.
     """
 
     def __init__(
@@ -76,25 +76,29 @@ class KeptAnswer:
         stops: bool = False,
         thinks: bool = False,
     ) -> None:
-        """`stream` reads a job from 0 on with its steps; the others are those of its request."""
+        """`stream` reads a job from 0 on with its steps.
+
+        The other arguments come from its request.
+        """
         self._stream = stream
         self._chat, self._tools, self._several_calls = chat, tools, several_calls
         self._stops, self._thinks = stops, thinks
         self._parser: Parser | None = None  # made with the first delta, which has the facts
         self._in_thoughts = True
-        self.thought_tokens = 0  # before the first text that is no thought
-        self.pos = 0  # how many ids were read
-        self._failures = 0  # of the answer behind so many ids that are known
+        self.thought_tokens = 0  # tokens before the first text that is not a thought
+        self.pos = 0  # number of ids that were read
+        self._failures = 0  # known failures of the answer after `pos` ids
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What the first worker reported; empty before the first update."""
+        """The facts that the first worker reported; empty before the first update."""
         return self._stream.facts
 
     async def updates(self, timeout: float = NO_TIMEOUT) -> AsyncIterator[ChoiceUpdate | None]:
-        """Every update, the last with the result; None for each `timeout` seconds without one.
+        """Yields the updates, the last with the result.
 
-        Raises HttpError for the error with which the job ended, or that of the reading.
+        None after each `timeout` seconds without one. Raises HttpError for an error of the job or
+        of the reading.
         """
         while True:
             try:
@@ -123,7 +127,7 @@ class KeptAnswer:
                 self.pos = delta.pos + len(delta.ids)
 
     def _new_failures(self, delta: Delta) -> int:
-        """How many failures in front of a delta were not known: a reading may tell them twice."""
+        """Returns the number of new failures before a delta: a reading may repeat one."""
         known, self._failures = self._failures, max(self._failures, failures_before(delta))
         return self._failures - known
 
@@ -154,32 +158,32 @@ class KeptAnswer:
 
 
 def failures_before(delta: Delta) -> int:
-    """How often the job had ended with an error in front of a delta, and was tried again."""
+    """Returns how often the job ended with an error before a delta and was tried again."""
     return sum(ids == 0 for ids, _ in delta.steps)
 
 
 def steps_of(delta: Delta) -> list[tuple[str, int, tuple[Mapping[str, Any], ...]]]:
-    """The steps of a delta: text, number of ids, log-probabilities of each."""
-    found = []
+    """Returns the steps of a delta: text, number of ids, log-probabilities of each id."""
+    steps_found = []
     ids = end = 0
     steps = delta.steps[failures_before(delta) :]
     if not steps and (delta.ids or delta.text):
         steps = ((len(delta.ids), len(delta.text)),)
     for next_ids, next_end in steps:
-        found.append((delta.text[end:next_end], next_ids - ids, delta.logprobs[ids:next_ids]))
+        steps_found.append((delta.text[end:next_end], next_ids - ids, delta.logprobs[ids:next_ids]))
         ids, end = next_ids, next_end
-    return found
+    return steps_found
 
 
 def may_resume(requests: Sequence[ChoiceRequest]) -> bool:
-    """Whether the pool can keep these as jobs."""
-    return not any(one.arguments.get(name) for one in requests for name in REPORTS)
+    """Whether the pool can keep these requests as jobs."""
+    return not any(request.arguments.get(name) for request in requests for name in REPORTS)
 
 
 class ResumableGeneration:
     """All choices of a request as jobs, which are read one after the other.
 
-    Leaving it ends the reading; the jobs go on. See Generation, in whose place it is.
+    Leaving the context ends the reading; the jobs go on. Takes the place of Generation.
     """
 
     def __init__(
@@ -192,26 +196,28 @@ class ResumableGeneration:
         self._client = client
         self._response = response
         self._resumption = resumption
-        self._requests = [_choice(one, index) for one in requests for index in range(one.n)]
-        self._jobs: list[Mapping[str, Any]] = []  # their rows
-        self._made = False  # by this request
-        self._answer: KeptAnswer | None = None  # the newest that is read
+        self._requests = [
+            _choice(request, index) for request in requests for index in range(request.n)
+        ]
+        self._jobs: list[Mapping[str, Any]] = []  # their rows, one for each choice
+        self._made = False  # whether this request submitted the jobs
+        self._answer: KeptAnswer | None = None  # the answer that is read now, or was read last
 
     async def begin(self, deadline: float | None, keep: float) -> None:
-        """Find the jobs, or submit them, with a `deadline` in seconds from now.
+        """Finds or submits the jobs; `deadline` is in seconds from now.
 
-        `keep`: seconds for which they are kept after their end. Raises PoolError, and HttpError
-        for another request with the same key, and for a number of an event that is not known.
+        `keep`: seconds that the jobs are kept after their end. Raises PoolError. Raises HttpError
+        if another request has the same key, and if the number of the last event is unknown.
         """
         for number, request in enumerate(self._requests):
-            found = await self._found(number, request, deadline, keep)
-            if found.note != self._resumption.digest:
+            submitted = await self._found(number, request, deadline, keep)
+            if submitted.note != self._resumption.digest:
                 message = (
                     "another request came with this Idempotency-Key: make a new key for each"
                     " request, and send the same body with the same key"
                 )
                 raise HttpError(422, message, "idempotency_key_reused", retry=False)
-            self._jobs.append(found.row)
+            self._jobs.append(submitted.row)
         exchange = self._response.exchange
         exchange.model, exchange.pool_id = self._requests[0].model, self.id
         gen = max(int(row["gen"]) for row in self._jobs)
@@ -258,7 +264,7 @@ class ResumableGeneration:
         return {} if self._answer is None else self._answer.facts
 
     def told_time(self) -> float:
-        """The time of the submission: every reading tells the same."""
+        """The time of the submission, the same in every reading."""
         return float(self._jobs[0]["submitted"])
 
     def call_ids(self, choice: int) -> Callable[[int], str]:
@@ -298,9 +304,9 @@ class ResumableGeneration:
         )
 
     async def _look_at(self, error: HttpError, number: int, pos: int) -> None:
-        """Note whether an error is that of this reading alone, and the job goes on.
+        """Marks an error that ends only this reading, while the job goes on.
 
-        One of the job is the same in every reading, so it has the id of the job.
+        An error of the job is the same in every reading, so it gets the id of the job.
         """
         gen, key = int(self._jobs[number]["gen"]), self._key(number)
         if error.code == CANCELLED or await has_failed(self._client, key, error.code, gen, pos):
@@ -310,7 +316,7 @@ class ResumableGeneration:
 
 
 def _choice(request: ChoiceRequest, index: int) -> ChoiceRequest:
-    """One choice of a request; choice i has seed + i."""
+    """Returns one choice of a request; choice i has seed + i."""
     seed = request.arguments.get("seed")
     if seed is None or not index:
         return replace(request, n=1)

@@ -1,6 +1,6 @@
 """An answer as a list of blocks: thoughts, text, calls of tools.
 
-Interfaces that stream blocks encode the steps; whole answers have the blocks.
+Interfaces that stream blocks encode the steps. Whole answers contain the blocks.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from mlxpool.gateway.formats.events import (
 )
 from mlxpool.gateway.generation.choice_streams import ChoiceUpdate, Updates, call_ids
 
-ENDS_EARLY = ("length", "cancelled")  # reasons of an end that leave a block cut
+ENDS_EARLY = ("length", "cancelled")  # reasons of an end at which a block may be cut
 
 
 class Kind(Enum):
-    """What a block holds."""
+    """The content of a block."""
 
     THOUGHTS = "thoughts"
     TEXT = "text"
@@ -36,7 +36,7 @@ class Kind(Enum):
 
 
 class Action(Enum):
-    """What happens to a block."""
+    """A change of a block."""
 
     BEGIN = "begin"
     PIECE = "piece"
@@ -44,27 +44,27 @@ class Action(Enum):
 
 
 class Block(Struct, eq=False):
-    """One block. `text` of a call is the JSON of its arguments, `name` its tool.
+    """A block. A call's `text` is the JSON of its arguments, and its `name` is its tool.
 
-    `cut`: the answer ended within it, at its bound of tokens; arguments that are a whole map are
-    not cut. `logprobs`: of the tokens of text.
+    `cut`: the answer ended inside the block, at its bound of tokens; a call with complete arguments
+    is not cut. `logprobs`: the log-probabilities of the tokens of a text.
     """
 
     kind: Kind
-    index: int  # in the answer
-    id: str = ""  # of a call
+    index: int  # number in the answer
+    id: str = ""  # id of a call
     name: str = ""
     text: str = ""
     cut: bool = False
     logprobs: list[Mapping[str, Any]] = field(default_factory=list)
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments of a call, see `arguments_map`; none of one that was cut."""
+        """The arguments of a call, see `arguments_map`; empty for a call that was cut."""
         return {} if self.cut else arguments_map(self.text)
 
 
 class Step(Struct, frozen=True):
-    """A block begins, gets a piece of text, or ends; `logprobs`: of the piece's tokens."""
+    """A block begins, gets a piece of text, or ends; `logprobs` are those of the piece's tokens."""
 
     action: Action
     block: Block
@@ -73,10 +73,10 @@ class Step(Struct, frozen=True):
 
 
 class OutputBlocks:
-    """The blocks of one answer, from its updates."""
+    """The blocks of an answer, made from its updates."""
 
     def __init__(self, call_id: Callable[[int], str] | None = None) -> None:
-        """`call_id` makes the id of the call with an index; None: drawn ones."""
+        """`call_id` makes the id of a call from its index; None: ids are random."""
         self.blocks: list[Block] = []
         self._call_id = call_id or call_ids(secrets.token_hex())
         self._open: Block | None = None
@@ -84,11 +84,11 @@ class OutputBlocks:
 
     @property
     def calls(self) -> int:
-        """How many calls of tools there are."""
+        """The number of calls of tools."""
         return sum(block.kind is Kind.CALL for block in self.blocks)
 
     def push(self, update: ChoiceUpdate) -> list[Step]:
-        """The steps of the next update; the last update ends the open block."""
+        """Returns the steps of the next update; the last update ends the open block."""
         self._logprobs += update.logprobs
         steps: list[Step] = []
         for event in merged(update.events):
@@ -99,7 +99,7 @@ class OutputBlocks:
         return steps
 
     async def read(self, generation: Updates) -> Result:
-        """Read an answer to its end; returns its result. Raises HttpError."""
+        """Reads an answer to its end and returns its result. Raises HttpError."""
         result: Result | None = None
         async for update in generation.updates():
             if update is not None:
@@ -117,7 +117,7 @@ class OutputBlocks:
             return self._begin(Kind.CALL, event.name)
         if isinstance(event, CallArguments):
             return self._piece(event.text)
-        return [] if last else self._end()  # `push` ends the last one, which may be cut
+        return [] if last else self._end()  # `push` ends the last block, which may be cut
 
     def _is_open(self, kind: Kind) -> bool:
         return self._open is not None and self._open.kind is kind
@@ -145,6 +145,6 @@ class OutputBlocks:
 
 
 def _is_whole(block: Block) -> bool:
-    """Whether a block is a call with all its arguments."""
+    """Whether a block is a call with complete arguments."""
     known = block.kind is Kind.CALL and block.text.strip()
     return bool(known) and parsed_arguments(block.text) is not None

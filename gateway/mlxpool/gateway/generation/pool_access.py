@@ -1,4 +1,4 @@
-"""The pools as routes ask them: the client of a request, on behalf of the owner of its API key."""
+"""The pools as routes use them: each request has a client for the owner of its API key."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ from mlxpool.gateway.settings import Settings
 
 log = logging.getLogger("mlxpool.gateway")
 
-CLOSE_TIME = 2.0  # seconds for what is done for clients that are gone when the gateway ends
+CLOSE_TIME = 2.0  # seconds for unfinished work of clients that are gone, when the gateway ends
 Answer = TypeVar("Answer")
 
 UNNAMED = (
-    "this gateway does not tell the broker whose key asks, so that every key could read what is"
+    "this gateway does not name a key's owner to the broker, so that every key could read what is"
     " kept: start it with --name-owners, with a key that may_name_owners in the broker's settings"
 )
 
 
 def _for_owner(client: AsyncClient) -> AsyncClient:
-    """The client, on behalf of the owner of the request that this task serves."""
+    """Returns the client on behalf of the owner of the request that this task serves."""
     owner = current_owner.get()
     return client.for_owner(owner) if owner else client
 
 
 class PoolAccess:
-    """What the routes share: the gateway's settings, its pools, their models."""
+    """The state that routes share: the gateway's settings, its pools, their models."""
 
     def __init__(self, settings: Settings, *clients: AsyncClient) -> None:
-        """One client for each of the settings' brokers, in their order."""
+        """`clients`: one for each of the settings' brokers, in their order."""
         self.settings = settings
         pairs = zip(settings.brokers, clients, strict=True)
         self.models = Pools([Pool(broker.endpoint, client) for broker, client in pairs])
@@ -53,20 +53,20 @@ class PoolAccess:
 
     @property
     def client(self) -> AsyncClient:
-        """The client of the pool that this request's model was found in, for its owner."""
+        """The client, for the request's owner, of the pool that has this request's model."""
         return _for_owner(self.models.client)
 
     def _check_owner(self) -> None:
-        """Raises HttpError where the broker is not told whose key asks: all keys would share."""
+        """Raises HttpError if the broker does not get the owners, so that keys would share jobs."""
         if self.settings.keys is not None and not self.settings.names_owners:
             raise HttpError(501, UNNAMED, "owners_not_named", retry=False)
 
     @property
     def job_client(self) -> AsyncClient:
-        """The client of the pool that keeps what this request is about, for its owner.
+        """The client, for the request's owner, of the pool that keeps the subject of this request.
 
-        That is the pool of the model, of what `find_kept` has found, or of `take_keeper`. Raises
-        HttpError where owners are not told.
+        That is the pool of the model, of the result of `find_kept`, or of `take_keeper`. Raises
+        HttpError if the broker does not get the owners.
         """
         self._check_owner()
         return _for_owner(self.models.client)
@@ -74,30 +74,30 @@ class PoolAccess:
     async def find_kept(
         self, ask: Callable[[AsyncClient], Awaitable[Answer]], *, despite_silent: bool = False
     ) -> Answer:
-        """What one of the pools keeps for the owner of this request; see Pools.find."""
+        """Finds something that one of the pools keeps for this request's owner; see Pools.find."""
         self._check_owner()
         return await self.models.find(
             lambda client: ask(_for_owner(client)), despite_silent=despite_silent
         )
 
     def client_of(self, pool: Pool) -> AsyncClient:
-        """The client of one pool, for the owner of this request. Raises HttpError."""
+        """Returns the client of one pool, for the owner of this request. Raises HttpError."""
         self._check_owner()
         return _for_owner(pool.client)
 
     async def keepers(self) -> list[Pool]:
-        """All pools that keep something and answer, for lists. Raises HttpError and PoolError."""
+        """Returns the pools that keep jobs and answer, for lists. Raises HttpError, PoolError."""
         self._check_owner()
         return await self.models.keepers()
 
     async def take_keeper(self) -> AsyncClient:
-        """The client of the pool for what names no model; see Pools.take_keeper."""
+        """Returns the client for a request that names no model; see Pools.take_keeper."""
         self._check_owner()
         await self.models.take_keeper()
         return self.job_client
 
     def later(self, work: Coroutine[Any, Any, None], what: str) -> None:
-        """Do something whose client is gone, in a task of its own; `what` is for the log."""
+        """Does work, whose client is gone, in its own task; `what` is its name in the log."""
 
         async def logged() -> None:
             try:
@@ -110,7 +110,10 @@ class PoolAccess:
         task.add_done_callback(self._later.discard)
 
     async def close(self) -> None:
-        """Finish what is done for clients that are gone, for a moment; the clients stay open."""
+        """Finishes, in CLOSE_TIME at most, the work of clients that are gone.
+
+        Keeps `clients` open.
+        """
         if self._later:
             await asyncio.wait(self._later, timeout=CLOSE_TIME)
         for task in self._later:
@@ -120,10 +123,10 @@ class PoolAccess:
 
     @contextlib.asynccontextmanager
     async def kept(self, model: str, seconds: float | None) -> AsyncIterator[None]:
-        """Keep a model loaded for so long after the work that is done while entered.
+        """Keeps a model loaded for `seconds` after the work inside the context.
 
-        Below 0: without end; 0: it is unloaded after this work, once it has no other; None: as it
-        is. Raises PoolError, also for a model that is not available.
+        Below 0: without end. 0: the model is unloaded after this work, once it has no other work.
+        None: the time stays as it is. Raises PoolError, also for a model that is not available.
         """
         if seconds:
             await self.client.keep(model, seconds)
@@ -138,11 +141,11 @@ class PoolAccess:
 
     @property
     def deadline_ms(self) -> int | None:
-        """The gateway's deadline of a request in milliseconds; None: the pool's own."""
+        """The gateway's deadline of a request in milliseconds; None: the pool's own deadline."""
         return milliseconds(self.settings.deadline)
 
     async def model(self, name: str, response: ResponseWriter) -> ModelInfo:
-        """The model of a request that generates, in the pool that has its answer if one has it.
+        """Returns a model for generation, from the pool that already has the answer if one has it.
 
         Raises HttpError and PoolError.
         """
@@ -152,7 +155,7 @@ class PoolAccess:
         return await self.models.get(name)
 
     async def keeping_model(self, name: str, key: str) -> ModelInfo:
-        """The model in a pool that keeps jobs: where one has this key, if it was submitted before.
+        """Returns the model in a pool that keeps jobs: in the pool with a job under `key`, if any.
 
         Raises PoolError.
         """
@@ -169,17 +172,17 @@ class PoolAccess:
         response: ResponseWriter,
         prompt_field: str | None = None,
     ) -> AsyncIterator[Answers]:
-        """Start what a request asks for, with the gateway's deadline. Raises HttpError, PoolError.
+        """Starts the work of a request, with the gateway's deadline. Raises HttpError, PoolError.
 
-        With an Idempotency-Key, in a pool that keeps jobs, it outlives this gateway.
+        A request with an Idempotency-Key, in a pool that keeps jobs, outlives this gateway.
         """
-        deadline, asked = self.settings.deadline, response.resumption
-        if asked is not None and may_resume(requests):
-            resumable = ResumableGeneration(self.client, requests, response, asked)
+        deadline, resumption = self.settings.deadline, response.resumption
+        if resumption is not None and may_resume(requests):
+            resumable = ResumableGeneration(self.client, requests, response, resumption)
             try:
                 await resumable.begin(deadline, self.settings.stream_keep)
             except JobsOff:
-                if asked.after is not None:
+                if resumption.after is not None:
                     raise
             else:
                 yield resumable

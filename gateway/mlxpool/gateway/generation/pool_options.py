@@ -25,9 +25,9 @@ from mlxpool.gateway.description.schemas import (
 from mlxpool.gateway.errors import bad_request
 from mlxpool.gateway.field_checks import Body
 
-MAX_CACHE_KEY = 256  # characters of prompt_cache_key
+MAX_CACHE_KEY = 256  # most characters of prompt_cache_key
 
-# The defaults of these interfaces where they differ from the pool's.
+# The defaults of these interfaces that differ from the pool's.
 DEFAULTS: Mapping[str, Any] = {
     "temperature": 1.0,
     "top_p": 1.0,
@@ -56,7 +56,7 @@ STRUCTURED_OUTPUTS = Body(
         "whitespace_pattern": ((), "white space is one space at most"),
     },
 )
-# vLLM's older fields -> those of `structured_outputs`
+# vLLM's older field -> field of `structured_outputs`
 GUIDED: Mapping[str, str] = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -79,19 +79,19 @@ _TYPES: Mapping[str, tuple[str, str]] = {
 
 
 def sampling_options(body: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """The pool's options, with these defaults; `names`: field -> option. Raises HttpError.
+    """Returns the pool's options, with these defaults; `names`: field -> option. Raises HttpError.
 
-    A `seed` of -1 is a drawn one, a `top_k` of -1 is off: so other servers have it.
+    As on other servers, a `seed` of -1 requests a random seed, and a `top_k` of -1 turns it off.
     """
-    given = {**body, "top_k": 0} if body.get("top_k") == -1 else body
-    options = {**DEFAULTS, **fields.options(given, names, checks=API_CHECKS)}
+    fields_set = {**body, "top_k": 0} if body.get("top_k") == -1 else body
+    options = {**DEFAULTS, **fields.options(fields_set, names, checks=API_CHECKS)}
     if options.get("seed") == -1:
         del options["seed"]  # choice i of a request has seed + i
     return options
 
 
 def session_option(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The pool's option `session` of `prompt_cache_key`; empty without. Raises HttpError."""
+    """Returns the option `session` for `prompt_cache_key`; empty without it. Raises HttpError."""
     session = fields.text(body, "prompt_cache_key", "")
     if len(session) > MAX_CACHE_KEY:
         message = (
@@ -102,28 +102,28 @@ def session_option(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def openai_format(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The option `format` of a request of OpenAI's interface; empty if it asks for none.
+    """Returns the option `format` of a request of OpenAI's interface; empty if it has no format.
 
     Raises HttpError naming the field, and for more than one form.
     """
-    found = _structured_outputs(fields.mapping(body, "structured_outputs"))
+    formats = _structured_outputs(fields.mapping(body, "structured_outputs"))
     for field, key in GUIDED.items():
         if body.get(field) is not None:
-            found[field] = _format(field, key, body[field])
+            formats[field] = _format(field, key, body[field])
     if body.get("response_format") is not None:
-        found |= _response_format(fields.mapping(body, "response_format"))
-    if len(found) > 1:
-        names = ", ".join(map(repr, found))
+        formats |= _response_format(fields.mapping(body, "response_format"))
+    if len(formats) > 1:
+        names = ", ".join(map(repr, formats))
         message = f"an answer has one format, these ask for several: {names}"
-        raise bad_request(message, next(iter(found)))
-    return {"format": next(iter(found.values()))} if found else {}
+        raise bad_request(message, next(iter(formats)))
+    return {"format": next(iter(formats.values()))} if formats else {}
 
 
-def _response_format(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The format of `response_format`, by the name of the field; empty for text."""
+def _response_format(response_format: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the format of `response_format` under the name of its field; empty for text."""
     prefix = "response_format."
-    RESPONSE_FORMAT.check(given, prefix)
-    kind = given.get("type")
+    RESPONSE_FORMAT.check(response_format, prefix)
+    kind = response_format.get("type")
     if kind == "text":
         return {}
     if kind == "json_object":
@@ -131,29 +131,29 @@ def _response_format(given: Mapping[str, Any]) -> dict[str, Any]:
     if kind != "json_schema":
         message = f"'response_format.type' is {shown(kind)}, must be text, json_object, json_schema"
         raise bad_request(message, "response_format")
-    inside = fields.mapping(given, "json_schema")
+    inside = fields.mapping(response_format, "json_schema")
     JSON_SCHEMA.check(inside, "response_format.json_schema.")
     if inside.get("schema") is None:
         raise bad_request("'response_format.json_schema.schema' is missing", "response_format")
     return {"response_format": _format("response_format", "json", inside["schema"])}
 
 
-def _structured_outputs(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The formats of `structured_outputs`, by the names of its fields."""
+def _structured_outputs(structured: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the formats of `structured_outputs` by the names of its fields."""
     prefix = "structured_outputs."
-    STRUCTURED_OUTPUTS.check(given, prefix)
-    found = {
-        prefix + key: _format(prefix + key, key, given[key])
+    STRUCTURED_OUTPUTS.check(structured, prefix)
+    formats = {
+        prefix + key: _format(prefix + key, key, structured[key])
         for key in _TYPES
-        if given.get(key) is not None
+        if structured.get(key) is not None
     }
-    if fields.flag(given, "json_object", False, prefix):
-        found[f"{prefix}json_object"] = {"type": "json"}
-    return found
+    if fields.flag(structured, "json_object", False, prefix):
+        formats[f"{prefix}json_object"] = {"type": "json"}
+    return formats
 
 
 def _format(field: str, key: str, value: Any) -> Any:
-    """A checked format. vLLM's schemas may be JSON texts."""
+    """Checks a format. vLLM's schemas may be JSON texts."""
     kind, name = _TYPES[key]
     if key == "json" and isinstance(value, str):
         try:
@@ -165,13 +165,13 @@ def _format(field: str, key: str, value: Any) -> Any:
     return fields.option(field, {"type": kind, name: value}, "format")
 
 
-def ollama_format(given: Any) -> dict[str, Any]:
-    """The option `format` of Ollama's `format`: "json" or a schema; empty if absent."""
-    if given is None or given == "":
+def ollama_format(format: Any) -> dict[str, Any]:
+    """Returns the option `format` for Ollama's `format`: "json" or a schema; empty if absent."""
+    if format is None or format == "":
         return {}
-    if given == "json":
+    if format == "json":
         return {"format": {"type": "json"}}
-    if not isinstance(given, Mapping):
-        message = f"'format' must be \"json\" or a JSON schema, got {shown(given)}"
+    if not isinstance(format, Mapping):
+        message = f"'format' must be \"json\" or a JSON schema, got {shown(format)}"
         raise bad_request(message, "format")
-    return {"format": _format("format", "json", given)}
+    return {"format": _format("format", "json", format)}

@@ -1,4 +1,4 @@
-"""The query of a URL: its fields, checked as those of bodies are, and pages of lists. Pure."""
+"""The query of a URL, whose fields are checked as in bodies, and pages of lists. Pure."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from mlxpool.gateway.description.schemas import integer as integers
 from mlxpool.gateway.errors import bad_request
 from mlxpool.gateway.field_checks import Body, check_names
 
-BRACKETS = "[]"  # behind the name of a field that has several values, as some clients write it
+BRACKETS = "[]"  # the end of the name of a field with several values, as some clients write it
 
 
 def checked(query: Mapping[str, str], fields: Body) -> dict[str, str]:
-    """The query, after a check of its names. Raises HttpError for an unknown or refused one."""
-    found = {name.removesuffix(BRACKETS): value for name, value in query.items()}
-    check_names(found, fields.honoured, fields.accepted, fields.refused)
-    return found
+    """Checks the names in a query. Raises HttpError for an unknown or refused name."""
+    values = {name.removesuffix(BRACKETS): value for name, value in query.items()}
+    check_names(values, fields.honoured, fields.accepted, fields.refused)
+    return values
 
 
 def flag(query: Mapping[str, str], name: str, default: bool) -> bool:
-    """A field that is true, false or absent. Raises HttpError."""
+    """Returns a field that is true, false or absent. Raises HttpError."""
     value = query.get(name)
     if value not in (None, "true", "false"):
         raise bad_request(f"{name!r} is {value!r:.60}, must be true or false", name)
@@ -29,7 +29,7 @@ def flag(query: Mapping[str, str], name: str, default: bool) -> bool:
 
 
 def integer(query: Mapping[str, str], name: str, low: int, high: int) -> int | None:
-    """An integer from `low` to `high`, both inclusive, or None if absent. Raises HttpError."""
+    """Returns an integer from `low` to `high` inclusive, or None if absent. Raises HttpError."""
     value = query.get(name)
     if value is None:
         return None
@@ -41,7 +41,7 @@ def integer(query: Mapping[str, str], name: str, low: int, high: int) -> int | N
 
 
 def word(query: Mapping[str, str], name: str, values: Sequence[str], default: str) -> str:
-    """A field with one of these values. Raises HttpError."""
+    """Returns a field with one of these values. Raises HttpError."""
     value = query.get(name, default)
     if value not in values:
         raise bad_request(f"{name!r} is {value!r:.60}, must be one of {', '.join(values)}", name)
@@ -60,7 +60,7 @@ def page_fields(most: int) -> Mapping[str, Schema]:
 def page(
     items: Sequence[Mapping[str, Any]], query: Mapping[str, str], most: int, default: int
 ) -> dict[str, Any]:
-    """A page of a list of OpenAI's, whose items are given oldest first. Raises HttpError."""
+    """Returns a page of a list of OpenAI's; `items` are given oldest first. Raises HttpError."""
     limit = integer(query, "limit", 1, most) or default
     newest_first = word(query, "order", ("asc", "desc"), "desc") == "desc"
     ordered = list(reversed(items)) if newest_first else list(items)
@@ -68,13 +68,13 @@ def page(
     if after is not None:
         places = [place for place, item in enumerate(ordered) if item["id"] == after]
         if not places:
-            raise bad_request(f"'after' is {after!r:.80}, which is none of the list", "after")
+            raise bad_request(f"'after' is {after!r:.80}, which is not in the list", "after")
         ordered = ordered[places[0] + 1 :]
     return listing(ordered[:limit], more=len(ordered) > limit)
 
 
 def listing(items: Sequence[Mapping[str, Any]], *, more: bool) -> dict[str, Any]:
-    """A list of OpenAI's."""
+    """Returns a list in OpenAI's form."""
     return {
         "object": "list",
         "data": list(items),

@@ -1,6 +1,6 @@
-"""Tokens that the pool does not count by itself: of a chat before it is sent, and of thoughts.
+"""Token counts that the pool does not give by itself: of a chat before it is sent, and of thoughts.
 
-A chat that is too long for the model's context is shortened with them.
+With them a chat that is too long for the model's context is shortened.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from mlxpool.gateway.generation.pool_access import PoolAccess
 from mlxpool.gateway.models import ModelInfo
 
 MAX_CALL_TIME = 10.0  # seconds for a call about an answer that is complete
-IDS_OF_CALL = 4096  # whose texts are asked for at once
-KEPT_ROLES = ("system", "developer")  # instructions stay
+IDS_OF_CALL = 4096  # ids whose texts are requested at once
+KEPT_ROLES = ("system", "developer")  # roles of instructions, which are not cut
 
 
 async def chat_ids(client: AsyncClient, chat: ChatRequest, model: ModelInfo) -> list[int]:
-    """The ids of a chat's prompt. Raises PoolError, and HttpError as `ChatRequest.choice`."""
+    """Returns the ids of a chat's prompt. Raises PoolError and what `ChatRequest.choice` raises."""
     choice = chat.choice(model)
-    found = await client.tokenize_chat(
+    tokenized = await client.tokenize_chat(
         model.name,
         template_messages(choice.chat, choice.arguments["messages"]),
         tools=choice.arguments.get("tools"),
         think=choice.arguments.get("think"),
     )
-    return found.ids
+    return tokenized.ids
 
 
 async def thought_tokens(
@@ -46,7 +46,7 @@ async def thought_tokens(
     output: OutputBlocks,
     result: Result,
 ) -> int:
-    """The tokens of an answer's thoughts, with their marks; 0 if the pool does not say."""
+    """Returns the number of an answer's thought tokens, marks included; 0 if the pool fails."""
     if not any(block.kind is Kind.THOUGHTS for block in output.blocks):
         return 0
     thinks = generation.facts.get("thinks") is True
@@ -66,7 +66,7 @@ async def thought_tokens(
 
 
 def tokens_before_answer(parser: Parser, texts: Sequence[str]) -> int:
-    """How many of the next tokens of an answer come before its first text that is no thought."""
+    """Counts the next tokens that come before the answer's first text that is not a thought."""
     for number, text in enumerate(texts):
         if not all(isinstance(event, Reasoning) for event in parser.push(text)):
             return number
@@ -74,7 +74,7 @@ def tokens_before_answer(parser: Parser, texts: Sequence[str]) -> int:
 
 
 async def text_of_ids(client: AsyncClient, model: ModelInfo, result: Result) -> str | None:
-    """The text of all ids of an answer, its stop string included; None if the pool fails."""
+    """Returns the text of all ids of an answer, with its stop string; None if the pool fails."""
     try:
         async with asyncio.timeout(MAX_CALL_TIME):
             return await client.detokenize(model.name, result.ids)
@@ -83,22 +83,24 @@ async def text_of_ids(client: AsyncClient, model: ModelInfo, result: Result) -> 
 
 
 def cuts(messages: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """The messages without the oldest ones, from all to the fewest.
+    """Returns the messages without the oldest ones, in all lengths, the longest first.
 
-    Instructions stay, and so does the last message with all that follows it. A result of a tool
-    goes with its call: what is left begins with a message that is none.
+    Instructions stay, and so do the last message of a user and all messages after it. A tool's
+    result is cut with its call: no cut begins with such a result.
     """
-    kept = [one for one in messages if one["role"] in KEPT_ROLES]
-    rest = [one for one in messages if one["role"] not in KEPT_ROLES]
-    starts = [number for number, one in enumerate(rest) if number == 0 or one["role"] == "user"]
+    kept = [message for message in messages if message["role"] in KEPT_ROLES]
+    rest = [message for message in messages if message["role"] not in KEPT_ROLES]
+    starts = [
+        number for number, message in enumerate(rest) if number == 0 or message["role"] == "user"
+    ]
     return [[*kept, *rest[start:]] for start in starts] or [kept]
 
 
 async def fitted(pool: PoolAccess, chat: ChatRequest, model: ModelInfo, field: str) -> ChatRequest:
-    """The chat without the oldest messages that do not fit; as few as possible are left out.
+    """Returns the chat without the oldest messages that do not fit. Leaves out as few as possible.
 
-    If the fewest do not fit either, they are what is left. Raises PoolError, and HttpError naming
-    `field` for a chat with images, whose tokens are not known beforehand.
+    If the shortest cut does not fit either, it is returned. Raises PoolError. Raises HttpError
+    naming `field` for a chat with images, because the number of their tokens is unknown.
     """
     if chat.images:
         raise unsupported_parameter(field, "a chat with images is not shortened")
@@ -107,14 +109,14 @@ async def fitted(pool: PoolAccess, chat: ChatRequest, model: ModelInfo, field: s
         ids = await chat_ids(pool.client, replace(chat, messages=messages), model)
         return len(ids) < model.context
 
-    every = cuts(chat.messages)
-    if not model.context or await fits(every[0]):
+    all_cuts = cuts(chat.messages)
+    if not model.context or await fits(all_cuts[0]):
         return chat
-    low, high = 1, len(every) - 1  # `high` fits, or is the last one
+    low, high = 1, len(all_cuts) - 1  # `high` fits, or is the last one
     while low < high:
         middle = (low + high) // 2
-        if await fits(every[middle]):
+        if await fits(all_cuts[middle]):
             high = middle
         else:
             low = middle + 1
-    return replace(chat, messages=every[high])
+    return replace(chat, messages=all_cuts[high])

@@ -19,12 +19,12 @@ EVENT_ID = re.compile(r"([0-9]{1,9})\.(?:([0-9]{1,12})(?:\.(failed)(?:\.([0-9]{1
 
 
 def job_ref(text: str) -> str | bytes:
-    """The id that 32 hexadecimal digits are, else the key."""
+    """Returns the id that 32 hexadecimal digits stand for, else the text as a key."""
     return bytes.fromhex(text) if JOB_ID.fullmatch(text) else text
 
 
 def job_body(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A job from its row, see docs/protocol.md, `jobs`."""
+    """Returns a job's body from its row, see docs/protocol.md, `jobs`."""
     rest = {
         name: value.hex() if isinstance(value, bytes) else value
         for name, value in row.items()
@@ -35,16 +35,19 @@ def job_body(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def job_list(rows: Sequence[Mapping[str, Any]], following: int) -> dict[str, Any]:
-    """A list; `following`: the `after` or `before` of the next one, 0 for the last."""
+    """Returns a list of jobs.
+
+    `following`: `after` or `before` for the next list, 0 for the last.
+    """
     return {"object": "list", "data": [*map(job_body, rows)], "next": following}
 
 
 class Place(Struct, frozen=True):
-    """Where a reader is: a generation (None: the present one) and how many of its ids it has.
+    """The position of a reader: a generation (None: the present one) and its number of ids.
 
-    `ended`: it has the result, which is final. `failed`: it has those ids and was told an error,
-    after which the job may be tried again (`retry`) and go on behind them, or fail there once more:
-    it is the number of the error among those at this place, 0: it was told none.
+    `ended`: the reader has the result, which is final. `failed`: 0, or the number of the last error
+    that the reader has, counted from 1 at this position. After an error the job may be tried again
+    (`retry`) and go on from here, or fail here again.
     """
 
     gen: int | None = None
@@ -54,14 +57,14 @@ class Place(Struct, frozen=True):
 
     @property
     def id(self) -> str:
-        """As the id of an event."""
+        """The position as the id of an event."""
         place = f"{self.gen or 0}.{'end' if self.ended else self.pos}"
         if not self.failed:
             return place
         return f"{place}.failed" if self.failed == 1 else f"{place}.failed.{self.failed}"
 
     def has_all(self, job: Mapping[str, Any]) -> bool:
-        """Whether nothing follows of the job with this row: no id, and no other end."""
+        """Whether nothing follows of the job with this row: no further id, and no other end."""
         if self.gen != job["gen"]:
             return False
         if not self.failed or job["state"] not in FAILED or self.pos != job["ids"]:
@@ -71,20 +74,20 @@ class Place(Struct, frozen=True):
 
 
 def place_of(last_event_id: str) -> Place:
-    """The place that the header Last-Event-ID names. Raises HttpError for another text."""
-    found = EVENT_ID.fullmatch(last_event_id)
-    if found is None:
+    """Returns the position in the header Last-Event-ID. Raises HttpError for another text."""
+    match = EVENT_ID.fullmatch(last_event_id)
+    if match is None:
         message = f"Last-Event-ID is {last_event_id!r:.60}, must be the id of an event, as 0.12"
         raise bad_request(message)
-    failed = 0 if found[3] is None else int(found[4] or 1)
-    return Place(int(found[1]), int(found[2] or 0), found[2] is None, failed)
+    failed = 0 if match[3] is None else int(match[4] or 1)
+    return Place(int(match[1]), int(match[2] or 0), match[2] is None, failed)
 
 
 # ---- events --------------------------------------------------------------------------------------
 
 
 def delta_event(delta: Delta, gen: int) -> bytes:
-    """Ids and their text. Its id says how many ids the reader has with it."""
+    """Encodes ids and their text. The event's id has the number of ids that the reader then has."""
     body: dict[str, Any] = {"pos": delta.pos, "text": delta.text, "ids": list(delta.ids)}
     if delta.logprobs:
         body["logprobs"] = list(delta.logprobs)
@@ -92,14 +95,15 @@ def delta_event(delta: Delta, gen: int) -> bytes:
 
 
 def restarted_event(gen: int) -> bytes:
-    """The ids so far are void: the job is begun anew, and what follows begins with the first id."""
+    """Encodes the begin of a new generation: earlier ids are void, and the next id is the first."""
     return sse({"gen": gen}, "restarted", Place(gen).id)
 
 
 def done_event(result: Result, gen: int) -> bytes:
-    """The job has ended without an error; it may have been cancelled.
+    """Encodes the end of a job without an error; it may have been cancelled.
 
-    A call's may have 256 vectors, which take a fraction of a second: for another thread.
+    Run it in another thread: a call's result may have 256 vectors, which take a fraction of a
+    second.
     """
     body = {"reason": result.reason, "usage": dict(result.usage), "seed": result.seed}
     more: dict[str, Any] = {} if result.complete is None else {"complete": result.complete}
@@ -110,15 +114,15 @@ def done_event(result: Result, gen: int) -> bytes:
 
 
 def failed_event(error: HttpError, gen: int, pos: int, failed: int) -> bytes:
-    """The job has ended with an error; `pos`: how many ids its reader has.
+    """Encodes the end of a job with an error; `pos`: the number of ids that its reader has.
 
-    `failed`: the number of the error among those at this place.
+    `failed`: the number of the error, counted from 1 at this position.
     """
     return sse(_fault(error), "failed", Place(gen, pos, failed=failed).id)
 
 
 def interrupted_event(error: HttpError) -> bytes:
-    """The event that ends one reading of a job that goes on; its reader may connect again."""
+    """Encodes the end of one reading of a job that goes on; its reader may connect again."""
     return sse(_fault(error), "interrupted")
 
 

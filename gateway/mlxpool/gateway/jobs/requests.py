@@ -51,8 +51,8 @@ from mlxpool.gateway.errors import bad_request
 from mlxpool.gateway.field_checks import Body
 from mlxpool.gateway.generation.images import image_list
 
-MAX_NUMBER = 2**53  # of a job, of an end, of an id
-MAX_POOLS = 1000  # behind one gateway
+MAX_NUMBER = 2**53  # most of the numbers of a job, of an end, of an id
+MAX_POOLS = 1000  # most pools of one gateway
 MAX_KEY = 256  # characters
 OPTIONS = Body({name: MAP if name == "format" else option(name) for name in CHECKS})
 IN_OPTIONS = {name: f"options.{name}" for name in CHECKS}
@@ -65,7 +65,7 @@ JOB = Body(
         "prompt": described("text; one of prompt, messages and tokens", TEXT),
         "messages": listed(MAP, 1, MAX_MESSAGES),
         "tokens": described(
-            "of a call also a list of such lists",
+            "for a call also a list of such lists",
             one_of(TOKEN_IDS, listed(TOKEN_IDS, 1, MAX_INPUTS)),
         ),
         "images": described("files in base64", listed(TEXT, 0, MAX_IMAGES)),
@@ -73,10 +73,10 @@ JOB = Body(
         "think": one_of(FLAG, choice(*LEVELS)),
         "options": described("the pool's options (docs/protocol.md, `generate`)", OPTIONS.schema()),
         "session": TEXT,
-        "key": described("names the job; absent: Idempotency-Key, or a drawn one", _KEY),
-        "keep": described("seconds for which the result is kept", _KEEP),
+        "key": described("names the job; absent: Idempotency-Key, or a random one", _KEY),
+        "keep": described("seconds that the result is kept", _KEEP),
         "not_before": described("seconds since 1970", _TIME),
-        "notify": described("the URL to which its end is posted", TEXT),
+        "notify": described("the URL that receives its end", TEXT),
         "priority": integer(IDLE, MAX_PRIORITY),
         "deadline_ms": integer(1, MAX_DEADLINE_MS),
         KIND: described("absent: generate; of a call (docs/protocol.md) its keys", choice(*KINDS)),
@@ -95,20 +95,20 @@ JOB = Body(
 OF_CALLS = frozenset(
     {"inputs", "documents", "query", "questions", "temperature", "truncate", "dimensions"}
     | {"normalise", "prompt_name"}
-)  # which a `generate` has not
+)  # fields that a `generate` does not have
 LISTED = Body(  # the query of GET /v1/jobs
     {
         "state": choice(*JOB_STATES),
-        "after": described("the `end_seq` behind which ended jobs are listed", integer(0)),
+        "after": described("the `end_seq` after which ended jobs are listed", integer(0)),
         "before": described("the `seq` before which jobs are listed, newest first", integer(0)),
         "limit": integer(1, MAX_LISTED),
-        "pool": described("of several pools: its number, from 1", integer(1, MAX_POOLS)),
+        "pool": described("with several pools: its number, from 1", integer(1, MAX_POOLS)),
     }
 )
 EVENTS = Body(  # the query of GET /v1/jobs/ID/events
     {
         "from": described("the index of the first id", integer(0)),
-        "gen": described("the generation that the ids before it are of", integer(0)),
+        "gen": described("the generation of the ids before it", integer(0)),
     }
 )
 PROMPTS = ("prompt", "messages", "tokens")
@@ -116,9 +116,9 @@ OF_JOBS = ("key", "keep", "not_before", "notify", "priority", "deadline_ms")
 
 
 class JobRequest(Struct, frozen=True):
-    """A checked job: the model, its key (None: one is drawn), and the arguments of `submit`.
+    """A checked job: the model, its key (None: a random one), and the arguments of `submit`.
 
-    With the `kind` of a call they are those of `submit_call`.
+    For a call, which has a `kind`, they are the arguments of `submit_call`.
     """
 
     model: str
@@ -128,7 +128,7 @@ class JobRequest(Struct, frozen=True):
 
 
 def job(body: Mapping[str, Any], idempotency: str | None = None) -> JobRequest:
-    """A checked POST /v1/jobs; `idempotency`: its header Idempotency-Key. Raises HttpError."""
+    """Checks a POST /v1/jobs; `idempotency`: its header Idempotency-Key. Raises HttpError."""
     body = JOB.check(body, elsewhere=IN_OPTIONS)
     kind: str = fields.checked(KIND, lambda _: kind_of(body), body.get(KIND))
     arguments = {
@@ -139,8 +139,8 @@ def job(body: Mapping[str, Any], idempotency: str | None = None) -> JobRequest:
         "priority": fields.integer(body, "priority", IDLE, MAX_PRIORITY),
         "deadline_ms": fields.integer(body, "deadline_ms", 1, MAX_DEADLINE_MS),
     }
-    found = {name: value for name, value in arguments.items() if value is not None}
-    return JobRequest(fields.text(body, "model"), _key(body, idempotency), found, kind)
+    present = {name: value for name, value in arguments.items() if value is not None}
+    return JobRequest(fields.text(body, "model"), _key(body, idempotency), present, kind)
 
 
 def _generate(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,18 +150,20 @@ def _generate(body: Mapping[str, Any]) -> dict[str, Any]:
         raise bad_request(
             f"{of_calls!r} is of calls: name one in 'kind', as embed{other}", of_calls
         )
-    given = [name for name in PROMPTS if body.get(name) is not None]
-    if len(given) != 1:
-        raise bad_request(f"give one of prompt, messages, tokens; got {given or 'none'}", "prompt")
+    prompts = [name for name in PROMPTS if body.get(name) is not None]
+    if len(prompts) != 1:
+        raise bad_request(
+            f"give one of prompt, messages, tokens; got {prompts or 'none'}", "prompt"
+        )
     session = fields.text(body, "session", "") or None
     return {**_options(body), **_prompt(body), "session": session}
 
 
 def _call(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a call, checked as its worker would."""
+    """Returns the keys of a call, checked as its worker would check them."""
 
-    def check(given: Any) -> None:
-        parse_work(*packed_request(given))
+    def check(call_keys: Any) -> None:
+        parse_work(*packed_request(call_keys))
 
     given = {name: body[name] for name in body if name not in OF_JOBS and body[name] is not None}
     fields.checked(KIND, check, given)
@@ -169,18 +171,18 @@ def _call(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _options(body: Mapping[str, Any]) -> dict[str, Any]:
-    given = fields.mapping(body, "options")
-    OPTIONS.check(given, "options.")
-    return fields.options(given, {name: name for name in CHECKS}, "options.")
+    options = fields.mapping(body, "options")
+    OPTIONS.check(options, "options.")
+    return fields.options(options, {name: name for name in CHECKS}, "options.")
 
 
 def _prompt(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The prompt and what goes with it."""
-    found: dict[str, Any] = {"images": image_list("images", body.get("images"), "images")}
+    """Returns the prompt and its additions: images, tools, thinking."""
+    prompt: dict[str, Any] = {"images": image_list("images", body.get("images"), "images")}
     if body.get("prompt") is not None:
-        found["prompt"] = fields.text(body, "prompt", "")
+        prompt["prompt"] = fields.text(body, "prompt", "")
     if body.get("tokens") is not None:
-        found["tokens"] = fields.checked("tokens", _ids, body["tokens"])
+        prompt["tokens"] = fields.checked("tokens", _ids, body["tokens"])
     of_chats = {name: body[name] for name in ("tools", "think") if body.get(name) is not None}
     if of_chats.get("tools") == []:
         del of_chats["tools"]
@@ -189,17 +191,17 @@ def _prompt(body: Mapping[str, Any]) -> dict[str, Any]:
             raise bad_request(
                 f"{next(iter(of_chats))!r} goes with 'messages'", next(iter(of_chats))
             )
-        return found
-    found["messages"] = fields.checked("messages", check_messages, body["messages"])
+        return prompt
+    prompt["messages"] = fields.checked("messages", check_messages, body["messages"])
     if "tools" in of_chats:
-        found["tools"] = fields.checked("tools", check_tools, of_chats["tools"])
+        prompt["tools"] = fields.checked("tools", check_tools, of_chats["tools"])
     think = of_chats.get("think")
     if think is not None:
         if think not in LEVELS and not isinstance(think, bool):
             known = f"true, false or one of {', '.join(LEVELS)}"
             raise bad_request(f"'think' is {shown(think)}, must be {known}", "think")
-        found["think"] = think
-    return found
+        prompt["think"] = think
+    return prompt
 
 
 def _ids(value: Any) -> list[int]:
@@ -226,5 +228,5 @@ def _key(body: Mapping[str, Any], idempotency: str | None) -> str | None:
     elif idempotency is not None and idempotency != key:
         message = f"'key' is {shown(key)} and Idempotency-Key {idempotency!r:.60}; give one of them"
         raise bad_request(message, "key")
-    found: str | None = None if key is None else fields.checked("key", job_key, key)
-    return found
+    checked_key: str | None = None if key is None else fields.checked("key", job_key, key)
+    return checked_key

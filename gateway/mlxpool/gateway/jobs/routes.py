@@ -23,12 +23,15 @@ from mlxpool.gateway.jobs.requests import MAX_NUMBER, MAX_POOLS, JobRequest
 from mlxpool.gateway.models import ModelInfo
 from mlxpool.gateway.server_sent_events import EVENT_STREAM, KEEP_ALIVE
 
-FIRST_WAIT = 0.5  # seconds in which an error of the reading is answered with a status of its own
+FIRST_WAIT = 0.5  # seconds in which an error of the reading is answered with its own status
 NO_CONTENT = 204
 
 
 class JobRoutes:
-    """One method a path. All raise HttpError and PoolError before the response has started."""
+    """The methods of these endpoints.
+
+    All raise HttpError and PoolError before the response starts.
+    """
 
     def __init__(self, pool: PoolAccess) -> None:
         self._pool = pool
@@ -48,13 +51,16 @@ class JobRoutes:
         await response.json(job_body(await client.job(job)))
 
     async def _model(self, request: JobRequest) -> ModelInfo:
-        """The model in the pool that keeps the job: that of its key, if it was submitted before."""
+        """Returns the model in the pool that keeps the job, or that has a job with its key."""
         if request.key is None:
             return await self._pool.models.get(request.model, keeps=True)
         return await self._pool.keeping_model(request.model, request.key)
 
     async def _row(self, id: str) -> dict[str, Any]:
-        """The job of this owner in the pool that keeps it. Raises PoolError if there is none."""
+        """Returns this owner's job from the pool that keeps it.
+
+        Raises PoolError without such a job.
+        """
         return await self._pool.find_kept(lambda client: client.job(job_ref(id)))
 
     async def list(self, query: Mapping[str, str], response: ResponseWriter) -> None:
@@ -64,7 +70,7 @@ class JobRoutes:
         before = queries.integer(query, "before", 0, MAX_NUMBER) or 0
         limit = queries.integer(query, "limit", 1, MAX_LISTED) or DEFAULT_LISTED
         if after is not None and (state or before):
-            raise bad_request("'after' lists what ended: give no 'state' and no 'before'", "after")
+            raise bad_request("'after' lists ended jobs: give no 'state' and no 'before'", "after")
         pool = queries.integer(query, "pool", 1, MAX_POOLS) or 1
         try:
             self._pool.models.take(pool)
@@ -102,7 +108,7 @@ class JobRoutes:
         last_event_id: str | None,
         response: ResponseWriter,
     ) -> None:
-        """GET /v1/jobs/ID/events; goes on behind the event that `last_event_id` names."""
+        """GET /v1/jobs/ID/events; goes on after the event `last_event_id`."""
         row = await self._row(id)
         client = self._pool.job_client
         if last_event_id:
@@ -125,16 +131,16 @@ class JobReader:
         response: ResponseWriter,
         keep_alive: float,
     ) -> None:
-        """`row`: the job. `keep_alive`: seconds without an event until a comment is sent."""
+        """`row`: the job. `keep_alive`: seconds without an event before a comment is sent."""
         self._client = client
         self._job, self._gen = bytes(row["job"]), int(row["gen"])
-        self._pos = 0  # ids of this generation that the reader has
-        self._retries = 0  # how often the job failed behind them and was tried again
+        self._pos = 0  # number of ids of this generation that the reader has
+        self._retries = 0  # number of failures after these ids that were followed by a retry
         self._response = response
         self._keep_alive = keep_alive
 
     async def run(self, place: Place) -> None:
-        """Write what follows a place. Raises PoolError before the response has started."""
+        """Writes the events after a position. Raises PoolError before the response has started."""
         if place.gen not in (None, self._gen):
             await self._restarted(self._gen)
             place = Place()
@@ -168,7 +174,9 @@ class JobReader:
                 if not deltas:
                     return
                 events = [
-                    bodies.delta_event(one, self._gen) for one in deltas if one.text or one.ids
+                    bodies.delta_event(delta, self._gen)
+                    for delta in deltas
+                    if delta.text or delta.ids
                 ]
                 if events:
                     await self._write(b"".join(events))
@@ -182,7 +190,7 @@ class JobReader:
         await self._write(bodies.restarted_event(gen))
 
     async def _failed(self, error: PoolError, place: Place) -> None:
-        """End with the error of the job, or with that of this reading: then the job goes on."""
+        """Ends with the error of the job, or of this reading: then the job goes on."""
         fault = errors.from_pool_error(error)
         ended = await has_failed(self._client, self._job, error.code, self._gen, self._pos)
         if not ended and not self._response.started:

@@ -1,6 +1,6 @@
-"""The fields of requests of Ollama's interface: one table a path.
+"""The fields of requests of Ollama's interface, one table for each path.
 
-The parsers check names against these tables, openapi.json is made of them, and docs/gateway.md
+The parsers check names against these tables, openapi.json is made from them, and docs/gateway.md
 documents the same fields for users.
 """
 
@@ -52,7 +52,7 @@ OPTIONS: Mapping[str, str] = {
         )
     },
 }
-# How Ollama loads and computes a model; here the pool's settings say so.
+# Ollama's options of loading and computation; here the pool's settings decide on them.
 OPTIONS_IGNORED: Mapping[str, Schema] = dict.fromkeys(
     (
         "num_thread",
@@ -69,7 +69,7 @@ OPTIONS_IGNORED: Mapping[str, Schema] = dict.fromkeys(
         "vocab_only",
         "embedding_only",
         "mirostat_tau",
-        "mirostat_eta",  # both without effect, as mirostat itself is refused
+        "mirostat_eta",  # both have no effect, as mirostat itself is refused
     ),
     ANY,
 )
@@ -79,9 +79,9 @@ OPTIONS_REFUSED: RefusedFields = {
     "mirostat": ((0,), "leave it out"),
     "penalize_newline": ((True,), "leave it out"),
 }
-# Options of which Ollama takes every negative value, and the pool's value for all of these.
+# Options that take any negative value in Ollama, and the pool's value for these.
 NEGATIVE: Mapping[str, int] = {
-    "seed": -1,  # a drawn one
+    "seed": -1,  # a random one
     "top_k": 0,  # all tokens
     "num_predict": 0,  # up to the context
 }
@@ -92,7 +92,7 @@ GENERATION_OPTIONS = Body(
     refused=OPTIONS_REFUSED,
     open=True,
 )
-# Of a request for vectors: what concerns the generation of text has no effect.
+# A request for vectors: options of text generation have no effect.
 VECTOR_OPTIONS = Body(
     {},
     accepted={**dict.fromkeys(OPTIONS, ANY), **OPTIONS_IGNORED},
@@ -107,7 +107,7 @@ KEEP_ALIVE = described(
     {"type": ["number", "string"]},
 )
 IMAGES = described("base64 of files", listed(TEXT))
-MOST = "max"  # Ollama's level above those of the pool, which here is the highest of these
+MOST = "max"  # Ollama's level above the pool's levels; here it means the pool's highest level
 THINK = choice(True, False, *LEVELS, MOST)
 MESSAGE: Schema = {
     "type": "object",
@@ -195,7 +195,7 @@ PULL = Body(
     {**NAMED, "stream": described("true if it is absent", FLAG)}, (), {"insecure": ANY}, open=True
 )
 
-# Fields that would change the answer, which stand at another place or have another name here.
+# Fields that would change the answer, and have another place or another name here.
 IN_OPTIONS = {
     **{name: f"options.{name}" for name in OPTIONS},
     "max_tokens": "options.num_predict",

@@ -14,12 +14,12 @@ from mlxpool.gateway.formats import NO_CHAT
 from mlxpool.gateway.models import ModelInfo
 
 FOREVER = 292 * 365.25 * 86_400  # seconds: the longest duration of Ollama, shown as "Forever"
-MIN_DIGEST = 12  # digits that Ollama's command line shows
-UNITS = ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K"))  # of numbers of parameters
-LAYOUT = re.compile(r"(\d+)-bit (\w+)")  # begins the pool's words for quantised weights
+MIN_DIGEST = 12  # least digits that Ollama's command line shows
+UNITS = ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K"))  # units of numbers of parameters
+LAYOUT = re.compile(r"(\d+)-bit (\w+)")  # the start of the pool's description of quantised weights
 FLOATS = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
-LEVELS = {2: "Q2_K", 3: "Q3_K_M", 6: "Q6_K"}  # bits of which Ollama has no level Qn_0
-# detail of a model, see docs/models.md -> key of `model_info` behind its architecture
+LEVELS = {2: "Q2_K", 3: "Q3_K_M", 6: "Q6_K"}  # bits that have no level Qn_0 in Ollama
+# detail of a model, see docs/models.md -> end of a key of `model_info`, after the architecture
 DETAILS = {
     "width": "embedding_length",
     "heads": "attention.head_count",
@@ -28,12 +28,12 @@ DETAILS = {
 
 
 def time_text(seconds: float) -> str:
-    """A time, given in seconds since 1970, as Ollama writes it."""
+    """Returns a time, given in seconds since 1970, in Ollama's form."""
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
 def details(model: ModelInfo) -> dict[str, Any]:
-    """The `details` of a model; unknown values are empty."""
+    """Returns the `details` of a model; unknown values are empty."""
     family = model.architecture
     return {
         "parent_model": "",
@@ -46,16 +46,16 @@ def details(model: ModelInfo) -> dict[str, Any]:
 
 
 def quantization_level(quantisation: str) -> str:
-    """The pool's words for a layout, such as `4-bit affine g64`, in Ollama's, such as Q4_0."""
-    found = LAYOUT.match(quantisation)
-    if found is None:
+    """Translates the name of a layout, such as `4-bit affine g64`, into Ollama's, such as Q4_0."""
+    match = LAYOUT.match(quantisation)
+    if match is None:
         return FLOATS.get(quantisation, quantisation)
-    bits, mode = int(found[1]), found[2]
+    bits, mode = int(match[1]), match[2]
     return LEVELS.get(bits, f"Q{bits}_0") if mode == "affine" else mode.upper()
 
 
 def _parameter_size(count: int) -> str:
-    """A number of parameters such as 3.7M; "" for 0, which is unknown."""
+    """Returns a number of parameters such as 3.7M; "" for 0, which is unknown."""
     for unit, letter in UNITS:
         if count >= unit:
             return f"{count / unit:.1f}{letter}"
@@ -74,40 +74,43 @@ def _head(model: ModelInfo) -> dict[str, Any]:
 
 
 def tag(model: ModelInfo, fallback: int) -> dict[str, Any]:
-    """An entry of /api/tags. `fallback`: the time of a model without files, since 1970."""
+    """Returns an entry of /api/tags. `fallback`: the time of a model without files, since 1970."""
     modified = fallback if model.modified is None else model.modified
     return {**_head(model), "modified_at": time_text(modified)}
 
 
 def running(model: ModelInfo, now: float) -> dict[str, Any]:
-    """An entry of /api/ps: the sizes are what the model's workers hold now."""
-    left = FOREVER if model.expires_in is None or model.expires_in < 0 else model.expires_in
+    """Returns an entry of /api/ps: the sizes are the present memory of the model's workers."""
+    seconds_left = FOREVER if model.expires_in is None or model.expires_in < 0 else model.expires_in
     return {
         **_head(model),
         "size": model.memory,
         "size_vram": model.memory,
-        "expires_at": time_text(now + left),
+        "expires_at": time_text(now + seconds_left),
         "context_length": model.context,
     }
 
 
 def capabilities(model: ModelInfo) -> list[str]:
-    """What a model can do, in Ollama's words."""
+    """Returns the abilities of a model under Ollama's names."""
     chat = model.chat or NO_CHAT
     encodes = any(task in model.features for task in TASKS)
-    found = {
+    abilities = {
         "completion": not encodes,
         "embedding": "embed" in model.features,
         "tools": chat.tools is not None or chat.generic_tools == ALWAYS,
         "thinking": chat.thinking is not None,
         "vision": model.vision,
-        "format": FORMAT in model.features,  # not a word of Ollama's
+        "format": FORMAT in model.features,  # not one of Ollama's names
     }
-    return [name for name, there in found.items() if there]
+    return [name for name, there in abilities.items() if there]
 
 
 def show(model: ModelInfo, fallback: int, *, verbose: bool = False) -> dict[str, Any]:
-    """The response of /api/show; `verbose` adds what the pool knows besides, under `mlxpool.`."""
+    """Returns the response of /api/show.
+
+    `verbose` adds further facts of the pool under `mlxpool.`.
+    """
     about = model.about
     own = about.get("details")
     known: Mapping[str, Any] = own if isinstance(own, Mapping) else {}
@@ -139,17 +142,17 @@ def show(model: ModelInfo, fallback: int, *, verbose: bool = False) -> dict[str,
 
 
 def _parameters(sampling: object) -> str:
-    """The options that a model's makers recommend, one a line as Ollama writes them."""
-    found = sampling if isinstance(sampling, Mapping) else {}
-    return "\n".join(f"{name:<30} {value:g}" for name, value in found.items())
+    """Returns the options that a model's makers recommend, in lines as Ollama writes them."""
+    options = sampling if isinstance(sampling, Mapping) else {}
+    return "\n".join(f"{name:<30} {value:g}" for name, value in options.items())
 
 
 def pull_statuses(model: ModelInfo) -> list[dict[str, Any]]:
-    """What /api/pull streams for a model that is there; the last one is the success."""
+    """Returns the stream of /api/pull for a model that is there; the last status is the success."""
     digest = str(model.about.get("digest") or model.digest)
     statuses: list[dict[str, Any]] = [{"status": "pulling manifest"}]
     if digest and model.size:
         sizes = {"digest": f"sha256:{digest}", "total": model.size, "completed": model.size}
         statuses.append({"status": f"pulling {digest[:MIN_DIGEST]}", **sizes})
-    every = ("verifying sha256 digest", "writing manifest", "success")
-    return [*statuses, *({"status": status} for status in every)]
+    texts = ("verifying sha256 digest", "writing manifest", "success")
+    return [*statuses, *({"status": status} for status in texts)]

@@ -44,10 +44,10 @@ PLAIN = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)", re.ASCII)  # a number of seconds
 
 
 def keep_alive(value: object) -> float | None:
-    """Seconds of a `keep_alive`; FOREVER: without end. None if it is absent.
+    """Returns the seconds of a `keep_alive`; FOREVER: without end. None if it is absent.
 
-    A number counts seconds; text is a number, or numbers with units, as 1h30m. What is negative or
-    longer than MAX_SECONDS is FOREVER. Raises HttpError.
+    A number counts seconds; text is a number, or numbers with units, as 1h30m. A value that is
+    negative or longer than MAX_SECONDS becomes FOREVER. Raises HttpError.
     """
     if value is None:
         return None
@@ -68,15 +68,15 @@ def _seconds(value: object) -> float | None:
         return None
     if PLAIN.fullmatch(value):
         return float(value)
-    found = DURATION.fullmatch(value)
-    if found is None:
+    match = DURATION.fullmatch(value)
+    if match is None:
         return None
-    total = sum(float(number) * UNITS[unit] for number, unit in PART.findall(found[2]))
-    return -total if found[1] == "-" else total
+    total = sum(float(number) * UNITS[unit] for number, unit in PART.findall(match[2]))
+    return -total if match[1] == "-" else total
 
 
 def _float(value: float) -> float:
-    """A number as a float; what no float holds is infinite."""
+    """Returns a number as a float; too large numbers become infinite."""
     try:
         return float(value)
     except OverflowError:
@@ -86,9 +86,9 @@ def _float(value: float) -> float:
 class OllamaRequest(Struct, frozen=True):
     """A checked request. Without `prompt`, `images` and `messages` it only loads the model.
 
-    Parts of the messages name the images by their index. `keep_alive`: seconds, None: as it is.
-    `ignored`: options that have no effect here, `unknown`: fields beside them that have none.
-    `context`: token ids in front of the prompt.
+    Parts of the messages name the images by their index. `keep_alive`: seconds; None: unchanged.
+    `ignored`: options that have no effect here. `unknown`: other fields that have no effect.
+    `context`: token ids before the prompt.
     """
 
     model: str
@@ -108,7 +108,7 @@ class OllamaRequest(Struct, frozen=True):
 
 
 def generate(body: Mapping[str, Any]) -> OllamaRequest:
-    """A checked /api/generate. Raises HttpError naming the field."""
+    """Checks an /api/generate. Raises HttpError naming the field."""
     body = GENERATE.check(body, elsewhere=IN_OPTIONS)
     raw = fields.flag(body, "raw", False)
     system = fields.text(body, "system", "")
@@ -120,7 +120,7 @@ def generate(body: Mapping[str, Any]) -> OllamaRequest:
     images = image_list("images", body.get("images"), "images")
     context = _context(body.get("context"))
     if context and images:
-        message = "'context' has token ids, beside which no images are taken: use /api/chat"
+        message = "'context' has token ids and cannot be combined with images: use /api/chat"
         raise bad_request(message, "context")
     suffix = fields.options(body, {"suffix": "suffix"})
     if suffix.get("suffix") and (system or images or context):
@@ -138,7 +138,7 @@ def generate(body: Mapping[str, Any]) -> OllamaRequest:
 
 
 def chat(body: Mapping[str, Any]) -> OllamaRequest:
-    """A checked /api/chat. Raises HttpError naming the field."""
+    """Checks an /api/chat. Raises HttpError naming the field."""
     body = CHAT.check(body, elsewhere=IN_OPTIONS)
     given = body.get("messages")
     messages, images = ([], []) if given is None or given == [] else _messages(given)
@@ -164,16 +164,18 @@ class OllamaEmbedRequest(Struct, frozen=True):
 
 
 def embed(body: Mapping[str, Any]) -> OllamaEmbedRequest:
-    """A checked /api/embed. Raises HttpError naming the field."""
+    """Checks an /api/embed. Raises HttpError naming the field."""
     body = EMBED.check(body)
     ignored = _check_embed_options(body)
-    given = body.get("input")
-    inputs = [given] if isinstance(given, str) else [] if given is None else given
-    if not isinstance(inputs, list) or not all(isinstance(one, str) for one in inputs):
-        raise bad_request(f"'input' must be text or a list of texts, got {shown(given)}", "input")
+    raw_input = body.get("input")
+    inputs = [raw_input] if isinstance(raw_input, str) else [] if raw_input is None else raw_input
+    if not isinstance(inputs, list) or not all(isinstance(text, str) for text in inputs):
+        raise bad_request(
+            f"'input' must be text or a list of texts, got {shown(raw_input)}", "input"
+        )
     return OllamaEmbedRequest(
         fields.text(body, "model"),
-        [one for one in inputs if one] if inputs == [""] else inputs,
+        [text for text in inputs if text] if inputs == [""] else inputs,
         fields.flag(body, "truncate", True),
         fields.integer(body, "dimensions", 1),
         keep_alive(body.get("keep_alive")),
@@ -183,7 +185,7 @@ def embed(body: Mapping[str, Any]) -> OllamaEmbedRequest:
 
 
 def embeddings(body: Mapping[str, Any]) -> OllamaEmbedRequest:
-    """A checked /api/embeddings, the older form with one text. Raises HttpError."""
+    """Checks an /api/embeddings, the older form with one text. Raises HttpError."""
     body = EMBEDDINGS.check(body)
     ignored = _check_embed_options(body)
     prompt = fields.text(body, "prompt", "")
@@ -198,50 +200,48 @@ def embeddings(body: Mapping[str, Any]) -> OllamaEmbedRequest:
 
 
 def _check_embed_options(body: Mapping[str, Any]) -> list[str]:
-    """Check the options of a request for vectors; returns those that have no effect here."""
-    given = fields.mapping(body, "options")
-    VECTOR_OPTIONS.check(given, "options.")
-    return _ignored(given, VECTOR_OPTIONS)
+    """Checks the options of a request for vectors; returns the options without effect."""
+    options = fields.mapping(body, "options")
+    VECTOR_OPTIONS.check(options, "options.")
+    return _ignored(options, VECTOR_OPTIONS)
 
 
 def _ignored(options: Mapping[str, Any], known: Body) -> list[str]:
-    """The options without effect: those that are neither honoured nor refused."""
+    """Returns the options without effect: neither honoured nor refused."""
     heard = {*known.honoured, *known.refused}
     return [name for name in options if name not in heard and options[name] is not None]
 
 
 def show(body: Mapping[str, Any]) -> tuple[str, bool]:
-    """The model of /api/show, and whether it is to be verbose. Raises HttpError."""
+    """Returns the model of /api/show, and whether the answer is verbose. Raises HttpError."""
     body = SHOW.check(body)
     return _named(body), fields.flag(body, "verbose", False)
 
 
 def pull(body: Mapping[str, Any]) -> tuple[str, bool]:
-    """The model of /api/pull, and whether the response is a stream. Raises HttpError."""
+    """Returns the model of /api/pull, and whether the response is a stream. Raises HttpError."""
     body = PULL.check(body)
     return _named(body), fields.flag(body, "stream", True)
 
 
 def _named(body: Mapping[str, Any]) -> str:
-    """The model of a request whose older form is `name`."""
+    """Returns the model of a request; the older form of the field is `name`."""
     older = fields.text(body, "name", "")
     return older if older and body.get("model") is None else fields.text(body, "model")
 
 
-def _context(given: object) -> list[int]:
-    """The token ids of an earlier answer; none if they are absent."""
-    if given is None:
+def _context(ids: object) -> list[int]:
+    """Checks the token ids of an earlier answer; empty if they are absent."""
+    if ids is None:
         return []
-    if not isinstance(given, list) or not all(
-        type(one) is int and 0 <= one < 2**32 for one in given
-    ):
-        message = f"'context' must be a list of token ids of an earlier answer, got {shown(given)}"
+    if not isinstance(ids, list) or not all(type(id_) is int and 0 <= id_ < 2**32 for id_ in ids):
+        message = f"'context' must be a list of token ids of an earlier answer, got {shown(ids)}"
         raise bad_request(message, "context")
-    return given
+    return ids
 
 
 def _as_taken(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options with the pool's value for the negative ones that Ollama takes."""
+    """Returns the options with the pool's value in place of negative values that Ollama takes."""
     return {
         name: NEGATIVE[name] if name in NEGATIVE and type(value) is int and value < 0 else value
         for name, value in options.items()
@@ -249,9 +249,9 @@ def _as_taken(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _common(body: Mapping[str, Any], known: Body) -> dict[str, Any]:
-    given = _as_taken(fields.mapping(body, "options"))
-    given = {**GENERATION_OPTIONS.check(given, "options.", BESIDE_OPTIONS)}
-    options = fields.options(given, OPTIONS, "options.")
+    raw_options = _as_taken(fields.mapping(body, "options"))
+    raw_options = {**GENERATION_OPTIONS.check(raw_options, "options.", BESIDE_OPTIONS)}
+    options = fields.options(raw_options, OPTIONS, "options.")
     options |= fields.options(body, CONTEXT_POLICY)
     options |= fields.logprob_options(body)
     options |= ollama_format(body.get("format"))
@@ -261,29 +261,35 @@ def _common(body: Mapping[str, Any], known: Body) -> dict[str, Any]:
         "options": options,
         "think": _think(body.get("think")),
         "keep_alive": keep_alive(body.get("keep_alive")),
-        "ignored": _ignored(given, GENERATION_OPTIONS),
+        "ignored": _ignored(raw_options, GENERATION_OPTIONS),
         "unknown": known.unknown(body),
     }
 
 
-def _think(given: object) -> bool | str | None:
-    """The pool's `think`. Raises HttpError."""
-    if given == MOST:
+def _think(think: object) -> bool | str | None:
+    """Checks `think` and returns the pool's value. Raises HttpError."""
+    if think == MOST:
         return LEVELS[-1]
-    found: bool | str | None = fields.checked("think", check_think, given)
-    return found
+    checked_think: bool | str | None = fields.checked("think", check_think, think)
+    return checked_think
 
 
-def _messages(given: Any) -> tuple[list[Mapping[str, Any]], list[bytes]]:
-    """Checked messages, with the pool's names of their members, and the images of all."""
+def _messages(messages: Any) -> tuple[list[Mapping[str, Any]], list[bytes]]:
+    """Returns checked messages, with the pool's names of their members, and all their images."""
     images: list[bytes] = []
-    if isinstance(given, list):
-        given = [_message(f"messages[{number}]", one, images) for number, one in enumerate(given)]
-    return fields.checked("messages", check_messages, given), images
+    if isinstance(messages, list):
+        messages = [
+            _message(f"messages[{number}]", message, images)
+            for number, message in enumerate(messages)
+        ]
+    return fields.checked("messages", check_messages, messages), images
 
 
 def _message(path: str, message: Any, images: list[bytes]) -> Any:
-    """One message; its images are appended to `images`. What is no map is left to the check."""
+    """Converts a message, and appends its images to `images`.
+
+    Leaves a value that is not a map as it is.
+    """
     if not isinstance(message, Mapping):
         return message
     content = _content(f"{path}.content", message.get("content"))
@@ -302,7 +308,10 @@ def _message(path: str, message: Any, images: list[bytes]) -> Any:
 
 
 def _content(path: str, content: Any) -> Any:
-    """Text, or a list of parts with text; "" for null, for Ollama's own client leaves it out."""
+    """Returns text, or a list of parts with text.
+
+    "" for null: Ollama's own client leaves it out.
+    """
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):

@@ -18,18 +18,18 @@ NS_PER_MS = 1_000_000
 
 
 def line(value: Mapping[str, Any]) -> bytes:
-    """One line of a stream."""
+    """Returns a line of a stream."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     return text.encode("utf-8", "replace") + b"\n"
 
 
 def error_line(error: HttpError) -> bytes:
-    """The line that ends a failed stream."""
+    """Returns the line that ends a failed stream."""
     return line(error.ollama_body())
 
 
 def created_at(time: float) -> str:
-    """A time in Ollama's form."""
+    """Returns a time in Ollama's form."""
     return datetime.fromtimestamp(time, UTC).isoformat().replace("+00:00", "Z")
 
 
@@ -48,13 +48,13 @@ class OutputPart(Struct, eq=False):
 class OutputBuilder:
     """Turns the updates of one response into parts.
 
-    A call that the bound of tokens cuts is in none: its arguments are not known, and `done_reason`
-    says why the response has ended.
+    A call that the bound of tokens cuts is left out: its arguments are incomplete, and
+    `done_reason` has the reason.
     """
 
     def __init__(self) -> None:
         self._output = OutputBlocks()
-        self._calls = 0  # that are in parts
+        self._calls = 0  # number of calls in earlier parts
 
     def part(self, updates: Iterable[ChoiceUpdate]) -> OutputPart:
         part = OutputPart()
@@ -75,19 +75,19 @@ class OutputBuilder:
         return {"function": known}
 
 
-def embed_body(model: str, found: Vectors | None, taken_ns: int) -> dict[str, Any]:
-    """A response of /api/embed; without vectors the model was only loaded."""
+def embed_body(model: str, vectors: Vectors | None, taken_ns: int) -> dict[str, Any]:
+    """Returns a response of /api/embed; without vectors the model was only loaded."""
     return {
         "model": model,
-        "embeddings": [] if found is None else found.tolist(),
+        "embeddings": [] if vectors is None else vectors.tolist(),
         "total_duration": taken_ns,
         "load_duration": 0,
-        "prompt_eval_count": 0 if found is None else found.usage.get("prompt_tokens", 0),
+        "prompt_eval_count": 0 if vectors is None else vectors.usage.get("prompt_tokens", 0),
     }
 
 
 def chat_body(model: str, part: OutputPart, time: float) -> dict[str, Any]:
-    """A response of /api/chat, or a line of its stream, without the members of its end."""
+    """Returns a response of /api/chat, or a line of its stream, without the members of its end."""
     message: dict[str, Any] = {"role": "assistant", "content": part.content}
     if part.thinking:
         message["thinking"] = part.thinking
@@ -97,7 +97,7 @@ def chat_body(model: str, part: OutputPart, time: float) -> dict[str, Any]:
 
 
 def generate_body(model: str, part: OutputPart, time: float) -> dict[str, Any]:
-    """As `chat_body`, of /api/generate."""
+    """Returns the same as `chat_body` for /api/generate."""
     more = {"thinking": part.thinking} if part.thinking else {}
     return {
         "model": model,
@@ -113,8 +113,11 @@ def _logprobs(part: OutputPart) -> dict[str, Any]:
         return {}
     return {
         "logprobs": [
-            {**_logprob(one), "top_logprobs": [_logprob(other) for other in one.get("top") or ()]}
-            for one in part.logprobs
+            {
+                **_logprob(entry),
+                "top_logprobs": [_logprob(other) for other in entry.get("top") or ()],
+            }
+            for entry in part.logprobs
         ]
     }
 
@@ -124,12 +127,12 @@ def _logprob(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_end(reason: str) -> dict[str, Any]:
-    """The members that end the response to a request that only loads or unloads the model."""
+    """Returns the last members of a response that only loads or unloads the model."""
     return {"done": True, "done_reason": reason}
 
 
 def generation_end(result: Result) -> dict[str, Any]:
-    """The members that end a response: times in ns, where `load` is the time in the queue."""
+    """Returns the last members of a response: times in ns; `load` is the time in the queue."""
     times = {name: round(value * NS_PER_MS) for name, value in result.timings_ms.items()}
     return {
         "done": True,

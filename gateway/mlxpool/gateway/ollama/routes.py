@@ -50,13 +50,13 @@ from mlxpool.gateway.ollama.responses import (
 
 MAX_CONTEXT_TIME = 10.0  # seconds for the ids of a prompt that was answered
 LOAD, UNLOAD = "load", "unload"
-# Why an option has no effect.
-BY_SETTINGS = "the pool's settings say how models are loaded and computed"
+# Reasons why an option has no effect.
+BY_SETTINGS = "the pool's settings decide how models are loaded and computed"
 NO_GENERATION = "vectors are made without it: a longer text than the model reads is cut or refused"
 UNKNOWN = "it is not known, as to Ollama"
 NO_EFFECT = "an option of Ollama has no effect"
 
-MakeBody = Callable[[OutputPart, float], dict[str, Any]]  # the time is that of the piece
+MakeBody = Callable[[OutputPart, float], dict[str, Any]]  # the time belongs to the piece
 Finish = Callable[[Result], Awaitable[Mapping[str, Any]]]  # further members of the end
 HOW_TO_GET = (
     "nothing is downloaded: put a folder with the model's config.json, *.safetensors and"
@@ -68,9 +68,9 @@ PLAIN_NAME = re.compile(r"[\w.-]{1,60}")  # needs no quotes in a shell or in TOM
 
 
 class Conversation(Struct, frozen=True):
-    """The prompt of a request: arguments of the client's `stream`, and how its output is read.
+    """The prompt of a request: arguments of the client's `stream`, and the way to read its output.
 
-    `prompt_ids` are the ids of a prompt that was tokenised before; `thinks`: it ends inside the
+    `prompt_ids`: the ids of a prompt that was tokenised before. `thinks`: it ends inside the
     model's thoughts.
     """
 
@@ -81,7 +81,10 @@ class Conversation(Struct, frozen=True):
 
 
 class OllamaRoutes:
-    """One method a path. All raise HttpError and PoolError before the response has started."""
+    """The methods of these endpoints.
+
+    All raise HttpError and PoolError before the response starts.
+    """
 
     def __init__(self, pool: PoolAccess) -> None:
         self._pool = pool
@@ -105,17 +108,17 @@ class OllamaRoutes:
         make_body = partial(chat_body, request.model)
         if not request.messages:
             return await self._load(model, request, make_body, response)
-        own, given = model.chat or NO_CHAT, request.tools
-        told = offered_tools(own, request.messages, given, forced=False)
-        template = told.formats
+        own, tools_given = model.chat or NO_CHAT, request.tools
+        offered = offered_tools(own, request.messages, tools_given, forced=False)
+        template = offered.formats
         if request.tools and not template.tools:
             raise bad_request(f"{request.model!r} does not support tools", "tools")
-        tools = {"tools": told.tools} if told.tools else {}
+        tools = {"tools": offered.tools} if offered.tools else {}
         if request.tools and "format" in request.options:
-            functions = [{"function": one.get("function", one)} for one in request.tools]
+            functions = [{"function": tool.get("function", tool)} for tool in request.tools]
             format = calls_format(template, functions, (), request.options)
             request = replace(request, options={**request.options, **format})
-        prompt = {"messages": told.messages, **tools, **_think(request, template)}
+        prompt = {"messages": offered.messages, **tools, **_think(request, template)}
         async with self._pool.kept(model.name, request.keep_alive):
             conversation = Conversation(prompt, template)
             await self._generate(model, request, conversation, make_body, response, _no_members)
@@ -123,20 +126,20 @@ class OllamaRoutes:
     async def embed(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
         """POST /api/embed: vectors of the length 1."""
         request, started = requests.embed(body), time.monotonic_ns()
-        found = await self._vectors(request, response, normalise=True)
+        vectors = await self._vectors(request, response, normalise=True)
         taken = time.monotonic_ns() - started
-        await response.json(embed_body(request.model, found, taken))
+        await response.json(embed_body(request.model, vectors, taken))
 
     async def embeddings(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
-        """POST /api/embeddings: one vector as the model made it."""
+        """POST /api/embeddings: one vector as the model makes it."""
         request = requests.embeddings(body)
-        found = await self._vectors(request, response, normalise=False)
-        await response.json({"embedding": [] if found is None else found[0]})
+        vectors = await self._vectors(request, response, normalise=False)
+        await response.json({"embedding": [] if vectors is None else vectors[0]})
 
     async def _get(
         self, request: OllamaRequest | OllamaEmbedRequest, response: ResponseWriter
     ) -> ModelInfo:
-        """The model of a request; options and fields without effect are logged, each once."""
+        """Returns the model of a request; logs options and fields without effect, each once."""
         model = await self._pool.model(request.model, response)
         response.exchange.model = model.name
         for field in request.unknown:
@@ -155,13 +158,13 @@ class OllamaRoutes:
     async def _vectors(
         self, request: OllamaEmbedRequest, response: ResponseWriter, *, normalise: bool
     ) -> Vectors | None:
-        """The vectors of the inputs; without inputs the model is loaded or unloaded: None."""
+        """Returns the vectors of the inputs; without inputs loads or unloads the model: None."""
         model = await self._get(request, response)
         if not request.inputs:
             await self._load_or_unload(model, request.keep_alive)
             return None
         async with self._pool.kept(model.name, request.keep_alive):
-            found = await self._pool.client.embed(
+            vectors = await self._pool.client.embed(
                 model.name,
                 request.inputs,
                 truncate=request.truncate,
@@ -169,8 +172,8 @@ class OllamaRoutes:
                 normalise=normalise,
                 deadline_ms=self._pool.deadline_ms,
             )
-        response.exchange.count(found.usage)
-        return found
+        response.exchange.count(vectors.usage)
+        return vectors
 
     async def _load(
         self,
@@ -188,10 +191,10 @@ class OllamaRoutes:
         await response.close()
 
     async def _load_or_unload(self, model: ModelInfo, keep_alive: float | None) -> str:
-        """Load the model, or with a `keep_alive` of 0 unload it; returns which, for done_reason."""
+        """Loads the model, or unloads it if `keep_alive` is 0; returns which, for done_reason."""
         if keep_alive != 0:
             async with self._pool.kept(model.name, keep_alive):
-                # Only a worker answers this, so the model is loaded when the answer is there.
+                # Only a worker answers this call, so the model is loaded after the answer.
                 await self._pool.client.tokenize(model.name, "")
             return LOAD
         if await self._pool.client.keep(model.name, 0):
@@ -205,7 +208,7 @@ class OllamaRoutes:
     # ---- generation ------------------------------------------------------------------------
 
     async def _conversation(self, model: ModelInfo, request: OllamaRequest) -> Conversation:
-        """The prompt of /api/generate: a chat of one message, or text that is taken as it is."""
+        """Returns the prompt of /api/generate: a chat of one message, or raw text."""
         if not request.raw and not model.readable:
             raise ModelUnavailable(
                 f"the files of model {model.name!r:.80} could not be read, so it is not known"
@@ -231,7 +234,10 @@ class OllamaRoutes:
     async def _with_context(
         self, model: ModelInfo, request: OllamaRequest, conversation: Conversation, result: Result
     ) -> dict[str, Any]:
-        """The `context` of an answer: the ids of prompt and completion; none with raw or images."""
+        """Returns the `context` of an answer: ids of prompt and completion.
+
+        None with raw or images.
+        """
         if request.raw or request.images:
             return {}
         ids = conversation.prompt_ids
@@ -266,14 +272,14 @@ class OllamaRoutes:
             if request.stream:
                 return await _stream(generation, make_body, response, finish)
             collected = [update async for update in generation.updates() if update is not None]
-            told = generation.told_time()
+            answer_time = generation.told_time()
         result = collected[-1].result
         assert result is not None
-        body = make_body(OutputBuilder().part(collected), told)
+        body = make_body(OutputBuilder().part(collected), answer_time)
         await response.json({**body, **generation_end(result), **await finish(result)})
 
     def _fitting_options(self, model: ModelInfo, request: OllamaRequest) -> Mapping[str, Any]:
-        """The options, with the context of the model in place of a larger num_ctx."""
+        """Returns the options; a num_ctx above the model's context is replaced by it."""
         num_ctx = request.options.get("num_ctx", 0)
         if not 0 < model.context < num_ctx:
             return request.options
@@ -290,7 +296,7 @@ async def _no_members(result: Result) -> dict[str, Any]:
 
 
 def _messages(request: OllamaRequest) -> list[dict[str, Any]]:
-    """The chat of a prompt: the system's message, if there is one, and the user's."""
+    """Returns the chat of a prompt: the system's message, if any, and the user's."""
     system = [{"role": "system", "content": request.system}] if request.system else []
     content = content_with_images(request.prompt, len(request.images), 0)
     user = {"role": "user", "content": content if request.images else request.prompt}
@@ -298,7 +304,7 @@ def _messages(request: OllamaRequest) -> list[dict[str, Any]]:
 
 
 def _text_prompt(request: OllamaRequest) -> str:
-    """The prompt as a text; its images stand in front unless it is raw, as in Ollama."""
+    """Returns the prompt as a text; unless it is raw, images stand before it, as in Ollama."""
     if request.raw:
         return request.prompt
     tags = "".join(f"[img-{number}]" for number in range(len(request.images)))
@@ -314,7 +320,7 @@ async def _stream(
         part = builder.part([update])
         return line({**make_body(part, generation.told_time()), "done": False}) if part else b""
 
-    # NDJSON has no comments, so there is no keep-alive.
+    # NDJSON has no comments, so no keep-alive is possible.
     encoding = StreamFormat(NDJSON, encode, error_line)
     results = await write_stream(response, generation, encoding)
     if results is not None:
@@ -324,7 +330,7 @@ async def _stream(
 
 
 def _think(request: OllamaRequest, chat: ChatFormats) -> dict[str, Any]:
-    """The pool's `think`; a level is true for a model that only knows true and false."""
+    """Returns the pool's `think`; a level is true for a model that only knows true and false."""
     think, thinking_format = request.think, chat.thinking
     if think is None or (think is False and thinking_format is None):
         return {}
@@ -336,11 +342,14 @@ def _think(request: OllamaRequest, chat: ChatFormats) -> dict[str, Any]:
 
 
 class ModelRoutes:
-    """One method a path. All raise HttpError and PoolError before the response has started."""
+    """The methods of these endpoints.
+
+    All raise HttpError and PoolError before the response starts.
+    """
 
     def __init__(self, pool: PoolAccess) -> None:
         self._pool = pool
-        self._started_at = int(time.time())  # in place of the time of a model without files
+        self._started_at = int(time.time())  # the time of a model without files
 
     async def version(self, response: ResponseWriter) -> None:
         """GET /api/version: the version of this package."""
@@ -365,7 +374,7 @@ class ModelRoutes:
         await response.json(show(model, self._started_at, verbose=verbose))
 
     async def pull(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
-        """POST /api/pull: success for a model that is there. Raises HttpError for another."""
+        """POST /api/pull: success for a model that is there. Raises HttpError for another model."""
         name, stream = requests.pull(body)
         try:
             model = await self._pool.models.described(name)

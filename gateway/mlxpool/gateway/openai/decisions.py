@@ -31,16 +31,16 @@ class DecisionRequest(Struct, frozen=True):
 
 
 def decisions(body: Mapping[str, Any]) -> DecisionRequest:
-    """A checked /v1/decisions. Raises HttpError naming the field."""
+    """Checks a /v1/decisions. Raises HttpError naming the field."""
     body = DECISIONS.check(body)
-    given, prompt = body.get("questions"), fields.text(body, "prompt")
+    raw_questions, prompt = body.get("questions"), fields.text(body, "prompt")
     if not prompt.strip():
         raise bad_request("'prompt' has no text but white space", "prompt")
-    if not isinstance(given, list) or not 1 <= len(given) <= MAX_QUESTIONS:
-        got = f"{len(given)}" if isinstance(given, list) else shown(given)
+    if not isinstance(raw_questions, list) or not 1 <= len(raw_questions) <= MAX_QUESTIONS:
+        got = f"{len(raw_questions)}" if isinstance(raw_questions, list) else shown(raw_questions)
         message = f"'questions' must be a list of 1 to {MAX_QUESTIONS} maps, got {got}"
         raise bad_request(message, "questions")
-    questions = [_question(f"questions[{index}]", one) for index, one in enumerate(given)]
+    questions = [_question(f"questions[{index}]", raw) for index, raw in enumerate(raw_questions)]
     settings = {"temperature": _temperature(body)}
     return DecisionRequest(fields.text(body, "model"), prompt, questions, settings)
 
@@ -48,12 +48,12 @@ def decisions(body: Mapping[str, Any]) -> DecisionRequest:
 def _question(name: str, raw: Any) -> Asked:
     if isinstance(raw, Mapping):
         QUESTION.check(raw, f"{name}.")
-    found: Question = fields.checked(name, lambda value: Question.parse(name, value), raw)
-    choices: AnswerChoices = found.choices or None
-    if found.scale is not None:
-        low, high = found.scale
+    question: Question = fields.checked(name, lambda value: Question.parse(name, value), raw)
+    choices: AnswerChoices = question.choices or None
+    if question.scale is not None:
+        low, high = question.scale
         choices = range(low, high + 1)
-    return found.text, choices
+    return question.text, choices
 
 
 def _temperature(body: Mapping[str, Any]) -> float | None:
@@ -67,18 +67,20 @@ def _temperature(body: Mapping[str, Any]) -> float | None:
     return float(value)
 
 
-def decisions_body(request: DecisionRequest, found: DecisionList, name: str) -> dict[str, Any]:
-    """The response of /v1/decisions; `name` is its id."""
+def decisions_body(
+    request: DecisionRequest, decision_list: DecisionList, name: str
+) -> dict[str, Any]:
+    """Returns the response of /v1/decisions; `name` is its id."""
     data = [
-        {"index": index, "object": "decision", **decision_body(one)}
-        for index, one in enumerate(found)
+        {"index": index, "object": "decision", **decision_body(decision)}
+        for index, decision in enumerate(decision_list)
     ]
     answer = {"id": name, "object": "list", "model": request.model, "data": data}
-    return {**answer, "usage": dict(found.usage)}
+    return {**answer, "usage": dict(decision_list.usage)}
 
 
 def decision_body(decision: Decision) -> dict[str, Any]:
-    """One answer. Labels are names of JSON: those of yes and no, and numbers as text."""
+    """Returns an answer. Labels are keys of JSON: labels of yes and no, and numbers as text."""
     named = {True: "yes", False: "no"}
     yes_no = isinstance(decision.answer, bool)
     shares = {

@@ -1,6 +1,6 @@
-"""The fields of requests of OpenAI's interface, and of those beside it: one table a path.
+"""The fields of requests of OpenAI's interface and related paths, one table for each path.
 
-The parsers check names against these tables, openapi.json is made of them, and docs/gateway.md
+The parsers check names against these tables, openapi.json is made from them, and docs/gateway.md
 documents the same fields for users.
 """
 
@@ -42,13 +42,13 @@ from mlxpool.gateway.field_checks import Body, RefusedFields
 from mlxpool.gateway.generation.pool_options import MAX_CACHE_KEY, OF_CHATS, OF_COMPLETIONS
 from mlxpool.gateway.openai.neutral_values import NEUTRAL, WITHOUT_EFFECT
 
-MAX_INPUTS = 2048  # of one request for vectors, as in OpenAI's interface
+MAX_INPUTS = 2048  # most inputs of one request for vectors, as in OpenAI's interface
 MAX_TOP = 2**31 - 1
 FORMATS = ("float", "base64")
 UNBOUNDED: Schema = {
     "type": "integer",
     "const": -1,
-}  # of tokens, as Ollama, llama.cpp and LM Studio have it
+}  # names of Ollama, llama.cpp and LM Studio for bounds of tokens
 
 # field -> option of the pool
 SAMPLING: Mapping[str, str] = {
@@ -72,7 +72,7 @@ SAMPLING: Mapping[str, str] = {
     "thinking_budget": "thinking_budget",
     "thinking_token_budget": "thinking_budget",  # vLLM's name
 }
-# Fields that say nothing about the answer, or ask for what has no meaning here.
+# Fields that do not change the answer, or that have no meaning here.
 ACCEPTED: Mapping[str, Schema] = dict.fromkeys(
     (
         "user",
@@ -88,7 +88,7 @@ ACCEPTED: Mapping[str, Schema] = dict.fromkeys(
         "moderation",
         "web_search_options",  # nothing is searched
         "search_parameters",
-        "provider",  # OpenRouter's, of the choice among servers
+        "provider",  # OpenRouter's, for the choice among servers
         "models",
         "route",
         "transforms",
@@ -106,7 +106,7 @@ ACCEPTED: Mapping[str, Schema] = dict.fromkeys(
         "include_stop_str_in_output",
         "return_token_ids",
         "kv_transfer_params",
-        "cache_prompt",  # llama.cpp's, of its slots and timings, as are the next three
+        "cache_prompt",  # llama.cpp's, of its slots and timings, like the next three
         "id_slot",
         "timings_per_token",
         "return_progress",
@@ -121,7 +121,7 @@ ACCEPTED: Mapping[str, Schema] = dict.fromkeys(
 )
 STREAM_OPTIONS = Body(
     {"include_usage": FLAG},
-    # Usage comes at the end alone.
+    # Usage is sent only at the end.
     accepted={"include_obfuscation": ANY, "continuous_usage_stats": ANY},
 )
 CHAT_TEMPLATE_KWARGS = Body(
@@ -130,7 +130,7 @@ CHAT_TEMPLATE_KWARGS = Body(
         "thinking": described("the name of `enable_thinking` in other templates", FLAG),
         "thinking_budget": option("thinking_budget"),
     },
-    # Which thoughts of earlier answers a prompt has is the template's affair.
+    # The template decides which thoughts of earlier answers a prompt has.
     accepted={"preserve_thinking": ANY, "clear_thinking": ANY},
 )
 
@@ -206,10 +206,10 @@ COMMON: Mapping[str, Schema] = {
     "max_tokens": described("-1: up to the context", one_of(integer(1, MAX_COUNT), UNBOUNDED)),
     "prompt_cache_key": {"type": "string", "maxLength": MAX_CACHE_KEY},
     **{name: option(target, API_CHECKS) for name, target in SAMPLING.items()},
-    "seed": described("-1: a drawn one", integer(-1, MAX_SEED)),
+    "seed": described("-1: a random one", integer(-1, MAX_SEED)),
     "top_k": integer(-1, MAX_COUNT),  # -1 and 0: off
     "prompt_logprobs": described(
-        "log-probabilities of the prompt with so many alternatives", integer(0, MAX_TOP_LOGPROBS)
+        "log-probabilities of the prompt with this many alternatives", integer(0, MAX_TOP_LOGPROBS)
     ),
 }
 EFFORTS: Mapping[str, str] = {  # names of clients -> levels of the pool
@@ -283,7 +283,8 @@ COMPLETION = Body(
         "echo": FLAG,
         "suffix": option("suffix"),
         "best_of": described(
-            "so many are computed, and the `n` most likely given", integer(1, MAX_CHOICES)
+            "computed completions; the `n` most likely are returned",
+            integer(1, MAX_CHOICES),
         ),
         "logprobs": described("the number of alternatives", integer(0, MAX_TOP_LOGPROBS)),
     },
@@ -306,7 +307,7 @@ VECTORS_ACCEPTED: Mapping[str, Schema] = dict.fromkeys(
     (
         "user",
         "metadata",
-        "options",  # Ollama's, which its own /v1/embeddings ignores, as the next one
+        "options",  # Ollama's, which its own /v1/embeddings ignores, like the next one
         "keep_alive",
         "ttl",
         "extra_body",
@@ -333,8 +334,8 @@ TRUNCATE: Schema = described("END is true, NONE false: Cohere's names", choice(T
 def _of_texts(
     required: tuple[str, ...], honoured: Mapping[str, Schema], refused: RefusedFields = NOTHING
 ) -> Body:
-    every = {"model": NAME, **honoured, "truncate": TRUNCATE}
-    return Body(every, ("model", *required), VECTORS_ACCEPTED, {**VECTORS_REFUSED, **refused})
+    all_fields = {"model": NAME, **honoured, "truncate": TRUNCATE}
+    return Body(all_fields, ("model", *required), VECTORS_ACCEPTED, {**VECTORS_REFUSED, **refused})
 
 
 EMBEDDINGS = _of_texts(
@@ -384,7 +385,7 @@ QUESTION = Body(
     {
         "question": {"type": "string", "maxLength": MAX_QUESTION_CHARS},
         "choices": described(
-            "labels of which one is picked; without them and `scale`: yes or no",
+            "labels to choose one from; without them and `scale`: yes or no",
             listed(_CHOICE_TEXT, 2, MAX_LABELS),
         ),
         "scale": described(

@@ -1,7 +1,7 @@
-"""Messages of Chat Completions in the one form that the pool takes, from all that clients send.
+"""Converts messages of Chat Completions, in all forms of clients, into the pool's form.
 
-Pure. What an earlier answer had of other servers is kept as text, or left out where no model reads
-it.
+Pure. Parts of an earlier answer of another server are kept as text, or are left out if no model
+reads them.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 
 from mlxpool.gateway.field_checks import NO_ROOM
 
-# Types of parts of an earlier answer that are no text for the next one.
+# Types of parts of an earlier answer that are not text for the next one.
 NOT_SAID = ("thinking", "redacted_thinking", "reasoning", "audio")
 READ = ("text", "image_url")
-# Types of parts that a result may have besides, which no model reads.
+# Further types of parts of a result, which no model reads.
 FILES = ("file", "input_file", "image", "input_image", "input_audio", "audio_url", "video_url")
-# Types of parts of the other interfaces with text -> its member.
+# Types of parts with text in the other interfaces -> the member with the text.
 TEXTS: Mapping[str, str] = {
     "input_text": "text",
     "output_text": "text",
@@ -27,34 +27,37 @@ TEXTS: Mapping[str, str] = {
 
 
 def as_taken(raw: object) -> object:
-    """The messages. Values that are no message stay, for the check of messages to refuse."""
+    """Returns the messages. Other values stay as they are: the check of messages refuses them."""
     if not isinstance(raw, list):
         return raw
     return [_message(message) if isinstance(message, Mapping) else message for message in raw]
 
 
 def _message(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = dict(message)
-    if found.get("role") == "function":  # the older form of a tool's result
-        found["role"] = "tool"
-    role, called = found.get("role"), found.pop("function_call", None)
-    if role == "assistant" and isinstance(called, Mapping) and not found.get("tool_calls"):
-        found["tool_calls"] = [{"type": "function", "function": called}]
-    if role == "assistant" and isinstance(found.get("tool_calls"), list):
-        found["tool_calls"] = [_call(call) for call in found["tool_calls"]]
-    content = _parts(role, found.get("content"))
-    refusal = found.pop("refusal", None)
+    converted = dict(message)
+    if converted.get("role") == "function":  # the older form of a tool's result
+        converted["role"] = "tool"
+    role, called = converted.get("role"), converted.pop("function_call", None)
+    if role == "assistant" and isinstance(called, Mapping) and not converted.get("tool_calls"):
+        converted["tool_calls"] = [{"type": "function", "function": called}]
+    if role == "assistant" and isinstance(converted.get("tool_calls"), list):
+        converted["tool_calls"] = [_call(call) for call in converted["tool_calls"]]
+    content = _parts(role, converted.get("content"))
+    refusal = converted.pop("refusal", None)
     if not content and role == "assistant":
         content = refusal if isinstance(refusal, str) else ""
-    return {**found, "content": content}
+    return {**converted, "content": content}
 
 
 def _parts(role: Any, content: Any) -> Any:
-    """The content of a message of this role, "" for null. Other values stay, to be refused."""
+    """Returns the content of a message of this role, "" for null.
+
+    Other values stay, to be refused.
+    """
     if content is None or content == []:
         return ""
     if role == "tool" and not isinstance(content, str) and not _is_parts(content):
-        return json.dumps(content, ensure_ascii=False)  # a result as it is
+        return json.dumps(content, ensure_ascii=False)  # a result that is not wrapped in parts
     if isinstance(content, Mapping) and "type" in content:
         content = [content]
     if not isinstance(content, list):
@@ -66,13 +69,13 @@ def _parts(role: Any, content: Any) -> Any:
 
 
 def _is_parts(content: Any) -> bool:
-    """Whether the content of a result is a list of parts, and no result that is itself a list."""
+    """Whether the content of a result is a list of parts, not a result that is a list."""
     kinds = (*READ, *TEXTS, *FILES)
     return isinstance(content, list) and all(_type(part) in kinds for part in content)
 
 
 def _part(part: Any) -> Any:
-    """A part in this interface's form."""
+    """Returns a part in this interface's form."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
     kind = _type(part)
@@ -87,7 +90,7 @@ def _part(part: Any) -> Any:
 
 
 def _call(call: Any) -> Any:
-    """A call; that of a tool with free text becomes one with the argument `input`."""
+    """Returns a call; a call of a tool with free text becomes one with the argument `input`."""
     custom = call.get("custom") if isinstance(call, Mapping) else None
     if not isinstance(custom, Mapping):
         return call
@@ -98,7 +101,7 @@ def _call(call: Any) -> Any:
 
 
 def _readable(part: Any) -> Any:
-    """A part of a result; a note in place of a file and the like, which no model reads."""
+    """Returns a part of a result, or a note in place of one that no model reads, as a file."""
     kind = _type(part)
     if not isinstance(kind, str) or kind in READ:
         return part

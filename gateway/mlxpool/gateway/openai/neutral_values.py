@@ -1,7 +1,7 @@
-"""Fields of vLLM, SGLang, llama.cpp, TGI and other servers that this one has not.
+"""Fields of vLLM, SGLang, llama.cpp, TGI and other servers that this server does not have.
 
-Their clients send them whether they are wanted or not: with its neutral value a field asks for
-nothing and is taken, with another value it would change the answer and is refused by name.
+Their clients send these fields even unused. A field with its neutral value requests nothing and is
+accepted. With another value it would change the answer, so it is refused by name.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ NEUTRAL: RefusedFields = {
         ),
         ((False,), _LEAVE_OUT),
     ),
-    **dict.fromkeys(  # lists and maps, empty where nothing is wanted
+    **dict.fromkeys(  # lists and maps that are empty if unused
         (
             "bad_words",
             "banned_tokens",
@@ -126,10 +126,10 @@ WITHOUT_EFFECT: Mapping[str, Schema] = dict.fromkeys(
         "details",
         "rid",
         "ec_transfer_params",
-        "prediction",  # a guess at the answer, which would only be faster
-        "options",  # Ollama's, which its own routes of this interface ignore, as the next one
+        "prediction",  # a guess at the answer, which would only make it faster
+        "options",  # Ollama's, which its own routes of this interface ignore, like the next one
         "keep_alive",
-        "ttl",  # LM Studio's, of a model that the request loads
+        "ttl",  # LM Studio's, for a model that the request loads
     ),
     ANY,
 )

@@ -30,7 +30,7 @@ from mlxpool.gateway.openai.fields import (
 )
 from mlxpool.gateway.openai.messages import as_taken
 
-MODES: Mapping[str, str] = {  # names of clients -> of the interface
+MODES: Mapping[str, str] = {  # names of clients -> names of the interface
     "auto": "auto",
     "none": "none",
     "required": "required",
@@ -40,27 +40,28 @@ THINKING_TYPES = ("enabled", "disabled", "adaptive")
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions
 
 
-def plain_choice(given: Any) -> Any:
-    """A mode, {type: 'function', name: …}, or what is of another form, as it is.
+def plain_choice(choice: Any) -> Any:
+    """Returns a mode or {type: 'function', name: …}; a choice of another form stays as it is.
 
-    A mode may be the `type` of a map, and a function's name stand in `function` or beside the type.
+    A mode may be the `type` of a map, and a function's name may be in `function` or beside the
+    type.
     """
-    if isinstance(given, str):
-        return MODES.get(given, given)
-    kind = given.get("type", "function") if isinstance(given, Mapping) else None
+    if isinstance(choice, str):
+        return MODES.get(choice, choice)
+    kind = choice.get("type", "function") if isinstance(choice, Mapping) else None
     if isinstance(kind, str) and kind in MODES:
         return MODES[kind]
     if kind not in ("function", "tool"):
-        return given
-    inside = given.get("function")
-    name = inside.get("name") if isinstance(inside, Mapping) else given.get("name")
-    return {"type": "function", "name": name} if isinstance(name, str) and name else given
+        return choice
+    inside = choice.get("function")
+    name = inside.get("name") if isinstance(inside, Mapping) else choice.get("name")
+    return {"type": "function", "name": name} if isinstance(name, str) and name else choice
 
 
 def wanted_tool(choice: Any) -> str | None:
-    """The name, or else the type, of the tool that a choice of one tool wants; None: it names none.
+    """Returns the tool that a choice demands: its name, or else its type; None: it names no tool.
 
-    Of a type that runs elsewhere it may stand in a member of this name, as `custom`.
+    A name of a type that runs elsewhere may be in a member with the type's name, as `custom`.
     """
     kind = choice.get("type") if isinstance(choice, Mapping) else None
     if not isinstance(kind, str):
@@ -72,9 +73,11 @@ def wanted_tool(choice: Any) -> str | None:
 
 
 class CompletionRequest(Struct, frozen=True):
-    """A checked request. `prompts`: the prompt arguments of the client's `stream`, one each.
+    """A checked request.
 
-    `choices` are given of each prompt, and `candidates` are computed: the most likely are given.
+    `prompts`: the prompt arguments of the client's `stream`, one for each prompt. `candidates`:
+    number of completions that are computed for each prompt. `choices`: number of the most likely of
+    these that are returned.
     """
 
     model: str
@@ -84,10 +87,10 @@ class CompletionRequest(Struct, frozen=True):
     stream: bool
     usage: bool  # the stream ends with usage
     candidates: int
-    logprobs: bool  # whether the answer has them
+    logprobs: bool  # the answer has log-probabilities
     tools: Sequence[Mapping[str, Any]] = ()
-    think_field: str = "reasoning_effort"  # that asked for thoughts
-    forced: Sequence[Mapping[str, Any]] = ()  # tools of which the answer has to call one
+    think_field: str = "reasoning_effort"  # the field that requested thoughts
+    forced: Sequence[Mapping[str, Any]] = ()  # tools to choose a required call from
     several_calls: bool = True
 
     @property
@@ -122,7 +125,7 @@ class CompletionRequest(Struct, frozen=True):
 
 
 def chat(body: Mapping[str, Any]) -> CompletionRequest:
-    """A checked /v1/chat/completions. Raises HttpError naming the field."""
+    """Checks a /v1/chat/completions. Raises HttpError naming the field."""
     body = CHAT.check(body)
     given, images = take_image_urls(as_taken(body.get("messages")))
     messages = fields.checked("messages", check_messages, given)
@@ -149,7 +152,7 @@ def chat(body: Mapping[str, Any]) -> CompletionRequest:
 
 
 def completion(body: Mapping[str, Any]) -> CompletionRequest:
-    """A checked /v1/completions. Raises HttpError naming the field."""
+    """Checks a /v1/completions. Raises HttpError naming the field."""
     body = COMPLETION.check(body)
     echo = fields.flag(body, "echo", False)
     least = 0 if echo or body.get("prompt_logprobs") is not None else 1
@@ -160,7 +163,7 @@ def completion(body: Mapping[str, Any]) -> CompletionRequest:
     if top is not None:
         options |= {"logprobs": True, "top_logprobs": top}
     if echo and top is not None and options["max_tokens"] == 1 and "format" not in options:
-        # Evaluations drop the last token, which they take to be the one that was generated.
+        # Programs of evaluations drop the last token, because they expect a generated token there.
         options["ignore_eos"] = True
     return _request(body, _prompts(body.get("prompt")), options, ())
 
@@ -201,7 +204,7 @@ def _request(
 
 
 def _candidates(body: Mapping[str, Any], choices: int, *, stream: bool) -> int:
-    """How many completions of each prompt are computed: `best_of`, or as many as are given."""
+    """Returns the number of computed completions of each prompt: `best_of`, or else `choices`."""
     best_of = fields.integer(body, "best_of", 1, MAX_CHOICES)
     if best_of is None:
         return choices
@@ -223,9 +226,9 @@ def _options(body: Mapping[str, Any], least_tokens: int = 1) -> dict[str, Any]:
 
 
 def max_tokens_of(body: Mapping[str, Any], name: str, least: int = 1) -> int | None:
-    """A bound of tokens, 0: up to the context; None: it is absent. Raises HttpError.
+    """Returns a bound of tokens, 0: up to the context; None: it is absent. Raises HttpError.
 
-    If `least` is 0, a bound of 0 is a prompt without an answer, and -1 is the pool's default.
+    If `least` is 0, a bound of 0 means a prompt without an answer, and -1 is the pool's default.
     """
     if type(body.get(name)) is int and body[name] == UNBOUNDED["const"]:
         return 0 if least else -1
@@ -233,40 +236,40 @@ def max_tokens_of(body: Mapping[str, Any], name: str, least: int = 1) -> int | N
 
 
 def _usage(body: Mapping[str, Any], stream: bool) -> bool:
-    """Whether the stream ends with usage; wrappers of clients ask for it without a stream, too."""
-    given = fields.mapping(body, "stream_options")
+    """Whether the stream ends with usage; wrappers of clients request it without a stream, too."""
+    stream_options = fields.mapping(body, "stream_options")
     prefix = "stream_options."
-    STREAM_OPTIONS.check(given, prefix)
-    return fields.flag(given, "include_usage", False, prefix) and stream
+    STREAM_OPTIONS.check(stream_options, prefix)
+    return fields.flag(stream_options, "include_usage", False, prefix) and stream
 
 
 def tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The functions that are offered. Maps of other servers without a type run elsewhere, too."""
-    found: list[dict[str, Any]] = []
+    """Returns the offered functions. Maps of other servers without a type run elsewhere, too."""
+    functions: list[dict[str, Any]] = []
     for _, tool in fields.tools_of_kind(body, ("function", None)):
         if isinstance(tool.get("function"), Mapping):
-            found.append({**tool, "type": "function"})
+            functions.append({**tool, "type": "function"})
         elif tool.get("type"):  # as in /v1/responses
             members = {key: value for key, value in tool.items() if key != "type"}
-            found.append({"type": "function", "function": members})
+            functions.append({"type": "function", "function": members})
         else:
             leave_tool_out(next(iter(tool), None))
     if plain_choice(body.get("tool_choice")) == "none":
         return []
     allowed = _allowed(body)
     if allowed is None:
-        return found
-    return [tool for tool in found if tool["function"]["name"] in allowed[1]]
+        return functions
+    return [tool for tool in functions if tool["function"]["name"] in allowed[1]]
 
 
 def _allowed(body: Mapping[str, Any]) -> tuple[str, Sequence[str]] | None:
-    """The mode of `allowed_tools`, and the functions; None: `tool_choice` is none of this form."""
+    """Returns mode and functions of `allowed_tools`; None if `tool_choice` has another form."""
     choice = body.get("tool_choice")
     if not isinstance(choice, Mapping) or choice.get("type") != "allowed_tools":
         return None
-    given = fields.mapping(choice, "allowed_tools")
-    mode = fields.choice(given, "mode", ("auto", "required"), "tool_choice.allowed_tools.")
-    tools = given.get("tools")
+    allowed = fields.mapping(choice, "allowed_tools")
+    mode = fields.choice(allowed, "mode", ("auto", "required"), "tool_choice.allowed_tools.")
+    tools = allowed.get("tools")
     functions = (
         [
             one["function"]
@@ -286,13 +289,13 @@ def _allowed(body: Mapping[str, Any]) -> tuple[str, Sequence[str]] | None:
 def _forced(
     body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]
 ) -> Sequence[Mapping[str, Any]]:
-    """The tools of which `tool_choice` wants one to be called; none where it leaves the choice."""
+    """Returns the tools that `tool_choice` demands a call from; empty if it leaves the choice."""
     choice = plain_choice(body.get("tool_choice"))
     allowed = _allowed(body)
     if choice in (None, "auto", "none") or (allowed and allowed[0] == "auto"):
         return ()
     if choice == "required" or allowed:
-        found = tools
+        forced = tools
     else:
         name = wanted_tool(choice)
         if name is None:
@@ -302,14 +305,14 @@ def _forced(
             )
             raise bad_request(message, "tool_choice")
         of_functions = choice["type"] == "function"
-        found = [one for one in tools if of_functions and one["function"]["name"] == name]
-    if not found:
+        forced = [tool for tool in tools if of_functions and tool["function"]["name"] == name]
+    if not forced:
         raise fields.no_such_tool(None if choice == "required" or allowed else name)
-    return found
+    return forced
 
 
 def _think(body: Mapping[str, Any]) -> bool | str | None:
-    """The pool's `think`, from the effort or vLLM's `chat_template_kwargs`."""
+    """Returns the pool's `think`, from the effort or vLLM's `chat_template_kwargs`."""
     effort = _effort(body)
     if effort is not None:
         return False if effort == "none" else EFFORTS.get(effort, True)
@@ -317,57 +320,57 @@ def _think(body: Mapping[str, Any]) -> bool | str | None:
 
 
 def template_think(body: Mapping[str, Any]) -> bool | None:
-    """Whether `chat_template_kwargs` ask for thoughts; None: they do not say."""
+    """Whether `chat_template_kwargs` request thoughts; None: they have no field for it."""
     prefix = "chat_template_kwargs."
-    given = CHAT_TEMPLATE_KWARGS.check(fields.mapping(body, "chat_template_kwargs"), prefix)
+    kwargs = CHAT_TEMPLATE_KWARGS.check(fields.mapping(body, "chat_template_kwargs"), prefix)
     names = ("enable_thinking", "thinking")
     flags = [
-        fields.flag(given, name, True, prefix) for name in names if given.get(name) is not None
+        fields.flag(kwargs, name, True, prefix) for name in names if kwargs.get(name) is not None
     ]
     return flags[0] if flags else None
 
 
 def _effort(body: Mapping[str, Any]) -> str | None:
-    """The effort of `reasoning_effort` or `reasoning`; None: nothing is said of it."""
+    """Returns the effort of `reasoning_effort` or `reasoning`; None if they have none."""
     efforts = ("none", *EFFORTS)
     effort = fields.choice(body, "reasoning_effort", efforts)
-    given = REASONING.check(fields.mapping(body, "reasoning"), "reasoning.")
-    effort = effort or fields.choice(given, "effort", efforts, "reasoning.")
+    reasoning = REASONING.check(fields.mapping(body, "reasoning"), "reasoning.")
+    effort = effort or fields.choice(reasoning, "effort", efforts, "reasoning.")
     effort = effort or think_effort(body)
     if effort is not None:
         return effort
     kind = fields.choice(fields.mapping(body, "thinking"), "type", THINKING_TYPES, "thinking.")
     flags = [
-        fields.flag(given, "enabled", False, "reasoning.")
-        if given.get("enabled") is not None
+        fields.flag(reasoning, "enabled", False, "reasoning.")
+        if reasoning.get("enabled") is not None
         else None,
         None if kind in (None, "adaptive") else kind == "enabled",
         fields.flag(body, "enable_thinking", False) if "enable_thinking" in body else None,
     ]
-    asked = next((one for one in flags if one is not None), None)
-    if asked is None and given.get("max_tokens") is not None:
-        asked = True  # a bound of thoughts asks for some
-    return None if asked is None else "enabled" if asked else "none"
+    thinks = next((flag for flag in flags if flag is not None), None)
+    if thinks is None and reasoning.get("max_tokens") is not None:
+        thinks = True  # a bound of thoughts requests thoughts
+    return None if thinks is None else "enabled" if thinks else "none"
 
 
 def think_effort(body: Mapping[str, Any]) -> str | None:
-    """The effort of Ollama's `think`; None: nothing is said of it. Raises HttpError."""
+    """Returns the effort of Ollama's `think`; None if it has none. Raises HttpError."""
     if isinstance(body.get("think"), bool):
         return "enabled" if body["think"] else "none"
     return fields.choice(body, "think", ("none", *EFFORTS))
 
 
 def _budget(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The bound of thoughts in `reasoning` or `chat_template_kwargs`; empty without."""
-    found: dict[str, Any] = {}
+    """Returns the bound of thoughts in `reasoning` or `chat_template_kwargs`; empty without it."""
+    budget: dict[str, Any] = {}
     for field, name in (("chat_template_kwargs", "thinking_budget"), ("reasoning", "max_tokens")):
-        given = fields.mapping(body, field)
-        found |= fields.options(given, {name: "thinking_budget"}, f"{field}.")
-    return found
+        members = fields.mapping(body, field)
+        budget |= fields.options(members, {name: "thinking_budget"}, f"{field}.")
+    return budget
 
 
 def _continued(body: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The option `continue_message`, also from vLLM's fields and from `prefix` of the message."""
+    """Returns the option `continue_message`, also for vLLM's fields and a message's `prefix`."""
     names = [
         name
         for name in ("continue_message", "continue_final_message")
@@ -375,7 +378,7 @@ def _continued(body: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -
     ]
     generates = fields.flag(body, "add_generation_prompt", not names)
     if names and generates:
-        message = f"{names[0]!r} goes on behind the last message: no prompt of an answer follows it"
+        message = f"{names[0]!r} continues the last message: no prompt of an answer follows it"
         raise bad_request(message, "add_generation_prompt")
     if not names and messages[-1].get("prefix") is not True:
         if not generates:
@@ -386,37 +389,36 @@ def _continued(body: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -
 
 
 def _suffix(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The text behind the gap that the answer fills; empty without."""
-    found = fields.options(body, {"suffix": "suffix"})
+    """Returns the text after the gap that the answer fills; empty without it."""
+    suffix = fields.options(body, {"suffix": "suffix"})
     prompts = body["prompt"] if isinstance(body.get("prompt"), list) else [body.get("prompt")]
-    if found.get("suffix") and not all(isinstance(one, str) for one in prompts):
+    if suffix.get("suffix") and not all(isinstance(prompt, str) for prompt in prompts):
         raise bad_request("'suffix' goes with a 'prompt' of text", "suffix")
-    return found
+    return suffix
 
 
-def _prompts(given: object) -> list[dict[str, Any]]:
-    """The prompts of a text, a list of token ids, or a list of either; an absent one is empty."""
-    every = (
-        given
-        if isinstance(given, list) and not _is_ids(given)
-        else ["" if given is None else given]
-    )
-    if not every:
+def _prompts(raw: object) -> list[dict[str, Any]]:
+    """Returns the prompts of a text, a list of token ids, or a list of either.
+
+    An absent one is empty.
+    """
+    prompts = raw if isinstance(raw, list) and not _is_ids(raw) else ["" if raw is None else raw]
+    if not prompts:
         raise bad_request("'prompt' must not be empty", "prompt")
-    return [_prompt(one) for one in every]
+    return [_prompt(prompt) for prompt in prompts]
 
 
-def _prompt(given: object) -> dict[str, Any]:
-    if isinstance(given, str):
-        return {"prompt": given}
-    if isinstance(given, list) and _is_ids(given):
-        return {"tokens": given}
+def _prompt(raw: object) -> dict[str, Any]:
+    if isinstance(raw, str):
+        return {"prompt": raw}
+    if isinstance(raw, list) and _is_ids(raw):
+        return {"tokens": raw}
     raise bad_request(
         "'prompt' must be text, a list of token ids, or a list of these, no list of them empty;"
-        f" got {shown(given)}",
+        f" got {shown(raw)}",
         "prompt",
     )
 
 
-def _is_ids(given: list[Any]) -> bool:
-    return bool(given) and all(type(one) is int and 0 <= one < 2**32 for one in given)
+def _is_ids(values: list[Any]) -> bool:
+    return bool(values) and all(type(value) is int and 0 <= value < 2**32 for value in values)

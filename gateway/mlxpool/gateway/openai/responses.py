@@ -26,12 +26,12 @@ DONE = b"data: [DONE]\n\n"
 
 
 def error_event(error: HttpError) -> bytes:
-    """The event that ends a failed stream."""
+    """Returns the event that ends a failed stream."""
     return sse(error.openai_body(), "error")
 
 
 def usage(results: Sequence[Result], choices: int) -> dict[str, Any]:
-    """Token counts of all results; each prompt counts once, however many choices it has."""
+    """Returns token counts of all results; each prompt counts once, however many choices it has."""
     prompts = results[::choices]
     prompt = sum(result.usage.get("prompt_tokens", 0) for result in prompts)
     completion = sum(result.usage.get("completion_tokens", 0) for result in results)
@@ -45,18 +45,18 @@ def usage(results: Sequence[Result], choices: int) -> dict[str, Any]:
 
 
 class StreamFrame(Struct, frozen=True):
-    """The members that all chunks of a stream have in common."""
+    """The members that all chunks of a stream share."""
 
     members: Mapping[str, Any]
     usage: bool  # the stream ends with a chunk of usage
 
     def chunk(self, choice: Mapping[str, Any]) -> bytes:
-        """A chunk with one choice."""
+        """Returns a chunk with one choice."""
         null_usage = {"usage": None} if self.usage else {}
         return sse({**self.members, "choices": [choice], **null_usage})
 
     def tail(self, results: Sequence[Result], choices: int) -> bytes:
-        """The end of the stream, after usage if it was requested."""
+        """Returns the end of the stream, after usage if it was requested."""
         if not self.usage:
             return DONE
         return sse({**self.members, "choices": [], "usage": usage(results, choices)}) + DONE
@@ -68,14 +68,17 @@ class StreamFrame(Struct, frozen=True):
 class DeltaBuilder(Struct, eq=False):
     """Turns the events of one choice into deltas; numbers its tool calls.
 
-    `call_id` makes the id of the call with a number.
+    `call_id` makes the id of a call from its number.
     """
 
     call_id: Callable[[int], str]
     calls: int = 0
 
     def deltas(self, events: Iterable[Event]) -> list[dict[str, Any]]:
-        """One delta for each event that has one; neighbouring pieces of a kind are merged."""
+        """Returns a delta for each event that needs one.
+
+        Neighbouring pieces of a kind are merged.
+        """
         return [delta for event in merged(events) if (delta := self._delta(event)) is not None]
 
     def finish_reason(self, result: Result) -> str:
@@ -106,12 +109,12 @@ class ChatChunks(Struct, eq=False):
     builders: list[DeltaBuilder]  # by choice
 
     def head(self) -> bytes:
-        """A chunk with the role for each choice."""
+        """Returns a chunk with the role for each choice."""
         start = {"role": "assistant", "content": ""}
         return b"".join(self._chunk(number, start) for number in range(len(self.builders)))
 
     def update(self, update: ChoiceUpdate) -> bytes:
-        """The chunks of an update, concatenated."""
+        """Returns the chunks of an update, concatenated."""
         builder = self.builders[update.choice]
         deltas = builder.deltas(update.events)
         logprobs = chat_logprobs(update.logprobs) if self.logprobs and update.logprobs else None
@@ -148,7 +151,7 @@ class WholeChoice(Struct, eq=False):
 
     @property
     def final_result(self) -> Result:
-        """The result; to be read after the last update."""
+        """The result; it is set after the last update."""
         assert self.result is not None
         return self.result
 
@@ -160,45 +163,45 @@ class WholeChoice(Struct, eq=False):
 
     @property
     def mean_logprob(self) -> float:
-        """The mean log-probability of the tokens; the least there is without a token."""
+        """The mean log-probability of the tokens; the lowest number if there are no tokens."""
         values = [entry["logprob"] for entry in self.logprobs]
         return sum(values) / len(values) if values else -math.inf
 
     def text(self, kind: type[Content] | type[Reasoning]) -> str:
-        """All text of one kind of event."""
+        """Returns all text of one kind of event."""
         return "".join(event.text for event in self.events if isinstance(event, kind))
 
     def calls(self) -> list[tuple[str, str]]:
-        """Name and arguments, as JSON text, of each call."""
-        found: list[tuple[str, str]] = []
+        """Returns name and arguments, as JSON text, of each call."""
+        calls_made: list[tuple[str, str]] = []
         for event in merged(self.events):
             if isinstance(event, CallBegin):
-                found.append((event.name, ""))
+                calls_made.append((event.name, ""))
             elif isinstance(event, CallArguments):
-                found[-1] = (found[-1][0], event.text)
-        return found
+                calls_made[-1] = (calls_made[-1][0], event.text)
+        return calls_made
 
 
 def best(wholes: Sequence[WholeChoice], candidates: int, choices: int) -> list[WholeChoice]:
-    """The `choices` most likely of each prompt's candidates, prompt by prompt, best first."""
+    """Returns each prompt's `choices` most likely candidates, prompt by prompt, best first."""
     if candidates == choices:
         return list(wholes)
-    found: list[WholeChoice] = []
+    chosen: list[WholeChoice] = []
     for begin in range(0, len(wholes), candidates):
         of_prompt = wholes[begin : begin + candidates]
-        found += sorted(of_prompt, key=lambda one: -one.mean_logprob)[:choices]
-    return found
+        chosen += sorted(of_prompt, key=lambda candidate: -candidate.mean_logprob)[:choices]
+    return chosen
 
 
 def finish_reason(calls: int, result: Result) -> str:
-    """Why a choice with so many calls of tools has ended."""
+    """Returns the reason why a choice with this number of calls of tools has ended."""
     return "tool_calls" if calls and result.reason == "stop" else result.reason
 
 
 def chat_choice(
     number: int, whole: WholeChoice, call_id: Callable[[int], str], *, logprobs: bool
 ) -> dict[str, Any]:
-    """A choice of a chat completion that is not streamed."""
+    """Returns a choice of a chat completion that is not streamed."""
     calls, thoughts = whole.calls(), whole.text(Reasoning)
     message: dict[str, Any] = {
         "role": "assistant",
@@ -225,7 +228,7 @@ def chat_choice(
 
 
 def chat_logprobs(entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """One entry for each token, with its most likely alternatives."""
+    """Returns an entry for each token, with its most likely alternatives."""
     content = [
         {**_logprob(entry), "top_logprobs": [_logprob(other) for other in entry.get("top") or ()]}
         for entry in entries
@@ -246,15 +249,15 @@ def _logprob(entry: Mapping[str, Any]) -> dict[str, Any]:
 class TextLogprobs(Struct, eq=False):
     """Log-probabilities of /v1/completions; counts the characters before each token.
 
-    Tokens of an echoed prompt come first: its first one has none, and what the tokenizer has put
-    in front of the text has no characters.
+    Tokens of an echoed prompt come first. The first of them has no log-probability, and tokens that
+    the tokenizer put before the text have no characters.
     """
 
     offset: int = 0
 
     def add(self, entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-        """The object for the next tokens of the choice."""
-        found: dict[str, list[Any]] = {
+        """Returns the object for the next tokens of the choice."""
+        columns: dict[str, list[Any]] = {
             "tokens": [],
             "token_logprobs": [],
             "top_logprobs": [],
@@ -262,30 +265,34 @@ class TextLogprobs(Struct, eq=False):
         }
         for entry in entries:
             token = str(entry["token"])
-            found["tokens"].append(token)
-            found["token_logprobs"].append(entry["logprob"])
-            others = {str(one["token"]): one["logprob"] for one in entry.get("top") or ()}
-            found["top_logprobs"].append(None if entry["logprob"] is None else others)
-            found["text_offset"].append(self.offset)
+            columns["tokens"].append(token)
+            columns["token_logprobs"].append(entry["logprob"])
+            others = {
+                str(alternative["token"]): alternative["logprob"]
+                for alternative in entry.get("top") or ()
+            }
+            columns["top_logprobs"].append(None if entry["logprob"] is None else others)
+            columns["text_offset"].append(self.offset)
             self.offset += 0 if entry.get("added") else len(token)
-        return found
+        return columns
 
 
 def vllm_prompt_logprobs(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any] | None]:
-    """vLLM's `prompt_logprobs`: null for the first token, else a map from token ids, in text.
+    """Returns vLLM's `prompt_logprobs`: null for the first token, else a map by token id, as text.
 
-    It has the token itself and the most likely ones. `rank` is null where it is not among these.
+    The map has the token itself and the most likely ones. `rank` is null if the token is not among
+    these.
     """
-    found: list[dict[str, Any] | None] = []
+    maps: list[dict[str, Any] | None] = []
     for entry in entries:
         if entry["logprob"] is None:
-            found.append(None)
+            maps.append(None)
             continue
-        every = {str(entry["id"]): _ranked(entry, None)}
+        ranked = {str(entry["id"]): _ranked(entry, None)}
         for rank, other in enumerate(entry["top"], 1):
-            every[str(other["id"])] = _ranked(other, rank)
-        found.append(every)
-    return found
+            ranked[str(other["id"])] = _ranked(other, rank)
+        maps.append(ranked)
+    return maps
 
 
 def _ranked(entry: Mapping[str, Any], rank: int | None) -> dict[str, Any]:
@@ -295,15 +302,15 @@ def _ranked(entry: Mapping[str, Any], rank: int | None) -> dict[str, Any]:
 def text_choice(
     number: int, text: str, logprobs: Mapping[str, Any] | None, finish_reason: str | None
 ) -> dict[str, Any]:
-    """A choice of /v1/completions, whole or in a chunk."""
+    """Returns a choice of /v1/completions, whole or in a chunk."""
     return {"index": number, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
 class TextChunks(Struct, eq=False):
     """The chunks of a streamed /v1/completions.
 
-    `echoes`: how many choices of a prompt begin with it. Its log-probabilities come with the first
-    of them, and the updates of the others are held back until these are known.
+    `echoes`: the number of choices that begin with their prompt. The prompt's log-probabilities
+    come with the first choice; updates of the others are held back until these are known.
     """
 
     frame: StreamFrame
@@ -318,7 +325,7 @@ class TextChunks(Struct, eq=False):
         return b""
 
     def update(self, update: ChoiceUpdate) -> bytes:
-        """The chunks of an update, and of those that it was waited for; may be empty."""
+        """Returns the chunks of an update, and of updates that waited for it; may be empty."""
         if not (self.logprobs and self.echoes > 1):
             return self._chunk(update)
         first = self._first(update)
@@ -331,22 +338,22 @@ class TextChunks(Struct, eq=False):
         chunks = [self._chunk(update)]
         if update.logprobs or update.result is not None:
             self.known.add(first)
-            freed = [one for one in self.held if self._first(one) == first]
-            self.held = [one for one in self.held if self._first(one) != first]
-            chunks += [self._chunk(self._with_prompt(one)) for one in freed]
+            freed = [held for held in self.held if self._first(held) == first]
+            self.held = [held for held in self.held if self._first(held) != first]
+            chunks += [self._chunk(self._with_prompt(held)) for held in freed]
         return b"".join(chunks)
 
     def _first(self, update: ChoiceUpdate) -> int:
-        """The first choice of the prompt of an update."""
+        """Returns the first choice of the prompt of an update."""
         return update.choice - update.choice % self.echoes
 
     def _with_prompt(self, update: ChoiceUpdate) -> ChoiceUpdate:
-        """The update with the log-probabilities that were computed for the first choice."""
-        every = self.prompts[self._first(update)]
-        return replace(update, prompt=tuple(every[entry["prompt"]] for entry in update.prompt))
+        """Returns the update with the log-probabilities that were computed for the first choice."""
+        entries = self.prompts[self._first(update)]
+        return replace(update, prompt=tuple(entries[entry["prompt"]] for entry in update.prompt))
 
     def _chunk(self, update: ChoiceUpdate) -> bytes:
-        """The chunk of an update; empty if it has nothing to send."""
+        """Returns the chunk of an update; empty if there is nothing to send."""
         text = "".join(event.text for event in update.events if isinstance(event, Content))
         entries = (*(update.prompt if self.echoes else ()), *update.logprobs)
         wanted = self.logprobs and entries

@@ -37,11 +37,14 @@ from mlxpool.gateway.openai.responses import (
 )
 from mlxpool.gateway.server_sent_events import EVENT_STREAM, KEEP_ALIVE
 
-NO_ENDS = {"first_id": None, "last_id": None}  # of a list without models
+NO_ENDS = {"first_id": None, "last_id": None}  # in a list without models
 
 
 class OpenAIRoutes:
-    """One method a path. All raise HttpError and PoolError before the response has started."""
+    """The methods of these endpoints.
+
+    All raise HttpError and PoolError before the response starts.
+    """
 
     def __init__(self, pool: PoolAccess) -> None:
         self._pool = pool
@@ -61,7 +64,7 @@ class OpenAIRoutes:
         await response.json(self._model(name, model))
 
     def _model(self, name: str, model: ModelInfo) -> dict[str, Any]:
-        """A model, with the members that Anthropic's clients read too."""
+        """Returns a model, with the members that Anthropic's clients read too."""
         return {
             "id": name,
             "object": "model",
@@ -103,8 +106,8 @@ class OpenAIRoutes:
         request = requests.completion(body)
         model = await self._pool.model(request.model, response)
         candidates, prompts = request.candidates, request.arguments()
-        asked = [ChoiceRequest(model.name, one, n=candidates) for one in prompts]
-        async with self._pool.generate(asked, response) as generation:
+        prompt_requests = [ChoiceRequest(model.name, prompt, n=candidates) for prompt in prompts]
+        async with self._pool.generate(prompt_requests, response) as generation:
             members = _members(f"cmpl-{generation.id}", "text_completion", request, generation)
             if request.stream:
                 frame = StreamFrame(members, request.usage)

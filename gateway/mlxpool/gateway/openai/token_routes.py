@@ -43,11 +43,14 @@ TOKENIZE = Body(
 )
 DETOKENIZE = Body({"model": NAME, "tokens": {**TOKEN_IDS, "minItems": 0}}, ("model", "tokens"))
 IMAGES = "the tokens of images are not counted beforehand; leave the images out"
-OF_TEMPLATE = "special tokens of a chat are those that its template writes; leave it out"
+OF_TEMPLATE = "a chat has the special tokens that its template writes; leave it out"
 
 
 class TokenizeRequest(Struct, frozen=True):
-    """A checked request. `prompt` is None for a chat. `strings`: the text of each token too."""
+    """A checked request. `prompt` is None for a chat.
+
+    `strings`: the answer also has the text of each token.
+    """
 
     model: str
     prompt: str | None
@@ -64,7 +67,7 @@ class DetokenizeRequest(Struct, frozen=True):
 
 
 def tokenize(body: Mapping[str, Any]) -> TokenizeRequest:
-    """A checked /tokenize. Raises HttpError naming the field."""
+    """Checks a /tokenize. Raises HttpError naming the field."""
     body = TOKENIZE.check(body)
     model = fields.text(body, "model")
     special = fields.flag(body, "add_special_tokens", True)
@@ -89,16 +92,19 @@ def tokenize(body: Mapping[str, Any]) -> TokenizeRequest:
 
 
 def detokenize(body: Mapping[str, Any]) -> DetokenizeRequest:
-    """A checked /detokenize. Raises HttpError naming the field."""
+    """Checks a /detokenize. Raises HttpError naming the field."""
     DETOKENIZE.check(body)
     ids = body.get("tokens")
-    if not isinstance(ids, list) or not all(type(one) is int and 0 <= one < 2**32 for one in ids):
+    if not isinstance(ids, list) or not all(type(id_) is int and 0 <= id_ < 2**32 for id_ in ids):
         raise bad_request(f"'tokens' must be a list of token ids, got {shown(ids)}", "tokens")
     return DetokenizeRequest(fields.text(body, "model"), ids)
 
 
 class TokenRoutes:
-    """One method a path. All raise HttpError and PoolError before the response has started."""
+    """The methods of these endpoints.
+
+    All raise HttpError and PoolError before the response starts.
+    """
 
     def __init__(self, pool: PoolAccess) -> None:
         self._pool = pool
@@ -139,7 +145,7 @@ class TokenRoutes:
         ids = await client.tokenize(model.name, request.prompt)
         if request.special:
             return ids
-        # A text that does not begin with the special tokens gets them in front.
+        # A text that does not begin with the special tokens gets them before it.
         added = await client.tokenize(model.name, "")
         written = await client.detokenize(model.name, added)
         return ids if request.prompt.startswith(written) else ids[len(added) :]

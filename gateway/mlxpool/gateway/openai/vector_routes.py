@@ -1,4 +1,4 @@
-"""The endpoints whose answers are numbers: those of models of texts, and decisions."""
+"""The endpoints whose answers are numbers: vectors and scores of texts, and decisions."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from mlxpool.gateway.json_parts import encode_in_parts
 from mlxpool.gateway.openai import decisions, vectors
 from mlxpool.gateway.openai.vectors import EmbeddingRequest, ScoreRequest
 
-AT_ONCE = 16  # calls of one /v1/score that are open at a time
+AT_ONCE = 16  # most calls of one /v1/score at a time
 
 Answer = TypeVar("Answer")
 
 
 class VectorRoutes:
-    """One method a path. All raise HttpError and PoolError before the response has started."""
+    """The methods of these endpoints.
+
+    All raise HttpError and PoolError before the response starts.
+    """
 
     def __init__(self, pool: PoolAccess) -> None:
         self._pool = pool
@@ -32,16 +35,16 @@ class VectorRoutes:
         request = vectors.embeddings(body)
         model, late = await self._model(request.model, response)
         settings = {**request.settings, **await self._prompt(request)}
-        asked = self._pool.client.embed(model, request.inputs, **settings, **late)
-        found = await _answer(asked, "input")
-        response.exchange.count(found.usage)
+        call = self._pool.client.embed(model, request.inputs, **settings, **late)
+        vectors_found = await _answer(call, "input")
+        response.exchange.count(vectors_found.usage)
         data = await asyncio.to_thread(
-            lambda: encode_in_parts(vectors.embeddings_body(request, found))
+            lambda: encode_in_parts(vectors.embeddings_body(request, vectors_found))
         )
         await response.data(data, JSON)
 
     async def _prompt(self, request: EmbeddingRequest) -> dict[str, str]:
-        """The model's prompt for the type of the inputs; empty without one."""
+        """Returns the model's prompt for the type of the inputs; empty without one."""
         if not request.input_type:
             return {}
         about = (await self._pool.models.described(request.model)).about
@@ -52,24 +55,28 @@ class VectorRoutes:
         """POST /v1/rerank."""
         request = vectors.rerank(body)
         model, late = await self._model(request.model, response)
-        asked = self._pool.client.rerank(
+        call = self._pool.client.rerank(
             model, request.query, request.documents, **request.settings, **late
         )
-        found = await _answer(asked, "documents")
-        response.exchange.count(found.usage)
-        await response.json(vectors.rerank_body(request, found, _new_id("rerank")))
+        ranking = await _answer(call, "documents")
+        response.exchange.count(ranking.usage)
+        await response.json(vectors.rerank_body(request, ranking, _new_id("rerank")))
 
     async def score(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
         """POST /v1/score."""
         request = vectors.score(body)
-        found = await _answer(self._rate(request, response), "text_2")
-        scores = [one.score for part in found for one in sorted(part, key=lambda one: one.index)]
-        usage = {key: sum(part.usage[key] for part in found) for key in found[0].usage}
+        rankings = await _answer(self._rate(request, response), "text_2")
+        scores = [
+            result.score
+            for part in rankings
+            for result in sorted(part, key=lambda result: result.index)
+        ]
+        usage = {key: sum(part.usage[key] for part in rankings) for key in rankings[0].usage}
         response.exchange.count(usage)
         await response.json(vectors.score_body(request, scores, usage, _new_id("score")))
 
     async def _rate(self, request: ScoreRequest, response: ResponseWriter) -> list[Ranking]:
-        """The scores of all documents for one query, or of each for a query of its own."""
+        """Returns the scores of all documents for one query, or of each for its own query."""
         model, late = await self._model(request.model, response)
         groups = [(request.queries[0], request.documents)]
         if len(request.queries) > 1:
@@ -94,33 +101,33 @@ class VectorRoutes:
         """POST /v1/classify."""
         request = vectors.classify(body)
         model, late = await self._model(request.model, response)
-        asked = self._pool.client.classify(model, request.inputs, **request.settings, **late)
-        found = await _answer(asked, "input")
-        response.exchange.count(found.usage)
-        await response.json(vectors.classify_body(request, found, _new_id("classify")))
+        call = self._pool.client.classify(model, request.inputs, **request.settings, **late)
+        labelled = await _answer(call, "input")
+        response.exchange.count(labelled.usage)
+        await response.json(vectors.classify_body(request, labelled, _new_id("classify")))
 
     async def decisions(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
         """POST /v1/decisions."""
         request = decisions.decisions(body)
         model, late = await self._model(request.model, response)
-        asked = self._pool.client.decide_all(
+        call = self._pool.client.decide_all(
             model, request.prompt, request.questions, **request.settings, **late
         )
-        found = await _answer(asked, "prompt")
-        response.exchange.count(found.usage)
-        await response.json(decisions.decisions_body(request, found, _new_id("decide")))
+        decided = await _answer(call, "prompt")
+        response.exchange.count(decided.usage)
+        await response.json(decisions.decisions_body(request, decided, _new_id("decide")))
 
     async def _model(self, name: str, response: ResponseWriter) -> tuple[str, dict[str, Any]]:
-        """The pool's name of a model, and the deadline as an argument of the client's calls."""
+        """Returns the pool's name of a model, and the deadline as an argument of a call."""
         model = await self._pool.models.get(name)
         response.exchange.model = model.name
         return model.name, {"deadline_ms": self._pool.deadline_ms}
 
 
-async def _answer(asked: Awaitable[Answer], param: str) -> Answer:
-    """The answer to a call; `param` is the field that a text which is too long came from."""
+async def _answer(call: Awaitable[Answer], param: str) -> Answer:
+    """Awaits the answer to a call; `param`: the field that a too long text came from."""
     try:
-        return await asked
+        return await call
     except ContextExceeded as error:
         raise from_pool_error(error, prompt_field=param) from None
 

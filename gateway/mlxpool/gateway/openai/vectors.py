@@ -34,7 +34,7 @@ SAME_TYPES = (("query", "search_query"), ("document", "passage", "search_documen
 class EmbeddingRequest(Struct, frozen=True):
     """A checked /v1/embeddings. `settings`: keyword arguments of the client's `embed`.
 
-    `input_type`: what the texts are, such as query; "": it is not said, or a prompt is named.
+    `input_type`: the type of the texts, such as query; "": no type, or a prompt is named.
     """
 
     model: str
@@ -75,7 +75,7 @@ class ClassifyRequest(Struct, frozen=True):
 
 
 def embeddings(body: Mapping[str, Any]) -> EmbeddingRequest:
-    """A checked /v1/embeddings. Raises HttpError naming the field."""
+    """Checks a /v1/embeddings. Raises HttpError naming the field."""
     body = EMBEDDINGS.check(body)
     encoding = fields.text(body, "encoding_format", "float")
     if encoding not in FORMATS:
@@ -95,21 +95,21 @@ def embeddings(body: Mapping[str, Any]) -> EmbeddingRequest:
 
 
 def prompt_of_type(input_type: str, prompts: Sequence[str]) -> str | None:
-    """Which of a model's prompts, by their names, is for this type; None: none of them."""
+    """Returns the name of a model's prompt for this type; None if no prompt is for it."""
     kind = input_type.lower()
     same = next((group for group in SAME_TYPES if kind in group), ())
     return next((name for name in (kind, *same) if name in prompts), None)
 
 
 def rerank(body: Mapping[str, Any]) -> RerankRequest:
-    """A checked /v1/rerank. Raises HttpError naming the field."""
+    """Checks a /v1/rerank. Raises HttpError naming the field."""
     body = RERANK.check(body)
     settings = {
         **_truncate(body),
         "top": fields.integer(body, "top_n", 1, MAX_TOP),
         "prompt": fields.text(body, "instruction", "") or None,
     }
-    documents = [_document(one) for one in _listed("documents", body.get("documents"))]
+    documents = [_document(document) for document in _listed("documents", body.get("documents"))]
     return RerankRequest(
         fields.text(body, "model"),
         fields.text(body, "query"),
@@ -120,10 +120,10 @@ def rerank(body: Mapping[str, Any]) -> RerankRequest:
 
 
 def score(body: Mapping[str, Any]) -> ScoreRequest:
-    """A checked /v1/score. Raises HttpError naming the field."""
+    """Checks a /v1/score. Raises HttpError naming the field."""
     body = SCORE.check(body)
     queries, documents = (
-        _texts(name, [given] if isinstance(given := body.get(name), str) else _listed(name, given))
+        _texts(name, [raw] if isinstance(raw := body.get(name), str) else _listed(name, raw))
         for name in ("text_1", "text_2")
     )
     if len(queries) not in (1, len(documents)):
@@ -134,108 +134,108 @@ def score(body: Mapping[str, Any]) -> ScoreRequest:
 
 
 def classify(body: Mapping[str, Any]) -> ClassifyRequest:
-    """A checked /v1/classify. Raises HttpError naming the field."""
+    """Checks a /v1/classify. Raises HttpError naming the field."""
     body = CLASSIFY.check(body)
-    given = body.get("input")
-    inputs = [given] if isinstance(given, str) else _listed("input", given)
+    raw_input = body.get("input")
+    inputs = [raw_input] if isinstance(raw_input, str) else _listed("input", raw_input)
     return ClassifyRequest(fields.text(body, "model"), _texts("input", inputs), _truncate(body))
 
 
 def _normalise(body: Mapping[str, Any]) -> bool | None:
-    """Whether vectors are to have the length 1; None: as the model has it."""
+    """Whether vectors get the length 1; None: the model decides."""
     if body.get("normalize") is None:
         return None
     return fields.flag(body, "normalize", True)
 
 
 def _truncate(body: Mapping[str, Any]) -> dict[str, bool]:
-    given = body.get("truncate")
-    if isinstance(given, str):
-        if given not in CUTS:
+    truncate = body.get("truncate")
+    if isinstance(truncate, str):
+        if truncate not in CUTS:
             names = ", ".join(CUTS)
-            message = f"'truncate' is {shown(given)}, must be true, false or one of {names}"
+            message = f"'truncate' is {shown(truncate)}, must be true, false or one of {names}"
             raise bad_request(f"{message}: texts are cut at their end", "truncate")
-        return {"truncate": CUTS[given]}
+        return {"truncate": CUTS[truncate]}
     return {"truncate": fields.flag(body, "truncate", False)}
 
 
-def _document(given: Any) -> Any:
-    """A document may be text, or a map with `text`."""
-    return given.get("text") if isinstance(given, Mapping) else given
+def _document(document: Any) -> Any:
+    """Returns the text of a document, which may be text or a map with `text`."""
+    return document.get("text") if isinstance(document, Mapping) else document
 
 
-def _inputs(given: Any) -> list[Any]:
-    """Texts, or lists of token ids."""
-    if isinstance(given, str) or _is_ids(given):
-        given = [given]
-    found = _listed("input", given)
-    if all(isinstance(one, str) for one in found):
-        return _texts("input", found)
-    if all(_is_ids(one) for one in found):
-        return found
+def _inputs(raw: Any) -> list[Any]:
+    """Returns texts, or lists of token ids."""
+    if isinstance(raw, str) or _is_ids(raw):
+        raw = [raw]
+    inputs = _listed("input", raw)
+    if all(isinstance(item, str) for item in inputs):
+        return _texts("input", inputs)
+    if all(_is_ids(item) for item in inputs):
+        return inputs
     raise bad_request(
         "'input' must be text, a list of token ids, or a list of either, none of them empty",
         "input",
     )
 
 
-def _is_ids(given: Any) -> bool:
+def _is_ids(value: Any) -> bool:
     return (
-        isinstance(given, list)
-        and bool(given)
-        and all(type(one) is int and 0 <= one < 2**32 for one in given)
+        isinstance(value, list)
+        and bool(value)
+        and all(type(id_) is int and 0 <= id_ < 2**32 for id_ in value)
     )
 
 
-def _listed(name: str, given: Any) -> list[Any]:
-    if not isinstance(given, list) or not 1 <= len(given) <= MAX_INPUTS:
-        got = f"{len(given)}" if isinstance(given, list) else shown(given)
+def _listed(name: str, value: Any) -> list[Any]:
+    if not isinstance(value, list) or not 1 <= len(value) <= MAX_INPUTS:
+        got = f"{len(value)}" if isinstance(value, list) else shown(value)
         raise bad_request(f"{name!r} must be a list of 1 to {MAX_INPUTS} texts, got {got}", name)
-    return given
+    return value
 
 
-def _texts(name: str, given: Sequence[Any]) -> list[str]:
-    for index, one in enumerate(given):
-        if not isinstance(one, str) or not one:
-            raise bad_request(f"{name}[{index}] must be text, not empty, got {shown(one)}", name)
-    return list(given)
+def _texts(name: str, values: Sequence[Any]) -> list[str]:
+    for index, text in enumerate(values):
+        if not isinstance(text, str) or not text:
+            raise bad_request(f"{name}[{index}] must be text, not empty, got {shown(text)}", name)
+    return list(values)
 
 
 # ---- responses -------------------------------------------------------------------------------
 
 
-def embeddings_body(request: EmbeddingRequest, found: Vectors) -> dict[str, Any]:
-    """The response of /v1/embeddings."""
-    size = found.columns * NUMBER_BYTES
+def embeddings_body(request: EmbeddingRequest, vectors: Vectors) -> dict[str, Any]:
+    """Returns the response of /v1/embeddings."""
+    size = vectors.columns * NUMBER_BYTES
     data = [
         {
             "object": "embedding",
             "index": index,
-            "embedding": base64.b64encode(found.data[index * size : (index + 1) * size]).decode()
+            "embedding": base64.b64encode(vectors.data[index * size : (index + 1) * size]).decode()
             if request.as_base64
-            else found[index],
+            else vectors[index],
         }
-        for index in range(found.rows)
+        for index in range(vectors.rows)
     ]
-    return {"object": "list", "data": data, "model": request.model, "usage": dict(found.usage)}
+    return {"object": "list", "data": data, "model": request.model, "usage": dict(vectors.usage)}
 
 
-def rerank_body(request: RerankRequest, found: Ranking, name: str) -> dict[str, Any]:
-    """The response of /v1/rerank, best first; `name` is its id."""
+def rerank_body(request: RerankRequest, ranking: Ranking, name: str) -> dict[str, Any]:
+    """Returns the response of /v1/rerank, best first; `name` is its id."""
     results = []
-    for one in found:
-        result: dict[str, Any] = {"index": one.index, "relevance_score": one.score}
+    for ranked in ranking:
+        result: dict[str, Any] = {"index": ranked.index, "relevance_score": ranked.score}
         if request.with_documents:
-            result["document"] = {"text": request.documents[one.index]}
+            result["document"] = {"text": request.documents[ranked.index]}
         results.append(result)
-    usage = dict(found.usage)
+    usage = dict(ranking.usage)
     return {"id": name, "model": request.model, "usage": usage, "results": results}
 
 
 def score_body(
     request: ScoreRequest, scores: Sequence[float], usage: Mapping[str, int], name: str
 ) -> dict[str, Any]:
-    """The response of /v1/score, in the order of the texts."""
+    """Returns the response of /v1/score, in the order of the texts."""
     data = [
         {"index": index, "object": "score", "score": value} for index, value in enumerate(scores)
     ]
@@ -243,12 +243,12 @@ def score_body(
     return {**answer, "usage": dict(usage)}
 
 
-def classify_body(request: ClassifyRequest, found: Vectors, name: str) -> dict[str, Any]:
-    """The response of /v1/classify: of each text the likeliest label, and all probabilities."""
+def classify_body(request: ClassifyRequest, vectors: Vectors, name: str) -> dict[str, Any]:
+    """Returns the response of /v1/classify: each text's likeliest label and all probabilities."""
     data = []
-    for index, row in enumerate(found):
-        best = max(range(found.columns), key=row.__getitem__)
-        label = found.labels[best]
-        data.append({"index": index, "label": label, "probs": row, "num_classes": found.columns})
+    for index, row in enumerate(vectors):
+        best = max(range(vectors.columns), key=row.__getitem__)
+        label = vectors.labels[best]
+        data.append({"index": index, "label": label, "probs": row, "num_classes": vectors.columns})
     answer = {"id": name, "object": "list", "model": request.model, "data": data}
-    return {**answer, "labels": list(found.labels), "usage": dict(found.usage)}
+    return {**answer, "labels": list(vectors.labels), "usage": dict(vectors.usage)}

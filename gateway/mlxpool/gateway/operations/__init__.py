@@ -1,4 +1,4 @@
 """The record of each request, metrics and drain of the gateway.
 
-None of it knows routes or the pool.
+These modules do not depend on routes or the pool.
 """

@@ -1,11 +1,11 @@
-"""Bounds the connections of a gateway: how many are open, and how long one may have no request.
+"""Bounds the connections of a gateway: their number, and the time that one may have no request.
 
 A connection without a request costs its sender nothing and the gateway a descriptor. Without these
-bounds a few thousand of them leave no descriptor for anybody else.
+bounds a few thousand of them leave no descriptor for other clients.
 
-A peer that sends nothing more may still read, or be gone: TCP does not tell. It gets the answer,
-and in front of one that takes long an interim response from time to time, which fails if it is
-gone.
+A peer that sends nothing more may still read, or be gone: TCP does not show which. It gets the
+answer. Before an answer that takes long it gets interim responses from time to time; they fail if
+the peer is gone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger("mlxpool.gateway")
 # Connections that asyncio accepts before it runs their protocols, which apply the bound.
 ACCEPTED_AT_ONCE = 16
 RESERVED = 128  # descriptors for the pool, files, and connections accepted beyond the bound
-FEWEST, MOST = 16, 65536  # connections
+FEWEST, MOST = 16, 65536  # bounds of the number of connections
 LOG_INTERVAL = 1.0  # seconds between two lines about the same trouble
 ACCEPT_FAILED = "socket.accept() out of system resource"  # asyncio's message
 FULL = (
@@ -38,42 +38,42 @@ FULL = (
 )
 
 PROCESSING = h11.InformationalResponse(status_code=102, headers=[], reason=b"Processing")
-# Seconds until a client that sends nothing more is asked whether it is there: after FIRST_PROBE,
-# SECOND_PROBE, then twice as long each time, up to LAST_PROBE.
+# Seconds until a probe of a client that sends nothing more: first FIRST_PROBE, then SECOND_PROBE,
+# then twice as long each time, up to LAST_PROBE.
 FIRST_PROBE, SECOND_PROBE, LAST_PROBE = 5.0, 1.0, 8.0
 
 NO_HTTP = (
     "this is no HTTP/1.1 request; the gateway has no TLS: https:// needs a proxy in front of it"
 )
-# Warnings of uvicorn about requests, for which the access log has a line.
+# Warnings of uvicorn about requests that have a line in the access log.
 TOLD_ELSEWHERE = ("Invalid HTTP request", "Unsupported upgrade", "No supported WebSocket library")
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """A filter of the logger uvicorn.error: False for what the access log says already."""
+    """A filter of the logger uvicorn.error: False for messages that the access log has already."""
     return not record.getMessage().startswith(TOLD_ELSEWHERE)
 
 
 def connection_limit(descriptors: int) -> int:
-    """How many connections may be open in a process with this RLIMIT_NOFILE."""
+    """Returns the most connections of a process with this RLIMIT_NOFILE."""
     if descriptors == resource.RLIM_INFINITY:
         return MOST
     return min(max(descriptors - RESERVED, FEWEST), MOST)
 
 
 def own_connection_limit() -> int:
-    """How many connections may be open in this process."""
+    """Returns the most connections of this process."""
     return connection_limit(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
 class LogInterval:
-    """Says when a line about a trouble that repeats is due: once in LOG_INTERVAL seconds."""
+    """Bounds log lines about a repeated trouble: one in LOG_INTERVAL seconds."""
 
     def __init__(self) -> None:
         self._next = float("-inf")
 
     def due(self, now: float) -> bool:
-        """Whether to log now (monotonic seconds)."""
+        """Whether to log now; `now` is in monotonic seconds."""
         if now < self._next:
             return False
         self._next = now + LOG_INTERVAL
@@ -88,7 +88,7 @@ class Connections:
     ) -> None:
         """`header_time`: seconds until the headers of a request must be complete.
 
-        `unparsable` is called with the address of a peer whose bytes are no HTTP request; it
+        `unparsable` is called with the address of a peer whose bytes are not an HTTP request. It
         returns the record of the answer.
         """
         self.limit = limit
@@ -99,9 +99,9 @@ class Connections:
         self._log = LogInterval()
 
     def opened(self, connection: BoundedProtocol, now: float) -> bool:
-        """Add a connection; at the limit it takes the place of the oldest without a request.
+        """Adds a connection; at the limit it replaces the oldest connection without a request.
 
-        Returns False if every connection has a request, and no place is free.
+        Returns False if every connection has a request, so that no place is free.
         """
         if len(self._open) >= self.limit:
             oldest = next(iter(self._waiting), None)
@@ -118,11 +118,11 @@ class Connections:
         return True
 
     def request_begins(self, connection: BoundedProtocol) -> None:
-        """The headers of a request are complete."""
+        """Notes that the headers of a request are complete."""
         self._waiting.pop(connection, None)
 
     def request_ended(self, connection: BoundedProtocol) -> None:
-        """The connection has no request now."""
+        """Notes that the connection now has no request."""
         if connection in self._open:
             self._waiting[connection] = None
 
@@ -169,7 +169,7 @@ class BoundedProtocol(H11Protocol):
         if self.transport.is_closing():
             return
         if self._header_timer is None and self.book.is_waiting(self):
-            data = data.lstrip(b"\r\n")  # which old clients send behind a body
+            data = data.lstrip(b"\r\n")  # old clients send line ends after a body
             if not data:
                 return
             self._start_timer()
@@ -183,11 +183,11 @@ class BoundedProtocol(H11Protocol):
             self.book.request_begins(self)
 
     def send_400_response(self, msg: str) -> None:
-        """Called for bytes that are no HTTP request, also in the body of one."""
+        """Called for bytes that are not an HTTP request, also in the body of a request."""
         if self.cycle is None or self.cycle.response_complete:
             client = None if self.client is None else self.client[0]
             request_id = self.book.unparsable(client).id
-        else:  # the record of the request in whose body they are says that the client is gone
+        else:  # the record of the request with this body shows that the client is gone
             request_id = uuid.uuid4().hex
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -217,12 +217,12 @@ class BoundedProtocol(H11Protocol):
         super().on_response_complete()  # begins the next request if it has arrived
         begun = self.book.is_waiting(self) and self.conn.trailing_data[0]
         if begun and self._header_timer is None and not self.transport.is_closing():
-            self._start_timer()  # a part of the next one came with this one
+            self._start_timer()  # a part of the next request came with this one
         if self._half_closed and self.cycle.response_complete:
             self.transport.close()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Whether the connection stays open: it does until a request that is whole is answered."""
+        """Whether the connection stays open: it does until a complete request is answered."""
         self._half_closed = (
             self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
         )
@@ -234,10 +234,10 @@ class BoundedProtocol(H11Protocol):
         self._probe_timer = self.loop.call_later(seconds, self._probe, then)
 
     def _probe(self, seconds: float) -> None:
-        """Write to a peer that may be gone: if it is, the next write ends the connection.
+        """Writes to a peer that may be gone: then the next write ends the connection.
 
         Pieces of a response do the same, once it has begun. HTTP/1.0 has no interim responses, so
-        its client is taken to be gone.
+        its client counts as gone.
         """
         if self.cycle.response_started:
             return
@@ -256,7 +256,7 @@ class BoundedProtocol(H11Protocol):
 
 
 def protocol_of(connections: Connections) -> type[BoundedProtocol]:
-    """The class that uvicorn makes an instance of for each connection."""
+    """Returns the class of uvicorn's connections."""
 
     class GatewayProtocol(BoundedProtocol):
         book = connections

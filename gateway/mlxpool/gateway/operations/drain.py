@@ -1,4 +1,4 @@
-"""The end of a gateway: new requests are refused, running ones go on for a time."""
+"""The drain of a gateway: new requests are refused, running ones go on for a time."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from collections.abc import Iterator
 
 from mlxpool.gateway.errors import HttpError
 
-RETRY_AFTER = 1.0  # seconds; another gateway behind the same balancer may answer at once
+RETRY_AFTER = 1.0  # seconds; another gateway of the same load balancer may answer at once
 ABORT_TIME = 1.0  # seconds for the error events of requests that outlast the drain
 
 
 class Drain:
-    """Counts the requests that run. Belongs to the event loop."""
+    """Counts the running requests. Belongs to the event loop."""
 
     def __init__(self) -> None:
         self.begun = False
         self._running: set[asyncio.Task[object]] = set()
-        self._changed = asyncio.Event()  # a request ended, or the drain is to be cut short
+        self._changed = asyncio.Event()  # set when a request ends, and to cut the drain short
         self._hurry = False
 
     @property
     def running(self) -> int:
-        """How many requests run."""
+        """The number of running requests."""
         return len(self._running)
 
     def check_open(self) -> None:
@@ -34,7 +34,7 @@ class Drain:
 
     @contextlib.contextmanager
     def request(self) -> Iterator[None]:
-        """Counts the current task as a request that runs while entered."""
+        """Counts the current task as a running request inside the context."""
         task = asyncio.current_task()
         assert task is not None
         self._running.add(task)
@@ -45,14 +45,14 @@ class Drain:
             self._changed.set()
 
     def hurry(self) -> None:
-        """Have the requests that run end now."""
+        """Ends running requests now."""
         self._hurry = True
         self._changed.set()
 
     async def finish(self, seconds: float) -> None:
-        """Wait until no request runs; cancel those that still do after `seconds`.
+        """Waits until no request runs; cancels the requests that still run after `seconds`.
 
-        A cancelled request ends with an error, for which it has ABORT_TIME.
+        A cancelled request ends with an error, in ABORT_TIME at most.
         """
         self.begun = True
         await self._wait_for_requests(seconds, cut_short=True)

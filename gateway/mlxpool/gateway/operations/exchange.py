@@ -1,4 +1,4 @@
-"""One HTTP request and its response, as the access log and the metrics see them. Pure."""
+"""The record of one HTTP request and its response, for access log and metrics. Pure."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 from msgspec import Struct
 
-# Routes of what the table of routes does not have.
-OTHER_ROUTE = "other"  # paths that are none, absolute URLs, CONNECT
-PREFLIGHT = "preflight"  # the question of a browser whether a page may send a request
-UNPARSABLE = "unparsable"  # bytes that are no HTTP request
+# Routes of requests that the table of routes does not have.
+OTHER_ROUTE = "other"  # unknown paths, absolute URLs, CONNECT
+PREFLIGHT = "preflight"  # a browser asks if a page may send a request
+UNPARSABLE = "unparsable"  # bytes that are not an HTTP request
 FURTHER_ROUTES = (OTHER_ROUTE, PREFLIGHT, UNPARSABLE)
 CLIENT_DISCONNECTED = "client_disconnected"  # the error code of a request whose client is gone
 NOT_HTTP = "not_http"  # the error code of UNPARSABLE
@@ -19,26 +19,26 @@ DISCONNECTED = 499  # status of a request whose client disconnected before the r
 REQUEST_ID = "x-request-id"
 # Ids of proxies and tracing systems: UUIDs, ULIDs, AWS's `Root=1-…;…`, Google's `TRACE/SPAN;o=1`.
 SANE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:;=/+@-]{0,127}")
-# A part of a path that can be no key, and none of its parts: a key has 16 characters or more, and
-# may have a slash.
+# A part of a path that cannot be a key or a part of a key: a key has 16 characters or more, and may
+# have a slash.
 SHOWN_PART = re.compile(r"[a-z_.*-]{0,15}(:\d{0,5})?|v\d{1,2}")
 
 
 class Exchange(Struct, eq=False):
-    """What is known of one request. Times are monotonic seconds."""
+    """The record of one request. Times are monotonic seconds."""
 
     id: str
     method: str
     route: str  # the path as the table of routes has it
     started: float
     client: str | None = None  # the peer's address
-    path: str | None = None  # as it was asked for, if it is no route
+    path: str | None = None  # the requested path, if it is not a route
     key: str | None = None  # the name of the bearer key
-    model: str | None = None  # the pool's name
+    model: str | None = None  # the pool's name for the model
     pool_id: str | None = None  # id of the request, or of its first choice, in the pool's log
     traceparent: str | None = None  # the client's header, if it names a span
     streamed: bool = False
-    status: int = 0  # 0: no response was begun
+    status: int = 0  # 0: no response has begun
     failure: str | None = None  # the error's code
     first_token: float | None = None
     prompt_tokens: int | None = None
@@ -46,16 +46,16 @@ class Exchange(Struct, eq=False):
     completion_tokens: int | None = None
 
     def count(self, usage: Mapping[str, Any], *, prompt: bool = True) -> None:
-        """Add the tokens of a choice or call; `prompt` false: its prompt was counted before."""
+        """Adds the tokens of a choice or call; `prompt` False: its prompt is already counted."""
         if prompt:
             self.prompt_tokens = (self.prompt_tokens or 0) + usage.get("prompt_tokens", 0)
             self.cached_tokens = (self.cached_tokens or 0) + usage.get("cached_tokens", 0)
-        made = usage.get("completion_tokens")
-        if made is not None:
-            self.completion_tokens = (self.completion_tokens or 0) + made
+        generated = usage.get("completion_tokens")
+        if generated is not None:
+            self.completion_tokens = (self.completion_tokens or 0) + generated
 
     def fields(self, now: float) -> dict[str, Any]:
-        """The fields of its line in the access log; what is not known is None."""
+        """Returns the fields of its line in the access log; an unknown value is None."""
         first = self.first_token
         return {
             "request_id": self.id,
@@ -78,16 +78,19 @@ class Exchange(Struct, eq=False):
 
 
 def milliseconds(seconds: float) -> float:
-    """For a log: with one decimal."""
+    """Returns a time in milliseconds with one decimal, for a log."""
     return round(seconds * 1000, 1)
 
 
 def shown_path(path: str) -> str:
-    """A path as logs show it: a client may have put its key there, so odd parts are `…`."""
+    """Returns a path for a log.
+
+    Odd parts become `…`, because a client may have put its key there.
+    """
     parts = path.split("/")
     return "/".join(part if SHOWN_PART.fullmatch(part) else "…" for part in parts)
 
 
-def request_id(given: str | None, made: str) -> str:
-    """The client's own X-Request-Id if it can stand in a header and a log line, else `made`."""
-    return given if given is not None and SANE_ID.fullmatch(given) else made
+def request_id(sent: str | None, fallback: str) -> str:
+    """Returns the client's X-Request-Id if it suits headers and log lines, else `fallback`."""
+    return sent if sent is not None and SANE_ID.fullmatch(sent) else fallback

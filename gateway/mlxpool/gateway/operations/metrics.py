@@ -1,7 +1,7 @@
 """The gateway's metrics, in the text formats of Prometheus.
 
-Labels have few values, known beforehand: routes of the table and statuses; never a path, a key, a
-model that a client named, or an id. The broker's own metrics have the figures of each model.
+Labels have few values, known beforehand: routes of the table and statuses. Paths, keys, ids and
+models that a client named are not labels. The broker's own metrics have the figures of each model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mlxpool.common.metrics import (
 )
 from mlxpool.gateway.operations.exchange import CLIENT_DISCONNECTED, FURTHER_ROUTES, Exchange
 
-# Upper bounds in seconds; those of the broker's histograms of the same things.
+# Upper bounds in seconds, equal to those of the broker's histograms of the same times.
 FIRST_TOKEN_BUCKETS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
     20.0, 40.0, 80.0, 160.0,
@@ -32,23 +32,26 @@ DURATION_BUCKETS = (
     40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
 )  # fmt: skip
 PREFIX = "mlxpool_gateway"
-CAUSES = ERROR, DISCONNECT = "error", "disconnect"  # of streams that end before their end
+CAUSES = ERROR, DISCONNECT = "error", "disconnect"  # causes of an early end of a stream
 
 Counts = Counter[tuple[str, ...]]  # by the values of the labels
 Histograms = defaultdict[tuple[str, ...], Histogram]  # the same
 
 
 class Metrics:
-    """Used by the event loop's thread alone."""
+    """The metrics. Only the event loop's thread uses them."""
 
     def __init__(self, version: str, routes: Iterable[str]) -> None:
-        """`routes`: all that can be counted; their series begin at 0, so that rates are right."""
+        """`routes`: all routes that are counted.
+
+        Their series begin at 0, so that rates are right.
+        """
         routes = (*routes, *FURTHER_ROUTES)
         self.version = version
         self.draining = False
         self.requests: Counts = Counter({(route, "200"): 0 for route in routes})
         self.in_flight: Counts = Counter({(route,): 0 for route in routes})
-        self.failures: Counts = Counter({(route, one): 0 for route in routes for one in CAUSES})
+        self.failures: Counts = Counter({(route, cause): 0 for route in routes for cause in CAUSES})
         self.prompt_tokens: Counts = Counter()
         self.cached_tokens: Counts = Counter()
         self.completion_tokens: Counts = Counter()
@@ -61,7 +64,7 @@ class Metrics:
         self.in_flight[exchange.route,] += 1
 
     def ended(self, exchange: Exchange, now: float) -> None:
-        """A request that had begun was answered, or its client is gone."""
+        """Counts a request that was answered, or whose client is gone."""
         route = (exchange.route,)
         self.in_flight[route] -= 1
         self.requests[exchange.route, str(exchange.status)] += 1
@@ -83,12 +86,12 @@ class Metrics:
         self.draining = True
 
     def text(self, accept: str) -> tuple[bytes, str]:
-        """All metrics in the newest format that the Accept header names, and its content type."""
+        """Returns all metrics in the newest format of the Accept header, and the content type."""
         return self._writer.text(self, accept)
 
 
 def _frozen(histograms: Histograms) -> Rows:
-    return [(labels, one.frozen()) for labels, one in histograms.items()]
+    return [(labels, histogram.frozen()) for labels, histogram in histograms.items()]
 
 
 FAMILIES = (

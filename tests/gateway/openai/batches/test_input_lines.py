@@ -14,7 +14,7 @@ from mlxpool.gateway.models import ModelInfo
 from mlxpool.gateway.openai.batches import lines as input_lines
 from mlxpool.gateway.openai.batches.bodies import MAX_FAULTS
 from mlxpool.gateway.openai.batches.fields import CHATS, COMPLETIONS, MAX_LINE, MAX_LINES
-from mlxpool.gateway.openai.batches.lines import Asked
+from mlxpool.gateway.openai.batches.lines import AnswerSettings
 from mlxpool.gateway.openai.batches.requests import LineReader
 
 MODEL = ModelInfo.from_row({"name": "m", "state": "ready", "context": 100_000})
@@ -130,7 +130,7 @@ def test_tools_that_the_pool_gets_as_text_are_kept_for_the_answer() -> None:
     for formats, as_text in (told, True), (ChatFormats("hermes", None), False):
         model = replace(CHAT_MODEL, chat=formats)
         reader, (made,) = read([chat(tools=tools, tool_choice="required")], CHATS, model)
-        asked = Asked.of(made)
+        asked = AnswerSettings.of(made)
         assert not reader.faults and made["options"]["format"]["type"] == "lark"
         assert made.get("tools") == (None if as_text else tools)
         assert list(asked.tools) == (tools if as_text else [])

@@ -13,12 +13,12 @@ from mlxpool.common.protocol.kept.file_messages import LINES_PURPOSE
 from mlxpool.gateway.openai.batches.lines import LineFault
 
 UPLOADED, LINES = "batch", LINES_PURPOSE  # purposes of files: of a client, and of the pool
-MARK = "openai"  # key of the pool's metadata of a batch that has what is said here
+MARK = "openai"  # key of these facts in the pool's metadata of a batch
 OUTPUT, ERROR = "output", "error"
-RELEASED = {OUTPUT: DONE, ERROR: OTHERS}  # kind of a file -> the results that it is made of
+RELEASED = {OUTPUT: DONE, ERROR: OTHERS}  # kind of a file -> the results that it contains
 _RESULTS = re.compile(r"file-([0-9a-f]{32})-(output|error)")
-MAX_FAULTS = 10  # that are told
-MAX_FAULT = 300  # characters of one
+MAX_FAULTS = 10  # most faults that are reported
+MAX_FAULT = 300  # most characters of a reported fault
 
 
 def file_id(hex: str) -> str:
@@ -30,14 +30,14 @@ def batch_id(hex: str) -> str:
 
 
 def results_id(batch: str, kind: str) -> str:
-    """The id of a file that is made of the results of a batch."""
+    """Returns the id of a file with results of a batch."""
     return f"file-{batch.removeprefix(batch_id(''))}-{kind}"
 
 
 def results_of(file: str) -> tuple[str, str] | None:
-    """The batch of whose results a file is made, and its kind; None for another file."""
-    found = _RESULTS.fullmatch(file)
-    return None if found is None else (batch_id(found[1]), found[2])
+    """Returns the batch of a file of results, and the file's kind; None for another file."""
+    match = _RESULTS.fullmatch(file)
+    return None if match is None else (batch_id(match[1]), match[2])
 
 
 def is_deleted(batch: Mapping[str, Any], kind: str) -> bool:
@@ -62,7 +62,7 @@ def file_body(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def results_body(batch: Mapping[str, Any], kind: str, size: int) -> dict[str, Any]:
-    """A file that is made of the results of a batch, from the batch's row."""
+    """Returns a file of the results of a batch, from the batch's row."""
     ended, forget = batch["ended"], batch["forget"]
     return {
         "id": results_id(batch["key"], kind),
@@ -78,7 +78,7 @@ def results_body(batch: Mapping[str, Any], kind: str, size: int) -> dict[str, An
 
 
 class BatchRequest(Struct, frozen=True):
-    """What a batch was made with, as the pool keeps it in the batch's metadata."""
+    """The request that made a batch, as the pool keeps it in the batch's metadata."""
 
     endpoint: str
     input: str  # the id of its file
@@ -88,7 +88,10 @@ class BatchRequest(Struct, frozen=True):
     faults: Sequence[LineFault] = ()
 
     def body(self) -> dict[str, Any]:
-        faults = [[one.line, one.code, one.message[:MAX_FAULT], one.param] for one in self.faults]
+        faults = [
+            [fault.line, fault.code, fault.message[:MAX_FAULT], fault.param]
+            for fault in self.faults
+        ]
         return {
             MARK: {
                 "endpoint": self.endpoint,
@@ -102,22 +105,25 @@ class BatchRequest(Struct, frozen=True):
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> BatchRequest | None:
-        """Of a batch's row; None for a batch that was not made over OpenAI's interface."""
-        given = row["metadata"].get(MARK)
-        if not isinstance(given, Mapping):
+        """Reads the request from a batch's row.
+
+        None if the batch was not made over OpenAI's interface.
+        """
+        kept = row["metadata"].get(MARK)
+        if not isinstance(kept, Mapping):
             return None
-        faults = [LineFault(*fault) for fault in given["faults"]]
-        return cls(**{**given, "faults": faults})
+        faults = [LineFault(*fault) for fault in kept["faults"]]
+        return cls(**{**kept, "faults": faults})
 
 
 def status_of(row: Mapping[str, Any], request: BatchRequest) -> str:
-    """The status of a batch."""
+    """Returns the status of a batch."""
     if request.faults:
         return "failed"
     if row["state"] == "running":
         ended = row["done"] + _failed(row)
         return "finalizing" if ended >= request.total else "in_progress"
-    return str(row["outcome"] or row["state"])  # cancelling has no outcome yet
+    return str(row["outcome"] or row["state"])  # a cancelling batch has no outcome yet
 
 
 def _failed(row: Mapping[str, Any]) -> int:
@@ -125,15 +131,15 @@ def _failed(row: Mapping[str, Any]) -> int:
 
 
 def batch_body(row: Mapping[str, Any], request: BatchRequest) -> dict[str, Any]:
-    """A batch, from its row."""
+    """Returns the body of a batch, from its row."""
     status, key = status_of(row, request), str(row["key"])
     created, deadline = int(row["created"]), row["deadline"]
     ended = None if row["ended"] is None else int(row["ended"])
     over = row["ended"] is not None and not request.faults
     failed = 0 if request.faults else _failed(row)
     faults = [
-        {"code": one.code, "line": one.line, "message": one.message, "param": one.param}
-        for one in request.faults
+        {"code": fault.code, "line": fault.line, "message": fault.message, "param": fault.param}
+        for fault in request.faults
     ]
     return {
         "id": key,

@@ -11,13 +11,13 @@ from mlxpool.gateway.openai.responses_api.fields import METADATA
 CHATS, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 EMBEDDINGS, RERANK, SCORE = "/v1/embeddings", "/v1/rerank", "/v1/score"
 CLASSIFY, DECISIONS = "/v1/classify", "/v1/decisions"
-CALLS = (EMBEDDINGS, RERANK, SCORE, CLASSIFY, DECISIONS)  # whose answers are numbers
+CALLS = (EMBEDDINGS, RERANK, SCORE, CLASSIFY, DECISIONS)  # calls whose answers are numbers
 ENDPOINTS = (CHATS, COMPLETIONS, RESPONSES, *CALLS)
-MAX_FILE = 200 * 1024 * 1024  # bytes of an upload
-MAX_FILES = 10_000  # in a page of a list
-MAX_LINES = 50_000  # of a batch
-MAX_LINE = 8 * 2**20  # bytes of a line as it is sent; the pool takes half of it, without escapes
-MAX_KEEP = 30 * 24 * 3600  # seconds until a file or a result expires
+MAX_FILE = 200 * 1024 * 1024  # most bytes of an upload
+MAX_FILES = 10_000  # most files in a page of a list
+MAX_LINES = 50_000  # most lines of a batch
+MAX_LINE = 8 * 2**20  # most bytes of a line of a client; the pool takes half of it, without escapes
+MAX_KEEP = 30 * 24 * 3600  # most seconds until a file or a result expires
 MIN_KEEP = 3600
 WINDOW = r"^[1-9][0-9]{0,2}[hd]$"
 URL: Schema = {"type": "string", "maxLength": MAX_URL, "pattern": "^https?://"}
@@ -35,7 +35,7 @@ BATCH = Body(
         ),
         "metadata": METADATA,
         "output_expires_after": EXPIRY.schema(),
-        "notify": described("the URL to which the end of the batch is posted", URL),
+        "notify": described("the URL that receives the end of the batch", URL),
     },
     required=("input_file_id", "endpoint", "completion_window"),
 )

@@ -1,4 +1,4 @@
-"""Files and batches that the pool keeps, as the gateway reads and writes them."""
+"""Reads and writes the files and batches that the pool keeps."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ from mlxpool.gateway.openai.batches.fields import CALLS, MAX_LINE
 from mlxpool.gateway.openai.batches.lines import SLICE_LINES
 from mlxpool.gateway.openai.batches.results import result_line
 
-DISCARD_TIME = 10.0  # seconds for the deletion of what was written in vain
-ATTEMPTS = 60  # times in a row that a busy store is asked again, about a second apart
+DISCARD_TIME = 10.0  # seconds for the deletion of an incomplete file
+ATTEMPTS = 60  # most attempts in a row with a busy store, about a second apart
 
 Answer = TypeVar("Answer")
 Found = tuple[dict[str, Any], BatchRequest]
-PAGE_LINES = 200  # of results that are asked for at once
+PAGE_LINES = 200  # lines of results in one request to the pool
 
 
 async def ask(client: AsyncClient, content: Content, read: Callable[[Message], Answer]) -> Answer:
-    """The answer to a question about files or batches; a busy store is asked again."""
+    """Returns the answer to a question about files or batches; retries while the store is busy."""
     for attempt in range(ATTEMPTS):
         try:
             return await client.ask(Question(os.urandom(ID_BYTES), content, read))
@@ -70,28 +70,28 @@ async def ask(client: AsyncClient, content: Content, read: Callable[[Message], A
 
 
 def row_of(answer: Message) -> dict[str, Any]:
-    """The map of a file or a batch."""
+    """Returns the map of a file or a batch."""
     return dict(answer.body)
 
 
 class KeptFiles:
     """Reads and writes the files of one owner.
 
-    All methods raise PoolError; UnknownJob for a file that is not there.
+    All methods raise PoolError; UnknownJob for a file that does not exist.
     """
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
 
     async def row(self, key: str) -> dict[str, Any]:
-        """The map of a file: key, name, purpose, size, complete, created, forget."""
+        """Returns the map of a file: key, name, purpose, size, complete, created, forget."""
         return await self._about(file_messages.READ, key)
 
     async def delete(self, key: str) -> None:
         await self._about(file_messages.DELETE, key)
 
     async def place(self, key: str) -> FilePlace:
-        """Where a file is in lists, or was until it was deleted lately."""
+        """Returns the place of a file in lists, also of a file that was deleted lately."""
         try:
             return FilePlace((await self.row(key))["created"], key)
         except UnknownJob as error:
@@ -103,20 +103,20 @@ class KeptFiles:
     async def listed(
         self, purpose: str, count: int, behind: FilePlace | None, *, oldest_first: bool
     ) -> list[dict[str, Any]]:
-        """At most `count` complete files of a purpose in the order of their creation."""
-        found: list[dict[str, Any]] = []
-        while len(found) < count:
-            limit = min(MAX_FILES, count - len(found))
-            asked = ListFiles("", limit, purpose, behind, oldest_first)
-            page = await ask(self._client, asked, lambda answer: FileList.parse(answer.body))
-            found += [dict(row) for row in page.files if row["complete"]]
+        """Returns at most `count` complete files of a purpose, in the order of their creation."""
+        rows: list[dict[str, Any]] = []
+        while len(rows) < count:
+            limit = min(MAX_FILES, count - len(rows))
+            question = ListFiles("", limit, purpose, behind, oldest_first)
+            page = await ask(self._client, question, lambda answer: FileList.parse(answer.body))
+            rows += [dict(row) for row in page.files if row["complete"]]
             if page.next is None:
                 break
             behind = page.next
-        return found
+        return rows
 
     async def parts(self, key: str) -> AsyncIterator[bytes]:
-        """The bytes of a file."""
+        """Yields the bytes of a file."""
         start = 0
         while True:
             question = ReadFile(KeyName(key), start)
@@ -127,31 +127,31 @@ class KeptFiles:
             start += len(data)
 
     async def lines(self, key: str) -> AsyncGenerator[list[bytes], None]:
-        """The lines of a file without their ends, those of a part at a time.
+        """Yields the lines of a file without their ends, the lines of one part at a time.
 
-        Of a line over MAX_LINE there are MAX_LINE bytes and at most a part more.
+        A line over MAX_LINE is cut to MAX_LINE bytes and at most one part more.
         """
-        held: list[bytes] = []  # what is read of the last line
+        held: list[bytes] = []  # the read pieces of the last line
         size = 0
         async for data in self.parts(key):
-            whole, mark, rest = data.rpartition(b"\n")
+            ended, mark, rest = data.rpartition(b"\n")
             if mark:
-                yield b"".join((*held, whole)).split(b"\n")
+                yield b"".join((*held, ended)).split(b"\n")
                 held, size = [], 0
-            if size <= MAX_LINE:  # more of it is not needed to refuse it
+            if size <= MAX_LINE:  # further bytes are not needed to refuse the line
                 held.append(rest)
                 size += len(rest)
         if size:
             yield [b"".join(held)]
 
     async def put(self, message: PutFile) -> dict[str, Any]:
-        """Send a part; returns the file's row.
+        """Sends a part; returns the file's row.
 
         Raises HttpError if others write the same file, or the owner's files have too many bytes.
         """
         try:
             row = await ask(self._client, message, row_of)
-        except OverQuota as error:  # sending it again does not help, so clients are told not to
+        except OverQuota as error:  # a retry does not help, so the answer forbids it
             details = error.details or {}
             raise HttpError(429, error.message, error.code, retry=False, details=details) from None
         end = message.start + len(message.data)
@@ -166,7 +166,7 @@ class KeptFiles:
 
 
 class FileWriter:
-    """Writes a file as its bytes come, under a key of its own; holds one part of it."""
+    """Writes a file as its bytes come, under its own key; holds one part of it."""
 
     def __init__(self, files: KeptFiles, key: str, purpose: str, name: str = "") -> None:
         self.size = 0
@@ -175,7 +175,7 @@ class FileWriter:
         self._purpose, self._name = purpose, name
         self._held = bytearray()
         self._sent = 0
-        self._is_begun = False  # a part went out: the pool may have the file
+        self._is_begun = False  # a part was sent: the pool may have the file
 
     async def add(self, data: bytes) -> None:
         self.size += len(data)
@@ -185,16 +185,16 @@ class FileWriter:
             del self._held[:PART_BYTES]
 
     async def finish(self, keep: float | None = None) -> None:
-        """Write the rest: the file is complete.
+        """Writes the rest: the file is complete.
 
-        `keep`: seconds, None: as the pool's settings say.
+        `keep`: seconds; None: the time of the pool's settings.
         """
         await self._put(bytes(self._held), last=True, keep=keep)
 
     async def discard(self) -> None:
-        """Delete what was written.
+        """Deletes the written parts.
 
-        If the pool does not answer, it deletes what is not complete by itself after an hour.
+        If the pool does not answer, it deletes the incomplete file by itself after an hour.
         """
         if self._is_begun:
             with contextlib.suppress(PoolError, TimeoutError):
@@ -211,7 +211,7 @@ class FileWriter:
 
 
 class StoredLines:
-    """The lines of one file, by their numbers from 0, which have to rise."""
+    """The lines of one file, by their numbers from 0; numbers must rise from call to call."""
 
     def __init__(self, files: KeptFiles, key: str) -> None:
         self._lines = _each(files, key)
@@ -219,7 +219,7 @@ class StoredLines:
         self._line: bytes | None = b""
 
     async def line(self, number: int) -> dict[str, Any]:
-        """A line as JSON; empty if the file is no longer there."""
+        """Returns a line as JSON; empty if the file no longer exists."""
         while self._number < number and self._line is not None:
             self._line = await anext(self._lines, None)
             self._number += 1
@@ -241,10 +241,10 @@ async def _each(files: KeptFiles, key: str) -> AsyncIterator[bytes]:
 
 def _object(data: bytes) -> dict[str, Any]:
     try:
-        found = decode_in_parts(data.decode())
+        value = decode_in_parts(data.decode())
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 class KeptBatches:
@@ -254,13 +254,13 @@ class KeptBatches:
         self._client = client
 
     async def submit(self, message: SubmitBatch) -> Found:
-        """Make a batch; the same once more is the same batch."""
+        """Makes a batch; a repeated message returns the same batch."""
         return self._known(await ask(self._client, message, row_of))
 
     async def find(self, id: str) -> Found:
-        """A batch of this owner that was made over OpenAI's interface.
+        """Returns a batch of this owner that was made over OpenAI's interface.
 
-        Raises UnknownJob without one, and Gone if its results were deleted.
+        Raises UnknownJob if there is none, and Gone if its results were deleted.
         """
         row = await ask(self._client, AboutBatch(batch_messages.READ, KeyName(id)), row_of)
         if row["state"] == "gone":
@@ -271,12 +271,12 @@ class KeptBatches:
         return row, request
 
     async def cancel(self, id: str) -> Found:
-        """Cancel a batch that is known."""
+        """Cancels a batch that is known."""
         about = AboutBatch(batch_messages.CANCEL, KeyName(id))
         return self._known(await ask(self._client, about, row_of))
 
     async def release(self, id: str, kind: str) -> None:
-        """Delete the results of which one file of an ended batch is made."""
+        """Deletes the results of one file of an ended batch."""
         about = AboutBatch(batch_messages.RELEASE_RESULTS, KeyName(id), bodies.RELEASED[kind])
         await ask(self._client, about, row_of)
 
@@ -286,27 +286,27 @@ class KeptBatches:
         return row, request
 
     async def listed(self, count: int, before: str = "", older: float | None = None) -> list[Found]:
-        """At most `count` batches, the newest first: those made before a batch, or a time."""
-        found: list[Found] = []
-        asked = ListBatches(before=before, older=older)
+        """Returns at most `count` batches, newest first, made before a batch or a time."""
+        batches: list[Found] = []
+        question = ListBatches(before=before, older=older)
         while True:
-            page = await ask(self._client, asked, lambda answer: BatchList.parse(answer.body))
+            page = await ask(self._client, question, lambda answer: BatchList.parse(answer.body))
             for row in page.batches:
                 request = BatchRequest.of(row)
                 if request is not None and row["state"] != "gone":
-                    found.append((dict(row), request))
-            if not page.next or len(found) >= count:
-                return found[:count]
-            asked = ListBatches(before=page.next)
+                    batches.append((dict(row), request))
+            if not page.next or len(batches) >= count:
+                return batches[:count]
+            question = ListBatches(before=page.next)
 
     # ---- results -------------------------------------------------------------------------------
 
     async def results(
         self, row: dict[str, Any], request: BatchRequest, kind: str
     ) -> AsyncIterator[bytes]:
-        """The lines of the output or the error file, in the order of the input file.
+        """Yields the lines of the output or the error file, in the order of the input file.
 
-        Raises Gone, also behind some lines, if its results are deleted meanwhile.
+        Raises Gone if its results are deleted meanwhile, perhaps after some lines.
         """
         key, after = str(row["key"]), -1
         lines = StoredLines(KeptFiles(self._client), str(row["file"]))
@@ -314,27 +314,27 @@ class KeptBatches:
             page = await ask(self._client, ReadOutcomes(KeyName(key), after, PAGE_LINES), Page.of)
             if page.next < 0 or any(outcome["state"] == "gone" for outcome in page.rows):
                 row = await self._with_results(key, kind)
-            made = []
+            result_lines = []
             for number, outcome in enumerate(page.rows):
                 if number % SLICE_LINES == 0:
                     await serve_others()
                 line = await lines.line(int(outcome["line"]))
-                outcome, whole = await self._whole(dict(outcome))
-                made_of = outcome, line, request.endpoint, whole
+                outcome, long_answer = await self._whole(dict(outcome))
+                parts = outcome, line, request.endpoint, long_answer
                 if request.endpoint in CALLS:  # an answer may be 256 vectors
-                    answered, data = await asyncio.to_thread(result_line, *made_of)
+                    answered, data = await asyncio.to_thread(result_line, *parts)
                 else:
-                    answered, data = result_line(*made_of)
+                    answered, data = result_line(*parts)
                 missing = bodies.is_deleted(row, bodies.OUTPUT) and outcome["state"] == "gone"
                 if answered is (kind == bodies.OUTPUT) and not missing:
-                    made.append(data)
-            yield b"".join(made)
+                    result_lines.append(data)
+            yield b"".join(result_lines)
             if page.next < 0:
                 return
             after = page.next
 
     async def _with_results(self, key: str, kind: str) -> dict[str, Any]:
-        """The row of a batch as it is now. Raises Gone if results of this kind were deleted."""
+        """Returns the present row of a batch. Raises Gone if results of this kind were deleted."""
         row, _ = await self.find(key)
         if bodies.is_deleted(row, kind):
             raise Gone(f"the results of the batch {key!r:.80} were deleted while they were read")
@@ -343,7 +343,7 @@ class KeptBatches:
     async def _whole(
         self, outcome: dict[str, Any]
     ) -> tuple[dict[str, Any], Result | PoolError | None]:
-        """What is too long for a page is fetched by itself, with the facts of its answer.
+        """Fetches an answer that is too long for a page, with the facts of its job.
 
         Raises PoolError if it cannot be read now.
         """
@@ -355,5 +355,5 @@ class KeptBatches:
                 return {**outcome, "facts": stream.facts}, result
         except PoolError as error:
             if error.code in READING_CODES:
-                raise  # it is not the line's
+                raise  # the error does not belong to the line
             return outcome, error

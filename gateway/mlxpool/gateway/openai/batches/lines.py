@@ -44,17 +44,17 @@ from mlxpool.gateway.openai.requests import CompletionRequest
 from mlxpool.gateway.openai.responses_api import requests as responses
 from mlxpool.gateway.pools import Pool, Pools
 
-SLICE_LINES = 16  # that are checked, or answered, without a look at other requests: 1 to 2 ms
-SLICE_BYTES = 16 * 1024  # the same; a longer line is a slice by itself
+SLICE_LINES = 16  # lines that are checked or answered before other requests are served: 1 to 2 ms
+SLICE_BYTES = 16 * 1024  # the same bound in bytes; a longer line is its own slice
 LINE = Body(
     {"custom_id": NAME, "method": NAME, "url": NAME, "body": MAP},
     required=("custom_id", "method", "url", "body"),
 )
-ELSEWHERE = "model_in_another_pool"  # the code of a line whose model is where no earlier line's is
+ELSEWHERE = "model_in_another_pool"  # code of a line whose model is in another pool
 
 
 class LineFault(Struct, frozen=True):
-    """Why a line cannot be a request. `line` counts from 1."""
+    """The reason why a line is not a valid request. `line` counts from 1."""
 
     line: int
     code: str
@@ -62,12 +62,12 @@ class LineFault(Struct, frozen=True):
     param: str | None = None
 
 
-class Asked(Struct, frozen=True):
-    """What the answer of a line is made with.
+class AnswerSettings(Struct, frozen=True):
+    """The settings of the answer of a line.
 
-    `formats` are those of the answer, of tools and of thoughts; `tools` are those of the request
-    that the pool gets as text; `echoed` and `summary` are those of a response, `as_base64` of
-    embeddings, `top` and `with_documents` of a reranking.
+    `formats`: the formats of tools and of thoughts in the answer. `tools`: tools that the pool gets
+    as text. `echoed` and `summary` belong to a response, `as_base64` to embeddings, `top` and
+    `with_documents` to a reranking.
     """
 
     model: str = ""
@@ -86,22 +86,22 @@ class Asked(Struct, frozen=True):
         return ChatFormats(*self.formats)
 
     def body(self) -> dict[str, Any]:
-        """The fields as a map, without those that have their default value."""
+        """Returns the fields as a map, without fields that have their default value."""
         return {name: v for name, v in asdict(self).items() if v != _DEFAULTS[name]}
 
     @classmethod
-    def of(cls, line: Mapping[str, Any]) -> Asked:
-        """Read the fields from a line of the file that the pool reads."""
-        given = dict(line.get(OF_CLIENTS) or {})
-        tools, thoughts = given.pop("formats", (None, None))
-        return cls(formats=(tools, thoughts), **given)
+    def of(cls, line: Mapping[str, Any]) -> AnswerSettings:
+        """Reads the settings from a line of the file that the pool reads."""
+        kept = dict(line.get(OF_CLIENTS) or {})
+        tools, thoughts = kept.pop("formats", (None, None))
+        return cls(formats=(tools, thoughts), **kept)
 
 
-_DEFAULTS = asdict(Asked())
+_DEFAULTS = asdict(AnswerSettings())
 
 
 def parsed_line(data: bytes, endpoint: str) -> dict[str, Any]:
-    """A line as JSON, with its members checked. Raises HttpError."""
+    """Parses a line as JSON and checks its members. Raises HttpError."""
     if len(data) > MAX_LINE:
         raise bad_request(f"it has more than {MAX_LINE} bytes", code="line_too_large")
     try:
@@ -129,58 +129,67 @@ def parsed_line(data: bytes, endpoint: str) -> dict[str, Any]:
 
 
 def pool_line(line: Mapping[str, Any], endpoint: str, model: ModelInfo) -> bytes:
-    """A parsed line as the pool takes it, with its end. Raises HttpError."""
+    """Converts a parsed line into the pool's line, with its end. Raises HttpError."""
     body = line["body"]
     if body.get("stream"):
         raise unsupported_parameter("body.stream", "leave it out: results are in a file")
-    members, asked = REQUESTS[endpoint](body, model)
-    made = {"id": line["custom_id"], "model": model.name, **members, OF_CLIENTS: asked.body()}
+    members, settings = REQUESTS[endpoint](body, model)
+    members_of_pool = {
+        "id": line["custom_id"],
+        "model": model.name,
+        **members,
+        OF_CLIENTS: settings.body(),
+    }
     try:
-        data = encode_in_parts(made, (",", ":"), "surrogatepass", allow_nan=False)
+        data = encode_in_parts(members_of_pool, (",", ":"), "surrogatepass", allow_nan=False)
     except ValueError as error:
         raise bad_request(f"it has a number that JSON has not: {error}", "body") from None
     try:
-        check_line(made, len(data))
+        check_line(members_of_pool, len(data))
     except BadLine as bad:
         raise bad_request(bad.error.message, "body") from None
     return data + b"\n"
 
 
 def _members(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The members of a line of the pool that is a `generate` with these arguments."""
-    given = dict(arguments)
-    images = given.pop("images", ())
-    options, others = divide_options(given)
-    made = {
+    """Returns the members of a line of the pool that is a `generate` with these arguments."""
+    rest = dict(arguments)
+    images = rest.pop("images", ())
+    options, others = divide_options(rest)
+    members = {
         **others,
         **({"images": [base64.b64encode(image).decode() for image in images]} if images else {}),
         "options": options,
     }
     for name in ("prompt", "messages", "tokens"):
         if name in options:
-            made[name] = options.pop(name)
-    return made
+            members[name] = options.pop(name)
+    return members
 
 
-def _chat(body: Mapping[str, Any], model: ModelInfo) -> tuple[dict[str, Any], Asked]:
+def _chat(body: Mapping[str, Any], model: ModelInfo) -> tuple[dict[str, Any], AnswerSettings]:
     request = requests.chat(body)
     _check_single(request)
-    return _asked(request.chat, model, request.logprobs)
+    return _generation(request.chat, model, request.logprobs)
 
 
-def _asked(chat: ChatRequest, model: ModelInfo, logprobs: bool) -> tuple[dict[str, Any], Asked]:
+def _generation(
+    chat: ChatRequest, model: ModelInfo, logprobs: bool
+) -> tuple[dict[str, Any], AnswerSettings]:
     choice = chat.choice(model)
     arguments = stream_arguments(choice, None)
     as_text = () if "tools" in arguments else tuple(choice.tools)
     formats = (choice.chat.tools, choice.chat.thinking)
-    return _members(arguments), Asked(chat.model, formats, logprobs, choice.several_calls, as_text)
+    return _members(arguments), AnswerSettings(
+        chat.model, formats, logprobs, choice.several_calls, as_text
+    )
 
 
-def _completion(body: Mapping[str, Any], model: ModelInfo) -> tuple[dict[str, Any], Asked]:
+def _completion(body: Mapping[str, Any], model: ModelInfo) -> tuple[dict[str, Any], AnswerSettings]:
     request = requests.completion(body)
     _check_single(request)
     (arguments,) = request.arguments()
-    return _members(arguments), Asked(request.model, logprobs=request.logprobs)
+    return _members(arguments), AnswerSettings(request.model, logprobs=request.logprobs)
 
 
 def _check_single(request: CompletionRequest) -> None:
@@ -189,72 +198,74 @@ def _check_single(request: CompletionRequest) -> None:
         raise unsupported_parameter("body.n", message)
 
 
-def _response(body: Mapping[str, Any], model: ModelInfo) -> tuple[dict[str, Any], Asked]:
+def _response(body: Mapping[str, Any], model: ModelInfo) -> tuple[dict[str, Any], AnswerSettings]:
     request = responses.response(body)
     if request.store or responses.previous_id(body) is not None:
         name = "store" if request.store else "previous_response_id"
         raise unsupported_parameter(f"body.{name}", "a line of a batch stands alone")
     if request.truncates:
         raise unsupported_parameter("body.truncation", "shorten the input of the line")
-    members, asked = _asked(request.chat, model, request.logprobs)
-    return members, replace(asked, echoed=request.echoed, summary=request.summary)
+    members, settings = _generation(request.chat, model, request.logprobs)
+    return members, replace(settings, echoed=request.echoed, summary=request.summary)
 
 
-def _embeddings(body: Mapping[str, Any], model: ModelInfo) -> tuple[dict[str, Any], Asked]:
+def _embeddings(body: Mapping[str, Any], model: ModelInfo) -> tuple[dict[str, Any], AnswerSettings]:
     request = vectors.embeddings(body)
     inputs = _bounded("input", request.inputs)
     key = "inputs" if isinstance(inputs[0], str) else "tokens"
     members = _call("embed", request.settings, **{key: inputs})
-    return members, Asked(request.model, as_base64=request.as_base64)
+    return members, AnswerSettings(request.model, as_base64=request.as_base64)
 
 
-def _rerank(body: Mapping[str, Any], model: ModelInfo) -> tuple[dict[str, Any], Asked]:
+def _rerank(body: Mapping[str, Any], model: ModelInfo) -> tuple[dict[str, Any], AnswerSettings]:
     request = vectors.rerank(body)
     documents, settings = _bounded("documents", request.documents), dict(request.settings)
     top = settings.pop("top")
     members = _call("rerank", settings, query=request.query, documents=documents)
-    return members, Asked(request.model, top=top, with_documents=request.with_documents)
+    return members, AnswerSettings(request.model, top=top, with_documents=request.with_documents)
 
 
-def _score(body: Mapping[str, Any], model: ModelInfo) -> tuple[dict[str, Any], Asked]:
+def _score(body: Mapping[str, Any], model: ModelInfo) -> tuple[dict[str, Any], AnswerSettings]:
     request = vectors.score(body)
     if len(request.queries) > 1:
         raise unsupported_parameter("body.text_1", "a line has one text: give a line for each")
     documents = _bounded("text_2", request.documents)
     members = _call("rerank", request.settings, query=request.queries[0], documents=documents)
-    return members, Asked(request.model)
+    return members, AnswerSettings(request.model)
 
 
-def _classify(body: Mapping[str, Any], model: ModelInfo) -> tuple[dict[str, Any], Asked]:
+def _classify(body: Mapping[str, Any], model: ModelInfo) -> tuple[dict[str, Any], AnswerSettings]:
     request = vectors.classify(body)
     inputs = _bounded("input", request.inputs)
-    return _call("classify", request.settings, inputs=inputs), Asked(request.model)
+    return _call("classify", request.settings, inputs=inputs), AnswerSettings(request.model)
 
 
-def _decisions(body: Mapping[str, Any], model: ModelInfo) -> tuple[dict[str, Any], Asked]:
+def _decisions(body: Mapping[str, Any], model: ModelInfo) -> tuple[dict[str, Any], AnswerSettings]:
     request = decisions.decisions(body)
-    questions = [Question.parse("questions", one).body() for one in body["questions"]]
+    questions = [Question.parse("questions", question).body() for question in body["questions"]]
     members = _call(DECIDE, request.settings, prompt=request.prompt, questions=questions)
-    return members, Asked(request.model)
+    return members, AnswerSettings(request.model)
 
 
 def _call(kind: str, settings: Mapping[str, Any], **members: Any) -> dict[str, Any]:
-    """The members of a line of the pool that is a call."""
-    given = {name: value for name, value in settings.items() if value not in (None, False)}
+    """Returns the members of a line of the pool that is a call."""
+    used = {name: value for name, value in settings.items() if value not in (None, False)}
     if settings.get("normalise") is False:
-        given["normalise"] = False
-    return {KIND: kind, **members, **given}
+        used["normalise"] = False
+    return {KIND: kind, **members, **used}
 
 
 def _bounded(name: str, inputs: list[Any]) -> list[Any]:
-    """The inputs of a line, which is one call of the pool."""
+    """Returns the inputs of a line, which is one call of the pool."""
     if len(inputs) > MAX_INPUTS:
         message = f"{name!r} has {len(inputs)} texts, a line takes {MAX_INPUTS}: give more lines"
         raise bad_request(message, f"body.{name}")
     return inputs
 
 
-REQUESTS: Mapping[str, Callable[[Mapping[str, Any], ModelInfo], tuple[dict[str, Any], Asked]]] = {
+REQUESTS: Mapping[
+    str, Callable[[Mapping[str, Any], ModelInfo], tuple[dict[str, Any], AnswerSettings]]
+] = {
     CHATS: _chat,
     COMPLETIONS: _completion,
     RESPONSES: _response,
@@ -267,12 +278,12 @@ REQUESTS: Mapping[str, Callable[[Mapping[str, Any], ModelInfo], tuple[dict[str, 
 
 
 def fault_of(number: int, error: HttpError) -> LineFault:
-    """The fault of a line, with its number in the message."""
+    """Returns the fault of a line, with its number in the message."""
     return LineFault(number, error.code, f"line {number}: {error.message}", error.param)
 
 
 def slices_of(lines: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
-    """The lines in slices, of which each takes a short time to check."""
+    """Yields the lines in slices, each of which takes a short time to check."""
     start = size = 0
     for number, line in enumerate(lines):
         size += len(line)
@@ -286,14 +297,14 @@ def slices_of(lines: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
 class LineModels:
     """The models that the lines of a batch name, and the pool that was chosen for them.
 
-    Names come as lines are read, so that another pool than the first choice may turn out to be the
-    one that has all: then `chosen` changes, and the lines have to be made again for that pool.
+    New names come while lines are read. If then only another pool has all models, `chosen` changes,
+    and the lines have to be made again for that pool.
     """
 
     def __init__(self, pools: Pools, among: Sequence[Pool], key: str) -> None:
-        """`among`: the pools that keep things.
+        """`among`: the pools that keep batches.
 
-        The same `key` chooses the same pool; without one it is the pool with the least load.
+        A `key` always chooses the same pool; without a key it is the pool with the least load.
         """
         self.chosen: Pool = among[0]
         self._pools = pools
@@ -301,13 +312,13 @@ class LineModels:
         self._key = key
         self._known: dict[str, dict[Pool, ModelInfo]] = {}
         self._unknown: dict[str, HttpError] = {}
-        self._is_chosen = False  # a line has named a model
+        self._is_chosen = False  # whether a line has named a model
 
     async def add(self, names: Iterable[str]) -> None:
-        """Look up further names, in the order of their lines. Raises PoolError for what can pass.
+        """Looks up further names, in the order of their lines. Raises PoolError for passing errors.
 
-        The pool is chosen again after each new name, so that it always has the model of the first
-        line, and how lines are divided among calls changes nothing.
+        The pool is chosen again after each new name. It therefore always has the model of the first
+        line, and the division of lines among calls changes nothing.
         """
         for name in names:
             if name not in self._known and name not in self._unknown:
@@ -315,7 +326,10 @@ class LineModels:
                 self._choose()
 
     def _choose(self) -> None:
-        """Choose a pool that has all known models; keep the one chosen if none has, or it does."""
+        """Chooses a pool that has all known models.
+
+        Keeps the present one if it has them or no pool has.
+        """
         able = [
             pool for pool in self._among if all(pool in found for found in self._known.values())
         ]
@@ -325,17 +339,17 @@ class LineModels:
             self._is_chosen = True
 
     async def _look_up(self, name: str) -> None:
-        found: dict[Pool, ModelInfo] = {}
+        models: dict[Pool, ModelInfo] = {}
         missing: PoolError | None = None
         for pool in self._among:
             try:
-                found[pool] = await pool.models.get(name)
+                models[pool] = await pool.models.get(name)
             except PoolError as error:
                 if error.retryable:
                     raise
                 missing = error
-        if found:
-            self._known[name] = found
+        if models:
+            self._known[name] = models
         else:
             if len(self._among) > 1 and isinstance(missing, UnknownModel):
                 missing = UnknownModel(
@@ -346,16 +360,17 @@ class LineModels:
             self._unknown[name] = errors.from_pool_error(missing)
 
     def model(self, name: str) -> ModelInfo | HttpError:
-        """The model of this name in the chosen pool, or why there is none."""
+        """Returns the model of this name in the chosen pool, or an error if it is not there."""
         pools = self._known.get(name)
         if pools is None:
             return self._unknown[name]
         return pools.get(self.chosen) or self._elsewhere(name)
 
     def _elsewhere(self, name: str) -> HttpError:
-        pools, earlier = self._known[name].keys(), takewhile(lambda one: one != name, self._known)
-        here = [one for one in earlier if self.chosen in self._known[one]]
-        apart = (one for one in here if pools.isdisjoint(self._known[one]))
+        pools = self._known[name].keys()
+        earlier = takewhile(lambda label: label != name, self._known)
+        here = [model for model in earlier if self.chosen in self._known[model]]
+        apart = (model for model in here if pools.isdisjoint(self._known[model]))
         other = next(apart, here[0])
         return bad_request(
             f"the model {name!r:.80} is in another pool than {other!r:.80} of an earlier line,"

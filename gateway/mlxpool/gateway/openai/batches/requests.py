@@ -25,7 +25,7 @@ HOURS = {"h": 1, "d": 24}
 
 
 class NewBatch(Struct, frozen=True):
-    """A checked request. `seconds` is the window, `keep` how long results stay."""
+    """A checked request. `seconds`: the window; `keep`: the time that results are kept."""
 
     file: str
     endpoint: str
@@ -37,7 +37,7 @@ class NewBatch(Struct, frozen=True):
 
     @property
     def digest(self) -> bytes:
-        """Tells the batch from one of another request, whatever file its lines are in."""
+        """The digest of the request; it does not depend on the pool's file of the lines."""
         meaning = [self.file, self.endpoint, self.window, dict(self.metadata)]
         return hashlib.sha256(json.dumps(meaning, sort_keys=True).encode()).digest()
 
@@ -48,7 +48,7 @@ class NewBatch(Struct, frozen=True):
 
 
 def new_batch(body: Mapping[str, Any]) -> NewBatch:
-    """A checked POST /v1/batches. Raises HttpError naming the field."""
+    """Checks a POST /v1/batches. Raises HttpError naming the field."""
     body = BATCH.check(body)
     endpoint = fields.text(body, "endpoint")
     if endpoint not in ENDPOINTS:
@@ -78,28 +78,28 @@ def _notify(body: Mapping[str, Any]) -> Notify | None:
 
 
 class LineReader(Struct, eq=False):
-    """Makes the pool's lines of those of an input file, as far as they have no fault."""
+    """Converts the lines of an input file into the pool's lines until a line has a fault."""
 
     endpoint: str
-    total: int = 0  # lines that are not empty
+    total: int = 0  # number of lines that are not empty
     empty: int = 0
     faults: list[LineFault] = field(default_factory=list)
-    _number: int = 0  # of the last line, from 1
+    _number: int = 0  # number of the last line, from 1
     _labels: set[str] = field(default_factory=set)
 
     def parse(self, lines: Sequence[bytes]) -> list[tuple[int, dict[str, Any]]]:
-        """The next lines as JSON, with their numbers."""
-        found: list[tuple[int, dict[str, Any]]] = []
+        """Returns the next lines as JSON, with their numbers."""
+        parsed: list[tuple[int, dict[str, Any]]] = []
         for data in lines:
             self._number += 1
             empty = not data.strip()
             self.total += not empty
             self.empty += empty
             if max(self.total, self.empty) > MAX_LINES:
-                which = "lines: divide it" if self.total > MAX_LINES else "empty lines: delete them"
-                message = f"the file has more than {MAX_LINES} {which}"
+                kind = "lines: divide it" if self.total > MAX_LINES else "empty lines: delete them"
+                message = f"the file has more than {MAX_LINES} {kind}"
                 self._fault(LineFault(self._number, "too_many_lines", message))
-                return found
+                return parsed
             if empty:
                 continue
             try:
@@ -108,8 +108,8 @@ class LineReader(Struct, eq=False):
             except HttpError as error:
                 self._fault(fault_of(self._number, error))
             else:
-                found.append((self._number, line))
-        return found
+                parsed.append((self._number, line))
+        return parsed
 
     def _check_label(self, label: str) -> None:
         if label in self._labels:
@@ -122,17 +122,20 @@ class LineReader(Struct, eq=False):
         parsed: Sequence[tuple[int, Mapping[str, Any]]],
         model_of: Callable[[str], ModelInfo | HttpError],
     ) -> bytes:
-        """The lines of the pool; none once one had a fault. `model_of`: by the name in a line."""
-        made = []
+        """Returns the lines of the pool; none after a fault.
+
+        `model_of`: finds a model by its name.
+        """
+        converted = []
         for number, line in parsed:
             model = model_of(line["body"]["model"])
             try:
                 if isinstance(model, HttpError):
                     raise model
-                made.append(pool_line(line, self.endpoint, model))
+                converted.append(pool_line(line, self.endpoint, model))
             except HttpError as error:
                 self._fault(fault_of(number, error))
-        return b"" if self.faults else b"".join(made)
+        return b"" if self.faults else b"".join(converted)
 
     def _fault(self, fault: LineFault) -> None:
         if len(self.faults) < MAX_FAULTS:
@@ -140,5 +143,5 @@ class LineReader(Struct, eq=False):
 
     @property
     def given_up(self) -> bool:
-        """Whether so many lines have faults that no more are looked for."""
+        """Whether the number of faults has reached its bound, so that reading stops."""
         return len(self.faults) >= MAX_FAULTS or max(self.total, self.empty) > MAX_LINES

@@ -1,4 +1,4 @@
-"""The lines of output and error files, from what became of the lines of a batch. Pure."""
+"""The lines of output and error files, from the outcomes of the lines of a batch. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mlxpool.gateway.openai.batches.fields import (
     RERANK,
     SCORE,
 )
-from mlxpool.gateway.openai.batches.lines import Asked
+from mlxpool.gateway.openai.batches.lines import AnswerSettings
 from mlxpool.gateway.openai.decisions import DecisionRequest
 from mlxpool.gateway.openai.responses import (
     TextLogprobs,
@@ -56,7 +56,7 @@ NO_LINE = (
     "the file of the batch's lines is not stored any more, and this line's answer cannot be given"
     " without its documents, questions and format; the job of the line has its numbers",
 )
-Line = Mapping[str, Any]  # of the pool, see lines.pool_line
+Line = Mapping[str, Any]  # a line of the pool, see lines.pool_line
 
 
 def result_line(
@@ -65,29 +65,29 @@ def result_line(
     endpoint: str,
     whole: Result | PoolError | None = None,
 ) -> tuple[bool, bytes]:
-    """Whether a line was answered, and what the output file, or else the error file, has of it.
+    """Returns whether a line was answered, and its line in the output file, or else the error file.
 
-    `row` is an outcome, `line` the line of the pool (empty if it is missing), `whole` what was
-    fetched of a long answer.
+    `row`: the outcome. `line`: the line of the pool, empty if it is missing. `whole`: the fetched
+    result if the answer is long.
     """
-    found = line_result(row, whole)
-    name = found.job.hex() if found.job else f"line{row['line']}"
+    outcome = line_result(row, whole)
+    name = outcome.job.hex() if outcome.job else f"line{row['line']}"
     members: dict[str, Any] = {"id": f"batch_req_{name}", "custom_id": row["id"]}
     response: dict[str, Any] | None = None
     fault: dict[str, str] | None = None
-    answered = found.state == "done" and found.result is not None
+    answered = outcome.state == "done" and outcome.result is not None
     if answered and not line and endpoint in CALLS:
         code, message = NO_LINE
         fault = {"code": code, "message": message}
     elif answered:
-        assert found.result is not None
-        body = _answer(row, line, endpoint, name, found.result)
+        assert outcome.result is not None
+        body = _answer(row, line, endpoint, name, outcome.result)
         response = {"status_code": 200, "request_id": name, "body": body}
-    elif found.state in NOT_RUN:
-        code, message = NOT_RUN[found.state]
+    elif outcome.state in NOT_RUN:
+        code, message = NOT_RUN[outcome.state]
         fault = {"code": code, "message": message}
-    elif found.error is not None:
-        error = errors.from_pool_error(found.error)
+    elif outcome.error is not None:
+        error = errors.from_pool_error(outcome.error)
         error.request_id = name
         body = error.openai_body()
         response = {"status_code": error.status, "request_id": name, "body": body}
@@ -99,32 +99,32 @@ def result_line(
 def _answer(
     row: Mapping[str, Any], line: Mapping[str, Any], endpoint: str, name: str, result: Result
 ) -> dict[str, Any]:
-    """The body that the endpoint would have answered."""
-    asked = Asked.of(line)
+    """Returns the body that the endpoint would have answered."""
+    settings = AnswerSettings.of(line)
     if endpoint in CALLS:
-        return call_body(endpoint, line, asked, name, result)
+        return call_body(endpoint, line, settings, name, result)
     thinks = (row.get("facts") or {}).get("thinks") is True
-    tools = line.get("tools") or asked.tools
+    tools = line.get("tools") or settings.tools
     stops = bool((line.get("options") or {}).get("stop"))
     parser = make_parser(
-        asked.chat, tools, thinks=thinks, several_calls=asked.several_calls, stops=stops
+        settings.chat, tools, thinks=thinks, several_calls=settings.several_calls, stops=stops
     )
     events = (*(parser.push(result.text) if result.text else ()), *parser.finish())
     update = ChoiceUpdate(0, events, result.logprobs, result)
-    created, model = int(row["submitted"]), asked.model or str(row["model"])
+    created, model = int(row["submitted"]), settings.model or str(row["model"])
     if endpoint not in (CHATS, COMPLETIONS):
         output = OutputBlocks(call_ids(name))
         output.push(update)
-        frame = ResponseFrame(name, created, asked.echoed or {"model": model}, asked.summary)
+        frame = ResponseFrame(name, created, settings.echoed or {"model": model}, settings.summary)
         return frame.ended(output.blocks, result, 0)
-    whole = WholeChoice()
-    whole.add(update)
+    collected = WholeChoice()
+    collected.add(update)
     if endpoint == CHATS:
-        choice = chat_choice(0, whole, call_ids(name), logprobs=asked.logprobs)
+        choice = chat_choice(0, collected, call_ids(name), logprobs=settings.logprobs)
         head = {"id": f"chatcmpl-{name}", "object": "chat.completion"}
     else:
-        logprobs = TextLogprobs().add(whole.logprobs) if asked.logprobs else None
-        choice = text_choice(0, whole.text(Content), logprobs, result.reason)
+        logprobs = TextLogprobs().add(collected.logprobs) if settings.logprobs else None
+        choice = text_choice(0, collected.text(Content), logprobs, result.reason)
         head = {"id": f"cmpl-{name}", "object": "text_completion"}
     return {
         **head,
@@ -135,46 +135,51 @@ def _answer(
     }
 
 
-def call_body(endpoint: str, line: Line, asked: Asked, name: str, result: Result) -> dict[str, Any]:
-    """What an endpoint of fields.CALLS answers. `name`: of the job, in hexadecimal digits.
+def call_body(
+    endpoint: str, line: Line, settings: AnswerSettings, name: str, result: Result
+) -> dict[str, Any]:
+    """Returns the answer of an endpoint of fields.CALLS. `name`: of the job, in hexadecimal digits.
 
     Raises ValueError for the result of another kind of job.
     """
-    return BODIES[endpoint](line, asked, name, result)
+    return BODIES[endpoint](line, settings, name, result)
 
 
-def _embeddings(line: Line, asked: Asked, name: str, result: Result) -> dict[str, Any]:
-    request = EmbeddingRequest(asked.model, [], asked.as_base64, {})
+def _embeddings(line: Line, settings: AnswerSettings, name: str, result: Result) -> dict[str, Any]:
+    request = EmbeddingRequest(settings.model, [], settings.as_base64, {})
     return vectors.embeddings_body(request, Vectors.of(result))
 
 
-def _rerank(line: Line, asked: Asked, name: str, result: Result) -> dict[str, Any]:
+def _rerank(line: Line, settings: AnswerSettings, name: str, result: Result) -> dict[str, Any]:
     documents = list(line["documents"])
-    found = ranked(Vectors.of(result), documents, asked.top)
-    request = RerankRequest(asked.model, line["query"], documents, asked.with_documents, {})
-    return vectors.rerank_body(request, found, f"rerank-{name}")
+    ranking = ranked(Vectors.of(result), documents, settings.top)
+    request = RerankRequest(settings.model, line["query"], documents, settings.with_documents, {})
+    return vectors.rerank_body(request, ranking, f"rerank-{name}")
 
 
-def _score(line: Line, asked: Asked, name: str, result: Result) -> dict[str, Any]:
-    found = ranked(Vectors.of(result), line["documents"])
-    scores = [one.score for one in sorted(found, key=lambda one: one.index)]
-    request = ScoreRequest(asked.model, [], [])
-    return vectors.score_body(request, scores, found.usage, f"score-{name}")
+def _score(line: Line, settings: AnswerSettings, name: str, result: Result) -> dict[str, Any]:
+    ranking = ranked(Vectors.of(result), line["documents"])
+    scores = [
+        ranked_document.score
+        for ranked_document in sorted(ranking, key=lambda ranked_document: ranked_document.index)
+    ]
+    request = ScoreRequest(settings.model, [], [])
+    return vectors.score_body(request, scores, ranking.usage, f"score-{name}")
 
 
-def _classify(line: Line, asked: Asked, name: str, result: Result) -> dict[str, Any]:
-    request = ClassifyRequest(asked.model, [])
+def _classify(line: Line, settings: AnswerSettings, name: str, result: Result) -> dict[str, Any]:
+    request = ClassifyRequest(settings.model, [])
     return vectors.classify_body(request, Vectors.of(result), f"classify-{name}")
 
 
-def _decisions(line: Line, asked: Asked, name: str, result: Result) -> dict[str, Any]:
-    found = DecisionList.of(result, line["questions"])
+def _decisions(line: Line, settings: AnswerSettings, name: str, result: Result) -> dict[str, Any]:
+    decided = DecisionList.of(result, line["questions"])
     return decisions.decisions_body(
-        DecisionRequest(asked.model, "", [], {}), found, f"decide-{name}"
+        DecisionRequest(settings.model, "", [], {}), decided, f"decide-{name}"
     )
 
 
-BODIES: Mapping[str, Callable[[Line, Asked, str, Result], dict[str, Any]]] = {
+BODIES: Mapping[str, Callable[[Line, AnswerSettings, str, Result], dict[str, Any]]] = {
     EMBEDDINGS: _embeddings,
     RERANK: _rerank,
     SCORE: _score,

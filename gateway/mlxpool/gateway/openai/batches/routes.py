@@ -29,12 +29,15 @@ from mlxpool.gateway.openai.batches.upload import Upload
 
 JSONL = "application/jsonl"
 MAX_LISTED, DEFAULT_LISTED = 100, 20
-NOT_A_LINE = b'{"prompt": 0}\n'  # the line of a batch that failed before its first
+NOT_A_LINE = b'{"prompt": 0}\n'  # the line of a batch that failed before its first line
 EMPTY = LineFault(1, "empty_file", "the file has no line")
 
 
 class FileRoutes:
-    """One method a path. All raise HttpError and PoolError before the response has started."""
+    """The methods of these endpoints.
+
+    All raise HttpError and PoolError before the response starts.
+    """
 
     def __init__(self, pool: PoolAccess) -> None:
         self._pool = pool
@@ -46,7 +49,7 @@ class FileRoutes:
         await response.json(bodies.file_body(await files.row(id)))
 
     async def list(self, query: Mapping[str, str], response: ResponseWriter) -> None:
-        """GET /v1/files: those that were uploaded, of all pools in the order of their creation."""
+        """GET /v1/files: the uploaded files of all pools, in the order of their creation."""
         limit = queries.integer(query, "limit", 1, MAX_FILES) or MAX_FILES
         oldest_first = queries.word(query, "order", ("asc", "desc"), "desc") == "asc"
         after = query.get("after")
@@ -62,7 +65,10 @@ class FileRoutes:
         await response.listing(queries.listing(shown, more=len(rows) > limit))
 
     async def _place(self, after: str) -> FilePlace:
-        """Where a file is, or was, in the list. Raises HttpError for one that is unknown."""
+        """Returns the place in the list of a file, which may be deleted.
+
+        Raises HttpError if it is unknown.
+        """
         try:
             return await self._pool.find_kept(lambda client: KeptFiles(client).place(after))
         except UnknownJob:
@@ -95,21 +101,21 @@ class FileRoutes:
         await response.close()
 
     async def delete(self, id: str, response: ResponseWriter) -> None:
-        """DELETE /v1/files/ID; that of a batch's results deletes these, and the batch stays."""
+        """DELETE /v1/files/ID; a file of results deletes the results, and their batch stays."""
         results = bodies.results_of(id)
         if results is None:
             await self._row(id)
             await KeptFiles(self._pool.job_client).delete(id)
         else:
             row, _ = await self._found(id, *results)
-            # Also of a file that is deleted: perhaps a broker ended before all results were.
+            # Also for a deleted file: a broker may have ended before all results were deleted.
             await KeptBatches(self._pool.job_client).release(*results)
             if bodies.is_deleted(row, results[1]):
                 raise _no_file(id)
         await response.json({"id": id, "object": "file", "deleted": True})
 
     async def _row(self, id: str) -> dict[str, Any]:
-        """An uploaded file of this owner. Raises HttpError if there is none."""
+        """Returns an uploaded file of this owner. Raises HttpError if it does not exist."""
         try:
             row = await self._pool.find_kept(lambda client: KeptFiles(client).row(id))
         except (UnknownJob, Gone):
@@ -121,21 +127,24 @@ class FileRoutes:
     async def _results(
         self, id: str, batch: str, kind: str
     ) -> tuple[dict[str, Any], AsyncIterator[bytes]]:
-        """The row of a batch, and the lines of one of its files. Raises HttpError without it."""
-        found = await self._found(id, batch, kind)
-        if bodies.is_deleted(found[0], kind):
+        """Returns the row of a batch, and the lines of one of its files.
+
+        Raises HttpError without it.
+        """
+        kept_batch = await self._found(id, batch, kind)
+        if bodies.is_deleted(kept_batch[0], kind):
             raise _no_file(id)
-        return found[0], KeptBatches(self._pool.job_client).results(*found, kind)
+        return kept_batch[0], KeptBatches(self._pool.job_client).results(*kept_batch, kind)
 
     async def _found(self, id: str, batch: str, kind: str) -> Found:
-        """A batch that has such a file, or had it. Raises HttpError if there is none."""
+        """Returns a batch that has, or had, such a file. Raises HttpError if it does not exist."""
         try:
-            found = await self._pool.find_kept(lambda client: KeptBatches(client).find(batch))
+            batch_found = await self._pool.find_kept(lambda client: KeptBatches(client).find(batch))
         except (UnknownJob, Gone):
             raise _no_file(id) from None
-        if bodies.batch_body(*found)[f"{kind}_file_id"] != id:
+        if bodies.batch_body(*batch_found)[f"{kind}_file_id"] != id:
             raise _no_file(id)
-        return found
+        return batch_found
 
 
 def _no_file(id: str, param: str = "id") -> HttpError:
@@ -143,7 +152,10 @@ def _no_file(id: str, param: str = "id") -> HttpError:
 
 
 class BatchRoutes:
-    """One method a path. All raise HttpError and PoolError before the response has started."""
+    """The methods of these endpoints.
+
+    All raise HttpError and PoolError before the response starts.
+    """
 
     def __init__(self, pool: PoolAccess) -> None:
         self._pool = pool
@@ -153,24 +165,25 @@ class BatchRoutes:
     ) -> None:
         """POST /v1/batches; answered when the lines are checked and the batch is on the disk.
 
-        A request that is sent again with its header Idempotency-Key is answered with the batch of
-        the first one, as long as that is kept, also when the input file is not there any more.
+        A request that is repeated with its header Idempotency-Key is answered with the first
+        request's batch, as long as the batch is kept, even if the input file no longer exists.
         """
-        asked = new_batch(body)
+        new = new_batch(body)
         hex = drawn_key()
         if idempotency:
             hex = hashlib.sha256(idempotency.encode()).hexdigest()[: 2 * KEY_BYTES]
-            earlier = await self._earlier(bodies.batch_id(hex), asked)
+            earlier = await self._earlier(bodies.batch_id(hex), new)
             if earlier is not None:
                 return await response.json(batch_body(*earlier))
-        found = await self._make(asked, hex, idempotency)
-        response.exchange.pool_id = bytes(found[0]["batch"]).hex()
-        await response.json(batch_body(*found))
+        batch = await self._make(new, hex, idempotency)
+        response.exchange.pool_id = bytes(batch[0]["batch"]).hex()
+        await response.json(batch_body(*batch))
 
-    async def _earlier(self, id: str, asked: NewBatch) -> Found | None:
-        """The batch that an earlier request with this header has made; None: there was none.
+    async def _earlier(self, id: str, new: NewBatch) -> Found | None:
+        """Returns the batch of an earlier request with this header.
 
-        Raises HttpError if that was another request, Gone if its results were deleted.
+        None if there was no such request. Raises HttpError if the earlier request differs, Gone if
+        its results were deleted.
         """
         try:
             row, request = await self._pool.find_kept(
@@ -178,7 +191,7 @@ class BatchRoutes:
             )
         except UnknownJob:
             return None
-        if not asked.is_of(request):
+        if not new.is_of(request):
             message = (
                 f"an earlier request with this Idempotency-Key has made the batch {id}, of another"
                 " file or with other settings: take another key"
@@ -186,46 +199,48 @@ class BatchRoutes:
             raise HttpError(409, message, "duplicate_id", retry=False)
         return row, request
 
-    async def _make(self, asked: NewBatch, hex: str, idempotency: str | None) -> Found:
-        """Write the lines as the pool takes them, and submit them. Nothing is left if that fails.
+    async def _make(self, new: NewBatch, hex: str, idempotency: str | None) -> Found:
+        """Writes the lines in the pool's form, and submits them. After a failure nothing stays.
 
         Raises HttpError and PoolError.
         """
         among, key = await self._pool.keepers(), f"lines_{drawn_key()}"
         models = LineModels(self._pool.models, among, idempotency or "")
         try:
-            await self._pool.find_kept(lambda client: _check_input(client, asked.file))
+            await self._pool.find_kept(lambda client: _check_input(client, new.file))
             files = KeptFiles(self._pool.job_client)
-            reader, writer = await self._written(files, asked, models, key)
+            reader, writer = await self._written(files, new, models, key)
         except UnknownJob:
-            message = f"there is no file {asked.file!r:.80} with the purpose {bodies.UPLOADED!r}"
+            message = f"there is no file {new.file!r:.80} with the purpose {bodies.UPLOADED!r}"
             raise HttpError(404, message, "file_not_found", "input_file_id", retry=False) from None
         request = BatchRequest(
-            asked.endpoint, asked.file, asked.window, reader.total, asked.metadata, reader.faults
+            new.endpoint, new.file, new.window, reader.total, new.metadata, reader.faults
         )
         id = bodies.batch_id(hex)
         batch = SubmitBatch(
             KeyName(id),
             key,
-            asked.digest,
+            new.digest,
             lines=0 if reader.faults else reader.total,
-            keep_ms=None if asked.keep is None else round(asked.keep * 1000),
-            deadline_ms=asked.seconds * 1000,
+            keep_ms=None if new.keep is None else round(new.keep * 1000),
+            deadline_ms=new.seconds * 1000,
             metadata=request.body(),
-            notify=asked.notify,
+            notify=new.notify,
             output_file="" if reader.faults else bodies.results_id(id, bodies.OUTPUT),
             error_file="" if reader.faults else bodies.results_id(id, bodies.ERROR),
         )
-        kept = KeptBatches(self._pool.client_of(models.chosen))
-        submitting = asyncio.ensure_future(kept.submit(batch))
+        kept_batches = KeptBatches(self._pool.client_of(models.chosen))
+        submitting = asyncio.ensure_future(kept_batches.submit(batch))
         try:
-            found = await asyncio.shield(submitting)
+            made = await asyncio.shield(submitting)
         except BaseException:
-            self._pool.later(_discard_unless_used(submitting, kept, writer), "deleting lines")
+            self._pool.later(
+                _discard_unless_used(submitting, kept_batches, writer), "deleting lines"
+            )
             raise
-        if found[0]["file"] != key:  # another request with the same Idempotency-Key was faster
+        if made[0]["file"] != key:  # another request with the same Idempotency-Key was faster
             await writer.discard()
-        return found
+        return made
 
     async def retrieve(self, id: str, response: ResponseWriter) -> None:
         """GET /v1/batches/ID."""
@@ -236,16 +251,16 @@ class BatchRoutes:
         limit = queries.integer(query, "limit", 1, MAX_LISTED) or DEFAULT_LISTED
         after = query.get("after", "")
         created = None if not after else float((await self._find(after, "after"))[0]["created"])
-        found: list[Found] = []
+        rows: list[Found] = []
         for pool in await self._pool.keepers():
             batches = KeptBatches(self._pool.client_of(pool))
             if after and pool is self._pool.models.chosen:
-                found += await batches.listed(limit + 1, before=after)
+                rows += await batches.listed(limit + 1, before=after)
             else:
-                found += await batches.listed(limit + 1, older=created)
-        found.sort(key=lambda one: float(one[0]["created"]), reverse=True)
-        shown = [batch_body(*one) for one in found[:limit]]
-        await response.listing(queries.listing(shown, more=len(found) > limit))
+                rows += await batches.listed(limit + 1, older=created)
+        rows.sort(key=lambda row: float(row[0]["created"]), reverse=True)
+        shown = [batch_body(*row) for row in rows[:limit]]
+        await response.listing(queries.listing(shown, more=len(rows) > limit))
 
     async def cancel(self, id: str, response: ResponseWriter) -> None:
         """POST /v1/batches/ID/cancel; a batch that has ended stays as it is."""
@@ -264,18 +279,18 @@ class BatchRoutes:
     # ---- the lines of a new batch --------------------------------------------------------------
 
     async def _written(
-        self, files: KeptFiles, asked: NewBatch, models: LineModels, key: str
+        self, files: KeptFiles, new: NewBatch, models: LineModels, key: str
     ) -> tuple[LineReader, FileWriter]:
-        """Write the lines of the batch into the pool that is chosen, under this key.
+        """Writes the lines of the batch, under this key, into the chosen pool.
 
-        If any has a fault, a file with one line that is none takes their place.
+        If a line has a fault, the file gets one invalid line instead.
         """
         while True:
             target = models.chosen
-            reader = LineReader(asked.endpoint)
+            reader = LineReader(new.endpoint)
             writer = FileWriter(KeptFiles(self._pool.client_of(target)), key, bodies.LINES)
             try:
-                async with contextlib.aclosing(files.lines(asked.file)) as parts:
+                async with contextlib.aclosing(files.lines(new.file)) as parts:
                     await self._write_lines(parts, reader, writer, models)
                 if models.chosen is target and not reader.faults:
                     await writer.finish()
@@ -298,7 +313,7 @@ class BatchRoutes:
         writer: FileWriter,
         models: LineModels,
     ) -> None:
-        """Write lines until one has a fault, or another pool is chosen for them."""
+        """Writes lines until a line has a fault, or another pool is chosen for them."""
         target = models.chosen
         async for lines in parts:
             for some in slices_of(lines):
@@ -306,16 +321,16 @@ class BatchRoutes:
                 await models.add(line["body"]["model"] for _, line in parsed)
                 if models.chosen is not target:
                     return
-                made = await asyncio.to_thread(reader.pool_lines, parsed, models.model)
+                pool_lines = await asyncio.to_thread(reader.pool_lines, parsed, models.model)
                 if reader.given_up:
                     return
-                await writer.add(made)
+                await writer.add(pool_lines)
         if not reader.total:
             reader.faults.append(EMPTY)
 
 
 async def _check_input(client: AsyncClient, key: str) -> None:
-    """Raises UnknownJob unless this is an upload that is complete."""
+    """Raises UnknownJob unless this is a complete upload."""
     row = await KeptFiles(client).row(key)
     if not row["complete"] or row["purpose"] != bodies.UPLOADED:
         raise UnknownJob(f"there is no such upload {key!r:.80}")
@@ -324,11 +339,11 @@ async def _check_input(client: AsyncClient, key: str) -> None:
 async def _discard_unless_used(
     submitting: asyncio.Future[Found], kept: KeptBatches, writer: FileWriter
 ) -> None:
-    """Delete the lines of a batch that was not made."""
+    """Deletes the lines of a batch that was not made."""
     try:
-        found = await submitting
+        made = await submitting
     except PoolError:
         await writer.discard()
         return
-    if found[0]["file"] != writer.key:
+    if made[0]["file"] != writer.key:
         await writer.discard()

@@ -1,4 +1,4 @@
-"""Takes an upload: from a form in pieces to a file of the pool, without holding it."""
+"""Copies an upload in pieces from a form to a file of the pool, without holding it in memory."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from mlxpool.gateway.openai.batches.fields import EXPIRY, FORM, MAX_FILE, MAX_KE
 from mlxpool.gateway.openai.batches.kept import FileWriter, KeptFiles
 
 FORM_DATA = "multipart/form-data"
-MAX_HEADERS = 8 * 1024  # bytes of the headers of a part
-MAX_PREAMBLE = 8 * 1024  # bytes before the first part
+MAX_HEADERS = 8 * 1024  # most bytes of the headers of a part
+MAX_PREAMBLE = 8 * 1024  # most bytes before the first part
 _PARAMETER = re.compile(r';\s*([\w*-]+)\s*=\s*(?:"((?:[^"\\]|\\.)*)"|([^\s;]+))')
-MAX_FIELD = 4096  # bytes of a field that is no file
-MAX_NAME = 255  # characters of the name of a file
+MAX_FIELD = 4096  # most bytes of a field that is not a file
+MAX_NAME = 255  # most characters of the name of a file
 EXPIRES = "expires_after"
 
 
@@ -41,14 +41,14 @@ class PartData(Struct, frozen=True):
 
 
 class PartEnd(Struct, frozen=True):
-    """The part that began last is whole."""
+    """The part that began last is complete."""
 
 
 Event = PartBegin | PartData | PartEnd
 
 
 def boundary_of(content_type: str) -> bytes:
-    """The boundary that a content type names. Raises HttpError for another type."""
+    """Returns the boundary in a content type. Raises HttpError for another type."""
     parsed = Message()
     parsed["content-type"] = content_type
     boundary = parsed.get_param("boundary")
@@ -59,7 +59,7 @@ def boundary_of(content_type: str) -> bytes:
 
 
 class MultipartReader:
-    """Takes a body in pieces of any size; holds no more than a piece and a boundary of it."""
+    """Reads a body in pieces of any size; holds at most a piece and a boundary of it."""
 
     def __init__(self, boundary: bytes) -> None:
         self._mark = b"\r\n--" + boundary
@@ -68,7 +68,10 @@ class MultipartReader:
         self.complete = False
 
     def feed(self, data: bytes) -> Iterator[Event]:
-        """The events of the next bytes. Raises HttpError for what is no multipart body."""
+        """Yields the events of the next bytes.
+
+        Raises HttpError if they are not a multipart body.
+        """
         self._held += data
         while not self.complete:
             events = self._step()
@@ -77,12 +80,12 @@ class MultipartReader:
             yield from events
 
     def _preamble(self) -> list[Event] | None:
-        found = self._held.find(self._mark)
-        if found < 0:
+        place = self._held.find(self._mark)
+        if place < 0:
             if len(self._held) > MAX_PREAMBLE:
                 raise _fault("no part begins with the boundary that the content type names")
             return None
-        del self._held[: found + len(self._mark)]
+        del self._held[: place + len(self._mark)]
         self._step = self._behind_mark
         return []
 
@@ -109,16 +112,16 @@ class MultipartReader:
         return [begin]
 
     def _data(self) -> list[Event] | None:
-        found = self._held.find(self._mark)
-        if found < 0:
+        place = self._held.find(self._mark)
+        if place < 0:
             sure = len(self._held) - len(self._mark) + 1
             if sure <= 0:
                 return None
             data = bytes(self._held[:sure])
             del self._held[:sure]
             return [PartData(data)] if data else None
-        data = bytes(self._held[:found])
-        del self._held[: found + len(self._mark)]
+        data = bytes(self._held[:place])
+        del self._held[: place + len(self._mark)]
         self._step = self._behind_mark
         return [*([PartData(data)] if data else []), PartEnd()]
 
@@ -127,16 +130,16 @@ def _part_of(headers: str) -> PartBegin:
     for line in headers.split("\r\n"):
         name, _, value = line.partition(":")
         if name.strip().lower() == "content-disposition":
-            given = {key: quoted or plain for key, quoted, plain in _PARAMETER.findall(value)}
-            if "name" in given:
-                return PartBegin(given["name"], _filename(given))
+            parameters = {key: quoted or plain for key, quoted, plain in _PARAMETER.findall(value)}
+            if "name" in parameters:
+                return PartBegin(parameters["name"], _filename(parameters))
     raise _fault("a part has no Content-Disposition with a name")
 
 
-def _filename(given: Mapping[str, str]) -> str | None:
-    """The name of a file, which some clients encode as RFC 5987 has it; None: it is no file."""
-    encoded = given.get("filename*")
-    return given.get("filename") if encoded is None else unquote(encoded.split("'", 2)[-1])
+def _filename(parameters: Mapping[str, str]) -> str | None:
+    """Returns the name of a file, perhaps encoded by RFC 5987; None: the part is not a file."""
+    encoded = parameters.get("filename*")
+    return parameters.get("filename") if encoded is None else unquote(encoded.split("'", 2)[-1])
 
 
 def _fault(message: str) -> HttpError:
@@ -152,12 +155,15 @@ class Upload:
         self._key = key
         self._silence = silence
         self._fields: dict[str, str] = {}
-        self._field: str | None = None  # the field whose part is read; None: the file's, or none
+        self._field: str | None = None  # the field that is read; None for the file
         self._writer: FileWriter | None = None
         self._in_file = False
 
     async def run(self, request: Request) -> None:
-        """Read the form. Raises HttpError, PoolError, ClientDisconnect; then there is no file."""
+        """Reads the form.
+
+        Raises HttpError, PoolError, ClientDisconnect, and then leaves no file.
+        """
         reader = MultipartReader(boundary_of(request.headers.get("content-type", "")))
         try:
             async for data in _pieces(request, self._silence):
@@ -190,7 +196,7 @@ class Upload:
             raise bad_request("'file' must be a file, with a filename", "file")
         if "purpose" in self._fields:
             self._check_purpose()
-        shown = "".join(one for one in part.filename if one.isprintable())[:MAX_NAME]
+        shown = "".join(char for char in part.filename if char.isprintable())[:MAX_NAME]
         self._in_file = True
         self._writer = FileWriter(self._files, self._key, UPLOADED, shown)
 
@@ -225,29 +231,29 @@ class Upload:
             raise bad_request(message, "purpose")
 
     def _keep(self) -> float | None:
-        """Seconds until the file expires; None: as the pool's settings say."""
+        """Returns seconds until the file expires; None: the time of the pool's settings."""
         prefix = f"{EXPIRES}["
-        given: dict[str, Any] = {
+        expiry_fields: dict[str, Any] = {
             name.removeprefix(prefix).rstrip("]"): value
             for name, value in self._fields.items()
             if name.startswith(prefix)
         }
-        if given.get("seconds", "").isdecimal():
-            given["seconds"] = int(given["seconds"])
-        return expiry({EXPIRES: given} if given else {}, EXPIRES)
+        if expiry_fields.get("seconds", "").isdecimal():
+            expiry_fields["seconds"] = int(expiry_fields["seconds"])
+        return expiry({EXPIRES: expiry_fields} if expiry_fields else {}, EXPIRES)
 
 
 def expiry(body: Mapping[str, Any], name: str) -> float | None:
-    """The seconds of a field as `expires_after`; None without. Raises HttpError."""
-    given = body.get(name)
-    if given is None:
+    """Returns the seconds of a field like `expires_after`; None without it. Raises HttpError."""
+    expires = body.get(name)
+    if expires is None:
         return None
-    if not isinstance(given, Mapping):
+    if not isinstance(expires, Mapping):
         raise bad_request(f"{name!r} must be a map with anchor and seconds", name)
-    EXPIRY.check(given, f"{name}.")
-    if given.get("anchor") != "created_at":
+    EXPIRY.check(expires, f"{name}.")
+    if expires.get("anchor") != "created_at":
         raise bad_request(f"'{name}.anchor' must be created_at", f"{name}.anchor")
-    seconds = given.get("seconds")
+    seconds = expires.get("seconds")
     if type(seconds) is not int or not MIN_KEEP <= seconds <= MAX_KEEP:
         message = f"'{name}.seconds' must be from {MIN_KEEP} to {MAX_KEEP}"
         raise bad_request(message, f"{name}.seconds")

@@ -16,21 +16,21 @@ from mlxpool.gateway.server_sent_events import sse
 
 PREFIXES = {Kind.THOUGHTS: "rs", Kind.TEXT: "msg", Kind.CALL: "fc"}
 STATUSES = {"length": "incomplete", "cancelled": "cancelled"}  # by the reason of the end
-# status of an HTTP error -> code of a response that failed; others are of the server
+# status of an HTTP error -> code of a failed response; other errors are server_error
 ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
-ENDS = {"cancelled": "incomplete"}  # status -> name of the event, where it is another
+ENDS = {"cancelled": "incomplete"}  # status -> name of the event, if it differs
 
 
 def response_id(id: str) -> str:
-    """The id of a response as clients know it."""
+    """Returns the id of a response as clients know it."""
     return f"resp_{id}"
 
 
 class ResponseFrame(Struct, frozen=True):
-    """What the response objects of one request have in common.
+    """The members that the response objects of one request share.
 
-    `id`: the pool's, in hex. `echoed`: members that repeat the request. `summary`: thoughts are
-    told as a summary.
+    `id`: the pool's id, in hex. `echoed`: members that repeat the request. `summary`: thoughts are
+    sent as a summary.
     """
 
     id: str
@@ -39,11 +39,11 @@ class ResponseFrame(Struct, frozen=True):
     summary: bool
 
     def begun(self, status: str = "in_progress") -> dict[str, Any]:
-        """The response before its first item."""
+        """Returns the response before its first item."""
         return self._response(status, [])
 
     def ended(self, blocks: Iterable[Block], result: Result, thought_tokens: int) -> dict[str, Any]:
-        """The whole response; incomplete if it has reached its bound of tokens."""
+        """Returns the complete response; its status is incomplete at the bound of tokens."""
         cut = result.reason == "length"
         status = STATUSES.get(result.reason, "completed")
         return {
@@ -53,7 +53,7 @@ class ResponseFrame(Struct, frozen=True):
         }
 
     def failed(self, blocks: Iterable[Block], error: HttpError) -> dict[str, Any]:
-        """The response as far as it came."""
+        """Returns the response with the blocks before an error."""
         code = ERROR_CODES.get(error.status, "server_error")
         return {
             **self._response("failed", [*map(self.item, blocks)]),
@@ -78,15 +78,15 @@ class ResponseFrame(Struct, frozen=True):
         }
 
     def item_id(self, block: Block) -> str:
-        """The id of a block's item."""
+        """Returns the id of a block's item."""
         return f"{PREFIXES[block.kind]}_{self.id}_{block.index}"
 
     def item(self, block: Block) -> dict[str, Any]:
-        """The item of a block that has ended."""
+        """Returns the item of a block that has ended."""
         return self._item(block, "incomplete" if block.cut else "completed", self.parts(block))
 
     def item_begun(self, block: Block) -> dict[str, Any]:
-        """The item of a block that begins, without its parts."""
+        """Returns the item of a block that begins, without its parts."""
         return self._item(block, "in_progress", [])
 
     def _item(self, block: Block, status: str, parts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -106,21 +106,26 @@ class ResponseFrame(Struct, frozen=True):
         }
 
     def parts(self, block: Block) -> list[dict[str, Any]]:
-        """The parts of a block's item, of which there is one."""
+        """Returns the parts of a block's item: one part."""
         return [self.part(block, block.text, block.logprobs)]
 
     def part(
         self, block: Block, text: str, logprobs: Iterable[Mapping[str, Any]] = ()
     ) -> dict[str, Any]:
-        """A part of text or thoughts."""
+        """Returns a part of text or thoughts."""
         if block.kind is Kind.TEXT:
-            found = [token_logprob(entry) for entry in logprobs]
-            return {"type": "output_text", "text": text, "annotations": [], "logprobs": found}
+            token_logprobs = [token_logprob(entry) for entry in logprobs]
+            return {
+                "type": "output_text",
+                "text": text,
+                "annotations": [],
+                "logprobs": token_logprobs,
+            }
         return {"type": "summary_text" if self.summary else "reasoning_text", "text": text}
 
 
 def token_logprob(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """The log-probability of a token, with its most likely alternatives."""
+    """Returns the log-probability of a token, with its most likely alternatives."""
     others = [_logprob(other) for other in entry.get("top") or ()]
     return {**_logprob(entry), "top_logprobs": others}
 
@@ -160,7 +165,10 @@ class ResponseEvents(Struct, eq=False):
     after: int = -1
 
     def head(self, *, queued: bool = False) -> bytes:
-        """The events before the first update; `queued`: of a response in the background."""
+        """Returns the events before the first update.
+
+        `queued`: the response is in the background.
+        """
         begun = {"response": self.frame.begun()}
         if not queued:
             created = self._event("response.created", begun)
@@ -170,25 +178,25 @@ class ResponseEvents(Struct, eq=False):
         return head + self._event("response.in_progress", begun)
 
     def update(self, update: ChoiceUpdate) -> bytes:
-        """The events of an update. A failure before it has the number of an event: it was one."""
+        """Returns the events of an update. A failure before it takes a number, as its event did."""
         self.number += update.failures
         return b"".join([self._step(step) for step in self.output.push(update)])
 
     def tail(self, whole: Mapping[str, Any]) -> bytes:
-        """The event that ends the stream, with the whole response."""
+        """Returns the event that ends the stream, with the complete response."""
         kind = ENDS.get(whole["status"], whole["status"])
         return self._event(f"response.{kind}", {"response": whole})
 
     def failed(self, error: HttpError) -> bytes:
-        """The event that ends a stream with an error."""
+        """Returns the event that ends a stream with an error."""
         body = {"response": self.frame.failed(self.output.blocks, error)}
         return self._event("response.failed", body)
 
     def broken_off(self, error: HttpError) -> bytes:
-        """The event that ends a reading whose response goes on.
+        """Returns the event that ends a reading whose response goes on.
 
-        It does not count, so it has the number of the event that its reader has last: with it as
-        `starting_after` another reading goes on behind that.
+        It repeats the number of the reader's last event. With that number as `starting_after`
+        another reading continues there.
         """
         fault = {"code": error.code, "message": error.message, "param": None}
         number = max(self.number - 1, self.after)
@@ -249,13 +257,13 @@ class ResponseEvents(Struct, eq=False):
         return block.kind is Kind.THOUGHTS and self.frame.summary
 
     def _part_kind(self, block: Block) -> str:
-        """The events of the part of a block."""
+        """Returns the name of the events of a block's part."""
         if self._summarised(block):
             return "response.reasoning_summary_part"
         return "response.content_part"
 
     def _text_kind(self, block: Block) -> str:
-        """The events of the text of a block."""
+        """Returns the name of the events of a block's text."""
         if block.kind is Kind.CALL:
             return "response.function_call_arguments"
         if block.kind is Kind.TEXT:

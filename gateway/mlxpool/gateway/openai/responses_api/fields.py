@@ -29,12 +29,12 @@ from mlxpool.gateway.openai.fields import TOOL_CHOICE as OF_CHATS_CHOICE
 from mlxpool.gateway.openai.neutral_values import NEUTRAL
 
 LOGPROBS = "message.output_text.logprobs"
-MAX_METADATA, MAX_KEY, MAX_VALUE = 16, 64, 512  # pairs, and characters of each
+MAX_METADATA, MAX_KEY, MAX_VALUE = 16, 64, 512  # most pairs, and characters of each
 MESSAGE_ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = ("input_text", "output_text", "text")
 SUMMARIES = ("auto", "concise", "detailed")
 
-# field -> option of the pool; those of the context are `truncation`
+# field -> option of the pool; the context's options are in `truncation`
 SAMPLING: Mapping[str, str] = {
     name: target
     for name, target in OF_CHATS.items()
@@ -53,12 +53,12 @@ REASONING = Body(
     {
         "effort": EFFORT,
         "max_tokens": described("OpenRouter's: the bound of thoughts", integer(0, MAX_COUNT)),
-        "summary": described("the thoughts as they are, as a summary", choice(*SUMMARIES, "none")),
+        "summary": described("the thoughts are sent as a summary", choice(*SUMMARIES, "none")),
         "generate_summary": described("the older form of `summary`", choice(*SUMMARIES)),
     },
     accepted={"context": ANY, "mode": ANY, "enabled": ANY, "exclude": ANY},
 )
-# Usage is in the last event always.
+# The last event always has usage.
 STREAM_OPTIONS = Body({}, accepted={"include_obfuscation": ANY, "include_usage": ANY})
 
 _CONTENT = one_of(TEXT, listed(MAP))
@@ -101,7 +101,7 @@ ITEM = one_of(
         "required": ["type"],
     },
     described(
-        "of another type: calls and their results are kept as text, others are left out",
+        "another type: calls and their results are kept as text, others are left out",
         other_tool("message", "function_call", "function_call_output", "reasoning"),
     ),
 )
@@ -115,7 +115,7 @@ TOOL = Body(
     },
     required=("type", "name"),
     refused={"input_schema": ((), "use `parameters`")},
-    open=True,  # nothing else of a declaration says what a call is
+    open=True,  # other members only describe a call
 )
 ANY_TOOL: Schema = one_of(
     TOOL.schema(),
@@ -153,7 +153,7 @@ METADATA: Schema = {
 RETRIEVED = Body(  # the query of GET /v1/responses/ID
     {
         "stream": FLAG,
-        "starting_after": described("the number of the last event that is known", integer(0)),
+        "starting_after": described("the number of the last event that the client has", integer(0)),
     },
     accepted={"include": TEXT, "include_obfuscation": FLAG},
 )
@@ -180,24 +180,24 @@ RESPONSE = Body(
             "auto: the oldest items are left out until the rest fits", choice("auto", "disabled")
         ),
         "metadata": METADATA,
-        "background": described("answered at once; it goes on whoever is there", FLAG),
-        "store": described("it is kept; false unless `background`", FLAG),
-        "previous_response_id": described("of a response that is kept and has ended", TEXT),
+        "background": described("answered at once; the response goes on without a client", FLAG),
+        "store": described("the response is kept; false unless `background`", FLAG),
+        "previous_response_id": described("the id of a kept response that has ended", TEXT),
         "prompt_cache_key": COMMON["prompt_cache_key"],
         **{name: COMMON[name] for name in SAMPLING},
     },
     required=("model", "input"),
     accepted={
         **{name: schema for name, schema in ACCEPTED.items() if name not in ("metadata", "store")},
-        "max_tool_calls": ANY,  # of tools that the server runs, of which there are none
-        "context_management": ANY,  # nothing is compacted: see `truncation`
+        "max_tool_calls": ANY,  # for tools that the server runs, which do not exist here
+        "context_management": ANY,  # no context is compacted: see `truncation`
         "background_options": ANY,
         "access_programs": ANY,
     },
     refused={
         **NEUTRAL,
         "conversation": ((), "use `previous_response_id`, or send the whole conversation"),
-        "prompt": ((), "there are no stored prompts: use `instructions` and `input`"),
+        "prompt": ((), "prompts are not stored here: use `instructions` and `input`"),
         "image": ((), "leave it out"),
         "messages": ((), "this is /v1/responses: use `input`"),
         "max_tokens": ((), "use `max_output_tokens`"),

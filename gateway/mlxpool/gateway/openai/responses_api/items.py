@@ -1,4 +1,4 @@
-"""The items of a request's `input`, as the pool's messages. Pure."""
+"""Converts the items of a request's `input` into the pool's messages. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BETWEEN = "__"
 KNOWN = "must be a map with a type, such as message or function_call"
 READ = (*TEXT_PARTS, "refusal", "input_image")
 PARTS = "must be input_text, output_text, input_image or refusal"
-# Items of calls of other kinds that a client has answered: their member with what was asked.
+# Types of calls that a client has answered -> the member with their arguments.
 CALLS: Mapping[str, str] = {
     "custom_tool_call": "input",
     "local_shell_call": "action",
@@ -29,18 +29,18 @@ CALLS: Mapping[str, str] = {
     "computer_call": "action",
     "mcp_call": "arguments",
 }
-OUTPUT = "_output"  # behind the type of a call: its result
+OUTPUT = "_output"  # the end of the type of a call's result
 
 
 def joined(group: object, name: str) -> str:
-    """The name by which a model knows a function; without a group its own."""
+    """Returns a model's name of a function: with its group, or without one its own name."""
     if not isinstance(group, str) or not group:
         return name
     return f"{group}{name}" if group.endswith(_BETWEEN) else f"{group}{_BETWEEN}{name}"
 
 
 def divided(name: str, tools: object) -> dict[str, str]:
-    """The members of a call that name its function, by the `tools` of the request."""
+    """Returns the members of a call that name its function, by the `tools` of the request."""
     for group in tools if isinstance(tools, list) else ():
         if isinstance(group, Mapping) and group.get("type") == NAMESPACE:
             for tool in group.get("tools") or ():
@@ -62,10 +62,10 @@ class Conversation:
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
         self.images: list[bytes] = []
-        self._names: dict[str, str] = {}  # of called functions, by the id of the call
+        self._names: dict[str, str] = {}  # names of called functions, by the id of the call
 
     def add(self, where: str, item: object) -> None:
-        """Add one item of `input`. Raises HttpError naming it."""
+        """Adds one item of `input`. Raises HttpError naming the item."""
         if not isinstance(item, Mapping):
             raise _fault(f"{where} {KNOWN}, got {shown(item)}")
         kind = item.get("type") or ("message" if "role" in item else None)
@@ -85,13 +85,13 @@ class Conversation:
             log_left_out("an item of a conversation is left out", shown(kind), ELSEWHERE)
 
     def _foreign(self, kind: str, item: Mapping[str, Any]) -> None:
-        """A call of another kind, as the call of a function, or its result."""
+        """Adds a call of another kind as the call of a function, or its result."""
         call_id = item.get("call_id") or item.get("id") or kind
         if kind not in CALLS:
             self._result(str(call_id), _as_text(item.get("output")))
             return
-        asked = item.get(CALLS[kind])
-        arguments = asked if isinstance(asked, Mapping) else {"input": asked}
+        argument = item.get(CALLS[kind])
+        arguments = argument if isinstance(argument, Mapping) else {"input": argument}
         name = item.get("name") or kind.removesuffix("_call")
         self._calls(str(call_id), str(name), json.dumps(arguments, ensure_ascii=False))
         if kind == "mcp_call":  # its result is in the same item
@@ -149,9 +149,9 @@ class Conversation:
         )
 
     def _reasoning(self, where: str, item: Mapping[str, Any]) -> None:
-        """Thoughts of an earlier answer: its `content`, or its summary if it has no other.
+        """Adds thoughts of an earlier answer: its `content`, or its summary if it has no content.
 
-        What another server has encrypted nobody can read here: it is left out.
+        Encrypted thoughts of another server cannot be read here and are left out.
         """
         text = _texts(f"{where}.content", item.get("content"))
         text = text or _texts(f"{where}.summary", item.get("summary"))
@@ -161,7 +161,7 @@ class Conversation:
             message["content"] = ""
 
     def _assistant(self, lacks: Sequence[str] = ()) -> dict[str, Any]:
-        """The last message if it is the assistant's without these members, else a new one."""
+        """Returns the assistant's last message if it lacks these members, else a new one."""
         last = self.messages[-1] if self.messages else {}
         if last.get("role") != "assistant" or any(last.get(name) for name in lacks):
             last = {"role": "assistant"}
@@ -169,7 +169,7 @@ class Conversation:
         return last
 
     def _content(self, where: str, content: object) -> str | list[dict[str, Any]]:
-        """Text if all parts are text, else parts."""
+        """Returns text if all parts are text, else parts."""
         if isinstance(content, str | None):
             return content or ""
         if not isinstance(content, list):
@@ -198,41 +198,41 @@ class Conversation:
 
 
 class Earlier(Struct, frozen=True):
-    """The conversation of an earlier response: what its model was given, and what it answered."""
+    """The conversation of an earlier response: the input of its model, and its output."""
 
     messages: Sequence[dict[str, Any]]
     images: Sequence[bytes]
-    output: Sequence[Mapping[str, Any]]  # items
+    output: Sequence[Mapping[str, Any]]  # items of the answer
 
 
 def conversation_of(
-    given: object, instructions: str, earlier: Earlier | None = None
+    items: object, instructions: str, earlier: Earlier | None = None
 ) -> Conversation:
-    """The conversation of `input`, after instructions as a system message and what was before.
+    """Returns the conversation: instructions as a system message, earlier messages, then `input`.
 
     Raises HttpError naming the item.
     """
-    found = Conversation()
+    conversation = Conversation()
     if instructions:
-        found.messages.append({"role": "system", "content": instructions})
+        conversation.messages.append({"role": "system", "content": instructions})
     if earlier is not None:
-        found.messages += earlier.messages
-        found.images += earlier.images
+        conversation.messages += earlier.messages
+        conversation.images += earlier.images
         for number, item in enumerate(earlier.output):
-            found.add(f"previous_response_id: output[{number}]", item)
-    if isinstance(given, str):
-        found.messages.append({"role": "user", "content": given})
-        return found
-    if not isinstance(given, list) or not 1 <= len(given) <= MAX_MESSAGES:
-        got = len(given) if isinstance(given, list) else shown(given)
+            conversation.add(f"previous_response_id: output[{number}]", item)
+    if isinstance(items, str):
+        conversation.messages.append({"role": "user", "content": items})
+        return conversation
+    if not isinstance(items, list) or not 1 <= len(items) <= MAX_MESSAGES:
+        got = len(items) if isinstance(items, list) else shown(items)
         raise _fault(f"'input' must be text or a list of 1 to {MAX_MESSAGES} items, got {got}")
-    for number, item in enumerate(given):
-        found.add(f"input[{number}]", item)
-    return found
+    for number, item in enumerate(items):
+        conversation.add(f"input[{number}]", item)
+    return conversation
 
 
 def _readable(part: object) -> object:
-    """A part of a result; a note in place of a file and the like, which no model reads."""
+    """Returns a part of a result, or a note in place of one that no model reads, as a file."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     if not isinstance(kind, str) or kind in READ:
         return part
@@ -240,9 +240,11 @@ def _readable(part: object) -> object:
 
 
 def _as_text(value: object) -> str:
-    """A result as text, be it text, parts of text or anything else."""
-    if isinstance(value, list) and all(isinstance(one, Mapping) and "text" in one for one in value):
-        return "".join(str(one["text"]) for one in value)
+    """Returns a result as text: from text, parts of text or any other value."""
+    if isinstance(value, list) and all(
+        isinstance(part, Mapping) and "text" in part for part in value
+    ):
+        return "".join(str(part["text"]) for part in value)
     if isinstance(value, str | None):
         return value or ""
     return json.dumps(value, ensure_ascii=False)
@@ -266,7 +268,7 @@ def _text(where: str, item: Mapping[str, Any], key: str) -> str:
 
 
 def _texts(where: str, parts: object) -> str:
-    """The texts of parts, joined; "" for null."""
+    """Returns the texts of parts, joined; "" for null."""
     if isinstance(parts, str | None):
         return parts or ""
     if not isinstance(parts, list) or not all(isinstance(part, Mapping) for part in parts):

@@ -1,4 +1,4 @@
-"""Responses that the pool keeps as jobs: what is noted with a job, and what is made of it. Pure."""
+"""Responses that the pool keeps as jobs: the note of a job, and the response made from it. Pure."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from mlxpool.gateway.openai.responses_api.bodies import ResponseFrame, response_
 from mlxpool.gateway.resumption import GENERATION
 
 KIND = "response"
-MAX_UNPACKED = 16 * 1024 * 1024  # bytes of a note
-WAITING = {"waiting": "queued", "running": "in_progress"}  # state of the job -> of the response
+MAX_UNPACKED = 16 * 1024 * 1024  # most bytes of a note, unpacked
+# state of the job -> status of the response
+WAITING = {"waiting": "queued", "running": "in_progress"}
 SIGNATURES = {  # first bytes of a file -> its type
     b"\x89PNG": "image/png",
     b"\xff\xd8": "image/jpeg",
@@ -30,15 +31,15 @@ SIGNATURES = {  # first bytes of a file -> its type
 
 
 class ResponseNote(Struct, frozen=True):
-    """What a response has beside its job: see ResponseFrame and KeptAnswer.
+    """The facts of a response that its job does not have: see ResponseFrame and KeptAnswer.
 
-    `tools` and `several_calls` are those of the request, `formats` those of the model.
+    `tools` and `several_calls` are the request's; `formats` are the model's.
     """
 
     created: int
     echoed: Mapping[str, Any]
     summary: bool
-    formats: tuple[str | None, str | None]  # of tools and thoughts
+    formats: tuple[str | None, str | None]  # formats of tools and thoughts
     tools: Sequence[Mapping[str, Any]]
     several_calls: bool
     background: bool
@@ -48,7 +49,7 @@ class ResponseNote(Struct, frozen=True):
         return ChatFormats(*self.formats)
 
     def packed(self) -> bytes:
-        """The bytes that are kept with the job. Raises HttpError for too many."""
+        """Returns the bytes that are kept with the job. Raises HttpError if they are too many."""
         text = json.dumps({"kind": KIND, **as_map(self)}, separators=(",", ":"))
         packed = zlib.compress(text.encode("utf-8", "surrogatepass"))
         if len(packed) > MAX_NOTE:
@@ -61,14 +62,14 @@ class ResponseNote(Struct, frozen=True):
 
     @classmethod
     def unpacked(cls, note: bytes) -> ResponseNote | None:
-        """The note of a response from its bytes; None if the bytes are no such note."""
+        """Reads the note of a response; None if the bytes are not such a note."""
         try:
             text = zlib.decompressobj().decompress(note, MAX_UNPACKED)
-            found = json.loads(text.decode("utf-8", "surrogatepass"))
-            if found.pop("kind") != KIND:
+            members = json.loads(text.decode("utf-8", "surrogatepass"))
+            if members.pop("kind") != KIND:
                 return None
-            tools, thoughts = found.pop("formats")
-            return cls(formats=(tools, thoughts), **found)
+            tools, thoughts = members.pop("formats")
+            return cls(formats=(tools, thoughts), **members)
         except (zlib.error, ValueError, KeyError, TypeError, AttributeError):
             return None
 
@@ -83,13 +84,15 @@ class KeptResponse(Struct, frozen=True):
     note: ResponseNote
 
     @classmethod
-    def of(cls, found: SubmittedJob) -> KeptResponse | None:
-        """The response that a job keeps; None if the job was not made by this interface."""
-        note, key = ResponseNote.unpacked(found.note), str(found.row["key"])
+    def of(cls, submitted: SubmittedJob) -> KeptResponse | None:
+        """Returns the response of a job; None if the job was not made by this interface."""
+        note, key = ResponseNote.unpacked(submitted.note), str(submitted.row["key"])
         prefix = response_id("")
         if note is None or not key.startswith(prefix):
             return None
-        return cls(key.removeprefix(prefix), found.row, found.request, found.blobs, note)
+        return cls(
+            key.removeprefix(prefix), submitted.row, submitted.request, submitted.blobs, note
+        )
 
     @property
     def frame(self) -> ResponseFrame:
@@ -97,12 +100,12 @@ class KeptResponse(Struct, frozen=True):
 
     @property
     def waiting(self) -> str | None:
-        """The status of a response that has not ended; None: it has."""
+        """The status of a response that has not ended; None after its end."""
         return WAITING.get(str(self.job["state"]))
 
     @property
     def stops(self) -> bool:
-        """Whether the answer may end at a text of the request's."""
+        """Whether the answer may end at a stop text of the request."""
         return bool((self.request.get("options") or {}).get("stop"))
 
     @property
@@ -112,12 +115,12 @@ class KeptResponse(Struct, frozen=True):
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The conversation that the model was given, without the instructions."""
-        given = list(self.request.get("messages") or ())
-        return given[1:] if self.note.echoed.get("instructions") else given
+        """The messages to the model, without the instructions."""
+        messages = list(self.request.get("messages") or ())
+        return messages[1:] if self.note.echoed.get("instructions") else messages
 
     def check_number(self, after: int | None) -> None:
-        """Raises HttpError for the number of an event that another generation had."""
+        """Raises HttpError if the event with this number belongs to another generation."""
         number = 0 if after is None else after
         if after is None or self.first_number <= number < self.first_number + GENERATION:
             return
@@ -135,14 +138,14 @@ class KeptResponse(Struct, frozen=True):
 def items_of(
     messages: Sequence[Mapping[str, Any]], images: Sequence[bytes], id: str
 ) -> list[dict[str, Any]]:
-    """The items, each with an id of its own; `id`: of the response that they belong to."""
-    found: list[dict[str, Any]] = []
+    """Returns the items of messages, each with its own id; `id`: the id of their response."""
+    items: list[dict[str, Any]] = []
     for message in messages:
         for item in _items(message, images):
             prefix = {"message": "msg", "reasoning": "rs"}.get(item["type"], "fc")
-            name = f"{prefix}_{id}_in{len(found)}"
-            found.append({"id": name, "status": "completed", **item})
-    return found
+            name = f"{prefix}_{id}_in{len(items)}"
+            items.append({"id": name, "status": "completed", **item})
+    return items
 
 
 def _items(message: Mapping[str, Any], images: Sequence[bytes]) -> Iterator[dict[str, Any]]:
@@ -165,8 +168,8 @@ def _items(message: Mapping[str, Any], images: Sequence[bytes]) -> Iterator[dict
         if not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
         call_id, name = call.get("id") or "", function["name"]
-        made = {"call_id": call_id, "name": name, "arguments": arguments}
-        yield {"type": "function_call", **made}
+        members = {"call_id": call_id, "name": name, "arguments": arguments}
+        yield {"type": "function_call", **members}
 
 
 def _text(content: Any) -> str:

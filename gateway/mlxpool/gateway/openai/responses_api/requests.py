@@ -41,9 +41,9 @@ TOOL_CHOICES = (
 class ResponseRequest(Struct, frozen=True):
     """A checked request.
 
-    `truncates`: old items are left out until the rest fits. `summary`: thoughts are told as a
-    summary. `echoed`: members of the response that repeat the request. `store`: it is kept, as all
-    responses in the `background` are.
+    `truncates`: old items are left out until the rest fits. `summary`: thoughts are sent as a
+    summary. `echoed`: members of the response that repeat the request. `store`: the response is
+    kept, as all responses in the `background` are.
     """
 
     chat: ChatRequest
@@ -61,7 +61,7 @@ class ResponseRequest(Struct, frozen=True):
 
 
 def response(body: Mapping[str, Any], earlier: Earlier | None = None) -> ResponseRequest:
-    """A checked /v1/responses. Raises HttpError naming the field."""
+    """Checks a /v1/responses. Raises HttpError naming the field."""
     body = RESPONSE.check(body)
     instructions = fields.text(body, "instructions", "")
     conversation = conversation_of(body.get("input"), instructions, earlier)
@@ -77,8 +77,8 @@ def response(body: Mapping[str, Any], earlier: Earlier | None = None) -> Respons
     max_tokens = fields.integer(body, "max_output_tokens", 1, MAX_COUNT)
     options |= {} if max_tokens is None else {"max_tokens": max_tokens}
     effort, summary, budget = _reasoning(body)
-    asked = effort or think_effort(body)
-    options |= {} if asked is None else {"think": EFFORTS.get(asked, asked == "enabled")}
+    think = effort or think_effort(body)
+    options |= {} if think is None else {"think": EFFORTS.get(think, think == "enabled")}
     options |= {} if budget is None else {"think": True, "thinking_budget": budget, **options}
     stream = fields.flag(body, "stream", False)
     STREAM_OPTIONS.check(fields.mapping(body, "stream_options"), "stream_options.")
@@ -114,12 +114,12 @@ def response(body: Mapping[str, Any], earlier: Earlier | None = None) -> Respons
 
 
 def previous_id(body: Mapping[str, Any]) -> str | None:
-    """The id of the response that the request goes on from; None: it begins a conversation."""
+    """Returns the id of the response that the request continues; None: it begins a conversation."""
     return fields.text(body, "previous_response_id", "") or None
 
 
 def _echoed(body: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The members of a response that repeat a field, or tell its default."""
+    """Returns the members of a response that repeat a field, or have its default."""
     text = fields.mapping(body, "text")
     return {
         "max_output_tokens": options.get("max_tokens"),
@@ -141,33 +141,36 @@ def _echoed(body: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, An
 
 
 def _tools(body: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The tools that are offered, in the pool's form, and those of which one has to be called."""
-    found: list[dict[str, Any]] = []
+    """Returns the offered tools, in the pool's form, and the tools of a required call."""
+    functions: list[dict[str, Any]] = []
     for number, tool in fields.tools_of_kind(body, ("function", NAMESPACE)):
         if tool["type"] == NAMESPACE:
-            found += [
-                _function(f"tools[{number}].tools[{place}].", one, tool["name"])
-                for place, one in fields.tools_of_kind(tool, ("function",))
+            functions += [
+                _function(f"tools[{number}].tools[{place}].", function, tool["name"])
+                for place, function in fields.tools_of_kind(tool, ("function",))
             ]
         else:
-            found.append(_function(f"tools[{number}].", tool))
-    fields.checked("tools", check_tools, found)
+            functions.append(_function(f"tools[{number}].", tool))
+    fields.checked("tools", check_tools, functions)
     choice = plain_choice(body.get("tool_choice"))
     if isinstance(choice, Mapping):
-        offered, forced = _chosen(choice, found)
+        offered, forced = _chosen(choice, functions)
     else:
         mode = fields.choice({"tool_choice": choice}, "tool_choice", ("auto", "none", "required"))
-        offered = [] if mode == "none" else found
-        forced = found if mode == "required" else []
-        if mode == "required" and not found:
+        offered = [] if mode == "none" else functions
+        forced = functions if mode == "required" else []
+        if mode == "required" and not functions:
             raise fields.no_such_tool()
     return offered, forced
 
 
 def _function(prefix: str, tool: Mapping[str, Any], group: str = "") -> dict[str, Any]:
-    """A function in the pool's form; `group`: the namespace that it is in. Raises HttpError."""
+    """Returns a function in the pool's form; `group`: the namespace that it is in.
+
+    Raises HttpError.
+    """
     inside = tool.get("function")
-    if isinstance(inside, Mapping):  # as in /v1/chat/completions
+    if isinstance(inside, Mapping):  # the form of /v1/chat/completions
         tool = {**inside, "type": "function"}
     TOOL.check(tool, prefix)
     fields.flag(tool, "strict", False, prefix)
@@ -179,43 +182,55 @@ def _function(prefix: str, tool: Mapping[str, Any], group: str = "") -> dict[str
 def _chosen(
     choice: Mapping[str, Any], tools: Sequence[dict[str, Any]]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The tools that are offered and forced by a `tool_choice` that names some."""
+    """Returns the offered tools and the required ones for a `tool_choice` that names some."""
     if choice.get("type") == "function":
         named = [choice]
     elif choice.get("type") == "allowed_tools" and choice.get("mode") in ("auto", "required"):
         named = choice["tools"] if isinstance(choice.get("tools"), list) else []
-    elif choice.get("type") != "allowed_tools" and (wanted := wanted_tool(choice)) is not None:
-        raise fields.no_such_tool(wanted)
+    elif choice.get("type") != "allowed_tools" and (tool_name := wanted_tool(choice)) is not None:
+        raise fields.no_such_tool(tool_name)
     else:
         named = []
-    names = [one.get("name") if isinstance(one, Mapping) else None for one in named]
-    elsewhere = [one for one in named if isinstance(one, Mapping) and one.get("type") != "function"]
+    names = [
+        tool_named.get("name") if isinstance(tool_named, Mapping) else None for tool_named in named
+    ]
+    elsewhere = [
+        tool_named
+        for tool_named in named
+        if isinstance(tool_named, Mapping) and tool_named.get("type") != "function"
+    ]
     if not names or not all(isinstance(name, str) for name in names if not elsewhere):
         raise bad_request(f"'tool_choice' is {shown(choice)}, {TOOL_CHOICES}", "tool_choice")
-    if choice["type"] == "allowed_tools":  # those that run elsewhere are not offered anyway
-        names = [one["name"] for one in named if one.get("type", "function") == "function"]
-    found = [tool for tool in tools if tool["function"]["name"] in names]
-    if len(found) < len(set(names)):
-        offered = {tool["function"]["name"] for tool in found}
+    if choice["type"] == "allowed_tools":  # tools that run elsewhere are not offered anyway
+        names = [
+            tool_named["name"]
+            for tool_named in named
+            if tool_named.get("type", "function") == "function"
+        ]
+    chosen = [tool for tool in tools if tool["function"]["name"] in names]
+    if len(chosen) < len(set(names)):
+        offered = {tool["function"]["name"] for tool in chosen}
         raise fields.no_such_tool(next(name for name in names if name not in offered))
     if choice["type"] == "function":
-        return list(tools), found
-    return found, found if choice["mode"] == "required" else []
+        return list(tools), chosen
+    return chosen, chosen if choice["mode"] == "required" else []
 
 
 def _format(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The option `format` of `text`; empty for text."""
+    """Returns the option `format` of `text`; empty for text."""
     text = fields.mapping(body, "text")
     text = TEXT_CONFIG.check(text, "text.")
-    given = fields.mapping(text, "format")
-    if not given:
+    format_field = fields.mapping(text, "format")
+    if not format_field:
         return {}
-    FORMAT.check(given, "text.format.")
-    kind = fields.choice(given, "type", ("text", "json_object", "json_schema"), "text.format.")
+    FORMAT.check(format_field, "text.format.")
+    kind = fields.choice(
+        format_field, "type", ("text", "json_object", "json_schema"), "text.format."
+    )
     if kind == "json_object":
         return {"format": {"type": "json"}}
     if kind == "json_schema":
-        format = {"type": "json_schema", "schema": given.get("schema")}
+        format = {"type": "json_schema", "schema": format_field.get("schema")}
         return {"format": fields.option("text.format.schema", format, "format")}
     if kind is None:
         raise bad_request("'text.format.type' is missing", "text.format.type")
@@ -241,29 +256,34 @@ def _logprobs(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reasoning(body: Mapping[str, Any]) -> tuple[str | None, str | None, int | None]:
-    """The effort, the kind of summary that is wanted, the bound of thoughts; None: not named."""
-    given = fields.mapping(body, "reasoning")
+    """Returns the effort, the kind of summary, and the bound of thoughts.
+
+    None for an absent one.
+    """
+    reasoning = fields.mapping(body, "reasoning")
     prefix = "reasoning."
-    given = REASONING.check(given, prefix)
-    older = fields.choice(given, "generate_summary", SUMMARIES, prefix)
-    summary = fields.choice(given, "summary", (*SUMMARIES, "none"), prefix) or older
-    effort = fields.choice(given, "effort", ("none", *EFFORTS), prefix)
-    bound = fields.options(given, {"max_tokens": "thinking_budget"}, prefix).get("thinking_budget")
+    reasoning = REASONING.check(reasoning, prefix)
+    older = fields.choice(reasoning, "generate_summary", SUMMARIES, prefix)
+    summary = fields.choice(reasoning, "summary", (*SUMMARIES, "none"), prefix) or older
+    effort = fields.choice(reasoning, "effort", ("none", *EFFORTS), prefix)
+    bound = fields.options(reasoning, {"max_tokens": "thinking_budget"}, prefix).get(
+        "thinking_budget"
+    )
     return effort, None if summary == "none" else summary, bound
 
 
 def metadata_of(body: Mapping[str, Any]) -> Mapping[str, str]:
-    """The field `metadata`. Raises HttpError."""
-    given = fields.mapping(body, "metadata")
-    if len(given) > MAX_METADATA:
+    """Returns the checked field `metadata`. Raises HttpError."""
+    metadata = fields.mapping(body, "metadata")
+    if len(metadata) > MAX_METADATA:
         raise bad_request(
-            f"'metadata' has {len(given)} pairs, at most {MAX_METADATA} are taken", "metadata"
+            f"'metadata' has {len(metadata)} pairs, at most {MAX_METADATA} are taken", "metadata"
         )
-    for key, value in given.items():
+    for key, value in metadata.items():
         if not isinstance(value, str) or len(value) > MAX_VALUE or len(key) > MAX_KEY:
             raise bad_request(
                 f"'metadata' has {shown(key)}: {shown(value)}; keys have at most {MAX_KEY}"
                 f" characters, values are texts of at most {MAX_VALUE}",
                 "metadata",
             )
-    return given
+    return metadata

@@ -42,10 +42,10 @@ from mlxpool.gateway.openai.responses_api.requests import ResponseRequest
 from mlxpool.gateway.resumption import EventNumbers
 from mlxpool.gateway.server_sent_events import EVENT_STREAM, KEEP_ALIVE
 
-MAX_ITEMS, DEFAULT_ITEMS = 100, 20  # of a list
-MAX_NUMBER = 2**53  # of an event
+MAX_ITEMS, DEFAULT_ITEMS = 100, 20  # most items of a list, and its default
+MAX_NUMBER = 2**53  # greatest number of an event
 UNKEPT = "nothing is kept, for this pool keeps no jobs"
-INSTEAD = {  # field that needs a pool which keeps jobs -> what to do in one that does not
+INSTEAD = {  # field that needs a pool with jobs -> advice for a pool without
     "background": f"{UNKEPT}; leave it out: the answer comes with this request",
     "store": f"{UNKEPT}; leave it out",
     "previous_response_id": f"{UNKEPT}: send the whole conversation in `input`",
@@ -53,15 +53,15 @@ INSTEAD = {  # field that needs a pool which keeps jobs -> what to do in one tha
 
 
 class KeptResponseRoutes:
-    """One method a path, but `create` and `earlier`. All raise HttpError and PoolError."""
+    """The methods of kept responses. All raise HttpError and PoolError."""
 
     def __init__(self, pool: PoolAccess) -> None:
         self._pool = pool
 
     async def model(self, name: str, idempotency: str | None) -> ModelInfo:
-        """The model of a response that is to be kept, in a pool that keeps things.
+        """Returns the model of a response that is to be kept, in a pool that keeps jobs.
 
-        A request that is sent again with its `idempotency` goes to the pool of the first one.
+        A request that is repeated with its `idempotency` goes to the pool of the first request.
         """
         if not idempotency:
             return await self._pool.models.get(name, keeps=True)
@@ -74,16 +74,16 @@ class KeptResponseRoutes:
         response: ResponseWriter,
         idempotency: str | None,
     ) -> None:
-        """Make a response that is kept. One that is not in the background ends with its client.
+        """Makes a response that is kept. A response outside the background ends with its client.
 
-        One whose client is gone before it could know the id is deleted: nobody could read it. A
-        second request with the same key in `idempotency` is answered with the first one's; so such
-        a response goes on without its client.
+        A response whose client leaves before it can know the id is deleted: nobody could read it. A
+        second request with the same key in `idempotency` is answered with the first one's response,
+        so such a response goes on without its client.
         """
-        client, asked = self._pool.job_client, response.resumption
+        client, resumption = self._pool.job_client, response.resumption
         id = _hex_of(idempotency) if idempotency else drawn_key()
-        if asked is not None and asked.after is not None:
-            await client.job(response_id(id))  # UnknownJob: there is nothing to go on with
+        if resumption is not None and resumption.after is not None:
+            await client.job(response_id(id))  # UnknownJob: no response to continue
         formats = (choice.chat.tools, choice.chat.thinking)
         note = ResponseNote(
             int(time.time()), request.echoed, request.summary, formats, choice.tools,
@@ -97,19 +97,19 @@ class KeptResponseRoutes:
         try:
             job = await asyncio.shield(submitting)
             response.exchange.model, response.exchange.pool_id = choice.model, job.id.hex()
-            kept = KeptResponse.of(await client.submitted(key))
-            if kept is None:
-                message = f"the key {key!r} is that of a job which is no response: take another"
+            kept_response = KeptResponse.of(await client.submitted(key))
+            if kept_response is None:
+                message = f"the key {key!r} belongs to a job that is not a response: take another"
                 raise HttpError(409, message, "duplicate_id", retry=False)
-            if asked is not None:
-                response.numbers = EventNumbers(int(kept.job["gen"]), asked.after)
+            if resumption is not None:
+                response.numbers = EventNumbers(int(kept_response.job["gen"]), resumption.after)
             if request.background and not request.stream:
-                return await response.json(kept.frame.begun("queued"))
-            await self._answer(kept, response, stream=request.stream, made=True)
+                return await response.json(kept_response.frame.begun("queued"))
+            await self._answer(kept_response, response, stream=request.stream, made=True)
         except BaseException:
-            told = response.started  # from then on the client may know the id
-            if not idempotency and not (request.background and told):
-                ending = _end(client, key, submitting, release=not told)
+            id_sent = response.started  # from then on the client may know the id
+            if not idempotency and not (request.background and id_sent):
+                ending = _end(client, key, submitting, release=not id_sent)
                 self._pool.later(ending, f"cancelling {key}")
             raise
 
@@ -126,7 +126,7 @@ class KeptResponseRoutes:
         await self._answer(kept, response, stream=stream, after=after)
 
     async def cancel(self, id: str, response: ResponseWriter) -> None:
-        """POST /v1/responses/ID/cancel; one that has ended stays as it is."""
+        """POST /v1/responses/ID/cancel; a response that has ended stays as it is."""
         kept = await self._find(id)
         if not kept.note.background:
             message = f"{id!r} is not in the background: close the connection of its request"
@@ -136,7 +136,7 @@ class KeptResponseRoutes:
         await self._answer(await self._find(id), response, stream=False)
 
     async def delete(self, id: str, response: ResponseWriter) -> None:
-        """DELETE /v1/responses/ID; one that has not ended is cancelled."""
+        """DELETE /v1/responses/ID; a response that has not ended is cancelled."""
         kept = await self._find(id)
         client = self._pool.job_client
         if kept.waiting is not None:
@@ -147,18 +147,21 @@ class KeptResponseRoutes:
     async def input_items(
         self, id: str, query: Mapping[str, str], response: ResponseWriter
     ) -> None:
-        """GET /v1/responses/ID/input_items: the conversation that the model was given."""
+        """GET /v1/responses/ID/input_items: the messages to the model."""
         kept = await self._find(id)
         items = items_of(kept.messages, kept.images, kept.id)
         await response.json(queries.page(items, query, MAX_ITEMS, DEFAULT_ITEMS))
 
     async def earlier(self, id: str) -> Earlier:
-        """The conversation of `previous_response_id`. Raises HttpError unless it is complete."""
+        """Returns the conversation of `previous_response_id`.
+
+        Raises HttpError unless it is complete.
+        """
         kept = await self._find(id, "previous_response_id", off=False)
         state = kept.job["state"]
         if state != "done":
             shown = kept.waiting or ("cancelled" if state == "cancelled" else "failed")
-            message = f"the response {id!r} is {shown}: go on from one that is complete"
+            message = f"the response {id!r} is {shown}: continue a complete response instead"
             raise bad_request(message, "previous_response_id")
         async with self._read(kept) as answer:
             output = OutputBlocks(call_ids(kept.id))
@@ -166,30 +169,30 @@ class KeptResponseRoutes:
         items = [kept.frame.item(block) for block in output.blocks]
         return Earlier(kept.messages, kept.images, items)
 
-    # ---- what they share -----------------------------------------------------------------------
+    # ---- shared by the routes ------------------------------------------------------------------
 
     async def _find(self, id: str, param: str = "id", *, off: bool = True) -> KeptResponse:
-        """A response of this owner. Raises HttpError if there is none.
+        """Returns a response of this owner. Raises HttpError if it does not exist.
 
-        `off` False: raises JobsOff where nothing is kept.
+        `off` False: raises JobsOff if the pool keeps no jobs.
         """
         try:
             submitted = await self._pool.find_kept(lambda client: client.submitted(id))
-            found = KeptResponse.of(submitted)
+            response = KeptResponse.of(submitted)
         except (UnknownJob, Gone):
-            found = None
+            response = None
         except JobsOff as error:
             if not off:
                 raise
             raise HttpError(501, f"nothing is kept: {error.message}", error.code) from None
-        if found is None:
-            what = "with this key" if self._pool.settings.names_owners else "here"
+        if response is None:
+            place = "with this key" if self._pool.settings.names_owners else "here"
             message = (
-                f"there is no response {id!r:.80} {what}: only those in the background, or with"
+                f"there is no response {id!r:.80} {place}: only those in the background, or with"
                 " 'store': true, are kept, and for a limited time"
             )
             raise HttpError(404, message, "response_not_found", param, retry=False)
-        return found
+        return response
 
     def _read(self, kept: KeptResponse) -> KeptAnswer:
         key, gen, note = response_id(kept.id), int(kept.job["gen"]), kept.note
@@ -207,7 +210,7 @@ class KeptResponseRoutes:
         after: int | None = None,
         made: bool = False,
     ) -> None:
-        """Read a response to its end. `made`: by this request, whose tokens are counted."""
+        """Reads a response to its end. `made`: this request made it, so its tokens are counted."""
         frame, output = kept.frame, OutputBlocks(call_ids(kept.id))
         number = kept.first_number
         events = ResponseEvents(frame, output, number, -1 if after is None else after)
@@ -242,9 +245,9 @@ class KeptResponseRoutes:
         error: HttpError,
         pos: int,
     ) -> None:
-        """End with the error of the job, or with that of this reading: then the job goes on.
+        """Ends with the error of the job, or with the error of this reading: then the job goes on.
 
-        `pos`: how many ids were read.
+        `pos`: the number of ids that were read.
         """
         key, gen = response_id(kept.id), int(kept.job["gen"])
         ended = await has_failed(self._pool.job_client, key, error.code, gen, pos)
@@ -261,14 +264,14 @@ class KeptResponseRoutes:
 
 
 def _hex_of(idempotency: str) -> str:
-    """The id of a response that is the same for the same header Idempotency-Key."""
+    """Returns the id of a response, which is equal for equal headers Idempotency-Key."""
     return hashlib.sha256(idempotency.encode()).hexdigest()[: 2 * KEY_BYTES]
 
 
 async def _end(
     client: AsyncClient, key: str, submitting: asyncio.Future[Job], *, release: bool
 ) -> None:
-    """Cancel the job of a client that is gone; `release`: it was told nothing of it, nobody is."""
+    """Cancels the job of a client that is gone; `release`: deletes it, as no client got its id."""
     with contextlib.suppress(PoolError):  # whether there is a job under the key is seen below
         await submitting
     try:
@@ -298,7 +301,10 @@ class ResponseRoutes:
     async def create(
         self, body: Mapping[str, Any], response: ResponseWriter, idempotency: str | None
     ) -> None:
-        """POST /v1/responses. `idempotency`: the header Idempotency-Key, for what is kept."""
+        """POST /v1/responses.
+
+        `idempotency`: the header Idempotency-Key, for a response that is kept.
+        """
         request = requests.response(body)
         previous = requests.previous_id(body)
         if previous is not None:
