@@ -7,9 +7,10 @@ A page has three kinds of marks, all of which end with `<!-- end -->`:
     <!-- table: NAME -->                        one of bench/figures/tables.toml
     <!-- figure: RUN; GROUP; NAME; SIDE -->     one figure, within a sentence
 
-RUN is a file in bench/figures/, whose README.md says what it has. GROUP, NAME and SIDE are those of
-a line of it; GROUP may be left out where one line alone has the NAME. `SIDE / SIDE` is how many
-times as good the first is as the second. `<!-- figure: RUN; date -->` is the day of the run.
+RUN is a file in bench/figures/, which README.md there describes. GROUP, NAME and SIDE are those of
+one of its lines; GROUP may be left out if only one line has the NAME. `SIDE / SIDE` is the ratio of
+the first to the second, above 1 if the first is better. `<!-- figure: RUN; date -->` is the day of
+the run.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ ROOT = Path(__file__).parents[1]
 FIGURES = ROOT / "bench" / "figures"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 MARK = re.compile(r"<!-- (figures|table|figure): ([^>]+?) -->(.*?)<!-- end -->", re.DOTALL)
-WHOLE_FROM = 100  # figures from here on are shown without decimals in tables and sentences
-LEVEL = 0.95  # runs of one program differ by as much; a ratio below is shown in bold
+WHOLE_FROM = 100  # figures from here on have no decimals in tables and sentences
+LEVEL = 0.95  # runs of one program differ by this much; a lower ratio is shown in bold
 
 
 class Row(Struct, frozen=True):
@@ -42,15 +43,15 @@ class Row(Struct, frozen=True):
     group: str
     title: str
     names: tuple[str, ...]
-    beside: str = ""  # the side that ours are compared with; "": none
-    ours: str = OURS  # the side, or several with ` / ` between them
+    beside: str = ""  # the side that ours is compared with; "": none
+    ours: str = OURS  # our side, or several with ` / ` between them
 
 
 class Table(Struct, frozen=True):
-    """`beside`: the heading of the second column, which is the side of most rows.
+    """A table. `beside`: the heading of the second column, which is the side of most rows.
 
-    `sides`: columns instead of ours and the one beside it; `SIDE / SIDE` is a ratio.
-    `places`: each row says of what machine and day it is; otherwise one line below the table does.
+    `sides`: columns instead of ours and the one beside it; `SIDE / SIDE` is a ratio. `places`: each
+    row names its machine and day; otherwise a line below the table does.
     """
 
     rows: tuple[Row, ...]
@@ -60,13 +61,13 @@ class Table(Struct, frozen=True):
 
 
 def read_tables(file: Path) -> dict[str, Table]:
-    """The tables of a TOML file: by name, the fields of Table, its rows with those of Row."""
+    """Reads the tables of a TOML file by name: the fields of Table, and rows with those of Row."""
     return {
         name: Table(
-            tuple(Row(**{**row, "names": tuple(row["names"])}) for row in found.pop("rows")),
-            **{**found, "sides": tuple(found.get("sides", ()))},
+            tuple(Row(**{**row, "names": tuple(row["names"])}) for row in fields.pop("rows")),
+            **{**fields, "sides": tuple(fields.get("sides", ()))},
         )
-        for name, found in tomllib.loads(file.read_text("utf-8")).items()
+        for name, fields in tomllib.loads(file.read_text("utf-8")).items()
     }
 
 
@@ -78,7 +79,7 @@ TABLES = read_tables(FIGURES / "tables.toml")
 
 @cache
 def run_of(name: str) -> Figures:
-    """Raises ValueError for a name that is no file of figures."""
+    """Reads a saved run. Raises ValueError for an unknown name."""
     file = FIGURES / name
     if not file.is_file():
         raise ValueError(f"there is no run {name!r} in {FIGURES}; there are {saved_runs()}")
@@ -90,19 +91,25 @@ def saved_runs() -> list[str]:
 
 
 def line_of(run: str, name: str, group: str = "") -> Measurement:
-    """`group` "": of any. Raises ValueError with the lines of the run unless it has one such."""
+    """Returns a line; `group` "": of any group.
+
+    Raises ValueError unless the run has one such line.
+    """
     lines = run_of(run).lines
-    found = [line for line in lines if line.name == name and group in ("", line.group)]
-    if len(found) != 1:
+    matching = [line for line in lines if line.name == name and group in ("", line.group)]
+    if len(matching) != 1:
         known = "; ".join(f"{line.group}; {line.name}" for line in lines)
         raise ValueError(
-            f"{run} has {len(found)} lines {group!r}; {name!r}, must be 1, of: {known}"
+            f"{run} has {len(matching)} lines {group!r}; {name!r}, must be 1, of: {known}"
         )
-    return found[0]
+    return matching[0]
 
 
 def figure(line: Measurement, side: str) -> str:
-    """The median of a side, as tables and sentences show it. Raises ValueError for another side."""
+    """Returns the median of a side as tables and sentences show it.
+
+    Raises ValueError for another side.
+    """
     if side not in line.sides:
         raise ValueError(f"{line.group}; {line.name} has no side {side!r}: {list(line.sides)}")
     value = line.median(side)
@@ -110,20 +117,20 @@ def figure(line: Measurement, side: str) -> str:
 
 
 def ratio(line: Measurement, side: str, other: str) -> float:
-    """How many times as good the median of a side is as that of another; above 1 is better."""
-    figure(line, side), figure(line, other)  # both are there
+    """Returns the ratio of the medians of two sides; above 1 the first is better."""
+    figure(line, side), figure(line, other)  # raises for an unknown side
     above, below = line.median(side), line.median(other)
     return below / above if line.less_is_better else above / below
 
 
 def shown(line: Measurement, side: str) -> str:
-    """The figure of a side, or the ratio of `SIDE / SIDE`."""
+    """Returns the figure of a side, or the ratio of `SIDE / SIDE`."""
     side, _, other = side.partition(" / ")
     return f"{ratio(line, side, other):.2f}" if other else figure(line, side)
 
 
 def one_figure(mark: str) -> str:
-    """What `<!-- figure: MARK -->` encloses. Raises ValueError for a mark that names nothing."""
+    """Returns the content of `<!-- figure: MARK -->`. Raises ValueError for an unknown figure."""
     match [part.strip() for part in mark.split(";")]:
         case [run, "date"]:
             return report.day_of(run_of(run).date)
@@ -138,16 +145,16 @@ def one_figure(mark: str) -> str:
 
 
 def table(name: str) -> str:
-    """One of TABLES, with what it was measured on. Raises ValueError for another name."""
+    """Returns one of TABLES, with its conditions. Raises ValueError for another name."""
     if name not in TABLES:
         raise ValueError(f"there is no table {name!r}; there are {sorted(TABLES)}")
-    found = TABLES[name]
-    columns = found.sides or (OURS, found.beside, "ratio")
-    head = ["", *columns, *(["on"] if found.places else [])]
-    rows = [_cells(row, found) for row in found.rows]
+    settings = TABLES[name]
+    columns = settings.sides or (OURS, settings.beside, "ratio")
+    head = ["", *columns, *(["on"] if settings.places else [])]
+    rows = [_cells(row, settings) for row in settings.rows]
     parts = [report.table(head, rows)]
-    if not found.places:
-        parts.append(" ".join(_conditions(found.rows)))
+    if not settings.places:
+        parts.append(" ".join(_conditions(settings.rows)))
     return "\n\n".join(parts) + "\n"
 
 
@@ -162,7 +169,9 @@ def _cells(row: Row, of: Table) -> list[str]:
         label = "" if row.beside == of.beside else f"{row.beside}: "
         cells[2] = label + " / ".join(figure(line, row.beside) for line in lines)
         ratios = [ratio(line, row.ours, row.beside) for line in lines]
-        cells[3] = " / ".join(f"**{one:.2f}**" if one < LEVEL else f"{one:.2f}" for one in ratios)
+        cells[3] = " / ".join(
+            f"**{value:.2f}**" if value < LEVEL else f"{value:.2f}" for value in ratios
+        )
     return [*cells, *([_place(run_of(row.run))] if of.places else [])]
 
 
@@ -172,7 +181,7 @@ def _place(run: Figures) -> str:
 
 
 def _conditions(rows: Sequence[Row]) -> Iterator[str]:
-    """A sentence for each machine, day and commit, with the groups that were measured there."""
+    """Yields a sentence for each machine, day and commit, with the groups measured there."""
     groups: dict[str, list[str]] = {}
     for row in rows:
         run = run_of(row.run)
@@ -191,9 +200,9 @@ def _conditions(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def whole(mark: str) -> str:
-    """What `<!-- figures: MARK -->` encloses. Raises ValueError for a group that the run has not.
+    """Returns the content of `<!-- figures: MARK -->`. Raises ValueError for an unknown group.
 
-    Tests of pages run `mlxpool bench` and bench/ with a stub, and nothing else of these commands.
+    Tests of pages run `mlxpool bench` and bench/ with a stub, and no other parts of these commands.
     """
     name, *groups = (part.strip() for part in mark.split(";"))
     run = run_of(name)
@@ -207,15 +216,18 @@ def whole(mark: str) -> str:
 
 
 def updated(page: str) -> str:
-    """The page with everything between marks made again. Raises ValueError for a wrong mark."""
+    """Returns the page with everything between marks made again.
 
-    def between(found: re.Match[str]) -> str:
-        kind, name, _ = found.groups()
+    Raises ValueError for a wrong mark.
+    """
+
+    def between(match: re.Match[str]) -> str:
+        kind, name, _ = match.groups()
         if kind == "figure":
-            made = one_figure(name)
+            content = one_figure(name)
         else:
-            made = f"\n\n{whole(name) if kind == 'figures' else table(name)}\n"
-        return f"<!-- {kind}: {name} -->{made}<!-- end -->"
+            content = f"\n\n{whole(name) if kind == 'figures' else table(name)}\n"
+        return f"<!-- {kind}: {name} -->{content}<!-- end -->"
 
     return MARK.sub(between, page)
 
@@ -223,8 +235,8 @@ def updated(page: str) -> str:
 def main() -> int:
     for file in PAGES:
         page = file.read_text("utf-8")
-        if (made := updated(page)) != page:
-            file.write_text(made, "utf-8")
+        if (page_updated := updated(page)) != page:
+            file.write_text(page_updated, "utf-8")
             print(f"wrote {file.relative_to(ROOT)}")
     return 0
 

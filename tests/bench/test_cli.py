@@ -79,7 +79,7 @@ def test_help_names_what_can_be_measured() -> None:
         (["prefix", "--shape", "tiny", "--tokens", "5000"], "give --tokens 3836 or less"),
         (["checkpoint", "--shape", "tiny", "/tmp"], "/tmp is there already"),
         (["engine", "--shape", "tiny", "--beside", "/tmp"], "/tmp is no checkout of mlxpool"),
-        (["engine", "--llama-cpp", "/no/python"], "is no GGUF file, and llama.cpp reads nothing"),
+        (["engine", "--llama-cpp", "/no/python"], "is not a GGUF file, and llama.cpp reads nothing"),
         (["groups", "--setup", "1:2"], "--setup 1:2 must be WORKERSxDEVICES, such as 2x1"),
         (["routing", "--load", "cats"], "there is no load 'cats'; there are chats, tenants"),
         (["formats", "--rows", "1"], "--rows 1 must be at least 2"),

@@ -1,4 +1,5 @@
-"""The scenarios of `mlxpool bench`, each of which answers one question.
+"""The scenarios of `mlxpool bench`. Each of them answers one question.
 
-Each measures in rounds in which we and peers take turns, and yields tables with ratios.
+A scenario measures in rounds. In a round mlxpool and its peers take turns. It yields tables with
+ratios.
 """

@@ -18,7 +18,7 @@ from mlxpool.worker.speculation.speculator import Speculator
 
 
 class Batch:
-    """Requests that run together, each with a row of its own."""
+    """Requests that run together, each with its own row."""
 
     def __init__(self, engine: ModelEngine, speculator: Speculator | None = None) -> None:
         self._engine = engine
@@ -29,7 +29,7 @@ class Batch:
     def add(
         self, prompt: Many[int], options: Options, tokens: int, constraint: Any = None
     ) -> Sequence:
-        """Gives a request a row. Raises MemoryError where none is left."""
+        """Gives a request a row. Raises MemoryError if no row is free."""
         number, piece = len(self.rows), self._engine.piece
         row = Sequence(number.to_bytes(16, "big"), 1, tuple(prompt), options, number, tokens)
         admit = Admit(row, Facts(), Detokenizer(piece, ()), 0.0, constraint=constraint)

@@ -1,7 +1,7 @@
 """The broker without a model: what does it cost, beside a bare relay of the same frames?
 
 A worker without a model (firehose.py) sends tokens to clients that only count them. The peer
-(relay.py) forwards frames and does nothing else.
+(relay.py) only forwards frames.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BATCHED = Flood(streams=16, rows=16, tokens=60_000)
 
 
 class Cost(Struct, frozen=True):
-    """The cost of one round: tokens/s, processor time a token, share of a core, delays."""
+    """The cost of one round: tokens/s, processor time per token, share of a core, delays."""
 
     per_s: float
     cpu_us: float
@@ -45,7 +45,7 @@ class Cost(Struct, frozen=True):
     delays_ms: Sequence[float]
 
     def delay(self, percent: float) -> float:
-        """The delay in ms that this share of the rows does not exceed."""
+        """Returns this percentile of the rows' delays, in ms."""
         return percentile(self.delays_ms, percent)
 
 
@@ -70,19 +70,19 @@ class CountingClient:
         self._ping_at = time.monotonic() + PING_INTERVAL
 
     def ping_if_due(self) -> None:
-        """Say something once a second: a broker cancels the streams of a client that is silent."""
+        """Sends a ping once a second: a broker cancels the streams of a silent client."""
         if (now := time.monotonic()) >= self._ping_at:
             self._ping_at = now + PING_INTERVAL
             self.socket.send_multipart(frames.encode(Header(from_client.Ping.kind)))
 
     def read(self, *, delays: bool) -> None:
-        """Read what has arrived, at most MAX_READS messages: other clients are read, too."""
+        """Reads arrived messages, at most MAX_READS: other clients are read, too."""
         for _ in range(MAX_READS):
             if not self.read_one(delays=delays):
                 return
 
     def read_one(self, *, delays: bool) -> bool:
-        """Read one message; whether there was one."""
+        """Reads one message; returns whether there was one."""
         try:
             parts = self.socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
@@ -102,7 +102,7 @@ class CountingClient:
 
 
 def through_broker(flood: Flood, clients: int, *, batch: bool, delays: bool = False) -> Cost:
-    """One round. With `batch` a frame carries the rows of all streams of a client."""
+    """Runs one round. With `batch` a frame carries the rows of all streams of a client."""
     with ExitStack() as stack:
         folder = stack.enter_context(temporary_run_dir())
         broker = stack.enter_context(serving(folder, SETTINGS, environment(folder, flood)))
@@ -117,7 +117,7 @@ def through_broker(flood: Flood, clients: int, *, batch: bool, delays: bool = Fa
 
 
 def through_relay(flood: Flood, *, delays: bool = False) -> Cost:
-    """One round of the same worker frames, forwarded unchanged."""
+    """Runs one round of the same worker frames, forwarded unchanged."""
     with ExitStack() as stack:
         folder = stack.enter_context(temporary_run_dir())
         front, back = f"ipc://{folder}/front", f"ipc://{folder}/back"
@@ -148,29 +148,29 @@ def _counters(endpoint: str, count: int) -> Iterator[list[CountingClient]]:
 def _cost(
     counters: Sequence[CountingClient], finished: Callable[[], bool], pid: int, *, delays: bool
 ) -> Cost:
-    """The cost from the first message with a token to the end."""
+    """Measures the cost from the first message with a token to the end."""
     poller = zmq.Poller()
     for counter in counters:
         poller.register(counter.socket, zmq.POLLIN)
     process = psutil.Process(pid)
-    _read_until(lambda: any(one.ids for one in counters), counters, poller, _read_first)
+    _read_until(lambda: any(counter.ids for counter in counters), counters, poller, _read_first)
     start, before, first_ids = (
         time.monotonic(),
         process.cpu_times(),
-        sum(one.ids for one in counters),
+        sum(counter.ids for counter in counters),
     )
     _read_until(finished, counters, poller, partial(CountingClient.read, delays=delays))
     seconds, after = time.monotonic() - start, process.cpu_times()
-    ids = sum(one.ids for one in counters) - first_ids
+    ids = sum(counter.ids for counter in counters) - first_ids
     if not ids:
         raise SystemExit(f"all {first_ids} tokens came in one message; measure with more")
     cpu = (after.user - before.user) + (after.system - before.system)
-    waits = [delay for one in counters for delay in one.delays]
+    waits = [delay for counter in counters for delay in counter.delays]
     return Cost(ids / seconds, cpu / ids * 1e6, cpu / seconds, waits)
 
 
 def _read_first(counter: CountingClient) -> None:
-    """Read one message only: those behind it are part of the measurement."""
+    """Reads one message only: later messages are part of the measurement."""
     counter.read_one(delays=False)
 
 
@@ -207,7 +207,7 @@ class Rounds(Struct):
 
 
 def about(options: argparse.Namespace) -> str:
-    """The conditions in words."""
+    """Returns the conditions in words."""
     return f"No model; {options.rounds} rounds."
 
 
@@ -235,12 +235,12 @@ def measure(options: argparse.Namespace, progress: Progress) -> Iterator[Measure
         ("one row a frame", "worker frames/s", single),
         ("16 rows a frame, 4 clients", "tokens/s", batched),
     ):
-        yield Measurement("broker", name, unit, rounds.of(lambda one: one.per_s), digits=0)
+        yield Measurement("broker", name, unit, rounds.of(lambda cost: cost.per_s), digits=0)
         row = ("processor time", name.partition(",")[0], "us a token")
-        yield _lower(*row, rounds.of(lambda one: one.cpu_us))
+        yield _lower(*row, rounds.of(lambda cost: cost.cpu_us))
     for name, rounds in (("batch", paced), ("no batch", alone)):
         group = "50 streams of 100 tokens/s"
-        yield _lower(group, name, "share of a core", rounds.of(lambda one: one.share))
+        yield _lower(group, name, "share of a core", rounds.of(lambda cost: cost.share))
         for percent in (50, 99):
             delays = rounds.of(partial(Cost.delay, percent=percent))
             yield _lower(f"{group}, worker to client", f"{name}, p{percent}", "ms", delays)

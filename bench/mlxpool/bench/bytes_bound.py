@@ -1,4 +1,4 @@
-"""The bytes that a decode step must read, which with the memory's rate bound its tokens/s.
+"""The bytes that a decode step must read. With the memory's rate they bound its tokens/s.
 
 `mlxpool bench engine --memory-rate` prints measured shares of the bound.
 """
@@ -19,7 +19,7 @@ EMBEDDING, HEAD = "model.embed_tokens.", "lm_head."
 
 
 class Routing(Struct, frozen=True):
-    """Each token chooses `chosen` of `count` experts; 1 of 1 in a model without experts."""
+    """The experts of a model: each token chooses `chosen` of `count`; 1 of 1 without experts."""
 
     count: int = 1
     chosen: int = 1
@@ -33,15 +33,15 @@ class Routing(Struct, frozen=True):
         return cls()
 
     def share(self, rows: int) -> float:
-        """The expected share of experts that `rows` tokens choose, where all are as likely."""
+        """Returns the expected share of experts chosen by `rows` tokens, if choices are uniform."""
         return 1 - (1 - self.chosen / self.count) ** rows
 
 
 def weight_bytes(stored: Mapping[str, int], routing: Routing, rows: int) -> float:
-    """The bytes of weights that a step with a token of each of `rows` rows must read.
+    """Returns the bytes of weights that a step must read for one token in each of `rows` rows.
 
-    `stored`: the bytes of each tensor, by its name. A step reads the experts that some row has
-    chosen, one line of the embedding for each row, and all others.
+    `stored`: the bytes of each tensor, by its name. A step reads the experts that any row chooses,
+    one line of the embedding for each row, and all other tensors.
     """
     separate = any(name.startswith(HEAD) for name in stored)
     total = 0.0
@@ -54,13 +54,13 @@ def weight_bytes(stored: Mapping[str, int], routing: Routing, rows: int) -> floa
 
 
 def cache_bytes(caches: Sequence[CacheSpec], lengths: Sequence[int], width: int = WIDTH) -> int:
-    """The bytes that rows of these lengths, in tokens, have in their caches for the next token."""
+    """Returns the bytes that rows of these lengths, in tokens, have cached for the next token."""
     total = 0
     for spec in caches:
         if isinstance(spec, RecurrentSpec):
             total += len(lengths) * spec.state_bytes
             continue
         window = spec.window if isinstance(spec, KeyValueSpec) else 0
-        token = sum(one.token_bytes(width) for one in spec.stored())
+        token = sum(store.token_bytes(width) for store in spec.stored())
         total += sum(min(length, window or length) for length in lengths) * token
     return total

@@ -1,4 +1,4 @@
-"""Draws figures: a PNG for each table over streams or tokens, and one of a load over rates."""
+"""Draws figures: a PNG for each table over streams or tokens, and one for a load over rates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DPI = 120
 
 
 def draw(figures: Figures, folder: Path) -> Iterator[Path]:
-    """Yields the files it draws. Raises ImportError naming the extra if matplotlib is missing."""
+    """Draws figures; yields the files. Raises ImportError naming the extra without matplotlib."""
     _use_matplotlib()
     if figures.what == "load":
         yield _load_picture(figures, folder / "load.png")
@@ -32,22 +32,22 @@ def draw(figures: Figures, folder: Path) -> Iterator[Path]:
 
 
 def _load_picture(figures: Figures, file: Path) -> Path:
-    """Draw the figures of `bench load` over the rate."""
+    """Draws the figures of `bench load` over the rate."""
     from matplotlib.figure import Figure
 
     picture = Figure(figsize=LOAD_SIZE, layout="constrained")
     panels = [name for name in LOAD_PANELS if any(line.name == name for line in figures.lines)]
-    every = list(picture.subplots(-(-len(panels) // 2), 2, squeeze=False).flat)
-    for axes, name in zip(every, panels, strict=False):
+    all_axes = list(picture.subplots(-(-len(panels) // 2), 2, squeeze=False).flat)
+    for axes, name in zip(all_axes, panels, strict=False):
         _panel(axes, [line for line in figures.lines if line.name == name])
-    for axes in every[len(panels) :]:
+    for axes in all_axes[len(panels) :]:
         axes.set_visible(False)
     picture.savefig(file, dpi=DPI, format="png")
     return file
 
 
 def _panel(axes: Any, lines: Sequence[Measurement]) -> None:
-    """Draw one figure over the rate; all at once is the last place of the axis."""
+    """Draws one figure over the rate; "all at once" is the last place of the axis."""
     ordered = sorted(lines, key=lambda line: line.at or float("inf"))
     places = range(len(ordered))
     for side in ordered[0].sides:
@@ -77,7 +77,7 @@ def _finish(axes: Any) -> None:
 
 
 def _latency(line: Measurement) -> Measurement:
-    """Milliseconds a token of each stream, from tokens/s of all streams."""
+    """Converts tokens/s of all streams into milliseconds per token of each stream."""
     sides = {
         side: tuple(1000 * line.at / rate for rate in rates) for side, rates in line.sides.items()
     }
@@ -107,7 +107,7 @@ def _picture(figures: Figures, lines: Sequence[Measurement], folder: Path) -> Pa
 
 
 def _curve(axes: Any, side: str, lines: Sequence[Measurement]) -> None:
-    """The medians, with a band from minimum to maximum."""
+    """Draws the medians, with a band from minimum to maximum."""
     at = [line.at for line in lines]
     (drawn,) = axes.plot(at, [line.median(side) for line in lines], marker="o", label=side)
     low = [min(line.sides[side]) for line in lines]

@@ -10,7 +10,7 @@ from typing import Any
 from mlxpool.bench import tensors
 from mlxpool.bench.shapes import SHAPES
 
-MAX_SHARD_BYTES = 2 * 1024**3  # of weights in one file
+MAX_SHARD_BYTES = 2 * 1024**3  # most bytes of weights in one file
 SPECIAL_TOKENS = ("<s>", "</s>")
 BYTE_TOKENS = 256
 
@@ -25,9 +25,9 @@ def write(
     dtype: str = "bfloat16",
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Path:
-    """Write the folder and return it.
+    """Writes the folder and returns it.
 
-    `layers` and `vocabulary` 0: as many as the shape has. `quantise`: a quantisation mode, "" for
+    `layers` and `vocabulary` 0: the shape's own numbers. `quantise`: a quantisation mode, "" for
     none. Raises ValueError for an unknown shape or mode.
     """
     config = config_of(shape, layers, quantise)
@@ -38,7 +38,7 @@ def write(
 
 
 def write_settings(folder: Path, config: Mapping[str, Any], dtype: str) -> None:
-    """Write what a folder has beside its weights, which are of this dtype."""
+    """Writes the files of a folder other than its weights; `dtype` is the weights'."""
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", {**config, "torch_dtype": dtype})
     last = config["vocab_size"] - 1
@@ -47,7 +47,7 @@ def write_settings(folder: Path, config: Mapping[str, Any], dtype: str) -> None:
 
 
 def config_of(shape: str, layers: int = 0, quantise: str = "") -> dict[str, Any]:
-    """The config.json of a shape. Raises ValueError, see `write`."""
+    """Returns the config.json of a shape. Raises ValueError, see `write`."""
     if shape not in SHAPES:
         raise ValueError(f"there is no shape {shape!r}; there are {', '.join(SHAPES)}")
     config = dict(SHAPES[shape])
@@ -75,38 +75,38 @@ def _write_weights(
         files[-1][name] = array
         free -= array.nbytes
     _save(folder, files)
-    index = {name: file_name(number) for number, one in enumerate(files) for name in one}
+    index = {name: file_name(number) for number, file in enumerate(files) for name in file}
     write_index(folder, index)
 
 
 def write_index(folder: Path, files: Mapping[str, str]) -> None:
-    """Write which file each tensor is in."""
+    """Writes the index: the file of each tensor."""
     _write_json(folder / "model.safetensors.index.json", {"weight_map": files})
 
 
 def _weights(config: Mapping[str, Any], dtype: Any) -> Iterator[tuple[str, Any]]:
-    """Names and arrays as in a converted folder."""
+    """Yields names and arrays as in a converted folder."""
     import mlx.core as mx
 
     mx.random.seed(0)
-    for one in tensors.planned(config):
-        noise = mx.random.normal(one.shape, dtype=dtype) * (one.shape[-1] ** -0.5)
-        layout = one.layout
-        if "norm" in one.name:
-            yield one.name, 1 + noise / 10
-        elif one.name.endswith(tensors.CORRECTION):
-            yield one.name, mx.zeros_like(noise)
+    for tensor in tensors.planned(config):
+        noise = mx.random.normal(tensor.shape, dtype=dtype) * (tensor.shape[-1] ** -0.5)
+        layout = tensor.layout
+        if "norm" in tensor.name:
+            yield tensor.name, 1 + noise / 10
+        elif tensor.name.endswith(tensors.CORRECTION):
+            yield tensor.name, mx.zeros_like(noise)
         elif layout is not None:
-            module = one.name.removesuffix(".weight")
+            module = tensor.name.removesuffix(".weight")
             parts = mx.quantize(noise, layout.group_size, layout.bits, layout.mode)
             for part, array in zip(("weight", "scales", "biases"), parts, strict=False):
                 yield f"{module}.{part}", array
         else:
-            yield one.name, noise
+            yield tensor.name, noise
 
 
 def _save(folder: Path, files: list[dict[str, Any]]) -> None:
-    """Write the last of the files and free its arrays."""
+    """Writes the last of the files and frees its arrays."""
     import mlx.core as mx
 
     names = dict.fromkeys(files[-1])
@@ -116,12 +116,12 @@ def _save(folder: Path, files: list[dict[str, Any]]) -> None:
 
 
 def file_name(number: int) -> str:
-    """The name of a file of weights, counted from 0."""
+    """Returns the name of a file of weights, counted from 0."""
     return f"model-{number + 1:05}.safetensors"
 
 
 def _write_tokenizer(folder: Path, vocabulary: int) -> None:
-    """Ids: the 256 bytes, invented words, and the two special tokens at the end."""
+    """Writes a tokenizer with ids of 256 bytes, of invented words, and of two special tokens."""
     from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE
 
@@ -141,7 +141,7 @@ def _write_tokenizer(folder: Path, vocabulary: int) -> None:
 
 
 def _word(number: int) -> str:
-    """A space and letters in byte-level form; a different word for each number."""
+    """Returns a space and letters in byte-level form; a different word for each number."""
     letters = ""
     while True:
         number, digit = divmod(number, 26)

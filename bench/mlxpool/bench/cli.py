@@ -1,4 +1,4 @@
-"""The command line `mlxpool bench`. A scenario is imported when it runs, as is MLX."""
+"""The command line `mlxpool bench`. A scenario is imported when it runs, and so is MLX."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ OBJECTIVES = {
     "itl": "time between two pieces",
     "e2el": "time to the last token",
 }
-CPU_TIME = "figures of processor time, which the load of other programs changes less"
+CPU_TIME = "figures of processor time, which depend less on the load of other programs"
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
-    """Add `bench` and its subcommands."""
+    """Adds `bench` and its subcommands."""
     bench = commands.add_parser(
         "bench",
         help="measure this machine",
@@ -64,7 +64,7 @@ def _add_engine(kinds: Any, common: argparse.ArgumentParser) -> None:
         parser,
         streams=([1, 8], "rows that decode at once"),
         prompt=([128], "tokens of their prompts, which the rows take in turn"),
-        prefill=([], "tokens of prompts whose prefill is timed"),
+        prefill=([], "tokens of the timed prefills"),
         turn=(
             0,
             "tokens of a conversation: time the first token of its next turn, with and without the"
@@ -74,7 +74,7 @@ def _add_engine(kinds: Any, common: argparse.ArgumentParser) -> None:
         deterministic=(False, "compare with the model setting of this name, on a CPU"),
         as_installed=(
             False,
-            "beside mlx-lm as it comes: without OpenBLAS, in the dtype of the files",
+            "beside mlx-lm as installed: without OpenBLAS, in the dtype of the files",
         ),
         memory_rate=(
             0.0,
@@ -94,7 +94,7 @@ def _add_engine(kinds: Any, common: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="CHECKOUT",
         help="beside the engine of another checkout; on a CPU by processor time, with one BLAS"
-        " thread unless OPENBLAS_NUM_THREADS says more",
+        " thread unless OPENBLAS_NUM_THREADS has more",
     )
     parser.add_argument(
         "--llama-cpp",
@@ -122,8 +122,10 @@ def _add_end_to_end(kinds: Any, common: argparse.ArgumentParser) -> None:
 def _add_load(kinds: Any, common: argparse.ArgumentParser) -> None:
     text = "mixed load as users make it, on a pool and on any server with OpenAI's completions"
     parser = _kind(kinds, common, "load", text, rounds=3, peers=False)
-    which = _model(parser)
-    which.add_argument("--running", default="", metavar="NAME", help="a model of the running pool")
+    model_flags = _model(parser)
+    model_flags.add_argument(
+        "--running", default="", metavar="NAME", help="a model of the running pool"
+    )
     _add_work(parser, [0.0])
     _flags(
         parser,
@@ -131,7 +133,7 @@ def _add_load(kinds: Any, common: argparse.ArgumentParser) -> None:
         clients=(4, "processes that send"),
         against=("", "the URL of a server to compare, as http://127.0.0.1:8000"),
         against_model=("", "its model (its first one)"),
-        against_text=(False, "send it text of about as many tokens instead of token ids"),
+        against_text=(False, "send it text of about this many tokens instead of token ids"),
         api_key=("", "its key ($OPENAI_API_KEY)"),
         no_pool=(False, "measure that server alone"),
     )
@@ -179,7 +181,7 @@ def _add_broker(kinds: Any, common: argparse.ArgumentParser) -> None:
 
 
 def _add_prefix(kinds: Any, common: argparse.ArgumentParser) -> None:
-    parser = _kind(kinds, common, "prefix", "what the prefix cache gives back, beside mlx-lm's")
+    parser = _kind(kinds, common, "prefix", "the use of the prefix cache, beside mlx-lm's")
     _model(parser)
     _flags(
         parser,
@@ -195,7 +197,7 @@ def _add_prefix(kinds: Any, common: argparse.ArgumentParser) -> None:
 
 
 def _add_routing(kinds: Any, common: argparse.ArgumentParser) -> None:
-    text = "routing beside one that knows the future, on simulated or real workers"
+    text = "routing beside a policy that knows the future, on simulated or real workers"
     parser = _kind(kinds, common, "routing", text, rounds=3, peers=False)
     _flags(
         parser,
@@ -203,7 +205,7 @@ def _add_routing(kinds: Any, common: argparse.ArgumentParser) -> None:
         cache=(0, "tokens that a worker caches (32000; real: 12000)"),
         slow=(1.0, "how many times slower one simulated worker is"),
         load=("", "only this one, such as chats"),
-        recorded=("", "a file with a recorded load instead of the drawn ones"),
+        recorded=("", "a file with a recorded load instead of random ones"),
         real=(False, "pools of real workers of the shape small"),
         rate=(4.0, "arrivals a second of real loads"),
         count=(
@@ -238,7 +240,7 @@ def _add_speculation(kinds: Any, common: argparse.ArgumentParser) -> None:
         "--speculation",
         choices=("off", "ngram", "mtp", "draft", "auto"),
         default="auto",
-        help="whose drafts, as the setting of this name (auto); off: no drafts on either side,"
+        help="source of drafts, as the setting of this name (auto); off: no drafts on either side,"
         " which shows how far equal batches differ",
     )
     _flags(
@@ -313,7 +315,7 @@ def _kind(
     rounds: int = 5,
     peers: bool = True,
 ) -> argparse.ArgumentParser:
-    """Adds the parser of a scenario, with the flags that all have."""
+    """Adds the parser of a scenario, with the flags that all scenarios have."""
     parser: argparse.ArgumentParser = kinds.add_parser(
         name, parents=[common], help=text, description=text[0].upper() + text[1:] + "."
     )
@@ -328,24 +330,26 @@ def _kind(
 
 
 def _model(parser: argparse.ArgumentParser) -> Any:
-    """Add the model's flags; returns the group of those that exclude each other."""
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--model", default="", metavar="PATH", help="a folder or a reference")
-    _shape(parser, which)
-    return which
+    """Adds the model's flags; returns the group of flags that exclude each other."""
+    model_flags = parser.add_mutually_exclusive_group()
+    model_flags.add_argument("--model", default="", metavar="PATH", help="a folder or a reference")
+    _shape(parser, model_flags)
+    return model_flags
 
 
-def _shape(parser: argparse.ArgumentParser, which: Any = None, *, required: bool = False) -> None:
+def _shape(
+    parser: argparse.ArgumentParser, model_flags: Any = None, *, required: bool = False
+) -> None:
     text = "random weights of a known shape: small, llama-3.1-8b, …"
-    (which or parser).add_argument("--shape", default="", required=required, help=text)
+    (model_flags or parser).add_argument("--shape", default="", required=required, help=text)
     _flags(parser, layers=(0, "of the shape (all)"))
     parser.add_argument("--quantise", default="", metavar="MODE", help="affine, mxfp4, …")
 
 
 def _flags(parser: argparse.ArgumentParser, **flags: tuple[Any, str]) -> None:
-    """Adds a flag for each name: its default, whose type it has, and its text.
+    """Adds a flag for each name, with its default, whose type it has, and its text.
 
-    A list takes several values, of the type of the first, integers if it is empty.
+    A list takes several values of the type of its first one; an empty list takes integers.
     """
     for name, (default, text) in flags.items():
         flag = f"--{name.replace('_', '-')}"
@@ -366,7 +370,7 @@ def _flags(parser: argparse.ArgumentParser, **flags: tuple[Any, str]) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, print the tables, and save them if --out is given."""
+    """Measures, prints the tables, and saves them if --out is given."""
     _check(options)
     from mlxpool.bench.pools import interrupt_at_signals, restart_with_openblas
 
@@ -380,8 +384,8 @@ def run(options: argparse.Namespace) -> int:
     interrupt_at_signals()
     lines: list[Measurement] = []
     about = scenario.about(options)
-    with closing(scenario.measure(options, _print_progress)) as found:
-        for line in found:  # closing ends what it started, also when interrupted here
+    with closing(scenario.measure(options, _print_progress)) as measurements:
+        for line in measurements:  # closing ends the scenario's processes, also after an interrupt
             lines.append(line)
             _print_progress(pages.short(line))
     figures = Figures(
@@ -400,7 +404,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def checkpoint(options: argparse.Namespace) -> int:
-    """Write a random model folder for `--model`."""
+    """Writes a random model folder for `--model`."""
     from mlxpool.bench.checkpoint import write
 
     if options.folder.exists():
@@ -408,20 +412,20 @@ def checkpoint(options: argparse.Namespace) -> int:
     private_temp.use()
     write(options.folder, options.shape, layers=options.layers, quantise=options.quantise)
     size = sum(file.stat().st_size for file in options.folder.iterdir())
-    told = {"folder": str(options.folder), "bytes": size}
-    print(json.dumps(told) if options.json else f"wrote {options.folder}, {size:,} bytes")
+    result = {"folder": str(options.folder), "bytes": size}
+    print(json.dumps(result) if options.json else f"wrote {options.folder}, {size:,} bytes")
     return 0
 
 
 def report(options: argparse.Namespace) -> int:
-    """Print saved figures as tables."""
+    """Prints saved figures as tables."""
     from mlxpool.bench import report as pages
 
-    found = [pages.read(file) for file in options.files]
+    saved = [pages.read(file) for file in options.files]
     if options.json:
-        print(json.dumps([one.as_json() for one in found]))
+        print(json.dumps([figures.as_json() for figures in saved]))
     else:
-        print("\n".join(map(pages.markdown, found)), end="")
+        print("\n".join(map(pages.markdown, saved)), end="")
     return 0
 
 
@@ -444,22 +448,22 @@ def _check(options: argparse.Namespace) -> None:
     for names, least in ((COUNTS, 1), (NUMBERS, 0)):
         for name in names:
             value = getattr(options, name, None)
-            for one in value if isinstance(value, list) else [value]:
-                if one is not None and not least <= one < math.inf:
+            for number in value if isinstance(value, list) else [value]:
+                if number is not None and not least <= number < math.inf:
                     flag = name.replace("_", "-")
-                    raise ValueError(f"--{flag} {one:g} must be at least {least}")
+                    raise ValueError(f"--{flag} {number:g} must be at least {least}")
 
 
 def _command() -> str:
-    """The command line without the flags that say where output goes, and without keys."""
-    words, kept = iter(sys.argv[1:]), ["mlxpool"]
+    """Returns the command line without keys, and without the flags for the output's place."""
+    words, shown = iter(sys.argv[1:]), ["mlxpool"]
     for word in words:
         flag, _, value = word.partition("=")
         if flag not in LEFT_OUT:
-            kept.append(word)
+            shown.append(word)
         elif not value:
             next(words, "")
-    return " ".join(kept)
+    return " ".join(shown)
 
 
 def _print_progress(text: str) -> None:

@@ -1,10 +1,10 @@
 """Deaths: how long do streams wait after a fault, and has each of them every token?
 
-In a round each kind of fault comes once while all streams run: SIGKILL and SIGSTOP of a process of
-a worker (of each rank of a group), while prompts are read and while all streams decode, and SIGKILL
-of the broker, which is started again at once. The answer of a stream is compared with that of the
-same request without a fault. Times are the waits of the streams that were moved, for a token since
-the fault. Where there are fewer GPUs than ranks, groups share them.
+In a round each kind of fault comes once while all streams run. It is SIGKILL or SIGSTOP of a
+process of a worker (of each rank of a group), during prefill and during decode, or SIGKILL of the
+broker, which is restarted at once. The answer of a stream is compared with the answer to the same
+request without a fault. Times are the waits of the moved streams for a token after the fault. If
+there are fewer GPUs than ranks, groups share them.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from mlxpool.client import Client
 from mlxpool.common.errors import Internal, PoolError
 
 COUNTING = "builtin:counting"
-STEP_US = 2000  # of the counting model, so that streams run when a fault comes
+STEP_US = 2000  # of a step of the counting model, so that streams run when a fault comes
 COUNT = [{"role": "user", "content": "Count to 90."}]  # for all other models
-STUCK = 60.0  # seconds after a fault after which a stream that has not ended is stuck
+STUCK = 60.0  # seconds after a fault; a stream that has not ended by then is stuck
 LOOK_INTERVAL = 0.02  # seconds between two looks at the workers
 PREFILL, DECODE = "prefill", "decode"
 KILL, STOP, BROKER = "kill", "stop", "broker"  # values of --faults
@@ -42,7 +42,7 @@ PERCENTS = {"p50": 50.0, "p99": 99.0, "max": 100.0}
 
 
 class Kind(Struct, frozen=True):
-    """A fault: the signal, when a process gets it, and which rank of a worker; -1: the broker."""
+    """A fault: the signal, its moment, and the rank of a worker; -1: the broker."""
 
     signal: signal.Signals
     moment: str
@@ -54,17 +54,17 @@ class Kind(Struct, frozen=True):
 
 
 def kinds(faults: Sequence[str], devices: int) -> list[Kind]:
-    """The kinds of faults that `--faults` names. Raises ValueError for another name."""
+    """Returns the kinds of faults in `--faults`. Raises ValueError for another name."""
     if unknown := set(faults) - {*SIGNALS, BROKER}:
         raise ValueError(f"--faults {min(unknown)} must be of {KILL}, {STOP}, {BROKER}")
     signals = [number for name, number in SIGNALS.items() if name in faults]
-    found = itertools.product(signals, (PREFILL, DECODE), reversed(range(devices)))
+    combinations = itertools.product(signals, (PREFILL, DECODE), reversed(range(devices)))
     broker = [Kind(signal.SIGKILL, DECODE, -1)] if BROKER in faults else []
-    return [*itertools.starmap(Kind, found), *broker]
+    return [*itertools.starmap(Kind, combinations), *broker]
 
 
 class Watched(Struct):
-    """The deltas of one stream and the times at which they came."""
+    """The deltas of one stream and their arrival times."""
 
     seed: int
     times: list[float] = field(default_factory=list)
@@ -74,9 +74,9 @@ class Watched(Struct):
 
     def read(self, client: Client, prompt: dict[str, Any], tokens: int) -> None:
         """Reads a stream to its end."""
-        given = {**prompt, "temperature": 0, "max_tokens": tokens, "seed": self.seed}
+        arguments = {**prompt, "temperature": 0, "max_tokens": tokens, "seed": self.seed}
         try:
-            with client.stream(MODEL, **given) as stream:
+            with client.stream(MODEL, **arguments) as stream:
                 for delta in stream:
                     self.times.append(time.monotonic())
                     self.text += delta.text
@@ -85,16 +85,16 @@ class Watched(Struct):
             self.error = f"{type(error).__name__}: {error}"
 
     def wait_after(self, fault: float) -> float | None:
-        """The longest wait for a token since the fault, in seconds; None: it had all of them.
+        """Returns the longest wait for a token since the fault, in seconds.
 
-        Tokens that were under way arrive first.
+        None if all had come before. Tokens that were under way arrive first.
         """
-        times = [fault, *(one for one in self.times if one > fault)]
+        times = [fault, *(time for time in self.times if time > fault)]
         return max((after - before for before, after in pairwise(times)), default=None)
 
 
 class Outcome(Struct, frozen=True):
-    """What a fault did: `waits` are those of streams that were moved, in seconds."""
+    """The outcome of a fault; `waits`: the seconds that moved streams waited."""
 
     kind: Kind
     streams: int
@@ -105,18 +105,22 @@ class Outcome(Struct, frozen=True):
     def of(
         cls, kind: Kind, streams: Sequence[Watched], texts: Sequence[str], fault: float
     ) -> Outcome:
-        """The outcome for these streams, which should have had these texts.
+        """Returns the outcome for these streams; `texts`: their expected texts.
 
-        A broker's death moves all of them.
+        A broker's death moves all streams.
         """
         pairs = zip(streams, texts, strict=True)
-        bad = [one for one, text in pairs if one.error or one.text != text]
-        moved = [one for one in streams if (one.attempts > 1 or kind.rank < 0) and one not in bad]
-        waits = [one.wait_after(fault) for one in moved]
+        bad = [stream for stream, text in pairs if stream.error or stream.text != text]
+        moved = [
+            stream
+            for stream in streams
+            if (stream.attempts > 1 or kind.rank < 0) and stream not in bad
+        ]
+        waits = [stream.wait_after(fault) for stream in moved]
         return cls(
             kind,
             len(streams),
-            tuple(f"{kind}: {one.error or repr(one.text)}" for one in bad),
+            tuple(f"{kind}: {stream.error or repr(stream.text)}" for stream in bad),
             tuple(wait for wait in waits if wait is not None),
         )
 
@@ -130,7 +134,7 @@ class Outcome(Struct, frozen=True):
 
 
 def about(options: argparse.Namespace) -> str:
-    """The conditions in words."""
+    """Returns the conditions in words."""
     return (
         f"{options.model}, {options.replicas} workers of {options.devices} devices,"
         f" {options.streams} streams of at most {options.tokens} tokens, {options.rounds} faults of"
@@ -144,25 +148,26 @@ def measure(options: argparse.Namespace, progress: Progress) -> Iterator[Measure
         progress("without a fault")
         streams = pool.streams()
         pool.end_of(streams)
-        if failed := [one.error for one in streams if one.error]:
+        if failed := [stream.error for stream in streams if stream.error]:
             raise Internal(f"a stream failed without a fault: {failed[0]}")
-        texts = [one.text for one in streams]
+        texts = [stream.text for stream in streams]
         outcomes: list[Outcome] = []
         for number in range(options.rounds):
             for kind in kinds(options.faults, options.devices):
                 outcomes.append(pool.fault(kind, texts))
                 progress(f"round {number + 1} of {options.rounds}: {outcomes[-1]}")
     yield from lines(outcomes)
-    if wrong := [one for outcome in outcomes for one in outcome.wrong]:
+    if wrong := [problem for outcome in outcomes for problem in outcome.wrong]:
         raise Internal(f"{len(wrong)} streams were wrong: {'; '.join(wrong)}")
 
 
 def lines(outcomes: Sequence[Outcome]) -> Iterator[Measurement]:
-    """Yields the waits after each kind of fault that met a stream, of all its faults."""
-    for kind in dict.fromkeys(one.kind for one in outcomes):
-        these = [one for one in outcomes if one.kind == kind]
-        waits = [1000 * wait for one in these for wait in one.waits]
-        streams, wrong = sum(one.streams for one in these), sum(len(one.wrong) for one in these)
+    """Yields the waits after each kind of fault that moved a stream, over all its faults."""
+    for kind in dict.fromkeys(outcome.kind for outcome in outcomes):
+        these = [outcome for outcome in outcomes if outcome.kind == kind]
+        waits = [1000 * wait for outcome in these for wait in outcome.waits]
+        streams = sum(outcome.streams for outcome in these)
+        wrong = sum(len(outcome.wrong) for outcome in these)
         note = (
             f"{kind}: {len(these)} times, {streams - wrong} of {streams} streams were right,"
             f" {len(waits)} were moved."
@@ -216,28 +221,31 @@ class Pool:
     def streams(self) -> list[Watched]:
         """Starts streams when all workers are ready."""
         self._ready()
-        found = [Watched(seed) for seed in range(self._options.streams)]
-        given = (self._client, self._prompt, self._options.tokens)
+        streams = [Watched(seed) for seed in range(self._options.streams)]
+        arguments = (self._client, self._prompt, self._options.tokens)
         self._threads = [
-            threading.Thread(target=one.read, args=given, daemon=True) for one in found
+            threading.Thread(target=stream.read, args=arguments, daemon=True) for stream in streams
         ]
         for thread in self._threads:
             thread.start()
-        return found
+        return streams
 
     def end_of(self, streams: Sequence[Watched]) -> None:
-        """Waits for the ends of streams; one that does not end has an error."""
+        """Waits for the ends of streams; a stream that does not end gets an error."""
         end = time.monotonic() + STUCK
-        for one, thread in zip(streams, self._threads, strict=True):
+        for stream, thread in zip(streams, self._threads, strict=True):
             thread.join(max(0.0, end - time.monotonic()))
             if thread.is_alive():
-                one.error = f"stuck: no end after {STUCK:.0f} s"
+                stream.error = f"stuck: no end after {STUCK:.0f} s"
 
     def fault(self, kind: Kind, texts: Sequence[str]) -> Outcome:
         """Starts streams and makes a fault; returns its outcome when all streams have ended."""
         streams = self.streams()
         if kind.moment == DECODE:
-            _wait(lambda: all(one.times or one.error for one in streams), "all streams have begun")
+            _wait(
+                lambda: all(stream.times or stream.error for stream in streams),
+                "all streams have begun",
+            )
         time.sleep(self._draw.uniform(0.0, 0.01))
         victim = max(self._ready(), key=lambda worker: int(worker["running"]))
         fault = time.monotonic()
@@ -252,19 +260,21 @@ class Pool:
         return Outcome.of(kind, streams, texts, fault)
 
     def _ready(self) -> list[dict[str, Any]]:
-        """The workers, when all are ready."""
-        found: list[dict[str, Any]] = []
+        """Returns the workers when all are ready."""
+        ready_workers: list[dict[str, Any]] = []
 
         def ready() -> bool:
-            found[:] = [one for one in workers(self._run_dir) if one["state"] == "ready"]
-            return len(found) == int(self._options.replicas)
+            ready_workers[:] = [
+                worker for worker in workers(self._run_dir) if worker["state"] == "ready"
+            ]
+            return len(ready_workers) == int(self._options.replicas)
 
         _wait(ready, f"{self._options.replicas} workers are ready")
-        return found
+        return ready_workers
 
 
 def _wait(happened: Callable[[], bool], what: str) -> None:
-    """Raises Internal where something does not happen in time."""
+    """Raises Internal if `what` does not happen in time."""
     end = time.monotonic() + START_TIMEOUT
     while not happened():
         if time.monotonic() > end:

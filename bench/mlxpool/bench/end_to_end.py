@@ -1,7 +1,7 @@
 """Streams through broker, worker and client: what do they take of the engine's tokens/s?
 
-Beside the engine alone, in this process, and `mlx_lm.server`; all get the same prompts. A note says
-how many streams had the engine's own tokens.
+Peers are the engine alone, in this process, and `mlx_lm.server`; all get the same prompts. A note
+has the number of streams with the engine's own tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PREFIX_BYTES = 2**30  # bound of the prefix cache; two more models are on the de
 
 
 def about(options: argparse.Namespace) -> str:
-    """The conditions in words."""
+    """Returns the conditions in words."""
     return (
         f"{models.named(options)}, greedy, prompts of {options.prompt} bytes, {options.tokens}"
         f" tokens each, at most {options.clients} clients, {options.rounds} rounds."
@@ -70,7 +70,7 @@ def _measurements(
     progress: Progress,
 ) -> Iterator[Measurement]:
     work = closed_loop.workload(streams, options.prompt, options.tokens, text=True)
-    found: dict[str, list[LoopFigures]] = {name: [] for name in targets}
+    figures_of: dict[str, list[LoopFigures]] = {name: [] for name in targets}
     alone: list[LoopFigures] = []
     same = 0
     for number in range(options.rounds + 1):  # round 0 is the warm-up
@@ -78,27 +78,30 @@ def _measurements(
         for name, target in targets.items():
             progress(f"{counted(streams)}, round {number} of {options.rounds}: {name}")
             samples = closed_loop.run_streams(target, work, options.clients, seed)
-            found[name].append(closed_loop.summarise(samples))
+            figures_of[name].append(closed_loop.summarise(samples))
             if name == OURS:
                 ids = [sample.ids for sample in samples]
         if engine is not None:
             its_own, expected = _alone(engine, draw(work, 0.0, seed), options)
             alone.append(its_own)
             same += sum(map(eq, map(list, ids), expected)) if number else 0
-    found = {name: figures[1:] for name, figures in found.items()}
+    figures_of = {name: figures[1:] for name, figures in figures_of.items()}
     if engine is None:
-        yield closed_loop.rates(found, streams)
+        yield closed_loop.rates(figures_of, streams)
     else:
         total = options.rounds * streams
         note = f"{counted(streams)}: {same:,} of {total:,} streams gave the engine's own tokens."
-        yield closed_loop.rates({**found, ENGINE: alone[1:]}, streams, note)
-    yield from closed_loop.times(found, streams)
+        yield closed_loop.rates({**figures_of, ENGINE: alone[1:]}, streams, note)
+    yield from closed_loop.times(figures_of, streams)
 
 
 def _alone(
     engine: OurEngine, requests: Sequence[Request], options: argparse.Namespace
 ) -> tuple[LoopFigures, list[list[int]]]:
-    """The same requests in the engine alone, without queues, sockets or text; with its tokens."""
+    """Runs the same requests in the engine alone, without queues, sockets or text.
+
+    Keeps its tokens.
+    """
     batch = engine.engine(len(requests), options.prompt + options.tokens + SPARE_CONTEXT)
     greedy = Options.parse({"temperature": 0, "ignore_eos": True})
     rows = []
@@ -121,7 +124,7 @@ def _alone(
 
 @contextmanager
 def _pool(at: Path, folder: Path, options: argparse.Namespace) -> Iterator[Target]:
-    """Run a broker with the model meanwhile; entered when it is loaded."""
+    """Runs a broker with the model inside the context, which begins when the model is loaded."""
     model = {
         "path": str(folder),
         "sequences": max(options.streams),
@@ -134,7 +137,7 @@ def _pool(at: Path, folder: Path, options: argparse.Namespace) -> Iterator[Targe
 
 
 def _held_port() -> socket.socket:
-    """A socket with a port of loopback: the kernel gives it to no other, the server may bind it."""
+    """Returns a socket with a port of loopback, reserved for a server that may bind it."""
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind(("127.0.0.1", 0))
@@ -143,7 +146,7 @@ def _held_port() -> socket.socket:
 
 @contextmanager
 def _server(at: Path, folder: Path, streams: int) -> Iterator[Target]:
-    """Run mlx_lm.server on loopback meanwhile."""
+    """Runs mlx_lm.server on loopback inside the context."""
     command = [sys.executable, "-P", "-m", "mlx_lm", "server", "--model", str(folder)]
     command += ["--host", "127.0.0.1", "--decode-concurrency", str(streams)]
     log = at / "server.log"
@@ -165,6 +168,6 @@ def _server(at: Path, folder: Path, streams: int) -> Iterator[Target]:
 
 
 def _load(target: Target) -> None:
-    """Have the server load its model."""
+    """Makes the server load its model."""
     work: Workload = closed_loop.workload(1, 8, 4, text=True)
     closed_loop.run_streams(target, work, 1, "first")

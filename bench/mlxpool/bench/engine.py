@@ -1,7 +1,7 @@
 """The engine in one process: how many tokens/s has it in decode and prefill, beside a peer?
 
-The peer is mlx-lm, llama.cpp or the engine of another checkout (`--beside`). Also sampling, a
-second turn, and the share of what the memory's rate allows.
+The peer is mlx-lm, llama.cpp or the engine of another checkout (`--beside`). It also measures
+sampling, a second turn, and the share of the tokens/s that the memory's rate allows.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ SAMPLINGS: Mapping[str, Mapping[str, Any]] = {
     "top_k": {"temperature": 0.8, "top_k": 40, "top_p": 0.9},
     "top_p": {"temperature": 0.8, "top_k": 0, "top_p": 0.9},
 }
-COPY_BYTES = 1024**3  # of the array whose copy measures the memory bandwidth
+COPY_BYTES = 1024**3  # size of the array whose copy measures the memory bandwidth
 WARMUP_STEPS = 8  # not counted
 OTHER = "the other checkout"
-SPARE_TOKENS = 16  # of a row's context that are still free after all steps
+SPARE_TOKENS = 16  # free tokens of a row's context after all steps
 
 
 def about(options: argparse.Namespace) -> str:
-    """The conditions in words."""
+    """Returns the conditions in words."""
     how = "deterministic, " if options.deterministic else ""
     if options.beside:
         how = f"beside the checkout {options.beside.name}, "
@@ -82,7 +82,10 @@ def _of_engine(
 
 
 def _beside(folder: Path, options: argparse.Namespace, progress: Progress) -> Iterator[Measurement]:
-    """This checkout, another one and llama.cpp, each in a process; on a CPU by processor time."""
+    """Measures this checkout, another one and llama.cpp, each in a process.
+
+    On a CPU by processor time.
+    """
     checkouts = {OURS: engine_process.HERE}
     if options.beside:
         checkouts[OTHER] = options.beside.resolve()
@@ -106,17 +109,17 @@ def _beside(folder: Path, options: argparse.Namespace, progress: Progress) -> It
 
 
 class Peer(Protocol):
-    """An engine that is measured beside ours, in one or more ways, each with a name."""
+    """An engine that is measured beside ours, in one or more named ways."""
 
     def decodes(self, lengths: Sequence[int]) -> Mapping[str, Burst]:
-        """Decode steps: a token for each row, behind prompts of these lengths."""
+        """Returns decode steps: a token for each row, after prompts of these lengths."""
 
     def prefills(self, tokens: int) -> Mapping[str, Burst]:
-        """Prefills: a prompt up to its first token."""
+        """Returns prefills: a prompt up to its first token."""
 
 
 def _peers(folder: Path, options: argparse.Namespace) -> list[Peer]:
-    """mlx-lm, which reads folders; with `deterministic`, our engine without it."""
+    """Returns mlx-lm, which reads folders; with `deterministic`, our engine without it."""
     if options.deterministic:
         return [OurEngine(folder, name="not deterministic")]
     if options.no_peers or not mlx_lm.installed() or not folder.is_dir():
@@ -127,13 +130,13 @@ def _peers(folder: Path, options: argparse.Namespace) -> list[Peer]:
 
 
 def _tokens(options: argparse.Namespace) -> int:
-    """The tokens that a row decodes at most, and some more."""
+    """Returns the most tokens that a row decodes, and some more."""
     steps: int = options.steps * (options.rounds + 2)
     return WARMUP_STEPS + steps + SPARE_TOKENS
 
 
 def lengths_of(streams: int, prompts: Sequence[int]) -> list[int]:
-    """The prompt length of each stream."""
+    """Returns the prompt length of each stream."""
     return list(islice(cycle(prompts), streams))
 
 
@@ -143,19 +146,19 @@ def _decode(
     streams: int,
     sampling: Mapping[str, Any] | None = None,
 ) -> Measurement:
-    """Decode steps of each side; `sampling`: of sides that take options."""
+    """Measures decode steps of each side; `sampling`: only for sides that take options."""
     lengths = lengths_of(streams, options.prompt)
-    given = () if sampling is None else (sampling,)
+    extra = () if sampling is None else (sampling,)
     bursts: dict[str, Burst] = {}
     for side in sides:
-        bursts |= side.decodes(lengths, *given)
-        _free_memory()  # another one in a process of its own needs what a prefill here used
-    found = _rates(bursts, options.rounds, options.steps, streams)
+        bursts |= side.decodes(lengths, *extra)
+        _free_memory()  # the next side, another process, needs the memory of a prefill here
+    rates = _rates(bursts, options.rounds, options.steps, streams)
     del bursts
     _free_memory()
     shown = " and ".join(f"{n:,}" for n in options.prompt)
     group = f"decode, prompts of {shown}" if sampling is None else _named(sampling)
-    return Measurement(group, counted(streams), "tokens/s", found, at=streams)
+    return Measurement(group, counted(streams), "tokens/s", rates, at=streams)
 
 
 def _named(sampling: Mapping[str, Any]) -> str:
@@ -165,7 +168,7 @@ def _named(sampling: Mapping[str, Any]) -> str:
 def _rates(
     bursts: Mapping[str, Burst], rounds: int, steps: int, tokens: int
 ) -> dict[str, tuple[float, ...]]:
-    """Tokens/s of each contestant in each round; a step gives `tokens` tokens."""
+    """Measures tokens/s of each contestant in each round; a step gives `tokens` tokens."""
     for work in bursts.values():
         work(min(WARMUP_STEPS, steps))
     contestants = {name: partial(_rate, work, steps, tokens) for name, work in bursts.items()}
@@ -177,24 +180,24 @@ def _rate(work: Burst, steps: int, tokens: int) -> float:
 
 
 def _sampled(ours: OurEngine, options: argparse.Namespace, name: str, streams: int) -> Measurement:
-    """Decode with this sampling, beside our greedy decode."""
+    """Measures decode with this sampling, beside our greedy decode."""
     lengths = lengths_of(streams, options.prompt)
-    sampled, greedy = (ours.decodes(lengths, given)[OURS] for given in (SAMPLINGS[name], GREEDY))
+    sampled, greedy = (ours.decodes(lengths, extra)[OURS] for extra in (SAMPLINGS[name], GREEDY))
     bursts = {OURS: sampled, "greedy": greedy}
-    found = _rates(bursts, options.rounds, options.steps, streams)
+    rates = _rates(bursts, options.rounds, options.steps, streams)
     del bursts, sampled, greedy
     _free_memory()
-    return Measurement(_named(SAMPLINGS[name]), counted(streams), "tokens/s", found, at=streams)
+    return Measurement(_named(SAMPLINGS[name]), counted(streams), "tokens/s", rates, at=streams)
 
 
 def _prefill(sides: Sequence[Peer], options: argparse.Namespace, tokens: int) -> Measurement:
     bursts: dict[str, Burst] = {}
     for side in sides:
         bursts |= side.prefills(tokens)
-    found = _rates(bursts, options.rounds, 1, tokens)
+    rates = _rates(bursts, options.rounds, 1, tokens)
     del bursts
     _free_memory()
-    return Measurement("prefill", f"{tokens:,} tokens", "tokens/s", found, at=tokens)
+    return Measurement("prefill", f"{tokens:,} tokens", "tokens/s", rates, at=tokens)
 
 
 def _turn(ours: OurEngine, options: argparse.Namespace) -> Measurement:
@@ -209,7 +212,7 @@ def _turn(ours: OurEngine, options: argparse.Namespace) -> Measurement:
 
 
 def _reading(line: Measurement, weight_bytes: int, bandwidth: tuple[float, ...]) -> Measurement:
-    """GB/s of weights that decode of one stream reads, beside the bandwidth of a copy."""
+    """Computes GB/s of weights that decode of one stream reads, beside the bandwidth of a copy."""
     read = tuple(rate * weight_bytes / 1e9 for rate in line.sides[OURS])
     sides = {OURS: read, "copy of an array": bandwidth}
     note = f"{weight_bytes:,} bytes of weights in memory"
@@ -219,7 +222,7 @@ def _reading(line: Measurement, weight_bytes: int, bandwidth: tuple[float, ...])
 def _share_of_bound(
     line: Measurement, step_bytes: float, streams: int, memory_rate: float
 ) -> Measurement:
-    """What each contestant's decode reaches of the tokens/s that reading these bytes allows."""
+    """Computes each contestant's share of the tokens/s that reading these bytes allows."""
     bound = streams * memory_rate / step_bytes
     sides = {name: tuple(rate / bound for rate in rates) for name, rates in line.sides.items()}
     note = (
@@ -234,12 +237,12 @@ def _share_of_bound(
         at=streams,
         digits=2,
         note=note,
-        compared=False,  # the ratios are those of `line`
+        compared=False,  # the ratios are in `line`
     )
 
 
 def _copy_bandwidth(rounds: int) -> tuple[float, ...]:
-    """GB/s of copies; bytes read and bytes written both count."""
+    """Measures GB/s of copies; bytes read and bytes written both count."""
     source = mx.zeros((COPY_BYTES // 4,), dtype=mx.float32)
     mx.eval(source)
 

@@ -1,4 +1,4 @@
-"""Peers of the engine in processes of their own: mlx-lm, llama.cpp, and another checkout."""
+"""Peers of the engine in their own processes: mlx-lm, llama.cpp, and another checkout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 from mlxpool.bench import llama_cpp, step_server
 from mlxpool.bench.our_engine import GREEDY, Burst
 
-ROOTS = ("broker", "worker", "common", "client", "gateway", "bench")  # of a checkout
+ROOTS = ("broker", "worker", "common", "client", "gateway", "bench")  # folders of a checkout
 HERE = Path(__file__).resolve().parents[3]  # this checkout
 # A BLAS thread that waits for others uses processor time as well.
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
@@ -25,8 +25,8 @@ ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 class EngineProcess:
     """A process that answers as step_server does.
 
-    `processor`: figures are seconds of the processor instead of the clock, which other programs
-    change less.
+    `processor`: figures are seconds of the processor, which depend less on other programs, not of
+    the clock.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class EngineProcess:
         return {self._name: partial(self._burst, {"prefill": tokens})}
 
     def _burst(self, job: Mapping[str, Any], steps: int) -> float:
-        """Raises SystemExit where the process has ended."""
+        """Raises SystemExit if the process has ended."""
         assert self._child.stdin is not None and self._child.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended, which the next read shows
+        with contextlib.suppress(BrokenPipeError):  # the process has ended; the next read shows it
             print(json.dumps({**job, "steps": steps}), file=self._child.stdin, flush=True)
         answer = self._child.stdout.readline()
         if not answer:
@@ -70,11 +70,14 @@ class EngineProcess:
 
 
 def of_checkout(name: str, checkout: Path, folder: Path, *, processor: bool) -> EngineProcess:
-    """The engine of a checkout with the model of a folder. Raises ValueError if it is none."""
+    """Starts the engine of a checkout with the model of a folder.
+
+    Raises ValueError for another folder.
+    """
     if not (checkout / "worker" / "mlxpool").is_dir():
-        raise ValueError(f"{checkout} is no checkout of mlxpool")
+        raise ValueError(f"{checkout} is not a checkout of mlxpool")
     # -S: an editable installation of this checkout would come before PYTHONPATH.
-    packages = [one for one in sys.path if Path(one).name in ("site-packages", "dist-packages")]
+    packages = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     path = os.pathsep.join([*(str(checkout / root) for root in ROOTS), *packages])
     command = [sys.executable, "-S", "-P", str(step_server.__file__), str(folder.resolve())]
     environment = {**ONE_THREAD, **os.environ, "PYTHONPATH": path}
@@ -82,12 +85,12 @@ def of_checkout(name: str, checkout: Path, folder: Path, *, processor: bool) -> 
 
 
 def of_llama_cpp(python: Path, file: Path, *, processor: bool) -> EngineProcess:
-    """llama.cpp with the model of a GGUF file, by a Python that has it.
+    """Starts llama.cpp with the model of a GGUF file, by a Python that has it.
 
     Raises ValueError for another file.
     """
     if not file.is_file():
-        raise ValueError(f"{file} is no GGUF file, and llama.cpp reads nothing else")
+        raise ValueError(f"{file} is not a GGUF file, and llama.cpp reads nothing else")
     command = [str(python), "-P", "-m", str(llama_cpp.__name__), str(file)]
     path = str(Path(llama_cpp.__file__).parents[2])
     environment = {**ONE_THREAD, **os.environ, "PYTHONPATH": path}

@@ -1,6 +1,6 @@
 """Formats: what do rows with a format cost a batch, and its other rows?
 
-Batches run in turn on one engine in this process: no row has a format, all have one, one has one.
+Batches run in turn on one engine in this process: with no, all, or one of the rows having a format.
 Prompts are short and read before the time is taken.
 """
 
@@ -25,7 +25,7 @@ from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.weights.inspect import inspect
 from mlxpool.worker.weights.load import load
 
-# An answer that does not end within the measurement, of the kinds of values that answers have.
+# Formats of answers that do not end within the measurement, with values as real answers have.
 RECORDS: Mapping[str, Any] = {
     "type": "array",
     "minItems": 1000,
@@ -44,14 +44,14 @@ RECORDS: Mapping[str, Any] = {
 FORMAT = {"type": "json_schema", "schema": RECORDS}
 PROMPT = "import json\n\n\ndef load(path):\n    "
 CONTEXT = 4096  # tokens, at most
-NONE, ALL, ONE = "no row", "all rows", "one row"  # that have a format
+NONE, ALL, ONE = "no row", "all rows", "one row"  # rows that have a format
 
 
 class Bench:
     """An engine with a model, and the grammars of its vocabulary."""
 
     def __init__(self, path: Path, rows: int, clock: Callable[[], float]) -> None:
-        """`clock` gives seconds: of the wall, or of this process on its processors."""
+        """`clock` returns seconds: of the wall, or of this process on its processors."""
         self._clock = clock
         folder = inspect(path)
         self._text = ChatTokenizer.from_folder(folder)
@@ -65,12 +65,15 @@ class Bench:
         self._compiler.load()
 
     def tokens_per_second(self, rows: int, tokens: int, kind: str) -> float:
-        """Tokens/s of a batch while all its rows decode; of ONE, of the rows without a format."""
+        """Measures tokens/s of a batch while all rows decode.
+
+        For ONE, of the rows without a format.
+        """
         batch, prompt = Batch(self._engine), self._text.encode(PROMPT)
         for number in range(rows):
             if kind == ALL or (kind == ONE and number == 0):
                 options = Options.parse({"format": FORMAT, "seed": number})
-                most = tokens * (2 if kind == ONE else 1)  # the others end first
+                most = tokens * (2 if kind == ONE else 1)  # the other rows end first
                 batch.add(prompt, options, most + 2, self._compiler.constraint(FORMAT))
             else:
                 options = Options.parse({"ignore_eos": True, "seed": number})
@@ -87,7 +90,7 @@ class Bench:
 
 
 def about(options: argparse.Namespace) -> str:
-    """The conditions in words."""
+    """Returns the conditions in words."""
     of = "processor time" if options.processor else "the clock"
     return (
         f"{models.named(options)}; {options.tokens} tokens of each row by {of}, {options.rounds}"
@@ -107,8 +110,8 @@ def measure(options: argparse.Namespace, progress: Progress) -> Iterator[Measure
             progress(f"{rows} rows")
             once = partial(bench.tokens_per_second, rows, options.tokens)
             kinds = {kind: partial(once, kind) for kind in (NONE, ALL, ONE)}
-            found = in_turn(kinds, options.rounds + 1)  # the first round is not counted
+            rates = in_turn(kinds, options.rounds + 1)  # the first round is not counted
             for kind in (ALL, ONE):
-                sides = {OURS: found[kind][1:], NONE: found[NONE][1:]}
+                sides = {OURS: rates[kind][1:], NONE: rates[NONE][1:]}
                 name = f"{rows} rows"
                 yield Measurement(f"a format: {kind}", name, "tokens/s", sides, at=rows)

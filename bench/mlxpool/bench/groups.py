@@ -1,8 +1,8 @@
 """One model on several devices: is a group faster than replicas, and than one device?
 
-Each of `--setup WORKERSxDEVICES` is a pool of its own, one after the other: so many workers, each
-of so many devices. Streams that start at once, the first token of a long prompt, and with `--rate`
-a mixed load; a column for each pool.
+Each of `--setup WORKERSxDEVICES` is a separate pool, one after the other: its number of workers,
+and the devices of each worker. It measures streams that start at once, the first token of a long
+prompt, and with `--rate` a mixed load. Each pool has a column.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from mlxpool.bench.measurement import Measurement, Progress, merged
 from mlxpool.bench.pools import MODEL, ready_workers, serving, temporary_run_dir, toml_of
 
 SPARE_CONTEXT = 64  # tokens beyond prompt and completion
-POOL_MEMORY = 10**12  # bytes: models are in memory of GPUs, of which the pool knows nothing
+POOL_MEMORY = 10**12  # bytes: models are in memory of GPUs, which the pool does not know
 
 
 def about(options: argparse.Namespace) -> str:
-    """The conditions in words."""
+    """Returns the conditions in words."""
     return (
         f"{models.named(options)}; prompts of {options.prompt} tokens, {options.tokens} tokens"
         f" each, at most {options.clients} clients, {options.rounds} rounds; sums: {options.sums}."
@@ -33,13 +33,13 @@ def about(options: argparse.Namespace) -> str:
 
 
 def measure(options: argparse.Namespace, progress: Progress) -> Iterator[Measurement]:
-    """Yields the measurements when all pools have been measured.
+    """Yields the measurements after all pools have been measured.
 
     Raises ValueError for a setup that is not two counts.
     """
     setups = dict(map(_setup, options.setup))
     plan = scenario.plan_of(options) if options.rate else None
-    found: dict[str, list[Measurement]] = {}
+    figures_of: dict[str, list[Measurement]] = {}
     with models.reference(options, progress) as path:
         for name, (workers, devices) in setups.items():
             longest = plan.whole_context if plan else 0
@@ -59,20 +59,20 @@ def measure(options: argparse.Namespace, progress: Progress) -> Iterator[Measure
                 serving(at, toml_of(model, {"memory_limit": POOL_MEMORY})),
             ):
                 began = time.monotonic()
-                loads = [float(one["load_s"]) for one in ready_workers(at, workers)]
-                found[name] = [
+                loads = [float(worker["load_s"]) for worker in ready_workers(at, workers)]
+                figures_of[name] = [
                     _one("load", name, "s", [max(loads)]),
                     _one("ready", name, "s", [time.monotonic() - began]),
                 ]
                 target = Target(MODEL, run_dir=str(at))
-                found[name] += _streams(options, name, target, progress)
+                figures_of[name] += _streams(options, name, target, progress)
                 if plan is not None:
-                    found[name] += measure_loads(plan, {name: target}, progress)
-    yield from merged(found)
+                    figures_of[name] += measure_loads(plan, {name: target}, progress)
+    yield from merged(figures_of)
 
 
 def _setup(text: str) -> tuple[str, tuple[int, int]]:
-    """The name of a setup, its workers and the devices of each."""
+    """Returns the name of a setup, its workers and the devices of each."""
     if not (counts := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)):
         raise ValueError(f"--setup {text} must be WORKERSxDEVICES, such as 2x1")
     workers, devices = map(int, counts.groups())
@@ -95,7 +95,7 @@ def _streams(
     """Yields the figures of streams and of a long prompt."""
 
     def rounds(streams: int, prompt: int, tokens: int) -> list[LoopFigures]:
-        progress(f"{name}: {closed_loop.counted(streams)} behind {prompt:,} tokens")
+        progress(f"{name}: {closed_loop.counted(streams)} after {prompt:,} tokens")
         work = closed_loop.workload(streams, prompt, tokens)
         figures = [
             closed_loop.summarise(
@@ -106,9 +106,9 @@ def _streams(
         return figures[1:]  # the first round warms up
 
     for streams in options.streams:
-        found = {name: rounds(streams, options.prompt, options.tokens)}
-        yield closed_loop.rates(found, streams)
-        yield from closed_loop.times(found, streams)
+        figures_of = {name: rounds(streams, options.prompt, options.tokens)}
+        yield closed_loop.rates(figures_of, streams)
+        yield from closed_loop.times(figures_of, streams)
     if options.prefill:
         firsts = [figures.first[0] for figures in rounds(1, options.prefill, 2)]
         row = f"a prompt of {options.prefill:,} tokens"

@@ -1,10 +1,10 @@
 """llama.cpp on a GGUF file: a peer of the engine on a CPU.
 
-It runs by the Python of an environment that has the package llama-cpp-python and need not have MLX:
+It runs by the Python of an environment that has the package llama-cpp-python; MLX is not needed:
 
     PYTHONPATH=bench PYTHON -P -m mlxpool.bench.llama_cpp FILE.gguf   # answers as step_server does
 
-It has $OPENBLAS_NUM_THREADS threads, as ours; without it one for each processor.
+It has $OPENBLAS_NUM_THREADS threads, as ours; without the variable one for each processor.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any
 from mlxpool.bench.step_server import SPARE, Step, private_output, serve
 
 NAME = "llama.cpp"
-MAX_ID = 40_000  # of random prompts; vocabularies have more
+MAX_ID = 40_000  # bound of the ids of random prompts; vocabularies have more
 
 
 class Rows:
-    """Rows of a new context of a model, and the tokens that each has."""
+    """Rows of a new context of a model, and the number of tokens of each."""
 
     def __init__(self, api: Any, model: Any, rows: int, tokens: int) -> None:
-        """`tokens`: the most of a row."""
+        """`tokens`: the most tokens of a row."""
         settings = api.llama_context_default_params()
         settings.n_seq_max, settings.n_ctx, settings.n_batch = rows, rows * tokens, tokens
         settings.n_threads = int(os.environ.get("OPENBLAS_NUM_THREADS") or os.cpu_count() or 1)
@@ -37,10 +37,12 @@ class Rows:
         self._lengths, self._drawn = [0] * rows, [0] * rows
 
     def read(self, row: int, tokens: int) -> None:
-        """Reads a prompt of random ids in place of what the row has, and draws a token."""
+        """Replaces a row's tokens by a prompt of random ids, reads it, and draws a token."""
         self._api.llama_memory_seq_rm(self._api.llama_get_memory(self._context), row, -1, -1)
         self._lengths[row] = 0
-        self._compute([(one, row) for one in random.Random(row).choices(range(MAX_ID), k=tokens)])
+        self._compute(
+            [(token, row) for token in random.Random(row).choices(range(MAX_ID), k=tokens)]
+        )
 
     def decode(self) -> None:
         """Draws a token of each row."""

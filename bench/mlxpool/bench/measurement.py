@@ -1,7 +1,7 @@
 """Figures of contestants, their spread and ratios.
 
 The speed of machines varies by tens of percent from second to second, so contestants take turns in
-one run. A ratio is that of one round; above 1 is always better.
+one run. A ratio belongs to one round; above 1 is always better.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from msgspec.structs import replace
 from mlxpool.common.records import as_map
 
 OURS = "mlxpool"
-Progress: TypeAlias = Callable[[str], None]  # prints what comes next
+Progress: TypeAlias = Callable[[str], None]  # prints the next step
 
 
 class Measurement(Struct, frozen=True):
-    """One quantity: `sides` has the figures of each contestant, one a round.
+    """A quantity: `sides` has the figures of each contestant, one for each round.
 
-    `group`: the table it is a row of. `at`: its position on the axis of a chart, in streams,
-    tokens or requests/s.
+    `group`: the table of this row. `at`: its position on the axis of a chart, in streams, tokens or
+    requests/s.
     """
 
     group: str
@@ -41,32 +41,32 @@ class Measurement(Struct, frozen=True):
         return statistics.median(self.sides[side])
 
     def ratios(self) -> list[float]:
-        """Our figure to the best other one, for each round.
+        """Returns our figure divided by the best other figure, for each round.
 
-        Empty without another contestant, and where a figure that divides is 0.
+        Empty without another contestant, and if a divisor is 0.
         """
         others = [figures for side, figures in self.sides.items() if side != OURS]
         if not self.compared or OURS not in self.sides or not others:
             return []
         if self.less_is_better:
-            best = [min(found) for found in zip(*others, strict=True)]
+            best = [min(round_figures) for round_figures in zip(*others, strict=True)]
             pairs = list(zip(best, self.sides[OURS], strict=True))
         else:
-            best = [max(found) for found in zip(*others, strict=True)]
+            best = [max(round_figures) for round_figures in zip(*others, strict=True)]
             pairs = list(zip(self.sides[OURS], best, strict=True))
         return [above / below for above, below in pairs] if all(b for _, b in pairs) else []
 
     def as_json(self) -> dict[str, Any]:
-        """The form that `from_json` reads, with the ratios."""
+        """Returns the form that `from_json` reads, with the ratios."""
         return {**as_map(self), "ratios": self.ratios()}
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> Measurement:
-        return cls(**{key: value for key, value in found.items() if key != "ratios"})
+    def from_json(cls, members: Mapping[str, Any]) -> Measurement:
+        return cls(**{key: value for key, value in members.items() if key != "ratios"})
 
 
 class Figures(Struct, frozen=True):
-    """The figures of one run of `mlxpool bench`, and its conditions."""
+    """The figures of a run of `mlxpool bench`, and its conditions."""
 
     what: str
     about: str  # the model, the numbers, the settings
@@ -74,38 +74,38 @@ class Figures(Struct, frozen=True):
     versions: str
     command: str
     lines: Sequence[Measurement] = field(default_factory=tuple)
-    date: str = ""  # on which it was measured, as 2026-11-28
-    commit: str = ""  # of mlxpool
+    date: str = ""  # day of the measurement, as 2026-11-28
+    commit: str = ""  # commit of mlxpool
 
     def as_json(self) -> dict[str, Any]:
         return {**as_map(self), "lines": [line.as_json() for line in self.lines]}
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> Figures:
-        return cls(**{**found, "lines": tuple(map(Measurement.from_json, found["lines"]))})
+    def from_json(cls, members: Mapping[str, Any]) -> Figures:
+        return cls(**{**members, "lines": tuple(map(Measurement.from_json, members["lines"]))})
 
 
 def in_turn(
     contestants: Mapping[str, Callable[[], float]], rounds: int
 ) -> dict[str, tuple[float, ...]]:
-    """The figures of each contestant, one a round. The order of contestants rotates by round."""
-    found: dict[str, list[float]] = {name: [] for name in contestants}
+    """Returns the figures of each contestant, one for each round. The order rotates by round."""
+    figures: dict[str, list[float]] = {name: [] for name in contestants}
     names = list(contestants)
     for number in range(rounds):
         for name in names[number % len(names) :] + names[: number % len(names)]:
-            found[name].append(contestants[name]())
-    return {name: tuple(values) for name, values in found.items()}
+            figures[name].append(contestants[name]())
+    return {name: tuple(values) for name, values in figures.items()}
 
 
 def merged(runs: Mapping[str, Sequence[Measurement]]) -> Iterator[Measurement]:
-    """Yields the lines of runs that measured the same, with the sides of all runs."""
-    found: dict[tuple[str, str], Measurement] = {}
+    """Yields the lines of runs with the same measurements, with the sides of all runs."""
+    by_name: dict[tuple[str, str], Measurement] = {}
     for line in (line for lines in runs.values() for line in lines):
-        known = found.setdefault((line.group, line.name), line)
+        known = by_name.setdefault((line.group, line.name), line)
         note = "\n\n".join(dict.fromkeys(filter(None, (known.note, line.note))))
         sides = {**known.sides, **line.sides}
-        found[line.group, line.name] = replace(known, sides=sides, note=note)
-    yield from found.values()
+        by_name[line.group, line.name] = replace(known, sides=sides, note=note)
+    yield from by_name.values()
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

@@ -1,6 +1,6 @@
 """mlx-lm, used as its own server uses it: the peer of the engine.
 
-It runs in this process with its BLAS, or in one of its own, see `in_process`:
+It runs in this process with its BLAS, or in its own process, see `in_process`:
 
     python -m mlxpool.bench.mlx_lm FOLDER   # answers as step_server does
 """
@@ -30,7 +30,7 @@ def installed() -> bool:
 
 
 def loaded(folder: Path, *, as_stored: bool = False) -> Any:
-    """The model; in float32 on a CPU, where that is faster for both, unless `as_stored`."""
+    """Loads the model; on a CPU in float32, which is faster there, unless `as_stored`."""
     from mlx_lm.utils import load_model
 
     model: Any = load_model(folder)[0]
@@ -48,7 +48,7 @@ class MlxLm:
         self._vocabulary = int(self._model.args.vocab_size)
 
     def decodes(self, lengths: Sequence[int]) -> Mapping[str, Burst]:
-        """See engine.Peer; for one row with both of mlx-lm's interfaces."""
+        """See engine.Peer; one row is decoded with both of mlx-lm's interfaces."""
         return {f"{NAME} {way}": partial(burst, step) for way, step in self.steps(lengths).items()}
 
     def prefills(self, tokens: int) -> Mapping[str, Burst]:
@@ -56,15 +56,15 @@ class MlxLm:
         return {f"{NAME} generate_step": partial(burst, self.prefill(tokens))}
 
     def steps(self, lengths: Sequence[int]) -> Mapping[str, Step]:
-        """Decode steps of rows with prompts of these lengths, by the name of the interface."""
+        """Returns decode steps of rows with prompts of these lengths, by interface."""
         prompts = [prompt(n, self._vocabulary, number) for number, n in enumerate(lengths)]
-        found = {"BatchGenerator": self._batch(prompts)}
+        ways = {"BatchGenerator": self._batch(prompts)}
         if len(prompts) == 1:
-            found["generate_step"] = self._single(prompts[0])
-        return found
+            ways["generate_step"] = self._single(prompts[0])
+        return ways
 
     def prefill(self, tokens: int) -> Step:
-        """A prefill up to the first token."""
+        """Returns a prefill up to the first token."""
         from mlx_lm.generate import generate_step
 
         ids = mx.array(prompt(tokens, self._vocabulary))
@@ -91,7 +91,7 @@ class MlxLm:
 
 
 def in_process(folder: Path, *, as_installed: bool = False) -> EngineProcess:
-    """mlx-lm in a process of its own, so that neither side shares graphs and buffers.
+    """Starts mlx-lm in its own process, so that the sides do not share graphs and buffers.
 
     `as_installed`: without preloaded OpenBLAS.
     """
@@ -103,7 +103,7 @@ def in_process(folder: Path, *, as_installed: bool = False) -> EngineProcess:
 
 
 def main() -> None:
-    """The process of `in_process`, in the dtype of the files."""
+    """Runs the process of `in_process`, in the dtype of the files."""
     model = MlxLm(Path(sys.argv[1]), as_stored=True)
 
     def begin(job: Mapping[str, Any]) -> Sequence[Step]:

@@ -16,46 +16,46 @@ from mlxpool.bench.measurement import Progress
 def folder(
     options: argparse.Namespace, progress: Progress, *, gguf: bool = False
 ) -> Iterator[Path]:
-    """The model's folder; that of a shape is temporary. With `gguf` it may be a GGUF file.
+    """Yields the model's folder; a shape's folder is temporary. `gguf`: a GGUF file is allowed.
 
-    Raises ValueError for a reference that is neither.
+    Raises ValueError for any other reference.
     """
     if options.shape:
-        with tempfile.TemporaryDirectory(prefix="mlxpool-bench-") as made:
+        with tempfile.TemporaryDirectory(prefix="mlxpool-bench-") as temporary:
             progress(f"writing random weights of {options.shape}")
             shape = {"layers": options.layers, "quantise": options.quantise}
-            yield checkpoint.write(Path(made) / options.shape, options.shape, **shape)
+            yield checkpoint.write(Path(temporary) / options.shape, options.shape, **shape)
         return
     from mlxpool.common.config.schema import ModelConfig
     from mlxpool.worker.weights import locate
 
-    found = locate.locate(ModelConfig(path=options.model or locate.DEMO))
-    if gguf and not isinstance(found, Path) and found.where.is_file():
-        found = found.where
-    if not isinstance(found, Path):
-        raise ValueError(f"{options.model} is no folder; peers can read nothing else")
-    yield found
+    model = locate.locate(ModelConfig(path=options.model or locate.DEMO))
+    if gguf and not isinstance(model, Path) and model.where.is_file():
+        model = model.where
+    if not isinstance(model, Path):
+        raise ValueError(f"{options.model} is not a folder; peers can read nothing else")
+    yield model
 
 
 @contextmanager
 def reference(
     options: argparse.Namespace, progress: Progress, default: str = "builtin:demo"
 ) -> Iterator[str]:
-    """The path of the model for the settings of a pool."""
+    """Yields the path of the model for the settings of a pool."""
     if options.shape:
-        with folder(options, progress) as made:
-            yield str(made)
+        with folder(options, progress) as path:
+            yield str(path)
         return
     yield absolute(options.model or default)
 
 
 def absolute(path: str) -> str:
-    """The path of a folder that is here, from the root; a reference as it is."""
+    """Returns the path of an existing folder from the root; a reference as it is."""
     return str(Path(path).resolve()) if Path(path).exists() else path
 
 
 def named(options: argparse.Namespace, default: str = "The embedded model") -> str:
-    """The model in the words of a report."""
+    """Returns the name of the model for a report."""
     if not options.shape:
         return options.model or default
     layers = f", {options.layers} layers" if options.layers else ""

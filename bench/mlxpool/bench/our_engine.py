@@ -1,4 +1,4 @@
-"""Our engine in this process, without the compute thread: provides the steps to time."""
+"""Our engine in this process, without the compute thread: provides steps whose time is taken."""
 
 from __future__ import annotations
 
@@ -33,29 +33,32 @@ Burst = Callable[[int], float]  # number of steps -> mean seconds of a step
 
 UNLIMITED_TOKENS = 10**6
 SPARE = 4096  # tokens of a row's context beyond its prompt
-PREFILL_SPARE = 256  # the same for rows that get one token only
+PREFILL_SPARE = 256  # the same for rows that get only one token
 GREEDY: Mapping[str, Any] = {"temperature": 0.0}
 
 
 def prompt(tokens: int, vocabulary: int, seed: int = 0) -> list[int]:
-    """Random ids without the two special tokens at the end of the vocabulary."""
+    """Returns random ids without the two special tokens at the end of the vocabulary."""
     draw = np.random.default_rng([seed, tokens])
     ids: list[int] = draw.integers(0, vocabulary - 2, tokens).tolist()
     return ids
 
 
 class OurEngine:
-    """A loaded model; every measurement gets an engine of its own."""
+    """A loaded model; each measurement gets its own engine."""
 
     def __init__(
         self, folder: Path, *, deterministic: bool = False, spare: int = SPARE, name: str = OURS
     ) -> None:
-        """`spare`: tokens of a running row's context beyond its prompt. `name`: in tables."""
+        """`spare`: tokens of a running row's context beyond its prompt.
+
+        `name`: the name in tables.
+        """
         self._name, self._spare = name, spare
-        found = inspect(folder)
+        model = inspect(folder)
         limit, float32 = device.memory_limit(0), not device.on_gpu()
-        opened = dequantises_at_load(found, limit=limit, float32=float32)
-        self._loaded = load(found, deterministic=deterministic, dequantise=opened)
+        opened = dequantises_at_load(model, limit=limit, float32=float32)
+        self._loaded = load(model, deterministic=deterministic, dequantise=opened)
         self.vocabulary = self._loaded.folder.plan.vocab_size
         self.longest = self._loaded.folder.context
         self.weight_bytes = self._loaded.weight_bytes
@@ -73,9 +76,9 @@ class OurEngine:
         return RowShape(plan.caches, self.dtype, self.longest, 1).token_bytes
 
     def step_bytes(self, lengths: Sequence[int]) -> float:
-        """The bytes that a decode step of rows of these lengths must read, weights as stored."""
+        """Returns the bytes that a decode step of these rows must read, weights as stored."""
         folder = self._loaded.folder
-        stored = {name: one.nbytes for name, one in folder.tensors.items()}
+        stored = {name: tensor.nbytes for name, tensor in folder.tensors.items()}
         routing = bytes_bound.Routing.from_config(folder.config)
         weights = bytes_bound.weight_bytes(stored, routing, len(lengths))
         return weights + bytes_bound.cache_bytes(folder.plan.caches, lengths, self.dtype.size)
@@ -83,7 +86,7 @@ class OurEngine:
     def engine(
         self, streams: int, context: int, prefix: str = "off", kv: str = AUTO
     ) -> ModelEngine:
-        """A new engine for at most `streams` rows; `kv`: as the setting of this name."""
+        """Makes an engine for at most `streams` rows; `kv`: as the setting of this name."""
         context = min(context, self.longest)
         settings = EngineSettings(prefix=prefix, context=context, max_sequences=streams, kv=kv)
         return ModelEngine(self._loaded, None, settings)
@@ -91,7 +94,7 @@ class OurEngine:
     def running(
         self, lengths: Sequence[int], options: Mapping[str, Any] = GREEDY, kv: str = AUTO
     ) -> tuple[ModelEngine, list[EngineSequence]]:
-        """An engine and its rows after prefill: prompts of these lengths, each with a seed."""
+        """Returns an engine and its rows after prefill of prompts of these lengths."""
         engine = self.engine(len(lengths), max(lengths) + self._spare, kv=kv)
         settings = Options.parse({**options, "ignore_eos": True})
         sequences = []
@@ -104,13 +107,13 @@ class OurEngine:
     def steps(
         self, lengths: Sequence[int], options: Mapping[str, Any] = GREEDY, kv: str = AUTO
     ) -> Callable[[], object]:
-        """A function whose call decodes one token of each row."""
+        """Returns a function whose call decodes one token of each row."""
         engine, sequences = self.running(lengths, options, kv)
 
         return partial(decode, engine, sequences)
 
     def prefill(self, tokens: int) -> Callable[[], object]:
-        """A function whose call prefills a prompt, draws its first token and releases the row."""
+        """Returns a function that prefills a prompt, draws its first token and releases the row."""
         engine = self.engine(1, tokens + PREFILL_SPARE)
         ids = tuple(prompt(tokens, self.vocabulary))
 
@@ -129,22 +132,22 @@ class OurEngine:
         """See engine.Peer."""
         return {self._name: partial(burst, self.prefill(tokens))}
 
-    def turn(self, tokens: int, said: int = 32) -> Callable[[], tuple[float, float]]:
-        """A function whose call measures a conversation of `tokens` tokens.
+    def turn(self, tokens: int, answer_tokens: int = 32) -> Callable[[], tuple[float, float]]:
+        """Returns a function whose call measures a conversation of `tokens` tokens.
 
-        It returns the seconds to the first token: of the cold prompt, and of the next turn.
+        The call returns the seconds to the first token of the cold prompt, and of the next turn.
         """
-        engine = self.engine(1, tokens + said + SPARE, prefix="tree")
+        engine = self.engine(1, tokens + answer_tokens + SPARE, prefix="tree")
         rounds = iter(range(UNLIMITED_TOKENS))
 
         def once() -> tuple[float, float]:
-            ids = tuple(prompt(tokens + said, self.vocabulary, next(rounds)))
+            ids = tuple(prompt(tokens + answer_tokens, self.vocabulary, next(rounds)))
             return self._timed(engine, ids[:tokens]), self._timed(engine, ids)
 
         return once
 
     def _timed(self, engine: ModelEngine, ids: tuple[int, ...]) -> float:
-        """Seconds to the first token; releases the row into the prefix cache after the timing."""
+        """Returns seconds to the first token; then releases the row into the prefix cache."""
         mx.synchronize()
         started = time.perf_counter()
         sequence = self._first(engine, ids)
@@ -183,12 +186,12 @@ def enter(engine: Engine, sequence: EngineSequence, chunk: int = UNLIMITED_TOKEN
 def decode(engine: Engine, rows: Sequence[EngineSequence]) -> list[SampledToken]:
     """Runs scheduled steps until each row has another token; returns all tokens they drew.
 
-    The tokens are appended. Where the engine looks ahead, a pass stays in flight, so a row may get
-    a second token while a new one gets its first.
+    The tokens are appended. If the engine looks ahead, a pass stays in flight, so a row may get a
+    second token while a new row gets its first.
     """
-    wanted = [len(one.ids) for one in rows]
+    lengths = [len(row.ids) for row in rows]
     drawn: list[SampledToken] = []
-    while any(len(one.ids) <= count for one, count in zip(rows, wanted, strict=True)):
+    while any(len(row.ids) <= count for row, count in zip(rows, lengths, strict=True)):
         limits = engine.limits
         step = schedule(rows, limits, engine.cost.seconds, engine.clip)
         if step.spans:
@@ -199,16 +202,16 @@ def decode(engine: Engine, rows: Sequence[EngineSequence]) -> list[SampledToken]
 
 
 def _collect(engine: Engine) -> list[SampledToken]:
-    found = engine.collect()
-    for failure in found.failed:
+    collected = engine.collect()
+    for failure in collected.failed:
         raise failure
-    for one in found.drawn:
-        one.sequence.ids.append(one.token)
-    return found.drawn
+    for drawn in collected.drawn:
+        drawn.sequence.ids.append(drawn.token)
+    return collected.drawn
 
 
 def burst(step: Callable[[], object], steps: int) -> float:
-    """Mean seconds of a step. Waits for queued work before the clock starts."""
+    """Returns mean seconds of a step. Waits for queued work before the clock starts."""
     mx.synchronize()
     started = time.perf_counter()
     for _ in range(steps):

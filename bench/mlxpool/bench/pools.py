@@ -24,7 +24,7 @@ RESTARTED = "MLXPOOL_BENCH"  # environment variable that is set after the restar
 
 
 def interrupt_at_signals() -> None:
-    """Make SIGTERM and SIGHUP interrupt this process as Ctrl-C does, so that it cleans up."""
+    """Makes SIGTERM and SIGHUP interrupt this process as Ctrl-C does, so that it cleans up."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -34,9 +34,9 @@ def interrupt_at_signals() -> None:
 
 
 def restart_with_openblas(command: Sequence[str]) -> None:
-    """Restart this process as `python COMMAND`, with OpenBLAS as the broker starts its workers.
+    """Restarts this process as `python COMMAND`, with OpenBLAS as the broker starts its workers.
 
-    Does nothing after that, nor where there is no OpenBLAS.
+    Does nothing after the restart, or without OpenBLAS.
     """
     environment = preload()
     if environment and RESTARTED not in os.environ:
@@ -48,7 +48,7 @@ def restart_with_openblas(command: Sequence[str]) -> None:
 def started(
     command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a process meanwhile, with its output in `log`."""
+    """Runs a process inside the context, with its output in `log`."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
@@ -77,29 +77,29 @@ def _wait_until_it_answers(process: subprocess.Popen[bytes], run_dir: Path, log:
 
 
 def toml_of(model: Mapping[str, Any], pool: Mapping[str, Any] | None = None) -> str:
-    """The TOML of a pool with one model, MODEL."""
+    """Returns the TOML of a pool with one model, MODEL."""
     sections = {"pool": pool or {}, f"models.{MODEL}": model}
     lines = [
-        "\n".join([f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in given.items())])
-        for name, given in sections.items()
+        "\n".join([f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())])
+        for name, values in sections.items()
     ]
     return "\n".join([*lines, ""])
 
 
 @contextmanager
 def temporary_run_dir() -> Iterator[Path]:
-    """A temporary folder with a short path, since socket paths have a length limit."""
-    with tempfile.TemporaryDirectory(prefix="mlxpool-") as made:
-        yield Path(made)
+    """Yields a temporary folder with a short path, because socket paths have a length limit."""
+    with tempfile.TemporaryDirectory(prefix="mlxpool-") as folder:
+        yield Path(folder)
 
 
 @contextmanager
 def serving(
     run_dir: Path, settings: str, environment: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a broker with this TOML meanwhile; entered when it answers.
+    """Runs a broker with this TOML inside the context, which begins when the broker answers.
 
-    It keeps no jobs unless the TOML says where.
+    It keeps no jobs unless the TOML has a folder for them.
     """
     file = run_dir / "mlxpool.toml"
     file.write_text(settings, encoding="utf-8")
@@ -113,20 +113,23 @@ def serving(
 
 
 def workers(run_dir: Path) -> list[dict[str, Any]]:
-    """The workers of a pool, as `mlxpool ps` has them; none where the broker does not answer."""
+    """Returns the workers of a pool as `mlxpool ps` has them.
+
+    None if the broker does not answer.
+    """
     answer = question.ask(sockets.ipc(run_dir, "admin"), None, "ps", {}) or {}
     return [dict(worker) for worker in answer.get("workers", ())]
 
 
 def ready_workers(run_dir: Path, count: int) -> list[dict[str, Any]]:
-    """The workers of a pool when `count` are ready. Raises RuntimeError where one does not come."""
+    """Returns a pool's workers when `count` are ready. Raises RuntimeError if one does not come."""
     end = time.monotonic() + START_TIMEOUT
     while time.monotonic() < end:
-        every = workers(run_dir)
-        for worker in every:
+        all_workers = workers(run_dir)
+        for worker in all_workers:
             if worker["restarts"]:
                 raise RuntimeError(f"a worker ended: {worker['last_exit']}")
-        ready = [worker for worker in every if worker["state"] == "ready"]
+        ready = [worker for worker in all_workers if worker["state"] == "ready"]
         if len(ready) >= count:
             return ready
         time.sleep(0.1)

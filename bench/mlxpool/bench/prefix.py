@@ -1,11 +1,11 @@
 """The prefix cache: how much of each prompt does it have, beside mlx-lm's server cache?
 
-With `--disk` what it gives back after a restart and costs other streams, see prefix_disk.
+`--disk` measures first tokens after a restart and the cost for other streams, see prefix_disk.
 
-Conversations take turns, each with its own history after a common system prompt; every answer is
-part of the next prompt. Each request goes to the tree, the single entry and mlx-lm (its
-LRUPromptCache used as in its server: nearest entry, generate, insert) one after the other, with the
-same model. Reusable tokens are the longest common prefix with an earlier sequence of the same
+Conversations take turns. Each has its own history after a common system prompt, and each answer is
+part of the next prompt. Each request goes to the tree, the single entry and mlx-lm one after the
+other, with the same model. mlx-lm's LRUPromptCache is used as in its server: nearest entry,
+generate, insert. Reusable tokens are the longest common prefix with an earlier sequence of the same
 contestant, without the last token of the prompt. Stored bytes are compared with those of the unique
 tokens.
 """
@@ -29,12 +29,12 @@ from mlxpool.bench.our_engine import OurEngine, admit, decode
 from mlxpool.common.options import Options
 from mlxpool.worker.scheduling.sequence import Sequence as EngineSequence
 
-SYSTEM_TOKENS = 100  # at the start of every conversation
+SYSTEM_TOKENS = 100  # at the start of each conversation
 ANSWER_TOKENS = 40
 
 
 def about(options: argparse.Namespace) -> str:
-    """The conditions in words."""
+    """Returns the conditions in words."""
     if options.disk:
         return f"{models.named(options)}; conversations of {options.tokens:,} tokens."
     return (
@@ -48,10 +48,10 @@ class Contestant(Protocol):
     drawn: int  # tokens at the end of an answer that were drawn but not fed to the model
 
     def ask(self, prompt: list[int]) -> tuple[int, list[int], float]:
-        """Cached tokens of the prompt, the answer, seconds to its first token."""
+        """Returns cached tokens of the prompt, the answer, seconds to its first token."""
 
     def stored(self) -> int:
-        """Bytes in the cache."""
+        """Returns the bytes in the cache."""
 
 
 class OurCache:
@@ -64,13 +64,13 @@ class OurCache:
         self.engine = ours.engine(8, context, prefix=mode)
 
     def begin(self, prompt: list[int]) -> EngineSequence:
-        """A sequence with a row."""
+        """Returns a sequence with a row."""
         seq = EngineSequence(b"", 1, tuple(prompt), Options(temperature=0.0), 1, ANSWER_TOKENS)
         admit(self.engine, seq)
         return seq
 
     def step(self, seq: EngineSequence) -> None:
-        """Draw one token; the first step reads the prompt."""
+        """Draws one token; the first step reads the prompt."""
         decode(self.engine, [seq])
 
     def ask(self, prompt: list[int]) -> tuple[int, list[int], float]:
@@ -137,7 +137,7 @@ class Score(Struct):
         return self.found / self.reusable
 
     def add(self, prompt: list[int], cached: int, computed: list[int], first: float) -> None:
-        """Add a request; `computed`: the part of its answer that was fed to the model."""
+        """Adds a request; `computed`: the part of its answer that was fed to the model."""
         best = max((common(old, prompt) for old in self.seen), default=0)
         self.reusable += min(best, len(prompt) - 1)
         self.found += cached
@@ -145,7 +145,7 @@ class Score(Struct):
         self.seen[tuple(prompt + computed)] = None
 
     def unique_tokens(self) -> int:
-        """Tokens of all computed sequences, with each common prefix counted once."""
+        """Counts tokens of all computed sequences, each common prefix once."""
         total, before = 0, ()  # type: tuple[int, tuple[int, ...]]
         for tokens in sorted(self.seen):
             total += len(tokens) - common(before, tokens)
@@ -154,10 +154,10 @@ class Score(Struct):
 
 
 def common(left: Iterable[int], right: Iterable[int]) -> int:
-    """The length of the longest common prefix."""
+    """Returns the length of the longest common prefix."""
     length = 0
-    for one, other in zip(left, right, strict=False):
-        if one != other:
+    for value, other in zip(left, right, strict=False):
+        if value != other:
             break
         length += 1
     return length
@@ -169,20 +169,21 @@ def converse(
     vocabulary: int,
     progress: Progress,
 ) -> tuple[dict[str, Score], dict[str, list[list[int]]]]:
-    """Run all turns of all conversations; returns the scores and the final histories."""
+    """Runs all turns of all conversations; returns the scores and the final histories."""
     rng = np.random.default_rng(7)
     user_tokens = (options.tokens - SYSTEM_TOKENS) // options.turns - ANSWER_TOKENS  # in each turn
     system = rng.integers(0, vocabulary - 2, SYSTEM_TOKENS).tolist()
-    scores = {one.name: Score() for one in contestants}
+    scores = {contestant.name: Score() for contestant in contestants}
     histories = {
-        one.name: [list(system) for _ in range(options.conversations)] for one in contestants
+        contestant.name: [list(system) for _ in range(options.conversations)]
+        for contestant in contestants
     }
     for turn in range(options.turns):
         progress(f"turn {turn + 1} of {options.turns}")
-        for which in range(options.conversations):
+        for number in range(options.conversations):
             words = rng.integers(0, vocabulary - 2, user_tokens).tolist()
             for one in contestants:
-                history = histories[one.name][which]
+                history = histories[one.name][number]
                 history += words
                 cached, answer, first = one.ask(history)
                 computed = answer[: len(answer) - one.drawn]
@@ -192,7 +193,7 @@ def converse(
 
 
 def memory_of_all(tree: OurCache, histories: list[list[int]]) -> dict[str, int]:
-    """Bytes of the prefix cache and of rows while every conversation has a running row."""
+    """Returns bytes of the prefix cache and of rows while each conversation has a running row."""
     running = [tree.begin([*history, 1, 2, 3]) for history in histories]
     for seq in running:
         tree.step(seq)
@@ -241,16 +242,21 @@ def _measurements(
     Figure = Callable[[Contestant, Score], float]
 
     def line(name: str, unit: str, digits: int, figure: Figure) -> Measurement:
-        sides = {one.name: (figure(one, scores[one.name]),) for one in contestants}
+        sides = {
+            contestant.name: (figure(contestant, scores[contestant.name]),)
+            for contestant in contestants
+        }
         return Measurement("prefix cache", name, unit, sides, digits=digits, compared=unit == "s")
 
-    def share(one: Contestant, score: Score) -> float:
-        return one.stored() / (score.unique_tokens() * token_bytes)
+    def share(party: Contestant, score: Score) -> float:
+        return party.stored() / (score.unique_tokens() * token_bytes)
 
-    reusable = ", ".join(f"{one.name} {scores[one.name].reusable:,}" for one in contestants)
+    reusable = ", ".join(
+        f"{contestant.name} {scores[contestant.name].reusable:,}" for contestant in contestants
+    )
     found = line("found of reusable prompt tokens", "%", 1, lambda _, score: 100 * score.share())
     yield replace(found, note=f"Reusable prompt tokens: {reusable}.")
-    yield line("stored", "MB", 1, lambda one, _: one.stored() / 1e6)
+    yield line("stored", "MB", 1, lambda contestant, _: contestant.stored() / 1e6)
     yield line("stored / unique tokens", "", 3, share)
     times = line("until first tokens, all requests", "s", 1, lambda _, score: score.first)
     yield replace(times, less_is_better=True)

@@ -1,10 +1,10 @@
-"""Prefixes on disk: first tokens after a restart, and gaps of streams beside saving.
+"""Prefixes on disk: first tokens after a restart, and gaps of streams during saving.
 
-A pool answers a conversation that it has never seen, is ended and started again, and answers it
-once more: the time to the first token at the client, cold, after the restart, and out of memory.
+A pool answers an unknown conversation, is restarted, and answers it twice more. The client measures
+the time to the first token: cold, after the restart, and from memory.
 
-The gaps are those of streams that decode while prefixes of prompts that came just before are saved,
-because the memory is nearly full: in a pool with `prefix_disk` and one without, in turn.
+The gaps belong to streams that decode while prefixes of earlier prompts are saved, because the
+memory is nearly full. A pool with `prefix_disk` and one without take turns.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from mlxpool.worker.weights.inspect import inspect
 
 STREAMS = 4
 STREAM_TOKENS = 300
-PROMPTS = 6  # before the streams of a round
-CACHED = 5  # prompts that the memory keeps in the pools of the gaps
-REST = 2.0  # seconds in which an idle worker saves what is left
+PROMPTS = 6  # prompts before the streams of a round
+CACHED = 5  # prompts that the memory keeps in the pools for the gaps
+REST = 2.0  # seconds in which an idle worker saves the rest
 
 
 def measure(folder: Path, options: argparse.Namespace, progress: Progress) -> Iterator[Measurement]:
@@ -43,9 +43,9 @@ def measure(folder: Path, options: argparse.Namespace, progress: Progress) -> It
     with temporary_run_dir() as prefixes:
         progress("first tokens")
         rounds = [_restart(folder, prefixes, prompt(options.tokens)) for _ in range(options.rounds)]
-    cold, back, memory, cached = (tuple(one) for one in zip(*rounds, strict=True))
+    cold, back, memory, cached = (tuple(column) for column in zip(*rounds, strict=True))
     row = f"{options.tokens:,} tokens, behind a restart"
-    note = f"Tokens from the disk: {', '.join(f'{one:,}' for one in cached)}."
+    note = f"Tokens from the disk: {', '.join(f'{count:,}' for count in cached)}."
     sides = {OURS: back, "cold": cold}
     yield Measurement("first token", row, "s", sides, less_is_better=True, digits=3, note=note)
     row, sides = f"{options.tokens:,} tokens, from memory", {OURS: memory, "cold": cold}
@@ -59,18 +59,21 @@ def measure(folder: Path, options: argparse.Namespace, progress: Progress) -> It
 
 
 def _token_bytes(folder: Path) -> int:
-    """Bytes of a token's keys and values in float32; a GPU keeps twice as many tokens."""
+    """Returns bytes of a token's keys and values in float32.
+
+    A GPU keeps twice the number of tokens.
+    """
     import mlx.core as mx
 
-    found = inspect(folder)
-    return RowShape(found.plan.caches, mx.float32, found.context, 1).token_bytes
+    model = inspect(folder)
+    return RowShape(model.plan.caches, mx.float32, model.context, 1).token_bytes
 
 
 @contextmanager
 def _pool(
     folder: Path, prefixes: Path | None, limits: Mapping[str, int] | None = None
 ) -> Iterator[Client]:
-    """A client of a pool with the model loaded; `prefixes`: the folder of its disk."""
+    """Yields a client of a pool with the model loaded; `prefixes`: the folder of its disk."""
     model = {
         "path": str(folder),
         "keep_alive": "-1",
@@ -78,42 +81,47 @@ def _pool(
         **({"prefix_disk": "8GiB"} if prefixes else {}),
         **(limits or {}),
     }
-    kept = {"prefix_dir": str(prefixes)} if prefixes else {}
-    text = toml_of(model, {**kept, "stop_grace": 30.0})
+    settings = {"prefix_dir": str(prefixes)} if prefixes else {}
+    text = toml_of(model, {**settings, "stop_grace": 30.0})
     with temporary_run_dir() as at, serving(at, text), Client(at) as client:
         client.generate(MODEL, tokens=[1, 2, 3], max_tokens=1)
         yield client
 
 
 def _restart(folder: Path, prefixes: Path, ids: Sequence[int]) -> tuple[float, float, float, int]:
-    """Seconds to the first token: cold, after a restart, from memory; tokens from the disk."""
+    """Returns seconds to the first token: cold, after a restart, from memory.
+
+    Tokens from the disk.
+    """
     with _pool(folder, prefixes) as client:
         cold, none, expected = _first_token(client, ids)
     with _pool(folder, prefixes) as client:
-        back, cached, got = _first_token(client, ids)
+        back, cached, answer = _first_token(client, ids)
         memory, _, again = _first_token(client, ids)
-    if none or not got == again == expected:
-        raise RuntimeError(f"the answers differ: {expected}, {got}, {again}; {none} tokens cached")
+    if none or not answer == again == expected:
+        raise RuntimeError(
+            f"the answers differ: {expected}, {answer}, {again}; {none} tokens cached"
+        )
     return cold, back, memory, cached
 
 
 def _first_token(client: Client, ids: Sequence[int]) -> tuple[float, int, list[int]]:
-    """Seconds to the first token, the tokens found in a cache, and the ids of the answer."""
+    """Returns seconds to the first token, the number of cached tokens, and the answer's ids."""
     began = time.perf_counter()
     with client.stream(MODEL, tokens=list(ids), max_tokens=4, temperature=0) as stream:
         deltas = iter(stream)
-        got = list(next(deltas).ids)
-        taken = time.perf_counter() - began
+        ids_drawn = list(next(deltas).ids)
+        seconds = time.perf_counter() - began
         for delta in deltas:
-            got += delta.ids
+            ids_drawn += delta.ids
         usage = stream.result.usage or {}
-    return taken, int(usage["cached_tokens"]), got
+    return seconds, int(usage["cached_tokens"]), ids_drawn
 
 
 def _gaps(
     folder: Path, prompts: Sequence[Sequence[int]], rounds: int, memory: int
 ) -> dict[str, tuple[float, ...]]:
-    """The p99 of gaps of each round, ms, with a disk and without; the first round warms up."""
+    """Returns the p99 of gaps of each round, in ms, with a disk and without; round 0 warms up."""
     limits = {"prefix_bytes": memory}
     with ExitStack() as stack:
         prefixes = stack.enter_context(temporary_run_dir())
@@ -121,23 +129,23 @@ def _gaps(
             OURS: stack.enter_context(_pool(folder, prefixes, limits)),
             "no disk": stack.enter_context(_pool(folder, None, limits)),
         }
-        left = {name: iter(prompts) for name in clients}
+        prompts_left = {name: iter(prompts) for name in clients}
 
         def once(name: str) -> float:
             for _ in range(PROMPTS):
-                client, ids = clients[name], list(next(left[name]))
+                client, ids = clients[name], list(next(prompts_left[name]))
                 client.generate(MODEL, tokens=ids, max_tokens=2, temperature=0)
-            found = percentile(_gaps_of_streams(clients[name]), 99)
-            time.sleep(REST)  # what an idle worker saves is not to disturb the other pool
-            return 1000 * found
+            gap = percentile(_gaps_of_streams(clients[name]), 99)
+            time.sleep(REST)  # an idle worker's saving must not disturb the other pool
+            return 1000 * gap
 
         contestants = {name: lambda name=name: once(name) for name in clients}
-        return {name: found[1:] for name, found in in_turn(contestants, rounds + 1).items()}
+        return {name: values[1:] for name, values in in_turn(contestants, rounds + 1).items()}
 
 
 def _gaps_of_streams(client: Client) -> list[float]:
-    """The seconds between the deltas of STREAMS streams."""
-    every: list[list[float]] = [[] for _ in range(STREAMS)]
+    """Returns the seconds between the deltas of STREAMS streams."""
+    gaps_of_all: list[list[float]] = [[] for _ in range(STREAMS)]
 
     def streaming(seed: int, gaps: list[float]) -> None:
         before = 0.0
@@ -151,9 +159,11 @@ def _gaps_of_streams(client: Client) -> list[float]:
                     gaps.append(now - before)
                 before = now
 
-    threads = [threading.Thread(target=streaming, args=one) for one in enumerate(every)]
+    threads = [
+        threading.Thread(target=streaming, args=arguments) for arguments in enumerate(gaps_of_all)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return [gap for found in every for gap in found]
+    return [gap for gaps in gaps_of_all for gap in gaps]

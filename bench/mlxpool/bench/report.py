@@ -19,34 +19,34 @@ PACKAGES = ("mlxpool", "mlx", "mlx-lm", "pyzmq", "msgpack", "tokenizers")
 
 
 def versions() -> str:
-    """The versions of the relevant packages that are installed."""
-    found = []
+    """Returns the versions of the relevant installed packages."""
+    known = []
     for name in PACKAGES:
         try:
-            found.append(f"{name} {version(name)}")
+            known.append(f"{name} {version(name)}")
         except PackageNotFoundError:
             continue
-    return ", ".join(found)
+    return ", ".join(known)
 
 
 def machine() -> str:
-    """Cores, architecture, system, Python, and the GPU if MLX uses one."""
-    found = (
+    """Returns cores, architecture, system, Python, and the GPU if MLX uses one."""
+    description = (
         f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()},"
         f" Python {platform.python_version()}"
     )
     try:
         import mlx.core as mx
     except ImportError:
-        return f"{found}; no MLX"
+        return f"{description}; no MLX"
     if mx.default_device().type == mx.DeviceType.cpu:
         blas = "preloaded" if "blas" in os.environ.get("LD_PRELOAD", "") else "not preloaded"
-        return f"{found}; no GPU; OpenBLAS {blas}"
-    return f"{found}; {mx.device_info().get('device_name', 'a GPU')}"
+        return f"{description}; no GPU; OpenBLAS {blas}"
+    return f"{description}; {mx.device_info().get('device_name', 'a GPU')}"
 
 
 def spread(values: Sequence[float], digits: int = 1) -> str:
-    """`median (minimum - maximum)`; a single value without the brackets."""
+    """Returns `median (minimum - maximum)`; a single value without the brackets."""
     middle = f"{statistics.median(values):,.{digits}f}"
     if len(values) == 1:
         return middle
@@ -60,7 +60,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def markdown(figures: Figures) -> str:
-    """The command, its conditions, and a table for each group."""
+    """Returns the command, its conditions, and a table for each group."""
     parts = [
         f"```sh\n{figures.command}\n```",
         f"{figures.about}\n{_conditions(figures)}.{_how_to_read(figures.lines)}",
@@ -76,29 +76,32 @@ def _conditions(figures: Figures) -> str:
 
 
 def _how_to_read(lines: Sequence[Measurement]) -> str:
-    """What a cell of several rounds holds; nothing for figures of one round."""
+    """Explains a cell of several rounds; empty for figures of one round."""
     if all(len(values) == 1 for line in lines for values in line.sides.values()):
         return ""
     return "\nMedian (minimum - maximum); a ratio is that of one round, above 1 is better."
 
 
 def day_of(date: str) -> str:
-    """`28 November 2026` for 2026-11-28. Raises ValueError for a text that is no date."""
-    found = datetime.date.fromisoformat(date)
-    return f"{found.day} {found:%B %Y}"
+    """Returns `28 November 2026` for 2026-11-28.
+
+    Raises ValueError for a text that is not a date.
+    """
+    day = datetime.date.fromisoformat(date)
+    return f"{day.day} {day:%B %Y}"
 
 
 def today() -> str:
-    """The date of a run that ends now, for its figures."""
+    """Returns the date of a run that ends now, for its figures."""
     return datetime.date.today().isoformat()
 
 
 def grouped(lines: Sequence[Measurement]) -> Iterator[list[Measurement]]:
-    """The measurements of each table, in the order of their first row."""
+    """Yields the measurements of each table, in the order of their first row."""
     order = list(dict.fromkeys(line.group for line in lines))
     by_table = sorted(lines, key=lambda line: order.index(line.group))
-    for _, found in groupby(by_table, key=lambda line: line.group):
-        yield list(found)
+    for _, table_lines in groupby(by_table, key=lambda line: line.group):
+        yield list(table_lines)
 
 
 def _table_of(lines: Sequence[Measurement]) -> str:
@@ -121,20 +124,22 @@ def _row(line: Measurement, sides: Sequence[str], *, compared: bool, unit: bool)
 
 
 def short(line: Measurement) -> str:
-    """A measurement in one line, for the terminal."""
-    sides = ", ".join(f"{side} {spread(found, line.digits)}" for side, found in line.sides.items())
+    """Returns a measurement in one line, for the terminal."""
+    sides = ", ".join(
+        f"{side} {spread(values, line.digits)}" for side, values in line.sides.items()
+    )
     ratios = line.ratios()
     ending = f"; ratio {spread(ratios, 2)}" if ratios and OURS in line.sides else ""
     return f"{line.group}, {line.name}: {sides} {line.unit}{ending}"
 
 
 def write(file: Path, figures: Figures) -> None:
-    """Write the figures as JSON."""
+    """Writes the figures as JSON."""
     file.write_text(json.dumps(figures.as_json(), indent=1) + "\n", encoding="utf-8")
 
 
 def read(file: Path) -> Figures:
-    """The figures that `write` wrote. Raises ValueError for any other file."""
+    """Reads the figures of `write`. Raises ValueError for any other file."""
     try:
         return Figures.from_json(json.loads(file.read_text(encoding="utf-8")))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -142,7 +147,7 @@ def read(file: Path) -> Figures:
 
 
 def save(path: Path | None, figures: Mapping[str, Any]) -> None:
-    """Write the figures of a chaos test as JSON, with versions and machine; None: do nothing."""
+    """Writes the figures of a chaos test as JSON, with versions and machine; None: does nothing."""
     if path is not None:
-        whole = {"versions": versions(), "machine": machine(), **figures}
-        path.write_text(json.dumps(whole, indent=1) + "\n")
+        run = {"versions": versions(), "machine": machine(), **figures}
+        path.write_text(json.dumps(run, indent=1) + "\n")

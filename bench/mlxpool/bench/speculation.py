@@ -1,9 +1,9 @@
-"""Speculation: how many tokens/s do drafts gain, and cost where hardly any is right?
+"""Speculation: how many tokens/s do drafts gain, and cost if hardly any is right?
 
 Batches of requests run on an engine in this process with drafts and without, in turn. All prompts
-are read before the time is taken, and every request has as many tokens. With `--acceptance` each
-draft counts as right with this chance, whatever the model draws: a model with random weights shows
-what one of its shape gains by drafts as good as these. Loads, of text that every installation has:
+are read before the time is taken, and all requests have equally many tokens. With `--acceptance`
+each draft counts as right with this chance, independently of the model. A model with random weights
+then shows the gain of its shape with such drafts. Loads, of text that every installation has:
 
     edits        a function of the standard library, and the begin of it again under another name:
                  the model writes it again, as far as it does
@@ -47,7 +47,7 @@ from mlxpool.worker.weights.load import load
 
 MODULES = ("argparse", "csv", "difflib", "fractions", "heapq", "inspect", "tarfile", "textwrap")
 SHORTEST, LONGEST = 150, 400  # tokens of a text that is written again
-REPEATED = 32  # tokens of it that the prompt has again
+REPEATED = 32  # tokens of it that the prompt repeats
 BEGIN = 24  # tokens of a prompt that is completed
 EDITS, SAMPLED = "edits", "sampled"
 LOADS = (EDITS, "completions", SAMPLED)
@@ -57,51 +57,51 @@ NO_DRAFTS = "no drafts"
 # ---- texts ---------------------------------------------------------------------------------------
 
 
-@cache  # to cut the sources out takes seconds
+@cache  # cutting out the sources takes seconds
 def functions() -> list[tuple[str, str]]:
     """Returns functions of the standard library: name and source."""
-    found = []
+    sources = []
     folder = Path(sysconfig.get_paths()["stdlib"])
     for module in MODULES:
         source = (folder / f"{module}.py").read_text("utf-8")
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.FunctionDef):
-                found.append((node.name, ast.get_source_segment(source, node) or ""))
-    return found
+                sources.append((node.name, ast.get_source_segment(source, node) or ""))
+    return sources
 
 
-@cache  # to count the tokens of all texts takes a second
+@cache  # counting the tokens of all texts takes a second
 def fitting_texts(text: ChatTokenizer) -> list[tuple[str, str]]:
-    """Returns the functions that are neither short nor long, and each under another name."""
+    """Returns the functions of medium length, and each under another name."""
     return [
-        (one, one.replace(f"def {name}", f"def new_{name}", 1))
-        for name, one in functions()
-        if SHORTEST <= len(text.encode(one)) <= LONGEST
+        (source, source.replace(f"def {name}", f"def new_{name}", 1))
+        for name, source in functions()
+        if SHORTEST <= len(text.encode(source)) <= LONGEST
     ]
 
 
 def prompts(load: str, text: ChatTokenizer, count: int, seed: int = 0) -> list[list[int]]:
-    """Returns the prompts of a load; the same ones for a seed."""
+    """Returns the prompts of a load; equal for equal seeds."""
     draw = random.Random(seed)
     fitting = [*fitting_texts(text)]
-    found = []
+    prompts_drawn = []
     for number in range(count):
         if not number % len(fitting):
             draw.shuffle(fitting)
         first, again = fitting[number % len(fitting)]
         if load == EDITS:
             repeated = text.decode(text.encode(again)[len(text.prefix) :][:REPEATED])
-            found.append(text.encode(f"{first}\n\n\n{repeated}"))
+            prompts_drawn.append(text.encode(f"{first}\n\n\n{repeated}"))
         else:
-            found.append(text.encode(first)[:BEGIN])
-    return found
+            prompts_drawn.append(text.encode(first)[:BEGIN])
+    return prompts_drawn
 
 
 # ---- drafts that are right with a chance ---------------------------------------------------------
 
 
 class GivenAcceptance:
-    """A Drafter whose drafts count as right with a chance, whatever the model draws."""
+    """A Drafter whose drafts count as right with a chance, independently of the model."""
 
     name = "given acceptance"
 
@@ -154,11 +154,14 @@ class Way(Struct):
     clock: Callable[[], float]
     speculator: Speculator | None = None
     ids: list[list[list[int]]] = field(default_factory=list)  # of each batch
-    steps: int = 0  # of all batches but the first
-    tokens: int = 0  # that a stream had in them, in the mean
+    steps: int = 0  # steps of all batches but the first
+    tokens: int = 0  # mean tokens of a stream in those steps
 
     def run(self, load: str, streams: int, tokens: int) -> float:
-        """The tokens/s of the next batch behind its prompts; each batch has others."""
+        """Returns the tokens/s of the next batch after its prompts.
+
+        Each batch has other prompts.
+        """
         temperature = 1.0 if load == SAMPLED else 0.0
         options = Options.parse({"temperature": temperature, "ignore_eos": True})
         batch = Batch(self.engine, self.speculator)
@@ -182,7 +185,7 @@ class Way(Struct):
 
 
 def about(options: argparse.Namespace) -> str:
-    """The conditions in words."""
+    """Returns the conditions in words."""
     of = "processor time" if options.processor else "the clock"
     right = f", right with a chance of {options.acceptance:g}" if options.acceptance else ""
     return (
@@ -194,7 +197,7 @@ def about(options: argparse.Namespace) -> str:
 def measure(options: argparse.Namespace, progress: Progress) -> Iterator[Measurement]:
     """Yields the tokens/s of each load and number of streams.
 
-    Raises ValueError where the model has no such drafts.
+    Raises ValueError if the model has no such drafts.
     """
     if unknown := set(options.loads) - set(LOADS):
         raise ValueError(f"--loads {min(unknown)} must be of {', '.join(LOADS)}")
@@ -209,25 +212,25 @@ def measure(options: argparse.Namespace, progress: Progress) -> Iterator[Measure
                     on, off = Way(engine, text, clock, speculator), Way(engine, text, clock)
                     work = (load_, streams, options.tokens)
                     contestants = {OURS: partial(on.run, *work), NO_DRAFTS: partial(off.run, *work)}
-                    found = in_turn(contestants, options.rounds + 1)  # the first one warms up
-                sides = {name: rates[1:] for name, rates in found.items()}
+                    rates_of = in_turn(contestants, options.rounds + 1)  # the first round warms up
+                sides = {name: rates[1:] for name, rates in rates_of.items()}
                 name = counted(streams)
                 note = _note(name, on, off)
                 yield Measurement(load_, name, "tokens/s", sides, at=streams, note=note)
 
 
 def _engine(folder: Path, options: argparse.Namespace) -> tuple[ModelEngine, ChatTokenizer]:
-    found = inspect(folder, predicts=options.speculation in (MTP, AUTO))
-    if options.speculation == MTP and not found.plan.predicts:
+    model = inspect(folder, predicts=options.speculation in (MTP, AUTO))
+    if options.speculation == MTP and not model.plan.predicts:
         raise ValueError(f"{folder} has no head that predicts further tokens (MTP)")
     if options.speculation == DRAFT and not options.draft:
         raise ValueError("name the draft model, --draft MODEL")
-    text, most, draft = ChatTokenizer.from_folder(found), max(options.streams), None
+    text, most, draft = ChatTokenizer.from_folder(model), max(options.streams), None
     if options.draft:
-        opened = inspect_draft(options.draft, found)
+        opened = inspect_draft(options.draft, model)
         draft = load_draft(opened, lambda tensors, size: None, rows=most, limit=0)
     settings = EngineSettings(prefix="off", max_sequences=most)
-    engine = ModelEngine(load(found), text, settings, draft=draft)
+    engine = ModelEngine(load(model), text, settings, draft=draft)
     if engine.no_drafts:
         raise ValueError(f"{folder}: {engine.no_drafts}")
     engine.expect_drafts(max_drafts_of_step(engine.vocab_size))
@@ -239,25 +242,25 @@ def _engine(folder: Path, options: argparse.Namespace) -> tuple[ModelEngine, Cha
 def _speculator(
     engine: ModelEngine, options: argparse.Namespace, clock: Callable[[], float]
 ) -> Iterator[Speculator | None]:
-    """What makes drafts meanwhile; None with `--speculation off`."""
+    """Yields the speculator inside the context; None with `--speculation off`."""
     if options.speculation == OFF:
         yield None
         return
-    given = GivenAcceptance(options.acceptance)
+    fixed = GivenAcceptance(options.acceptance)
     drafter: Drafter = (
-        given if options.acceptance else make_drafter(options.speculation, engine, clock)
+        fixed if options.acceptance else make_drafter(options.speculation, engine, clock)
     )
     most, ahead = max_drafts_of_step(engine.vocab_size), engine.limits.ahead > 0
     with ExitStack() as stack:
         if options.acceptance:
-            stack.enter_context(mock.patch.object(flight, "accepted_tokens", given.accepted))
+            stack.enter_context(mock.patch.object(flight, "accepted_tokens", fixed.accepted))
         yield Speculator(drafter, engine.cost.seconds, clock, ahead=ahead, most_drafts=most)
 
 
 def _note(streams: str, on: Way, off: Way) -> str:
-    """What came of the drafts of all batches but the first."""
+    """Describes the results of drafts in all batches but the first."""
     pairs = zip(on.ids[1:], off.ids[1:], strict=True)
-    same = [one == other for pair in pairs for one, other in zip(*pair, strict=True)]
+    same = [ids == other for pair in pairs for ids, other in zip(*pair, strict=True)]
     drafted = on.speculator.drafted if on.speculator else 0
     accepted = on.speculator.accepted if on.speculator else 0
     return (

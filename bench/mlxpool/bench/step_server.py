@@ -1,10 +1,10 @@
-"""An engine in a process of its own, whose steps are timed on request of another process.
+"""An engine in its own process, whose steps are timed on request of another process.
 
     python step_server.py FOLDER   # with the modules of a checkout in PYTHONPATH, also those of 0.1
 
-In: a job as JSON a line, {"decode": [length of each prompt], "options": {…}, "steps": 24} or
+In: a job as JSON in each line, {"decode": [length of each prompt], "options": {…}, "steps": 24} or
 {"prefill": tokens, "steps": 1}. Out: the mean seconds of a step, of the clock and of this process
-on its processors. A job that repeats goes on with its sequences.
+on its processors. A repeated job continues with its sequences.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def serve(
     answers: IO[str],
     finish: Step = lambda: None,
 ) -> None:
-    """Answer the lines of standard input.
+    """Answers the lines of standard input.
 
-    `begin`: the step of a job, or several that do the same, of which the fastest counts. `finish`
-    waits for what steps have queued.
+    `begin`: returns the step of a job, or several equivalent steps, and the fastest counts.
+    `finish`: waits for work that steps have queued.
     """
     name, ways = "", list[Step]()
     for line in sys.stdin:
@@ -41,7 +41,7 @@ def serve(
         if json.dumps(job) != name:
             ways.clear()  # frees their rows
             name, ways = json.dumps(job), [*begin(job)]
-        found = []
+        times = []
         for step in ways:
             finish()
             clock, processor = time.perf_counter(), time.process_time()
@@ -49,12 +49,15 @@ def serve(
                 step()
             finish()
             took = time.perf_counter() - clock, time.process_time() - processor
-            found.append([one / steps for one in took])
-        print(json.dumps(min(found)), file=answers, flush=True)
+            times.append([seconds / steps for seconds in took])
+        print(json.dumps(min(times)), file=answers, flush=True)
 
 
 def private_output() -> IO[str]:
-    """Standard output for answers alone; whatever a library prints goes to standard error."""
+    """Returns standard output for answers alone.
+
+    Other output of libraries goes to standard error.
+    """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return answers
@@ -62,12 +65,12 @@ def private_output() -> IO[str]:
 
 def main() -> None:
     answers = private_output()
-    with contextlib.suppress(ImportError):  # 0.1 sets nothing
+    with contextlib.suppress(ImportError):  # 0.1 has no such setting
         import_module("mlxpool.worker.system.mlx_environment").set_mlx_environment()
     try:
         engine = import_module("mlxpool.bench.our_engine").OurEngine
     except ImportError:
-        engine = import_module("mlxpool.bench.ours").Ours  # as 0.1 has it
+        engine = import_module("mlxpool.bench.ours").Ours  # the name in 0.1
     ours = engine(Path(sys.argv[1]), spare=SPARE)
     finish = import_module("mlx.core").synchronize
 

@@ -1,4 +1,4 @@
-"""The tensors of the folder of a shape, with the layouts that mlx-lm's conversions have."""
+"""The tensors of the folder of a shape, with the layouts of mlx-lm's conversions."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from msgspec import Struct
 from mlxpool.worker import models
 from mlxpool.worker.layers.quantisation import MODES, WORD_BITS, QuantLayout, parse_quant_config
 
-# Of each architecture, the modules of a layer that choose experts. mlx-lm quantises those of
-# LINEAR_ROUTERS to 8 bits, whatever the mode of all others, and never those of DENSE_ROUTERS.
+# The modules of a layer that choose experts, for each architecture. mlx-lm quantises those of
+# LINEAR_ROUTERS to 8 bits in every mode, and never those of DENSE_ROUTERS.
 LINEAR_ROUTERS = {"gpt_oss": "mlp.router", "qwen3_moe": "mlp.gate"}
 DENSE_ROUTERS = {"glm4_moe_lite": "mlp.gate"}
 ROUTER_LAYOUT = {"group_size": 64, "bits": 8}
-# Published in this mode with all but the experts in 16 bits, which conversions keep.
+# Published in this mode with only the experts quantised, the rest in 16 bits, as conversions keep.
 EXPERTS_ALONE = {"gpt_oss": "mxfp4"}
-# What is added to the scores of experts to choose them. Trained ones balance how often each expert
-# is chosen; with random weights zeros do, and random ones would make some of them rare.
+# Added to the scores of experts to choose them. Trained values balance the use of the experts; with
+# random weights zeros do, and random values would make some experts rare.
 CORRECTION = ".e_score_correction_bias"
-EXPERTS = (".switch_mlp.", ".experts.")  # in names of tensors of all experts of a layer
+EXPERTS = (".switch_mlp.", ".experts.")  # parts of names of tensors of all experts of a layer
 
 
 class PlannedTensor(Struct, frozen=True):
-    """A tensor of a model, or a quantised weight, which a folder stores as several."""
+    """A tensor of a model, or a quantised weight, which a folder stores as several tensors."""
 
     name: str
-    shape: tuple[int, ...]  # not quantised
+    shape: tuple[int, ...]  # without quantisation
     layout: QuantLayout | None
 
     def nbytes(self, width: int) -> int:
-        """The bytes that it takes in a folder whose dense numbers have `width` bytes."""
+        """Returns the bytes that it takes in a folder whose dense numbers have `width` bytes."""
         if self.layout is None:
             return math.prod(self.shape) * width
         groups = 1 if MODES[self.layout.mode].scale_dtypes == ("U8",) else width
@@ -43,7 +43,7 @@ class PlannedTensor(Struct, frozen=True):
 
 
 def quantisation_of(config: Mapping[str, Any], mode: str) -> dict[str, Any]:
-    """The member `quantization` of the config.json of a folder in this mode.
+    """Returns the member `quantization` of the config.json of a folder in this mode.
 
     Raises ValueError for an unknown mode.
     """
@@ -59,12 +59,12 @@ def quantisation_of(config: Mapping[str, Any], mode: str) -> dict[str, Any]:
 
 
 def planned(config: Mapping[str, Any]) -> Iterator[PlannedTensor]:
-    """The tensors that the folder of a config.json of `checkpoint.config_of` has."""
-    found = parse_quant_config(config)
+    """Yields the tensors of a folder with a config.json of `checkpoint.config_of`."""
+    quantisation = parse_quant_config(config)
     plain = {key: value for key, value in config.items() if not key.startswith("quantization")}
     for name, shape in models.plan(plain).shapes.items():
         module = name.removesuffix(".weight")
-        layout = found.named.get(module, found.default)
+        layout = quantisation.named.get(module, quantisation.default)
         if layout is not None and not _quantises(config, layout, name, shape):
             layout = None
         yield PlannedTensor(name, tuple(shape), layout)
@@ -83,5 +83,5 @@ def _quantises(
 
 
 def is_of_experts(name: str) -> bool:
-    """Whether the tensor of this name is of experts that tokens choose."""
+    """Whether this is the name of a tensor of experts that tokens choose."""
     return any(part in name for part in EXPERTS)

@@ -1,4 +1,4 @@
-"""The broker of a pool, as a child process: started, started again, asked, ended."""
+"""Runs the broker of a pool as a child process: start, restart, admin calls, end."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ log = logging.getLogger("mlxpool.cluster")
 
 ANSWER_TIMEOUT = 2.0  # seconds
 RELOAD_TIMEOUT = 30.0  # seconds
-HANG_LIMIT = 30.0  # seconds without an answer until the process is killed
-FIRST_DELAY, MAX_DELAY = 0.25, 10.0  # seconds before a start after ends in a row
-PROVEN_AFTER = 30.0  # seconds: an end after so long a life is the first in a row
+HANG_LIMIT = 30.0  # seconds without an answer before the process is killed
+FIRST_DELAY, MAX_DELAY = 0.25, 10.0  # seconds before a restart, doubled after each end in a row
+PROVEN_AFTER = 30.0  # seconds: an end after a life this long is the first in a row
 STOP_GRACE = 60.0  # seconds between SIGTERM and SIGKILL: answers may finish
 KEY_NAME = "broker"
 
 
 class BrokerChild:
-    """`keep` it at short intervals; used by one thread, but for `ask`.
+    """The broker process. Call `keep` at short intervals; one thread uses it, except for `ask`.
 
-    Its run directory, its key, its log and its settings are in the pool's folder.
+    The broker's run directory, key, log and settings are in the pool's folder.
     """
 
     def __init__(self, spec: PoolSpec, folder: Path, address: str) -> None:
-        """`address`: of this machine. Raises OSError and BadKey for a folder of no use."""
+        """`address`: this machine's address. Raises OSError and BadKey for an unusable folder."""
         self.folder = folder
         self.run_dir = folder / "run"
         self.settings = folder / "pool.toml"
@@ -51,11 +51,14 @@ class BrokerChild:
 
     @property
     def pid(self) -> int | None:
-        """The pid of the process that the broker is a child of."""
+        """The pid of the process whose child the broker is."""
         return None if self._process is None else self._process.pid
 
     def keep(self, now: float) -> None:
-        """Start it if it is due, note its end, kill it if it has not answered for too long."""
+        """Starts the broker if it is due, notes its end, and kills a hanging one.
+
+        `now`: monotonic seconds.
+        """
         if self._process is None:
             if now >= self._start_at:
                 self._start(now)
@@ -80,7 +83,10 @@ class BrokerChild:
     def ask(
         self, kind: str, body: Mapping[str, Any] | None = None, timeout: float = ANSWER_TIMEOUT
     ) -> dict[str, Any] | None:
-        """One question to its admin socket; None without an answer, or for a refusal, logged."""
+        """Asks its admin socket.
+
+        Returns None without an answer, and for a refusal, which it logs.
+        """
         endpoint = sockets.ipc(self.run_dir, "admin")
         try:
             answer = question.ask(endpoint, None, kind, body or {}, timeout=timeout)
@@ -92,18 +98,21 @@ class BrokerChild:
         return answer
 
     def reload(self) -> bool:
-        """Has the broker read its settings again; returns False if it did not."""
+        """Makes the broker read its settings again. Returns False if it did not."""
         return self.ask("reload", timeout=RELOAD_TIMEOUT) is not None
 
     def report(self) -> Report | None:
-        """The number of workers that the broker wants of each model; None if it does not answer."""
+        """Returns the number of workers that the broker wants for each model.
+
+        None if it does not answer.
+        """
         answer = self.ask("stats")
         if answer is None:
             return None
         return Report(answer["replicas_wanted"], float(answer["broker"]["uptime_s"]))
 
     def stop(self) -> None:
-        """Ends the broker; returns when it has ended."""
+        """Ends the broker; returns after its end."""
         if self._process is None:
             return
         self._process.terminate()

@@ -1,7 +1,7 @@
-"""The actor on the machine of the store: keeps the broker, and as many workers as are wanted.
+"""The actor on the machine of the store: keeps the broker and the wanted number of workers running.
 
-Its machine is the one whose Ray node has the resource BROKER_RESOURCE: the store of jobs and the
-broker's key are in folders of that machine, so the pool never moves to another by itself.
+It runs on the Ray node that has the resource BROKER_RESOURCE. The store of jobs and the broker's
+key are in folders of that machine, so the pool never moves to another machine by itself.
 """
 
 from __future__ import annotations
@@ -25,18 +25,21 @@ from mlxpool.common.paths import expanded
 log = logging.getLogger("mlxpool.cluster")
 
 TICK = 0.5  # seconds between two looks
-MARK = "pool-id"  # the file that tells this pool's folder from an empty one
+MARK = "pool-id"  # the file that marks a folder as this pool's
 
 
 class WorkerOrder(Struct, frozen=True):
-    """What a worker host is started with. It has no secret: Ray shows it to others."""
+    """The start parameters of a worker host.
+
+    They have no secret, because Ray shows them to others.
+    """
 
     pool: str
     id: str
     model: str
     settings: str  # the text of the TOML file
     gpus: int
-    node: str  # the id of the node that it should be on; "": any
+    node: str  # the id of the preferred node; "": any
 
 
 class Admission(Struct, frozen=True):
@@ -47,26 +50,26 @@ class Admission(Struct, frozen=True):
 
 
 class Cluster(Protocol):
-    """What a broker host needs of Ray: see ray_cluster.RayCluster."""
+    """The functions of Ray that a broker host needs: see ray_cluster.RayCluster."""
 
     def own_address(self) -> str:
-        """The address at which others reach this machine."""
+        """Returns the address at which other machines reach this one."""
 
     def nodes(self) -> list[NodeView]:
-        """The machines that are alive."""
+        """Returns the machines that are alive."""
 
     def worker_ids(self, pool: str) -> set[str]:
-        """The workers that have an actor, wherever it is, or that wait for a place."""
+        """Returns the workers that have an actor on any machine, or wait for a place."""
 
     def start_worker(self, order: WorkerOrder) -> None:
-        """Have a worker host started where there is room, now or later."""
+        """Starts a worker host on a machine with room, now or later."""
 
     def end_worker(self, pool: str, id: str) -> None:
-        """Ends a worker once the broker has moved its streams; returns when it has ended."""
+        """Ends a worker after the broker has moved its streams; returns after its end."""
 
 
 def store_fault(spec: PoolSpec, folder: Path, pool_id: str) -> str:
-    """Why a broker that is started again must not start: its folders are not here; else ""."""
+    """Returns why a restarted broker must not start, because its folders are not here; else ""."""
     mark = folder / MARK
     if not mark.exists() or mark.read_text("utf-8") != pool_id:
         return (
@@ -84,18 +87,18 @@ def store_fault(spec: PoolSpec, folder: Path, pool_id: str) -> str:
 
 
 class BrokerHost:
-    """An actor of Ray with several threads; its methods may be called by any of them."""
+    """An actor of Ray with several threads; any thread may call its methods."""
 
     def __init__(
         self, cluster: Cluster, spec: PoolSpec, pool_id: str, *, started_again: bool
     ) -> None:
-        """`pool_id` is made by `up`; `started_again`: Ray has started this actor before."""
+        """`pool_id`: made by `up`. `started_again`: Ray has started this actor before."""
         self._cluster = cluster
         self._spec = spec
         self._lock = threading.RLock()
         self._stopping = threading.Event()
-        self._ending: dict[str, str] = {}  # workers that are being ended -> their models
-        self.fault = ""  # why there is no broker
+        self._ending: dict[str, str] = {}  # workers that are ending -> their models
+        self.fault = ""  # why the broker does not run
         folder = spec.folder_path()
         if started_again:
             self.fault = store_fault(spec, folder, pool_id)
@@ -111,20 +114,23 @@ class BrokerHost:
         self._thread = threading.Thread(target=self._run, name="pool", daemon=True)
         self._thread.start()
 
-    # ---- what others call ----------------------------------------------------------------------
+    # ---- called by other actors and the command ------------------------------------------------
 
     def admit(self, id: str, public: str, node: str) -> Admission | None:
-        """A worker host made a key: the broker takes it from now on. None: it is not wanted."""
+        """Admits a worker host's new key to the broker.
+
+        Returns None if the worker is not wanted.
+        """
         with self._lock:
             if self.fault or id not in self._table.by_id or id in self._ending:
                 return None
             self._table.admit(id, public, node)
             self._write_settings()
-        self._child.reload()  # a broker that does not run reads them when it starts
+        self._child.reload()  # a broker that does not run reads the settings when it starts
         return Admission(self._child.back, self._child.server_key)
 
     def apply(self, spec: PoolSpec) -> str:
-        """Take new settings; returns why they cannot be taken, else ""."""
+        """Applies new settings; returns why they cannot be applied, else ""."""
         with self._lock:
             if self.fault:
                 return self.fault
@@ -137,7 +143,7 @@ class BrokerHost:
         return ""
 
     def status(self) -> dict[str, Any]:
-        """The pool as `mlxpool ray status --json` prints it."""
+        """Returns the pool as `mlxpool ray status --json` prints it."""
         if self.fault:
             return {"name": self._spec.name, "fault": self.fault}
         answer = self._child.ask("ps")
@@ -152,13 +158,15 @@ class BrokerHost:
                 "folder": str(self._child.folder),
                 "starts": self._child.starts,
                 "models": [self._model_row(model, answer) for model in self._spec.models],
-                "workers": [self._worker_row(each, alive) for each in self._table.by_id.values()],
+                "workers": [
+                    self._worker_row(record, alive) for record in self._table.by_id.values()
+                ],
             }
 
     def _model_row(self, model: ModelSpec, answer: dict[str, Any] | None) -> dict[str, Any]:
         rows = [] if answer is None else answer["workers"]
         ready = sum(row["model"] == model.name and row["state"] == "ready" for row in rows)
-        started = sum(each.model == model.name for each in self._table.by_id.values())
+        started = sum(record.model == model.name for record in self._table.by_id.values())
         return {
             "name": model.name,
             "min": model.min,
@@ -177,7 +185,7 @@ class BrokerHost:
         return {"id": record.id, "model": record.model, "state": state, "address": address}
 
     def shut_down(self) -> None:
-        """End all workers, then the broker. Returns when they have ended."""
+        """Ends all workers, then the broker. Returns after their end."""
         self._stopping.set()
         if self.fault:
             return
@@ -187,13 +195,13 @@ class BrokerHost:
             thread.join()
         self._child.stop()
 
-    # ---- its own thread ------------------------------------------------------------------------
+    # ---- the host's own thread -----------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._stopping.is_set():
             try:
                 self._tick(time.monotonic())
-            except Exception:  # Ray's, while its head is away: the next look may find it again
+            except Exception:  # Ray's error while its head is away: the next look may find it again
                 log.exception("a look at the pool failed")
             self._stopping.wait(TICK)
 
@@ -204,41 +212,41 @@ class BrokerHost:
         with self._lock:
             nodes = self._cluster.nodes()
             for id in known - self._table.by_id.keys():
-                self._end(id)  # of a table that was lost
+                self._end(id)  # its record was lost
             for record in self._table.by_id.values():
                 if record.id not in known and record.id not in self._ending:
                     self._start(record, nodes)
-            found = changes(self._spec.models, report, self._views(nodes), self._ending_models())
-            self._perform(found, nodes)
+            plan = changes(self._spec.models, report, self._views(nodes), self._ending_models())
+            self._perform(plan, nodes)
 
     def _views(self, nodes: list[NodeView]) -> list[WorkerView]:
         alive = {node.id for node in nodes}
         return [
             WorkerView(
-                each.id,
-                each.model,
-                each.fingerprint,
-                each.node if each.node in alive else "",
-                placed=bool(each.public) and each.node in alive,
+                record.id,
+                record.model,
+                record.fingerprint,
+                record.node if record.node in alive else "",
+                placed=bool(record.public) and record.node in alive,
             )
-            for each in self._table.by_id.values()
-            if each.id not in self._ending
+            for record in self._table.by_id.values()
+            if record.id not in self._ending
         ]
 
     def _ending_models(self) -> dict[str, int]:
         models = list(self._ending.values())
         return {model: models.count(model) for model in models}
 
-    def _perform(self, found: Changes, nodes: list[NodeView]) -> None:
-        for id in found.end:
+    def _perform(self, plan: Changes, nodes: list[NodeView]) -> None:
+        for id in plan.end:
             self._end(id)
         by_name = {model.name: model for model in self._spec.models}
-        for name in found.start:
+        for name in plan.start:
             self._start(self._table.add(name, by_name[name].fingerprint), nodes)
 
     def _start(self, record: WorkerRecord, nodes: list[NodeView]) -> None:
-        model = next((each for each in self._spec.models if each.name == record.model), None)
-        if model is None:  # it has left the settings: `changes` ends it
+        model = next((spec for spec in self._spec.models if spec.name == record.model), None)
+        if model is None:  # the model is no longer in the settings: `changes` ends the worker
             return
         gpus = gpus_of(model, nodes)
         node = choose_node(nodes, self._views(nodes), model, gpus)
@@ -246,12 +254,12 @@ class BrokerHost:
             self._spec.name, record.id, record.model, self._spec.settings, gpus, node
         )
         self._cluster.start_worker(order)
-        # Until it is admitted it counts where it should be: others that start now go elsewhere.
+        # Until it is admitted it counts at its preferred node: later workers go elsewhere.
         self._table.place(record.id, model.fingerprint, node)
         log.info("worker started", extra={"id": record.id, "model": record.model, "gpus": gpus})
 
     def _end(self, id: str) -> threading.Thread:
-        """Begin to end a worker; the thread ends with it."""
+        """Begins to end a worker; the thread ends with it."""
         record = self._table.by_id.get(id)
         self._ending[id] = record.model if record else ""
         thread = threading.Thread(target=self._end_worker, args=(id,), name=f"end {id}")
@@ -275,5 +283,5 @@ class BrokerHost:
 
 
 def new_pool_id() -> str:
-    """What tells the folder of this pool from those of others."""
+    """Returns a random id, which distinguishes the folder of this pool from others."""
     return secrets.token_hex(16)

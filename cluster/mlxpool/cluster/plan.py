@@ -1,7 +1,7 @@
-"""How many workers of each model a cluster should run, which are ended, where one is started. Pure.
+"""Decides how many workers of each model a cluster runs, which end, and where one starts. Pure.
 
 The number comes from the broker, which sees the load (`broker.models.replica_scaling`), or from the
-settings where it is fixed.
+settings if it is fixed there.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ class WorkerView(Struct, frozen=True):
     id: str
     model: str
     fingerprint: str  # of the settings that it was started with
-    node: str = ""  # the id of the one that it is on, or should be; "": there is none
-    placed: bool = False  # it is on that node, which is alive
+    node: str = ""  # the id of its node, or of its preferred node; "": none
+    placed: bool = False  # it is on that node, and the node is alive
 
 
 class Changes(Struct, frozen=True):
-    """`start`: models, one entry for each new worker. `end`: ids of workers."""
+    """`start`: names of models, one entry for each new worker. `end`: ids of workers."""
 
     start: tuple[str, ...] = ()
     end: tuple[str, ...] = ()
 
 
 class NodeView(Struct, frozen=True):
-    """A machine of the cluster, with all that it has, whoever uses it."""
+    """A machine of the cluster, with all of its resources, used or not."""
 
     id: str
     address: str
@@ -41,22 +41,22 @@ class NodeView(Struct, frozen=True):
 
 
 class Report(Struct, frozen=True):
-    """What the broker says: the workers that models should have, and how long it has looked."""
+    """The broker's report: the number of workers that models should have, and its uptime."""
 
-    wanted: Mapping[str, int]  # of models that were asked for something
+    wanted: Mapping[str, int]  # of requested models
     uptime: float  # seconds
 
 
 def wanted_workers(model: ModelSpec, report: Report | None, running: int) -> int:
-    """How many workers of a model there should be; `running` are there now.
+    """Returns the number of workers that a model should have; `running`: its present number.
 
-    None: the broker does not answer. A broker that was started a moment ago does not know the load
-    yet: it may ask for more workers, but none is ended.
+    `report` None: the broker does not answer. A broker that was started a moment ago does not know
+    the load yet: it may ask for more workers, but no worker is ended.
     """
-    wanted = running if report is None else report.wanted.get(model.name, 0)
+    count = running if report is None else report.wanted.get(model.name, 0)
     if report is not None and report.uptime < model.cool_down:
-        wanted = max(wanted, running)
-    return max(model.min, min(model.max, wanted))
+        count = max(count, running)
+    return max(model.min, min(model.max, count))
 
 
 def changes(
@@ -65,18 +65,18 @@ def changes(
     workers: Sequence[WorkerView],
     ending: Mapping[str, int],
 ) -> Changes:
-    """What to start and to end now. `ending`: workers of each model that are being ended.
+    """Returns the workers to start and to end. `ending`: workers of each model that are ending.
 
-    Workers with old settings are replaced one after the other: one is ended while all others of its
-    model have a place.
+    Workers with old settings are replaced one after the other: a worker is ended while all other
+    workers of its model have a place.
     """
     start: list[str] = []
     end: list[str] = []
     for model in models:
         own = [worker for worker in workers if worker.model == model.name]
-        wanted = wanted_workers(model, report, len(own))
-        start += [model.name] * (wanted - len(own))
-        surplus = len(own) - wanted
+        target = wanted_workers(model, report, len(own))
+        start += [model.name] * (target - len(own))
+        surplus = len(own) - target
         outdated = [worker for worker in own if worker.fingerprint != model.fingerprint]
         if surplus <= 0 and outdated and not ending.get(model.name):
             surplus = all(worker.placed for worker in own)
@@ -87,9 +87,10 @@ def changes(
 
 
 def removal_order(workers: Sequence[WorkerView], model: ModelSpec) -> list[WorkerView]:
-    """The workers of a model, the one that is missed least first.
+    """Returns the workers of a model in the order in which they are ended.
 
-    One without a place, one with old settings, one of the node that has most of them, the newest.
+    First come workers without a place, then workers with old settings, then workers of the node
+    with the most workers of the model, then the newest.
     """
     on_node = Counter(worker.node for worker in workers)
     newest_first = list(reversed(workers))
@@ -102,10 +103,10 @@ def removal_order(workers: Sequence[WorkerView], model: ModelSpec) -> list[Worke
 def choose_node(
     nodes: Sequence[NodeView], workers: Sequence[WorkerView], model: ModelSpec, gpus: int
 ) -> str:
-    """The id of the node that a new worker should be on; "": none has what it needs.
+    """Returns the id of the preferred node for a new worker; "" if no node has what it needs.
 
-    The node with the fewest workers of the model, then the fewest at all, so that the loss of one
-    takes few replicas. It is a preference: Ray takes another node if this one is full.
+    It is the node with the fewest workers of the model, then the fewest in all, so that the loss of
+    a node takes few replicas. Ray takes another node if this one is full.
     """
     of_model = Counter(worker.node for worker in workers if worker.model == model.name)
     of_all = Counter(worker.node for worker in workers)
@@ -115,7 +116,7 @@ def choose_node(
 
 
 def gpus_of(model: ModelSpec, nodes: Sequence[NodeView]) -> int:
-    """The GPUs of one worker: as the settings say, else one a device where the cluster has any."""
+    """Returns a worker's GPUs: the setting, else one for each device if the cluster has GPUs."""
     if model.gpus >= 0:
         return model.gpus
     return model.devices if any(node.gpus >= 1 for node in nodes) else 0

@@ -1,6 +1,6 @@
-"""What `mlxpool ray up` hands to the cluster: the settings of a pool, and what Ray needs of them.
+"""The settings of a pool that `mlxpool ray up` hands to the cluster, and the facts that Ray needs.
 
-Ray keeps it in its own store, where others of the cluster may read it: it has no secret.
+Ray keeps them in its own store, which other users of the cluster may read: they have no secret.
 """
 
 from __future__ import annotations
@@ -21,43 +21,50 @@ from mlxpool.common.paths import expanded, home
 from mlxpool.common.records import as_map
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
-MADE = ("run_dir", "front", "back", "admin", "secret_key", "local_workers")  # settings of [pool]
+MADE = (
+    "run_dir",
+    "front",
+    "back",
+    "admin",
+    "secret_key",
+    "local_workers",
+)  # settings of [pool] that `up` makes
 COUNTING = f"{BUILTIN_PREFIX}counting"
 FRONT_PORT, BACK_PORT = 7200, 7201
 
 
 class ModelSpec(Struct, frozen=True):
-    """A model that the cluster runs workers of: `min` to `max` of them."""
+    """A model of the cluster, with its fewest and most workers, `min` and `max`."""
 
     name: str
     min: int
     max: int
-    gpus: int  # of one worker; -1: one for each device where the cluster has any
+    gpus: int  # GPUs of one worker; -1: one for each device if the cluster has GPUs
     cool_down: float  # seconds, see the setting
     fingerprint: str  # changes with the settings that a worker is started with
     devices: int = 1
 
 
 class PoolSpec(Struct, frozen=True):
-    """A pool as `up` was asked for it."""
+    """A pool as requested from `up`."""
 
     name: str
     settings: str  # the text of the TOML file
     models: tuple[ModelSpec, ...]
-    state_dir: str = ""  # of its jobs, if the file has the setting
+    state_dir: str = ""  # folder of its jobs, if the file has the setting
     folder: str = ""  # on the broker's machine; "": ~/.mlxpool/ray/NAME
     front_port: int = FRONT_PORT
     back_port: int = BACK_PORT
 
     def folder_path(self) -> Path:
-        """The folder of the pool on the machine of the broker, which calls this."""
+        """Returns the folder of the pool on the machine of the broker, which calls this."""
         if self.folder:
             return expanded(self.folder)
         return home() / ".mlxpool" / "ray" / self.name
 
 
 def read(path: Path, name: str, folder: str, front_port: int, back_port: int) -> PoolSpec:
-    """The pool that a file describes. Raises ConfigError with all that is wrong."""
+    """Reads the pool of a file. Raises ConfigError with all problems."""
     config = loading.load(path)
     text = path.read_text("utf-8")
     table = tomllib.loads(text)
@@ -73,7 +80,7 @@ def read(path: Path, name: str, folder: str, front_port: int, back_port: int) ->
             " such as [models.small]"
         )
     problems += [
-        f"keys.{key}: names that begin with {KEY_PREFIX!r} are those of the cluster's workers"
+        f"keys.{key}: names that begin with {KEY_PREFIX!r} belong to the cluster's workers"
         for key in config.keys
         if key.startswith(KEY_PREFIX)
     ]
@@ -88,7 +95,7 @@ def read(path: Path, name: str, folder: str, front_port: int, back_port: int) ->
         check_name(name),
         text,
         tuple(model_spec(name, config.models[name]) for name in named),
-        table.get("pool", {}).get("state_dir", ""),  # the default is that of the broker's machine
+        table.get("pool", {}).get("state_dir", ""),  # the default belongs to the broker's machine
         folder,
         front_port,
         back_port,
@@ -96,7 +103,7 @@ def read(path: Path, name: str, folder: str, front_port: int, back_port: int) ->
 
 
 def check_name(name: str) -> str:
-    """The name of a pool. Raises ConfigError for one that no folder or actor can have."""
+    """Returns the name of a pool. Raises ConfigError if a folder or an actor cannot have it."""
     if not NAME.fullmatch(name):
         raise ConfigError(
             f"the name of the pool is {name!r:.80}: it has letters, digits, dashes and underlines,"
@@ -106,7 +113,7 @@ def check_name(name: str) -> str:
 
 
 def model_spec(name: str, config: ModelConfig) -> ModelSpec:
-    """What the cluster has to know of a model.
+    """Returns the facts of a model that the cluster needs.
 
     Raises ConfigError for fewer GPUs than devices, and for gpu_ids.
     """

@@ -1,4 +1,4 @@
-"""Everything that is asked of Ray: actors, placement groups, nodes. The only importer of Ray."""
+"""All use of Ray: actors, placement groups, nodes. Only this module imports Ray."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from mlxpool.common.errors import BrokerLost, ModelUnavailable
 from mlxpool.common.logs import set_up
 
 NAMESPACE = "mlxpool"
-BROKER_RESOURCE = "mlxpool_broker"  # that the Ray node of the broker's machine has
-BROKER_SHARE = 0.01  # of the resource, so that a machine may hold the brokers of several pools
-THREADS = 16  # of a broker host: admissions of workers that come back together
+BROKER_RESOURCE = "mlxpool_broker"  # resource of the Ray node on the broker's machine
+BROKER_SHARE = 0.01  # part of the resource, so that a machine may hold the brokers of several pools
+THREADS = 16  # threads of a broker host, for many admissions at once
 CALL_TIMEOUT = 60.0  # seconds
-HAND_BACK_GRACE = 30.0  # seconds for a worker that is ended
+HAND_BACK_GRACE = 30.0  # seconds until a worker is killed
 RESTART_FOR_EVER = -1
 
 
 def broker_name(pool: str) -> str:
-    """The name of a pool's broker host among Ray's actors."""
+    """Returns the name of a pool's broker host among Ray's actors."""
     return f"{pool}/broker"
 
 
 def worker_name(pool: str, id: str) -> str:
-    """The name of a worker host, and of its placement group."""
+    """Returns the name of a worker host, and of its placement group."""
     return f"{pool}/worker/{id}"
 
 
-# ---- what runs inside the actors -----------------------------------------------------------------
+# ---- inside the actors ---------------------------------------------------------------------------
 
 
 class RayCluster:
@@ -70,9 +70,9 @@ class RayCluster:
         return {name.removeprefix(head) for name in list_named_actors() if name.startswith(head)}
 
     def start_worker(self, order: WorkerOrder) -> None:
-        """Reserve one CPU and the GPUs on one machine, and start the host there.
+        """Reserves one CPU and the GPUs on one machine, and starts the host there.
 
-        When the machine is lost, Ray moves the reservation and then the host.
+        If the machine is lost, Ray moves the reservation and then the host.
         """
         name = worker_name(order.pool, order.id)
         needs = {"CPU": 1.0} | ({"GPU": float(order.gpus)} if order.gpus else {})
@@ -130,12 +130,12 @@ class RayWorkerHost(WorkerHost):
         super().__init__(PoolOfWorker(order.pool), order)
 
 
-# ---- what the command does -----------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def connected(address: str) -> Iterator[None]:
-    """Be a driver of the cluster meanwhile; "auto": the one that this machine is a node of.
+    """Makes this process a driver of the cluster; "auto": of the cluster of this machine.
 
     Raises BrokerLost if no cluster answers.
     """
@@ -155,9 +155,9 @@ def connected(address: str) -> Iterator[None]:
 
 
 def up(spec: PoolSpec, patience: float) -> dict[str, Any]:
-    """Start a pool, or give one that runs these settings; returns its status.
+    """Starts a pool, or applies these settings to a running one; returns its status.
 
-    Waits for the broker for `patience` seconds. Raises ModelUnavailable for what stands in the way.
+    Waits for the broker for `patience` seconds. Raises ModelUnavailable if the pool cannot run.
     """
     host = _broker_host(spec.name)
     if host is not None:
@@ -168,15 +168,15 @@ def up(spec: PoolSpec, patience: float) -> dict[str, Any]:
         host = _started_broker_host(spec)
     end = time.monotonic() + patience
     while True:
-        found = _asked(host, spec.name)
-        if found["fault"]:
-            raise ModelUnavailable(found["fault"])
-        if found["broker"] is not None:
-            return found
+        pool_status = _asked(host, spec.name)
+        if pool_status["fault"]:
+            raise ModelUnavailable(pool_status["fault"])
+        if pool_status["broker"] is not None:
+            return pool_status
         if time.monotonic() > end:
             raise ModelUnavailable(
                 f"the broker has not answered for {patience:g} s; its log is"
-                f" {found['folder']}/broker.log on the machine of {found['endpoint']}"
+                f" {pool_status['folder']}/broker.log on the machine of {pool_status['endpoint']}"
             )
         time.sleep(0.1)
 
@@ -201,7 +201,7 @@ def _started_broker_host(spec: PoolSpec) -> Any:
 
 
 def status(pool: str) -> dict[str, Any]:
-    """What a pool's broker host says. Raises BrokerLost if there is none, or it does not answer."""
+    """Returns the status of a pool. Raises BrokerLost if it does not exist or does not answer."""
     host = _broker_host(pool)
     if host is None:
         raise BrokerLost(f"there is no pool {pool!r} on this cluster: `mlxpool ray up` starts one")
@@ -209,9 +209,9 @@ def status(pool: str) -> dict[str, Any]:
 
 
 def _asked(host: Any, pool: str) -> dict[str, Any]:
-    """The status that a broker host tells. Raises BrokerLost if it does not answer."""
+    """Returns the status from a broker host. Raises BrokerLost if it does not answer."""
     try:
-        found: dict[str, Any] = ray.get(host.status.remote(), timeout=CALL_TIMEOUT)
+        pool_status: dict[str, Any] = ray.get(host.status.remote(), timeout=CALL_TIMEOUT)
     except ray.exceptions.RayError as error:
         why = next((line for line in reversed(str(error).splitlines()) if line.strip()), "")
         raise BrokerLost(
@@ -219,13 +219,13 @@ def _asked(host: Any, pool: str) -> dict[str, Any]:
             f" {why.strip():.200}; is the node with the resource {BROKER_RESOURCE!r} there?"
             " (`ray status`)"
         ) from None
-    return found
+    return pool_status
 
 
 def down(pool: str) -> int:
-    """End a pool: its workers, then its broker; returns how many actors there were.
+    """Ends a pool: its workers, then its broker; returns the number of ended actors.
 
-    Files stay on the broker's machine: the store of jobs, its key and its log.
+    Files stay on the broker's machine: the store of jobs, the key and the log.
     """
     actors = [name for name in list_named_actors() if name.startswith(f"{pool}/")]
     if broker_name(pool) in actors:
@@ -238,8 +238,11 @@ def down(pool: str) -> int:
 
 
 def end_actor(name: str, method: str, *arguments: float, timeout: float = CALL_TIMEOUT) -> None:
-    """Have an actor end what it keeps, then end it and its reservation; it may be lost already."""
-    with contextlib.suppress(ValueError):  # there is no such actor any more
+    """Makes an actor end its process, then ends it and its reservation.
+
+    The actor may be lost already.
+    """
+    with contextlib.suppress(ValueError):  # the actor no longer exists
         actor = ray.get_actor(name, NAMESPACE)
         with contextlib.suppress(ray.exceptions.RayError):
             ray.get(getattr(actor, method).remote(*arguments), timeout=timeout)
@@ -257,7 +260,7 @@ def _broker_host(pool: str) -> Any | None:
 
 
 def _group_of(name: str) -> PlacementGroup | None:
-    """The placement group of this name that has not been removed."""
+    """Returns the placement group of this name that has not been removed."""
     for row in placement_group_table().values():
         if row["name"] == name and row["state"] != "REMOVED":
             return PlacementGroup(ray.PlacementGroupID(bytes.fromhex(row["placement_group_id"])))

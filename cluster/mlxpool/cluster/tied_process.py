@@ -1,7 +1,7 @@
-"""`python -m mlxpool.cluster.tied_process COMMAND…`: a command that ends with whoever started it.
+"""`python -m mlxpool.cluster.tied_process COMMAND…`: a command that ends with its starter.
 
-An actor of Ray can be killed without a word, and its children would go on. Whoever starts this
-process holds its standard input: when that ends, so does the command.
+Ray can kill an actor without a signal that it handles, and the actor's children would go on. The
+starter of this process holds its standard input: at the end of input the command ends.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 STDIN = 0
-KILL = signal.SIGUSR1  # that has it kill its command: SIGKILL to itself would leave that alone
+KILL = signal.SIGUSR1  # makes it kill its command, which would outlive a SIGKILL to this process
 GRACE = 2.0  # seconds between SIGTERM and SIGKILL
 
 
 def start(
     command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start a `mlxpool` command that ends with this process; its output is appended to `log`.
+    """Starts a `mlxpool` command that ends with this process; its output is appended to `log`.
 
-    It stays in our process group, which Ray kills with an actor.
+    It stays in this process group, which Ray kills with an actor.
     """
     python = (sys.executable, "-P", "-m")
     with log.open("ab") as out:
@@ -38,7 +38,7 @@ def start(
 
 
 def wait(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
-    """Wait for the end of what `start` has started; returns the exit code.
+    """Waits for the end of a process of `start`; returns the exit code.
 
     Raises subprocess.TimeoutExpired.
     """
@@ -49,12 +49,12 @@ def wait(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill the command of what `start` has started; both end at once."""
+    """Kills the command of a process of `start`; both end at once."""
     process.send_signal(KILL)
 
 
 def main(command: Sequence[str]) -> int:
-    """Run the command until it ends or standard input does; returns its exit code."""
+    """Runs the command until it or standard input ends; returns its exit code."""
     signal.signal(KILL, signal.SIG_IGN)
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     signal.signal(KILL, lambda number, frame: process.kill())

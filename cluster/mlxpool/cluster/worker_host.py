@@ -1,6 +1,6 @@
-"""The actor beside one worker: makes its key, has the broker admit it, keeps `mlxpool worker`.
+"""The actor of one worker: makes its key, gets it admitted by the broker, runs `mlxpool worker`.
 
-Ray starts it again elsewhere when its node is lost. The secret key never leaves the machine.
+Ray restarts it on another machine if its node is lost. The secret key never leaves its machine.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ from mlxpool.common.transport import keys
 log = logging.getLogger("mlxpool.cluster")
 
 FOLDER_PREFIX = "mlxpool-ray-worker-"  # in the machine's folder for temporary files
-LOCK_TIME = 60.0  # seconds after which a new folder has surely been locked
-ORPHAN_GRACE = 30.0  # seconds without the broker until the worker asks its host for the address
-FIRST_DELAY, MAX_DELAY = 0.25, 10.0  # seconds before a start after ends in a row
-PROVEN_AFTER = 60.0  # seconds: an end after so long a life is the first in a row
+LOCK_TIME = 60.0  # seconds after which a new folder must have been locked
+ORPHAN_GRACE = 30.0  # seconds without the broker before the worker asks its host for the address
+FIRST_DELAY, MAX_DELAY = 0.25, 10.0  # seconds before a restart, doubled after each end in a row
+PROVEN_AFTER = 60.0  # seconds: an end after a life this long is the first in a row
 
 
 class Pool(Protocol):
-    """What a worker host needs of the cluster: see ray_cluster.PoolOfWorker."""
+    """The functions of the cluster that a worker host needs: see ray_cluster.PoolOfWorker."""
 
     def admit(self, id: str, public: str) -> Admission | None:
-        """Ask the broker host for admission, here. None: it does not want this worker.
+        """Asks the broker host to admit this worker. Returns None if the worker is not wanted.
 
-        Raises an error of Ray's while there is no broker host.
+        Raises an error of Ray's while the broker host does not run.
         """
 
 
 def make_folder(parent: Path) -> tuple[Path, int]:
-    """A new folder for a host, and the descriptor of its lock, held as long as it is open.
+    """Makes a folder for a host. Returns it and the descriptor of its lock, held while it is open.
 
-    Folders of hosts that were killed are removed: nobody holds their locks.
+    Folders of killed hosts are removed: their locks are free.
     """
-    for left in parent.glob(f"{FOLDER_PREFIX}*"):
+    for old in parent.glob(f"{FOLDER_PREFIX}*"):
         with contextlib.suppress(OSError):  # FolderLocked among them: its host lives
-            if time.time() - left.stat().st_mtime > LOCK_TIME:
-                os.close(lock_folder(left))
-                shutil.rmtree(left, ignore_errors=True)
+            if time.time() - old.stat().st_mtime > LOCK_TIME:
+                os.close(lock_folder(old))
+                shutil.rmtree(old, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=parent))
     return folder, lock_folder(folder)
 
 
 class WorkerHost:
-    """An actor of Ray with two threads: one of its own, one for the methods."""
+    """An actor of Ray with two threads: its own thread and one for the methods."""
 
     def __init__(self, pool: Pool, order: WorkerOrder) -> None:
         self._pool = pool
@@ -70,7 +70,7 @@ class WorkerHost:
         self._thread.start()
 
     def end(self, grace: float) -> None:
-        """Have the worker hand back its streams and end; kill it after `grace` seconds."""
+        """Makes the worker hand back its streams and end; kills it after `grace` seconds."""
         self._stopping.set()
         with self._lock:
             process = self._process
@@ -90,13 +90,13 @@ class WorkerHost:
             started = time.monotonic()
             try:
                 self._live()
-            except Exception as error:  # Ray's, while there is no broker host; or of the disk
+            except Exception as error:  # Ray's, without a broker host; or of the disk
                 log.warning("no worker yet", extra={"id": self._order.id, "why": str(error)})
             failures = 1 if time.monotonic() - started > PROVEN_AFTER else failures + 1
             self._stopping.wait(min(MAX_DELAY, FIRST_DELAY * 2.0 ** min(failures - 1, 16)))
 
     def _live(self) -> None:
-        """Be admitted with a new key, and run the worker until it ends."""
+        """Gets admission for a new key, and runs the worker until it ends."""
         path = self.folder / f"{self._order.id}.key"
         path.unlink(missing_ok=True)
         pair = keys.make(self._order.id, "worker")

@@ -1,8 +1,8 @@
 """The workers that a pool's broker host has started, and their public keys, in a file.
 
-The broker reads the keys as sections of its settings. A worker that is started again, because its
-node or its process was lost, brings a new key under its old id: the old key is revoked with it, so
-a worker of a node that is only cut off cannot come back beside its successor.
+The broker reads the keys as sections of its settings. A worker that is restarted, because its node
+or its process was lost, brings a new key under its old id. The old key is then revoked, so that a
+worker of a node that was only cut off cannot come back beside its successor.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from mlxpool.common.records import as_map
 from mlxpool.common.transport import keys
 
 FILE = "workers.json"
-KEY_PREFIX = "ray-"  # of the names of workers' keys
+KEY_PREFIX = "ray-"  # prefix of the names of workers' keys
 
 
 class WorkerRecord(Struct, frozen=True):
-    """A worker; `public` is empty until it was admitted, and `node` then where it should be."""
+    """A worker. Until it is admitted, `public` is empty, and `node` is its preferred node."""
 
     id: str
     model: str
@@ -33,7 +33,10 @@ class WorkerRecord(Struct, frozen=True):
 
 
 class WorkerTable:
-    """Read from its folder and written there at each change. Used by one thread at a time."""
+    """The table. It is read from its folder and written at each change.
+
+    One thread at a time uses it.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Raises OSError and ValueError for a file that cannot be read."""
@@ -46,7 +49,7 @@ class WorkerTable:
             self.by_id = {row["id"]: WorkerRecord(**row) for row in table["workers"]}
 
     def add(self, model: str, fingerprint: str) -> WorkerRecord:
-        """A new worker, with an id that no other has had."""
+        """Adds a worker, with an id that no other has had."""
         self._last += 1
         record = WorkerRecord(f"w{self._last}", model, fingerprint)
         self.by_id[record.id] = record
@@ -54,12 +57,12 @@ class WorkerTable:
         return record
 
     def admit(self, id: str, public: str, node: str) -> None:
-        """A worker has this key and this place now. Raises KeyError for an unknown id."""
+        """Sets a worker's key and node. Raises KeyError for an unknown id."""
         self.by_id[id] = replace(self.by_id[id], public=public, node=node)
         self._write()
 
     def place(self, id: str, fingerprint: str, node: str) -> None:
-        """A worker is started with these settings, and should be on this node; it has no key."""
+        """Sets the settings and the preferred node of a worker that starts, and clears its key."""
         self.by_id[id] = replace(self.by_id[id], fingerprint=fingerprint, public="", node=node)
         self._write()
 
@@ -68,7 +71,7 @@ class WorkerTable:
             self._write()
 
     def sections(self) -> str:
-        """The sections of the settings that allow their keys."""
+        """Returns the sections of the settings that allow the workers' keys."""
         return "".join(self._sections())
 
     def _sections(self) -> Iterator[str]:
@@ -83,7 +86,7 @@ class WorkerTable:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file of which a reader sees the old or the new text, never a part."""
+    """Writes a file atomically: a reader gets the old or the new text, never a part."""
     new = path.with_name(f"{path.name}.new")
     with new.open("w", encoding="utf-8") as file:
         file.write(text)

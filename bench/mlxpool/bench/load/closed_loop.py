@@ -1,4 +1,4 @@
-"""Streams that all start at once behind prompts of one length: tokens/s, first tokens, gaps."""
+"""Streams that all start at once after prompts of one length: tokens/s, first tokens, gaps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mlxpool.common.errors import Internal
 
 
 class LoopFigures(Struct, frozen=True):
-    """One round: tokens/s while all streams ran, seconds to first tokens, gaps in seconds."""
+    """The figures of a round: tokens/s while all streams ran, seconds to first tokens, gaps."""
 
     rate: float
     first: Sequence[float]
@@ -24,7 +24,7 @@ class LoopFigures(Struct, frozen=True):
 
 
 def workload(streams: int, prompt: int, tokens: int, *, text: bool = False) -> Workload:
-    """So many requests of one length; `text`: see Workload."""
+    """Returns `streams` requests of one length; `text`: see Workload."""
     return Workload(streams, Lengths.of(prompt), Lengths.of(tokens), text)
 
 
@@ -37,7 +37,7 @@ def run_streams(target: Target, work: Workload, clients: int, seed: str) -> list
 
 
 def summarise(streams: Sequence[Sample]) -> LoopFigures:
-    """Tokens/s from the time all streams have had a token to the end of the first stream."""
+    """Computes tokens/s between the time when all streams have a token and the first end."""
     start = max(stream.times[0] for stream in streams)
     end = min(stream.times[-1] for stream in streams)
     if end <= start:  # the streams never ran all at once, so the whole time counts
@@ -53,21 +53,27 @@ def summarise(streams: Sequence[Sample]) -> LoopFigures:
 
 
 def counted(streams: int) -> str:
-    """The count in the words of the tables."""
+    """Returns the count in the words of the tables."""
     return f"{streams} stream" if streams == 1 else f"{streams} streams"
 
 
-def rates(found: Mapping[str, Sequence[LoopFigures]], streams: int, note: str = "") -> Measurement:
-    """The tokens/s of each contestant, one a round."""
-    sides = {name: tuple(one.rate for one in rounds) for name, rounds in found.items()}
+def rates(
+    figures_of: Mapping[str, Sequence[LoopFigures]], streams: int, note: str = ""
+) -> Measurement:
+    """Returns the tokens/s of each contestant, one for each round."""
+    sides = {name: tuple(figures.rate for figures in rounds) for name, rounds in figures_of.items()}
     return Measurement("end to end", counted(streams), "tokens/s", sides, at=streams, note=note)
 
 
-def times(found: Mapping[str, Sequence[LoopFigures]], streams: int) -> Iterator[Measurement]:
-    """Yields first tokens and gaps; no gaps where an answer came in one piece."""
+def times(figures_of: Mapping[str, Sequence[LoopFigures]], streams: int) -> Iterator[Measurement]:
+    """Yields first tokens and gaps; no gaps if an answer came in one piece."""
     kinds = {
-        "first token": {name: [one.first for one in rounds] for name, rounds in found.items()},
-        "between tokens": {name: [one.gaps for one in rounds] for name, rounds in found.items()},
+        "first token": {
+            name: [figures.first for figures in rounds] for name, rounds in figures_of.items()
+        },
+        "between tokens": {
+            name: [figures.gaps for figures in rounds] for name, rounds in figures_of.items()
+        },
     }
     for kind, sides in kinds.items():
         if not all(values for rounds in sides.values() for values in rounds):

@@ -1,4 +1,4 @@
-"""A small HTTP/1.1 client over asyncio: one request a connection, the answer read line by line."""
+"""A small HTTP/1.1 client over asyncio: one request per connection, answers read by line."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from msgspec import Struct
 
 Link = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
-MAX_LINE = 2**20  # bytes of a line of the head, or of an event
-READ = 2**16  # bytes that are read at once at most
-MAX_MESSAGE = 160  # characters of an error's text that are shown
+MAX_LINE = 2**20  # most bytes of a line of the head, or of an event
+READ = 2**16  # most bytes that are read at once
+MAX_MESSAGE = 160  # most characters of an error's text that are shown
 
 
 class HttpFailure(Exception):
-    """The server refused, or answered with something that is no answer."""
+    """The server refused, or its answer is not valid."""
 
 
 class Response(Struct, frozen=True):
@@ -37,21 +37,23 @@ class Response(Struct, frozen=True):
                 while size := int((await self.reader.readline()).partition(b";")[0], 16):
                     yield (await self.reader.readexactly(size + 2))[:-2]
                 return
-            left = int(self.headers.get("content-length", -1))
-            while left and (piece := await self.reader.read(left if 0 < left < READ else READ)):
-                left -= len(piece) if left > 0 else 0
+            remaining = int(self.headers.get("content-length", -1))
+            while remaining and (
+                piece := await self.reader.read(remaining if 0 < remaining < READ else READ)
+            ):
+                remaining -= len(piece) if remaining > 0 else 0
                 yield piece
         except (asyncio.IncompleteReadError, ValueError) as error:
             raise HttpFailure("the connection ended within the answer") from error
-        if left > 0:
+        if remaining > 0:
             raise HttpFailure("the connection ended within the answer")
 
     async def lines(self) -> AsyncIterator[bytes]:
         """Yields the lines of the body without their ends."""
         rest = b""
         async for piece in self.pieces():
-            *whole, rest = (rest + piece).split(b"\n")
-            for line in whole:
+            *complete, rest = (rest + piece).split(b"\n")
+            for line in complete:
                 yield line.rstrip(b"\r")
         if rest:
             yield rest
@@ -81,9 +83,9 @@ async def opened(
     body: Mapping[str, Any] | None = None,
     link: Link | None = None,
 ) -> AsyncIterator[Response]:
-    """Sends a request (POST with a JSON body, else GET); ends the connection when left.
+    """Sends a request (POST with a JSON body, else GET); leaving the context ends the connection.
 
-    `link`: a connection to use instead of a new one. Raises HttpFailure for a status that is not
+    `link`: a connection to use instead of a new one. Raises HttpFailure for a status other than
     200, OSError if the server cannot be reached.
     """
     parts = urlsplit(url)
@@ -128,9 +130,9 @@ async def _head(reader: asyncio.StreamReader) -> Response:
 def message_of(text: str) -> str:
     """Returns the message of an error as servers send it, in one short line."""
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except ValueError:
-        found = text
-    while isinstance(found, dict):
-        found = found.get("error", found.get("message", found.get("detail", "")))
-    return " ".join(str(found).split())[:MAX_MESSAGE]
+        value = text
+    while isinstance(value, dict):
+        value = value.get("error", value.get("message", value.get("detail", "")))
+    return " ".join(str(value).split())[:MAX_MESSAGE]

@@ -18,14 +18,15 @@ from mlxpool.bench.measurement import Measurement, Progress
 from mlxpool.bench.pools import MODEL, serving, temporary_run_dir, toml_of
 from mlxpool.common.errors import Internal
 
-CONTEXT_BLOCK = 256  # a context of our own choice is a multiple of it
+CONTEXT_BLOCK = 256  # a context that the scenario chooses is a multiple of it
 MIN_QUEUE = 512  # requests, the pool's own default
 
 
 class Plan(Struct, frozen=True):
-    """What is measured. `rates`: requests/s, 0: all at once. `warm_up`: requests before the first.
+    """A measurement. `rates`: requests/s, 0: all at once.
 
-    `clients`: processes that send. `sequences` and `context` are settings of a pool of our own.
+    `warm_up`: requests before the first load. `clients`: processes that send. `sequences` and
+    `context`: settings of a pool of our own.
     """
 
     workload: Workload
@@ -40,15 +41,15 @@ class Plan(Struct, frozen=True):
 
     @property
     def whole_context(self) -> int:
-        """The context in tokens: that of the longest request if none was chosen."""
+        """The context in tokens; without a chosen one, that of the longest request."""
         longest = self.workload.prompt.maximum + self.workload.output.maximum
         return self.context or -(-longest // CONTEXT_BLOCK) * CONTEXT_BLOCK
 
 
 def measure(plan: Plan, targets: Mapping[str, Target], progress: Progress) -> Iterator[Measurement]:
-    """Yields the rows of each rate when its rounds have ended.
+    """Yields the rows of each rate after its rounds.
 
-    Every load has a draw of its own, which all contestants get: a repeated draw would find its
+    Each load has its own random draw, which all contestants get: a repeated draw would find its
     prompts in caches and its lengths compiled. Raises Internal if a load has no answer at all.
     """
     names = list(targets)
@@ -59,14 +60,14 @@ def measure(plan: Plan, targets: Mapping[str, Target], progress: Progress) -> It
             _answered(name, run(_job(plan, workload, targets[name], 0.0, 0)))
     load = 0
     for rate in plan.rates:
-        found: dict[str, list[Sequence[Sample]]] = {name: [] for name in names}
+        samples_of: dict[str, list[Sequence[Sample]]] = {name: [] for name in names}
         for number in range(plan.rounds):
             load += 1
             for name in names[number % len(names) :] + names[: number % len(names)]:
                 progress(f"{title(rate)}, round {number + 1}: {name}")
                 samples = run(_job(plan, plan.workload, targets[name], rate, load))
-                found[name].append(_answered(name, samples))
-        yield from rows(rate, found, plan.slo)
+                samples_of[name].append(_answered(name, samples))
+        yield from rows(rate, samples_of, plan.slo)
 
 
 def _job(plan: Plan, workload: Workload, target: Target, rate: float, load: int) -> Job:
@@ -86,30 +87,37 @@ def title(rate: float) -> str:
 
 
 def rows(
-    rate: float, found: Mapping[str, Sequence[Sequence[Sample]]], slo: Slo
+    rate: float, samples_of: Mapping[str, Sequence[Sequence[Sample]]], slo: Slo
 ) -> Iterator[Measurement]:
-    """Yields the rows of one rate from the samples of each contestant, one load a round."""
-    figures = {name: [summarise(one, slo) for one in loads] for name, loads in found.items()}
-    every = [one for loads in figures.values() for one in loads]
-    # Some loads lack a metric, such as ITL where every answer came in one piece.
-    shown = [metric for metric in every[0] if all(metric in one for one in every)]
+    """Yields the rows of one rate from the samples of each contestant, one for each load."""
+    figures = {name: [summarise(load, slo) for load in loads] for name, loads in samples_of.items()}
+    all_figures = [load_figures for loads in figures.values() for load_figures in loads]
+    # Some loads lack a metric, such as ITL if every answer came in one piece.
+    shown = [
+        metric
+        for metric in all_figures[0]
+        if all(metric in load_figures for load_figures in all_figures)
+    ]
     for metric in shown:
         yield Measurement(
             title(rate),
             metric.name,
             metric.unit,
-            {name: tuple(one[metric] for one in loads) for name, loads in figures.items()},
+            {
+                name: tuple(load_figures[metric] for load_figures in loads)
+                for name, loads in figures.items()
+            },
             at=rate,
             less_is_better=metric.less_is_better,
             digits=metric.digits,
-            note="\n\n".join(_notes(found)) if metric is shown[-1] else "",
+            note="\n\n".join(_notes(samples_of)) if metric is shown[-1] else "",
             compared=metric.compared,
         )
 
 
-def _notes(found: Mapping[str, Sequence[Sequence[Sample]]]) -> Iterator[str]:
-    """Yields what the figures of a contestant do not say by themselves."""
-    for name, loads in found.items():
+def _notes(samples_of: Mapping[str, Sequence[Sequence[Sample]]]) -> Iterator[str]:
+    """Yields notes that the figures of a contestant need."""
+    for name, loads in samples_of.items():
         samples = [sample for load in loads for sample in load]
         if failed := sum(bool(sample.error) for sample in samples):
             yield (
@@ -127,7 +135,7 @@ def _notes(found: Mapping[str, Sequence[Sequence[Sample]]]) -> Iterator[str]:
 
 @contextmanager
 def pool(path: str, plan: Plan, *, ignore_eos: bool) -> Iterator[Target]:
-    """Run a broker with one model meanwhile; entered when the model is loaded."""
+    """Runs a broker with one model inside the context, which begins when the model is loaded."""
     model = {
         "path": path,
         "sequences": plan.sequences,
@@ -141,7 +149,7 @@ def pool(path: str, plan: Plan, *, ignore_eos: bool) -> Iterator[Target]:
 
 
 def loaded(run_dir: Path, model: str, *, ignore_eos: bool) -> Target:
-    """Returns the target for a model of a running pool, after one token of it."""
+    """Returns the target for a model of a running pool, after one token from it."""
     from mlxpool.client import Client
 
     with Client(run_dir) as client:

@@ -1,4 +1,4 @@
-"""Starts the processes that send a load, and collects what they saw."""
+"""Starts the processes that send a load, and collects their samples."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from mlxpool.bench.load.samples import Sample
 from mlxpool.bench.load.sender import Job
 from mlxpool.common.records import as_map
 
-START_DELAY = 0.3  # seconds from the time all processes are ready to the start of the load
+START_DELAY = 0.3  # seconds between the time when all processes are ready and the start of the load
 
 
 def run(job: Job) -> list[Sample]:
-    """Send a whole load from `job.processes` processes, which all end with this call.
+    """Sends a whole load from `job.processes` processes, which all end with this call.
 
     Returns the samples in the order of the requests. Raises ChildProcessError if a process fails;
     its traceback is on standard error.
@@ -35,10 +35,10 @@ def run(job: Job) -> list[Sample]:
         begin = time.monotonic() + START_DELAY
         for child in children:
             _tell(child, str(begin))
-        found: list[Sample | None] = [None] * job.workload.requests
+        samples: list[Sample | None] = [None] * job.workload.requests
         for number, child in enumerate(children):
-            found[number :: job.processes] = _samples(job, child)
-        return [sample for sample in found if sample is not None]
+            samples[number :: job.processes] = _samples(job, child)
+        return [sample for sample in samples if sample is not None]
 
 
 def _samples(job: Job, child: subprocess.Popen[str]) -> Sequence[Sample]:
@@ -46,12 +46,12 @@ def _samples(job: Job, child: subprocess.Popen[str]) -> Sequence[Sample]:
     output = child.stdout.read()
     if child.wait() != 0:
         raise ChildProcessError(f"a process that sends to {_named(job)} ended: see above")
-    return [Sample(**one) for one in json.loads(output)]
+    return [Sample(**fields) for fields in json.loads(output)]
 
 
 @contextmanager
 def _started(job: Job) -> Iterator[subprocess.Popen[str]]:
-    """Run a sender meanwhile; it is killed if it has not ended by itself."""
+    """Runs a sender inside the context; kills it if it has not ended by itself."""
     child = subprocess.Popen(
         [sys.executable, "-P", "-m", "mlxpool.bench.load.sender"],
         stdin=subprocess.PIPE,
@@ -63,7 +63,7 @@ def _started(job: Job) -> Iterator[subprocess.Popen[str]]:
             _tell(child, json.dumps(as_map(job)))
             yield child
         finally:
-            child.kill()  # does nothing to a process that was waited for
+            child.kill()  # does nothing if the process was waited for
 
 
 def _tell(child: subprocess.Popen[str], line: str) -> None:
@@ -71,7 +71,7 @@ def _tell(child: subprocess.Popen[str], line: str) -> None:
     try:
         print(line, file=child.stdin, flush=True)
     except BrokenPipeError:
-        pass  # it has ended, which the next read from it shows
+        pass  # the process has ended; the next read shows it
 
 
 def _line_of(child: subprocess.Popen[str]) -> str:

@@ -1,8 +1,8 @@
-"""Computes the figures of a load from its requests, with the names of the field.
+"""Computes the figures of a load from its requests, under their usual names.
 
-TTFT: time to first token, from the moment at which the request was due. ITL: inter-token latency,
-between two pieces of a stream. TPOT: time per output token after the first, the mean of a request.
-E2EL: end-to-end latency, from the moment at which the request was due to its last token.
+TTFT: time to first token, from the time when the request was due. ITL: inter-token latency, between
+two pieces of a stream. TPOT: time per output token after the first, the mean of a request. E2EL:
+end-to-end latency, from the time when the request was due to its last token.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from mlxpool.bench.measurement import percentile
 
 
 class Sample(Struct, frozen=True):
-    """One request as its client saw it. Times are seconds after the start of the load."""
+    """A request as its client saw it. Times are seconds after the start of the load."""
 
     due: float
     sent: float
-    times: Sequence[float]  # of each piece of the answer; a piece has one token or several
+    times: Sequence[float]  # arrival of each piece of the answer; a piece has one or more tokens
     prompt_tokens: int
     output_tokens: int
-    error: str = ""  # why it failed
-    exact: bool = True  # False: tokens were not reported, and each piece counts as one
+    error: str = ""  # why the request failed
+    exact: bool = True  # False: tokens were not reported, and each piece counts as one token
     counts: Sequence[int] = ()  # tokens of each piece
-    ids: Sequence[int] = ()  # of the answer; of a pool alone
+    ids: Sequence[int] = ()  # ids of the answer; only from a pool
 
     @property
     def ttft(self) -> float:
@@ -49,9 +49,9 @@ class Sample(Struct, frozen=True):
 
 
 class Slo(Struct, frozen=True):
-    """Service level objectives of one request, in milliseconds; 0: none.
+    """Service level objectives of a request, in milliseconds; 0: no objective.
 
-    `itl` is the bound of every gap of the request.
+    `itl` bounds every gap of the request.
     """
 
     ttft: float = 0.0
@@ -61,8 +61,8 @@ class Slo(Struct, frozen=True):
 
     def given(self) -> dict[str, float]:
         """Returns the objectives that are not 0."""
-        found = {"ttft": self.ttft, "tpot": self.tpot, "itl": self.itl, "e2el": self.e2el}
-        return {name: bound for name, bound in found.items() if bound}
+        objectives = {"ttft": self.ttft, "tpot": self.tpot, "itl": self.itl, "e2el": self.e2el}
+        return {name: bound for name, bound in objectives.items() if bound}
 
     def met_by(self, sample: Sample) -> bool:
         """Returns whether the request meets every objective."""
@@ -100,7 +100,7 @@ SHOWN: Mapping[str, Sequence[str]] = {
 
 
 def summarise(samples: Sequence[Sample], slo: Slo) -> dict[Metric, float]:
-    """Returns the figures of one load; times are milliseconds. Failed requests only count as such.
+    """Returns the figures of a load; times are milliseconds. Failed requests are only counted.
 
     Raises ValueError if every request failed.
     """
@@ -110,14 +110,14 @@ def summarise(samples: Sequence[Sample], slo: Slo) -> dict[Metric, float]:
     seconds = max(sample.times[-1] for sample in done) - min(sample.due for sample in samples)
     output = sum(sample.output_tokens for sample in done)
     prompts = sum(sample.prompt_tokens for sample in done)
-    found = {
+    figures = {
         Metric("request throughput", "requests/s", digits=2): len(done) / seconds,
         Metric("output token throughput", "tokens/s"): output / seconds,
         Metric("total token throughput", "tokens/s"): (prompts + output) / seconds,
     }
     if slo.given():
         good = sum(map(slo.met_by, done))
-        found[Metric("goodput", "requests/s", digits=2)] = good / seconds
+        figures[Metric("goodput", "requests/s", digits=2)] = good / seconds
     latencies = {
         "TTFT": [sample.ttft for sample in done],
         "TPOT": [sample.tpot for sample in done if sample.output_tokens > 1],
@@ -125,16 +125,16 @@ def summarise(samples: Sequence[Sample], slo: Slo) -> dict[Metric, float]:
         "E2EL": [sample.e2el for sample in done],
     }
     for name, values in latencies.items():
-        for what in SHOWN[name] if values else ():
-            metric = Metric(f"{name} {what}", "ms", less_is_better=True)
-            found[metric] = 1000 * STATISTICS[what](values)
+        for statistic in SHOWN[name] if values else ():
+            metric = Metric(f"{name} {statistic}", "ms", less_is_better=True)
+            figures[metric] = 1000 * STATISTICS[statistic](values)
     late = [sample.sent - sample.due for sample in samples]
-    for what in ("median", "p99", "max"):
-        metric = Metric(f"sender late, {what}", "ms", less_is_better=True, compared=False)
-        found[metric] = 1000 * STATISTICS[what](late)
+    for statistic in ("median", "p99", "max"):
+        metric = Metric(f"sender late, {statistic}", "ms", less_is_better=True, compared=False)
+        figures[metric] = 1000 * STATISTICS[statistic](late)
     failed = Metric("failed requests", "", less_is_better=True, digits=0, compared=False)
-    found[failed] = len(samples) - len(done)
-    return found
+    figures[failed] = len(samples) - len(done)
+    return figures
 
 
 def errors(samples: Sequence[Sample]) -> str:
@@ -144,7 +144,7 @@ def errors(samples: Sequence[Sample]) -> str:
 
 
 def tokens_per_piece(samples: Sequence[Sample]) -> float:
-    """Returns how many output tokens a piece of an answer has, in the mean; 0 without any."""
+    """Returns the mean number of output tokens in a piece of an answer; 0 without pieces."""
     done = [sample for sample in samples if not sample.error]
     pieces = sum(len(sample.times) for sample in done)
     return sum(sample.output_tokens for sample in done) / pieces if pieces else 0.0

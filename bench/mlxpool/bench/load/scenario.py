@@ -1,6 +1,6 @@
 """Mixed load as users make it: when do first tokens come, and how long are the gaps?
 
-On a pool of its own or a running one, and on any server with OpenAI's completions, in turn.
+It runs on its own pool or a running one, and on any server with OpenAI's completions, in turn.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mlxpool.bench.measurement import OURS, Measurement, Progress
 
 
 def about(options: argparse.Namespace) -> str:
-    """The conditions in words."""
+    """Returns the conditions in words."""
     plan = plan_of(options)
     pool = (
         f"{models.named(options)}; {plan.sequences} sequences, context {plan.whole_context:,},"
@@ -48,19 +48,19 @@ def about(options: argparse.Namespace) -> str:
 
 def measure(options: argparse.Namespace, progress: Progress) -> Iterator[Measurement]:
     """Yields the figures of each rate. Raises ValueError naming a flag that makes no sense."""
-    plan, other = plan_of(options), other_server(options)
+    plan, server = plan_of(options), other_server(options)
     with ExitStack() as stack:
         contestants = {}
         if not options.no_pool:
             contestants[OURS] = stack.enter_context(_pool(options, plan, progress))
-        if other is not None:
-            contestants[name_of(other)] = with_model(other)
+        if server is not None:
+            contestants[name_of(server)] = with_model(server)
         yield from loads.measure(plan, contestants, progress)
 
 
 @contextmanager
 def _pool(options: argparse.Namespace, plan: Plan, progress: Progress) -> Iterator[Target]:
-    """A model of the running pool, or that of a pool of our own meanwhile."""
+    """Yields a model of the running pool, or of a pool that runs inside the context."""
     if options.running:
         yield loads.loaded(options.run_dir, options.running, ignore_eos=options.ignore_eos)
         return
@@ -70,7 +70,7 @@ def _pool(options: argparse.Namespace, plan: Plan, progress: Progress) -> Iterat
             yield target
 
 
-# ---- what the flags mean -------------------------------------------------------------------------
+# ---- the flags -----------------------------------------------------------------------------------
 
 
 def plan_of(options: argparse.Namespace) -> Plan:
@@ -100,8 +100,8 @@ def plan_of(options: argparse.Namespace) -> Plan:
     return plan
 
 
-def _lengths(flag: str, given: Sequence[float]) -> Lengths:
-    median, sigma, least, most = given
+def _lengths(flag: str, numbers: Sequence[float]) -> Lengths:
+    median, sigma, least, most = numbers
     try:
         if least % 1 or most % 1:
             raise ValueError("MIN and MAX are whole numbers of tokens")
@@ -111,7 +111,7 @@ def _lengths(flag: str, given: Sequence[float]) -> Lengths:
 
 
 def other_server(options: argparse.Namespace) -> Target | None:
-    """Returns the server that is compared; None without one."""
+    """Returns the server to compare with; None without one."""
     if not options.against:
         if options.no_pool:
             raise ValueError("--no-pool measures nothing without --against URL")

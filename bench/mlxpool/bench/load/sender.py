@@ -1,9 +1,9 @@
-"""A process that sends its share of a load on schedule, whatever the answers do.
+"""A process that sends its share of a load on schedule, independently of the answers.
 
 python -m mlxpool.bench.load.sender   # in: a Job as JSON; out: the Samples of its share
 
-It prints `ready`, then reads the time of the monotonic clock at which the load starts. It ends when
-its standard input does.
+It prints `ready`, then reads the start time of the load, in seconds of the monotonic clock. It ends
+with its standard input.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REQUEST_TIMEOUT = 600.0  # seconds from sending a request to the end of its answ
 
 
 class Job(Struct, frozen=True):
-    """One process's share of a load: every `processes`-th request from `number` on."""
+    """A process's share of a load: every `processes`-th request from `number` on."""
 
     target: Target
     workload: Workload
@@ -46,30 +46,30 @@ class Job(Struct, frozen=True):
         return draw(self.workload, self.rate, self.seed)[self.number :: self.processes]
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> Self:
-        workload = found["workload"]
+    def from_json(cls, members: Mapping[str, Any]) -> Self:
+        workload = members["workload"]
         lengths = {name: Lengths(**workload[name]) for name in ("prompt", "output")}
         return cls(
             **{
-                **found,
-                "target": Target(**found["target"]),
+                **members,
+                "target": Target(**members["target"]),
                 "workload": Workload(**{**workload, **lengths}),
             }
         )
 
 
 async def run(job: Job) -> list[Sample]:
-    """Send every request when it is due, and return when all answers have ended."""
+    """Sends every request when it is due, and returns when all answers have ended."""
     requests = job.requests()
     async with opened(job.target, len(requests)) as send:
         begin = _read_start_time()
         ignore_eos = job.target.ignore_eos
-        each = (sample_of(send, request, begin, exact=ignore_eos) for request in requests)
-        return await asyncio.gather(*each)
+        tasks = (sample_of(send, request, begin, exact=ignore_eos) for request in requests)
+        return await asyncio.gather(*tasks)
 
 
 async def sample_of(send: Send, request: Request, begin: float, *, exact: bool) -> Sample:
-    """Send one request when it is due. `exact`: it fails unless it has all its tokens."""
+    """Sends a request when it is due. `exact`: it fails unless it has all its tokens."""
     await asyncio.sleep(max(0.0, begin + request.due - time.monotonic()))
     answer = Answer(begin, len(request.prompt))
     sent = time.monotonic() - begin
@@ -94,7 +94,7 @@ async def sample_of(send: Send, request: Request, begin: float, *, exact: bool) 
 
 
 def _fault(request: Request, answer: Answer, *, exact: bool) -> str:
-    """Returns what is wrong with an answer that ended; "" if nothing is."""
+    """Returns the fault of an answer that ended; "" if it is right."""
     if not answer.times:
         return "no token"
     if exact and answer.exact and answer.output_tokens != request.output:
@@ -117,7 +117,7 @@ def name_of(problem: Exception) -> str:
 
 
 def _read_start_time() -> float:
-    """Print `ready`; returns the time to start. Blocks this process until it is known."""
+    """Prints `ready`; returns the time to start. Blocks this process until the time is known."""
     print("ready", flush=True)
     begin = float(sys.stdin.readline())
     threading.Thread(target=_end_with_input, daemon=True).start()
@@ -125,13 +125,13 @@ def _read_start_time() -> float:
 
 
 def _end_with_input() -> None:
-    """End this process when the one that started it has gone."""
+    """Ends this process after its starter."""
     sys.stdin.read()
     os._exit(1)
 
 
 def _allow_connections() -> None:
-    """Raise the limit of open files to the highest that is allowed."""
+    """Raises the limit of open files to the highest allowed value."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -140,7 +140,7 @@ def _allow_connections() -> None:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
     line = sys.stdin.readline()
     if not line:
         return

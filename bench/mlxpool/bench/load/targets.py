@@ -1,4 +1,4 @@
-"""What a load is sent to: a model of a pool, or a server with OpenAI's completions."""
+"""The target of a load: a model of a pool, or a server with OpenAI's completions."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Target(Struct, frozen=True):
     api_key: str = ""
     as_text: bool = False  # prompts are text instead of token ids; servers only
     ignore_eos: bool = True
-    connect_first: bool = False  # before the load starts; servers only
+    connect_first: bool = False  # connect before the load starts; servers only
 
     def __repr__(self) -> str:  # without the key
         return f"Target({self.model!r}, {self.run_dir or self.url!r})"
 
 
 class Answer(Struct):
-    """What has come of one answer. `begin`: the monotonic time from which its times count."""
+    """The received part of an answer. `begin`: the monotonic time from which its times count."""
 
     begin: float
     prompt_tokens: int
@@ -44,7 +44,7 @@ class Answer(Struct):
     output_tokens: int = 0
     exact: bool = True  # False: the server did not report its tokens
     counts: list[int] = field(default_factory=list)  # tokens of each piece
-    ids: list[int] = field(default_factory=list)  # where they are known
+    ids: list[int] = field(default_factory=list)  # ids, if they are known
 
     def add(self, tokens: int, ids: Sequence[int] = ()) -> None:
         """Records a piece that has just come."""
@@ -59,11 +59,11 @@ Send: TypeAlias = Callable[[Request, Answer], Awaitable[None]]
 
 @asynccontextmanager
 async def opened(target: Target, requests: int = 0) -> AsyncIterator[Send]:
-    """Yields a function that sends one request and records its answer until the end.
+    """Yields a function that sends a request and records its answer until the end.
 
     The function raises PoolError, HttpFailure or OSError for a request that fails. With
-    `connect_first` there are connections for so many requests, opened one after the other: the
-    backlog of a server may be short, and one that finds it full is retried after seconds.
+    `connect_first`, `requests` connections are opened first, one after the other: the backlog of a
+    server may be short, and a connection that finds it full is retried after seconds.
     """
     if target.url:
         ready = requests if target.connect_first else 0
@@ -73,7 +73,7 @@ async def opened(target: Target, requests: int = 0) -> AsyncIterator[Send]:
     from mlxpool.client import AsyncClient
 
     async with AsyncClient(Path(target.run_dir)) as client:
-        await client.models()  # connected
+        await client.models()  # to be connected
         yield lambda request, answer: _to_pool(client, target, request, answer)
 
 
@@ -132,7 +132,7 @@ def body_of(target: Target, request: Request) -> dict[str, Any]:
 
 
 def _take(event: Mapping[str, Any], answer: Answer) -> None:
-    """Records an event. One that only says why the answer ended has no token."""
+    """Records an event. An event that has only the reason of the end has no token."""
     if event.get("error"):
         raise HttpFailure(http_stream.message_of(json.dumps(event)))
     choices = event.get("choices") or ()
@@ -149,19 +149,19 @@ def _take(event: Mapping[str, Any], answer: Answer) -> None:
 # ---- the name of a server and of its model -------------------------------------------------------
 
 
-def server_url(given: str) -> str:
-    """Returns the URL with /v1 at its end. Raises ValueError if it is none of http or https."""
-    parts = urlsplit(given)
+def server_url(url_given: str) -> str:
+    """Returns the URL with /v1 at its end. Raises ValueError for a URL other than http or https."""
+    parts = urlsplit(url_given)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"--against {given}: give a URL such as http://127.0.0.1:8000")
+        raise ValueError(f"--against {url_given}: give a URL such as http://127.0.0.1:8000")
     if parts.query or parts.fragment or parts.username:
-        raise ValueError(f"--against {given}: give a URL without a query, a fragment or a user")
-    url = given.rstrip("/")
+        raise ValueError(f"--against {url_given}: give a URL without a query, a fragment or a user")
+    url = url_given.rstrip("/")
     return url if url.endswith("/v1") else f"{url}/v1"
 
 
 def first_model(url: str, api_key: str) -> str:
-    """Returns the first model that the server names. Raises ValueError if it names none."""
+    """Returns the first model that the server names. Raises ValueError if it names no model."""
 
     async def ask() -> bytes:
         async with (

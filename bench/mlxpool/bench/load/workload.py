@@ -1,4 +1,4 @@
-"""Draws the requests of a load: lengths, token ids, and the times at which they are due."""
+"""Draws the requests of a load: lengths, token ids, and due times."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from random import Random
 
 from msgspec import Struct
 
-VOCABULARY = 256  # ids of prompts are below it, so that every model has them
+VOCABULARY = 256  # bound of the ids of prompts, so that every model has them
 # Common tokenizers have each of these words, with the space before it, as one token.
 TEXT = (
     "the of and to in is that for it was on are as with his they at be this from have or by one had"
@@ -19,10 +19,10 @@ WORDS = TEXT.split()
 
 
 class Lengths(Struct, frozen=True):
-    """A log-normal distribution of tokens, clipped. Raises ValueError if it makes no sense."""
+    """A log-normal distribution of tokens, clipped. Raises ValueError for impossible bounds."""
 
     median: float
-    sigma: float  # of the logarithm; 0: every length is the median
+    sigma: float  # standard deviation of the logarithm; 0: every length is the median
     minimum: int
     maximum: int
 
@@ -37,7 +37,7 @@ class Lengths(Struct, frozen=True):
 
     @classmethod
     def of(cls, tokens: int) -> Lengths:
-        """Every length is this one."""
+        """Returns a distribution with this length only."""
         return cls(tokens, 0.0, tokens, tokens)
 
     def draw(self, random: Random) -> int:
@@ -50,9 +50,9 @@ class Lengths(Struct, frozen=True):
 
 
 class Workload(Struct, frozen=True):
-    """What is drawn: the number of requests and their lengths in tokens.
+    """The random part of a load: the number of requests and their lengths in tokens.
 
-    `text`: prompts are text, of as many bytes as `prompt` says.
+    `text`: prompts are text; `prompt` is then their length in bytes.
     """
 
     requests: int
@@ -62,7 +62,7 @@ class Workload(Struct, frozen=True):
 
 
 class Request(Struct, frozen=True):
-    """One request. `due`: seconds after the start of the load. `output`: tokens to generate."""
+    """A request. `due`: seconds after the start of the load. `output`: tokens to generate."""
 
     due: float
     prompt: Sequence[int] | str  # token ids, or text
@@ -70,23 +70,23 @@ class Request(Struct, frozen=True):
 
 
 def draw(workload: Workload, rate: float, seed: str) -> list[Request]:
-    """Returns the requests in the order in which they are due; the same for the same arguments.
+    """Returns the requests in the order of their due times; equal for equal arguments.
 
-    They arrive as a Poisson process of `rate` requests/s, or all at once when `rate` is 0. Lengths
+    They arrive as a Poisson process of `rate` requests/s, or all at once if `rate` is 0. Lengths
     and ids do not depend on the rate.
     """
-    lengths, ids, arrivals = (Random(f"{seed} {what}") for what in ("lengths", "ids", "arrivals"))
+    lengths, ids, arrivals = (Random(f"{seed} {kind}") for kind in ("lengths", "ids", "arrivals"))
     requests, due = [], 0.0
     for _ in range(workload.requests):
         length = workload.prompt.draw(lengths)
         output = workload.output.draw(lengths)
         prompt = ids.choices(range(VOCABULARY), k=length)
-        given = text_of(prompt)[:length] if workload.text else prompt
-        requests.append(Request(due, given, output))
+        prompt_sent = text_of(prompt)[:length] if workload.text else prompt
+        requests.append(Request(due, prompt_sent, output))
         due += arrivals.expovariate(rate) if rate else 0.0
     return requests
 
 
 def text_of(ids: Sequence[int]) -> str:
-    """Returns a text of about as many tokens: a common word for each id."""
+    """Returns a text of about `len(ids)` tokens: a common word for each id."""
     return " ".join(WORDS[token % len(WORDS)] for token in ids)

@@ -1,4 +1,4 @@
 """Compares routing policies: simulated workers and prompts with common beginnings.
 
-`mlxpool bench routing` runs it. The broker's policy is that of mlxpool.broker.routing.
+`mlxpool bench routing` runs it. The broker's policy is in mlxpool.broker.routing.
 """

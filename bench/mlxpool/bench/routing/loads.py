@@ -1,7 +1,7 @@
 """Loads for the comparison of routing policies: requests with prompts that share beginnings.
 
-A request comes at a time of its own, or so long after the end of another one: the next turn of a
-chat is sent when the answer to the last was read, and an agent's calls follow each other.
+A request has its own time, or comes some seconds after the end of another request: the next turn of
+a chat is sent after its reader has read the last answer, and an agent's calls follow each other.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from pathlib import Path
 
 from msgspec import Struct, field
 
-BLOCK = 512  # tokens that one hash of a recorded load stands for
-Segment = tuple[str, int]  # a name, the same wherever the text is the same, and its tokens
+BLOCK = 512  # tokens of one hash of a recorded load
+Segment = tuple[str, int]  # a name, equal for equal text, and the number of its tokens
 
 
 class Call(Struct, frozen=True):
-    """One request. `after` is the index of the call that it follows, `delay` seconds behind it.
+    """A request. `after`: the index of the call that it follows by `delay` seconds.
 
-    Without one it comes `delay` seconds after the begin. `prompt` is the whole prompt.
+    Without `after` it comes `delay` seconds after the begin. `prompt` is the whole prompt.
     """
 
     prompt: tuple[Segment, ...]
@@ -36,7 +36,7 @@ class Call(Struct, frozen=True):
 
 
 class Load(Struct):
-    """The calls of a load in the order in which they were drawn."""
+    """The calls of a load, in the order of their drawing."""
 
     name: str
     calls: list[Call] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Load(Struct):
 
 
 def chats(seed: int, count: int = 120, *, rate: float = 2.0, system: int = 800) -> Load:
-    """Long chats that share one system prompt: 3 to 9 turns, 8 s on average between two."""
+    """Returns long chats that share a system prompt: 3 to 9 turns, 8 s on average between two."""
     draw, load = random.Random(seed), Load("chats, one system prompt")
     for chat, at in enumerate(_arrivals(draw, count, rate)):
         _chat(load, draw, f"chat {chat}", (("system", system),), at)
@@ -55,7 +55,10 @@ def chats(seed: int, count: int = 120, *, rate: float = 2.0, system: int = 800) 
 
 
 def tenants(seed: int, count: int = 240, *, rate: float = 3.0, tenants: int = 24) -> Load:
-    """Chats of 1 to 3 turns of many tenants, each with a long prompt of its own; few have most."""
+    """Returns chats of 1 to 3 turns of many tenants, each with a long prompt.
+
+    Few have most chats.
+    """
     draw, load = random.Random(seed), Load("tenants, a long prompt each")
     shares = [1 / (rank + 1) for rank in range(tenants)]
     for chat, at in enumerate(_arrivals(draw, count, rate)):
@@ -65,7 +68,7 @@ def tenants(seed: int, count: int = 240, *, rate: float = 3.0, tenants: int = 24
 
 
 def agents(seed: int, count: int = 40, *, rate: float = 0.5) -> Load:
-    """Agents that call tools in a loop of 4 to 8 steps, and try 1 to 3 branches from each."""
+    """Returns agents that call tools in loops of 4 to 8 steps, with 1 to 3 branches each."""
     draw, load = random.Random(seed), Load("agents with branches")
     for agent, at in enumerate(_arrivals(draw, count, rate)):
         prompt: tuple[Segment, ...] = (("agent", 1200), (f"task {agent}", draw.randint(100, 400)))
@@ -85,10 +88,11 @@ def agents(seed: int, count: int = 40, *, rate: float = 0.5) -> Load:
 def long_agents(
     seed: int, count: int = 40, *, rate: float = 2.0, kinds: int = 4, turns: Sequence[int] = (6, 12)
 ) -> Load:
-    """Agents of a few kinds, each kind with a long system prompt of its own, in long conversations.
+    """Returns agents of a few kinds in long conversations; each kind has a long system prompt.
 
-    A turn appends the answer and the result of a tool to the prompt, which so has 1,600 to 7,000
-    tokens, some 50 times those of the answers. An agent sends its next turn when the tool is done.
+    A turn appends the answer and the result of a tool to the prompt. The prompt therefore has 1,600
+    to 7,000 tokens, about 50 times those of the answers. An agent sends its next turn when the tool
+    is done.
     """
     draw, load = random.Random(seed), Load("agents in long conversations")
     for agent, at in enumerate(_arrivals(draw, count, rate)):
@@ -104,7 +108,7 @@ def long_agents(
 
 
 def long_prefixes(seed: int, count: int = 240, *, rate: float = 8.0, groups: int = 16) -> Load:
-    """Short questions about long documents: prompts dominate, and few documents are asked about."""
+    """Returns short questions about few long documents: prompts dominate."""
     draw, load = random.Random(seed), Load("long prefixes, short questions")
     for number, at in enumerate(_arrivals(draw, count, rate)):
         document = (f"document {draw.randrange(groups)}", 3000)
@@ -114,7 +118,7 @@ def long_prefixes(seed: int, count: int = 240, *, rate: float = 8.0, groups: int
 
 
 def one_hot_prompt(seed: int, count: int = 300, *, rate: float = 6.0) -> Load:
-    """Single requests, all with the same long beginning: one worker alone could not serve them."""
+    """Returns single requests with one long beginning, too many for one worker."""
     draw, load = random.Random(seed), Load("one hot prompt")
     for number, at in enumerate(_arrivals(draw, count, rate)):
         prompt = (("hot", 2000), (f"question {number}", draw.randint(20, 80)))
@@ -123,7 +127,7 @@ def one_hot_prompt(seed: int, count: int = 300, *, rate: float = 6.0) -> Load:
 
 
 def nothing_shared(seed: int, count: int = 300, *, rate: float = 3.0) -> Load:
-    """Single requests with log-normal lengths and nothing in common."""
+    """Returns single requests with log-normal lengths and nothing in common."""
     draw, load = random.Random(seed), Load("nothing shared")
     for number, at in enumerate(_arrivals(draw, count, rate)):
         length = int(min(3000, max(16, draw.lognormvariate(5.6, 1.0))))
@@ -144,7 +148,7 @@ SYNTHETIC: tuple[Callable[[int], Load], ...] = (
 
 
 def recorded(path: Path, *, most: int = 2000) -> Load:
-    """Read a recorded load: JSON lines with timestamp (ms), input_length, output_length, hash_ids.
+    """Reads a recorded load: JSON lines with timestamp (ms), input_length, output_length, hash_ids.
 
     A hash stands for a block of BLOCK tokens; equal hashes are equal blocks with equal beginnings.
     This is the form of Mooncake's published traces. Raises ValueError naming the line.
@@ -156,10 +160,10 @@ def recorded(path: Path, *, most: int = 2000) -> Load:
                 break
             try:
                 row = json.loads(line)
-                left, segments = int(row["input_length"]), []
+                remaining, segments = int(row["input_length"]), []
                 for hash_id in row["hash_ids"]:
-                    segments.append((f"block {hash_id}", min(BLOCK, left)))
-                    left -= BLOCK
+                    segments.append((f"block {hash_id}", min(BLOCK, remaining)))
+                    remaining -= BLOCK
                 call = Call(tuple(segments), int(row["output_length"]), row["timestamp"] / 1000)
             except (KeyError, TypeError, ValueError) as error:
                 raise ValueError(f"{path}, line {number}: {error!r}") from None

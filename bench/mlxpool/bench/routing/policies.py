@@ -1,4 +1,4 @@
-"""Routing policies: which waiting request a simulated worker is given next."""
+"""Routing policies: choose which waiting request a simulated worker gets next."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from mlxpool.common.protocol.prompts import ChatPrompt
 
 
 class Waiting(Struct, frozen=True):
-    """A call that no worker has yet."""
+    """A call that has no worker yet."""
 
     number: int
     call: Call
@@ -38,7 +38,7 @@ class Waiting(Struct, frozen=True):
 
 
 class Policy(Protocol):
-    """Chooses for one model; `workers` are all of it, free or not."""
+    """Chooses for one model; `workers` are all workers of the model, free or not."""
 
     def choose(
         self, waiting: Sequence[Waiting], workers: Sequence[SimulatedWorker]
@@ -54,7 +54,7 @@ class Policy(Protocol):
 
 
 class _Plain:
-    """What policies that remember nothing of workers have in common."""
+    """The base of policies that keep no state about workers."""
 
     def sent(self, request: Waiting, worker: SimulatedWorker) -> None: ...
 
@@ -66,7 +66,7 @@ class _Plain:
 
 
 class RoundRobin(_Plain):
-    """The next worker that has a free place."""
+    """Chooses the next worker that has a free place."""
 
     def __init__(self) -> None:
         self._turns = itertools.count()
@@ -82,17 +82,17 @@ class RoundRobin(_Plain):
 
 
 class LeastLoaded(_Plain):
-    """The worker with most free places."""
+    """Chooses the worker with the most free places."""
 
     def choose(
         self, waiting: Sequence[Waiting], workers: Sequence[SimulatedWorker]
     ) -> tuple[Waiting, SimulatedWorker] | None:
-        worker = max(workers, key=lambda each: each.credit)
+        worker = max(workers, key=lambda candidate: candidate.credit)
         return (waiting[0], worker) if worker.credit > 0 else None
 
 
 class SessionOnly(LeastLoaded):
-    """The worker that had the last call of the session; for a new session the least loaded."""
+    """Chooses the worker of the session's last call; for a new session the least loaded."""
 
     def __init__(self) -> None:
         self._last: dict[str, SimulatedWorker] = {}
@@ -111,7 +111,7 @@ class SessionOnly(LeastLoaded):
 
 
 class _Cheapest(_Plain):
-    """The cheapest pair of a waiting call and a worker, by a cost in milliseconds."""
+    """Chooses the cheapest pair of a waiting call and a worker, by a cost in milliseconds."""
 
     def __init__(self) -> None:
         self._passed: Counter[int] = Counter()  # by the number of a call
@@ -123,19 +123,19 @@ class _Cheapest(_Plain):
         self, waiting: Sequence[Waiting], workers: Sequence[SimulatedWorker]
     ) -> tuple[Waiting, SimulatedWorker] | None:
         first = waiting[:MAX_REQUESTS]
-        often_passed = [each for each in first if self._passed[each.number] >= MAX_PASSED]
+        often_passed = [request for request in first if self._passed[request.number] >= MAX_PASSED]
         pair = cheapest_pair(
             often_passed[:1] or first, workers, self.cost, lambda _, worker: worker.credit > 0
         )
         if pair is None:
             return None
-        for each in itertools.takewhile(lambda each: each is not pair.request, first):
-            self._passed[each.number] += 1
+        for request in itertools.takewhile(lambda request: request is not pair.request, first):
+            self._passed[request.number] += 1
         return pair.request, pair.worker
 
 
 class Oracle(_Cheapest):
-    """Knows each cache, each worker's speed and what each still has to do."""
+    """Knows each cache, each worker's speed and its remaining work."""
 
     def cost(self, request: Waiting, worker: SimulatedWorker) -> float:
         machine = worker.machine
@@ -154,16 +154,16 @@ class Ours(_Cheapest):
         self._model = WorkerSpeed()
         self._output = float(MAX_OUTPUT)  # tokens of an answer, an average
         self._demands: dict[int, Demand] = {}
-        self._crowds: dict[int, Crowd] = {}  # of the choice that is being made
+        self._crowds: dict[int, Crowd] = {}  # crowds of the present choice
 
     def choose(
         self, waiting: Sequence[Waiting], workers: Sequence[SimulatedWorker]
     ) -> tuple[Waiting, SimulatedWorker] | None:
         routes = [self._route(worker) for worker in workers]
-        first = [self._demand(each) for each in waiting[:MAX_REQUESTS]]
+        first = [self._demand(request) for request in waiting[:MAX_REQUESTS]]
         self._crowds = {
-            each.number: crowd_of(demand, routes, len(waiting) - 1, first)
-            for each, demand in zip(waiting, first, strict=False)
+            request.number: crowd_of(demand, routes, len(waiting) - 1, first)
+            for request, demand in zip(waiting, first, strict=False)
         }
         return super().choose(waiting, workers)
 
@@ -224,8 +224,8 @@ def _pieces(prompt: tuple[Segment, ...]) -> PromptPieces:
 
 @cache
 def _message(segment: Segment) -> dict[str, str]:
-    """A message of so many tokens, by the broker's estimate, that is equal for equal segments."""
+    """Returns a message of `segment` tokens by the broker's estimate, equal for equal segments."""
     name, count = segment
     role = "assistant" if " answer " in name else "user"
-    length = max(len(name) + 1, count * BYTES_PER_TOKEN - 26)  # 26 bytes are of the map around it
+    length = max(len(name) + 1, count * BYTES_PER_TOKEN - 26)  # 26 bytes are the map around it
     return {"role": role, "content": f"{name} ".ljust(length, ".")}

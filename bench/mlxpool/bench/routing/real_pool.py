@@ -19,11 +19,16 @@ from mlxpool.bench.routing.loads import Call, Load, Segment
 from mlxpool.bench.routing.simulator import Outcome
 from mlxpool.client import Client
 
-ONE_CORE = {"OPENBLAS_NUM_THREADS": "1"}  # of each worker, so that its time is of its own work
+ONE_CORE = {
+    "OPENBLAS_NUM_THREADS": "1"
+}  # for each worker, so that its time is only that of its own work
 
 
 class RealPool(Struct, frozen=True):
-    """A pool of several workers of one model. `prefix_bytes`: of each one's prefix cache."""
+    """A pool of several workers of one model.
+
+    `prefix_bytes`: size of each worker's prefix cache.
+    """
 
     checkpoint: Path
     routing: str
@@ -33,7 +38,7 @@ class RealPool(Struct, frozen=True):
     context: int = 8192
 
     def run(self, load: Load) -> Outcome:
-        """Start it, send the load's calls at their times, and stop it."""
+        """Starts the pool, sends the load's calls at their times, and stops it."""
         model = {
             "path": str(self.checkpoint),
             "replicas": self.workers,
@@ -53,13 +58,13 @@ class RealPool(Struct, frozen=True):
 
 
 def _processor_seconds(processes: Sequence[psutil.Process]) -> float:
-    """What these processes have taken of the processors since they started."""
+    """Returns the processor time that these processes have used since their start."""
     times = [process.cpu_times() for process in processes]
-    return float(sum(each.user + each.system for each in times))
+    return float(sum(used.user + used.system for used in times))
 
 
 class _Sender:
-    """A thread for each call; one that follows another waits for its end, then for its delay."""
+    """Sends each call in a thread; a call that follows another waits for its end and its delay."""
 
     def __init__(self, client: Client, load: Load) -> None:
         self._client, self._load = client, load
@@ -91,7 +96,7 @@ class _Sender:
             time.sleep(call.delay)
         else:
             time.sleep(max(0.0, begin + call.delay - time.monotonic()))
-        came = time.monotonic()
+        sent_at = time.monotonic()
         first = 0.0
         stream = self._client.stream(
             MODEL,
@@ -105,19 +110,19 @@ class _Sender:
         usage, ids = stream.result.usage, array("I", stream.result.ids)
         with self._lock:
             self._answers[call.answer] = ids.tobytes()
-            self._firsts.append((first - came) * 1000)
+            self._firsts.append((first - sent_at) * 1000)
             self._read += usage["prompt_tokens"] - usage["cached_tokens"]
         self._ended[number].set()
 
     def _ids(self, call: Call) -> Sequence[int]:
-        """The prompt; answers that are part of it are those that the model has given."""
+        """Returns the ids of a prompt; answers in it are the model's own earlier ones."""
         parts = [self._answers.get(segment[0]) or _segment(segment) for segment in call.prompt]
         return array("I", b"".join(parts)).tolist()
 
 
 @cache
 def _segment(segment: Segment) -> bytes:
-    """Packed token ids that are equal for equal segments."""
+    """Returns packed token ids that are equal for equal segments."""
     name, count = segment
     drawn = Random(name)
     return array("I", [1 + drawn.randrange(4000) for _ in range(count)]).tobytes()

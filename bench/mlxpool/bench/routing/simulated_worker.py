@@ -14,16 +14,17 @@ CACHE_BLOCK = 32  # tokens
 
 
 class Machine(Struct, frozen=True):
-    """What a worker can do.
+    """The speed and the sizes of a worker.
 
-    A step takes `prompt_ms` for each prompt token, and for its rows `step_ms` and `row_ms` a row.
+    A step takes `prompt_ms` for each prompt token, `step_ms` for its rows together and `row_ms` for
+    each row.
     """
 
     batch: int = 8
     prompt_ms: float = 1.0
     step_ms: float = 20.0
     row_ms: float = 2.0
-    chunk: int = 256  # prompt tokens of a step at most
+    chunk: int = 256  # most prompt tokens of a step
     cache: int = 32_000  # tokens
 
 
@@ -33,10 +34,10 @@ class Row(Struct, eq=False):
     number: int
     call: Call
     came: float  # seconds
-    unread: int  # tokens of its prompt
-    left: int  # tokens of the answer
-    expected: int  # tokens of the prompt that will be cached, as it seems when it comes
-    cached: int = -1  # that the cache had when the first chunk was read; below 0: not yet
+    unread: int  # unread tokens of its prompt
+    left: int  # tokens of the answer that are still to come
+    expected: int  # tokens of the prompt that seem to be cached later, estimated at its arrival
+    cached: int = -1  # cached tokens when the first chunk was read; below 0: not yet read
     first: float = 0.0
 
 
@@ -64,7 +65,7 @@ class PrefixBlocks:
 
 
 def _blocks(prompt: tuple[Segment, ...]) -> list[int]:
-    """Keys of the full blocks; each stands for the prompt up to its end."""
+    """Returns keys of the full blocks; each stands for the prompt up to its end."""
     keys, key, room = [], 0, CACHE_BLOCK
     for name, count in prompt:
         done = 0
@@ -78,9 +79,9 @@ def _blocks(prompt: tuple[Segment, ...]) -> list[int]:
     return keys
 
 
-def _shared(one: tuple[Segment, ...], other: tuple[Segment, ...]) -> int:
-    """Returns the tokens of the full blocks with which both prompts begin."""
-    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+def _shared(first: tuple[Segment, ...], second: tuple[Segment, ...]) -> int:
+    """Returns the tokens of the full blocks at the begin that both prompts share."""
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
     return sum(count for (_, count), _ in same) // CACHE_BLOCK * CACHE_BLOCK
 
 
@@ -93,7 +94,7 @@ class SimulatedWorker:
     rows: list[Row] = field(default_factory=list)
     cache: PrefixBlocks = field(init=False)
     read: int = 0  # prompt tokens that it computed
-    busy_until: float = 0.0  # seconds; a step is being computed until then
+    busy_until: float = 0.0  # seconds; it computes a step until then
 
     def __post_init__(self) -> None:
         self.cache = PrefixBlocks(self.machine.cache)
@@ -121,8 +122,8 @@ class SimulatedWorker:
     def step(self, now: float) -> tuple[float, list[Row], list[Row], int]:
         """Computes a step from `now` on.
 
-        Returns its end, the rows whose prompt it finished, the rows that it ended, and how many
-        rows decoded.
+        Returns its end, the rows with finished prompts, the rows that ended, and the number of rows
+        that decoded.
         """
         room, machine = self.machine.chunk, self.machine
         decoding = [row for row in self.rows if row.unread == 0]

@@ -1,4 +1,4 @@
-"""Runs a load under a policy on simulated workers, and sums up what came of it."""
+"""Runs a load under a policy on simulated workers, and sums up the results."""
 
 from __future__ import annotations
 
@@ -16,25 +16,28 @@ COMES, STEPS = 0, 1
 
 
 class Outcome(Struct, frozen=True):
-    """`read`: prompt tokens that the workers computed; `unique`: those that one cache would have.
+    """`read`: prompt tokens that the workers computed; `unique`: the tokens with one endless cache.
 
     Times of first tokens are milliseconds since a call came. `processor_s` is the processor time of
-    the workers, which a simulated worker takes while it computes a step.
+    the workers; a simulated worker uses it while it computes a step.
     """
 
     read: int
     unique: int
-    tokens_per_second: float  # of answers
+    tokens_per_second: float  # tokens of answers
     first_median: float
     first_p99: float
-    tokens: int  # of answers
+    tokens: int  # tokens of answers
     processor_s: float
 
     @classmethod
     def of(
         cls, load: Load, read: int, seconds: float, firsts: Sequence[float], processor_s: float
     ) -> Outcome:
-        """The outcome of a whole load; `firsts` are the milliseconds to the first tokens."""
+        """Returns the outcome of a whole load.
+
+        `firsts` are the milliseconds to the first tokens.
+        """
         tokens = sum(call.output for call in load.calls)
         median, late = percentile(firsts, 50), percentile(firsts, 99)
         unique = unique_tokens(load)
@@ -46,17 +49,20 @@ class Outcome(Struct, frozen=True):
 
 
 def run(load: Load, policy: Policy, machines: Sequence[Machine]) -> Outcome:
-    """Simulate until the last call has ended."""
+    """Simulates until the last call has ended."""
     return _Simulation(load, policy, machines).run()
 
 
 class _Simulation:
-    """`_events` are (time, COMES, number of a call) and (time, STEPS, number of a worker)."""
+    """A simulation.
+
+    `_events` are (time, COMES, number of a call) and (time, STEPS, number of a worker).
+    """
 
     def __init__(self, load: Load, policy: Policy, machines: Sequence[Machine]) -> None:
         self._load, self._policy = load, policy
         self._workers = [SimulatedWorker(str(n), machine) for n, machine in enumerate(machines)]
-        self._busy = [False] * len(machines)  # computes a step
+        self._busy = [False] * len(machines)  # whether each worker computes a step
         self._computed = 0.0  # seconds of all steps
         self._waiting: list[Waiting] = []
         self._firsts: list[float] = []  # milliseconds
@@ -116,7 +122,7 @@ class _Simulation:
 
 
 def unique_tokens(load: Load) -> int:
-    """What one worker with an endless cache would compute of the prompts."""
+    """Returns the prompt tokens that one worker with an endless cache would compute."""
     worker = SimulatedWorker("all", Machine(cache=1 << 40))
     read = 0
     for call in load.calls:

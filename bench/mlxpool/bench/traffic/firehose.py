@@ -4,8 +4,8 @@ It runs in place of the broker's workers (see `environment`), or by itself for t
 
     python -m mlxpool.bench.traffic.firehose ENDPOINT   # FIREHOSE holds the Flood
 
-It waits for as many requests as the flood has streams, then sends. The text of a row is the
-monotonic time in ns at which it was sent.
+It waits for as many requests as the flood has streams, then sends. The text of a row is its send
+time, in ns of the monotonic clock.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if "{WORKER_VARIABLE}" in os.environ:
 
 
 class Flood(Struct, frozen=True):
-    """What is sent: `tokens` of each stream, `rows` a frame, `rate` frames/s (0: no limit)."""
+    """The traffic: `tokens` of each stream, `rows` in a frame, `rate` frames/s (0: no limit)."""
 
     streams: int
     rows: int
@@ -51,14 +51,14 @@ class Flood(Struct, frozen=True):
 
 
 def environment(folder: Path, flood: Flood) -> dict[str, str]:
-    """The environment of a broker whose workers are to be firehoses."""
+    """Returns the environment of a broker whose workers are firehoses."""
     (folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {"PYTHONPATH": path, VARIABLE: json.dumps(as_map(flood))}
 
 
 def serve() -> None:
-    """Serve one round after the other until the process is ended."""
+    """Serves one round after the other until the process is ended."""
     config = WorkerConfig.from_environment(os.environ[WORKER_VARIABLE])
     flood = Flood(**json.loads(os.environ[VARIABLE]))
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -83,7 +83,7 @@ def serve() -> None:
 def send_round(
     socket: zmq.Socket[bytes], epoch: int, requests: list[tuple[bytes, int]], flood: Flood
 ) -> None:
-    """Send all frames of one round."""
+    """Sends all frames of one round."""
     header = wire.encode(Header(deltas.Deltas.kind, None, epoch))[0]
     blob = bytes(4 * flood.rows)
     pause = 1 / flood.rate if flood.rate else 0.0
@@ -100,7 +100,10 @@ def send_round(
 
 
 def frames(requests: list[tuple[bytes, int]], flood: Flood) -> Iterator[list[list[object]]]:
-    """Rows of one token, the streams in rotation; facts with the first, the end with the last."""
+    """Yields rows of one token, streams in rotation.
+
+    Facts with the first row, the end with the last.
+    """
     positions = {request: 0 for request in requests}
     turn = cycle(requests)
     for _ in range(len(requests) * flood.tokens // flood.rows):
@@ -118,7 +121,7 @@ def frames(requests: list[tuple[bytes, int]], flood: Flood) -> Iterator[list[lis
 
 
 def main() -> None:
-    """Send one round to the bare relay, then wait for the end of the process."""
+    """Sends one round to the bare relay, then waits for the end of the process."""
     flood = Flood(**json.loads(os.environ[VARIABLE]))
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = sockets.dealer(context, sys.argv[1])

@@ -17,7 +17,7 @@ MAX_BURST = 256  # messages forwarded before the front is polled
 def main() -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     front, back = context.socket(zmq.ROUTER), context.socket(zmq.ROUTER)
-    front.setsockopt(zmq.ROUTER_MANDATORY, 1)  # block at a full queue instead of dropping
+    front.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a full queue blocks instead of dropping messages
     front.bind(sys.argv[1])
     back.bind(sys.argv[2])
     client = front.recv_multipart()[0]
