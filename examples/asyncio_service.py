@@ -2,7 +2,7 @@
 
     python examples/asyncio_service.py [RUN_DIR] [--listen 127.0.0.1:8765]
 
-The protocol is JSON over TCP, one object a line. A connection may have many requests at once:
+The protocol is JSON over TCP, one object per line. A connection may have many requests at once:
 
     {"id": "a", "model": "demo", "prompt": "def f(x):", "max_tokens": 20, "seconds": 30}
     {"cancel": "a"}
@@ -13,8 +13,8 @@ and gets these answers, interleaved:
     {"id": "a", "end": "length", "tokens": 20}        or stop, cancelled
     {"id": "a", "error": "deadline_exceeded", "message": "…"}
 
-A disconnect cancels all requests of the connection. At SIGTERM or Ctrl-C new connections are
-refused; requests get GRACE seconds to end, then they are cancelled.
+A disconnect cancels all requests of the connection. After SIGTERM or Ctrl-C new connections are
+refused. Running requests get GRACE seconds, then they are cancelled.
 """
 
 from __future__ import annotations
@@ -30,11 +30,14 @@ from mlxpool.client import AsyncClient, PoolError
 
 GRACE = 10.0  # seconds
 SECONDS = 60.0  # the default timeout of a request
-MAX_REQUESTS = 64  # in flight on one connection
+MAX_REQUESTS = 64  # most requests in flight on one connection
 
 
 class Connection:
-    """One connection. Each request is a task that writes whole lines, so answers may interleave."""
+    """A TCP connection.
+
+    Each request is a task that writes whole lines, so answers may interleave.
+    """
 
     def __init__(self, client: AsyncClient, writer: asyncio.StreamWriter) -> None:
         self.client = client
@@ -43,37 +46,37 @@ class Connection:
 
     async def say(self, **line: Any) -> None:
         self.writer.write(json.dumps(line).encode() + b"\n")
-        await self.writer.drain()  # a slow reader delays its own requests only
+        await self.writer.drain()  # a slow reader delays only its own requests
 
     async def hear(self, line: bytes) -> None:
-        """Start or cancel a request."""
+        """Starts or cancels a request."""
         try:
-            asked = json.loads(line)
-            if "cancel" in asked:
-                if (task := self.requests.get(asked["cancel"])) is not None:
+            request = json.loads(line)
+            if "cancel" in request:
+                if (task := self.requests.get(request["cancel"])) is not None:
                     task.cancel()
                 return
-            ident = str(asked["id"])
+            ident = str(request["id"])
         except (ValueError, KeyError, TypeError, AttributeError):
             await self.say(error="bad_request", message="a line must be an object with an id")
             return
         if ident in self.requests or len(self.requests) >= MAX_REQUESTS:
             await self.say(id=ident, error="bad_request", message="the id is in use, or too many")
             return
-        task = self.requests[ident] = asyncio.create_task(self.answer(ident, asked))
+        task = self.requests[ident] = asyncio.create_task(self.answer(ident, request))
         task.add_done_callback(lambda _: self.requests.pop(ident))
         await asyncio.sleep(
             0
         )  # the task starts before a cancel can reach it, so it reports its end
 
-    async def answer(self, ident: str, asked: dict[str, Any]) -> None:
-        """Run one request and write its text and its end."""
+    async def answer(self, ident: str, request: dict[str, Any]) -> None:
+        """Runs a request and writes its text and its end."""
         try:
             stream = self.client.stream(
-                str(asked.get("model", "demo")),
-                str(asked.get("prompt", "")),
-                max_tokens=asked.get("max_tokens", 64),
-                deadline_ms=round(1000 * float(asked.get("seconds", SECONDS))),
+                str(request.get("model", "demo")),
+                str(request.get("prompt", "")),
+                max_tokens=request.get("max_tokens", 64),
+                deadline_ms=round(1000 * float(request.get("seconds", SECONDS))),
             )
             async with stream:  # leaving early, for any reason, cancels it at the pool
                 async for delta in stream:
@@ -92,7 +95,7 @@ class Connection:
             pass  # the client has disconnected
 
     async def leave(self) -> None:
-        """Cancel the remaining requests and wait for their ends."""
+        """Cancels the remaining requests and waits for their ends."""
         tasks = list(self.requests.values())
         for task in tasks:
             task.cancel()
@@ -108,7 +111,7 @@ class Service:
         self.connections: set[Connection] = set()
 
     async def welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one connection until it ends."""
+        """Serves one connection until it ends."""
         connection = Connection(self.client, writer)
         self.connections.add(connection)
         try:
@@ -121,7 +124,7 @@ class Service:
             self.connections.discard(connection)
 
     async def finish(self) -> None:
-        """Wait at most GRACE seconds for requests, then cancel them."""
+        """Waits at most GRACE seconds for requests, then cancels them."""
         tasks = [task for connection in self.connections for task in connection.requests.values()]
         if tasks:
             await asyncio.wait(tasks, timeout=GRACE)
@@ -130,7 +133,7 @@ class Service:
 
 
 async def serve(run_dir: str | None, host: str, port: int) -> None:
-    """Serve until SIGTERM or SIGINT."""
+    """Serves until SIGTERM or SIGINT."""
     loop, over = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, over.set)
@@ -148,9 +151,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="A line service before an mlxpool broker.")
     parser.add_argument("run_dir", metavar="RUN_DIR", nargs="?")
     parser.add_argument("--listen", default="127.0.0.1:8765", metavar="HOST:PORT")
-    given = parser.parse_args()
-    host, _, port = given.listen.rpartition(":")
-    asyncio.run(serve(given.run_dir, host, int(port)))
+    options = parser.parse_args()
+    host, _, port = options.listen.rpartition(":")
+    asyncio.run(serve(options.run_dir, host, int(port)))
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 
     python examples/batch_job.py MODEL PROMPTS.jsonl ANSWERS.jsonl [--run-dir DIR] [--at-once 16]
 
-A line of PROMPTS is {"prompt": "…"}, optionally with options of docs/protocol.md. A line of
-ANSWERS is {"line": 0, "text": "…", "reason": "…", "tokens": 12}, or {"line": 0, "error": "…"}, in
-the order in which they end. A restart does the lines that ANSWERS lacks or has as errors.
-Line n has the seed SEED + n unless it names one, so the answers do not depend on interruptions.
+A line of PROMPTS is {"prompt": "…"}, optionally with options of docs/protocol.md. A line of ANSWERS
+is {"line": 0, "text": "…", "reason": "…", "tokens": 12}, or {"line": 0, "error": "…"}, in the order
+of their ends. A restart does the lines that ANSWERS lacks or has as errors. Line n has the seed
+SEED + n unless it names one, so the answers do not depend on interruptions.
 
 Exit code 0: every line is answered; 1: some failed; 130: interrupted.
 """
@@ -23,34 +23,34 @@ from typing import IO, Any
 
 from mlxpool.client import AsyncClient, PoolError
 
-MAX_ATTEMPTS = 5  # of a line that the pool refused for now; each waits as long as the pool asks
+MAX_ATTEMPTS = 5  # of a line that the pool refused for now, after the pause that the pool asks for
 DEFAULT_PAUSE = 1.0  # seconds, if the pool does not ask for a time
 
 
 def read_prompts(path: Path) -> list[dict[str, Any]]:
-    """The prompts of the file. Raises SystemExit naming a line that is not one."""
+    """Reads the prompts of the file. Raises SystemExit naming a line that is not a prompt."""
     prompts = []
     for number, line in enumerate(path.read_text("utf-8").splitlines()):
         try:
-            asked = json.loads(line)
-            asked["prompt"]
+            prompt = json.loads(line)
+            prompt["prompt"]
         except (ValueError, KeyError, TypeError) as error:
             raise SystemExit(f'{path}:{number + 1}: must be {{"prompt": …}}: {error!r}') from None
-        prompts.append(asked)
+        prompts.append(prompt)
     return prompts
 
 
 def read_answers(path: Path) -> list[dict[str, Any]]:
-    """The complete answers so far; the last line of a killed job may be incomplete."""
+    """Reads the complete answers so far; the last line of a killed job may be incomplete."""
     if not path.exists():
         return []
-    whole = path.read_text("utf-8", errors="replace").split("\n")[:-1]
-    answers = [json.loads(line) for line in whole]
+    complete = path.read_text("utf-8", errors="replace").split("\n")[:-1]
+    answers = [json.loads(line) for line in complete]
     return [answer for answer in answers if "error" not in answer]
 
 
 class Progress:
-    """One line on standard error: updated on a terminal, else written once at the end."""
+    """A progress line on standard error: updated on a terminal, else written once at the end."""
 
     def __init__(self, done: int, total: int) -> None:
         self.before, self.done, self.total = done, done, total
@@ -67,10 +67,10 @@ class Progress:
     def __str__(self) -> str:
         seconds = time.monotonic() - self.started
         done = self.done - self.before
-        left = (self.total - self.done) * seconds / done if done else 0.0
+        seconds_left = (self.total - self.done) * seconds / done if done else 0.0
         return (
             f"{self.done} of {self.total} lines, {self.failed} failed,"
-            f" {self.tokens / seconds:.0f} tokens/s, {left:.0f} s left"
+            f" {self.tokens / seconds:.0f} tokens/s, {seconds_left:.0f} s left"
         )
 
     def end(self) -> None:
@@ -78,10 +78,10 @@ class Progress:
 
 
 async def answer(
-    client: AsyncClient, model: str, number: int, asked: Mapping[str, Any], seed: int
+    client: AsyncClient, model: str, number: int, prompt: Mapping[str, Any], seed: int
 ) -> dict[str, Any]:
-    """The answer to one line. A refusal that is temporary is retried."""
-    options = {"seed": seed + number, **asked}
+    """Returns the answer to a line. Retries after a temporary refusal."""
+    options = {"seed": seed + number, **prompt}
     tries = 0
     while True:
         try:
@@ -93,26 +93,32 @@ async def answer(
             wait = error.retry_after_ms
             await asyncio.sleep(DEFAULT_PAUSE if wait is None else wait / 1000)
         else:
-            made = {"text": result.text, "reason": result.reason, "tokens": len(result.ids)}
-            return {"line": number, **made}
+            outcome = {"text": result.text, "reason": result.reason, "tokens": len(result.ids)}
+            return {"line": number, **outcome}
 
 
 async def work(
-    client: AsyncClient, given: argparse.Namespace, left: list[int], out: IO[str], show: Progress
+    client: AsyncClient,
+    options: argparse.Namespace,
+    waiting: list[int],
+    out: IO[str],
+    show: Progress,
 ) -> None:
-    """Take the next line until there is none."""
-    while left:
-        number = left.pop()
-        line = await answer(client, given.model, number, given.lines[number], given.seed)
+    """Answers lines until no line is left."""
+    while waiting:
+        number = waiting.pop()
+        line = await answer(client, options.model, number, options.lines[number], options.seed)
         out.write(json.dumps(line) + "\n")
         out.flush()  # so that a restart repeats no line
         show.count(line)
 
 
-async def run(given: argparse.Namespace, left: list[int], out: IO[str], show: Progress) -> None:
-    async with AsyncClient(given.run_dir) as client, asyncio.TaskGroup() as workers:
-        for _ in range(min(given.at_once, len(left))):
-            workers.create_task(work(client, given, left, out, show))
+async def run(
+    options: argparse.Namespace, waiting: list[int], out: IO[str], show: Progress
+) -> None:
+    async with AsyncClient(options.run_dir) as client, asyncio.TaskGroup() as workers:
+        for _ in range(min(options.at_once, len(waiting))):
+            workers.create_task(work(client, options, waiting, out, show))
 
 
 def main() -> int:
@@ -123,18 +129,18 @@ def main() -> int:
     parser.add_argument("--run-dir", metavar="DIR")
     parser.add_argument("--at-once", type=int, default=16, metavar="N")
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    given.lines = read_prompts(given.prompts)
-    known = read_answers(given.answers)
+    options = parser.parse_args()
+    options.lines = read_prompts(options.prompts)
+    known = read_answers(options.answers)
     done = {line["line"] for line in known}
-    left = [number for number in reversed(range(len(given.lines))) if number not in done]
-    show = Progress(len(done), len(given.lines))
-    fresh = given.answers.with_suffix(".new")  # without an incomplete line, and without errors
+    waiting = [number for number in reversed(range(len(options.lines))) if number not in done]
+    show = Progress(len(done), len(options.lines))
+    fresh = options.answers.with_suffix(".new")  # without an incomplete line, and without errors
     fresh.write_text("".join(json.dumps(line) + "\n" for line in known), "utf-8")
-    fresh.replace(given.answers)
+    fresh.replace(options.answers)
     try:
-        with given.answers.open("a", encoding="utf-8") as out:
-            asyncio.run(run(given, left, out, show))
+        with options.answers.open("a", encoding="utf-8") as out:
+            asyncio.run(run(options, waiting, out, show))
     except KeyboardInterrupt:
         return 130
     finally:

@@ -2,9 +2,9 @@
 
     python examples/chaos_demo.py [--kills 3] [--tokens 240]
 
-Starts a broker of its own with the embedded model. Requests the same completion twice: once without
-faults, once while its worker is killed (SIGKILL) several times. Exit code 0: both are the same,
-token by token.
+Starts its own broker with the embedded model. Requests the same completion twice: once without
+faults, once while its worker is killed (SIGKILL) several times. Exit code 0: both completions are
+the same, token by token.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def on_a_cpu() -> bool:
 
 @contextlib.contextmanager
 def broker(folder: Path) -> Iterator[None]:
-    """Run a broker with its run directory in `folder` meanwhile."""
+    """Runs a broker, with its run directory in `folder`, inside the context."""
     settings = SETTINGS.format(deterministic="true" if on_a_cpu() else "false")
     (folder / "mlxpool.toml").write_text(settings)
     command = [sys.executable, "-m", "mlxpool.cli.main", "--run-dir", str(folder), "serve"]
@@ -78,7 +78,7 @@ def answers(folder: Path) -> bool:
 
 
 def kill_worker(folder: Path) -> None:
-    """Send SIGKILL to the worker, once there is one."""
+    """Sends SIGKILL to the worker, as soon as there is a worker."""
     while not (pids := [w["pid"] for w in ask(folder, "ps")["workers"] if w["pid"]]):
         time.sleep(0.01)
     os.kill(pids[0], signal.SIGKILL)
@@ -86,7 +86,7 @@ def kill_worker(folder: Path) -> None:
 
 
 def written(folder: Path, tokens: int, kills: int) -> Result:
-    """The completion, with its worker killed `kills` times at equal distances."""
+    """Returns the completion; kills its worker `kills` times at equal distances."""
     due = [tokens * (number + 1) // (kills + 1) for number in range(kills)]
     with (
         Client(folder) as client,
@@ -105,17 +105,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Kill workers while a text is written.")
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=240)
-    given = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="mlxpool-") as name, broker(Path(name)):
         folder = Path(name)
         print("--- in peace", file=sys.stderr)
-        peace = written(folder, given.tokens, 0)
+        peace = written(folder, options.tokens, 0)
         print("--- under fire", file=sys.stderr)
-        fire = written(folder, given.tokens, given.kills)
-    same = peace.ids == fire.ids and peace.text == fire.text and len(fire.ids) == given.tokens
+        fire = written(folder, options.tokens, options.kills)
+    same = peace.ids == fire.ids and peace.text == fire.text and len(fire.ids) == options.tokens
     verdict = "the same as in peace" if same else "NOT the same as in peace"
     print(
-        f"--- {given.kills} workers killed, {fire.attempts} had a part in it;"
+        f"--- {options.kills} workers killed, {fire.attempts} had a part in it;"
         f" {len(fire.ids)} tokens, {verdict}",
         file=sys.stderr,
     )

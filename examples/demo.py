@@ -17,18 +17,18 @@ from mlxpool.common.errors import PoolError
 MODEL = "demo-chat"
 QUESTION = "Count to 30."
 OPTIONS = ("--temperature", "0")
-NOTE_DELAY = 4.0  # seconds until a line tells what the answer waits for
+NOTE_DELAY = 4.0  # seconds until a line explains a delay
 START_TIMEOUT = 60  # seconds until the broker answers, and until it has ended
 
 
 def mlxpool(run_dir: Path, *arguments: str) -> list[str]:
-    """The command line of `mlxpool` on this run directory."""
+    """Returns the command line of `mlxpool` on this run directory."""
     return [sys.executable, "-m", "mlxpool.cli.main", "--run-dir", str(run_dir), *arguments]
 
 
 @contextlib.contextmanager
 def broker(run_dir: Path) -> Iterator[None]:
-    """Run a broker meanwhile; print its log if it fails."""
+    """Runs a broker inside the context; prints its log if it fails."""
     with (run_dir / "broker.log").open("wb") as log:
         process = subprocess.Popen(
             mlxpool(run_dir, "serve", "--state-dir", ""), stdout=log, stderr=log
@@ -47,7 +47,7 @@ def say(*arguments: str) -> None:
 
 @contextlib.contextmanager
 def note_on_delay(run_dir: Path) -> Iterator[None]:
-    """Tell once what a long load waits for. On a terminal `mlxpool run` does so itself."""
+    """Explains a long load once. On a terminal `mlxpool run` does so itself."""
 
     def note() -> None:
         with contextlib.suppress(PoolError):
@@ -66,10 +66,10 @@ def note_on_delay(run_dir: Path) -> Iterator[None]:
 def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mlxpool-") as folder, broker(Path(folder)):
         say("run", MODEL, "--chat", f'"{QUESTION}"', *OPTIONS)
-        asked = ("run", MODEL, "--chat", QUESTION, *OPTIONS)
+        arguments = ("run", MODEL, "--chat", QUESTION, *OPTIONS)
         wait = ("--connect-timeout", str(START_TIMEOUT))
         with note_on_delay(Path(folder)):
-            done = subprocess.run(mlxpool(Path(folder), *asked, *wait))
+            done = subprocess.run(mlxpool(Path(folder), *arguments, *wait))
         say("ps")
         subprocess.run(mlxpool(Path(folder), "ps"), check=True)
     print(

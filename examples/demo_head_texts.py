@@ -1,4 +1,4 @@
-"""The texts from which the demo model's head learns: what the demo model itself writes, mostly."""
+"""The training texts of the demo model's head, mostly written by the demo model itself."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tokenizers import Tokenizer
 from train_demo_model import Llama, Shape, say
 
 WINDOW = 192  # tokens of a text
-PROMPTS = (8, 16, 24, 32, 48)  # tokens that a text begins with
-TEMPERATURES = (0.0, 0.0, 0.7, 1.0)  # of the texts, in turn
+PROMPTS = (8, 16, 24, 32, 48)  # numbers of tokens at a text's begin
+TEMPERATURES = (0.0, 0.0, 0.7, 1.0)  # temperatures of the texts, in turn
 LONGEST = max(PROMPTS)
 
 Tokens = npt.NDArray[np.int32]
@@ -27,10 +27,10 @@ Tokens = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts with what the demo model makes of each token of them.
+    """Texts with the demo model's choices and states for each of their tokens.
 
-    `ids` and `choices` [N, WINDOW]: the tokens, and the token that the demo model holds for the
-    likeliest behind each. `states` [N, WINDOW, hidden] behind its last norm.
+    `ids` and `choices` [N, WINDOW]: the tokens, and the demo model's likeliest token after each.
+    `states` [N, WINDOW, hidden]: the output of its last norm.
     """
 
     ids: mx.array
@@ -59,33 +59,33 @@ def function_begins(texts: dict[str, str]) -> Iterator[str]:
 
 def prompts_of(tokenizer: Tokenizer, texts: dict[str, str]) -> Tokens:
     """Returns begins [N, LONGEST] of functions, with END before each."""
-    sources = [one[: 8 * LONGEST] for one in function_begins(texts)]
-    every = (one.ids[:LONGEST] for one in tokenizer.encode_batch(sources))
-    return np.array([ids for ids in every if len(ids) == LONGEST], dtype=np.int32)
+    sources = [source[: 8 * LONGEST] for source in function_begins(texts)]
+    all_ids = (encoding.ids[:LONGEST] for encoding in tokenizer.encode_batch(sources))
+    return np.array([ids for ids in all_ids if len(ids) == LONGEST], dtype=np.int32)
 
 
 def corpus_tokens(tokenizer: Tokenizer, texts: dict[str, str], most: int, seed: int) -> Tokens:
     """Returns up to `most` tokens of modules in a random order."""
-    every = [*texts.values()]
-    random.Random(seed).shuffle(every)
-    while sum(map(len, every)) > 5 * most:  # a token has three bytes or more
-        every.pop()
-    ids = [one.ids for one in tokenizer.encode_batch(every)]
-    return np.concatenate([np.array(one, dtype=np.int32) for one in ids])[:most]
+    modules = [*texts.values()]
+    random.Random(seed).shuffle(modules)
+    while sum(map(len, modules)) > 5 * most:  # a token has three bytes or more
+        modules.pop()
+    ids = [encoding.ids for encoding in tokenizer.encode_batch(modules)]
+    return np.concatenate([np.array(row, dtype=np.int32) for row in ids])[:most]
 
 
 def places_of(tokens: Tokens, count: int, size: int, draw: np.random.Generator) -> Tokens:
-    """Returns `size` tokens [count, size] from random places on, END in place of the first."""
+    """Returns windows of tokens [count, size] from random places, with END as the first token."""
     starts = draw.integers(0, len(tokens) - size, count)
-    found = tokens[starts[:, None] + np.arange(size)]
-    found[:, 0] = 0
-    return found
+    windows = tokens[starts[:, None] + np.arange(size)]
+    windows[:, 0] = 0
+    return windows
 
 
 def written(model: Llama, prompts: Tokens, size: int, temperatures: mx.array) -> Texts:
-    """Returns what the model writes behind prompts [R, P], up to WINDOW tokens in all.
+    """Returns texts of the model after prompts [R, P], with at most WINDOW tokens in all.
 
-    `size`: the tokens of each prompt that are used. `temperatures` [R, 1].
+    `size`: the number of tokens of each prompt that are used. `temperatures` [R, 1].
     """
     attention = model.model.layers[0].self_attn
     shape: Shape = attention._shape
@@ -94,8 +94,8 @@ def written(model: Llama, prompts: Tokens, size: int, temperatures: mx.array) ->
         [mx.zeros((rows, shape.kv_heads, WINDOW, shape.head), dtype=dtype) for _ in range(2)]
         for _ in model.model.layers
     ]
-    given = mx.array(prompts)
-    tokens, ids, choices, states = given[:, 0], [], [], []
+    prompt_ids = mx.array(prompts)
+    tokens, ids, choices, states = prompt_ids[:, 0], [], [], []
     for at in range(WINDOW):
         state = decoded(model, tokens, at, caches, shape)
         logits = model.model.embed_tokens.score(state).astype(mx.float32)
@@ -104,15 +104,15 @@ def written(model: Llama, prompts: Tokens, size: int, temperatures: mx.array) ->
         choices.append(choice)
         states.append(state)
         if at + 1 < size:
-            tokens = given[:, at + 1]
+            tokens = prompt_ids[:, at + 1]
         else:
             noise = mx.random.gumbel(logits.shape)
             drawn = mx.argmax(logits + temperatures * noise, axis=-1).astype(mx.int32)
             tokens = mx.where(temperatures[:, 0] > 0, drawn, choice)
         mx.eval(tokens, choice, state, caches)
-    found = Texts(mx.stack(ids, 1), mx.stack(choices, 1), mx.stack(states, 1))
-    mx.eval(found.ids, found.choices, found.states)
-    return found
+    texts = Texts(mx.stack(ids, 1), mx.stack(choices, 1), mx.stack(states, 1))
+    mx.eval(texts.ids, texts.choices, texts.states)
+    return texts
 
 
 def decoded(
@@ -128,9 +128,9 @@ def decoded(
         )
         q, k = (
             mx.fast.rope(
-                one, shape.head, traditional=False, base=shape.rope_base, scale=1.0, offset=at
+                part, shape.head, traditional=False, base=shape.rope_base, scale=1.0, offset=at
             )
-            for one in (q, k)
+            for part in (q, k)
         )
         for held, new in zip(cache, (k, v), strict=True):
             held[:, :, at : at + 1] = new
@@ -157,21 +157,21 @@ def read(model: Llama, ids: Tokens, rows: int) -> Texts:
 
 
 def joined(parts: list[Texts]) -> Texts:
-    """Returns all texts of some parts, which are emptied."""
-    found = Texts(
-        mx.concatenate([one.ids for one in parts]),
-        mx.concatenate([one.choices for one in parts]),
-        mx.concatenate([one.states for one in parts]),
+    """Returns all texts of some parts; empties the list of parts."""
+    texts = Texts(
+        mx.concatenate([part.ids for part in parts]),
+        mx.concatenate([part.choices for part in parts]),
+        mx.concatenate([part.states for part in parts]),
     )
-    mx.eval(found.ids, found.choices, found.states)
+    mx.eval(texts.ids, texts.choices, texts.states)
     parts.clear()
-    return found
+    return texts
 
 
 def training_texts(
     model: Llama, prompts: Tokens, tokens: Tokens, args: argparse.Namespace
 ) -> Texts:
-    """Returns what the model writes in `args.batches` batches, and windows of its own text."""
+    """Returns the model's texts of `args.batches` batches, and windows of its training text."""
     draw, parts = np.random.default_rng(args.seed), []
     temperatures = mx.array([TEMPERATURES[row % len(TEMPERATURES)] for row in range(args.rows)])
     began = time.monotonic()

@@ -1,11 +1,11 @@
-"""Have every line of a file answered as a batch, through the gateway with OpenAI's client.
+"""Answer every line of a file as a batch, through the gateway with OpenAI's client.
 
     python examples/openai_batch.py REQUESTS.jsonl ANSWERS.jsonl [--url http://127.0.0.1:11434]
 
-A line of REQUESTS is one of OpenAI's batches: custom_id, method, url and body. Lines that have no
-answer are written to ANSWERS with their error, behind the others. The batch goes on when this
-program is interrupted; `--batch ID`, in place of REQUESTS, waits for it again. Needs a pool that
-keeps jobs, as it does by default, and `pip install openai`.
+A line of REQUESTS is a line of OpenAI's batches: custom_id, method, url and body. Lines without an
+answer are written to the end of ANSWERS with their error. The batch goes on when this program is
+interrupted; `--batch ID`, in place of REQUESTS, waits for it again. Needs a pool that keeps jobs,
+as it does by default, and `pip install openai`.
 
 Exit code 0: every line is answered; 1: some are not, or the batch failed; 130: interrupted.
 """
@@ -21,19 +21,19 @@ from typing import Any
 import openai
 from openai.types import Batch
 
-PAUSE = 0.5  # seconds between two questions for the batch
+PAUSE = 0.5  # seconds between two requests for the batch's state
 RUNNING = ("validating", "in_progress", "finalizing", "cancelling")
 
 
 def submit(client: openai.OpenAI, requests: Path, endpoint: str) -> Batch:
-    """Send the file, and make a batch of it."""
+    """Sends the file, and makes a batch of it."""
     file = client.files.create(file=requests, purpose="batch")
-    given: Any = {"endpoint": endpoint, "completion_window": "24h"}
-    return client.batches.create(input_file_id=file.id, **given)
+    settings: Any = {"endpoint": endpoint, "completion_window": "24h"}
+    return client.batches.create(input_file_id=file.id, **settings)
 
 
 def wait(client: openai.OpenAI, batch: Batch) -> Batch:
-    """Wait until the batch has ended, with a line of progress on standard error."""
+    """Waits until the batch has ended, with a line of progress on standard error."""
     while batch.status in RUNNING:
         counts = batch.request_counts
         if counts is not None:
@@ -46,7 +46,7 @@ def wait(client: openai.OpenAI, batch: Batch) -> Batch:
 
 
 def write(client: openai.OpenAI, batch: Batch, answers: Path) -> None:
-    """Print the answers of the output file, then the lines of the error file."""
+    """Prints the answers of the output file, then the lines of the error file."""
     with answers.open("wb") as out:
         for file in (batch.output_file_id, batch.error_file_id):
             if file is not None:
@@ -58,7 +58,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Answer the lines of a file as a batch.")
     parser.add_argument("requests", type=Path, nargs="?")
     parser.add_argument("answers", type=Path)
-    parser.add_argument("--batch", help="wait for this one, and send no file")
+    parser.add_argument("--batch", help="wait for this batch, and send no file")
     parser.add_argument("--endpoint", default="/v1/chat/completions")
     parser.add_argument("--url", default="http://127.0.0.1:11434", help="the gateway's")
     parser.add_argument("--api-key", default="none")
@@ -84,8 +84,8 @@ def main() -> int:
     except KeyboardInterrupt:
         return 130
     counts = batch.request_counts
-    whole = counts is not None and counts.completed == counts.total
-    return 0 if batch.status == "completed" and whole else 1
+    all_answered = counts is not None and counts.completed == counts.total
+    return 0 if batch.status == "completed" and all_answered else 1
 
 
 if __name__ == "__main__":

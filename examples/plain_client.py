@@ -20,10 +20,10 @@ import msgpack
 import zmq
 
 PING_INTERVAL = 1.0  # seconds
-SILENCE = 3.0  # seconds without any frame until a new connection is tried
-GRACE = 60.0  # seconds without any frame until the stream ends
-CONNECT_GRACE = 5.0  # the same when no broker ever answered
-ANSWER_TIMEOUTS = (2.0, 4.0, 8.0)  # seconds, of the first, second and third attempt in a row
+SILENCE = 3.0  # seconds without any frame before a new connection is tried
+GRACE = 60.0  # seconds without any frame before the stream ends
+CONNECT_GRACE = 5.0  # the same bound if no broker ever answered
+ANSWER_TIMEOUTS = (2.0, 4.0, 8.0)  # seconds, for the first, second and third attempt in a row
 
 Socket = zmq.Socket[bytes]
 
@@ -31,7 +31,7 @@ Socket = zmq.Socket[bytes]
 def send(
     socket: Socket, kind: str, ident: bytes | None, attempt: int, body: Any, *blobs: bytes
 ) -> None:
-    """Send a message: the header [version, kind, id, epoch, attempt, pos], the body, blobs."""
+    """Sends a message: the header [version, kind, id, epoch, attempt, pos], the body, blobs."""
     header = [1, kind, ident, 0, attempt, 0]
     socket.send_multipart([msgpack.packb(header), msgpack.packb(body), *blobs])
 
@@ -44,16 +44,16 @@ class Stream:
     id: bytes = field(default_factory=lambda: os.urandom(16))
     attempt: int = 0
     ids: bytes = b""  # packed, four bytes each
-    resume: dict[str, Any] = field(default_factory=dict)  # its seed and facts, once accepted
+    resume: dict[str, Any] = field(default_factory=dict)  # its seed and facts, after acceptance
     home: tuple[int, int] | None = None  # boot and link that accepted the newest attempt
-    boot: int = 0  # that accepted it last
-    sendings: int = 0  # in a row without a new id
+    boot: int = 0  # boot of the broker that accepted it last
+    sendings: int = 0  # attempts in a row without a new id
     barren_boots: int = 0  # brokers in a row without a new id
     refused_at: float = math.inf  # time of the first of a row of retryable errors
     due: float = 0.0
 
     def send(self, socket: Socket, now: float) -> None:
-        """Send the next attempt: the request, or a resume from the ids that have arrived."""
+        """Sends the next attempt: the request, or a resume from the ids that have arrived."""
         self.attempt, self.home, self.sendings = self.attempt + 1, None, self.sendings + 1
         self.due = now + ANSWER_TIMEOUTS[min(self.sendings, len(ANSWER_TIMEOUTS)) - 1]
         body, blobs = self.body, []
@@ -63,7 +63,7 @@ class Stream:
         send(socket, "generate", self.id, self.attempt, body, *blobs)
 
     def lost(self, now: float) -> None:
-        """The newest attempt is lost: send another one, without delay at most twice."""
+        """Notes that the newest attempt is lost; sends another one, without delay at most twice."""
         wait = 0.0 if self.sendings < 3 else ANSWER_TIMEOUTS[-1]
         self.due = min(self.due, now + wait)
 
@@ -74,7 +74,7 @@ class Stream:
         self.resume["seed"], self.due = answer["seed"], math.inf
 
     def error(self, answer: dict[str, Any], now: float) -> str | None:
-        """Handle an error: the reason for the end, or None for a retry."""
+        """Handles an error. Returns the reason for the end, or None for a retry."""
         known = self.attempt > 1 or (answer["code"] == "draining" and self.boot)
         wait = (answer.get("retry_after_ms") or 0) / 1000
         self.refused_at = min(self.refused_at, now)
@@ -92,7 +92,7 @@ class Stream:
 
 
 def handle(stream: Stream, socket: Socket, parts: list[bytes], now: float) -> str | None:
-    """Handle a frame. Returns None while the stream goes on, "" at its end, or its error."""
+    """Handles a frame. Returns None while the stream goes on, "" at its end, or its error."""
     _, kind, ident, _, attempt, pos, *_ = msgpack.unpackb(parts[0])
     answer = msgpack.unpackb(parts[1]) if len(parts) > 1 else {}
     if kind == "pong" and stream.home not in (None, (answer["boot"], answer["link"])):
@@ -101,7 +101,7 @@ def handle(stream: Stream, socket: Socket, parts: list[bytes], now: float) -> st
         ours = attempt == stream.attempt and answer["code"] == "duplicate_id"
         return f"{answer['code']}: {answer['message']}" if ours or not stream.boot else None
     if ident != stream.id or attempt not in (stream.attempt, 0):
-        return None  # of another stream, or of another attempt
+        return None  # a frame of another stream, or of another attempt
     if kind == "error":
         return stream.error(answer, now)
     if kind == "accepted":
@@ -118,7 +118,7 @@ def handle(stream: Stream, socket: Socket, parts: list[bytes], now: float) -> st
 
 
 def run(context: zmq.Context[Socket], endpoint: str, stream: Stream) -> str:
-    """Print the completion; returns "", or the reason why it is not complete."""
+    """Prints the completion. Returns "", or the reason why it is not complete."""
     socket: Socket | None = None
     before = heard_at = time.monotonic()
     fresh_at = ping_at = -math.inf
@@ -157,12 +157,14 @@ def main() -> int:
     parser.add_argument("prompt", metavar="PROMPT")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--seed", type=int, default=-1, help="below 0: the broker draws one")
-    given = parser.parse_args()
-    options = {"max_tokens": given.max_tokens, "seed": given.seed}
-    stream = Stream({"model": given.model, "prompt": given.prompt, "options": options})
+    options_given = parser.parse_args()
+    options = {"max_tokens": options_given.max_tokens, "seed": options_given.seed}
+    stream = Stream(
+        {"model": options_given.model, "prompt": options_given.prompt, "options": options}
+    )
     context: zmq.Context[Socket] = zmq.Context()
     try:
-        why = run(context, f"ipc://{os.path.abspath(given.run_dir)}/front.ipc", stream)
+        why = run(context, f"ipc://{os.path.abspath(options_given.run_dir)}/front.ipc", stream)
     finally:
         context.term()
     if why:

@@ -1,10 +1,10 @@
-"""Print a chat's answer as it is made, over HTTP; it goes on when the gateway is killed.
+"""Print a chat's answer while it is made, over HTTP; it goes on when the gateway is killed.
 
     python examples/resume_stream.py MODEL "A question" [--url http://127.0.0.1:11434]
 
-The request has a key of its own (Idempotency-Key). When the connection ends before the answer does,
-the same request is sent again with the id of the last event (Last-Event-ID), and the gateway that
-answers goes on behind it. Needs a pool that keeps jobs, as it does by default.
+The request has its own key (Idempotency-Key). If the connection ends before the answer, the same
+request is sent again with the id of the last event (Last-Event-ID). The gateway then continues
+after that event. Needs a pool that keeps jobs, as it does by default.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from collections.abc import Iterator
 from typing import Any
 
 PAUSE = 0.2  # seconds before the request is sent again
-LATER = (429, 502, 503)  # statuses of a gateway that takes the request later
+LATER = (429, 502, 503)  # statuses of a gateway that may take the request later
 
 
 def events(url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The events of an answer, none twice and none left out."""
+    """Yields the events of an answer; none is repeated or left out."""
     headers = {"content-type": "application/json", "idempotency-key": str(uuid.uuid4())}
     while True:
         try:
@@ -36,7 +36,7 @@ def events(url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
                     if name:
                         event[name] = value
                         continue
-                    if "id" in event:  # it is whole, and a part of the answer
+                    if "id" in event:  # the event is complete, and part of the answer
                         headers["last-event-id"] = event["id"]
                         if event["data"] == "[DONE]":
                             return

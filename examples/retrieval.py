@@ -1,10 +1,10 @@
-"""Find the functions of Python files that a description fits, by their vectors.
+"""Find the functions of Python files that fit a description, by their vectors.
 
     python examples/retrieval.py FOLDER "remove a worker from the pool" [--run-dir DIR] [--top 5]
 
-Embeds the code of every function below FOLDER with the built-in model `demo-embed`, or the model
-that --model names, and the description; prints the nearest functions with their cosine. A program
-that searches often keeps the vectors: here they are computed at each run.
+Embeds the description and the code of every function below FOLDER, with the built-in model
+`demo-embed` or the model of --model. Prints the nearest functions with their cosine. A program that
+searches often keeps the vectors; here they are computed at each run.
 
 Exit code 0: something was found; 1: FOLDER has no functions, or the pool failed.
 """
@@ -22,14 +22,14 @@ from mlxpool.client import Client, PoolError
 
 
 class Function(NamedTuple):
-    """A function, where it is, and its source text without its docstring."""
+    """A function, its place, and its source text without its docstring."""
 
     place: str
     source: str
 
 
 def functions(folder: Path) -> Iterator[Function]:
-    """The functions of all files below a folder; files that are no Python are left out."""
+    """Yields the functions of all files below a folder, without files that are not Python."""
     for file in sorted(folder.rglob("*.py")):
         try:
             tree = ast.parse(file.read_text("utf-8"))
@@ -42,14 +42,14 @@ def functions(folder: Path) -> Iterator[Function]:
 
 
 def source_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
-    """The source of a function without its docstring and comments."""
+    """Returns the source of a function without its docstring and comments."""
     if ast.get_docstring(node) is not None:
         node.body = node.body[1:] or [ast.Pass()]
     return ast.unparse(node)
 
 
 def cosines(query: list[float], rows: list[list[float]]) -> list[float]:
-    """The cosine of each row with the query; all have the length 1."""
+    """Returns the cosine of each row with the query; all have the length 1."""
     return [sum(a * b for a, b in zip(query, row, strict=True)) for row in rows]
 
 
@@ -61,11 +61,11 @@ def main() -> int:
     parser.add_argument("--model", default="demo-embed")
     parser.add_argument("--top", type=int, default=5)
     options = parser.parse_args()
-    found = list(functions(options.folder))
-    if not found:
+    all_functions = list(functions(options.folder))
+    if not all_functions:
         print(f"there are no functions below {options.folder}", file=sys.stderr)
         return 1
-    sources = [function.source for function in found]
+    sources = [function.source for function in all_functions]
     try:
         with Client(options.run_dir) as client:
             rows = client.embed(options.model, sources, truncate=True, normalise=True)
@@ -73,7 +73,7 @@ def main() -> int:
     except PoolError as error:
         print(f"{error.code}: {error.message}", file=sys.stderr)
         return 1
-    near = sorted(zip(cosines(query, rows.tolist()), found, strict=True), reverse=True)
+    near = sorted(zip(cosines(query, rows.tolist()), all_functions, strict=True), reverse=True)
     for cosine, function in near[: options.top]:
         print(f"{cosine:.3f} {function.place}")
     return 0

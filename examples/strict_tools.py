@@ -1,12 +1,12 @@
-"""Have a model call a tool with arguments that fit its schema, through the gateway.
+"""Make a model call a tool with arguments that fit its schema, through the gateway.
 
     python examples/strict_tools.py "What is the weather in Lisbon?" [--url http://127.0.0.1:11434]
 
-Two rounds with OpenAI's client. In the first the tools are `strict` and one has to be called: the
-answer is constrained to a call, so its arguments always fit the classes below, whatever the
-question is. In the second no tool may be called, and the model says the result in a sentence. The
-built-in `demo-chat` does this; that the right tool is called with the right arguments is up to the
-model. Needs `pip install openai`.
+Two rounds with OpenAI's client. In round one the tools are `strict` and a call is required: the
+answer is constrained to a call, so its arguments always fit the classes below, for any question. In
+round two no tool may be called, and the model answers with the result in a sentence. The built-in
+`demo-chat` does this. The choice of the right tool and the right arguments is up to the model.
+Needs `pip install openai`.
 
 Exit code 0: an answer; 1: no gateway answers, or the pool failed.
 """
@@ -31,7 +31,7 @@ class Weather(BaseModel):
     city: Literal["Cairo", "Lisbon", "London", "Paris", "Tokyo"]
 
     def result(self) -> dict[str, Any]:
-        """An invented weather, the same each time."""
+        """Returns an invented weather, the same each time."""
         number = sum(self.city.encode())
         return {"temperature": number % 30, "sky": SKIES[number % 3]}
 
@@ -55,7 +55,7 @@ TOOLS = [
 
 
 def ask(client: openai.OpenAI, model: str, question: str) -> str:
-    """The model's answer, with the result of one call; prints what happens."""
+    """Returns the model's answer, with the result of one call; prints each step."""
     messages: list[Any] = [{"role": "user", "content": question}]
     first = client.chat.completions.parse(
         model=model, messages=messages, tools=TOOLS, tool_choice="required", temperature=0
@@ -63,7 +63,7 @@ def ask(client: openai.OpenAI, model: str, question: str) -> str:
     message = first.choices[0].message
     assert message.tool_calls, "with `required` an answer is a call"
     call = message.tool_calls[0]
-    arguments = call.function.parsed_arguments  # of one of the classes above
+    arguments = call.function.parsed_arguments  # an object of one of the classes above
     assert isinstance(arguments, Weather | Add)
     result = arguments.result()
     print(f"calls    {call.function.name} {arguments!r}")

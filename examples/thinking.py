@@ -18,7 +18,7 @@ import ollama
 
 
 def show(client: ollama.Client, model: str, question: str) -> None:
-    """Print the thoughts and the answer as they come."""
+    """Prints the thoughts and the answer as they come."""
     messages = [{"role": "user", "content": question}]
     thinks = False
     for part in client.chat(model, messages, think=True, stream=True, options={"temperature": 0}):

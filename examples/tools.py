@@ -3,8 +3,8 @@
     python examples/tools.py "What is the weather in Lisbon?" [--url http://127.0.0.1:11434]
 
 The model gets the question and the list of tools and answers with a call. The program runs the
-function, sends the result back, and the model says it in a sentence. The built-in `demo-chat` does
-this; `--think` shows its thoughts, too. Needs `pip install openai`.
+function and sends the result back, and the model answers with it in a sentence. The built-in
+`demo-chat` does this; `--think` shows its thoughts, too. Needs `pip install openai`.
 
 Exit code 0: an answer; 1: no gateway answers, or the pool failed.
 """
@@ -20,19 +20,19 @@ from typing import Any
 
 import openai
 
-ROUNDS = 5  # of calls at most, so that a model that never answers is stopped
+ROUNDS = 5  # most rounds of calls, so that a model that never answers is stopped
 HOURS = {"London": 0, "Lisbon": 0, "Paris": 1, "Cairo": 2, "Tokyo": 9}  # from UTC, in winter
 SKIES = ("sunny", "cloudy", "rainy")
 
 
 def get_weather(city: str) -> dict[str, Any]:
-    """An invented weather, the same each time."""
+    """Returns an invented weather, the same each time."""
     number = sum(city.encode())
     return {"temperature": number % 30, "sky": SKIES[number % 3]}
 
 
 def get_time(city: str) -> str | dict[str, str]:
-    """The time in one of a few cities."""
+    """Returns the time in one of a few cities."""
     if city not in HOURS:
         return {"error": f"unknown city {city}"}
     return f"{datetime.now(UTC) + timedelta(hours=HOURS[city]):%H:%M}"
@@ -48,7 +48,10 @@ FUNCTIONS["add"] = add
 
 
 def tool(name: str, description: str, **parameters: str) -> Any:
-    """A tool in OpenAI's form; `parameters`: the JSON type of each, all of them required."""
+    """Returns a tool in OpenAI's form.
+
+    `parameters`: the JSON type of each, all of them required.
+    """
     properties = {key: {"type": kind} for key, kind in parameters.items()}
     schema = {"type": "object", "properties": properties, "required": list(parameters)}
     function = {"name": name, "description": description, "parameters": schema}
@@ -63,7 +66,7 @@ TOOLS = [
 
 
 def result_of(name: str, arguments: str) -> str:
-    """What a function returns, as text for the model; a call that fails is a result as well."""
+    """Returns a function's result as text for the model; an error of a call is a result as well."""
     try:
         value = FUNCTIONS[name](**json.loads(arguments))
     except (KeyError, TypeError, ValueError) as error:
@@ -72,7 +75,7 @@ def result_of(name: str, arguments: str) -> str:
 
 
 def ask(client: openai.OpenAI, model: str, question: str, think: bool) -> str:
-    """The model's answer, after the calls that it asks for; prints what happens."""
+    """Returns the model's answer, after the calls that it asks for; prints each step."""
     messages: list[Any] = [{"role": "user", "content": question}]
     options: dict[str, Any] = {"reasoning_effort": "low"} if think else {}
     for _ in range(ROUNDS):

@@ -1,16 +1,16 @@
 """Train the embedded embedding model: word vectors that find Python functions and passages of text.
 
-The training text is what documents Python and five packages written in it: docstrings, and the code
-that they describe. A pair is a description and what it describes; the model learns that the two are
-closer than descriptions of other things. 24 modules of the standard library are held out: their
-functions are the test, on which the model is compared with TF-IDF.
+The training text is the documentation of Python and of five packages: docstrings, and the code that
+they describe. A pair is a description and its subject. The model learns that a pair is closer than
+a description and any other subject. 24 modules of the standard library are held out: their
+functions are the test, which compares the model with TF-IDF.
 
     python examples/train_demo_embedding.py --packages .venv/lib/python3.11/site-packages
 
 The model is a BERT without layers: a vector for each piece of a word, normed, and the mean of them.
 The norm makes all vectors equally long, then removes the first few numbers, which hold most of a
-piece that says little. Gradients are written out in NumPy: the training takes minutes of one
-processor core, and with the same seed and packages it is the same.
+piece with little meaning. Gradients are written out in NumPy: training takes minutes of one
+processor core. The same seed and packages give the same result.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ NO_TEXT = ("test", "tests", "site-packages", "lib2to3", "idlelib", "pydoc_data")
 PAD, CLS, SEP, UNKNOWN = SPECIAL = ("[PAD]", "[CLS]", "[SEP]", "[UNK]")
 QUESTIONS = ("How do I {}?", "How can I {}?", "how to {}", "what does it mean to {}", "which {}")
 QUERY_TOKENS, PASSAGE_TOKENS = 32, 112
-MAX_CHARACTERS = 700  # of a passage
+MAX_CHARACTERS = 700  # most characters of a passage
 THIRD = 3  # every third passage is stored for the tests
-MISSPELT = 0.3  # of the queries of training
+MISSPELT = 0.3  # share of misspelt queries in training
 DUMPED = 8  # numbers of a vector that the norm's weights remove
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The model's sizes: as large as 8 MB of float16 and a tokenizer allow."""
+    """The model's sizes, the largest that fit into 8 MB of float16 and a tokenizer."""
 
     vocab: int = 9216
     hidden: int = 384
@@ -88,7 +88,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Item:
-    """A documented function, class or passage. `rest`: the docstring behind its first paragraph."""
+    """A documented function, class or passage. `rest`: the docstring after its first paragraph."""
 
     name: str
     summary: str
@@ -100,17 +100,17 @@ class Item:
 
 
 def read_items(library: Path, packages: Path) -> list[Item]:
-    """Everything that is documented in the training text, once."""
+    """Returns each documented item of the training text once."""
     held_out = {f"{name}.py" for name in (*HELD_OUT, *CHOSEN_ON)}
-    found = [*modules(library, held_out)]
+    items = [*modules(library, held_out)]
     for name in PACKAGES:
-        found += modules(packages / name, set())
-    found += [one for text in topics.values() for one in passages(text)]
-    return list({(one.summary, one.rest[:100]): one for one in found}.values())
+        items += modules(packages / name, set())
+    items += [item for text in topics.values() for item in passages(text)]
+    return list({(item.summary, item.rest[:100]): item for item in items}.values())
 
 
 def modules(folder: Path, without: set[str]) -> Iterator[Item]:
-    """The items of a folder's Python files; those that are not UTF-8 are left out."""
+    """Yields the items of a folder's Python files, without files that are not UTF-8."""
     for file in sorted(folder.rglob("*.py")):
         path = file.relative_to(folder)
         if path.as_posix() in without or set(path.parts) & set(NO_TEXT):
@@ -122,7 +122,7 @@ def modules(folder: Path, without: set[str]) -> Iterator[Item]:
 
 
 def documented(source: str, module: str) -> Iterator[Item]:
-    """The documented functions and classes of a module, with the class or module in their names."""
+    """Yields the documented functions and classes of a module, named with their class or module."""
     tree, lines = ast.parse(source), source.splitlines()
 
     def walk(node: ast.AST, owner: str) -> Iterator[Item]:
@@ -139,7 +139,7 @@ def documented(source: str, module: str) -> Iterator[Item]:
 
 
 def described(name: str, text: str, source: str) -> Item | None:
-    """An item, or None for one whose docstring says too little."""
+    """Returns an item, or None if its docstring is too short."""
     summary, _, rest = text.partition("\n\n")
     summary = " ".join(summary.split())
     if len(summary.split()) < 3:
@@ -148,7 +148,7 @@ def described(name: str, text: str, source: str) -> Item | None:
 
 
 def code(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, lines: list[str]) -> str:
-    """The source of a definition without its docstring and comments."""
+    """Returns the source of a definition without its docstring and comments."""
     first = node.body[0]
     head = lines[node.lineno - 1 : first.lineno - 1] or [lines[node.lineno - 1]]
     body = lines[first.end_lineno or 0 : node.end_lineno]
@@ -157,7 +157,7 @@ def code(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, lines: lis
 
 
 def passages(text: str) -> Iterator[Item]:
-    """Each paragraph of a text: its first sentence is what describes the rest."""
+    """Yields each paragraph of a text: its first sentence describes the rest."""
     for paragraph in text.split("\n\n"):
         first, _, rest = " ".join(paragraph.split()).partition(". ")
         if len(first.split()) >= 5 and len(rest.split()) >= 8:
@@ -168,7 +168,7 @@ def passages(text: str) -> Iterator[Item]:
 
 
 def misspelt(text: str, rng: random.Random, share: float = 0.25) -> str:
-    """The text with two letters swapped, or one left out, in some of its longer words."""
+    """Returns the text with letters swapped or left out in some of its longer words."""
 
     def changed(word: str) -> str:
         if len(word) < 5 or rng.random() > share:
@@ -182,17 +182,17 @@ def misspelt(text: str, rng: random.Random, share: float = 0.25) -> str:
 
 
 def pair(item: Item, rng: random.Random) -> tuple[str, str]:
-    """A query and the passage that it should find."""
-    query, left = item.summary, [one for one in (item.rest, item.code) if one]
+    """Returns a query and the passage that it should find."""
+    query, passages = item.summary, [part for part in (item.rest, item.code) if part]
     sentences = re.split(r"(?<=[.:;]) ", item.rest)
     if len(sentences) > 2 and rng.random() < 0.3:
         chosen = rng.randrange(len(sentences))
         query = sentences[chosen]
         rest = " ".join(sentences[:chosen] + sentences[chosen + 1 :])
-        left = [item.summary + " " + rest]
+        passages = [item.summary + " " + rest]
     elif item.name and rng.random() < 0.15:
-        query, left = item.name, [item.summary + " " + item.rest]
-    passage = rng.choice(left) if left else item.name
+        query, passages = item.name, [item.summary + " " + item.rest]
+    passage = rng.choice(passages) if passages else item.name
     if item.name and passage is item.rest and rng.random() < 0.5:
         passage = item.name + " " + passage
     if rng.random() < 0.1:
@@ -206,17 +206,17 @@ def pair(item: Item, rng: random.Random) -> tuple[str, str]:
 
 
 def batches(items: Sequence[Item], size: int, seed: int) -> Iterator[list[tuple[str, str]]]:
-    """Pairs without end; an item is once in an epoch."""
+    """Yields batches of pairs without end; an item is once in an epoch."""
     rng = random.Random(seed)
     order = list(range(len(items)))
     while True:
         rng.shuffle(order)
         for at in range(0, len(order) - size + 1, size):
-            yield [pair(items[one], rng) for one in order[at : at + size]]
+            yield [pair(items[index], rng) for index in order[at : at + size]]
 
 
 def train_tokenizer(items: Iterable[Item], vocab: int) -> Tokenizer:
-    """WordPiece of lower-case words, in which CamelCase and under_scores are several words."""
+    """Trains WordPiece of lower-case words; CamelCase and under_scores are split into words."""
     tokenizer = Tokenizer(models.WordPiece(unk_token=UNKNOWN, max_input_chars_per_word=40))
     tokenizer.normalizer = normalizers.Sequence(
         [
@@ -235,9 +235,9 @@ def train_tokenizer(items: Iterable[Item], vocab: int) -> Tokenizer:
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab, special_tokens=list(SPECIAL), show_progress=False, limit_alphabet=200
     )
-    texts = (" ".join((one.name, one.summary, one.rest, one.code)) for one in items)
+    texts = (" ".join((item.name, item.summary, item.rest, item.code)) for item in items)
     tokenizer.train_from_iterator(texts, trainer)
-    ids = [(one, tokenizer.token_to_id(one)) for one in (CLS, SEP)]
+    ids = [(token, tokenizer.token_to_id(token)) for token in (CLS, SEP)]
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{CLS} $A {SEP}", pair=f"{CLS} $A {SEP} $B:1 {SEP}:1", special_tokens=ids
     )
@@ -245,9 +245,9 @@ def train_tokenizer(items: Iterable[Item], vocab: int) -> Tokenizer:
 
 
 def token_ids(tokenizer: Tokenizer, texts: Sequence[str], most: int) -> list[list[int]]:
-    """The ids of texts, each of at most `most` tokens."""
+    """Returns the ids of texts, each of at most `most` tokens."""
     tokenizer.enable_truncation(most)
-    rows = [one.ids for one in tokenizer.encode_batch_fast(list(texts))]
+    rows = [encoding.ids for encoding in tokenizer.encode_batch_fast(list(texts))]
     tokenizer.no_truncation()
     return rows
 
@@ -256,26 +256,26 @@ def token_ids(tokenizer: Tokenizer, texts: Sequence[str], most: int) -> list[lis
 
 
 class Words:
-    """The vector of each token, the weights of their norm, and what Adam remembers of both."""
+    """The vector of each token, the weights of their norm, and Adam's moments of both."""
 
     def __init__(self, shape: Shape, weights: Array, seed: int) -> None:
-        """`weights` of each token in a vector, 0 to 1, at the start."""
+        """`weights`: the weight of each token in a vector, 0 to 1, at the start."""
         size, rng = shape.hidden, np.random.default_rng(seed)
         words = rng.standard_normal((shape.vocab, size)).astype(np.float32)
         words[:, :DUMPED] = 0
         words *= (weights / np.linalg.norm(words, axis=1))[:, None]
-        left = np.sqrt(1 - weights**2)[:, None] / math.sqrt(DUMPED)
-        words[:, :DUMPED] = left * np.array([1.0, -1.0] * (DUMPED // 2))
+        rest = np.sqrt(1 - weights**2)[:, None] / math.sqrt(DUMPED)
+        words[:, :DUMPED] = rest * np.array([1.0, -1.0] * (DUMPED // 2))
         gain = np.ones(size, np.float32)
         gain[:DUMPED] = 0
         self.shape = shape
         self.values = {"words": words * math.sqrt(size), "gain": gain, "shift": 0 * gain}
-        self.means = {name: np.zeros_like(one) for name, one in self.values.items()}
-        self.squares = {name: np.zeros_like(one) for name, one in self.values.items()}
+        self.means = {name: np.zeros_like(value) for name, value in self.values.items()}
+        self.squares = {name: np.zeros_like(value) for name, value in self.values.items()}
         self.steps = 0
 
     def update(self, slopes: Mapping[str, Array], rate: float) -> None:
-        """A step of Adam. The numbers that the norm removes stay removed."""
+        """Runs a step of Adam. The numbers that the norm removes stay removed."""
         self.steps += 1
         for name, slope in slopes.items():
             mean, square = self.means[name], self.squares[name]
@@ -287,27 +287,27 @@ class Words:
             self.values[name][:DUMPED] = 0
 
     def vectors(self, rows: Sequence[Sequence[int]]) -> Array:
-        """The vectors [n, d] of texts, of length 1."""
+        """Returns the vectors [n, d] of texts, of length 1."""
         return forward(self, rows)[0]
 
     def stored(self) -> dict[str, npt.NDArray[np.float16]]:
-        """The tensors by the names that a BERT's checkpoint has for them."""
+        """Returns the tensors by the names in a BERT's checkpoint."""
         shape, values = self.shape, self.values
-        found = {
+        tensors = {
             "embeddings.word_embeddings.weight": values["words"],
             "embeddings.position_embeddings.weight": np.zeros((shape.positions, shape.hidden)),
             "embeddings.token_type_embeddings.weight": np.zeros((2, shape.hidden)),
             "embeddings.LayerNorm.weight": values["gain"],
             "embeddings.LayerNorm.bias": values["shift"],
         }
-        return {name: one.astype(np.float16) for name, one in found.items()}
+        return {name: tensor.astype(np.float16) for name, tensor in tensors.items()}
 
 
 Backward = Callable[[Array], dict[str, Array]]
 
 
 def forward(model: Words, rows: Sequence[Sequence[int]]) -> tuple[Array, Backward]:
-    """The vectors [n, d] of texts, and the function from their slopes to those of the model."""
+    """Returns the vectors [n, d] of texts, and the function from their slopes to the model's."""
     values = model.values
     used, at = np.unique(np.concatenate([np.array(row) for row in rows]), return_inverse=True)
     of_row = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
@@ -337,9 +337,9 @@ def forward(model: Words, rows: Sequence[Sequence[int]]) -> tuple[Array, Backwar
 
 
 def token_weights(tokenizer: Tokenizer, items: Sequence[Item]) -> Array:
-    """Of each token, from how many items have it: 1 for the rarest ones."""
+    """Returns a weight of each token by the number of items with it: 1 for the rarest tokens."""
     counts = np.ones(tokenizer.get_vocab_size())
-    texts = [f"{one.name} {one.summary} {one.rest}" for one in items]
+    texts = [f"{item.name} {item.summary} {item.rest}" for item in items]
     for row in tokenizer.encode_batch_fast(texts):
         counts[list(set(row.ids))] += 1
     return np.asarray((np.log(len(texts) / counts) / 8).clip(0.02, 0.99), np.float32)
@@ -349,20 +349,20 @@ def token_weights(tokenizer: Tokenizer, items: Sequence[Item]) -> Array:
 
 
 def softmax(scores: Array) -> Array:
-    """Along the last axis."""
+    """Returns the softmax along the last axis."""
     powers = np.exp(scores - scores.max(1, keepdims=True))
     return np.asarray(powers / powers.sum(1, keepdims=True))
 
 
 def cost(left: Array, right: Array, temperature: float) -> tuple[float, Array, Array]:
-    """How far queries are from finding their passages among all, and the other way.
+    """Measures how far queries are from finding their passages among all, and the reverse.
 
     Returns the mean of both cross entropies and its slopes at the vectors [n, d] of both sides.
     """
-    scores, wanted = left @ right.T / temperature, np.eye(len(left), dtype=np.float32)
+    scores, targets = left @ right.T / temperature, np.eye(len(left), dtype=np.float32)
     rows, columns = softmax(scores), softmax(scores.T).T
     value = -float(np.log(np.diag(rows)).mean() + np.log(np.diag(columns)).mean()) / 2
-    slope = np.asarray(rows + columns - 2 * wanted, np.float32) / np.float32(
+    slope = np.asarray(rows + columns - 2 * targets, np.float32) / np.float32(
         2 * len(left) * temperature
     )
     return value, np.asarray(slope @ right, np.float32), np.asarray(slope.T @ left, np.float32)
@@ -378,14 +378,14 @@ def train(
     """Trains the model; the rate rises for a twentieth of the steps, then falls to zero."""
     warmup, pairs = max(plan.steps // 20, 1), batches(items, plan.batch, plan.seed)
     for step in range(plan.steps):
-        queries, found = zip(*next(pairs), strict=True)
+        queries, passages = zip(*next(pairs), strict=True)
         left, left_back = forward(model, token_ids(tokenizer, queries, QUERY_TOKENS))
-        right, right_back = forward(model, token_ids(tokenizer, found, PASSAGE_TOKENS))
+        right, right_back = forward(model, token_ids(tokenizer, passages, PASSAGE_TOKENS))
         value, of_left, of_right = cost(left, right, plan.temperature)
         slopes, more = left_back(of_left), right_back(of_right)
         done = step / plan.steps
         rate = plan.rate * min((step + 1) / warmup, 0.5 + 0.5 * math.cos(math.pi * done))
-        model.update({name: one + more[name] for name, one in slopes.items()}, rate)
+        model.update({name: slope + more[name] for name, slope in slopes.items()}, rate)
         watch(step, value)
 
 
@@ -393,26 +393,26 @@ def train(
 
 
 def held_out_items(library: Path, modules: Sequence[str] = HELD_OUT) -> list[Item]:
-    """The functions of the held-out modules that have a description and code."""
-    found: dict[str, Item] = {}
+    """Returns the functions of the held-out modules that have a description and code."""
+    by_summary: dict[str, Item] = {}
     for name in modules:
-        for one in documented((library / f"{name}.py").read_text(encoding="utf-8"), name):
-            if one.name and len(one.code) > 60:
-                found.setdefault(one.summary, one)
-    return list(found.values())
+        for item in documented((library / f"{name}.py").read_text(encoding="utf-8"), name):
+            if item.name and len(item.code) > 60:
+                by_summary.setdefault(item.summary, item)
+    return list(by_summary.values())
 
 
 def tests_of(items: Sequence[Item]) -> dict[str, list[str]]:
-    """The queries of each test; the passage of a query is the code of the item at its place."""
+    """Returns the queries of each test; a query's passage is the code of the item at its place."""
     rng = random.Random(1)
     return {
-        "descriptions": [one.summary for one in items],
-        "misspelt descriptions": [misspelt(one.summary, rng, 0.5) for one in items],
+        "descriptions": [item.summary for item in items],
+        "misspelt descriptions": [misspelt(item.summary, rng, 0.5) for item in items],
     }
 
 
 def rank_figures(scores: npt.NDArray[Any]) -> dict[str, float]:
-    """Of scores [n, n] whose diagonal is right: the share of first ranks, and the mean 1 / rank."""
+    """Returns the share of first ranks and the mean 1 / rank of the diagonal of scores [n, n]."""
     ranks = (scores > np.diag(scores)[:, None]).sum(1) + 1
     return {
         "first": round(float((ranks == 1).mean()), 4),
@@ -421,41 +421,41 @@ def rank_figures(scores: npt.NDArray[Any]) -> dict[str, float]:
 
 
 def words_of(text: str) -> list[str]:
-    """The words of a text in lower case; CamelCase and under_scores are several."""
+    """Returns the words of a text in lower case; CamelCase and under_scores are split."""
     return re.findall(r"[a-z]+|[0-9]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", text).lower())
 
 
 def tf_idf(queries: Sequence[str], passages: Sequence[str]) -> npt.NDArray[Any]:
-    """The cosines [n, m] of texts as counts of words, logarithmic, times the rarity of a word."""
-    bags = [words_of(one) for one in passages]
-    found = {word: index for index, word in enumerate(sorted({w for bag in bags for w in bag}))}
-    rarity = np.zeros(len(found))
+    """Returns cosines [n, m] of texts as logarithmic counts of words times the rarity of a word."""
+    bags = [words_of(passage) for passage in passages]
+    places = {word: index for index, word in enumerate(sorted({w for bag in bags for w in bag}))}
+    rarity = np.zeros(len(places))
     for bag in bags:
-        rarity[[found[word] for word in set(bag)]] += 1
+        rarity[[places[word] for word in set(bag)]] += 1
     rarity = np.log((1 + len(bags)) / (1 + rarity)) + 1
 
     def rows(some: Iterable[Sequence[str]]) -> npt.NDArray[Any]:
         matrix = []
         for bag in some:
-            row = np.zeros(len(found))
+            row = np.zeros(len(places))
             for word in bag:
-                if word in found:
-                    row[found[word]] += 1
+                if word in places:
+                    row[places[word]] += 1
             row = np.log1p(row) * rarity
             matrix.append(row / max(float(np.linalg.norm(row)), 1e-12))
         return np.array(matrix)
 
-    return np.asarray(rows(words_of(one) for one in queries) @ rows(bags).T)
+    return np.asarray(rows(words_of(query) for query in queries) @ rows(bags).T)
 
 
 def judged(score: Score, items: Sequence[Item]) -> dict[str, dict[str, float]]:
-    """The figures of every test."""
-    passages = [one.code for one in items]
+    """Returns the figures of every test."""
+    passages = [item.code for item in items]
     return {name: rank_figures(score(some, passages)) for name, some in tests_of(items).items()}
 
 
 def model_score(model: Words, tokenizer: Tokenizer) -> Score:
-    """Scores of queries and passages by a model."""
+    """Scores queries and passages by a model."""
 
     def score(queries: Sequence[str], passages: Sequence[str]) -> npt.NDArray[Any]:
         left, right = (
@@ -519,27 +519,27 @@ def write(folder: Path, model: Words, tokenizer: Tokenizer, training: Mapping[st
 
 
 def licences(packages: Path) -> dict[str, str]:
-    """Version and licence of the training text, by package."""
-    found = {"python": f"{platform.python_version()}, PSF-2.0"}
-    versions = {one.name: one.version for one in distributions(path=[str(packages)])}
+    """Returns version and licence of the training text, by package."""
+    known = {"python": f"{platform.python_version()}, PSF-2.0"}
+    versions = {package.name: package.version for package in distributions(path=[str(packages)])}
     for name in PACKAGES:
-        found[name] = f"{versions[DISTRIBUTIONS.get(name, name)]}, BSD-3-Clause"
-    return found
+        known[name] = f"{versions[DISTRIBUTIONS.get(name, name)]}, BSD-3-Clause"
+    return known
 
 
 def digest(items: Sequence[Item]) -> str:
-    """Of the training text, by which two runs can be compared."""
-    text = "\0".join(f"{one.name} {one.summary} {one.rest} {one.code}" for one in items)
+    """Returns a digest of the training text, to compare two runs."""
+    text = "\0".join(f"{item.name} {item.summary} {item.rest} {item.code}" for item in items)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def stored_test(items: Sequence[Item]) -> dict[str, Any]:
-    """A third of the test as a file: both lists of queries, and the passages."""
+    """Returns a third of the test as a file: both lists of queries, and the passages."""
     queries = {name: some[::THIRD] for name, some in tests_of(items).items()}
     return {
         "text": f"CPython {platform.python_version()}, licence PSF-2.0",
         "queries": queries,
-        "passages": [one.code for one in items[::THIRD]],
+        "passages": [item.code for item in items[::THIRD]],
     }
 
 
@@ -566,7 +566,7 @@ def main() -> None:
     held_out = held_out_items(options.library)
     training = {
         **asdict(plan),
-        "parameters": sum(one.size for one in model.stored().values()),
+        "parameters": sum(tensor.size for tensor in model.stored().values()),
         "seconds": round(time.monotonic() - begin),
         "text": licences(options.packages),
         "items": len(items),

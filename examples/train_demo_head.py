@@ -1,9 +1,9 @@
 """Train the head of the demo model that predicts further tokens (MTP), for speculation.
 
-The head reads the demo model's last state and the token behind it, and gives the next token, and a
-state with which it goes on by itself. It learns to choose what the demo model would choose: most of
-its text is what the demo model itself writes behind the begin of functions and other places of its
-own training text, at several temperatures. States and choices of the demo model are computed once.
+The head reads the demo model's last state and the token after it. It gives the next token, and a
+state from which it continues by itself. It learns to make the demo model's choices. Most of its
+text is written by the demo model, at several temperatures, after the begin of functions and other
+places of its own training text. States and choices of the demo model are computed once.
 
     python examples/train_demo_head.py --seconds 130
 
@@ -53,17 +53,17 @@ from train_demo_model import (
 )
 
 FILE = "mtp.safetensors"
-INDEX = "model.safetensors.index.json"  # which file has which tensor
-PREFIX = "mtp."  # of the names of the head's tensors
+INDEX = "model.safetensors.index.json"  # the file of each tensor
+PREFIX = "mtp."  # prefix of the names of the head's tensors
 TOKENS = f"{PREFIX}draft_tokens"
-DEPTH = 4  # drafts, one behind the other, that the loss is over
-WEIGHTS = (1.0, 0.8, 0.6, 0.5)  # of the losses of these
+DEPTH = 4  # number of successive drafts in the loss
+WEIGHTS = (1.0, 0.8, 0.6, 0.5)  # weights of the losses of these drafts
 WARM_UP = 100  # steps
 SAVED = 30.0  # seconds between two savings
 
 
 class HeadLayer(nn.Module):
-    """A gated feed-forward with a norm before it, added to its input; it sees each token alone."""
+    """A gated feed-forward with a norm before it, added to its input; it sees only one token."""
 
     def __init__(self, shape: Shape, width: int) -> None:
         super().__init__()
@@ -89,10 +89,11 @@ class FeedForward(nn.Module):
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokens that the head drafts: those that the demo model chooses most often.
+    """The tokens that the head drafts: the demo model's most frequent choices.
 
-    `tokens` [N]; `places` [vocabulary]: the place of each token among them, -1 for others; `table`
-    [vocabulary, hidden] has the embeddings of all tokens, `columns` [hidden, N] those of these.
+    `tokens` [N]; `places` [vocabulary]: the place of each token among `tokens`, -1 for others;
+    `table` [vocabulary, hidden]: the embeddings of all tokens; `columns` [hidden, N]: the
+    embeddings of `tokens`.
     """
 
     tokens: mx.array
@@ -102,7 +103,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, choices: mx.array, table: mx.array, count: int) -> Self:
-        """`count`: how many tokens it has."""
+        """Makes a vocabulary of the `count` most frequent choices."""
         often = np.bincount(np.array(choices).reshape(-1), minlength=table.shape[0])
         tokens = np.sort(np.argsort(-often, kind="stable")[:count]).astype(np.int32)
         places = np.full(table.shape[0], -1, dtype=np.int32)
@@ -135,9 +136,9 @@ class Head(nn.Module):
 
 
 def drafts_of(head: Head, words: Vocabulary, ids: mx.array, states: mx.array) -> Iterator[mx.array]:
-    """Yields the logits [R, WINDOW - DEPTH, N] of each depth, the drafts before it right.
+    """Yields the logits [R, WINDOW - DEPTH, N] of each depth, if all earlier drafts are right.
 
-    `ids` [R, WINDOW] and `states` [R, WINDOW, hidden] are of texts.
+    `ids` [R, WINDOW] and `states` [R, WINDOW, hidden] belong to texts.
     """
     count = WINDOW - DEPTH
     states = states[:, :count]
@@ -149,11 +150,11 @@ def drafts_of(head: Head, words: Vocabulary, ids: mx.array, states: mx.array) ->
 def loss_of(
     head: Head, words: Vocabulary, ids: mx.array, choices: mx.array, states: mx.array
 ) -> mx.array:
-    """The weighted mean loss of all depths, over the places whose choice the head can draft."""
+    """Returns the weighted mean loss of all depths, over places with a choice that it can draft."""
     total = mx.array(0.0)
     count = WINDOW - DEPTH
-    every = zip(WEIGHTS, drafts_of(head, words, ids, states), strict=True)
-    for depth, (weight, logits) in enumerate(every, start=1):
+    depths = zip(WEIGHTS, drafts_of(head, words, ids, states), strict=True)
+    for depth, (weight, logits) in enumerate(depths, start=1):
         targets = words.places[choices[:, depth : depth + count]]
         known = targets >= 0
         losses = nn.losses.cross_entropy(logits.astype(mx.float32), mx.maximum(targets, 0))
@@ -162,7 +163,7 @@ def loss_of(
 
 
 def right_shares(head: Head, words: Vocabulary, texts: Texts) -> list[float]:
-    """How often the draft of each depth is the model's choice, where those before it are."""
+    """Returns the share of right drafts of each depth, among places with right drafts before it."""
     count, shares = WINDOW - DEPTH, []
     right, before = [0] * DEPTH, [0] * DEPTH
     for first in range(0, len(texts), 32):
@@ -175,24 +176,24 @@ def right_shares(head: Head, words: Vocabulary, texts: Texts) -> list[float]:
             before[depth] += same.size if depth == 0 else int(alive.sum().item())
             right[depth] += int(hit.sum().item())
             alive = hit
-    shares = [one / max(1, other) for one, other in zip(right, before, strict=True)]
-    return [round(one, 4) for one in shares]
+    shares = [share / max(1, other) for share, other in zip(right, before, strict=True)]
+    return [round(share, 4) for share in shares]
 
 
 def train(
     head: Head, words: Vocabulary, texts: Texts, held_out: Texts, args: argparse.Namespace
 ) -> int:
-    """Trains for so many seconds and returns the steps; the head so far is saved meanwhile."""
+    """Trains for `args.seconds`, saves the head from time to time, and returns the steps."""
     draw = np.random.default_rng(args.seed)
     optimizer = optim.AdamW(args.peak, betas=[0.9, 0.95], weight_decay=0.02)
     optimizer.init(head.trainable_parameters())
     state = [head.state, optimizer.state]
-    slope_of = nn.value_and_grad(head, lambda *given: loss_of(head, words, *given))
+    slope_of = nn.value_and_grad(head, lambda *tensors: loss_of(head, words, *tensors))
 
     @partial(mx.compile, inputs=state, outputs=state)
-    def step(*given: mx.array) -> mx.array:
+    def step(*tensors: mx.array) -> mx.array:
         cost: mx.array
-        cost, slope = slope_of(*given)
+        cost, slope = slope_of(*tensors)
         slope, _ = optim.clip_grad_norm(slope, 1.0)
         optimizer.update(head, slope)
         return cost
@@ -220,7 +221,7 @@ def train(
 def save(folder: Path, head: Head, words: Vocabulary) -> None:
     """Writes the head, and the index of the tensors of both files.
 
-    Tokens are stored as float32 numbers, which weights are.
+    Tokens are stored as float32 numbers, because weights are.
     """
     folder.mkdir(parents=True, exist_ok=True)
     flat = tree_flatten(head.parameters())
@@ -230,7 +231,7 @@ def save(folder: Path, head: Head, words: Vocabulary) -> None:
     model = mx.load(str(DEMO / "model.safetensors"))
     assert isinstance(model, dict)
     files = dict.fromkeys(model, "model.safetensors") | dict.fromkeys(weights, FILE)
-    size = sum(one.nbytes for one in (*model.values(), *weights.values()))
+    size = sum(tensor.nbytes for tensor in (*model.values(), *weights.values()))
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(files.items()))}
     write_json(folder / INDEX, index)
 
@@ -286,11 +287,11 @@ def main() -> None:
     assert isinstance(stored, dict)
     del stored[TOKENS]
     rounded.load_weights(
-        [(name.removeprefix(PREFIX), one.astype(mx.float32)) for name, one in stored.items()]
+        [(name.removeprefix(PREFIX), tensor.astype(mx.float32)) for name, tensor in stored.items()]
     )
     flat = tree_flatten(head.parameters())
     report = {
-        "parameters": sum(one.size for _, one in flat),
+        "parameters": sum(tensor.size for _, tensor in flat),
         "texts": len(texts),
         "tokens": int(texts.ids.size),
         "steps": steps,

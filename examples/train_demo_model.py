@@ -6,8 +6,8 @@ tests, and the model is evaluated by the bits it needs per byte of them, compare
 
     python examples/train_demo_model.py --steps 1600
 
-On a GPU it takes minutes. With the same seed, source and MLX back end the run is the same, except
-for the order in which a GPU adds floating-point numbers.
+On a GPU it takes minutes. The same seed, source and MLX back end give the same run, except for a
+GPU's order of floating-point additions.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 DEMO = Path(__file__).resolve().parent.parent / "worker" / "mlxpool" / "worker" / "demo"
 END = "<|endoftext|>"
 
-# Held out of training, as are their tests. Chosen before the first run, for variety.
+# Held out of training, together with their tests. Chosen before the first run, for variety.
 HELD_OUT = (
     *("argparse", "calendar", "cmd", "colorsys", "configparser", "csv", "dataclasses"),
     *("difflib", "fileinput", "fractions", "graphlib", "heapq", "ipaddress", "mailbox"),
@@ -61,8 +61,8 @@ PROMPTS = (
     "# Return the largest item of the list.\ndef largest(items):\n",
 )
 
-# Byte-pair merges do not cross the borders of these pieces. Indentation is one piece and its line
-# break another, so that the model can choose the indentation after a prompt that ends in a
+# Byte-pair merges do not cross the borders of these pieces. Indentation and its line break are
+# separate pieces, so that the model can choose the indentation after a prompt that ends in a
 # newline. A word includes the one space or dot before it.
 PIECES = "|".join(
     (
@@ -76,7 +76,7 @@ PIECES = "|".join(
     )
 )
 
-# The model was trained on no conversation. Words become comments, code stays code, and the model
+# The model was not trained on conversations. Words become comments, code stays code, and the model
 # completes the result.
 CHAT_TEMPLATE = (
     "{{- bos_token -}}"
@@ -94,7 +94,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Shape:
-    """The model's sizes: as large as 8 MB of bfloat16 and a tokenizer allow."""
+    """The model's sizes, the largest that fit into 8 MB of bfloat16 and a tokenizer."""
 
     vocab: int = 4096
     hidden: int = 256
@@ -108,7 +108,7 @@ class Shape:
 
     @property
     def head(self) -> int:
-        """Width of one head: 64, which every back end has a fast attention for."""
+        """Width of one head: 64, for which every back end has a fast attention."""
         return self.hidden // self.heads
 
 
@@ -132,7 +132,7 @@ class Corpus:
     held_out: dict[str, str]
 
     def sha256(self) -> str:
-        """A digest of the training text, by which two runs can be compared."""
+        """A digest of the training text, to compare two runs."""
         digest = hashlib.sha256()
         for text in self.train.values():
             digest.update(text.encode() + b"\0")
@@ -143,7 +143,7 @@ class Corpus:
 
 
 def read_corpus(source: Path) -> Corpus:
-    """Read every module under `source` once, held-out ones first; exact copies are dropped."""
+    """Reads every module under `source` once, held-out modules first; drops exact copies."""
     texts = dict(read_modules(source))
     held_out = {name: texts[f"{name}.py"] for name in HELD_OUT}
     seen = set(held_out.values())
@@ -156,7 +156,7 @@ def read_corpus(source: Path) -> Corpus:
 
 
 def read_modules(source: Path) -> Iterator[tuple[str, str]]:
-    """Yield (path, text) of the library's own UTF-8 modules, without generated files."""
+    """Yields (path, text) of the library's own UTF-8 modules, without generated files."""
     for file in sorted(source.rglob("*.py")):
         path = file.relative_to(source)
         built = path.parts[0].startswith(("config-", "_sysconfigdata")) or (
@@ -180,7 +180,7 @@ def tells_of_held_out(path: Path) -> bool:
 def train_tokenizer(corpus: Corpus, vocab: int) -> Tokenizer:
     """Byte-level BPE: any text has tokens, and decoding returns the same bytes.
 
-    Encoding puts END in front, as before every document that the model has seen.
+    Encoding puts END before the text, as before every document in training.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -204,14 +204,14 @@ def train_tokenizer(corpus: Corpus, vocab: int) -> Tokenizer:
 
 
 def encode_train(corpus: Corpus, tokenizer: Tokenizer, seed: int) -> mx.array:
-    """All training text as one row of ids in a shuffled order, END before each document."""
+    """Returns all training text as one row of ids in a shuffled order, END before each document."""
     documents = [e.ids for e in tokenizer.encode_batch(list(corpus.train.values()))]
     random.Random(seed).shuffle(documents)
     return mx.array([id for document in documents for id in document], mx.int32)
 
 
 def batches(tokens: mx.array, context: int, plan: Plan) -> Iterator[mx.array]:
-    """Yield [batch, context + 1] without end; each epoch divides the text at other places."""
+    """Yields [batch, context + 1] without end; each epoch divides the text at other places."""
     span = mx.arange(context + 1)
     rng = random.Random(plan.seed)
     while True:
@@ -221,9 +221,8 @@ def batches(tokens: mx.array, context: int, plan: Plan) -> Iterator[mx.array]:
             yield tokens[mx.array(starts[at : at + plan.batch])[:, None] + span]
 
 
-# --------------------------------------------------------------------------------- the model
-# Attribute names are those of the Hugging Face layout, so that weights need no renaming.
-# Weights are float32; each is cast to the type of the activations where it is used.
+# Attribute names are those of the Hugging Face layout, so that weights need no renaming. Weights
+# are float32; each is cast to the type of the activations at its use.
 
 
 class Linear(nn.Module):
@@ -317,7 +316,7 @@ class Embedding(nn.Module):
         return self.weight[ids].astype(dtype)
 
     def score(self, x: mx.array) -> mx.array:
-        """Logits of every token in the vocabulary."""
+        """Returns logits of every token in the vocabulary."""
         return x @ self.weight.astype(x.dtype).T
 
 
@@ -347,7 +346,7 @@ class Llama(nn.Module):
 
 
 def residual_scale(shape: Shape) -> float:
-    """The scale that keeps the sum of all layers' outputs as large as one of them at the start."""
+    """Returns the scale at which all layers' outputs together start as large as one of them."""
     return 1.0 / math.sqrt(2 * shape.layers)
 
 
@@ -355,13 +354,13 @@ def residual_scale(shape: Shape) -> float:
 
 
 def nats(model: Llama, ids: mx.array) -> mx.array:
-    """The loss in float32 of each token of `ids` except the first, given the tokens before it."""
+    """Returns the float32 loss of each token of `ids` but the first, given the earlier ones."""
     logits = model(ids[:, :-1]).astype(mx.float32)
     return nn.losses.cross_entropy(logits, ids[:, 1:])
 
 
 def number(x: mx.array) -> float:
-    """The sum of an array as a Python number."""
+    """Returns the sum of an array as a Python number."""
     return float(x.sum().item().real)
 
 
@@ -371,7 +370,7 @@ def compute_type() -> mx.Dtype:
 
 
 def schedule(plan: Plan) -> Callable[[mx.array], mx.array]:
-    """Linear warm-up to the peak, then half a cosine down to zero."""
+    """Returns a linear warm-up to the peak, then half a cosine down to zero."""
     warmup = min(plan.warmup, max(plan.steps // 10, 1))
     rise = optim.linear_schedule(0.0, plan.peak, warmup)
     fall = optim.cosine_decay(plan.peak, max(plan.steps - warmup, 1))
@@ -379,7 +378,7 @@ def schedule(plan: Plan) -> Callable[[mx.array], mx.array]:
 
 
 def compiled_step(model: Llama, plan: Plan) -> tuple[Callable[[mx.array], mx.array], Any]:
-    """One step of AdamW as a compiled function of a batch, and the state it changes."""
+    """Returns a step of AdamW as a compiled function of a batch, and the state that it changes."""
     optimizer = optim.AdamW(schedule(plan), betas=[0.9, 0.95], weight_decay=plan.decay)
     optimizer.init(model.trainable_parameters())
     state = [model.state, optimizer.state]
@@ -399,24 +398,24 @@ def compiled_step(model: Llama, plan: Plan) -> tuple[Callable[[mx.array], mx.arr
 def train(
     shape: Shape, plan: Plan, tokens: mx.array, watch: Callable[[int, float, Llama], None]
 ) -> Llama:
-    """Train from scratch. `watch` gets the step, its loss in nats and the model at intervals."""
+    """Trains from scratch. `watch` gets the step, its loss in nats and the model at intervals."""
     mx.random.seed(plan.seed)
     model = Llama(shape, compute_type())
     step, state = compiled_step(model, plan)
-    every = max(plan.steps // 20, 1)
+    interval = max(plan.steps // 20, 1)
     for count, ids in enumerate(islice(batches(tokens, shape.context, plan), plan.steps), 1):
         cost = step(ids)
         mx.async_eval(cost, state)
-        if count % 10 == 0:  # bounds how far the host runs ahead of the device
+        if count % 10 == 0:  # bounds the work that the host queues ahead of the device
             mx.eval(cost, state)
-        if count % every == 0:
+        if count % interval == 0:
             watch(count, number(cost), model)
     mx.eval(state)
     return model
 
 
 def steps_in(seconds: float, shape: Shape, plan: Plan, tokens: mx.array) -> int:
-    """How many steps fit: the rate is measured once, so that the run itself has fixed steps."""
+    """Returns the steps that fit into `seconds`: measured once, so that the run has fixed steps."""
     step, state = compiled_step(Llama(shape, compute_type()), plan)
     source = batches(tokens, shape.context, plan)
     for count in (10, 40):  # the first ten compile
@@ -430,10 +429,10 @@ def steps_in(seconds: float, shape: Shape, plan: Plan, tokens: mx.array) -> int:
 
 
 def windows(ids: list[int], context: int) -> Iterator[tuple[list[int], list[float]]]:
-    """Divide a document into overlapping windows, with a 1 at each target counted in the window.
+    """Divides a document into overlapping windows, with a 1 at each target counted in the window.
 
-    After the first window only the second half counts: every token is evaluated once, with at
-    least half a context before it where the document has that much.
+    After the first window only the second half counts. Every token is thus evaluated once, with at
+    least half a context before it if the document has that much.
     """
     half = context // 2
     for start in range(0, max(len(ids) - 1 - half, 1), half):
@@ -445,7 +444,7 @@ def windows(ids: list[int], context: int) -> Iterator[tuple[list[int], list[floa
 
 
 def document_bits(model: Llama, tokenizer: Tokenizer, text: str, context: int) -> float:
-    """Bits that the model needs for a text, from an empty context."""
+    """Returns the bits that the model needs for a text, from an empty context."""
     ids = tokenizer.encode(text).ids
     cut = windows(ids, context)
     total = 0.0
@@ -458,21 +457,20 @@ def document_bits(model: Llama, tokenizer: Tokenizer, text: str, context: int) -
 def bits_per_byte(
     model: Llama, tokenizer: Tokenizer, corpus: Corpus, context: int
 ) -> dict[str, float]:
-    """Bits per UTF-8 byte of each held-out module, and of all of them under the name ''."""
+    """Returns bits per UTF-8 byte of each held-out module, and of all of them under the name ''."""
     bits = {
         name: document_bits(model, tokenizer, text, context)
         for name, text in corpus.held_out.items()
     }
     sizes = {name: len(text.encode()) for name, text in corpus.held_out.items()}
-    each = {name: bits[name] / sizes[name] for name in bits}
-    return {"": sum(bits.values()) / sum(sizes.values())} | each
+    by_module = {name: bits[name] / sizes[name] for name in bits}
+    return {"": sum(bits.values()) / sum(sizes.values())} | by_module
 
 
 def xz_bits_per_byte(corpus: Corpus) -> tuple[float, float]:
-    """`xz -9` of the held-out modules in one piece: by themselves, and after the training text.
+    """Compresses the held-out modules with `xz -9`: by themselves, and after the training text.
 
-    The second is what xz would say had it read what the model has read; it reaches back over
-    all of it.
+    The second figure gives xz the text that the model has read; its window covers all of it.
     """
     held_out = "".join(corpus.held_out.values()).encode()
     before = "".join(corpus.train.values()).encode()
@@ -482,20 +480,20 @@ def xz_bits_per_byte(corpus: Corpus) -> tuple[float, float]:
 
 
 def complete(model: Llama, tokenizer: Tokenizer, prompt: str, seed: int) -> str:
-    """Continue a prompt by at most 96 tokens, drawn at temperature 0.5."""
+    """Continues a prompt by at most 96 tokens, drawn at temperature 0.5."""
     ids = tokenizer.encode(prompt).ids
-    asked = len(ids)
+    prompt_length = len(ids)
     for key in mx.random.split(mx.random.key(seed), 96):
         logits = model(mx.array([ids]))[0, -1]
         drawn = int(number(mx.random.categorical(logits / 0.5, key=key)))
         if drawn == ids[0]:
             break
         ids.append(drawn)
-    return tokenizer.decode(ids[asked:])
+    return tokenizer.decode(ids[prompt_length:])
 
 
 def configuration(shape: Shape) -> dict[str, Any]:
-    """config.json, as other programs that read Llama folders expect it."""
+    """Returns config.json, as other programs that read Llama folders expect it."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -520,14 +518,14 @@ def configuration(shape: Shape) -> dict[str, Any]:
 
 
 def named_weights(model: Llama) -> list[tuple[str, mx.array]]:
-    """Every weight with its name in the Hugging Face layout."""
+    """Returns every weight with its name in the Hugging Face layout."""
     flat = tree_flatten(model.parameters())
     assert isinstance(flat, list)
     return flat
 
 
 def save(folder: Path, shape: Shape, tokenizer: Tokenizer, model: Llama) -> None:
-    """Write the model in the Hugging Face layout, its weights rounded to bfloat16."""
+    """Writes the model in the Hugging Face layout, its weights rounded to bfloat16."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: w.astype(mx.bfloat16) for name, w in named_weights(model)}
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "pt"})
@@ -547,7 +545,7 @@ def save(folder: Path, shape: Shape, tokenizer: Tokenizer, model: Llama) -> None
 
 
 def load(folder: Path, shape: Shape) -> tuple[Llama, Tokenizer]:
-    """Load the saved model in float32, to evaluate the weights that are shipped."""
+    """Loads the saved model in float32, to evaluate the weights that are shipped."""
     model = Llama(shape)
     weights = mx.load(str(folder / "model.safetensors"))
     assert isinstance(weights, dict)
@@ -556,7 +554,7 @@ def load(folder: Path, shape: Shape) -> tuple[Llama, Tokenizer]:
 
 
 def write_json(file: Path, value: dict[str, Any]) -> None:
-    """Write a value as indented JSON."""
+    """Writes a value as indented JSON."""
     file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
@@ -564,7 +562,7 @@ def write_json(file: Path, value: dict[str, Any]) -> None:
 
 
 def make(folder: Path, corpus: Corpus, args: argparse.Namespace) -> dict[str, Any]:
-    """Train the tokenizer and the model, save both, and return the report."""
+    """Trains the tokenizer and the model, saves both, and returns the report."""
     shape = Shape(feed_forward=args.feed_forward, layers=args.layers)
     tokenizer = train_tokenizer(corpus, shape.vocab)
     tokens = encode_train(corpus, tokenizer, args.seed)
@@ -599,30 +597,30 @@ def make(folder: Path, corpus: Corpus, args: argparse.Namespace) -> dict[str, An
 
 
 def judge(folder: Path, corpus: Corpus) -> dict[str, Any]:
-    """Figures of the saved model on the held-out modules."""
+    """Returns figures of the saved model on the held-out modules."""
     shape = Shape(**sizes_from(json.loads((folder / "config.json").read_text())))
     model, tokenizer = load(folder, shape)
-    each = bits_per_byte(model, tokenizer, corpus, shape.context)
+    by_module = bits_per_byte(model, tokenizer, corpus, shape.context)
     alone, after = xz_bits_per_byte(corpus)
     return {
         "source_files": len(corpus.train),
         "source_bytes": sum(len(text.encode()) for text in corpus.train.values()),
         "source_sha256": corpus.sha256(),
         "held_out_bytes": sum(len(text.encode()) for text in corpus.held_out.values()),
-        "bits_per_byte": round(each.pop(""), 4),
+        "bits_per_byte": round(by_module.pop(""), 4),
         "xz_bits_per_byte": round(alone, 4),
         "xz_after_source_bits_per_byte": round(after, 4),
-        "bits_per_byte_by_module": {name: round(bits, 4) for name, bits in each.items()},
+        "bits_per_byte_by_module": {name: round(bits, 4) for name, bits in by_module.items()},
     }
 
 
 def sizes_from(config: dict[str, Any]) -> dict[str, int]:
-    """The sizes in a config.json that a run may choose."""
+    """Returns the sizes in a config.json that a run may choose."""
     return {"layers": config["num_hidden_layers"], "feed_forward": config["intermediate_size"]}
 
 
 def completions(folder: Path) -> str:
-    """The completion of each prompt by the saved model, as Markdown."""
+    """Returns the completion of each prompt by the saved model, as Markdown."""
     shape = Shape(**sizes_from(json.loads((folder / "config.json").read_text())))
     model, tokenizer = load(folder, shape)
     parts = []
@@ -636,12 +634,12 @@ def completions(folder: Path) -> str:
 
 
 def say(line: str) -> None:
-    """Report progress at once."""
+    """Reports progress at once."""
     print(line, file=sys.stderr, flush=True)
 
 
 def arguments() -> argparse.Namespace:
-    """Read the command line."""
+    """Reads the command line."""
     library = Path(sysconfig.get_path("stdlib"))
     parser = argparse.ArgumentParser(description="Train mlxpool's demo model.")
     parser.add_argument("--source", type=Path, default=library, help="folder of Python source")
