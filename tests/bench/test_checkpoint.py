@@ -54,7 +54,7 @@ CUTS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
     },
 }
-# Dtypes of some tensors of layer 1, by their names behind "model.layers.1.".
+# Dtypes of some tensors of layer 1, by their names after "model.layers.1.".
 STORED: dict[tuple[str, str], dict[str, Any]] = {
     ("qwen3-30b-a3b", ""): {
         "mlp.gate.weight": mx.bfloat16,

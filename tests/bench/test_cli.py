@@ -78,8 +78,11 @@ def test_help_names_what_can_be_measured() -> None:
         (["prefix", "--rounds", "-3"], "--rounds -3 must be at least 1"),
         (["prefix", "--shape", "tiny", "--tokens", "5000"], "give --tokens 3836 or less"),
         (["checkpoint", "--shape", "tiny", "/tmp"], "/tmp is there already"),
-        (["engine", "--shape", "tiny", "--beside", "/tmp"], "/tmp is no checkout of mlxpool"),
-        (["engine", "--llama-cpp", "/no/python"], "is not a GGUF file, and llama.cpp reads nothing"),
+        (["engine", "--shape", "tiny", "--beside", "/tmp"], "/tmp is not a checkout of mlxpool"),
+        (
+            ["engine", "--llama-cpp", "/no/python"],
+            "is not a GGUF file, and llama.cpp reads nothing",
+        ),
         (["groups", "--setup", "1:2"], "--setup 1:2 must be WORKERSxDEVICES, such as 2x1"),
         (["routing", "--load", "cats"], "there is no load 'cats'; there are chats, tenants"),
         (["formats", "--rows", "1"], "--rows 1 must be at least 2"),
@@ -103,7 +106,7 @@ def test_bad_json_says_which_file(tmp_path: Path) -> None:
 
 
 def test_the_page_of_scenarios_has_each_of_them() -> None:
-    """`bench/README.md` has the list, and each scenario says what it answers."""
+    """`bench/README.md` has the list, and the question of each scenario."""
     page = (Path(__file__).parents[2] / "bench" / "README.md").read_text("utf-8")
     for name in SCENARIOS:
         assert f"| `mlxpool bench {name}" in page

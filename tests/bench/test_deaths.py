@@ -1,4 +1,4 @@
-"""What faults did to streams: which were moved, which wrong, and how long they waited."""
+"""The effects of faults on streams: moved ones, wrong ones, and how long they waited."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KINDS = kinds([KILL, STOP], 2)
 
 
 def test_the_wait_of_a_stream_is_the_longest_since_the_fault() -> None:
-    """What was under way when a rank was lost arrives at once, and ends no wait."""
+    """Tokens that were under way when a rank was lost arrive at once, and end no wait."""
     stream = Watched(0, times=[1.0, 2.0, 2.5, 9.0, 9.5])
     assert stream.wait_after(2.4) == 6.5
     assert stream.wait_after(3.0) == 6.0

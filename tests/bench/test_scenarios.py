@@ -1,4 +1,4 @@
-"""Each scenario of `mlxpool bench` in its smallest form: what it yields, not how much."""
+"""Each scenario of `mlxpool bench` in its smallest form: its figures, not their values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(name: str, *words: str) -> list[Measurement]:
-    """The measurements of a command line, in this process."""
+    """Returns the measurements of a command line, in this process."""
     options = parsed(["bench", name, *words])
     scenario = import_module(f"mlxpool.bench.{MODULES.get(name, name.replace('-', '_'))}")
     assert scenario.about(options).endswith(".")
@@ -79,7 +79,7 @@ def test_engine_gives_the_share_of_the_bytes_bound(tiny: Path) -> None:
 
 
 def test_engine_beside_a_checkout(tiny: Path) -> None:
-    """Each in a process with the modules of the checkout; here both are this one."""
+    """Each side runs in a process with the modules of the checkout; here both are this checkout."""
     words = ["--model", str(tiny), "--rounds", "2", "--steps", "2", "--streams", "2"]
     words += ["--prompt", "5", "--prefill", "8", "--beside", str(engine_process.HERE)]
     decode, prefill = run("engine", *words)

@@ -22,24 +22,24 @@ update_docs = importlib.util.module_from_spec(SPEC)
 sys.modules[SPEC.name] = update_docs  # dataclasses look their module up
 SPEC.loader.exec_module(update_docs)
 
-FRONT = ("README.md", "docs/index.md")  # pages on which every speed comes from a run
+FRONT = ("README.md", "docs/index.md")  # pages that show only speeds from a run
 NUMBER = re.compile(r"(?<![\d,.])\d[\d,]*(?:\.\d+)?(?!,?\d)")
 SPEED = re.compile(
     r"[\d.,]*\d (?:tokens/s|texts/s|tokens a second|ms|times (?:as fast|the tokens))"
 )
-# Figures from here on are searched for; smaller ones are those of many things. benchmarks.md has a
+# Figures from here on are searched for; smaller figures are too common. benchmarks.md has a
 # thousand figures of four digits that were written by hand, some of which agree by chance.
 RARE, RARE_IN_BENCHMARKS = 1000, 10_000
 FILES = update_docs.saved_runs()
 
 
 def unmarked(page: str) -> str:
-    """A page without what is between marks and without code."""
+    """Returns a page without the parts between marks and without code."""
     return FENCE.sub("", update_docs.MARK.sub("", page))
 
 
 def rare_figures(run: Figures, least: float) -> Iterator[str]:
-    """The medians of a run from `least` on, as pages show them, but for round numbers."""
+    """Returns the medians of a run from `least` on, as pages show them, but not round ones."""
     for line in run.lines:
         for side in line.sides:
             if line.median(side) >= least and line.median(side) % 100:
@@ -118,7 +118,7 @@ RUN = Figures(
 
 @pytest.fixture
 def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The file of RUN, in a folder of its own."""
+    """The file of RUN, in its own folder."""
     (tmp_path / "here").mkdir()
     file = tmp_path / "here" / "run.json"
     report.write(file, RUN)

@@ -1,7 +1,7 @@
-"""Checks the traces that all processes wrote, after a run.
+"""Checks the traces of all processes after a run.
 
 A stream is sound if its client got every id at its position, once, with the expected value, and one
-end. The lines of broker and workers give the time from a fault to its detection.
+end. The lines of broker and workers have the time from a fault to its detection.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Findings:
         default_factory=list
     )  # ids after the end, or of an unknown stream
     wrong: list[str] = field(default_factory=list)  # an id other than the model's
-    stuck: list[str] = field(default_factory=list)  # no end
+    stuck: list[str] = field(default_factory=list)  # streams without an end
     short: list[str] = field(default_factory=list)  # `done` without all its ids
     ends: Counter[str] = field(default_factory=Counter)  # by reason or code
     streams: int = 0
@@ -37,14 +37,14 @@ class Findings:
 
     @property
     def sound(self) -> bool:
-        """Nothing is lost, doubled, out of order, wrong or without an end."""
+        """Whether nothing is lost, doubled, out of order, wrong or without an end."""
         return not (
             self.lost or self.doubled or self.reordered or self.unexpected or self.wrong
             or self.stuck or self.short
         )  # fmt: skip
 
     def summary(self) -> dict[str, Any]:
-        """Figures for a table."""
+        """Returns figures for a table."""
         return {
             "streams": self.streams,
             "ids": self.ids,
@@ -61,7 +61,7 @@ class Findings:
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """The lines of all processes in the order of the clock, without incomplete lines."""
+    """Returns the lines of all processes in the order of the clock, without incomplete lines."""
     lines = []
     for path in sorted(folder.glob("*.jsonl")):
         for text in path.read_text("utf-8", "replace").splitlines():
@@ -73,7 +73,7 @@ def read(folder: Path) -> list[dict[str, Any]]:
 
 
 def check(lines: Sequence[TraceLine], expected: Mapping[str, Sequence[int]]) -> Findings:
-    """`expected`: a stream's id -> all its token ids when it ends with `done`."""
+    """Checks all streams. `expected`: a stream's id -> all its token ids if it ends with `done`."""
     findings = Findings(streams=len(expected))
     streams: dict[str, list[TraceLine]] = defaultdict(list)
     for line in lines:
@@ -130,7 +130,7 @@ def _check_position(
 
 
 def _count_hits(lines: Iterable[TraceLine], findings: Findings) -> None:
-    """Count how often a stream was dispatched again."""
+    """Counts how often a stream was dispatched again."""
     for line in lines:
         if line["who"] == "broker" and line["what"] == "work":
             findings.hits[line["id"]] += 1
@@ -139,7 +139,7 @@ def _count_hits(lines: Iterable[TraceLine], findings: Findings) -> None:
 
 
 def detection(lines: Sequence[TraceLine]) -> list[float]:
-    """Seconds from each deadly fault of a worker to the broker's reaction."""
+    """Returns seconds from each deadly fault of a worker to the broker's reaction."""
     ended = [
         (line["t"], line["slot"]) for line in lines
         if line["who"] == "broker" and line["what"] == "exited"

@@ -12,6 +12,6 @@ from support.pool import Pool
 
 @pytest.fixture
 def client(pool: Pool) -> Iterator[Client]:
-    """A client of the pool of the module, whose timeout is longer than any fault."""
+    """A client of the module's pool, with a timeout longer than any fault."""
     with pool.client() as connected:
         yield connected

@@ -15,7 +15,10 @@ NICENESS = 13  # 56 against 1024 shares of the processor
 
 @contextmanager
 def busy_process() -> Iterator[int]:
-    """Run a busy process on the first available processor meanwhile; yields the processor."""
+    """Runs a busy process on the first available processor inside the context.
+
+    Yields the processor.
+    """
     processor = min(os.sched_getaffinity(0))
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
         try:
@@ -26,11 +29,11 @@ def busy_process() -> Iterator[int]:
 
 
 def starve(pool: Pool, slot: str, processor: int) -> None:
-    """Move all threads of a slot's worker to that processor, once it has started."""
+    """Moves all threads of a slot's worker to that processor, once the worker has started."""
     until(lambda: pool.worker(slot).get("pid"), "there is a worker")
     pid = int(pool.worker(slot)["pid"])
     with suppress(FileNotFoundError):  # the worker may have ended
         for task in os.listdir(f"/proc/{pid}/task"):
-            with suppress(ProcessLookupError):  # or the thread
+            with suppress(ProcessLookupError):  # the thread may have ended
                 os.sched_setaffinity(int(task), {processor})
                 os.setpriority(os.PRIO_PROCESS, int(task), NICENESS)

@@ -1,4 +1,4 @@
-"""Faults inside a class of a worker process, which its interpreter's start puts there."""
+"""Faults inside a class of a worker process, installed at its interpreter's start."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from support.pool import with_path
 
-# `arm(kind)`, which the fault defines, is called with the class when its module was imported.
+# The fault defines `arm(kind)`. It is called with the class after the import of its module.
 _WHEN_IMPORTED = """
 import importlib.abc, importlib.util, sys
 
@@ -34,10 +34,10 @@ FOLLOWER = "mlxpool.worker.compute.follower", "Follower"
 
 
 def install_fault(folder: Path, fault: str, where: tuple[str, str] = ENGINE) -> dict[str, str]:
-    """Writes a fault to `folder`; returns the environment in which processes have it.
+    """Writes a fault to `folder`; returns the environment for processes with the fault.
 
-    `fault` is Python that defines `arm(kind)`, which changes methods of the class `where`, given by
-    its module and its name.
+    `fault`: Python that defines `arm(kind)`, which changes methods of the class. `where`: the
+    class's module and name.
     """
     module, name = where
     hook = _WHEN_IMPORTED.replace("MODULE", module).replace("CLASS", name)

@@ -22,8 +22,8 @@ from mlxpool.common.trace import VARIABLE, History
 from support.counting_checker import expected_ids, text_of
 from support.pool import PATIENCE, Pool, until
 
-# Short limits, so that a hang is found soon. Healthy workers stay far below them, since time
-# without a processor does not count. That of a load is longer: it may wait for the disk.
+# Short limits, so that a hang is found soon. Healthy workers stay far below them, because time
+# without a processor does not count. The limit of a load is longer: it may wait for the disk.
 LIMITS = """\
 [pool]
 beat_limit = 2.5
@@ -37,7 +37,7 @@ restart_delay_max = 1.0
 """
 # For faults that leave a load hanging or stopped.
 SHORT_LOADS = LIMITS.replace("load_limit = 10", "load_limit = 2")
-# A model with weights may have kernels compiled, at its load and in the first step of a kind.
+# A model with weights may compile kernels, at its load and in the first step of a kind.
 WEIGHTS_LIMITS = re.sub("(load|fresh)_limit = .*", r"\1_limit = 60", LIMITS)
 
 
@@ -106,7 +106,7 @@ class Chaos(Closing):
         return self
 
     def close(self) -> None:
-        """End the streams' threads, the client and the pool."""
+        """Ends the streams' threads, the client and the pool."""
         self.client.close()
         for thread in self.threads:
             thread.join(timeout=PATIENCE)
@@ -114,7 +114,7 @@ class Chaos(Closing):
         self.pool.close()
 
     def new_client(self, **options: Any) -> Client:
-        """Another connection, whose timeout is longer than any fault."""
+        """Returns another connection, with a timeout longer than any fault."""
         return self.pool.client(**options)
 
     # ---- streams -------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ class Chaos(Closing):
     def start(
         self, count: int = 100, number: int = 1, *, client: Client | None = None, **options: Any
     ) -> list[ChaosStream]:
-        """Start `number` streams of `count` tokens, each read by a thread of its own.
+        """Starts `number` streams of `count` tokens, each read by its own thread.
 
         Their seeds differ; their prompts end in one digit, so that all have the same length.
         """
@@ -154,7 +154,7 @@ class Chaos(Closing):
             stream.error = error
 
     def reach(self, streams: Sequence[ChaosStream], count: int) -> None:
-        """Wait until each of these streams has `count` ids or has ended."""
+        """Waits until each of these streams has `count` ids or has ended."""
         for stream in streams:
             until(
                 partial(_had, stream, count),
@@ -162,7 +162,7 @@ class Chaos(Closing):
             )
 
     def finish(self, streams: Sequence[ChaosStream] | None = None) -> None:
-        """Wait for the end of these streams, or of all."""
+        """Waits for the end of these streams, or of all."""
         for stream in self.streams if streams is None else streams:
             until(
                 partial(_has_ended, stream),
@@ -170,20 +170,20 @@ class Chaos(Closing):
             )
 
     def wait(self, seconds: float) -> None:
-        """Sleep; for faults of a given duration."""
+        """Sleeps; for faults of a given duration."""
         time.sleep(seconds)
 
     # ---- faults --------------------------------------------------------------------------------
 
     def signal_worker(self, slot: str, number: int) -> int:
-        """Send a signal to the worker of a slot, and trace it; returns its pid."""
+        """Sends a signal to the worker of a slot, and traces it; returns its pid."""
         pid = int(self.pool.worker(slot)["pid"])
         self.history.write("killed", slot=slot, signal=number)
         os.kill(pid, number)
         return pid
 
     def restart_broker(self) -> None:
-        """Kill the broker and start a new one, as an init system does."""
+        """Kills the broker and starts a new one, as an init system does."""
         self.history.write("broker killed")
         self.pool.kill()
         self.pool.start()
@@ -191,12 +191,12 @@ class Chaos(Closing):
     # ---- checks --------------------------------------------------------------------------------
 
     def check(self) -> Findings:
-        """The findings of the traces of all streams."""
+        """Returns the findings of the traces of all streams."""
         expected = {stream.ident.hex(): stream.wanted for stream in self.streams if stream.ident}
         return check(read(self.folder), expected)
 
     def assert_all_done(self, streams: Sequence[ChaosStream] | None = None) -> Findings:
-        """Every stream ended with `done` and the expected ids, and the broker is idle."""
+        """Asserts that every stream ended with `done` and the expected ids; the broker is idle."""
         self.finish(streams)
         for stream in self.streams if streams is None else streams:
             assert stream.result is not None, f"{stream.error!r}\n{self.pool.log()[-4000:]}"
@@ -205,14 +205,14 @@ class Chaos(Closing):
         return self.assert_sound()
 
     def assert_sound(self) -> Findings:
-        """No id is lost, doubled or wrong and no stream is stuck, whatever the ends are."""
+        """Asserts that no id is lost, doubled or wrong and no stream is stuck, with any ends."""
         findings = self.check()
         assert findings.sound, findings.summary()
         self.assert_idle()
         return findings
 
     def assert_idle(self) -> None:
-        """The broker has no state of ended requests, and its counters agree."""
+        """Asserts that the broker has no state of ended requests, and that its counters agree."""
 
         def idle() -> bool:
             stats = self.pool.ask("stats")
@@ -222,7 +222,7 @@ class Chaos(Closing):
         until(idle, "the broker is idle")
 
     def causes(self, name: str = "m") -> list[str]:
-        """The causes of the ends of a model's workers, in order, as the broker logged them."""
+        """Returns the causes of the ends of a model's workers, in order, from the broker's log."""
         return [
             str(line["cause"]) for line in read(self.folder)
             if line["who"] == "broker" and line["what"] == "note"

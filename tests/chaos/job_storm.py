@@ -1,8 +1,8 @@
 """Runs many jobs under random faults: of their clients, workers and brokers, and of all at once.
 
-Each job has to be done exactly once in result: whoever reads it, when and from where, gets the ids
-of an undisturbed run, and the feed of ends has it once. The same holds for the lines of a batch,
-which is sent and worked off meanwhile.
+Each job must be done exactly once in result: every reader, at any time and from any place, gets the
+ids of an undisturbed run, and the feed of ends has the job once. The same holds for the lines of a
+batch, which is sent and processed during the storm.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from support.counting_checker import expected_ids
 from support.pool import PATIENCE
 from support.relay import Relay
 
-# Brokers die more often than in the storm of streams: that is what jobs are for.
+# Brokers die more often than in the storm of streams: jobs exist for that case.
 WEIGHTS = {
     "kill": 40, "short freeze": 10, "long freeze": 2, "term": 8, "restart": 5, "cut": 10,
     "broker": 20, "all at once": 5,
 }  # fmt: skip
-PAUSE = 0.2  # seconds until a refused submission is sent again
+PAUSE = 0.2  # seconds before a retry of a refused submission
 BATCH, CALLS = "storm batch", "storm calls"  # keys of batches
 
 
@@ -42,7 +42,7 @@ class JobStorm(Storm):
         return {**super()._faults(relay), "all at once": self._kill_all}
 
     def _kill_all(self) -> None:
-        """SIGKILL to the broker and all its workers, as when the power fails."""
+        """Sends SIGKILL to the broker and all its workers, as a power failure would end them."""
         assert self.pool.process is not None
         broker = psutil.Process(self.pool.process.pid)
         for process in [broker, *broker.children(recursive=True)]:
@@ -52,14 +52,14 @@ class JobStorm(Storm):
 
     def __init__(self, plan: Plan, tmp_path: Path, models: str = "") -> None:
         super().__init__(plan, tmp_path, ("--state-dir", str(tmp_path / "jobs")), models)
-        self.counts: dict[str, int] = {}  # ids of a job, by key
+        self.counts: dict[str, int] = {}  # number of ids of a job, by key
         self.clients: dict[str, Client] = {}  # who submitted it: ipc and tcp are two owners
         self.states: Counter[str] = Counter()
         self.wrong: list[str] = []
-        self.lines = plan.streams // 2  # of the batch
+        self.lines = plan.streams // 2  # lines of the batch
 
     def _stream(self, client: Client, number: int) -> None:
-        """Submit a job; some are read at once, some from the middle, most are left alone."""
+        """Submits a job. Some jobs are read at once, some from the middle, most are not read."""
         if number == 0:
             self._submit_batches(client)
         key, count = f"storm {number}", self._count(number)
@@ -72,7 +72,7 @@ class JobStorm(Storm):
             self._glance(client, key)
 
     def _count(self, number: int) -> int:
-        """Ids of the job, or of the line, with this number."""
+        """Returns the number of ids of the job, or of the line, with this number."""
         return 1 + (number * 7919) % self.plan.tokens
 
     def _submit_batches(self, client: Client) -> None:
@@ -85,7 +85,7 @@ class JobStorm(Storm):
     def _submit_batch(
         self, client: Client, key: str, model: str, lines: list[dict[str, Any]]
     ) -> None:
-        """Send a batch until it is accepted: the same key and lines are the same batch."""
+        """Sends a batch until it is accepted: the same key and lines are the same batch."""
         while self.injector_error is None:
             try:
                 client.submit_batch(lines, model, key=key)
@@ -98,7 +98,10 @@ class JobStorm(Storm):
                 time.sleep(PAUSE)
 
     def _ended_batch(self, key: str) -> list[LineResult]:
-        """The results of a batch, in which every line is done, once; none if it was refused."""
+        """Returns the results of a batch, which has every line done, once.
+
+        Empty if it was refused.
+        """
         if (client := self.clients.pop(key, None)) is None:
             self.wrong.append(f"{key} was not accepted")
             return []
@@ -111,7 +114,7 @@ class JobStorm(Storm):
         return found
 
     def _check_batches(self) -> None:
-        """Every line is done, once, with its ids."""
+        """Checks that every line is done, once, with its ids."""
         for result in self._ended_batch(BATCH):
             n = result.line
             wanted = expected_ids(f"line {n}", 10_000 + n, self._count(n))
@@ -119,7 +122,7 @@ class JobStorm(Storm):
                 self.wrong.append(f"line {n}: {result.state} {result.error}")
 
     def _submit(self, client: Client, key: str, number: int, count: int) -> bool:
-        """Submit until it is accepted: the same key is the same job. False: refused for good."""
+        """Submits until it is accepted: the same key is the same job. False: refused finally."""
         while self.injector_error is None:
             try:
                 client.submit("m", key, key=key, max_tokens=count, seed=10_000 + number)
@@ -135,7 +138,7 @@ class JobStorm(Storm):
         return expected_ids(key, 10_000 + int(key.split()[1]), self.counts[key])
 
     def _glance(self, client: Client, key: str) -> None:
-        """Read the first ids of a job and leave."""
+        """Reads the first ids of a job and leaves."""
         with client.fetch(key) as stream:
             self.expected[stream.id.hex()] = self._wanted(key)
             try:
@@ -154,7 +157,7 @@ class JobStorm(Storm):
             self.errors[f"{error.code}: {error.message}"] += 1
 
     def _finish(self) -> None:
-        """Wait for all jobs; each has one end, and its ids."""
+        """Waits for all jobs; each has one end, and its ids."""
         self._check_batches()
         end = time.monotonic() + 5 * PATIENCE
         while time.monotonic() < end:
@@ -189,7 +192,7 @@ class JobStorm(Storm):
         return all_done and not self.wrong and not self.errors
 
     def report(self) -> dict[str, Any]:
-        """Figures beside those of the outcome."""
+        """Returns figures in addition to those of the outcome."""
         return {
             "jobs": len(self.counts),
             "lines": self.lines,
@@ -199,14 +202,15 @@ class JobStorm(Storm):
 
 
 def started_alone(lines: Sequence[TraceLine]) -> set[str]:
-    """The jobs that a broker ran alone, because brokers had ended after it was started."""
+    """Returns the jobs that a broker ran alone, because brokers had ended after it was started."""
     return {line["id"] for line in lines if line["what"] == "start_job" and line["alone"]}
 
 
 def rerun_waits(lines: Sequence[TraceLine]) -> list[tuple[str, float]]:
-    """Seconds from a broker's death to the next token of each job that its workers ran, by its id.
+    """Returns, by job id, seconds from a broker's death to the next token of each job it ran.
 
-    A job whose next broker dies, too, before it has a token has waited since the first death.
+    If the job's next broker dies, too, before the job has a token, the wait counts from the first
+    death.
     """
     running: set[str] = set()
     waiting: dict[str, float] = {}
@@ -232,7 +236,7 @@ def rerun_waits(lines: Sequence[TraceLine]) -> list[tuple[str, float]]:
 
 
 class CallStorm(JobStorm):
-    """A storm in which a second batch has lines that are `embed` calls."""
+    """A storm whose second batch has lines that are `embed` calls."""
 
     def __init__(self, plan: Plan, tmp_path: Path, encoder: Path) -> None:
         """`encoder`: the folder of an encoder model."""
@@ -247,7 +251,7 @@ class CallStorm(JobStorm):
         self._submit_batch(client, CALLS, "e", lines)
 
     def _check_batches(self) -> None:
-        """Every line of calls is done, once, with the vector of its text."""
+        """Checks that every line of calls is done, once, with the vector of its text."""
         super()._check_batches()
         client = self.clients.get(CALLS)
         found = self._ended_batch(CALLS)

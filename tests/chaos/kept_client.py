@@ -1,6 +1,7 @@
-"""A client that is killed: submits jobs under keys that follow each other, and reads the last.
+"""A client that is killed: submits jobs under successive keys, and reads the last job.
 
-Prints each key once its job is accepted. Arguments: run directory, prefix of the keys, how many.
+Prints each key after its job is accepted. Arguments: run directory, prefix of the keys, number of
+jobs.
 """
 
 from __future__ import annotations

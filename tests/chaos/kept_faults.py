@@ -1,4 +1,4 @@
-"""What a storm of kept jobs does to the processes and the disk of a pool."""
+"""The faults of a storm of kept jobs, in the processes and on the disk of a pool."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ WEIGHTS: Mapping[str, int] = {
 }  # fmt: skip
 OF_DISK = ("full disk", "failed sync", "stalled disk")
 OF_POSTGRES = ("database", "session")
-SMALL = "16MiB"  # of a store for a while; the bound is otherwise LARGE
+SMALL = "16MiB"  # bound of the store for a while; otherwise it is LARGE
 LARGE = "256MiB"
-CLIENT_JOBS = 20  # that a client submits, which is killed meanwhile
+CLIENT_JOBS = 20  # jobs of a client that is killed while it submits them
 DAY = 86400
 
-# The time of day of a process is off by the seconds in a file, as it was when the process began.
+# The clock of a process is off by the seconds in a file, as read at the process's start.
 OTHER_CLOCK = """\
 import os, time
 
@@ -53,7 +53,7 @@ if offset:
 
 
 class Faults:
-    """Strikes at random; each fault returns when what it has ended is there again."""
+    """Strikes at random; each fault returns after its processes run again."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Faults:
         self._weights = {name: weight for name, weight in WEIGHTS.items() if name not in others}
 
     def strike(self, count: int, pause: float) -> None:
-        """Strike so many times, `pause` seconds apart in the mean."""
+        """Strikes `count` times, `pause` seconds apart in the mean."""
         names, weights = [*self._weights], [*self._weights.values()]
         while self.counts.total() < count and not self._over.is_set():
             self._over.wait(self._random.expovariate(1 / pause))
@@ -103,7 +103,7 @@ class Faults:
                 self.counts[name] += 1
 
     def stop(self) -> None:
-        """No further fault; the one under way goes on to its end."""
+        """Prevents further faults; a running fault goes on to its end."""
         self._over.set()
 
     def _between(self, least: float, most: float) -> float:
@@ -112,7 +112,7 @@ class Faults:
     # ---- workers ---------------------------------------------------------------------------------
 
     def _worker(self) -> int:
-        """The pid of a worker. Raises IndexError if there is none."""
+        """Returns the pid of a worker. Raises IndexError if no worker runs."""
         rows = [row for row in self._pool.ask("ps")["workers"] if row["pid"]]
         return int(self._random.choice(rows)["pid"])
 
@@ -139,7 +139,7 @@ class Faults:
         self._start_broker()
 
     def _start_broker(self) -> None:
-        """Start it on a disk that works: else it says why it cannot, and ends."""
+        """Starts the broker on a disk that works; otherwise it reports its reason and ends."""
         if isinstance(self._disk, ShimmedDisk):
             self._disk.fail_syncs(0)
         self._pool.start()
@@ -152,7 +152,7 @@ class Faults:
         self._start_broker()
 
     def _kill_all(self) -> None:
-        """SIGKILL to the broker, its workers and the gateways, as when the power fails."""
+        """Sends SIGKILL to the broker, its workers and the gateways, like a power failure."""
         broker = psutil.Process(self._broker())
         for process in [broker, *broker.children(recursive=True)]:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -164,7 +164,7 @@ class Faults:
             gateway.start()
 
     def _small_store(self) -> None:
-        """A broker whose store is nearly full, then one with room again."""
+        """Runs a broker whose store is nearly full, then one with room again."""
         config = self._pool.config.read_text()
         for bound in (SMALL, LARGE):
             self._pool.config.write_text(config.replace(f'"{LARGE}"', f'"{bound}"'))
@@ -189,7 +189,7 @@ class Faults:
         self._freeze(process.pid, self._between(0.1, 3.0))
 
     def _kill_client(self) -> None:
-        """A client submits jobs and dies: those that it has printed are accepted."""
+        """A client submits jobs and dies: jobs whose keys it has printed are accepted."""
         self.clients += 1
         name = f"local-killed{self.clients}"
         words = [str(self._pool.run_dir), name, str(CLIENT_JOBS)]
@@ -245,7 +245,7 @@ class Faults:
 
 
 def left_behind(run_dir: Path) -> list[str]:
-    """The processes that still have this run directory on their command line."""
+    """Returns the processes that still have this run directory on their command line."""
     found = []
     for process in psutil.process_iter(["cmdline", "status"]):
         words = process.info["cmdline"] or []
@@ -255,7 +255,7 @@ def left_behind(run_dir: Path) -> list[str]:
 
 
 def until_none_left(run_dir: Path) -> list[str]:
-    """`left_behind`, once there is none or PATIENCE is over."""
+    """Returns `left_behind`, once it is empty or PATIENCE is over."""
     end = time.monotonic() + PATIENCE
     while (found := left_behind(run_dir)) and time.monotonic() < end:
         time.sleep(0.1)

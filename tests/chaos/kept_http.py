@@ -1,4 +1,4 @@
-"""An owner that keeps jobs, responses and batches over HTTP, whatever dies meanwhile."""
+"""An owner that keeps jobs, responses and batches over HTTP, while processes die."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from support.pool import PATIENCE
 
 SHORT_DEADLINE = 60  # milliseconds: such a job ends expired, or done
 COMPLETIONS = "/v1/completions"
-TOO_OFTEN = 20  # times a key, which is more than the context of the model `small`
+TOO_OFTEN = 20  # repetitions of a key that exceed the context of the model `small`
 
 
 class HttpOwner:
-    """One thread of an owner; `act` does one thing at random. `name` begins all its keys."""
+    """One thread of an owner; `act` does one action at random. `name` begins all its keys."""
 
     def __init__(
         self, owner: str, name: str, url: str, bearer: str, truth: Truth, seed: int, lines: int
     ) -> None:
-        """`lines`: how many a batch has."""
+        """`lines`: the number of lines of a batch."""
         self.owner, self.name = owner, name
         self.truth, self.lines = truth, lines
         self.random = random.Random(f"{seed} {name}")
         self.http = httpx.Client(
             base_url=url, headers={"authorization": f"Bearer {bearer}"}, timeout=PATIENCE
         )
-        self.mine: list[Known] = []  # jobs of this thread, which it alone looks up
+        self.mine: list[Known] = []  # jobs of this thread, which no other thread looks up
         self.batches: dict[str, bool] = {}  # id -> whether it was cancelled
         self.number = 0
         self._first = [self.respond, self.submit, self.batch]
@@ -61,7 +61,7 @@ class HttpOwner:
         }
 
     def act(self) -> None:
-        """One of each kind of submission first."""
+        """Begins with one submission of each kind."""
         if self._first:
             return self._first.pop()()
         actions, weights = [*self._actions], [*self._actions.values()]
@@ -73,7 +73,7 @@ class HttpOwner:
     # ---- requests --------------------------------------------------------------------------------
 
     def call(self, method: str, path: str, **more: Any) -> httpx.Response:
-        """Send a request until it is answered."""
+        """Sends a request until it is answered."""
         end = time.monotonic() + LONG
         while time.monotonic() < end:
             self.truth.check()
@@ -86,7 +86,7 @@ class HttpOwner:
         raise AssertionError(f"{method} {path} was not answered in {LONG:.0f} s")
 
     def fine(self, method: str, path: str, **more: Any) -> Any:
-        """The answer to a request that has to be taken."""
+        """Returns the answer to a request that must be accepted."""
         response = self.call(method, path, **more)
         assert response.status_code == 200, f"{method} {path}: {response.text[:500]}"
         return response.json()
@@ -96,14 +96,17 @@ class HttpOwner:
         return f"{self.name}-{self.number}"
 
     def _one(self, last: int = 60, *, live: bool = True) -> Known | None:
-        """One of the last jobs of this thread at random; `live`: that are not released."""
+        """Returns one of the last jobs of this thread at random.
+
+        `live`: a job that is not released.
+        """
         found = [one for one in self.mine if not (live and one.released)][-last:]
         return self.random.choice(found) if found else None
 
     # ---- submissions -----------------------------------------------------------------------------
 
     def submit(self) -> None:
-        """A job, sometimes one that expires or cannot succeed; sometimes sent twice."""
+        """Submits a job, sometimes one that expires or cannot succeed; sometimes twice."""
         key, chance = self._key(), self.random.random()
         count, model, fates = count_of(key), "m", frozenset({"done"})
         more: dict[str, Any] = {}
@@ -126,7 +129,10 @@ class HttpOwner:
         self.mine.append(known)
 
     def respond(self) -> None:
-        """A response in the background; the id follows from its key, so it is known if it dies."""
+        """Makes a response in the background.
+
+        Its id follows from its key, so it is known if it dies.
+        """
         key = self._key()
         body = {
             "model": "m", "input": key, "max_output_tokens": count_of(key), "seed": SEED,
@@ -141,7 +147,7 @@ class HttpOwner:
                 ) as response,
             ):
                 if response.status_code == 200:
-                    next(events(response), None)  # and this connection ends
+                    next(events(response), None)  # this connection ends too
         made = self.fine("POST", "/v1/responses", json=body, headers=headers)
         known = Known(self.owner, key, made["id"], "response")
         self.mine.append(self.truth.accepted(known))
@@ -149,7 +155,7 @@ class HttpOwner:
     # ---- readings --------------------------------------------------------------------------------
 
     def read(self) -> None:
-        """Read a job from an id at random, for some events or to its end."""
+        """Reads a job from an id at random, for some events or to its end."""
         known = self._one()
         if known is None:
             return
@@ -160,13 +166,13 @@ class HttpOwner:
             self.read_job(known, self.random.choice((0, 0, 1, count_of(known.key) // 2)), stop)
 
     def read_job(self, known: Known, start: int = 0, stop: int = ALL) -> int:
-        """Read up to `stop` events from an id on; returns how many ids it has then."""
+        """Reads up to `stop` events from an id on; returns the number of ids that it then has."""
         reading = JobReading(self.http, self.truth, known, start)
         reading.run(stop)
         return reading.had
 
     def read_response(self, known: Known, after: int = -1, stop: int = ALL) -> None:
-        """Read up to `stop` events behind a number."""
+        """Reads up to `stop` events after a number."""
         ResponseReading(self.http, self.truth, known, after).run(stop)
 
     def _gone(self, known: Known) -> None:
@@ -174,7 +180,7 @@ class HttpOwner:
             self.truth.error(f"{known.key}: is gone, and nobody has released it")
 
     def look(self) -> None:
-        """Look a job up."""
+        """Looks a job up."""
         known = self._one(live=False)
         if known is None:
             return
@@ -211,7 +217,7 @@ class HttpOwner:
                 self.truth.error(f"{known.key}: cancelled, and is {response.json()['state']}")
 
     def retry(self) -> None:
-        """Let an expired job be tried again: then it has no deadline."""
+        """Retries an expired job, which then has no deadline."""
         found = [one for one in self.mine if one.state in ("expired", "dead")]
         if not found:
             return
@@ -230,7 +236,7 @@ class HttpOwner:
             return
         if known.kind == "response":
             known.fates |= {"cancelled"}
-            known.released = True  # also when the answer is lost
+            known.released = True  # also if the answer is lost
             response = self.call("DELETE", f"/v1/responses/{known.id}")
             if response.status_code not in (200, 404):
                 self.truth.error(f"{known.key}: delete: {response.text[:200]}")
@@ -239,13 +245,13 @@ class HttpOwner:
             response = self.call("POST", f"/v1/jobs/{known.id}/release")
             if response.status_code == 200:
                 self.truth.row(known, response.json())
-            elif not known.retried:  # one that was tried again may run
+            elif not known.retried:  # a job that was tried again may run
                 self.truth.error(f"{known.key}: release: {response.text[:200]}")
 
-    # ---- what others have ------------------------------------------------------------------------
+    # ---- other owners' jobs ----------------------------------------------------------------------
 
     def list_jobs(self) -> None:
-        """All that is listed is this owner's; what others have is not there."""
+        """Checks that lists have only this owner's jobs, and that others' are unknown."""
         for row in self.fine("GET", "/v1/jobs", params={"limit": 50})["data"]:
             if not row["key"].startswith((self.owner, "resp_")):
                 self.truth.error(f"{self.owner} sees {row['key']}")
@@ -273,7 +279,7 @@ class HttpOwner:
     # ---- batches ---------------------------------------------------------------------------------
 
     def batch(self) -> None:
-        """A file and a batch of its lines, of which one cannot succeed."""
+        """Makes a file and a batch of its lines, one of which cannot succeed."""
         name = self._key()
         data = "\n".join(
             json.dumps(self._line(name, number)) for number in range(self.lines)
@@ -302,7 +308,7 @@ class HttpOwner:
             self.truth.count("batches cancelled", int(self.batches[id]))
 
     def check_batch(self, id: str) -> None:
-        """Wait for the end of a batch: its counts are those of its lines, each with one result."""
+        """Waits for the end of a batch: its counts are those of its lines, each with one result."""
         end = time.monotonic() + LONG
         while (batch := self.fine("GET", f"/v1/batches/{id}"))["status"] not in (
             "completed", "failed", "expired", "cancelled",
@@ -337,7 +343,7 @@ class HttpOwner:
         return [json.loads(line) for line in text.splitlines()]
 
     def _line(self, name: str, number: int) -> dict[str, Any]:
-        """A line of a batch; the last one is too long for its model."""
+        """Returns a line of a batch; the last one is too long for its model."""
         key = f"{name}/{number}"
         bad = number == self.lines - 1
         model, prompt = ("small", key * TOO_OFTEN) if bad else ("m", key)

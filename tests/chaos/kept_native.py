@@ -1,4 +1,4 @@
-"""An owner that keeps jobs and batches with the Python client, whatever dies meanwhile."""
+"""An owner that keeps jobs and batches with the Python client, while processes die."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Answer = TypeVar("Answer")
 
 
 class NativeOwner:
-    """One thread of an owner; `act` does one thing at random. `name` begins all its keys."""
+    """One thread of an owner; `act` does one action at random. `name` begins all its keys."""
 
     def __init__(
         self, owner: str, name: str, run_dir: Path, truth: Truth, seed: int, lines: int
     ) -> None:
-        """`lines`: how many a batch has."""
+        """`lines`: the number of lines of a batch."""
         self.owner, self.name = owner, name
         self.truth, self.lines = truth, lines
         self.random = random.Random(f"{seed} {name}")
@@ -43,7 +43,7 @@ class NativeOwner:
         }
 
     def act(self) -> None:
-        """One of each kind of submission first."""
+        """Begins with one submission of each kind."""
         if self._first:
             return self._first.pop()()
         actions, weights = [*self._actions], [*self._actions.values()]
@@ -53,7 +53,10 @@ class NativeOwner:
         self.client.close()
 
     def fine(self, ask: Callable[[], Answer]) -> Answer:
-        """The answer to a question, asked until the pool takes it. Raises PoolError for good."""
+        """Returns the answer to a question, repeated until the pool accepts it.
+
+        Raises final PoolErrors.
+        """
         end = time.monotonic() + LONG
         while True:
             self.truth.check()
@@ -89,7 +92,7 @@ class NativeOwner:
             self.read_job(known, start, self.random.choice((1, 3, 10, ALL)))
 
     def read_job(self, known: Known, start: int = 0, stop: int = ALL) -> None:
-        """Read up to `stop` deltas from an id on."""
+        """Reads up to `stop` deltas from an id on."""
         NativeReading(self.client, self.truth, known, start).run(stop)
 
     def look(self) -> None:
@@ -113,7 +116,7 @@ class NativeOwner:
             self.truth.row(known, self.fine(lambda: self.client.release(known.key)))
 
     def foreign(self) -> None:
-        """What others have is not there."""
+        """Checks that other owners' jobs do not exist for this owner."""
         others = [one for one in self.truth.jobs.copy().values() if one.owner != self.owner]
         if not others:
             return
@@ -145,7 +148,7 @@ class NativeOwner:
         self.truth.count("batches")
 
     def check_batch(self, name: str) -> None:
-        """Wait for the end of a batch: each line has its ids, and the counts are those of lines."""
+        """Waits for the end of a batch: lines have their ids, counts are those of lines."""
         batch = self.fine(lambda: self.client.batch(name))
         row = self.fine(batch.wait)
         found = self.fine(lambda: list(batch.results()))

@@ -1,4 +1,4 @@
-"""Readings of kept jobs, over as many connections as it takes: each is compared with the truth."""
+"""Readings of kept jobs over as many connections as needed: each is compared with the truth."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from mlxpool.client import Client, Delta
 from mlxpool.common.errors import BadRequest, Gone, PoolError, UnknownJob
 from support.pool import PATIENCE
 
-PAUSE = 0.1  # seconds until a request that was not answered is sent again
+PAUSE = 0.1  # seconds before a retry of a request that was not answered
 LATER = (429, 502, 503, 504)  # answers after which a request is sent again
-LONG = 10 * PATIENCE  # seconds for which a request is repeated
+LONG = 10 * PATIENCE  # seconds in which a request is repeated
 ALL = 1_000_000  # events: a reading goes on to the end
 GONE = (404, 410)
-TOO_LONG = "context_length_exceeded"  # code of the only error with which a job may be dead
+TOO_LONG = "context_length_exceeded"  # code of the only error of a dead job
 FIRST_TEXT = 5  # the number of the first event with text
 ENDS = ("response.completed", "response.incomplete", "response.failed")
 
 
 def events(response: httpx.Response) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The id and the data of each whole event. Raises httpx.TransportError."""
+    """Yields the id and the data of each complete event. Raises httpx.TransportError."""
     lines: dict[str, str] = {}
     for line in response.iter_lines():
         if line and not line.startswith(":"):
@@ -46,7 +46,7 @@ class HttpReading:
         self._left = ALL  # events
 
     def run(self, stop: int = ALL) -> None:
-        """Read up to `stop` events."""
+        """Reads up to `stop` events."""
         self._left = stop
         end = time.monotonic() + LONG
         while not self.over:
@@ -63,7 +63,7 @@ class HttpReading:
                 time.sleep(PAUSE)
 
     def _copy(self, response: httpx.Response) -> bool:
-        """Take the events of one connection; whether the reading is over."""
+        """Takes the events of one connection; returns whether the reading is over."""
         for ident, event in events(response):
             self._left -= 1
             if not self._take(ident, event):
@@ -82,7 +82,7 @@ class HttpReading:
         return False
 
     def _take(self, ident: str, event: dict[str, Any]) -> bool:
-        """Take an event; False: this connection has no more, and the job goes on."""
+        """Takes an event; False: this connection ends, and the job goes on."""
         raise NotImplementedError
 
     def _refused(self, response: httpx.Response) -> None:
@@ -95,11 +95,11 @@ class HttpReading:
 
 
 class JobReading(HttpReading):
-    """The events of `/v1/jobs/ID/events`; a later connection goes on behind the last event."""
+    """The events of `/v1/jobs/ID/events`; a later connection continues after the last event."""
 
     def __init__(self, http: httpx.Client, truth: Truth, known: Known, start: int = 0) -> None:
         super().__init__(http, truth, known)
-        self.had = start  # ids, those in front of `start` included
+        self.had = start  # number of ids, with those before `start`
         self._start = start
         self._last = ""  # the id of the last event with ids
 
@@ -140,7 +140,7 @@ class JobReading(HttpReading):
 
 
 class ResponseReading(HttpReading):
-    """The events of a response behind the number `after`."""
+    """The events of a response after the number `after`."""
 
     def __init__(self, http: httpx.Client, truth: Truth, known: Known, after: int = -1) -> None:
         super().__init__(http, truth, known)
@@ -171,7 +171,7 @@ class ResponseReading(HttpReading):
 
 
 def end_of_response(truth: Truth, known: Known, body: dict[str, Any]) -> str:
-    """Compare a response that has ended; returns its text."""
+    """Compares a response that has ended; returns its text."""
     status = body["status"]
     truth.count(f"response {status}")
     whole = "".join(part["text"] for item in body["output"] for part in item.get("content", ()))
@@ -195,10 +195,10 @@ class NativeReading:
     def __init__(self, client: Client, truth: Truth, known: Known, start: int = 0) -> None:
         self._client, self._truth, self._known = client, truth, known
         self._start = start
-        self._had: int | None = None  # ids, those in front of `start` included
+        self._had: int | None = None  # number of ids, with those before `start`
 
     def run(self, stop: int = ALL) -> None:
-        """Read up to `stop` deltas."""
+        """Reads up to `stop` deltas."""
         end = time.monotonic() + LONG
         while time.monotonic() < end:
             self._truth.check()

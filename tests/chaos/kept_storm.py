@@ -1,9 +1,9 @@
-"""Keeps jobs for two owners over HTTP and one with the client, while everything is killed.
+"""Keeps jobs for two owners over HTTP and one with the client, while all processes are killed.
 
-Jobs, responses in the background and batches are submitted, read from anywhere, cancelled, tried
-again and deleted by threads with seeds of their own; workers, broker, gateways, clients and the
-disk fail meanwhile. Afterwards everything that was accepted is read once more and compared with
-what the counting model has to answer and with what was told before; then the store is audited.
+Threads with their own seeds submit jobs, responses in the background and batches, read them from
+any place, cancel, retry and delete them. Workers, broker, gateways, clients and the disk fail
+meanwhile. Afterwards each accepted job is read once more, and compared with the counting model's
+answer and with earlier readings. Then the store is audited.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from support.pool import Pool, with_path
 from support.postgres_server import PostgresServer
 from support.store_audit import audit_folder, audit_postgres
 
-MAX_FILES = 160  # that a broker at rest has open
-MAX_LOG = 48 * 1024 * 1024  # bytes of the write-ahead log
-PADDING = 7 * 1024 * 1024  # bytes of a file by which a small store is full
-FILES = ("lock", "reserve")  # in the folder of a store, beside the database
+MAX_FILES = 160  # most files that an idle broker has open
+MAX_LOG = 48 * 1024 * 1024  # most bytes of the write-ahead log
+PADDING = 7 * 1024 * 1024  # size of a file that fills a small store
+FILES = ("lock", "reserve")  # files in the folder of a store, beside the database
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +50,9 @@ class Plan:
     actions: int = 200
     faults: int = 12
     seed: int = 1
-    threads: int = 1  # of each owner
+    threads: int = 1  # threads of each owner
     pause: float = 0.3
-    lines: int = 12  # of a batch
+    lines: int = 12  # lines of a batch
 
 
 class KeptStorm:
@@ -81,7 +81,7 @@ class KeptStorm:
         self._striking = threading.Event()
 
     def run(self) -> dict[str, Any]:
-        """Storm, then check; what was found wrong is in `truth`."""
+        """Runs the storm, then the checks; `truth` has the faults that were found."""
         began = time.monotonic()
         try:
             self._run()
@@ -118,7 +118,7 @@ class KeptStorm:
                         owner.close()
 
     def _owners(self, keyed: str, open_to_all: str) -> list[HttpOwner | NativeOwner]:
-        """Those of alice and bob, and those of the user of this machine, over both interfaces."""
+        """Returns the owners alice, bob and this machine's user, over both interfaces."""
         lines, found = self.plan.lines, list[HttpOwner | NativeOwner]()
         truth, seed = self.truth, self.plan.seed
         for number in range(self.plan.threads):
@@ -147,7 +147,7 @@ class KeptStorm:
             thread.join()
 
     def _guarded(self, work: Callable[[], None]) -> None:
-        """What ends a thread is wrong, and the storm ends."""
+        """Notes an error that ends a thread; then the storm ends."""
         try:
             work()
         except StormOver:
@@ -165,7 +165,7 @@ class KeptStorm:
             owner.act()
 
     def _follow(self, owner: HttpOwner) -> None:
-        """Follow the feed of ends: no number goes back, no end comes twice."""
+        """Follows the feed of ends: no number goes back, no end comes twice."""
         after, seen = 0, 0
         while self._striking.is_set():
             page = owner.fine("GET", "/v1/jobs", params={"after": after, "limit": 100})
@@ -180,7 +180,7 @@ class KeptStorm:
     # ---- checks ----------------------------------------------------------------------------------
 
     def _check(self, owners: list[HttpOwner | NativeOwner]) -> None:
-        """Everything has ended, once, and is what it has to be."""
+        """Checks that each job has ended, once, with the right result."""
         for owner in owners:
             for batch in list(owner.batches):
                 owner.check_batch(batch)
@@ -191,7 +191,7 @@ class KeptStorm:
         self._check_killed_clients(owners)
 
     def _ended(self, owner: HttpOwner) -> dict[str, dict[str, Any]]:
-        """The rows of the jobs of an owner by their keys, once all jobs have ended."""
+        """Returns the rows of the jobs of an owner by their keys, once all jobs have ended."""
         end = time.monotonic() + LONG
         for state in ("waiting", "running"):
             while owner.fine("GET", "/v1/jobs", params={"state": state, "limit": 1})["data"]:
@@ -231,14 +231,14 @@ class KeptStorm:
                 owner.read_response(known)
 
     def _check_killed_clients(self, owners: list[HttpOwner | NativeOwner]) -> None:
-        """What a client had printed when it was killed is there, and done."""
+        """Checks that jobs whose keys a killed client had printed exist, and are done."""
         (reader,) = [one for one in owners if isinstance(one, NativeOwner)][:1]
         for known in self.truth.of("local"):
             if "-killed" in known.key:
                 reader.read_job(known)
 
     def _check_processes(self) -> None:
-        """The broker is sound, and has not grown."""
+        """Checks that the broker is sound, and has not grown."""
         assert self._pool.process is not None
         stats = self._pool.ask("stats")
         if stats["internal_errors"] or not stats["conserved"]:
@@ -249,7 +249,7 @@ class KeptStorm:
             self.truth.error(f"the broker has {files} files open")
 
     def _check_what_is_left(self) -> None:
-        """The store is consistent; no process, no socket and no strange file is left."""
+        """Checks that the store is consistent; no process, socket or strange file is left."""
         self.truth.wrong += until_none_left(self._pool.run_dir)
         if self._pool.run_dir.exists():
             self.truth.error(f"{self._pool.run_dir} is left")

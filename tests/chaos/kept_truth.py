@@ -1,7 +1,7 @@
-"""What owners were told of their jobs, and whether it fits together. Pure but for a lock.
+"""The states that owners were shown of their jobs, and their consistency. Pure but for a lock.
 
 The answer of a job follows from its key: the prompt is the key, the seed is SEED, and the number of
-ids is `count_of(key)`. So whatever anybody reads, from whatever id on, can be compared.
+ids is `count_of(key)`. So every reading, from any id on, can be compared.
 """
 
 from __future__ import annotations
@@ -23,41 +23,41 @@ MAX_COUNT = 160  # ids of most jobs
 
 
 class StormOver(Exception):
-    """Something is wrong, so that nobody goes on."""
+    """Something is wrong, so that all threads end."""
 
 
 @cache
 def count_of(key: str) -> int:
-    """How many ids the job with this key has."""
+    """Returns the number of ids of the job with this key."""
     drawn = zlib.crc32(key.encode())
     return 1 + drawn % (MAX_COUNT if drawn % 8 else 5 * MAX_COUNT)  # some take long
 
 
 @cache
 def ids_of(prompt: str, count: int) -> tuple[int, ...]:
-    """The ids of an undisturbed run."""
+    """Returns the ids of an undisturbed run."""
     return tuple(expected_ids(prompt, SEED, count))
 
 
 def prompt_of(key: str, kind: str) -> str:
-    """What the model reads: a response is a chat of one message."""
+    """Returns the text that the model reads: a response is a chat of one message."""
     return f"user: {key}\n" if kind == "response" else key
 
 
 @dataclass(eq=False)
 class Known:
-    """A job that was accepted, and what was told of it since."""
+    """A job that was accepted, and the states that were reported since."""
 
     owner: str
     key: str
-    id: str  # of the interface that made it: hexadecimal digits, or `resp_…`
+    id: str  # id in the interface that made it: hexadecimal digits, or `resp_…`
     kind: str = "job"  # or "response"
     fates: frozenset[str] = frozenset({"done"})  # the ends that it may have
-    state: str = ""  # the end that was told
-    cancelled: bool = False  # somebody was told that it is cancelled
-    released: bool = False  # somebody was told that its result is deleted
-    retried: int = 0  # how often it was tried again
-    had: int = 0  # ids that it had at least
+    state: str = ""  # the reported end
+    cancelled: bool = False  # a cancel was reported
+    released: bool = False  # the deletion of its result was reported
+    retried: int = 0  # number of retries
+    had: int = 0  # least number of its ids
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -70,7 +70,7 @@ class Known:
 
 @dataclass(eq=False)
 class Truth:
-    """Shared by all owners of a storm; `wrong` has a sentence for all that does not fit."""
+    """State that all owners of a storm share; `wrong` has a sentence for each contradiction."""
 
     jobs: dict[tuple[str, str], Known] = field(default_factory=dict)  # by owner and key
     wrong: list[str] = field(default_factory=list)
@@ -83,7 +83,7 @@ class Truth:
             self.wrong.append(text)
 
     def check(self) -> None:
-        """Raises StormOver if something is wrong: nobody goes on then."""
+        """Raises StormOver if something is wrong: then all threads end."""
         if self.wrong:
             raise StormOver
 
@@ -92,7 +92,7 @@ class Truth:
             self.counts[what] += number
 
     def accepted(self, known: Known) -> Known:
-        """A job was accepted; once more under its key it has to be the same job."""
+        """Notes that a job was accepted; a second time under its key it has to be the same job."""
         with self._lock:
             first = self.jobs.setdefault((known.owner, known.key), known)
             self.counts[f"accepted {known.kind}"] += first is known
@@ -104,10 +104,11 @@ class Truth:
         with self._lock:
             return [known for known in self.jobs.values() if known.owner == owner]
 
-    # ---- what is told of a job -------------------------------------------------------------------
+    # ---- reported states
+    # ---------------------------------------------------------------------------
 
     def row(self, known: Known, row: dict[str, Any]) -> None:
-        """A job was looked up. Called by one thread at a time for each job, or after its end."""
+        """Notes a row of a job. Called by one thread at a time for each job, or after its end."""
         state, ids = str(row["state"]), int(row["ids"])
         self.count("rows")
         if row["key"] != known.key or row.get("gen"):
@@ -117,7 +118,7 @@ class Truth:
         self.told(known, state)
 
     def told(self, known: Known, state: str) -> None:
-        """The state of a job was told."""
+        """Notes a reported state of a job."""
         if known.released and state != "gone":
             self.error(f"{known.key}: was released, is {state}")
         if known.cancelled and state not in ("cancelled", "gone"):
@@ -131,10 +132,11 @@ class Truth:
         elif state in ENDED:
             known.state = state
 
-    # ---- what is read ----------------------------------------------------------------------------
+    # ---- read ids
+    # ----------------------------------------------------------------------------------
 
     def ids(self, known: Known, pos: int, ids: Sequence[int], had: int) -> int:
-        """Ids came at a position, to a reader that had `had`; returns how many it has now."""
+        """Notes ids at a position, for a reader that had `had`; returns how many it has now."""
         self.count("ids", len(ids))
         if pos != had:
             self.error(f"{known.key}: ids from {pos} on came to a reader that has {had}")
@@ -143,7 +145,7 @@ class Truth:
         return pos + len(ids)
 
     def read(self, known: Known, had: int, reason: str) -> None:
-        """A reader came to the end: it had ids up to `had`."""
+        """Notes that a reader came to the end with ids up to `had`."""
         self.count(f"read to {reason}")
         if reason in WHOLE and had != len(known.ids):
             self.error(f"{known.key}: {reason} after {had} of {len(known.ids)} ids")
@@ -153,7 +155,7 @@ class Truth:
             self.told(known, "done")
 
     def event(self, known: Known, event: dict[str, Any], after: int) -> int:
-        """An event of a response came behind the number `after`; returns its own."""
+        """Notes an event of a response after the number `after`; returns its own number."""
         number, kind = int(event["sequence_number"]), str(event["type"])
         if kind == "error":
             return after  # it does not count

@@ -1,4 +1,4 @@
-"""A ZMTP 3.0 peer over a plain socket, which can send what libzmq never sends."""
+"""A ZMTP 3.0 peer over a plain socket, which can send data that libzmq never sends."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ PATIENCE = 60.0  # seconds for one peer, less than a test waits; only bounds a f
 
 
 def frame(body: bytes, flags: int = 0) -> bytes:
-    """A frame, with a length of one byte or eight."""
+    """Returns a frame, with a length of one byte or eight."""
     if len(body) > 255:
         return bytes([flags | LONG]) + struct.pack(">Q", len(body)) + body
     return bytes([flags, len(body)]) + body
 
 
 def message(parts: list[bytes]) -> bytes:
-    """The frames of a message."""
+    """Returns the frames of a message."""
     *first, last = parts
     return b"".join(frame(part, MORE) for part in first) + frame(last)
 
 
 def ready(kind: str, identity: bytes = b"") -> bytes:
-    """The READY command of the handshake with socket type and identity."""
+    """Returns the READY command of the handshake with socket type and identity."""
     properties = {b"Socket-Type": kind.encode(), b"Identity": identity}
     body = b"\x05READY" + b"".join(
         bytes([len(name)]) + name + struct.pack(">I", len(value)) + value
@@ -63,7 +63,7 @@ class RawZmtp(Closing):
         self.socket.close()
 
     def greet(self, kind: str = "DEALER", identity: bytes = b"") -> RawZmtp:
-        """Send the handshake and read the other side's."""
+        """Sends the handshake and reads the other side's."""
         self.socket.sendall(GREETING + ready(kind, identity))
         self.exactly(len(GREETING))
         flags, _ = self.frame()
@@ -71,7 +71,7 @@ class RawZmtp(Closing):
         return self
 
     def send(self, data: bytes) -> bool:
-        """Send raw bytes; False if the other side has closed the connection."""
+        """Sends raw bytes; False if the other side has closed the connection."""
         try:
             self.socket.sendall(data)
         except OSError:
@@ -79,16 +79,16 @@ class RawZmtp(Closing):
         return True
 
     def hang_up(self) -> None:
-        """Shut the connection down, which unblocks a thread that reads from it."""
+        """Shuts the connection down, which unblocks a thread that reads from it."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
     def say(self, header: Header, body: Mapping[str, object] | None = None) -> bool:
-        """Send a valid message."""
+        """Sends a valid message."""
         return self.send(message(frames.encode(header, body or {})))
 
     def exactly(self, count: int) -> bytes:
-        """Read `count` bytes. Raises EOFError if the other side has closed the connection."""
+        """Reads `count` bytes. Raises EOFError if the other side has closed the connection."""
         data = b""
         while len(data) < count:
             try:
@@ -101,13 +101,13 @@ class RawZmtp(Closing):
         return data
 
     def frame(self) -> tuple[int, bytes]:
-        """The next frame: its flags and its body."""
+        """Reads the next frame: its flags and its body."""
         (flags,) = self.exactly(1)
         size = struct.unpack(">Q", self.exactly(8))[0] if flags & LONG else self.exactly(1)[0]
         return flags, self.exactly(size)
 
     def receive(self) -> frames.Message:
-        """The next message; answers ZMTP heartbeats."""
+        """Reads the next message; answers ZMTP heartbeats."""
         parts: list[bytes] = []
         while True:
             flags, body = self.frame()

@@ -1,8 +1,8 @@
 """Runs half an hour of streams with a fault a minute, to find growth of memory or descriptors.
 
 The broker's memory, descriptors, threads and the sizes of its maps are sampled every ten seconds.
-The growth over the second half is printed, since caches fill in the first. When all streams have
-ended the maps must be empty.
+The growth over the second half is printed, because caches fill in the first half. After the end of
+all streams the maps must be empty.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Soak(Storm):
                 continue
 
     def _idle(self) -> Mapping[str, int]:
-        """The sizes of the broker's maps once all requests have ended."""
+        """Returns the sizes of the broker's maps after the end of all requests."""
 
         def empty() -> bool:
             sizes = self.pool.ask("stats")["sizes"]
@@ -77,7 +77,7 @@ class Soak(Storm):
 
 
 def growth(samples: Sequence[Mapping[str, Any]], name: str) -> str:
-    """Medians of the third and the last quarter of the last broker's samples, and their change."""
+    """Returns medians of quarters three and four of the last broker's samples, and their change."""
     own = [s for s in samples if s["pid"] == samples[-1]["pid"]]
     half = own[len(own) // 2 :]
     early, late = half[: len(half) // 2], half[len(half) // 2 :]

@@ -77,7 +77,10 @@ class Storm:
     def __init__(
         self, plan: Plan, tmp_path: Path, arguments: tuple[str, ...] = (), models: str = ""
     ) -> None:
-        """`arguments`: further ones of the broker's command; `models`: further ones as TOML."""
+        """`arguments`: further arguments of the broker's command.
+
+        `models`: further models as TOML.
+        """
         self.plan = plan
         self.random = random.Random(plan.seed)
         self.folder = tmp_path / "history"
@@ -91,12 +94,12 @@ class Storm:
         self.faults: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
         self.expected: dict[str, list[int]] = {}
-        self.injector_error: BaseException | None = None  # there are no faults after it
+        self.injector_error: BaseException | None = None  # no further faults come after it
         self.numbers = itertools.count()
         self.finished = threading.Event()
 
     def run(self) -> Outcome:
-        """Run all streams and faults, and check the traces."""
+        """Runs all streams and faults, and checks the traces."""
         began = time.monotonic()
         try:
             with self.pool, Relay(("tcp", "127.0.0.1", self._port())) as relay:
@@ -134,7 +137,7 @@ class Storm:
                 client.close()
 
     def _finish(self) -> None:
-        """What is left to do when there are no faults any more."""
+        """Does the remaining work after the last fault."""
 
     # ---- streams -------------------------------------------------------------------------------
 
@@ -175,7 +178,10 @@ class Storm:
         }
 
     def _inject_faults(self, relay: Relay) -> None:
-        """Strike until all faults have happened; an error ends the storm and is raised by `run`."""
+        """Strikes until all faults have happened.
+
+        An error ends the storm and is raised by `run`.
+        """
         try:
             self._strike(relay)
         except BaseException as error:
@@ -193,7 +199,7 @@ class Storm:
                 self.faults[name] += 1
 
     def _random_worker(self) -> tuple[str, int]:
-        """Slot and pid of a random worker; a ready one if there is one."""
+        """Returns slot and pid of a random worker; of a ready one if possible."""
         rows = [w for w in self.pool.ask("ps")["workers"] if w["pid"]]
         ready = [w for w in rows if w["state"] == "ready"] or rows
         row = ready[self.random.randrange(len(ready))]
@@ -215,7 +221,7 @@ class Storm:
         self.pool.ask("restart", slot=self._random_worker()[0])
 
     def _send_large_prompts(self) -> None:
-        """Eight at once; each ends `context_exceeded`, whatever happens to workers meanwhile."""
+        """Sends eight at once; each ends `context_exceeded`, even if workers die meanwhile."""
         with self.pool.client() as client:
             streams = [client.stream("m", LARGE_PROMPT, max_tokens=1) for _ in range(8)]
             for stream in streams:
@@ -257,12 +263,12 @@ class Storm:
         return outcome
 
     def _further_figures(self, lines: Sequence[TraceLine]) -> Mapping[str, Any]:
-        """What a kind of storm measures beside."""
+        """Returns further figures of a kind of storm."""
         return {}
 
 
 def _failed_after_few_losses(lines: Sequence[TraceLine], findings: Findings) -> list[str]:
-    """Streams that were dispatched again at most twice and did not end with `done`."""
+    """Returns streams that were dispatched again at most twice and did not end with `done`."""
     ends = {
         line["id"]: line.get("reason") for line in lines
         if line["what"] == "end" and line["who"] == "client" and "id" in line
@@ -271,9 +277,9 @@ def _failed_after_few_losses(lines: Sequence[TraceLine], findings: Findings) -> 
 
 
 def resumptions(lines: Sequence[TraceLine]) -> list[float]:
-    """Seconds from the end of a worker to the next token of each run that it had.
+    """Returns seconds from the end of a worker to the next token of each of its runs.
 
-    Runs that end meanwhile have none: with their broker, or with an error. A job that is run again
+    Runs that end meanwhile, with their broker or an error, have no time. A job that is run again
     after that, or a stream that its client sends again, is a new run, which may wait for others.
     """
     running: dict[Any, str] = {}
@@ -298,7 +304,7 @@ def resumptions(lines: Sequence[TraceLine]) -> list[float]:
 
 
 def after_broker_deaths(lines: Sequence[TraceLine]) -> list[float]:
-    """Seconds from the broker's kill to the next delta of each stream that was open."""
+    """Returns seconds from the broker's kill to the next delta of each stream that was open."""
     open_streams: set[Any] = set()
     waiting: dict[Any, float] = {}
     found: list[float] = []
@@ -318,7 +324,7 @@ def after_broker_deaths(lines: Sequence[TraceLine]) -> list[float]:
 
 
 def percentiles(seconds: Sequence[float]) -> Mapping[str, float]:
-    """Count, median, p99 and maximum in milliseconds."""
+    """Returns count, median, p99 and maximum in milliseconds."""
     if len(seconds) < 2:
         return {"n": len(seconds)}
     cuts = statistics.quantiles(seconds, n=100, method="inclusive")

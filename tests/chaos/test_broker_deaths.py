@@ -42,7 +42,7 @@ def test_sigkill_while_requests_wait(tmp_path: Path, monkeypatch: Patch) -> None
 
 
 def test_sigterm_and_a_new_broker(tmp_path: Path, monkeypatch: Patch) -> None:
-    """A broker that is ended by a signal leaves its streams to the next one, as in an upgrade."""
+    """A broker that a signal ends leaves its streams to the next one, as in an upgrade."""
     with Chaos(tmp_path, monkeypatch, model(step_us=5000)) as chaos:
         streams = chaos.start(150, 3)
         chaos.reach(streams, 20)
@@ -74,7 +74,7 @@ def test_no_broker_comes_back(tmp_path: Path, monkeypatch: Patch) -> None:
 
 @pytest.mark.parametrize("seconds", [4.0, 12.0])
 def test_a_frozen_broker(tmp_path: Path, monkeypatch: Patch, seconds: float) -> None:
-    """Longer than the sockets' heartbeat, and than the clients' grace: no worker is blamed."""
+    """It lasts longer than the sockets' heartbeat and the clients' grace: no worker is blamed."""
     with Chaos(tmp_path, monkeypatch, model(step_us=5000)) as chaos:
         streams = chaos.start(200, 3)
         chaos.reach(streams, 20)

@@ -1,4 +1,4 @@
-"""Choices and reports of prompts under faults: the same as an undisturbed run gives."""
+"""Choices and reports of prompts under faults: equal to those of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ batch = 16
 )
 PROMPT = "import os\n\n\n" + "\n".join(f"def walk{i}(top):\n    return {i}" for i in range(20))
 TOKENS = 60
-MANY = 400  # so many that a worker has not finished before it is killed
+MANY = 400  # too many for a worker to finish before it is killed
 EIGHT: dict[str, Any] = {"n": 8, "max_tokens": MANY, "seed": 3, "ignore_eos": True}
 REPORTED = "0123456789" * 15
 REPORT: dict[str, Any] = {"max_tokens": 3, "seed": 1, "echo": True, "prompt_logprobs": 1}
@@ -56,7 +56,7 @@ def slow_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 
 @pytest.fixture(scope="module")
 def eight(pool: Pool) -> Choices:
-    """What an undisturbed run gives."""
+    """Returns the choices of an undisturbed run."""
     with pool.client() as client:
         whole: Choices = client.choices("demo", PROMPT, **EIGHT)
     return whole
@@ -64,14 +64,14 @@ def eight(pool: Pool) -> Choices:
 
 @pytest.fixture(scope="module")
 def report(slow_pool: Pool) -> Result:
-    """What an undisturbed run gives."""
+    """Returns the report of an undisturbed run."""
     with slow_pool.client() as client:
         whole: Result = client.generate("slow", REPORTED, **REPORT)
     return whole
 
 
 def kill_busy(pool: Pool, model: str) -> None:
-    """Kill the worker that says that it runs something."""
+    """Kills the worker that reports a running request."""
 
     def busy() -> list[str]:
         rows = [w for w in pool.ask("ps")["workers"] if w["slot"].startswith(f"{model}/")]
@@ -86,14 +86,14 @@ def restart_the_broker(pool: Pool) -> None:
 
 
 def apart(fault: Callable[[], None]) -> None:
-    """Run a fault while no stream is read."""
+    """Runs a fault while no stream is read."""
     thread = threading.Thread(target=fault)
     thread.start()
     thread.join()
 
 
 def read(client: Client, at: int, fault: Callable[[], None], **options: Any) -> Choices:
-    """All choices, with a fault once `at` ids have arrived in all."""
+    """Reads all choices, with a fault after `at` ids in all."""
     stream: ChoicesStream
     with client.stream_choices("demo", PROMPT, **options) as stream:
         had, struck = 0, False
@@ -131,7 +131,7 @@ def test_a_restarted_broker_changes_no_choice(pool: Pool, client: Client) -> Non
 def test_no_token_of_a_prompt_is_reported_twice_or_lost(
     slow_pool: Pool, report: Result, fault: str, at: int
 ) -> None:
-    """Killed once `at` of 150 tokens were reported, chunk by chunk."""
+    """The worker is killed after the report of `at` of 150 tokens, chunk by chunk."""
     found: list[int] = []
     text, struck = "", False
     with (

@@ -27,7 +27,7 @@ SHORT_GRACE = LIMITS + "client_grace = 2\nack_grace = 2\nunread_bytes = 4096\n"
 
 @contextmanager
 def process(chaos: Chaos, **work: Any) -> Iterator[subprocess.Popen[str]]:
-    """Run a client process that has begun to read."""
+    """Runs a client process that has begun to read."""
     settings = {
         "model": "m", "prompt": "p", "seed": 7, "count": 300, "streams": 3, "read": True, **work
     }  # fmt: skip
@@ -83,7 +83,7 @@ def test_the_state_of_a_killed_client_is_freed(tmp_path: Path, monkeypatch: Patc
         chaos.finish([bystander])
         chaos.assert_idle()
         stats = chaos.pool.ask("stats")
-        assert stats["requests"]["cancelled"] >= 3  # more where a busy machine delays a client
+        assert stats["requests"]["cancelled"] >= 3  # more if a busy machine delays a client
         until(lambda: chaos.pool.worker("m/0")["running"] == 0, "the worker has stopped them")
 
 

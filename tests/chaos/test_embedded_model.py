@@ -27,14 +27,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-# The prompt has 12 tokens, so the first cut is behind 20 ids.
+# The prompt has 12 tokens, so the first cut is after 20 ids.
 SHIFT: dict[str, Any] = {
     "seed": 3,
     "shift": True,
     "num_ctx": 32,
     "num_keep": 3,
     "ignore_eos": True,
-    "logprobs": True,  # they differ after any other context, even where the token is the same
+    "logprobs": True,  # they differ after any other context, even if the token is the same
 }
 SHIFTED: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
@@ -51,7 +51,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 
 @pytest.fixture(scope="module")
 def undisturbed() -> Callable[..., Result]:
-    """The completions without a fault; each is computed once."""
+    """Returns the completions without a fault; each is computed once."""
     known: dict[str, Result] = {}
 
     def whole(client: Client, options: dict[str, Any]) -> Result:
@@ -83,9 +83,9 @@ def kill_the_broker(pool: Pool) -> None:
 def read(
     client: Client, asked: Sequence[dict[str, Any]], at: int, fault: Callable[[], None]
 ) -> list[Result]:
-    """Completions beside each other; the fault comes when the first has `at` ids and each has one.
+    """Reads concurrent completions; the fault comes when the first has `at` ids and each has one.
 
-    Their windows keep the client from having all before the fault.
+    Their windows keep the client from having all ids before the fault.
     """
     with ExitStack() as stack:
         streams = [
@@ -103,7 +103,7 @@ def read(
 
 @pytest.fixture(scope="module")
 def client(pool: Pool) -> Iterator[Client]:
-    """A client that acknowledges what it has read soon, so that its windows open."""
+    """A client that acknowledges its deltas soon, so that its windows open."""
     with pool.client(pace=Pace(ping=0.05)) as connected:
         yield connected
 
@@ -131,7 +131,7 @@ def test_a_fault_does_not_change_the_completion(
 def test_a_fault_does_not_change_a_completion_with_shifts(
     pool: Pool, client: Client, undisturbed: Callable[..., Result], fault: Callable[[Pool], None]
 ) -> None:
-    for tokens in (300, 1200, 4800):  # until the worker has not finished before the fault
+    for tokens in (300, 1200, 4800):  # until a worker has not finished before the fault
         asked = [{**SHIFT, **options, "max_tokens": tokens} for options in SHIFTED.values()]
         hits = read(client, asked, 28, partial(fault, pool))
         if fault is kill_the_broker or all(hit.attempts > 1 for hit in hits):

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
     mx.default_device().type == mx.DeviceType.gpu, reason="two ranks need two GPUs"
 )
 
-# Rank 1 sleeps at its next pass of the kind that a file names, and removes the file.
+# Rank 1 sleeps at its next pass of the kind in a file, and removes the file.
 HANG = """
 import os, time
 
@@ -63,7 +63,7 @@ prefix_cache = "off"
 pin = true
 """
 PROMPTS = ("one", "a longer prompt, of more tokens")
-TOKENS = 120  # so many that a stream is mostly at work when a fault comes
+TOKENS = 120  # enough for a stream to be at work when a fault comes
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def client(pool: Pool) -> Iterator[Client]:
 
 @pytest.fixture(scope="module")
 def expected(client: Client) -> list[list[int]]:
-    """The tokens of one device."""
+    """Returns the tokens of one device."""
     return [_ids(client, "one", number) for number in range(len(PROMPTS))]
 
 
@@ -101,7 +101,7 @@ def _ids(client: Client, model: str, number: int) -> list[int]:
 
 
 def _rank(pool: Pool) -> int:
-    """The process of rank 1 of the worker that is ready now."""
+    """Returns the process of rank 1 of the worker that is ready now."""
 
     def found() -> int:
         worker = pool.worker("two/0")

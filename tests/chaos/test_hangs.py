@@ -31,7 +31,7 @@ HANGS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def hung(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chaos]:
-    """A pool that has found a hang of each kind, each in a model of its own, all at once."""
+    """A pool that has found a hang of each kind, each in its own model, all at once."""
     config = "".join(model(name, **fault) for name, fault in HANGS.items())
     folder = tmp_path_factory.mktemp("hung")
     with Patch.context() as patch, Chaos(folder, patch, config, SHORT_LOADS) as chaos:
@@ -100,7 +100,7 @@ def test_slow_is_not_hung(slow: Chaos, phase: str) -> None:
     assert slow.causes(phase) == []
 
 
-# Has the counting model compile something in the pass behind the tenth token, for longer than
+# Makes the counting model compile something in the pass after the tenth token, for longer than
 # twice the limit of a step.
 COMPILES = """\
 import time
@@ -136,7 +136,7 @@ def test_what_compiles_for_long_while_a_pass_is_built_is_not_hung(tmp_path: Path
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("phase", PHASES)
 def test_ten_minutes_slow_and_starved(tmp_path: Path, monkeypatch: Patch, phase: str) -> None:
-    """Slow steps and a twentieth of a processor: no worker is killed."""
+    """Steps are slow, with a twentieth of a processor: no worker is killed."""
     config = model(fault="slow", fault_in=phase, extra="keep_alive = 0")
     with Chaos(tmp_path, monkeypatch, config, LIMITS) as chaos, busy_process() as processor:
         end = time.monotonic() + 600

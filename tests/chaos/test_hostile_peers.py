@@ -57,7 +57,7 @@ class Target(Chaos):
         return int(self.pool.ask("stats")["frames"]["bad"])
 
     def assert_answers(self, endpoint: str) -> None:
-        """Assert that a well-behaved peer is served."""
+        """Asserts that a well-behaved peer is served."""
         with RawZmtp(endpoint) as peer:
             peer.greet().say(Header(kinds.PING))
             assert peer.receive().kind == kinds.PONG
@@ -65,20 +65,20 @@ class Target(Chaos):
 
 @pytest.fixture
 def target(tmp_path: Path, monkeypatch: Patch) -> Iterator[Target]:
-    """A pool of the test's own, whose memory and counters it can know."""
+    """A pool for this test alone, whose memory and counters the test knows."""
     with Target(tmp_path, monkeypatch, model(), SHORT_GRACE) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def tcp() -> str:
-    """The shared pool's front besides ipc."""
+    """The shared pool's front over tcp."""
     return f"tcp://127.0.0.1:{free_port()}"
 
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory, tcp: str) -> Iterator[Target]:
-    """One pool that is attacked by one test after the other."""
+    """One pool that successive tests attack."""
     with (
         Patch.context() as patch,
         Target(
@@ -166,8 +166,8 @@ UNFINISHED = {
     "large parts": frame(bytes(frames.MAX_FRAME - 64), MORE),
     "empty parts": frame(b"", MORE) * 200_000,
 }
-# The memory guard's limit, what arrives at 4 GB/s until its next check, and the broker's own part.
-# Without the guard the broker would grow without bound.
+# The memory guard's limit, the data that arrive at 4 GB/s until its next check, and the broker's
+# own part. Without the guard the broker would grow without bound.
 MAX_RESIDENT = 2048 * MB
 
 
@@ -182,9 +182,7 @@ def test_the_sender_of_an_unfinished_message_is_disconnected(target: Target, nam
         while peer.send(UNFINISHED[name]):
             sent += 1
             assert target.resident() < MAX_RESIDENT, f"the broker still reads after {sent} pieces"
-    until(
-        lambda: front_accepts(target), "the front is open"
-    )  # which frees the received parts first
+    until(lambda: front_accepts(target), "the front is open")  # it frees the received parts first
     target.assert_answers(target.front)
     target.assert_all_done(streams)
     assert all(stream.result is not None and stream.result.attempts == 1 for stream in streams)
@@ -231,7 +229,10 @@ def test_a_message_of_half_a_million_parts(target: Target) -> None:
 
 
 def test_excess_parts_are_read_in_pieces(tmp_path: Path) -> None:
-    """The loop serves other peers between two pieces; tested without a broker, to count them."""
+    """The loop serves other peers between two pieces.
+
+    Tested without a broker, to count the pieces.
+    """
     import zmq
 
     from mlxpool.broker.transport.peers import Peers
@@ -295,7 +296,10 @@ FLOODS: dict[str, Callable[[], bytes]] = {
 
 @contextmanager
 def flood(endpoint: str, data: Callable[[], bytes], reads: bool) -> Iterator[RawZmtp]:
-    """Run a thread that sends without end meanwhile; `reads`: another one reads the answers."""
+    """Runs a thread that sends without end inside the context.
+
+    `reads`: another one reads answers.
+    """
     stopping = threading.Event()
 
     def send(peer: RawZmtp) -> None:
@@ -359,7 +363,7 @@ print("alive")
 def test_a_peer_that_fills_the_input_and_leaves_does_not_abort_the_process(tmp_path: Path) -> None:
     """libzmq#4364: with heartbeats on such a socket the whole process is aborted.
 
-    The socket is in a process of its own, whose main thread does not read for 3 s.
+    The socket is in its own process, whose main thread does not read for 3 s.
     """
     with tempfile.TemporaryDirectory(prefix="mlxpool-") as folder:
         done = subprocess.run(
@@ -376,7 +380,7 @@ def test_a_peer_that_fills_the_input_and_leaves_does_not_abort_the_process(tmp_p
 
 CROWD_SIZE = 1000
 LAST_MESSAGES: tuple[Callable[[], bytes], ...] = (
-    lambda: message(frames.encode(Header(kinds.PING))),  # a whole message
+    lambda: message(frames.encode(Header(kinds.PING))),  # a complete message
     lambda: message(frames.encode(Header(kinds.PING)))[:-3],  # in the middle of a frame
     lambda: frame(b"begun", MORE),  # in the middle of a message
     unknown_model,
@@ -393,7 +397,7 @@ def connect_and_vanish(endpoint: str) -> None:
 
 
 def test_a_thousand_clients_come_and_vanish(target: Target) -> None:
-    """Three times: descriptors, links and memory return to before, and a stream continues."""
+    """It happens three times: descriptors, links and memory return, and a stream continues."""
     streams = target.start(1000, 2)
     target.reach(streams, 10)
     descriptors = target.broker.num_fds()
@@ -410,7 +414,7 @@ def test_a_thousand_clients_come_and_vanish(target: Target) -> None:
 
 
 def test_a_crowd_that_is_reset(tmp_path: Path, monkeypatch: Patch) -> None:
-    """Over tcp, all at once, by RST."""
+    """The connections end over tcp, all at once, by RST."""
     port = free_port()
     limits = f'{SHORT_GRACE}front = ["tcp://127.0.0.1:{port}"]\n'
     with Target(tmp_path, monkeypatch, model(), limits) as target:

@@ -1,4 +1,4 @@
-"""A worker that is killed at an image: the answer is that of an undisturbed run."""
+"""A worker that is killed at an image: the answer equals that of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.pool import Pool
 pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)
 
 SITES = ("encode", "prefill", "decode")
-# Each site has pictures of its own, which no worker has encoded before.
+# Each site has its own pictures, which no worker has encoded before.
 FILES = {
     site: [seeing.file_of(seeing.picture(n).rotate(5 * number)) for n in range(2)]
     for number, site in enumerate(SITES)
@@ -29,7 +29,7 @@ MODELS = {
     "qwen": seeing.write_qwen,
     "mllama": seeing.write_mllama,
 }
-# Ends the process at the place that the file SITE names, and removes the file.
+# Ends the process at the place in the file SITE, and removes the file.
 FAULT = """\
 import os, signal
 
@@ -68,7 +68,7 @@ def arm(engine):
 
 @pytest.fixture(scope="module")
 def armed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file that names where the next worker ends."""
+    """Returns the file with the place where the next worker ends."""
     return tmp_path_factory.mktemp("armed") / "site"
 
 

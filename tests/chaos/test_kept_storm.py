@@ -1,6 +1,6 @@
-"""Storms over what the pool keeps: jobs, responses in the background and batches, over HTTP too.
+"""Storms over jobs, responses in the background and batches that the pool keeps, also over HTTP.
 
-The short one takes about 12 seconds of a processor, most of it for the starts of the brokers,
+The short storm takes about 12 seconds of a processor, most of it for the starts of the brokers,
 workers and gateways that it kills.
 """
 

@@ -1,4 +1,4 @@
-"""Requests whose preparation takes too long, too much memory, or never ends, harm no other one."""
+"""Preparation that takes too long, too much memory, or never ends affects no other request."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ sequences = 16
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    """A pool with a small model whose tokenizer splits texts by a pattern that can take for ever.
+    """A pool with a small model whose tokenizer splits texts by a pattern that can take very long.
 
-    Its vocabulary has every byte, so that a text has at most as many bytes as tokens.
+    Its vocabulary has every byte, so that a text has at most as many tokens as bytes.
     """
     path = tmp_path_factory.mktemp("pool")
     folder = split_texts(write_checkpoint(path / "model", max_position_embeddings=32_768))
@@ -47,7 +47,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 
 @pytest.fixture(scope="module")
 def patient_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    """The same, whose tokenizer may take an hour."""
+    """The same pool, whose tokenizer may take an hour."""
     path = tmp_path_factory.mktemp("patient")
     folder = split_texts(write_checkpoint(path / "model"))
     with Pool(path, CONFIG.format(folder=folder, limit=3600.0)) as one:
@@ -79,16 +79,16 @@ def test_prompts_over_the_context_are_refused_unread(pool: Pool) -> None:
         for _ in range(200):
             with pytest.raises(ContextExceeded, match=r"4194300 bytes.* context .* 32768"):
                 client.stream("m", LARGE, max_tokens=1).read()
-        assert processor_time(worker) - used < 60  # reading one takes more than 1 s
+        assert processor_time(worker) - used < 60  # reading one prompt takes more than 1 s
         assert worker.memory_info().rss - before < MAX_GROWTH
         assert completes(client)
 
 
 def processor_time(worker: psutil.Process) -> float:
-    """Of a worker and of the processes that prepare its requests."""
+    """Returns the time of a worker and of the processes that prepare its requests."""
     spent = 0.0
     for one in (worker, *worker.children(recursive=True)):
-        with suppress(psutil.NoSuchProcess):  # one that prepares may have ended
+        with suppress(psutil.NoSuchProcess):  # a preparing process may have ended
             times = one.cpu_times()
             spent += times.user + times.system
     return spent
@@ -132,7 +132,7 @@ Client(sys.argv[1], connect_timeout=200).tokenize("m", ("x" * 20 + " ") * 10**5)
 
 
 def test_the_call_of_a_killed_client_is_not_prepared_to_its_end(patient_pool: Pool) -> None:
-    """Its text would take a lane for 20 minutes."""
+    """Its text would occupy a lane for 20 minutes."""
     pool = patient_pool
     with pool.client() as client:
         assert completes(client)

@@ -19,8 +19,8 @@ from support.pool import PATIENCE, Pool, until, with_path
 Patch = pytest.MonkeyPatch
 
 DESCRIPTORS = 300
-# Clients at once. With the 40 or so that the broker has open otherwise they are fewer: of more, too
-# many could come while the broker's thread gets no processor, and then libzmq aborts.
+# Clients at once. Together with the broker's about 40 other connections there are not too many:
+# more could come while the broker's thread gets no processor, and then libzmq aborts.
 CROWD = 220
 MANY_ENDS = 20  # log lines, each of at least 30 connections: several hundred have come and gone
 
@@ -42,7 +42,7 @@ def test_too_few_descriptors_are_refused(tmp_path: Path) -> None:
 
 @contextmanager
 def crowd(chaos: Chaos, count: int) -> Iterator[None]:
-    """So many connections to the front that send nothing, and redial whenever they are ended."""
+    """Opens connections to the front that send nothing, and redial whenever they are ended."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     context.set(zmq.MAX_SOCKETS, 2000)
     front = sockets.ipc(chaos.pool.run_dir, "front")
@@ -56,9 +56,9 @@ def crowd(chaos: Chaos, count: int) -> Iterator[None]:
 
 
 def descriptors_were_short(chaos: Chaos) -> bool:
-    """Whether the front was shut, or idle connections were ended as often as that takes else.
+    """Whether the front was shut, or idle connections were ended MANY_ENDS times.
 
-    A crowd that gets little processor time comes so slowly that ending the idle ones is enough.
+    A crowd that gets little processor time comes so slowly that ending idle connections is enough.
     Before the front is shut, operators may get no descriptor either.
     """
     if chaos.pool.log().count("idle connections ended") >= MANY_ENDS:
@@ -72,7 +72,7 @@ def descriptors_were_short(chaos: Chaos) -> bool:
 def test_a_crowd_of_clients_and_few_descriptors(tmp_path: Path, monkeypatch: Patch) -> None:
     """Idle connections are ended, or the front shuts; its clients are disconnected and resume.
 
-    Which of both depends on how fast the crowd comes.
+    The speed of the crowd decides between these.
     """
     with Chaos(tmp_path, monkeypatch, model(), prefix=with_descriptors(DESCRIPTORS)) as chaos:
         streams = chaos.start(200, 3)

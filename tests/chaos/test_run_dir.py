@@ -1,4 +1,4 @@
-"""Somebody removes the run directory of a running pool: all goes on, or the reason is told."""
+"""Somebody removes the run directory of a running pool: it goes on, or reports the reason."""
 
 from __future__ import annotations
 

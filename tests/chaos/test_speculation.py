@@ -1,4 +1,4 @@
-"""A worker that is killed in a step that checks drafts: the stream is that of a pool without."""
+"""A worker is killed in a step that checks drafts: the stream is the same as without drafts."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0.0, "format": {"type": "regex", "pattern": "[12](, [12]){20,30}; end"}},
 ]
 PLACES = (3, 11, 19)  # ids, one place for each of OPTIONS
-# Drafts are checked whether they pay or not. Ends the process once for each request, by the length
-# of its answer, in a step that checks drafts of it behind so many ids; the folder MARKS says which.
+# Drafts are checked even if they do not pay. Ends the process once for each request, by the length
+# of its answer, in a step that checks drafts after its number of ids in PLACES. The folder MARKS
+# has the requests that had their fault.
 FAULT = f"""\
 import os, signal
 
@@ -58,7 +59,7 @@ ASKED = list(zip((60, 61, 90), OPTIONS, strict=True))
 
 
 def without_drafts(tmp_path: Path, path: str, asked: list[Any]) -> list[Result]:
-    """The answers of a model without drafts."""
+    """Returns the answers of a model without drafts."""
     with (
         Pool(tmp_path, WEIGHTS_LIMITS + MODEL.format(path, "off", "")) as pool,
         pool.client() as client,
@@ -73,7 +74,7 @@ def without_drafts(tmp_path: Path, path: str, asked: list[Any]) -> list[Result]:
 
 @pytest.fixture(scope="module")
 def of_demo(tmp_path_factory: pytest.TempPathFactory) -> list[Result]:
-    """Those of the demo model."""
+    """Returns the answers of the demo model."""
     return without_drafts(tmp_path_factory.mktemp("plain"), "builtin:demo", ASKED)
 
 
@@ -81,9 +82,9 @@ def of_demo(tmp_path_factory: pytest.TempPathFactory) -> list[Result]:
 def test_a_kill_in_a_step_with_drafts_changes_nothing(
     tmp_path: Path, of_demo: list[Result], setting: str
 ) -> None:
-    """With "mtp" the model's rows have recurrent states, and its head is right mostly.
+    """With "mtp" the model's rows have recurrent states, and its head is mostly right.
 
-    With "auto" the drafts are of n-grams and of the draft model.
+    With "auto" the drafts come from n-grams and from the draft model.
     """
     asked, wanted, path = ASKED, of_demo, "builtin:demo"
     draft = str(write_draft(tmp_path / "draft")) if setting in ("draft", "auto") else ""
@@ -102,7 +103,7 @@ def test_a_kill_in_a_step_with_drafts_changes_nothing(
             hit = client.generate("demo", PROMPT, max_tokens=count, **options)
             assert hit.attempts == 2 and (tmp_path / str(count)).exists()
             assert (hit.ids, hit.text, hit.reason) == (plain.ids, plain.text, plain.reason)
-        count, options = asked[0]  # whose drafts are right mostly; nothing ends the worker now
+        count, options = asked[0]  # its drafts are mostly right; nothing ends the worker now
         again = client.generate("demo", PROMPT, max_tokens=count, **options)
         assert (again.ids, again.attempts) == (wanted[0].ids, 1)
 

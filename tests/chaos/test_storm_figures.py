@@ -1,4 +1,4 @@
-"""What a storm reads from its traces: how long streams and jobs waited for their next token."""
+"""Figures from a storm's traces: how long streams and jobs waited for their next token."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def test_a_run_waits_from_its_workers_end_to_its_next_token() -> None:
 
 @pytest.mark.parametrize("what", ["done", "error"])
 def test_a_run_that_ended_waits_no_longer(what: str) -> None:
-    """Its job is run again when it is due: that is not the time of a move."""
+    """Its job is run again when it is due, so that time is not the time of a move."""
     lines = [work(0), killed(1), broker(2, what, id="a"), work(90), taken(99)]
     assert resumptions(lines) == []
 
 
 def test_a_run_ends_with_its_broker() -> None:
-    """What the next broker runs, and loses, is another run."""
+    """Work that the next broker runs, and loses, is another run."""
     again = [broker_killed(5), work(9, "b"), killed(10), taken(40), taken(41, "b")]
     assert resumptions([work(0), killed(1), *again]) == [31]
 

@@ -33,8 +33,8 @@ OPTIONS: dict[str, Any] = {
     "temperature": 0.9,
 }
 PLACES = (0, 1, 9, 26)  # ids, one place for each seed
-# Ends the process once for each seed, where its row has so many ids, or more if they come together;
-# the folder MARKS says which.
+# Ends the process once for each seed, when its row has its number of ids in PLACES, or more if
+# several come together. The folder MARKS has the seeds that had their fault.
 FAULT = f"""\
 import os, signal
 

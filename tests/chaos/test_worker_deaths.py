@@ -87,7 +87,7 @@ def test_a_kill_while_the_window_is_full(tmp_path: Path, monkeypatch: Patch) -> 
 
 def test_two_kills_of_one_stream(tmp_path: Path, monkeypatch: Patch) -> None:
     with Chaos(tmp_path, monkeypatch, model(step_us=20_000)) as chaos:
-        streams = chaos.start(220, 3)  # so many that none is over before the second kill
+        streams = chaos.start(220, 3)  # too many for any to end before the second kill
         for had in (20, 70):
             chaos.reach(streams, had)
             chaos.signal_worker("m/0", signal.SIGKILL)

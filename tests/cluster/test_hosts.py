@@ -106,7 +106,7 @@ def test_a_stream_outlives_broker_and_worker(pool: HostedPool) -> None:
 
 
 def test_a_worker_that_comes_back_elsewhere_brings_a_new_key(pool: HostedPool) -> None:
-    """The key of the copy that may still run on a node that is cut off is revoked."""
+    """The copy that may still run on a cut-off node has its key revoked."""
     id, host = next(iter(pool.cluster.hosts.items()))
     old = keys.read(next(host.folder.glob("*.key")))
     assert old.public in (pool.folder / "pool.toml").read_text()

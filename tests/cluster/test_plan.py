@@ -1,4 +1,4 @@
-"""What a cluster starts and ends: pure decisions."""
+"""The workers that a cluster starts and ends: pure decisions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mlxpool.cluster.pool_spec import ModelSpec
 
 M = ModelSpec("m", 1, 4, -1, 300.0, "new")
 FIXED = ModelSpec("f", 2, 2, 0, 300.0, "new")
-LATE = 1000.0  # seconds that a broker has run
+LATE = 1000.0  # seconds since the broker's start
 
 
 def worker(id: str, node: str = "n1", *, model: str = "m", fingerprint: str = "new") -> WorkerView:
@@ -29,7 +29,7 @@ def worker(id: str, node: str = "n1", *, model: str = "m", fingerprint: str = "n
 def test_the_broker_says_how_many_within_bounds() -> None:
     assert wanted_workers(M, Report({"m": 3}, LATE), 1) == 3
     assert wanted_workers(M, Report({"m": 9}, LATE), 1) == 4
-    assert wanted_workers(M, Report({}, LATE), 3) == 1  # nobody has asked for it
+    assert wanted_workers(M, Report({}, LATE), 3) == 1  # without any request for it
     assert wanted_workers(FIXED, Report({"f": 0}, LATE), 0) == 2
 
 

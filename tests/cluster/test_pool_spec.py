@@ -1,4 +1,4 @@
-"""What `mlxpool ray up` reads from a file of settings, and what it refuses."""
+"""The settings that `mlxpool ray up` reads from a file, and the settings that it refuses."""
 
 from __future__ import annotations
 

@@ -91,11 +91,11 @@ class RayPool:
         return log.read_text() if log.exists() else ""
 
     def broker_pid(self) -> int:
-        """Of the broker itself, by its lock."""
+        """Returns the pid of the broker itself, from its lock."""
         return int((self.folder / "run" / "lock").read_text())
 
     def node_of_a_worker(self) -> RayNode:
-        """A node that a worker runs on."""
+        """Returns a node that a worker runs on."""
         for node in self.nodes.nodes:
             if any("mlxpool.worker" in " ".join(_command(each)) for each in node.note()):
                 return node
@@ -122,7 +122,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayPool]:
 
 @pytest.fixture(scope="module")
 def running(pool: RayPool) -> dict[str, Any]:
-    """The status after `up`."""
+    """Returns the status after `up`."""
     found = pool.up()
 
     def two_ready() -> bool:
@@ -133,7 +133,7 @@ def running(pool: RayPool) -> dict[str, Any]:
 
 
 class Storm:
-    """Streams whose every token is checked, and what is done to the pool after so many of them."""
+    """Streams whose every token is checked, and actions on the pool after numbers of streams."""
 
     def __init__(self, pool: RayPool, found: dict[str, Any]) -> None:
         self.pool, self.found = pool, found
@@ -151,7 +151,7 @@ class Storm:
         }
 
     def kill_broker_host(self) -> None:
-        """SIGKILL to the actor's process; what it holds ends with it."""
+        """Sends SIGKILL to the actor's process; its children end with it."""
         for process in self.pool.nodes.head.note():
             if "RayBrokerHost" in " ".join(_command(process)):
                 process.kill()
@@ -185,7 +185,7 @@ class Storm:
                 await deeds
 
     async def perform(self) -> None:
-        """Each deed when so many streams have ended."""
+        """Runs each action when its number of streams has ended."""
         for count, (name, deed) in self.deeds.items():
             while self.done + len(self.wrong) < count:
                 await asyncio.sleep(0.02)
@@ -206,7 +206,7 @@ def test_no_stream_is_lost_while_nodes_actors_and_broker_are_killed(
 def test_replicas_follow_what_waits_and_lost_workers_are_back(
     pool: RayPool, running: dict[str, Any]
 ) -> None:
-    """The storm has asked for more than the least; after it the number falls to the least."""
+    """The storm needs more workers than the minimum; after it the number falls to the minimum."""
     assert json.loads((pool.folder / "workers.json").read_text())["last"] > 2
 
     def at_least() -> bool:

@@ -1,4 +1,4 @@
-"""The locked versions: all that pyproject.toml asks for, as installed here, with their licences."""
+"""The locked versions: all requirements of pyproject.toml, as installed, with licences."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def environment(python: str, system: str) -> dict[str, str]:
 
 
 def pinned(python: str, system: str) -> dict[str, str]:
-    """The version of each package on such a machine."""
+    """Returns the version of each package on such a machine."""
     where = environment(python, system)
     found: dict[str, str] = {}
     for pin in PINS:
@@ -54,7 +54,7 @@ def project() -> dict[str, Any]:
 
 
 def requirements() -> list[Requirement]:
-    """Everything that pyproject.toml asks for, with what builds the package."""
+    """Returns all requirements of pyproject.toml, with the packages that build the project."""
     about = project()["project"]
     extras = (each for extra in about["optional-dependencies"].values() for each in extra)
     builds = project()["build-system"]["requires"]
@@ -77,7 +77,7 @@ def test_the_file_names_no_host() -> None:
 
 
 def test_what_is_installed_here_has_the_locked_versions() -> None:
-    """That is the environment in which this suite passes."""
+    """This suite passes in that environment."""
     locked = {pin.name: set[str]() for pin in PINS}
     for pin in PINS:
         locked[pin.name] |= {spec.version for spec in pin.specifier}
@@ -103,7 +103,7 @@ def test_make_installs_with_the_constraints() -> None:
 
 
 def listed() -> dict[str, tuple[str, str, str]]:
-    """Version, licence and images of each package of the page."""
+    """Returns version, licence and images of each package of the page."""
     rows = re.findall(
         r"^\| ([\w.-]+) \| (\d[\w.]*) \| ([^|]+) \| ([\w, ]+) \|$",
         make_licences.PAGE.read_text("utf-8"),

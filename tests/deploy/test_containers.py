@@ -1,4 +1,4 @@
-"""Dockerfile and compose file, parsed strictly; what they name exists. No image is built."""
+"""Dockerfile and compose file, parsed strictly; the files in them exist. No image is built."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SERVICE = {
 
 
 def stages() -> dict[str, list[tuple[str, str]]]:
-    """The instructions of each stage, by its name."""
+    """Returns the instructions of each stage, by its name."""
     found: dict[str, list[tuple[str, str]]] = {}
     current: list[tuple[str, str]] = []
     for line in DockerfileParser(str(DOCKERFILE), cache_content=True).structure:
@@ -55,7 +55,7 @@ def base_of(stage: str) -> str:
 
 
 def last(stage: str, instruction: str) -> str:
-    """The last value of an instruction in a stage or its bases; fails if there is none."""
+    """Returns the last value of an instruction in a stage or its bases; fails if there is none."""
     while stage in stages():
         values = [value for name, value in stages()[stage] if name == instruction]
         if values:
@@ -111,7 +111,7 @@ def names_of(requirements: list[str]) -> set[str]:
 
 
 def broker_packages() -> list[str]:
-    """What is installed in the image without MLX, beside our own wheel."""
+    """Returns the packages of the image without MLX, except our own wheel."""
     command = json.loads(next(v for name, v in stages()["build-broker"] if name == "RUN"))
     assert command[:2] == ["pip", "install"]
     return [str(word) for word in command[2:]]
@@ -123,7 +123,7 @@ def test_the_broker_has_no_mlx() -> None:
 
 
 def copied(stage: str) -> list[str]:
-    """The paths of the repository that a stage copies."""
+    """Returns the paths of the repository that a stage copies."""
     values = [v for name, v in stages()[stage] if name == "COPY" and not v.startswith("--from")]
     return [name for value in values for name in value.split()[:-1]]
 
@@ -145,7 +145,7 @@ def test_every_version_is_locked() -> None:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel that the images install, unpacked; built from the copied files alone."""
+    """The wheel that the images install, unpacked; built only from the copied files."""
     source = tmp_path_factory.mktemp("src")
     for name in copied("build"):
         link = source / name
@@ -164,7 +164,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def needs(name: str) -> set[str]:
-    """A package and all that it requires, as it is installed here."""
+    """Returns a package and all that it requires, as installed here."""
     found, open_ = set[str](), [name]
     while open_:
         about = distribution(open_.pop())
@@ -177,7 +177,7 @@ def needs(name: str) -> set[str]:
 
 @pytest.fixture(scope="module")
 def broker_image(built: Path) -> Path:
-    """A site-packages as the image without MLX has it."""
+    """A site-packages like that of the image without MLX."""
     for package in {each for name in broker_packages() for each in needs(name)}:
         about = distribution(package)
         for top in {file.parts[0] for file in about.files or () if file.parts[0][:1] != "."}:
@@ -187,7 +187,7 @@ def broker_image(built: Path) -> Path:
 
 
 def run_in(image: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run `mlxpool` where only the image's packages can be imported."""
+    """Runs `mlxpool` with only the image's packages."""
     code = f"import sys; sys.path.append({str(image)!r}); from mlxpool.cli.main import main\n"
     return subprocess.run(
         [sys.executable, "-I", "-S", "-c", f"{code}sys.exit(main(sys.argv[1:]))", *words],
@@ -271,7 +271,7 @@ def test_a_service_is_one_of_the_images(name: str) -> None:
 
 
 def mounted(name: str) -> dict[str, str]:
-    """The named volumes of a service, by the folder in its container."""
+    """Returns the named volumes of a service, by the folder in its container."""
     pairs = (volume.removesuffix(":ro").split(":") for volume in services()[name]["volumes"])
     return {inside: volume for volume, inside in pairs if volume in compose()["volumes"]}
 

@@ -1,6 +1,6 @@
-"""`make images`: the steps of the Dockerfile as commands of this machine, for want of a daemon.
+"""`make images`: the steps of the Dockerfile as commands of this machine, without a daemon.
 
-Folders of the image are below a temporary one, and this Python stands for the base image's.
+Folders of the image are below a temporary folder, and this Python replaces the base image's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PATIENCE = 1200.0  # seconds for one step
 
 
 class Builder:
-    """Performs the instructions of a stage and of those below it."""
+    """Performs the instructions of a stage and of its bases."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -87,7 +87,7 @@ class Builder:
         assert done.returncode == 0, f"{value}\n{done.stderr}"
 
     def run(self, *words: str) -> str:
-        """Run a program of the image; returns what it prints."""
+        """Runs a program of the image; returns its output."""
         done = subprocess.run(
             words, env=self.environment, capture_output=True, text=True, timeout=PATIENCE
         )
@@ -96,7 +96,7 @@ class Builder:
 
 
 def pins() -> dict[str, set[str]]:
-    """The versions of each package in the constraints."""
+    """Returns the versions of each package in the constraints."""
     found: dict[str, set[str]] = {}
     for line in (ROOT / "requirements" / "constraints.txt").read_text("utf-8").splitlines():
         if not line.startswith("#"):

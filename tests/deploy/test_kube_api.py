@@ -28,9 +28,9 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KubeApi]:
 
 
 def made(api: KubeApi, place: Path) -> list[dict[str, Any]]:
-    """What `kubectl kustomize` makes; its namespaces are there afterwards.
+    """Returns the output of `kubectl kustomize`; its namespaces exist afterwards.
 
-    Skips the test where the server does not know a kind.
+    Skips the test if the server does not know a kind.
     """
     documents = list(yaml.safe_load_all(api.checked("kustomize", str(place))))
     lacking = {document["kind"] for document in documents} - api.kinds()
@@ -51,7 +51,7 @@ def test_the_server_accepts_each_manifest(api: KubeApi, place: Path) -> None:
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: str(place.relative_to(FOLDER)))
 def test_pods_meet_the_security_standard_of_their_namespace(api: KubeApi, place: Path) -> None:
-    """Nothing is made of a Deployment here, so its pods are given to the server by themselves."""
+    """Nothing makes a Deployment's pods here, so they are given to the server separately."""
     templates = [
         (document["metadata"]["namespace"], document["spec"]["template"])
         for document in made(api, place)

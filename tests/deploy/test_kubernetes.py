@@ -31,7 +31,7 @@ VERSION = "1.33"
 PLACES = sorted(path.parent for path in FOLDER.rglob("kustomization.yaml"))
 CONFIG = FOLDER / "base" / "mlxpool.toml"
 NAMESPACES = {"mlxpool", "mlxpool-2", "mlxpool-inference"}
-# Allowed keys of kinds that are not Kubernetes's own.
+# Allowed keys of kinds that do not belong to Kubernetes.
 KUSTOMIZATION = {
     "apiVersion", "kind", "namespace", "labels", "resources", "configMapGenerator", "images",
     "patches",
@@ -52,12 +52,12 @@ def kustomization(place: Path) -> dict[str, Any]:
 
 
 def patches(place: Path) -> list[str]:
-    """The patch files of a kustomization."""
+    """Returns the patch files of a kustomization."""
     return [patch["path"] for patch in kustomization(place).get("patches", []) if "path" in patch]
 
 
 def own(place: Path) -> Iterator[dict[str, Any]]:
-    """The documents that a kustomization adds to its bases."""
+    """Returns the documents that a kustomization adds to its bases."""
     for name in kustomization(place)["resources"]:
         if (place / name).is_file():
             yield from documents(place / name)
@@ -81,7 +81,7 @@ def check(document: dict[str, Any]) -> None:
 
 
 def check_scaled_object(document: dict[str, Any]) -> None:
-    """Check KEDA's kind by hand: no Python package has its schema."""
+    """Checks KEDA's kind by hand: no Python package has its schema."""
     assert document["kind"] == "ScaledObject"
     spec = document["spec"]
     assert set(spec) <= SCALED_OBJECT
@@ -94,7 +94,7 @@ def check_scaled_object(document: dict[str, Any]) -> None:
 
 
 def check_inference_pool(document: dict[str, Any]) -> None:
-    """Check the kind of the Gateway API inference extension; `test_kube_api` has its schema."""
+    """Checks the kind of the Gateway API inference extension; `test_kube_api` has its schema."""
     assert document["kind"] == "InferencePool"
     assert set(document["spec"]) == {"selector", "targetPorts", "endpointPickerRef"}
 
@@ -192,7 +192,7 @@ def test_its_command_line_is_valid(document: dict[str, Any]) -> None:
 
 
 def container_of(component: str) -> dict[str, Any]:
-    """The one container of the workload with this label."""
+    """Returns the one container of the workload with this label."""
     (found,) = (
         container
         for document in RUNNING

@@ -31,7 +31,7 @@ RUNBOOK = ROOT / "docs" / "operate.md"
 
 
 def gateway_series() -> dict[str, set[str]]:
-    """The labels of each series of the gateway, of one that has answered a request."""
+    """Returns the labels of each series of a gateway that has answered a request."""
     metrics = Metrics("1", ROUTES)
     exchange = Exchange("id", "POST", ROUTES[0], 0.0, status=200, first_token=1.0)
     exchange.count({"prompt_tokens": 1, "cached_tokens": 0, "completion_tokens": 1})
@@ -82,7 +82,7 @@ NAMES = [rule["alert"] for rule in alerts()]
 
 
 def adapted() -> list[str]:
-    """The queries of prometheus-adapter: which series it looks for, and what it asks of one."""
+    """Returns prometheus-adapter's queries: for finding series, and for the values of one."""
     rules = yaml.safe_load((PROMETHEUS / "adapter.yaml").read_text("utf-8"))["externalRules"]
     queries = []
     for rule in rules:
@@ -94,7 +94,10 @@ def adapted() -> list[str]:
 
 
 def selectors(query: str) -> list[promql_parser.VectorSelector]:
-    """The selectors of a query, with Grafana's variables replaced. Raises if it is not PromQL."""
+    """Returns the selectors of a query, with Grafana's variables replaced.
+
+    Raises if it is not PromQL.
+    """
     filled = query.replace("$__rate_interval", "5m").replace("$model", ".*")
     assert "$" not in filled, filled
     found: list[promql_parser.VectorSelector] = []
@@ -114,7 +117,7 @@ ADAPTED = adapted()
 
 
 def check(selector: promql_parser.VectorSelector) -> None:
-    """Assert that the metric, its labels and their values exist."""
+    """Asserts that the metric, its labels and their values exist."""
     name = selector.name or ""
     assert name in LABELS, f"no metric is called {name!r}"
     labels = LABELS[name] | ANYWHERE
@@ -192,7 +195,7 @@ def test_panels_do_not_overlap() -> None:
 
 @pytest.mark.parametrize("rule", alerts(), ids=NAMES)
 def test_an_alert_is_in_the_runbook(rule: dict[str, Any]) -> None:
-    """The runbook has a section with what it means, then what to do."""
+    """The runbook has a section with its meaning, then the actions."""
     assert rule["labels"]["severity"] in ("critical", "warning")
     assert rule["annotations"]["summary"].endswith(".")
     assert rule["annotations"]["runbook"] == f"docs/operate.md#{rule['alert'].lower()}"
@@ -260,7 +263,7 @@ _HTTP_FIRST = "mlxpool_gateway_time_to_first_token_seconds_bucket"
 _QUEUE = "mlxpool_request_queue_time_seconds_bucket"
 _FIRST = "mlxpool_time_to_first_token_seconds_bucket"
 
-# alert -> series that make it fire, and similar ones that do not; one value a minute
+# alert -> series that make it fire, and similar series that do not; one value a minute
 STORIES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "MlxpoolBrokerDown": ({f"up{_B}}}": "0x60"}, {f"up{_B}}}": "1x60"}),
     "MlxpoolBrokerLate": (
@@ -412,7 +415,7 @@ def test_every_alert_has_a_scenario() -> None:
 
 
 def test_alerts_fire_in_their_scenarios_only(tmp_path: Path) -> None:
-    """promtool evaluates the rules over one hour in which each scenario is an instance."""
+    """promtool evaluates the rules over one hour; each scenario is an instance."""
     series, checks = [], []
     for name, stories in STORIES.items():
         for mood, story in zip(("loud", "calm"), stories, strict=True):

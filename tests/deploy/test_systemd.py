@@ -35,7 +35,7 @@ EXPOSED = {
 
 
 def settings(unit: str) -> dict[str, list[str]]:
-    """Every value of each key; sections are ignored, since no key is in two of them."""
+    """Returns every value of each key; sections are ignored, because no key is in two of them."""
     found: dict[str, list[str]] = {}
     for line in (FOLDER / unit).read_text("utf-8").splitlines():
         if "=" in line and not line.startswith("#"):
@@ -70,7 +70,7 @@ def analyze(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def placed(unit: str, folder: Path, text: str | None = None) -> str:
-    """A copy whose program exists; a template gets an instance."""
+    """Returns a copy whose program exists; a template gets an instance."""
     text = (FOLDER / unit).read_text("utf-8") if text is None else text
     path = folder / unit.replace("@.", "@demo.")
     path.write_text(text.replace(PROGRAM, "/bin/true"))

@@ -1,4 +1,4 @@
-"""docs/architecture.md is current: what is made from the code, its paths, and its lists."""
+"""docs/architecture.md is current: the parts made from the code, its paths, and its lists."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAGE = make_architecture.PAGE.read_text("utf-8")
 TOPS = "|".join(make_architecture.SOURCES)
 PATH = re.compile(rf"`((?:{TOPS})/[\w/]+\.(?:py|html))`")
 MAX_FORMS = 9  # of a request, from a client to the scheduler
-BOUNDS = {  # how many files a change may touch
+BOUNDS = {  # the most files that a change touches
     "a sampling option": 3,
     "a field of an HTTP interface": 3,
     "a verb of jobs": 6,
@@ -29,7 +29,7 @@ BOUNDS = {  # how many files a change may touch
 
 
 def file_of(path: str) -> Path:
-    """The file that a path of the page stands for."""
+    """Returns the file that a path of the page stands for."""
     top, _, rest = path.partition("/")
     return ROOT / path if rest.startswith("mlxpool/") else make_architecture.folder_of(top) / rest
 

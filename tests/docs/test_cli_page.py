@@ -1,4 +1,4 @@
-"""docs/cli.md, docs/bench.md: every command with its options, and JSON of the shape it gives."""
+"""docs/cli.md, docs/bench.md: every command with its options, and the form of its JSON."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OF_ALL = (
 
 
 def commands(above: argparse.ArgumentParser, words: str = "mlxpool") -> dict[str, Any]:
-    """Every command that can be given, with its parser."""
+    """Returns every command of the command line, with its parser."""
     found: dict[str, Any] = {}
     for name, inner in verbs(above).items():
         found |= commands(inner, f"{words} {name}")
@@ -44,13 +44,13 @@ LIST_OF = re.compile(r"the options of `([\w ]+)`(?: but ((?:`--[\w-]+`(?:,\s)?)+
 
 
 def options_of(name: str) -> set[str]:
-    """The long options that a command has besides those of every command."""
+    """Returns the long options of a command, except those of every command."""
     own = {text for action in options(COMMANDS[name]) for text in action.option_strings}
     return {text for text in own if text.startswith("--")} - set(OF_ALL)
 
 
 def commands_of(cell: str, above: str) -> set[str]:
-    """The commands that a table names; `config` stands for all that begin so."""
+    """Returns the commands that a table names; `config` stands for all that begin so."""
     named = {f"{above} {word}" for word in re.findall(r"`([\w -]+)`", cell)}
     found = {name for name in COMMANDS if name in named or name.rpartition(" ")[0] in named}
     assert all(any(f"{name} ".startswith(f"{one} ") for name in found) for one in named), cell
@@ -58,7 +58,7 @@ def commands_of(cell: str, above: str) -> set[str]:
 
 
 def shared_options() -> dict[str, set[str]]:
-    """The options that two tables give to several commands, by command."""
+    """Returns the options that two tables give to several commands, by command."""
     found: dict[str, set[str]] = {name: set() for name in COMMANDS}
     first = BENCH.partition("\n## ")[0]
     for text, above in ((SECTIONS["Shared options"], "mlxpool"), (first, "mlxpool bench")):
@@ -73,7 +73,7 @@ SHARED = shared_options()
 
 
 def told_options(name: str) -> set[str]:
-    """The options of a command by the page: its section's, lists of others', shared ones."""
+    """Returns a command's options by the page: its section's, lists of others', shared ones."""
     text = SECTIONS[name]
     told = set(OPTION.findall(LIST_OF.sub("", text))) | SHARED[name]
     for other, without in LIST_OF.findall(text):
@@ -104,10 +104,11 @@ path = "/nowhere/at/all"
 path = "builtin:counting"
 counting.step_us = 20000
 """
-# Commands that serve print nothing; tests/bench checks what `bench` prints; `ray` needs a cluster.
+# Commands that serve print nothing; tests/bench checks the output of `bench`; `ray` needs a
+# cluster.
 SERVING = {f"mlxpool {name}" for name in ("serve", "broker", "worker", "gateway")}
 NO_JSON = {*SERVING, "mlxpool help", *(n for n in COMMANDS if " bench " in n or " ray " in n)}
-# The order matters, as a command changes what later ones print. ID is that of a live request.
+# The order matters, because a command changes the output of later ones. ID is a live request's id.
 TRIED: tuple[tuple[str, ...], ...] = (
     ("load", "counting", "--wait"),
     ("embed", "embed", "a dog"),
@@ -160,7 +161,7 @@ TRIED: tuple[tuple[str, ...], ...] = (
 
 
 def encoders(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The sections of three small models of texts."""
+    """Returns the sections of three small models of texts."""
     root = tmp_path_factory.mktemp("models")
     cases = {"embed": "bert", "rerank": "bert, rerank", "classify": "bert, classify"}
     return "".join(
@@ -171,7 +172,7 @@ def encoders(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[Any]]]:
-    """What each command printed, by its name."""
+    """Returns the output of each command, by its name."""
     found: dict[str, list[Any]] = {}
     state_dir = ("--state-dir", str(tmp_path_factory.mktemp("jobs")))
     config = CONFIG + encoders(tmp_path_factory)
@@ -216,7 +217,7 @@ def test_json_has_the_shape_that_the_page_gives(name: str, answers: dict[str, li
 
 
 def integers(value: Any) -> Iterator[int]:
-    """Every integer within a value of JSON."""
+    """Yields every integer within a value of JSON."""
     if isinstance(value, dict | list):
         for one in value.values() if isinstance(value, dict) else value:
             yield from integers(one)

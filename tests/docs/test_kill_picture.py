@@ -1,4 +1,4 @@
-"""docs/make_kill_picture.py measures a stream whose worker is killed, and draws what it saw."""
+"""docs/make_kill_picture.py measures a stream whose worker is killed, and draws the result."""
 
 from __future__ import annotations
 

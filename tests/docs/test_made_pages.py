@@ -52,7 +52,7 @@ def test_every_variable_is_on_the_page() -> None:
     rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]*) \|", pool, re.M))
     told = {f"MLXPOOL_{key.upper()}" for key, default in rows.items() if default != "`[]`"}
     assert told == set(variables().values()), "lists, whose default is [], have no variable"
-    ours = {  # between our processes, and those of tests
+    ours = {  # between our processes, and of tests
         "MLXPOOL_WORKER", "MLXPOOL_GATEWAY", "MLXPOOL_HYPOTHESIS", "MLXPOOL_BENCH",
         "MLXPOOL_FRESH_TMPDIR", "MLXPOOL_TESTS_TMPDIR",
     }  # fmt: skip
@@ -61,7 +61,7 @@ def test_every_variable_is_on_the_page() -> None:
 
 
 def sections() -> dict[str, str]:
-    """The sections of the page of the Python API by their headings."""
+    """Returns the sections of the page of the Python API by their headings."""
     page = (DOCS / "python-api.md").read_text("utf-8")
     return dict(re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", page, re.M | re.S))
 

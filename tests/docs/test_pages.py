@@ -1,6 +1,6 @@
-"""Every block of every page is run, and does what the page says.
+"""Every block of every page is run, and does what the page promises.
 
-tests/support/doc_blocks.py runs them; tests/support/program_stubs.py has what no test
+tests/support/doc_blocks.py runs them; tests/support/program_stubs.py has the programs that no test
 may run, with the reasons.
 """
 
@@ -38,7 +38,7 @@ PLACES = re.compile(r"(?<![\w./$@~-])/(?=(?:data|etc|home|opt|path|run|var)/)")
 class Page:
     """The preparations that a page needs, and the texts that are replaced in it.
 
-    Folders that begin with `/` are in one of the test's own, ports are free ones.
+    Folders that begin with `/` are in a folder of the test, ports are free ones.
     """
 
     before: tuple[str, ...] = ()
@@ -48,17 +48,17 @@ class Page:
 
 
 def unquoted(words: str) -> str:
-    """Words that the shell evaluates within a text in single quotes."""
+    """Returns words that the shell evaluates within a text in single quotes."""
     return f"'\"{words}\"'"
 
 
 def public(name: str) -> str:
-    """A shell command for the public key of a pair that the page has made."""
+    """Returns a shell command for the public key of a pair that the page has made."""
     return f"$(sed -n 's/^public = \"\\(.*\\)\"/\\1/p' ~/.mlxpool/keys/{name}.key)"
 
 
 def section(name: str, role: str) -> tuple[str, str]:
-    """A section of the allow-list as the page has it, and the same with its key."""
+    """Returns a section of the allow-list as on the page, and the same with its key."""
     text = f'[keys.{name}]\nrole = "{role}"\npublic = '
     return f'{text}"…"', f'{text}"{unquoted(public(name))}"'
 
@@ -142,12 +142,12 @@ PAGES = {
 
 
 def ports_of_pages() -> dict[str, int]:
-    """A free port for each port that pages name."""
+    """Returns a free port for each port that pages name."""
     return dict(zip(PORT_NAMES, free_ports(len(PORT_NAMES)), strict=True))
 
 
 def placed(page: Page, command: Command, root: Path, ports: Mapping[str, int]) -> Command:
-    """A command with the paths and ports of the test."""
+    """Returns a command with the paths and ports of the test."""
 
     def here(text: str) -> str:
         for theirs, ours in page.instead.items():
@@ -200,7 +200,7 @@ ALL = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")),
 
 @pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
 def test_every_block_is_run_or_has_a_reason(path: Path) -> None:
-    """Indented text would be shown as a block as well, so pages have none."""
+    """Indented text would be shown as a block as well, so pages must not have any."""
     text = path.read_text("utf-8")
     name = str(path.relative_to(ROOT))
     for block in blocks(text):
@@ -211,7 +211,7 @@ def test_every_block_is_run_or_has_a_reason(path: Path) -> None:
 
 
 def test_programs_that_are_not_run_have_a_reason() -> None:
-    """There is a stub for each program with a reason, and no other."""
+    """Each program with a reason has a stub, and each stub has a reason."""
     assert {words.split()[0] for words in program_stubs.REASONS} == set(program_stubs.STUBS)
 
 

@@ -1,4 +1,4 @@
-"""What a page names exists, and links read as words."""
+"""Files and names on pages exist, and links read as words."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DOCS = ROOT / "docs"
 NOTES = sorted(DOCS.glob("notes/*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")), *NOTES]
 TOPS = "bench|broker|client|cli|common|deploy|docs|examples|gateway|tests|worker"
-FILE = re.compile(  # `COMMIT:FILE` is one of the history
+FILE = re.compile(  # `COMMIT:FILE` is a file of the history
     rf"(?<![\w./~:-])((?:{TOPS})/[\w./-]+\.(?:cu|cuh|html|js|json|md|py|toml|yaml|yml|h))\b"
 )
 TEST = re.compile(r"\b(test_\w+)\b")
@@ -25,7 +25,7 @@ NOT_OURS = {"test_NAME"}  # placeholders for names that the reader chooses
 
 @cache
 def names_in_tests() -> frozenset[str]:
-    """Every test function and every test file."""
+    """Returns every test function and every test file."""
     found: set[str] = set()
     for path in (ROOT / "tests").rglob("*.py"):
         found.add(path.stem)
@@ -55,5 +55,5 @@ def test_every_test_that_a_page_names_exists(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_text_of_a_link_to_a_page_is_its_subject(page: Path) -> None:
-    """Not the name of its file, which a reader of the site does not know."""
+    """The text is not the name of its file, which a reader of the site does not know."""
     assert re.findall(r"\[([a-z-]+\.md)\]\(", page.read_text("utf-8")) == []

@@ -1,4 +1,4 @@
-"""The site builds without a warning, needs no network when it is read, and draws its diagrams."""
+"""The site builds without a warning, needs no network for its readers, and draws its diagrams."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_every_page_is_in_the_site(site: Path) -> None:
 
 
 def test_titles_and_links_are_those_of_readers(site: Path) -> None:
-    """No title repeats the site's name, and no link shows the name of a file of a page."""
+    """No title repeats the site's name, and no link shows the name of a page's file."""
     pages = {path.name: path.read_text("utf-8") for path in site.glob("*.html")}
     titles = {name: re.findall(r"<title>(.*?)</title>", html)[0] for name, html in pages.items()}
     assert [name for name, title in titles.items() if title == "mlxpool - mlxpool"] == []
@@ -96,7 +96,7 @@ def test_a_page_fits_a_narrow_screen(name: str, site: Path, browser: Chromium) -
 
 
 def drawings(browser: Chromium) -> list[str]:
-    """`aria-roledescription` of each SVG in a shadow root, such as sequence, or error."""
+    """Returns `aria-roledescription` of each SVG in a shadow root, such as sequence, or error."""
     tree = browser.command("DOM.getDocument", depth=-1, pierce=True)
     return list(_drawings(tree["root"], inside=False))
 

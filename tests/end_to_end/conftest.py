@@ -19,7 +19,7 @@ from support.scripted_gateway import Served
 def pool(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pool]:
-    """A pool with the CONFIG of the module, if it has one; it keeps jobs if KEEPS_JOBS is set."""
+    """A pool with the CONFIG of the module, if any; it keeps jobs if KEEPS_JOBS is set."""
     folder = tmp_path_factory.mktemp("pool")
     keeps_jobs = getattr(request.module, "KEEPS_JOBS", False)
     flags = ("--state-dir", str(folder / "jobs")) if keeps_jobs else ()
@@ -29,34 +29,34 @@ def pool(
 
 @pytest.fixture
 def client(pool: Pool) -> Iterator[Client]:
-    """A client of the pool of the module."""
+    """A client of the module's pool."""
     with pool.client() as connected:
         yield connected
 
 
 @pytest.fixture(scope="module")
 def gateway(pool: Pool) -> Iterator[GatewayThread]:
-    """A gateway without keys for the pool of the module."""
+    """A gateway without keys for the module's pool."""
     with GatewayThread(pool.run_dir) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def url(gateway: GatewayThread) -> str:
-    """The URL of the gateway of the module."""
+    """The URL of the module's gateway."""
     return gateway.url
 
 
 @pytest.fixture
 def api(url: str) -> Iterator[openai.OpenAI]:
-    """OpenAI's client of the gateway of the module."""
+    """OpenAI's client of the module's gateway."""
     with openai_client(url) as made:
         yield made
 
 
 @pytest.fixture
 def http(url: str) -> Iterator[httpx.Client]:
-    """A plain client of the gateway of the module."""
+    """A plain client of the module's gateway."""
     with http_client(url) as made:
         yield made
 

@@ -1,9 +1,9 @@
 """Codex and Claude Code at work with the demo chat model: the programs themselves.
 
 They are npm packages: each is taken from PATH, or installed with npm into the cache of the tests.
-What takes 10,000 tokens and more in their requests is checked and tokenised by the pool as it is;
-the template of the model then leaves out all but the last line of the user, for the demo model has
-learnt 1,024 tokens.
+The pool checks and tokenises their requests of 10,000 tokens and more unchanged. The template of
+the model then leaves out all but the last line of the user, because the demo model has learnt 1,024
+tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ CACHE = Path.home() / ".cache" / "mlxpool-tests" / "npm"
 INSTALL_TIME = 300.0  # seconds, after which the test is skipped
 PATIENCE = 300.0  # seconds, after which the test fails
 ASK = "Say: it works"
-# As demo-chat's own for one message. The names in the comment are what it writes calls with.
+# Like demo-chat's own template for one message. With the names in the comment the model writes
+# calls.
 TEMPLATE = (
     "{# {{ tools }} <tool_call> <think> enable_thinking reasoning_effort #}"
     "{%- set said = (messages | selectattr('role', 'equalto', 'user') | list)[-1] -%}"
@@ -35,7 +36,7 @@ TEMPLATE = (
 
 
 def program(name: str) -> str:
-    """The path of a program; the test is skipped where it cannot be had."""
+    """Returns the path of a program; skips the test if it is not available."""
     found = shutil.which(name)
     if found is not None:
         return found
@@ -67,7 +68,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 
 
 def answer_of(command: list[str], folder: Path, **variables: str) -> str:
-    """What a program prints in an empty folder and home of its own."""
+    """Returns the output of a program in its own empty folder and home."""
     (folder / "work").mkdir()
     done = subprocess.run(
         command,

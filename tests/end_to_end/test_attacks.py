@@ -50,14 +50,14 @@ def all_keys_after(secure: SecurePool) -> Iterator[None]:
 
 
 def peer(secure: SecurePool, name: str, socket: str) -> zmq.Socket[bytes]:
-    """A plain DEALER socket with this key; the caller closes it."""
+    """Returns a plain DEALER socket with this key; the caller closes it."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
     credentials = Credentials.of(secure.server_key, secure.keys.path(name))
     return sockets.dealer(context, secure.endpoint(socket), credentials)
 
 
 def say(socket: zmq.Socket[bytes], parts: list[bytes]) -> None:
-    """Send unless libzmq has given up the connection, which makes sending impossible."""
+    """Sends unless libzmq has given up the connection, which makes sending impossible."""
     with contextlib.suppress(zmq.Again):
         socket.send_multipart(parts, zmq.NOBLOCK)
 
@@ -205,7 +205,7 @@ def test_a_revoked_key_is_disconnected_at_once(secure: SecurePool, bystander: By
 def test_a_plain_client_may_hear_nothing_of_its_revoked_key(
     secure: SecurePool, bystander: Bystander
 ) -> None:
-    """Its connection is cut right after `unauthorized` is sent; the monitor tells the refusal."""
+    """Its connection is cut right after `unauthorized` is sent; the monitor reports the refusal."""
     ident, raw = os.urandom(16), peer(secure, "alice", "front")
     handshake = Handshake(raw, secure.endpoint("front"))
     body = {"model": "counting", "prompt": "mine", "options": {"max_tokens": 10**6}}
@@ -298,7 +298,7 @@ def test_a_worker_cannot_take_the_slot_of_a_local_one(
         raw.send_multipart(frames.encode(Header(kinds.HELLO), {**body, "model": "counting"}))
         raw.send_multipart(frames.encode(Header(kinds.DELTAS, None, epoch), {"rows": []}))
     got: list[str] = []
-    # `who` answers the frame without an epoch; nothing welcomes it.
+    # `who` answers the frame without an epoch; the peer is not welcomed.
     while raw.poll(int(PATIENCE * 1000) if len(got) < 4 else 200):
         answer = frames.decode(raw.recv_multipart(), max_body=frames.MAX_BACK_BODY)
         got.append(answer.kind)

@@ -34,7 +34,7 @@ path = "builtin:counting"
 
 @pytest.fixture(scope="module")
 def strict_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    """A pool that gives up a client that has acknowledged nothing for a second."""
+    """A pool that gives up a client after a second without an ack."""
     with Pool(tmp_path_factory.mktemp("strict"), '[pool]\nack_grace = "1s"\n' + CONFIG) as running:
         yield running
 
@@ -58,7 +58,7 @@ def generate(**body: Any) -> list[bytes]:
     return frames.encode(Header(kinds.GENERATE, ident, 0, 1), whole)
 
 
-# One of each decoder: tests/common/protocol and broker/core/test_life.py have all of them.
+# One value of each decoder: tests/common/protocol and broker/core/test_life.py have all of them.
 GARBAGE: dict[str, tuple[list[bytes], str, str]] = {
     "no msgpack": ([b"\xc1\xc1"], "bad_request", "not msgpack"),
     "other version": ([msgpack.packb([2, "ping", None, 0, 0, 0])], "version_mismatch", "version 2"),
@@ -94,7 +94,7 @@ def test_bad_input_gets_one_clear_error(pool: Pool, name: str) -> None:
 
 
 def error_beside(peer: RawPeer, ident: bytes) -> frames.Message:
-    """The error that comes beside a long stream of the seed 1, which goes on and is cancelled."""
+    """Returns the error beside a long stream of the seed 1, which goes on and is cancelled."""
     error: frames.Message | None = None
     ids: list[int] = []
     behind = 0  # deltas that came after the error
@@ -115,7 +115,7 @@ def error_beside(peer: RawPeer, ident: bytes) -> frames.Message:
 
 
 def read_ids(peer: RawPeer, least: int) -> None:
-    """Wait for so many ids of a stream; on a busy machine one message has several."""
+    """Waits for `count` ids of a stream; on a busy machine one message has several."""
     had = 0
     while had < least:
         had += len(token_ids.unpack_ids(peer.receive_kind(kinds.DELTA).blobs[0]))
@@ -123,7 +123,7 @@ def read_ids(peer: RawPeer, least: int) -> None:
 
 def test_a_duplicate_id_ends_nothing(pool: Pool) -> None:
     ident = os.urandom(16)
-    # So many tokens that the second message comes in time: the id of an ended stream is free.
+    # Enough tokens for the second message to come in time: the id of an ended stream is free.
     body = {"model": "slow", "prompt": "x", "options": {"max_tokens": 2000, "seed": 1}}
     with RawPeer(pool.run_dir) as peer:
         peer.say(Header(kinds.GENERATE, ident, 0, 1), body)
@@ -202,7 +202,7 @@ def test_a_resume_that_does_not_fit_the_stream(
 def test_a_resume_that_no_worker_can_take(
     pool: Pool, resume: dict[str, object], ids: list[int], code: str, words: str
 ) -> None:
-    """A resume as after a broker's death, with ids or facts of no stream."""
+    """The resume is as after a broker's death, with ids or facts of no stream."""
     body = {"model": "slow", "prompt": "x", "options": {"seed": 1}, "resume": resume}
     with RawPeer(pool.run_dir) as peer:
         peer.say(Header(kinds.GENERATE, os.urandom(16), 0, 2), body, token_ids.pack_ids(ids))
@@ -271,7 +271,7 @@ def test_an_ack_beyond_the_sent_ids_is_an_error(pool: Pool) -> None:
             Header(kinds.GENERATE, ident, 0, 1),
             {"model": "slow", "prompt": "x", "options": {"max_tokens": 2000, "seed": 1}},
         )
-        # An ended stream has no ids that could be acknowledged.
+        # An ended stream has no ids to acknowledge.
         peer.say(Header(kinds.ACK), {"have": [[ident, 10_000]]})
         error = error_beside(peer, ident)
         assert error.header.id is None and "10000" in error.body["message"]

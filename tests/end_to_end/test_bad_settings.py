@@ -1,4 +1,4 @@
-"""A broker that cannot start reports the wrong value and what to do."""
+"""A broker that cannot start reports the wrong value and advice."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def run_dir() -> Iterator[Path]:
 
 @pytest.fixture
 def taken() -> Iterator[int]:
-    """A port in use."""
+    """Returns a port in use."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield int(server.getsockname()[1])
 
 
 def refused(run_dir: Path, text: str, *arguments: str) -> tuple[int, str]:
-    """The exit code and the error output of a broker that does not start."""
+    """Returns the exit code and the error output of a broker that does not start."""
     file = run_dir / "mlxpool.toml"
     file.write_text(text)
     command = [sys.executable, "-m", "mlxpool.cli.main", "--run-dir", str(run_dir), "serve"]

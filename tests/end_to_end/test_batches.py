@@ -1,4 +1,4 @@
-"""Batches over processes: whole, cancelled, and after the death of clients, workers and brokers."""
+"""Batches over processes: complete, cancelled, after deaths of clients, workers and brokers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ OPTIONS: dict[str, Any] = {"max_tokens": TOKENS, "seed": 7}
 
 
 def check(results: Sequence[LineResult], count: int, name: str = "p") -> None:
-    """Each line is there once, in order, with the ids of its prompt."""
+    """Asserts that each line is there once, in order, with the ids of its prompt."""
     assert [result.line for result in results] == list(range(count))
     for result in results:
         wanted = expected_ids(f"{name}{result.line}", 7, TOKENS)

@@ -61,7 +61,7 @@ def pool(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def check(client: Client, results: list[LineResult], count: int) -> None:
-    """Each line is there once, in order, with the vector of its text."""
+    """Asserts that each line is there once, in order, with the vector of its text."""
     assert [result.line for result in results] == list(range(count))
     assert [(one.id, one.state) for one in results] == [(f"l{n}", "done") for n in range(count)]
     found = np.concatenate([np.asarray(one.vectors) for one in results])
@@ -220,7 +220,7 @@ def test_lines_have_many_texts_and_results_come_over_pages(client: Client) -> No
 def test_workers_and_brokers_die_and_no_line_is_lost_doubled_or_mixed(
     tmp_path: Path, folders: dict[str, Path]
 ) -> None:
-    """The feed of ends has each line once, and each vector is that of its text."""
+    """The feed of ends has each line once, and each vector belongs to its text."""
     count = 600
     with make_pool(tmp_path, folders) as pool, pool.client(broker_grace=PATIENCE) as client:
         batch = client.submit_batch(lines(count), "embed", key="killed")

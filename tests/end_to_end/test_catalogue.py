@@ -24,7 +24,7 @@ from support.worker_checkpoints import write_checkpoint, write_json
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A models folder with a valid model, a copy of it, broken ones and a link to outside."""
+    """Makes a models folder with a valid model, a copy of it, broken ones and a link to outside."""
     root = tmp_path_factory.mktemp("models")
     sound = write_checkpoint(root / "models" / "sound")
     shutil.copytree(sound, root / "models" / "org" / "copy")
@@ -64,12 +64,12 @@ def names(pool: Pool) -> set[str]:
 
 
 def put_in_place(made: Path, models: Path) -> None:
-    """Move a whole folder to the models: the pool must not look at one that is half written."""
+    """Moves a complete folder to the models: the pool must not look at a partly written one."""
     made.rename(models / made.name)
 
 
 def looked_at(pool: Pool, name: str) -> dict[str, Any]:
-    """The row of a model once its files have been inspected."""
+    """Returns the row of a model after the inspection of its files."""
 
     def found() -> dict[str, Any] | None:
         row = next(m for m in pool.ask("models")["models"] if m["name"] == name)
@@ -89,7 +89,7 @@ def test_every_folder_is_listed_as_a_model(pool: Pool) -> None:
         "demo", "demo-chat", "demo-embed", "counting", "kept", "alias", "short",
         "sound", "org/copy", "broken", "nothing", "link", "gguf",
     }  # fmt: skip
-    until(lambda: wanted <= names(pool), "all are found")  # an answer waits only so long for them
+    until(lambda: wanted <= names(pool), "all are found")  # an answer waits only for a limited time
     assert names(pool) == wanted
 
 
@@ -163,7 +163,7 @@ def test_a_repaired_model(pool: Pool, models: Path, tmp_path: Path) -> None:
     assert "rms_norm_eps" in looked_at(pool, "mended")["error"]
     write_json(tmp_path / "config.json", {**settings, "rms_norm_eps": 1e-6})
     (tmp_path / "config.json").replace(models / "mended" / "config.json")
-    with pool.client() as client:  # which does not list the models: the request looks again
+    with pool.client() as client:  # this client does not list the models: the request looks again
 
         def answers() -> bool:
             try:

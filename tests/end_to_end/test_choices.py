@@ -43,7 +43,7 @@ def live(pool: Pool) -> int:
 
 
 def rows_of(pool: Pool, model: str) -> list[int]:
-    """How many sequences each replica runs, the fewest first."""
+    """Returns the number of sequences of each replica, the fewest first."""
     workers = pool.ask("ps")["workers"]
     return sorted(one["running"] for one in workers if one["slot"].startswith(f"{model}/"))
 
@@ -54,13 +54,13 @@ def rows_of(pool: Pool, model: str) -> list[int]:
 @pytest.mark.parametrize("extra", ["", " and more", " and some more of it"])
 @pytest.mark.parametrize("n", [3, 16])
 def test_a_prompt_is_read_once_on_one_of_two_replicas(client: Client, n: int, extra: str) -> None:
-    """In no whole number of blocks, and with more choices than rows."""
+    """Its length is not a multiple of the block size, and there are more choices than rows."""
     prompt = f"{n}{extra} {WORDS}"
     choices = client.choices("demo", prompt, n=n, max_tokens=8, seed=100)
     size = choices.usage["prompt_tokens"]
     cached = [one.usage["cached_tokens"] for one in choices]
     assert size > 300 and size % 256
-    first, *others = sorted(cached)  # whichever choice comes first reads the prompt
+    first, *others = sorted(cached)  # the first choice reads the prompt
     assert first < 20 and {*others} == {size - 1}
     assert choices.usage == {
         "prompt_tokens": size,
@@ -161,7 +161,7 @@ def test_an_error_of_one_choice_ends_all(pool: Pool, client: Client) -> None:
 
 
 def test_others_go_past_choices_that_wait_for_their_worker(pool: Pool, client: Client) -> None:
-    """One replica has 8 rows and 12 choices; the other takes what comes behind them."""
+    """One replica has 8 rows and 12 choices; the other takes the requests after them."""
     ask: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True, "window": 1}
     with client.stream_choices("demo", "one " + WORDS, n=12, **ask) as stream:
         deltas = iter(stream)
@@ -193,7 +193,10 @@ def test_log_probabilities_of_a_prompt(client: Client, batch: bool) -> None:
 
 
 def test_an_echo_begins_with_the_text_of_the_prompt(client: Client) -> None:
-    """Of a text what was sent, without what the tokenizer adds; of ids all of them."""
+    """A text is echoed as sent, without tokens that the tokenizer adds.
+
+    Ids are echoed completely.
+    """
     text = "caf\u00e9 \u2014 def f(x):\n    return '\U0001f642'"
     found = client.generate("demo", text, echo=True, max_tokens=4, seed=3)
     plain = client.generate("demo", text, max_tokens=4, seed=3)

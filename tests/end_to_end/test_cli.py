@@ -23,7 +23,7 @@ counting.step_us = 20000
 
 
 def cli(pool: Pool, *arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
-    """Run the command in a process of its own."""
+    """Runs the command in its own process."""
     return pool.cli(*arguments, process=True, **more)
 
 
@@ -83,7 +83,7 @@ def test_cancel_by_id(pool: Pool) -> None:
         assert done.returncode == 0 and "streaming" in done.stdout
         assert stream.read().reason == "cancelled"
     assert pool.cli("cancel", "00" * 16).returncode == 1
-    assert pool.cli("cancel", "00" * 4).returncode == 2  # no live request begins so
+    assert pool.cli("cancel", "00" * 4).returncode == 2  # no live request has this prefix
 
 
 def test_cancel_by_a_unique_prefix(pool: Pool) -> None:
@@ -125,7 +125,7 @@ def test_models_from_a_folder_and_from_flags(tmp_path: Path) -> None:
         def names() -> set[str]:
             return {m["name"] for m in pool.cli_json("models")["models"]}
 
-        until(lambda: wanted <= names(), "all are found")  # an answer waits only so long for them
+        until(lambda: wanted <= names(), "all are found")  # an answer waits only for a limited time
         assert names() == wanted
 
 

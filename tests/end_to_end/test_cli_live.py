@@ -57,7 +57,7 @@ LONG = "org/a-model-with-a-long-name-4bit"
 def test_tables_fit_the_terminal(
     pool: Pool, command: tuple[str, ...], shown: tuple[str, ...], columns: int
 ) -> None:
-    """Columns are left out until the rest has room; a figure that is shown has its unit."""
+    """Columns are left out until the rest has room; a figure in the table has its unit."""
     with pool.client() as client, client.stream(LONG, "x") as stream:
         deltas = iter(stream)
         next(deltas)
@@ -114,7 +114,7 @@ def test_top_shows_sorts_and_quits(pool: Pool) -> None:
         next(deltas)
         with on_terminal(pool, "top") as top:
             top.until("slow/0")
-            top.until("1 live")  # without the stream of another test, whose cancel may come late
+            top.until("1 live")  # without another test's stream, whose cancel may come late
             assert "RESTARTS" in top.shown
             assert "sorted by model, rising" in top.shown
             top.send("t")
@@ -224,7 +224,7 @@ def test_load_reports_why_a_model_fails(pool: Pool) -> None:
 
 
 def said(*lines: tuple[str, str]) -> str:
-    """The prompt that the counting model makes of a conversation."""
+    """Returns the prompt that the counting model makes of a conversation."""
     return "".join(f"{role}: {text}\n" for role, text in lines)
 
 

@@ -25,7 +25,7 @@ SERVICES: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text("u
 
 
 def make_keys(folder: Path, settings: Path = SETTINGS) -> subprocess.CompletedProcess[str]:
-    """Run the service `keys`, with the image's folders in `folder`."""
+    """Runs the service `keys`, with the image's folders in `folder`."""
     assert SERVICES["keys"]["entrypoint"] == ["sh", "/usr/local/bin/make-keys"]
     assert SERVICES["keys"]["command"] == ["/etc/mlxpool/mlxpool.toml", "/keys"]
     for name in ("broker", "worker", "gateway", "app"):
@@ -86,7 +86,7 @@ def test_a_request_over_http_and_one_over_zeromq(keys: Path, tmp_path: Path) -> 
     ports = ports_of_deployments()
 
     def here(text: str, service: str) -> str:
-        """A word of the file as it is on this machine."""
+        """Returns a word of the file as it is on this machine."""
         if text in ports:
             return ports[text]
         for port, free in ports.items():

@@ -1,4 +1,4 @@
-"""The end of a client's process ends its streams that nobody will ask for again."""
+"""The end of a client's process ends its streams, because no client will ask for them again."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def pool(tmp_path: Path) -> Iterator[Pool]:
 
 
 def killed_while_its_prompt_is_read(pool: Pool, kind: str) -> None:
-    """A client of another process, which is killed before its stream has a token."""
+    """Kills a client of another process before its stream has a token."""
     command = [sys.executable, "-c", CLIENT, str(pool.run_dir), kind]
     with subprocess.Popen(command) as process:
         try:

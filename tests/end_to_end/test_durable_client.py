@@ -28,7 +28,7 @@ BEFORE, AFTER = 200_000, 1000
 
 
 def started(client: Client, seed: int) -> Stream:
-    """A stream that has received its first ids."""
+    """Returns a stream that has received its first ids."""
     stream = client.stream("slow", "hello", seed=seed, max_tokens=COUNT, batch=seed % 2 == 0)
     until(lambda: stream._open.state.ids, "the first ids")
     return stream
@@ -41,7 +41,7 @@ def taken_over(stream: Stream, before: int) -> bool:
 
 
 def whole(stream: Stream, seed: int) -> None:
-    """Assert every id once and in order, with their text."""
+    """Asserts every id once and in order, with their text."""
     deltas = list(stream)
     ids = [token for delta in deltas for token in delta.ids]
     assert ids == list(stream.result.ids) == expected_ids("hello", seed, COUNT)
@@ -80,7 +80,7 @@ def cut(relay: Relay, client: Client) -> None:
 
 
 def freeze(relay: Relay, client: Client) -> None:
-    """Freeze until the client has made a new connection."""
+    """Freezes the broker until the client has made a new connection."""
     relay.freeze()
     until(lambda: reconnects(client), "the client has a new connection")
     relay.thaw()

@@ -50,7 +50,7 @@ def pool(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def computed_here(folder: Path, texts: list[str]) -> np.ndarray:
-    """The vectors of texts by an engine in this process, one pass a text."""
+    """Computes the vectors of texts by an engine in this process, one pass for each text."""
     encoder = inspect_encoder(folder_files(folder))
     engine, text = EncoderEngine(encoder, load(encoder.folder)), EncoderText(encoder.source)
     rows = [engine.encode(text.encode_texts([one]))[0] for one in texts]

@@ -21,7 +21,7 @@ state_dir = "{state}"
 path = "builtin:counting"
 counting.step_us = 200000
 """
-# Each way in which a page sends a request without asking the server for consent first.
+# All ways in which a page sends a request without asking the server for consent first.
 PAGE = """<html><body><iframe name="answer"></iframe>
 <form method="post" target="answer" action="{url}/v1/jobs/form/cancel"></form>
 <iframe sandbox="allow-scripts allow-forms" srcdoc='<form method="post"
@@ -45,7 +45,7 @@ JOBS = ("form", "sandbox", "beacon", "fetch")
 
 @contextmanager
 def site(page: str) -> Iterator[str]:
-    """The URL of another server, whose only page this is."""
+    """The URL of another server, which has only this page."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -83,7 +83,7 @@ def test_a_page_of_another_origin_changes_nothing(tmp_path: Path) -> None:
         until(lambda: browser.driver.title == "sent", "the page has sent its requests")
 
         def refused() -> int:
-            """Requests that were answered 403."""
+            """Returns the number of requests that were answered 403."""
             lines = [one for one in http.get("/metrics").text.splitlines() if 'status="403"' in one]
             return sum(round(float(one.split()[-1])) for one in lines if "requests_total" in one)
 

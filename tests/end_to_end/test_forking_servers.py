@@ -1,7 +1,7 @@
 """Clients in programs that fork: gunicorn with --preload, and celery's prefork pool.
 
-Each program makes one client when it is imported, before the fork, and one after it. The first
-raises at once in every fork, the second serves.
+Each program makes a client when it is imported, before the fork, and another after the fork. The
+first raises at once in every fork, the second serves.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ made_at_import.close()
 def running(
     command: list[str], folder: Path, environment: dict[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A server in a process group of its own, which SIGTERM ends and SIGKILL clears away."""
+    """A server in its own process group, which SIGTERM ends and SIGKILL clears away."""
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", *command],
@@ -117,7 +117,7 @@ def running(
 
 
 def get(address: Path, path: str) -> tuple[int, str]:
-    """Status and body of a request over a Unix socket."""
+    """Returns status and body of a request over a Unix socket."""
     connection = http.client.HTTPConnection("localhost", timeout=PATIENCE)
     connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.sock.settimeout(PATIENCE)

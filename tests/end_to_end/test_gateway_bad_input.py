@@ -69,7 +69,7 @@ def roomy(pool: Pool) -> Iterator[httpx.Client]:
 
 
 def refused(response: httpx.Response, status: int, code: str) -> dict[str, Any]:
-    """Assert an error in OpenAI's form and return it."""
+    """Asserts an error in OpenAI's form and returns it."""
     error: dict[str, Any] = response.json()["error"]
     assert (response.status_code, error["code"]) == (status, code), error
     assert set(error) == {"message", "type", "param", "code", "request_id"}
@@ -282,7 +282,7 @@ def test_no_broker(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         assert health.status_code == 503 and f"ipc://{tmp_path}/front.ipc" in health.text
 
         def said() -> list[logging.LogRecord]:
-            """What the log has beside the requests."""
+            """Returns the log without the lines of requests."""
             return [one for one in caplog.records if one.name == "mlxpool.gateway"]
 
         until(lambda: len(said()) > 1, "the log has what became of it")
@@ -323,7 +323,7 @@ def test_a_disconnect_during_the_body_is_not_logged(
 
 
 def refused_command(*arguments: str) -> tuple[int, str]:
-    """The exit code and the error output of a gateway that does not start."""
+    """Returns the exit code and the error output of a gateway that does not start."""
     command = [sys.executable, "-m", "mlxpool.cli.main", "gateway", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.stdout == ""

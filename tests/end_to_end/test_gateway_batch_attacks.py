@@ -39,7 +39,7 @@ TOKENS = 3
 
 
 def lines(count: int, model: str = "m", padding: int = 0) -> bytes:
-    """Lines of which the text says the number."""
+    """Returns lines whose texts have their numbers."""
     return "\n".join(
         json.dumps(
             {
@@ -67,12 +67,12 @@ def upload(client: openai.OpenAI, data: bytes) -> str:
 
 
 def written(client: Client) -> dict[str, int]:
-    """The files that were written for batches, with their sizes."""
+    """Returns the files that were written for batches, with their sizes."""
     return {row["key"]: row["size"] for row in client.files(purpose="batch_lines")}
 
 
 def check(client: openai.OpenAI, batch: Any, count: int, padding: int = 0) -> None:
-    """Every line was answered once, with the text that its prompt has."""
+    """Asserts that every line was answered once, with the text of its prompt."""
     assert (batch.status, batch.error_file_id) == ("completed", None)
     assert (batch.request_counts.total, batch.request_counts.completed) == (count, count)
     text = client.files.content(batch.output_file_id).text
@@ -130,7 +130,7 @@ def test_a_broker_that_is_killed_while_results_are_read(
 
 
 def test_a_cancel_that_meets_the_end(api: openai.OpenAI) -> None:
-    """Whichever is first: the batch ends once, and what was answered is there."""
+    """In any order of the two the batch ends once, and keeps its answers."""
     file = upload(api, lines(40))
     states = Counter[str]()
     for done in (0, 1, 20, 38, 39, 40):
@@ -186,7 +186,7 @@ def test_two_batches_of_a_file_that_is_deleted_while_they_run(api: openai.OpenAI
 def test_a_client_that_leaves_while_its_batch_is_made(
     url: str, api: openai.OpenAI, client: Client
 ) -> None:
-    """It was made before that, or nothing is left of it."""
+    """The batch was made before, or no file is left of it."""
     file, before = upload(api, lines(5000, padding=1000)), written(client)
     listed = [batch.id for batch in api.batches.list()]
     body = {"input_file_id": file, "endpoint": COMPLETIONS, "completion_window": "24h"}
@@ -204,7 +204,7 @@ def test_a_client_that_leaves_while_its_batch_is_made(
     def new_ones() -> list[str]:
         return [batch.id for batch in api.batches.list() if batch.id not in listed]
 
-    # What was under way when the client left is finished by the gateway.
+    # The gateway finishes work that ran when the client left.
     until(lambda: new_ones() or written(client) == before, "it is made, or its lines are deleted")
     for id in new_ones():
         api.batches.cancel(id)
@@ -235,6 +235,6 @@ def test_a_gateway_that_is_killed_while_a_batch_is_made(
         assert one.id == two.id
         check(second, over(second, one.id), count, padding)
         left = [row for row in client.files(purpose="batch_lines") if not row["complete"]]
-        assert len(left) <= (0 if made else 1)  # which is deleted after an hour
+        assert len(left) <= (0 if made else 1)  # it is deleted after an hour
         for row in left:
             client.delete_file(row["key"])

@@ -102,7 +102,7 @@ def test_every_line_is_answered(api: openai.OpenAI, endpoint: str, url: str) -> 
 
 
 def test_files_of_results_are_deleted_one_by_one(api: openai.OpenAI, url: str) -> None:
-    """With OpenAI, too, such a file is deleted as any other, and its batch stays."""
+    """As with OpenAI, such a file is deleted like any other, and its batch stays."""
     lines = [line("a"), line("long", model="small", prompt="x" * 100), line("b")]
     batch = over(api, begin(api, sent(api, lines)).id)
     output, error = batch.output_file_id, batch.error_file_id
@@ -113,7 +113,7 @@ def test_files_of_results_are_deleted_one_by_one(api: openai.OpenAI, url: str) -
     for call in calls:
         with pytest.raises(openai.NotFoundError, match="there is no file"):
             call(output)
-    assert [*results(api, error)] == ["long"]  # and nothing of the others
+    assert [*results(api, error)] == ["long"]  # no other line is left
     assert api.batches.retrieve(batch.id) == batch
     api.files.delete(error)
     for call in calls:
@@ -211,7 +211,7 @@ def test_sent_twice_it_is_one_batch(api: openai.OpenAI, pool: Pool) -> None:
 
 
 def test_sent_twice_at_once_it_is_one_batch(api: openai.OpenAI, pool: Pool, url: str) -> None:
-    """And only the lines of one are left."""
+    """Only one file of lines is left."""
     file = sent(api, [line(f"{number}") for number in range(2000)])
     headers = {"Idempotency-Key": "twice"}
 
@@ -228,7 +228,7 @@ def test_sent_twice_at_once_it_is_one_batch(api: openai.OpenAI, pool: Pool, url:
 
 
 def lines_files(native: Client, size: int) -> list[str]:
-    """The keys of the files that were written for batches, with more bytes than `size`."""
+    """Returns the keys of the files that were written for batches, with more bytes than `size`."""
     return [row["key"] for row in native.files(purpose="batch_lines") if row["size"] > size]
 
 

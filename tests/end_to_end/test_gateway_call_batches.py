@@ -48,7 +48,7 @@ def line(name: str, endpoint: str, **body: Any) -> dict[str, Any]:
 
 
 def bodies(client: openai.OpenAI, endpoint: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """The bodies of the answers to lines of one batch, all of which are answered."""
+    """Returns the bodies of the answers to the lines of a batch, which must all be answered."""
     batch = over(client, begin(client, sent(client, lines), endpoint).id)
     assert (batch.status, batch.error_file_id) == ("completed", None), batch
     assert batch.request_counts.completed == len(lines)
@@ -58,7 +58,7 @@ def bodies(client: openai.OpenAI, endpoint: str, lines: list[dict[str, Any]]) ->
 
 
 def same(found: Any, wanted: Any) -> None:
-    """Two bodies are equal but for ids, and numbers to rounding."""
+    """Asserts that two bodies are equal except for ids, and numbers except for rounding."""
     if isinstance(wanted, dict):
         assert found.keys() == wanted.keys()
         for key in wanted.keys() - {"id"}:
@@ -196,7 +196,7 @@ def test_lines_with_faults_are_named(api: openai.OpenAI) -> None:
 
 
 def events(http: httpx.Client, key: str) -> dict[str, Any]:
-    """The data of the events of a job, by their kind."""
+    """Returns the data of the events of a job, by their kind."""
     text = http.get(f"/v1/jobs/{key}/events").raise_for_status().text
     found = {}
     for event in text.strip().split("\n\n"):

@@ -30,7 +30,7 @@ PROMPT = "def walk(top, topdown=True):\n    for name in os.listdir(top):\n"
 
 
 def completion(client: openai.OpenAI, prompt: Any, **body: Any) -> dict[str, Any]:
-    """The answer as plain values; `extra` are fields that OpenAI's client does not know."""
+    """Returns the answer as plain values; `extra` are fields that OpenAI's client does not know."""
     extra = body.pop("extra", None)
     asked = {"model": "demo", "temperature": 0, "max_tokens": 6, **body}
     found: dict[str, Any] = client.completions.create(
@@ -77,9 +77,9 @@ def test_streamed_choices_are_interleaved_by_index(api: openai.OpenAI) -> None:
 
 
 def test_the_prompt_is_read_once(api: openai.OpenAI, client: Client) -> None:
-    """The exchange says what choice 0 found in the cache: nothing, or all, if another was first.
+    """The exchange has the cached tokens of choice 0: none, or all if another choice was first.
 
-    The client of the pool sees the others.
+    The pool's client sees the other choices.
     """
     found = completion(api, PROMPT * 12, n=4, temperature=1, seed=9)
     size = found["usage"]["prompt_tokens"]
@@ -131,7 +131,7 @@ def test_formats_stops_and_log_probabilities_hold_for_each_choice(api: openai.Op
 
 
 def test_choices_over_the_queue_are_refused_together(pool: Pool, api: openai.OpenAI) -> None:
-    """One of two choices runs and the other waits, and so 64 more do not fit."""
+    """One of two choices runs and the other waits, so 64 more do not fit."""
     with api.completions.create(
         model="slow", prompt="x", max_tokens=10**6, n=2, stream=True
     ) as held:
@@ -147,7 +147,7 @@ def test_choices_over_the_queue_are_refused_together(pool: Pool, api: openai.Ope
 
 
 def check(logprobs: dict[str, Any], ids: list[int], begin: int) -> None:
-    """Those of the prompt's tokens, from number `begin` on, equal those of a whole pass."""
+    """Asserts that log-probabilities from token `begin` on equal those of a whole pass."""
     assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
     expected = demo_logprobs(ids)
     for number in range(1, len(ids)):
@@ -159,9 +159,9 @@ def check(logprobs: dict[str, Any], ids: list[int], begin: int) -> None:
 
 
 def test_an_evaluation_of_token_ids(api: openai.OpenAI, client: Client) -> None:
-    """As lm-evaluation-harness asks: several lists of ids, echo, logprobs and one token more.
+    """As in lm-evaluation-harness: several lists of ids, echo, logprobs and one token more.
 
-    After the first of them the model ends the text, which is that token.
+    After the first list the model ends the text, which is that token.
     """
     contexts = ["def add(a, b):\n", "class Stack:\n    def push(self, item):\n"]
     rest = ["    return a + b\n", "        self.items.append(item)\n"]
@@ -175,7 +175,7 @@ def test_an_evaluation_of_token_ids(api: openai.OpenAI, client: Client) -> None:
         logprobs = choice["logprobs"]
         assert len(logprobs["tokens"]) == len(ids) + 1
         check(logprobs, ids, len(ids))
-        # What the harness makes of it.
+        # The harness's reading of the answer.
         score = sum(logprobs["token_logprobs"][len(left) : -1])
         row = demo_logprobs(ids)
         wanted = sum(row[len(left) + n - 1][token] for n, token in enumerate(right))

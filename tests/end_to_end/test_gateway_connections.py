@@ -1,4 +1,4 @@
-"""Connections without a request end, and keep no place from those that have one."""
+"""Connections without a request end, and take no place from connections with a request."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def connect(url: str, stack: contextlib.ExitStack) -> socket.socket:
 
 
 def ends(connection: socket.socket) -> bool:
-    """Wait until the peer has closed the connection."""
+    """Waits until the peer has closed the connection."""
     try:
         return connection.recv(1) == b""
     except ConnectionResetError:
@@ -50,7 +50,7 @@ def answer(url: str) -> int:
 
 
 def ask(connection: socket.socket, url: str) -> None:
-    """Send a request, and read the whole answer."""
+    """Sends a request, and reads the complete answer."""
     connection.sendall(head(url) + b"\r\n")
     said = b""
     while not said.endswith(b"is running"):
@@ -83,7 +83,7 @@ def test_a_connection_without_a_request_ends_after_the_idle_time(
 
 @pytest.mark.parametrize("asks", [False, True])
 def test_a_connection_that_was_idle_takes_a_request(tmp_path: Path, asks: bool) -> None:
-    """A second longer than the time for headers, as those do that load balancers make before."""
+    """Load balancers open connections early: this one is a second older than header_time."""
     with GatewayThread(tmp_path, header_time=0.1) as gateway, contextlib.ExitStack() as stack:
         connection = connect(gateway.url, stack)
         if asks:
@@ -196,7 +196,7 @@ PREFLIGHT = b"OPTIONS / HTTP/1.1\r\norigin: https://a.example\r\naccess-control-
     "asked",
     [
         b"POST /v1/completions HTTP/1.1",
-        b"POST / HTTP/1.1",  # which takes no POST
+        b"POST / HTTP/1.1",  # its route does not accept POST
         b"DELETE /v1/models HTTP/1.1",
         b"PURGE /nowhere HTTP/1.1",
         b"GET /health HTTP/1.1",

@@ -1,4 +1,4 @@
-"""Files by OpenAI's client: their pages, what an owner may have, uploads that break off."""
+"""Files by OpenAI's client: pages of lists, quotas of owners, uploads that break off."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def alice(gateway: GatewayThread) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture
 def native(pool: Pool) -> Iterator[Client]:
-    """What alice has, as the pool says it, incomplete files included."""
+    """Returns alice's files from the pool, incomplete files included."""
     with pool.client() as client:
         yield client.for_owner("alice")
 
@@ -86,7 +86,7 @@ def test_pages(alice: openai.OpenAI, gateway: GatewayThread) -> None:
 
 
 def test_a_program_deletes_what_it_lists(alice: openai.OpenAI) -> None:
-    """The last file of each page is deleted before the page behind it is asked for."""
+    """The last file of each page is deleted before the next page is asked for."""
     made = {sent(alice, 10) for _ in range(7)}
     deleted = []
     for file in alice.files.list(limit=2):
@@ -116,7 +116,7 @@ def test_the_client_and_the_command_line_list_and_delete(pool: Pool, native: Cli
         client.delete_file("b2")
 
 
-# ---- what an owner may have ----------------------------------------------------------------------
+# ---- quotas of owners ----------------------------------------------------------------------------
 
 
 def test_the_bytes_of_an_owner_are_bounded(
@@ -129,7 +129,7 @@ def test_the_bytes_of_an_owner_are_bounded(
     assert body["code"] == "over_quota" and f"at most {QUOTA} (quota_file_bytes)" in body["message"]
     assert "delete files" in body["message"]
     assert caught.value.response.headers["x-should-retry"] == "false"
-    assert [row["key"] for row in native.files()] == [kept]  # nothing is left of what was refused
+    assert [row["key"] for row in native.files()] == [kept]  # nothing is left of the refused file
     with openai_client(gateway.url, BOB) as bob:
         bob.files.delete(sent(bob, 600_000))
     alice.files.delete(kept)
@@ -156,7 +156,7 @@ def test_uploads_at_once_do_not_pass_the_bound_together(
 
 
 def test_the_lines_of_a_batch_count(alice: openai.OpenAI, native: Client) -> None:
-    """What is written for a batch that cannot be made is deleted."""
+    """Lines that are written for a batch that cannot be made are deleted."""
     line = (
         b'{"custom_id": "a", "method": "POST", "url": "/v1/completions",'
         b' "body": {"model": "m", "prompt": "%s"}}\n' % (b"x" * 600_000)
@@ -181,7 +181,7 @@ def test_a_native_client_is_told_the_bound(native: Client) -> None:
 
 
 def raw(gateway: GatewayThread, length: int | None, *pieces: bytes) -> socket.socket:
-    """A connection with the beginning of an upload of alice."""
+    """Opens a connection with the beginning of an upload of alice."""
     at = urlsplit(gateway.url)
     made = socket.create_connection((at.hostname, at.port), timeout=PATIENCE)
     size = "transfer-encoding: chunked" if length is None else f"content-length: {length}"
@@ -247,4 +247,4 @@ def test_a_broker_that_is_killed_in_the_middle(tmp_path: Path) -> None:
             ]  # fmt: skip
             native.delete_file(row["key"])
         with openai_client(gateway.url) as client:
-            assert len(sent(client, QUOTA - 1000)) > 0  # nothing else is counted
+            assert len(sent(client, QUOTA - 1000)) > 0  # no other bytes are counted

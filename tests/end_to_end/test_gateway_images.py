@@ -34,14 +34,14 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 
 @pytest.fixture(scope="module")
 def wanted(pool: Pool) -> list[str]:
-    """The texts of the first tokens that transformers gives, by prompt."""
+    """Returns transformers' texts of the first tokens, by prompt."""
     stored = np.load(seeing.EXPECTED / "gemma3_images.npz")
     with pool.client() as client:
         return [client.detokenize("eyes", stored[f"ids_{n}"].tolist()) for n in range(2)]
 
 
 def content(number: int) -> list[Any]:
-    """A prompt of seeing_models as OpenAI's parts."""
+    """Returns a prompt of seeing_models as OpenAI's parts."""
     return [
         {"type": "text", "text": part}
         if isinstance(part, str)
@@ -116,7 +116,7 @@ def test_the_command_line(pool: Pool, tmp_path: Path, wanted: list[str]) -> None
 
 
 def test_images_in_a_chat_of_the_command_line(pool: Pool, tmp_path: Path) -> None:
-    """The first image is of the flag, the second is attached; the third message fails."""
+    """The first image is given by the flag, the second is attached; the third message fails."""
     files = [tmp_path / f"{number}.png" for number in range(2)]
     for file, data in zip(files, FILES, strict=True):
         file.write_bytes(data)

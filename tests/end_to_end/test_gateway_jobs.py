@@ -1,4 +1,4 @@
-"""The pool's own jobs over HTTP: any number of readers, late ones, and ones that come again."""
+"""The pool's own jobs over HTTP: any number of readers, late readers, and readers that return."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def submit(http: httpx.Client, key: str, count: int, model: str = "m", **more: A
 
 
 class Event:
-    """One server-sent event."""
+    """A server-sent event."""
 
     def __init__(self, lines: list[str]) -> None:
         self.fields = dict(line.split(": ", 1) for line in lines)
@@ -58,7 +58,7 @@ class Event:
 
 @contextmanager
 def reading(http: httpx.Client, id: str, last: str = "", **query: Any) -> Iterator[Iterator[Event]]:
-    """The events of a job; the connection ends with the context."""
+    """Reads the events of a job; the connection ends with the context."""
     headers = {"last-event-id": last} if last else {}
 
     def events(answer: httpx.Response) -> Iterator[Event]:
@@ -79,7 +79,7 @@ def reading(http: httpx.Client, id: str, last: str = "", **query: Any) -> Iterat
 
 
 def ids_of(events: list[Event]) -> list[int]:
-    """The ids of events that follow each other without a gap."""
+    """Returns the ids of events that follow each other without a gap."""
     found: list[int] = []
     start = -1
     for event in events:
@@ -123,7 +123,7 @@ def test_many_readers_and_late_ones(http: httpx.Client) -> None:
         thread.start()
     for thread in threads:
         thread.join(PATIENCE)
-    read()  # when it has ended
+    read()  # after its end
     assert found == [expected_ids("many", 7, 150)] * 13
 
 
@@ -134,7 +134,7 @@ def test_a_reader_comes_again_from_each_event(http: httpx.Client) -> None:
     with reading(http, "again") as events:
         whole = list(events)
     wanted = expected_ids("again", 7, 60)
-    # A reader who comes late has all ids in one event, and the end.
+    # A late reader has all ids in one event, and the end.
     for number in {0, (len(whole) - 1) // 2, len(whole) - 2}:
         with reading(http, "again", whole[number].id) as events:
             rest = list(events)
@@ -143,7 +143,7 @@ def test_a_reader_comes_again_from_each_event(http: httpx.Client) -> None:
     path = "/v1/jobs/again/events"
     over = http.get(path, headers={"last-event-id": whole[-1].id})
     assert (over.status_code, over.content) == (204, b"")
-    with reading(http, "again", "3.17") as events:  # of a generation that is no more
+    with reading(http, "again", "3.17") as events:  # of a generation that no longer exists
         again = list(events)
     assert (again[0].kind, again[0].data) == ("restarted", {"gen": 0})
     assert ids_of(again) == wanted
@@ -238,7 +238,7 @@ def test_keys_are_owners(pool: Pool, tmp_path: Path) -> None:
         http_client(gateway.url, BOB) as bob,
     ):
         made = submit(alice, "own", 3)
-        other = submit(bob, "own", 5)  # keys of jobs are apart, too
+        other = submit(bob, "own", 5)  # owners' keys of jobs are separate, too
         assert made["id"] != other["id"]
         for path in ("", "/events"):
             assert bob.get(f"/v1/jobs/{made['id']}{path}").status_code == 404

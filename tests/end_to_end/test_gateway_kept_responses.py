@@ -48,7 +48,7 @@ def told(line: str, count: int) -> str:
 
 
 def ended(client: openai.OpenAI, id: str) -> Any:
-    """The response once it has ended."""
+    """Returns the response after its end."""
 
     def found() -> Any:
         response = client.responses.retrieve(id)
@@ -94,7 +94,7 @@ def test_every_reading_has_the_same_events(api: openai.OpenAI) -> None:
 def test_a_response_that_failed_and_went_on_loses_and_doubles_no_event(
     api: openai.OpenAI, url: str
 ) -> None:
-    """Its model ends two workers at token 20, as a request that is poison does."""
+    """Its model ends two workers at token 20, like a poisonous request."""
     first: list[Any] = list(begin(api, "cut", 40, model="cut", stream=True))
     assert [event.sequence_number for event in first] == list(range(len(first)))
     assert first[-1].type == "response.failed"
@@ -203,7 +203,7 @@ def test_the_same_key_is_the_same_response(url: str) -> None:
 
 @pytest.fixture
 def attentive(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A gateway that soon finds out that a client is gone."""
+    """A gateway that soon notices that a client is gone."""
     monkeypatch.setattr(connections, "FIRST_PROBE", 0.1)
     monkeypatch.setattr(connections, "SECOND_PROBE", 0.1)
     with GatewayThread(pool.run_dir, keep_alive=0.2) as gateway:
@@ -255,14 +255,14 @@ def test_a_client_that_leaves_while_it_waits_for_the_answer(pool: Pool, attentiv
                 "POST", "/v1/responses", json.dumps(body), {"content-type": "application/json"}
             )
             (row,) = until(lambda: running(client), "it runs")
-            if stream:  # it has read the id
+            if stream:  # the client has read the id
                 assert b"response.created" in connection.getresponse().read1(4096)
             connection.close()
             until(partial(is_in, client, row["job"], end), f"the job is {end}")
 
 
 def running(client: Client) -> list[dict[str, Any]]:
-    """The running jobs of the model that is stuck; others may be left of another test."""
+    """Returns the running jobs of the stuck model, perhaps with jobs of another test."""
     return [row for row in client.jobs(state="running") if row["model"] == "stuck"]
 
 
@@ -309,9 +309,9 @@ def test_a_key_sees_its_own_responses_alone(pool: Pool, tmp_path: Path) -> None:
 
 
 def through_text(stream: Any) -> list[Any]:
-    """The next events up to a piece of text, which has many tokens on a busy machine.
+    """Returns the next events up to a piece of text, which has many tokens on a busy machine.
 
-    They are the last ones if no text is left.
+    They are the last events if no text is left.
     """
     events = []
     while (event := next(stream, None)) is not None:

@@ -1,4 +1,4 @@
-"""What a gateway does with keys that are taken away, doubled, or no operator's; and with paths."""
+"""A gateway's keys that are removed, doubled, or without operator's rights; and paths."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ def events(stream: httpx.Response) -> Iterator[str]:
 
 
 def test_a_key_that_is_taken_away_ends_its_requests(pool: Pool, tmp_path: Path) -> None:
-    """Its streams with an error, what has no answer yet with 401; others go on."""
+    """Its streams end with an error, requests without an answer with 401.
+
+    Other keys' requests go on.
+    """
     gone, stays = "g" * 32, "s" * 32
     keys = secret_file(tmp_path / "keys", f"gone {gone}\nstays {stays}\nrenamed {KEY}\n")
     whole = {**ENDLESS, "stream": False}
@@ -92,7 +95,7 @@ def test_metrics_are_for_operators(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_two_keys_in_one_request_are_refused(pool: Pool, tmp_path: Path) -> None:
-    """A proxy may have looked at one, and the gateway would take the other."""
+    """A proxy may have checked one key, and the gateway would take the other."""
     keys = secret_file(tmp_path / "keys", f"{KEY}\n")
     right = f"Bearer {KEY}"
     with GatewayThread(pool.run_dir, keys=keys) as running:

@@ -52,7 +52,7 @@ def client(gateway: GatewayThread) -> Iterator[ollama.Client]:
 
 
 def info(client: ollama.Client, name: str) -> Mapping[str, Any]:
-    """The information about a model once the pool has inspected its files."""
+    """Returns the information about a model after the inspection of its files."""
     found = client.show(name).modelinfo
     return found if found and found["general.architecture"] else {}
 
@@ -98,7 +98,7 @@ def test_ps_has_what_a_model_holds_now(client: ollama.Client, pool: Pool) -> Non
     disk = next(model.size for model in client.list().models if model.model == "bare")
 
     def shown_total() -> int | None:
-        """Its size, once ps of the pool and of the gateway show the same heartbeat."""
+        """Returns its size, once ps of the pool and of the gateway show the same heartbeat."""
         total = pool.worker("bare/0")["memory"].get("total")
         size = next(model.size for model in client.ps().models if model.model == "bare")
         return total if size == total else None
@@ -224,12 +224,12 @@ def test_curl_needs_no_content_type_and_no_page_in_a_browser_may_ask(
 
 
 def loaded(client: ollama.Client, name: str) -> Any:
-    """The entry of a model in ps; None if it is not loaded."""
+    """Returns the entry of a model in ps; None if it is not loaded."""
     return next((one for one in client.ps().models if one.model == name), None)
 
 
 def seconds_left(client: ollama.Client, name: str) -> float:
-    """How long ps says that a model stays."""
+    """Returns the seconds that a model stays, from ps."""
     entry = loaded(client, name)
     assert entry is not None and entry.expires_at is not None
     return float((entry.expires_at - datetime.now(UTC)).total_seconds())
@@ -418,7 +418,7 @@ def test_context_continues_a_conversation(client: ollama.Client) -> None:
 
 def test_context_of_a_model_without_a_template_and_of_raw(client: ollama.Client) -> None:
     until(lambda: info(client, "bare"), "the model was looked at")
-    options = {"num_predict": 2, "seed": 7}  # with which it does not end before
+    options = {"num_predict": 2, "seed": 7}  # with these it does not end before
     first = client.generate("bare", "hello", options=options)
     assert first.context is not None and len(first.context) == 5 + 2
     second = client.generate("bare", "again", options=options, context=first.context)

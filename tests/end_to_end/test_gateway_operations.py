@@ -57,7 +57,7 @@ def http(gateway: GatewayThread) -> Iterator[httpx.Client]:
 
 
 def line_of(caplog: pytest.LogCaptureFixture, ident: str) -> dict[str, Any]:
-    """The one line of the access log about a request, once it is there."""
+    """Returns the one line of the access log about a request, as soon as it is written."""
 
     def found() -> list[logging.LogRecord]:
         every = [one for one in caplog.records if one.name == "mlxpool.gateway.access"]
@@ -132,7 +132,7 @@ def test_lines_of_requests_that_fail(
 
 
 def exchange(url: str, sent: bytes) -> bytes:
-    """Send these bytes; returns all that comes until the gateway closes the connection."""
+    """Sends these bytes; returns all data until the gateway closes the connection."""
     address = httpx.URL(url)
     with socket.create_connection((address.host, address.port or 80), PATIENCE) as connection:
         connection.sendall(sent)
@@ -275,7 +275,7 @@ def test_every_answer_has_the_id_of_its_request(http: httpx.Client, pool: Pool) 
 
 
 def values(text: str) -> dict[tuple[str, str, str], float]:
-    """Value by name, route, and status or cause."""
+    """Returns values by name, route, and status or cause."""
     return {
         (
             sample.name,
@@ -292,7 +292,7 @@ def test_metrics_count_requests_tokens_and_what_is_in_flight(http: httpx.Client)
     route, prefix = "/v1/completions", "mlxpool_gateway_"
 
     def at_rest() -> dict[tuple[str, str, str], float]:
-        """The metrics once no stream of another test runs."""
+        """Returns the metrics when no stream of another test runs."""
         found = values(http.get("/metrics").text)
         return {} if found.get((prefix + "requests_in_flight", route, "")) else found
 
@@ -450,7 +450,7 @@ def test_a_draining_gateway_finishes_its_streams_and_refuses_new_requests(
     pool: Pool, tmp_path: Path
 ) -> None:
     with serving(pool, tmp_path / "log", "--drain-timeout", "600") as (process, url):
-        body = {**ENDLESS, "max_tokens": 300}  # 6 s, for what is asked meanwhile
+        body = {**ENDLESS, "max_tokens": 300}  # 6 s, for the other requests
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=PATIENCE) as stream:
             lines = stream.iter_lines()
             next(lines)

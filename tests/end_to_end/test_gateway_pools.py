@@ -1,4 +1,4 @@
-"""One gateway before two pools, of which one dies."""
+"""One gateway for two pools, one of which dies."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ def test_models_of_both_are_served_and_a_dead_pool_is_left_out(
         until(lambda: complete(gateway.url, "second").status_code == 200, "it is asked again")
 
 
-# ---- what is kept --------------------------------------------------------------------------------
+# ---- jobs and files ------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Pool, ...]]:
-    """The first keeps nothing; the others do."""
+    """Three pools: the first keeps no jobs; the others do."""
     folders = [tmp_path_factory.mktemp(name) for name in ("none", "first", "second")]
     flags: list[tuple[str, ...]] = [
         (),
@@ -98,7 +98,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Pool, ...]
 
 @pytest.fixture(scope="module")
 def both(three: tuple[Pool, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of a gateway before all of them."""
+    """Returns the URL of a gateway for all of them."""
     brokers = tuple(Broker(sockets.ipc(pool.run_dir, "front")) for pool in three)
     folder = tmp_path_factory.mktemp("gateway")
     with GatewayThread(folder, remote=brokers, broker_grace=5.0) as gateway:
@@ -157,7 +157,7 @@ def test_a_batch_runs_in_the_pool_of_its_models(
     assert listed == [second.id, first.id]
     files = [file.id for file in client.files.list(limit=1)]
     assert files == [second.input_file_id, first.input_file_id]
-    with three[1].client() as native:  # the files of both are in the first pool that keeps any
+    with three[1].client() as native:  # the files of both are in the first pool that keeps files
         assert len(native.files(purpose="batch")) == 2
 
 
@@ -201,7 +201,7 @@ def test_responses_and_jobs_are_kept_where_their_model_is(
         assert one["id"] == two["id"]
         assert get(f"{both}/v1/jobs/k{number}").json()["id"] == one["id"]
         assert get(f"{both}/v1/jobs/{one['id']}").json()["key"] == f"k{number}"
-    assert get(f"{both}/v1/jobs").status_code == 501  # the first pool keeps nothing
+    assert get(f"{both}/v1/jobs").status_code == 501  # the first pool keeps no jobs
     assert get(f"{both}/v1/jobs", pool=4).status_code == 400
     keys = [{row["key"] for row in get(f"{both}/v1/jobs", pool=n).json()["data"]} for n in (2, 3)]
     assert not keys[0] & keys[1] and {f"k{number}" for number in range(6)} <= keys[0] | keys[1]
@@ -234,7 +234,7 @@ def test_what_a_dead_pool_keeps_is_not_said_to_be_unknown(
 
 
 def check_new_keys(client: openai.OpenAI, url: str) -> None:
-    """A pool that is up takes what is submitted under a new key, though another may have it."""
+    """Asserts that a running pool takes jobs under a new key, though another pool may have it."""
     header, body = {"Idempotency-Key": "while silent"}, {"prompt": "x", "key": "while silent"}
 
     def taken() -> bool:

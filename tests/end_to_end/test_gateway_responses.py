@@ -37,7 +37,7 @@ CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</
 
 
 class Animal(BaseModel):
-    """What an answer has to be."""
+    """The form of an answer."""
 
     kind: Literal["cat", "dog"]
     legs: int = Field(ge=0, le=4)
@@ -239,7 +239,7 @@ def test_old_items_are_left_out_with_truncation(api: openai.OpenAI) -> None:
     assert caught.value.code == "context_length_exceeded"
 
 
-# ---- what is refused -----------------------------------------------------------------------------
+# ---- refused requests ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_what_cannot_be_is_named(
 
 
 def test_thoughts_and_images_of_a_model_without(api: openai.OpenAI) -> None:
-    effort: Any = {"effort": "low"}  # which programs send to every model
+    effort: Any = {"effort": "low"}  # programs send it to every model
     api.responses.create(model="counting", input="x", reasoning=effort, max_output_tokens=1)
     url = f"data:image/png;base64,{base64.b64encode(b'x').decode()}"
     part = {"type": "input_image", "image_url": url, "detail": "auto"}

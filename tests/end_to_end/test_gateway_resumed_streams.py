@@ -43,12 +43,12 @@ Event = dict[str, Any]
 
 
 def of_choices(event: Event) -> str:
-    """The text of the first choice in an event."""
+    """Returns the text of the first choice in an event."""
     first = [one for one in event.get("choices", ()) if one["index"] == 0]
     return "".join(one.get("text") or one.get("delta", {}).get("content") or "" for one in first)
 
 
-# interface -> path, body, the text in an event, the whole text
+# interface -> path, body, the text in an event, the complete text
 CASES: dict[str, tuple[str, dict[str, Any], Callable[[Event], str], str]] = {
     "chat": ("/v1/chat/completions", CHAT, of_choices, AS_CHAT),
     "choices": ("/v1/chat/completions", {**CHAT, "n": 2}, of_choices, AS_CHAT),
@@ -87,7 +87,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Callable[[Event], str], str]] = {
 
 
 class Stream:
-    """A request, and what has come of its answer: whole events, or lines."""
+    """A request, and the received part of its answer: complete events, or lines."""
 
     def __init__(self, url: str, path: str, body: dict[str, Any], **headers: str) -> None:
         address = urlsplit(url)
@@ -103,14 +103,14 @@ class Stream:
         self._data = b""
 
     def read(self, count: int) -> None:
-        """Wait for so many events."""
+        """Waits for `count` events."""
         while self._data.count(self.end) < count:
             line = self._answer.readline()
             assert line, self._data
             self._data += line
 
     def read_rest(self) -> bytes:
-        """What has come until the connection ends."""
+        """Returns the data until the connection ends."""
         try:
             self._data += self._answer.read()
         except http.client.IncompleteRead as error:
@@ -127,14 +127,14 @@ class Stream:
 
     @property
     def last(self) -> str:
-        """What the client sends as Last-Event-ID: the id, or the number of whole lines."""
+        """Returns the client's Last-Event-ID: the id, or the number of complete lines."""
         if self.end == b"\n":
             return str(self.events.count(b"\n"))
         return self.events.rpartition(b"id: ")[2].partition(b"\n")[0].decode()
 
 
 def values(data: bytes) -> list[Event]:
-    """The values of events or lines; every event has the id that follows."""
+    """Returns the values of events or lines; ids must be consecutive."""
     lines = data.decode().splitlines()
     ids = [int(line.removeprefix("id: ")) for line in lines if line.startswith("id: ")]
     assert ids == list(range(1, len(ids) + 1))
@@ -156,7 +156,7 @@ def gateway(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ga
 
 
 def kill_gateway(pool: Pool) -> None:
-    """Kill it, and wait until the broker has seen its end."""
+    """Kills it, and waits until the broker has seen its end."""
     row = pool.gateway(state="ready")
     os.kill(row["pid"], signal.SIGKILL)
     pool.gateway(restarts=row["restarts"] + 1)
@@ -217,7 +217,7 @@ def test_a_stream_goes_on_when_broker_gateway_and_worker_are_killed(tmp_path: Pa
 
 
 def pool_rows(pool: Pool) -> list[dict[str, Any]]:
-    """The jobs of the pool, with their seeds."""
+    """Returns the jobs of the pool, with their seeds."""
     with pool.client() as client:
         rows = client.jobs()
         return [{**row, "seed": client.fetch(row["key"]).read().seed} for row in rows[:1]]

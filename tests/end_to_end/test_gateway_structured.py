@@ -19,7 +19,7 @@ from support.worker_checkpoints import write_checkpoint
 
 pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)
 
-# So strong a wish to end an object that a model which may go on with a text ends it.
+# A bias towards the end of an object that is strong enough for a model that may go on.
 END = {str(demo()[1].encode("}")[-1]): 100}
 HI: Any = [{"role": "user", "content": "Describe a person."}]
 TOOL = {"type": "function", "function": {"name": "f"}}
@@ -60,7 +60,7 @@ class Pet(BaseModel):
 
 
 class Person(BaseModel):
-    """What answers have to be."""
+    """The form of an answer."""
 
     name: str = Field(max_length=12)
     age: int = Field(ge=0, le=150)

@@ -1,4 +1,4 @@
-"""Token ids over HTTP: as the model reads a text or a chat."""
+"""Token ids over HTTP: the ids that the model reads for a text or a chat."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Workers of all models share the GPUs that a broker may use; no GPU is needed.
 
-The pool is told that it may use four GPUs. All models compute on the CPU; what a worker would use
-of the four is in the environment of its process.
+The broker is configured for four GPUs. All models compute on the CPU; the environment of a worker's
+process has the GPUs that it would use.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 
 
 def visible_to(pid: int) -> str:
-    """The GPUs of which the process was told when it started."""
+    """Returns the GPUs in the process's environment at its start."""
     return psutil.Process(pid).environ()["CUDA_VISIBLE_DEVICES"]
 
 
 def loaded(pool: Pool, model: str) -> dict[str, Any]:
-    """The row of the model's first worker, once it is ready."""
+    """Returns the row of the model's first worker, as soon as it is ready."""
     done = pool.cli("load", model, "--wait")
     assert done.returncode == 0, done.stderr
     return pool.in_state(f"{model}/0", state="ready")
@@ -89,7 +89,7 @@ def unload(pool: Pool, *models: str) -> None:
 
 
 def used(pool: Pool) -> Counter[str]:
-    """How many workers and ranks each GPU has."""
+    """Returns the number of workers and ranks on each GPU."""
     return Counter(gpu for row in pool.ask("ps")["workers"] for gpu in row.get("gpus", ()))
 
 
@@ -160,7 +160,7 @@ def test_what_it_cannot_have_is_refused_by_name(pool: Pool, model: str, words: l
 
 
 def busy(client: Client, streams: ExitStack) -> None:
-    """Open more streams than a worker has places for."""
+    """Opens more streams than a worker has places for."""
     for seed in range(4):
         streams.enter_context(client.stream("scaled", "hi", max_tokens=10**6, seed=seed))
 

@@ -1,4 +1,4 @@
-"""A model whose files and tokens would control a terminal: what `run`, `chat` and the logs show."""
+"""A model with escape sequences in files and tokens: the output of `run`, `chat` and the logs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from support.worker_checkpoints import config, random_weights, write_checkpoint
 pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)
 
 ASSISTANT = 259  # the id at which the answer to a chat begins
-# No byte occurs twice, for each token has one successor. A byte is a token, so the deltas cut the
-# escape sequence, the two bytes of a C1 control and of é, the three of a mark that reverses text.
+# No byte occurs twice, because each token has one successor. A byte is a token, so the deltas cut
+# the escape sequence, the two bytes of a C1 control and of é, the three of a mark that reverses
+# text.
 TEXT = "A\x1b[2J\r\x07\x7f\u009b\u202eé\nz"
 SHOWN = r"A\x1b[2J\r\x07\x7f\x9b\u202e" + "é\nz"
 ERROR = "\x1b[2J\u202e\nmlxpool: a fake line\nts=1970-01-01 a fake line"
@@ -32,7 +33,7 @@ RUN = ("--temperature", "0", "--max-tokens", str(len(TEXT.encode())))
 def chain_weights(ids: Sequence[int], starts: Sequence[int]) -> dict[str, np.ndarray]:
     """Weights of a model that goes from each id to the next, and from `starts` to the first.
 
-    Attention and MLP add nothing, so the next token depends on the last one alone.
+    Attention and MLP add nothing, so the next token depends only on the last one.
     """
     weights = {
         name: np.ones_like(array) if "norm" in name else np.zeros_like(array)
@@ -52,7 +53,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     weights = chain_weights(list(TEXT.encode()), [ord("?"), ASSISTANT])
     write_checkpoint(root / "chain", weights=weights)
     write_checkpoint(root / "raising", tokenizer_config={"chat_template": RAISING})
-    paths = {"chain": "chain", "raising": "raising", NAME: ERROR}  # there is no such folder
+    paths = {"chain": "chain", "raising": "raising", NAME: ERROR}  # this folder does not exist
     tables = [
         f'[models."{name}"]\npath = {json.dumps(str(root / folder))}'
         for name, folder in paths.items()
@@ -136,7 +137,7 @@ def test_what_is_told_of_a_broken_model(pool: Pool) -> None:
 
 
 def error_of(pool: Pool) -> Any:
-    """The error of the broken model, as JSON has it."""
+    """Returns the error of the broken model, as JSON has it."""
     rows = {row["name"]: row for row in pool.cli_json("models")["models"]}
     return rows[NAME]["error"]
 

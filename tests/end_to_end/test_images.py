@@ -37,7 +37,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 
 
 def message(prompt: Sequence[str | int], files: Sequence[bytes] = FILES) -> dict[str, Any]:
-    """A message with its images in its parts."""
+    """Returns a message with its images in its parts."""
     parts = [
         {"type": "text", "text": part}
         if isinstance(part, str)
@@ -48,7 +48,7 @@ def message(prompt: Sequence[str | int], files: Sequence[bytes] = FILES) -> dict
 
 
 def encoded(pool: Pool, client: Client) -> int:
-    """How many images were encoded, by a beat of the rest that follows a request of its own."""
+    """Counts the encoded images, after a heartbeat of the worker that follows a new request."""
     sent = time.monotonic()
     client.generate("eyes", "warm", **OPTIONS)
 
@@ -139,7 +139,7 @@ def test_what_is_wrong_with_images_is_named_and_nothing_is_lost(pool: Pool, clie
     assert pool.worker("eyes/0")["pid"] == pid, "the worker lives"
 
 
-MARKERS = {  # of each model: what its template writes for an image, and the token with its place
+MARKERS = {  # of each model: its template's text for an image, and the token with its place
     "eyes": ("<start_of_image>", "<image_soft_token>"),
     "grids": ("<|image_pad|>",),
     "crossed": ("<|image|>",),
@@ -175,7 +175,7 @@ def test_the_id_of_an_image_is_refused_among_token_ids(
 
 @pytest.mark.parametrize("model", ["eyes", "grids", "crossed", "blind"])
 def test_a_prompt_that_is_kept_whole_is_never_cut(client: Client, model: str) -> None:
-    """Also where the context would end inside an image."""
+    """This also holds if the context would end inside an image."""
     asked = {**OPTIONS, "num_ctx": 12, "truncate": True, "num_keep": -1}
     prompt, images = "x [img-0] and what is it for you", FILES[:1]
     if model == "blind":

@@ -31,7 +31,7 @@ ASKED: GenerateOptions = {"max_tokens": 60, "seed": 5, "temperature": 0.8, "igno
 
 
 def test_a_stream_goes_on_with_the_same_ids(pool: Pool, client: Client) -> None:
-    """In a new worker, which reads prompt and ids at once; the random choices too."""
+    """A new worker reads prompt and ids at once; random choices are the same, too."""
     prompt = "def main(arguments):\n    " * 8
     whole = client.generate("exact", prompt, **ASKED)
     ids: list[int] = []
@@ -66,13 +66,13 @@ def test_streams_that_may_go_on_with_other_ids_have_no_gap(pool: Pool, client: C
                 assert delta.pos == len(ids)
                 ids += delta.ids
                 text += delta.text
-                if len(ids) - len(delta.ids) < 20 <= len(ids):  # the others are as far
+                if len(ids) - len(delta.ids) < 20 <= len(ids):  # the others are at least there
                     far.wait(timeout=120)
             return stream.result, ids, text
 
     with ThreadPoolExecutor(len(prompts)) as threads:
         found = list(threads.map(read, prompts))
-    # A worker computes on while its readers wait, so some of the streams may have been over.
+    # A worker computes on while its readers wait, so some of the streams may have ended.
     assert max(result.attempts for result, _, _ in found) == 2
     for result, ids, text in found:
         assert result.reason == "length"
@@ -81,7 +81,7 @@ def test_streams_that_may_go_on_with_other_ids_have_no_gap(pool: Pool, client: C
 
 
 def test_it_never_goes_on_with_another_kind_of_cache(pool: Pool, client: Client) -> None:
-    """The stream's facts have the digest of a model, of which the kind is a part."""
+    """The stream's facts have the digest of a model, which includes the kind."""
     client.generate("exact", "x", max_tokens=1)
     client.generate("plain", "x", max_tokens=1)
     models = {one["name"]: one for one in pool.ask("models")["models"]}

@@ -1,4 +1,4 @@
-"""What operators do with jobs, the feed of ends, notices, a disk that stalls: over processes."""
+"""Operators' actions on jobs, the feed of ends, notices, a disk that stalls: over processes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 
 
 def done_job(client: Client, key: str, count: int = 5) -> bytes:
-    """A job that is done; returns its id."""
+    """Returns the id of a job that is done."""
     job = client.submit("m", key, key=key, max_tokens=count, seed=7)
     client.fetch(job).read()
     until(lambda: client.job(key)["state"] == "done", "it is done")
@@ -236,7 +236,7 @@ def test_a_reader_of_the_feed_misses_nothing_over_restarts(tmp_path: Path) -> No
                     client.submit("m", key, key=key, max_tokens=5, seed=7)
                 until(partial(ended_in_all, client, 4 * (round + 1)), "all have ended")
                 if round == 1:
-                    client.release("1-2")  # its end is told all the same
+                    client.release("1-2")  # its end is reported all the same
                 last = seen[-1][0] if seen else 0
                 rows = list(islice(client.follow_jobs(last, interval=0.01), 3))  # not all
                 seen += [(row["end_seq"], row["key"]) for row in rows]
@@ -360,7 +360,7 @@ def test_streams_go_on_while_the_disk_of_jobs_stalls(tmp_path: Path) -> None:
                 prompt = f"stream {number}"
                 result = client.generate("m", prompt, max_tokens=200, seed=7)
                 assert list(result.ids) == expected_ids(prompt, 7, 200)
-            assert not accepted.is_set()  # nothing is told that is not on the disk
+            assert not accepted.is_set()  # nothing is reported before it is on the disk
             disk.stall(False)
             submitting.join(PATIENCE)
             assert accepted.is_set()

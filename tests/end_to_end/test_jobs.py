@@ -55,7 +55,7 @@ def ended(client: Client, key: str) -> bool:
 
 
 def wanted(key: str, count: int) -> list[int]:
-    """The ids of a job that has its key as its prompt, and the seed 7."""
+    """Returns the ids of a job that has its key as its prompt, and the seed 7."""
     return expected_ids(key, 7, count)
 
 
@@ -194,7 +194,7 @@ def test_a_pool_without_a_store_says_so(tmp_path: Path) -> None:
 
 
 def kill_everything(pool: Pool) -> None:
-    """SIGKILL to the broker and all its workers, at once."""
+    """Sends SIGKILL to the broker and all its workers, at once."""
     assert pool.process is not None
     broker = psutil.Process(pool.process.pid)
     for process in [broker, *broker.children(recursive=True)]:
@@ -220,7 +220,7 @@ def test_all_die_at_once_and_the_jobs_are_done_once(tmp_path: Path) -> None:
             assert submitter.stdout is not None
             assert submitter.stdout.readline() == b"submitted\n"
             with pool.client() as client:
-                next(iter(client.fetch(keys[1])))  # some of it is done
+                next(iter(client.fetch(keys[1])))  # a part of it is done
             submitter.kill()
             kill_everything(pool)
         pool.start()
@@ -247,7 +247,7 @@ def test_a_reading_goes_on_in_the_next_broker(tmp_path: Path) -> None:
 
 
 def _begun(client: Client, key: str) -> str:
-    """The state of a job that does not wait; "" if it does."""
+    """Returns the state of a job that does not wait; "" if it does."""
     state = client.job(key)["state"]
     return "" if state == "waiting" else str(state)
 
@@ -264,7 +264,7 @@ def test_a_stopped_broker_puts_its_jobs_back_and_counts_no_start(tmp_path: Path)
             if state == "done":  # on a busy machine, before the last stop
                 if stops:
                     break
-                key = f"stop{next(numbers)}"  # or before the first: then another one is stopped
+                key = f"stop{next(numbers)}"  # or before the first: then another job is stopped
                 continue
             pool.stop()
             pool.start()

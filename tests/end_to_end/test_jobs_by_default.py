@@ -1,4 +1,4 @@
-"""`mlxpool serve` keeps jobs without a setting; where it cannot, it says so, and streams go on."""
+"""`mlxpool serve` keeps jobs without a setting; if it cannot, it reports it, and streams go on."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ os.environ.pop("HOME", None)
 
 @pytest.fixture
 def states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's folder of states."""
+    """Returns the user's folder of states."""
     folder = tmp_path / "states"
     monkeypatch.setenv("XDG_STATE_HOME", str(folder))
     return folder
@@ -39,7 +39,7 @@ def serving(tmp_path: Path, *arguments: str, config: str = "") -> Pool:
 
 @pytest.fixture
 def blocked(tmp_path: Path, states: Path) -> Iterator[Pool]:
-    """A pool whose user's folder of states is a file, which not even root can write in."""
+    """A pool whose user's folder of states is a file, where not even root can write."""
     states.write_text("")
     with serving(tmp_path, "--metrics", "127.0.0.1:0") as pool:
         yield pool

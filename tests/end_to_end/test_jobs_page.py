@@ -32,7 +32,7 @@ HOSTILE = "<b>key</b>"
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    """A pool with a job that is done, one that is dead, one that runs and one that waits."""
+    """A pool with four jobs: done, dead, running and waiting."""
     folder = tmp_path_factory.mktemp("pool")
     token = secret_file(folder / "status.token", TOKEN)
     config = CONFIG.format(token=f'metrics_admin_token = "{token}"')
@@ -56,10 +56,10 @@ def browser() -> Iterator[Chromium]:
 
 
 def opened(browser: Chromium, pool: Pool, **window: object) -> Chromium:
-    """The page with the list of jobs."""
+    """Opens the page with the list of jobs."""
     browser.open(f"{pool.ask('ps')['broker']['metrics']}/", **window)  # type: ignore[arg-type]
     browser.wait_for_text("#jobs-note", "dead")
-    browser.console_messages()  # drops those of the page before, whose broker may have ended
+    browser.console_messages()  # drops messages of the page before, whose broker may have ended
     browser.write("#jobs-token", TOKEN)
     browser.click("#jobs-form button")
     until(lambda: browser.texts("#jobs tbody tr"), "the jobs are listed")
@@ -75,7 +75,7 @@ def has_keys(browser: Chromium, wanted: list[str]) -> bool:
 
 
 def show(browser: Chromium, key: str) -> None:
-    """Open the page of a job."""
+    """Opens the page of a job."""
     place = keys(browser).index(key) + 1
     browser.click(f"#jobs tbody tr:nth-child({place}) button")
     browser.wait_for_text("#job-title", key)

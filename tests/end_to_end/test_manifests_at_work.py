@@ -27,7 +27,7 @@ ROLES = {"broker": "server", "worker": "worker", "gateway": "client", "app": "cl
 
 
 def here(text: str, folder: Path, ports: dict[str, str]) -> str:
-    """The text with the cluster's names and paths replaced by those of this machine."""
+    """Returns the text with the cluster's names and paths replaced by those of this machine."""
     if text in ports:
         return ports[text]
     for port, free in ports.items():

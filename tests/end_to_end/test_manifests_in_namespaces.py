@@ -1,7 +1,7 @@
 """Runs the manifests of two pools and a gateway in network namespaces, under their NetworkPolicies.
 
-Each pod's command runs in a namespace of its own, with the names of the services and the ports that
-the policies open. It needs root, `ip` and `nft`.
+Each pod's command runs in its own namespace, with the names of the services and the ports that the
+policies open. It needs root, `ip` and `nft`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ OPEN = {
     *(Allowed("prometheus", broker, 9464) for broker in ("broker", "broker-2")),
     Allowed("program", "gateway", 11434), Allowed("prometheus", "gateway", 11434),
 }  # fmt: skip
-WORKLOADS = {  # by pod: its manifest, and the files of its Secret with those made for it
+WORKLOADS = {  # by pod: its manifest, and the files of its Secret
     "broker": (BASE / "broker.yaml", {"broker.key": "broker.key"}),
     "broker-2": (BASE / "broker.yaml", {"broker.key": "broker-2.key"}),
     "worker": (
@@ -73,7 +73,7 @@ print(urllib.request.urlopen(asked, timeout=60).read().decode())
 
 
 def place(name: str, namespace: str, manifest: Path) -> PodPlace:
-    """A pod of a manifest's workload, in this namespace."""
+    """Returns a pod of a manifest's workload, in this namespace."""
     (workload,) = yaml.safe_load_all(manifest.read_text("utf-8"))
     template = workload["spec"]["template"]
     (container,) = template["spec"]["containers"]
@@ -94,12 +94,12 @@ PODS = [
 
 
 def here(text: str, folder: Path) -> str:
-    """The text with a pod's paths replaced by those in a folder of this machine."""
+    """Returns the text with a pod's paths replaced by those in a folder of this machine."""
     return text.replace("/keys/", f"{folder}/keys/").replace("/etc/mlxpool/", f"{folder}/")
 
 
 def policies() -> Iterator[dict[str, Any]]:
-    """All that hold in the two namespaces; the gateway's own is not in the second."""
+    """Returns all policies of the two namespaces; the gateway's own is not in the second."""
     for file, namespace in (
         (BASE / "network.yaml", "mlxpool"),
         (POOLS / "network.yaml", "mlxpool"),
@@ -117,13 +117,13 @@ def test_the_policies_open_these_connections_and_no_others() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Deployed:
-    """Two pools and a gateway that run."""
+    """Two running pools and a running gateway."""
 
     network: PodNetwork
     folder: Path
 
     def fetch(self, pod: str, url: str, body: dict[str, Any] | None = None) -> str | None:
-        """The answer to a pod's request; None if there is none with the status 200."""
+        """Returns the answer to a pod's request; None without an answer of status 200."""
         done = subprocess.run(
             [*self.network.inside(pod), sys.executable, "-c", FETCH, url, BEARER],
             input="" if body is None else json.dumps(body),
@@ -135,7 +135,7 @@ class Deployed:
         return self.fetch("prometheus", f"http://{broker}:9464/readyz") is not None
 
     def total(self, broker: str, series: str) -> float:
-        """The sum of a broker's series whose text begins so."""
+        """Returns the sum of a broker's series with this prefix."""
         told = self.fetch("prometheus", f"http://{broker}:9464/metrics")
         assert told is not None
         lines = [line for line in told.splitlines() if line.startswith(series)]
@@ -148,7 +148,7 @@ class Deployed:
         return int(json.loads(stats)["requests"]["accepted"])
 
     def complete(self) -> None:
-        """A request of the program through the gateway."""
+        """Sends a request of the program through the gateway."""
         body = {"model": "demo", "prompt": "def", "max_tokens": 4, "ignore_eos": True}
         url = "http://mlxpool-http.mlxpool.svc:11434/v1/completions"
         answer = self.fetch("program", url, body)
@@ -156,7 +156,7 @@ class Deployed:
         assert json.loads(answer)["choices"][0]["finish_reason"] == "length"
 
     def generate(self) -> subprocess.Popen[str]:
-        """A long stream of the program, from the first broker."""
+        """Opens a long stream of the program, from the first broker."""
         words = [
             *("run", "demo", "def", "--max-tokens", "600", "--seed", "1", "--json"),
             *("--endpoint", "tcp://mlxpool.mlxpool.svc:7200"),

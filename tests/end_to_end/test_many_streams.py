@@ -41,7 +41,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 
 
 def all_of(pool: Pool, model: str, asked: list[dict[str, Any]]) -> list[Result]:
-    """Run all requests concurrently."""
+    """Runs all requests concurrently."""
 
     async def together() -> list[Result]:
         async with pool.async_client() as client:

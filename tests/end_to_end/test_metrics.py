@@ -41,7 +41,7 @@ def get(base: str, path: str) -> tuple[int, str]:
 
 
 def series(base: str) -> dict[tuple[str, ...], float]:
-    """Every value, by name and label values."""
+    """Returns every value, by name and label values."""
     status, text = get(base, "/metrics")
     assert status == 200, text
     return {
@@ -77,7 +77,7 @@ def test_a_request_is_counted(pool: Pool) -> None:
 
 
 def test_pauses_between_tokens_are_counted(pool: Pool) -> None:
-    """Tokens that the broker reads together have a gap of 0: one request may show none."""
+    """Tokens that the broker reads together have a gap of 0: one request may show no gap."""
     name = "mlxpool_inter_token_latency_seconds"
     with pool.client() as client:
 

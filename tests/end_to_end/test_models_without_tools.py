@@ -1,7 +1,7 @@
 """Tools of models whose template has no place for them, in every interface.
 
-A call that is forced is made all the same, and with the setting `always` any; else they are refused
-by name.
+A forced call is made all the same, and with the setting `always` so is any call. Other tools are
+refused by name.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ def test_natively(client: Client, model: str, said: str) -> None:
             ask()
         assert refused.value.message == said
     answer = client.generate(model, messages=HI, tools=[], max_tokens=3, ignore_eos=True)
-    assert len(answer.ids) == 3  # whatever the seed is
+    assert len(answer.ids) == 3  # for every seed
 
 
 @pytest.mark.parametrize(
     ("model", "choice"),
-    [("demo", "auto"), ("counting", "auto"), ("counting", "required")],  # it follows no grammar
+    [("demo", "auto"), ("counting", "auto"), ("counting", "required")],  # it cannot use a grammar
 )
 def test_in_openais_interface(openais: openai.OpenAI, model: str, choice: Any) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
@@ -80,7 +80,7 @@ def test_in_openais_interface(openais: openai.OpenAI, model: str, choice: Any) -
 
 
 def forced(interface: str, *, stream: bool) -> dict[str, Any]:
-    """A request that forces a call."""
+    """Returns a request that forces a call."""
     of_chat = {"name": "get_weather", "description": "Of a city.", "parameters": PLACE}
     tool: dict[str, Any] = {"type": "function", "function": of_chat}
     body: dict[str, Any] = {"model": "demo", "messages": HI, "stream": stream, "temperature": 0}
@@ -99,7 +99,7 @@ def forced(interface: str, *, stream: bool) -> dict[str, Any]:
 
 
 def call_of(interface: str, body: Any) -> tuple[str, Any]:
-    """The name and the arguments of the one call of an answer."""
+    """Returns the name and the arguments of the one call of an answer."""
     if interface == "responses":
         (call,) = body["output"]
         return call["name"], json.loads(call["arguments"])

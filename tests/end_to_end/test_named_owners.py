@@ -1,4 +1,7 @@
-"""Owners that a gateway names: rights, turns and quotas are theirs; others may name none."""
+"""Owners that a gateway names have their own rights, turns and quotas.
+
+Others may not name owners.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ ENDLESS: Any = {"max_tokens": 10**6}
 
 @pytest.fixture(scope="module")
 def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecurePool]:
-    """A pool that lets alice's key name owners, and bob's not."""
+    """A pool in which alice's key may name owners, and bob's may not."""
     folder = tmp_path_factory.mktemp("pool")
     settings = f"quota_requests = 2\nstate_dir = '{folder / 'jobs'}'"
     made = SecurePool(folder, pool=settings, models=COUNTING_MODEL.format(1000))
@@ -62,7 +65,7 @@ def test_quotas_and_rights_are_those_of_the_named_owner(secure: SecurePool) -> N
 
 
 def test_a_cancel_of_another_owners_reading_is_answered(secure: SecurePool) -> None:
-    """It ends nothing, and tells nothing of the reading."""
+    """It ends nothing, and reveals nothing of the reading."""
     with secure.dial("alice") as alice:
         one, two = alice.for_owner("one"), alice.for_owner("two")
         one.submit("counting", "x", key="read", max_tokens=10**6)

@@ -1,6 +1,6 @@
 """Notices of batches over processes: from every interface, signed, over the death of the broker.
 
-What single jobs are told of is in test_job_operations.py.
+test_job_operations.py has the notices of single jobs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def secret_text(byte: bytes) -> str:
 
 @dataclass
 class Hooks:
-    """A receiver; `refusing` are paths that it answers with 503."""
+    """A receiver; `refusing`: paths that it answers with 503."""
 
     port: int
     requests: list[bytes]
@@ -57,7 +57,7 @@ class Hooks:
         return f"http://127.0.0.1:{self.port}"
 
     def at(self, path: str) -> list[tuple[dict[str, str], bytes]]:
-        """Headers and body of each notice that was posted to a path."""
+        """Returns headers and body of each notice that was posted to a path."""
         found = []
         for request in list(self.requests):
             head, _, body = request.partition(b"\r\n\r\n")
@@ -67,9 +67,9 @@ class Hooks:
         return found
 
     def only(self, path: str) -> tuple[dict[str, str], bytes]:
-        """Headers and body of the only notice to a path, as it was posted first.
+        """Returns headers and body of the only notice to a path, from its first post.
 
-        A busy machine posts it again, where it was answered too late.
+        A busy machine posts it again if it was answered too late.
         """
         until(lambda: self.at(path), f"a notice to {path}")
         found = self.at(path)
@@ -77,7 +77,7 @@ class Hooks:
         return found[0]
 
     def one(self, path: str) -> dict[str, Any]:
-        """The body of the only notice to a path."""
+        """Returns the body of the only notice to a path."""
         return dict(json.loads(self.only(path)[1]))
 
 
@@ -193,7 +193,7 @@ def test_openais_client_reads_the_notice_of_its_batch(running: tuple[Pool, Hooks
 def test_a_batch_over_http_that_fails_is_told_to_the_url_of_the_pool(
     running: tuple[Pool, Hooks],
 ) -> None:
-    """Lines with faults, and lines that say themselves who is to be told, which none may."""
+    """Lines have faults, or name a receiver themselves, which lines may not do."""
     pool, hooks = running
     with GatewayThread(pool.run_dir) as gateway, openai_client(gateway.url) as client:
         batch = begin(client, [line("x", notify=f"{hooks.url}/line")])
@@ -213,7 +213,7 @@ def test_a_batch_over_http_that_fails_is_told_to_the_url_of_the_pool(
 def test_a_notice_outlives_brokers_and_is_signed_with_the_secret_of_its_try(
     tmp_path: Path,
 ) -> None:
-    """The broker is killed while the notice is refused; then the secret is changed by a reload."""
+    """The broker is killed while the notice is refused; then a reload changes the secret."""
     with hooks_of(tmp_path) as hooks, make_pool(tmp_path, hooks) as pool:
         hooks.refusing.add("/b")
         with pool.client() as client:
@@ -227,7 +227,7 @@ def test_a_notice_outlives_brokers_and_is_signed_with_the_secret_of_its_try(
         third = secret_file(tmp_path / "third", secret_text(b"c"))
         pool.config.write_text(pool.config.read_text().replace(str(other), str(third)))
         pool.ask("reload")
-        # A try that was signed before the reload may come after it.
+        # An attempt that was signed before the reload may come after it.
         until(lambda: "c" in signers(hooks.at("/b")), "it is tried with the third secret")
         hooks.refusing.clear()
         until(lambda: not pool.ask("notices")["notices"], "it is delivered")
@@ -239,7 +239,7 @@ def test_a_notice_outlives_brokers_and_is_signed_with_the_secret_of_its_try(
 
 
 def signers(tries: Sequence[tuple[dict[str, str], bytes]]) -> list[str]:
-    """The letter of the secret that signed each try."""
+    """Returns the letter of the secret that signed each attempt."""
     webhooks = openai.OpenAI(api_key="none").webhooks
     found = []
     for headers, body in tries:
@@ -256,7 +256,7 @@ def signers(tries: Sequence[tuple[dict[str, str], bytes]]) -> list[str]:
 def test_a_host_that_never_answers_holds_up_neither_another_one_nor_the_end(
     tmp_path: Path,
 ) -> None:
-    """Its connections are taken and nothing is read: tries are under way all the time."""
+    """Its connections are accepted and nothing is read: attempts are under way all the time."""
     count = 20
     with hooks_of(tmp_path) as hooks, socket.create_server(("127.0.0.1", 0), backlog=64) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
@@ -272,7 +272,7 @@ def test_a_host_that_never_answers_holds_up_neither_another_one_nor_the_end(
                     client.submit("m", "x", max_tokens=1, notify=f"{hooks.url}/live{turn}")
                 assert hooks.one(f"/live{turn}")["type"] == "job.ended"
                 if not turn:
-                    pool.kill()  # with tries under way
+                    pool.kill()  # with attempts under way
                     pool.start()
             left = {notice["key"] for notice in pool.ask("notices")["notices"]}
             assert {f"silent{number}" for number in range(count)} <= left

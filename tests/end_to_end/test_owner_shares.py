@@ -20,7 +20,7 @@ sequences = 3
 step_us = 2000
 """
 ENDLESS = 10**6  # tokens
-MORE = 20  # tokens that a stream has to get after something happened
+MORE = 20  # tokens that a stream has to get after an event
 
 
 class Reader(Closing):
@@ -44,7 +44,7 @@ class Reader(Closing):
             self.error = error
 
     def goes_on(self) -> None:
-        """Wait for MORE ids, and check all."""
+        """Waits for MORE ids, and checks all ids."""
         had = len(self.ids)
         until(lambda: self.error or len(self.ids) >= had + MORE, f"{self.prompt} goes on")
         assert self.error is None
@@ -58,7 +58,7 @@ class Reader(Closing):
 
 @pytest.fixture
 def flood(client: Client) -> Iterator[list[Reader]]:
-    """Five endless streams of one owner on three places; three of them run."""
+    """Starts five endless streams of one owner on three places; three of them run."""
     readers = [Reader(client, "greedy", number) for number in range(5)]
     try:
         until(lambda: sum(bool(one.ids) for one in readers) == 3, "three of them run")
@@ -69,7 +69,7 @@ def flood(client: Client) -> Iterator[list[Reader]]:
 
 
 def running(pool: Pool, owner: str) -> int:
-    """How many streams of an owner have a place."""
+    """Returns the number of an owner's streams that have a place."""
     rows = pool.ask("requests")["requests"]
     return sum(row["owner"] == f"for:{owner}" and row["state"] != "queued" for row in rows)
 
@@ -97,7 +97,7 @@ def test_another_owner_is_answered_and_the_stream_that_gave_way_goes_on(
 def test_more_owners_than_places_all_go_on(pool: Pool, client: Client, flood: list[Reader]) -> None:
     others = [Reader(client, f"owner-{n}", n) for n in range(4)]
     try:
-        for one in (*others, *others):  # each has a turn, and another one
+        for one in (*others, *others):  # each has two turns
             one.goes_on()
         assert running(pool, "greedy") <= 1
     finally:

@@ -1,4 +1,4 @@
-"""The example client that implements docs/protocol.md alone gets the right tokens."""
+"""The example client, made only from docs/protocol.md, gets the right tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VOCAB = 50_000
 
 
 def complete(pool: Pool, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the example to its end."""
+    """Runs the example to its end."""
     return subprocess.run(
         [sys.executable, str(EXAMPLE), str(pool.run_dir), *arguments],
         capture_output=True,

@@ -1,6 +1,6 @@
 """Conversations outlive workers and brokers on disk: restarts, drains, kills, two workers.
 
-Answers are compared with those of a pool that keeps nothing on disk.
+Answers are compared with those of a pool without prefixes on disk.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def config(path: Path, *, more: str = "", budget: str = "64MiB") -> str:
     return (
         f'[pool]\nprefix_dir = "{path}"\ndrain_grace = 1\n'
         "restart_delay = 0\nrestart_limit = 1000\npoison_life = 0\n"
-        "stop_grace = 60\n"  # a busy disk may take longer than 5 s for what is saved at the end
+        "stop_grace = 60\n"  # a busy disk may need more than 5 s for saving at the end
         f'[models.demo]\n{SETTINGS}prefix_disk = "{budget}"\n{more}'
     )
 
@@ -49,7 +49,7 @@ def prompt_of(number: int, length: int = 2600) -> str:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], list[int]]]:
-    """The ids of a pool that keeps nothing."""
+    """Returns the ids of a pool without prefixes on disk."""
     known: dict[str, list[int]] = {}
     settings = f'[models.demo]\n{SETTINGS}prefix_cache = "off"\n'
     with Pool(tmp_path_factory.mktemp("plain"), settings) as pool, pool.client() as client:
@@ -63,7 +63,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str
 
 
 def figures(pool: Pool) -> dict[str, int]:
-    """The counters of the disk tier of all workers together."""
+    """Returns the counters of the disk tier of all workers together."""
     total: dict[str, int] = {}
     for worker in pool.ask("ps")["workers"]:
         for name, value in (worker.get("prefix") or {}).items():
@@ -128,9 +128,9 @@ def _written(pool: Pool) -> int:
 def test_kills_at_any_moment_lose_no_token(
     tmp_path: Path, expected: Callable[[str], list[int]]
 ) -> None:
-    """Two workers on one folder, one of which is killed in each turn.
+    """Two workers share one folder, and one of them is killed in each turn.
 
-    It reads prompts or the disk then, computes, or saves.
+    The killed worker reads prompts or the disk, computes, or saves.
     """
     prompts = [prompt_of(number, 1800) for number in range(10, 14)]
     more = "replicas = 2\nsequences = 2\npin = true\n"

@@ -1,9 +1,9 @@
-"""Models that others trained, through a pool: SmolLM2, Gemma 3 (in `make test-all`) and MiniLM.
+"""Models of other makers through a pool: SmolLM2, Gemma 3 (in `make test-all`) and MiniLM.
 
 Greedy ids and perplexities are those of mlx-lm in float32 on the numbers that llama.cpp's package
 reads (support/published_answers.json, which worker/weights/gguf/test_published.py compares with
-mlx-lm). The logits of the two likeliest ids of each step are 0.05 apart at least. Each model is
-loaded twice, for one of its workers is killed.
+mlx-lm). The logits of the two likeliest ids of each step are at least 0.05 apart. Each model is
+loaded twice, because one of its workers is killed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CITY = {
     "required": ["city", "inhabitants"],
     "additionalProperties": False,
 }
-ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}  # several spin where they wait for each other
+ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}  # several threads spin while they wait for each other
 TEXTS = ("A cat sits on the mat.", "A kitten rests on a rug.", "The stock market fell by 3%.")
 
 

@@ -15,7 +15,7 @@ from support.secure_pool import COUNTING_MODEL, SecurePool
 
 
 def over_quota(client: Client, prompt: str, setting: str) -> OverQuota | None:
-    """The refusal of a request by this setting, or None."""
+    """Returns the refusal of a request by this setting, or None."""
     try:
         client.generate("counting", prompt, max_tokens=1)
     except OverQuota as error:

@@ -122,7 +122,7 @@ def test_the_memory_of_steps_is_shown_with_the_step_and_gone_later(
         return dict(pool.worker("good/0")["memory"])
 
     client.generate("good", "warm", max_tokens=1)
-    numbers = count()  # each prompt is another, so that no step is spared
+    numbers = count()  # each prompt differs, so that no step is saved
     until(lambda: memory()["peak"] == memory()["active"], "a second without a step")
     resting = memory()["compute"]
 
@@ -211,7 +211,7 @@ def test_a_missing_openblas_is_said_by_logs_and_ps(tmp_path: Path) -> None:
 
 
 def test_it_works_without_a_compiler(tmp_path: Path) -> None:
-    """MLX compiles CPU kernels with a C++ compiler if there is one."""
+    """MLX compiles CPU kernels with a C++ compiler if it finds one."""
     empty = tmp_path / "bin"
     empty.mkdir()
     folder = write_checkpoint(tmp_path / "good")

@@ -18,7 +18,7 @@ EXTRA = "[models.extra]\npath = 'builtin:counting'\n"
 
 
 def reload(pool: Pool, config: str) -> str:
-    """Write these settings and reload them; the log since then."""
+    """Writes these settings and reloads them; returns the log since then."""
     before = len(pool.log())
     pool.config.write_text(config)
     assert pool.process is not None

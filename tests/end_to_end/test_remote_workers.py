@@ -15,19 +15,19 @@ from support.pool import Pool, until
 from support.secure_pool import COUNTING_MODEL, RemoteWorker, SecurePool
 
 STEPS = 300
-# Microseconds a token: of a worker whose stream cannot be over before its fault, and of others.
+# Microseconds per token: of a worker whose stream must outlast its fault, and of others.
 SLOW_US, STEP_US = 200_000, 2000
 
 
 def workers(pool: Pool) -> dict[int, str]:
-    """The ready workers: pid -> slot."""
+    """Returns the ready workers: pid -> slot."""
     rows = pool.ask("ps")["workers"]
     return {row["pid"]: row["slot"] for row in rows if row["state"] in ("ready", "suspect")}
 
 
 @contextmanager
 def broker(tmp_path: Path, *, pool: str = "") -> Iterator[SecurePool]:
-    """Run `mlxpool broker`, which starts no workers, meanwhile."""
+    """Runs `mlxpool broker`, which starts no workers, inside the context."""
     with SecurePool(tmp_path, verb="broker", pool=pool) as secure:
         yield secure
 
@@ -50,7 +50,7 @@ def dialled(
 
 
 def busy(secure: SecurePool) -> int:
-    """The pid of the worker that runs a request."""
+    """Returns the pid of the worker that runs a request."""
     rows = secure.ask("ps")["workers"]
     return next((int(row["pid"]) for row in rows if row.get("running")), 0)
 
@@ -226,7 +226,7 @@ def test_workers_wait_for_the_next_broker(tmp_path: Path) -> None:
             for delta in deltas:
                 ids.extend(delta.ids)
             assert ids == expected_ids("hello", 5, STEPS)
-            # On a busy machine the stream may have been over before the broker was killed.
+            # On a busy machine the stream may have ended before the broker was killed.
             after = until(lambda: workers(pool), "it has connected again")
             assert after.keys() == before.keys()
 
@@ -243,7 +243,7 @@ def test_a_restarted_worker_reconnects_until_it_is_stopped(
 
 
 def test_a_hung_worker_is_disconnected_and_reconnects(tmp_path: Path) -> None:
-    """The broker detects the hang by heartbeats alone; the worker's supervisor has long limits."""
+    """The broker detects the hang only by heartbeats; the worker's supervisor has long limits."""
     limits = "step_limit = 0.5\nprefill_limit = 0.5\nfresh_limit = 0.5"
     fault = 'fault = "lock"\nfault_at = 5\nfault_times = 1\n'
     with (

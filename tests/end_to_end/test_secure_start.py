@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def refusal(pool: SecurePool) -> str:
-    """The error output of `mlxpool serve` that does not start."""
+    """Returns the error output of `mlxpool serve` that does not start."""
     done = pool.cli("serve", "--config", str(pool.config))
     assert done.returncode in (1, 2), done.stderr
     return done.stderr

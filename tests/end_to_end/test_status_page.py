@@ -41,7 +41,7 @@ counting.fault = "raise"
 counting.fault_in = "load"
 """
 TOKEN = "operators-only-" + 2 * "0123456789abcdef"
-MAX_PAGE_BYTES = 100_000  # loaded until the first figures are shown
+MAX_PAGE_BYTES = 100_000  # loaded before the first figures are shown
 ALARM = "#alarm:not([hidden])"
 FIGURE = "#cards .figure"  # of the first card: tokens a second
 
@@ -61,7 +61,7 @@ def browser() -> Iterator[Chromium]:
 @pytest.fixture
 def page(browser: Chromium, pool: Pool) -> Chromium:
     """The page, newly opened, with its first figures."""
-    browser.open("about:blank")  # the page before asks no more
+    browser.open("about:blank")  # the page before sends no more requests
     browser.events()
     browser.console_messages()
     browser.open(url(pool))
@@ -75,7 +75,7 @@ def url(pool: Pool) -> str:
 
 @contextmanager
 def reader(pool: Pool, name: str) -> Iterator[None]:
-    """Read a long stream of this model meanwhile."""
+    """Reads a long stream of this model inside the context."""
     command = [*pool.command(), "run", name, "hello", "--max-tokens", "100000"]
     process = subprocess.Popen(command, env=pool.environment, stdout=subprocess.DEVNULL)
     try:
@@ -86,7 +86,7 @@ def reader(pool: Pool, name: str) -> Iterator[None]:
 
 
 def model(page: Chromium, name: str) -> list[str]:
-    """The cells of a model's row; [] without a row."""
+    """Returns the cells of a model's row; [] without a row."""
     rows = page.run(
         "return Array.from(document.querySelectorAll('#models tbody tr'),"
         " (row) => Array.from(row.cells, (cell) => cell.innerText))"
@@ -95,13 +95,13 @@ def model(page: Chromium, name: str) -> list[str]:
 
 
 def tokens(page: Chromium) -> int:
-    """The total of tokens on the page."""
+    """Returns the total of tokens on the page."""
     told = dict(each.split("\n") for each in page.texts("#counts div"))
     return int(told["Tokens"].replace(",", ""))
 
 
 def points(page: Chromium) -> int:
-    """The number of points of the first plot."""
+    """Returns the number of points of the first plot."""
     line = page.run("return document.querySelector('#cards .line').getAttribute('d')")
     return len(re.findall("[ML]", line))
 
@@ -146,7 +146,7 @@ def test_the_page_loads_only_from_its_broker_and_little(page: Chromium, pool: Po
             assert asked.scheme == "data" or asked.netloc == base.netloc, asked
             paths[params["requestId"]] = asked.path
         elif message["method"] == "Network.loadingFinished" and params["requestId"] in paths:
-            # The first of each path: the page asks for figures again every second.
+            # The first request for each path: the page fetches figures again every second.
             loaded.setdefault(paths[params["requestId"]], int(params["encodedDataLength"]))
     assert 10_000 < sum(loaded.values()) <= MAX_PAGE_BYTES
     assert page.console_messages() == []
@@ -178,7 +178,7 @@ def test_a_failed_model_is_a_problem_in_the_words_of_ps(page: Chromium, pool: Po
     assert re.fullmatch(r"ready, \d problems? · mlxpool", page.run("return document.title"))
     assert model(page, "unsound")[1] == "failed"
     (why,) = (one for one in page.texts("#problems li span") if one.startswith("unsound: "))
-    # The time until the next try changes from second to second.
+    # The time until the next retry changes from second to second.
     said = re.sub(r"\d+ s\b", "N s", pool.cli("ps").stdout)
     assert re.sub(r"\d+ s\b", "N s", why) in said.splitlines()
     rows = page.texts("#errors tbody tr")
@@ -266,7 +266,7 @@ def test_an_operator_cancels_a_request_and_reads_a_log(browser: Chromium, tmp_pa
         browser.write("#token", TOKEN)
         browser.click("#cancel-yes")
         until(lambda: first not in browser.texts("#live tbody td.name"), "it is gone")
-        # The list may be without it before the answer to the cancel has come.
+        # The list may lack it before the answer to the cancel has come.
         closed = "return !document.querySelector('#cancel').open"
         until(lambda: browser.run(closed), "the dialog is closed")
         (left,) = pool.ask("requests")["requests"]

@@ -100,7 +100,7 @@ def test_many_streams_of_several_models_at_once(pool: Pool) -> None:
 
 
 def test_token_and_long_prompts(pool: Pool) -> None:
-    long = "long " * 20_000  # 100 kB: travels as a blob
+    long = "long " * 20_000  # 100 kB: sent as a blob
     with pool.client() as client:
         by_ids = client.generate("counting", tokens=list(b"hello"), seed=7, max_tokens=5)
         assert list(by_ids.ids) == expected_ids("hello", 7, 5)
@@ -336,7 +336,7 @@ def test_heartbeats_continue_during_a_long_load_and_prefill(pool: Pool) -> None:
             return row.get("state") == "ready"
 
         def progress_was_seen() -> bool:
-            """Load the model; a busy machine may look too seldom, and then it is loaded again."""
+            """Loads the model; a busy machine may look too rarely, and then it is loaded again."""
             seen.clear()
             loading = client.stream("slow_load", "x", max_tokens=1)
             until(beat_in_load, "the model is loaded")

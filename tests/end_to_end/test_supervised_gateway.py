@@ -38,7 +38,7 @@ counting.step_us = {step}
 """
 KEY = "a-key-of-more-than-16-characters"
 SEED, COUNT = 7, 60
-SLOW, FAST = 100_000, 1000  # microseconds a token
+SLOW, FAST = 100_000, 1000  # microseconds per token
 
 
 def settings(address: str = "127.0.0.1:0", more: str = "", step: int = FAST) -> str:
@@ -80,7 +80,7 @@ class Completion:
         self.text = self._next()["choices"][0]["text"]
 
     def _next(self) -> dict[str, Any]:
-        """The next event; {} at the end."""
+        """Returns the next event; {} at the end."""
         for line in self._lines:
             if line.startswith("data: "):
                 data = line.removeprefix("data: ")
@@ -88,7 +88,7 @@ class Completion:
         raise AssertionError(f"it ended without an end, after {self.text!r}")
 
     def rest(self) -> dict[str, Any]:
-        """Read to the end; returns the error event, {} if there is none."""
+        """Reads to the end; returns the error event, {} if there is none."""
         while event := self._next():
             if "error" in event:
                 return dict(event["error"])
@@ -216,7 +216,7 @@ def test_a_second_signal_ends_answers_with_the_error_of_their_interface(
 def test_streams_over_http_outlive_the_broker(
     tmp_path: Path, completions: list[Completion]
 ) -> None:
-    """The gateway gives its address to the next broker's, and ends after its last stream."""
+    """The gateway gives its address to the next broker's one, and ends after its last stream."""
     address = f"127.0.0.1:{free_port()}"
     with Pool(tmp_path, settings(address, step=SLOW)) as pool:
         first = pool.gateway(state="ready")
@@ -278,7 +278,7 @@ def test_a_reload_reads_the_bearer_keys_again(tmp_path: Path) -> None:
 
 
 def refused(*arguments: str) -> tuple[int, str]:
-    """The exit code and the error output of a broker that does not start."""
+    """Returns the exit code and the error output of a broker that does not start."""
     with tempfile.TemporaryDirectory(prefix="mlxpool-") as folder:
         command = [sys.executable, "-m", "mlxpool.cli.main", "--run-dir", folder, "serve"]
         done = subprocess.run(

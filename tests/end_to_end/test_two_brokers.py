@@ -1,4 +1,4 @@
-"""Two brokers on one store in PostgreSQL: one has it, the other is refused, and takes it over."""
+"""Two brokers on one store in PostgreSQL: one holds it, the other is refused, and takes it over."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ path = "builtin:counting"
 [models.m.counting]
 step_us = 2000
 """
-LONG = 1500  # tokens, three seconds of the model at least
+LONG = 1500  # tokens, at least three seconds of the model
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def server() -> Iterator[PostgresServer]:
 
 @contextmanager
 def brokers(folder: Path, url: str) -> Iterator[tuple[Pool, Pool]]:
-    """Two brokers that are not started yet; workers, sockets and log of each are its own."""
+    """Two brokers that are not started yet; each has its own workers, sockets and log."""
     for name in ("one", "two"):
         (folder / name).mkdir()
     first, second = (
@@ -44,7 +44,7 @@ def brokers(folder: Path, url: str) -> Iterator[tuple[Pool, Pool]]:
 
 
 def sessions(server: PostgresServer) -> int:
-    """How many brokers PostgreSQL has a session of."""
+    """Returns the number of brokers with a session in PostgreSQL."""
     with psycopg.connect(server.url("public")) as connection:
         row = connection.execute(
             "SELECT COUNT(*) FROM pg_stat_activity WHERE application_name = 'mlxpool'"
@@ -54,7 +54,7 @@ def sessions(server: PostgresServer) -> int:
 
 
 def start_in_vain(pool: Pool) -> subprocess.CompletedProcess[str]:
-    """Start a broker that has to end by itself."""
+    """Starts a broker that has to end by itself."""
     return subprocess.run(
         [*pool.command(), "serve", "--config", str(pool.config), *pool.arguments],
         capture_output=True,
@@ -104,7 +104,7 @@ def test_a_broker_that_was_frozen_writes_nothing_after_another_took_over(
             assert next(iter(client.fetch("long"))).ids
         first.process.send_signal(signal.SIGSTOP)
         try:
-            server.end_sessions()  # as a failover of the network does
+            server.end_sessions()  # like a failover of the network
             second.start()
             with second.client() as client:
                 assert list(client.fetch("long").read().ids) == expected_ids("long", 7, LONG)
@@ -114,11 +114,11 @@ def test_a_broker_that_was_frozen_writes_nothing_after_another_took_over(
         with first.client() as client:
             with pytest.raises(StoreUnavailable):
                 client.submit("m", "more", key="more", max_tokens=5)
-            stream = client.generate("m", "a stream", max_tokens=5, seed=7)  # which needs no store
+            stream = client.generate("m", "a stream", max_tokens=5, seed=7)  # it needs no store
             assert list(stream.ids) == expected_ids("a stream", 7, 5)
         with second.client() as client:
             assert [row["key"] for row in client.jobs()] == ["long"]
             assert client.job("long")["gen"] == 0
         second.stop()
-        first.process.wait(PATIENCE)  # it sees that another has had the store, and ends
+        first.process.wait(PATIENCE)  # it sees that another broker has had the store, and ends
         assert "another broker has taken the store of jobs over" in first.log()

@@ -25,7 +25,7 @@ path = "builtin:counting"
 counting.step_us = {slow}
 """
 FAST, SLOW = 150, 300  # tokens
-# Microseconds a token: long streams cannot end before the upgrade, and end soon after it.
+# Microseconds per token: long streams outlast the upgrade, and end soon after it.
 BEFORE, AFTER = 300_000, 1000
 SHORT, LONG = range(4), range(10, 14)  # seeds
 
@@ -35,7 +35,7 @@ def ask(client: Client, model: str, seed: int, count: int) -> Stream:
 
 
 def whole(stream: Stream, seed: int, count: int) -> None:
-    """Assert every id once and in order, with their text."""
+    """Asserts every id once and in order, with their text."""
     deltas = list(stream)
     ids = [token for delta in deltas for token in delta.ids]
     assert ids == list(stream.result.ids) == expected_ids("hello", seed, count)
@@ -49,7 +49,7 @@ def begun(streams: Sequence[Stream]) -> bool:
 
 
 def upgrade(pool: Pool, port: int) -> None:
-    """Restart the broker as `systemctl restart` does."""
+    """Restarts the broker as `systemctl restart` does."""
     assert pool.stop() == 0
     pool.config.write_text(CONFIG.format(port=port, slow=AFTER))
     pool.start()

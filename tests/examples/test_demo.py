@@ -1,4 +1,4 @@
-"""examples/demo.py tells what a long first load waits for, where no terminal shows it."""
+"""examples/demo.py explains a long first load, if no terminal shows it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def demo(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def noted(demo: ModuleType, answer: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is told when the broker answers so."""
+    """Returns the note for this answer of the broker."""
     asked: list[tuple[Path, str]] = []
     told: list[str] = []
 

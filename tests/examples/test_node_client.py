@@ -33,7 +33,7 @@ if not shutil.which("npm"):
 
 @pytest.fixture(scope="module")
 def main(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The command of a copy of the client with its packages installed."""
+    """Returns the command of a copy of the client with its packages installed."""
     folder = tmp_path_factory.mktemp("node") / "client"
     shutil.copytree(EXAMPLE, folder, ignore=shutil.ignore_patterns("node_modules"))
     install = ["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund"]
@@ -103,7 +103,7 @@ def test_ctrl_c_ends_it_and_the_stream(main: list[str], pool: Pool) -> None:
 
 
 def test_it_gives_up_without_a_broker(main: list[str], tmp_path: Path) -> None:
-    """After 5 s, and not after the 60 s that a broker has to come back."""
+    """It gives up after 5 s, not after the 60 s that a broker has to come back."""
     done = subprocess.run(
         [*main, str(tmp_path), "m", "x"], capture_output=True, text=True, timeout=PATIENCE / 2
     )
@@ -117,7 +117,7 @@ def test_it_resumes_after_every_kind_of_loss(main: list[str]) -> None:
 
 
 def test_the_program_of_the_docs_page(main: list[str], pool: Pool) -> None:
-    """docs/examples.md, against this pool."""
+    """The program of docs/examples.md runs against this pool."""
     pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type=ImportError)
     page = (EXAMPLE.parents[1] / "docs" / "examples.md").read_text("utf-8")
     [program] = (block.text for block in blocks(page) if block.kind == "js")

@@ -1,4 +1,4 @@
-"""The example with OpenAI's batches does what its docstring says."""
+"""The example with OpenAI's batches does what its docstring promises."""
 
 from __future__ import annotations
 

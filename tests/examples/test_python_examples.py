@@ -1,4 +1,4 @@
-"""Each example in Python does what its docstring says."""
+"""Each example in Python does what its docstring promises."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Service:
         return dict(json.loads(self.lines.readline()))
 
     def hear_end(self, ident: str) -> dict[str, Any]:
-        """Read up to the end of a request: the last line, with all its text."""
+        """Reads up to the end of a request. Returns the last line, with the complete text."""
         text = ""
         while True:
             line = self.hear()
@@ -283,7 +283,7 @@ def example(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def example_process(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run an example as users do."""
+    """Runs an example as users do."""
     return subprocess.run(
         [sys.executable, str(EXAMPLES / name), *arguments],
         capture_output=True,

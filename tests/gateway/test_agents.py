@@ -1,4 +1,4 @@
-"""What agent programs and their libraries send is taken; options that are not known are refused."""
+"""Requests of agent programs and their libraries are accepted; unknown options are refused."""
 
 from __future__ import annotations
 

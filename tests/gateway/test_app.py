@@ -24,7 +24,7 @@ async def disconnected() -> dict[str, Any]:
 
 
 def messages_sent(error: Exception, *, started: bool) -> list[dict[str, Any]]:
-    """The ASGI messages when the handler raises `error`, before or after the response started."""
+    """Returns the ASGI messages for a handler that raises `error`, before or after the start."""
     sent: list[dict[str, Any]] = []
 
     async def send(message: Any) -> None:
@@ -40,7 +40,7 @@ def messages_sent(error: Exception, *, started: bool) -> list[dict[str, Any]]:
 
 
 def endpoint(work: Handler) -> Endpoint:
-    """A route that needs no key."""
+    """Returns a route that needs no key."""
     access = AccessControl(ApiKeys(), ConcurrencyLimit(None))
     surroundings = Surroundings(access, Drain(), Metrics("0", ["/x"]), logged=False)
     return Endpoint(surroundings, "/x", ("GET",), work, public=True)

@@ -1,7 +1,7 @@
-"""Requests as clients send them: what they set by default is taken, and means what they mean.
+"""Requests as clients send them: their default fields are accepted, with the clients' meaning.
 
-Bodies of client libraries, agent programs and user interfaces, shortened to what matters here:
-each has the fields that its program sends without being asked for them.
+Bodies of client libraries, agent programs and user interfaces, shortened to the relevant fields:
+each body has the fields that its program sends by default.
 """
 
 from __future__ import annotations

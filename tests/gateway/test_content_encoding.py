@@ -1,4 +1,4 @@
-"""Bodies that clients compress: each coding, several in a row, bombs, and data that are broken."""
+"""Compressed bodies of clients: each coding, several in a row, bombs, and broken data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def raw_deflate(data: bytes) -> bytes:
 
 
 def streamed_zstd(data: bytes) -> bytes:
-    """As programs write it that do not know the size beforehand."""
+    """Compresses as programs do that do not know the size beforehand."""
     made = zstandard.ZstdCompressor().compressobj()
     return made.compress(data) + made.flush()
 

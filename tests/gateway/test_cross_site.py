@@ -1,4 +1,4 @@
-"""A page of another origin changes nothing through any route, whatever content type it sends."""
+"""A page of another origin changes nothing through any route, with any content type."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def written(route: RouteSpec) -> str:
 
 @pytest.fixture(scope="module")
 def open_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """Without keys, and without a broker: what is let through waits for one."""
+    """A gateway without keys and without a broker: admitted requests wait for a broker."""
     with (
         GatewayThread(tmp_path_factory.mktemp("open"), broker_grace=0.2) as running,
         httpx.Client(base_url=running.url, timeout=PATIENCE) as http,
@@ -36,7 +36,7 @@ def open_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Cli
 
 @pytest.fixture(scope="module")
 def with_keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """With keys, and pages of an origin that may use it."""
+    """A gateway with keys, and with an origin whose pages may use it."""
     folder = tmp_path_factory.mktemp("keys")
     keys = secret_file(folder / "keys", f"alice {KEY}\n")
     options = {"keys": keys, "cors_origins": (ALLOWED,), "broker_grace": 0.2}
@@ -87,7 +87,7 @@ def test_other_paths_and_methods_neither(
 
 
 def test_reading_is_left_to_the_browser(open_gateway: httpx.Client) -> None:
-    """It lets no page of another origin see the answer, for there is no header of consent."""
+    """Without the CORS headers it lets no page of another origin see the answer."""
     answer = open_gateway.get("/openapi.json", headers={"origin": PAGE})
     assert answer.status_code == 200
     assert not [name for name in answer.headers if name.startswith("access-control")]

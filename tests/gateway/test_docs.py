@@ -1,6 +1,6 @@
 """docs/gateway.md names every field with an effect, every path and every error code of the gateway.
 
-/openapi.json names all fields, with those that have no effect or are refused.
+/openapi.json names all fields, including those without effect and those that are refused.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BODIES = [(route, route.body) for route in ROUTES if route.body is not None]
 
 
 def honoured_by(interface: Interface) -> set[str]:
-    """The fields that have an effect in requests of an interface."""
+    """Returns the fields that have an effect in requests of an interface."""
     return {n for route, body in BODIES if route.interface is interface for n in body.honoured}
 
 
@@ -56,7 +56,7 @@ def test_the_description_names_every_field_that_has_no_effect() -> None:
 
 
 def test_the_description_names_every_field_that_is_refused() -> None:
-    """With the values that request nothing, and what to do instead."""
+    """The description has the values that request nothing, and advice."""
     for route, body in BODIES:
         properties = body.schema()["properties"]
         for name, (neutral, advice) in body.refused.items():

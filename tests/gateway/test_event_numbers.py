@@ -1,4 +1,4 @@
-"""Numbers of events, and what a request says by its headers of the answer that it goes on with."""
+"""Numbers of events, and the headers of a request that resumes an answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The grammars of calls take what the parser of the same format reads as these calls."""
+"""The grammars of calls allow the texts that the parser of the same format reads as these calls."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def parsed(tool_format: str, tools: Any, text: str) -> Sequence[Event]:
 
 
 def calls(events: Sequence[Event]) -> list[tuple[str, Any]]:
-    """The names and arguments of the calls."""
+    """Returns the names and arguments of the calls."""
     found: list[tuple[str, str]] = []
     for one in events:
         if isinstance(one, CallBegin):
@@ -94,7 +94,7 @@ def test_what_is_forced_is_read_as_a_call(tool_format: str, name: str) -> None:
 
 
 def drawn(format: Mapping[str, Any], draw: Any, size: int) -> str | None:
-    """Draws a text of a format, byte by byte; None if it is not complete after so many."""
+    """Draws a text of a format, byte by byte; None if it is not complete after `most` bytes."""
     made, found = matcher(format), bytearray()
     while not made.is_stopped():
         mask = made.compute_bitmask()
@@ -165,7 +165,7 @@ def test_a_strict_answer_is_text_or_calls_that_follow_their_schema(tool_format: 
         assert not takes(format, call + between + wrong)
 
 
-ANSWERS: list[tuple[dict[str, Any], str, str]] = [  # a format, a text of it, and another one
+ANSWERS: list[tuple[dict[str, Any], str, str]] = [  # a format, a matching text, and another text
     ({"type": "json"}, '{"a": "</x> {think}"}', "[1]"),
     ({"type": "json_schema", "schema": {"type": "integer"}}, "12", "x"),
     ({"type": "regex", "pattern": r"a/b\/[0-9]+"}, "a/b/12", "a/b/"),

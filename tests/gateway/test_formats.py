@@ -1,4 +1,4 @@
-"""The events that each format's parser makes of text, whatever pieces the text arrives in."""
+"""The events that each format's parser makes of text, for all divisions into pieces."""
 
 from __future__ import annotations
 

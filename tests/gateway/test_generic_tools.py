@@ -1,4 +1,4 @@
-"""Tools, calls and results as texts, for a chat template that knows no tools."""
+"""Tools, calls and results as texts, for a chat template without tools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Large JSON, made and read in parts."""
+"""Large JSON, written and read in parts."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ LAYOUTS = st.sampled_from([None, 1])  # indents
 
 @pytest.fixture(params=[4, 16, 64])
 def small_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """So that a small text has many parts."""
+    """Sets bounds with which a small text has many parts."""
     monkeypatch.setattr(json_parts, "PART", request.param)
     return int(request.param)
 
@@ -154,7 +154,7 @@ def test_what_is_nested_too_deeply_is_refused(small_parts: int) -> None:
 
 
 def test_one_call_reads_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else other threads wait for it: the decoder holds the lock of the interpreter."""
+    """Otherwise other threads wait for it: the decoder holds the interpreter's lock."""
     read: list[int] = []
     scan = json_parts._scan
 

@@ -21,7 +21,7 @@ DONE = {"name": "m", "inspected": True, "type": "llama", "chat": {"tools": "json
 
 
 class ScriptedPool(AsyncClient):
-    """Answers `models` with the next of some lists, and with the last one from then on."""
+    """Answers `models` with the next of some lists, and with the last list from then on."""
 
     def __init__(self, *lists: Sequence[dict[str, Any]]) -> None:
         self.lists, self.asked = list(lists), 0

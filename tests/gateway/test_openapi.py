@@ -1,4 +1,4 @@
-"""openapi.json: valid, with every route and field, and true: it takes what the parsers take."""
+"""openapi.json: valid, with every route and field, and as permissive as the parsers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from support.openapi_answers import validator
 
 TOOL = {"type": "function", "function": {"name": "f"}}
 DOCUMENT = document(ROUTES, "1.2", keys=True)
-# path -> what its least body needs, so that other fields have a meaning
+# path -> fields that its smallest body needs, so that other fields have a meaning
 BESIDE: Mapping[str, dict[str, Any]] = {
     CHAT: {"stream": True, "logprobs": True},
     TEXT: {"stream": True},
@@ -49,23 +49,23 @@ SAMPLES: tuple[Any, ...] = (
     {"include_usage": True}, {"include_usage": 1}, {"enable_thinking": True}, {"temperature": 0.5},
     {"temperature": -1}, {"num_thread": 3}, {"mirostat": 0}, {"mirostat": 2}, {"bogus": 1},
 )  # fmt: skip
-# What a schema cannot say: the rest of one field is told by another, or by the text itself.
+# Rules that a schema cannot express: another field, or the text itself, decides.
 UNSAID: Mapping[str, tuple[Any, ...]] = {
-    "best_of": (5, 21, 33),  # not with stream, and not less than n
+    "best_of": (5, 21, 33),  # not with stream, and at least n
     "max_tokens": (0,),  # with echo or prompt_logprobs
     "prompt_logprobs": (0, 1, 5),  # not with stream
-    "logprobs": (None, False),  # top_logprobs of no use without it
-    "text_1": (["x", "y"], ["x"] * 65, ["y"] * 33),  # as many as text_2 has
+    "logprobs": (None, False),  # without it top_logprobs has no use
+    "text_1": (["x", "y"], ["x"] * 65, ["y"] * 33),  # the same number as text_2
     "keep_alive": ("x", "auto", "none", "low", "float", "text", "", "x" * 300, "x" * 1025),
     "guided_json": ("x", "auto", "none", "low", "float", "text", "", "x" * 300, "x" * 1025),
     "images": (["x"], ["x", "y"], [""], ["text"], ["x"] * 65, ["y"] * 33),  # not base64
     "raw": (True,),
     "name": ("",),  # beside a model
     "add_generation_prompt": (False,),  # with continue_message only
-    "continue_message": (True,),  # behind a message of the assistant
+    "continue_message": (True,),  # after a message of the assistant
     "continue_final_message": (True,),
-    "model": (None,),  # `name` may stand in its place
-    "/v1/jobs prompt": (None,),  # one of three, and what goes with messages alone
+    "model": (None,),  # `name` may replace it
+    "/v1/jobs prompt": (None,),  # one of three prompts, and fields that need messages
     "/v1/jobs messages": (
         [{}],
         [{"text": "x"}],
@@ -74,9 +74,9 @@ UNSAID: Mapping[str, tuple[Any, ...]] = {
         [TOOL],
         [{"type": "web"}],
     ),
-    "/v1/responses input": ([TOOL], [{"type": "web"}]),  # nothing is left of the conversation
+    "/v1/responses input": ([TOOL], [{"type": "web"}]),  # no message would be left
     "/v1/jobs tokens": ([0], [1, 2], [[1, 2]]),
-    **{f"/v1/jobs {name}": SAMPLES for name in OF_CALLS},  # which go with the kind of a call
+    **{f"/v1/jobs {name}": SAMPLES for name in OF_CALLS},  # they need the kind of a call
     "/v1/jobs think": (True, False, "low"),
     "/v1/jobs tools": (
         [{}],
@@ -86,8 +86,8 @@ UNSAID: Mapping[str, tuple[Any, ...]] = {
         [TOOL],
         [{"type": "web"}],
     ),
-    "/tokenize prompt": (None,),  # `messages` may stand in its place
-    "/tokenize messages": (HI,),  # which does not go with a prompt
+    "/tokenize prompt": (None,),  # `messages` may replace it
+    "/tokenize messages": (HI,),  # they exclude a prompt
 }
 
 

@@ -1,4 +1,4 @@
-"""What /health says of the states of the pool's models."""
+"""The answer of /health for each state of the pool's models."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_health_says_why_no_worker_can_come() -> None:
 
 
 def health(models: Models) -> tuple[int | None, bytes]:
-    """The status and the body of the answer."""
+    """Returns the status and the body of the answer."""
     routes = OperationRoutes(
         cast(Any, SimpleNamespace(models=models)), Drain(), cast(Any, None), {}
     )

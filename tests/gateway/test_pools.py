@@ -1,4 +1,4 @@
-"""Several pools behind a gateway: which of them is asked, and which is left out."""
+"""Several pools of one gateway: which pool gets a request, and which is left out."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Answer = TypeVar("Answer")
 
 
 class OnePool(AsyncClient):
-    """Answers `models` with the rows that it has; raises BrokerLost while it is down.
+    """Answers `models` with its rows; raises BrokerLost while it is down.
 
-    `jobs`: the keys of the jobs that it keeps; None: it keeps nothing.
+    `jobs`: the keys of the jobs that it keeps; None: it keeps no jobs.
     """
 
     def __init__(self, *rows: Mapping[str, Any], jobs: Sequence[str] | None = ()) -> None:
@@ -65,7 +65,7 @@ def made(*clients: OnePool) -> Pools:
 
 
 async def chosen(found: Pools, name: str) -> AsyncClient:
-    """The client that a request for this model gets; a request is a task."""
+    """Returns the client that a request for this model gets; a request is a task."""
 
     async def request() -> AsyncClient:
         await found.get(name)
@@ -102,7 +102,7 @@ def test_a_request_goes_where_least_waits_for_each_worker() -> None:
 
 
 def test_requests_since_the_last_look_count() -> None:
-    """Or all of them would go to one pool until its load is read again."""
+    """Otherwise all requests would go to one pool until its load is read again."""
     a, b = OnePool({"name": "m", "running": 2}), OnePool({"name": "m", "running": 0})
 
     async def test() -> list[AsyncClient]:
@@ -159,7 +159,7 @@ def test_a_pool_that_does_not_answer_is_left_out_until_it_does(
     run(test)
 
 
-# ---- what is kept --------------------------------------------------------------------------------
+# ---- jobs and files ------------------------------------------------------------------------------
 
 
 def test_what_is_kept_goes_to_a_pool_that_keeps_and_has_the_model() -> None:

@@ -1,4 +1,4 @@
-"""Which lines at the begin of a system's message do not cost the prefix cache what is behind."""
+"""Lines at the begin of a system's message that do not make the prefix cache useless."""
 
 from __future__ import annotations
 

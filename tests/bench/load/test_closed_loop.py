@@ -17,7 +17,7 @@ def stream(times: Sequence[float], counts: Sequence[int]) -> Sample:
 
 def test_tokens_count_while_all_streams_run() -> None:
     streams = [stream((1.0, 2.0, 3.0, 4.0), (1, 1, 1, 1)), stream((2.0, 2.5, 3.5), (1, 4, 2))]
-    # From 2.0, when the second began, to 3.5, when it ended: 1 + 4 + 2 tokens in 1.5 s.
+    # From 2.0, when the second stream began, to 3.5, when it ended: 1 + 4 + 2 tokens in 1.5 s.
     assert summarise(streams).rate == pytest.approx(7 / 1.5)
     assert summarise(streams).first == [1.0, 2.0]
     assert sorted(summarise(streams).gaps) == [0.5, 1.0, 1.0, 1.0, 1.0]

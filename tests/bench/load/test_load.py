@@ -122,7 +122,7 @@ def test_bad_input_is_one_line(
 
 
 def senders(parent: psutil.Process) -> list[psutil.Process]:
-    """Its processes that send."""
+    """Returns its processes that send."""
     return [
         child
         for child in parent.children(recursive=True)

@@ -1,4 +1,4 @@
-"""The figures of a load from what its clients saw."""
+"""The figures of a load from its clients' samples."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_throughput_counts_from_the_first_due_to_the_last_token() -> None:
 
 def test_latencies_count_from_the_moment_a_request_was_due() -> None:
     found = figures(SLOW)
-    assert found["TTFT mean"] == pytest.approx(1000)  # 500 ms of it are the sender's
+    assert found["TTFT mean"] == pytest.approx(1000)  # 500 ms of it are the sender's delay
     assert found["E2EL p99"] == pytest.approx(2000)
     assert found["sender late, max"] == pytest.approx(500)
     assert found["TPOT median"] == pytest.approx(1000 / 6)

@@ -1,4 +1,4 @@
-"""The flags of `mlxpool bench load`, and what they mean."""
+"""The flags of `mlxpool bench load`, and their meaning."""
 
 from __future__ import annotations
 

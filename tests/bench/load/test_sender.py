@@ -1,4 +1,4 @@
-"""One request to a server of OpenAI's completions, and what its client records."""
+"""A request to a server of OpenAI's completions, and its client's records."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def chunked(*pieces: bytes) -> bytes:
 
 
 class FakeServer:
-    """Answers every connection with the same bytes, and keeps what it was asked."""
+    """Answers every connection with the same bytes, and keeps the requests."""
 
     def __init__(self, answer: bytes) -> None:
         self.answer = answer
@@ -57,7 +57,7 @@ class FakeServer:
         writer.close()
 
     async def ask(self, **target: Any) -> Sample:
-        """Send REQUEST and return the sample."""
+        """Sends REQUEST and returns the sample."""
         server = await asyncio.start_server(self.serve, "127.0.0.1", 0)
         async with server:
             port = server.sockets[0].getsockname()[1]

@@ -46,7 +46,7 @@ def test_every_policy_serves_every_call(name: str) -> None:
 
 @pytest.mark.parametrize("draw", SYNTHETIC)
 def test_ours_reads_about_as_little_as_the_oracle(draw: type) -> None:
-    count = 30 if draw is long_agents else 60  # their calls are many and long
+    count = 30 if draw is long_agents else 60  # agents' calls are many and long
     loads = [draw(seed, count) for seed in range(2)]
     ours, oracle, least = (
         [run(load, POLICIES[name](), MACHINES) for load in loads]

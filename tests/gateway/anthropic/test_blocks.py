@@ -1,4 +1,4 @@
-"""The messages of an Anthropic request as the pool's."""
+"""The messages of an Anthropic request, converted into the pool's messages."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_what_other_servers_have_done_is_left_out_or_kept_as_text() -> None:
         ("one two STO", "one two ", None),
         ("one two<|end|>", "one two", None),
         ("one ab", " one ", "ab"),  # a tokenizer leaves the first blank out
-        ("one abc", "one ", "ab"),  # complete first
+        ("one abc", "one ", "ab"),  # the stop that is complete first
     ],
 )
 def test_the_stop_that_ended_an_answer(text: str, said: str, stop: str | None) -> None:

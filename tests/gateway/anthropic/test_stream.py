@@ -17,7 +17,7 @@ from mlxpool.gateway.generation.output_blocks import OutputBlocks
 
 
 def pieces(*texts: str, eager: bool = False, reason: str = "stop") -> list[str]:
-    """The `partial_json` of the events of a call whose arguments come in these pieces."""
+    """Returns the `partial_json` of the events of a call whose arguments come in these pieces."""
     frame = MessageFrame("1", "m", True, frozenset({"f"} if eager else ()))
     generation: Any = SimpleNamespace(facts={})
     events = MessageEvents(frame, OutputBlocks(), generation)

@@ -1,4 +1,4 @@
-"""Images in HTTP requests: data URLs and base64, and what is refused."""
+"""Images in HTTP requests: data URLs and base64, and refused values."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class DeadJob:
     ],
 )
 def test_a_reading_that_ends_early_is_no_end_of_a_dead_job(code: str, failed: bool) -> None:
-    """Its reader would be told that there is nothing more, and miss what it has not had."""
+    """Otherwise its reader would stop, and miss the ids after it."""
     client = cast(Any, DeadJob())
     assert asyncio.run(has_failed(client, "j", code, 0, 5)) is failed
 
@@ -87,7 +87,7 @@ def test_a_reading_that_ends_early_is_no_end_of_a_dead_job(code: str, failed: bo
     ("gen", "pos", "failed"),
     [
         (0, 5, True),
-        (0, 6, False),  # a reading from behind the end, which is refused
+        (0, 6, False),  # a refused reading from a place after the end
         (0, 3, False),  # the job was tried again, made two ids, and failed again
         (1, 5, False),
     ],
@@ -113,7 +113,7 @@ class Pages:
 
 
 def failures(*pages: list[Delta]) -> list[int | str]:
-    """What the updates of a reading bring, in order: a number of failures, or a text."""
+    """Returns the updates of a reading, in order: a number of failures, or a text."""
 
     async def read() -> list[int | str]:
         found: list[int | str] = []
@@ -136,7 +136,7 @@ def test_failures_after_which_a_job_went_on_are_told_once() -> None:
     assert failures([one, two]) == ["a", 1, "b"]
     at_end = Delta("", (), 2, steps=(AGAIN, AGAIN))
     assert failures([one, two, at_end]) == ["a", 1, "b", 2]
-    # The client has sent its reading again in between, after another failure at the same place.
+    # The client has repeated its reading in between, after another failure at the same place.
     before, after = (
         Delta("", (), 1, steps=(AGAIN,)),
         Delta("b", (2,), 1, steps=3 * (AGAIN,) + ((1, 1),)),
@@ -146,7 +146,7 @@ def test_failures_after_which_a_job_went_on_are_told_once() -> None:
 
 
 class PageStream:
-    """Stands for a stream whose first page has 1,000 steps, all of them there at once."""
+    """Stands for a stream whose first page has 1,000 steps, all of them ready at once."""
 
     facts: dict[str, Any] = {}  # noqa: RUF012  # of a test
     result = None

@@ -1,4 +1,4 @@
-"""The blocks of an answer: what begins, grows and ends, and what is cut."""
+"""The blocks of an answer: how they begin, grow and end, and which of them are cut."""
 
 from __future__ import annotations
 

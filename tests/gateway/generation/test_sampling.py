@@ -40,7 +40,7 @@ def test_ollama_has_no_such_bounds() -> None:
 
 @pytest.mark.parametrize(("given", "tokens"), [(-1, 0), (-2, 0), (0, 0), (7, 7)])
 def test_a_negative_num_predict_of_ollama_is_up_to_the_context(given: int, tokens: int) -> None:
-    """-1 is the pool's word for the default of the settings."""
+    """-1 is the pool's value for the default of the settings."""
     asked = PARSERS[GENERATE](options={"num_predict": given})
     assert asked.options["max_tokens"] == tokens
     assert "max_tokens" not in PARSERS[GENERATE]().options

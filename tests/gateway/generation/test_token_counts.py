@@ -33,7 +33,7 @@ def test_tokens_before_the_answer(
     chat: ChatFormats, thinks: bool, texts: list[str], count: int
 ) -> None:
     assert tokens_before_answer(make_parser(chat, (), thinks=thinks), texts) == count
-    parser = make_parser(chat, (), thinks=thinks)  # asked for in two calls
+    parser = make_parser(chat, (), thinks=thinks)  # the tokens come in two calls
     first = tokens_before_answer(parser, texts[:2])
     more = tokens_before_answer(parser, texts[2:]) if first == 2 else 0
     assert first + more == count

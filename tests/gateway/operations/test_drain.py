@@ -1,4 +1,4 @@
-"""The drain of a gateway: what runs goes on for a time, what comes is refused."""
+"""The drain of a gateway: running requests go on for a time, new requests are refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LONG = 3600.0
 
 
 async def begin(drain: Drain, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """A request that runs in the drain's count; its cancellation is its end."""
+    """A request that counts in the drain; its cancellation ends it."""
 
     async def request() -> None:
         with drain.request():

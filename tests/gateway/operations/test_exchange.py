@@ -1,4 +1,4 @@
-"""Ids of requests, and what the access log says of a request."""
+"""Ids of requests, and the fields of a request in the access log."""
 
 from __future__ import annotations
 

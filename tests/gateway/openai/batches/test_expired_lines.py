@@ -1,4 +1,4 @@
-"""Lines that the deadline of a batch ended, as they are in its error file."""
+"""Lines that the deadline of a batch ended, in its error file."""
 
 from __future__ import annotations
 

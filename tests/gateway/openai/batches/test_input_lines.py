@@ -1,4 +1,4 @@
-"""Lines of input files that are no requests, or look unlike others: what is said of each."""
+"""Lines of input files that are not requests, or have an unusual form, and their faults."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def chat(**body: Any) -> bytes:
 def read(
     lines: Sequence[bytes], endpoint: str = COMPLETIONS, model: ModelInfo = MODEL
 ) -> tuple[LineReader, list[dict[str, Any]]]:
-    """The reader after all lines, and the lines of the pool."""
+    """Returns the reader after all lines, and the lines of the pool."""
     reader = LineReader(endpoint)
     made = b"".join(
         reader.pool_lines(reader.parse(some), lambda name: model)
@@ -98,14 +98,14 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_line_with_a_fault_is_named(name: str) -> None:
-    """And the others are read on."""
+    """Later lines are still read."""
     data, code = BAD[name]
     reader, made = read([line("first"), b"", data, line("last", n=3)])
     assert [one.line for one in reader.faults] == [3, 4]
     assert code == reader.faults[0].code, reader.faults[0]
     assert reader.faults[0].message.startswith("line 3: ")
     assert len(reader.faults[0].message) < 700
-    assert len(made) <= 1  # nothing is made once a line had a fault
+    assert len(made) <= 1  # no line is made after a fault
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Results of batches: in which thread they are made, and without their lines."""
+"""Results of batches: the thread that makes them, and results without their lines."""
 
 from __future__ import annotations
 
@@ -77,7 +77,10 @@ ROWS = ({"line": 0, "id": "a", "job": bytes(16)}, {"line": 1, "id": "b", "job": 
 def read_while_deleted(
     monkeypatch: pytest.MonkeyPatch, kind: str, deleted: list[str], after: int
 ) -> list[bytes]:
-    """The parts of a file of two pages, whose batch's `deleted` is that before the page `after`."""
+    """Returns the parts of a file of two pages.
+
+    The batch gets `deleted` after its page number `after`.
+    """
     pages = 0
 
     async def page(*_: Any) -> Page:
