@@ -664,9 +664,9 @@ def main() -> None:
     args = arguments()
     corpus = read_corpus(args.source)
     report = args.out / "training.json"
-    made = json.loads(report.read_text()) if args.judge_only else make(args.out, corpus, args)
-    write_json(report, made)
-    write_json(report, made | judge(args.out, corpus))
+    data = json.loads(report.read_text()) if args.judge_only else make(args.out, corpus, args)
+    write_json(report, data)
+    write_json(report, data | judge(args.out, corpus))
     say(report.read_text())
     if args.completions:
         args.completions.write_text(completions(args.out))

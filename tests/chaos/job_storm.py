@@ -100,7 +100,7 @@ class JobStorm(Storm):
     def _ended_batch(self, key: str) -> list[LineResult]:
         """Returns the results of a batch, which has every line done, once.
 
-        Empty if it was refused.
+        The result is empty if the batch was refused.
         """
         if (client := self.clients.pop(key, None)) is None:
             self.wrong.append(f"{key} was not accepted")

@@ -87,7 +87,7 @@ class Watched(Struct):
     def wait_after(self, fault: float) -> float | None:
         """Returns the longest wait for a token since the fault, in seconds.
 
-        None if all had come before. Tokens that were under way arrive first.
+        Returns None if all tokens had come before. Tokens that were under way arrive first.
         """
         times = [fault, *(time for time in self.times if time > fault)]
         return max((after - before for before, after in pairwise(times)), default=None)

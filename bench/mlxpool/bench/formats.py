@@ -67,7 +67,7 @@ class Bench:
     def tokens_per_second(self, rows: int, tokens: int, kind: str) -> float:
         """Measures tokens/s of a batch while all rows decode.
 
-        For ONE, of the rows without a format.
+        For ONE it counts only the rows without a format.
         """
         batch, prompt = Batch(self._engine), self._text.encode(PROMPT)
         for number in range(rows):

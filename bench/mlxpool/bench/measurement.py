@@ -43,7 +43,7 @@ class Measurement(Struct, frozen=True):
     def ratios(self) -> list[float]:
         """Returns our figure divided by the best other figure, for each round.
 
-        Empty without another contestant, and if a divisor is 0.
+        The list is empty without another contestant, and if a divisor is 0.
         """
         others = [figures for side, figures in self.sides.items() if side != OURS]
         if not self.compared or OURS not in self.sides or not others:

@@ -115,7 +115,7 @@ def serving(
 def workers(run_dir: Path) -> list[dict[str, Any]]:
     """Returns the workers of a pool as `mlxpool ps` has them.
 
-    None if the broker does not answer.
+    The list is empty if the broker does not answer.
     """
     answer = question.ask(sockets.ipc(run_dir, "admin"), None, "ps", {}) or {}
     return [dict(worker) for worker in answer.get("workers", ())]

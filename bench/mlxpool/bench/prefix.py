@@ -182,12 +182,12 @@ def converse(
         progress(f"turn {turn + 1} of {options.turns}")
         for number in range(options.conversations):
             words = rng.integers(0, vocabulary - 2, user_tokens).tolist()
-            for one in contestants:
-                history = histories[one.name][number]
+            for party in contestants:
+                history = histories[party.name][number]
                 history += words
-                cached, answer, first = one.ask(history)
-                computed = answer[: len(answer) - one.drawn]
-                scores[one.name].add(history, cached, computed, first)
+                cached, answer, first = party.ask(history)
+                computed = answer[: len(answer) - party.drawn]
+                scores[party.name].add(history, cached, computed, first)
                 history += answer
     return scores, histories
 
@@ -254,8 +254,10 @@ def _measurements(
     reusable = ", ".join(
         f"{contestant.name} {scores[contestant.name].reusable:,}" for contestant in contestants
     )
-    found = line("found of reusable prompt tokens", "%", 1, lambda _, score: 100 * score.share())
-    yield replace(found, note=f"Reusable prompt tokens: {reusable}.")
+    line_found = line(
+        "found of reusable prompt tokens", "%", 1, lambda _, score: 100 * score.share()
+    )
+    yield replace(line_found, note=f"Reusable prompt tokens: {reusable}.")
     yield line("stored", "MB", 1, lambda contestant, _: contestant.stored() / 1e6)
     yield line("stored / unique tokens", "", 3, share)
     times = line("until first tokens, all requests", "s", 1, lambda _, score: score.first)

@@ -104,7 +104,7 @@ class BrokerChild:
     def report(self) -> Report | None:
         """Returns the number of workers that the broker wants for each model.
 
-        None if it does not answer.
+        Returns None if the broker does not answer.
         """
         answer = self.ask("stats")
         if answer is None:

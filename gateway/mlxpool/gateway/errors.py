@@ -81,7 +81,7 @@ class HttpError(Exception):
         super().__init__(self.message)
 
     def openai_body(self) -> dict[str, Any]:
-        """The error object of OpenAI's interface."""
+        """Returns the error object of OpenAI's interface."""
         error_type = ERROR_TYPES.get(self.status, INVALID if self.status < 500 else SERVER)
         error = {
             "message": self._openai_message(),
@@ -104,7 +104,7 @@ class HttpError(Exception):
         return f"This model's maximum context length is {context} tokens: {self.message}"
 
     def ollama_body(self) -> dict[str, Any]:
-        """The error object of Ollama's interface."""
+        """Returns the error object of Ollama's interface."""
         return {"error": self.message, **self._progress()}
 
     def _progress(self) -> dict[str, float]:

@@ -135,8 +135,8 @@ class _Reader:
     def _run(self, place: int, brackets: str) -> tuple[Any, int] | None:
         """Reads together the values up to a comma near the end of a part.
 
-        None without such a comma. The text before the comma must be whole values, so a comma inside
-        a value is not taken.
+        Returns None without such a comma. The text before the comma must be whole values, so a
+        comma inside a value is not taken.
         """
         if place - self._tried_from >= PART:
             self._tried_from, self._no_runs = place, 0

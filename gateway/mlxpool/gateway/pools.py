@@ -118,7 +118,7 @@ class Pools:
     def client(self) -> AsyncClient:
         """The client of the pool that this request's model, or its job or file, was found in.
 
-        Without one it is the client of the first pool.
+        Otherwise it is the client of the first pool.
         """
         return self.chosen.client
 

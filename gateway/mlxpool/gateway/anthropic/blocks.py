@@ -121,13 +121,13 @@ class Conversation:
         content = block.get("content")
         if isinstance(content, Mapping):  # a result that is not wrapped in blocks
             content = json.dumps(content, ensure_ascii=False)
-        given = [] if isinstance(content, str | None) else blocks(f"{where}.content", content)
-        images = [one for one in given if one["type"] == "image"]
-        parts = [self._part(f"{where}.content", one) for one in images]
+        inner = [] if isinstance(content, str | None) else blocks(f"{where}.content", content)
+        images = [image for image in inner if image["type"] == "image"]
+        parts = [self._part(f"{where}.content", image) for image in images]
         said = [
-            _of_result(f"{where}.content[{number}]", one)
-            for number, one in enumerate(given)
-            if one["type"] != "image"
+            _of_result(f"{where}.content[{number}]", part)
+            for number, part in enumerate(inner)
+            if part["type"] != "image"
         ]
         text = content if isinstance(content, str) else "\n".join(said) or SEEN * bool(images)
         failed = block.get("is_error")

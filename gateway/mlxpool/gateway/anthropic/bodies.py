@@ -46,7 +46,7 @@ class MessageFrame(Struct, frozen=True):
         usage: Mapping[str, Any],
         ending: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """The whole message."""
+        """Returns the complete message."""
         return {
             "id": f"msg_{self.id}",
             "type": "message",

@@ -127,17 +127,17 @@ class Lexer:
 
     def push(self, text: str) -> list[Lexeme]:
         text = self._held + text
-        found, at = [], 0
+        lexemes, at = [], 0
         for mark in self._mark.finditer(text):
             if mark.start() > at:
-                found.append(Lexeme(text[at : mark.start()]))
-            found.append(Lexeme(mark[0], True))
+                lexemes.append(Lexeme(text[at : mark.start()]))
+            lexemes.append(Lexeme(mark[0], True))
             at = mark.end()
         end = self._end(text, at)
         if end > at:
-            found.append(Lexeme(text[at:end]))
+            lexemes.append(Lexeme(text[at:end]))
         self._held = text[end:]
-        return found
+        return lexemes
 
     def flush(self) -> str:
         """Returns the text that was held back; it is not a mark."""

@@ -153,7 +153,7 @@ def _call_schema(tool: Mapping[str, Any]) -> str:
 def _answer(format: Mapping[str, Any]) -> str | None:
     """Returns the rule `answer` for a format of text.
 
-    None if it cannot be part of another format.
+    Returns None if it cannot be part of another format.
     """
     kind = format["type"]
     if kind == "choice":

@@ -101,11 +101,11 @@ def calls_format(
 ) -> dict[str, Any]:
     """Returns the option `format` of an answer that may have calls.
 
-    Empty to keep that of `options`. `forced`: the tools that the answer may choose from for its
-    required call. Without them the strict ones of `tools` are followed; with a format in `options`
-    the answer is calls or a text in that format. `function`: the path of the function inside a
-    tool, for error messages. Raises HttpError if the model's format of calls, or a schema, does not
-    allow it.
+    An empty result keeps the format of `options`. `forced`: the tools that the answer may choose
+    from for its required call. Without them the strict ones of `tools` are followed; with a format
+    in `options` the answer is calls or a text in that format. `function`: the path of the function
+    inside a tool, for error messages. Raises HttpError if the model's format of calls, or a schema,
+    does not allow it.
     """
     strict = [number for number, tool in enumerate(tools) if tool["function"].get("strict")]
     text_format = options.get("format") if tools else None

@@ -97,8 +97,8 @@ class KeptAnswer:
     async def updates(self, timeout: float = NO_TIMEOUT) -> AsyncIterator[ChoiceUpdate | None]:
         """Yields the updates, the last with the result.
 
-        None after each `timeout` seconds without one. Raises HttpError for an error of the job or
-        of the reading.
+        Yields None after each `timeout` seconds without one. Raises HttpError for an error of the
+        job or of the reading.
         """
         while True:
             try:

@@ -52,7 +52,7 @@ def word(query: Mapping[str, str], name: str, values: Sequence[str], default: st
 
 
 def page_fields(most: int) -> Mapping[str, Schema]:
-    """The schemas of the fields that `page` reads."""
+    """Returns the schemas of the fields that `page` reads."""
     order = choice("asc", "desc")
     return {"limit": integers(1, most), "order": order, "after": {"type": "string"}}
 

@@ -165,9 +165,9 @@ def _call(body: Mapping[str, Any]) -> dict[str, Any]:
     def check(call_keys: Any) -> None:
         parse_work(*packed_request(call_keys))
 
-    given = {name: body[name] for name in body if name not in OF_JOBS and body[name] is not None}
-    fields.checked(KIND, check, given)
-    return {name: value for name, value in given.items() if name not in (KIND, "model")}
+    keys = {name: body[name] for name in body if name not in OF_JOBS and body[name] is not None}
+    fields.checked(KIND, check, keys)
+    return {name: value for name, value in keys.items() if name not in (KIND, "model")}
 
 
 def _options(body: Mapping[str, Any]) -> dict[str, Any]:

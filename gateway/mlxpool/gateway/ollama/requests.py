@@ -140,8 +140,8 @@ def generate(body: Mapping[str, Any]) -> OllamaRequest:
 def chat(body: Mapping[str, Any]) -> OllamaRequest:
     """Checks an /api/chat. Raises HttpError naming the field."""
     body = CHAT.check(body, elsewhere=IN_OPTIONS)
-    given = body.get("messages")
-    messages, images = ([], []) if given is None or given == [] else _messages(given)
+    sent = body.get("messages")
+    messages, images = ([], []) if sent is None or sent == [] else _messages(sent)
     tools = [tool for _, tool in fields.tools_of_kind(body, ("function", None))]
     common = _common(body, CHAT)
     if messages and messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):
@@ -310,7 +310,7 @@ def _message(path: str, message: Any, images: list[bytes]) -> Any:
 def _content(path: str, content: Any) -> Any:
     """Returns text, or a list of parts with text.
 
-    "" for null: Ollama's own client leaves it out.
+    Returns "" for null: Ollama's own client leaves it out.
     """
     if content is None or isinstance(content, str):
         return content or ""

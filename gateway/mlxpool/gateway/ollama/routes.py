@@ -236,7 +236,7 @@ class OllamaRoutes:
     ) -> dict[str, Any]:
         """Returns the `context` of an answer: ids of prompt and completion.
 
-        None with raw or images.
+        The result is empty with `raw` or images.
         """
         if request.raw or request.images:
             return {}

@@ -127,8 +127,8 @@ class CompletionRequest(Struct, frozen=True):
 def chat(body: Mapping[str, Any]) -> CompletionRequest:
     """Checks a /v1/chat/completions. Raises HttpError naming the field."""
     body = CHAT.check(body)
-    given, images = take_image_urls(as_taken(body.get("messages")))
-    messages = fields.checked("messages", check_messages, given)
+    with_indices, images = take_image_urls(as_taken(body.get("messages")))
+    messages = fields.checked("messages", check_messages, with_indices)
     tools = tools_of(body)
     forced = _forced(body, tools)
     options = _options(body)
@@ -272,14 +272,14 @@ def _allowed(body: Mapping[str, Any]) -> tuple[str, Sequence[str]] | None:
     tools = allowed.get("tools")
     functions = (
         [
-            one["function"]
-            for one in tools
-            if isinstance(one, Mapping) and isinstance(one.get("function"), Mapping)
+            tool["function"]
+            for tool in tools
+            if isinstance(tool, Mapping) and isinstance(tool.get("function"), Mapping)
         ]
         if isinstance(tools, list)
         else []
     )
-    names = [one["name"] for one in functions if isinstance(one.get("name"), str)]
+    names = [function["name"] for function in functions if isinstance(function.get("name"), str)]
     if mode is None or not names:
         message = f"'tool_choice' is {shown(choice)}, it needs a mode and the names of tools"
         raise bad_request(message, "tool_choice")
@@ -400,7 +400,7 @@ def _suffix(body: Mapping[str, Any]) -> dict[str, Any]:
 def _prompts(raw: object) -> list[dict[str, Any]]:
     """Returns the prompts of a text, a list of token ids, or a list of either.
 
-    An absent one is empty.
+    An absent prompt is empty.
     """
     prompts = raw if isinstance(raw, list) and not _is_ids(raw) else ["" if raw is None else raw]
     if not prompts:

@@ -356,8 +356,8 @@ class TextChunks(Struct, eq=False):
         """Returns the chunk of an update; empty if there is nothing to send."""
         text = "".join(event.text for event in update.events if isinstance(event, Content))
         entries = (*(update.prompt if self.echoes else ()), *update.logprobs)
-        wanted = self.logprobs and entries
-        logprobs = self.offsets[update.choice].add(entries) if wanted else None
+        has_logprobs = self.logprobs and entries
+        logprobs = self.offsets[update.choice].add(entries) if has_logprobs else None
         reason = update.result.reason if update.result is not None else None
         if not (text or logprobs or reason):
             return b""

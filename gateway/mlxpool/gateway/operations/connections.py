@@ -139,7 +139,7 @@ class Connections:
 class BoundedProtocol(H11Protocol):
     """One connection.
 
-    The time for headers runs from their first byte.
+    The time for headers counts from their first byte.
     """
 
     book: ClassVar[Connections]

@@ -60,7 +60,7 @@ class Metrics:
         self._writer = MetricsWriter(FAMILIES)
 
     def begun(self, exchange: Exchange) -> None:
-        """A request came."""
+        """Counts a request that begins."""
         self.in_flight[exchange.route,] += 1
 
     def ended(self, exchange: Exchange, now: float) -> None:

@@ -46,7 +46,7 @@ def is_deleted(batch: Mapping[str, Any], kind: str) -> bool:
 
 
 def file_body(row: Mapping[str, Any]) -> dict[str, Any]:
-    """An uploaded file."""
+    """Returns the body of an uploaded file."""
     forget = row["forget"]
     return {
         "id": row["key"],
@@ -107,7 +107,7 @@ class BatchRequest(Struct, frozen=True):
     def of(cls, row: Mapping[str, Any]) -> BatchRequest | None:
         """Reads the request from a batch's row.
 
-        None if the batch was not made over OpenAI's interface.
+        Returns None if the batch was not made over OpenAI's interface.
         """
         kept = row["metadata"].get(MARK)
         if not isinstance(kept, Mapping):

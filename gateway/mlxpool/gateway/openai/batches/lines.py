@@ -331,7 +331,7 @@ class LineModels:
         Keeps the present one if it has them or no pool has.
         """
         able = [
-            pool for pool in self._among if all(pool in found for found in self._known.values())
+            pool for pool in self._among if all(pool in models for models in self._known.values())
         ]
         if able and self._known and not (self._is_chosen and self.chosen in able):
             first = next(iter(self._known))

@@ -182,8 +182,8 @@ class BatchRoutes:
     async def _earlier(self, id: str, new: NewBatch) -> Found | None:
         """Returns the batch of an earlier request with this header.
 
-        None if there was no such request. Raises HttpError if the earlier request differs, Gone if
-        its results were deleted.
+        Returns None without such a request. Raises HttpError if the earlier request differs, Gone
+        if its results were deleted.
         """
         try:
             row, request = await self._pool.find_kept(
@@ -232,15 +232,15 @@ class BatchRoutes:
         kept_batches = KeptBatches(self._pool.client_of(models.chosen))
         submitting = asyncio.ensure_future(kept_batches.submit(batch))
         try:
-            made = await asyncio.shield(submitting)
+            batch_made = await asyncio.shield(submitting)
         except BaseException:
             self._pool.later(
                 _discard_unless_used(submitting, kept_batches, writer), "deleting lines"
             )
             raise
-        if made[0]["file"] != key:  # another request with the same Idempotency-Key was faster
+        if batch_made[0]["file"] != key:  # another request with the same key was faster
             await writer.discard()
-        return made
+        return batch_made
 
     async def retrieve(self, id: str, response: ResponseWriter) -> None:
         """GET /v1/batches/ID."""
@@ -341,9 +341,9 @@ async def _discard_unless_used(
 ) -> None:
     """Deletes the lines of a batch that was not made."""
     try:
-        made = await submitting
+        batch_found = await submitting
     except PoolError:
         await writer.discard()
         return
-    if made[0]["file"] != writer.key:
+    if batch_found[0]["file"] != writer.key:
         await writer.discard()

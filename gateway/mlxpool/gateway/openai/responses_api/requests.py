@@ -258,7 +258,7 @@ def _logprobs(body: Mapping[str, Any]) -> dict[str, Any]:
 def _reasoning(body: Mapping[str, Any]) -> tuple[str | None, str | None, int | None]:
     """Returns the effort, the kind of summary, and the bound of thoughts.
 
-    None for an absent one.
+    Absent values are None.
     """
     reasoning = fields.mapping(body, "reasoning")
     prefix = "reasoning."
