@@ -84,7 +84,7 @@ class Stream:
         return None
 
     def take(self, answer: dict[str, Any], ids: bytes) -> None:
-        """Add new ids."""
+        """Adds new ids."""
         self.ids += ids
         self.sendings, self.barren_boots, self.refused_at = 0, 0, math.inf
         if answer.get("facts"):

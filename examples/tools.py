@@ -39,7 +39,7 @@ def get_time(city: str) -> str | dict[str, str]:
 
 
 def add(a: float, b: float) -> float:
-    """The sum."""
+    """Returns the sum."""
     return a + b
 
 

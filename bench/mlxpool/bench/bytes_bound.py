@@ -26,7 +26,7 @@ class Routing(Struct, frozen=True):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Routing:
-        """Of a config.json."""
+        """Reads the numbers from a config.json."""
         for key in EXPERT_COUNTS:
             if key in config:
                 return cls(int(config[key]), int(config["num_experts_per_tok"]))

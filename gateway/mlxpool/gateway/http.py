@@ -114,7 +114,7 @@ class ResponseWriter:
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def close(self) -> None:
-        """End the stream."""
+        """Ends the stream."""
         self.streaming = False
         await self._send({"type": "http.response.body", "body": b""})
 

@@ -94,7 +94,7 @@ class _Reader:
         return space.end()
 
     def value(self, place: int) -> tuple[Any, int]:
-        """One value."""
+        """Reads one value."""
         small = self._small(place)
         if small is not None:
             return small

@@ -131,7 +131,7 @@ class Connections:
         return connection in self._waiting
 
     def closed(self, connection: BoundedProtocol) -> None:
-        """Forget a connection."""
+        """Forgets a connection."""
         self._open.discard(connection)
         self._waiting.pop(connection, None)
 

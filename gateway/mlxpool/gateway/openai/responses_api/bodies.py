@@ -138,7 +138,7 @@ def _logprob(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def usage(result: Result, thought_tokens: int) -> dict[str, Any]:
-    """Token counts."""
+    """Returns token counts."""
     prompt = result.usage.get("prompt_tokens", 0)
     completion = result.usage.get("completion_tokens", 0)
     return {
