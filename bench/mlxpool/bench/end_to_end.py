@@ -100,7 +100,7 @@ def _alone(
 ) -> tuple[LoopFigures, list[list[int]]]:
     """Runs the same requests in the engine alone, without queues, sockets or text.
 
-    Keeps its tokens.
+    Also returns its tokens.
     """
     batch = engine.engine(len(requests), options.prompt + options.tokens + SPARE_CONTEXT)
     greedy = Options.parse({"temperature": 0, "ignore_eos": True})

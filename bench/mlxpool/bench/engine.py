@@ -84,7 +84,7 @@ def _of_engine(
 def _beside(folder: Path, options: argparse.Namespace, progress: Progress) -> Iterator[Measurement]:
     """Measures this checkout, another one and llama.cpp, each in a process.
 
-    On a CPU by processor time.
+    On a CPU the figures are processor time.
     """
     checkouts = {OURS: engine_process.HERE}
     if options.beside:

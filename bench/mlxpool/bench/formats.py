@@ -1,6 +1,6 @@
 """Formats: what do rows with a format cost a batch, and its other rows?
 
-Batches run in turn on one engine in this process: with no, all, or one of the rows having a format.
+Batches run in turn on one engine in this process: no row, all rows, or one row has a format.
 Prompts are short and read before the time is taken.
 """
 

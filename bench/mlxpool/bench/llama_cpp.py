@@ -65,7 +65,7 @@ class Rows:
 
 
 def main() -> None:
-    """The process of `engine_process.of_llama_cpp`."""
+    """Runs the process of `engine_process.of_llama_cpp`."""
     answers, api = private_output(), import_module("llama_cpp")
     api.llama_backend_init()
     file = os.fsencode(sys.argv[1])

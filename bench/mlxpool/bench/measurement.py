@@ -41,7 +41,7 @@ class Measurement(Struct, frozen=True):
         return statistics.median(self.sides[side])
 
     def ratios(self) -> list[float]:
-        """Returns our figure divided by the best other figure, for each round.
+        """Returns the ratio of our figure to the best other one, for each round.
 
         The list is empty without another contestant, and if a divisor is 0.
         """

@@ -16,7 +16,7 @@ ROLES = ("user", "assistant", "system")
 IMAGE_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 OF_USERS = "must be text, image, document (of text) or tool_result"
 CALLED = "the last message calls tools: their results are missing"
-# Blocks whose text is in a member of its own name; a model reads it as text.
+# Type of a block that a model reads as text -> the member with its text.
 TEXTS: Mapping[str, str] = {"text": "text", "compaction": "content"}
 SEEN = "[an image, which follows]"
 # Blocks without text for the model: an assistant's blocks, and references to files of other

@@ -24,7 +24,7 @@ ERROR_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-SIGNATURE = "unsigned"  # thoughts are not signed, but clients drop blocks without it
+SIGNATURE = "unsigned"  # of thoughts, unsigned; clients send no block back without one
 PING = sse({"type": "ping"}, "ping")
 
 

@@ -216,7 +216,7 @@ def _is_name(value: object) -> bool:
 def _as_object(text: str) -> str:
     """Returns arguments that are not an object: a string's text, which may hold one.
 
-    {} for null.
+    Returns {} for null.
     """
     value = _decoded(text)
     if isinstance(value, str):

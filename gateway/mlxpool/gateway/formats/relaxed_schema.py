@@ -18,12 +18,13 @@ _BY_NAME = frozenset(
     {"$defs", "definitions", "patternProperties", "properties", "dependentSchemas"}
 )
 _LEFT_OUT = frozenset({"$id", "id", "$anchor", "$dynamicRef", "$recursiveRef"})
-# Parts of patterns that an automaton cannot read: lookarounds, word bounds, references to groups.
+# Parts of patterns that an automaton cannot read: lookarounds, word boundaries, references to
+# groups.
 _NOT_REGULAR = re.compile(r"\(\?[=!<(#>]|\\[0-9bBZ<>]|\{,")
 _COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems"})
 _BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
 _MAX_BOUND = 1 << 63  # bound of the numbers whose digits a grammar can count
-_MAX_STEP = 1e9  # most of `multipleOf`
+_MAX_STEP = 1e9  # greatest `multipleOf`
 
 
 def relaxed(schema: Any) -> Any:

@@ -135,7 +135,7 @@ def _writable(parameters: Mapping[str, Any]) -> dict[str, Any]:
 def _text_of(style: TaggedStyle, key: str, schema: Mapping[str, Any], held: Held) -> str:
     """Returns the terminal of a text.
 
-    Any text if the schema allows none and need not be followed.
+    It allows any text if the schema allows no text and need not be followed.
     """
     try:
         return _value(style, key, schema)
