@@ -20,8 +20,8 @@ from mlxpool.worker.kernels.kernel_builder import (
 )
 
 THREADS = 256
-COPY_BYTES = 16  # that a thread copies
-VECTOR = 8  # numbers of 16 bytes
+COPY_BYTES = 16  # bytes that a thread copies
+VECTOR = 8  # numbers in 16 bytes
 LINE_INPUTS = ("q", "k", "v", "keys", "values", "slots", "cosines", "sines")
 QUANTISED_INPUTS = (
     "q", "k", "v", "keys", "values", "key_scales", "value_scales", "slots", "cosines", "sines",
@@ -64,12 +64,12 @@ def _tables_are_right() -> bool:
     # Compared on the host: MLX would compile a kernel for each of its operations.
     positions, frequencies = np.array([0, 7, 100_000]), np.array([1.0, 0.125, 1e-4])
     angles = (positions[:, None] * 0.5 * frequencies).astype(np.float32)
-    found = rope_tables(
+    tables = rope_tables(
         mx.array(positions.astype(np.int32)), mx.array(frequencies.astype(np.float32)), 0.5, 2.0
     )
     expected = 2 * np.cos(angles), 2 * np.sin(angles)
-    pairs = zip(found, expected, strict=True)
-    return all(np.allclose(np.array(one)[:, 0], other, atol=1e-2) for one, other in pairs)
+    pairs = zip(tables, expected, strict=True)
+    return all(np.allclose(np.array(table)[:, 0], right, atol=1e-2) for table, right in pairs)
 
 
 def rotate_and_write(
@@ -82,10 +82,10 @@ def rotate_and_write(
 ) -> mx.array:
     """Rotates q [T, H, D] and k [T, KV, D], writes k and v into the pools; returns q rotated.
 
-    Line t goes into slot slots[t] of the pools [blocks, KV, block, D]. With slot -1 it is padding:
-    nothing is written and its q is zeros. q, k and v may be views. Whatever reads the pools must
-    depend on the result, see the package. Four pools are those of 8-bit keys and values, and of
-    their scales [blocks, KV, block, 1]; q, k and v have one dtype of 16 bits then.
+    Line t goes into slot slots[t] of the pools [blocks, KV, block, D]. A line with slot -1 is
+    padding: it is not written, and its q is zeros. q, k and v may be views. Readers of the pools
+    must depend on the result, see the package. Four pools hold 8-bit keys and values and their
+    scales [blocks, KV, block, 1]; q, k and v then share a dtype of 16 bits.
     """
     if is_quantised(pools):
         return _rotate_and_quantise(q, k, v, pools, slots, turns)
@@ -96,20 +96,20 @@ def rotate_and_write(
     turned = 0 if turns is None else 2 * cosines.shape[-1]
     each = math.gcd(VECTOR, turned // 2)  # gcd(8, 0) is 8
     traditional = turns is not None and turns.traditional
-    made = _rotate_kernel(heads // pairs, pairs, size, block, turned, traditional, each, dtype)
+    kernel = _rotate_kernel(heads // pairs, pairs, size, block, turned, traditional, each, dtype)
     count = (heads + 2 * pairs) * size // (2 * each)
-    found: list[mx.array] = made(
-        inputs=[*(one.astype(dtype) for one in (q, k, v)), *pools, slots, cosines, sines],
+    outputs: list[mx.array] = kernel(
+        inputs=[*(array.astype(dtype) for array in (q, k, v)), *pools, slots, cosines, sines],
         grid=(-(-count // THREADS) * THREADS, lines, 1),
         threadgroup=(THREADS, 1, 1),
         output_shapes=[(lines, heads, size)],
         output_dtypes=[dtype],
     )
-    return found[0].astype(q.dtype)
+    return outputs[0].astype(q.dtype)
 
 
 def is_quantised(pools: tuple[mx.array, ...]) -> bool:
-    """Returns whether pools of a layer are integers and their scales, see caches/stored.py."""
+    """Returns whether a layer's pools hold integers and their scales, see caches/stored.py."""
     return len(pools) == 4
 
 
@@ -127,16 +127,16 @@ def _rotate_and_quantise(
     cosines, sines = (none, none) if turns is None else (turns.cosines, turns.sines)
     turned = 0 if turns is None else 2 * cosines.shape[-1]
     traditional = turns is not None and turns.traditional
-    made = _quantise_kernel(heads // pairs, pairs, size, block, turned, traditional, q.dtype)
+    kernel = _quantise_kernel(heads // pairs, pairs, size, block, turned, traditional, q.dtype)
     threads = (heads + 2 * pairs) * WARP_SIZE
-    found: list[mx.array] = made(
+    outputs: list[mx.array] = kernel(
         inputs=[q, k, v, *pools, slots, cosines, sines],
         grid=(-(-threads // THREADS) * THREADS, lines, 1),
         threadgroup=(THREADS, 1, 1),
         output_shapes=[(lines, heads, size)],
         output_dtypes=[q.dtype],
     )
-    return found[0]
+    return outputs[0]
 
 
 def write_tokens(pool: mx.array, fresh: mx.array, slots: mx.array) -> mx.array:

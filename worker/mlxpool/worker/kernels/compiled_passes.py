@@ -16,10 +16,9 @@ MAX_PASSES = 16  # of a model; each takes 0.7 to 1.5 MB for six layers and eight
 
 
 class CompileNotice:
-    """Tells that a pass compiles something, before it does. `given`: whether it told so.
+    """A notice that a pass is about to compile something. `given`: the notice was given.
 
-    The notices of a pass are told apart from those of another one by who begins passes: it sets
-    `given` to False. `tell` may be replaced.
+    The code that begins a pass sets `given` to False. `tell` may be replaced.
     """
 
     __slots__ = ("given", "tell")
@@ -29,16 +28,16 @@ class CompileNotice:
         self.tell = tell
 
     def __call__(self) -> None:
-        """Tells that something is compiled from now on."""
+        """Gives the notice: a compilation begins."""
         self.given = True
         self.tell()
 
 
 class ComputedKinds:
-    """The kinds of passes that were computed once, so that further ones compile nothing.
+    """The kinds of passes that were computed once, so that further passes compile nothing.
 
-    A kind counts from the beginning of its first pass on. What a pass compiles may be missing until
-    the pass was evaluated, so a failure makes the kinds of passes that were not evaluated new.
+    A kind counts from the beginning of its first pass on. A pass may compile until it is evaluated,
+    so a failure makes the kinds of all passes that were not evaluated new again.
     """
 
     __slots__ = ("_begun", "_kinds")
@@ -68,9 +67,9 @@ class ComputedKinds:
 class CompiledPasses(Generic[P, R]):
     """A function that MLX compiles once for each kind of arguments.
 
-    MLX itself never frees one; here the least recently used is freed when there are `max_passes`,
-    just before another is compiled, which gets its memory: the process does not grow. The call that
-    compiles only builds what is evaluated later; see ComputedKinds.
+    MLX itself never frees a compiled function. With `max_passes` of them, the least recently used
+    is freed just before another is compiled in its memory, so the process does not grow. A call
+    only builds the graph that is evaluated later; see ComputedKinds.
     """
 
     def __init__(
@@ -86,11 +85,11 @@ class CompiledPasses(Generic[P, R]):
         self._begun: set[Hashable] = set()  # kinds whose first call may not be evaluated yet
 
     def __contains__(self, kind: Hashable) -> bool:
-        """Whether the function is compiled for this kind."""
+        """Returns whether the function is compiled for this kind."""
         return kind in self._passes
 
     def __call__(self, kind: Hashable, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Calls the function; `kind` are the constants and shapes for which it is compiled."""
+        """Calls the function, compiled for `kind`: its constants and shapes."""
         if kind not in self._passes:
             self._notice()
             if len(self._passes) == self._max_passes:
@@ -107,11 +106,11 @@ class CompiledPasses(Generic[P, R]):
             raise
 
     def evaluated(self) -> None:
-        """Notes that what every call has returned was evaluated."""
+        """Notes that the results of all calls were evaluated."""
         self._begun.clear()
 
     def failed(self) -> None:
-        """Frees what was compiled since `evaluated` was called: an evaluation has failed."""
+        """Frees all functions compiled since the call of `evaluated`: an evaluation has failed."""
         for kind in self._begun:
             del self._passes[kind]
         self._begun.clear()

@@ -1,4 +1,4 @@
-"""exp for CPUs under Linux, where MLX's own is not vectorised (16 ns a number).
+"""exp for CPUs under Linux, because MLX's own is not vectorised there (16 ns a number).
 
 Sums and products that MLX compiles are vectorised: 1.5 ns a number. Without a C++ compiler MLX
 compiles nothing; then `vectorised` is false and MLX's exp is faster.
@@ -20,7 +20,7 @@ import numpy.typing as npt
 from mlxpool.worker.kernels.compiled_passes import CompiledPasses
 
 MIN_SIZE = 2048  # numbers; for fewer, MLX's one operation is faster than several
-MAX_SHAPES = 32  # that stay compiled; some 30 kB each
+MAX_SHAPES = 32  # shapes that stay compiled; some 30 kB each
 
 HALVINGS = 5
 MIN_ARGUMENT = -70.0  # smaller arguments give exp(MIN_ARGUMENT), 4e-31
@@ -78,7 +78,7 @@ def vectorised() -> bool:
 
 
 def on_linux_cpu() -> bool:
-    """Returns whether MLX computes on a CPU where its functions are not vectorised."""
+    """Returns whether MLX computes on a CPU under Linux, on which exp is not vectorised."""
     return sys.platform == "linux" and mx.default_device().type == mx.DeviceType.cpu
 
 
@@ -88,23 +88,23 @@ def takes_numpy(x: mx.array) -> bool:
 
 
 def memory_of(x: mx.array) -> Floats:
-    """The numbers of an array, evaluated first; what is written into them is written into it."""
+    """Evaluates an array and returns a view of its numbers: writes to the view change the array."""
     return np.array(x, copy=False)
 
 
 def gelu(x: mx.array) -> mx.array:
-    """x times the normal distribution function of x; the error is 1e-6 * |x| at most."""
+    """Returns x times the normal distribution function of x; its error is 1e-6 * |x| at most."""
     result = mx.empty(x.shape, mx.float32)
-    given, found = memory_of(x).reshape(-1), memory_of(result).reshape(-1)
-    space = np.empty((2, min(CHUNK, given.size)), np.float32)
-    for begin in range(0, given.size, CHUNK):
-        part = given[begin : begin + CHUNK]
-        _gelu(part, found[begin : begin + CHUNK], *space[:, : part.size])
+    inputs, outputs = memory_of(x).reshape(-1), memory_of(result).reshape(-1)
+    space = np.empty((2, min(CHUNK, inputs.size)), np.float32)
+    for begin in range(0, inputs.size, CHUNK):
+        part = inputs[begin : begin + CHUNK]
+        _gelu(part, outputs[begin : begin + CHUNK], *space[:, : part.size])
     return result
 
 
 def _gelu(x: Floats, out: Floats, t: Floats, y: Floats) -> None:
-    """`t` and `y` are memory of the same size."""
+    """Writes gelu of x to `out`; `t` and `y` are scratch memory of the same size."""
     np.abs(x, out=y)
     np.multiply(y, GELU_SCALE, out=t)
     t += 1
@@ -123,9 +123,9 @@ def _gelu(x: Floats, out: Floats, t: Floats, y: Floats) -> None:
 
 
 def softmax_in_place(scores: mx.array) -> tuple[mx.array, mx.array]:
-    """The numerators of softmax over the last axis, in the memory of `scores`, and their sums.
+    """Returns the numerators of softmax over the last axis, and their sums.
 
-    `scores` are not to be used again, nor are arrays that share their memory.
+    The numerators overwrite `scores`: do not use these again, nor arrays that share their memory.
     """
     rows = memory_of(scores)
     rows -= rows.max(axis=-1, keepdims=True)

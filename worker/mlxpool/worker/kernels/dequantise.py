@@ -16,7 +16,7 @@ from mlxpool.worker.kernels.kernel_builder import (
 )
 
 THREADS = 256
-NUMBERS_PER_STEP = 8  # that a thread makes at a time
+NUMBERS_PER_STEP = 8  # numbers that a thread makes at a time
 STEPS_PER_THREAD = 4
 
 
@@ -37,14 +37,14 @@ def unpack(
     """
     out, groups = scales.shape
     threads = -(-out * groups * group // (NUMBERS_PER_STEP * STEPS_PER_THREAD))
-    found: list[mx.array] = _kernel(bits, group, dtype)(
+    outputs: list[mx.array] = _kernel(bits, group, dtype)(
         inputs=[weight, scales, biases],
         grid=(-(-threads // THREADS) * THREADS, 1, 1),
         threadgroup=(THREADS, 1, 1),
         output_shapes=[(out, groups * group)],
         output_dtypes=[dtype],
     )
-    return found[0]
+    return outputs[0]
 
 
 @cache
@@ -64,20 +64,20 @@ def unpack_rows(
     group: int,
     dtype: mx.Dtype,
 ) -> mx.array:
-    """Dequantises the rows `ids` [T], int32, of a weight as that of `unpack` -> [T, in].
+    """Dequantises the rows `ids` [T], int32, of a weight as in `unpack` -> [T, in].
 
     MLX would gather the rows of each array with a kernel that it compiles at each load.
     """
     lines, columns = ids.shape[0], scales.shape[1] * group
     threads = lines * columns // NUMBERS_PER_STEP
-    found: list[mx.array] = _rows_kernel(bits, group, dtype)(
+    outputs: list[mx.array] = _rows_kernel(bits, group, dtype)(
         inputs=[weight, scales, biases, ids],
         grid=(-(-threads // THREADS) * THREADS, 1, 1),
         threadgroup=(THREADS, 1, 1),
         output_shapes=[(lines, columns)],
         output_dtypes=[dtype],
     )
-    return found[0]
+    return outputs[0]
 
 
 @cache
@@ -111,6 +111,6 @@ def _rows_are_right(bits: int, group: int, dtype: mx.Dtype) -> bool:
     numbers = mx.random.normal((4, 2 * group), key=mx.random.key(1)).astype(dtype)
     packed = mx.quantize(numbers, group_size=group, bits=bits)
     rows = mx.split(mx.dequantize(*packed, group_size=group, bits=bits), 4)
-    found = unpack_rows(*packed, mx.array([3, 0, 3], dtype=mx.int32), bits, group, dtype)
+    taken = unpack_rows(*packed, mx.array([3, 0, 3], dtype=mx.int32), bits, group, dtype)
     expected = mx.concatenate([rows[3], rows[0], rows[3]])  # no gather, which MLX compiles
-    return bool(mx.allclose(found, expected, 0.02, 0.02).item())
+    return bool(mx.allclose(taken, expected, 0.02, 0.02).item())

@@ -20,13 +20,13 @@ log = logging.getLogger("mlxpool.worker")
 
 GPU_CHUNK, CPU_CHUNK = 2048, 512  # tokens of a prefill chunk
 SLOW_CHUNK = (
-    64  # the same with the reference BLAS, for which 512 may take longer than prefill_limit
+    64  # the same with the reference BLAS: a chunk of 512 may take longer than prefill_limit
 )
 DEFAULT_MEMORY_SHARE = 0.8  # of the device's memory, for a worker without a configured limit
-MMAP_THRESHOLD = 2**20  # bytes from which on an array has pages of its own
+MMAP_THRESHOLD = 2**20  # bytes; an array of this size or more has pages of its own
 _M_MMAP_THRESHOLD = -3  # the parameter of mallopt
 _MULTIPROCESSOR_COUNT, _MPS_ENABLED = 16, 133  # of cuDeviceGetAttribute
-# Texts of errors after which the device is still usable.
+# Texts of errors that leave the device usable.
 _OUT_OF_MEMORY_TEXTS = ("out of memory", "unable to allocate")
 _PROBE_SIZE = 1024  # numbers that are summed to check the device
 
@@ -37,12 +37,12 @@ def on_gpu() -> bool:
 
 
 def on_cuda() -> bool:
-    """Returns whether MLX computes on a GPU of NVIDIA, for which our kernels are written."""
+    """Returns whether MLX computes on a GPU of NVIDIA: our kernels are for these."""
     return on_gpu() and bool(mx.cuda.is_available())
 
 
 def multiprocessors() -> int:
-    """Returns the multiprocessors of the CUDA GPU; 0 where the driver does not tell."""
+    """Returns the number of multiprocessors of the CUDA GPU; 0 if the driver does not know it."""
     return _attribute(_MULTIPROCESSOR_COUNT)
 
 
@@ -53,25 +53,25 @@ def shares_multiprocessors() -> bool:
 
 @functools.cache
 def _attribute(number: int) -> int:
-    """Returns an attribute of the CUDA GPU; 0 where the driver does not tell."""
-    found = ctypes.c_int()
+    """Returns an attribute of the CUDA GPU; 0 if the driver does not know it."""
+    value = ctypes.c_int()
     with contextlib.suppress(OSError, AttributeError):
         ask = ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute
-        if ask(ctypes.byref(found), number, 0):
+        if ask(ctypes.byref(value), number, 0):
             return 0
-    return found.value
+    return value.value
 
 
 def prefill_chunk(configured: int = 0) -> int:
-    """Returns the tokens of a prefill chunk: `configured`, or what suits the device where it is 0.
+    """Returns the tokens of a prefill chunk: `configured`, or if that is 0 the device's default.
 
-    Larger chunks are no faster and delay others longer.
+    Larger chunks are not faster and delay other requests longer.
     """
     return configured or (GPU_CHUNK if on_gpu() else CPU_CHUNK)
 
 
 def device_memory() -> tuple[int, int]:
-    """Returns the device's bytes, in all and free; the machine's where both share one memory."""
+    """Returns the device's bytes, in all and free; the machine's if both share one memory."""
     machine = psutil.virtual_memory()
     if not on_gpu():
         return int(machine.total), int(machine.available)
@@ -81,16 +81,16 @@ def device_memory() -> tuple[int, int]:
 
 
 def device_computes() -> bool:
-    """Returns whether the device still gives right results; waits for the work it has begun."""
+    """Returns whether the device still computes rightly; waits for the work it has begun."""
     try:
         mx.clear_cache()
-        found = mx.arange(_PROBE_SIZE).sum().item()
+        total = mx.arange(_PROBE_SIZE).sum().item()
     except Exception as error:
         if any(words in str(error).lower() for words in _OUT_OF_MEMORY_TEXTS):
             return True
         log.exception("the device does not compute")
         return False
-    return bool(found == _PROBE_SIZE * (_PROBE_SIZE - 1) // 2)
+    return bool(total == _PROBE_SIZE * (_PROBE_SIZE - 1) // 2)
 
 
 def memory_limit(configured: int) -> int:
@@ -106,15 +106,15 @@ def has_own_memory() -> bool:
 def evaluate_in_own_memory(arrays: Sequence[mx.array]) -> None:
     """Evaluates operations whose outputs must be in the device's own memory, above 8 bytes each.
 
-    An output may otherwise get managed memory that MLX keeps for reuse. Thread blocks that count
-    up a number there, or wait for it, take microseconds each: docs/notes/mlx-cuda-buffers.md.
+    An output may otherwise get managed memory that MLX keeps for reuse. There, each increment of a
+    counter and each wait for it takes a thread block microseconds: docs/notes/mlx-cuda-buffers.md.
     """
     mx.clear_cache()
     mx.eval(*arrays)
 
 
 def non_mlx_bytes() -> int:
-    """Returns this process's bytes outside MLX (Python, BLAS); 0 where a GPU has its own memory."""
+    """Returns this process's bytes outside MLX (Python, BLAS); 0 if a GPU has its own memory."""
     if has_own_memory():
         return 0
     resident = int(psutil.Process().memory_info().rss)
@@ -125,7 +125,7 @@ def keep_large_arrays_off_heap() -> None:
     """Makes glibc allocate large arrays outside its heap; does nothing on other C libraries.
 
     After the first large free, glibc raises its threshold and allocates arrays of that size in the
-    heap, where any later allocation behind them keeps their pages: 30 MB after a warm-up.
+    heap. There, any later allocation above them keeps their pages: 30 MB after a warm-up.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD)
@@ -138,7 +138,7 @@ def trim_heap() -> None:
 
 
 def blas_of(platform: str, preload: str) -> str | None:
-    """A CPU's BLAS in MLX: on Linux the file that $LD_PRELOAD names; None: the slow reference."""
+    """Returns MLX's BLAS on a CPU: on Linux the file in $LD_PRELOAD; None: the slow reference."""
     if platform != "linux":
         return "Accelerate"
     return next((path for path in re.split("[: ]", preload) if "blas" in path), None)
@@ -147,7 +147,7 @@ def blas_of(platform: str, preload: str) -> str | None:
 def worker_chunk(configured: int, sequences: int) -> int:
     """Returns `configured`, or the tokens of a worker's chunk with the reference BLAS, else 0.
 
-    It exceeds `sequences`, as a step of that many has a token of each.
+    The chunk exceeds `sequences`, because a step has a token of each of them.
     """
     slow = not on_gpu() and blas_of(sys.platform, os.environ.get("LD_PRELOAD", "")) is None
     return configured or (max(SLOW_CHUNK, 2 * sequences) if slow else 0)

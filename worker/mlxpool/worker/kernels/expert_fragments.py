@@ -33,7 +33,7 @@ class PackedFormat(Struct, frozen=True):
 
     @property
     def mode(self) -> str:
-        """The name of it in MLX."""
+        """The name of the format in MLX."""
         return "mxfp4" if self.floats else "affine"
 
     @property
@@ -71,27 +71,27 @@ class PackedArrays(Struct, frozen=True):
 
 def quantised(weight: mx.array, packed: PackedFormat) -> PackedArrays:
     """Returns experts' weights [E, out, in] in this format."""
-    found = mx.quantize(weight, group_size=packed.group, bits=packed.bits, mode=packed.mode)
-    return PackedArrays(found[0], found[1], None if packed.floats else found[2], packed)
+    arrays = mx.quantize(weight, group_size=packed.group, bits=packed.bits, mode=packed.mode)
+    return PackedArrays(arrays[0], arrays[1], None if packed.floats else arrays[2], packed)
 
 
-def in_fragments(given: PackedArrays, *, gated: bool) -> mx.array:
+def in_fragments(weights: PackedArrays, *, gated: bool) -> mx.array:
     """Returns fragments [E, out / 16, in / 64, words] in uint32.
 
-    `gated`: the first half of the rows are gates; a fragment has eight of them and their others.
+    `gated`: the first half of the rows are gates; a fragment has eight gates and their eight ups.
     """
-    packed, (experts, rows, words) = given.packed, given.weight.shape
+    packed, (experts, rows, words) = weights.packed, weights.weight.shape
     steps = words * 32 // packed.bits // COLUMNS
     shape = (experts, rows // ROWS, steps, packed.fragment_bytes // 4)
     count = experts * shape[1] * steps * shape[3]
-    found: list[mx.array] = _kernel(packed, gated, given.scales.dtype)(
-        inputs=[given.weight, given.scales, given.biases],
+    outputs: list[mx.array] = _kernel(packed, gated, weights.scales.dtype)(
+        inputs=[weights.weight, weights.scales, weights.biases],
         grid=(-(-count // THREADS) * THREADS, 1, 1),
         threadgroup=(THREADS, 1, 1),
         output_shapes=[shape],
         output_dtypes=[mx.uint32],
     )
-    return found[0]
+    return outputs[0]
 
 
 def header(packed: PackedFormat) -> str:

@@ -1,8 +1,8 @@
 """Products of tokens with the weights of the experts that they have chosen, and their sum.
 
 The kernels follow the plan of expert_routing.py, which is made on the device: a fixed number of
-thread blocks take its items in turn. The weight of an expert that no token has chosen is not read,
-that of any other is read from memory once.
+thread blocks take its items in turn. They read the weight of each chosen expert from memory once,
+and no other weights.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ MULTIPROCESSORS = 132  # of a large GPU
 MAX_SHARED_BYTES = 200 * 1024  # of a thread block alone on a multiprocessor
 MAX_PAIR_BYTES = 110 * 1024  # of each of two thread blocks
 MAX_STAGES = 10
-WIDE_SETS = 16  # of 8 lines, from which on a tile of a quantised weight has 256 rows
-MIN_STAGES = 3  # one is multiplied, one was before, one is copied
+WIDE_SETS = 16  # of 8 lines; with this many or more a tile of a quantised weight has 256 rows
+MIN_STAGES = 3  # the stage before, the stage that is multiplied, and the next, which is copied
 SHARED_ALIGNMENT = 1024  # bytes
 SUM_THREADS = 256  # of a thread block of `weighted_sum`
 NUMBERS_PER_THREAD = 8
@@ -65,7 +65,7 @@ class ExpertWeight(Struct, frozen=True):
 
     @property
     def rows(self) -> int:
-        """Those of an expert."""
+        """The rows of an expert's weight."""
         return self.weight.shape[1] * (1 if self.packed is None else expert_fragments.ROWS)
 
 
@@ -95,13 +95,13 @@ def supports(
     """
     if dtype not in HALF_DTYPES or hidden % COLUMNS or width % COLUMNS:
         return False
-    for one, columns in zip(packed, (hidden, width), strict=True):
+    for form, columns in zip(packed, (hidden, width), strict=True):
         sets = expert_routing.ITEM_LINES[-1] // 8
-        if one is not None and one not in PACKED_FORMATS:
+        if form is not None and form not in PACKED_FORMATS:
             return False
-        if one is not None and packed_layout(sets, columns, one).stages < MIN_STAGES:
+        if form is not None and packed_layout(sets, columns, form).stages < MIN_STAGES:
             return False
-    return all(_kernel_works(dtype, one) for one in packed)
+    return all(_kernel_works(dtype, form) for form in packed)
 
 
 def mixture(
@@ -112,12 +112,12 @@ def mixture(
     shared: tuple[mx.array, mx.array] | None = None,
     beside: mx.array | None = None,
 ) -> mx.array:
-    """Returns the weighted sum [T, d] of what the chosen experts make of x [T, d].
+    """Returns the weighted sum [T, d] of the chosen experts' outputs for x [T, d].
 
     `shared`, `beside`: see `pending_mixture`.
     """
-    made, weighted = pending_mixture(x, plan, routing, experts, shared, beside)
-    return weighted(made)
+    outputs, weighted = pending_mixture(x, plan, routing, experts, shared, beside)
+    return weighted(outputs)
 
 
 def pending_mixture(
@@ -128,18 +128,18 @@ def pending_mixture(
     shared: tuple[mx.array, mx.array] | None = None,
     beside: mx.array | None = None,
 ) -> tuple[mx.array, WeightedSum]:
-    """Returns what the chosen experts make of x [T, d], and the sum that is to be made of it.
+    """Returns the outputs of the chosen experts for x [T, d], and the sum to apply to them.
 
-    `shared`: gates and ups [2 * W, d] and down [d, W] of one more expert for all tokens, for which
-    the plan was made, where the others are dense as well, without bias and limit; or `beside`
-    [T, d] is added.
+    `shared`: gates and ups [2 * W, d] and down [d, W] of one more expert for all tokens. The plan
+    must include it, and the other experts must be dense, without bias and limit. Without `shared`,
+    `beside` [T, d] may be added.
     """
     tokens = x.shape[0]
     shared_gate_up, shared_down = shared or (None, None)
     gate_up, down, limit = experts.gate_up, experts.down, experts.limit
     inner = product(x, tokens, plan, routing, gate_up, shared_gate_up, gated=True, limit=limit)
-    made = product(inner, tokens, plan, routing, down, shared_down, gated=False)
-    return made, WeightedSum(plan, tokens, routing, shared is not None, beside)
+    outputs = product(inner, tokens, plan, routing, down, shared_down, gated=False)
+    return outputs, WeightedSum(plan, tokens, routing, shared is not None, beside)
 
 
 def product(
@@ -185,21 +185,21 @@ def product(
             kernel = _packed_kernel(kind, columns, experts.packed, some)
             threads, blocks, rows = 2 * some.rows, some.blocks, some.rows
     units = items * -(-out // (rows // (1 + gated)))
-    found: list[mx.array] = kernel(
+    outputs: list[mx.array] = kernel(
         inputs=inputs,
         grid=(min(MULTIPROCESSORS * blocks, units) * threads, 1, 1),
         threadgroup=(threads, 1, 1),
         output_shapes=[(tokens * (routing.chosen + shared), out)],
         output_dtypes=[x.dtype],
     )
-    return found[0]
+    return outputs[0]
 
 
 @cache
 def _kernel(constants: tuple[tuple[str, Constant], ...]) -> Any:
     """Builds the kernel for dense weights."""
-    given = dict(constants)
-    sets, dtype = given["SETS"], given["N"]
+    values = dict(constants)
+    sets, dtype = values["SETS"], values["N"]
     assert isinstance(sets, int) and isinstance(dtype, mx.Dtype)
     stage = (ROWS + 8 * sets) * COLUMNS * 2
     stages = min(MAX_STAGES, MAX_SHARED_BYTES // stage)
@@ -207,7 +207,7 @@ def _kernel(constants: tuple[tuple[str, Constant], ...]) -> Any:
         "expert_product",
         ["x", "plan", "weight", "bias", "shared_weight"],
         ["out"],
-        {**given, "STAGES": stages},
+        {**values, "STAGES": stages},
         contiguous=True,
         shared=stages * stage + SHARED_ALIGNMENT,
         header=group_mma(sets, dtype) + include_line("expert_activation.cuh") + name_files(FILES),
@@ -228,7 +228,7 @@ class PackedLayout(Struct, frozen=True):
 def packed_layout(sets: int, columns: int, packed: PackedFormat) -> PackedLayout:
     """Returns the layout for items of 8 * `sets` lines.
 
-    Where items have many lines, they are read once for 256 rows, if there is memory for that.
+    If items have many lines, these are read once for 256 rows, if there is memory for it.
     """
     most = min(MAX_STAGES, -(-columns // PACKED_COLUMNS) + 2)
 
@@ -255,9 +255,9 @@ def _packed_kernel(
     packed: PackedFormat,
     layout: PackedLayout,
 ) -> Any:
-    """Builds the kernel for quantised weights with so many columns."""
-    given = dict(constants)
-    sets, dtype = given["SETS"], given["N"]
+    """Builds the kernel for quantised weights with `columns` columns."""
+    values = dict(constants)
+    sets, dtype = values["SETS"], values["N"]
     assert isinstance(sets, int) and isinstance(dtype, mx.Dtype)
     more: dict[str, Constant] = {
         "ROWS": layout.rows,
@@ -268,7 +268,7 @@ def _packed_kernel(
         "expert_product_packed",
         ["x", "plan", "weight", "bias"],
         ["out"],
-        {**given, **more},
+        {**values, **more},
         contiguous=True,
         shared=layout.shared,
         header=group_mma_by_lines(sets, dtype)
@@ -289,14 +289,14 @@ class FewLayout(Struct, frozen=True):
 
 @cache
 def few_layout(sets: int, columns: int, packed: PackedFormat) -> FewLayout | None:
-    """Returns the layout for items of 8 * `sets` lines, or None where there are too many."""
+    """Returns the layout for items of 8 * `sets` lines, or None if these are too many."""
     room = (FEW_SHARED_BYTES - SHARED_ALIGNMENT) // _few_line_bytes(columns)
     if sets > FEW_SETS or room < 8 * sets:
         return None
     high = 1 if sets == 1 else 2
     steps = columns // COLUMNS
     most = min(steps, (FEW_DEEP if sets == 1 else FEW_DEEP // 3) * 4 // packed.bits)
-    # A number of steps that is no multiple costs a turn with some steps left out.
+    # If `steps` is not a multiple of the depth, the last turn has fewer steps.
     whole = (n for n in range(most, most // 2, -1) if steps % n == 0)
     return FewLayout(high, next(whole, most), room)
 
@@ -312,7 +312,7 @@ def _few_kernel(
     packed: PackedFormat,
     layout: FewLayout,
 ) -> Any:
-    """Builds the kernel for few lines and quantised weights with so many columns."""
+    """Builds the kernel for few lines and quantised weights with `columns` columns."""
     more: dict[str, Constant] = {
         "WARPS": FEW_WARPS,
         "HIGH": layout.high,
@@ -337,7 +337,7 @@ def _few_kernel(
 class WeightedSum(Struct, frozen=True):
     """The sum [T, d] of made [T * k, d] with a plan's weights, in the order of choices.
 
-    `shared`: `made` has [T, d] more that are added, or else `beside` [T, d] is.
+    `shared`: `made` ends with [T, d] of the shared expert, which is added; else `beside` [T, d] is.
     """
 
     plan: mx.array
@@ -353,14 +353,14 @@ class WeightedSum(Struct, frozen=True):
         kernel = _sum_kernel(
             size, self.shared, beside is not None, residual is not None, self.routing, made.dtype
         )
-        found: list[mx.array] = kernel(
+        outputs: list[mx.array] = kernel(
             inputs=[made, self.plan, beside, residual],
             grid=(-(-threads // SUM_THREADS) * SUM_THREADS, 1, 1),
             threadgroup=(SUM_THREADS, 1, 1),
             output_shapes=[(self.tokens, size)],
             output_dtypes=[made.dtype],
         )
-        return found[0]
+        return outputs[0]
 
 
 @cache
@@ -386,7 +386,7 @@ def _kernel_works(dtype: mx.Dtype, packed: PackedFormat | None) -> bool:
 
 
 def _is_right(dtype: mx.Dtype, packed: PackedFormat | None) -> bool:
-    """Compares with MLX's products: one token, and more of an expert than an item has lines."""
+    """Compares with MLX's products: one token, and more tokens of an expert than items have."""
     several = (1, expert_routing.ITEM_LINES[-1] + 2)
     trials = [trial(tokens, dtype, packed) for tokens in several]  # a rehearsal lists all kernels
     return all(mx.allclose(*both, 0.03, 0.05).item() for both in trials)
@@ -410,7 +410,7 @@ def trial(tokens: int, dtype: mx.Dtype, packed: PackedFormat | None) -> tuple[mx
         experts = ExpertWeights(ExpertWeight(gate_up), ExpertWeight(down))
     else:
         experts = quantised_experts(gate_up, down, packed)
-        gate_up, down = (quantised(one, packed).opened() for one in (gate_up, down))
+        gate_up, down = (quantised(tensor, packed).opened() for tensor in (gate_up, down))
     expected = _one(x, gate_up[1], down[1])
     if shared is not None:
         expected = expected + _one(x, *shared)
@@ -419,16 +419,16 @@ def trial(tokens: int, dtype: mx.Dtype, packed: PackedFormat | None) -> tuple[mx
 
 def quantised_experts(gate_up: mx.array, down: mx.array, packed: PackedFormat) -> ExpertWeights:
     """Returns experts with weights quantised in this format, without biases."""
-    one, other = quantised(gate_up, packed), quantised(down, packed)
-    return ExpertWeights(of_packed(one, gated=True), of_packed(other, gated=False))
+    first, second = quantised(gate_up, packed), quantised(down, packed)
+    return ExpertWeights(of_packed(first, gated=True), of_packed(second, gated=False))
 
 
-def of_packed(given: PackedArrays, *, gated: bool, bias: mx.array | None = None) -> ExpertWeight:
+def of_packed(weights: PackedArrays, *, gated: bool, bias: mx.array | None = None) -> ExpertWeight:
     """Returns quantised weights in fragments."""
-    return ExpertWeight(in_fragments(given, gated=gated), bias, given.packed)
+    return ExpertWeight(in_fragments(weights, gated=gated), bias, weights.packed)
 
 
 def _one(x: mx.array, gate_up: mx.array, down: mx.array) -> mx.array:
     gate, up = mx.split(x @ gate_up.T, 2, axis=1)
-    found: mx.array = (gate * mx.sigmoid(gate) * up) @ down.T
-    return found
+    out: mx.array = (gate * mx.sigmoid(gate) * up) @ down.T
+    return out

@@ -1,7 +1,7 @@
 """Chooses the experts of tokens and lists the work of their products, in one kernel.
 
-The result is one int32 array, the plan, since each output costs the host time. For T tokens with k
-choices each, C = T * k, it has the words
+The result is one int32 array, the plan, since each output costs the host time. With C = T * k, the
+plan of T tokens with k choices each has the words
 
 - 0: the number of items; 1 to 3 are unused;
 - 4: the weights of the choices [T, k], as the bits of float32;
@@ -34,10 +34,10 @@ from mlxpool.worker.kernels.kernel_builder import (
 from mlxpool.worker.kernels.routing_params import RoutingParams
 
 LINES, MORE_LINES = 8, 16  # of a thread block
-MANY_BLOCKS = 132  # of LINES, more of which wait for each other
+MANY_BLOCKS = 132  # of LINES; more thread blocks would wait for each other
 WARPS = 16
 THREADS = WARPS * WARP_SIZE
-MAX_EXPERTS = THREADS  # the plan has a thread for each
+MAX_EXPERTS = THREADS  # the kernel has a thread for each expert
 MAX_CHOICES = 1 << 16  # of a pass: one thread block sorts them
 MAX_GATE_BYTES = 1 << 20  # of a router that each thread block reads whole
 MAX_NORM_SIZE = 8192  # numbers of a line that a warp norms
@@ -48,14 +48,14 @@ ITEM_LINES = (8, 16, 32, 64, 128)
 HEADER_WORDS = 4
 CHOICE = {"EXPERT_CHOICE": "expert_choice.cuh"}
 COUNTER_ARRAYS = 128  # more than the 100 operations of a graph of MLX
-# Of an array that is read by its first number: MLX's arrays of 8 bytes and fewer, and those of
-# numbers of the host, are in managed memory, where each atomic operation takes about 1 us.
+# Numbers of an array for one number. MLX's arrays of 8 bytes and fewer, and arrays of numbers of
+# the host, are in managed memory; there an atomic operation takes about 1 us.
 DEVICE_NUMBERS = 16
 
 
 @cache
 def supports(tokens: int, routing: RoutingParams) -> bool:
-    """Returns whether `plan_logits` supports so many tokens; the first call tries it."""
+    """Returns whether `plan_logits` supports this many tokens; the first call tries it."""
     fits = (
         0 < tokens * routing.chosen <= MAX_CHOICES
         and routing.chosen <= WARP_SIZE
@@ -91,7 +91,7 @@ def can_norm(x: mx.array) -> bool:
 def plan_tokens(
     x: mx.array, gate: mx.array, added: mx.array | None, routing: RoutingParams, *, shared: bool
 ) -> mx.array:
-    """Returns the plan of x [T, d], whose logits x @ gate.T are not rounded.
+    """Returns the plan of x [T, d]. Its logits x @ gate.T are not rounded.
 
     `added` [E]: see RoutingParams. `shared`: all tokens also use a shared expert.
     """
@@ -135,7 +135,7 @@ def _plan(
     kernel = _kernel(
         routing, gate is not None, added is not None, shared, x.dtype, together, size, eps
     )
-    found: list[mx.array] = kernel(
+    outputs: list[mx.array] = kernel(
         inputs=[
             x,
             gate,
@@ -149,24 +149,24 @@ def _plan(
         output_shapes=[(plan_words(tokens, lines, routing, shared),)] + [x.shape] * (size > 0),
         output_dtypes=[mx.int32] + [x.dtype] * (size > 0),
     )
-    return found
+    return outputs
 
 
 @cache
 def item_lines(tokens: int, routing: RoutingParams) -> int:
-    """Returns the lines of an item at most.
+    """Returns the most lines of an item.
 
-    Where experts are used evenly, nearly all of them have that many lines or fewer: their mean is
-    `mean`, their standard deviation some sqrt(mean). So each weight is read once. Where they are
-    not, fewer weights are read, some of them again from the cache.
+    If experts are used evenly, nearly all of them have this many lines or fewer: the mean of their
+    lines is `mean`, the standard deviation some sqrt(mean). So each weight is read once. If experts
+    are used unevenly, fewer weights are read, some of them again from the cache.
     """
     mean = tokens * routing.chosen / routing.count
-    wanted = min(tokens, mean + 3 * mean**0.5, ITEM_LINES[-1])
-    return next(lines for lines in ITEM_LINES if lines >= wanted)
+    likely = min(tokens, mean + 3 * mean**0.5, ITEM_LINES[-1])
+    return next(lines for lines in ITEM_LINES if lines >= likely)
 
 
 def max_items(tokens: int, lines: int, routing: RoutingParams, shared: bool) -> int:
-    """Returns the items that so many tokens can have."""
+    """Returns the most items that this many tokens can have."""
     choices = tokens * routing.chosen
     return min(routing.count, choices) + choices // lines + shared * -(-tokens // lines)
 
@@ -188,7 +188,7 @@ def _kernel(
     normed: int,
     eps: float,
 ) -> Any:
-    """Builds the kernel; `lines`: of a thread block; `normed`: numbers of a line, or 0."""
+    """Builds the kernel; `lines`: lines of a thread block; `normed`: numbers of a line, or 0."""
     constants: dict[str, Constant] = {
         **choice_constants(routing, added=added),
         "MULTIPLIES": multiplied,

@@ -1,6 +1,6 @@
-"""The weighted sum of what its experts make of one token, in one kernel with its norm and residual.
+"""The mixture of experts of one token, in one kernel with its norm and residual.
 
-One launch replaces those of expert_routing.py and expert_products.py, see token_grid.py.
+One launch replaces the launches of expert_routing.py and expert_products.py, see token_grid.py.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class TokenMixture(Struct, frozen=True):
     shared: tuple[mx.array, mx.array] | None
 
     def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
-        """Returns what the experts make of the norm of x [1, d], plus `residual` [1, d]."""
+        """Returns the experts' weighted output for the norm of x [1, d], plus `residual` [1, d]."""
         return _launch(self, x, residual, gives_up=False)
 
 
@@ -60,17 +60,17 @@ def supports(
 ) -> bool:
     """Returns whether a TokenMixture of these serves x [T, d]; the first call tries the kernel."""
     weights, sizes = (experts.gate_up, experts.down), (x.shape[1], experts.width)
-    biases = [one.bias for one in weights if one.bias is not None]
-    dense = [one.weight for one in weights if one.packed is None]
-    alike = {one.dtype for one in (x, norm.gain, gate, *dense, *biases)}
-    if len(x) != 1 or len(alike) > 1 or x.dtype not in HALF_DTYPES:
+    biases = [weight.bias for weight in weights if weight.bias is not None]
+    dense = [weight.weight for weight in weights if weight.packed is None]
+    dtypes = {array.dtype for array in (x, norm.gain, gate, *dense, *biases)}
+    if len(x) != 1 or len(dtypes) > 1 or x.dtype not in HALF_DTYPES:
         return False
     packed = experts.down.packed
     if packed != experts.gate_up.packed or len(biases) == 1:
         return False
     if packed is None and (biases or experts.limit):
         return False
-    if any(one % COLUMNS for one in sizes):
+    if any(size % COLUMNS for size in sizes):
         return False
     if _shared_bytes(*sizes, routing, shared=packed is None) > MAX_SHARED_BYTES:
         return False
@@ -81,7 +81,7 @@ def supports(
 def _shared_bytes(size: int, width: int, routing: RoutingParams, *, shared: bool) -> int:
     """Returns the shared memory of a thread block."""
     slots = routing.chosen + shared
-    sums = 16 * max(WARPS, routing.chosen)  # of strips of downs, where weights are quantised
+    sums = 16 * max(WARPS, routing.chosen)  # of strips of downs, if weights are quantised
     words = routing.count + WARPS + 2 * routing.chosen + 1 + sums
     return 2 * max(size, slots * width) + 4 * words
 
@@ -146,8 +146,8 @@ def _is_right(dtype: mx.Dtype, packed: PackedFormat | None) -> bool:
     """Compares a token's experts, twice, with the kernels for more tokens."""
     mixture, x = trial(dtype, packed)
     expected = x + by_kernels(mixture, x)
-    found = [_launch(mixture, x, x, gives_up=True) for _ in range(2)]
-    return all(mx.allclose(one, expected, 0.03, 0.05).item() for one in found)
+    outputs = [_launch(mixture, x, x, gives_up=True) for _ in range(2)]
+    return all(mx.allclose(output, expected, 0.03, 0.05).item() for output in outputs)
 
 
 def trial(dtype: mx.Dtype, packed: PackedFormat | None) -> tuple[TokenMixture, mx.array]:
@@ -172,7 +172,7 @@ def trial(dtype: mx.Dtype, packed: PackedFormat | None) -> tuple[TokenMixture, m
 
 
 def by_kernels(mixture: TokenMixture, x: mx.array) -> mx.array:
-    """Returns what the kernels for any number of tokens make of x [T, d]."""
+    """Returns the mixture of x [T, d] by the kernels for any number of tokens."""
     normed = mx.fast.rms_norm(x, mixture.norm.gain, mixture.norm.eps)
     shared = mixture.shared is not None
     plan = expert_routing.plan_tokens(

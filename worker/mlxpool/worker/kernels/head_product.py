@@ -1,6 +1,6 @@
-"""Products of each head of a step's lines with a weight of its own, in the tensor cores of Hopper.
+"""Products of each head of a step's lines with the head's own weight, in tensor cores of Hopper.
 
-MLX's batched products cost their host some 20 us, and want heads before lines: two copies more.
+MLX's batched products cost the host some 20 us, and need heads before lines: two copies more.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from mlxpool.worker.kernels.matmul_tiled import (
 )
 
 INPUTS = ("x", "weight", "cosines", "sines")
-SETS = (1, 2, 4, 8, 16)  # numbers of 8 lines for which there are kernels
-VECTOR = 8  # numbers of 16 bytes
+SETS = (1, 2, 4, 8, 16)  # sets of 8 lines that kernels exist for
+VECTOR = 8  # numbers in 16 bytes
 MIN_STAGES, MAX_STAGES = 3, 6
 
 
@@ -47,7 +47,7 @@ def supports(columns: int, rows: int, dtype: mx.Dtype) -> bool:
 def product(x: mx.array, weight: mx.array, turns: RopeTables | None = None) -> mx.array:
     """Returns x [T, heads, in] times the weight [heads, out, in] of each head: [T, heads, out].
 
-    With `turns` heads of x are longer: their numbers behind the first `in` are rotated, and behind
+    With `turns`, heads of x are longer: their numbers after the first `in` are rotated, and follow
     the products in the result.
     """
     lines, heads, size = x.shape
@@ -58,18 +58,18 @@ def product(x: mx.array, weight: mx.array, turns: RopeTables | None = None) -> m
     rows = _tile_rows(sets, out)
     blocks, threads = heads * (out // rows + (turned > 0)), 2 * rows
     traditional = turns is not None and turns.traditional
-    found: list[mx.array] = _kernel(heads, columns, out, turned, traditional, sets, x.dtype)(
+    outputs: list[mx.array] = _kernel(heads, columns, out, turned, traditional, sets, x.dtype)(
         inputs=[x, weight, *((None, None) if turns is None else (turns.cosines, turns.sines))],
         grid=(blocks * threads, -(-lines // (8 * sets)), 1),
         threadgroup=(threads, 1, 1),
         output_shapes=[(lines, heads, out + turned)],
         output_dtypes=[x.dtype],
     )
-    return found[0]
+    return outputs[0]
 
 
 def _tile_rows(sets: int, out: int) -> int:
-    """Returns the rows of a weight in a thread block: of few lines fewer, for more blocks."""
+    """Returns the rows of a weight in a thread block: fewer for few lines, for more blocks."""
     return FEWER_ROWS if sets < SETS[-1] or out % ROWS else ROWS
 
 
@@ -118,11 +118,11 @@ def _is_right(dtype: mx.Dtype) -> bool:
     )
     angles = rng.uniform(0, 6, (lines, 1, half)).astype(np.float32)
     turns = RopeTables(mx.array(np.cos(angles)), mx.array(np.sin(angles)), False)
-    found = product(x, weight, turns)
-    given, factors, mine = (np.array(one.astype(mx.float32)) for one in (x, weight, found))
-    plain = np.einsum("thi,hoi->tho", given[..., :columns], factors)
-    one, two = given[..., columns : columns + half], given[..., columns + half :]
-    left = one * np.cos(angles) - two * np.sin(angles)
-    right = two * np.cos(angles) + one * np.sin(angles)
+    result = product(x, weight, turns)
+    numbers, factors, mine = (np.array(array.astype(mx.float32)) for array in (x, weight, result))
+    plain = np.einsum("thi,hoi->tho", numbers[..., :columns], factors)
+    first, second = numbers[..., columns : columns + half], numbers[..., columns + half :]
+    left = first * np.cos(angles) - second * np.sin(angles)
+    right = second * np.cos(angles) + first * np.sin(angles)
     expected = np.concatenate([plain, left, right], axis=-1)
     return np.allclose(mine, expected, 0.02, 0.1)

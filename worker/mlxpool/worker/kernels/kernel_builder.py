@@ -44,29 +44,29 @@ def build_kernel(
 ) -> Any:
     """Builds the kernel of `name`.cu with these constants by mx.fast.cuda_kernel.
 
-    An input that a call gives as None is a null pointer to N in the text, for each input costs the
-    host time at each launch. `contiguous`: MLX copies inputs that are not contiguous; not for
-    kernels that write into inputs or use their strides. `shared`: bytes of shared memory besides
-    those that the text declares. `header`: code before the kernel. `ends`: files that follow the
-    kernel's text. `bounds`: the threads of a block and the least thread blocks of a multiprocessor
-    (launch bounds).
+    If a call passes None for an input, the text has a null pointer to N in its place, because each
+    input costs the host time at each launch. `contiguous`: MLX copies inputs that are not
+    contiguous; not for kernels that write into inputs or use their strides. `shared`: bytes of
+    shared memory, without the memory that the text declares. `header`: code before the kernel.
+    `ends`: files that follow the kernel's text. `bounds`: the threads of a block and the least
+    thread blocks of a multiprocessor (launch bounds).
     """
     names = tuple(inputs)
 
-    def make(given: KernelText) -> Any:
+    def make(text: KernelText) -> Any:
         return mx.fast.cuda_kernel(
-            name=given.name,
-            input_names=list(given.inputs),
-            output_names=list(given.outputs),
-            header=given.header,
-            source=given.source,
+            name=text.name,
+            input_names=list(text.inputs),
+            output_names=list(text.outputs),
+            header=text.header,
+            source=text.source,
             ensure_row_contiguous=contiguous,
             shared_memory=shared,
         )
 
     @cache
     def without(*absent: str) -> Any:
-        present = [one for one in names if one not in absent]
+        present = [each for each in names if each not in absent]
         text = KernelText(
             name=f"mlxpool_{name}",
             inputs=tuple(present),
@@ -76,15 +76,15 @@ def build_kernel(
             + header
             + ("" if bounds is None else launch_bounds(*bounds)),
             source=declarations(constants)
-            + "".join(f"constexpr const N* {one} = nullptr;\n" for one in absent)
+            + "".join(f"constexpr const N* {each} = nullptr;\n" for each in absent)
             + source_text(name, present)
             + "".join(map(include_line, ends)),
         )
         return with_disk_cache(text, make)
 
     def call(*, inputs: Sequence[mx.array | None], **more: Any) -> Any:
-        absent = (one for one, array in zip(names, inputs, strict=True) if array is None)
-        return without(*absent)(inputs=[one for one in inputs if one is not None], **more)
+        absent = (each for each, array in zip(names, inputs, strict=True) if array is None)
+        return without(*absent)(inputs=[array for array in inputs if array is not None], **more)
 
     return call
 
@@ -92,17 +92,17 @@ def build_kernel(
 def write_in_place(kernel: Any, inputs: Sequence[mx.array], count: int) -> mx.array:
     """Runs a kernel that writes into its inputs, with `count` threads at least.
 
-    Returns the array `done` [1] of 0, on which readers of what it writes must depend, see the
+    Returns the array `done` [1] of 0. Readers of the written inputs must depend on it, see the
     package.
     """
-    found: list[mx.array] = kernel(
+    outputs: list[mx.array] = kernel(
         inputs=list(inputs),
         grid=(-(-count // WRITE_THREADS) * WRITE_THREADS, 1, 1),
         threadgroup=(WRITE_THREADS, 1, 1),
         output_shapes=[(1,)],
         output_dtypes=[mx.int32],
     )
-    return found[0]
+    return outputs[0]
 
 
 def launch_bounds(threads: int, blocks: int) -> str:
@@ -114,11 +114,11 @@ def launch_bounds(threads: int, blocks: int) -> str:
 def source_text(name: str, inputs: Sequence[str]) -> str:
     """Returns a short text that includes `name`.cu: MLX reads a kernel's text in every step.
 
-    It names the shapes and strides that the file uses: MLX passes those that the text names.
+    MLX passes the shapes and strides that the text names, so it names all that the file uses.
     """
     text = (CUDA_FOLDER / f"{name}.cu").read_text(encoding="utf-8")
-    every = (f"{one}_{kind}" for one in inputs for kind in ("shape", "strides"))
-    return f"// {' '.join(one for one in every if one in text)}\n{include_line(f'{name}.cu')}"
+    words = (f"{each}_{kind}" for each in inputs for kind in ("shape", "strides"))
+    return f"// {' '.join(word for word in words if word in text)}\n{include_line(f'{name}.cu')}"
 
 
 def include_line(file: str) -> str:
@@ -127,7 +127,7 @@ def include_line(file: str) -> str:
 
 
 def name_files(files: Mapping[str, str]) -> str:
-    """Returns code by which a text may have `#include NAME` inside of a block, for each name."""
+    """Returns a macro for each name, so that a text may `#include NAME` inside of a block."""
     return "".join(f'#define {name} "{CUDA_FOLDER / file}"\n' for name, file in files.items())
 
 
@@ -155,12 +155,12 @@ def warps_of(pieces: int, most: int) -> int:
 def kernel_works(what: str, trial: Callable[[], bool]) -> bool:
     """Returns whether a kernel compiles here and `trial` finds it right; logs a warning if not.
 
-    While trials are rehearsed, it lists what `trial` calls, and says that it works.
+    While trials are rehearsed, it lists the kernels that `trial` calls, and returns True.
     """
     if not mx.cuda.is_available():
         return False
     if is_rehearsing():
-        with suppress(Exception):  # what it meets are zeros
+        with suppress(Exception):  # all its results are zeros
             trial()
         return True
     try:

@@ -1,14 +1,14 @@
-"""Compiles our kernels to disk, where MLX looks for compiled kernels.
+"""Compiles our kernels to disk, into the folder in which MLX looks for compiled kernels.
 
-MLX compiles the kernels of mx.fast.cuda_kernel anew in each process, which takes more than a second
-for each of some 40 kernels, most of it for headers that ours do not need. But before it compiles it
-looks into its cache folder. So our kernels are compiled here, without these headers, and stored
-under the names that MLX looks for: a restarted worker compiles nothing. When anything fails here,
+MLX compiles the kernels of mx.fast.cuda_kernel anew in each process. This takes more than a second
+for each of some 40 kernels, most of it for headers that ours do not need. But before MLX compiles,
+it looks into its cache folder. So our kernels are compiled here, without these headers, and stored
+under the names that MLX looks for: a restarted worker compiles nothing. If anything fails here,
 MLX compiles as usual.
 
 MLX hashes a kernel's text at each launch: 0.3 of the 6.8 ms of a step with 232 launches (a profile
-of 8B in 4 bits, 128 rows). So MLX gets a text that includes the code from files beside the compiled
-kernels.
+of 8B in 4 bits, 128 rows). So MLX gets a short text that includes the code from files in that
+folder.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ using Strides = Ten<int64_t>;
     "cooperative_groups.h": "#pragma once\nnamespace cooperative_groups {}\n",
 }
 
-# Types of an input's further parameters; a kernel has those that its source names.
+# Types of an input's further parameters; a kernel gets only the parameters that its source names.
 PARAMETERS = {"shape": "Shape", "strides": "Strides", "ndim": "int"}
 OUR_PREFIX = "custom_kernel_mlxpool_"  # of the names of our files in MLX's folder
 
@@ -113,7 +113,7 @@ _rehearsed = False  # whether kernels that are collected give zeros
 
 @contextmanager
 def collecting() -> Iterator[list[KernelJob]]:
-    """Kernels that are called inside are not compiled but listed; nothing may be evaluated.
+    """Lists the kernels called inside, instead of compiling them; nothing may be evaluated.
 
     Yields the list, for `compile_together`.
     """
@@ -135,7 +135,7 @@ def is_collecting() -> bool:
 def rehearsing() -> Iterator[list[KernelJob]]:
     """As `collecting`, but the kernels that are called inside give zeros, so all may be evaluated.
 
-    Trials are made for the kernels that they call; what they find says nothing.
+    Trials run only to list the kernels that they call; ignore their results.
     """
     global _rehearsed
     before, _rehearsed = _rehearsed, True
@@ -153,7 +153,7 @@ def is_rehearsing() -> bool:
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Kernels that are called inside are compiled, also inside of `collecting`: for trials."""
+    """Compiles the kernels that are called inside, also inside of `collecting`: for trials."""
     global _collected
     before, _collected = _collected, None
     try:
@@ -165,8 +165,9 @@ def compiling() -> Iterator[None]:
 def compile_together(jobs: Iterable[KernelJob], on_progress: Callable[[], None]) -> None:
     """Compiles kernels to disk in as many processes as there are cores; NVRTC uses one core.
 
-    What another worker or rank compiles at this moment is left to it, and awaited at the end.
-    Calls `on_progress` after each. What fails here is compiled again before its first call.
+    Leaves a kernel that another worker or rank is compiling to that process, and waits for it at
+    the end. Calls `on_progress` after each kernel. A kernel that fails here is compiled again
+    before its first call.
     """
     compiler = compiler_here()
     if compiler is None:
@@ -176,8 +177,8 @@ def compile_together(jobs: Iterable[KernelJob], on_progress: Callable[[], None])
     with ThreadPoolExecutor(max(1, min(len(missing), os.cpu_count() or 1))) as pool:
 
         def compiled(paths: Sequence[Path], *, wait: bool) -> Iterator[bool]:
-            one = partial(_compile_in_process, compiler, wait=wait)
-            for done in pool.map(one, paths, [missing[path] for path in paths]):
+            compile_one = partial(_compile_in_process, compiler, wait=wait)
+            for done in pool.map(compile_one, paths, [missing[path] for path in paths]):
                 on_progress()
                 yield done
 
@@ -189,7 +190,7 @@ def compile_together(jobs: Iterable[KernelJob], on_progress: Callable[[], None])
 
 
 def _missing(jobs: Iterable[KernelJob]) -> dict[Path, tuple[str, str]]:
-    """Returns the files that have to be made for these kernels, with their names and codes.
+    """Returns the missing files of these kernels, with the kernels' names and codes.
 
     Passes call each kernel in each layer; its code is made and hashed once.
     """
@@ -208,7 +209,7 @@ def _compile_in_process(
 ) -> bool:
     """Compiles one kernel to `path`, unless another process does it meanwhile.
 
-    Returns False without `wait` while one does.
+    Without `wait`, returns False if another process is compiling it.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -216,9 +217,9 @@ def _compile_in_process(
             if not (held or wait):
                 return False
             if not is_intact(path):
-                found = nvrtc.in_process(compiler, *names)
+                module = nvrtc.in_process(compiler, *names)
                 if _texts() in build_key():  # else another edition was installed meanwhile
-                    write_entry(path, *found)
+                    write_entry(path, *module)
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         log.info("a kernel is compiled when it is needed: %s", error)
     return True
@@ -228,17 +229,17 @@ def _compile_in_process(
 def module_of(job: KernelJob) -> tuple[str, str]:
     """Returns the name of a kernel's file and its code. Raises KeyError for a dtype not in TYPES.
 
-    It takes 0.1 ms, so it is remembered: a kernel is looked for when it is listed, and when it is
+    The result is kept, since it takes 0.1 ms and is needed when a kernel is listed and when it is
     called.
     """
-    given = kernel_code(shortened(job.text), job.inputs, job.outputs)
-    return f"{module_name(job.text, given)}.ptx", kernel_code(job.text, job.inputs, job.outputs)
+    short = kernel_code(shortened(job.text), job.inputs, job.outputs)
+    return f"{module_name(job.text, short)}.ptx", kernel_code(job.text, job.inputs, job.outputs)
 
 
 def shortened(text: KernelText) -> KernelText:
     """Returns a text that includes header and source from files in the cache folder.
 
-    Writes the files. Returns `text` itself if MLX has to compile it, or they cannot be written.
+    Writes the files. Returns `text` itself if MLX has to compile it or a file cannot be written.
     """
     if compiler_here() is None:
         return text
@@ -268,9 +269,9 @@ def _source_file(folder: Path, code: str) -> Path:
 def with_disk_cache(text: KernelText, make: Callable[[KernelText], Any]) -> Callable[..., Any]:
     """Returns a kernel of mx.fast.cuda_kernel that is compiled to disk before its first call.
 
-    `make` builds the kernel from the text that MLX is to have.
+    `make` builds the kernel from a text for MLX.
     """
-    made = make(shortened(text))
+    kernel = make(shortened(text))
 
     def call(
         *,
@@ -287,7 +288,9 @@ def with_disk_cache(text: KernelText, make: Callable[[KernelText], Any]) -> Call
             _collected.append(job)
         if _rehearsed:
             return list(map(mx.zeros, output_shapes, output_dtypes))
-        return made(inputs=inputs, output_shapes=output_shapes, output_dtypes=output_dtypes, **more)
+        return kernel(
+            inputs=inputs, output_shapes=output_shapes, output_dtypes=output_dtypes, **more
+        )
 
     return call
 
@@ -328,29 +331,29 @@ def compile_to_disk(job: KernelJob) -> None:
             if is_intact(path):  # another process has compiled it meanwhile
                 return
             LOAD.count("kernels_compiled_alone", 1)
-            found = compiler.machine_code(NAMESPACE + kernel_name(job.text), code)
-            # The files were read just now, for the name of the old ones.
+            module = compiler.machine_code(NAMESPACE + kernel_name(job.text), code)
+            # The files were read just now, but the name is that of the old files.
             if _texts() not in build_key():
                 raise RuntimeError("another edition of mlxpool was installed while this one runs")
-            write_entry(path, *found)
+            write_entry(path, *module)
     except Exception as error:  # MLX compiles the kernel itself
         log.info("MLX compiles our kernel %s by itself: %s", job.text.name, error)
 
 
 def log_mlx_kernels(seconds: float) -> None:
-    """Logs the kernels that MLX has compiled in the last `seconds`, and how long ago each was.
+    """Logs the kernels that MLX has compiled in the last `seconds`, with the age of each.
 
-    There are none without a GPU.
+    Without a GPU, it logs nothing.
     """
-    now, found = time.time(), []
+    now, compiled = time.time(), []
     with contextlib.suppress(OSError):
         for path in cache_folder().glob("*.ptx"):
             age = now - path.stat().st_mtime
             if age < seconds and not path.name.startswith(OUR_PREFIX):
-                found.append((age, path.stem))
-    if found:
-        LOAD.count("mlx_kernels", len(found))
-        names = [f"{name} {age:.1f}" for age, name in sorted(found, reverse=True)]
+                compiled.append((age, path.stem))
+    if compiled:
+        LOAD.count("mlx_kernels", len(compiled))
+        names = [f"{name} {age:.1f}" for age, name in sorted(compiled, reverse=True)]
         log.info("MLX compiled kernels", extra={"seconds_ago": names})
 
 
@@ -363,7 +366,7 @@ def is_intact(path: Path) -> bool:
 
 
 def _checksum_line(code: bytes) -> bytes:
-    """Returns the checksum line of the list of kernels; MLX ignores it because it has no tab."""
+    """Returns the checksum line of the list of kernels; without a tab, MLX ignores it."""
     return f"# {hashlib.sha256(code).hexdigest()}\n".encode()
 
 
@@ -378,7 +381,7 @@ def module_name(text: KernelText, code: str) -> str:
 
 
 def cache_folder() -> Path:
-    """Returns the folder of MLX's compiled kernels. Raises OSError when MLX has none."""
+    """Returns the folder of MLX's compiled kernels. Raises OSError if MLX has no such folder."""
     named = os.environ.get("MLX_PTX_CACHE_DIR")
     if named == "":
         raise OSError("MLX_PTX_CACHE_DIR is empty")
@@ -391,16 +394,16 @@ def kernel_code(text: KernelText, inputs: Iterable[InputKind], outputs: Iterable
     into = (
         f"    {TYPES[dtype]}* {name}" for name, dtype in zip(text.outputs, outputs, strict=True)
     )
-    given = zip(text.inputs, inputs, strict=True)
-    taken = (_parameter(text.source, name, *kind) for name, kind in given)
-    parameters = "".join(taken) + ",\n".join(into)
+    kinds = zip(text.inputs, inputs, strict=True)
+    declared = (_parameter(text.source, name, *kind) for name, kind in kinds)
+    parameters = "".join(declared) + ",\n".join(into)
     head = f"__global__ void {kernel_name(text)}(\n{parameters}) {{\n"
     return MLX_PREAMBLE + text.header + NAMESPACE_START + head + text.source + NAMESPACE_END
 
 
 def _parameter(source: str, name: str, dtype: mx.Dtype, dimensions: bool) -> str:
-    told = [kind for kind in PARAMETERS if dimensions and f"{name}_{kind}" in source]
-    more = (f"    const __grid_constant__ {PARAMETERS[kind]} {name}_{kind},\n" for kind in told)
+    kinds = [kind for kind in PARAMETERS if dimensions and f"{name}_{kind}" in source]
+    more = (f"    const __grid_constant__ {PARAMETERS[kind]} {name}_{kind},\n" for kind in kinds)
     return f"    const {TYPES[dtype]}* {name},\n" + "".join(more)
 
 
@@ -443,7 +446,7 @@ def _write_file(path: Path, content: bytes) -> None:
 
 @functools.cache
 def compiler_here() -> nvrtc.Compiler | None:
-    """Returns the compiler that MLX has loaded; None when there is none or MLX has to compile."""
+    """Returns the compiler that MLX has loaded; None without one, or if MLX has to compile."""
     target = architecture()
     if not target:
         return None

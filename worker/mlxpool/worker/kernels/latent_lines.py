@@ -1,4 +1,4 @@
-"""Norms, rotation and cache write of what the first product of latent attention (MLA) gives."""
+"""Norms, rotation and cache write of the output of the first product of latent attention (MLA)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mlxpool.worker.kernels.kernel_builder import (
 FloatArray: TypeAlias = npt.NDArray[np.float32]
 
 INPUTS = ("lines", "query_gain", "latent_gain", "pool", "slots", "cosines", "sines")
-EACH = 8  # numbers of a thread
+EACH = 8  # numbers that a thread has
 MAX_THREADS = 1024
 
 
@@ -45,16 +45,16 @@ def norm_and_write(
 ) -> mx.array:
     """Writes the latents of lines [T, queries + rank + turned]; returns queries [T, queries].
 
-    `gains`: of the norms of queries and of latents. The latent of line t, its first `rank` numbers
-    normed and the others rotated by `turns`, goes into slot slots[t] of the pool
-    [blocks, 1, block, rank + turned]; with slot -1 nothing is written. Whatever reads the pool must
-    depend on the result, see the package.
+    `gains`: gains of the norms of queries and of latents. The latent of line t goes into slot
+    slots[t] of the pool [blocks, 1, block, rank + turned]: its first `rank` numbers normed, the
+    others rotated by `turns`. With slot -1 it is not written. Readers of the pool must depend on
+    the result, see the package.
     """
-    count, every = lines.shape
+    count, size = lines.shape
     queries, rank = (gain.shape[0] for gain in gains)
-    turned = every - queries - rank
+    turned = size - queries - rank
     threads = _threads(queries, rank, turned)
-    found: list[mx.array] = _kernel(
+    outputs: list[mx.array] = _kernel(
         queries, rank, turned, threads, float(eps), turns.traditional, pool.dtype
     )(
         inputs=[lines, *gains, pool, slots, turns.cosines, turns.sines],
@@ -63,7 +63,7 @@ def norm_and_write(
         output_shapes=[(count, queries)],
         output_dtypes=[pool.dtype],
     )
-    return found[0]
+    return outputs[0]
 
 
 def _threads(*sizes: int) -> int:
@@ -98,7 +98,7 @@ def _works(dtype: mx.Dtype) -> bool:
 
 
 def _is_right(dtype: mx.Dtype) -> bool:
-    """Compares two lines, one of which is padding, with NumPy: MLX would compile its operations."""
+    """Compares a line and a padding line with NumPy: MLX would compile its operations."""
     queries, rank, turned, block, rng = 64, 128, 16, 4, np.random.default_rng(1)
     lines, *gains = (
         mx.array(rng.normal(size=size).astype(np.float32)).astype(dtype)
@@ -111,20 +111,20 @@ def _is_right(dtype: mx.Dtype) -> bool:
     mx.eval(lines, gains, pool)
     asked = norm_and_write(lines, (gains[0], gains[1]), 1e-5, pool, slots, turns)
     mx.eval(asked)
-    given, query_gain, latent_gain, mine, written = (
-        np.array(one.astype(mx.float32)) for one in (lines, *gains, asked, pool)
+    numbers, query_gain, latent_gain, mine, written = (
+        np.array(array.astype(mx.float32)) for array in (lines, *gains, asked, pool)
     )
 
     def normed(x: FloatArray, gain: FloatArray) -> FloatArray:
-        found: FloatArray = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * gain
-        return found
+        out: FloatArray = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * gain
+        return out
 
-    key, angle = given[0, queries + rank :].reshape(-1, 2), angles[0, 0]
+    key, angle = numbers[0, queries + rank :].reshape(-1, 2), angles[0, 0]
     left = key[:, 0] * np.cos(angle) - key[:, 1] * np.sin(angle)
     right = key[:, 1] * np.cos(angle) + key[:, 0] * np.sin(angle)
     expected = np.zeros((block, rank + turned), dtype=np.float32)
-    expected[2, :rank] = normed(given[0, queries : queries + rank], latent_gain)
+    expected[2, :rank] = normed(numbers[0, queries : queries + rank], latent_gain)
     expected[2, rank:] = np.stack([left, right], axis=-1).flatten()
-    return np.allclose(mine, normed(given[:, :queries], query_gain), 0.02, 0.02) and np.allclose(
+    return np.allclose(mine, normed(numbers[:, :queries], query_gain), 0.02, 0.02) and np.allclose(
         written.reshape(block, -1), expected, 0.02, 0.02
     )

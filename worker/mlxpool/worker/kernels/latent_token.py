@@ -1,7 +1,7 @@
 """Latent attention (MLA) of one token around the attention itself, in two kernels.
 
-The first computes all before it: the norm, the compressed queries and the latent, which it writes
-into the pool, and the queries in the space of latents. The second computes all after it.
+The first computes all before the attention: the norm, the compressed queries, the latent, which it
+writes into the pool, and the queries in the space of latents. The second computes all after it.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ FIRST_INPUTS = (
     "pool", "slots", "memory",
 )  # fmt: skip
 LAST_INPUTS = ("x", "values", "last", "residual", "memory")
-VECTOR = 8  # numbers of 16 bytes
+VECTOR = 8  # numbers in 16 bytes
 
 
 class LatentTokenWeights(Struct, frozen=True):
     """The dense weights of a layer, of one dtype, and the eps of its norms.
 
     `first` [C + R + D, d], `second` [H * (P + D), C], `keys` [H, R, P], `values` [H, V, R] and
-    `last` [d, H * V], where C numbers are the compressed queries of a token, R + D its latent, of
-    which D rotate, and P + D the query of each of H heads.
+    `last` [d, H * V]. The compressed queries of a token are C numbers, its latent R + D, the query
+    of each of H heads P + D; the last D numbers of a latent or a query rotate.
     """
 
     gain: mx.array
@@ -49,7 +49,7 @@ class LatentTokenWeights(Struct, frozen=True):
     inner_eps: float
 
     def arrays(self) -> tuple[mx.array, ...]:
-        """All of them."""
+        """All weights."""
         return (
             self.gain, self.first, self.query_gain, self.latent_gain, self.second, self.keys,
             self.values, self.last,
@@ -68,7 +68,7 @@ class LatentTokenWeights(Struct, frozen=True):
 
 def supports(weights: LatentTokenWeights, dtype: mx.Dtype) -> bool:
     """Returns whether both kernels serve a token with these weights; the first call tries them."""
-    if dtype not in HALF_DTYPES or {one.dtype for one in weights.arrays()} != {dtype}:
+    if dtype not in HALF_DTYPES or {array.dtype for array in weights.arrays()} != {dtype}:
         return False
     size, (heads, rank, plain), value = (
         len(weights.gain),
@@ -76,7 +76,7 @@ def supports(weights: LatentTokenWeights, dtype: mx.Dtype) -> bool:
         weights.values.shape[1],
     )
     rows = size, weights.queries, rank, plain, heads * value
-    if any(one % COLUMNS for one in rows) or weights.turned % VECTOR or weights.turned <= 0:
+    if any(count % COLUMNS for count in rows) or weights.turned % VECTOR or weights.turned <= 0:
         return False
     needed = max(_first_bytes(size, heads, plain + weights.turned), _last_bytes(heads, rank, value))
     return needed <= MAX_SHARED_BYTES and token_grid.is_resident() and _works(dtype)
@@ -93,7 +93,7 @@ def before_attention(
 ) -> mx.array:
     """Returns the queries [1, H, R + D] of x [1, d], and writes its latent into slots[0] of a pool.
 
-    That is [blocks, 1, block, R + D]; with slot -1 nothing is written. Whatever reads the pool must
+    The pool is [blocks, 1, block, R + D]; with slot -1 nothing is written. Readers of the pool must
     depend on the result. If the kernel `gives_up`, because thread blocks are not resident, the
     result is NaN.
     """
@@ -122,7 +122,7 @@ def after_attention(
     *,
     gives_up: bool = False,
 ) -> mx.array:
-    """Returns the product [1, d] of what heads have read, x [1, H * R], plus `residual` [1, d]."""
+    """Returns the output [1, d] of the heads' weighted latents x [1, H * R] plus `residual`."""
     heads, value, rank = weights.values.shape
     size = weights.last.shape[0]
     kernel = _last_kernel(size, (heads, value, rank), residual is not None, x.dtype, gives_up)
@@ -131,8 +131,8 @@ def after_attention(
     return token_grid.launch(kernel, inputs, (1, size), x.dtype)
 
 
-def _first_bytes(size: int, heads: int, asked: int) -> int:
-    return 2 * max(size, heads * asked) + 4 * (WARPS + 1)
+def _first_bytes(size: int, heads: int, query: int) -> int:
+    return 2 * max(size, heads * query) + 4 * (WARPS + 1)
 
 
 def _last_bytes(heads: int, rank: int, value: int) -> int:
@@ -195,20 +195,20 @@ def _is_right(dtype: mx.Dtype) -> bool:
     pool = mx.zeros((1, 1, 4, weights.latent_gain.shape[0] + weights.turned), dtype=dtype)
     slots = mx.array([2], dtype=mx.int32)
     mx.eval(pool)
-    asked, latent = expected_before(x, weights, turns)
+    queries, latent = expected_before(x, weights, turns)
     last = expected_after(read, weights) + _numbers(x)
     for _ in range(2):
-        found = before_attention(x, weights, pool, slots, turns, gives_up=True)
+        first = before_attention(x, weights, pool, slots, turns, gives_up=True)
         result = after_attention(read, weights, x, gives_up=True)
-        mx.eval(found, result)
-        alike = [(found, asked), (result, last), (pool[0, 0, 2], latent)]
-        if not all(np.allclose(_numbers(one), other, 0.03, 0.05) for one, other in alike):
+        mx.eval(first, result)
+        pairs = [(first, queries), (result, last), (pool[0, 0, 2], latent)]
+        if not all(np.allclose(_numbers(output), other, 0.03, 0.05) for output, other in pairs):
             return False
     return True
 
 
 def trial(dtype: mx.Dtype) -> tuple[LatentTokenWeights, mx.array, mx.array, RopeTables]:
-    """Returns random weights, a token, what its heads have read, and the angles of its rotation."""
+    """Returns random weights, a token, the weighted latents of its heads, and its rotation."""
     size, queries, heads, rank, plain, turned, value = 128, 64, 2, 64, 64, 16, 64
 
     def weight(seed: int, *shape: int) -> mx.array:
@@ -235,15 +235,15 @@ def trial(dtype: mx.Dtype) -> tuple[LatentTokenWeights, mx.array, mx.array, Rope
 def expected_before(
     x: mx.array, weights: LatentTokenWeights, turns: RopeTables
 ) -> tuple[Floats, Floats]:
-    """Returns what `before_attention` does, by NumPy: queries [1, H, R + D] and latent [R + D]."""
+    """Computes `before_attention` with NumPy: returns queries [1, H, R + D] and latent [R + D]."""
     heads, rank, plain = weights.keys.shape
-    cosines, sines = (np.array(one).reshape(-1) for one in (turns.cosines, turns.sines))
+    cosines, sines = (np.array(table).reshape(-1) for table in (turns.cosines, turns.sines))
 
     def rotated(numbers: Floats) -> Floats:
-        one, two = numbers[..., ::2], numbers[..., 1::2]
+        first, second = numbers[..., ::2], numbers[..., 1::2]
         if not turns.traditional:
-            one, two = np.split(numbers, 2, axis=-1)
-        both = [one * cosines - two * sines, two * cosines + one * sines]
+            first, second = np.split(numbers, 2, axis=-1)
+        both = [first * cosines - second * sines, second * cosines + first * sines]
         if not turns.traditional:
             return np.concatenate(both, axis=-1)
         return np.stack(both, axis=-1).reshape(numbers.shape)
@@ -254,21 +254,21 @@ def expected_before(
     q = (_numbers(weights.second) @ compressed).reshape(heads, -1)
     absorbed = np.einsum("hp,hrp->hr", q[:, :plain], _numbers(weights.keys))
     latent = _normed(latent, weights.latent_gain, weights.inner_eps)
-    asked = np.concatenate([absorbed, rotated(q[:, plain:])], axis=-1)
-    return asked[None], np.concatenate([latent, rotated(key)])
+    queries = np.concatenate([absorbed, rotated(q[:, plain:])], axis=-1)
+    return queries[None], np.concatenate([latent, rotated(key)])
 
 
 def expected_after(read: mx.array, weights: LatentTokenWeights) -> Floats:
-    """Returns what `after_attention` does without a residual, by NumPy."""
+    """Computes `after_attention` without a residual, with NumPy."""
     heads, value, rank = weights.values.shape
     values = np.einsum("hr,hvr->hv", _numbers(read).reshape(heads, rank), _numbers(weights.values))
-    found: Floats = values.reshape(1, heads * value) @ _numbers(weights.last).T
-    return found
+    out: Floats = values.reshape(1, heads * value) @ _numbers(weights.last).T
+    return out
 
 
 def _normed(x: Floats, gain: mx.array, eps: float) -> Floats:
-    found: Floats = x / np.sqrt((x**2).mean() + eps) * _numbers(gain)
-    return found
+    out: Floats = x / np.sqrt((x**2).mean() + eps) * _numbers(gain)
+    return out
 
 
 def _numbers(x: mx.array) -> Floats:

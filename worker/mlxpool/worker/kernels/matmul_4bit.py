@@ -31,14 +31,14 @@ ROWS = 16  # of a weight in a tile
 TILES = (4, 2, 1)  # of a thread block; with more tiles the tokens are read less often
 MAX_SUMS = 8  # tiles times sets of 8 tokens whose sums fit into registers
 FULL_GPU_BLOCKS = 120  # thread blocks that keep a large GPU busy
-BYTES_IN_FLIGHT = 48 * 1024  # that a thread block has requested and not received
+BYTES_IN_FLIGHT = 48 * 1024  # bytes that a thread block has requested and not received
 MAX_STAGES = 8
 MAX_WARPS = 8  # with more, a thread has too few registers
 
 
 @cache
 def supports(tokens: int, rows: int, columns: int, group: int, dtype: mx.Dtype) -> bool:
-    """Returns whether `kernel_matmul` supports so many tokens and a weight [rows, columns]."""
+    """Returns whether `kernel_matmul` supports this many tokens and a weight [rows, columns]."""
     if not 0 < tokens <= MAX_TOKENS or dtype not in HALF_DTYPES or group not in GROUPS:
         return False
     return rows % (2 * ROWS) == 0 and columns % COLUMNS == 0 and _kernel_works(group, dtype)
@@ -60,14 +60,14 @@ def kernel_matmul(
     sets, rows = -(-tokens // 8), weight.shape[0]
     tiles, warps = tiles_of(rows, sets, fused.gated), warps_of(columns // COLUMNS, MAX_WARPS)
     threads = warps * WARP_SIZE
-    found: list[mx.array] = _kernel(sets, warps, tiles, group, x.dtype, *fused.constants.items())(
+    outputs: list[mx.array] = _kernel(sets, warps, tiles, group, x.dtype, *fused.constants.items())(
         inputs=[x, weight, scales, biases, *fused.inputs],
         grid=(rows // (ROWS * tiles) * threads, 1, 1),
         threadgroup=(threads, 1, 1),
         output_shapes=[(tokens, rows // (1 + fused.gated))],
         output_dtypes=[x.dtype],
     )
-    return found[0]
+    return outputs[0]
 
 
 def tiles_of(rows: int, sets: int, gated: bool) -> int:

@@ -1,7 +1,7 @@
 """Matrix products with affine 4-bit weights in tiles: of few tokens, and of many.
 
-Those of few tokens take as long as reading the weight; those of many dequantise it in the registers
-of the tensor cores, each tile once for up to 128 tokens.
+Products of few tokens take as long as reading the weight. Products of many tokens dequantise it in
+the registers of the tensor cores, each tile once for up to 128 tokens.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from mlxpool.worker.kernels.tiles_4bit import BITS, TILE, fragment_bytes
 
 MAX_TOKENS = 1024  # for more, dequantising the weight first is faster
 FEW_TOKENS = 8
-INTEGER_TOKENS = (1, 2)  # for which there are kernels that multiply integers
-INTEGER_BYTES = 128 * 1024  # of shared memory, at most, for the integers of tokens
-WARPS = 16  # of a thread block, for few tokens: its instructions wait for those before them
-FEW_BLOCKS = 1  # of few tokens, that run on a multiprocessor at a time
+INTEGER_TOKENS = (1, 2)  # numbers of tokens with kernels that multiply integers
+INTEGER_BYTES = 128 * 1024  # the most shared memory for the integers of tokens
+WARPS = 16  # of a thread block for few tokens: its instructions wait for each other
+FEW_BLOCKS = 1  # thread blocks of few tokens that run on a multiprocessor at a time
 MAX_STAGES = 6  # of a warp
 FRAGMENT_ROWS = 16
 FRAGMENTS = (4, 2, 1)  # of a strip; with more, tokens are read less often
 BUSY_BLOCKS = 96  # thread blocks that keep a large GPU busy
 
-SETS = (2, 4, 8, 12, 16)  # numbers of 8 tokens for which there are kernels of many tokens
+SETS = (2, 4, 8, 12, 16)  # sets of 8 tokens that kernels of many tokens exist for
 WARPGROUP = 128  # threads
 WIDE = (4, 1)  # warpgroups of a thread block with 256 rows, and the tiles of each
-# Sets up to which two thread blocks run on a multiprocessor at a time.
+# The most sets with which two thread blocks run on a multiprocessor at a time.
 MAX_SETS_OF_TWO = 8
 SHARED_BYTES = 227 * 1024  # of a multiprocessor, for its thread blocks
-BLOCK_BYTES = 1024  # of them, that each thread block takes besides its own
+BLOCK_BYTES = 1024  # of SHARED_BYTES, that each thread block takes besides its own memory
 MAX_TILED_STAGES = 16
 MAX_SPLITS = 8
 
@@ -58,14 +58,14 @@ def works(group: int, dtype: mx.Dtype) -> bool:
 
 
 def supports(tokens: int, rows: int, *, gated: bool = False) -> bool:
-    """Returns whether `kernel_matmul` supports so many tokens and a weight of so many rows."""
+    """Returns whether `kernel_matmul` supports this many tokens and rows of a weight."""
     return 0 < tokens <= MAX_TOKENS and not (gated and rows % (2 * TILE))
 
 
 def kernel_matmul(
     x: mx.array, tiles: mx.array, group: int, fused: FusedOps = NO_FUSED_OPS
 ) -> mx.array:
-    """Returns x @ W.T [T, out] of x [T, in] and a weight in tiles, whose scales have x's dtype.
+    """Returns x @ W.T [T, out] of x [T, in] and a weight in tiles with scales of x's dtype.
 
     Only products of up to FEW_TOKENS tokens can have a norm and an addition.
     """
@@ -78,14 +78,14 @@ def kernel_matmul(
     threads = WARPS * WARP_SIZE
     integers = integers_of(x.shape[0], tiles.shape[1], group)
     kernel = _few_kernel(fragments, integers, group, x.dtype, *fused.constants.items())
-    found: list[mx.array] = kernel(
+    outputs: list[mx.array] = kernel(
         inputs=[x, tiles, *fused.inputs],
         grid=(blocks * threads, 1, 1),
         threadgroup=(threads, 1, 1),
         output_shapes=[(x.shape[0], rows // (1 + fused.gated))],
         output_dtypes=[x.dtype],
     )
-    return found[0]
+    return outputs[0]
 
 
 def fragments_of(rows: int, gated: bool) -> int:
@@ -98,7 +98,7 @@ def fragments_of(rows: int, gated: bool) -> int:
 def integers_of(tokens: int, steps: int, group: int) -> tuple[int, int] | None:
     """Returns the tokens that a kernel has as integers, and the steps of 64 columns of a warp.
 
-    None: numbers are multiplied as they are, which is as fast for more tokens.
+    None: numbers are multiplied without conversion, which is as fast for more tokens.
     """
     lines = next((n for n in INTEGER_TOKENS if n >= tokens), 0)
     held = -(-steps // WARPS)
@@ -120,38 +120,38 @@ def many(
     arrived: mx.array = next(matmul_tiled.counters())
     partial: mx.array = next(matmul_tiled.part_sums())
     threads = WARPGROUP * parts.high * parts.deep
-    found: list[mx.array] = _many_kernel(parts.kind, gated, bias is not None, group, x.dtype)(
+    outputs: list[mx.array] = _many_kernel(parts.kind, gated, bias is not None, group, x.dtype)(
         inputs=[x, tiles, arrived, partial, bias],
         grid=(parts.blocks * threads, parts.splits, 1),
         threadgroup=(threads, 1, 1),
         output_shapes=[(tokens, rows // (1 + gated))],
         output_dtypes=[x.dtype],
     )
-    return found[0]
+    return outputs[0]
 
 
 class Parts(Struct, frozen=True):
     """How a product of many tokens is divided into thread blocks, and those into warpgroups."""
 
-    sets: int  # of 8 tokens, of a thread block
+    sets: int  # sets of 8 tokens of a thread block
     high: int  # warpgroups with rows of their own
-    tiles: int  # of 64 rows, of each of them
-    deep: int  # times as many warpgroups, which take 64 columns in turns
-    blocks: int
-    splits: int  # of the columns, each with so many thread blocks
+    tiles: int  # tiles of 64 rows of each warpgroup
+    deep: int  # warpgroups that share the same rows and take 64 columns in turns
+    blocks: int  # thread blocks of each split
+    splits: int  # parts of the columns
 
     @property
     def kind(self) -> tuple[int, int, int, int]:
-        """What the kernel's text depends on."""
+        """The fields that the kernel's text depends on."""
         return self.sets, self.high, self.tiles, self.deep
 
 
 def parts_of(tokens: int, rows: int, steps: int, *, gated: bool) -> Parts:
-    """Returns how a product is divided whose weight has so many rows and 64 columns a step.
+    """Returns how a product with a weight of `rows` rows and 64 * `steps` columns is divided.
 
-    Thread blocks with 256 rows read tokens half as often as those with 128, and are chosen where
-    they keep the multiprocessors as busy. A thread block that has a multiprocessor to itself has
-    four warpgroups: while one of them dequantises, others multiply.
+    Thread blocks with 256 rows read tokens half as often as thread blocks with 128 rows. They are
+    chosen if they keep the multiprocessors as busy. A thread block that is alone on its
+    multiprocessor has four warpgroups: while one of them dequantises, others multiply.
     """
     sets = next((n for n in SETS if 8 * n >= tokens), SETS[-1])
     sections = -(-tokens // (8 * sets))
@@ -206,7 +206,7 @@ def _few_kernel(
 
 
 def _room(blocks: int) -> int:
-    """Returns the bytes of shared memory of each of so many thread blocks of a multiprocessor."""
+    """Returns the shared memory in bytes of each of `blocks` thread blocks of a multiprocessor."""
     return SHARED_BYTES // blocks - BLOCK_BYTES
 
 
@@ -218,7 +218,7 @@ def _many_kernel(
     two = sets <= MAX_SETS_OF_TWO and deep == 1 and high * tiles == 2
     blocks = 2 if two else 1
     stage = high * tiles * tiles_4bit.FRAGMENTS * fragment_bytes(group) + 8 * sets * 2 * TILE
-    room = _room(blocks) - matmul_tiled.SHARED_ALIGNMENT - BLOCK_BYTES  # and what the text declares
+    room = _room(blocks) - matmul_tiled.SHARED_ALIGNMENT - BLOCK_BYTES  # also for declared memory
     stages = min(MAX_TILED_STAGES, room // stage)
     sums = 8 * sets * (TILE * high * tiles + 4) * 4
     constants: dict[str, Constant] = {

@@ -1,6 +1,6 @@
 """Matrix products of few tokens with a large weight, which take as long as reading the weight.
 
-MLX's products are as fast on the GPU, but each costs its host some 20 us, and some of them prevent
+MLX's products are as fast on the GPU, but each costs the host some 20 us, and some of them prevent
 the reuse of a CUDA graph (docs/notes/engine-steps-on-a-gpu.md).
 """
 
@@ -25,15 +25,15 @@ from mlxpool.worker.kernels.kernel_builder import (
 MAX_WARP_TOKENS = 16  # a warp multiplies all of them with the columns that it reads
 COLUMNS = 32  # of a weight that a warp reads at a time
 MAX_FUSED_TOKENS = 8  # with fused operations; for more, threads have too few registers
-ROWS = 16  # of a weight in a thread block; of a gated weight 16 gates and 16 others
-BYTES_IN_FLIGHT = 64 * 1024  # that a thread block has requested and not received
+ROWS = 16  # of a weight in a thread block; of a gated weight 16 gates and 16 ups
+BYTES_IN_FLIGHT = 64 * 1024  # bytes that a thread block has requested and not received
 MAX_STAGES = 8
 MAX_WARPS = 16
 
 
 @cache
 def supports(tokens: int, columns: int, rows: int, dtype: mx.Dtype) -> bool:
-    """Returns whether `kernel_matmul` supports so many tokens and a weight [rows, columns]."""
+    """Returns whether `kernel_matmul` supports this many tokens and a weight [rows, columns]."""
     if tokens > MAX_WARP_TOKENS:
         return matmul_tiled.supports(tokens, columns, rows, dtype)
     if (
@@ -87,8 +87,8 @@ class FusedOps(Struct, frozen=True):
     """Operations that a product of few tokens includes, each rounded like a separate operation."""
 
     gated: bool = False  # the first half of the weight are gates -> silu(gate) * other
-    gain: mx.array | None = None  # [in] the RMS norm of x with this gain is multiplied
-    eps: float = 0.0  # of that norm
+    gain: mx.array | None = None  # [in] of an RMS norm of x before the product
+    eps: float = 0.0  # of this norm
     beside: mx.array | None = None  # [T, out] is added to the product
     bias: mx.array | None = (
         None  # [rows of the weight] is added to the sums before they are rounded
@@ -124,14 +124,14 @@ def kernel_matmul(x: mx.array, weight: mx.array, fused: FusedOps = NO_FUSED_OPS)
     out = weight.shape[0] // (1 + fused.gated)
     warps = warps_of(columns // COLUMNS, MAX_WARPS)
     threads = warps * WARP_SIZE
-    found: list[mx.array] = _kernel(-(-tokens // 8), warps, x.dtype, *fused.constants.items())(
+    outputs: list[mx.array] = _kernel(-(-tokens // 8), warps, x.dtype, *fused.constants.items())(
         inputs=[x, weight, *fused.inputs],
         grid=(out // ROWS * threads, 1, 1),
         threadgroup=(threads, 1, 1),
         output_shapes=[(tokens, out)],
         output_dtypes=[x.dtype],
     )
-    return found[0]
+    return outputs[0]
 
 
 def gated_matmul(x: mx.array, weight: mx.array) -> mx.array:

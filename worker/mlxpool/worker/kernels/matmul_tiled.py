@@ -1,6 +1,6 @@
 """Matrix products of some tokens with a weight, in the tensor cores of Hopper.
 
-MLX's products are as fast on the GPU, but each costs its host some 20 us, more than the GPU needs
+MLX's products are as fast on the GPU, but each costs the host some 20 us, more than the GPU needs
 for most of them.
 """
 
@@ -22,12 +22,12 @@ from mlxpool.worker.kernels.kernel_builder import (
     kernel_works,
 )
 
-SETS = (3, 4, 6, 8, 12, 16)  # numbers of 8 tokens for which there are kernels
+SETS = (3, 4, 6, 8, 12, 16)  # sets of 8 tokens that kernels exist for
 MAX_TOKENS = 8 * SETS[-1]
 MAX_WEIGHT_BYTES = 80_000_000  # for larger weights MLX's products are faster
 COLUMNS = 64  # of a weight that are multiplied at a time
 ROWS = 128  # of a weight in a thread block
-FEWER_ROWS = 64  # where the weight has no multiple of ROWS
+FEWER_ROWS = 64  # if the weight's rows are not a multiple of ROWS
 THREADS = 256  # four warps for each 64 rows
 # Thread blocks that a large GPU runs at a time, one on each multiprocessor.
 FULL_GPU_BLOCKS = 132
@@ -36,7 +36,7 @@ MAX_SHARED_BYTES = 200 * 1024  # of a thread block for the stages in flight
 MAX_STAGES = 8
 SHARED_ALIGNMENT = 1024  # bytes
 COUNTER_ARRAYS = 128  # more than the 100 operations of a graph of MLX
-# More than the products that run at a time: nearly all wait for what another one computes.
+# More than the products that run at a time: nearly each waits for the output of another.
 SUM_ARRAYS = 8
 
 PTX_TYPES = {mx.float16: "f16", mx.bfloat16: "bf16"}
@@ -44,7 +44,7 @@ PTX_TYPES = {mx.float16: "f16", mx.bfloat16: "bf16"}
 
 @cache
 def supports(tokens: int, columns: int, rows: int, dtype: mx.Dtype) -> bool:
-    """Returns whether `kernel_matmul` supports so many tokens and a weight [rows, columns]."""
+    """Returns whether `kernel_matmul` supports this many tokens and a weight [rows, columns]."""
     if (
         not 0 < tokens <= MAX_TOKENS
         or dtype not in HALF_DTYPES
@@ -67,18 +67,18 @@ def kernel_matmul(
     arrived: mx.array = next(counters())
     partial: mx.array = next(part_sums())
     threads = THREADS * each // ROWS
-    found: list[mx.array] = _kernel(sets, splits, gated, bias is not None, x.dtype, each)(
+    outputs: list[mx.array] = _kernel(sets, splits, gated, bias is not None, x.dtype, each)(
         inputs=[x, weight, arrived, partial, bias],
         grid=(rows // each * threads, splits, 1),
         threadgroup=(threads, 1, 1),
         output_shapes=[(tokens, rows // 2 if gated else rows)],
         output_dtypes=[x.dtype],
     )
-    return found[0]
+    return outputs[0]
 
 
 def tile_rows(rows: int) -> int:
-    """Returns the rows of a weight of `rows` rows that a thread block has."""
+    """Returns the rows in a thread block, of the `rows` rows of a weight."""
     return FEWER_ROWS if rows % ROWS else ROWS
 
 
@@ -114,7 +114,7 @@ def _kernel(sets: int, splits: int, gated: bool, biased: bool, dtype: mx.Dtype, 
 
 
 def tile_of_rows(rows: int) -> str:
-    """Returns what tiled_product.cuh wants before it where a thread block has so many rows."""
+    """Returns the macro before tiled_product.cuh for `rows` rows in a thread block."""
     return "" if rows == ROWS else f"#define ROWS_OF_TILE {rows}\n"
 
 
@@ -166,13 +166,13 @@ def _group_product(sets: int, dtype: mx.Dtype, a: Sequence[str], transposed: str
     if len(a) > 1:
         first = f"{{{first}}}"
     held = ",".join(f'"+f"(c[{i}])' for i in range(count))
-    given = ", ".join(f'"{one[0]}"{one[1:]}' for one in a)
+    operands = ", ".join(f'"{operand[0]}"{operand[1:]}' for operand in a)
     at = count + len(a)
     return (
         f'asm volatile("{{.reg .pred p; setp.ne.b32 p, %{at + 1}, 0; '
         f"wgmma.mma_async.sync.aligned.m64n{8 * sets}k16.f32.{name}.{name} "
         f'{{{sums}}}, {first}, %{at}, p, 1, 1, {transposed};}}" '
-        f': {held} : {given}, "l"(b), "r"(1));'
+        f': {held} : {operands}, "l"(b), "r"(1));'
     )
 
 
@@ -206,7 +206,7 @@ def _kernel_works(dtype: mx.Dtype) -> bool:
 def _is_right(dtype: mx.Dtype) -> bool:
     """Compares products in one part and in several with MLX's."""
     right = []  # of both, since a rehearsal lists the kernels of both
-    # Fewer columns and more than there are stages.
+    # Fewer columns than the stages have, and more.
     for rows, columns in ((ROWS, COLUMNS), (FEWER_ROWS, 12 * MAX_SPLITS * COLUMNS)):
         weight = mx.random.normal((rows, columns), key=mx.random.key(1)).astype(dtype)
         x = mx.random.normal((30, columns), key=mx.random.key(2)).astype(dtype) * columns**-0.5

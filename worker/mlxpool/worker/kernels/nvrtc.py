@@ -1,8 +1,8 @@
-"""NVIDIA's runtime compiler (NVRTC), as the library that MLX installs.
+"""NVIDIA's runtime compiler (NVRTC), from the library that MLX installs.
 
-Its functions are documented in NVRTC's manual, "User Interface". As a program it compiles one
-kernel: it reads the arguments of `compile_kernel` from stdin as JSON, and writes machine code in
-base64, the name and the mangled name of the kernel to stdout, a line each.
+NVRTC's manual describes its functions under "User Interface". Run as a program, this module
+compiles one kernel: it reads the arguments of `compile_kernel` from stdin as JSON, and writes to
+stdout, a line each, the machine code in base64, the kernel's name and its mangled name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 LIBRARIES = ("libnvrtc.so.13", "libnvrtc.so.12")
-COMPILE_SECONDS = 300.0  # after which a process that compiles is ended
+COMPILE_SECONDS = 300.0  # the most seconds of a process that compiles
 
 
 class Compiler:
@@ -97,7 +97,7 @@ class Compiler:
 
 
 def loaded() -> ctypes.CDLL:
-    """Returns the library that MLX has loaded. Raises OSError when there is none."""
+    """Returns the library that MLX has loaded. Raises OSError if it has not loaded one."""
     for name in LIBRARIES:
         with contextlib.suppress(OSError):
             return ctypes.CDLL(name, mode=os.RTLD_NOW | os.RTLD_NOLOAD)
@@ -107,27 +107,29 @@ def loaded() -> ctypes.CDLL:
 def includes() -> list[Path]:
     """Returns the folders of CUDA's headers, beside MLX or of the system.
 
-    Raises OSError when there are none.
+    Raises OSError if there are no such folders.
     """
     packages = Path(sys.modules["mlx.core"].__file__ or "").parents[1] / "nvidia"
     homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
     places = [packages / "cu13", packages / "cuda_runtime", *(Path(home) for home in homes if home)]
-    found = [place / "include" for place in places if (place / "include" / "cuda_fp16.h").exists()]
-    if not found:
+    folders = [
+        place / "include" for place in places if (place / "include" / "cuda_fp16.h").exists()
+    ]
+    if not folders:
         raise OSError(f"CUDA's headers are in none of {', '.join(map(str, places))}")
-    return found
+    return folders
 
 
 def in_process(compiler: Compiler, kernel: str, code: str) -> tuple[bytes, str, str]:
-    """As `compiler.machine_code`, in a process of its own: a process compiles one at a time.
+    """As `compiler.machine_code`, in its own process: a process compiles one kernel at a time.
 
     Raises RuntimeError with the message of the compiler, OSError or SubprocessError.
     """
     includes = [*map(str, compiler.includes)]
-    given = library_path(), compiler.architecture, includes, compiler.headers, kernel, code
+    arguments = library_path(), compiler.architecture, includes, compiler.headers, kernel, code
     done = subprocess.run(
         [sys.executable, "-P", "-m", __name__],
-        input=json.dumps(given).encode(),
+        input=json.dumps(arguments).encode(),
         capture_output=True,
         check=False,
         timeout=COMPILE_SECONDS,
@@ -139,7 +141,7 @@ def in_process(compiler: Compiler, kernel: str, code: str) -> tuple[bytes, str, 
 
 
 def library_path() -> str:
-    """Returns the file of the library that MLX has loaded. Raises OSError when there is none."""
+    """Returns the file of the library that MLX has loaded. Raises OSError if it loaded none."""
     with open("/proc/self/maps", encoding="utf-8") as maps:
         for line in maps:
             path = line.rstrip().partition("/")[2]

@@ -47,15 +47,15 @@ QUANTISED_INPUTS = (*INPUTS[:5], "key_scales", "value_scales", *INPUTS[5:])
 HEAD_SIZES = range(16, 257, 16)
 MAX_GROUP = 16  # query heads of a key head
 HOPPER = "sm_90a"
-HOPPER_SIZES = (64, 128)  # of heads whose chunks have tiles of their own on Hopper
+HOPPER_SIZES = (64, 128)  # of heads that have special tiles for chunks on Hopper
 MULTIPROCESSORS = 132  # of a large GPU
 
 
 class RaggedPlan(Struct, frozen=True):
-    """What the lines of a step see: int32 arrays, whose shapes are all that is compiled.
+    """The keys that the lines of a step see: int32 arrays. Only their shapes are compiled.
 
     Line t sees the cache indices [begins[t], ends[t]) [T]. `tables` [C] are the block tables of all
-    rows behind one another; `items` [W, 8] is the work list that work_list.work_items makes for
+    rows, concatenated. `items` [W, 8] is the work list that work_list.work_items makes for
     `tile_shape`. `arrived` are `counters` and `partial` are `part_sums`; the layers of a step run
     one after the other, so all use the same arrays.
     """
@@ -96,10 +96,10 @@ def supports(
 def tile_shape(
     heads: int, pairs: int, size: int, *, chunks: bool = False, quantised: bool = False
 ) -> TileShape:
-    """Returns the tiles of layers with these heads, for which a work list is made.
+    """Returns the tiles of layers with these heads. The work list is made for them.
 
-    `chunks`: the pass reads chunks of prompts, with single lines of rows beside them or not. They
-    have Hopper's tiles, if there are any, up to 1.6 times as fast. 8-bit keys and values have none.
+    `chunks`: the pass reads chunks of prompts, with single lines of rows beside them or not. Chunks
+    use Hopper's tiles, if there are any, up to 1.6 times as fast; 8-bit keys and values never do.
     """
     hopper = chunks and not quantised and hopper_tiles(size)
     return _tile_shape(heads // pairs, pairs, size, hopper)
@@ -111,12 +111,12 @@ def _tile_shape(group: int, pairs: int, size: int, hopper: bool) -> TileShape:
 
 
 def tile_rows(size: int) -> int:
-    """Returns the query rows of a tile of a chunk, where it is not one of Hopper's."""
+    """Returns the query rows of a tile of a chunk that is not one of Hopper's."""
     return TILE_ROWS
 
 
 def _blocks(size: int, rows: int, hopper: bool) -> int:
-    """Returns the thread blocks that a multiprocessor has registers and shared memory for."""
+    """Returns the thread blocks that fit into a multiprocessor's registers and shared memory."""
     if hopper or size > WIDE or rows > TILE_ROWS:
         return 2
     return 3 if size > WIDE // 2 else 4
@@ -154,10 +154,10 @@ def attend(
 ) -> mx.array:
     """Attends with q [T, H, D], rotated, to pools [blocks, KV, block, D] -> [T, H, D].
 
-    q may be a view. Of what it sees, a line reads the last `window` keys; 0: all. Lines that see
-    nothing, and the padding lines of the work list, get zeros; lines that no item has get anything.
-    With `fresh` each line is the last of a row of its own, and q is not rotated yet. `chunks`: see
-    `tile_shape`, for which the work list was made. For four pools see rotate_and_write.
+    q may be a view. A line reads the last `window` of the keys that it sees; 0: all. Lines that see
+    nothing, and the padding lines of the work list, get zeros; lines without an item get arbitrary
+    numbers. With `fresh` each line is the last of its own row, and q is not rotated yet. `chunks`:
+    as in the `tile_shape` of the work list. Four pools: see rotate_and_write.
     """
     hopper = chunks and not is_quantised(pools) and hopper_tiles(q.shape[2])
     return _attend(q, pools, plan, scores, window, hopper, fresh)
@@ -178,9 +178,9 @@ def attend_fresh(
     """
     _, pairs, _, size = pools[0].shape
     dtype = _dtype(lines, pools)
-    made = _kernel_of(heads // pairs, pools, dtype, window, scores, False, turns, packed=True)
-    given, lines = lines.dtype, lines.astype(dtype)
-    found: list[mx.array] = made(
+    kernel = _kernel_of(heads // pairs, pools, dtype, window, scores, False, turns, packed=True)
+    before, lines = lines.dtype, lines.astype(dtype)
+    outputs: list[mx.array] = kernel(
         inputs=[
             lines, lines, lines, *pools, plan.begins, plan.ends, plan.tables, plan.items,
             turns.cosines, turns.sines, scores.sinks, plan.arrived, plan.partial,
@@ -190,11 +190,11 @@ def attend_fresh(
         output_shapes=[(lines.shape[0], heads * size)],
         output_dtypes=[dtype],
     )  # fmt: skip
-    return found[0].astype(given)
+    return outputs[0].astype(before)
 
 
 def _dtype(q: mx.array, pools: tuple[mx.array, ...]) -> mx.Dtype:
-    """Returns the dtype of the numbers that are multiplied: of integers that of the queries."""
+    """Returns the dtype of multiplied numbers: for stored integers, the dtype of the queries."""
     return q.dtype if is_quantised(pools) else pools[0].dtype
 
 
@@ -240,11 +240,11 @@ def _attend(
     hopper: bool,
     fresh: FreshLines | None = None,
 ) -> mx.array:
-    given, (lines, heads, size) = q.dtype, q.shape
+    before, (lines, heads, size) = q.dtype, q.shape
     dtype, pairs = _dtype(q, pools), pools[0].shape[1]
     turns = None if fresh is None else fresh.turns
     group = heads // pairs
-    made = _kernel_of(group, pools, dtype, window, scores, hopper, turns, fresh=fresh is not None)
+    kernel = _kernel_of(group, pools, dtype, window, scores, hopper, turns, fresh=fresh is not None)
     threads = warps_of(hopper) * WARP_SIZE
     q, unused = q.astype(dtype), plan.arrived
     k, v = (q, q) if fresh is None else (fresh.k.astype(dtype), fresh.v.astype(dtype))
@@ -253,14 +253,14 @@ def _attend(
         q, k, v, *pools, plan.begins, plan.ends, plan.tables, plan.items, cosines, sines,
         scores.sinks, plan.arrived, plan.partial,
     ]  # fmt: skip
-    found: list[mx.array] = made(
+    outputs: list[mx.array] = kernel(
         inputs=inputs,
         grid=(pairs * threads, plan.items.shape[0], 1),
         threadgroup=(threads, 1, 1),
         output_shapes=[(lines, heads, size)],
         output_dtypes=[dtype],
     )
-    return found[0].astype(given)
+    return outputs[0].astype(before)
 
 
 @cache
@@ -282,7 +282,8 @@ def _empty_pools(
     stored = keys_and_values(pairs, size, size, INT8 if quantised else AUTO)
     dtypes = {Numbers.INT8: mx.int8, Numbers.SCALE: mx.bfloat16}
     return tuple(
-        mx.zeros((blocks, pairs, block, one.size), dtypes.get(one.numbers, dtype)) for one in stored
+        mx.zeros((blocks, pairs, block, part.size), dtypes.get(part.numbers, dtype))
+        for part in stored
     )
 
 
@@ -296,30 +297,30 @@ def _is_right(
         mx.random.normal((longest + lines, n, size), key=mx.random.key(salt))
         for salt, n in enumerate((heads, pairs, pairs))
     )
-    q, k, v = (one.astype(dtype) for one in random)
+    q, k, v = (numbers.astype(dtype) for numbers in random)
     pools = _empty_pools(2, pairs, block, size, dtype, quantised)
     mx.eval(q, k, v, pools)
     slots = mx.array([*range(longest), *range(block, block + lines)], dtype=mx.int32)
     rotated = block_write.rotate_and_write(q, k, v, pools, slots, None)[longest - 1 :]
     columns = ([0, 1], [1, lines], [0, 1], [longest, lines], [0, 0])
-    spans = Spans(*(np.array(one, dtype=np.int32) for one in columns))
-    begins, ends = (mx.array(one) for one in visible_ranges(spans, lines + 1))
+    spans = Spans(*(np.array(column, dtype=np.int32) for column in columns))
+    begins, ends = (mx.array(bounds) for bounds in visible_ranges(spans, lines + 1))
     items = mx.array(work_items(spans, shape, lines + 1))
     tables = mx.array([0, 1], dtype=mx.int32)
     memory = counters(pairs), part_sums(pairs, size)
     plan = RaggedPlan(begins, ends, tables, items, *memory)
-    found = _attend(rotated, pools, plan, ScoreParams(0.1), 0, hopper)
-    for here, asked, masked in (
+    out = _attend(rotated, pools, plan, ScoreParams(0.1), 0, hopper)
+    for here, queries, masked in (
         (slice(0, longest), slice(longest - 1, longest), False),
         (slice(longest, None), slice(longest, None), True),
     ):
-        key, value = (mx.repeat(one[here], group, axis=1) for one in (k, v))
-        products = mx.einsum("qhd,khd->hqk", q[asked].astype(mx.float32), key.astype(mx.float32))
+        key, value = (mx.repeat(stored[here], group, axis=1) for stored in (k, v))
+        products = mx.einsum("qhd,khd->hqk", q[queries].astype(mx.float32), key.astype(mx.float32))
         if masked:
             products = products + mx.triu(mx.full((lines, lines), -mx.inf), 1)
         shares = mx.softmax(products * 0.1, axis=-1)
         expected = mx.einsum("hqk,khd->qhd", shares, value.astype(mx.float32))
-        mine = found[1:] if masked else found[:1]
+        mine = out[1:] if masked else out[:1]
         if not mx.allclose(mine.astype(mx.float32), expected, 0.05, 0.05).item():
             return False
     return True
@@ -334,17 +335,17 @@ def _fresh_is_right(
         mx.random.normal((longest, n, size), key=mx.random.key(salt))
         for salt, n in enumerate((heads, pairs, pairs))
     )
-    q, k, v = (one.astype(dtype) for one in random)
+    q, k, v = (numbers.astype(dtype) for numbers in random)
     angles = mx.random.uniform(0, 6, (longest, 1, size // 2), key=mx.random.key(3))
     turns = RopeTables(mx.cos(angles), mx.sin(angles), False)
     slots = mx.arange(longest, dtype=mx.int32)
     columns = ([0], [1], [0], [longest], [0])
-    spans = Spans(*(np.array(one, dtype=np.int32) for one in columns))
-    begins, ends = (mx.array(one) for one in visible_ranges(spans, 1))
+    spans = Spans(*(np.array(column, dtype=np.int32) for column in columns))
+    begins, ends = (mx.array(bounds) for bounds in visible_ranges(spans, 1))
     items = mx.array(work_items(spans, _tile_shape(group, pairs, size, False), 1))
     memory = counters(pairs), part_sums(pairs, size)
     plan = RaggedPlan(begins, ends, mx.zeros((1,), dtype=mx.int32), items, *memory)
-    found = []
+    results = []
     for more in (0, 1):
         pools = _empty_pools(1, pairs, block, size, dtype, quantised)
         mx.eval(q, k, v, pools)
@@ -356,16 +357,16 @@ def _fresh_is_right(
         mx.eval(rotated)
         if more:
             last = RopeTables(turns.cosines[-1:], turns.sines[-1:], False)
-            lines = mx.concatenate([one[-1:].reshape(1, -1) for one in (q, k, v)], axis=1)
+            lines = mx.concatenate([part[-1:].reshape(1, -1) for part in (q, k, v)], axis=1)
             out = attend_fresh(lines, heads, pools, plan, ScoreParams(0.1), 0, last)
-            found.append(out.reshape(1, heads, size))
+            results.append(out.reshape(1, heads, size))
         else:
-            found.append(_attend(rotated[-1:], pools, plan, ScoreParams(0.1), 0, False))
-        mx.eval(found)
-        found.extend(pools)
-    each = len(found) // 2
-    pairs_of = zip(found[:each], found[each:], strict=True)
-    return all(mx.allclose(one, other, 0.05, 0.05).item() for one, other in pairs_of)
+            results.append(_attend(rotated[-1:], pools, plan, ScoreParams(0.1), 0, False))
+        mx.eval(results)
+        results.extend(pools)
+    each = len(results) // 2
+    pairs_of = zip(results[:each], results[each:], strict=True)
+    return all(mx.allclose(first, second, 0.05, 0.05).item() for first, second in pairs_of)
 
 
 @cache

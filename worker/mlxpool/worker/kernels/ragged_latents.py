@@ -31,14 +31,14 @@ from mlxpool.worker.kernels.work_list import (
 )
 
 INPUTS = ("q", "pool", "ends", "tables", "items", "arrived", "partial")
-RANKS = (128, 256, 512)  # numbers of a latent that are its value: two groups of warps share them
+RANKS = (128, 256, 512)  # numbers of a latent's value: two groups of warps share them
 FILES = ("latent_tile.cuh", "latent_chunk_tile.cuh")
 PANEL = 64  # numbers of a latent that are multiplied at a time, and latents of a tile
-MAX_ROWS = 64  # of a tile; the sums of more do not fit into registers
-MAX_LINE = 640  # numbers of a latent; two tiles of longer ones do not fit
+MAX_ROWS = 64  # of a tile; the sums of more rows do not fit into registers
+MAX_LINE = 640  # numbers of a latent; two tiles of longer latents do not fit
 MAX_SHARED_BYTES = 227 * 1024 - 16  # of shared memory of a thread block, without its own variables
 THREADS = 256
-MAX_FEW_ROWS = 32  # up to which a tile's rows are the columns of the tensor cores' matrices
+MAX_FEW_ROWS = 32  # the most rows of a tile that are columns of the tensor cores' matrices
 VALUE_NUMBERS = 256  # of a latent in one instruction; 64 is 3 to 6 % slower
 ALIGNMENT = 1024  # bytes, of swizzled matrices
 LEAST_KEYS = 160  # latents of a part: the sums of a part take as long as these
@@ -46,7 +46,7 @@ SUM_KEYS = 32  # latents that a thread block could read while it adds up one par
 
 
 def supports(heads: int, line: int, rank: int, block: int, dtype: mx.Dtype) -> bool:
-    """Returns whether `attend` supports so many heads and latents of these sizes here.
+    """Returns whether `attend` supports this many heads and latents of these sizes here.
 
     The first call for a dtype tries it.
     """
@@ -55,7 +55,7 @@ def supports(heads: int, line: int, rank: int, block: int, dtype: mx.Dtype) -> b
 
 
 def tile_shape(heads: int, line: int, rank: int) -> TileShape:
-    """Returns the tiles of layers with these heads, for which a work list is made."""
+    """Returns the tiles of layers with these heads. The work list is made for them."""
     most = max_rows(line, rank)
     groups = next(n for n in range(1, heads + 1) if heads % n == 0 and heads // n <= most)
     each = heads // groups
@@ -64,7 +64,7 @@ def tile_shape(heads: int, line: int, rank: int) -> TileShape:
 
 
 def max_rows(line: int, rank: int) -> int:
-    """Returns the rows of a tile for which a thread block has shared memory."""
+    """Returns the rows of a tile that fit into the shared memory of a thread block."""
     rows = range(MAX_ROWS, 0, -UNIT_ROWS)
     return next(n for n in rows if shared_bytes(n, line, rank) <= MAX_SHARED_BYTES)
 
@@ -80,7 +80,7 @@ def shared_bytes(rows: int, line: int, rank: int) -> int:
 def value_numbers(line: int, rank: int) -> int:
     """Returns the numbers that one instruction multiplies in tiles of many rows.
 
-    0: such tiles do not fit; a panel of the latent that is no value has to hold their shares.
+    0: such tiles do not fit. Their shares have to fit into the panel of a latent after its value.
     """
     fits = line > rank and _chunk_bytes(line) <= MAX_SHARED_BYTES
     return min(VALUE_NUMBERS, rank // 2) if fits else 0
@@ -96,11 +96,11 @@ def attend(q: mx.array, pool: mx.array, plan: RaggedPlan, scale: float, rank: in
 
     A whole latent is the key, its first `rank` numbers are the value. Every line sees its row from
     the first latent on. Lines that see nothing, and the padding lines of the work list, get zeros;
-    lines that no item has get anything.
+    lines without an item get arbitrary numbers.
     """
-    given, (lines, heads, size) = q.dtype, q.shape
+    before, (lines, heads, size) = q.dtype, q.shape
     shape = tile_shape(heads, size, rank)
-    found: list[mx.array] = _kernel(heads, size, rank, pool.shape[2], pool.dtype, scale)(
+    outputs: list[mx.array] = _kernel(heads, size, rank, pool.shape[2], pool.dtype, scale)(
         inputs=[
             mx.contiguous(q.astype(pool.dtype)), pool, plan.ends, plan.tables, plan.items,
             plan.arrived, plan.partial,
@@ -110,7 +110,7 @@ def attend(q: mx.array, pool: mx.array, plan: RaggedPlan, scale: float, rank: in
         output_shapes=[(lines, heads, rank)],
         output_dtypes=[pool.dtype],
     )  # fmt: skip
-    return found[0].astype(given)
+    return outputs[0].astype(before)
 
 
 @cache
@@ -165,7 +165,7 @@ def _is_right(dtype: mx.Dtype) -> bool:
         for size in ((lines, heads, line), (2 * block, line))
     )
     columns = ([0, 1], [1, chunk], [0, 0], [before, tokens], [0, 0])
-    spans = Spans(*(np.array(one, dtype=np.int32) for one in columns))
+    spans = Spans(*(np.array(column, dtype=np.int32) for column in columns))
     shape = tile_shape(heads, line, rank)
     begins, ends = visible_ranges(spans, lines)
     plan = RaggedPlan(
@@ -176,9 +176,9 @@ def _is_right(dtype: mx.Dtype) -> bool:
         ragged_attention.counters(shape.kv_heads),
         ragged_attention.part_sums(shape.kv_heads, rank),
     )
-    found = attend(q, latents.reshape(2, 1, block, line), plan, 0.05, rank)
-    asked, keys, mine = (np.array(one.astype(mx.float32)) for one in (q, latents, found))
-    scores = np.where(np.arange(2 * block) < ends[:, None, None], asked @ keys.T * 0.05, -np.inf)
+    result = attend(q, latents.reshape(2, 1, block, line), plan, 0.05, rank)
+    queries, keys, mine = (np.array(array.astype(mx.float32)) for array in (q, latents, result))
+    scores = np.where(np.arange(2 * block) < ends[:, None, None], queries @ keys.T * 0.05, -np.inf)
     shares = np.exp(scores - scores.max(-1, keepdims=True))
     expected = shares / shares.sum(-1, keepdims=True) @ keys[:, :rank]
     return np.allclose(mine, expected, 0.05, 0.03)

@@ -9,9 +9,9 @@ class RoutingParams(Struct, frozen=True):
     """Each token chooses the `chosen` best of `count` experts.
 
     Their weights are a softmax of all experts' logits, or sigmoids of them. An array [E] may be
-    added: to the logits of a softmax, or to sigmoids to choose by, but not to weights.
-    Where sigmoids are in `groups`, those of all but the `chosen_groups` best groups, by their two
-    best experts, count as 0.
+    added to the logits of a softmax, or to the sigmoids that experts are chosen by; it does not
+    change the weights of sigmoids. If sigmoids are in `groups`, only the `chosen_groups` best
+    groups, by their two best experts, count; the sigmoids of all others count as 0.
     """
 
     count: int

@@ -1,6 +1,6 @@
 """Takes some columns of each row of an array, and adds values to some columns of each row.
 
-Draws need both over the vocabulary: log-probabilities of tokens, counts of tokens, biases. MLX
+Sampling needs both over the vocabulary: log-probabilities of tokens, counts of tokens, biases. MLX
 would compile a kernel for each kind of index, which takes 3 to 5 seconds of a first load.
 """
 
@@ -26,32 +26,32 @@ def works() -> bool:
 
 def take_columns(table: mx.array, ids: mx.array) -> mx.array:
     """Returns table[r, ids[r, j]] [R, k] of table [R, V] and int32 ids [R, k] of its columns."""
-    found: list[mx.array] = _take_kernel()(
+    outputs: list[mx.array] = _take_kernel()(
         inputs=[table, ids],
         grid=(-(-ids.size // TAKE_THREADS) * TAKE_THREADS, 1, 1),
         threadgroup=(TAKE_THREADS, 1, 1),
         output_shapes=[ids.shape],
         output_dtypes=[table.dtype],
     )
-    return found[0]
+    return outputs[0]
 
 
 def column_sums(ids: mx.array, values: mx.array, size: int) -> mx.array:
     """Returns for each row the sum of the values of each of `size` columns, float32 [R, size].
 
     Column ids[r, j] gets values[r, j]; ids are int32 [R, k], values float32 [R, k], or [1, 1] for
-    all. An id below 0, or of `size` or more, is of no column. The order of the sums of one column
-    is not fixed, so values that are added there must not need rounding.
+    all. Ids below 0, and of `size` or more, are skipped. The order of the additions to one column
+    is not fixed, so the sums must be exact without rounding.
     """
     rows = ids.shape[0]
-    found: list[mx.array] = _sum_kernel(size, values.size > 1)(
+    outputs: list[mx.array] = _sum_kernel(size, values.size > 1)(
         inputs=[ids, values],
         grid=(rows * SUM_THREADS, 1, 1),
         threadgroup=(SUM_THREADS, 1, 1),
         output_shapes=[(rows, size)],
         output_dtypes=[mx.float32],
     )
-    return found[0]
+    return outputs[0]
 
 
 @cache
@@ -77,4 +77,4 @@ def _are_right() -> bool:
         (sums, [[2, 0, 5, 0], [0, 32, 0, 0]]),
         (taken, [[2, 5], [1, 32]]),
     )
-    return all(np.array_equal(np.array(found), right) for found, right in expected)
+    return all(np.array_equal(np.array(result), right) for result, right in expected)

@@ -19,7 +19,7 @@ from mlxpool.worker.kernels.kernel_builder import (
 NUMBERS_PER_THREAD = 8
 MAX_NORM_SIZE = 1024 * NUMBERS_PER_THREAD
 THREADS = 256  # of a thread block of `swiglu` and `take_rows`
-COPY_BYTES = 16  # that a thread copies
+COPY_BYTES = 16  # bytes that a thread copies
 
 
 @cache
@@ -74,18 +74,18 @@ def swiglu(both: mx.array) -> mx.array:
     """Returns silu(gate) * up [T, W] of both [T, 2 * W], gates first.
 
     It is rounded like the separate operations. MLX's fused operation would read two views that are
-    not contiguous, and is compiled at each load.
+    not contiguous, and MLX compiles it at each load.
     """
     lines, width = both.shape[0], both.shape[1] // 2
     threads = lines * width // NUMBERS_PER_THREAD
-    found: list[mx.array] = _gate_kernel(width, both.dtype)(
+    outputs: list[mx.array] = _gate_kernel(width, both.dtype)(
         inputs=[both],
         grid=(-(-threads // THREADS) * THREADS, 1, 1),
         threadgroup=(THREADS, 1, 1),
         output_shapes=[(lines, width)],
         output_dtypes=[both.dtype],
     )
-    return found[0]
+    return outputs[0]
 
 
 @cache
@@ -96,7 +96,7 @@ def _gate_kernel(width: int, dtype: mx.Dtype) -> Any:
 
 def _gate_is_right(dtype: mx.Dtype) -> bool:
     both = mx.random.normal((3, 64), key=mx.random.key(1)).astype(dtype)
-    gate, up = (one.astype(mx.float32) for one in mx.split(both, 2, axis=1))
+    gate, up = (half.astype(mx.float32) for half in mx.split(both, 2, axis=1))
     expected = gate * mx.sigmoid(gate) * up
     return bool(mx.allclose(swiglu(both).astype(mx.float32), expected, 0.02, 0.02).item())
 
@@ -118,14 +118,14 @@ def take_rows(table: mx.array, ids: mx.array) -> mx.array:
     """
     shape = (ids.shape[0], *table.shape[1:])
     pieces = table.nbytes // table.shape[0] // COPY_BYTES
-    found: list[mx.array] = _take_kernel(pieces)(
+    outputs: list[mx.array] = _take_kernel(pieces)(
         inputs=[table, ids],
         grid=(-(-shape[0] * pieces // THREADS) * THREADS, 1, 1),
         threadgroup=(THREADS, 1, 1),
         output_shapes=[shape],
         output_dtypes=[table.dtype],
     )
-    return found[0]
+    return outputs[0]
 
 
 @cache
@@ -135,5 +135,5 @@ def _take_kernel(pieces: int) -> Any:
 
 def _take_is_right(dtype: mx.Dtype) -> bool:
     table = mx.arange(4 * 8).reshape(4, 8).astype(dtype)
-    found = take_rows(table, mx.array([3, 0, 3], dtype=mx.int32))
-    return bool((np.array(found.astype(mx.float32))[:, 0] == [24, 0, 24]).all())
+    rows = take_rows(table, mx.array([3, 0, 3], dtype=mx.int32))
+    return bool((np.array(rows.astype(mx.float32))[:, 0] == [24, 0, 24]).all())

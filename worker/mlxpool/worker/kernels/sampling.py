@@ -31,13 +31,13 @@ def sample_tokens(
     positions: mx.array,
     masks: mx.array | None = None,
 ) -> mx.array:
-    """Returns tokens [R] int32 of logits [R, V], -1 where logits are not numbers.
+    """Returns tokens [R] int32 of logits [R, V]; -1 for a row with logits that are not numbers.
 
     `options` [R, OPTIONS] int32, see `packed_options`; `positions` [R] int32 of the tokens in their
     completions. `masks`: see TokenMasks.numbers.
     """
     rows, size = logits.shape
-    found: list[mx.array] = _kernel(size, logits.dtype, masks is not None)(
+    outputs: list[mx.array] = _kernel(size, logits.dtype, masks is not None)(
         inputs=[
             *(logits, options, positions),
             *(() if masks is None else (masks,)),
@@ -47,7 +47,7 @@ def sample_tokens(
         output_shapes=[(rows,)],
         output_dtypes=[mx.int32],
     )
-    return found[0]
+    return outputs[0]
 
 
 def packed_options(
@@ -57,30 +57,30 @@ def packed_options(
     min_ps: Sequence[float],
     seeds: Sequence[int],
 ) -> npt.NDArray[np.int32]:
-    """Returns the options of R rows as one array [R, OPTIONS], which is sent to the device at once.
+    """Returns the options of R rows as one array [R, OPTIONS], for one copy to the device.
 
     `heats` are temperatures, 0: the likeliest token; `top_ks` 0: off; `top_ps` 1 or more: off.
     Floats are stored as the bits of float32; a seed as its upper and its lower half.
     """
-    found = np.empty((len(seeds), OPTIONS), dtype=np.int32)
-    found[:, :3].view(np.float32)[:] = np.array((heats, top_ps, min_ps), dtype=np.float32).T
-    found[:, 3] = top_ks
+    options = np.empty((len(seeds), OPTIONS), dtype=np.int32)
+    options[:, :3].view(np.float32)[:] = np.array((heats, top_ps, min_ps), dtype=np.float32).T
+    options[:, 3] = top_ks
     halves = np.array(seeds, dtype=np.uint64).view(np.uint32).reshape(-1, 2)
-    found[:, 4:].view(np.uint32)[:] = halves[:, ::-1] if byteorder == "little" else halves
-    return found
+    options[:, 4:].view(np.uint32)[:] = halves[:, ::-1] if byteorder == "little" else halves
+    return options
 
 
 def known_tokens(ids: mx.array, drawn: mx.array) -> mx.array:
-    """Returns ids [T] int32, where an id -1 - r is replaced by element r of `drawn` int32."""
+    """Returns ids [T] int32; an id -1 - r is replaced by element r of `drawn` int32."""
     lines = ids.shape[0]
-    found: list[mx.array] = _known_kernel()(
+    outputs: list[mx.array] = _known_kernel()(
         inputs=[ids, drawn],
         grid=(-(-lines // KNOWN_THREADS) * KNOWN_THREADS, 1, 1),
         threadgroup=(KNOWN_THREADS, 1, 1),
         output_shapes=[(lines,)],
         output_dtypes=[mx.int32],
     )
-    return found[0]
+    return outputs[0]
 
 
 @cache

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 class ScoreParams(Struct, frozen=True):
     """Parameters of attention scores.
 
-    A score is the product of a query and a key times `scale`. Where `softcap` is not 0 it becomes
-    softcap * tanh(score / softcap). `sinks` [H] holds one score more for each query head, which
-    takes part in the softmax and has no value.
+    A score is the product of a query and a key times `scale`. If `softcap` is not 0, the score
+    becomes softcap * tanh(score / softcap). `sinks` [H] holds one more score for each query head;
+    it takes part in the softmax but has no value vector.
     """
 
     scale: float

@@ -22,7 +22,7 @@ GROUPS = (32, 64)  # sizes of groups
 TILE = 64  # rows and columns of a tile
 FRAGMENTS = 4  # of a tile, with 16 rows each
 THREADS = 256
-NUMBERS_PER_THREAD = 8  # of a row, that a thread dequantises
+NUMBERS_PER_THREAD = 8  # numbers of a row that a thread dequantises
 
 
 def fits(rows: int, columns: int, group: int, dtype: mx.Dtype) -> bool:
@@ -50,34 +50,34 @@ def in_tiles(weight: mx.array, scales: mx.array, biases: mx.array, group: int) -
     rows, columns = weight.shape[0], weight.shape[1] * NUMBERS_PER_THREAD
     words = FRAGMENTS * fragment_bytes(group) // 4
     shape = (rows // TILE, columns // TILE, words)
-    found: list[mx.array] = _tile_kernel(group, scales.dtype)(
+    outputs: list[mx.array] = _tile_kernel(group, scales.dtype)(
         inputs=[weight, scales, biases],
         grid=(_rounded_up(shape[0] * shape[1] * words), 1, 1),
         threadgroup=(THREADS, 1, 1),
         output_shapes=[shape],
         output_dtypes=[mx.uint32],
     )
-    return found[0]
+    return outputs[0]
 
 
 def dequantised_rows(
     tiles: mx.array, ids: mx.array | None, group: int, dtype: mx.Dtype
 ) -> mx.array:
-    """Returns rows [T, in] of a weight in tiles whose int32 numbers are ids [T], or all of them.
+    """Returns the rows [T, in] with int32 numbers ids [T] of a weight in tiles; None: all rows.
 
-    `dtype` is that of the weight's scales.
+    `dtype` is the dtype of the weight's scales.
     """
     columns = tiles.shape[1] * TILE
     lines = tiles.shape[0] * TILE if ids is None else ids.shape[0]
     threads = lines * columns // NUMBERS_PER_THREAD // (2 if ids is None else 1)
-    found: list[mx.array] = _rows_kernel(group, dtype, ids is None)(
+    outputs: list[mx.array] = _rows_kernel(group, dtype, ids is None)(
         inputs=[tiles, tiles if ids is None else ids],
         grid=(_rounded_up(threads), 1, 1),
         threadgroup=(THREADS, 1, 1),
         output_shapes=[(lines, columns)],
         output_dtypes=[dtype],
     )
-    return found[0]
+    return outputs[0]
 
 
 def _rounded_up(threads: int) -> int:
@@ -97,8 +97,8 @@ def _tile_kernel(group: int, dtype: mx.Dtype) -> Any:
 
 
 @cache
-def _rows_kernel(group: int, dtype: mx.Dtype, every: bool) -> Any:
-    constants: dict[str, Constant] = {"ALL": every, "N": dtype}
+def _rows_kernel(group: int, dtype: mx.Dtype, whole: bool) -> Any:
+    constants: dict[str, Constant] = {"ALL": whole, "N": dtype}
     return build_kernel(
         "rows_4bit",
         ["tiles", "ids"],
@@ -120,9 +120,9 @@ def _is_right(group: int, dtype: mx.Dtype) -> bool:
     packed = mx.quantize(numbers, group_size=group, bits=BITS)
     expected = mx.dequantize(*packed, group_size=group, bits=BITS)
     tiles, ids = in_tiles(*packed, group), [77, 3, 3]
-    every = dequantised_rows(tiles, None, group, dtype)
-    if not mx.allclose(every, expected, 0.02, 0.02).item():
+    whole = dequantised_rows(tiles, None, group, dtype)
+    if not mx.allclose(whole, expected, 0.02, 0.02).item():
         return False
     rows = dequantised_rows(tiles, mx.array(ids, dtype=mx.int32), group, dtype)
-    found, wanted = (np.array(one.astype(mx.float32)) for one in (rows, every))
-    return bool((found == wanted[ids]).all())
+    taken, all_rows = (np.array(array.astype(mx.float32)) for array in (rows, whole))
+    return bool((taken == all_rows[ids]).all())

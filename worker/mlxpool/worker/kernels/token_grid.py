@@ -1,7 +1,7 @@
 """The grid of kernels that compute several operations of one token, see cuda/token_rows.cuh.
 
-With one token each kernel costs the host more than the device. Thread blocks of such a kernel wait
-for each other, so all of them must be resident at a time: one on each multiprocessor.
+For one token, each separate kernel costs the host more than the device. Thread blocks of such a
+combined kernel wait for each other, so all must be resident at a time: one on each multiprocessor.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from mlxpool.worker.kernels.kernel_builder import WARP_SIZE, Constant, build_ker
 WARPS = 16  # of a thread block
 THREADS = WARPS * WARP_SIZE
 STATE_WORDS = 4  # of memory, for the barrier of the grid
-COLUMNS = 64  # a row of a weight has a multiple of them
-MIN_MULTIPROCESSORS = 64  # fewer take longer than they save
+COLUMNS = 64  # a row of a weight has a multiple of this
+MIN_MULTIPROCESSORS = 64  # with fewer the kernel takes longer than it saves
 MAX_SHARED_BYTES = 128 * 1024  # of a thread block
 
 
@@ -53,22 +53,22 @@ def launch(
     kernel: Any, inputs: Sequence[mx.array | None], shape: Sequence[int], dtype: mx.Dtype
 ) -> mx.array:
     """Runs a kernel that `build` has built; returns its output."""
-    found: list[mx.array] = kernel(
+    outputs: list[mx.array] = kernel(
         inputs=list(inputs),
         grid=(device.multiprocessors() * THREADS, 1, 1),
         threadgroup=(THREADS, 1, 1),
         output_shapes=[tuple(shape)],
         output_dtypes=[dtype],
     )
-    return found[0]
+    return outputs[0]
 
 
 @cache
 def memory(name: str, words: int) -> mx.array:
-    """Returns scratch memory of a kernel: `words` words after those of the barrier.
+    """Returns scratch memory of a kernel: `words` words after the words of the barrier.
 
-    Launches that share it never overlap, because each reads the output of the one before.
+    Launches that share it never overlap, because each reads the output of the launch before.
     """
-    made = mx.zeros((STATE_WORDS + words,), dtype=mx.int32)
-    device.evaluate_in_own_memory([made])
-    return made
+    scratch = mx.zeros((STATE_WORDS + words,), dtype=mx.int32)
+    device.evaluate_in_own_memory([scratch])
+    return scratch

@@ -1,4 +1,4 @@
-"""Divides the attention of a step into tiles for thread blocks, and says what memory they share.
+"""Divides the attention of a step into tiles for thread blocks, and computes their shared memory.
 
 Imports no MLX.
 """
@@ -15,31 +15,31 @@ from msgspec import Struct
 Numbers: TypeAlias = npt.NDArray[np.int32]
 StepKey: TypeAlias = tuple[bytes, bytes, int]  # see Division.key
 
-TILE_ROWS = 64  # query rows of a tile of a chunk, and padding lines that an item has
-UNIT_ROWS = 8  # query rows for which a unit of partial sums has memory
+TILE_ROWS = 64  # query rows of a tile of a chunk, and padding lines of an item
+UNIT_ROWS = 8  # query rows of a unit of partial sums
 PART_UNITS = 512  # units of partial sums of a step
 HOPPER_ROWS = 128  # of a tile of Hopper's, two groups of four warps
 WARPS = 4  # of a thread block, 8 with Hopper's tiles
-WIDE = 128  # numbers of a head above which fewer keys are in shared memory at a time
-DECODE_KEYS = 16  # of a decode tile that a warp multiplies at a time
+WIDE = 128  # numbers of a head; of larger heads fewer keys are in shared memory at a time
+DECODE_KEYS = 16  # keys of a decode tile that a warp multiplies at a time
 LINE_GAP = 8  # numbers between lines of shared memory
 QUANTISED_SIZES = range(32, 257, 32)  # of heads that are stored as 8-bit integers
 INTEGER_GAP, SCALE_BYTES = 16, 2  # bytes between lines of integers, and of the scale of each
 SHARED_ALIGNMENT = 1024  # bytes, of swizzled matrices
-EXTRA_ITEMS = 64  # items beyond one a line
+EXTRA_ITEMS = 64  # items besides one for each line
 MIN_DECODE_KEYS = 256  # keys of a part; shorter parts cost more than they save
 MIN_CHUNK_KEYS = 512
-STEP_KEYS = 128  # parts but the last have a multiple of it
+STEP_KEYS = 128  # all parts but the last have a multiple of these keys
 PART_COST = 64  # keys that a thread block could read while it begins and ends
-# Keys of a part as shares of what each thread block would read if all ended together; and how much
-# longer than that a step may take for no further shares to be tried.
+# Keys of a part, as shares of the ideal: the keys of each thread block if all ended together. No
+# further shares are tried if a step takes at most NEAR times as long as the ideal.
 SHARES, NEAR = (1, 1.04, 1.1, 1.25, 1 / 2, 1 / 3, 1 / 4), 1.08
-LONG_SHARES = (2, 3, 4, 6, 8)  # tried, too, where it takes long to add up parts
-STILL_GOOD = 1.2  # longer than with its best share a step may take that keeps one
+LONG_SHARES = (2, 3, 4, 6, 8)  # also tried if it takes long to add up parts
+STILL_GOOD = 1.2  # a step keeps its share while it takes at most this times as long as the best
 WHOLE = 0.0  # in place of a share: no tile is divided
 KEPT_SHARES = 64  # of steps with chunks, which come again when the next prompt is read alone
-WHOLE_KEYS = 1024  # of a tile that is not divided in a list for one pass
-STEPS_OF_PARTS = 32  # in which rows that go on decoding keep their parts, and others the share
+WHOLE_KEYS = 1024  # the most keys of a tile that is not divided in a list for one pass
+STEPS_OF_PARTS = 32  # steps for which decoding rows keep their parts, and others the share
 # The columns of an item.
 FIRST_LINE, LINES, TABLE, LOW, HIGH, PART, PARTS, UNIT = range(8)
 
@@ -48,7 +48,7 @@ class TileShape(Struct, frozen=True):
     """The tiles of a layer: `group` query heads share each of `kv_heads` key heads.
 
     `rows`: query rows of a tile of a chunk, TILE_ROWS or twice that. `blocks`: thread blocks that a
-    large GPU runs at a time. `least_keys`: of a part, where that is more than of other tiles.
+    large GPU runs at a time. `least_keys`: keys of a part, at least, besides the bounds MIN_*_KEYS.
     `sum_keys`: keys that a thread block could read while it adds up one part of a tile.
     """
 
@@ -71,12 +71,12 @@ class TileShape(Struct, frozen=True):
 
     @property
     def decode_lines(self) -> int:
-        """The most lines of such a tile."""
+        """The most lines of a tile whose warps share the keys."""
         return self.decode_rows // self.group
 
 
 class Spans(Struct, frozen=True):
-    """Neighbouring lines of rows: int32 arrays [S]; the spans lie one behind another from line 0.
+    """Spans of neighbouring lines of a row: int32 arrays [S]. They follow each other from line 0.
 
     The last line of a span sees cache indices [begin, end), each line before it one key less.
     `tables` are the places of the rows' block tables in the table of all rows.
@@ -98,10 +98,10 @@ def work_items(spans: Spans, shape: TileShape, lines: int) -> Numbers:
     """Returns the work list [capacity_of(lines), 8] of a step of `lines` lines, padding included.
 
     An item is a tile: its first line, lines, table, the keys [low, high) that its lines see, a part
-    of these keys and the count of parts, and the first unit of its partial sums, which names its
-    counter, too. Items without parts fill padding lines with zeros; items without lines are unused.
-    Thread blocks begin with the items of chunks, and of these and of the others with those of most
-    keys: chunks multiply for long while items of lines that decode, beside them, wait for memory.
+    of these keys and the count of parts, and the first unit of its partial sums, which is also the
+    number of its counter. Items without parts fill padding lines with zeros; items without lines
+    are unused. Items of chunks come first, and in both groups the items with most keys: chunks
+    multiply for long while items of decoding lines, beside them, wait for memory.
     """
     return _items(_tiles(spans, shape), shape, lines, _best_parts)[0]
 
@@ -110,8 +110,8 @@ class WorkLists:
     """Makes the work lists of steps of one TileShape.
 
     Most of the time goes into the choice of the parts. While the same rows decode, the tiles keep
-    their parts for some steps; steps with chunks keep the share that their parts have, and get that
-    of an equal step that was chosen before.
+    their parts for some steps. Steps with chunks keep the share of the step before, or get the
+    share that was chosen for an equal step.
     """
 
     def __init__(self, shape: TileShape) -> None:
@@ -140,24 +140,24 @@ class WorkLists:
     def items_once(self, spans: Spans, lines: int) -> Numbers:
         """Returns a work list of single lines for one pass.
 
-        What it takes to choose the best parts is more than they save in one pass. Tiles of up to
-        WHOLE_KEYS keys have no parts, others some that are near the best.
+        The choice of the best parts takes longer than they save in one pass. Tiles of up to
+        WHOLE_KEYS keys are not divided; others get parts that are near the best.
         """
         keys = spans.ends - spans.begins
         if keys.size and int(keys.max()) > WHOLE_KEYS:
             return _items(_tiles(spans, self._shape), self._shape, lines, _near_parts)[0]
-        found = np.zeros((capacity_of(lines), 8), dtype=np.int32)
-        used = found[: keys.size]
+        items = np.zeros((capacity_of(lines), 8), dtype=np.int32)
+        used = items[: keys.size]
         used[:, FIRST_LINE], used[:, TABLE] = spans.first_lines, spans.tables
         used[:, LOW], used[:, HIGH] = spans.begins, spans.ends
         used[:, LINES] = used[:, PARTS] = 1
-        _add_padding(found[keys.size :], keys.size, lines)
-        return found
+        _add_padding(items[keys.size :], keys.size, lines)
+        return items
 
     def repeats(self) -> bool:
-        """Counts one more use of the newest list, for the same rows with a key more.
+        """Counts one more use of the newest list, for the same rows with one key more.
 
-        Returns False where it has to be made anew.
+        Returns False if the list has to be made anew.
         """
         if self._uses >= STEPS_OF_PARTS:
             return False
@@ -166,13 +166,11 @@ class WorkLists:
 
     @property
     def ends(self) -> int:
-        """The first items of the newest list that is for single lines have the ends of its rows."""
+        """The number of first items of the newest list of single lines that have the rows' ends."""
         return self._tiles.size
 
     def _parts(self, step: Division) -> Numbers:
-        """Returns the parts of a step by the share of an equal step, or of those before, while that
-        is good.
-        """
+        """Returns the parts of a step by the share of an equal step, or while good the last one."""
         key = step.key
         if (known := self._shares.get(key)) is not None:
             return step.parts(known.of_ideal * step.ideal)
@@ -211,7 +209,7 @@ class Division(Struct, frozen=True):
 
     @property
     def key(self) -> StepKey:
-        """What decides about the parts; `least` follows from `units`."""
+        """The fields that decide about the parts; `least` follows from `units`."""
         return self.keys.tobytes(), self.units.tobytes(), self.extra
 
     @property
@@ -224,16 +222,16 @@ class Division(Struct, frozen=True):
         if bound == WHOLE:
             return np.ones_like(self.keys)
         parts = np.maximum(np.ceil(self.keys / np.maximum(bound, self.least)), 1).astype(np.int32)
-        found: Numbers = np.where(parts > 1, -(-self.keys // np.maximum(self._each(parts), 1)), 1)
-        return found.astype(np.int32)
+        counts: Numbers = np.where(parts > 1, -(-self.keys // np.maximum(self._each(parts), 1)), 1)
+        return counts.astype(np.int32)
 
     def fits(self, parts: Numbers) -> bool:
-        """Returns whether there is memory for so many parts."""
+        """Returns whether there is memory for these parts."""
         needed = int((parts * self.units)[parts > 1].sum())
         return int(parts.sum()) - parts.size <= self.extra and needed <= PART_UNITS
 
     def ratio(self, parts: Numbers) -> float:
-        """Returns how many times as long as `ideal` a step of these parts takes; at least 1."""
+        """Returns the time of a step of these parts as a multiple of `ideal`; at least 1."""
         time = _time(self._each(parts), parts, self.places)
         most = int(parts.max()) if self.sum_keys and parts.size else 1
         return max(1.0, (time + self.sum_keys * (most - 1)) / max(self.ideal, 1.0))
@@ -243,12 +241,12 @@ class Division(Struct, frozen=True):
         return np.where(parts > 1, -(-self.keys // (parts * STEP_KEYS)) * STEP_KEYS, self.keys)
 
     def best_share(self) -> Share:
-        """Returns the share with which the step ends soonest."""
+        """Returns the share that makes the step end soonest."""
         best = Share(WHOLE, self.ratio(np.ones_like(self.keys)))
         if best.ratio <= NEAR or not (self.keys > self.least).any():
             return best
-        # With the last share, parts are at most as many more than tiles as there may be, and at
-        # most twice that are of divided tiles: both stay within the capacities.
+        # The last share always fits: it adds at most `extra` parts, and the units of the divided
+        # tiles stay within PART_UNITS.
         total, most = int(self.keys.sum()), 2 * int((self.keys * self.units).sum()) / PART_UNITS
         safe = max(self.ideal, total / max(self.extra, 1), most) / self.ideal
         more = LONG_SHARES if self.sum_keys else ()
@@ -285,7 +283,7 @@ def _items(
     least = np.maximum(np.where(decodes, MIN_DECODE_KEYS, MIN_CHUNK_KEYS), shape.least_keys)
     places = max(shape.blocks // shape.kv_heads, 1)
     parts = parts_of(Division(keys, units, least, places, extra, shape.sum_keys))
-    found = np.zeros((capacity_of(lines), 8), dtype=np.int32)
+    work = np.zeros((capacity_of(lines), 8), dtype=np.int32)
     each = -(-keys // parts)
     order = np.lexsort((-each, decodes)).astype(np.int32)
     tiles[:, PARTS] = parts
@@ -295,11 +293,11 @@ def _items(
     items = int(parts.sum())
     if items > count:
         order = np.repeat(order, parts)
-    found[:items] = tiles[order]
+    work[:items] = tiles[order]
     if items > count:
-        found[:items, PART] = np.arange(items) - np.repeat(np.cumsum(parts) - parts, parts)
-    _add_padding(found[items:], used, lines)
-    return found, order
+        work[:items, PART] = np.arange(items) - np.repeat(np.cumsum(parts) - parts, parts)
+    _add_padding(work[items:], used, lines)
+    return work, order
 
 
 def _add_padding(items: Numbers, used: int, lines: int) -> None:
@@ -309,7 +307,7 @@ def _add_padding(items: Numbers, used: int, lines: int) -> None:
 
 
 def _time(each: Numbers, parts: Numbers, places: int) -> float:
-    """Returns about the keys that are read one after the other, `places` parts at a time."""
+    """Estimates the keys that are read one after the other, with `places` parts at a time."""
     order = np.argsort(-each, kind="stable")
     ends = np.cumsum(parts[order])
     jobs = int(ends[-1]) if ends.size else 0
@@ -331,7 +329,7 @@ def _tiles(spans: Spans, shape: TileShape) -> Numbers:
         return tiles
     counts = -(-spans.lines // np.where(spans.lines <= shape.decode_lines, 1, shape.lines))
     counts = np.where(spans.lines <= shape.decode_lines, 1, counts)
-    first, lines, tables, begins, ends = (np.repeat(one, counts) for one in columns)
+    first, lines, tables, begins, ends = (np.repeat(column, counts) for column in columns)
     before = np.arange(first.shape[0]) - np.repeat(np.cumsum(counts) - counts, counts)
     before *= shape.lines
     mine = np.minimum(lines - before, shape.lines)
@@ -342,7 +340,7 @@ def _tiles(spans: Spans, shape: TileShape) -> Numbers:
 
 
 def visible_ranges(spans: Spans, lines: int) -> tuple[Numbers, Numbers]:
-    """Returns the first key that each of `lines` lines sees, and one behind the last.
+    """Returns the first key that each of `lines` lines sees, and the index after the last.
 
     Padding lines see none.
     """
@@ -357,7 +355,7 @@ def visible_ranges(spans: Spans, lines: int) -> tuple[Numbers, Numbers]:
 def shared_bytes(shape: TileShape, size: int, hopper: bool, quantised: bool = False) -> int:
     """Returns the shared memory of a thread block: two stages of keys and values, or warps' sums.
 
-    Queries have memory, too: of their own, or behind the first stage if they go to registers.
+    Queries have memory, too: their own, or after the first stage if they go to registers.
     `quantised`: keys and values are 8-bit integers, with their scales.
     """
     sums = warps_of(hopper) * shape.decode_rows * (size + 2) * 4
@@ -370,7 +368,7 @@ def shared_bytes(shape: TileShape, size: int, hopper: bool, quantised: bool = Fa
 
 
 def decode_stages(shared: int, size: int, hopper: bool, quantised: bool = False) -> int:
-    """Returns the stages of decode tiles for which a thread block has memory, two at most."""
+    """Returns the stages of decode tiles that fit into a thread block's memory, two at most."""
     return min(2, shared // _decode_bytes(size, hopper, quantised))
 
 
@@ -385,7 +383,7 @@ def warps_of(hopper: bool) -> int:
 
 
 def _line_bytes(size: int, quantised: bool = False) -> int:
-    """Returns the shared memory of a head, with the scale of integers."""
+    """Returns the bytes of a head in shared memory, with the scale of integers."""
     return size + INTEGER_GAP + SCALE_BYTES if quantised else (size + LINE_GAP) * 2
 
 

@@ -1,6 +1,6 @@
-"""Kernels of recurrent layers, and how a pass tells them where states are read and written.
+"""Kernels of recurrent layers, and the plan from which they read the places of states.
 
-They write no array that another operation reads or has: a pass writes the states of its sequences
-into new arrays, so a failed pass changes none, and a sequence goes back to the state before a pass
-as long as somebody has that array.
+They write into no array that another operation uses. A pass writes the states of its sequences
+into new arrays, so a failed pass changes no state, and a sequence can go back to the state before
+a pass while something refers to the array of that state.
 """

@@ -1,12 +1,12 @@
 """The gated delta net of one layer, for all spans of a pass: see layers/delta_rule.py.
 
 One kernel computes the convolution, silu, the norms of queries and keys, decays, rates and the
-delta rule. Where no span has more than WHOLE_HEAD_TOKENS tokens, a thread block has a whole head,
-and computes the gated norm behind the rule, too. Otherwise each has COLUMNS columns of it, so that
+delta rule. If no span has more than WHOLE_HEAD_TOKENS tokens, a thread block has a whole head, and
+also computes the gated norm after the rule. Otherwise each has COLUMNS columns of a head, so that
 more of the GPU computes a long chunk, and a second kernel computes the gated norm.
 
-All of it is in float32. The sums of a token are in one order, whichever spans and launches its
-sequence is divided into: from equal inputs, a chunk gives the bits that its tokens give one by one.
+All is computed in float32. The sums of a token are in one order, whichever spans and launches its
+sequence is divided into: from equal inputs, a chunk gives the same bits as its tokens one by one.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from mlxpool.worker.kernels.recurrent.span_states import MAX_SOURCES, SpanStates
 log = logging.getLogger("mlxpool.worker")
 
 MAX_SIZE = 256  # numbers of a key or a value of a head
-MAX_WHOLE_SIZE = 128  # the same where a thread block has a whole head: registers bound it
+MAX_WHOLE_SIZE = 128  # the same if a thread block has a whole head: registers bound it
 MAX_WIDTH = 8  # tokens of the convolution
-WHOLE_HEAD_TOKENS = 4  # of the longest span, up to which a thread block has a whole head
-COLUMNS = 32  # of the state that a thread block has otherwise
+WHOLE_HEAD_TOKENS = 4  # the most tokens of spans for thread blocks with a whole head
+COLUMNS = 32  # of the state in any other thread block
 COLUMNS_PER_WARP = 8
 # Warps of a thread block that make the inputs of the next tokens: of a whole head, and otherwise.
 WHOLE_PREPARERS, PREPARERS = 4, 6
 LONG_TILE, SHORT_TILE = 16, 8  # tokens whose inputs are made at a time: shared memory bounds them
-LONG_TILE_KEYS = 128  # numbers of a key up to which a tile is LONG_TILE
-GROUP = 4  # tokens of a tile whose inputs a warp makes together, where chunks are long
+LONG_TILE_KEYS = 128  # the most numbers of a key with tiles of LONG_TILE
+GROUP = 4  # tokens of a tile whose inputs a warp makes together, if chunks are long
 L2_EPS = 1e-6  # added to the squared norm of a query or key
 NORM_THREADS = 256  # of a thread block of the gated norm alone
 
@@ -57,7 +57,7 @@ class DeltaNetShape(Struct, frozen=True):
     """The sizes of a gated delta net.
 
     Lines of inputs have queries, keys, values (the `channels`), gates, rates and decays, each of
-    all heads. `heads` have values, and groups of them share one of `key_heads`. `eps` is that of
+    all heads. `heads` have values, and groups of them share one of `key_heads`. `eps` belongs to
     the gated norm.
     """
 
@@ -105,7 +105,7 @@ def refusal(shape: DeltaNetShape, dtype: mx.Dtype) -> str:
 def delta_net(
     shape: DeltaNetShape, lines: mx.array, states: SpanStates, weights: DeltaNetWeights
 ) -> tuple[mx.array, mx.array]:
-    """Returns outputs [T, heads * value_dim] of lines [T, shape.line], and the states behind.
+    """Returns outputs [T, heads * value_dim] of lines [T, shape.line], and the states after them.
 
     The states are [states.written, shape.state] in float32. Each token is in one span.
     """
@@ -113,7 +113,7 @@ def delta_net(
     small = max(shape.key_dim, shape.value_dim) <= MAX_WHOLE_SIZE
     whole = small and states.longest <= WHOLE_HEAD_TOKENS
     columns, threads = block_of(shape, whole=whole)
-    sources = states.sources or (weights.bias,)  # one that no span reads
+    sources = states.sources or (weights.bias,)  # an array that no span reads
     sources += sources[:1] * (MAX_SOURCES - len(sources))
     out, after = _delta_kernel(shape, whole, dtype)(
         inputs=[lines, states.plan, *weights, *sources],
@@ -128,14 +128,14 @@ def delta_net(
 def _gated_norm(shape: DeltaNetShape, x: mx.array, lines: mx.array, gain: mx.array) -> mx.array:
     """Returns the norm of each head of x [T, heads * value_dim] times silu of the lines' gates."""
     warps = x.shape[0] * shape.heads
-    found: list[mx.array] = _norm_kernel(shape, lines.dtype)(
+    outputs: list[mx.array] = _norm_kernel(shape, lines.dtype)(
         inputs=[x, lines, gain],
         grid=(-(-warps * WARP_SIZE // NORM_THREADS) * NORM_THREADS, 1, 1),
         threadgroup=(NORM_THREADS, 1, 1),
         output_shapes=[x.shape],
         output_dtypes=[lines.dtype],
     )
-    return found[0]
+    return outputs[0]
 
 
 def block_of(shape: DeltaNetShape, *, whole: bool) -> tuple[int, int]:

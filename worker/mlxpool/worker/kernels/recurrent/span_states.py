@@ -1,4 +1,4 @@
-"""The recurrent states of a pass: where the state of each span is, and where the new ones go."""
+"""The recurrent states of a pass: the places of each span's old state and of the new states."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import TypeAlias
 import mlx.core as mx
 from msgspec import Struct
 
-MAX_SOURCES = 4  # arrays from which a kernel reads states
-NO_SOURCE = -1  # of a span that begins with a state of zeros
+MAX_SOURCES = 4  # arrays that a kernel reads states from
+NO_SOURCE = -1  # the source of a span that begins with a state of zeros
 # A line of the plan, for one span: its first token in the pass, its number of tokens, the source
 # of its state (or NO_SOURCE) and the index of the state in the source, the index of its first
-# written state, and whether the state behind each token is written (1) or only the last (0).
+# written state, and whether the state after each token is written (1) or only the last (0).
 PlanLine: TypeAlias = tuple[int, int, int, int, int, int]
 
 
@@ -21,9 +21,9 @@ PlanLine: TypeAlias = tuple[int, int, int, int, int, int]
 class StateSlice(Struct, eq=False):
     """The state of one sequence in one layer: line `index` of `whole` [R, size] in float32.
 
-    A line has the numbers of all arrays of the state, one array behind the other. `whole` has those
-    of the sequences that decoded in the pass that wrote it, and is freed when none of them refers
-    to it; of a chunk of a prompt it is one line.
+    A line has the numbers of all arrays of the state, one array after the other. `whole` has a line
+    for each sequence that decoded in the pass that wrote it, or one line for a chunk of a prompt.
+    It is freed when no sequence refers to it any more.
     """
 
     whole: mx.array
@@ -50,7 +50,7 @@ class SpanStates(Struct, frozen=True):
     """The states of one layer that a pass reads and writes.
 
     `sources`: at most MAX_SOURCES arrays [R, size]. `plan` [spans, 6] in int32: a PlanLine for each
-    span. `longest`: the tokens of the longest span. `written`: how many states are written.
+    span. `longest`: the tokens of the longest span. `written`: the number of written states.
     """
 
     sources: tuple[mx.array, ...]
