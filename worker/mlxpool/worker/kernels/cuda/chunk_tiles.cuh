@@ -1,4 +1,4 @@
-// The tiles of chunks: the middle of ragged_attention.cu, behind stored_numbers.cuh or stored_integers.cuh.
+// The tiles of chunks: the middle of ragged_attention.cu, after stored_numbers.cuh or stored_integers.cuh.
 if (!decodes) {
   // Keys and values come through shared memory, KEYS at a time and one step ahead. Lines of shared
   // memory are an odd number of 16 bytes long, so that eight of them are in different banks.
@@ -59,7 +59,7 @@ if (!decodes) {
         load_matrices(query[KEPT ? m : 0][KEPT ? c : 0], query_from + m * 16 * QUERY_LINE + c * 32);
   float most[MATRICES][2], total[MATRICES][2], sum[MATRICES][SIZE / 8][4];
   int begin[MATRICES][2], end[MATRICES][2];
-  // The keys that some row of the warp sees, and those that all see.
+  // The keys that some row of the warp sees, and the keys that all its rows see.
   int warp_low = last, warp_high = 0, all_low = 0, all_high = last;
   #pragma unroll
   for (int m = 0; m < MATRICES; m++) {
@@ -89,7 +89,7 @@ if (!decodes) {
   int stage = 0;
   for (int token = first; token < last; token += KEYS) {
     wait_copies<0>();
-    __syncthreads();  // all threads have multiplied what the next keys overwrite
+    __syncthreads();  // all threads have multiplied the keys that the next ones overwrite
     fetch(token + KEYS, stage ^ 1);
     if (token < warp_high && token + KEYS > warp_low) {
       const unsigned here = stage * STAGE;

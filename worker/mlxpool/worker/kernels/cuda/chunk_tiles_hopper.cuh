@@ -1,7 +1,7 @@
 // The tiles of chunks in the tensor cores of Hopper: the middle of ragged_attention.cu. Each of two groups of
 // four warps has 64 rows; both share keys and values, which are copied one step ahead. All matrices are in
 // the layout of the tensor cores: 64 numbers of a line are 128 bytes, whose 16-byte pieces are swizzled
-// differently in each of eight lines; further numbers are in a matrix behind it.
+// differently in each of eight lines; further numbers are in the next matrix.
 if (!decodes) {
   constexpr int ROWS = 16 * WARPS, PIECES = SIZE / 8, PANELS = SIZE / 64;
   constexpr int TILE = KEYS * SIZE * 2, STAGE = 2 * TILE, QUERY_AT = 2 * STAGE;  // bytes
@@ -40,8 +40,8 @@ if (!decodes) {
     const unsigned to = base - shared_address(space) + QUERY_AT + swizzled(i / PIECES, piece, ROWS);
     *(Some<N, 8>*)((char*)space + to) = some;
   }
-  // Of neighbouring lines the last sees the last keys. The keys that some row of the group sees, and those
-  // that all see.
+  // The keys that some row of the group sees, and the keys that all its rows see. The last of neighbouring lines
+  // sees the last keys.
   const int group = warp / 4;
   const int head_line = min(group * 64, asked - 1) / GROUP, tail_line = min(group * 64 + 63, asked - 1) / GROUP;
   const int group_low = begin_of(head_line), all_low = begin_of(tail_line);
@@ -67,7 +67,7 @@ if (!decodes) {
   for (int token = first; token < last; token += KEYS) {
     wait_copies<0>();
     fence_products();
-    __syncthreads();  // all groups have multiplied what the next keys overwrite
+    __syncthreads();  // all groups have multiplied the keys that the next ones overwrite
     fetch(token + KEYS, stage ^ 1);
     if (token < group_high && token + KEYS > group_low) {
       const unsigned here = base + stage * STAGE;

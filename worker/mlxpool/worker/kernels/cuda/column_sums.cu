@@ -1,5 +1,5 @@
 // The sum of the values that each column has in a row's list. A thread block has one row: it writes
-// zeros, then adds the values; an id that is no column has none.
+// zeros, then adds the values; ids that are not columns are skipped.
 const long row = blockIdx.x;
 const int width = ids_shape[1];
 float* const sums = out + row * SIZE;

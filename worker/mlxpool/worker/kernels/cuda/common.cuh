@@ -14,15 +14,15 @@ template <typename N> __device__ inline float gated(float gate, float beside, N 
   down(beside, &rounded);
   return gate / (1 + expf(-gate)) * up(rounded);
 }
-// The result of row `at` of a product: BIASED plus `bias` [rows of the weight]; GATED it is a gate, and `other` belongs
-// to row `at` + OUT.
+// The result of row `at` of a product: if BIASED, plus `bias` [rows of the weight]; if GATED, row `at` is a gate, and
+// `other` belongs to row `at` + OUT.
 template <bool GATED, bool BIASED, typename N>
 __device__ inline float result_of(float one, float other, const N* bias, long at, long OUT) {
   if (BIASED) one += up(bias[at]);
   if (!GATED) return one;
   return gated(one, BIASED ? other + up(bias[OUT + at]) : other, N());
 }
-// A number of a head after the rotation of its line; `cosines` and `sines` are those of the line.
+// A number of a head after rotation; `cosines` and `sines` belong to the head's line.
 template <typename N, int TURNED, bool TRADITIONAL>
 __device__ inline float rotated(const N* numbers, long stride, int d, const float* cosines, const float* sines) {
   constexpr int HALF = TURNED > 0 ? TURNED / 2 : 1;

@@ -1,17 +1,17 @@
-// All layers of a pass over lines of rows, each with logits, in one launch: hidden states [LINES, HIDDEN] behind the
-// last norm. The launch has as many thread blocks as the GPU has multiprocessors, which are all resident and
+// All layers of a pass over lines of rows, each with logits, in one launch: hidden states [LINES, HIDDEN] after the
+// last norm. The launch has as many thread blocks as the GPU has multiprocessors. They are all resident and
 // wait for each other between the phases of a layer: product of queries, keys and values; attention; product
 // of its output; sum and norm; gated products; product of these; sum and norm of the next layer. A phase
-// is a loop over tiles. A product in SPLITS parts leaves these to the phase behind it, in `partial`
+// is a loop over tiles. A product in SPLITS parts leaves these to the next phase, in `partial`
 // [SPLITS, LINES, OUT]. All sums are in the order of matmul_tiled.cu, ragged_attention.cu and rms_norm.cu.
-// While a block waits it begins to read the weight that it multiplies next: AHEAD steps, for more would delay
-// the numbers for which others wait. Where lines may follow each other in a row, `writes_first` is not 0, and keys
+// While a block waits it begins to read the weight that it multiplies next: AHEAD steps, since more would delay
+// the numbers that others wait for. If lines may follow each other in a row, `writes_first` is not 0, and keys
 // and values of all lines are written before any line attends, which is one phase more.
 constexpr int ALL_THREADS = TEAMS * 128, ALL_WARPS = ALL_THREADS / 32;
 constexpr int QUERIES_WIDTH = HEADS * GROUP * SIZE, QKV = (GROUP + 2) * HEADS * SIZE, HALF = TURNED / 2;
 constexpr int ITEM = 8;  // numbers; five of each line come before the items, see plan_shape.PlanShape
 const int LINES = (plan_shape[0] - EXTRA_ITEMS * ITEM) / (5 + ITEM);
-struct Layer {  // behind the last one only `norm` is set
+struct Layer {  // after the last layer only `norm` is set
   const N *norm, *qkv, *bias, *query_norm, *key_norm, *out, *feed_norm, *gate_up, *down;
   N *keys, *values;
   long long window;  // keys that a line sees; 0: all
@@ -47,13 +47,13 @@ auto tile_of = [](const Weight& weight, int n) -> WeightTile<N> {
           weight.gated ? weight.rows / 2 - half : 0, steps * part / weight.splits,
           steps * (part + 1) / weight.splits};
 };
-// Begins steps [from, to) of the product that this block multiplies first; nothing else uses the ring then.
+// Begins steps [from, to) of the product that this block multiplies first, while nothing else uses the ring.
 auto begin_weight = [&](const Weight& weight, int from, int to) {
   if (blockIdx.x < weight.rows / TILE_ROWS * weight.splits)
     begin_product<SETS, STAGES, ALL_THREADS>(tile_of(weight, blockIdx.x), from, to, base);
 };
-// The products of a layer, in the order of their use: of queries, keys and values, of the output of attention,
-// of gates and what they gate, and of the output of the feed-forward.
+// The products of a layer, in the order of their use: queries, keys and values; the output of attention;
+// gates and ups; the output of the feed-forward.
 constexpr int TO_LINES = 0, TO_OUTPUT = 1, TO_GATES = 2, TO_DOWN = 3, PRODUCTS = 4;
 auto weight_of = [&](int number) -> Weight {  // of all products of all layers
   const Layer& layer = layer_table[number / PRODUCTS];
@@ -64,13 +64,13 @@ auto weight_of = [&](int number) -> Weight {  // of all products of all layers
   return {layer.down, WIDTH, HIDDEN, DOWN_SPLITS, false};
 };
 // Multiplies lines [LINES, in]; writes the sums of parts to `partial`, and silu(gate) * up to `gates`. The first
-// `begun` steps of the block's first tile were begun.
+// `begun` steps of the block's first tile have begun already.
 auto multiply = [&](const N* x, const Weight& weight, int begun) {
   const int tiles = weight.rows / TILE_ROWS, count = tiles * weight.splits;
   #pragma unroll 1
   for (int n = blockIdx.x; n < count; n += gridDim.x) {
     float sum[4 * SETS];
-    if (n != blockIdx.x) __syncthreads();  // all threads have multiplied what the next columns overwrite
+    if (n != blockIdx.x) __syncthreads();  // all threads have multiplied the columns that the next ones overwrite
     tiled_product<SETS, STAGES, ALL_THREADS>(sum, tile_of(weight, n), x, LINES, base, n == blockIdx.x ? begun : 0);
     if (weight.gated) __syncthreads();
     float* const found = (float*)ring;  // [8 * SETS][TILE_ROWS + 1]
@@ -164,7 +164,7 @@ auto add_norm = [&](int splits, int line, const N* beside, const N* gain, N* to)
 };
 
 // An item of the work list for a key head: a part of the keys of one line, see work_list.py. `lines` is 0
-// behind the last item; `count` is 0 for items that are padding lines, which see nothing.
+// after the last item; `count` is 0 for items that are padding lines, which see nothing.
 struct Item {
   int line, lines, table, head, low, high, part, count, unit;  // the line sees the keys [low, high)
   int first, last;  // of this part

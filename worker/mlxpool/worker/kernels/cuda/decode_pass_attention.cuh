@@ -1,5 +1,5 @@
-// The attention of a layer, a part of decode_pass.cu. Each of TEAMS teams of four warps has an item of the work list, which is a
-// line and a part of its keys, and one key head; see ragged_attention.cu, whose tiles these are.
+// The attention of a layer, a part of decode_pass.cu. Each of TEAMS teams of four warps has an item of the work list,
+// which is a line and a part of its keys, and one key head. The tiles are those of ragged_attention.cu.
 {
   constexpr float LOG2E = 1.4426950408889634f, RATE = SCALE * LOG2E;
   constexpr bool FRESH = true, decodes = true;
@@ -22,7 +22,7 @@
       continue;
     }
     sum_line(first_line, head, 0);
-    // These names are those of decode_tiles.cuh and the files behind it.
+    // decode_tiles.cuh and the files after it read these names.
     const int asked = GROUP, lines = 1, table_at = item.table, part = item.part, unit = item.unit;
     const int low = item.low, high_key = item.high, first = item.first, last = item.last;
     auto begin_of = [&](int line) -> int { return low; };

@@ -1,13 +1,13 @@
-// The queries, the key and the value of a line for one key head, a part of decode_pass.cu, which defines `layer`. Each team sums
-// them up in its shared memory `fresh` [GROUP + 2][SIZE]: GROUP queries, then the key, then the value.
+// The queries, the key and the value of a line for one key head, a part of decode_pass.cu, which defines `layer`. Each
+// team sums them up in its shared memory `fresh` [GROUP + 2][SIZE]: GROUP queries, then the key, then the value.
 constexpr int THREADS = 128, WARPS = 4;  // of a team
 const int team = threadIdx.x / THREADS, thread = threadIdx.x % THREADS, lane = thread & 31, warp = thread >> 5;
 N* const fresh = fresh_lines + team * (GROUP + 2) * SIZE;
 N* const keys = layer.keys;
 N* const values = layer.values;
 auto sync = [&] { sync_team<THREADS>(1 + team); };
-// Sums up the parts of the product from row `from` of `fresh` on, rounds as products do, and norms queries and key. With `from` =
-// GROUP there are no queries.
+// Sums up the parts of the product from row `from` of `fresh` on, rounds as products do, and norms queries and key. With
+// `from` = GROUP it skips the queries.
 auto sum_line = [&](int line, int head, int from) {
   for (int i = from * SIZE / 8 + thread; i < (GROUP + 2) * SIZE / 8; i += THREADS) {
     const int kind = i / (SIZE / 8), piece = i % (SIZE / 8);
@@ -54,6 +54,6 @@ auto write_lines = [&] {
            keys + at + d);
       values[at + d] = key[SIZE + d];
     }
-    sync();  // all threads have read what the next line overwrites
+    sync();  // all threads have read the line that the next one overwrites
   }
 };

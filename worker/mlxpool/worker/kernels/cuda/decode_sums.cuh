@@ -1,5 +1,5 @@
-// Adds up what the warps of a thread block have of a tile of lines that decode: the third part of
-// ragged_attention.cu, behind decode_tiles.cuh.
+// Adds up the warps' sums of a tile of lines that decode: the third part of ragged_attention.cu, after
+// decode_tiles.cuh.
 if (decodes) {
   constexpr int ROWS = DECODE_ROWS;
   const float* const warp_most = (const float*)space;  // [WARPS][ROWS]: the greatest scores

@@ -1,8 +1,8 @@
-// The tiles of lines that decode: the second part of ragged_attention.cu, behind stored_numbers.cuh or
+// The tiles of lines that decode: the second part of ragged_attention.cu, after stored_numbers.cuh or
 // stored_integers.cuh.
 if (decodes) {
-  // Each warp has DECODE_STAGES tiles of keys and of values in shared memory: those that it multiplies
-  // and those that it has asked for. A tile's keys are free, and asked for anew, before its values.
+  // Each warp has DECODE_STAGES tiles of keys and of values in shared memory: the tile that it multiplies and
+  // the tiles in flight. The memory of a tile's keys is free, and filled anew, before that of its values.
   constexpr int TILE = 16, ROWS = DECODE_ROWS, SETS = ROWS / 8;
   constexpr int EACH = 16 / sizeof(Stored), PIECES = SIZE / EACH;  // numbers of 16 bytes
   constexpr int SCALES_AT = TILE * LINE, MATRIX = SCALES_AT + TILE * SCALE_BYTES;  // bytes
@@ -156,7 +156,7 @@ if (decodes) {
     block = next_block;
     if (DECODE_STAGES > 1) here = here == (DECODE_STAGES - 1) * 2 * MATRIX ? 0 : here + 2 * MATRIX;
   }
-  sync();  // all warps have read their tiles where sums are to be
+  sync();  // all warps have read their tiles, which the sums overwrite
   float* const warp_most = (float*)space;  // see decode_sums.cuh
   float* const warp_total = warp_most + WARPS * ROWS;
   float* const warp_sum = warp_total + WARPS * ROWS;

@@ -1,5 +1,5 @@
-// The activation of gate and up: silu(gate) * up, or with a limit above 0 that of gpt-oss, whose inputs are
-// clamped, whose sigmoid is steeper, and which has up + 1 in place of up.
+// The activation of gate and up: silu(gate) * up, or with a limit above 0 the activation of gpt-oss: it clamps its
+// inputs, has a steeper sigmoid, and up + 1 in place of up.
 template <typename N> __device__ inline float activated(float gate, float beside, float limit, N rounded) {
   if (limit <= 0) return gated(gate, beside, rounded);
   gate = fminf(gate, limit);

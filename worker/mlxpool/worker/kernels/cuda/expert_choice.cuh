@@ -1,7 +1,7 @@
 // A warp chooses the experts of a line. Afterwards lane n < CHOSEN has the n-th best expert, `chosen`, and its `weight`;
-// of equal scores the lower expert is better. `mine` [EXPERTS] are the line's logits, in shared memory, which it overwrites; lane l has
-// the numbers `added` to those of experts l, l + 32 and so on in `addition` [EACH]. NONE is less than any number, TINY is
-// added to a sum of sigmoids, against a division by zero.
+// of equal scores the lower expert is better. `mine` [EXPERTS] are the line's logits in shared memory; the warp overwrites
+// them. Lane l has the numbers `added` to the logits of experts l, l + 32 and so on in `addition` [EACH]. NONE is less
+// than any number, TINY is added to a sum of sigmoids, against a division by zero.
 // A number's place in the order of floats, above 0; 0 is an expert that cannot be chosen (again).
 auto key_of = [](float x) -> unsigned {
   const unsigned bits = __float_as_uint(x + 0.f);

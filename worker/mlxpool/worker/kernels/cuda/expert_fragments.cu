@@ -1,5 +1,5 @@
 // Puts quantised weights of experts, in MLX's layout [EXPERTS, ROWS, columns], into the order of expert_fragments.cuh.
-// GATED: a fragment has eight gates, which are the first half of an expert's rows, and the eight others that belong to
+// GATED: the first half of an expert's rows are gates; a fragment has eight gates and the eight ups that belong to
 // them. A thread makes a word.
 constexpr int ALL_WORDS = FRAGMENT / 4, NUMBERS = 32 / BITS;
 const int COLUMNS = weight_shape[2] * NUMBERS, ROWS = weight_shape[1], STEPS = COLUMNS / 64;

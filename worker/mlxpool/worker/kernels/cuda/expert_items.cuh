@@ -1,10 +1,10 @@
-// The beginning of expert_product*.cu: what a thread block multiplies.
+// The beginning of expert_product*.cu: the lines and weights that a thread block multiplies.
 // Products of lines with the weights [EXPERTS, WEIGHT_ROWS, IN] of the experts that they have chosen, by the items of
-// `plan` (expert_routing.cu): x [LINES, IN] -> out [choices by expert, OUT], the activation of gate and up,
-// where GATED; otherwise x [choices by expert, IN] -> out [choices, OUT]. SHARED: every line is also an
-// item's, of the expert EXPERTS. Items are divided into units, tiles of ROWS rows of the weight, each with all lines
-// of an item, which are up to 8 * SETS. A gated tile alternates eight gates with the eight others that belong
-// to them, so that a thread has the sums of both.
+// `plan` (expert_routing.cu): if GATED, x [LINES, IN] -> out [choices by expert, OUT], the activation of gate and up;
+// otherwise x [choices by expert, IN] -> out [choices, OUT]. SHARED: every line is also in an item of the expert
+// with the number EXPERTS. Items are divided into units, tiles of ROWS rows of the weight, each with all lines
+// of an item, up to 8 * SETS. A gated tile alternates eight gates with the eight ups that belong to them, so that
+// a thread has the sums of both.
 constexpr int ALL = 8 * SETS;
 constexpr int EACH = GATED ? ROWS / 2 : ROWS;  // results of a tile for a line
 const int OUT = WEIGHT_ROWS / (GATED ? 2 : 1);
@@ -23,13 +23,13 @@ auto source_of = [&](const int* item, int line) -> int {
 };
 // The row of `out` for a line of an item.
 auto target_of = [&](const int* item, int line) -> int { return GATED ? item[1] + line : sorted[item[1] + line]; };
-// Writes the sums of an item's lines: BIASED plus `bias` [EXPERTS, _]. `row`: of `out`'s columns, that of the first sum.
+// Writes the sums of an item's lines, if BIASED plus `bias` [EXPERTS, _]. `row`: the column of `out` for the first sum.
 auto store_results = [&](const float (&sum)[4 * SETS], int row, const int* item, auto target) {
   const int count = item[0] >> 16, expert = item[0] & 0xffff;
   const long biases_at = (long)expert * OUT * (GATED ? 2 : 1);
   auto bias_of = [&](int at, bool used) -> float { return BIASED && used ? up(bias[biases_at + at]) : 0.f; };
   const float first = bias_of(row, row < OUT), second = GATED ? bias_of(OUT + row, row < OUT) : bias_of(row + 8, row + 8 < OUT);
-  float found[4 * SETS];  // all of them first: with a branch around each they would wait for each other
+  float found[4 * SETS];  // computed before any branch: with a branch around each they would wait for each other
   #pragma unroll
   for (int i = 0; i < 4 * SETS; i++) found[i] = BIASED ? sum[i] + (i % 4 >= 2 ? second : first) : sum[i];
   #pragma unroll

@@ -1,15 +1,15 @@
 // Products with experts' weights of 16 bits, see expert_items.cuh. Both operands come through shared memory as in
-// tiled_product.cuh, STAGES - 2 steps of 64 columns ahead, also across tiles. The shared expert has a weight of
-// its own.
+// tiled_product.cuh, STAGES - 2 steps of 64 columns ahead, also across tiles. The shared expert has its own
+// weight.
 constexpr int ROWS = 128, THREADS = 256;
 const int WEIGHT_ROWS = weight_shape[1];
 #include EXPERT_ITEMS
 __shared__ int targets[2][ALL];  // rows of `out`, of this unit and the one before
-// Notes the rows of `out` of an item's lines, before any barrier ahead of its results.
+// Notes the rows of `out` of an item's lines. A barrier follows before its results are written.
 auto note_targets = [&](const int* item, int parity) {
   if (thread < item[0] >> 16) targets[parity][thread] = target_of(item, thread);
 };
-// The row of an expert's weight that is row `at` of a tile; rows behind the last one are like it.
+// The row of an expert's weight that is row `at` of a tile; rows after the last repeat it.
 auto row_of = [&](int unit, int at) -> int {
   const int first = unit % tiles * EACH;
   if (!GATED) return min(first + at, OUT - 1);
@@ -21,7 +21,7 @@ const int IN = x_shape[1], steps = IN / 64;
 const int piece = thread % 8, row = thread / 8;
 const unsigned into = row * 128 + (piece ^ row % 8) * 16;
 const N* from;  // the weight of the expert whose tile is copied
-int weight_at[WEIGHT_COPIES], line_at[LINE_COPIES];  // where this thread copies from, line_at < 0: nothing
+int weight_at[WEIGHT_COPIES], line_at[LINE_COPIES];  // sources of this thread's copies; line_at < 0: no copy
 auto open = [&](int unit) {
   const int* const item = items + unit / tiles * 2;
   const int expert = item[0] & 0xffff, count = item[0] >> 16;
@@ -69,7 +69,7 @@ for (int unit = blockIdx.x; unit < units; unit += gridDim.x, parity ^= 1) {
   for (int step = 0; step < steps; step++) {
     wait_copies<STAGES - 3>();
     fence_products();
-    __syncthreads();  // all threads have multiplied what the next columns overwrite
+    __syncthreads();  // all threads have multiplied the columns that the next ones overwrite
     fetch();
     begin_products();
     const unsigned long long rows = matrix_at(at + thread / 128 * 8192);

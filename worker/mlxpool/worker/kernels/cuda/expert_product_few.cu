@@ -1,13 +1,13 @@
 // Products of few lines with quantised weights of experts, see expert_items.cuh, in fragments of their rows
-// (expert_fragments.cuh), of which there are STEPS in a row. Units are HIGH strips of 16 rows of an item's expert; a
-// thread block has neighbouring ones, and each of its warps has every WARPS-th with all columns. A warp reads weights
-// into registers, DEEP steps of 64 columns ahead, also across its units. The lines of as many items as there is room
-// for, ROOM lines, are in shared memory. expert_items.cuh also reads x_shape and weight_shape.
+// (expert_fragments.cuh). A row has STEPS fragments. Units are HIGH strips of 16 rows of an item's expert; a thread
+// block has neighbouring units, and each of its warps has every WARPS-th with all columns. A warp reads weights into
+// registers, DEEP steps of 64 columns ahead, also across its units. Shared memory holds up to ROOM lines, of one or
+// several items. expert_items.cuh also reads x_shape and weight_shape.
 constexpr int ROWS = 16 * HIGH, THREADS = 32 * WARPS;
 const int WEIGHT_ROWS = weight_shape[1] * 16;
 #include EXPERT_ITEMS
 constexpr int IN = STEPS * 64, STRIP = STEPS * FRAGMENT;  // bytes of a strip
-constexpr int LINE = IN * 2 + 16;  // bytes of a line, pieces of eight of which have different banks
+constexpr int LINE = IN * 2 + 16;  // bytes of a line: the pieces of eight lines are in different banks
 const int lane = thread % 32, warp = thread / 32;
 const int end = (int)((long)units * (blockIdx.x + 1) / gridDim.x);
 const unsigned held = held_pair<N>(x_shape[0]);
@@ -63,7 +63,7 @@ for (int first = (int)((long)units * blockIdx.x / gridDim.x), last; first < end;
     float sum[HIGH][4 * SETS];
     #pragma unroll
     for (int i = 0; i < HIGH * 4 * SETS; i++) sum[i / (4 * SETS)][i % (4 * SETS)] = 0;
-    // The compiler does not know how many steps are left: with a possible end behind each step it cannot put off the
+    // The compiler must not know the number of steps left: with a possible end after each step it cannot put off the
     // loads of several steps until the last of them.
     unsigned left = STEPS;
     hold(left);

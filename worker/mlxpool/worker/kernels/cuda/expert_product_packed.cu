@@ -1,5 +1,5 @@
 // Products of some lines with quantised weights of experts, see expert_items.cuh, in fragments of their rows
-// (expert_fragments.cuh), of which there are STEPS in a row. Weights and lines come through shared memory STAGES - 2
+// (expert_fragments.cuh). A row has STEPS fragments. Weights and lines come through shared memory STAGES - 2
 // steps of 128 columns ahead. A warp dequantises fragments in registers as the first operand: the next 16 columns while
 // up to three products before them run.
 // SETS is a power of two. expert_items.cuh also reads x_shape and weight_shape.
@@ -7,7 +7,7 @@ constexpr int THREADS = 2 * ROWS;
 const int STRIPS = weight_shape[1], WEIGHT_ROWS = STRIPS * 16;
 #include EXPERT_ITEMS
 __shared__ int targets[2][ALL];  // rows of `out`, of this unit and the one before
-// Notes the rows of `out` of an item's lines, before any barrier ahead of its results.
+// Notes the rows of `out` of an item's lines. A barrier follows before its results are written.
 auto note_targets = [&](const int* item, int parity) {
   if (thread < item[0] >> 16) targets[parity][thread] = target_of(item, thread);
 };
@@ -19,7 +19,7 @@ constexpr int THREADS_PER_LINE = THREADS / ALL, CHUNKS = (16 + THREADS_PER_LINE 
 const unsigned all_tiles = base + STAGES * LINES;
 const int lane = thread % 32, line = thread / THREADS_PER_LINE;
 const char* from;  // the weight of the expert whose tile is copied
-const N* line_from;  // the line that this thread copies a part of; 0: none
+const N* line_from;  // the line that this thread copies a part of, or null
 int weight_at[WEIGHT_COPIES];
 auto open = [&](int unit) {
   const int* const item = items + unit / tiles * 2;
@@ -75,7 +75,7 @@ for (int unit = blockIdx.x; unit < units; unit += gridDim.x, parity ^= 1) {
   for (int step = 0; step < steps; step++) {
     wait_copies<STAGES - 3>();
     fence_products();
-    __syncthreads();  // all threads have multiplied what the next columns overwrite
+    __syncthreads();  // all threads have multiplied the columns that the next ones overwrite
     fetch();
     #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -89,7 +89,7 @@ for (int unit = blockIdx.x; unit < units; unit += gridDim.x, parity ^= 1) {
       #pragma unroll
       for (int j = 0; j < 4; j++) {
         unsigned a[4];
-        wait_products<3>();  // those that read the registers of `a`
+        wait_products<3>();  // the products that read the registers of `a`
         hold(fragment.words[j * BITS / 16][j * BITS / 4 % 4]);
         open_columns<N>(fragment, j, held, a);
         begin_products();

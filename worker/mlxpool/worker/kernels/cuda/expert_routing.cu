@@ -1,18 +1,18 @@
 // Chooses the experts of each line, weighs them, and lists the work of the experts' products.
-// A thread block has LINES lines: their logits, which it computes where MULTIPLIES, and a warp for each
+// A thread block has LINES lines: their logits, which it computes if MULTIPLIES, and a warp for each
 // line that takes its best experts in turn (expert_choice.cuh). The block that finishes last sorts
-// all choices by expert, in ascending order, and divides those of an expert into items of `item_lines` lines.
+// all choices by expert, in ascending order, and divides each expert's choices into items of `item_lines` lines.
 // The words of `plan`, see expert_routing.py: the number of items; weights (float32) and experts of all
 // choices; choices by expert, SHARED also a choice of each line; items, of two words: expert and
 // count << 16, and the first of its sorted choices.
-// NORMED_LINES: the logits are those of the norms of the lines, which it writes to `normed`.
+// NORMED_LINES: the logits are computed from the norms of the lines, which are written to `normed`.
 constexpr int WARPS = 16, SETS = LINES / 8, THREADS = 32 * WARPS, EACH = (EXPERTS + 31) / 32;
 constexpr int TILES = (EXPERTS + 15) / 16, PARTS = TILES < WARPS ? WARPS / TILES : 1;
 constexpr float TINY = 1e-20f;  // added to a sum of sigmoids, against a division by zero
 constexpr float NONE = -3e38f;  // less than any number
 const int all = x_shape[0], choices = all * CHOSEN, first = blockIdx.x * LINES;
 const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-const int limit = *item_lines;  // these are needed late, and may come from memory
+const int limit = *item_lines;  // read early: it is needed late, and may come from memory
 float addition[EACH];
 #pragma unroll
 for (int i = 0; i < EACH; i++) addition[i] = ADDED && i * 32 + lane < EXPERTS ? up(added[i * 32 + lane]) : 0.f;
@@ -25,7 +25,7 @@ int* const sorted = experts + choices;
 if (MULTIPLIES) {
   float* const parts = scores + LINES * EXPERTS;  // [PARTS][LINES][EXPERTS]
   const int in = x_shape[1], line = lane >> 2, quarter = lane & 3;
-  // Lines behind the last one are like it.
+  // Lines after the last repeat it.
   const N* numbers[SETS];
   #pragma unroll
   for (int set = 0; set < SETS; set++)
@@ -121,7 +121,7 @@ __syncthreads();
 if (gridDim.x > 1) {
   __shared__ int before;
   if (threadIdx.x == 0) {
-    __threadfence();  // of what all threads have written: they wait for each other around it
+    __threadfence();  // for the writes of all threads, which wait for each other before and after it
     before = atomicAdd((int*)arrived, 1);
     __threadfence();
   }
@@ -129,7 +129,7 @@ if (gridDim.x > 1) {
   if (before < gridDim.x - 1) return;
   if (threadIdx.x == 0) *(int*)arrived = 0;
 }
-// Each warp sorts a span of the choices. An expert's choices of a warp begin behind those of the warps before.
+// Each warp sorts a span of the choices. An expert's choices of a warp follow its choices of the warps before.
 int* const begins = (int*)space;  // [WARPS][EXPERTS]
 int* const starts = begins + WARPS * EXPERTS;  // [EXPERTS]
 __shared__ int sums[2][WARPS];
@@ -148,7 +148,7 @@ if (expert < EXPERTS)
     count += its;
   }
 const int own[2] = {count, (count + limit - 1) / limit};
-int sum[2] = {own[0], own[1]};  // with all experts before
+int sum[2] = {own[0], own[1]};  // of this expert and all experts before it
 #pragma unroll
 for (int what = 0; what < 2; what++) {
   #pragma unroll

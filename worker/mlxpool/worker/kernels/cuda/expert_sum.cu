@@ -1,6 +1,5 @@
-// The sum of what a line's experts have made of it, each times its weight, which is rounded once; then what the
-// shared expert has made (SHARED: behind all choices; BESIDE: in an array of its own) is added, and then, where
-// ADDED, `residual`.
+// The weighted sum of the outputs of a line's experts, rounded once. Then the output of the shared expert is added
+// (SHARED: after all choices in `made`; BESIDE: in a separate array), and then, if ADDED, `residual`.
 // made [choices, SIZE], the weights are in `plan` (expert_routing.cu). A thread makes eight numbers of a line.
 const int all = made_shape[0] / (CHOSEN + SHARED);
 const long i = (long)blockIdx.x * blockDim.x + threadIdx.x;

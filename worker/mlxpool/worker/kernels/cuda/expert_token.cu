@@ -1,16 +1,16 @@
-// What its experts make of one token, in one launch whose thread blocks wait for each other twice (token_rows.cuh):
+// The mixture of experts of one token, in one launch whose thread blocks wait for each other twice (token_rows.cuh):
 // out [1, SIZE] = the RESIDUAL, if any, + the weighted sum of down(silu(gate) * up) of the chosen experts, and of the
-// SHARED one, of the norm of x [1, SIZE] with `gain`. A warp has the logit of an expert, then pairs of rows of gate and
-// up, then rows of all downs. The router's row, and the first rows of the shared expert, are loaded before their other
-// factor is known. Numbers are rounded as by the separate kernels. `memory`: the state of the barrier, the
-// logits [EXPERTS], and what gates and ups make [SLOTS, WIDTH].
+// SHARED expert, of the norm of x [1, SIZE] with `gain`. A warp has the logit of an expert, then pairs of rows of gate
+// and up, then rows of all downs. The router's row, and the first rows of the shared expert, are loaded before their
+// other factor is known. Numbers are rounded as by the separate kernels. `memory`: the state of the barrier, the
+// logits [EXPERTS], and the activations [SLOTS, WIDTH].
 constexpr int EACH = (EXPERTS + 31) / 32, ALL = TOKEN_WARPS * BLOCKS;
 constexpr int SLOTS = SHARED + CHOSEN;  // experts, the shared one first
 constexpr int LOADS = (SIZE + 255) / 256, WIDTH_LOADS = (WIDTH + 255) / 256;  // of a lane in a row
 constexpr int BATCH = 8, DOWN_BATCH = 12;  // loads that a lane has in flight, of gate and up each, and of downs
 constexpr float TINY = 1e-20f, NONE = -3e38f;
 extern __shared__ uint4 space[];
-uint4* const line = space;  // the normed token, then what gates and ups make
+uint4* const line = space;  // the normed token, then the activations
 float* const scores = (float*)(line + (SIZE > SLOTS * WIDTH ? SIZE : SLOTS * WIDTH) / 8);  // [EXPERTS]
 float* const sums = scores + EXPERTS;  // [TOKEN_WARPS]
 float* const weights = sums + TOKEN_WARPS;  // [CHOSEN]

@@ -1,10 +1,10 @@
-// What its experts with quantised weights make of one token, in one launch like that of expert_token.cu: out [1, SIZE] =
+// The mixture of experts with quantised weights of one token, in one launch as in expert_token.cu: out [1, SIZE] =
 // the RESIDUAL, if any, + the weighted sum of down(activation(gate, up)) of the chosen experts of the norm of x [1, SIZE]
 // with `gain`. Weights and biases, if they are BIASED, are as in expert_product_few.cu. A warp has the logit of an
 // expert, then strips of eight gates and their ups. A thread block has strips of 16 rows of all downs, and each of its
-// warps one of PARTS of their columns for an expert; the first of them are loaded before the second barrier.
+// warps has one of PARTS of their columns for an expert; the first strips are loaded before the second barrier.
 // All eight columns of a product of tensor cores are the token. Numbers are rounded as by the separate kernels.
-// `memory`: the state of the barrier, the logits [EXPERTS], and what gates and ups make [CHOSEN, WIDTH].
+// `memory`: the state of the barrier, the logits [EXPERTS], and the activations [CHOSEN, WIDTH].
 constexpr int EACH = (EXPERTS + 31) / 32, ALL = TOKEN_WARPS * BLOCKS;
 constexpr int STEPS = SIZE / 64, STRIPS = WIDTH / 8;  // of 64 columns in a row; strips of gates and ups of an expert
 constexpr int DOWN_STEPS = WIDTH / 64, DOWN_STRIPS = SIZE / 16;
@@ -14,7 +14,7 @@ constexpr int HELD = 80 / (BITS + FACTORS / 4);  // steps in registers
 constexpr int DEEP = HELD < 15 ? HELD : 15;
 constexpr float TINY = 1e-20f, NONE = -3e38f;
 extern __shared__ uint4 space[];
-uint4* const line = space;  // the normed token, then what gates and ups make
+uint4* const line = space;  // the normed token, then the activations
 float* const scores = (float*)(line + (SIZE > CHOSEN * WIDTH ? SIZE : CHOSEN * WIDTH) / 8);  // [EXPERTS]
 float* const sums = scores + EXPERTS;  // [TOKEN_WARPS]
 float* const weights = sums + TOKEN_WARPS;  // [CHOSEN]
@@ -38,7 +38,7 @@ auto ask = [&](const char* from, int count) {
   for (int d = 0; d < DEEP; d++)
     if (d < count) load(d, from + d * FRAGMENT);
 };
-// Adds to `sum` the products of that strip with the numbers at `with`.
+// Adds to `sum` the products of the loaded strip with the numbers at `with`.
 auto multiply = [&](const char* from, int count, const unsigned* with, float (&sum)[4]) {
   unsigned left = count;
   hold(left);  // see expert_product_few.cu

@@ -3,7 +3,7 @@
 // of a span. Its first SCANNERS warps hold the state in registers and go over the tokens one after the
 // other, 8 columns a warp: each lane has KEY / PARTS rows of a column. Meanwhile PREPARERS warps make the
 // queries, keys, values, decays and rates of the next TILE tokens. The sums of a token do not depend on how
-// tokens are divided among spans, launches and thread blocks, and are written so that no compiler changes it.
+// tokens are divided among spans, launches and thread blocks; they are written so that compilers keep their order.
 constexpr int PARTS = 4, ROWS = KEY / PARTS, SCANNERS = COLUMNS / 8;
 constexpr int KEYS = HEADS / RATIO * KEY, CHANNELS = 2 * KEYS + HEADS * VALUE, TAPS = WIDTH - 1;
 constexpr int GATES = CHANNELS, RATES = GATES + HEADS * VALUE, DECAYS = RATES + HEADS, LINE = DECAYS + HEADS;
@@ -15,7 +15,7 @@ const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, preparer = warp - SC
 const int slice = blockIdx.x, head = blockIdx.y, key_head = head / RATIO;
 const int* const span = (const int*)plan + blockIdx.z * 6;
 const int first = span[0], count = span[1], source = span[2];
-const bool every = span[5];  // whether the state behind each token is written, not only the last
+const bool every = span[5];  // whether the state after each token is written, not only the last
 const float* const held = source == 0 ? states0 : source == 1 ? states1 : source == 2 ? states2 : states3;
 const float* const before = source < 0 ? nullptr : held + span[3] * STATE;
 float* const written = after + span[4] * STATE;
@@ -44,7 +44,7 @@ auto convolve = [&](int begin, int channel, float (&mixed)[GROUP]) {
   #pragma unroll
   for (int i = 0; i < GROUP; i++) mixed[i] = silu(mixed[i]);
 };
-// Makes what the scan reads of TILE tokens. A warp has GROUP tokens of the queries, keys or values at a time.
+// Makes the scan's inputs of TILE tokens. A warp has GROUP tokens of the queries, keys or values at a time.
 auto prepare = [&](int tile, int buffer) {
   for (int task = preparer; task < TILE / GROUP * 3; task += PREPARERS) {
     const int kind = task % 3, group = task / 3 * GROUP, begin = tile + group;
@@ -88,7 +88,7 @@ auto prepare = [&](int tile, int buffer) {
     }
   }
 };
-// The gated norm of TILE tokens, where the thread block has all columns of the head.
+// The gated norm of TILE tokens, if the thread block has all columns of the head.
 auto gate = [&](int tile, int buffer) {
   for (int t = preparer; t < TILE && tile + t < count; t += PREPARERS) {
     const long line = first + tile + t;
@@ -157,7 +157,7 @@ for (int tile = -TILE; tile < count + (GATED ? TILE : 0); tile += TILE, buffer ^
   __syncthreads();
 }
 if (preparer >= 0) {
-  // The last inputs of the convolution; of the queries and keys one thread block of their head writes them.
+  // The last inputs of the convolution. One thread block of a key head writes those of its queries and keys.
   const bool of_keys = slice == 0 && head % RATIO == 0;
   for (int t = every ? 0 : count - 1; t < count; t++) {
     float* const to = written + (every ? t : 0) * STATE;

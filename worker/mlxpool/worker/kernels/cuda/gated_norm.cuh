@@ -1,5 +1,5 @@
 __device__ inline float silu(float x) { return __fdividef(x, __fadd_rn(1, expf(-x))); }
-// The gated norm behind a scan: VALUE numbers of a head divided by their root mean square, times `gain`
+// The gated norm after a scan: VALUE numbers of a head divided by their root mean square, times `gain`
 // and silu of the gates. A warp computes it; each lane reads numbers lane, lane + 32, ... of x.
 template <int VALUE, typename N>
 __device__ inline void gated_norm(const float* x, const N* gates, const float* gain, float eps, N* to, int lane) {

@@ -1,5 +1,5 @@
 // A barrier of all thread blocks of a launch, which must be resident at a time. `state` has three numbers
-// that are zeros before the first launch: a counter of arrivals, its value where the launch began, and
+// that are zeros before the first launch: a counter of arrivals, its value at the beginning of the launch, and
 // whether a launch has given up. The counter goes on from launch to launch, whatever their grids.
 struct GridBarrier {
   unsigned* state;
@@ -11,14 +11,14 @@ struct GridBarrier {
     if (threadIdx.x == 0) *failed = load_acquire(state + 2) != 0;
     __syncthreads();
   }
-  // Says that this block has written what others read behind the barrier.
+  // Notes that this block has written the numbers that others read after the barrier.
   __device__ inline void arrive() {
     __syncthreads();
     if (threadIdx.x == 0) add_release(state);
     goal += gridDim.x;
   }
-  // Waits for all blocks. Where some are missing after PATIENCE cycles of the clock, it returns false if
-  // GIVES_UP, and ends the program of the device if not.
+  // Waits for all blocks. If some are missing after PATIENCE cycles of the clock, it returns false with
+  // GIVES_UP, and otherwise ends the program of the device.
   template <bool GIVES_UP> __device__ inline bool wait() {
     constexpr long long PATIENCE = 1ll << 33;  // about 4 s
     if (threadIdx.x == 0) {
@@ -33,7 +33,7 @@ struct GridBarrier {
     __syncthreads();
     return !(GIVES_UP && *failed);
   }
-  // Ends the launch, behind the last barrier.
+  // Ends the launch, after the last barrier.
   __device__ inline void end() {
     if (blockIdx.x == 0 && threadIdx.x == 0) state[1] = goal;
   }

@@ -1,7 +1,7 @@
-// A product of each head of a step's lines with a weight of the head's own, in the tensor cores of Hopper:
+// A product of each head of a step's lines with the head's own weight, in the tensor cores of Hopper:
 // out [LINES, HEADS, OUT_HEAD] = x [LINES, HEADS, X_HEAD] weight [HEADS, OUT, IN]^T, of the first IN numbers of
 // x's heads to the first OUT of the result's. A thread block has TILE_ROWS rows of the weight of a head and
-// up to 8 * SETS lines (tiled_product.cuh). TURNED: the numbers behind are rotated, by further thread blocks.
+// up to 8 * SETS lines (tiled_product.cuh). TURNED: the numbers after those are rotated, by further thread blocks.
 constexpr int ROWS = TILE_ROWS, ALL = 8 * SETS, THREADS = 2 * ROWS, TILES = OUT / ROWS;
 const int first_line = blockIdx.y * ALL, lines = min(ALL, x_shape[0] - first_line), thread = threadIdx.x;
 const N* const from = (const N*)x + (long)first_line * HEADS * X_HEAD;

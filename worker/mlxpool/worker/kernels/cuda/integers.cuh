@@ -1,6 +1,6 @@
 // Keys and values as 8-bit integers with a scale for each token and head, see caches/stored.py.
-// Stores a head as integers and their scale: each lane of a warp has EACH neighbouring numbers of it. A
-// number that is infinite or no number makes the scale so.
+// Stores a head as integers and their scale: each lane of a warp has EACH neighbouring numbers of the head. An
+// infinity or NaN among them makes the scale infinite or NaN.
 template <int EACH>
 __device__ inline void store_integers(const float (&numbers)[EACH], int8_t* to, __nv_bfloat16* scale_to) {
   const int lane = threadIdx.x % 32;

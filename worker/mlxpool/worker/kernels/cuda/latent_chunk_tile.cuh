@@ -1,9 +1,9 @@
 // A tile of ragged_latents.cu with many rows: as latent_tile.cuh, but its 64 rows are the lines of the tensor
-// cores' matrices, and two groups of four warps work at different times. Of the tiles of 64 latents group 0 has
-// the even ones, group 1 the odd ones: a group copies its own latents, multiplies them with the queries, and gives
-// the shares to the other group, through the panel of the latents that is no value. Each group adds up its half
-// of the RANK numbers of all latents. While one group computes shares, the other multiplies. The file follows
-// group_mma and group_mma_values of VALUE_NUMBERS / 8 sets.
+// cores' matrices, and two groups of four warps work at different times. Group 0 has the even tiles of 64 latents,
+// group 1 the odd tiles. A group copies its own latents, multiplies them with the queries, and gives the shares to
+// the other group, through the panel of the latents after their values. Each group adds up its half of the RANK
+// numbers of all latents. While one group computes shares, the other multiplies. The file follows group_mma and
+// group_mma_values of VALUE_NUMBERS / 8 sets.
 template <int HEADS, int EACH, int LINE, int RANK, int BLOCK, int VALUE_NUMBERS, typename N, typename Finish>
 __device__ inline void latent_chunk_tile(const LatentTile<N>& tile, float rate, char* space, Finish finish) {
   constexpr int ROWS = 64, PANELS = LINE / 64, HALF = RANK / 2, PRODUCTS = HALF / VALUE_NUMBERS;
@@ -12,14 +12,14 @@ __device__ inline void latent_chunk_tile(const LatentTile<N>& tile, float rate, 
   // Barriers of a group alone, of shares, and of latents that the other group has multiplied: one a group.
   constexpr int GROUP = 1, SHARES = 3, FREE = 5;
   const int thread = threadIdx.x, lane = thread & 31, group = thread / 128, mine = thread % 128;
-  const int quarter = lane & 3, row = mine / 32 * 16 + (lane >> 2);  // and the row eight behind it
+  const int quarter = lane & 3, row = mine / 32 * 16 + (lane >> 2);  // and row + 8
   const int asked = tile.lines * EACH;
   const float NONE = __uint_as_float(0xff800000);  // -infinity
   const unsigned unaligned = shared_address(space), base = (unaligned + 1023) & ~1023u;
   char* const aligned = space + (base - unaligned);
   float* const tops = (float*)(aligned + QUERIES_AT + PANELS * ROWS * 128);  // [2][ROWS]: of each group
   float* const totals = tops + 2 * ROWS;  // [2][ROWS]
-  // A lambda of the template, so that calls with it are checked only if the tile is used: else group_mma has other sizes.
+  // A lambda of the template: calls with it are checked only if the tile is used; otherwise group_mma has other sizes.
   auto matrix = [](unsigned at, unsigned long long apart = 64) { return matrix_at(at, apart); };
   const int count = max(tile.last - tile.first + TILE_KEYS - 1, 0) / TILE_KEYS;
   // Copies tile t, of this group, to its stage: eight threads 128 bytes of a line, panel by panel.
@@ -56,7 +56,7 @@ __device__ inline void latent_chunk_tile(const LatentTile<N>& tile, float rate, 
   for (int n = 0; n < PRODUCTS; n++)
     #pragma unroll
     for (int i = 0; i < VALUE_NUMBERS / 2; i++) sum[n][i] = 0;
-  // Takes greater scores: multiplies what was added up under smaller ones.
+  // Takes new greatest scores: scales the sums so far to them.
   auto raise = [&](const float (&top)[2]) {
     float shrink[2];
     #pragma unroll
@@ -89,7 +89,7 @@ __device__ inline void latent_chunk_tile(const LatentTile<N>& tile, float rate, 
     #pragma unroll
     for (int n = 0; n < PRODUCTS; n++) hold(sum[n]);
   };
-  // The shares of each thread lie as its registers have them; the same thread of the other group takes them.
+  // The shares of each thread are stored in the order of its registers; the same thread of the other group takes them.
   auto shares_of = [&](int stage) -> uint4* { return (uint4*)(aligned + stage * STAGE + (PANELS - 1) * PANEL) + mine; };
   // Begins to multiply a tile of the other group.
   auto multiply_other = [&] {
@@ -133,7 +133,7 @@ __device__ inline void latent_chunk_tile(const LatentTile<N>& tile, float rate, 
       wait_products<0>();
     }
     hold(score);
-    if (token + TILE_KEYS > least_stop) {  // of neighbouring lines the first sees the fewest
+    if (token + TILE_KEYS > least_stop) {  // the first of neighbouring lines sees the fewest
       #pragma unroll
       for (int i = 0; i < TILE_KEYS / 2; i++)
         if (token + i / 4 * 8 + 2 * quarter + i % 2 >= stop[i / 2 % 2]) score[i] = NONE;
@@ -189,7 +189,7 @@ __device__ inline void latent_chunk_tile(const LatentTile<N>& tile, float rate, 
     if (quarter == 0) totals[group * ROWS + row + 8 * half] = total[half];
   }
   __syncthreads();  // all products have been computed
-  float* const sums = (float*)aligned;  // [ROWS][RANK + 4], where latents were
+  float* const sums = (float*)aligned;  // [ROWS][RANK + 4], in the memory of latents
   #pragma unroll
   for (int n = 0; n < PRODUCTS; n++)
     #pragma unroll

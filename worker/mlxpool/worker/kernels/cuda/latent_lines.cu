@@ -1,7 +1,7 @@
-// What the first product of a layer of latent attention gives of a line, QUERIES compressed queries and a latent
-// of RANK numbers and TURNED rotated ones: writes the norm of the queries to `out` and the latent, its numbers
-// normed and its key rotated, into the line's slot of the pool. A line without a slot (-1) writes no latent. A
-// thread block has a line; its first warps have the queries, the next the numbers, the last one the key.
+// The first product of a layer of latent attention gives a line QUERIES compressed queries, then a latent of RANK
+// numbers and a key of TURNED numbers. This kernel writes the norm of the queries to `out`, and the latent, its
+// numbers normed and its key rotated, into the line's slot of the pool. A line without a slot (-1) writes no latent.
+// A thread block has a line; its first warps have the queries, the next the numbers, the last warp the key.
 constexpr int EACH = 8, WARPS = THREADS / 32;
 constexpr int QUERY_THREADS = (QUERIES / EACH + 31) / 32 * 32, NUMBER_THREADS = (RANK / EACH + 31) / 32 * 32;
 constexpr int LINE = RANK + TURNED;

@@ -81,7 +81,7 @@ __device__ inline void latent_tile(const LatentTile<N>& tile, float rate, char* 
     wait_copies<1>();
     fence_products();
     __syncthreads();
-    bool moves = false;  // whether sums have to be multiplied by less than 1
+    bool moves = false;  // whether sums have to be multiplied by a factor below 1
     if (group == 0) {
       float score[4 * SETS];
       #pragma unroll
@@ -95,8 +95,8 @@ __device__ inline void latent_tile(const LatentTile<N>& tile, float rate, char* 
       commit_products();
       wait_products<0>();
       hold(score);
-      const int mine = warp * 16 + row;  // and the latent eight behind it
-      if (token + TILE_KEYS > stops[0]) {  // of neighbouring lines the first sees the fewest
+      const int mine = warp * 16 + row;  // and latent mine + 8
+      if (token + TILE_KEYS > stops[0]) {  // the first of neighbouring lines sees the fewest
         #pragma unroll
         for (int i = 0; i < 4 * SETS; i++)
           if (token + mine + i / 2 % 2 * 8 >= stops[i / 4 * 8 + quarter * 2 + i % 2]) score[i] = NONE;
@@ -156,7 +156,7 @@ __device__ inline void latent_tile(const LatentTile<N>& tile, float rate, char* 
     wait_products<0>();
     #pragma unroll
     for (int own = 0; own < OWN; own++) hold(sum[own]);
-    __syncthreads();  // all threads have multiplied what the next latents and shares overwrite
+    __syncthreads();  // all threads have multiplied the latents and shares that the next ones overwrite
     fetch(token + 2 * TILE_KEYS, block, stage);
     block = next_block;
     stage ^= 1;
@@ -172,7 +172,7 @@ __device__ inline void latent_tile(const LatentTile<N>& tile, float rate, char* 
       if (row == 0) tops[g * 4 + warp] = total[j];
       if (row == 0 && warp == 0) shrinks[g] = fmaxf(most[j], -1e30f);
     }
-  float* const sums = (float*)aligned;  // [ROWS][RANK + 4], where latents were
+  float* const sums = (float*)aligned;  // [ROWS][RANK + 4], in the memory of latents
   #pragma unroll
   for (int own = 0; own < OWN; own++)
     #pragma unroll

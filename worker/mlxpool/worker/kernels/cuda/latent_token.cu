@@ -1,10 +1,10 @@
 // The first part of a layer of latent attention for one token, in one launch whose thread blocks wait for each other twice
-// (token_rows.cuh). The norm of x [1, SIZE] is multiplied with `first` [QUERIES + RANK + TURNED, SIZE]; of what it gives
-// the first QUERIES numbers, normed, are multiplied with `second` [HEADS * (PLAIN + TURNED), QUERIES], and PLAIN numbers of
-// each head of that with `third` [HEADS, RANK, PLAIN]: out [HEADS, RANK + TURNED], whose last numbers are those of the
-// second product, rotated. The other numbers are the latent, which is normed and rotated and written into the token's
-// slot of the pool, if it has one (-1: none). Numbers are rounded as by the separate kernels. `memory`: the state of the
-// barrier, what the first product gives, what the second does.
+// (token_rows.cuh). First, the norm of x [1, SIZE] is multiplied with `first` [QUERIES + RANK + TURNED, SIZE]. The first
+// QUERIES numbers of this product, normed, are multiplied with `second` [HEADS * (PLAIN + TURNED), QUERIES], and then
+// PLAIN numbers of each head with `third` [HEADS, RANK, PLAIN]: out [HEADS, RANK + TURNED], whose last TURNED numbers
+// come from the second product, rotated. The other numbers of the first product are the latent. It is normed and rotated
+// and written into the token's slot of the pool, unless the slot is -1. Numbers are rounded as by the separate kernels.
+// `memory`: the state of the barrier, the first product, the second product.
 constexpr int LINE = RANK + TURNED, ASKED = PLAIN + TURNED, ALL = TOKEN_WARPS * BLOCKS;
 constexpr int MOST = SIZE > HEADS * ASKED ? SIZE : HEADS * ASKED;  // numbers that are multiplied
 extern __shared__ uint4 space[];
@@ -36,7 +36,7 @@ auto all_of_it = [&](int) { return line; };
     if (lane == 0) down(sum, queries + row);
   });
 }
-// The angles of a rotation are those of the only line.
+// Rotates by the angles of the only line.
 auto turned = [&](const N* numbers, int d) -> float {
   return rotated<N, TURNED, TRADITIONAL>(numbers, 1, d, (const float*)cosines, (const float*)sines);
 };

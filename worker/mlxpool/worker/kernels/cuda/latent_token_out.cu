@@ -1,6 +1,6 @@
 // The last part of a layer of latent attention for one token, in one launch whose thread blocks wait for each other once
-// (token_rows.cuh): out [1, SIZE] = the RESIDUAL, if any, + `last` [SIZE, HEADS * VALUE] times what `values`
-// [HEADS, VALUE, RANK] make of the heads of x [HEADS, RANK]. Numbers are rounded as by the separate kernels. `memory`:
+// (token_rows.cuh): out [1, SIZE] = the RESIDUAL, if any, + `last` [SIZE, HEADS * VALUE] times the values of the heads,
+// `values` [HEADS, VALUE, RANK] times x [HEADS, RANK]. Numbers are rounded as by the separate kernels. `memory`:
 // the state of the barrier, and the values.
 constexpr int ALL = TOKEN_WARPS * BLOCKS;
 extern __shared__ uint4 space[];

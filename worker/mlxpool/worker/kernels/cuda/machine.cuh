@@ -12,7 +12,7 @@ __device__ inline void mma(float (&c)[4], const unsigned (&a)[4], unsigned b0, u
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-// c += a * b of 16 x 32 integers of 8 bits without sign and 32 x 8 with one.
+// c += a * b of 16 x 32 unsigned and 32 x 8 signed integers of 8 bits.
 __device__ inline void mma_integers(int (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -58,8 +58,8 @@ template <int COUNT> __device__ inline void sync_team(int number) {
 template <int COUNT> __device__ inline void arrive_team(int number) {
   asm volatile("bar.arrive %0, %1;" ::"r"(number), "n"(COUNT) : "memory");
 }
-// Adds 1 to a counter of all thread blocks. What this thread has written before, and what it knows others of
-// its block to have written, is there for a thread that reads the counter by `load_acquire` afterwards.
+// Adds 1 to a counter of all thread blocks. A thread that reads the counter by `load_acquire` afterwards sees all
+// earlier writes of this thread, and those of others in its block that it has synchronised with.
 __device__ inline void add_release(unsigned* counter) {
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
 }
@@ -72,7 +72,7 @@ __device__ inline unsigned load_acquire(const unsigned* counter) {
 __device__ inline unsigned shared_address(const void* space) {
   return (unsigned)__cvta_generic_to_shared(space);
 }
-// Copies 16 bytes, or BYTES that are fewer, to shared memory asynchronously; see `wait_copies`.
+// Copies 16 bytes, or fewer with BYTES, to shared memory asynchronously; see `wait_copies`.
 __device__ inline void copy(unsigned to, const void* from) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from));
 }
@@ -103,7 +103,7 @@ template <int COUNT> __device__ inline void hold(float (&sums)[COUNT]) {
   #pragma unroll
   for (int i = 0; i < COUNT; i++) asm volatile("" : "+f"(sums[i])::"memory");
 }
-// Keeps the compiler from using a word before what is waited for above.
+// Keeps the compiler from using a word before the waits above.
 __device__ inline void hold(unsigned& word) { asm volatile("" : "+r"(word)::"memory"); }
 // Words of 16 bytes, 8 of data and a tag, which GPUs write into each other's memory: a word arrives whole.
 __device__ inline void store_word(void* to, unsigned long data, unsigned long tag) {
@@ -115,8 +115,8 @@ __device__ inline void load_word(const void* from, unsigned long& data, unsigned
                : "=l"(data), "=l"(tag) : "l"(from) : "memory");
 }
 // The 16 bytes of a lane in a line of 128, which eight lanes write and read at once. Over NVLink a line arrives
-// whole. `tagged`: this lane is the last one of a line, whose second word is the tag. Returns whether the line,
-// as far as this lane sees it, has come: it has if all lanes of it say so.
+// whole. `tagged`: this lane is the last of a line, and its second word is the tag. `load_line` returns whether this
+// lane has seen the line come: it has come if all its lanes return true.
 __device__ inline void store_line(void* to, bool tagged, unsigned long first, unsigned long second) {
   asm volatile("st.volatile.global.v2.u64 [%0], {%1, %2};" ::"l"(to), "l"(first), "l"(second) : "memory");
 }
@@ -125,7 +125,7 @@ __device__ inline bool load_line(const void* from, bool tagged, unsigned long ta
                : "=l"(words[0]), "=l"(words[1]) : "l"(from) : "memory");
   return !tagged || words[1] == tag;
 }
-// A flag in the memory of any GPU: whoever sees it sees what this block wrote before its last barrier.
+// A flag in the memory of any GPU: its readers also see all that this block wrote before its last barrier.
 __device__ inline void release_flag(unsigned long* to, unsigned long tag) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(to), "l"(tag) : "memory");
 }

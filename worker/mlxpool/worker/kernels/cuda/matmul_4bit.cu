@@ -1,6 +1,6 @@
 // Products of few tokens ("lines") with an affine 4-bit weight, out [LINES, OUT] = x [LINES, IN]
 // W [OUT, IN]^T, as in matmul_small.cu: a weight is read once and dequantised in registers. A thread
-// block has TILES * 16 rows of the weight, half of them gates where products are gated; its warps
+// block has TILES * 16 rows of the weight, half of them gates if products are gated; its warps
 // multiply 128 columns each in turn and add up their sums. A thread reads 32 numbers of a row at a
 // time. A word has eight; the first pairs with the fifth and so on, in both operands.
 constexpr int COLUMNS = WARPS * 128, THREADS = WARPS * 32, LANE_LINES = 2, HELD_LINES = SETS * 8;

@@ -1,6 +1,6 @@
 // Products of up to 8 tokens ("lines") with an affine 4-bit weight in tiles (tiles_4bit.cuh), out [LINES, OUT] =
 // x [LINES, IN] W [OUT, IN]^T, as fast as the weight can be read. The weight is divided into strips of 16 *
-// FRAGMENTS rows, half of them gates where products are gated. Each thread block has every gridDim.x-th strip,
+// FRAGMENTS rows, half of them gates if products are gated. Each thread block has every gridDim.x-th strip,
 // and its warps multiply 64 columns of a strip each in turn; the copies of a warp run STAGES - 1 of its steps
 // ahead, across strips, so the memory is busy also while the sums of a strip are added up (warp_sums.cuh).
 // The weight is not dequantised: tensor cores multiply its integers plus OFFSET, exact in N, and each group's
@@ -17,13 +17,13 @@ const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, line = lane >> 2, qu
 const char* const stages = (const char*)space + warp * STAGES * STAGE;
 const unsigned base = shared_address(stages);
 float* const found = (float*)((char*)space + WARPS * STAGES * STAGE);
-const long apart = fragment_offset(OUT / 16, 0, STEPS);  // of gates and what they multiply
-// Where this lane copies to in a stage, and reads from; held, as each step would make them anew.
+const long apart = fragment_offset(OUT / 16, 0, STEPS);  // from gates to ups
+// Offsets in a stage that this lane copies to and reads from; kept, as each step would compute them anew.
 unsigned words_at = lane * 16, factors_at = 512 + line * GROUPS * 8;
 const int swizzled = (lane % 8 ^ lane / 8) * 16;
 unsigned line_at = LINES_AT + lane / 8 * 128 + swizzled, upper_at = LINES_AT + lane / 8 * 128 + 512 + (swizzled ^ 64);
 unsigned left_at = LINES_AT + lane % 8 * 128 + swizzled, right_at = LINES_AT + lane % 8 * 128 + (swizzled ^ 64);
-unsigned lines_here = max(LINES - lane / 8, 0);  // of which this lane copies the first and the fifth
+unsigned lines_here = max(LINES - lane / 8, 0);  // this lane copies the first and the fifth of them
 hold(words_at);
 hold(factors_at);
 hold(line_at);

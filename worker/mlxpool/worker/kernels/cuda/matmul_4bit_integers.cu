@@ -1,14 +1,14 @@
-// Products of up to HELD_LINES tokens ("lines") with an affine 4-bit weight in tiles (tiles_4bit.cuh), as
-// matmul_4bit_few.cu computes them, but of integers, so a weight needs 3 instructions for 8 numbers instead of 7.
+// Products of up to HELD_LINES tokens ("lines") with an affine 4-bit weight in tiles (tiles_4bit.cuh), as in
+// matmul_4bit_few.cu, but of integers, so a weight needs 3 instructions for 8 numbers instead of 7.
 // 64 columns of a line become integers of 16 bits and their scale, with an error of 2^-16 of the greatest of them.
-// Their two bytes are two columns of the tensor cores' second operand. A warp makes those of its own columns, once:
-// with more lines that takes longer than it saves. Each group's scale and bias are applied to the sums.
+// Their two bytes are two columns of the tensor cores' second operand. A warp makes the integers of its own columns,
+// once: with more lines that takes longer than it saves. Each group's scale and bias are applied to the sums.
 // NORMED: x is multiplied by `gain` here and divided by its RMS at the end (warp_sums.cuh).
 constexpr int SETS = 1, TILES = FRAGMENTS, THREADS = WARPS * 32, RUNS = GATED ? 2 : 1, LANE_LINES = 1;
 constexpr int EACH = 16 * FRAGMENTS / RUNS;  // results of a strip for a line
 constexpr int STAGE = FRAGMENTS * FRAGMENT, RUN = STAGE / RUNS;  // bytes; of neighbouring fragments
-constexpr int FACTORS = GROUPS == 1 ? 2 : 4;  // of 64 columns of a line: its scale, and that times each group's sum
-constexpr int MOST = 127 * 256 + 127;  // the greatest integer whose bytes are signed ones
+constexpr int FACTORS = GROUPS == 1 ? 2 : 4;  // of 64 columns of a line: the scale, and it times each group's sum
+constexpr int MOST = 127 * 256 + 127;  // the greatest integer with two signed bytes
 const int LINES = x_shape[0], IN = x_shape[1], STEPS = IN / 64, OUT = weight_shape[0] * 64 / RUNS;
 const int strips = OUT / EACH;
 extern __shared__ uint4 space[];  // [WARPS][STAGES] stages, the integers of lines, their factors, the sums of the warps
@@ -21,8 +21,8 @@ unsigned* const gains = (unsigned*)(all_factors + WARPS * HELD_STEPS * HELD_LINE
 float* const found = all_factors + WARPS * HELD_STEPS * (HELD_LINES * FACTORS + (NORMED ? 32 : 0));
 unsigned* const integers = all_integers + warp * HELD_STEPS * HELD_LINES * 32;  // [HELD_STEPS][HELD_LINES][2][4][4]
 float* const factors = all_factors + warp * HELD_STEPS * HELD_LINES * FACTORS;
-const long apart = fragment_offset(OUT / 16, 0, STEPS);  // of gates and what they multiply
-// Where this lane copies to in a stage, and reads from; held, as each step would make them anew.
+const long apart = fragment_offset(OUT / 16, 0, STEPS);  // from gates to ups
+// Offsets in a stage that this lane copies to and reads from; kept, as each step would compute them anew.
 unsigned words_at = lane * 16, factors_at = 512 + line * GROUPS * 8;
 hold(words_at);
 hold(factors_at);
@@ -51,8 +51,8 @@ auto fetch = [&] {
   ahead = ahead == base + (STAGES - 1) * STAGE ? base : ahead + STAGE;
 };
 float squares[1] = {};  // of the line of this lane's number, in one of four lanes
-// Copies x, and gains, of this warp's steps to where its integers will be: before weights, since a copy waits for all
-// that are in flight.
+// Copies x, and gains, of this warp's steps to the memory of its integers: before weights, since a wait for copies
+// includes all copies in flight.
 #pragma unroll 1
 for (int n = lane / 8; n < HELD_STEPS * HELD_LINES; n += 4) {
   const int l = min(n % HELD_LINES, LINES - 1), at = min(warp + n / HELD_LINES * WARPS, STEPS - 1) * 64 + lane % 8 * 8;
@@ -86,7 +86,7 @@ __syncwarp();
       const int a = __float2int_rn(left * factor), b = __float2int_rn(right * factor);
       const int sum = __reduce_add_sync(0xffffffff, a + b);
       const int low_sum = GROUPS == 1 ? sum : __reduce_add_sync(0xffffffff, lane < 16 ? a + b : 0);
-      // Columns c, c + 8, c + 1, c + 9 are the bytes of a word. Of two lanes that have them one keeps the high bytes.
+      // Columns c, c + 8, c + 1, c + 9 are the bytes of a word. Two lanes have them; one of these keeps the high bytes.
       const unsigned low = a & 0xff | (b & 0xff) << 16;
       const unsigned high = (a + 128) >> 8 & 0xff | ((b + 128) >> 8 & 0xff) << 16;
       const bool later = lane & 4;
@@ -105,7 +105,7 @@ __syncwarp();
     }
 }
 __syncwarp();
-// Where this lane reads integers of a step: byte n % 2 of line n / 2.
+// The offset of this lane's integers of a step: byte n % 2 of line n / 2.
 const int integers_at = (line / 2 & HELD_LINES - 1) * 32 + line % 2 * 16 + quarter * 4;
 const int own_line = quarter & HELD_LINES - 1;
 unsigned here = 0;  // the stage of the next step

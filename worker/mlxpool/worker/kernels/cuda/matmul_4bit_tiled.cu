@@ -1,6 +1,6 @@
 // Products of many tokens ("lines") with an affine 4-bit weight in tiles (tiles_4bit.cuh), out [LINES, OUT] =
 // x [LINES, IN] W [OUT, IN]^T, in the tensor cores of Hopper. A thread block has ROWS rows of the weight, half
-// of them gates where products are gated, 8 * SETS lines, and the columns of one of gridDim.y parts. Blocks
+// of them gates if products are gated, 8 * SETS lines, and the columns of one of gridDim.y parts. Blocks
 // with the same rows are neighbours, so the weight is read from memory once. Lines come through shared memory
 // as in tiled_product.cuh, and so do tiles, 64 columns at a time and STAGES - 2 * DEEP steps ahead. There are
 // HIGH * DEEP warpgroups: HIGH of them have TILES tiles of a step each, and DEEP times as many take steps in
@@ -11,7 +11,7 @@ constexpr int ROWS = 64 * TALL, ALL = 8 * SETS, TILE = 4 * FRAGMENT;
 constexpr int EACH = GATED ? ROWS / 2 : ROWS;  // results of a thread block for a line
 constexpr int LINE_COPIES = (ALL * 8 + THREADS - 1) / THREADS, PIECES = TILE / 16;
 constexpr int TILE_COPIES = (TALL * PIECES + THREADS - 1) / THREADS;  // of a thread, of 16 bytes
-constexpr int WHOLE = ROWS + 4;  // numbers of a line of sums, in which four lines have different banks
+constexpr int WHOLE = ROWS + 4;  // numbers of a line of sums: four lines are in different banks
 const int IN = x_shape[1], STEPS = IN / 64, OUT = weight_shape[0] * 64 / (GATED ? 2 : 1);
 const int sections = (x_shape[0] + ALL - 1) / ALL, section = blockIdx.x % sections;
 const int LINES = min(ALL, x_shape[0] - section * ALL), first = blockIdx.x / sections * EACH;
@@ -22,7 +22,7 @@ const N* const lines = (const N*)x + (long)section * ALL * IN;
 extern __shared__ uint4 space[];  // [STAGES] lines, [STAGES] tiles, or sums
 const unsigned address = shared_address(space), base = (address + 1023) & ~1023u;
 constexpr int TILES_AT = STAGES * ALL * 128;
-// Where this thread copies from, in the first step.
+// The sources of this thread's copies, in the first step.
 const char* tile_from[TILE_COPIES];
 const N* line_from[LINE_COPIES];
 #pragma unroll
@@ -38,7 +38,7 @@ for (int n = 0; n < LINE_COPIES; n++) {
   const int i = n * THREADS + threadIdx.x;
   line_from[n] = lines + (long)min(i / 8, LINES - 1) * IN + begin * 64 + i % 8 * 8;
 }
-// Copies the columns of the next step, of which there are `left`.
+// Copies the columns of the next step; `left` steps remain.
 int left = end - begin;
 unsigned tiles_to = base + TILES_AT + threadIdx.x * 16;
 unsigned lines_to = base + threadIdx.x / 8 * 128 + (threadIdx.x % 8 ^ threadIdx.x / 8 % 8) * 16;
@@ -82,7 +82,7 @@ int stage = turn;
 for (int n = begin; n < end; n += DEEP) {
   wait_copies<STAGES - 3 * DEEP>();
   fence_products();
-  __syncthreads();  // all threads have multiplied what the next columns overwrite
+  __syncthreads();  // all threads have multiplied the columns that the next ones overwrite
   #pragma unroll
   for (int i = 0; i < DEEP; i++) fetch();
   const unsigned at = base + stage * ALL * 128;
@@ -100,7 +100,7 @@ for (int n = begin; n < end; n += DEEP) {
   #pragma unroll
   for (int j = 0; j < 4; j++) {
     unsigned a[TILES][4];
-    wait_products<3>();  // those that read the registers of `a`
+    wait_products<3>();  // the products that read the registers of `a`
     #pragma unroll
     for (int tile = 0; tile < TILES; tile++) {
       hold(words[tile][j]);
@@ -123,7 +123,7 @@ for (int tile = 0; tile < TILES; tile++) hold(sum[tile]);
 wait_copies<0>();
 float* const found = (float*)space;  // [ALL][WHOLE]
 float* const own = found + lane % 4 * 2 * WHOLE + warp / 4 * TILES * 64 + warp % 4 * 16 + lane / 4;
-// Where sum[tile][i] of this thread is among those of the thread block.
+// The place of this thread's sum[tile][i] among the sums of the thread block.
 auto place = [&](int tile, int i) { return own + (i / 4 * 8 + i % 2) * WHOLE + tile * 64 + i % 4 / 2 * 8; };
 #pragma unroll
 for (int other = 1; other < DEEP; other++) {

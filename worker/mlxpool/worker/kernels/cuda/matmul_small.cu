@@ -1,11 +1,11 @@
 // Products of few tokens ("lines") with a weight, out [LINES, OUT] = x [LINES, IN] weight [OUT, IN]^T,
 // as fast as the weight can be read. A thread block has 16 rows of the weight, or 16 pairs of rows
-// where products are gated; its warps multiply 32 columns each in turn and add up their sums. The
+// if products are gated; its warps multiply 32 columns each in turn and add up their sums. The
 // weight is the first operand of the tensor cores, the lines are the second; the order of columns is
 // free as long as both agree, so a thread reads neighbouring numbers. It
 // copies its part of the weight through shared memory, STAGES steps ahead, and only it reads that part.
 // NORMED: the norm of x is multiplied; x is multiplied by `gain` here and divided by its RMS at the end
-// (warp_sums.cuh), where what is ADDED is added, too.
+// (warp_sums.cuh). ADDED: `beside` is added there, too.
 constexpr int TILES = GATED ? 2 : 1, COLUMNS = WARPS * 32;
 constexpr int THREADS = WARPS * 32, EACH = 16, LANE_LINES = 2, HELD_LINES = SETS * 8;
 const int LINES = x_shape[0], IN = x_shape[1], OUT = weight_shape[0] / TILES;

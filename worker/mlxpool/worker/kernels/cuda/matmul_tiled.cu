@@ -1,6 +1,6 @@
 // Products of some tokens ("lines") with a weight, out [LINES, OUT] = x [LINES, IN] weight
 // [OUT, IN]^T, in the tensor cores of Hopper. A thread block has TILE_ROWS rows of the weight, half of them
-// gates where products are gated, all lines, and the columns of one of SPLITS parts (tiled_product.cuh). The
+// gates if products are gated, all lines, and the columns of one of SPLITS parts (tiled_product.cuh). The
 // part that finishes last adds up all parts. BIASED: plus `bias` [rows of the weight].
 constexpr int ROWS = TILE_ROWS, ALL = 8 * SETS, THREADS = 2 * ROWS;
 constexpr int EACH = GATED ? ROWS / 2 : ROWS;  // results of a thread block for a line

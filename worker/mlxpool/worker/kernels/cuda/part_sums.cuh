@@ -1,7 +1,7 @@
-// The end of ragged_attention.cu, and of an item of decode_pass.cu. Its THREADS, of which `thread` is the number of one, share `before`, and `sync` waits for
-// them. A part of a row has stored NUMBERS sums for each of QUERIES, then the greatest score of each, then
-// the total of each. The part that finishes last adds up all parts and resets the counter. `to` returns the
-// address of a result; null: unused. A thread has MOST_PAIRS pairs of sums of a part at most.
+// The end of ragged_attention.cu, and of an item of decode_pass.cu. Its THREADS share `before`, `sync` waits for them,
+// and `thread` is this thread's number. A part of a row has stored NUMBERS sums for each of QUERIES, then the greatest
+// score of each, then the total of each. The part that finishes last adds up all parts and resets the counter. `to`
+// returns the address of a result; null: unused. A thread has at most MOST_PAIRS pairs of sums of a part.
 if (PARTED) {
   __threadfence();
   sync();

@@ -1,19 +1,19 @@
-// What the ranks of a group share for sums over the memory of their GPUs; see groups/peer_sums.py.
+// The memory that the ranks of a group share for sums over their GPUs; see groups/peer_sums.py.
 //
-// Each rank has a buffer, which the others write: two halves, of which a sum uses the one of its epoch, the
+// Each rank has a buffer, which the others write. It has two halves; a sum uses the half of its epoch, the
 // number of the sum. A rank is in epoch e + 1 when it has seen each peer there or beyond, and then each peer
 // has read all of epoch e: so e + 2 may overwrite its half, and one exchange a sum is enough.
 //
 // A buffer begins with its rank's own state: the epoch before, thread blocks that have ended, whether a peer
 // is lost. `places` are the rank, the bound of a wait in nanoseconds, and the addresses of all ranks' buffers.
-// `watch` is memory of the host, which is told there 1 + the rank that did not come. Nothing is read there: the
-// reads of all warps that wait would follow each other over PCIe, in 0.6 us each, also when what they wait for
-// has come. When a peer is lost this rank writes nothing to others any more: no sum of wrong numbers leaves it,
-// and its results count no more.
+// `watch` is memory of the host. A kernel writes 1 + the rank of a lost peer there, and never reads it: the
+// reads of all waiting warps would follow each other over PCIe, in 0.6 us each, also after the data has come.
+// When a peer is lost, this rank writes nothing to others any more: no sum of wrong numbers leaves it,
+// and its results do not count.
 enum { EPOCH, ARRIVED, LOST };
 enum { RANK, BOUND, BUFFERS };
-constexpr int STATE_BYTES = 256;  // of a buffer, before what peers write
-constexpr int TAG_BITS = 24;  // of a tag below the epoch: what is summed, so that unlike sums never match
+constexpr int STATE_BYTES = 256;  // of a buffer, before the halves that peers write
+constexpr int TAG_BITS = 24;  // of a tag, below the epoch: the kind of the sum, so that unlike sums never match
 constexpr int POLLS = 64;  // between two looks at the clock
 
 template <typename N> struct Summed { using T = float; };
@@ -48,7 +48,7 @@ struct Peers {
   template <int RANKS> __device__ long area(int at, int from) const {
     return epoch % 2 * (RANKS - 1) + (from < at ? from : from - 1);
   }
-  // Counts one poll for what `peer` writes. True: the wait is over, for the peer is lost.
+  // Counts one poll of a wait for `peer`. True: the wait is over, because the peer is lost.
   __device__ bool gives_up(int peer, int& polls, long& since) {
     next_poll();
     if (++polls % POLLS) return false;
@@ -70,7 +70,7 @@ struct Peers {
   }
 };
 
-// The numbers of a piece of `count` numbers in all; zeros behind the last.
+// The numbers of a piece of an array of `count` numbers; zeros after the last.
 template <typename N> __device__ inline Piece<N> loaded(const void* from, long piece, long count) {
   constexpr int EACH = 16 / sizeof(N);
   Piece<N> found;

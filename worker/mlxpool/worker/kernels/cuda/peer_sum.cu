@@ -1,7 +1,7 @@
 // The sum of x over all ranks, or with JOINS their columns beside each other, for few bytes: 8 bytes of data
-// and a tag are one word, which arrives whole, so that data needs no flag behind it and no fence before it.
-// A thread has 16 bytes of x, whose first words lie beside each other, and the second ones behind them. With
-// ADDS the numbers of `residual` are added to the sum.
+// and a tag are one word, which arrives whole, so that data needs no flag after it and no fence before it.
+// A thread has two words of x, 16 bytes. The first words of all threads are neighbours, and the second words
+// follow them. With ADDS the numbers of `residual` are added to the sum.
 Peers peers(places, watch);
 constexpr int EACH = 16 / sizeof(N);
 const long count = (long)x_shape[0] * WIDTH, pieces = (count + EACH - 1) / EACH;

@@ -1,12 +1,12 @@
-// As peer_sum.cu, for many bytes: a thread block writes a chunk of x to the peers and a flag behind it, and
-// while the chunk is under way it adds up the one before. Each area has MAX_CHUNKS flags, whatever UNROLL is:
-// sums with another one follow, and their flags may come while these are read.
+// As peer_sum.cu, for many bytes: a thread block writes a chunk of x to the peers and then a flag, and
+// while the chunk is under way it adds up the chunk before. Each area has MAX_CHUNKS flags, whatever UNROLL is:
+// the next sums may have another UNROLL, and their flags may come while these are read.
 Peers peers(places, watch);
 constexpr int EACH = 16 / sizeof(N), CHUNK = THREADS * UNROLL;
 const long count = (long)x_shape[0] * WIDTH, pieces = (count + EACH - 1) / EACH;
 const int chunks = (pieces + CHUNK - 1) / CHUNK;
 const unsigned long tag = peers.tag(2 * pieces + JOINS);
-constexpr long FLAGS = 2l * (RANKS - 1) * PIECES * 16;  // where flags begin in a buffer
+constexpr long FLAGS = 2l * (RANKS - 1) * PIECES * 16;  // the beginning of the flags in a buffer
 int before = -1;
 for (int chunk = blockIdx.x;; chunk += gridDim.x) {
   if (chunk < chunks) {

@@ -1,8 +1,8 @@
 // As peer_sum.cu, for many bytes: 128 bytes that 8 lanes of a warp write at once are one line, which arrives
-// whole over NVLink: 120 bytes of data and the tag, so that data needs no flag behind it and no fence before it.
+// whole over NVLink: 120 bytes of data and the tag, so that data needs no flag after it and no fence before it.
 // Eight lanes have LINES lines, which are OF_GROUP pieces of x: each of the first seven lanes has a piece in each
-// line, and the last one, beside the tags, half of a piece. A warp has a portion of four such groups. It writes
-// the next portion before it waits for one.
+// line, and the last lane has half of a piece beside the tag. A warp has a portion of four such groups. It writes
+// the next portion before it waits for the current one.
 Peers peers(places, watch);
 constexpr int EACH = 16 / sizeof(N), WARPS = THREADS / 32;
 constexpr int OF_GROUP = 7 * LINES + LINES / 2;
@@ -19,7 +19,7 @@ auto piece_of = [&](long portion, int i) {
 auto area = [&](int at, int from) {
   return peers.buffer(at) + OFFSET + peers.area<RANKS>(at, from) * AREA + lane * 16;
 };
-// Writes a portion to the peers, and keeps what this lane has of it.
+// Writes a portion to the peers, and keeps this lane's pieces of it.
 auto send = [&](long portion, Piece<N> (&own)[LINES]) {
   #pragma unroll
   for (int i = 0; i < LINES; i++) {

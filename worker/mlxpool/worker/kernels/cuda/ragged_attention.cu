@@ -1,10 +1,10 @@
 // Attention of a step's lines over a block pool. A thread block has an item of the work list, which is
 // a tile of neighbouring lines of one row, and one key head. The query heads of the key head, line by
 // line, are the rows of the tile. A tile of up to DECODE_ROWS rows reads keys and values into registers,
-// where each warp has other keys (decode_tiles.cuh); a larger tile shares keys and values, and each warp
-// has other rows (chunk_tiles.cuh). How both read and write what is stored is in stored_numbers.cuh or
-// stored_integers.cuh. The keys of a tile may be divided into parts, which part_sums.cuh adds
-// up. Scores are of base 2.
+// and each warp has other keys (decode_tiles.cuh). A larger tile shares keys and values, and each warp
+// has other rows (chunk_tiles.cuh). stored_numbers.cuh or stored_integers.cuh reads and writes stored keys
+// and values for both. The keys of a tile may be divided into parts, which part_sums.cuh adds up. Scores are
+// of base 2.
 constexpr int THREADS = WARPS * 32;
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float RATE = CAP > 0 ? 1.f : SCALE * LOG2E;  // of the numbers that `scored` returns
@@ -55,7 +55,7 @@ auto slot = [&](int token) -> long {
 auto place = [&](int token) -> long { return slot(token) * SIZE; };
 // A key of the part, since others may be in memory that was never written.
 auto inside = [&](int token) -> int { return min(max(token, low), last - 1); };
-// Queries, keys and values have strides of their own, or are PACKED one behind the other in each line.
+// Queries, keys and values have their own strides, or are PACKED one after the other in each line.
 constexpr long WIDTH = (GROUP + 2) * HEADS * SIZE;
 const N* const k_from = (const N*)k + (PACKED ? GROUP * HEADS * SIZE : 0);
 const N* const v_from = (const N*)v + (PACKED ? (GROUP + 1) * HEADS * SIZE : 0);
@@ -80,7 +80,7 @@ auto output_at = [&](int row) -> N* {
 };
 const bool PARTED = count > 1;
 const int QUERIES = asked, WHOLE = (decodes ? DECODE_UNITS : TILE_UNITS) * UNIT_ROWS * (SIZE + 2);
-// These names are part_sums.cuh's.
+// part_sums.cuh reads these names.
 constexpr int NUMBERS = SIZE, MOST_PAIRS = ((FRESH ? DECODE_UNITS : TILE_UNITS) * UNIT_ROWS * SIZE / 2 + THREADS - 1) / THREADS;
 const long mine = (long)head * UNITS + unit;
 float* const parts = (float*)partial + mine * UNIT_ROWS * (SIZE + 2);

@@ -1,8 +1,9 @@
 // Attention of a step's lines over latent vectors (MLA) in a block pool, in the tensor cores of Hopper. All
 // heads read the latent of a token: it is the key, and its first RANK numbers are the value. A thread block has
 // an item of the work list, which is a tile of neighbouring lines of one row, and EACH of the heads. The heads,
-// line by line, are the rows of the tile: up to DECODE_ROWS or ROWS (latent_tile.cuh; latent_chunk_tile.cuh has
-// those of more than MAX_FEW rows, where VALUE_NUMBERS is not 0). The latents of a tile may be divided into parts. The part that finishes last adds up all, in their order. Scores are of base 2.
+// line by line, are the rows of the tile: up to DECODE_ROWS or ROWS (latent_tile.cuh, or latent_chunk_tile.cuh for
+// tiles of more than MAX_FEW rows if VALUE_NUMBERS is not 0). The latents of a tile may be divided into parts. The part
+// that finishes last adds up all parts, in their order. Scores are of base 2.
 constexpr int THREADS = 256;
 extern __shared__ uint4 space[];
 __shared__ int before;
@@ -22,7 +23,7 @@ const int each = count == 1 ? high : ((high + count - 1) / count + TILE_KEYS - 1
 const long mine = (long)blockIdx.x * UNITS + unit;
 float* const parts = (float*)partial + mine * UNIT_ROWS * (RANK + 2);
 const long whole = (asked <= DECODE_ROWS ? DECODE_ROWS : ROWS) * (RANK + 2);  // numbers of a part
-// Writes what the rows of a tile have read, or keeps it as a part: the sums [RANK] of each row, then the greatest
+// Writes the results of a tile's rows, or keeps them as a part: the sums [RANK] of each row, then the greatest
 // score of each, then the total of each.
 auto finish = [&](const float* sums, const float* most, const float* total) {
   constexpr int LINE_SUMS = RANK + 4;  // as latent_tile.cuh stores them
@@ -63,14 +64,14 @@ else attend(TileRows<ROWS>());
 if (count == 1) return;
 __syncthreads();
 if (threadIdx.x == 0) {
-  __threadfence();  // of what all threads have written: they wait for each other around it
+  __threadfence();  // for the writes of all threads, which wait for each other before and after it
   before = atomicAdd((int*)arrived + mine, 1);
   __threadfence();
 }
 __syncthreads();
 if (before < count - 1) return;
 if (threadIdx.x == 0) ((int*)arrived)[mine] = 0;
-// By what the sums of each part are multiplied, a warp a row.
+// The factors of the sums of each part, a warp a row.
 float* const weights = (float*)space;  // [count][asked]
 const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
 for (int g = warp; g < asked; g += THREADS / 32) {
@@ -89,7 +90,7 @@ for (int g = warp; g < asked; g += THREADS / 32) {
   for (int p = lane; p < count; p += 32) weights[p * asked + g] /= fmaxf(all, 1e-30f);
 }
 __syncthreads();
-constexpr int AT = 4;  // pieces of 16 bytes of a thread whose loads wait for memory together
+constexpr int AT = 4;  // pieces of 16 bytes that a thread loads at a time
 const int pieces = asked * (RANK / 4);
 for (int from = threadIdx.x; from < pieces; from += AT * THREADS) {
   float4 sum[AT];

@@ -10,13 +10,13 @@ template <> struct Raised<__nv_bfloat16> {
   static constexpr float OFFSET = 128;
 };
 // Raised<N>::PAIR, in a register: as a constant it would make two instructions of `raised`. `positive` is any
-// number of which the compiler does not know that.
+// positive number whose sign the compiler does not know.
 template <typename N> __device__ inline unsigned held_pair(int positive) {
   return Raised<N>::PAIR - ((unsigned)positive >> 31);
 }
 // Nibbles p and p + 4 of a word, raised.
 __device__ inline unsigned raised(unsigned word, int p, unsigned held) { return word >> 4 * p & 0x000f000f | held; }
-// Both of them times scale plus bias.
+// Both numbers of a raised pair times scale plus bias.
 __device__ inline unsigned lowered(unsigned pair, __half scale, __half bias) {
   __half2 both = __hfma2(__hsub2(*(__half2*)&pair, __float2half2_rn(1024.f)), both_halves(scale), both_halves(bias));
   return *(unsigned*)&both;

@@ -16,7 +16,7 @@ if (which < QUERIES + 2 * HEADS) {
   #pragma unroll
   for (int n = 0; n < EACH; n++) {
     const int d = lane * EACH + n;
-    N rounded;  // as numbers are that are not quantised
+    N rounded;  // like numbers that are not quantised
     const float number = slot < 0   ? 0.f
                          : is_value ? up(from[d * stride])
                                     : rotated<N, TURNED, TRADITIONAL>(from, stride, d, cosine, sine);

@@ -13,7 +13,7 @@ if (i < ALL) {
   const int head = is_query ? which : is_value ? which - QUERIES - HEADS : which - QUERIES;
   const bool turns = !is_value && piece < HALF / EACH;
   const bool apart = turns && !TRADITIONAL;
-  // Where both vectors begin in the head; a value's vectors, and those not rotated, are neighbours.
+  // The beginnings of both vectors in the head. Vectors of values, and vectors that do not rotate, are neighbours.
   const int one = apart ? piece * EACH : 2 * piece * EACH;
   const int two = apart ? one + HALF : one + EACH;
   const N* const from = is_query   ? (const N*)q + line * q_strides[0] + head * q_strides[1]

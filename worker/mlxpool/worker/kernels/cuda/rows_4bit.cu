@@ -1,5 +1,5 @@
-// Rows of an affine 4-bit weight in tiles, dequantised: line t of `out` is row ids[t], or with ALL row t of
-// them. A thread makes eight neighbouring numbers of a row, with ALL also those 8 rows further, which are in
+// Rows of an affine 4-bit weight in tiles, dequantised: line t of `out` is row ids[t], or with ALL row t.
+// A thread makes eight neighbouring numbers of a row, with ALL also of the row 8 rows further, which are in
 // the same words.
 constexpr int HALVES = ALL ? 2 : 1;
 const int STEPS = tiles_shape[1], PIECES = STEPS * 8;

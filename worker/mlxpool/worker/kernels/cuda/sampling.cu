@@ -1,11 +1,11 @@
 // Samples a token of each row's SIZE logits as sampler.py does, in one or a few passes of a thread
 // block over its row. Masses are integers, so that the order of their sums does not matter. Candidates
-// that are read often are collected in a list first; when they do not fit, the whole row is read.
-// With MASKED `masks` has a number for each row, and lines of words: the number is the row's line, whose
-// bits say which tokens it may draw; -1: it may draw all of them; -2 - t: token t alone.
+// that are read often are collected in a list first; if they do not fit, the whole row is read.
+// With MASKED, `masks` has a number for each row, and lines of words. The number is the row's line: its bits
+// are set for the tokens that the row may draw. -1: it may draw all tokens; -2 - t: token t alone.
 constexpr int CAPACITY = 4096, FINE = 128;  // FINE: buckets for each unit of a scaled logit
 constexpr float MASS = 1099511627776.f;  // of the most likely token
-constexpr unsigned NOTHING = 0x007fffffu;  // `ordered` of -infinity: of tokens that are never drawn
+constexpr unsigned NOTHING = 0x007fffffu;  // `ordered` of -infinity, for tokens that are never drawn
 using Big = unsigned long long;
 __shared__ Big space[CAPACITY], sums[32];
 __shared__ unsigned listed_count;
@@ -101,8 +101,8 @@ auto each = [&](auto work) {
     sweep([&](float x, int i) { work(ordered(x), i); });
   }
 };
-// Collects the candidates that `wanted` accepts in the list, if they fit. A mask that allows fewer
-// tokens than top-k leaves the rest out: 100,000 of them would wait for each other at the counter.
+// Collects the candidates that `wanted` accepts in the list, if they fit. If a mask allows fewer tokens than
+// top-k, the forbidden tokens are left out: 100,000 of them would wait for each other at the counter.
 auto collect = [&](auto wanted) {
   __syncthreads();
   if (threadIdx.x == 0) listed_count = 0;
@@ -124,7 +124,7 @@ auto mass = [&](unsigned key) -> Big { return (Big)(expf(scaled(key)) * MASS); }
 unsigned least = 0;  // the least key that is kept
 const int k = option[3];
 if (k > 0) {
-  // k threads have a number not below `least`, so the row has k of them.
+  // k threads have a number not below `least`, so the row has at least k such numbers.
   const unsigned seen = own >> 32;
   for (unsigned bit = 1u << 31; bit > 0; bit >>= 1)
     if (__syncthreads_count(seen >= (least | bit)) >= k) least |= bit;

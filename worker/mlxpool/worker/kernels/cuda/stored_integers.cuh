@@ -1,7 +1,7 @@
 // Keys and values that are stored as 8-bit integers with a scale for each token and head, see
-// caches/stored.py: the names of stored_numbers.cuh. Integers are numbers of the tensor cores as they are: the
-// scale of a key multiplies its scores, that of a value the shares of it. The order of a head's numbers in the
-// matrices is free as long as both operands agree, so a lane reads four neighbouring integers.
+// caches/stored.py. Defines the names of stored_numbers.cuh. The tensor cores multiply the integers without their
+// scales: the scale of a key multiplies its scores, the scale of a value its shares. The order of a head's numbers in
+// the matrices is free as long as both operands agree, so a lane reads four neighbouring integers.
 using Stored = int8_t;
 constexpr int SCALE_BYTES = 2;
 constexpr int LINE = SIZE * sizeof(Stored) + 16;
@@ -9,8 +9,8 @@ struct Scales {
   float key[2], share[2];
 };
 auto query_number = [&](int i) -> int { return 4 * quarter + 2 * i; };
-// Numbers 4 * n and the next of each 16 are in columns 2 * n and the next, the two behind them in columns
-// 8 + 2 * n and the next: a lane has four neighbouring numbers of a key, too.
+// Numbers 4 * n and the next of each 16 are in columns 2 * n and the next, the two numbers after them in columns
+// 8 + 2 * n and the next: a lane also has four neighbouring numbers of a key.
 auto put_query = [&](char* line, int piece, const Some<N, 8>& some) {
   char* const to = line + piece / 2 * 32 + piece % 2 * 8;
   *(Some<N, 4>*)to = {some.n[0], some.n[1], some.n[4], some.n[5]};
@@ -20,8 +20,8 @@ auto copy_scales = [&](unsigned keys_to, unsigned values_to, long at, int piece)
   copy(keys_to + piece * 16, (const __nv_bfloat16*)key_scales + at + piece * 8);
   copy(values_to + piece * 16, (const __nv_bfloat16*)value_scales + at + piece * 8);
 };
-// `keys_at` and `values_at`: where the scales of eight tokens from `token` on are in shared memory. Those of
-// values that no line sees are 0: they may be in memory that was never written.
+// `keys_at` and `values_at`: the places in shared memory of the scales of eight tokens from `token` on. The scales
+// of values that no line sees become 0: they may be in memory that was never written.
 auto scales_of = [&](unsigned keys_at, unsigned values_at, int token) -> Scales {
   const auto of_keys = *(const Some<__nv_bfloat16, 2>*)((const char*)space + keys_at + 4 * quarter);
   const auto of_values = *(const Some<__nv_bfloat16, 2>*)((const char*)space + values_at + 4 * quarter);

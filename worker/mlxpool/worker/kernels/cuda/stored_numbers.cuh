@@ -1,9 +1,9 @@
-// Keys and values that are stored as numbers of type N, which are multiplied as they are. This file or
+// Keys and values that are stored as numbers of type N, which are multiplied without conversion. This file or
 // stored_integers.cuh, which defines the same names, comes before the tiles of ragged_attention.cu.
 using Stored = N;
 constexpr int SCALE_BYTES = 0;  // of a head of a token
 constexpr int LINE = SIZE * sizeof(Stored) + 16;  // bytes between heads in shared memory
-struct Scales {};  // those of two neighbouring keys and their values
+struct Scales {};  // the scales of two neighbouring keys and their values
 // Columns 2 * quarter and the next of half i of 16 columns of queries have this number and the next of 16.
 auto query_number = [&](int i) -> int { return i * 8 + 2 * quarter; };
 // Puts numbers 8 * piece and the next seven of a query into its line of shared memory.
@@ -22,7 +22,7 @@ auto load_keys = [&](unsigned (&b)[4], unsigned at) { load_matrices(b, key_lane 
 constexpr int VALUE_MATRICES = 2;
 const unsigned value_lane = shared_address(space) + lane % 16 * LINE + lane / 16 * 16;
 auto load_values = [&](unsigned (&b)[4], unsigned at) { load_transposed(b, value_lane + at); };
-// Writes what a lane has of a row of sums, times a factor, or as it is for part_sums.cuh.
+// Writes a lane's sums of a row, times a factor, or unchanged for part_sums.cuh.
 auto put_output = [&](N* to, const float (&sum)[SIZE / 8][4], int half, float factor) {
   #pragma unroll
   for (int j = 0; j < SIZE / 8; j++)

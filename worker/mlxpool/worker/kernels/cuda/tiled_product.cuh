@@ -9,16 +9,15 @@
 #endif
 constexpr int TILE_ROWS = ROWS_OF_TILE;  // 64 or 128
 constexpr int stage_bytes(int sets) { return (TILE_ROWS + 8 * sets) * 128; }
-// The columns [64 * begin, 64 * end) of TILE_ROWS rows of a weight. Rows from `half` on are `apart` rows further
-// behind than their neighbours: the other half of a gated weight. Lines that are multiplied with it begin
-// `line` numbers behind each other; 0: `in`.
+// The columns [64 * begin, 64 * end) of TILE_ROWS rows of a weight. Rows from `half` on, the other half of a gated
+// weight, are moved by `apart` rows. The lines that are multiplied with it begin `line` numbers apart; 0: `in`.
 template <typename N> struct WeightTile {
   const N* rows;
   int in, half;
   long apart;
   int begin, end, line = 0;
 };
-// Copies rows [FROM, TO) of both operands of a step, of which the weight's are the first, to their stage.
+// Copies rows [FROM, TO) of both operands of a step, the weight's rows first, to their stage.
 template <int FROM, int TO, int SETS, int STAGES, int THREADS, typename N>
 __device__ inline void copy_step(const WeightTile<N>& tile, const N* x, int lines, int step, unsigned base) {
   constexpr int COPIES = (TO - FROM) * 8;  // pieces of 16 bytes
@@ -32,8 +31,8 @@ __device__ inline void copy_step(const WeightTile<N>& tile, const N* x, int line
     if (i < COPIES) copy(to + row * 128 + (piece ^ row % 8) * 16, from + step * 64 + piece * 8);
   }
 }
-// Begins a product before its lines are there: copies the weight's part of its steps [from, to), of which
-// there may be STAGES - 2.
+// Begins a product before its lines are there: copies the weight's part of its steps [from, to), at most
+// STAGES - 2.
 template <int SETS, int STAGES, int THREADS, typename N>
 __device__ inline void begin_product(const WeightTile<N>& tile, int from, int to, unsigned base) {
   #pragma unroll 1
@@ -61,7 +60,7 @@ __device__ inline void tiled_product(float (&sum)[4 * SETS], const WeightTile<N>
   for (int step = tile.begin; step < tile.end; step++) {
     wait_copies<STAGES - 3>();
     fence_products();
-    __syncthreads();  // all threads have multiplied what the next columns overwrite
+    __syncthreads();  // all threads have multiplied the columns that the next ones overwrite
     copy_step<0, ALL, SETS, STAGES, THREADS>(tile, x, lines, step + STAGES - 2, base);
     commit_copies();
     if (THREADS == 2 * TILE_ROWS || group < TILE_ROWS / 64) {

@@ -1,5 +1,5 @@
-// One token's choice of experts in a kernel whose thread blocks wait for each other: the warp `own` of all has computed
-// `logits` [EXPERTS], and the barrier is behind. Each thread block chooses: `experts` [CHOSEN] and their `weights`.
+// One token's choice of experts in a kernel whose thread blocks wait for each other. All warps have computed `logits`
+// [EXPERTS] before the last barrier. Each thread block chooses: `experts` [CHOSEN] and their `weights`.
 for (int i = threadIdx.x; i < EXPERTS; i += TOKEN_THREADS) scores[i] = __ldcg(logits + i);
 __syncthreads();
 if (warp == 0) {

@@ -1,8 +1,8 @@
 // Products of one token with the rows of weights, in kernels whose thread blocks wait for each other (grid_barrier.cuh).
-// A warp computes rows `own`, `own` + ALL and so on of a weight; it loads the first of them into registers before the
-// barrier after which their other factor is known. A load of a lane has 16 bytes.
+// A warp computes rows `own`, `own` + ALL and so on of a weight; it loads the first of these rows into registers before
+// the barrier that its other factor waits for. A load of a lane has 16 bytes.
 constexpr int TOKEN_WARPS = 16, TOKEN_THREADS = 32 * TOKEN_WARPS;
-constexpr int MOST_LOADS = 16;  // that a lane asks for before a barrier
+constexpr int MOST_LOADS = 16;  // loads that a lane begins before a barrier
 __device__ inline float whole_sum(float sum) {
   #pragma unroll
   for (int by = 1; by < 32; by *= 2) sum += __shfl_xor_sync(0xffffffff, sum, by);
@@ -13,7 +13,7 @@ template <typename N, int LENGTH> __device__ inline uint4 load_of(const N* row, 
   const int number = (at * 32 + threadIdx.x % 32) * 8;
   return number < LENGTH ? *(const uint4*)(row + number) : uint4{0, 0, 0, 0};
 }
-// The sum of the products of that load with the numbers at its place.
+// The sum of the products of load number `at` with the numbers at its place.
 template <typename N, int LENGTH> __device__ inline float product_of(uint4 load, const uint4* with, int at) {
   const int piece = at * 32 + threadIdx.x % 32;
   if (piece * 8 >= LENGTH) return 0.f;
@@ -26,11 +26,11 @@ template <typename N, int LENGTH> __device__ inline float product_of(uint4 load,
 // The rows of a warp in a weight of COUNT rows of LENGTH numbers.
 template <typename N, int LENGTH, int COUNT, int ALL> struct TokenRows {
   static constexpr int LOADS = (LENGTH + 255) / 256, TURNS = (LOADS + 9) / 10;
-  static constexpr int HELD = (LOADS + TURNS - 1) / TURNS;  // loads of a row that are asked for at a time
+  static constexpr int HELD = (LOADS + TURNS - 1) / TURNS;  // loads of a row that begin at a time
   static constexpr int EACH = (COUNT + ALL - 1) / ALL, FIT = MOST_LOADS / HELD;
-  static constexpr int AHEAD = EACH < FIT ? EACH : FIT;  // rows asked for at a time
+  static constexpr int AHEAD = EACH < FIT ? EACH : FIT;  // rows whose loads begin at a time
   uint4 some[AHEAD][HELD];
-  // Asks for AHEAD rows of the warp from its `first` on. `row_of` gives the address of a row.
+  // Begins to load AHEAD rows of the warp from its `first` on. `row_of` gives the address of a row.
   template <typename Row> __device__ inline void ask(int own, int first, Row row_of) {
     #pragma unroll
     for (int n = 0; n < AHEAD; n++) {

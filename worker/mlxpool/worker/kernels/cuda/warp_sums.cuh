@@ -1,7 +1,7 @@
 // The end of products of few lines: adds up the sums of the warps of a thread block in shared memory, `found`,
 // and writes EACH results of a line. NORMED: also divides by the RMS, from the warps' sums of squares.
-// BIASED: `bias` [rows of the weight] is added to the sums. `beside` is ADDED last. A lane has the sums of LANE_LINES
-// lines, `quarter` * LANE_LINES and so on, of two rows, and the squares of the line of its number in one of four lanes.
+// BIASED: `bias` [rows of the weight] is added to the sums. ADDED: `beside` is added last. A lane has the sums of
+// LANE_LINES lines, `quarter` * LANE_LINES and so on, of two rows, and a part of the squares of line `line`.
 __syncthreads();
 constexpr int WHOLE = HELD_LINES + 1;  // found [WARPS][TILES * 16][WHOLE]
 float* const lengths = found + WARPS * TILES * 16 * WHOLE;  // [WARPS][HELD_LINES]
