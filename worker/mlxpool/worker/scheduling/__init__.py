@@ -1,4 +1,4 @@
-"""Which sequences run in the next step, with how many KV-cache blocks.
+"""Chooses the sequences of the next step, and the number of their KV-cache blocks.
 
 No I/O, no MLX and no clock: the compute thread asks, an engine computes.
 """

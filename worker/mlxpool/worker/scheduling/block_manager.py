@@ -1,14 +1,15 @@
 """Counts the KV blocks of an engine and gives them to sequences. Pure.
 
-A sequence starts with the blocks of its prompt and one more and grows block by block. A preempted
-one is admitted again only when all blocks that it may still need are free, so that it is not
+A sequence starts with the blocks of its prompt and one more, and grows block by block. A preempted
+sequence is admitted again only when all blocks that it may still need are free, so that it is not
 preempted a second time.
 
 The capacity is measured and may shrink while sequences run, because the process uses memory outside
 MLX. The capacity at the time of a sequence's first admission stays promised to it, so no sequence
-fails because the measurement changed: prefix-cache entries are evicted, then newer sequences are
-preempted, and a sequence that runs alone grows to its promise into the memory that is reserved for
-a prefill chunk. Only a failed allocation or the memory limit of the process can stop it then.
+fails because the measurement changed. If blocks are short, prefix-cache entries are evicted, then
+newer sequences are preempted. A sequence that runs alone may grow to its promise, into the memory
+that is reserved for a prefill chunk. Then only a failed allocation or the memory limit of the
+process can stop it.
 """
 
 from __future__ import annotations
@@ -24,36 +25,36 @@ LOOKAHEAD = 2  # tokens that a step may write after a sequence: the next one and
 
 
 class BlockMemory(Protocol):
-    """The memory whose blocks are counted: rows of sequences, and cached prefixes."""
+    """The memory that blocks are counted in: rows of sequences, and cached prefixes."""
 
     def blocks_in_use(self) -> int:
         """Returns the blocks of cached prefixes.
 
-        Where rows share blocks with them: the blocks of both, each counted once.
+        If rows share blocks with prefixes, returns the blocks of both, each counted once.
         """
 
     def blocks_of(self, seq: Sequence) -> int:
         """Returns the blocks of a sequence's row that `blocks_in_use` counts."""
 
     def shrink(self, blocks: int, *, in_use: bool = False) -> int:
-        """Evicts prefix-cache entries of so many blocks; returns the blocks that they held.
+        """Evicts prefix-cache entries to free `blocks` blocks; returns the number it freed.
 
         Entries that running rows began from are evicted only with `in_use`, after all others.
         """
 
     def unpin(self, seq: Sequence) -> bool:
-        """Lets `shrink` evict what was read from the disk for waiting sequences other than `seq`.
+        """Lets `shrink` evict entries read from the disk for waiting sequences other than `seq`.
 
-        Returns whether there was something.
+        Returns whether there was such an entry.
         """
 
 
 class BlockManager:
     """Counts the blocks of an engine, and decides which sequence gets more of them.
 
-    `capacity`: the blocks for which there is memory, those of cached prefixes included; the engine
-    sets it when it has measured its memory. A sequence writes at most into the blocks that it was
-    given, and the layout's store chooses which these are.
+    `capacity`: the blocks that fit into memory, cached prefixes included; the engine sets it after
+    it has measured its memory. A sequence gets a number of blocks and writes into no more. The
+    layout's store chooses the blocks.
     """
 
     def __init__(self, memory: BlockMemory, capacity: int = 0) -> None:
@@ -63,7 +64,7 @@ class BlockManager:
 
     @property
     def available(self) -> int:
-        """The blocks that nobody has or was given; one that rows and prefixes share counts once."""
+        """The free blocks. A block that rows and prefixes share counts as one used block."""
         memory = self._memory
         unwritten = sum(max(0, own - memory.blocks_of(seq)) for seq, own in self._given.items())
         return self.capacity - memory.blocks_in_use() - unwritten
@@ -79,7 +80,7 @@ class BlockManager:
     def admit(self, seq: Sequence, *, alone: bool) -> bool:
         """Gives a waiting sequence its first blocks, unless they are not free.
 
-        `alone`: no sequence runs, so they are free in any case. Returns whether it got them.
+        `alone`: no sequence runs, so the blocks are free in any case. Returns whether it got them.
         """
         need = blocks_to_admit(seq, self.capacity)
         if not self._find(need, seq) and not alone:
@@ -91,18 +92,18 @@ class BlockManager:
     def grow(self, seq: Sequence, *, alone: bool) -> bool:
         """Gives a running sequence the blocks of its next step, unless they are not free.
 
-        `alone`: no other sequence runs, so it gets them up to its promise. Returns whether it got
+        `alone`: no other sequence runs, so it gets blocks up to its promise. Returns whether it got
         them.
         """
         need = blocks_for_step(seq)
-        found = self._find(need - self.given(seq), seq, in_use=alone)
-        if not found and not (alone and need <= seq.promised):
+        free = self._find(need - self.given(seq), seq, in_use=alone)
+        if not free and not (alone and need <= seq.promised):
             return False
         self.give(seq, need)
         return True
 
     def find(self, blocks: int) -> bool:
-        """Returns whether so many blocks are free, after evicting cached prefixes if necessary."""
+        """Returns whether `blocks` blocks are free, after evicting cached prefixes if necessary."""
         return self._evicted(blocks)
 
     def lacks_blocks(self, seq: Sequence) -> bool:
@@ -110,23 +111,23 @@ class BlockManager:
         return blocks_for_step(seq) > self.given(seq)
 
     def lacking(self, live: Iterable[Sequence]) -> list[Sequence]:
-        """Returns the running sequences for which `lacks_blocks` is true, in their order."""
+        """Returns the running sequences that `lacks_blocks`, in their order."""
         given, running = self._given, Phase.RUNNING
         return [
             seq
             for seq in live
             if seq.phase is running
-            # At least its length: few need the calculation that follows.
+            # A cheap bound of its length: few sequences need the calculation that follows.
             and len(seq.prompt) + len(seq.ids) + LOOKAHEAD > given.get(seq, 0) * KV_BLOCK_TOKENS
             and self.lacks_blocks(seq)
         ]
 
     def give(self, seq: Sequence, blocks: int) -> None:
-        """Gives a sequence so many blocks in all, free or not."""
+        """Sets the number of a sequence's blocks, free or not."""
         self._given[seq] = blocks
 
     def free(self, seq: Sequence) -> None:
-        """Takes all blocks of a sequence that loses its row; ignores one that has none."""
+        """Takes all blocks of a sequence that loses its row; ignores a sequence without blocks."""
         self._given.pop(seq, None)
 
     def refusal(self, seq: Sequence) -> OutOfMemory:
@@ -142,23 +143,23 @@ class BlockManager:
             },
         )
 
-    def _find(self, wanted: int, seq: Sequence, *, in_use: bool = False) -> bool:
-        """Whether so many blocks are free for a sequence, after evicting what is necessary.
+    def _find(self, blocks: int, seq: Sequence, *, in_use: bool = False) -> bool:
+        """Returns whether `blocks` blocks are free for a sequence, after the necessary evictions.
 
-        What waiting sequences got from the disk goes before a row is refused its blocks, and with
-        `in_use` what running rows began from goes last.
+        Before a row is refused its blocks, entries that waiting sequences got from the disk are
+        evicted. With `in_use`, entries that running rows began from are evicted last.
         """
         return (
-            self._evicted(wanted)
-            or (self._memory.unpin(seq) and self._evicted(wanted))
-            or (in_use and self._evicted(wanted, in_use=True))
+            self._evicted(blocks)
+            or (self._memory.unpin(seq) and self._evicted(blocks))
+            or (in_use and self._evicted(blocks, in_use=True))
         )
 
-    def _evicted(self, wanted: int, *, in_use: bool = False) -> bool:
-        """Whether so many blocks are free, after evicting cached prefixes as far as necessary."""
-        missing = wanted - self.available
+    def _evicted(self, blocks: int, *, in_use: bool = False) -> bool:
+        """Returns whether `blocks` blocks are free, after evicting as few prefixes as possible."""
+        missing = blocks - self.available
         while missing > 0 and self._memory.shrink(missing, in_use=in_use):
-            missing = wanted - self.available
+            missing = blocks - self.available
         return missing <= 0
 
 

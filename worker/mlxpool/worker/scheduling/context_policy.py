@@ -1,8 +1,8 @@
-"""What leaves a context that is full: the cut of a prompt, and the shifts of a stream. Pure.
+"""Makes room in a full context: the truncation of a prompt, and the shifts of a stream. Pure.
 
-Counts are tokens. A cut removes the tokens right after the kept ones, the first `keep` of a stream.
-It depends on counts and on the places of images alone, so every worker makes the same cuts in a
-stream. A cut that would end inside an image takes the rest of it, too.
+Counts are tokens. A cut keeps the first `keep` tokens of a stream and removes the tokens right
+after them. It depends only on counts and on the places of images, so every worker makes the same
+cuts in a stream. A cut that would end inside an image also removes the rest of the image.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from msgspec import Struct
 from mlxpool.common.errors import ContextExceeded
 from mlxpool.worker.media.spans import MediaSpan, Spans, cut_end, kept_end
 
-# Ids that a completion with shifts may have where the context holds fewer. A resume carries them in
-# a blob beside the prompt's, which may take half of a message: 2 MiB of 8.
+# Ids that a completion with shifts may have, if the context holds fewer. A resume carries them in a
+# blob of 2 MiB. A message has 8 MiB, and the blob of the prompt may take half of it.
 MAX_SHIFTED_IDS = 2**19
 MIN_CONTEXT = 2  # tokens of a request: one of its prompt and one of its completion
-OPEN_ENDED_CONTEXTS = 10  # contexts of ids of a completion with shifts that names no max_tokens
+OPEN_ENDED_CONTEXTS = 10  # length, in contexts, of a completion with shifts without max_tokens
 
 
 def kept_tokens(num_keep: int, prompt: int, context: int, media: Spans = ()) -> int:
-    """Returns how many first tokens of a stream stay; a negative `num_keep`: the whole prompt.
+    """Returns the number of first tokens of a stream to keep; negative `num_keep`: the prompt.
 
-    An image that would be kept in part is not kept, unless all that fits is to be kept: then a
+    An image that would be kept in part is not kept, unless `num_keep` fills the context: then a
     prompt that is too long cannot be cut, see `truncated_tokens`.
     """
-    wanted = prompt if num_keep < 0 else num_keep
-    return context - 1 if wanted >= context - 1 else kept_end(media, wanted)
+    keep = prompt if num_keep < 0 else num_keep
+    return context - 1 if keep >= context - 1 else kept_end(media, keep)
 
 
 def truncated_tokens(prompt: int, context: int, keep: int, media: Spans = ()) -> int:
-    """Returns how many tokens a prompt loses after the kept ones, so that one token stays free.
+    """Returns the number of tokens to remove after the kept tokens, so that one token stays free.
 
-    Raises ContextExceeded when that leaves none behind the kept ones.
+    Raises ContextExceeded if no token would be left after the kept tokens.
     """
     removed = max(0, prompt - (context - 1))
     if removed:
@@ -48,19 +48,19 @@ def truncated_tokens(prompt: int, context: int, keep: int, media: Spans = ()) ->
 
 
 def shift_discard(tokens: int, context: int, keep: int) -> int:
-    """Returns how many of `tokens` a shift discards after the kept ones.
+    """Returns the number of `tokens` that a shift discards after the kept tokens.
 
-    Afterwards half of what the context has besides the kept ones is free, and at least 1.
+    Afterwards half of the context without the kept tokens is free, and at least 1 token.
     """
-    wanted = max((context - keep) // 2, 1) - (context - tokens)
-    return min(max(0, wanted), max(0, tokens - keep))
+    discard = max((context - keep) // 2, 1) - (context - tokens)
+    return min(max(0, discard), max(0, tokens - keep))
 
 
 class ContextShift(Struct, frozen=True):
     """The shifts of one stream: a full context of `context` tokens keeps its first `keep`.
 
-    A shift is due when one token more than the context holds has to be read. `media`: the images of
-    the stream, each of which goes or stays as a whole.
+    A shift is due when the stream has one token more than the context holds. `media`: the images of
+    the stream; a shift removes or keeps each image as a whole.
     """
 
     context: int
@@ -68,7 +68,7 @@ class ContextShift(Struct, frozen=True):
     media: tuple[MediaSpan, ...] = ()
 
     def discarded(self, tokens: int) -> int:
-        """Returns how many tokens of a stream of `tokens` all shifts so far have discarded."""
+        """Returns the number of tokens that all shifts of a stream of `tokens` have discarded."""
         excess = tokens - self.context
         if excess <= 0:
             return 0
@@ -82,15 +82,15 @@ class ContextShift(Struct, frozen=True):
 
 
 def completion_limit(prompt: int, context: int, *, shift: bool) -> int:
-    """Returns how many ids a completion may have."""
+    """Returns the most ids that a completion may have."""
     left = context - prompt
     return max(left, MAX_SHIFTED_IDS) if shift else left
 
 
 def completion_tokens(wanted: int, prompt: int, context: int, *, shift: bool) -> int:
-    """Returns the most ids of a completion; `wanted` 0 and below: no bound was named.
+    """Returns the most ids of a completion; `wanted` 0 and below: the request has no bound.
 
-    Without a bound a completion with shifts ends after OPEN_ENDED_CONTEXTS contexts.
+    Without a bound, a completion with shifts ends after OPEN_ENDED_CONTEXTS contexts.
     """
     limit = completion_limit(prompt, context, shift=shift)
     if wanted > 0:

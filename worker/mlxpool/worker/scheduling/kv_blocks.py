@@ -1,4 +1,4 @@
-"""The size of a KV-cache block, and how many blocks fit into memory. Pure."""
+"""The size of a KV-cache block, and the number of blocks that fit into memory. Pure."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def activation_bytes(small: tuple[int, int], large: tuple[int, int], chunk: int,
 
     `small` and `large` are (tokens, bytes) of chunks at position 0. One part of the memory grows
     with the tokens of a chunk, another with its query-key pairs; `chunk` and `pairs` are the most
-    of each at a time. Where a token of the larger chunk needs less, a part is constant: weights
+    of each at a time. If a token of the larger chunk needs less, a part is constant: weights
     that are dequantised for a product.
     """
-    (n, one), (m, other) = small, large
+    (n, less), (m, more) = small, large
     if n >= m:
-        return max(one, other)
-    if other * n < one * m:
-        return max(other, int(one + max(0.0, (other - one) / (m - n)) * (chunk - n)))
-    square = max(0.0, (other / m - one / n) / (m - n))
-    linear = max(0.0, one / n - square * n)
-    return max(other, int(linear * chunk + square * pairs))
+        return max(less, more)
+    if more * n < less * m:
+        return max(more, int(less + max(0.0, (more - less) / (m - n)) * (chunk - n)))
+    square = max(0.0, (more / m - less / n) / (m - n))
+    linear = max(0.0, less / n - square * n)
+    return max(more, int(linear * chunk + square * pairs))

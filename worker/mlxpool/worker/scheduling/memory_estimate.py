@@ -1,4 +1,4 @@
-"""Estimates the memory that a model takes from its files. Pure; a running worker measures it."""
+"""Estimates the memory of a model from its files. Pure; a running worker measures it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from mlxpool.worker.weights.inspect import FLOAT_BYTES, ModelFolder, dequantised
 from mlxpool.worker.weights.safetensors_header import Tensor
 
 MAX_DEQUANTISED_SHARE = 0.25  # of a worker's limit, for weights that are dequantised at load
-PREFIX_CACHE_SHARE = 4  # by default the prefix cache gets 1 / 4 of what weights leave
-# Tokens of a draft model's row: the newest of a stream are nearly all that drafts depend on.
+PREFIX_CACHE_SHARE = 4  # by default the prefix cache gets 1 / 4 of the memory beside weights
+# Tokens of a draft model's row: drafts depend on little more than the newest tokens of a stream.
 MAX_DRAFT_CONTEXT = 1024
 DTYPE_NAMES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 
 
 class MemoryEstimate(Struct, frozen=True):
-    """Bytes, but for `context` (tokens) and `sequences`.
+    """The memory of a model in bytes; `context` is in tokens, `sequences` is a number.
 
     Temporary memory of a step and the process itself are not included: a worker measures both at
     load.
@@ -30,10 +30,10 @@ class MemoryEstimate(Struct, frozen=True):
     sequences: int
     weights: int
     token: int  # keys and values of one token in all layers
-    fixed: int  # of a sequence of any length: windows and states
-    sequence: int  # of one sequence with a full context
+    fixed: int  # a sequence of any length without its tokens: windows and states
+    sequence: int  # one sequence with a full context
     all_sequences: int
-    prefix_cache: int  # at most; it uses free memory and gives it back
+    prefix_cache: int  # the most that it takes; it uses free memory and gives it back
 
     @property
     def least(self) -> int:
@@ -41,7 +41,7 @@ class MemoryEstimate(Struct, frozen=True):
         return self.weights + self.sequence
 
     def context_within(self, limit: int) -> int:
-        """Tokens of one sequence that fit beside the weights, at most its context."""
+        """Returns the tokens of one sequence that fit beside the weights, at most its context."""
         return min(self.context, max(0, limit - self.weights - self.fixed) // max(self.token, 1))
 
 
@@ -61,7 +61,7 @@ def estimate_memory(
     """Estimates the memory of a model within `limit`, the bytes that a worker may take.
 
     `chunk` is the largest number of prompt tokens in a step. `float32`: the worker computes with
-    4-byte numbers, as on a CPU. `kv`: what rows store, see caches/stored.py.
+    4-byte numbers, as on a CPU. `kv`: the stored form of rows, see caches/stored.py.
     """
     width = 4 if float32 else FLOAT_BYTES[main_dtype(folder.tensors.values())]
     weights = _weight_bytes(folder, width)
@@ -86,7 +86,7 @@ def estimate_memory(
 
 
 def estimate_draft(folder: ModelFolder, *, sequences: int, limit: int, float32: bool) -> int:
-    """Returns the bytes of the weights and of all rows of a draft model; see estimate_memory."""
+    """Returns the bytes of a draft model's weights and rows; see estimate_memory."""
     context = min(folder.context, MAX_DRAFT_CONTEXT)
     need = estimate_memory(
         folder,
@@ -102,15 +102,15 @@ def estimate_draft(folder: ModelFolder, *, sequences: int, limit: int, float32: 
 
 
 def default_prefix_cache_bytes(limit: int, weights: int) -> int:
-    """Bytes of the prefix cache where no setting says so: a share of what weights leave."""
+    """Returns the default bytes of the prefix cache: a share of the memory beside the weights."""
     return max(0, limit - weights) // PREFIX_CACHE_SHARE
 
 
 def dequantises_at_load(folder: ModelFolder, *, limit: int, float32: bool) -> bool:
-    """Whether quantised weights are dequantised once, at load, instead of in every product.
+    """Returns whether quantised weights are dequantised at load, instead of in every product.
 
-    They are on a CPU, whose BLAS has only dense products, where they take up to
-    MAX_DEQUANTISED_SHARE of the limit.
+    They are on a CPU, because its BLAS has only dense products, if the dequantised weights take up
+    to MAX_DEQUANTISED_SHARE of the limit.
     """
     if not float32 or not folder.match.layouts:
         return False
@@ -125,7 +125,7 @@ def _weight_bytes(folder: ModelFolder, width: int) -> int:
 
 
 def main_dtype(tensors: Iterable[Tensor]) -> str:
-    """The dtype of most bytes of the floating-point weights; F32 where there are none."""
+    """Returns the dtype of most bytes of the floating-point weights; F32 without such weights."""
     sizes: Counter[str] = Counter()
     for tensor in tensors:
         if tensor.dtype in FLOAT_BYTES:
@@ -134,5 +134,5 @@ def main_dtype(tensors: Iterable[Tensor]) -> str:
 
 
 def _in_memory(tensor: Tensor, width: int) -> int:
-    """Bytes in memory: floating-point numbers get `width` bytes, packed ones keep theirs."""
+    """Returns bytes in memory: `width` bytes a float; packed numbers keep their size."""
     return math.prod(tensor.shape) * width if tensor.dtype in FLOAT_BYTES else tensor.nbytes

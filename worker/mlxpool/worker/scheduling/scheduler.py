@@ -1,8 +1,8 @@
 """Chooses the spans of the next step, admissions and preemptions. Pure.
 
 A step is one forward pass over spans: the next input of every sequence that decodes, and chunks of
-prompts until these are predicted to add more than the target time. Every function takes the
-sequences in the order of their arrival.
+prompts up to a predicted additional time. Every function takes the sequences in the order of their
+arrival.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from mlxpool.worker.scheduling.sequence import Phase, Sequence
 from mlxpool.worker.scheduling.spans import Span, Step
 from mlxpool.worker.scheduling.step_cost import Load
 
-FULL_CHUNK_CONTEXT = 2048  # tokens of context up to which a chunk has its full length
+FULL_CHUNK_CONTEXT = 2048  # the most tokens of context for a chunk of full length
 MIN_CHUNK = 64  # tokens; a smaller chunk costs more than it saves
-MAX_RUN_LINES = 64  # inputs of a pass beyond one of each sequence whose run of tokens is read
+MAX_RUN_LINES = 64  # additional inputs of a pass for runs of tokens, besides one of each sequence
 NO_DRAFTS: Mapping[Sequence, tuple[int, ...]] = {}
 NO_TURNS: Mapping[str, int] = {}
 
-# (sequence, tokens) -> tokens of its next chunk: at most so many, or a group of an image's inputs,
-# which is not divided; 0: its next input is of an image that is not encoded yet
+# (sequence, tokens) -> tokens of its next chunk: at most `tokens`, or a group of an image's inputs,
+# which is not divided; 0: its next input belongs to an image that is not encoded yet
 Clip = Callable[[Sequence, int], int]
 Predict = Callable[[Load], float]  # -> seconds of a pass
 
@@ -37,13 +37,13 @@ Predict = Callable[[Load], float]  # -> seconds of a pass
 class StepLimits(Struct, frozen=True):
     """The bounds of one pass.
 
-    `lines` are its inputs, `prompts` its chunks (0: no bound), `pairs` their query-key pairs,
-    `seconds` what its chunks may add to the time of the sequences that decode (0: no bound).
-    `ahead` passes may be in flight while it is submitted. `sizes` are the numbers of lines for
-    which passes are compiled; none: any. `run_lines` are the inputs of decode steps up to which
-    several of one sequence are read together (0: no bound). `drafts` may be checked of a sequence
-    (0: no bound). A pass in which nothing decodes has `prefill_lines` and `prefill_pairs`
-    in place of `lines` and `pairs` (0: the same).
+    `lines`: its inputs. `prompts`: its chunks (0: no bound). `pairs`: their query-key pairs.
+    `seconds`: the time that its chunks may add for the sequences that decode (0: no bound).
+    `ahead`: passes that may be in flight while it is submitted. `sizes`: the numbers of lines that
+    passes are compiled for; empty: any. `run_lines`: the most inputs of decode steps if several of
+    one sequence are read together (0: no bound). `drafts`: drafts of a sequence that are checked
+    (0: no bound). A pass in which nothing decodes has `prefill_lines` and `prefill_pairs` in place
+    of `lines` and `pairs` (0: the same).
     """
 
     lines: int
@@ -77,10 +77,10 @@ def schedule(
 ) -> Step:
     """Returns the next step; it may be empty.
 
-    A sequence whose next input needs an image without features is left out, see compute/image_jobs.
-    `alone`: a prompt that failed before may be read now, by itself; otherwise it waits while others
-    decode. `drafts` are checked in the decode steps of their sequences, with no pass in flight.
-    `turns`: the number of the last pass that read a prompt of each owner.
+    A sequence is left out if its next input needs an image without features, see
+    compute/image_jobs. `alone`: a prompt that failed before may be read now, by itself; otherwise
+    it waits while others decode. `drafts` are checked in the decode steps of their sequences, with
+    no pass in flight. `turns`: the number of the last pass that read a prompt of each owner.
     """
     rows, prompts, runs = _rows_and_prompts(live, limits, clip)
     prompts = _in_turn(prompts, turns)
@@ -107,7 +107,7 @@ def pair_budget(chunk: int) -> int:
 def longest_chunk(start: int, pairs: int) -> int:
     """Returns the tokens of the longest chunk at `start` that has at most `pairs` query-key pairs.
 
-    While `pairs` is positive it is at least MIN_CHUNK, so that every context progresses.
+    If `pairs` is positive, the chunk has at least MIN_CHUNK tokens, so every context progresses.
     """
     if pairs <= 0:
         return 0
@@ -117,41 +117,42 @@ def longest_chunk(start: int, pairs: int) -> int:
 def _rows_and_prompts(
     live: Many[Sequence], limits: StepLimits, clip: Clip
 ) -> tuple[list[Span], list[Sequence], list[Sequence]]:
-    """Returns the spans of the sequences that decode, and those with prompts or runs to read.
+    """Returns the spans of decoding sequences, and the sequences with prompts or runs to read.
 
-    A sequence decodes when its next input is known, or drawn by a pass in flight and not its last.
-    One whose image was given up for others waits until it is encoded again.
+    A sequence decodes if its next input is known, or if a pass in flight draws it and it is not its
+    last. A sequence whose image was evicted for others waits until the image is encoded again.
     """
     rows: list[Span] = []
     prompts: list[Sequence] = []
     runs: list[Sequence] = []
     running, context, ahead = Phase.RUNNING, limits.context, limits.ahead
-    for one in live:  # in every step, so with as few calls as possible
-        if one.phase is not running or one.held:
+    for seq in live:  # in every step, so with as few calls as possible
+        if seq.phase is not running or seq.held:
             continue
-        awaited, submitted = one.awaited, one.submitted
-        made = len(one.ids) + awaited
-        length = len(one.prompt) + made - one.discarded
+        awaited, submitted = seq.awaited, seq.submitted
+        ids = len(seq.ids) + awaited
+        length = len(seq.prompt) + ids - seq.discarded
         if awaited:
-            bound = context if one.shift is None else one.shift.context
-            goes_on = awaited <= ahead and made < one.max_tokens and length < bound
-            if goes_on and (not one.media or clip(one, 1)):
-                rows.append(Span(one, submitted, 1, 1))
+            bound = context if seq.shift is None else seq.shift.context
+            goes_on = awaited <= ahead and ids < seq.max_tokens and length < bound
+            if goes_on and (not seq.media or clip(seq, 1)):
+                rows.append(Span(seq, submitted, 1, 1))
         elif length - submitted > 1:
-            (runs if one.reads_run else prompts).append(one)
-        elif length - submitted == 1 and (not one.media or clip(one, 1)):
-            rows.append(Span(one, submitted, 1, 1))
+            (runs if seq.reads_run else prompts).append(seq)
+        elif length - submitted == 1 and (not seq.media or clip(seq, 1)):
+            rows.append(Span(seq, submitted, 1, 1))
     return rows, prompts, runs
 
 
 def _in_turn(prompts: list[Sequence], turns: Mapping[str, int]) -> list[Sequence]:
-    """Returns the prompts of the owner first that was read longest ago, each owner's oldest first.
+    """Returns the prompts sorted by owner, the owner that was read longest ago first.
 
-    So a prompt waits for one pass of each other owner, however much these have to read.
+    The prompts of an owner stay in their order. So a prompt waits for one pass of each other owner,
+    however much these have to read.
     """
     if len(prompts) < 2 or not turns:
         return prompts
-    return sorted(prompts, key=lambda one: turns.get(one.owner, 0))
+    return sorted(prompts, key=lambda prompt: turns.get(prompt.owner, 0))
 
 
 def _with_drafts(span: Span, drafts: tuple[int, ...]) -> Span:
@@ -159,21 +160,21 @@ def _with_drafts(span: Span, drafts: tuple[int, ...]) -> Span:
 
 
 def _spare_lines(rows: int, limits: StepLimits) -> int:
-    """Returns the inputs that runs may have beyond one of each of the `rows` that decode.
+    """Returns the additional inputs of runs, besides one of each of the `rows` that decode.
 
-    They are few, so that prompts and other rows hardly notice.
+    They are few, so that they hardly delay prompts and other rows.
     """
     spare = min(MAX_RUN_LINES, max(0, limits.lines - rows) // 2)
     return min(spare, max(0, limits.run_lines - rows)) if limits.run_lines else spare
 
 
 def _run_spans(runs: Many[Sequence], spare: int, clip: Clip) -> list[Span]:
-    """Returns spans of unread tokens of completions: one of each, and together `spare` more."""
+    """Returns spans of unread tokens of completions: one token of each, and `spare` more in all."""
     spans: list[Span] = []
-    for one in runs:
-        count = clip(one, min(one.unread, 1 + spare))
+    for seq in runs:
+        count = clip(seq, min(seq.unread, 1 + spare))
         if count:
-            spans.append(_chunk(one, count))
+            spans.append(_chunk(seq, count))
             spare -= count - 1
     return spans
 
@@ -216,9 +217,9 @@ def _chunks(
             break
         count = clip(prompt, most)
         if not count:
-            continue  # others need not wait for its image
+            continue  # other prompts need not wait for its image
         if chunks and count > lines:
-            break  # it gets a pass that begins with it
+            break  # the next pass begins with it
         span = _chunk(prompt, count)
         chunks.append(span)
         load = load.with_span(span)
@@ -229,7 +230,7 @@ def _chunks(
 
 
 def _tokens_within(bound: float, prompt: Sequence, most: int, load: Load, predict: Predict) -> int:
-    """Returns the tokens of the longest chunk, up to `most`, with which a pass takes `bound`."""
+    """Returns the tokens, up to `most`, of the longest chunk with a pass of `bound` seconds."""
 
     def takes(count: int) -> float:
         return predict(load.with_span(_chunk(prompt, count)))
@@ -238,10 +239,10 @@ def _tokens_within(bound: float, prompt: Sequence, most: int, load: Load, predic
 
 
 def _filled(chunks: list[Span], beside: int, sizes: Many[int]) -> list[Span]:
-    """Returns the chunks, the last one cut so that the lines of the pass are one of `sizes`.
+    """Returns the chunks, with the last chunk cut so that the lines of the pass are one of `sizes`.
 
-    `beside` lines are those of decode steps.
-    Only a last chunk that ends inside its prompt is cut: padding is cheaper than another pass.
+    `beside`: the lines of decode steps. The last chunk is cut only if it ends inside its prompt:
+    padding is cheaper than another pass.
     """
     if not chunks or not sizes or chunks[-1].end == chunks[-1].sequence.length:
         return chunks
@@ -261,18 +262,19 @@ def next_admissions(
 ) -> Iterator[Sequence]:
     """Yields the waiting sequences to admit next, at most one for each free slot.
 
-    Those of owners with the fewest rows come first, of one owner the preempted ones. One for which
-    `waits` is true is left out: it is asked when the sequences in front of it were admitted.
+    Sequences of the owners with the fewest rows come first; of one owner, preempted sequences. A
+    sequence is left out if `waits` returns True; `waits` is called after the sequences before it
+    were admitted.
     """
     order = waiting(live)
-    rows = Counter(one.owner for one in running(live)) if order else Counter()
+    rows = Counter(seq.owner for seq in running(live)) if order else Counter()
     free = slots - rows.total()
-    for one in sorted(order, key=lambda s: (rows[s.owner], not s.preempted)):
+    for seq in sorted(order, key=lambda s: (rows[s.owner], not s.preempted)):
         if free <= 0:
             return
-        if not waits(one):
+        if not waits(seq):
             free -= 1
-            yield one
+            yield seq
 
 
 def waiting(live: Many[Sequence]) -> list[Sequence]:
@@ -288,26 +290,26 @@ def running(live: Many[Sequence]) -> list[Sequence]:
 
 
 def preemption_victim(live: Many[Sequence]) -> Sequence | None:
-    """Returns the newest running sequence of the owner that has the most.
+    """Returns the newest running sequence of the owner that has most of them.
 
-    None when only one sequence runs.
+    None if only one sequence runs.
     """
     rows = running(live)
     if len(rows) < 2:
         return None
-    counts = Counter(one.owner for one in rows)
+    counts = Counter(seq.owner for seq in rows)
     most = max(counts.values())
-    return next(one for one in reversed(rows) if counts[one.owner] == most)
+    return next(seq for seq in reversed(rows) if counts[seq.owner] == most)
 
 
 def victim_for(sequence: Sequence, live: Many[Sequence]) -> Sequence | None:
-    """Returns the running sequence that is preempted for a waiting one of another owner.
+    """Returns the running sequence to preempt for a waiting sequence of another owner, or None.
 
-    It is the newest of the owner that has the most, if that has two more than the other owner; the
-    broker decides in the same way which runs workers have.
+    It is the newest sequence of the owner with most, if that owner has two more than the other
+    owner. The broker distributes runs among workers by the same rule.
     """
     victim = preemption_victim(live)
     if victim is None:
         return None
-    counts = Counter(one.owner for one in running(live))
+    counts = Counter(seq.owner for seq in running(live))
     return victim if counts[victim.owner] >= counts[sequence.owner] + 2 else None

@@ -13,7 +13,7 @@ from mlxpool.worker.media.image import PreparedImage
 from mlxpool.worker.media.spans import ImageKey, MediaSpan, is_slot, seen_images, without
 from mlxpool.worker.scheduling.context_policy import ContextShift
 
-MAX_RUN_TOKENS = 64  # of a completion that a decode step reads together
+MAX_RUN_TOKENS = 64  # tokens of a completion that a decode step reads together
 
 
 class Phase(Enum):
@@ -25,17 +25,18 @@ class Phase(Enum):
 
 
 class Sequence(Struct, eq=False):
-    """Compared by identity: one request may be here twice, in two runs.
+    """A request inside a worker. Compared by identity: a request may be here twice, in two runs.
 
-    `prompt` is never empty. `ids` is the completion so far; of a resumed request it begins with the
+    `prompt` is never empty. `ids` is the completion so far; in a resumed request it begins with the
     ids of earlier runs. `max_tokens` counts the ids of all runs.
 
     Prompt and completion are the stream. The model reads its inputs: the stream without the
-    `discarded` tokens after the first `shift.keep`. Positions count inputs unless said otherwise.
-    Where an image stands, `prompt` has its slots, see media/spans.py; a stream ends with a token.
+    `discarded` tokens after the first `shift.keep`. Positions count inputs unless noted otherwise.
+    In the place of an image, `prompt` has its slots, see media/spans.py; a stream ends with a
+    token.
 
-    `reported` counts the first tokens of the prompt whose log-probabilities were reported, from 1
-    on, for the first has none; 0: none is wanted.
+    `reported`: the number of first tokens of the prompt with reported log-probabilities, from 1 on,
+    because the first token has no log-probability; 0: they are not requested.
     """
 
     id: bytes
@@ -48,23 +49,23 @@ class Sequence(Struct, eq=False):
     phase: Phase = Phase.WAITING
     submitted: int = 0  # leading inputs whose keys and values are in its row or in a pass in flight
     awaited: int = 0  # tokens that passes in flight draw: they follow `ids`
-    cached: int = 0  # of `submitted`, those that the prefix cache had at admission
-    promised: int = 0  # blocks to which it may grow when it runs alone, see block_manager.py
+    cached: int = 0  # the part of `submitted` that the prefix cache had at admission
+    promised: int = 0  # the most blocks that it gets when it runs alone, see block_manager.py
     preempted: bool = False  # it had a row and lost it
-    read_alone: bool = False  # a pass or a worker failed with it: its prompt has passes of its own
-    held: bool = False  # steps leave it out until it is known which tokens may follow
+    read_alone: bool = False  # a pass or a worker failed with it: passes read its prompt alone
+    held: bool = False  # steps leave it out until the mask of its next token is known
     restore_at: int = 0  # tokens before the generation prompt, where a later prompt may branch off
-    shift: ContextShift | None = None  # how it goes on at a full context; None: it ends there
+    shift: ContextShift | None = None  # its shifts at a full context; None: it ends there
     discarded: int = 0  # tokens of the stream that shifts have taken from the inputs
     media: tuple[MediaSpan, ...] = ()  # the images among the inputs
     images: Mapping[ImageKey, PreparedImage] = field(default_factory=dict)  # of `media`
-    scored: tuple[int, ...] = ()  # tokens whose log-probabilities come with what is drawn
+    scored: tuple[int, ...] = ()  # tokens whose log-probabilities come with each drawn token
     shared: bool = False  # others have its prompt: the prefix cache keeps it as soon as it is read
-    awaits: Sequence | None = None  # the one whose prompt it waits for, see shared_prompts.py
+    awaits: Sequence | None = None  # the sequence whose prompt it waits for, see shared_prompts.py
     reported: int = 0
-    owner: str = ""  # whose request it is
+    owner: str = ""  # the owner of the request
     looked_up: bool = False  # the disk tier was asked for its prefix
-    restoring: bool = False  # it waits for what the disk tier reads
+    restoring: bool = False  # it waits for a read of the disk tier
 
     @property
     def tokens(self) -> list[int]:
@@ -73,12 +74,12 @@ class Sequence(Struct, eq=False):
 
     @property
     def length(self) -> int:
-        """The number of inputs so far; the newest one may not be read yet."""
+        """The number of inputs so far; the newest input may be unread."""
         return len(self.prompt) + len(self.ids) - self.discarded
 
     @property
     def prompt_inputs(self) -> int:
-        """How many inputs are tokens of the prompt."""
+        """The number of inputs that are tokens of the prompt."""
         if self.shift is None or not self.discarded:
             return len(self.prompt)
         kept = min(self.shift.keep, len(self.prompt))
@@ -88,8 +89,8 @@ class Sequence(Struct, eq=False):
     def lasting(self) -> list[int]:
         """Returns the inputs that other sequences may begin with.
 
-        After a shift these are the kept ones: no conversation goes on with what stands behind them.
-        Of one that only scores tokens they are those before its restore point.
+        After a shift these are the kept inputs: no conversation goes on from the inputs after them.
+        For a sequence that only scores tokens, they are the inputs before its restore point.
         """
         if self.scored:
             return self.token_range(0, self.restore_at)
@@ -99,19 +100,19 @@ class Sequence(Struct, eq=False):
 
     @property
     def reports(self) -> bool:
-        """Whether log-probabilities of its prompt are still to be reported."""
+        """Whether some log-probabilities of its prompt are not reported yet."""
         return 0 < self.reported < len(self.prompt)
 
     def reports_after(self, start: int, end: int) -> bool:
-        """Whether the states of inputs [start, end) give log-probabilities of the prompt.
+        """Returns whether the states of inputs [start, end) give log-probabilities of the prompt.
 
-        The state of an input gives those of the token behind it.
+        The state of an input gives the log-probability of the next token.
         """
         return self.reports and end >= self.reported and start < len(self.prompt) - 1
 
     @property
     def cacheable(self) -> int:
-        """The first inputs that may come from the prefix cache, which has no states of them."""
+        """The number of first inputs that may come from the prefix cache, without their states."""
         return self.reported - 1 if self.reports else self.length
 
     @property
@@ -121,19 +122,19 @@ class Sequence(Struct, eq=False):
 
     @property
     def unread(self) -> int:
-        """Known tokens that no pass has read; one of them is the input of a decode step."""
+        """The number of known tokens that no pass has read, a decode step's input included."""
         return max(0, self.length - self.submitted)
 
     @property
     def has_unread(self) -> bool:
-        """Whether `unread` is not 0; asked for many rows in every step."""
+        """Whether `unread` is not 0; used for many rows in every step."""
         return len(self.prompt) + len(self.ids) - self.discarded > self.submitted
 
     @property
     def reads_run(self) -> bool:
-        """Whether all unread tokens are the completion's, and few: a decode step reads them.
+        """Whether a decode step reads all unread tokens: they are few, and the completion's.
 
-        Several were appended together, or it had a row before.
+        This happens after several tokens were appended together, or if it had a row before.
         """
         unread = self.unread
         if not 1 < unread <= MAX_RUN_TOKENS or self.read_alone:
@@ -150,22 +151,23 @@ class Sequence(Struct, eq=False):
         if self.shift is None or not self.discarded:
             return self._stream_range(start, end)
         keep, gone = self.shift.keep, self.discarded
-        behind = self._stream_range(max(start, keep) + gone, max(end, keep) + gone)
-        return [*self._stream_range(start, min(end, keep)), *behind]
+        rest = self._stream_range(max(start, keep) + gone, max(end, keep) + gone)
+        return [*self._stream_range(start, min(end, keep)), *rest]
 
     def newest(self, count: int) -> list[int]:
-        """Returns the last `count` inputs of the stream, discarded ones included, without images;
-        all if fewer.
+        """Returns the last `count` tokens of the stream, or all if fewer.
+
+        Discarded tokens are included, slots of images are not.
         """
         size = len(self.prompt) + len(self.ids)
-        found = self._stream_range(max(0, size - count), size)
-        return [token for token in found if not is_slot(token)] if self.has_slots else found
+        tokens = self._stream_range(max(0, size - count), size)
+        return [token for token in tokens if not is_slot(token)] if self.has_slots else tokens
 
     @property
     def has_slots(self) -> bool:
-        """Whether `prompt` has slots of images, of which context shifts may have discarded all.
+        """Whether `prompt` has slots of images; context shifts may have discarded all of them.
 
-        A stream that is resumed behind such a shift has no more `images`.
+        A stream that is resumed after such a shift has no `images` any more.
         """
         return bool(self.media) or (self.shift is not None and bool(self.shift.media))
 
@@ -176,17 +178,17 @@ class Sequence(Struct, eq=False):
 
     @property
     def needed_images(self) -> tuple[MediaSpan, ...]:
-        """The images that the next input attends to, where they are crossed, and `next_image`."""
-        found = seen_images(self.media, self.submitted)
+        """`next_image`, and with cross-attention the images that the next input attends to."""
+        images = seen_images(self.media, self.submitted)
         image = self.next_image
-        return found if image is None or image in found else (*found, image)
+        return images if image is None or image in images else (*images, image)
 
     def _stream_range(self, start: int, end: int) -> list[int]:
         size = len(self.prompt)
         return [*self.prompt[start:end], *self.ids[max(start - size, 0) : max(end - size, 0)]]
 
     def return_to_waiting(self) -> None:
-        """The sequence has lost its row and waits for another."""
+        """Notes that the sequence has lost its row and waits for another."""
         self.phase = Phase.WAITING
         self.submitted = self.awaited = 0
 
@@ -205,9 +207,9 @@ class Sequence(Struct, eq=False):
 
 
 class TokenLogprob(Struct, frozen=True):
-    """The log-probability of one sampled token (float32, from raw logits) and of others.
+    """The log-probability of one sampled token (float32, from raw logits) and of other tokens.
 
-    These are the likeliest, or of a sequence with `scored` those tokens, in their order.
+    The others are the likeliest tokens, or the `scored` tokens of the sequence, in their order.
     """
 
     logprob: float
@@ -223,7 +225,7 @@ class PromptLogprobs(Struct, frozen=True):
 
 
 class SampledToken(NamedTuple):
-    """One token that a decode step sampled for one sequence. A tuple, for there are many."""
+    """One token that a decode step sampled for one sequence. A tuple, since there are many."""
 
     sequence: Sequence
     token: int

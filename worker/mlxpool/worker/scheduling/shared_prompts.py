@@ -1,4 +1,4 @@
-"""Which waiting sequence waits until another has read the prompt that both begin with. Pure."""
+"""Makes a sequence wait until another has read the prompt that both begin with. Pure."""
 
 from __future__ import annotations
 
@@ -12,30 +12,29 @@ MIN_SHARED = 64  # tokens that a wait must save, unless others are known to have
 def awaited_prompt(
     seq: Sequence, live: Many[Sequence], *, whole: bool, by_owner: bool = False
 ) -> Sequence | None:
-    """Returns the running sequence whose prompt a waiting one waits for; None: it waits for none.
+    """Returns the running sequence whose prompt `seq` waits for, or None.
 
-    It waits for a prompt that is being read if it begins with at least half of what is left of it.
-    Then it gets these tokens from the prefix cache, which costs less than to read them. `whole`:
-    the cache gives only whole prompts, but for the last token. `by_owner`: it gives those of the
-    same owner. The answer holds until the prompt
-    is read or its sequence leaves.
+    It waits for a prompt that is being read if it shares at least half of the unread part. Then it
+    gets these tokens from the prefix cache, which costs less than reading them. `whole`: the cache
+    gives only whole prompts without their last token. `by_owner`: it gives only prompts of the same
+    owner. The answer holds until the prompt is read or its sequence leaves.
     """
     if seq.awaits is not None and _is_read(seq.awaits):
         return seq.awaits
     seq.awaits = None
     if not seq.reports:
-        others = (one for one in live if not by_owner or one.owner == seq.owner)
-        seq.awaits = next((one for one in others if _worth(seq, one, whole=whole)), None)
+        others = (other for other in live if not by_owner or other.owner == seq.owner)
+        seq.awaits = next((other for other in others if _worth(seq, other, whole=whole)), None)
     return seq.awaits
 
 
 def _is_read(reader: Sequence) -> bool:
-    """Whether a sequence reads its prompt now."""
+    """Returns whether a sequence reads its prompt now."""
     return reader.phase is Phase.RUNNING and reader.submitted < len(reader.prompt) - 1
 
 
 def _worth(seq: Sequence, reader: Sequence, *, whole: bool) -> bool:
-    """Whether the wait for a reader saves enough."""
+    """Returns whether the wait for a reader saves enough."""
     if not _is_read(reader) or seq.discarded or reader.discarded:
         return False
     begun, size = reader.cached, len(reader.prompt)

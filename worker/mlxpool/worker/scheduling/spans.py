@@ -14,11 +14,11 @@ from mlxpool.worker.scheduling.sequence import Sequence
 class Span(Struct):
     """Inputs [start, start + count) of a sequence in one pass.
 
-    `draws`: the logits after so many of the last inputs draw the tokens that follow these: 0, 1, or
-    all in a decode step. The input of a decode step may be a token that a pass in flight draws.
-    `drafts`: tokens that may follow those of the sequence, as further inputs of its decode step.
-    Those that the pass draws as well are right, and the row keeps them. `hidden`: the span draws
-    nothing and gives the hidden states of its inputs.
+    `draws`: the number of last inputs whose logits draw the next tokens: 0, 1, or all in a decode
+    step. The input of a decode step may be a token that a pass in flight draws. `drafts`: tokens
+    that may follow the sequence, as further inputs of its decode step. If the pass draws the same
+    tokens, they are right and the row keeps them. `hidden`: the span draws nothing and gives the
+    hidden states of its inputs.
     """
 
     sequence: Sequence
@@ -30,7 +30,7 @@ class Span(Struct):
 
     @classmethod
     def check(cls, sequence: Sequence, drafts: tuple[int, ...]) -> Self:
-        """A decode step that checks drafts; no pass in flight may have the sequence."""
+        """Returns a decode step that checks drafts; no pass in flight may have the sequence."""
         return cls(sequence, sequence.submitted, 1 + len(drafts), 1 + len(drafts), drafts)
 
     @property
@@ -39,15 +39,15 @@ class Span(Struct):
 
     @property
     def decodes(self) -> bool:
-        """Whether it is a decode step, not a chunk of a prompt."""
+        """Whether the span is a decode step, not a chunk of a prompt."""
         return self.draws == self.count
 
 
 class Step(Struct, frozen=True):
-    """The spans of one pass: those of `rows` decode steps first, then chunks of prompts.
+    """The spans of one pass: first `rows` spans of decode steps, then chunks of prompts.
 
     A decode step may have several inputs, see Sequence.reads_run.
-    `alone`: it reads a prompt that failed before, so no other pass may be in flight with it.
+    `alone`: the step reads a prompt that failed before, so no other pass may be in flight with it.
     """
 
     spans: tuple[Span, ...] = ()
@@ -61,7 +61,7 @@ class Step(Struct, frozen=True):
 
 
 def require_plain(spans: Iterable[Span], engine: str) -> None:
-    """Raises ValueError naming what `engine` does not compute: drafts and hidden states."""
+    """Raises ValueError if spans have drafts or hidden states, which `engine` does not compute."""
     for span in spans:
         if span.drafts or span.hidden:
             what = "check drafts" if span.drafts else "give hidden states"

@@ -1,7 +1,7 @@
-"""Predicts the time of a pass from what it computes, by a fit to measured passes. Pure.
+"""Predicts the time of a pass from its load, by a fit to measured passes. Pure.
 
 seconds = a + b * lines + c * keys + d * pairs + e * drawn. The coefficients are fitted to the
-newest passes, none of them negative; passes that compiled something are not observed.
+newest passes and are never negative. Passes that compiled something are not observed.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from mlxpool.worker.scheduling.spans import Span
 
 OBSERVATIONS = 128  # passes of a kind (with prompts, without) that a fit takes into account
 FIT_INTERVAL = 16  # observations, at least, between two fits of 0.5 ms each
-FIT_ROUNDS = 4  # of a fit; each takes the predictions of the one before to weight errors
+FIT_ROUNDS = 4  # rounds of a fit; each weights errors by the predictions of the round before
 MIN_OBSERVATIONS = 2
-SLOW_STEP_TARGET = 0.2  # seconds of a pass on a CPU, and of one that computes span by span
-# The sizes of lines, keys, pairs and drawn tokens that the fit counts as one.
+SLOW_STEP_TARGET = 0.2  # seconds of a pass on a CPU, and of a pass that computes span by span
+# The units in which the fit counts lines, keys, pairs and drawn tokens.
 _UNITS = np.array([1.0, 1e3, 1e5, 1e6, 1e2])
 _RIDGE = 1e-6
 
@@ -29,7 +29,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class Load(Struct, frozen=True):
-    """What a pass computes: its inputs, the keys that its decode rows read, pairs, drawn tokens."""
+    """The load of a pass: its inputs, the keys that decode rows read, pairs, and drawn tokens."""
 
     lines: int = 0
     keys: int = 0  # of decode rows
@@ -38,7 +38,7 @@ class Load(Struct, frozen=True):
 
     @classmethod
     def of(cls, spans: Iterable[Span]) -> Self:
-        """The load of a pass over these spans."""
+        """Returns the load of a pass over these spans."""
         lines = keys = pairs = drawn = 0
         for span in spans:  # in every step, so with as few calls as possible
             count = span.count
@@ -52,7 +52,7 @@ class Load(Struct, frozen=True):
         return cls(lines, keys, pairs, drawn)
 
     def with_span(self, span: Span) -> Self:
-        """The load with one span more."""
+        """Returns the load with one more span."""
         single = span.count == 1 and span.draws
         keys, pairs = (span.end, 0) if single else (0, span.count * span.end)
         return type(self)(
@@ -63,7 +63,7 @@ class Load(Struct, frozen=True):
 class StepTarget(Struct, frozen=True):
     """The seconds that a pass may take while sequences decode.
 
-    They are those of `steps` decode steps of one row, in bounds.
+    The target is the time of `steps` decode steps of one row, between `least` and `most`.
     """
 
     least: float
@@ -72,11 +72,11 @@ class StepTarget(Struct, frozen=True):
 
     @classmethod
     def of_device(cls, *, on_gpu: bool) -> Self:
-        """The target of a GPU or a CPU."""
+        """Returns the target of a GPU or a CPU."""
         return cls(0.008, 0.040) if on_gpu else cls(SLOW_STEP_TARGET, SLOW_STEP_TARGET)
 
     def seconds(self, decode_step: float) -> float:
-        """The target of a model whose decode step takes so many seconds."""
+        """Returns the target of a model whose decode step takes `decode_step` seconds."""
         return min(self.most, max(self.least, self.steps * decode_step))
 
 
@@ -90,13 +90,13 @@ class StepCost:
         self._new = 0  # observations since the last fit
 
     def seconds(self, load: Load) -> float:
-        """The predicted time of a pass. Fits the coefficients first, if enough passes are new.
+        """Predicts the time of a pass. Fits the coefficients first, if enough passes are new.
 
-        So steps that only decode, of which nobody asks the time, spend nothing on fits.
+        So steps that only decode cost no fits: their time is not predicted.
         """
-        known = len(self._rows) + len(self._mixed)
-        enough = FIT_INTERVAL if known >= FIT_INTERVAL else 1
-        if known >= MIN_OBSERVATIONS and self._new >= enough:
+        observations = len(self._rows) + len(self._mixed)
+        enough = FIT_INTERVAL if observations >= FIT_INTERVAL else 1
+        if observations >= MIN_OBSERVATIONS and self._new >= enough:
             self._fit()
         a, b, c, d, e = self._weights
         return a + b * load.lines + c * load.keys + d * load.pairs + e * load.drawn
@@ -109,22 +109,22 @@ class StepCost:
 
     @property
     def observed(self) -> list[tuple[Load, float]]:
-        """The passes that are taken into account, as `observe` was given them."""
+        """The passes that are taken into account, as passed to `observe`."""
         return [
-            (Load(*(round(one) for one in features[1:])), seconds)
+            (Load(*(round(feature) for feature in features[1:])), seconds)
             for features, seconds in (*self._rows, *self._mixed)
         ]
 
     def _fit(self) -> None:
-        """Least squares of relative errors, each at most 1: of the longer time.
+        """Fits by least squares of errors relative to the longer time, so at most 1.
 
-        So neither a pass that waited for another process nor one whose end was read late, which
-        makes the next one seem to take no time, has much weight.
+        So two kinds of passes have little weight: a pass that waited for another process, and a
+        pass whose end was read late, after which the next pass seems to take no time.
         """
         self._new = 0
-        every = [*self._rows, *self._mixed]
-        seconds = np.array([took for _, took in every])
-        features = np.array([row for row, _ in every]) / _UNITS
+        passes = [*self._rows, *self._mixed]
+        seconds = np.array([took for _, took in passes])
+        features = np.array([row for row, _ in passes]) / _UNITS
         weights = _least_squares(features, seconds)
         for _ in range(FIT_ROUNDS):
             scale = np.maximum(np.maximum(seconds, features @ weights), 1e-9)
@@ -133,16 +133,16 @@ class StepCost:
 
 
 def _least_squares(features: Floats, seconds: Floats) -> Floats:
-    """Solves for coefficients [5]; a negative one is dropped and the others are fitted again."""
+    """Solves for coefficients [5]; drops the most negative one and fits the others again."""
     weights = np.zeros(features.shape[1])
     kept = list(range(features.shape[1]))
     while kept:
         part = features[:, kept]
         square = part.T @ part
         square += _RIDGE * np.trace(square) * np.eye(len(kept))
-        found = np.linalg.solve(square, part.T @ seconds)
-        if (found >= 0).all():
-            weights[kept] = found
+        solution = np.linalg.solve(square, part.T @ seconds)
+        if (solution >= 0).all():
+            weights[kept] = solution
             break
-        kept.pop(int(found.argmin()))
+        kept.pop(int(solution.argmin()))
     return weights
